@@ -1,0 +1,80 @@
+"""Every exception that ddpkit raises on purpose.
+
+::
+
+    Exception
+    └── DdpkitError
+        ├── ConfigError (ValueError)             an option, argument or file cannot work as given
+        │   ├── MissingFileError (FileNotFoundError)   a file named on the command line is not there
+        │   └── MissingExtraError (ImportError)        an optional dependency is not installed
+        ├── LaunchError (RuntimeError)           the launcher's environment contradicts itself
+        │   └── RankMismatchError                the ranks disagree on what they are about to do
+        ├── BatchError (TypeError)               a hook returned something the loop cannot train on
+        ├── DataError (ValueError)               a dataset or loader cannot feed the run
+        ├── CheckpointError (RuntimeError)       a checkpoint cannot be written, found or trusted
+        ├── NonFiniteLossError (ValueError)      too many steps of an epoch were not finite
+        └── RankFailedError (RuntimeError)       another rank failed; carries that rank's own words
+            └── MainProcessError                 the main process failed inside a main-only call
+
+Each one also derives from the built-in that a caller would catch, so ``except ValueError`` keeps
+working for code that has never heard of ddpkit. A message says what was given, why it cannot work
+and what to do.
+"""
+
+from __future__ import annotations
+
+
+class DdpkitError(Exception):
+    """The root of the tree: everything that ddpkit raises on purpose."""
+
+
+class ConfigError(DdpkitError, ValueError):
+    """An option, an argument or a file cannot work as given."""
+
+
+class MissingFileError(ConfigError, FileNotFoundError):
+    """A file that the user named does not exist."""
+
+    def __str__(self) -> str:
+        """Show the message alone: ``FileNotFoundError`` would print it as an errno pair."""
+        return str(self.args[0]) if self.args else ""
+
+
+class MissingExtraError(ConfigError, ImportError):
+    """An optional dependency is needed and not installed; the message names the extra."""
+
+    def __str__(self) -> str:
+        """Show the message alone."""
+        return str(self.args[0]) if self.args else ""
+
+
+class LaunchError(DdpkitError, RuntimeError):
+    """The launcher's environment contradicts itself or cannot be used."""
+
+
+class RankMismatchError(LaunchError):
+    """The ranks disagree on what they are about to do (model, options, data)."""
+
+
+class BatchError(DdpkitError, TypeError):
+    """A hook returned something that the loop cannot train on."""
+
+
+class DataError(DdpkitError, ValueError):
+    """A dataset, a sampler or a loader cannot feed the run."""
+
+
+class CheckpointError(DdpkitError, RuntimeError):
+    """A checkpoint cannot be written, found or trusted."""
+
+
+class NonFiniteLossError(DdpkitError, ValueError):
+    """More steps of one epoch were not finite than ``nonfinite_patience`` allows."""
+
+
+class RankFailedError(DdpkitError, RuntimeError):
+    """Another rank failed. The message carries that rank's number and its own traceback."""
+
+
+class MainProcessError(RankFailedError):
+    """The main process failed inside a main-only call; raised on every other rank."""

@@ -1,0 +1,491 @@
+"""Ranks, the process group, main-only work and the few collectives that recipes use.
+
+Main-only work (:func:`run_on_main`, :func:`main_process_only`) is not built on collectives but on
+:mod:`ddpkit.handover`: a value or an error is left in the process group's store for whoever makes the same call.
+So such calls may be made by all ranks or by the main process alone, may be nested, and have no time limit while
+the main process is alive.
+
+Source: ``docs/decisions/0002`` gives the reasons; torch's stores are described at
+https://pytorch.org/docs/stable/distributed.html#distributed-key-value-store.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any, TypeVar, overload
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ReduceOp
+
+from ddpkit.errors import LaunchError
+from ddpkit.handover import Outcome, call_site, outside_frame, raise_as_reader
+from ddpkit.launchers import find_launch
+from ddpkit.process_group import control_group, ddp_init_group, group_state, is_distributed_initialized
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+__all__ = [
+    "ReduceOp",
+    "alone",
+    "control_group",
+    "ddp_all_reduce",
+    "ddp_barrier",
+    "ddp_broadcast",
+    "ddp_init_group",
+    "ddp_prevent_block",
+    "exchange",
+    "get_local_rank",
+    "get_rank",
+    "get_world_size",
+    "if_main_process",
+    "is_distributed_initialized",
+    "is_local_rank_zero",
+    "main_process_only",
+    "once_per_node",
+    "rank_prefixed_message",
+    "run_on_main",
+    "run_once_per_node",
+    "sum_over_ranks",
+]
+
+T = TypeVar("T")
+
+# 0: every rank is here. Above 0: this code runs on the main process (or on one process per node) alone.
+_alone: ContextVar[int] = ContextVar("ddpkit_alone", default=0)
+
+
+def get_rank() -> int | None:
+    """Return this process's rank: from the process group, else from the launcher's environment, else None.
+
+    Ranks: local.
+
+    Example:
+        >>> get_rank() is None
+        True
+    """
+    if is_distributed_initialized():
+        return dist.get_rank()
+    rank = os.environ.get("RANK")
+    return int(rank) if rank else None
+
+
+def get_local_rank() -> int | None:
+    """Return this process's number on its machine (``LOCAL_RANK``), or None without a launcher.
+
+    Ranks: local.
+
+    Example:
+        >>> get_local_rank() is None
+        True
+    """
+    rank = os.environ.get("LOCAL_RANK")
+    return int(rank) if rank else None
+
+
+def get_world_size() -> int:
+    """Return the number of processes that train together; 1 where no process group is initialised.
+
+    Ranks: local.
+
+    Example:
+        >>> get_world_size()
+        1
+    """
+    return dist.get_world_size() if is_distributed_initialized() else 1
+
+
+def rank_prefixed_message(message: str) -> str:
+    """Put ``[rank: r]`` before a message where a rank is known.
+
+    Ranks: local.
+
+    Example:
+        >>> rank_prefixed_message("hello")
+        'hello'
+    """
+    rank = get_rank()
+    return message if rank is None else f"[rank: {rank}] {message}"
+
+
+def if_main_process() -> bool:
+    """Say whether this is the main process: rank 0, or the only one. Right before the group starts, too.
+
+    Ranks: local. What stands under ``if if_main_process():`` may call main-only functions; nobody waits.
+
+    Example:
+        >>> if_main_process()
+        True
+    """
+    return get_rank() in {None, 0}
+
+
+def is_local_rank_zero() -> bool:
+    """Say whether this is the first process of its machine.
+
+    Ranks: local.
+
+    Example:
+        >>> is_local_rank_zero()
+        True
+    """
+    return get_local_rank() in {None, 0}
+
+
+def ddp_prevent_block() -> bool:
+    """Say whether a collective would be pointless here: no group, or only this process runs this code.
+
+    Ranks: local.
+
+    Example:
+        >>> ddp_prevent_block()
+        True
+    """
+    return _alone.get() > 0 or not is_distributed_initialized()
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Mark a block that this process runs without the others: barriers and broadcasts in it do nothing.
+
+    Ranks: local.
+
+    Example:
+        >>> with alone():
+        ...     ddp_prevent_block()
+        True
+    """
+    token = _alone.set(_alone.get() + 1)
+    try:
+        yield
+    finally:
+        _alone.reset(token)
+
+
+# ---------------------------------------------------------------------------------------- main-only work
+
+
+def _on_one_rank(call: Callable[[], T], poster: int, readers: int, *, mine: bool, site: str) -> T | None:
+    """Run ``call`` on one rank and give its value or its failure to the ``readers`` other ranks that ask."""
+    handover = group_state().handover
+    count = handover.next_count(site)
+    if not mine:
+        outcome = handover.read(site, count, poster=poster, readers=readers)
+        if not outcome.ok:
+            raise_as_reader(outcome, site, poster)
+        value: T | None = outcome.value
+        return value
+    try:
+        with alone():
+            value = call()
+    except BaseException as error:
+        handover.post(site, count, Outcome.of_error(error), readers)
+        raise
+    handover.post(site, count, Outcome(ok=True, value=value), readers)
+    return value
+
+
+def _main_call(call: Callable[[], T], site: str) -> T | None:
+    world = dist.get_world_size()
+    return _on_one_rank(call, 0, world - 1, mine=dist.get_rank() == 0, site=site)
+
+
+def _node_call(call: Callable[[], T], site: str) -> T | None:
+    info = find_launch()
+    first = info.rank - info.local_rank
+    mine = info.local_rank == 0
+    return _on_one_rank(
+        call, first, info.local_world_size - 1, mine=mine, site=f"node{info.node_rank} {site}"
+    )
+
+
+def run_on_main(  # noqa: PLR0913 -- the recipe contract fixes these seven
+    func: Callable[..., T],
+    args: Sequence[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    post_func: Callable[..., Any] | None = None,
+    post_args: Sequence[Any] | None = None,
+    post_kwargs: Mapping[str, Any] | None = None,
+    run_post_on_main: bool = False,
+) -> T | None:
+    """Run ``func`` on the main process; every rank that makes this call gets its value, or raises.
+
+    Args:
+        func: the work, such as preparing a data manifest.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+        post_func: run afterwards on the other ranks, such as loading what ``func`` wrote.
+        post_args: positional arguments of ``post_func``.
+        post_kwargs: keyword arguments of ``post_func``.
+        run_post_on_main: run ``post_func`` on the main process as well.
+
+    Returns:
+        What ``func`` returned on the main process. It reaches the others through pickle; a value that cannot be
+        pickled reaches them as None, with a warning.
+
+    Raises:
+        MainProcessError: on the other ranks, when ``func`` raised on the main process; the message holds that
+            traceback. On the main process the original exception is raised.
+
+    Ranks: all, or the main process alone under ``if if_main_process():``. The main process never waits for the
+    others; the others wait as long as it lives. Inside ``func`` barriers and broadcasts do nothing, and an
+    all-reduce is an error.
+
+    Example:
+        >>> run_on_main(sorted, args=[[3, 1, 2]])
+        [1, 2, 3]
+    """
+    work = functools.partial(func, *(args or ()), **(kwargs or {}))
+    main = if_main_process()
+    value = work() if ddp_prevent_block() else _main_call(work, call_site(outside_frame()))
+    if post_func is not None and (run_post_on_main or not main):
+        post_func(*(post_args or ()), **(post_kwargs or {}))
+    return value
+
+
+@overload
+def main_process_only(function: Callable[..., T]) -> Callable[..., T]: ...
+
+
+@overload
+def main_process_only(
+    function: None = None, *, hand_over: bool = True
+) -> Callable[[Callable[..., T]], Callable[..., T]]: ...
+
+
+def main_process_only(
+    function: Callable[..., T] | None = None, *, hand_over: bool = True
+) -> Callable[..., Any]:
+    """Make a function run on the main process only; all callers get its value, or raise.
+
+    Args:
+        function: the function to wrap.
+        hand_over: give the value or the error to the other ranks. With ``False`` they get None at once and nobody
+            learns of a failure but the main process: for functions that return nothing, such as loggers.
+
+    Returns:
+        The wrapped function.
+
+    Ranks: all, or the main process alone under ``if if_main_process():``.
+
+    Example:
+        >>> @main_process_only
+        ... def prepare():
+        ...     return 3
+        >>> prepare()
+        3
+    """
+    if function is None:
+        return functools.partial(main_process_only, hand_over=hand_over)
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> T | None:
+        if ddp_prevent_block():
+            # Without a group only the environment tells which process this is.
+            return function(*args, **kwargs) if _alone.get() or if_main_process() else None
+        work = functools.partial(function, *args, **kwargs)
+        if hand_over:
+            return _main_call(work, call_site(outside_frame()))
+        if dist.get_rank() != 0:
+            return None
+        with alone():
+            return work()
+
+    return wrapper
+
+
+def once_per_node(function: Callable[..., T]) -> Callable[..., T | None]:
+    """Make a function run on the first process of every machine; the others get None. Nobody waits.
+
+    Ranks: local.
+
+    Example:
+        >>> @once_per_node
+        ... def unpack():
+        ...     return "here"
+        >>> unpack()
+        'here'
+    """
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> T | None:
+        if not is_local_rank_zero():
+            return None
+        with alone():
+            return function(*args, **kwargs)
+
+    return wrapper
+
+
+def run_once_per_node(  # noqa: PLR0913 -- the recipe contract fixes these seven
+    func: Callable[..., T],
+    args: Sequence[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    post_func: Callable[..., Any] | None = None,
+    post_args: Sequence[Any] | None = None,
+    post_kwargs: Mapping[str, Any] | None = None,
+    run_post_on_all: bool = False,
+) -> Any:
+    """Run ``func`` on the first process of every machine, for files on machine-local disks.
+
+    Args:
+        func: the work.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+        post_func: run afterwards on the machine's other processes.
+        post_args: positional arguments of ``post_func``.
+        post_kwargs: keyword arguments of ``post_func``.
+        run_post_on_all: run ``post_func`` on the first process, too.
+
+    Returns:
+        ``post_func``'s value where it ran, else ``func``'s value (handed to all processes of the machine).
+
+    Raises:
+        RankFailedError: on the machine's other processes, when ``func`` raised on its first.
+
+    Ranks: all processes of a machine, or its first alone.
+
+    Example:
+        >>> run_once_per_node(len, args=["four"])
+        4
+    """
+    work = functools.partial(func, *(args or ()), **(kwargs or {}))
+    value = work() if ddp_prevent_block() else _node_call(work, call_site(outside_frame()))
+    if post_func is not None and (run_post_on_all or not is_local_rank_zero()):
+        return post_func(*(post_args or ()), **(post_kwargs or {}))
+    return value
+
+
+def exchange(value: T) -> list[T]:
+    """Give every rank the list of all ranks' values, in rank order, over the store.
+
+    Unlike a collective it works between ranks that are about to discover that they differ: the sizes need not
+    agree, and a rank that dies is noticed.
+
+    Args:
+        value: anything that pickles.
+
+    Returns:
+        One value per rank; ``[value]`` without a process group or in main-only code.
+
+    Ranks: collective.
+
+    Example:
+        >>> exchange({"batches": 12})
+        [{'batches': 12}]
+    """
+    if ddp_prevent_block():
+        return [value]
+    site = call_site(outside_frame())
+    handover = group_state().handover
+    rank, world = handover.rank, handover.world_size
+
+    def gather() -> list[T]:
+        values = [value]
+        for other in range(1, world):
+            own_site = f"from rank {other} {site}"
+            values.append(handover.read(own_site, handover.next_count(own_site), poster=other, readers=1).value)
+        return values
+
+    if rank != 0:
+        own_site = f"from rank {rank} {site}"
+        handover.post(own_site, handover.next_count(own_site), Outcome(ok=True, value=value), readers=1)
+    return _main_call(gather, f"all {site}") or []
+
+
+# ---------------------------------------------------------------------------------------- collectives
+
+
+def ddp_barrier() -> None:
+    """Wait until every rank is here. Does nothing in one process and in main-only code.
+
+    Ranks: collective.
+
+    Example:
+        >>> ddp_barrier()
+    """
+    if not ddp_prevent_block():
+        dist.barrier(group=control_group())
+
+
+def ddp_broadcast(communication_object: T, src: int = 0) -> T:
+    """Give every rank the object of rank ``src``. Returns it unchanged in one process and in main-only code.
+
+    Args:
+        communication_object: anything that pickles; only that of ``src`` counts.
+        src: the rank that gives.
+
+    Returns:
+        The object of rank ``src``.
+
+    Ranks: collective.
+
+    Example:
+        >>> ddp_broadcast([1, 2])
+        [1, 2]
+    """
+    if ddp_prevent_block():
+        return communication_object
+    box: list[Any] = [communication_object]
+    dist.broadcast_object_list(box, src=src, group=control_group())
+    result: T = box[0]
+    return result
+
+
+def ddp_all_reduce(
+    communication_object: torch.Tensor, reduce_op: Any = ReduceOp.SUM
+) -> torch.Tensor:
+    """Reduce a tensor over all ranks, in place.
+
+    Args:
+        communication_object: tensor of any shape, the same on every rank.
+        reduce_op: a ``torch.distributed.ReduceOp``.
+
+    Returns:
+        The same tensor, reduced; unchanged in one process.
+
+    Raises:
+        LaunchError: called inside main-only code, where the result could not be what was asked for.
+
+    Ranks: collective.
+
+    Example:
+        >>> ddp_all_reduce(torch.ones(2))
+        tensor([1., 1.])
+    """
+    if not is_distributed_initialized():
+        return communication_object
+    if _alone.get():
+        raise LaunchError(
+            "ddp_all_reduce was called inside main-only code (run_on_main, main_process_only): the other ranks are "
+            "not there, so the tensor cannot be reduced. Reduce before the main-only call and pass the result in."
+        )
+    group = control_group() if communication_object.device.type == "cpu" else None
+    dist.all_reduce(communication_object, op=reduce_op, group=group)
+    return communication_object
+
+
+def sum_over_ranks(values: list[float]) -> list[float]:
+    """Add up a few numbers over all ranks in one float64 all-reduce; every rank gets the same bits.
+
+    Args:
+        values: the same number of them on every rank.
+
+    Returns:
+        The sums; the values themselves without a process group.
+
+    Ranks: collective.
+
+    Example:
+        >>> sum_over_ranks([1.5, 2.0])
+        [1.5, 2.0]
+    """
+    if not is_distributed_initialized():
+        return list(values)
+    tensor = torch.tensor(values, dtype=torch.float64)
+    sums: list[float] = ddp_all_reduce(tensor).tolist()
+    return sums

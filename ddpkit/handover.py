@@ -1,0 +1,240 @@
+"""Values and errors handed from one rank to the others through the process group's store.
+
+A collective is positional: the n-th call of one rank meets the n-th call of the others, so a call that only
+the main process makes leaves it waiting for ever. Here a value is *posted* under a key that says which call
+it belongs to, and whoever makes the same call reads it. The one who posts never waits, so a call that only one
+rank makes is legal; whoever reads waits as long as the poster is alive, however long its work takes.
+
+The key of a call is the path of code lines that led to it (the *call site*) and how often this rank has taken
+that path. A helper that is called both under ``if if_main_process():`` and by all ranks therefore has two
+call sites, and their counts cannot be mixed up.
+
+Source: the store's payload limit of 8 MiB is that of torch's libuv ``TCPStore`` backend (measured with
+torch 2.13: 7 MiB pass, 9 MiB break the connection); larger values are cut into pieces.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import pickle
+import sys
+import time
+import traceback
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ddpkit.errors import MainProcessError, RankFailedError
+from ddpkit.logger import get_logger
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+    from torch.distributed import Store
+
+logger = get_logger(__name__)
+
+PIECE_BYTES = 4 << 20
+FIRST_WARNING_SECONDS = 30.0
+WARNING_INTERVAL_SECONDS = 60.0
+LONGEST_NAP_SECONDS = 0.02
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a call on the rank that made it: a value, or the text of its failure."""
+
+    ok: bool
+    value: Any = None
+    error: str = ""
+    trace: str = ""
+
+    @staticmethod
+    def of_error(error: BaseException) -> Outcome:
+        """Describe a raised exception so that other ranks can show it."""
+        text = "".join(traceback.format_exception_only(type(error), error)).strip()
+        return Outcome(ok=False, error=text, trace="".join(traceback.format_exception(error)))
+
+
+def call_site(frame: FrameType | None) -> str:
+    """Name the code path that leads to ``frame``, the same on every rank that takes the same path.
+
+    The path ends at the first module-level frame (the recipe script itself), so that a debugger or a profiler
+    that runs the script on one rank only does not change it.
+
+    Args:
+        frame: the innermost frame that counts.
+
+    Returns:
+        ``"file.py:12 in prepare"`` followed by a digest of the whole path.
+
+    Ranks: local.
+
+    Example:
+        >>> import sys
+        >>> call_site(sys._getframe()) == call_site(sys._getframe())
+        True
+    """
+    digest = hashlib.blake2b(digest_size=8)
+    where = "?"
+    first = True
+    while frame is not None:
+        code = frame.f_code
+        line = f"{os.path.basename(code.co_filename)}:{frame.f_lineno} in {code.co_name}"
+        if first:
+            where, first = line, False
+        digest.update(line.encode())
+        if code.co_name == "<module>":
+            break
+        frame = frame.f_back
+    return f"{where} #{digest.hexdigest()}"
+
+
+def outside_frame(depth: int = 1) -> FrameType | None:
+    """Return the frame ``depth`` calls above the caller of this function."""
+    return sys._getframe(depth + 1)
+
+
+class Handover:
+    """Posts and reads outcomes on one store; one object per process group.
+
+    Args:
+        store: the store of the process group.
+        rank: this process, ``0 <= rank < world_size``.
+        world_size: number of processes.
+
+    Ranks: local; each method says which ranks take part.
+
+    Example:
+        >>> from torch.distributed import HashStore
+        >>> box = Handover(HashStore(), rank=0, world_size=1)
+        >>> box.post("site", box.next_count("site"), Outcome(ok=True, value=3), readers=1)
+        >>> box.read("site", 1, poster=0, readers=1).value
+        3
+    """
+
+    def __init__(self, store: Store, rank: int, world_size: int) -> None:
+        self.store = store
+        self.rank = rank
+        self.world_size = world_size
+        self._counts: dict[str, int] = {}
+
+    def next_count(self, site: str) -> int:
+        """Count this rank's visits to ``site``, starting at 1."""
+        self._counts[site] = self._counts.get(site, 0) + 1
+        return self._counts[site]
+
+    def post(self, site: str, count: int, outcome: Outcome, readers: int) -> None:
+        """Leave an outcome for those who make the same call; never waits.
+
+        A value that cannot be pickled is replaced by None with a warning that names the call.
+        """
+        if readers < 1:
+            return
+        payload = self._pickled(site, outcome)
+        key = _key(site, count)
+        pieces = range(0, max(len(payload), 1), PIECE_BYTES)
+        for number, start in enumerate(pieces):
+            self.store.set(f"{key}/{number}", payload[start : start + PIECE_BYTES])  # type: ignore[arg-type]
+        self.store.set(key, str(len(pieces)))
+
+    def read(self, site: str, count: int, *, poster: int, readers: int) -> Outcome:
+        """Wait until ``poster`` has posted call number ``count`` of ``site`` and return its outcome.
+
+        Raises:
+            RankFailedError: the poster's process ended without making this call.
+        """
+        key = _key(site, count)
+        self._wait(key, site, poster)
+        pieces = int(self.store.get(key))
+        payload = b"".join(self.store.get(f"{key}/{number}") for number in range(pieces))
+        if self.store.add(f"{key}/read", 1) >= readers:
+            for name in (key, f"{key}/read", *(f"{key}/{number}" for number in range(pieces))):
+                self.store.delete_key(name)
+        outcome = pickle.loads(payload)  # noqa: S301 -- written by a rank of this very job, as in torch's object collectives
+        if not isinstance(outcome, Outcome):
+            raise TypeError(f"{site}: the store holds a {type(outcome).__name__} where an Outcome was expected")
+        return outcome
+
+    def say_goodbye(self) -> None:
+        """Tell ranks that wait for this one that nothing more will come from it."""
+        self.store.set(_left_key(self.rank), "1")
+        self.store.add("ddpkit/left", 1)
+
+    def await_goodbyes(self, timeout: float) -> None:
+        """Wait, at most ``timeout`` seconds, until every rank has said goodbye (for the rank that hosts the store)."""
+        end = time.monotonic() + timeout
+        while time.monotonic() < end and self.store.add("ddpkit/left", 0) < self.world_size:
+            time.sleep(LONGEST_NAP_SECONDS)
+
+    def _pickled(self, site: str, outcome: Outcome) -> bytes:
+        try:
+            return pickle.dumps(outcome)
+        except (pickle.PicklingError, TypeError, AttributeError, ValueError) as error:
+            logger.warning(
+                "%s: the value of this main-only call, a %s, cannot be handed to the other ranks (%s); "
+                "they get None. Return something that pickles, or nothing.",
+                site.split(" #")[0],
+                type(outcome.value).__name__,
+                error,
+                main_process_only=False,
+            )
+            return pickle.dumps(Outcome(ok=True))
+
+    def _wait(self, key: str, site: str, poster: int) -> None:
+        started = time.monotonic()
+        next_warning = started + FIRST_WARNING_SECONDS
+        nap = 0.0005
+        try:
+            while not self.store.check([key]):
+                if self.store.check([_left_key(poster)]) and not self.store.check([key]):
+                    raise RankFailedError(
+                        f"rank {self.rank} waits at {site.split(' #')[0]} for rank {poster}, whose process has ended "
+                        f"without making this call. Look for the reason in the output of rank {poster}."
+                    )
+                if time.monotonic() >= next_warning:
+                    next_warning += WARNING_INTERVAL_SECONDS
+                    self._warn_waiting(site, poster, time.monotonic() - started)
+                time.sleep(nap)
+                nap = min(nap * 1.5, LONGEST_NAP_SECONDS)
+        except RankFailedError:
+            raise
+        except RuntimeError as error:
+            raise RankFailedError(
+                f"rank {self.rank} waited at {site.split(' #')[0]} for rank {poster} and lost the connection to the "
+                f"launcher's store: {error}. Some process of the run has died; look for the first error above."
+            ) from error
+
+    def _warn_waiting(self, site: str, poster: int, seconds: float) -> None:
+        logger.warning(
+            "rank %d has waited %.0f s at %s for rank %d. If rank %d is not working on that call, "
+            "the ranks have taken different paths through the script.",
+            self.rank,
+            seconds,
+            site.split(" #")[0],
+            poster,
+            poster,
+            main_process_only=False,
+        )
+
+
+def raise_as_reader(outcome: Outcome, site: str, poster: int) -> None:
+    """Raise the poster's failure on a rank that read it.
+
+    Raises:
+        MainProcessError: the poster is rank 0; the text holds its own traceback.
+        RankFailedError: the poster is another rank (once-per-node work); likewise.
+    """
+    kind = MainProcessError if poster == 0 else RankFailedError
+    raise kind(
+        f"rank {poster} failed in the call at {site.split(' #')[0]}: {outcome.error}\n"
+        f"--- traceback of rank {poster} ---\n{outcome.trace.rstrip()}"
+    )
+
+
+def _key(site: str, count: int) -> str:
+    return f"ddpkit/call/{site}/{count}"
+
+
+def _left_key(rank: int) -> str:
+    return f"ddpkit/left/{rank}"

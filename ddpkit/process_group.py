@@ -1,0 +1,251 @@
+"""The default process group: made from the launcher's environment, destroyed at exit.
+
+Source: torch's trap list in ``docs/explanation/architecture.md``; that torchrun reuses one store for all restart attempts,
+so that each attempt needs a prefix of its own, is https://github.com/pytorch/pytorch/issues/135712.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from ddpkit.device import resolve_device
+from ddpkit.errors import ConfigError, LaunchError
+from ddpkit.handover import Handover
+from ddpkit.launchers import find_launch
+from ddpkit.logger import get_logger
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from ddpkit.launchers import LaunchInfo
+
+logger = get_logger(__name__)
+
+DEFAULT_TIMEOUT_MINUTES = 30.0
+GOODBYE_SECONDS = 5.0
+
+
+class GroupState:
+    """What belongs to one process group: made when first needed, replaced when the group is.
+
+    Args:
+        store: the store of the default process group.
+
+    Ranks: local.
+
+    Example:
+        >>> GroupState.__name__
+        'GroupState'
+    """
+
+    def __init__(self, store: dist.Store) -> None:
+        self.store = store
+        self.handover = Handover(store, dist.get_rank(), dist.get_world_size())
+        self.control_group: dist.ProcessGroup | None = None
+        self.hosts_store = False
+
+
+_state: GroupState | None = None
+
+
+def group_state() -> GroupState:
+    """Return what belongs to the current default process group, whoever made it.
+
+    Raises:
+        ValueError: there is no process group (torch's own error).
+
+    Ranks: local.
+
+    Example:
+        >>> group_state()
+        Traceback (most recent call last):
+        ValueError: Default process group has not been initialized, please make sure to call init_process_group.
+    """
+    global _state  # noqa: PLW0603 -- shadows torch's own global, the default process group
+    store = dist.distributed_c10d._get_default_store()  # noqa: SLF001 -- the only way to a group made by others
+    if _state is None or _state.store is not store:
+        _state = GroupState(store)
+    return _state
+
+
+def is_distributed_initialized() -> bool:
+    """Say whether a default process group exists, whoever made it.
+
+    Ranks: local.
+
+    Example:
+        >>> is_distributed_initialized()
+        False
+    """
+    return dist.is_available() and dist.is_initialized()
+
+
+def control_group() -> dist.ProcessGroup | None:
+    """Return the gloo group for small CPU tensors, apart from the one that gradients travel on.
+
+    Returns:
+        The group, or None where no process group is initialised.
+
+    Ranks: collective on the first call, local afterwards.
+
+    Example:
+        >>> control_group() is None
+        True
+    """
+    if not is_distributed_initialized():
+        return None
+    state = group_state()
+    if state.control_group is None:
+        state.control_group = dist.new_group(backend="gloo")
+    return state.control_group
+
+
+def ddp_init_group(run_opts: Mapping[str, Any] | Any) -> None:
+    """Start the default process group if a launcher started this process; otherwise do nothing.
+
+    The device is bound to the local rank first, and given to the group. A group that somebody else has started
+    already is accepted and will not be destroyed; one that is started here is destroyed at exit.
+
+    Args:
+        run_opts: anything with ``["distributed_backend"]``; ``["device"]`` and ``["distributed_timeout_minutes"]``
+            are read where present.
+
+    Raises:
+        ConfigError: the backend is unknown, or not built into this torch, or does not fit the device.
+        LaunchError: the environment contradicts itself, or the other processes cannot be reached.
+
+    Ranks: collective.
+
+    Example:
+        >>> ddp_init_group({"distributed_backend": "gloo"})  # no launcher: nothing happens
+    """
+    info = find_launch()
+    if not info.is_distributed:
+        return
+    if is_distributed_initialized():
+        logger.debug("A process group is there already; it is used as it is and left alone at exit.")
+        return
+    device = resolve_device(_get(run_opts, "device"), info)
+    backend = check_backend(_get(run_opts, "distributed_backend"), device)
+    minutes = float(_get(run_opts, "distributed_timeout_minutes") or DEFAULT_TIMEOUT_MINUTES)
+    timeout = timedelta(minutes=minutes)
+    arguments: dict[str, Any] = {}
+    if device.startswith("cuda"):
+        torch.cuda.set_device(torch.device(device))
+        arguments["device_id"] = torch.device(device)
+    try:
+        store, hosts = _open_store(info, timeout)
+        dist.init_process_group(
+            backend, rank=info.rank, world_size=info.world_size, store=store, timeout=timeout, **arguments
+        )
+    except RuntimeError as error:  # torch.distributed.DistError derives from it
+        raise LaunchError(
+            f"rank {info.rank} of {info.world_size} could not join the process group "
+            f"(backend={backend!r}, MASTER_ADDR={os.environ.get('MASTER_ADDR')!r}, "
+            f"MASTER_PORT={os.environ.get('MASTER_PORT')!r}): {error}. "
+            "Check that all processes were started, that the address is reachable and the port free."
+        ) from error
+    group_state().hosts_store = hosts
+    control_group()
+    atexit.register(_leave, group_state())
+
+
+def check_backend(backend: str | None, device: str) -> str:
+    """Check that a process-group backend is known, built in, and fits the device.
+
+    Args:
+        backend: such as ``"nccl"``, ``"gloo"``, ``"mpi"`` or ``"cpu:gloo,cuda:nccl"``; None chooses by the device.
+        device: such as ``"cpu"`` or ``"cuda:1"``.
+
+    Returns:
+        The backend.
+
+    Raises:
+        ConfigError: it cannot work; the message says what was found and what to run instead.
+
+    Ranks: local.
+
+    Example:
+        >>> check_backend(None, "cpu")
+        'gloo'
+    """
+    on_gpu = device.startswith("cuda")
+    if backend is None:
+        return "nccl" if on_gpu else "gloo"
+    known = {"nccl": dist.is_nccl_available, "gloo": dist.is_gloo_available, "mpi": dist.is_mpi_available}
+    for part in str(backend).split(","):
+        name = part.split(":")[-1].strip().lower()
+        if name not in known and not hasattr(dist.Backend, name.upper()):
+            raise ConfigError(
+                f"distributed_backend={backend!r} is not a backend that torch knows "
+                f"(known: {', '.join(sorted(known))}). Use --distributed_backend=nccl on GPUs, gloo on CPUs."
+            )
+        if name in known and not known[name]():
+            raise ConfigError(
+                f"distributed_backend={backend!r}: this torch ({torch.__version__}) was built without {name}. "
+                f"Run with --distributed_backend=gloo{'' if on_gpu else ' --device=cpu'}, or install a torch that has it."
+            )
+    if backend == "nccl" and not on_gpu:
+        raise ConfigError(
+            f"distributed_backend='nccl' works between GPUs only, and the device is {device!r} "
+            f"({torch.cuda.device_count()} GPUs found). Run with --distributed_backend=gloo."
+        )
+    return str(backend)
+
+
+def _open_store(info: LaunchInfo, timeout: timedelta) -> tuple[dist.Store, bool]:
+    """Connect to the launcher's store, or host it where no agent does; one prefix per restart attempt."""
+    address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+    if not address or not (port or "").isdigit():
+        raise LaunchError(
+            f"RANK={info.rank} and WORLD_SIZE={info.world_size} are set, but MASTER_ADDR={address!r}, "
+            f"MASTER_PORT={port!r}: the processes cannot find each other. Launch with torchrun, or set both to the "
+            "host name of rank 0 and a free port."
+        )
+    agent_hosts = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    hosts = not agent_hosts and info.rank == 0
+    store: dist.Store = dist.TCPStore(
+        address,
+        int(port or 0),
+        info.world_size,
+        is_master=hosts,
+        timeout=timeout,
+        multi_tenant=not agent_hosts,
+    )
+    prefix = "ddpkit"
+    if info.local_world_size == info.world_size:
+        # On several nodes the agents' restart counts may differ, so a prefix made of them would part the ranks.
+        prefix = f"ddpkit/attempt{info.restart_count}"
+    elif info.restart_count and os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") != "1":
+        logger.warning(
+            "This is restart %d on several nodes. Set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment of "
+            "torchrun: without it a restarted run may read the addresses of the run that died.",
+            info.restart_count,
+        )
+    return dist.PrefixStore(prefix, store), hosts
+
+
+def _leave(state: GroupState) -> None:
+    """Say goodbye and destroy the group that :func:`ddp_init_group` started."""
+    if not is_distributed_initialized() or group_state() is not state:
+        return
+    failed = getattr(sys, "last_value", None) is not None
+    try:
+        state.handover.say_goodbye()
+        if state.hosts_store and not failed:
+            state.handover.await_goodbyes(GOODBYE_SECONDS)
+    except RuntimeError as error:  # the host of the store is gone already
+        logger.debug("The launcher's store is gone at exit: %s", error)
+    dist.destroy_process_group()
+
+
+def _get(run_opts: Any, name: str) -> Any:
+    getter = getattr(run_opts, "get", None)
+    return getter(name) if getter is not None else getattr(run_opts, name, None)

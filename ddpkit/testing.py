@@ -1,0 +1,275 @@
+"""Real ranks for tests: processes that start once and run many functions.
+
+Starting a process and importing torch costs seconds; running a function on ranks that are there already costs
+milliseconds. Every run gets a process group of its own on a store that the pool hosts, as torchrun's agent does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import multiprocessing
+import os
+import signal
+import sys
+import time
+import traceback
+import warnings
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from ddpkit.errors import DdpkitError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from multiprocessing.process import BaseProcess
+    from types import TracebackType
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class RankOutcome:
+    """What became of a function on one rank.
+
+    Attributes:
+        ok: whether it returned.
+        value: what it returned.
+        error_type: the class name of what it raised.
+        error: the message of what it raised.
+        trace: the traceback.
+
+    Ranks: local.
+
+    Example:
+        >>> RankOutcome(ok=True, value=3).value
+        3
+    """
+
+    ok: bool
+    value: Any = None
+    error_type: str = ""
+    error: str = ""
+    trace: str = ""
+
+
+class RankPoolError(DdpkitError, RuntimeError):
+    """A function raised, hung or ended its process on some rank of a :class:`RankPool`.
+
+    Attributes:
+        outcomes: one :class:`RankOutcome` per rank.
+    """
+
+    def __init__(self, outcomes: Sequence[RankOutcome]) -> None:
+        self.outcomes = list(outcomes)
+        parts = [
+            f"--- rank {rank}: {outcome.error_type}\n{outcome.trace or outcome.error}"
+            for rank, outcome in enumerate(self.outcomes)
+            if not outcome.ok
+        ]
+        super().__init__("\n".join(parts))
+
+
+class RankPool:
+    """Processes that run functions as the ranks of a distributed run (gloo, on the CPU).
+
+    Args:
+        timeout: seconds after which a run counts as hung; its processes are killed and replaced.
+
+    Ranks: local; the functions run on ranks of their own.
+
+    Example:
+        >>> with RankPool() as ranks:  # starts two processes, which takes some seconds  # doctest: +SKIP
+        ...     ranks.run(os.getenv, "RANK", world_size=2)
+        ['0', '1']
+    """
+
+    def __init__(self, timeout: float = 60.0) -> None:
+        self.timeout = timeout
+        self._context = multiprocessing.get_context("spawn")
+        self._workers: list[tuple[BaseProcess, Connection]] = []
+        self._store: dist.TCPStore | None = None
+        self._runs = 0
+
+    def __enter__(self) -> RankPool:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def run(self, function: Callable[..., T], *args: Any, world_size: int = 2, **options: Any) -> list[T]:
+        """Run a module-level function on every rank and return what each returned.
+
+        Args:
+            function: importable by name in another process.
+            args: its arguments; they must pickle.
+            world_size: number of ranks.
+            options: ``init``, ``env`` and ``timeout`` as in :meth:`outcomes`.
+
+        Returns:
+            One value per rank.
+
+        Raises:
+            RankPoolError: the function raised, hung or ended its process on some rank.
+        """
+        outcomes = self.outcomes(function, *args, world_size=world_size, **options)
+        if not all(outcome.ok for outcome in outcomes):
+            raise RankPoolError(outcomes)
+        return [outcome.value for outcome in outcomes]
+
+    def outcomes(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        world_size: int = 2,
+        init: bool = True,
+        env: dict[str, str] | None = None,
+        timeout: float | None = None,
+    ) -> list[RankOutcome]:
+        """Run a function as :meth:`run` does, and return what became of it on each rank.
+
+        Args:
+            function: importable by name in another process.
+            args: its arguments.
+            world_size: number of ranks.
+            init: start the default process group first; otherwise only the launcher's environment is set.
+            env: further environment variables.
+            timeout: seconds; the pool's own by default.
+
+        Returns:
+            One outcome per rank; a rank that hung or died has ``error_type`` "Hang" or "Died".
+        """
+        self._start(world_size)
+        self._runs += 1
+        limit = time.monotonic() + (timeout or self.timeout)
+        workers = self._workers[:world_size]
+        for rank, (_, connection) in enumerate(workers):
+            environment = self._environment(rank, world_size) | (env or {})
+            connection.send((function, args, environment, init))
+        waiting = {connection: rank for rank, (_, connection) in enumerate(workers)}
+        found: dict[int, RankOutcome] = {}
+        while waiting and time.monotonic() < limit:
+            for ready in wait(list(waiting), timeout=0.2):
+                rank = waiting.pop(ready)  # type: ignore[index]
+                try:
+                    found[rank] = ready.recv()  # type: ignore[union-attr]
+                except EOFError:
+                    code = self._workers[rank][0].exitcode
+                    found[rank] = RankOutcome(ok=False, error_type="Died", error=f"exit code {code}")
+        for rank in waiting.values():
+            found[rank] = RankOutcome(ok=False, error_type="Hang", error="did not return in time")
+        if any(outcome.error_type in {"Hang", "Died"} for outcome in found.values()):
+            self._dump_stacks(waiting.values())
+            self.close()
+        return [found[rank] for rank in range(world_size)]
+
+    def close(self) -> None:
+        """End the processes. The pool starts new ones when it is used again."""
+        for process, connection in self._workers:
+            connection.close()
+            process.join(timeout=2)
+            if process.is_alive():
+                process.kill()
+                process.join()
+        self._workers.clear()
+        self._store = None
+
+    def _dump_stacks(self, ranks: Any) -> None:
+        for rank in ranks:
+            process = self._workers[rank][0]
+            if process.pid is not None and process.is_alive():
+                os.kill(process.pid, signal.SIGUSR1)
+        time.sleep(0.5)
+        for rank in ranks:
+            self._workers[rank][0].kill()
+
+    def _environment(self, rank: int, world_size: int) -> dict[str, str]:
+        if self._store is None:
+            raise RuntimeError("the pool has not been started")
+        return {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(world_size),
+            "LOCAL_WORLD_SIZE": str(world_size),
+            "GROUP_RANK": "0",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(self._store.port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RESTART_COUNT": str(self._runs),
+        }
+
+    def _start(self, world_size: int) -> None:
+        if self._store is None:
+            self._store = dist.TCPStore(
+                "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30)
+            )
+        while len(self._workers) < world_size:
+            ours, theirs = self._context.Pipe()
+            process = self._context.Process(target=_serve, args=(theirs, list(sys.path)), daemon=True)
+            process.start()
+            theirs.close()
+            self._workers.append((process, ours))
+
+
+def _serve(connection: Connection, path: list[str]) -> None:
+    """Run functions until the pool closes the connection."""
+    sys.path[:] = path
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    torch.set_num_threads(1)
+    while True:
+        try:
+            function, args, environment, init = connection.recv()
+        except EOFError:
+            return
+        connection.send(_outcome(function, args, environment, init=init))
+
+
+def _outcome(
+    function: Callable[..., Any], args: tuple[Any, ...], environment: dict[str, str], *, init: bool
+) -> RankOutcome:
+    try:
+        with _rank(environment, init=init):
+            return RankOutcome(ok=True, value=function(*args))
+    except Exception as error:  # noqa: BLE001 -- handed to the caller, who raises it
+        trace = "".join(traceback.format_exception(error))
+        return RankOutcome(ok=False, error_type=type(error).__name__, error=str(error), trace=trace)
+
+
+@contextlib.contextmanager
+def _rank(environment: dict[str, str], *, init: bool) -> Iterator[None]:
+    """Be one rank: environment, seed, warnings as errors, process group; all undone afterwards."""
+    saved = dict(os.environ)
+    os.environ.update(environment)
+    torch.manual_seed(0)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            if init:
+                _init_group()
+            yield
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        os.environ.clear()
+        os.environ.update(saved)
+
+
+def _init_group() -> None:
+    client = dist.TCPStore(
+        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=timedelta(seconds=30)
+    )
+    dist.init_process_group(
+        "gloo",
+        rank=int(os.environ["RANK"]),
+        world_size=int(os.environ["WORLD_SIZE"]),
+        store=dist.PrefixStore(f"run{os.environ['TORCHELASTIC_RESTART_COUNT']}", client),
+        timeout=timedelta(seconds=30),
+    )

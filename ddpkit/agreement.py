@@ -1,0 +1,265 @@
+"""Before training starts: do all ranks mean the same run? If not, say what differs, on every rank.
+
+The facts of every rank are compared over the store, before any collective could pair things that do not belong together.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import traceback
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+from ddpkit.distributed import exchange, get_world_size
+from ddpkit.errors import DataError, RankFailedError, RankMismatchError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from torch import nn
+
+T = TypeVar("T")
+
+MOST_SHOWN = 8
+OWN_OF_EACH_RANK = frozenset({"device", "local_rank", "param_file", "log_config"})
+
+
+def model_facts(modules: Mapping[str, nn.Module]) -> dict[str, str]:
+    """Describe every parameter and buffer: shape, dtype and whether it is trained.
+
+    Args:
+        modules: such as a ``torch.nn.ModuleDict``.
+
+    Returns:
+        One entry per parameter or buffer, in order.
+
+    Ranks: local.
+
+    Example:
+        >>> model_facts({"net": torch.nn.Linear(2, 1)})["parameter net.bias"]
+        '(1,) torch.float32 trained'
+    """
+    facts = {}
+    for entry, module in modules.items():
+        for name, parameter in module.named_parameters():
+            kind = "trained" if parameter.requires_grad else "frozen"
+            facts[f"parameter {entry}.{name}"] = f"{tuple(parameter.shape)} {parameter.dtype} {kind}"
+        for name, buffer in module.named_buffers():
+            facts[f"buffer {entry}.{name}"] = f"{tuple(buffer.shape)} {buffer.dtype}"
+    return facts
+
+
+def option_facts(options: Mapping[str, Any]) -> dict[str, str]:
+    """Describe the run options that must be the same on every rank.
+
+    Args:
+        options: such as a ``RunOptions``.
+
+    Returns:
+        One entry per option.
+
+    Ranks: local.
+
+    Example:
+        >>> option_facts({"device": "cpu", "precision": "bf16"})
+        {'option precision': "'bf16'"}
+    """
+    return {
+        f"option {name}": repr(options[name]) for name in sorted(options.keys()) if name not in OWN_OF_EACH_RANK
+    }
+
+
+def optimizer_facts(optimizers: Mapping[str, torch.optim.Optimizer]) -> dict[str, str]:
+    """Describe the optimizers: class, and the settings of every parameter group.
+
+    Args:
+        optimizers: by name.
+
+    Returns:
+        One entry per setting.
+
+    Ranks: local.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.ones(1))
+        >>> optimizer_facts({"sgd": torch.optim.SGD([weight], lr=0.1)})["optimizer sgd group 0 lr"]
+        '0.1'
+    """
+    facts = {}
+    for name, optimizer in optimizers.items():
+        facts[f"optimizer {name}"] = type(optimizer).__name__
+        for number, group in enumerate(optimizer.param_groups):
+            for key, value in group.items():
+                shown = len(value) if key == "params" else value
+                facts[f"optimizer {name} group {number} {key}"] = repr(shown)
+    return facts
+
+
+def data_facts(name: str, loader: Any, batches: int | None, *, sharded: bool) -> dict[str, str]:
+    """Describe what a loader gives: batches, samples, batch size and seed.
+
+    Args:
+        name: such as ``"train"``.
+        loader: any loader, or None.
+        batches: its number of batches, where it is known.
+        sharded: whether the ranks must have the same number of batches.
+
+    Returns:
+        One entry per fact.
+
+    Ranks: local.
+
+    Example:
+        >>> data_facts("train", [1, 2], 2, sharded=True)
+        {'train batches': '2'}
+    """
+    facts = {}
+    if sharded:
+        facts[f"{name} batches"] = str(batches)
+    sampler = getattr(loader, "batch_sampler", None)
+    for attribute, words in (("batch_size", "batch size"), ("seed", "shuffling seed"), ("shuffle", "shuffling")):
+        if hasattr(sampler, attribute) and hasattr(sampler, "count"):
+            facts[f"{name} {words}"] = str(getattr(sampler, attribute))
+    dataset = getattr(loader, "dataset", None)
+    if sampler is not None and hasattr(dataset, "__len__"):
+        facts[f"{name} samples"] = str(len(dataset))
+    return facts
+
+
+def check_train_data(loader: Any, batches: int | None, world_size: int) -> None:
+    """Refuse training data that cannot feed every rank.
+
+    Args:
+        loader: the training loader.
+        batches: its number of batches, where it is known.
+        world_size: number of ranks.
+
+    Raises:
+        DataError: there are fewer samples than ranks, or no batch at all.
+
+    Ranks: local; alike on every rank.
+
+    Example:
+        >>> check_train_data([1], 1, world_size=2)
+    """
+    plan = getattr(getattr(loader, "batch_sampler", None), "plan", None)
+    if plan is not None and plan.num_samples < world_size:
+        raise DataError(
+            f"the training set has {plan.num_samples} sample(s) for {world_size} ranks: some would have nothing to train "
+            f"on. Start at most {plan.num_samples} process(es), or use more data."
+        )
+    if batches == 0:
+        detail = ""
+        if plan is not None:
+            detail = (
+                f": {plan.num_samples} samples do not fill one global batch of {plan.global_batch_size} "
+                f"({plan.batch_size} per process, {world_size} process(es)), and drop_last=True leaves the rest out. "
+                "Use a smaller batch_size, fewer processes, or drop_last=False"
+            )
+        raise DataError(f"the training loader yields no batch{detail}.")
+
+
+def together(work: Callable[[], T]) -> T:
+    """Do something on every rank; if it fails on one, fail on all, naming the rank, before anybody waits for it.
+
+    Args:
+        work: done by every rank by itself.
+
+    Returns:
+        What it returned on this rank.
+
+    Raises:
+        RankFailedError: on the ranks where it did not fail, when it did on another.
+        Exception: where it failed, what it raised.
+
+    Ranks: collective (over the store).
+
+    Example:
+        >>> together(lambda: 3)
+        3
+    """
+    if get_world_size() == 1:
+        return work()
+    value: T
+    problem: Exception | None = None
+    try:
+        value = work()
+    except Exception as error:  # noqa: BLE001 -- raised below, once the others know
+        problem = error
+    # One line for both outcomes: the line is part of the exchange's key.
+    texts = exchange("" if problem is None else "".join(traceback.format_exception_only(problem)).strip())
+    if problem is not None:
+        raise problem
+    failures = [f"rank {rank}: {text}" for rank, text in enumerate(texts) if text]
+    if failures:
+        raise RankFailedError(f"the run cannot start, because it failed elsewhere: {'; '.join(failures)}")
+    return value
+
+
+def require_agreement(facts: Mapping[str, str]) -> None:
+    """Compare this rank's facts with those of all others.
+
+    Args:
+        facts: what must be the same everywhere, in words.
+
+    Raises:
+        RankMismatchError: on every rank, naming what differs and on which rank.
+
+    Ranks: collective (over the store).
+
+    Example:
+        >>> require_agreement({"train batches": "12"})
+    """
+    if get_world_size() == 1:
+        return
+    digest = hashlib.blake2b(repr(list(facts.items())).encode(), digest_size=16).hexdigest()
+    if len(set(exchange(digest))) == 1:
+        return
+    everybody = exchange(dict(facts))
+    raise RankMismatchError(describe_differences(everybody))
+
+
+def describe_differences(everybody: list[dict[str, str]]) -> str:
+    """Say in which facts the ranks differ.
+
+    Args:
+        everybody: the facts of every rank.
+
+    Returns:
+        A message with one line per fact that differs.
+
+    Ranks: local.
+
+    Example:
+        >>> print(describe_differences([{"train batches": "12"}, {"train batches": "11"}]))
+        The ranks are not about to run the same training:
+          train batches: 12 on rank 0; 11 on rank 1
+        Start every rank with the same script, the same command line and the same data.
+    """
+    names = {name: None for facts in everybody for name in facts}
+    lines = []
+    for name in names:
+        values: dict[str, list[int]] = {}
+        for rank, facts in enumerate(everybody):
+            values.setdefault(facts.get(name, "missing"), []).append(rank)
+        if len(values) > 1:
+            lines.append(f"  {name}: " + "; ".join(f"{value} on {_ranks(where)}" for value, where in values.items()))
+    if not lines:
+        lines = ["  the order of the parameters"]
+    if len(lines) > MOST_SHOWN:
+        lines = [*lines[:MOST_SHOWN], f"  and {len(lines) - MOST_SHOWN} more"]
+    return "\n".join(
+        [
+            "The ranks are not about to run the same training:",
+            *lines,
+            "Start every rank with the same script, the same command line and the same data.",
+        ]
+    )
+
+
+def _ranks(ranks: list[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    shown = ", ".join(str(rank) for rank in ranks[:MOST_SHOWN])
+    return f"ranks {shown}" + (" ..." if len(ranks) > MOST_SHOWN else "")

@@ -1,0 +1,105 @@
+"""The beat: what the ranks must agree on is agreed on about once a second, not once a step.
+
+Every ``k`` steps, with ``k`` itself agreed on at the previous beat, the ranks add up a few numbers in one small
+all-reduce on a group of their own (gloo, on the CPU). All of them act on the same sums at the same step.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+INTERVAL_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class BeatReport:
+    """What all ranks learnt at a beat; every number is the same on every rank.
+
+    Attributes:
+        step: the step of the beat, within the epoch.
+        loss: sample-weighted mean over all ranks since the epoch began; NaN before the first finite one.
+        samples: samples seen by all ranks since the epoch began.
+        main_seconds: the main process's answer to how long ago it last saved an intra-epoch checkpoint.
+
+    Ranks: local.
+
+    Example:
+        >>> BeatReport(step=4, loss=0.5, samples=32, main_seconds=1.0).loss
+        0.5
+    """
+
+    step: int
+    loss: float
+    samples: int
+    main_seconds: float
+
+
+class Beat:
+    """Decides at which steps the ranks confer, and confers.
+
+    Args:
+        add_up: sums a list of floats over the ranks, such as :func:`ddpkit.distributed.sum_over_ranks`.
+        world_size: number of ranks.
+        is_main: whether this is the main process.
+        interval: seconds between beats, about.
+
+    Ranks: collective; every rank must ask at the same steps, and does, because ``due`` is agreed on.
+
+    Example:
+        >>> beat = Beat(add_up=list, world_size=1, is_main=True)
+        >>> beat.start(step=0); beat.due
+        1
+        >>> beat(step=1, loss_sum=3.0, samples=2, main_seconds=0.0).loss
+        1.5
+    """
+
+    def __init__(
+        self,
+        add_up: Callable[[list[float]], list[float]],
+        world_size: int,
+        *,
+        is_main: bool,
+        interval: float = INTERVAL_SECONDS,
+    ) -> None:
+        self.add_up = add_up
+        self.world_size = world_size
+        self.is_main = is_main
+        self.interval = interval
+        self.due = 1
+        self._last_step = 0
+        self._last_time = 0.0
+        self._steps_apart = 1
+
+    def start(self, step: int) -> None:
+        """Begin an epoch, or go on with one, after ``step`` steps."""
+        self._last_step, self._last_time = step, time.monotonic()
+        self.due = step + 1
+
+    def __call__(self, step: int, loss_sum: float, samples: float, main_seconds: float) -> BeatReport:
+        """Confer with the other ranks and fix the step of the next beat.
+
+        Args:
+            step: the current step, equal on all ranks.
+            loss_sum: this rank's sum of loss times samples since the epoch began.
+            samples: this rank's number of samples since the epoch began.
+            main_seconds: counted on the main process only.
+
+        Returns:
+            What all ranks learnt.
+        """
+        now = time.monotonic()
+        per_step = (now - self._last_time) / max(step - self._last_step, 1)
+        total_loss, total, seconds, main = self.add_up(
+            [loss_sum, samples, per_step, main_seconds if self.is_main else 0.0]
+        )
+        wanted = int(self.interval * self.world_size / max(seconds, 1e-9))
+        self._steps_apart = max(1, min(wanted, 2 * self._steps_apart))
+        self.due = step + self._steps_apart
+        self._last_step, self._last_time = step, time.monotonic()
+        mean = total_loss / total if total else float("nan")
+        return BeatReport(step=step, loss=mean, samples=int(total), main_seconds=main)

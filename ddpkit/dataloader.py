@@ -1,0 +1,448 @@
+"""Loaders that deal an epoch out to the ranks, and remember how far they have come.
+
+Every loader that the Brain makes follows the plan of :mod:`ddpkit.sampler`. A loader draws its workers' seeds from a
+generator of its own, so that making an iterator does not move the global random stream.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
+
+from ddpkit.checkpoint_hooks import mark_as_loader, mark_as_saver, register_checkpoint_hooks
+from ddpkit.errors import ConfigError, DataError
+from ddpkit.logger import get_logger
+from ddpkit.sampler import DealtBatchSampler, PlannedBatchSampler, mix_key
+from ddpkit.seed import global_seed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+logger = get_logger(__name__)
+
+DEFAULT_SEED = 563375142
+_RESHARDED = ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context",
+              "prefetch_factor", "persistent_workers")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """Which part of the data a loader gives to this process.
+
+    Attributes:
+        rank: this rank.
+        world_size: number of ranks that divide the data; 1 gives everything to everybody.
+        keep_step: whether every rank must yield the same number of batches, as training must.
+        seed: of the shuffling.
+
+    Ranks: local.
+
+    Example:
+        >>> Sharding(rank=0, world_size=2).keep_step
+        True
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    keep_step: bool = True
+    seed: int = DEFAULT_SEED
+
+
+@register_checkpoint_hooks
+class SaveableDataLoader(DataLoader[Any]):
+    """A ``DataLoader`` that is saved as the number of batches it has yielded, and continues after them.
+
+    The batches skipped after a recovery are not loaded: the sampler leaves them out.
+
+    Args:
+        args: as for ``torch.utils.data.DataLoader``.
+        kwargs: likewise.
+
+    Ranks: local.
+
+    Example:
+        >>> loader = SaveableDataLoader(range(4), batch_size=2)
+        >>> [batch.tolist() for batch in loader]
+        [[0, 1], [2, 3]]
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        if kwargs.get("generator") is None:
+            kwargs["generator"] = torch.Generator()
+        super().__init__(*args, **kwargs)
+        self.yielded: int | None = None
+        self._skip = 0
+        self._epoch = 1
+        self.set_epoch(1)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch whose order and worker seeds the next iteration follows."""
+        self._epoch = epoch
+        if self.generator is not None:
+            self.generator.manual_seed(mix_key(global_seed() or 0, epoch) >> 1)
+        setter = getattr(self.batch_sampler, "set_epoch", None) or getattr(self.sampler, "set_epoch", None)
+        if setter is not None:
+            setter(epoch)
+
+    def skip_next(self, batches: int) -> None:
+        """Leave out the first ``batches`` batches of the next iteration, without loading them."""
+        self._skip = batches
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        skip, self._skip = self._skip, 0
+        self.yielded = skip
+        inner = super().__iter__()
+        if skip and hasattr(self.batch_sampler, "skip"):
+            self.batch_sampler.skip = skip  # read when the workers are first asked, which is below
+            inner = super().__iter__()
+        elif skip:
+            inner = itertools.islice(inner, skip, None)  # type: ignore[assignment]
+        return self._counted(inner)
+
+    def _counted(self, inner: Iterator[Any]) -> Iterator[Any]:
+        for batch in inner:
+            self.yielded = (self.yielded or 0) + 1
+            yield batch
+
+    @mark_as_saver
+    def save(self, path: Path) -> None:
+        """Write the number of batches yielded, or None before the first iteration."""
+        path.write_text(str(self.yielded), encoding="utf-8")
+
+    @mark_as_loader
+    def load(self, path: Path, end_of_epoch: bool) -> None:
+        """Continue after the saved number of batches; start afresh after an end-of-epoch checkpoint."""
+        text = path.read_text(encoding="utf-8").strip()
+        if not end_of_epoch and text not in {"", "None"}:
+            self.skip_next(int(text))
+
+    def _speechbrain_save(self, path: Path) -> None:
+        self.save(path)
+
+    def _speechbrain_load(self, path: Path, end_of_epoch: bool) -> None:
+        self.load(path, end_of_epoch)
+
+
+@register_checkpoint_hooks
+class LoopedLoader:
+    """Cuts an endless or a long loader into epochs of a fixed number of batches.
+
+    Args:
+        loader: started again whenever it ends.
+        epoch_length: batches per nominal epoch.
+        batchsize_fn: gives the number of samples of a batch; ``len`` of its first element by default.
+
+    Raises:
+        DataError: when iterated, if the loader yields nothing.
+
+    Ranks: local.
+
+    Example:
+        >>> looped = LoopedLoader([[1], [2], [3]], epoch_length=2)
+        >>> list(looped), list(looped)
+        ([[1], [2]], [[3], [1]])
+    """
+
+    def __init__(self, loader: Any, epoch_length: int, batchsize_fn: Callable[[Any], int] | None = None) -> None:
+        self.loader = loader
+        self.epoch_length = epoch_length
+        self.batchsize_fn = batchsize_fn or _guess_batch_size
+        self.step = 0
+        self.total_steps = 0
+        self.total_samples = 0
+        self._passes = 0
+        self._inner: Iterator[Any] | None = None
+        self._ended = False
+
+    def __len__(self) -> int:
+        """Return the number of batches of a nominal epoch."""
+        return self.epoch_length
+
+    def __iter__(self) -> LoopedLoader:
+        if self._inner is None:
+            self._inner = self._next_pass()
+        return self
+
+    def __next__(self) -> Any:
+        if self.step >= self.epoch_length or self._ended:
+            self.step, self._ended = 0, False
+            raise StopIteration
+        batch = self._draw()
+        self.step += 1
+        self.total_steps += 1
+        self.total_samples += self.batchsize_fn(batch)
+        return batch
+
+    def _next_pass(self) -> Iterator[Any]:
+        self._passes += 1
+        setter = getattr(self.loader, "set_epoch", None)
+        if setter is not None:
+            setter(self._passes)
+        return iter(self.loader)
+
+    def _draw(self) -> Any:
+        if self._inner is None:
+            self._inner = self._next_pass()
+        try:
+            return next(self._inner)
+        except StopIteration:
+            self._inner = self._next_pass()
+        try:
+            return next(self._inner)
+        except StopIteration:
+            raise DataError(f"LoopedLoader: {type(self.loader).__name__} yields no batch at all.") from None
+
+    @mark_as_saver
+    def save(self, path: Path) -> None:
+        """Write step, total steps and total samples, one number a line."""
+        path.write_text(f"{self.step}\n{self.total_steps}\n{self.total_samples}\n", encoding="utf-8")
+
+    @mark_as_loader
+    def load(self, path: Path, end_of_epoch: bool = True) -> None:
+        """Take the numbers over; a save at the very end of an epoch makes the next iteration stop at once."""
+        numbers = [int(line) for line in path.read_text(encoding="utf-8").split()]
+        self.step, self.total_steps, self.total_samples = numbers
+        self._ended = not end_of_epoch and self.step == self.epoch_length
+        if end_of_epoch:
+            self.step = 0
+
+
+def make_dataloader(dataset: Any, looped_nominal_epoch: int | None = None, **loader_kwargs: Any) -> Any:
+    """Make a loader over the whole dataset, for this process alone.
+
+    ``Brain.make_dataloader`` is the one that divides the data; a loader made here and given to ``fit`` is divided then.
+
+    Args:
+        dataset: map-style or iterable.
+        looped_nominal_epoch: batches per nominal epoch; makes a :class:`LoopedLoader`.
+        loader_kwargs: as for ``torch.utils.data.DataLoader``.
+
+    Returns:
+        A :class:`SaveableDataLoader`, a ``DataLoader`` for an ``IterableDataset``, or a :class:`LoopedLoader`.
+
+    Raises:
+        ConfigError: arguments that exclude each other.
+
+    Ranks: local.
+
+    Example:
+        >>> [batch.tolist() for batch in make_dataloader(range(3), batch_size=2)]
+        [[0, 1], [2]]
+    """
+    loader = shard(dataset, Sharding(seed=default_seed()), **loader_kwargs)
+    if looped_nominal_epoch is not None:
+        return LoopedLoader(loader, looped_nominal_epoch)
+    return loader
+
+
+def default_seed() -> int:
+    """Return the experiment's seed, or a fixed one where ``seed_everything`` was not called.
+
+    Ranks: local.
+
+    Example:
+        >>> isinstance(default_seed(), int)
+        True
+    """
+    seed = global_seed()
+    return DEFAULT_SEED if seed is None else seed
+
+
+def shard(dataset: Any, sharding: Sharding, **loader_kwargs: Any) -> DataLoader[Any]:
+    """Make the loader that gives one process its part of a dataset.
+
+    Args:
+        dataset: map-style or iterable.
+        sharding: which part.
+        loader_kwargs: as for ``torch.utils.data.DataLoader``; not changed.
+
+    Returns:
+        The loader; its ``batch_sampler`` is a :class:`~ddpkit.sampler.PlannedBatchSampler` or
+        :class:`~ddpkit.sampler.DealtBatchSampler`, but for iterable datasets.
+
+    Raises:
+        ConfigError: ``shuffle`` with a sampler, a bad batch size, or other arguments that exclude each other.
+        DataError: the dataset is empty.
+
+    Ranks: local; all ranks must give the same arguments but ``sharding.rank``.
+
+    Example:
+        >>> loader = shard(range(5), Sharding(rank=1, world_size=2), batch_size=2)
+        >>> [batch.tolist() for batch in loader]
+        [[2, 3], [4]]
+    """
+    options = dict(loader_kwargs)
+    if isinstance(dataset, IterableDataset):
+        return _stream_loader(dataset, sharding, options)
+    _check_exclusive(options)
+    batch_sampler, sampler = options.pop("batch_sampler", None), options.pop("sampler", None)
+    shuffle, drop_last = bool(options.pop("shuffle", False)), bool(options.pop("drop_last", False))
+    common: dict[str, Any] = {"seed": sharding.seed, "drop_last": drop_last, "keep_step": sharding.keep_step}
+    if batch_sampler is not None:
+        options.pop("batch_size", None)
+        planned: Any = DealtBatchSampler(batch_sampler, sharding.rank, sharding.world_size, **common)
+        return SaveableDataLoader(dataset, batch_sampler=planned, **options)
+    size = _length(dataset)
+    batch_size = options.pop("batch_size", 1)
+    planned = PlannedBatchSampler(
+        size if sampler is None else sampler,
+        1 if batch_size is None else batch_size,
+        sharding.rank,
+        sharding.world_size,
+        shuffle=shuffle,
+        **common,
+    )
+    if batch_size is None:  # the dataset gives whole batches: one index, one batch
+        return SaveableDataLoader(dataset, sampler=_Single(planned), batch_size=None, **options)
+    return SaveableDataLoader(dataset, batch_sampler=planned, **options)
+
+
+def reshard(loader: DataLoader[Any], sharding: Sharding) -> DataLoader[Any]:
+    """Make the loader that gives one process its part of what a ready-made loader would give.
+
+    Args:
+        loader: its dataset, batch size, order, collate function and workers are kept.
+        sharding: which part.
+
+    Returns:
+        A new loader.
+
+    Ranks: local.
+
+    Example:
+        >>> ready = DataLoader(range(5), batch_size=2)
+        >>> [batch.tolist() for batch in reshard(ready, Sharding(rank=0, world_size=2))]
+        [[0, 1], [4]]
+    """
+    options: dict[str, Any] = {name: getattr(loader, name) for name in _RESHARDED}
+    if isinstance(loader.dataset, IterableDataset):
+        options |= {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
+        return shard(loader.dataset, sharding, **options)
+    source = loader.batch_sampler
+    if isinstance(source, DealtBatchSampler):
+        return shard(loader.dataset, sharding, batch_sampler=source.batch_sampler, drop_last=source.drop_last, **options)
+    if isinstance(source, PlannedBatchSampler):
+        sampler = None if isinstance(source.source, int) else source.source
+        options |= {"batch_size": source.batch_size, "shuffle": source.shuffle, "drop_last": source.drop_last}
+        return shard(loader.dataset, sharding, sampler=sampler, **options)
+    if source is not None and type(source) is not BatchSampler:
+        return shard(loader.dataset, sharding, batch_sampler=source, **options)
+    options |= {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
+    sampler = loader.sampler
+    if type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == _length(loader.dataset):
+        return shard(loader.dataset, sharding, shuffle=True, **options)
+    if type(sampler) is SequentialSampler:
+        return shard(loader.dataset, sharding, **options)
+    return shard(loader.dataset, sharding, sampler=sampler, **options)
+
+
+class _Single(torch.utils.data.Sampler[int]):
+    """Turns batches of one index into indices, for datasets that give whole batches."""
+
+    def __init__(self, planned: PlannedBatchSampler) -> None:
+        self.planned = planned
+
+    def set_epoch(self, epoch: int) -> None:
+        self.planned.set_epoch(epoch)
+
+    def __len__(self) -> int:
+        return len(self.planned)
+
+    def __iter__(self) -> Iterator[int]:
+        return (indices[0] for indices in self.planned)
+
+
+class StreamShard(IterableDataset[Any]):
+    """One rank's part of an iterable dataset: through its own ``shard(num_shards, index)``, or every n-th item.
+
+    Args:
+        dataset: the whole stream; every rank must be able to read it in the same order.
+        rank: this rank.
+        world_size: number of ranks.
+
+    Ranks: local.
+
+    Example:
+        >>> list(StreamShard(range(5), 1, 2))
+        [1, 3]
+    """
+
+    def __init__(self, dataset: Any, rank: int, world_size: int) -> None:
+        self.dataset = dataset
+        self.rank, self.world_size = rank, world_size
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the stream which epoch comes, if it wants to know."""
+        setter = getattr(self.dataset, "set_epoch", None)
+        if setter is not None:
+            setter(epoch)
+
+    def __iter__(self) -> Iterator[Any]:
+        divide = getattr(self.dataset, "shard", None)
+        if divide is not None:
+            return iter(divide(self.world_size, self.rank))
+        return itertools.islice(iter(self.dataset), self.rank, None, self.world_size)
+
+
+def _stream_loader(dataset: Any, sharding: Sharding, options: dict[str, Any]) -> DataLoader[Any]:
+    if options.pop("shuffle", False):
+        raise ConfigError(
+            f"shuffle=True cannot be done for {type(dataset).__name__}, an IterableDataset: it has no length and no "
+            "positions. Shuffle inside the dataset."
+        )
+    if options.get("batch_size", 1) is not None:
+        SampleCount = PlannedBatchSampler  # noqa: N806 -- only for its check of the batch size
+        SampleCount(1, options.get("batch_size", 1))
+    if sharding.world_size > 1:
+        dataset = StreamShard(dataset, sharding.rank, sharding.world_size)
+    options.setdefault("generator", torch.Generator())
+    return DataLoader(dataset, **options)
+
+
+def _check_exclusive(options: dict[str, Any]) -> None:
+    given = {name for name in ("sampler", "batch_sampler") if options.get(name) is not None}
+    if options.get("shuffle") and given:
+        raise ConfigError(
+            f"shuffle=True and {' and '.join(sorted(given))} were given to the loader: the sampler decides the order. "
+            "Leave shuffle out."
+        )
+    if len(given) > 1:
+        raise ConfigError("sampler and batch_sampler were both given to the loader: give one of them.")
+    if "batch_sampler" in given and options.get("batch_size") not in {None, 1}:
+        raise ConfigError(
+            f"batch_size={options['batch_size']!r} and batch_sampler were both given to the loader: the batch sampler "
+            "decides the size. Leave batch_size out."
+        )
+
+
+def _length(dataset: Any) -> int:
+    try:
+        size = len(dataset)
+    except TypeError as error:
+        raise DataError(
+            f"{type(dataset).__name__} has no len(): a map-style dataset needs __len__ and __getitem__, a stream must "
+            "derive from torch.utils.data.IterableDataset."
+        ) from error
+    if size < 1:
+        raise DataError(
+            f"the dataset is empty: len({type(dataset).__name__}) is {size}. Check the paths and filters that made it."
+        )
+    return size
+
+
+def _guess_batch_size(batch: Any) -> int:
+    for attribute in ("batchsize",):
+        if hasattr(batch, attribute):
+            return int(getattr(batch, attribute))
+    first = next(iter(batch.values())) if isinstance(batch, dict) else batch
+    if isinstance(first, (list, tuple)) and first and isinstance(first[0], torch.Tensor):
+        first = first[0]
+    try:
+        return len(first)
+    except TypeError:
+        return 1

@@ -1,0 +1,121 @@
+"""The progress bar: main process only, on stderr, refreshed by time; a log line now and then where there is no terminal.
+
+The only module that imports tqdm.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from typing import Any
+
+from tqdm import tqdm
+
+from ddpkit.logger import get_logger
+
+logger = get_logger(__name__)
+
+LINE_SECONDS = 30.0
+COLOURS = {"TRAIN": "GREEN", "VALID": "MAGENTA", "TEST": "CYAN"}
+
+
+class ProgressBar:
+    """Shows how far a stage has come; told so about once a second, never once a step.
+
+    Args:
+        label: such as ``"epoch 3 train"``.
+        total: steps of the stage; None when unknown.
+        initial: steps done already.
+        enable: False shows nothing at all.
+        colour: tqdm's name of a colour, or None.
+
+    Ranks: main only; make it with ``enable=False`` on the others.
+
+    Example:
+        >>> with ProgressBar("epoch 1 train", total=10, enable=False) as bar:
+        ...     bar.show(5, loss=0.5, samples=40)
+    """
+
+    def __init__(
+        self, label: str, total: int | None, *, initial: int = 0, enable: bool = True, colour: str | None = None
+    ) -> None:
+        self.label, self.total, self.initial = label, total, initial
+        self.enable = enable
+        self._started = self._last_line = time.monotonic()
+        self._bar: tqdm[Any] | None = None
+        if enable and sys.stderr is not None and sys.stderr.isatty():
+            self._bar = tqdm(
+                total=total, initial=initial, desc=label, colour=colour, dynamic_ncols=True, unit="batch", file=sys.stderr
+            )
+
+    def __enter__(self) -> ProgressBar:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def show(self, step: int, loss: float | None = None, samples: float = 0.0) -> None:
+        """Show the state of the stage.
+
+        Args:
+            step: steps done.
+            loss: mean over all ranks so far; None leaves it out.
+            samples: samples seen since the bar began, over all ranks.
+        """
+        if not self.enable:
+            return
+        now = time.monotonic()
+        rate = samples / max(now - self._started, 1e-9)
+        if self._bar is not None:
+            self._bar.update(step - self._bar.n)
+            facts = {} if loss is None else {"loss": f"{loss:.4g}"}
+            self._bar.set_postfix({**facts, "samples/s": _short(rate)}, refresh=False)
+            self._bar.refresh()
+        elif now - self._last_line >= LINE_SECONDS:
+            self._last_line = now
+            logger.info("%s", self._line(step, loss, rate, now))
+
+    def close(self) -> None:
+        """Leave the bar as it stands."""
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+    def _line(self, step: int, loss: float | None, rate: float, now: float) -> str:
+        parts = [f"{self.label}: batch {step}" + (f"/{self.total}" if self.total else "")]
+        if loss is not None:
+            parts.append(f"loss {loss:.4g}")
+        parts.append(f"{_short(rate)} samples/s")
+        done = step - self.initial
+        if self.total and done > 0:
+            left = (now - self._started) / done * (self.total - step)
+            parts.append(f"{_clock(left)} left")
+        return ", ".join(parts)
+
+
+def _short(number: float) -> str:
+    """Write a number with three digits and a unit prefix.
+
+    Example:
+        >>> _short(12345.0), _short(7.25), _short(0.0)
+        ('12.3k', '7.25', '0')
+    """
+    if not math.isfinite(number):
+        return str(number)
+    for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(number) >= size:
+            return f"{number / size:.3g}{letter}"
+    return f"{number:.3g}"
+
+
+def _clock(seconds: float) -> str:
+    """Write seconds as a clock.
+
+    Example:
+        >>> _clock(3725), _clock(65)
+        ('1:02:05', '1:05')
+    """
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

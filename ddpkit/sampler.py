@@ -1,0 +1,393 @@
+"""The sampling plan: which sample stands at which position of an epoch, and which rank takes it.
+
+An epoch's order is a function of ``(seed, epoch, position)`` and of nothing else. Global batch ``b`` is the positions
+``[b * G, (b + 1) * G)``, where ``G`` is the sum of the ranks' batch sizes; every rank takes a contiguous share of it, and
+the last one is divided as evenly as possible. So the order, the batches and their number do not depend on the
+number of processes, no sample is repeated, and none is left out.
+
+Source: large sets are shuffled by a Feistel network over the next power of two with cycle walking (Black and Rogaway,
+"Ciphers with Arbitrary Finite Domains", CT-RSA 2002); the mixing function is SplitMix64 (Steele, Lea and Flood, "Fast
+Splittable Pseudorandom Number Generators", OOPSLA 2014).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch.utils.data import Sampler
+
+from ddpkit.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from numpy.typing import NDArray
+
+SMALL = 1 << 14
+CHUNK = 4096
+ROUNDS = 8
+_GOLDEN = 0x9E3779B97F4A7C15
+_MASK64 = (1 << 64) - 1
+
+
+def mix(value: int) -> int:
+    """Scramble a 64-bit integer (the finaliser of SplitMix64, a bijection).
+
+    Ranks: local.
+
+    Example:
+        >>> mix(1) == mix(1), mix(1) == mix(2)
+        (True, False)
+    """
+    value = (value + _GOLDEN) & _MASK64
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK64
+    return value ^ (value >> 31)
+
+
+def mix_key(*parts: int) -> int:
+    """Hash a few integers, in order, to one 64-bit key: (10, 2) and (11, 1) have nothing in common.
+
+    Ranks: local.
+
+    Example:
+        >>> mix_key(10, 2) == mix_key(11, 1)
+        False
+    """
+    key = 0
+    for part in parts:
+        key = mix(key ^ (part & _MASK64))
+    return key
+
+
+def _mix_array(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    values = values + np.uint64(_GOLDEN)
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
+
+
+class Order:
+    """The order of one epoch: position in, sample index out; a keyed bijection on ``[0, num_samples)``.
+
+    Args:
+        num_samples: how many samples there are.
+        seed: of the experiment.
+        epoch: of the pass.
+        shuffle: False gives the identity.
+
+    Ranks: local; equal on all ranks that give equal arguments.
+
+    Example:
+        >>> order = Order(5, seed=1, epoch=1)
+        >>> sorted(order.indices(0, 5))
+        [0, 1, 2, 3, 4]
+        >>> Order(5, seed=1, epoch=1, shuffle=False).indices(2, 4)
+        [2, 3]
+    """
+
+    def __init__(self, num_samples: int, seed: int, epoch: int, *, shuffle: bool = True) -> None:
+        self.num_samples = num_samples
+        self.shuffle = shuffle and num_samples > 1
+        key = mix_key(seed, epoch)
+        self._table: NDArray[np.int64] | None = None
+        if self.shuffle and num_samples <= SMALL:
+            keys = _mix_array(np.arange(num_samples, dtype=np.uint64) ^ np.uint64(key))
+            self._table = np.argsort(keys, kind="stable")
+        bits = max(2, (max(num_samples, 2) - 1).bit_length())
+        self._low_bits = np.uint64(bits // 2)
+        self._low_mask = np.uint64((1 << (bits // 2)) - 1)
+        self._high_mask = np.uint64((1 << (bits - bits // 2)) - 1)
+        self._keys = [np.uint64(mix_key(key, number)) for number in range(ROUNDS)]
+
+    def indices(self, start: int, stop: int) -> list[int]:
+        """Return the sample indices at positions ``start`` to ``stop - 1``."""
+        if not self.shuffle:
+            return list(range(start, stop))
+        if self._table is not None:
+            table: list[int] = self._table[start:stop].tolist()
+            return table
+        values = self._encrypt(np.arange(start, stop, dtype=np.uint64))
+        outside = np.flatnonzero(values >= self.num_samples)
+        while outside.size:
+            values[outside] = self._encrypt(values[outside])
+            outside = outside[values[outside] >= self.num_samples]
+        found: list[int] = values.astype(np.int64).tolist()
+        return found
+
+    def _encrypt(self, values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+        low = values & self._low_mask
+        high = values >> self._low_bits
+        for number, key in enumerate(self._keys):
+            if number % 2:
+                low = low ^ (_mix_array(high ^ key) & self._low_mask)
+            else:
+                high = high ^ (_mix_array(low ^ key) & self._high_mask)
+        return (high << self._low_bits) | low
+
+
+@dataclass(frozen=True)
+class SamplingPlan:
+    """How an epoch's positions are divided into global batches, and those over the ranks.
+
+    Args:
+        num_samples: samples of the epoch.
+        batch_size: samples per rank and batch.
+        world_size: number of ranks.
+        drop_last: leave out an incomplete last global batch.
+
+    Raises:
+        ConfigError: a size is not a positive integer.
+
+    Ranks: local; every rank computes every rank's share, so nothing has to be asked.
+
+    Example:
+        >>> plan = SamplingPlan(num_samples=7, batch_size=2, world_size=2)
+        >>> len(plan), [plan.share(1, rank) for rank in range(2)]
+        (2, [(4, 6), (6, 7)])
+    """
+
+    num_samples: int
+    batch_size: int
+    world_size: int = 1
+    drop_last: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.batch_size, int) or isinstance(self.batch_size, bool) or self.batch_size < 1:
+            raise ConfigError(
+                f"batch_size={self.batch_size!r} is not a positive whole number: every process needs at least one "
+                "sample per batch. Set batch_size to 1 or more (it counts per process)."
+            )
+
+    def __len__(self) -> int:
+        """Return the number of global batches: the same on every rank."""
+        full, rest = divmod(self.num_samples, self.global_batch_size)
+        return full + (1 if rest and not self.drop_last else 0)
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples of one batch over all ranks."""
+        return self.batch_size * self.world_size
+
+    def total(self, batch: int) -> int:
+        """Return the number of samples of a global batch, over all ranks."""
+        return min(self.global_batch_size, self.num_samples - batch * self.global_batch_size)
+
+    def share(self, batch: int, rank: int) -> tuple[int, int]:
+        """Return the positions ``(start, stop)`` that a rank takes of a global batch; they may be none."""
+        start = batch * self.global_batch_size
+        each, more = divmod(self.total(batch), self.world_size)
+        own_start = start + rank * each + min(rank, more)
+        return own_start, own_start + each + (1 if rank < more else 0)
+
+
+class PlannedBatchSampler(Sampler[list[int]]):
+    """A batch sampler that yields one rank's share of every global batch.
+
+    Args:
+        source: the number of samples; or a user's sampler, whose order is kept and dealt out.
+        batch_size: samples per rank and batch.
+        rank: this rank.
+        world_size: number of ranks.
+        shuffle: reorder every epoch (with a number of samples only).
+        seed: of the experiment.
+        drop_last: leave out an incomplete last global batch.
+        keep_step: what a rank does that has no sample in the last global batch: True repeats one sample, which counts
+            nothing, so that it can take part in the collectives; False yields nothing.
+
+    Ranks: local. All ranks must give the same arguments but ``rank``.
+
+    Example:
+        >>> [list(PlannedBatchSampler(5, 2, rank, 2)) for rank in range(2)]
+        [[[0, 1], [4]], [[2, 3], [4]]]
+        >>> PlannedBatchSampler(5, 2, 1, 2).count(1)
+        0
+    """
+
+    def __init__(  # noqa: PLR0913 -- the loader's arguments
+        self,
+        source: int | Sampler[int],
+        batch_size: int,
+        rank: int = 0,
+        world_size: int = 1,
+        *,
+        shuffle: bool = False,
+        seed: int = 0,
+        drop_last: bool = False,
+        keep_step: bool = True,
+    ) -> None:
+        self.source = source
+        self.batch_size = batch_size
+        self.rank, self.world_size = rank, world_size
+        self.shuffle, self.seed, self.drop_last, self.keep_step = shuffle, seed, drop_last, keep_step
+        self.epoch = 1
+        self.skip = 0
+        self._drawn: tuple[int, list[int]] | None = None
+        SamplingPlan(0, batch_size, world_size)
+
+    @property
+    def plan(self) -> SamplingPlan:
+        """The plan of the current epoch."""
+        return SamplingPlan(self._num_samples(), self.batch_size, self.world_size, self.drop_last)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch whose order the next iteration follows."""
+        self.epoch = epoch
+        _set_epoch(self.source, epoch)
+
+    def count(self, batch: int) -> int:
+        """Return the number of samples this rank has in a batch; 0 where it repeats one to keep step."""
+        start, stop = self.plan.share(batch, self.rank)
+        return stop - start
+
+    def total(self, batch: int) -> int:
+        """Return the number of samples of a batch over all ranks."""
+        return self.plan.total(batch)
+
+    def __len__(self) -> int:
+        """Return the number of batches that this rank yields in an epoch."""
+        plan = self.plan
+        own = len(plan)
+        if own and not self.keep_step and self.count(own - 1) == 0:
+            own -= 1
+        return own
+
+    def __iter__(self) -> Iterator[list[int]]:
+        skip, self.skip = self.skip, 0
+        plan = self.plan
+        order = Order(plan.num_samples, self.seed, self.epoch, shuffle=self.shuffle)
+        drawn = self._draw()
+        for batch in range(skip, len(plan)):
+            start, stop = plan.share(batch, self.rank)
+            if start == stop:
+                if not self.keep_step:
+                    return
+                start, stop = plan.num_samples - 1, plan.num_samples
+            positions = order.indices(start, stop)
+            yield positions if drawn is None else [drawn[position] for position in positions]
+
+    def _num_samples(self) -> int:
+        if isinstance(self.source, int):
+            return self.source
+        drawn = self._draw()
+        return 0 if drawn is None else len(drawn)
+
+    def _draw(self) -> list[int] | None:
+        """Return the user's sampler's indices of this epoch, drawn once per epoch and alike on every rank."""
+        if isinstance(self.source, int):
+            return None
+        if self._drawn is None or self._drawn[0] != self.epoch:
+            self._drawn = (self.epoch, _draw_alike(self.source, self.seed, self.epoch))
+        return self._drawn[1]
+
+
+class DealtBatchSampler(Sampler[list[Any]]):
+    """Deals a user's batches out to the ranks: batch ``b * world_size + r`` is rank ``r``'s ``b``-th.
+
+    Args:
+        batch_sampler: yields lists of indices; drawn alike on every rank.
+        rank: this rank.
+        world_size: number of ranks.
+        seed: of the experiment.
+        drop_last: leave out a last round that has no batch for every rank.
+        keep_step: as in :class:`PlannedBatchSampler`.
+
+    Ranks: local. All ranks must give equal batch samplers.
+
+    Example:
+        >>> from torch.utils.data import BatchSampler, SequentialSampler
+        >>> inner = BatchSampler(SequentialSampler(range(5)), 2, drop_last=False)
+        >>> [list(DealtBatchSampler(inner, rank, 2)) for rank in range(2)]
+        [[[0, 1], [4]], [[2, 3], [4]]]
+    """
+
+    def __init__(  # noqa: PLR0913 -- the loader's arguments
+        self,
+        batch_sampler: Iterable[list[Any]],
+        rank: int = 0,
+        world_size: int = 1,
+        *,
+        seed: int = 0,
+        drop_last: bool = False,
+        keep_step: bool = True,
+    ) -> None:
+        self.batch_sampler = batch_sampler
+        self.rank, self.world_size = rank, world_size
+        self.seed, self.drop_last, self.keep_step = seed, drop_last, keep_step
+        self.epoch = 1
+        self.skip = 0
+        self._drawn: tuple[int, list[list[Any]]] | None = None
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch whose batches the next iteration deals out."""
+        self.epoch = epoch
+        _set_epoch(self.batch_sampler, epoch)
+
+    def count(self, batch: int) -> int:
+        """Return the number of samples in this rank's batch; 0 where it repeats one to keep step."""
+        own = self._round(batch)[self.rank :][:1]
+        return len(own[0]) if own else 0
+
+    def total(self, batch: int) -> int:
+        """Return the number of samples of a round over all ranks."""
+        return sum(len(one) for one in self._round(batch))
+
+    def __len__(self) -> int:
+        """Return the number of batches that this rank yields in an epoch."""
+        batches = len(self._draw())
+        rounds, rest = divmod(batches, self.world_size)
+        if not rest or self.drop_last:
+            return rounds
+        return rounds + (1 if self.keep_step or self.rank < rest else 0)
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        skip, self.skip = self.skip, 0
+        batches = self._draw()
+        for number in range(skip, len(self)):
+            position = number * self.world_size + self.rank
+            yield batches[position] if position < len(batches) else batches[-1][:1]
+
+    def _round(self, batch: int) -> list[list[Any]]:
+        return self._draw()[batch * self.world_size : (batch + 1) * self.world_size]
+
+    def _draw(self) -> list[list[Any]]:
+        if self._drawn is None or self._drawn[0] != self.epoch:
+            self._drawn = (self.epoch, _draw_alike(self.batch_sampler, self.seed, self.epoch))
+        return self._drawn[1]
+
+
+def _set_epoch(sampler: Any, epoch: int) -> None:
+    """Tell a sampler, and the samplers inside it, which epoch comes."""
+    for inner in (sampler, getattr(sampler, "sampler", None)):
+        setter = getattr(inner, "set_epoch", None)
+        if setter is not None:
+            setter(epoch)
+
+
+def _draw_alike(sampler: Iterable[Any], seed: int, epoch: int) -> list[Any]:
+    """List what a sampler yields, its randomness seeded by (seed, epoch) and the caller's left as it was."""
+    key = mix_key(seed, epoch, 0xDEA1)
+    with _own_randomness(key):
+        drawn = list(sampler)
+    if not drawn:
+        raise DataError(f"{type(sampler).__name__} yields nothing in epoch {epoch}: there is no data to train on.")
+    return drawn
+
+
+@contextlib.contextmanager
+def _own_randomness(key: int) -> Iterator[None]:
+    python, legacy = random.getstate(), np.random.get_state()  # noqa: NPY002 -- users' samplers draw from it
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(key & (_MASK64 >> 1))
+        random.seed(key)
+        np.random.seed(key & 0xFFFFFFFF)  # noqa: NPY002 -- as above
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(legacy)  # noqa: NPY002 -- as above

@@ -1,0 +1,271 @@
+"""Wires one stage of a run together: loader, loop, beat, bar, checkpoints, profiler.
+
+The loops of :mod:`ddpkit.loop` know nothing of these; the Brain only says that a stage shall run.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any, Protocol
+
+from torch.utils.data import DataLoader, IterableDataset
+
+from ddpkit.control import Beat
+from ddpkit.dataloader import SaveableDataLoader
+from ddpkit.distributed import get_world_size, if_main_process, sum_over_ranks
+from ddpkit.logger import get_logger
+from ddpkit.loop import Feed, LoopHost, evaluate_epoch, train_epoch
+from ddpkit.metrics import LossMeter
+from ddpkit.progress import COLOURS, ProgressBar
+from ddpkit.sampler import DealtBatchSampler, PlannedBatchSampler
+from ddpkit.train_logger import run_event
+from ddpkit.types import Stage
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from ddpkit.control import BeatReport
+    from ddpkit.run_opts import RunOptions
+
+logger = get_logger(__name__)
+
+
+class StageHost(LoopHost, Protocol):
+    """What a stage asks of the Brain beyond what the loops ask.
+
+    Ranks: as the stages.
+
+    Example:
+        >>> StageHost.__name__
+        'StageHost'
+    """
+
+    run_opts: RunOptions
+    avg_train_loss: float
+    profiler: Any
+
+    def _save_intra_epoch_ckpt(self) -> None: ...
+
+    def _should_save_intra_epoch_ckpt(self, seconds_since_ckpt: float, steps_since_ckpt: int) -> bool: ...
+
+    def flush_window(self) -> None:
+        """Step the optimizers on gradients that were accumulated and never used."""
+        ...
+
+
+def counts_of(loader: Any) -> PlannedBatchSampler | DealtBatchSampler | None:
+    """Return what knows the number of samples of a loader's batches, or None.
+
+    Ranks: local.
+
+    Example:
+        >>> counts_of([1, 2]) is None
+        True
+    """
+    sampler = getattr(loader, "batch_sampler", None)
+    return sampler if isinstance(sampler, (PlannedBatchSampler, DealtBatchSampler)) else None
+
+
+def length_of(loader: Any) -> int | None:
+    """Return the number of batches of a loader, or None for a stream, whose length nobody can vouch for.
+
+    Ranks: local.
+
+    Example:
+        >>> length_of([1, 2]), length_of(iter([]))
+        (2, None)
+    """
+    if isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset):
+        return None
+    try:
+        return len(loader)
+    except TypeError:
+        return None
+
+
+def run_training(host: StageHost, loader: Any, epoch: int, *, enable_bar: bool) -> float:
+    """Train on one epoch of a loader.
+
+    Args:
+        host: the Brain.
+        loader: this rank's batches.
+        epoch: from 1.
+        enable_bar: show progress (main process only, whatever is given).
+
+    Returns:
+        The mean loss over all samples of all ranks.
+
+    Ranks: collective.
+
+    Example:
+        >>> run_training.__name__
+        'run_training'
+    """
+    progress, options = host.progress, host.run_opts
+    set_epoch(loader, epoch)
+    if progress.step and isinstance(loader, SaveableDataLoader):
+        loader.skip_next(progress.step)
+    feed = _feed(host, loader)
+    saves = _IntraEpochSaves(host)
+    beat = Beat(sum_over_ranks, get_world_size(), is_main=if_main_process())
+    started = time.monotonic()
+    _, samples_before, _ = progress.meter.sums()
+    samples_before = sum_over_ranks([samples_before])[0]
+    with _bar(Stage.TRAIN, epoch, feed.length, options, initial=progress.step, enable=enable_bar) as bar:
+
+        def on_beat(report: BeatReport) -> None:
+            host.avg_train_loss = report.loss
+            bar.show(report.step, report.loss, report.samples - samples_before)
+            saves.by_minutes(report.main_seconds)
+
+        limit = options.optimizer_step_limit
+        train_epoch(
+            host,
+            feed,
+            beat,
+            on_beat,
+            float("inf") if limit is None else limit,
+            on_window=saves.by_steps if options.ckpt_interval_steps > 0 else None,
+            main_seconds=saves.seconds,
+        )
+        host.flush_window()
+        return _finish(host, Stage.TRAIN, epoch, time.monotonic() - started, bar)
+
+
+def run_evaluation(host: StageHost, loader: Any, stage: Stage, epoch: int | None, *, enable_bar: bool) -> float:
+    """Evaluate a loader.
+
+    Args:
+        host: the Brain.
+        loader: this rank's batches: the whole set, or its part of it.
+        stage: VALID or TEST.
+        epoch: of the training, or None.
+        enable_bar: show progress (main process only, whatever is given).
+
+    Returns:
+        The mean loss over all samples, one number for all ranks.
+
+    Ranks: collective.
+
+    Example:
+        >>> run_evaluation.__name__
+        'run_evaluation'
+    """
+    options = host.run_opts
+    host.progress.meter = LossMeter()
+    started = time.monotonic()
+    limit = options.debug_batches if options.debug else None
+    length = length_of(loader)
+    if length is not None and limit is not None:
+        length = min(length, limit)
+    with _bar(stage, epoch, length, options, enable=enable_bar) as bar:
+        beat = Beat(list, 1, is_main=True)
+        evaluate_epoch(host, loader, stage, bar, counts=counts_of(loader), limit=limit, beat=beat)
+        return _finish(host, stage, epoch, time.monotonic() - started, bar)
+
+
+def set_epoch(loader: Any, epoch: int) -> None:
+    """Tell a loader, and the samplers and the stream inside it, which epoch comes.
+
+    Ranks: local.
+
+    Example:
+        >>> set_epoch([1, 2], 3)
+    """
+    parts = [loader]
+    if isinstance(loader, DataLoader) and not isinstance(loader, SaveableDataLoader):
+        parts += [loader.batch_sampler, loader.sampler]
+    parts.append(getattr(loader, "dataset", None))
+    for part in parts:
+        setter = getattr(part, "set_epoch", None)
+        if setter is not None:
+            setter(epoch)
+
+
+def _feed(host: StageHost, loader: Any) -> Feed:
+    options, length = host.run_opts, length_of(loader)
+    batches: Iterable[Any] = loader
+    if options.debug and length is not None:
+        length = min(length, options.debug_batches)
+    if host.profiler is not None:
+        batches = _profiled(loader, host.profiler)
+    return Feed(
+        loader=batches,
+        length=length,
+        counts=counts_of(loader),
+        factor=options.grad_accumulation_factor,
+        world_size=get_world_size(),
+        start=host.progress.step,
+        agree=lambda present: int(sum_over_ranks([float(present)])[0]),
+    )
+
+
+def _profiled(loader: Iterable[Any], profiler: Any) -> Iterator[Any]:
+    """Yield batches and tell the profiler after each that a step is over."""
+    for batch in loader:
+        yield batch
+        profiler.step()
+
+
+def _bar(
+    stage: Stage, epoch: int | None, length: int | None, options: RunOptions, *, initial: int = 0, enable: bool
+) -> ProgressBar:
+    label = stage.name.lower() if epoch is None else f"epoch {epoch} {stage.name.lower()}"
+    colours = COLOURS | {key.upper(): value for key, value in dict(options.tqdm_barcolor or {}).items()}
+    return ProgressBar(
+        label,
+        length,
+        initial=initial,
+        enable=enable and if_main_process(),
+        colour=colours.get(stage.name) if options.tqdm_colored_bar else None,
+    )
+
+
+def _finish(host: StageHost, stage: Stage, epoch: int | None, seconds: float, bar: ProgressBar) -> float:
+    """Agree on the mean loss, write it down, and return it."""
+    meter = host.progress.meter
+    loss_sum, samples, bad = sum_over_ranks([float(number) for number in meter.sums()])
+    mean = loss_sum / samples if samples else float("nan")
+    bar.show(host.progress.step, mean, samples)
+    if bad:
+        logger.warning(
+            "%s: %d batches had a loss that is not finite; they are left out of the mean.", stage.name, int(bad)
+        )
+    run_event(
+        "stage",
+        stage=stage.name,
+        epoch=epoch,
+        loss=mean,
+        samples=int(samples),
+        optimizer_step=host.progress.optimizer_step,
+        seconds=round(seconds, 3),
+    )
+    return mean
+
+
+class _IntraEpochSaves:
+    """Decides, alike on every rank, when to save in the middle of an epoch."""
+
+    def __init__(self, host: StageHost) -> None:
+        self.host = host
+        self.last_time = time.monotonic()
+        self.last_step = host.progress.step
+
+    def seconds(self) -> float:
+        """Return the time since the last save; that of the main process is the one that counts."""
+        return time.monotonic() - self.last_time
+
+    def by_minutes(self, main_seconds: float) -> None:
+        """Save if the main process's clock says so."""
+        self._save_if_due(main_seconds, 0)
+
+    def by_steps(self) -> None:
+        """Save if enough steps have passed."""
+        self._save_if_due(0.0, self.host.progress.step - self.last_step)
+
+    def _save_if_due(self, seconds: float, steps: int) -> None:
+        if self.host._should_save_intra_epoch_ckpt(seconds, steps):
+            self.host._save_intra_epoch_ckpt()
+            self.last_time, self.last_step = time.monotonic(), self.host.progress.step
+
+

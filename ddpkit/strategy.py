@@ -1,0 +1,383 @@
+"""How the modules run: on one device, under ``nn.DataParallel``, or under ``DistributedDataParallel``.
+
+Source: what ``forward`` and ``no_sync`` of torch's DDP do was read in torch 2.13: only a forward pass through the wrapper with
+synchronisation on arms the reducer, and the backward pass after it reduces all gradients accumulated so far.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parallel import DistributedDataParallel
+
+from ddpkit import distributed
+from ddpkit.errors import ConfigError
+from ddpkit.logger import get_logger
+from ddpkit.syncbn import convert_sync_batchnorm
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+    from contextlib import AbstractContextManager
+
+    import torch.distributed as dist
+
+logger = get_logger(__name__)
+
+NOTHING: AbstractContextManager[None] = contextlib.nullcontext()
+
+
+class _Reaching(nn.Module):
+    """Makes the attributes of the wrapped ``module`` reachable through its wrapper."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            inner = self.__dict__.get("_modules", {}).get("module")
+            if inner is None:
+                raise
+            return getattr(inner, name)
+
+
+class WrappedDataParallel(_Reaching, nn.DataParallel[nn.Module]):
+    """``nn.DataParallel`` through which the module's own attributes can be reached.
+
+    Ranks: local (one process, several GPUs).
+
+    Example:
+        >>> WrappedDataParallel(torch.nn.Linear(2, 1)).in_features
+        2
+    """
+
+
+class WrappedDDP(_Reaching, DistributedDataParallel):
+    """DDP through which attributes can be reached, and that stays out of the way when nothing is trained.
+
+    Without gradients, or in eval mode, the module runs by itself: no collective, so that ranks may evaluate
+    different numbers of batches.
+
+    Attributes:
+        reduced: whether the gradients present were averaged over the ranks by the last backward pass.
+
+    Ranks: collective, in training mode.
+
+    Example:
+        >>> WrappedDDP.__bases__[-1].__name__
+        'DistributedDataParallel'
+    """
+
+    def __init__(self, module: nn.Module, **options: Any) -> None:
+        super().__init__(module, **options)
+        self.reduced = False
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Run the module; with gradients, through DDP."""
+        if not (self.training and torch.is_grad_enabled()):
+            return self.module(*inputs, **kwargs)
+        self.reduced = self.require_backward_grad_sync
+        return super().forward(*inputs, **kwargs)
+
+    def reduce_leftovers(self, group: dist.ProcessGroup | None = None) -> None:
+        """Average gradients that DDP has not: accumulated under ``no_sync``, or made past its ``forward``."""
+        gradients = [parameter.grad for parameter in self.module.parameters() if parameter.grad is not None]
+        if not self.reduced and gradients:
+            flat = torch._utils._flatten_dense_tensors(gradients)
+            torch.distributed.all_reduce(flat, group=group or self.process_group)
+            flat /= torch.distributed.get_world_size(group or self.process_group)
+            for gradient, average in zip(
+                gradients, torch._utils._unflatten_dense_tensors(flat, gradients), strict=True
+            ):
+                gradient.copy_(average)
+        self.reduced = False
+
+
+class Strategy(Protocol):
+    """What differs between the ways to run.
+
+    Ranks: as each member says.
+
+    Example:
+        >>> isinstance(SingleDevice(), object)
+        True
+    """
+
+    name: str
+
+    def wrap(self, modules: nn.ModuleDict) -> None:
+        """Wrap every trainable entry that is not wrapped yet, in place."""
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Return a context in which gradients are accumulated without being averaged over ranks."""
+
+    def finish_gradients(self) -> None:
+        """Make sure that the gradients present are averages over the ranks."""
+
+
+class SingleDevice:
+    """One process, one device: nothing to wrap.
+
+    Ranks: local.
+
+    Example:
+        >>> SingleDevice().name
+        'one device'
+    """
+
+    name = "one device"
+
+    def wrap(self, modules: nn.ModuleDict) -> None:
+        """Leave the modules as they are."""
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Return a context that does nothing."""
+        return NOTHING
+
+    def finish_gradients(self) -> None:
+        """Do nothing: the gradients of one process are complete."""
+
+
+class DataParallel(SingleDevice):
+    """One process, ``nn.DataParallel`` around every trainable entry of the modules.
+
+    Raises:
+        ConfigError: there is no GPU.
+
+    Ranks: local.
+
+    Example:
+        >>> DataParallel("cpu")
+        Traceback (most recent call last):
+        ddpkit.errors.ConfigError: data_parallel_backend=True needs a GPU, and the device is 'cpu' (0 GPUs found). \
+Leave the flag out to train on one CPU, or use several CPU processes: torchrun --standalone --nproc_per_node=2 train.py \
+hparams.yaml --device=cpu
+    """
+
+    name = "nn.DataParallel"
+
+    def __init__(self, device: str) -> None:
+        if not device.startswith("cuda"):
+            raise ConfigError(
+                f"data_parallel_backend=True needs a GPU, and the device is {device!r} "
+                f"({torch.cuda.device_count()} GPUs found). Leave the flag out to train on one CPU, or use several CPU "
+                "processes: torchrun --standalone --nproc_per_node=2 train.py hparams.yaml --device=cpu"
+            )
+
+    def wrap(self, modules: nn.ModuleDict) -> None:
+        """Put ``nn.DataParallel`` around every trainable entry."""
+        for name, module in modules.items():
+            if is_trainable(module) and not isinstance(module, nn.DataParallel):
+                modules[name] = WrappedDataParallel(module)
+
+
+class _Deferred:
+    """Switches gradient averaging off on some DDP modules, and back to what it was, also after an exception."""
+
+    def __init__(self, modules: Iterable[WrappedDDP]) -> None:
+        self.modules = list(modules)
+        self.before: list[bool] = []
+
+    def __enter__(self) -> None:
+        self.before = [module.require_backward_grad_sync for module in self.modules]
+        for module in self.modules:
+            module.require_backward_grad_sync = False
+
+    def __exit__(self, *error: object) -> None:
+        for module, before in zip(self.modules, self.before, strict=True):
+            module.require_backward_grad_sync = before
+
+
+class DDP:
+    """Several processes: ``DistributedDataParallel`` around every trainable entry, BatchNorm synchronised.
+
+    Args:
+        device: of this rank, such as ``"cuda:1"`` or ``"cpu"``.
+        find_unused_parameters: let a forward pass leave parameters out.
+
+    Ranks: collective.
+
+    Example:
+        >>> DDP("cpu").name
+        'DistributedDataParallel'
+    """
+
+    name = "DistributedDataParallel"
+
+    def __init__(self, device: str, *, find_unused_parameters: bool = False) -> None:
+        self.device = device
+        self.find_unused_parameters = find_unused_parameters
+        self.wrapped: list[WrappedDDP] = []
+
+    def wrap(self, modules: nn.ModuleDict) -> None:
+        """Convert BatchNorm and put DDP around every trainable entry that has none yet.
+
+        Raises:
+            ConfigError: two entries share a parameter, whose gradient would be averaged twice.
+        """
+        refuse_shared_parameters(modules)
+        for name, module in modules.items():
+            if is_trainable(module) and not isinstance(module, DistributedDataParallel):
+                wrapped = WrappedDDP(self._converted(module), **self._options(module))
+                modules[name] = wrapped
+                self.wrapped.append(wrapped)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Return a context in which gradients are accumulated without being averaged over ranks."""
+        return _Deferred(self.wrapped)
+
+    def finish_gradients(self) -> None:
+        """Average what DDP has not averaged."""
+        for module in self.wrapped:
+            module.reduce_leftovers()
+
+    def _converted(self, module: nn.Module) -> nn.Module:
+        if any(isinstance(part, _BatchNorm) for part in module.modules()):
+            return convert_sync_batchnorm(module)
+        return module
+
+    def _options(self, module: nn.Module) -> dict[str, Any]:
+        accepted = inspect.signature(DistributedDataParallel).parameters
+        buffers = "forward_sync_buffers" if "forward_sync_buffers" in accepted else "broadcast_buffers"
+        return {
+            "device_ids": [torch.device(self.device)] if self.device.startswith("cuda") else None,
+            "find_unused_parameters": self.find_unused_parameters,
+            buffers: has_moving_buffers(module),
+        }
+
+
+def make_strategy(
+    device: str, *, distributed_launch: bool, data_parallel: bool, find_unused_parameters: bool = False
+) -> SingleDevice | DDP:
+    """Choose the way to run from what the launcher and the options say.
+
+    Args:
+        device: of this process.
+        distributed_launch: whether a launcher started several processes.
+        data_parallel: the option ``data_parallel_backend``.
+        find_unused_parameters: passed on to DDP.
+
+    Raises:
+        ConfigError: both at once, or DataParallel without a GPU.
+
+    Ranks: local.
+
+    Example:
+        >>> make_strategy("cpu", distributed_launch=False, data_parallel=False).name
+        'one device'
+    """
+    if distributed_launch and data_parallel:
+        raise ConfigError(
+            "data_parallel_backend=True uses several GPUs from one process, but a launcher has started "
+            f"{distributed.get_world_size()} processes. Use one of:\n"
+            "    python train.py hparams.yaml --data_parallel_backend\n"
+            "    torchrun --standalone --nproc_per_node=N train.py hparams.yaml"
+        )
+    if distributed_launch:
+        return DDP(device, find_unused_parameters=find_unused_parameters)
+    return DataParallel(device) if data_parallel else SingleDevice()
+
+
+def modules_on_device(modules: Mapping[str, Any], device: str) -> nn.ModuleDict:
+    """Gather a recipe's modules on a device; each through its own ``to``, in case it moves more than tensors.
+
+    Args:
+        modules: by name.
+        device: such as ``"cuda:1"``.
+
+    Raises:
+        ConfigError: an entry is no module.
+
+    Ranks: local.
+
+    Example:
+        >>> modules_on_device({"net": nn.Linear(1, 1)}, "cpu").net.weight.device
+        device(type='cpu')
+    """
+    for name, module in modules.items():
+        if not isinstance(module, nn.Module):
+            raise ConfigError(
+                f"modules[{name!r}] is a {type(module).__name__}, not a torch.nn.Module. Pass modules only, such as "
+                "{'model': model}; in YAML, modules: {model: !ref <model>}."
+            )
+        module.to(device)
+    return nn.ModuleDict(dict(modules)).to(device)
+
+
+def is_trainable(module: nn.Module) -> bool:
+    """Say whether any parameter of a module requires a gradient.
+
+    Ranks: local.
+
+    Example:
+        >>> is_trainable(nn.Linear(1, 1)), is_trainable(nn.ReLU())
+        (True, False)
+    """
+    return any(parameter.requires_grad for parameter in module.parameters())
+
+
+def unwrap(module: nn.Module) -> nn.Module:
+    """Take DDP, DataParallel and ``torch.compile`` off a module.
+
+    Ranks: local.
+
+    Example:
+        >>> inner = nn.Linear(1, 1)
+        >>> unwrap(WrappedDataParallel(inner)) is inner
+        True
+    """
+    while True:
+        if isinstance(module, (DistributedDataParallel, nn.DataParallel)):
+            module = module.module
+        elif "_orig_mod" in module._modules:
+            module = module.get_submodule("_orig_mod")
+        else:
+            return module
+
+
+def has_moving_buffers(module: nn.Module) -> bool:
+    """Say whether a module has saved floating-point buffers that are not batch statistics.
+
+    Such buffers (codebooks, running normalisers) may drift apart between ranks, so DDP sends those of rank 0 to all
+    before each training forward pass, as it does by default. Batch statistics are equal already.
+
+    Ranks: local.
+
+    Example:
+        >>> has_moving_buffers(nn.BatchNorm1d(3))
+        False
+    """
+    return any(
+        buffer is not None and buffer.is_floating_point() and name not in part._non_persistent_buffers_set
+        for part in module.modules()
+        if not isinstance(part, _BatchNorm)
+        for name, buffer in part._buffers.items()
+    )
+
+
+def refuse_shared_parameters(modules: nn.ModuleDict) -> None:
+    """Refuse two entries that share a trainable parameter.
+
+    Raises:
+        ConfigError: naming both entries and the parameter.
+
+    Ranks: local.
+
+    Example:
+        >>> refuse_shared_parameters(nn.ModuleDict({"a": nn.Linear(1, 1), "b": nn.Linear(1, 1)}))
+    """
+    owner: dict[int, tuple[str, str]] = {}
+    for entry, module in modules.items():
+        for name, parameter in unwrap(module).named_parameters():
+            if not parameter.requires_grad:
+                continue
+            other = owner.setdefault(id(parameter), (entry, name))
+            if other[0] != entry:
+                raise ConfigError(
+                    f"modules[{entry!r}] and modules[{other[0]!r}] share the trainable parameter {other[1]!r}: each "
+                    "entry is wrapped in DDP by itself, and a shared gradient would be averaged twice. Keep the "
+                    "parameter in one entry of modules only."
+                )

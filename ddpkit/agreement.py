@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import traceback
+from collections.abc import Sized
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -25,7 +26,7 @@ MOST_SHOWN = 8
 OWN_OF_EACH_RANK = frozenset({"device", "local_rank", "param_file", "log_config"})
 
 
-def model_facts(modules: Mapping[str, nn.Module]) -> dict[str, str]:
+def model_facts(modules: Mapping[str, nn.Module] | nn.ModuleDict) -> dict[str, str]:
     """Describe every parameter and buffer: shape, dtype and whether it is trained.
 
     Args:
@@ -65,9 +66,7 @@ def option_facts(options: Mapping[str, Any]) -> dict[str, str]:
         >>> option_facts({"device": "cpu", "precision": "bf16"})
         {'option precision': "'bf16'"}
     """
-    return {
-        f"option {name}": repr(options[name]) for name in sorted(options.keys()) if name not in OWN_OF_EACH_RANK
-    }
+    return {f"option {name}": repr(options[name]) for name in sorted(options.keys()) if name not in OWN_OF_EACH_RANK}
 
 
 def optimizer_facts(optimizers: Mapping[str, torch.optim.Optimizer]) -> dict[str, str]:
@@ -122,7 +121,7 @@ def data_facts(name: str, loader: Any, batches: int | None, *, sharded: bool) ->
         if hasattr(sampler, attribute) and hasattr(sampler, "count"):
             facts[f"{name} {words}"] = str(getattr(sampler, attribute))
     dataset = getattr(loader, "dataset", None)
-    if sampler is not None and hasattr(dataset, "__len__"):
+    if sampler is not None and isinstance(dataset, Sized):
         facts[f"{name} samples"] = str(len(dataset))
     return facts
 

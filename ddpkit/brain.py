@@ -42,14 +42,14 @@ logger = get_logger(__name__)
 INTRA_EPOCH_KEY = "brain_intra_epoch_ckpt"
 
 
-def _forwarded(part: str, name: str, doc: str) -> property:
-    """Make a property that reads and writes an attribute of one of the Brain's parts."""
+def _of_progress(name: str, doc: str) -> property:
+    """Make a property that reads and writes an attribute of the Brain's progress."""
 
     def read(self: Brain) -> Any:
-        return getattr(getattr(self, part), name)
+        return getattr(self.progress, name)
 
     def write(self: Brain, value: Any) -> None:
-        setattr(getattr(self, part), name, value)
+        setattr(self.progress, name, value)
 
     return property(read, write, doc=doc)
 
@@ -132,7 +132,9 @@ class Brain(OptionAttributes):
             find_unused_parameters=self.find_unused_parameters,
         )
         self.modules = modules_on_device(modules or {}, self.device)
-        self.amp = Precision(self.precision, self.eval_precision, self.device)
+        numbers = Precision(self.precision, self.eval_precision, self.device)
+        self.training_ctx, self.evaluation_ctx = numbers.training_ctx, numbers.evaluation_ctx
+        self.scaler = numbers.scaler
         self.progress = Progress()
         self.avg_train_loss = 0.0
         self.train_sampler: Any = None
@@ -146,12 +148,9 @@ class Brain(OptionAttributes):
 
     # ------------------------------------------------------------------ what a recipe reads and writes
 
-    step = _forwarded("progress", "step", "Batches of the current stage so far.")
-    optimizer_step = _forwarded("progress", "optimizer_step", "Optimizer updates since the run began.")
-    nonfinite_count = _forwarded("progress", "nonfinite", "Skipped steps of this epoch.")
-    scaler = _forwarded("amp", "scaler", "The gradient scaler; enabled for fp16 on a GPU.")
-    training_ctx = _forwarded("amp", "training_ctx", "Autocast of training.")
-    evaluation_ctx = _forwarded("amp", "evaluation_ctx", "Autocast of validation and test.")
+    step = _of_progress("step", "Batches of the current stage so far.")
+    optimizer_step = _of_progress("optimizer_step", "Optimizer updates since the run began.")
+    nonfinite_count = _of_progress("nonfinite", "Skipped steps of this epoch.")
 
     @property
     def raw_modules(self) -> nn.ModuleDict:
@@ -361,9 +360,9 @@ class Brain(OptionAttributes):
             self.train_sampler = loader.batch_sampler
         if looped is not None:
             loader = LoopedLoader(loader, looped)
-        if self.checkpointer is not None and ckpt_prefix is not None:
-            if isinstance(loader, (SaveableDataLoader, LoopedLoader)):
-                self.checkpointer.add_recoverable(ckpt_prefix + stage.name, loader)
+        saveable = isinstance(loader, (SaveableDataLoader, LoopedLoader))
+        if self.checkpointer is not None and ckpt_prefix is not None and saveable:
+            self.checkpointer.add_recoverable(ckpt_prefix + stage.name, loader)
         return loader
 
     def fit(
@@ -597,6 +596,13 @@ class Brain(OptionAttributes):
         """Decide from numbers that all ranks agree on whether to save in the middle of an epoch."""
         minutes, steps = self.ckpt_interval_minutes, self.ckpt_interval_steps
         return 0 < minutes * 60 <= seconds_since_ckpt or 0 < steps <= steps_since_ckpt
+
+    def save_intra_epoch(self, seconds_since_ckpt: float, steps_since_ckpt: int) -> bool:
+        """Save in the middle of an epoch if it is time, and say whether it was."""
+        due = self._should_save_intra_epoch_ckpt(seconds_since_ckpt, steps_since_ckpt)
+        if due:
+            self._save_intra_epoch_ckpt()
+        return due
 
     def _save_intra_epoch_ckpt(self) -> None:
         """Save in the middle of an epoch; only the newest such checkpoint is kept."""

@@ -16,7 +16,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 from ddpkit.checkpoint_hooks import mark_as_loader, mark_as_saver, register_checkpoint_hooks
 from ddpkit.errors import ConfigError, DataError
 from ddpkit.logger import get_logger
-from ddpkit.sampler import DealtBatchSampler, PlannedBatchSampler, mix_key
+from ddpkit.sampler import DealtBatchSampler, PlannedBatchSampler, SamplingPlan, mix_key
 from ddpkit.seed import global_seed
 
 if TYPE_CHECKING:
@@ -77,12 +77,10 @@ class SaveableDataLoader(DataLoader[Any]):
         super().__init__(*args, **kwargs)
         self.yielded: int | None = None
         self._skip = 0
-        self._epoch = 1
         self.set_epoch(1)
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch whose order and worker seeds the next iteration follows."""
-        self._epoch = epoch
         if self.generator is not None:
             self.generator.manual_seed(mix_key(global_seed() or 0, epoch) >> 1)
         setter = getattr(self.batch_sampler, "set_epoch", None) or getattr(self.sampler, "set_epoch", None)
@@ -96,12 +94,11 @@ class SaveableDataLoader(DataLoader[Any]):
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         skip, self._skip = self._skip, 0
         self.yielded = skip
-        inner = super().__iter__()
-        if skip and hasattr(self.batch_sampler, "skip"):
-            self.batch_sampler.skip = skip  # read when the workers are first asked, which is below
-            inner = super().__iter__()
+        inner: Iterator[Any] = super().__iter__()
+        if isinstance(self.batch_sampler, (PlannedBatchSampler, DealtBatchSampler)):
+            self.batch_sampler.skip = skip  # read when the first batch is asked for
         elif skip:
-            inner = itertools.islice(inner, skip, None)  # type: ignore[assignment]
+            inner = itertools.islice(inner, skip, None)
         return self._counted(inner)
 
     def _counted(self, inner: Iterator[Any]) -> Iterator[Any]:
@@ -325,7 +322,9 @@ def reshard(loader: DataLoader[Any], sharding: Sharding) -> DataLoader[Any]:
         return shard(loader.dataset, sharding, **options)
     source = loader.batch_sampler
     if isinstance(source, DealtBatchSampler):
-        return shard(loader.dataset, sharding, batch_sampler=source.batch_sampler, drop_last=source.drop_last, **options)
+        return shard(
+            loader.dataset, sharding, batch_sampler=source.batch_sampler, drop_last=source.drop_last, **options
+        )
     if isinstance(source, PlannedBatchSampler):
         sampler = None if isinstance(source.source, int) else source.source
         options |= {"batch_size": source.batch_size, "shuffle": source.shuffle, "drop_last": source.drop_last}
@@ -333,7 +332,7 @@ def reshard(loader: DataLoader[Any], sharding: Sharding) -> DataLoader[Any]:
     if source is not None and type(source) is not BatchSampler:
         return shard(loader.dataset, sharding, batch_sampler=source, **options)
     options |= {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
-    sampler = loader.sampler
+    sampler: Any = loader.sampler
     if type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == _length(loader.dataset):
         return shard(loader.dataset, sharding, shuffle=True, **options)
     if type(sampler) is SequentialSampler:
@@ -396,8 +395,7 @@ def _stream_loader(dataset: Any, sharding: Sharding, options: dict[str, Any]) ->
             "positions. Shuffle inside the dataset."
         )
     if options.get("batch_size", 1) is not None:
-        SampleCount = PlannedBatchSampler  # noqa: N806 -- only for its check of the batch size
-        SampleCount(1, options.get("batch_size", 1))
+        SamplingPlan(num_samples=1, batch_size=options.get("batch_size", 1))  # refuses a bad size
     if sharding.world_size > 1:
         dataset = StreamShard(dataset, sharding.rank, sharding.world_size)
     options.setdefault("generator", torch.Generator())

@@ -198,12 +198,10 @@ def _node_call(call: Callable[[], T], site: str) -> T | None:
     info = find_launch()
     first = info.rank - info.local_rank
     mine = info.local_rank == 0
-    return _on_one_rank(
-        call, first, info.local_world_size - 1, mine=mine, site=f"node{info.node_rank} {site}"
-    )
+    return _on_one_rank(call, first, info.local_world_size - 1, mine=mine, site=f"node{info.node_rank} {site}")
 
 
-def run_on_main(  # noqa: PLR0913 -- the recipe contract fixes these seven
+def run_on_main(
     func: Callable[..., T],
     args: Sequence[Any] | None = None,
     kwargs: Mapping[str, Any] | None = None,
@@ -257,9 +255,7 @@ def main_process_only(
 ) -> Callable[[Callable[..., T]], Callable[..., T]]: ...
 
 
-def main_process_only(
-    function: Callable[..., T] | None = None, *, hand_over: bool = True
-) -> Callable[..., Any]:
+def main_process_only(function: Callable[..., T] | None = None, *, hand_over: bool = True) -> Callable[..., Any]:
     """Make a function run on the main process only; all callers get its value, or raise.
 
     Args:
@@ -321,7 +317,7 @@ def once_per_node(function: Callable[..., T]) -> Callable[..., T | None]:
     return wrapper
 
 
-def run_once_per_node(  # noqa: PLR0913 -- the recipe contract fixes these seven
+def run_once_per_node(
     func: Callable[..., T],
     args: Sequence[Any] | None = None,
     kwargs: Mapping[str, Any] | None = None,
@@ -436,9 +432,7 @@ def ddp_broadcast(communication_object: T, src: int = 0) -> T:
     return result
 
 
-def ddp_all_reduce(
-    communication_object: torch.Tensor, reduce_op: Any = ReduceOp.SUM
-) -> torch.Tensor:
+def ddp_all_reduce(communication_object: torch.Tensor, reduce_op: Any = ReduceOp.SUM) -> torch.Tensor:
     """Reduce a tensor over all ranks, in place.
 
     Args:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -24,9 +25,9 @@ def record_for_launcher(error: BaseException) -> None:
         >>> record_for_launcher(ValueError("nothing happens without torchrun"))
     """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if not path or os.path.exists(path):
+    if not path or Path(path).exists():
         return
-    from torch.distributed.elastic.multiprocessing.errors import get_error_handler  # noqa: PLC0415 -- rarely needed
+    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
     get_error_handler().record_exception(error)
 

@@ -16,12 +16,12 @@ torch 2.13: 7 MiB pass, 9 MiB break the connection); larger values are cut into 
 from __future__ import annotations
 
 import hashlib
-import os
 import pickle
 import sys
 import time
 import traceback
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 from ddpkit.errors import MainProcessError, RankFailedError
@@ -80,7 +80,7 @@ def call_site(frame: FrameType | None) -> str:
     first = True
     while frame is not None:
         code = frame.f_code
-        line = f"{os.path.basename(code.co_filename)}:{frame.f_lineno} in {code.co_name}"
+        line = f"{PurePath(code.co_filename).name}:{frame.f_lineno} in {code.co_name}"
         if first:
             where, first = line, False
         digest.update(line.encode())
@@ -92,7 +92,19 @@ def call_site(frame: FrameType | None) -> str:
 
 def outside_frame(depth: int = 1) -> FrameType | None:
     """Return the frame ``depth`` calls above the caller of this function."""
-    return sys._getframe(depth + 1)
+    return sys._getframe(depth + 1)  # noqa: SLF001 -- inspect.currentframe() is the same, less the depth
+
+
+def place(site: str) -> str:
+    """Return the readable part of a call site.
+
+    Ranks: local.
+
+    Example:
+        >>> place("train.py:12 in prepare #0a1b")
+        'train.py:12 in prepare'
+    """
+    return site.partition(" #")[0]
 
 
 class Handover:
@@ -174,7 +186,7 @@ class Handover:
             logger.warning(
                 "%s: the value of this main-only call, a %s, cannot be handed to the other ranks (%s); "
                 "they get None. Return something that pickles, or nothing.",
-                site.split(" #")[0],
+                place(site),
                 type(outcome.value).__name__,
                 error,
                 main_process_only=False,
@@ -189,7 +201,7 @@ class Handover:
             while not self.store.check([key]):
                 if self.store.check([_left_key(poster)]) and not self.store.check([key]):
                     raise RankFailedError(
-                        f"rank {self.rank} waits at {site.split(' #')[0]} for rank {poster}, whose process has ended "
+                        f"rank {self.rank} waits at {site.split(' #', maxsplit=1)[0]} for rank {poster}, whose process has ended "
                         f"without making this call. Look for the reason in the output of rank {poster}."
                     )
                 if time.monotonic() >= next_warning:
@@ -201,7 +213,7 @@ class Handover:
             raise
         except RuntimeError as error:
             raise RankFailedError(
-                f"rank {self.rank} waited at {site.split(' #')[0]} for rank {poster} and lost the connection to the "
+                f"rank {self.rank} waited at {site.split(' #', maxsplit=1)[0]} for rank {poster} and lost the connection to the "
                 f"launcher's store: {error}. Some process of the run has died; look for the first error above."
             ) from error
 
@@ -211,7 +223,7 @@ class Handover:
             "the ranks have taken different paths through the script.",
             self.rank,
             seconds,
-            site.split(" #")[0],
+            place(site),
             poster,
             poster,
             main_process_only=False,
@@ -227,7 +239,7 @@ def raise_as_reader(outcome: Outcome, site: str, poster: int) -> None:
     """
     kind = MainProcessError if poster == 0 else RankFailedError
     raise kind(
-        f"rank {poster} failed in the call at {site.split(' #')[0]}: {outcome.error}\n"
+        f"rank {poster} failed in the call at {site.split(' #', maxsplit=1)[0]}: {outcome.error}\n"
         f"--- traceback of rank {poster} ---\n{outcome.trace.rstrip()}"
     )
 

@@ -96,9 +96,7 @@ def take_step(
         (StepResult(stepped=True, norm=3.0), -3.0)
     """
     if scaler is not None:
-        optimizers = [optimizer for optimizer in optimizers if gradients([optimizer])]
-        for optimizer in optimizers:
-            scaler.unscale_(optimizer)
+        optimizers = _unscale(optimizers, scaler)
     found = gradients(optimizers)
     if multiplier != 1.0:
         torch._foreach_mul_(found, multiplier)
@@ -106,16 +104,29 @@ def take_step(
     finite = math.isfinite(norm)
     if finite and max_norm is not None and 0.0 < max_norm < norm + 1e-6:
         torch._foreach_mul_(found, max_norm / (norm + 1e-6))
-    for optimizer in optimizers:
-        if scaler is not None:
-            scaler.step(optimizer)  # skips by itself what it found to be infinite
-        elif finite:
+    if scaler is not None:
+        _step_scaled(optimizers, scaler)
+    elif finite:
+        for optimizer in optimizers:
             optimizer.step()
-    if scaler is not None and optimizers:
-        scaler.update()
-    for optimizer in optimizers:
-        optimizer.zero_grad(set_to_none=True)
+    zero_gradients(optimizers, set_to_none=True)
     return StepResult(stepped=finite, norm=norm)
+
+
+def _unscale(optimizers: Sequence[Optimizer], scaler: torch.amp.GradScaler) -> list[Optimizer]:
+    """Unscale the gradients of those optimizers that have any; the scaler refuses the others."""
+    ready = [optimizer for optimizer in optimizers if gradients([optimizer])]
+    for optimizer in ready:
+        scaler.unscale_(optimizer)
+    return ready
+
+
+def _step_scaled(optimizers: Sequence[Optimizer], scaler: torch.amp.GradScaler) -> None:
+    """Let the scaler step; it skips by itself what it found to be infinite, and adapts."""
+    for optimizer in optimizers:
+        scaler.step(optimizer)
+    if optimizers:
+        scaler.update()
 
 
 def make_optimizer(

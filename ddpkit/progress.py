@@ -8,11 +8,14 @@ from __future__ import annotations
 import math
 import sys
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
 from ddpkit.logger import get_logger
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 logger = get_logger(__name__)
 
@@ -46,10 +49,16 @@ class ProgressBar:
         self._bar: tqdm[Any] | None = None
         if enable and sys.stderr is not None and sys.stderr.isatty():
             self._bar = tqdm(
-                total=total, initial=initial, desc=label, colour=colour, dynamic_ncols=True, unit="batch", file=sys.stderr
+                total=total,
+                initial=initial,
+                desc=label,
+                colour=colour,
+                dynamic_ncols=True,
+                unit="batch",
+                file=sys.stderr,
             )
 
-    def __enter__(self) -> ProgressBar:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -13,6 +13,7 @@ Splittable Pseudorandom Number Generators", OOPSLA 2014).
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import random
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -66,10 +67,11 @@ def mix_key(*parts: int) -> int:
 
 
 def _mix_array(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    values = values + np.uint64(_GOLDEN)
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return values ^ (values >> np.uint64(31))
+    mixed = values + np.uint64(_GOLDEN)
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    mixed ^= mixed >> np.uint64(31)
+    return mixed
 
 
 class Order:
@@ -128,7 +130,8 @@ class Order:
                 low = low ^ (_mix_array(high ^ key) & self._low_mask)
             else:
                 high = high ^ (_mix_array(low ^ key) & self._high_mask)
-        return (high << self._low_bits) | low
+        joined: NDArray[np.uint64] = (high << self._low_bits) | low
+        return joined
 
 
 @dataclass(frozen=True)
@@ -158,7 +161,7 @@ class SamplingPlan:
     drop_last: bool = False
 
     def __post_init__(self) -> None:
-        if not isinstance(self.batch_size, int) or isinstance(self.batch_size, bool) or self.batch_size < 1:
+        if type(self.batch_size) is not int or self.batch_size < 1:
             raise ConfigError(
                 f"batch_size={self.batch_size!r} is not a positive whole number: every process needs at least one "
                 "sample per batch. Set batch_size to 1 or more (it counts per process)."
@@ -228,12 +231,17 @@ class PlannedBatchSampler(Sampler[list[int]]):
         self.epoch = 1
         self.skip = 0
         self._drawn: tuple[int, list[int]] | None = None
-        SamplingPlan(0, batch_size, world_size)
+        self._plan = SamplingPlan(source if isinstance(source, int) else 0, batch_size, world_size, drop_last)
+        self._full_batches = self._plan.num_samples // self._plan.global_batch_size
 
     @property
     def plan(self) -> SamplingPlan:
         """The plan of the current epoch."""
-        return SamplingPlan(self._num_samples(), self.batch_size, self.world_size, self.drop_last)
+        drawn = self._draw()
+        if drawn is not None and len(drawn) != self._plan.num_samples:
+            self._plan = dataclasses.replace(self._plan, num_samples=len(drawn))
+            self._full_batches = len(drawn) // self._plan.global_batch_size
+        return self._plan
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch whose order the next iteration follows."""
@@ -242,6 +250,8 @@ class PlannedBatchSampler(Sampler[list[int]]):
 
     def count(self, batch: int) -> int:
         """Return the number of samples this rank has in a batch; 0 where it repeats one to keep step."""
+        if batch < self._full_batches:  # asked at every step: all but the last batch are alike
+            return self.batch_size
         start, stop = self.plan.share(batch, self.rank)
         return stop - start
 
@@ -270,12 +280,6 @@ class PlannedBatchSampler(Sampler[list[int]]):
                 start, stop = plan.num_samples - 1, plan.num_samples
             positions = order.indices(start, stop)
             yield positions if drawn is None else [drawn[position] for position in positions]
-
-    def _num_samples(self) -> int:
-        if isinstance(self.source, int):
-            return self.source
-        drawn = self._draw()
-        return 0 if drawn is None else len(drawn)
 
     def _draw(self) -> list[int] | None:
         """Return the user's sampler's indices of this epoch, drawn once per epoch and alike on every rank."""
@@ -306,7 +310,7 @@ class DealtBatchSampler(Sampler[list[Any]]):
         [[[0, 1], [4]], [[2, 3], [4]]]
     """
 
-    def __init__(  # noqa: PLR0913 -- the loader's arguments
+    def __init__(
         self,
         batch_sampler: Iterable[list[Any]],
         rank: int = 0,

@@ -44,9 +44,9 @@ class StageHost(LoopHost, Protocol):
     avg_train_loss: float
     profiler: Any
 
-    def _save_intra_epoch_ckpt(self) -> None: ...
-
-    def _should_save_intra_epoch_ckpt(self, seconds_since_ckpt: float, steps_since_ckpt: int) -> bool: ...
+    def save_intra_epoch(self, seconds_since_ckpt: float, steps_since_ckpt: int) -> bool:
+        """Save in the middle of an epoch if it is time, and say whether it was."""
+        ...
 
     def flush_window(self) -> None:
         """Step the optimizers on gradients that were accumulated and never used."""
@@ -264,8 +264,5 @@ class _IntraEpochSaves:
         self._save_if_due(0.0, self.host.progress.step - self.last_step)
 
     def _save_if_due(self, seconds: float, steps: int) -> None:
-        if self.host._should_save_intra_epoch_ckpt(seconds, steps):
-            self.host._save_intra_epoch_ckpt()
+        if self.host.save_intra_epoch(seconds, steps):
             self.last_time, self.last_step = time.monotonic(), self.host.progress.step
-
-

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
     from contextlib import AbstractContextManager
 
-    import torch.distributed as dist
-
 logger = get_logger(__name__)
 
 NOTHING: AbstractContextManager[None] = contextlib.nullcontext()
@@ -80,19 +78,17 @@ class WrappedDDP(_Reaching, DistributedDataParallel):
         if not (self.training and torch.is_grad_enabled()):
             return self.module(*inputs, **kwargs)
         self.reduced = self.require_backward_grad_sync
-        return super().forward(*inputs, **kwargs)
+        return DistributedDataParallel.forward(self, *inputs, **kwargs)  # type: ignore[no-untyped-call]
 
-    def reduce_leftovers(self, group: dist.ProcessGroup | None = None) -> None:
+    def reduce_leftovers(self) -> None:
         """Average gradients that DDP has not: accumulated under ``no_sync``, or made past its ``forward``."""
         gradients = [parameter.grad for parameter in self.module.parameters() if parameter.grad is not None]
         if not self.reduced and gradients:
-            flat = torch._utils._flatten_dense_tensors(gradients)
-            torch.distributed.all_reduce(flat, group=group or self.process_group)
-            flat /= torch.distributed.get_world_size(group or self.process_group)
-            for gradient, average in zip(
-                gradients, torch._utils._unflatten_dense_tensors(flat, gradients), strict=True
-            ):
-                gradient.copy_(average)
+            flat = torch.cat([gradient.flatten() for gradient in gradients])
+            torch.distributed.all_reduce(flat, group=self.process_group)
+            flat /= torch.distributed.get_world_size(self.process_group)
+            for gradient, average in zip(gradients, flat.split([one.numel() for one in gradients]), strict=True):
+                gradient.copy_(average.view_as(gradient))
         self.reduced = False
 
 
@@ -332,7 +328,7 @@ def unwrap(module: nn.Module) -> nn.Module:
     while True:
         if isinstance(module, (DistributedDataParallel, nn.DataParallel)):
             module = module.module
-        elif "_orig_mod" in module._modules:
+        elif "_orig_mod" in dict(module.named_children()):
             module = module.get_submodule("_orig_mod")
         else:
             return module
@@ -350,11 +346,16 @@ def has_moving_buffers(module: nn.Module) -> bool:
         >>> has_moving_buffers(nn.BatchNorm1d(3))
         False
     """
-    return any(
-        buffer is not None and buffer.is_floating_point() and name not in part._non_persistent_buffers_set
+    saved = module.state_dict(keep_vars=True)
+    batch_statistics = {
+        id(buffer)
         for part in module.modules()
-        if not isinstance(part, _BatchNorm)
-        for name, buffer in part._buffers.items()
+        if isinstance(part, _BatchNorm)
+        for buffer in part.buffers(recurse=False)
+    }
+    return any(
+        name in saved and buffer.is_floating_point() and id(buffer) not in batch_statistics
+        for name, buffer in module.named_buffers()
     )
 
 

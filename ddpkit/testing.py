@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from multiprocessing.process import BaseProcess
     from types import TracebackType
 
+    from typing_extensions import Self
+
 T = TypeVar("T")
 
 
@@ -96,7 +98,7 @@ class RankPool:
         self._store: dist.TCPStore | None = None
         self._runs = 0
 
-    def __enter__(self) -> RankPool:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -156,10 +158,11 @@ class RankPool:
         waiting = {connection: rank for rank, (_, connection) in enumerate(workers)}
         found: dict[int, RankOutcome] = {}
         while waiting and time.monotonic() < limit:
-            for ready in wait(list(waiting), timeout=0.2):
-                rank = waiting.pop(ready)  # type: ignore[index]
+            ready = wait(list(waiting), timeout=0.2)
+            for connection in [known for known in waiting if known in ready]:
+                rank = waiting.pop(connection)
                 try:
-                    found[rank] = ready.recv()  # type: ignore[union-attr]
+                    found[rank] = connection.recv()
                 except EOFError:
                     code = self._workers[rank][0].exitcode
                     found[rank] = RankOutcome(ok=False, error_type="Died", error=f"exit code {code}")

@@ -1,0 +1,76 @@
+# Everything runs in .venv, which is made on first use. On a fresh machine `make demo` and `make test` need only
+# make and a Python >= 3.10 with its venv module.
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(CURDIR)/$(VENV)/bin
+PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+# The tests that `make test` and `make check` leave out, as a pytest -m expression; MARKS= runs them all.
+MARKS  ?= not slow and not faults and not launch
+# More for pytest: make test PYTEST_ARGS="-k sampler -x"
+PYTEST_ARGS ?=
+
+# Several processes share the cores in most of what runs here: one thread each is several times faster.
+export OMP_NUM_THREADS ?= 1
+
+.DEFAULT_GOAL := help
+.PHONY: help venv demo test lint format types layers docs check bench clean
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
+
+venv: $(VENV)/.installed-dev  ## make .venv with all that development needs
+
+demo: $(VENV)/.installed-examples  ## train examples/digits on two processes of this machine
+	cd examples/digits && $(BIN)/torchrun --standalone --nproc_per_node=2 train.py hparams.yaml
+
+test: $(VENV)/.installed-dev  ## run the tests (GPU tests skip by themselves where there is none)
+	$(BIN)/python -m pytest -m "$(MARKS)" $(PYTEST_ARGS)
+
+lint: $(VENV)/.installed-dev  ## ruff
+	$(BIN)/ruff check .
+
+format: $(VENV)/.installed-dev  ## let ruff fix what it can and lay out the code
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+types: $(VENV)/.installed-dev  ## mypy --strict over the package
+	$(BIN)/mypy
+
+layers: $(VENV)/.installed-dev  ## imports go downward only
+	$(BIN)/lint-imports
+
+docs: $(VENV)/.installed-dev  ## build docs/_build/html, warnings are errors
+	$(BIN)/sphinx-build -q -b html -n -W --keep-going docs docs/_build/html
+
+check: lint types layers test docs  ## all of it: what CI runs
+
+bench: $(VENV)/.installed-dev  ## microseconds per step above a bare PyTorch loop
+	$(BIN)/python benchmarks/loop_overhead.py
+
+clean:  ## remove what was built, cached or trained here (not .venv)
+	rm -rf build dist *.egg-info docs/_build examples/*/results
+	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find ddpkit tests examples benchmarks docs -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
+
+# A stamp is older than the file that changed: the same command installs again what has changed.
+$(VENV)/.installed-dev: pyproject.toml constraints.txt | $(VENV)/bin/python
+	@echo "Installing ddpkit[dev] into $(VENV). The first time this downloads PyTorch and takes minutes."
+	@$(PIP) -e ".[dev]"
+	@touch $(VENV)/.installed-examples $@
+	@echo "Installed."
+
+$(VENV)/.installed-examples: pyproject.toml constraints.txt | $(VENV)/bin/python
+	@echo "Installing ddpkit[examples] into $(VENV). The first time this downloads PyTorch and takes minutes."
+	@$(PIP) -e ".[examples]"
+	@touch $@
+	@echo "Installed."
+
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null || { \
+	    echo "ddpkit needs Python 3.10 or newer, and '$(PYTHON)' says: $$($(PYTHON) --version 2>&1 | head -n 1). Install one and name it: make $(MAKECMDGOALS) PYTHON=python3.12" >&2; exit 1; }
+	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { \
+	    echo "'$(PYTHON)' has no venv module. Install it (Debian and Ubuntu: apt install python3-venv) and run make $(MAKECMDGOALS) again." >&2; exit 1; }
+	@echo "Making $(VENV) with $$($(PYTHON) --version)."
+	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }

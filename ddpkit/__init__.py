@@ -1,0 +1,142 @@
+"""ddpkit: a data-parallel training loop for PyTorch.
+
+One recipe, a subclass of :class:`~ddpkit.brain.Brain` with a HyperPyYAML file, runs on one CPU, one GPU,
+several GPUs of one process or several processes under a launcher, and gives the same answer on each.
+
+Importing this package imports nothing else: not torch, not its own modules. A name of ``__all__`` or a module
+is loaded when it is first used.
+
+Example:
+    >>> import ddpkit as sb
+    >>> sb.Stage.TRAIN.name
+    'TRAIN'
+    >>> sb.distributed.run_on_main is sb.run_on_main
+    True
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BatchError",
+    "Brain",
+    "CheckpointError",
+    "ConfigError",
+    "DataError",
+    "DdpkitError",
+    "LaunchError",
+    "MainProcessError",
+    "MissingExtraError",
+    "MissingFileError",
+    "NonFiniteLossError",
+    "RankFailedError",
+    "RankMismatchError",
+    "RunOptions",
+    "Stage",
+    "create_experiment_directory",
+    "ddp_init_group",
+    "if_main_process",
+    "main_process_only",
+    "parse_arguments",
+    "run_on_main",
+    "seed_everything",
+]
+
+if TYPE_CHECKING:
+    from ddpkit import (
+        agreement,
+        brain,
+        checkpoint_hooks,
+        checkpoint_records,
+        checkpoints,
+        cli,
+        command_line,
+        compilation,
+        control,
+        dataloader,
+        device,
+        distributed,
+        epoch_loop,
+        errors,
+        experiment,
+        failure,
+        handover,
+        launchers,
+        logger,
+        loop,
+        metrics,
+        optim,
+        options,
+        plain_yaml,
+        precision,
+        process_group,
+        profiler,
+        progress,
+        run_opts,
+        sampler,
+        seed,
+        stages,
+        storage,
+        strategy,
+        syncbn,
+        testing,
+        train_logger,
+        types,
+    )
+    from ddpkit.brain import Brain
+    from ddpkit.distributed import ddp_init_group, if_main_process, main_process_only, run_on_main
+    from ddpkit.errors import (
+        BatchError,
+        CheckpointError,
+        ConfigError,
+        DataError,
+        DdpkitError,
+        LaunchError,
+        MainProcessError,
+        MissingExtraError,
+        MissingFileError,
+        NonFiniteLossError,
+        RankFailedError,
+        RankMismatchError,
+    )
+    from ddpkit.experiment import create_experiment_directory
+    from ddpkit.run_opts import RunOptions, parse_arguments
+    from ddpkit.seed import seed_everything
+    from ddpkit.types import Stage
+else:
+    # Where each name of `__all__` that is no error lives. Type checkers read the imports above instead: with
+    # a module `__getattr__` in sight they would take any misspelt name for good.
+    _HOMES = {
+        "Brain": "brain",
+        "RunOptions": "run_opts",
+        "Stage": "types",
+        "create_experiment_directory": "experiment",
+        "ddp_init_group": "distributed",
+        "if_main_process": "distributed",
+        "main_process_only": "distributed",
+        "parse_arguments": "run_opts",
+        "run_on_main": "distributed",
+        "seed_everything": "seed",
+    }
+
+    def __getattr__(name: str) -> Any:
+        """Load a public name, or a module of the package, when it is first asked for (PEP 562)."""
+        from importlib import import_module
+        from importlib.util import find_spec
+
+        if name in __all__:
+            value = getattr(import_module(f"{__name__}.{_HOMES.get(name, 'errors')}"), name)
+        elif name.startswith("_") or find_spec(f"{__name__}.{name}") is None:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        else:
+            value = import_module(f"{__name__}.{name}")
+        globals()[name] = value
+        return value
+
+
+def __dir__() -> list[str]:
+    """List the public names besides what is loaded already."""
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,524 @@
+"""How one object is saved and loaded: marks for methods, tables for classes, and torch's own objects.
+
+A *hook* saves or loads one object: ``save(obj, path)``, ``load(obj, path, end_of_epoch)``,
+``transfer(obj, path)``. The tables :data:`DEFAULT_SAVE_HOOKS`, :data:`DEFAULT_LOAD_HOOKS` and
+:data:`DEFAULT_TRANSFER_HOOKS` map classes to hooks; any code may add to them, and an object's hook is that of
+the first class in its method resolution order that has one. Anything with ``state_dict`` and
+``load_state_dict`` needs no hook.
+
+A save hook runs on the main process. One whose attribute ``save_on_main_only`` is False runs on every rank,
+always with the same path, and decides itself which rank writes what.
+
+Source: https://pytorch.org/docs/stable/notes/serialization.html#weights-only says what
+``torch.load(weights_only=True)`` accepts; that the variable ``TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD`` changes only
+calls that leave ``weights_only`` out was read in torch 2.13's ``serialization.py`` and is tested.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar, overload
+
+import numpy as np
+import torch
+from torch import nn
+from torch.amp.grad_scaler import GradScaler
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from ddpkit.distributed import main_process_only
+from ddpkit.errors import CheckpointError, ConfigError
+from ddpkit.logger import get_logger
+from ddpkit.storage import write_file
+from ddpkit.types import Stateful
+
+__all__ = [
+    "DEFAULT_LOAD_HOOKS",
+    "DEFAULT_SAVE_HOOKS",
+    "DEFAULT_TRANSFER_HOOKS",
+    "LoadHook",
+    "SaveHook",
+    "TransferHook",
+    "find_load_hook",
+    "find_save_hook",
+    "find_transfer_hook",
+    "mark_as_loader",
+    "mark_as_saver",
+    "mark_as_transfer",
+    "register_checkpoint_hooks",
+    "safe_load",
+    "saves_on_every_rank",
+    "torch_parameter_transfer",
+    "torch_recovery",
+    "torch_save",
+]
+
+logger = get_logger(__name__)
+
+SaveHook = Callable[[Any, Path], object]
+LoadHook = Callable[[Any, Path, bool], object]
+TransferHook = Callable[[Any, Path], object]
+FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
+ClassT = TypeVar("ClassT", bound=type)
+HookT = TypeVar("HookT", bound=Callable[..., object])
+
+
+# ---------------------------------------------------------------------------------------- marks
+
+
+def mark_as_saver(method: FunctionT) -> FunctionT:
+    """Mark the method that saves an object: it is called with the path to write, ending in ``.ckpt``.
+
+    Args:
+        method: takes ``(self, path)``. A subclass that overrides it by name has its own method used.
+
+    Returns:
+        The method itself.
+
+    Raises:
+        TypeError: it cannot be called with ``(self, path)``.
+
+    Ranks: local.
+
+    Example:
+        >>> @mark_as_saver
+        ... def _save(self, path):
+        ...     path.write_text(str(self.count))
+    """
+    return _mark(method, "saver", "(self, path)", (object(), Path("path")))
+
+
+def mark_as_loader(method: FunctionT) -> FunctionT:
+    """Mark the method that loads an object: it is called with the path and whether an epoch had ended.
+
+    Args:
+        method: takes ``(self, path, end_of_epoch)``.
+
+    Returns:
+        The method itself.
+
+    Raises:
+        TypeError: it cannot be called with ``(self, path, end_of_epoch)``.
+
+    Ranks: local.
+
+    Example:
+        >>> @mark_as_loader
+        ... def _load(self, path, end_of_epoch):
+        ...     self.count = int(path.read_text()) + end_of_epoch
+    """
+    return _mark(method, "loader", "(self, path, end_of_epoch)", (object(), Path("path"), True))
+
+
+def mark_as_transfer(method: FunctionT) -> FunctionT:
+    """Mark the method that takes over pretrained parameters: it is called with the path.
+
+    Args:
+        method: takes ``(self, path)``.
+
+    Returns:
+        The method itself.
+
+    Raises:
+        TypeError: it cannot be called with ``(self, path)``.
+
+    Ranks: local.
+
+    Example:
+        >>> @mark_as_transfer
+        ... def _transfer(self, path):
+        ...     self.count = int(path.read_text())
+    """
+    return _mark(method, "transfer", "(self, path)", (object(), Path("path")))
+
+
+def _mark(method: FunctionT, role: str, wanted: str, arguments: tuple[object, ...]) -> FunctionT:
+    signature = inspect.signature(method)
+    try:
+        signature.bind(*arguments)
+    except TypeError as error:
+        name = getattr(method, "__qualname__", repr(method))
+        raise TypeError(
+            f"{name}{signature} is marked as {role} and must be callable with {wanted}: {error}."
+        ) from error
+    setattr(method, f"_ddpkit_{role}", True)
+    return method
+
+
+@dataclass(frozen=True)
+class _MethodHook:
+    """Calls a method by its name, so that an override in a subclass is found."""
+
+    name: str
+    save_on_main_only: bool = True
+
+    def __call__(self, obj: Any, *arguments: Any) -> object:
+        return getattr(obj, self.name)(*arguments)
+
+
+@overload
+def register_checkpoint_hooks(cls: ClassT, save_on_main_only: bool = True) -> ClassT: ...
+
+
+@overload
+def register_checkpoint_hooks(
+    cls: None = None, save_on_main_only: bool = True
+) -> Callable[[ClassT], ClassT]: ...
+
+
+def register_checkpoint_hooks(cls: Any = None, save_on_main_only: bool = True) -> Any:
+    """Class decorator that makes the marked methods the hooks of the class and of its subclasses.
+
+    Args:
+        cls: the class; may be left out when the decorator is given arguments.
+        save_on_main_only: with False the saver is called on every rank with the same path and decides itself
+            who writes what (for example into a folder made at that path, one file per rank).
+
+    Returns:
+        The class itself, or a decorator.
+
+    Raises:
+        ConfigError: two methods of the class carry the same mark.
+
+    Ranks: local.
+
+    Example:
+        >>> @register_checkpoint_hooks
+        ... class Counter:
+        ...     count = 0
+        ...     @mark_as_saver
+        ...     def _save(self, path):
+        ...         _ = path.write_text(str(self.count))
+        ...     @mark_as_loader
+        ...     def _load(self, path, end_of_epoch):
+        ...         self.count = int(path.read_text())
+        >>> find_save_hook(Counter()).name
+        '_save'
+    """
+    if cls is None:
+        return lambda decorated: register_checkpoint_hooks(decorated, save_on_main_only)
+    tables: tuple[tuple[str, dict[type, Any]], ...] = (
+        ("saver", DEFAULT_SAVE_HOOKS),
+        ("loader", DEFAULT_LOAD_HOOKS),
+        ("transfer", DEFAULT_TRANSFER_HOOKS),
+    )
+    for role, table in tables:
+        name = _marked_method(cls, role)
+        if name is not None:
+            table[cls] = _MethodHook(name, save_on_main_only)
+    return cls
+
+
+def _marked_method(cls: type, role: str) -> str | None:
+    for base in cls.__mro__:
+        names = [name for name, value in vars(base).items() if getattr(value, f"_ddpkit_{role}", False)]
+        if len(names) > 1:
+            raise ConfigError(
+                f"{base.__qualname__} has {len(names)} methods marked as {role}: {names}. Mark one."
+            )
+        if names:
+            return names[0]
+    return None
+
+
+# ---------------------------------------------------------------------------------------- lookup
+
+
+def find_save_hook(obj: Any) -> SaveHook | None:
+    """Return what saves an object, or None when nothing does.
+
+    Ranks: local.
+
+    Example:
+        >>> find_save_hook(nn.Linear(1, 1)) is torch_save
+        True
+    """
+    return _find(obj, DEFAULT_SAVE_HOOKS) or (torch_save if isinstance(obj, Stateful) else None)
+
+
+def find_load_hook(obj: Any) -> LoadHook | None:
+    """Return what loads an object, or None when nothing does.
+
+    Ranks: local.
+
+    Example:
+        >>> find_load_hook(object()) is None
+        True
+    """
+    return _find(obj, DEFAULT_LOAD_HOOKS) or (torch_recovery if isinstance(obj, Stateful) else None)
+
+
+def find_transfer_hook(obj: Any) -> TransferHook | None:
+    """Return what takes over pretrained parameters for an object, or None when nothing does.
+
+    Ranks: local.
+
+    Example:
+        >>> find_transfer_hook(nn.Linear(1, 1)) is torch_parameter_transfer
+        True
+    """
+    return _find(obj, DEFAULT_TRANSFER_HOOKS)
+
+
+def saves_on_every_rank(hook: SaveHook) -> bool:
+    """Say whether a save hook is to be called on every rank instead of on the main process.
+
+    Ranks: local.
+
+    Example:
+        >>> saves_on_every_rank(torch_save)
+        False
+    """
+    return not getattr(hook, "save_on_main_only", True)
+
+
+def _find(obj: Any, table: Mapping[type, HookT]) -> HookT | None:
+    return next((table[cls] for cls in type(obj).__mro__ if cls in table), None)
+
+
+# ---------------------------------------------------------------------------------------- torch's objects
+
+
+@main_process_only(hand_over=False)
+def torch_save(obj: Any, path: Path) -> None:
+    """Save the ``state_dict`` of an object; a module's without the names that wrappers put in.
+
+    Args:
+        obj: a module, optimizer, scheduler, scaler, or anything else with ``state_dict``. NumPy numbers in
+            its state are stored as Python's.
+        path: the file to write.
+
+    Raises:
+        CheckpointError: the state holds objects that could not be loaded again without running code.
+        OSError: the file cannot be written.
+
+    Ranks: any; only the main process writes.
+
+    Example:
+        >>> import tempfile
+        >>> path = Path(tempfile.mkdtemp()) / "model.ckpt"
+        >>> torch_save(nn.Linear(2, 1), path)
+        >>> sorted(safe_load(path))
+        ['bias', 'weight']
+    """
+    is_module = isinstance(obj, nn.Module)
+    state = _unwrapped_state(obj) if is_module else _without_numpy_numbers(obj.state_dict())
+    write_file(path, lambda handle: torch.save(state, handle))
+    refused = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+    if refused:
+        raise CheckpointError(
+            f"the state of this {type(obj).__name__} holds {', '.join(sorted(refused))}, which could not be "
+            "loaded again without running code. Let its state_dict return tensors, numbers, strings and "
+            "plain containers, or allow the type with torch.serialization.add_safe_globals."
+        )
+
+
+def torch_recovery(obj: Any, path: Path, end_of_epoch: bool) -> None:  # noqa: ARG001 -- every load hook has it
+    """Load what :func:`torch_save` wrote; a module must match exactly, wrapped or not.
+
+    Args:
+        obj: a module, or anything with ``load_state_dict``.
+        path: the file.
+        end_of_epoch: not needed here.
+
+    Raises:
+        CheckpointError: the file cannot be read, would run code, or does not fit the object.
+
+    Ranks: local.
+
+    Example:
+        >>> import tempfile
+        >>> path = Path(tempfile.mkdtemp()) / "model.ckpt"
+        >>> saved, loaded = nn.Linear(2, 1), nn.Linear(2, 1)
+        >>> torch_save(saved, path)
+        >>> torch_recovery(nn.DataParallel(loaded), path, end_of_epoch=True)
+        >>> torch.equal(saved.weight, loaded.weight)
+        True
+    """
+    state = safe_load(path)
+    try:
+        if isinstance(obj, nn.Module):
+            inner = _unwrap(obj)
+            inner.load_state_dict(_rename_for(inner, state))
+        else:
+            obj.load_state_dict(state)
+    except Exception as error:
+        raise _misfit(obj, path, error) from error
+
+
+def torch_parameter_transfer(obj: nn.Module, path: Path) -> None:
+    """Load the parameters of a module that the file has; say which are missing and which are not used.
+
+    Args:
+        obj: the module.
+        path: a file that holds a module's ``state_dict``.
+
+    Raises:
+        CheckpointError: the file cannot be read or would run code, or a shape differs.
+
+    Ranks: local.
+
+    Example:
+        >>> import tempfile
+        >>> path = Path(tempfile.mkdtemp()) / "model.ckpt"
+        >>> torch_save(nn.Linear(2, 1), path)
+        >>> torch_parameter_transfer(nn.Linear(2, 1), path)
+    """
+    state = safe_load(path)
+    inner = _unwrap(obj)
+    try:
+        keys = inner.load_state_dict(_rename_for(inner, state), strict=False)
+    except Exception as error:
+        raise _misfit(obj, path, error) from error
+    name = type(inner).__name__
+    for key in keys.missing_keys:
+        logger.warning("%s has no %s: this parameter of the %s keeps its value.", path, key, name)
+    for key in keys.unexpected_keys:
+        logger.warning("%s has %s, which the %s does not have: not used.", path, key, name)
+
+
+def safe_load(path: Path, map_location: Any = "cpu") -> Any:
+    """Load a file of ``torch.save`` without running any code from it, whatever the environment says.
+
+    Args:
+        path: the file.
+        map_location: where tensors go, as in ``torch.load``.
+
+    Returns:
+        What the file holds: tensors, numbers, strings, plain containers, and the types that were allowed with
+        ``torch.serialization.add_safe_globals``.
+
+    Raises:
+        CheckpointError: the file cannot be read, or holds something else. There is no second, unsafe, try.
+
+    Ranks: local.
+
+    Example:
+        >>> import tempfile
+        >>> path = Path(tempfile.mkdtemp()) / "a.ckpt"
+        >>> torch.save({"step": 3}, path)
+        >>> safe_load(path)
+        {'step': 3}
+    """
+    try:
+        with Path(path).open("rb") as handle:
+            return torch.load(handle, map_location=map_location, weights_only=True, mmap=False)
+    except Exception as error:
+        reason = str(error).strip().split("\n")[0] or type(error).__name__
+        refused = _refused_globals(Path(path))
+        if refused:
+            reason = (
+                f"it names {', '.join(refused)}, and loading those would run code. Only if you trust the "
+                "file, allow them by name with torch.serialization.add_safe_globals"
+            )
+        raise CheckpointError(f"cannot load {path}: {reason}.") from error
+
+
+def _refused_globals(path: Path) -> list[str]:
+    try:
+        return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path))
+    except (OSError, RuntimeError, ValueError, LookupError, TypeError, AttributeError, EOFError) as error:
+        logger.debug("%s: the names in the file cannot be listed: %s", path, error)
+        return []
+
+
+def _misfit(obj: Any, path: Path, error: Exception) -> CheckpointError:
+    return CheckpointError(f"{path} does not fit this {type(_unwrap(obj)).__name__}: {error}")
+
+
+def _without_numpy_numbers(state: Any) -> Any:
+    if isinstance(state, np.generic):
+        return state.item()
+    if type(state) in {dict, OrderedDict}:
+        return type(state)((key, _without_numpy_numbers(value)) for key, value in state.items())
+    if type(state) in {list, tuple}:
+        return type(state)(_without_numpy_numbers(value) for value in state)
+    return state
+
+
+# ---------------------------------------------------------------------------------------- wrappers
+
+
+def _inner_name(module: nn.Module | None) -> str | None:
+    """Return the name under which a wrapper (DDP, DataParallel, torch.compile) holds its module, or None."""
+    if isinstance(module, (DistributedDataParallel, DataParallel)):
+        return "module"
+    return "_orig_mod" if module is not None and "_orig_mod" in _children(module) else None
+
+
+def _children(module: nn.Module) -> Mapping[str, nn.Module | None]:
+    """Return a module's direct submodules, past any forwarding of attributes."""
+    children: Mapping[str, nn.Module | None] = vars(module)["_modules"]
+    return children
+
+
+def _unwrap(obj: Any) -> Any:
+    while isinstance(obj, nn.Module) and (name := _inner_name(obj)) is not None:
+        obj = _children(obj)[name]
+    return obj
+
+
+def _plain_key(module: nn.Module | None, key: str) -> str:
+    """Drop from a state's key the names that wrappers inside ``module`` put in, and no other."""
+    kept = []
+    for part in key.split("."):
+        if part != _inner_name(module):
+            kept.append(part)
+        module = _children(module).get(part) if module is not None else None
+    return ".".join(kept)
+
+
+def _loose_key(key: str) -> str:
+    """Drop whatever could be a wrapper's name, for files whose module is not at hand."""
+    return ".".join(part for part in key.split(".") if part not in {"module", "_orig_mod"})
+
+
+def _renamed(state: Any, names: Mapping[str, str]) -> Any:
+    renamed = OrderedDict((names.get(key, key), value) for key, value in state.items())
+    metadata = getattr(state, "_metadata", None)
+    if metadata is not None:
+        vars(renamed)["_metadata"] = {names.get(key, key): value for key, value in metadata.items()}
+    return renamed
+
+
+def _all_names(state: Any) -> Iterable[str]:
+    return [*state, *(getattr(state, "_metadata", None) or ())]
+
+
+def _unwrapped_state(module: nn.Module) -> Any:
+    inner = _unwrap(module)
+    state = inner.state_dict()
+    names = {name: _plain_key(inner, name) for name in _all_names(state)}
+    return state if all(name == plain for name, plain in names.items()) else _renamed(state, names)
+
+
+def _rename_for(inner: nn.Module, state: Any) -> Any:
+    """Give the entries of a file's state the names that ``inner`` has for them, however either is wrapped."""
+    if not isinstance(state, Mapping):
+        raise CheckpointError(f"it holds a {type(state).__name__} where a module's state was expected")
+    own = inner.state_dict()
+    if all(name in own for name in state):
+        return state
+    own_names = _all_names(own)
+    plain = {_plain_key(inner, name): name for name in own_names}
+    loose: dict[str, list[str]] = {}
+    for name in own_names:
+        loose.setdefault(_loose_key(name), []).append(name)
+    names = {}
+    for name in _all_names(state):
+        alike = loose.get(_loose_key(name), [])
+        guess = alike[0] if len(alike) == 1 and alike[0] not in state else name
+        names[name] = plain.get(name, guess)
+    return _renamed(state, names)
+
+
+DEFAULT_SAVE_HOOKS: dict[type, SaveHook] = dict.fromkeys(
+    (nn.Module, Optimizer, LRScheduler, ReduceLROnPlateau, GradScaler), torch_save
+)
+DEFAULT_LOAD_HOOKS: dict[type, LoadHook] = dict.fromkeys(DEFAULT_SAVE_HOOKS, torch_recovery)
+DEFAULT_TRANSFER_HOOKS: dict[type, TransferHook] = {nn.Module: torch_parameter_transfer}

@@ -1,0 +1,472 @@
+"""Checkpoints that exist: what they are, reading, ranking and averaging them.
+
+Nothing here writes, and all but :class:`DamageLedger` are values and pure functions of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from ddpkit.checkpoint_hooks import safe_load
+from ddpkit.errors import CheckpointError, ConfigError
+from ddpkit.logger import get_logger
+from ddpkit.plain_yaml import load_plain_yaml
+from ddpkit.storage import MANIFEST_NAME, VerifyMode, verify
+
+__all__ = [
+    "DIRECTORY_PREFIX",
+    "META_MARK",
+    "META_NAME",
+    "SUFFIX",
+    "Checkpoint",
+    "DamageLedger",
+    "ImportanceKey",
+    "Predicate",
+    "Retention",
+    "Selection",
+    "average_checkpoints",
+    "average_state_dicts",
+    "ckpt_recency",
+    "deletable",
+    "ranked",
+    "read_checkpoint",
+]
+
+logger = get_logger(__name__)
+
+DIRECTORY_PREFIX = "CKPT"
+META_NAME = "CKPT.yaml"
+META_MARK = "# ddpkit: manifest.json lists the files beside this one\n"
+SUFFIX = ".ckpt"
+
+
+class Checkpoint(NamedTuple):
+    """One saved checkpoint; two are equal when their paths are.
+
+    Attributes:
+        path: its directory.
+        meta: what ``CKPT.yaml`` holds: ``unixtime`` (seconds), ``end-of-epoch`` and what the caller added.
+        paramfiles: the file of each recoverable, by name.
+
+    Ranks: local.
+
+    Example:
+        >>> path = Path("CKPT+a")
+        >>> Checkpoint(path, {"unixtime": 1.0}, {}) == Checkpoint(path, {"unixtime": 2.0}, {})
+        True
+    """
+
+    path: Path
+    meta: dict[str, Any]
+    paramfiles: dict[str, Path]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Checkpoint) and self.path == other.path
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return hash(self.path)
+
+
+ImportanceKey = Callable[[Checkpoint], Any]
+Predicate = Callable[[Checkpoint], bool]
+
+
+def ckpt_recency(ckpt: Checkpoint) -> float:
+    """Return when a checkpoint was saved, in seconds since 1970: the importance key for "the newest".
+
+    Args:
+        ckpt: the checkpoint.
+
+    Returns:
+        Its ``unixtime``.
+
+    Ranks: local.
+
+    Example:
+        >>> ckpt_recency(Checkpoint(Path("CKPT+a"), {"unixtime": 5.0}, {}))
+        5.0
+    """
+    return float(ckpt.meta["unixtime"])
+
+
+# ---------------------------------------------------------------------------------------- ranking
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Which checkpoints count, and what makes one better than another; by default the newest is best.
+
+    Attributes:
+        importance_key: gives a checkpoint's importance; the greatest is best.
+        max_key: a key of the meta whose greatest value is best. Checkpoints without it do not count.
+        min_key: a key of the meta whose smallest value is best. Checkpoints without it do not count.
+        ckpt_predicate: says whether a checkpoint counts.
+
+    Raises:
+        ConfigError: more than one kind of key is given.
+
+    Ranks: local.
+
+    Example:
+        >>> Selection(min_key="loss").importance(Checkpoint(Path("CKPT+a"), {"loss": 2}, {}))
+        -2.0
+    """
+
+    importance_key: ImportanceKey | None = None
+    max_key: str | None = None
+    min_key: str | None = None
+    ckpt_predicate: Predicate | None = None
+
+    def __post_init__(self) -> None:
+        keys = ("importance_key", "max_key", "min_key")
+        given = [name for name in keys if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise ConfigError(
+                f"{' and '.join(given)} are given, but only one can decide which checkpoint is best."
+            )
+
+    def counts(self, checkpoint: Checkpoint) -> bool:
+        """Say whether a checkpoint has the key and passes the predicate."""
+        keys = {self.max_key, self.min_key} - {None}
+        return keys <= checkpoint.meta.keys() and (
+            self.ckpt_predicate is None or bool(self.ckpt_predicate(checkpoint))
+        )
+
+    def importance(self, checkpoint: Checkpoint) -> Any:
+        """Return a value that is greater for a better checkpoint; None for one that ranks worst."""
+        if self.max_key is not None:
+            return _number(checkpoint.meta[self.max_key])
+        if self.min_key is not None:
+            value = _number(checkpoint.meta[self.min_key])
+            return None if value is None else -value
+        importance = (self.importance_key or ckpt_recency)(checkpoint)
+        if isinstance(importance, (tuple, list)):
+            return (
+                None
+                if any(isinstance(part, float) and math.isnan(part) for part in importance)
+                else importance
+            )
+        return _number(importance) if isinstance(importance, (float, torch.Tensor)) else importance
+
+
+@dataclass(frozen=True)
+class Retention:
+    """What a deletion leaves: the best few by each key, and whatever the predicate excludes.
+
+    Attributes:
+        num_to_keep: how many to keep for each key; 0 keeps none.
+        importance_keys: functions of a checkpoint whose greatest values are best.
+        max_keys: keys of the meta whose greatest values are best.
+        min_keys: keys of the meta whose smallest values are best.
+        ckpt_predicate: only checkpoints for which it is true may be deleted, or count as kept.
+
+    Raises:
+        ConfigError: ``num_to_keep`` is negative.
+
+    Ranks: local.
+
+    Example:
+        >>> [selection.min_key for selection in Retention(1, (ckpt_recency,), (), ("loss",)).selections()]
+        [None, 'loss']
+    """
+
+    num_to_keep: int
+    importance_keys: Sequence[ImportanceKey] = ()
+    max_keys: Sequence[str] = ()
+    min_keys: Sequence[str] = ()
+    ckpt_predicate: Predicate | None = None
+
+    def __post_init__(self) -> None:
+        if self.num_to_keep < 0:
+            raise ConfigError(f"num_to_keep={self.num_to_keep!r} cannot be negative; 0 keeps none.")
+
+    def selections(self) -> list[Selection]:
+        """Return one selection per key."""
+        predicate = self.ckpt_predicate
+        return [
+            *(Selection(importance_key=key, ckpt_predicate=predicate) for key in self.importance_keys),
+            *(Selection(max_key=key, ckpt_predicate=predicate) for key in self.max_keys),
+            *(Selection(min_key=key, ckpt_predicate=predicate) for key in self.min_keys),
+        ]
+
+
+def _number(value: Any) -> float | None:
+    """Return a metric as a number, or None for what cannot be compared: NaN, text, more than one number."""
+    if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex():
+        value = value.item()
+    return float(value) if isinstance(value, (bool, int, float)) and not math.isnan(value) else None
+
+
+def ranked(checkpoints: Iterable[Checkpoint], selection: Selection) -> list[Checkpoint]:
+    """Rank the checkpoints that count.
+
+    Args:
+        checkpoints: in any order.
+        selection: which count, and what is better.
+
+    Returns:
+        The best first; among equals the newest first; what has no number (NaN) last.
+
+    Ranks: local.
+
+    Example:
+        >>> metas = {"a": {"unixtime": 1, "loss": 3.0}, "b": {"unixtime": 2, "loss": float("nan")}}
+        >>> saved = [Checkpoint(Path(name), meta, {}) for name, meta in metas.items()]
+        >>> [checkpoint.path.name for checkpoint in ranked(saved, Selection(min_key="loss"))]
+        ['a', 'b']
+    """
+
+    def order(checkpoint: Checkpoint) -> tuple[Any, ...]:
+        value = selection.importance(checkpoint)
+        newest = (ckpt_recency(checkpoint), checkpoint.path.name)
+        return (0, 0, *newest) if value is None else (1, value, *newest)
+
+    return sorted(filter(selection.counts, checkpoints), key=order, reverse=True)
+
+
+def deletable(checkpoints: Sequence[Checkpoint], retention: Retention) -> list[Checkpoint]:
+    """Return those that some key ranks and no key protects.
+
+    Args:
+        checkpoints: in any order.
+        retention: what to keep.
+
+    Returns:
+        What may be deleted.
+
+    Ranks: local.
+
+    Example:
+        >>> two = [Checkpoint(Path(f"CKPT+{time}"), {"unixtime": time}, {}) for time in (1, 2)]
+        >>> [checkpoint.path.name for checkpoint in deletable(two, Retention(1, [ckpt_recency]))]
+        ['CKPT+1']
+    """
+    candidates: dict[Checkpoint, None] = {}
+    protected: set[Checkpoint] = set()
+    for selection in retention.selections():
+        order = ranked(checkpoints, selection)
+        candidates.update(dict.fromkeys(order))
+        protected.update(order[: retention.num_to_keep])
+    return [checkpoint for checkpoint in candidates if checkpoint not in protected]
+
+
+# ---------------------------------------------------------------------------------------- reading
+
+
+def read_checkpoint(path: Path) -> Checkpoint:
+    """Read what a checkpoint directory says of itself; its files are not looked into.
+
+    Args:
+        path: the directory.
+
+    Returns:
+        The checkpoint.
+
+    Raises:
+        CheckpointError: its ``CKPT.yaml`` cannot be read; the message does not repeat the path.
+
+    Ranks: local.
+
+    Example:
+        >>> import tempfile
+        >>> path = Path(tempfile.mkdtemp())
+        >>> _ = (path / "CKPT.yaml").write_text("unixtime: 1.5")
+        >>> read_checkpoint(path).meta
+        {'unixtime': 1.5}
+    """
+    try:
+        meta = load_plain_yaml((path / META_NAME).read_text(encoding="utf-8"))
+        files = {
+            file.name.removesuffix(SUFFIX): file for file in sorted(path.iterdir()) if file.suffix == SUFFIX
+        }
+    except CheckpointError as error:
+        raise CheckpointError(f"{META_NAME} {error}") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{META_NAME} cannot be read: {error}") from error
+    if not isinstance(meta, dict) or _number(meta.get("unixtime")) is None:
+        raise CheckpointError(
+            f"{META_NAME} is empty or does not say when the checkpoint was saved (unixtime)"
+        )
+    return Checkpoint(path, meta, files)
+
+
+def _faults(checkpoint: Checkpoint, mode: VerifyMode) -> list[str]:
+    try:
+        marked = META_MARK in (checkpoint.path / META_NAME).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        return [f"{META_NAME} cannot be read: {error}"]
+    return verify(checkpoint.path, mode, expect_manifest=marked)
+
+
+class DamageLedger:
+    """Finds the checkpoints of a folder, and remembers which are damaged so that each is reported once.
+
+    Attributes:
+        reasons: why each damaged checkpoint is, by its path.
+
+    Ranks: local.
+
+    State: what it has seen.
+
+    Example:
+        >>> import tempfile
+        >>> folder = Path(tempfile.mkdtemp())
+        >>> (folder / "CKPT+a").mkdir()
+        >>> _ = (folder / "CKPT+a" / "CKPT.yaml").write_text("")
+        >>> ledger = DamageLedger()
+        >>> ledger.scan(folder), [path.name for path in ledger.reasons]
+        ([], ['CKPT+a'])
+    """
+
+    def __init__(self) -> None:
+        self.reasons: dict[Path, str] = {}
+
+    def scan(self, folder: Path) -> list[Checkpoint]:
+        """Read the checkpoints in a folder; report those that cannot be read and leave them out.
+
+        Raises:
+            CheckpointError: the folder itself cannot be read.
+        """
+        found = []
+        try:
+            paths = sorted(path for path in folder.iterdir() if path.name.startswith(DIRECTORY_PREFIX))
+        except FileNotFoundError:
+            paths = []
+        except OSError as error:
+            raise CheckpointError(f"the checkpoint folder {folder} cannot be read: {error}") from error
+        self.reasons = {path: reason for path, reason in self.reasons.items() if path in paths}
+        for path in paths:
+            try:
+                if (path / META_NAME).exists() or (path / MANIFEST_NAME).exists():
+                    found.append(read_checkpoint(path))
+            except CheckpointError as error:
+                if path.exists():  # else another process has deleted it meanwhile
+                    self.report(path, str(error))
+        return found
+
+    def is_whole(self, checkpoint: Checkpoint, mode: VerifyMode) -> bool:
+        """Verify a checkpoint; report one that is damaged, forget what was reported of one that is whole."""
+        faults = _faults(checkpoint, mode)
+        if faults:
+            self.report(checkpoint.path, "; ".join(faults))
+        else:
+            self.reasons.pop(checkpoint.path, None)
+        return not faults
+
+    def report(self, path: Path, reason: str) -> None:
+        """Say, once for each reason, that a checkpoint is damaged."""
+        if self.reasons.get(path) != reason:
+            logger.warning("The checkpoint %s is damaged and passed over: %s", path, reason)
+        self.reasons[path] = reason
+
+
+# ---------------------------------------------------------------------------------------- averaging
+
+
+def average_state_dicts(state_dicts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Average the parameters of several states of one model.
+
+    Args:
+        state_dicts: states with the same names and shapes; none is changed, and one at a time is held.
+
+    Returns:
+        A state whose floating-point and complex tensors are the means, in their own dtype (summed in at least
+        float32). All else (counters, masks) is that of the first state.
+
+    Raises:
+        ConfigError: there is no state, or the names or shapes differ.
+
+    Ranks: local.
+
+    Example:
+        >>> average_state_dicts([{"w": torch.tensor([1.0])}, {"w": torch.tensor([3.0])}])
+        {'w': tensor([2.])}
+    """
+    first: dict[str, Any] | None = None
+    sums: dict[str, torch.Tensor] = {}
+    count = 0
+    for state in state_dicts:
+        count += 1
+        if first is None:
+            first = {name: _copy_of(value) for name, value in state.items()}
+            sums = {name: _wide_copy(value) for name, value in state.items() if _can_be_averaged(value)}
+            continue
+        if state.keys() != first.keys():
+            raise ConfigError(
+                f"the states differ in {sorted(state.keys() ^ first.keys())}: they are of other models."
+            )
+        for name, total in sums.items():
+            if state[name].shape != total.shape:
+                shapes = f"{tuple(state[name].shape)} and {tuple(total.shape)}"
+                raise ConfigError(f"{name} has different shapes in two of the states: {shapes}.")
+            total.add_(state[name].detach().to(total.device, total.dtype))
+    if first is None:
+        raise ConfigError("average_state_dicts was given no state; at least one is needed.")
+    return first | {name: (total / count).to(first[name].dtype) for name, total in sums.items()}
+
+
+def _can_be_averaged(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
+
+
+def _copy_of(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+
+
+def _wide_copy(value: torch.Tensor) -> torch.Tensor:
+    return value.detach().to(torch.promote_types(value.dtype, torch.float32), copy=True)
+
+
+def average_checkpoints(
+    checkpoint_list: Iterable[Checkpoint],
+    recoverable_name: str,
+    parameter_loader: Callable[..., Any] = safe_load,
+    averager: Callable[[Iterable[Any]], Any] = average_state_dicts,
+) -> Any:
+    """Average one recoverable over several checkpoints.
+
+    Args:
+        checkpoint_list: such as ``Checkpointer.find_checkpoints`` returns, best first.
+        recoverable_name: whose files to average.
+        parameter_loader: called with a path and ``map_location="cpu"``.
+        averager: called with the iterator of what was loaded.
+
+    Returns:
+        What ``averager`` returns: a ``state_dict``.
+
+    Raises:
+        CheckpointError: a checkpoint has no such recoverable, or its file cannot be loaded.
+        ConfigError: there is no checkpoint, or they are of different models.
+
+    Ranks: local.
+
+    Example:
+        >>> import tempfile
+        >>> folder = Path(tempfile.mkdtemp())
+        >>> for weight in (1.0, 3.0):
+        ...     torch.save({"w": torch.tensor([weight])}, folder / f"{weight}.ckpt")
+        >>> saved = [Checkpoint(folder, {}, {"model": path}) for path in sorted(folder.iterdir())]
+        >>> average_checkpoints(saved, "model")
+        {'w': tensor([2.])}
+    """
+
+    def states() -> Iterator[Any]:
+        for checkpoint in checkpoint_list:
+            path = checkpoint.paramfiles.get(recoverable_name)
+            if path is None:
+                raise CheckpointError(
+                    f"{checkpoint.path} has no file for {recoverable_name!r}; it has "
+                    f"{sorted(checkpoint.paramfiles)}."
+                )
+            yield parameter_loader(path, map_location="cpu")
+
+    return averager(states())

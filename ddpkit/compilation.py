@@ -1,0 +1,157 @@
+"""torch.compile and TorchScript for the entries of ``Brain.modules``."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from ddpkit.errors import ConfigError
+from ddpkit.logger import get_logger
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+__all__ = ["CompileOptions", "compile_modules"]
+
+logger = get_logger(__name__)
+
+# What torch.compile raises when it is asked to wrap: an unknown mode, a Python or platform that it does not
+# support, a missing part of the compiler. What the compiler itself raises comes later, at the first call, and
+# is not caught.
+_WRAP_ERRORS = (RuntimeError, ImportError, ValueError, TypeError, AttributeError, OSError)
+
+
+class CompileOptions(Protocol):
+    """The run options that :func:`compile_modules` reads.
+
+    Attributes:
+        compile: compile every module, or those of ``compile_module_keys``.
+        compile_module_keys: names of modules; None for all.
+        compile_mode: the ``mode`` of ``torch.compile``.
+        compile_using_fullgraph: its ``fullgraph``.
+        compile_using_dynamic_shape_tracing: its ``dynamic``.
+        jit: script every module, or those of ``jit_module_keys``.
+        jit_module_keys: names of modules; None for all if ``jit``, else for none.
+
+    Ranks: local.
+
+    Example:
+        >>> CompileOptions.__name__
+        'CompileOptions'
+    """
+
+    compile: bool
+    compile_module_keys: Iterable[str] | None
+    compile_mode: str | None
+    compile_using_fullgraph: bool
+    compile_using_dynamic_shape_tracing: bool | None
+    jit: bool
+    jit_module_keys: Iterable[str] | None
+
+
+def compile_modules(modules: torch.nn.ModuleDict, options: CompileOptions | Any) -> None:
+    """Compile or script the modules that the options name. A second call changes nothing.
+
+    Compiling happens in place (``module.compile``, that is ``torch.compile`` of what calling the module
+    runs): class, attributes and state-dict keys stay, there is no ``_orig_mod``. Scripting replaces the entry
+    by a ScriptModule with the same state-dict keys. A module that was compiled is not scripted; one that
+    could not be wrapped by torch.compile is left as it is, or scripted if that was asked for too, with a
+    warning that gives the reason.
+
+    Call it before a module is wrapped for data parallelism.
+
+    Args:
+        modules: the entries; those that are scripted are replaced here.
+        options: any object with the attributes of :class:`CompileOptions`.
+
+    Raises:
+        ConfigError: a key that is not in ``modules``.
+
+    Ranks: local, but all ranks must do the same.
+
+    Source: https://pytorch.org/docs/stable/generated/torch.nn.Module.html#torch.nn.Module.compile.
+        torch.jit.script is deprecated in torch 2.13: its warning is passed on once per call.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> modules = torch.nn.ModuleDict({"net": torch.nn.Linear(2, 1)})
+        >>> options = SimpleNamespace(
+        ...     compile=True, compile_module_keys=["nett"], compile_mode="default",
+        ...     compile_using_fullgraph=False, compile_using_dynamic_shape_tracing=None,
+        ...     jit=False, jit_module_keys=None,
+        ... )
+        >>> compile_modules(modules, options)
+        Traceback (most recent call last):
+        ddpkit.errors.ConfigError: compile_module_keys=['nett'] names 'nett', and the modules are: 'net'. ...
+    """
+    to_compile = _chosen(modules, "compile_module_keys", options.compile_module_keys, every=options.compile)
+    to_script = _chosen(modules, "jit_module_keys", options.jit_module_keys, every=options.jit)
+    if to_compile and not options.compile:
+        logger.warning(
+            "compile_module_keys=%s is given without compile: these modules are compiled all the same. "
+            "Add --compile to say so, or drop the keys.",
+            to_compile,
+        )
+    compiled = {key for key in to_compile if _compile(key, modules[key], options)}
+    _script(modules, [key for key in to_script if key not in compiled])
+
+
+def _chosen(
+    modules: torch.nn.ModuleDict, option: str, keys: Iterable[str] | None, *, every: bool
+) -> list[str]:
+    """Return the names of the modules that an option chooses, in the order of the modules."""
+    if keys is None:
+        return list(modules) if every else []
+    wanted = {key.strip() for key in keys.split(",")} if isinstance(keys, str) else set(keys)
+    unknown = sorted(wanted.difference(modules))
+    if unknown:
+        raise ConfigError(
+            f"{option}={sorted(wanted)!r} names {', '.join(map(repr, unknown))}, and the modules are: "
+            f"{', '.join(map(repr, modules)) or 'none'}. Name only those, or leave the option out for all."
+        )
+    return [key for key in modules if key in wanted]
+
+
+def _is_compiled(module: torch.nn.Module) -> bool:
+    wrapped = hasattr(module, "_orig_mod")  # torch.compile(module) by the user
+    return wrapped or getattr(module, "_compiled_call_impl", None) is not None
+
+
+def _compile(key: str, module: torch.nn.Module, options: CompileOptions) -> bool:
+    """Compile a module in place; return whether it is compiled now."""
+    if _is_compiled(module):
+        return True
+    if isinstance(module, torch.jit.ScriptModule):
+        return False
+    try:
+        with warnings.catch_warnings():
+            # The compiler is imported here, and torch 2.13 warns of its own use of what it deprecates.
+            own = r".*torch\.jit\.script_method"
+            warnings.filterwarnings("ignore", message=own, category=DeprecationWarning)
+            module.compile(
+                mode=options.compile_mode,
+                fullgraph=options.compile_using_fullgraph,
+                dynamic=options.compile_using_dynamic_shape_tracing,
+            )
+    except _WRAP_ERRORS as error:
+        logger.warning(
+            "module %r could not be wrapped by torch.compile and goes on without: %s: %s",
+            key,
+            type(error).__name__,
+            error,
+        )
+        return False
+    return True
+
+
+def _script(modules: torch.nn.ModuleDict, keys: list[str]) -> None:
+    """Replace modules by their TorchScript; torch's deprecation warning is let through for the first."""
+    with warnings.catch_warnings():
+        for key in keys:
+            if not isinstance(modules[key], torch.jit.ScriptModule):
+                modules[key] = torch.jit.script(modules[key])
+                warnings.filterwarnings(
+                    "ignore", message=r".*torch\.jit\.script", category=DeprecationWarning
+                )

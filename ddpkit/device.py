@@ -1,0 +1,228 @@
+"""On which device this process computes: a concrete name for each rank.
+
+:func:`count_devices` and :func:`is_built_for` are the only places that ask torch about the hardware, so
+everything else here is tested on any machine.
+
+Source: https://docs.pytorch.org/docs/stable/torch.html#accelerators .
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from ddpkit.errors import ConfigError
+from ddpkit.launchers import LaunchInfo, find_launch
+from ddpkit.logger import get_logger
+
+logger = get_logger(__name__)
+
+# Devices without a number: there is one of them at most.
+_SINGLE_DEVICES = ("mps",)
+
+
+def count_devices(kind: str) -> int:
+    """Count the devices of one kind that this process can see.
+
+    Args:
+        kind: a torch device type, such as ``"cuda"`` (AMD's GPUs too), ``"xpu"`` or ``"mps"``.
+
+    Returns:
+        The number of devices; 0 where torch was built without them.
+
+    Ranks: local.
+
+    Example:
+        >>> count_devices("cpu")
+        1
+    """
+    if kind == "cpu":
+        return 1
+    if kind == "mps":
+        return int(torch.backends.mps.is_available())
+    module = getattr(torch, kind, None)
+    available, count = getattr(module, "is_available", None), getattr(module, "device_count", None)
+    return int(count()) if callable(available) and callable(count) and available() else 0
+
+
+def is_built_for(kind: str) -> bool:
+    """Say whether this torch has code for a kind of device, be there one or not.
+
+    Args:
+        kind: a torch device type.
+
+    Ranks: local.
+
+    Example:
+        >>> is_built_for("cpu")
+        True
+    """
+    if kind == "cuda":
+        return torch.version.cuda is not None or torch.version.hip is not None
+    if kind == "mps":
+        return torch.backends.mps.is_built()
+    return kind == "cpu" or hasattr(torch, kind)
+
+
+def accelerator_kind() -> str:
+    """Name the kind of accelerator to prefer here, or ``"cpu"`` where there is none.
+
+    Ranks: local.
+
+    Example:
+        >>> isinstance(accelerator_kind(), str)
+        True
+    """
+    if count_devices("cuda"):
+        return "cuda"
+    accelerator = getattr(torch, "accelerator", None)  # torch >= 2.6
+    if accelerator is None or not accelerator.is_available():
+        return "cpu"
+    return str(accelerator.current_accelerator().type)
+
+
+def infer_device(local_rank: int | None = None) -> str:
+    """Choose the device for this process: its own accelerator where there is one, the CPU otherwise.
+
+    Args:
+        local_rank: number of this process on its node; None takes it from the launcher's environment.
+
+    Returns:
+        Such as ``"cuda:0"``, ``"cuda:3"`` (local rank 3), ``"mps"`` or ``"cpu"``.
+
+    Raises:
+        ConfigError: there are GPUs, but fewer than processes on this node.
+        LaunchError: ``local_rank`` is None and the environment contradicts itself.
+
+    Ranks: local.
+
+    Example:
+        >>> infer_device().split(":")[0] in {"cpu", "cuda", "mps", "xpu"}
+        True
+    """
+    if local_rank is None:
+        local_rank = find_launch().local_rank
+    kind = accelerator_kind()
+    if kind == "cpu" or count_devices(kind) == 0:
+        return "cpu"
+    return _numbered(kind, local_rank)
+
+
+def resolve_device(requested: str | torch.device | None, info: LaunchInfo) -> str:
+    """Turn what the user asked for into the one device of this process.
+
+    Under a launcher an accelerator is always bound to the local rank: ``cuda`` and ``cuda:0`` both mean "my
+    GPU" there, and a warning says so (once per node) where the number that was asked for is another.
+
+    Args:
+        requested: such as ``"cpu"``, ``"cuda"``, ``"cuda:1"`` or ``torch.device("cuda")``; None chooses.
+        info: the place of this process, from :func:`ddpkit.launchers.find_launch`.
+
+    Returns:
+        ``"cpu"``, or an accelerator with its number (``"cuda:1"``); ``"mps"`` has none.
+
+    Raises:
+        ConfigError: there is no such device here, or there are fewer than processes on this node.
+
+    Ranks: local.
+
+    Example:
+        >>> resolve_device("cpu:0", LaunchInfo())
+        'cpu'
+        >>> resolve_device("meta", LaunchInfo())
+        Traceback (most recent call last):
+        ddpkit.errors.ConfigError: device='meta' holds no data...
+    """
+    if requested is None:
+        return infer_device(info.local_rank)
+    kind, index = _parse(requested)
+    if kind == "cpu":
+        return "cpu"
+    count = count_devices(kind)
+    if count == 0:
+        raise ConfigError(f"device={str(requested)!r}: {_why_none(kind)}. {_cpu_remedy(info)}")
+    if index is not None and index >= count:
+        raise ConfigError(
+            f"device={str(requested)!r}, but found {_found(kind, count)}. "
+            f"Run with --device={_name(kind, count - 1)}, or leave --device out."
+        )
+    if not info.is_distributed:
+        return _numbered(kind, index or 0)
+    bound = _numbered(kind, info.local_rank)
+    if index is not None and info.local_rank == (1 if index == 0 else 0):  # one process of the node says it
+        logger.warning_once(
+            f"device={str(requested)!r} under a launcher: each process uses its own {kind}:<LOCAL_RANK> "
+            f"instead ({bound} here). Give --device={kind}, or nothing.",
+            main_process_only=False,
+        )
+    return bound
+
+
+def default_backend(device: str) -> str:
+    """Name the process-group backend that fits a device.
+
+    Args:
+        device: such as ``"cpu"`` or ``"cuda:1"``.
+
+    Returns:
+        ``"nccl"`` for a CUDA device, ``"gloo"`` for any other.
+
+    Ranks: local.
+
+    Example:
+        >>> default_backend("cuda:1"), default_backend("cpu")
+        ('nccl', 'gloo')
+    """
+    return "nccl" if device.split(":", maxsplit=1)[0] == "cuda" else "gloo"
+
+
+def _parse(requested: str | torch.device) -> tuple[str, int | None]:
+    try:
+        device = torch.device(requested)
+    except (RuntimeError, TypeError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(
+            f"device={requested!r} is not a device that torch knows ({reason}). "
+            "Give cpu, cuda, cuda:<number>, mps or xpu, for example --device=cpu."
+        ) from error
+    if device.type == "meta":
+        raise ConfigError("device='meta' holds no data, so nothing can be trained on it. Use --device=cpu.")
+    return device.type, device.index if ":" in str(device) else None
+
+
+def _numbered(kind: str, index: int) -> str:
+    """Name device number ``index`` of a kind, if there are so many."""
+    count = count_devices(kind)
+    if index >= count:
+        raise ConfigError(
+            f"Not enough GPUs: this is process {index} of its node (LOCAL_RANK={index}, counted from 0), "
+            f"but found {_found(kind, count)}. Launch with --nproc_per_node={count}, "
+            "or run on the CPU with --device=cpu --distributed_backend=gloo."
+        )
+    return _name(kind, index)
+
+
+def _name(kind: str, index: int) -> str:
+    return kind if kind in _SINGLE_DEVICES else f"{kind}:{index}"
+
+
+def _found(kind: str, count: int) -> str:
+    """Say in words how many devices were found, and whether the environment hides some."""
+    names = ", ".join(_name(kind, index) for index in range(count))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    hidden = f"; CUDA_VISIBLE_DEVICES={visible!r}" if kind == "cuda" and visible is not None else ""
+    return f"{count} GPU{'' if count == 1 else 's'} ({names}{hidden})"
+
+
+def _why_none(kind: str) -> str:
+    if not is_built_for(kind):
+        return f"this torch ({torch.__version__}) is a build without {kind}, such as the one for CPUs only"
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    hidden = f" (CUDA_VISIBLE_DEVICES={visible!r})" if kind == "cuda" and visible is not None else ""
+    return f"this torch ({torch.__version__}) is built for {kind}, but no such GPU was found{hidden}"
+
+
+def _cpu_remedy(info: LaunchInfo) -> str:
+    backend = " --distributed_backend=gloo" if info.is_distributed else ""
+    return f"Run with --device=cpu{backend}, or leave --device out."

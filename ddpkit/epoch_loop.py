@@ -1,0 +1,228 @@
+"""Counters that say which epoch it is, remember it across restarts, and may stop early."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ddpkit.checkpoint_hooks import mark_as_loader, mark_as_saver, register_checkpoint_hooks
+from ddpkit.distributed import run_on_main
+from ddpkit.errors import CheckpointError, ConfigError
+from ddpkit.logger import get_logger
+from ddpkit.plain_yaml import dump_plain_yaml, load_plain_yaml
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Callable
+
+logger = get_logger(__name__)
+
+
+@register_checkpoint_hooks
+class EpochCounter:
+    """Counts epochs from 1 to ``limit`` and goes on where it was after a restart.
+
+    A counter that is done yields nothing, so a second start of a finished run does no work.
+
+    Args:
+        limit: number of epochs, at least 0.
+
+    Attributes:
+        current: the epoch that was yielded last; 0 before the first.
+        limit: as given; may be changed to train longer.
+
+    Raises:
+        ConfigError: ``limit`` is not a whole number or is negative.
+
+    Ranks: local; every rank counts.
+
+    State: saves ``current`` as a plain integer. Loaded from a checkpoint made at the end of an epoch it
+    continues with the next, from one made within an epoch it does that epoch again.
+
+    Example:
+        >>> counter = EpochCounter(3)
+        >>> list(counter), counter.current, list(counter)
+        ([1, 2, 3], 3, [])
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.current = 0
+        self.limit = _count(limit, "limit")
+
+    def __iter__(self) -> EpochCounter:
+        return self
+
+    def __next__(self) -> int:
+        if self.current >= self.limit:
+            raise StopIteration
+        self.current += 1
+        logger.info("Going into epoch %d", self.current)
+        return self.current
+
+    @mark_as_saver
+    def _save(self, path: str | os.PathLike[str]) -> None:
+        Path(path).write_text(str(self.current), encoding="utf-8")
+
+    @mark_as_loader
+    def _recover(self, path: str | os.PathLike[str], end_of_epoch: bool) -> None:
+        saved = _read(path, int, "the number of an epoch")
+        self.current = saved if end_of_epoch else saved - 1
+
+
+@register_checkpoint_hooks
+class EpochCounterWithStopper(EpochCounter):
+    """An epoch counter that stops when a metric has not improved for some epochs.
+
+    After each validation call :meth:`update_metric`. What happens up to epoch ``limit_warmup`` does not
+    count, neither as a best score nor as an epoch without improvement. A metric improves when it is better
+    than the best one by more than ``min_delta`` times the best one's size; NaN and infinities never are.
+
+    All ranks decide from the main process's numbers, so none goes on when another stops.
+
+    Args:
+        limit: number of epochs at most.
+        limit_to_stop: number of epochs in a row without improvement after which to stop, at least 0 (which
+            is the same as 1).
+        limit_warmup: number of epochs at the start that do not count, at least 0.
+        direction: ``"min"`` if smaller is better, ``"max"`` if larger is.
+
+    Attributes:
+        best_limit: the epoch of the best score; 0 while there is none.
+        best_score: the best metric so far; an infinity while there is none.
+        should_stop: whether patience is exhausted.
+        min_delta: smallest improvement that counts, relative to the best score.
+
+    Raises:
+        ConfigError: a limit is not a whole number or is negative, or the direction is unknown.
+
+    Ranks: iterating is for all ranks, or for the main process alone: the others take over its state at each
+    epoch's start.
+
+    State: saves epoch, best epoch, best score and whether to stop, as YAML; SpeechBrain's files can be read.
+
+    Example:
+        >>> counter = EpochCounterWithStopper(10, limit_to_stop=2, limit_warmup=0, direction="max")
+        >>> for epoch in counter:
+        ...     counter.update_metric(min(epoch, 3))  # flat from epoch 3 on
+        >>> counter.current, counter.best_limit, counter.best_score
+        (5, 3, 3.0)
+    """
+
+    min_delta = 1e-6
+
+    def __init__(self, limit: int, limit_to_stop: int, limit_warmup: int, direction: str) -> None:
+        super().__init__(limit)
+        self.limit_to_stop = _count(limit_to_stop, "limit_to_stop")
+        self.limit_warmup = _count(limit_warmup, "limit_warmup")
+        if direction not in {"min", "max"}:
+            raise ConfigError(
+                f"direction={direction!r}: say 'min' if smaller metrics are better, 'max' if larger ones are."
+            )
+        self.direction = direction
+        self.best_limit = 0
+        self.best_score = math.inf if direction == "min" else -math.inf
+        self.should_stop = False
+
+    def __next__(self) -> int:
+        # Taking over main's state here, and not only its metrics below, keeps the ranks together also where a
+        # recipe computes the metric on the main process and updates the counter there alone.
+        state = run_on_main(self._decision)
+        if state is not None:
+            self.best_limit, self.best_score, self.should_stop = state
+        if self.should_stop:
+            raise StopIteration
+        return super().__next__()
+
+    def update_metric(self, current_metric: float) -> None:
+        """Take in the metric of the epoch that has just been validated.
+
+        Args:
+            current_metric: a number, or a tensor or array of one element. The main process's counts, on all
+                ranks.
+
+        Raises:
+            ConfigError: it is not a number.
+
+        Ranks: all, or the main process alone (the others then learn of it when the next epoch starts).
+
+        State: ``best_score``, ``best_limit``, ``should_stop``.
+        """
+        metric = run_on_main(_number, args=[current_metric])
+        if metric is None or self.current <= self.limit_warmup:
+            return
+        if self._is_improvement(metric):
+            self.best_limit, self.best_score = self.current, metric
+            self.should_stop = False
+            return
+        epochs = self.current - max(self.best_limit, self.limit_warmup)
+        self.should_stop = epochs >= self.limit_to_stop
+        if self.should_stop:
+            logger.info(
+                "%d epochs without improvement over %g (epoch %d): patience of %d is exhausted, stopping.",
+                epochs,
+                self.best_score,
+                self.best_limit,
+                self.limit_to_stop,
+            )
+
+    def _is_improvement(self, metric: float) -> bool:
+        if not math.isfinite(metric):
+            return False
+        if not math.isfinite(self.best_score):
+            return True
+        gain = self.best_score - metric if self.direction == "min" else metric - self.best_score
+        return gain > self.min_delta * abs(self.best_score)
+
+    def _decision(self) -> tuple[int, float, bool]:
+        return self.best_limit, self.best_score, self.should_stop
+
+    @mark_as_saver
+    def _save(self, path: str | os.PathLike[str]) -> None:
+        state = {
+            "current_epoch": self.current,
+            "best_epoch": self.best_limit,
+            "best_score": self.best_score,
+            "should_stop": self.should_stop,
+        }
+        Path(path).write_text(dump_plain_yaml(state), encoding="utf-8")
+
+    @mark_as_loader
+    def _recover(self, path: str | os.PathLike[str], end_of_epoch: bool) -> None:
+        def parse(text: str) -> tuple[int, int, float, bool]:
+            saved = load_plain_yaml(text)
+            score = float(saved["best_score"])
+            return int(saved["current_epoch"]), int(saved["best_epoch"]), score, bool(saved["should_stop"])
+
+        epoch, self.best_limit, self.best_score, self.should_stop = _read(path, parse, "a stopper's YAML")
+        self.current = epoch if end_of_epoch else epoch - 1
+
+
+def _read(path: str | os.PathLike[str], parse: Callable[[str], Any], expected: str) -> Any:
+    text = Path(path).read_text(encoding="utf-8")
+    try:
+        return parse(text)
+    except (ValueError, TypeError, KeyError, CheckpointError) as error:
+        raise CheckpointError(
+            f"{str(path)!r} holds {text[:60]!r} where {expected} was expected; it was written by something "
+            "else or is damaged. Remove that checkpoint to use an older one."
+        ) from error
+
+
+def _number(metric: Any) -> float:
+    try:
+        return float(metric.item() if hasattr(metric, "item") else metric)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(
+            f"current_metric={metric!r} is not a number; give the one metric that decides when to stop."
+        ) from error
+
+
+def _count(value: Any, name: str) -> int:
+    try:
+        count = int(value)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ConfigError(f"{name}={value!r} is not a whole number. Give a number of epochs.") from error
+    if count < 0 or count != float(value):
+        raise ConfigError(f"{name}={value!r} must be a whole number, 0 or more: it counts epochs.")
+    return count

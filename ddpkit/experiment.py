@@ -1,0 +1,307 @@
+"""The experiment's folder: what was run, in which environment, and what it said."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime as dt
+import importlib.metadata
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from hyperpyyaml import resolve_references
+from ruamel.yaml.error import YAMLError
+
+from ddpkit.distributed import get_world_size, if_main_process, run_on_main
+from ddpkit.errors import ConfigError, MissingFileError
+from ddpkit.logger import close_logging, get_logger, setup_logging
+from ddpkit.plain_yaml import to_plain
+from ddpkit.train_logger import run_event, set_run_log
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import FrameType, TracebackType
+
+logger = get_logger(__name__)
+
+RULE = "=" * 80
+GIT_TIMEOUT_SECONDS = 5
+
+
+def create_experiment_directory(
+    experiment_directory: str | os.PathLike[str],
+    hyperparams_to_save: str | os.PathLike[str] | None = None,
+    overrides: Mapping[str, Any] | str | None = None,
+    log_config: str | os.PathLike[str] | None = None,
+    save_env_desc: bool = True,
+) -> None:
+    """Make the experiment's folder, note in it what is run, and start logging.
+
+    The main process writes ``hyperparams.yaml`` (references resolved), a copy of the calling script,
+    ``env.log`` and, from then on, ``log.txt`` (everything from DEBUG on) and ``metrics.jsonl`` (see
+    :class:`ddpkit.train_logger.RunLog`). A second start in the same folder overwrites the first three and
+    appends to the others. A rank above 0 that has a warning to log writes ``log.rank<r>.txt`` as well.
+
+    From then on every rank also logs the exception that ends it, before Python prints it as usual, and leaves
+    it for the summary that torchrun prints.
+
+    Call it after :func:`ddpkit.distributed.ddp_init_group`; before that the other ranks do not wait for the
+    folder.
+
+    Args:
+        experiment_directory: the folder; made with its parents if it is not there.
+        hyperparams_to_save: the recipe's YAML file.
+        overrides: values that replace some of that file's: a mapping (it is not changed), or YAML text.
+        log_config: YAML file in the form of :func:`logging.config.dictConfig` to use instead of the built-in
+            logging; the ``filename`` of its handler ``file_handler``, if there is one, becomes ``log.txt``.
+        save_env_desc: write ``env.log``.
+
+    Raises:
+        ConfigError: the folder cannot be made or written to, or the YAML file cannot be understood. Raised on
+            every rank.
+        MissingFileError: ``hyperparams_to_save`` or ``log_config`` does not exist.
+
+    Ranks: all, or the main process alone.
+
+    State: the root logger's handlers, ``sys.excepthook`` and the run's log; see :func:`close_experiment`.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as parent:
+        ...     create_experiment_directory(f"{parent}/results/1234", save_env_desc=False)
+        ...     close_experiment()
+        ...     sorted(os.listdir(f"{parent}/results/1234"))
+        ['log.txt', 'metrics.jsonl']
+    """
+    folder = Path(experiment_directory)
+    script = _script_of(sys._getframe(1))  # noqa: SLF001 -- the documented way to learn who calls
+    failures: list[ConfigError] = []
+
+    def prepare() -> str | None:
+        if not if_main_process():  # without a process group every rank comes here
+            return None
+        try:
+            files = _files_to_write(hyperparams_to_save, overrides, script, save_env_desc)
+            _write_files(folder, files)
+            setup_logging(folder / "log.txt", config_path=log_config)
+        except ConfigError as error:
+            failures.append(error)
+            return str(error)
+        return None
+
+    problem = run_on_main(prepare)
+    if failures:
+        raise failures[0]
+    if problem is not None:
+        raise ConfigError(problem)
+    if not if_main_process():
+        setup_logging(folder / "log.txt", config_path=log_config)
+    _log_uncaught_exceptions()
+    set_run_log(folder / "metrics.jsonl")
+    run_event("start", arguments=sys.argv, world_size=get_world_size(), torch=torch.__version__)
+    logger.info("Experiment folder: %s", folder)
+
+
+def close_experiment() -> None:
+    """Undo what :func:`create_experiment_directory` changed in this process; the folder stays.
+
+    For notebooks and tests that run several experiments; a script that ends need not call it.
+
+    Ranks: local.
+
+    State: the root logger's handlers, ``sys.excepthook`` and the run's log are as before.
+
+    Example:
+        >>> close_experiment()
+    """
+    close_logging()
+    set_run_log(None)
+    if isinstance(sys.excepthook, _LoggingExceptHook):
+        sys.excepthook = sys.excepthook.previous
+
+
+def get_environment_description(folder: str | os.PathLike[str] | None = None) -> str:
+    """Describe what this process runs on: Python, packages, git revision, torch and devices.
+
+    Args:
+        folder: whose git revision is noted; ``None`` for the working directory.
+
+    Returns:
+        Text of several lines.
+
+    Ranks: local.
+
+    Example:
+        >>> "torch==" in get_environment_description()
+        True
+    """
+    packages = {
+        f"{distribution.metadata['Name']}=={distribution.version}"
+        for distribution in importlib.metadata.distributions()
+        if distribution.metadata["Name"]
+    }
+    where = Path(folder or ".").resolve()
+    sections = [
+        f"Python {' '.join(sys.version.split())}\n{platform.platform()}\n{sys.executable}",
+        "Installed packages:\n" + "\n".join(sorted(packages, key=str.lower)),
+        f"Git revision of {where}: {_git_revision(where)}",
+        "\n".join(_describe_torch()),
+    ]
+    return f"\n{RULE}\n".join(sections) + "\n"
+
+
+# ---------------------------------------------------------------------------------------------- the files
+
+
+def _script_of(frame: FrameType) -> Path | None:
+    """Return the file of the code that calls; None in a notebook or an interactive session."""
+    path = Path(frame.f_code.co_filename)
+    return path.resolve() if path.suffix == ".py" and path.is_file() else None
+
+
+def _files_to_write(
+    hyperparams: str | os.PathLike[str] | None,
+    overrides: Mapping[str, Any] | str | None,
+    script: Path | None,
+    save_env_desc: bool,
+) -> dict[str, bytes | Path]:
+    """Collect the contents of the files that are written at the start, by name; a path stands for a copy."""
+    files: dict[str, bytes | Path] = {}
+    if hyperparams is not None:
+        files["hyperparams.yaml"] = _resolved_hyperparams(Path(hyperparams), overrides).encode()
+    if script is not None:
+        files[script.name] = script
+    if save_env_desc:
+        files["env.log"] = get_environment_description(script.parent if script else None).encode()
+    return files
+
+
+def _resolved_hyperparams(path: Path, overrides: Mapping[str, Any] | str | None) -> str:
+    try:
+        with path.open(encoding="utf-8") as file:
+            own = to_plain(overrides) if isinstance(overrides, Mapping) else overrides
+            resolved = resolve_references(file, own).getvalue()
+    except FileNotFoundError as error:
+        raise MissingFileError(
+            f"hyperparams_to_save={str(path)!r}: {error.filename!r} does not exist. "
+            "Give the YAML file that the recipe was started with."
+        ) from error
+    except (YAMLError, ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+        raise ConfigError(
+            f"hyperparams_to_save={str(path)!r} with overrides={overrides!r} cannot be resolved: {error}. "
+            "Check the file's references and that the overrides have its structure."
+        ) from error
+    today = dt.datetime.now(tz=dt.timezone.utc).date()
+    return f"# Generated {today} from:\n# {path.resolve()}\n# yamllint disable\n{resolved}"
+
+
+def _write_files(folder: Path, files: Mapping[str, bytes | Path]) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, content in files.items():
+            target = folder / name
+            if isinstance(content, bytes):
+                _replace(target, content)
+            elif not (target.exists() and target.samefile(content)):
+                _replace(target, content.read_bytes())
+        log_file = folder / "log.txt"
+        if log_file.exists() and log_file.stat().st_size > 0:
+            with log_file.open("a", encoding="utf-8") as log:
+                log.write(f"\n{RULE}\n")
+    except OSError as error:
+        raise ConfigError(
+            f"experiment_directory={str(folder)!r} cannot be written to: {error.strerror or error} "
+            f"({error.filename or folder}). Choose another output folder, or make room or get permission."
+        ) from error
+
+
+def _replace(path: Path, content: bytes) -> None:
+    """Write a file so that its name stands for the old content or for the new one, never for a part."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        temporary.write_bytes(content)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+# ------------------------------------------------------------------------------------- log and exceptions
+
+
+class _LoggingExceptHook:
+    """Logs the exception that ends this process, tells torchrun of it, and does what was done before."""
+
+    def __init__(self, previous: Callable[..., Any]) -> None:
+        self.previous = previous
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        # The console shows no traceback here: the previous hook prints it, so that the reason stands last.
+        logger.error(
+            "Uncaught %s:", kind.__name__, exc_info=(kind, error, trace), extra={"traceback_follows": True}
+        )
+        with contextlib.suppress(ConfigError):  # a full disk must not hide the reason
+            run_event("exception", type=kind.__name__, message=str(error))
+        _tell_launcher(error)
+        self.previous(kind, error, trace)
+
+
+def _log_uncaught_exceptions() -> None:
+    if not isinstance(sys.excepthook, _LoggingExceptHook):
+        sys.excepthook = _LoggingExceptHook(sys.excepthook)
+
+
+def _tell_launcher(error: BaseException) -> None:
+    """Leave the exception where torchrun looks for the reason of a failure, unless one is there already."""
+    report = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not report or (Path(report).exists() and Path(report).stat().st_size > 0):
+        return
+    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+    trace = error.__traceback__
+    try:
+        raise error  # the handler describes the exception that is being handled
+    except BaseException:  # noqa: BLE001 -- what is caught is what has just been raised
+        error.__traceback__ = trace  # without this function's own frame
+        with contextlib.suppress(OSError):  # a full disk must not hide the reason
+            get_error_handler().record_exception(error)
+
+
+# -------------------------------------------------------------------------------------------- environment
+
+
+def _git_revision(folder: Path) -> str:
+    try:
+        found = subprocess.run(
+            ["git", "-C", str(folder), "rev-parse", "HEAD"],  # noqa: S607 -- whichever git the user has
+            capture_output=True,
+            text=True,
+            timeout=GIT_TIMEOUT_SECONDS,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return "none"
+    return found.stdout.strip()
+
+
+def _describe_torch() -> list[str]:
+    count = torch.cuda.device_count()
+    started = bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+    names = [torch.cuda.get_device_name(device) for device in range(count)] if started else []
+    return [
+        f"torch {torch.__version__}, CUDA {torch.version.cuda}, ROCm {torch.version.hip}",
+        f"{count} CUDA devices" + "".join(f"\n  {name}" for name in names or _driver_device_names()),
+        f"{os.cpu_count()} CPUs, {torch.get_num_threads()} threads in this process",
+        f"{get_world_size()} processes",
+    ]
+
+
+def _driver_device_names() -> list[str]:
+    """Ask NVIDIA's driver, and not CUDA, which the process may want to start on another device or never."""
+    reports = sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))
+    lines = [line for report in reports for line in report.read_text(encoding="utf-8").splitlines()]
+    return [line.partition(":")[2].strip() for line in lines if line.startswith("Model:")]

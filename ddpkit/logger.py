@@ -1,0 +1,392 @@
+"""Logging for runs of one or many processes.
+
+The main process logs everything. The others keep silent unless asked (``main_process_only=False``), but what
+they have to say about an error always comes out, with their rank in front.
+
+Nothing happens at import. Handlers are attached by :func:`setup_logging`, which
+:func:`ddpkit.experiment.create_experiment_directory` calls; until then Python shows warnings and errors on
+stderr.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import logging.config
+import math
+import os
+import sys
+from collections.abc import Mapping, MutableMapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+import yaml
+
+from ddpkit.errors import ConfigError, MissingFileError
+
+if TYPE_CHECKING:
+    _LoggerAdapter = logging.LoggerAdapter[logging.Logger]
+    _StreamHandler = logging.StreamHandler[TextIO]
+else:  # at run time the adapter is generic from Python 3.11 on, the handler too
+    _LoggerAdapter = logging.LoggerAdapter
+    _StreamHandler = logging.StreamHandler
+
+LEVEL_VARIABLES = ("DDPKIT_LOG_LEVEL", "SB_LOG_LEVEL")
+CONSOLE_FORMAT = "%(message)s"
+FILE_FORMAT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
+
+# SI prefixes and English words by power of ten.
+_PREFIXES = dict(zip(range(-24, 25, 3), (*"yzafpnum", "", *"kMGTPEZY"), strict=True))
+_WORDS = {
+    -12: "trillionths",
+    -9: "billionths",
+    -6: "millionths",
+    -3: "thousandths",
+    0: "",
+    3: "thousand",
+    6: "million",
+    9: "billion",
+    12: "trillion",
+}
+
+
+def _own_rank() -> int:
+    """Return the launcher's rank, else the process group's, else 0. Launchers report a malformed one."""
+    rank = os.environ.get("RANK", "")
+    if rank.isdecimal():
+        return int(rank)
+    group = sys.modules.get("torch.distributed")
+    return group.get_rank() if group is not None and group.is_available() and group.is_initialized() else 0
+
+
+class MultiProcessLoggerAdapter(_LoggerAdapter):
+    """A logger that speaks on the main process, and on the others when it must.
+
+    Other ranks log a message when it is an error, when it carries an exception, or when the call says
+    ``main_process_only=False``; ``[rank: r]`` then stands before it. The rank is found out at each call.
+    Obtain one from :func:`get_logger`.
+
+    Ranks: local.
+
+    Example:
+        >>> get_logger("ddpkit.example").isEnabledFor(logging.ERROR)
+        True
+    """
+
+    def __init__(self, logger: logging.Logger) -> None:
+        super().__init__(logger, {})
+        self._said: set[str] = set()
+
+    def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
+        """Put the rank before the message on all ranks but the main one.
+
+        Args:
+            msg: the message.
+            kwargs: the keyword arguments of the logging call.
+
+        Returns:
+            Both, with the rank added.
+
+        Ranks: local.
+        """
+        rank = _own_rank()
+        kwargs["extra"] = {**(kwargs.get("extra") or {}), "ddpkit_rank": rank}
+        return (f"[rank: {rank}] {msg}" if rank > 0 else msg), kwargs
+
+    def log(self, level: int, msg: Any, *args: Any, **kwargs: Any) -> None:
+        """Log a message; ``info``, ``warning`` and so on end here and take the same arguments.
+
+        Args:
+            level: such as ``logging.INFO``.
+            msg: the message, with ``%``-style places for ``args``.
+            args: what goes into those places.
+            kwargs: as for Python's loggers, and ``main_process_only`` (default ``True``): ``False`` to log on
+                every rank that makes the call.
+
+        Ranks: local.
+        """
+        main_process_only = kwargs.pop("main_process_only", True)
+        if not self.isEnabledFor(level):
+            return
+        everywhere = level >= logging.ERROR or bool(kwargs.get("exc_info")) or not main_process_only
+        if not everywhere and _own_rank() > 0:
+            return
+        msg, changed = self.process(msg, kwargs)
+        changed["stacklevel"] = changed.get("stacklevel", 1) + 1
+        self.logger.log(level, msg, *args, **changed)
+
+    def warning_once(self, msg: Any, *args: Any, **kwargs: Any) -> None:
+        """Log a warning the first time that this logger is given it, and never again in this process.
+
+        Args:
+            msg: the message.
+            args: what goes into its places; another value makes another message.
+            kwargs: as for :meth:`log`.
+
+        Ranks: local.
+        """
+        text = str(msg) % args if args else str(msg)
+        if text not in self._said:
+            self._said.add(text)
+            kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 1
+            self.log(logging.WARNING, msg, *args, **kwargs)
+
+
+@functools.cache
+def get_logger(name: str) -> MultiProcessLoggerAdapter:
+    """Return the logger of a module; the same object for the same name.
+
+    Args:
+        name: dotted, usually ``__name__``. ddpkit's own all begin with ``ddpkit``.
+
+    Returns:
+        An adapter around ``logging.getLogger(name)`` that logs on the main process unless told otherwise.
+
+    Ranks: local.
+
+    Example:
+        >>> logger = get_logger("ddpkit.example")
+        >>> logger.info("once"); logger.info("everywhere", main_process_only=False)
+    """
+    return MultiProcessLoggerAdapter(logging.getLogger(name))
+
+
+class TqdmCompatibleStreamHandler(_StreamHandler):
+    """A console handler that takes progress bars off the screen while it writes, and puts them back.
+
+    tqdm is used only if something else has imported it: without it there is no bar to spoil.
+
+    Args:
+        stream: where to write; ``None`` for whatever ``sys.stderr`` is at the time of each message.
+
+    Ranks: local.
+
+    Example:
+        >>> handler = TqdmCompatibleStreamHandler(sys.stdout)
+        >>> handler.handle(logging.makeLogRecord({"msg": "between two refreshes"})) and None
+        between two refreshes
+    """
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        super().__init__(stream)
+        self._follows_stderr = stream is None
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write one record.
+
+        Args:
+            record: what to write.
+
+        Ranks: local.
+        """
+        if self._follows_stderr:
+            self.stream = sys.stderr
+        bars = getattr(sys.modules.get("tqdm"), "tqdm", None)
+        with bars.external_write_mode(file=self.stream) if bars else contextlib.nullcontext():
+            super().emit(record)
+
+
+class _ConsoleFormatter(logging.Formatter):
+    """Names the level from warnings on, and the rank where no adapter did.
+
+    A traceback that Python prints anyway (``traceback_follows``) is left out.
+    """
+
+    def format(self, record: logging.LogRecord) -> str:
+        if getattr(record, "traceback_follows", False):
+            record = logging.makeLogRecord({**record.__dict__, "exc_info": None, "exc_text": None})
+        text = super().format(record)
+        if record.levelno >= logging.WARNING:
+            text = f"{record.levelname}: {text}"
+        rank = _own_rank()
+        return text if rank == 0 or hasattr(record, "ddpkit_rank") else f"[rank: {rank}] {text}"
+
+
+def _speaks_for_other_rank(record: logging.LogRecord) -> bool:
+    """Let through what an adapter let through, and warnings of other libraries."""
+    return hasattr(record, "ddpkit_rank") or record.levelno >= logging.WARNING
+
+
+class _Installed:
+    """The handlers that :func:`setup_logging` has attached, so that they can be taken away again."""
+
+    handlers: list[logging.Handler] = []  # noqa: RUF012 -- one list per process is the purpose
+    levels: dict[str, int] = {}  # noqa: RUF012 -- likewise
+
+
+def setup_logging(
+    log_file: str | os.PathLike[str] | None = None,
+    level: int | str | None = None,
+    *,
+    config_path: str | os.PathLike[str] | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    default_level: int | str = logging.INFO,
+) -> None:
+    """Attach a console handler (stderr) and, if asked, a log file to the root logger.
+
+    Called again, it replaces what it attached before; handlers of others stay. On ranks above 0 the console
+    shows what those ranks log (see :class:`MultiProcessLoggerAdapter`) and other libraries' warnings, and the
+    file is ``<name>.rank<r><suffix>``, made when there is a first warning to put into it.
+
+    Args:
+        log_file: gets everything from DEBUG on, appended. A name that ends in ``.yaml`` is taken as
+            ``config_path``.
+        level: of the console: a number or a name. ``DDPKIT_LOG_LEVEL`` in the environment wins over it.
+        config_path: a YAML file in the form of :func:`logging.config.dictConfig` to use instead of all this;
+            ``log_file`` then becomes the ``filename`` of its handler ``file_handler``, if it has one.
+        overrides: nested values to put into that configuration.
+        default_level: of the console where ``level`` is not given.
+
+    Raises:
+        ConfigError: a level or the configuration cannot be understood, or the file cannot be written.
+        MissingFileError: there is no file ``config_path``.
+
+    Ranks: local; each rank sets up its own.
+
+    State: the handlers of the root logger, and the levels of the loggers "root", "ddpkit" and "__main__".
+
+    Example:
+        >>> setup_logging(level="WARNING")
+        >>> close_logging()
+    """
+    if config_path is None and log_file is not None and Path(log_file).suffix in {".yaml", ".yml"}:
+        log_file, config_path = None, log_file
+    close_logging()
+    if config_path is not None:
+        _apply_config(Path(config_path), overrides or {}, None if log_file is None else Path(log_file))
+        return
+    console_level = _console_level(default_level if level is None else level)
+    console = TqdmCompatibleStreamHandler()
+    console.setFormatter(_ConsoleFormatter(CONSOLE_FORMAT))
+    console.setLevel(console_level)
+    handlers: list[logging.Handler] = [console]
+    if log_file is not None:
+        handlers += _file_handlers(Path(log_file))
+    if _own_rank() > 0:
+        for handler in handlers:
+            handler.addFilter(_speaks_for_other_rank)
+    for handler in handlers:
+        logging.getLogger().addHandler(handler)
+    _Installed.handlers = handlers
+    own_level = console_level if log_file is None else min(console_level, logging.DEBUG)
+    levels = {"": min(console_level, logging.INFO), "ddpkit": own_level, "__main__": own_level}
+    for name, wanted in levels.items():
+        _Installed.levels[name] = logging.getLogger(name).level
+        logging.getLogger(name).setLevel(wanted)
+
+
+def close_logging() -> None:
+    """Undo :func:`setup_logging`: take its handlers away, close their files, put the levels back.
+
+    Ranks: local.
+
+    State: the handlers of the root logger, and the levels of the loggers "root", "ddpkit" and "__main__".
+
+    Example:
+        >>> close_logging()
+    """
+    for handler in _Installed.handlers:
+        logging.getLogger().removeHandler(handler)
+        handler.close()
+    for name, level in _Installed.levels.items():
+        logging.getLogger(name).setLevel(level)
+    _Installed.handlers, _Installed.levels = [], {}
+
+
+def _file_handlers(path: Path) -> list[logging.Handler]:
+    rank = _own_rank()
+    if rank > 0 and not path.parent.is_dir():
+        return []  # the folder is on another machine's disk; the console still gets everything
+    own = _own_file(path)
+    try:
+        handler = logging.FileHandler(own, mode="a", encoding="utf-8", delay=rank > 0)
+    except OSError as error:
+        raise ConfigError(
+            f"log_file={str(own)!r} cannot be opened for writing: {error.strerror}. "
+            "Choose a folder that exists and can be written to."
+        ) from error
+    handler.setFormatter(logging.Formatter(FILE_FORMAT))
+    handler.setLevel(logging.DEBUG if rank == 0 else logging.WARNING)
+    return [handler]
+
+
+def _own_file(path: Path) -> Path:
+    rank = _own_rank()
+    return path if rank == 0 else path.with_name(f"{path.stem}.rank{rank}{path.suffix}")
+
+
+def _console_level(level: int | str) -> int:
+    """Turn a level, or the one that the environment asks for, into a number."""
+    source = "level"
+    for variable in LEVEL_VARIABLES:
+        if os.environ.get(variable):
+            source, level = variable, os.environ[variable]
+            break
+    if isinstance(level, str):
+        name = level.strip().upper()
+        number = int(name) if name.isdecimal() else logging.getLevelName(name)
+    else:
+        number = level
+    if not isinstance(number, int):
+        raise ConfigError(
+            f"{source}={level!r} is no logging level. Use DEBUG, INFO, WARNING, ERROR, CRITICAL or a number."
+        )
+    return number
+
+
+def _apply_config(path: Path, overrides: Mapping[str, Any], log_file: Path | None) -> None:
+    try:
+        config = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise MissingFileError(f"config_path={str(path)!r}: there is no such file.") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"config_path={str(path)!r} is not YAML: {error}") from error
+    try:
+        if log_file is not None and "file_handler" in config.get("handlers", {}):
+            config = _merged(config, {"handlers": {"file_handler": {"filename": str(_own_file(log_file))}}})
+        logging.config.dictConfig(_merged(config, overrides))
+    except (ValueError, TypeError, AttributeError, ImportError) as error:
+        raise ConfigError(
+            f"config_path={str(path)!r} is no logging configuration: {error}. "
+            "It has the form of logging.config.dictConfig (version, formatters, handlers, root)."
+        ) from error
+
+
+def _merged(base: Any, overrides: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in overrides.items():
+        nested = isinstance(value, Mapping) and isinstance(merged.get(key), Mapping)
+        merged[key] = _merged(merged[key], value) if nested else value
+    return merged
+
+
+def format_order_of_magnitude(number: float, abbreviate: bool = True) -> str:
+    """Write a number with one decimal and the prefix or word of its order of magnitude.
+
+    Args:
+        number: any; what lies beyond the known orders gets the last of them.
+        abbreviate: SI prefixes (k, M, G) if true, else words (thousand, million, billion).
+
+    Returns:
+        Such as ``"123.5k"`` or ``"123.5 thousand"``; whole numbers below 1000 are written as they are.
+
+    Ranks: local.
+
+    Example:
+        >>> [format_order_of_magnitude(number) for number in (123456, 999999, 12)]
+        ['123.5k', '1.0M', '12']
+        >>> format_order_of_magnitude(0.00000123, abbreviate=False)
+        '1.2 millionths'
+    """
+    names = _PREFIXES if abbreviate else _WORDS
+    if number == 0 or not math.isfinite(number) or (isinstance(number, int) and abs(number) < 1000):  # noqa: PLR2004
+        return f"{number}" if isinstance(number, int) else f"{number:.1f}"
+    exponent = int(f"{number:e}".split("e")[1])
+    order = min(max(3 * (exponent // 3), min(names)), max(names))
+    if f"{abs(number) / 10.0**order:.1f}" == "1000.0" and order + 3 in names:
+        order += 3  # rounding has reached the next order
+    text = f"{number / 10.0**order:.1f}"
+    if not names[order]:
+        return text
+    return text + names[order] if abbreviate else f"{text} {names[order]}"

@@ -1,0 +1,261 @@
+"""YAML that holds plain values and tensors, and that executes nothing when it is read.
+
+PyYAML keeps the tables that say what a tag does on its loader classes, and other code changes them: after
+``load_hyperpyyaml(..., loader=yaml.SafeLoader)`` any ``yaml.safe_load`` of the process executes what a file
+names. The loader and the dumper here have tables of their own.
+
+Source: the registration of tags is described at https://pyyaml.org/wiki/PyYAMLDocumentation.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import date
+from pathlib import PurePosixPath
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+import yaml
+from yaml.composer import Composer
+from yaml.constructor import SafeConstructor
+from yaml.parser import Parser
+from yaml.reader import Reader
+from yaml.resolver import Resolver
+from yaml.scanner import Scanner
+
+from ddpkit.errors import CheckpointError
+from ddpkit.logger import get_logger
+
+__all__ = ["UnreadableValue", "dump_plain_yaml", "load_plain_yaml", "to_plain"]
+
+logger = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class UnreadableValue:
+    """Stands for a value that could only be read by executing something named in the file.
+
+    Attributes:
+        tag: the YAML tag of the value.
+
+    Ranks: local.
+
+    Example:
+        >>> load_plain_yaml("a: !!python/object/apply:os.getcwd []")["a"].tag
+        'tag:yaml.org,2002:python/object/apply:os.getcwd'
+    """
+
+    tag: str
+
+
+def to_plain(value: Any) -> Any:
+    """Turn a value into what :func:`dump_plain_yaml` can write and any later version can read.
+
+    Args:
+        value: numbers, strings, containers; NumPy's become Python's, tensors stay tensors, tuples and sets
+            become lists, paths become strings. Anything else becomes its ``str``, with a warning.
+
+    Returns:
+        A copy made of plain types and tensors.
+
+    Ranks: local.
+
+    Example:
+        >>> to_plain({"loss": np.float64(0.5), "shape": (1, 2), "file": PurePosixPath("a/b")})
+        {'loss': 0.5, 'shape': [1, 2], 'file': 'a/b'}
+    """
+    if value is None or type(value) in {bool, int, float, str, bytes}:
+        return value
+    for kinds, convert in _CONVERTERS:
+        if isinstance(value, kinds):
+            return convert(value)
+    kind = type(value).__name__
+    logger.warning("%r (a %s) cannot be stored in YAML; its text is stored instead.", value, kind)
+    return str(value)
+
+
+def _plain_mapping(value: Mapping[Any, Any]) -> dict[Any, Any]:
+    return {_plain_key(key): to_plain(content) for key, content in value.items()}
+
+
+def _plain_key(key: Any) -> Any:
+    plain = to_plain(key)
+    return plain if isinstance(plain, (bool, int, float, str, bytes, date, type(None))) else str(key)
+
+
+def _plain_scalar(value: np.generic) -> Any:
+    item = value.item()
+    return float(value) if isinstance(item, np.longdouble) else to_plain(item)
+
+
+_CONVERTERS: tuple[tuple[Any, Callable[[Any], Any]], ...] = (
+    (torch.Tensor, lambda value: value.detach().to("cpu", copy=True)),
+    (np.generic, _plain_scalar),
+    (np.ndarray, lambda value: to_plain(value.tolist())),
+    (Mapping, _plain_mapping),
+    ((list, tuple, set, frozenset), lambda value: [to_plain(item) for item in value]),
+    (os.PathLike, os.fspath),
+    (date, lambda value: value),
+    (int, int),
+    (float, float),
+    (str, str.__str__),
+)
+
+
+def dump_plain_yaml(value: Any) -> str:
+    r"""Write a value as YAML, after :func:`to_plain`.
+
+    Args:
+        value: see :func:`to_plain`.
+
+    Returns:
+        YAML text. Only tensors have a tag (``!tensor``) that other readers do not know.
+
+    Ranks: local.
+
+    Example:
+        >>> dump_plain_yaml({"epoch": 3, "loss": float("nan")})
+        'epoch: 3\nloss: .nan\n'
+    """
+    text: str = yaml.dump(to_plain(value), Dumper=_PlainDumper, sort_keys=False, default_flow_style=False)
+    return text
+
+
+# What PyYAML's constructors raise over values that say one thing and hold another.
+_NOT_YAML = (
+    yaml.YAMLError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+
+
+def load_plain_yaml(text: str) -> Any:
+    """Read YAML without executing anything, whatever it says and whatever was done to ``yaml.SafeLoader``.
+
+    Args:
+        text: YAML. Values that older libraries wrote with Python tags (tuples, NumPy numbers, paths) are
+            understood; other tagged values come back as :class:`UnreadableValue`.
+
+    Returns:
+        Plain containers, numbers, strings, dates and tensors.
+
+    Raises:
+        CheckpointError: the text is no YAML.
+
+    Ranks: local.
+
+    Example:
+        >>> load_plain_yaml(dump_plain_yaml({"w": torch.tensor([1.0, 2.0])}))
+        {'w': tensor([1., 2.])}
+    """
+    try:
+        return yaml.load(text, Loader=_PlainLoader)  # type: ignore[arg-type]  # noqa: S506 -- runs nothing
+    except _NOT_YAML as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise CheckpointError(f"is no readable YAML: {reason}") from error
+
+
+class _PlainDumper(yaml.SafeDumper):
+    """Writes tensors; its tables are its own, so ``yaml.SafeDumper`` stays as it was."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _represent_tensor(dumper: yaml.SafeDumper, tensor: torch.Tensor) -> yaml.Node:
+    real = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+    values = (real.double() if real.is_floating_point() else real).flatten().tolist()
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    content = {"dtype": dtype, "shape": list(tensor.shape), "values": values}
+    return dumper.represent_mapping("!tensor", content, flow_style=True)
+
+
+_PlainDumper.add_multi_representer(torch.Tensor, _represent_tensor)
+
+
+class _PlainLoader(Reader, Scanner, Parser, Composer, SafeConstructor, Resolver):
+    """A loader of its own: what is registered on ``yaml.SafeLoader`` does not reach it, nor the reverse."""
+
+    yaml_constructors: ClassVar[dict[str | None, Any]] = {
+        tag: function
+        for tag, function in SafeConstructor.yaml_constructors.items()
+        if tag is not None and tag.startswith("tag:yaml.org,2002:")
+    }
+    yaml_multi_constructors: ClassVar[dict[str | None, Any]] = {}
+
+    def __init__(self, stream: str) -> None:
+        Reader.__init__(self, stream)
+        Scanner.__init__(self)
+        Parser.__init__(self)
+        Composer.__init__(self)
+        SafeConstructor.__init__(self)
+        Resolver.__init__(self)
+
+
+def _construct_tensor(loader: _PlainLoader, node: yaml.Node) -> torch.Tensor:
+    content = loader.construct_mapping(node, deep=True)  # type: ignore[arg-type]
+    dtype = getattr(torch, str(content["dtype"]))
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"{content['dtype']!r} is no dtype")
+    shape = content["shape"]
+    if dtype.is_complex:
+        pairs = torch.tensor(content["values"], dtype=torch.float64).reshape(*shape, 2)
+        return torch.view_as_complex(pairs).to(dtype)
+    wide = torch.float64 if dtype.is_floating_point else dtype
+    return torch.tensor(content["values"], dtype=wide).to(dtype).reshape(shape)
+
+
+def _construct_dtype(loader: _PlainLoader, node: yaml.Node) -> Any:
+    """Read the dtype of a NumPy number: a kind and a size, such as ``f8``, never the name of an object."""
+    content = loader.construct_mapping(node, deep=True)  # type: ignore[arg-type]
+    code, order = str(content["args"][0]), str(content["state"][1])
+    if not re.fullmatch(r"[biuf]\d{1,2}", code) or order not in {"<", ">", "|", "="}:
+        return UnreadableValue(node.tag)
+    return np.dtype(order + code)
+
+
+def _construct_scalar(loader: _PlainLoader, node: yaml.Node) -> Any:
+    dtype, raw = loader.construct_sequence(node, deep=True)  # type: ignore[arg-type]
+    if not isinstance(dtype, np.dtype) or not isinstance(raw, bytes):
+        return UnreadableValue(node.tag)
+    return _plain_scalar(np.frombuffer(raw, dtype=dtype, count=1)[0])
+
+
+def _construct_path(loader: _PlainLoader, node: yaml.Node) -> str:
+    return str(PurePosixPath(*loader.construct_sequence(node, deep=True)))  # type: ignore[arg-type]
+
+
+def _construct_unknown(_loader: _PlainLoader, node: yaml.Node) -> Any:
+    return UnreadableValue(node.tag)
+
+
+_PYTHON = "tag:yaml.org,2002:python/"
+_LEGACY: dict[str, Any] = {
+    "!tensor": _construct_tensor,
+    f"{_PYTHON}tuple": lambda loader, node: tuple(loader.construct_sequence(node, deep=True)),
+    f"{_PYTHON}list": lambda loader, node: loader.construct_sequence(node, deep=True),
+    f"{_PYTHON}dict": lambda loader, node: loader.construct_mapping(node, deep=True),
+    f"{_PYTHON}str": SafeConstructor.construct_yaml_str,
+    f"{_PYTHON}unicode": SafeConstructor.construct_yaml_str,
+    f"{_PYTHON}bool": SafeConstructor.construct_yaml_bool,
+    f"{_PYTHON}int": SafeConstructor.construct_yaml_int,
+    f"{_PYTHON}long": SafeConstructor.construct_yaml_int,
+    f"{_PYTHON}float": SafeConstructor.construct_yaml_float,
+    f"{_PYTHON}none": SafeConstructor.construct_yaml_null,
+    f"{_PYTHON}object/apply:numpy.dtype": _construct_dtype,
+    f"{_PYTHON}object/apply:numpy.core.multiarray.scalar": _construct_scalar,
+    f"{_PYTHON}object/apply:numpy._core.multiarray.scalar": _construct_scalar,
+    f"{_PYTHON}object/apply:pathlib.PosixPath": _construct_path,
+    f"{_PYTHON}object/apply:pathlib._local.PosixPath": _construct_path,
+}
+for _tag, _constructor in _LEGACY.items():
+    _PlainLoader.add_constructor(_tag, _constructor)
+_PlainLoader.add_constructor(None, _construct_unknown)  # type: ignore[type-var]

@@ -1,0 +1,374 @@
+"""The options of a run, from the command line, the YAML and code: one object that recipes read and write.
+
+The table of options is in :mod:`ddpkit.options`, the reading of words in :mod:`ddpkit.command_line`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import difflib
+import os
+import sys
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from typing import Any
+
+from ddpkit.command_line import read_command_line
+from ddpkit.device import count_devices, default_backend, resolve_device
+from ddpkit.errors import ConfigError, LaunchError
+from ddpkit.launchers import LaunchInfo, find_launch
+from ddpkit.logger import get_logger
+from ddpkit.options import IN_RUN_OPTS, IN_YAML, OPTION_BY_NAME, OPTIONS, PARSER_ONLY, Option, OptionTypes
+
+__all__ = ["OPTIONS", "OptionAttributes", "RunOptions", "parse_arguments"]
+
+logger = get_logger(__name__)
+
+_OWN_ATTRIBUTES = frozenset({"_values", "overridden_args"})
+_FOUND_OUT = ("device", "distributed_backend")  # None means: find it out, and so counts as not given
+_STORED = {name: option for name, option in OPTION_BY_NAME.items() if name not in PARSER_ONLY}
+
+
+class RunOptions(OptionTypes, MutableMapping[str, Any]):
+    """The options of a run, as attributes and as items.
+
+    Every option of :data:`ddpkit.options.OPTIONS` is there. Keys of a recipe's own may be added; those are
+    not checked. What is passed here or assigned later counts as given, and so wins over the YAML.
+
+    ``device`` and ``distributed_backend`` are concrete (``"cuda:1"``, ``"nccl"``) in what
+    :func:`parse_arguments` and :meth:`resolved` return: "nccl" where the device is a CUDA device, "gloo"
+    otherwise, unless given. In an object made by hand they are None until then.
+
+    Args:
+        **options: values by name. ``device`` may be a ``torch.device``.
+
+    Attributes:
+        overridden_args: names of the options that were given, on the command line or in code.
+
+    Raises:
+        ConfigError: a value cannot be used.
+
+    Ranks: local.
+
+    Example:
+        >>> run_opts = RunOptions(precision="bf16")
+        >>> run_opts.precision, run_opts["max_grad_norm"], run_opts.overridden_args
+        ('bf16', 5.0, {'precision'})
+        >>> run_opts["my_key"] = 1
+        >>> run_opts.get("my_key"), "other" in run_opts
+        (1, False)
+    """
+
+    _values: dict[str, Any]
+    overridden_args: set[str]
+
+    def __init__(self, **options: Any) -> None:
+        self._values = {name: copy.copy(option.default) for name, option in _STORED.items()}
+        self.overridden_args = set()
+        also_given = options.pop("overridden_args", ())
+        self.update(options)
+        self.overridden_args |= set(also_given)
+
+    def __getitem__(self, name: str) -> Any:
+        return self.overridden_args if name == "overridden_args" else self._values[name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if name == "overridden_args":
+            self.overridden_args = set(value)
+            return
+        option = _STORED.get(name)
+        self._values[name] = value if option is None else option.coerce(value, IN_RUN_OPTS)
+        self.overridden_args.add(name)
+
+    def __delitem__(self, name: str) -> None:
+        del self._values[name]
+        self.overridden_args.discard(name)
+        if name in _STORED:  # an option goes back to its default, and is never missing
+            self._values[name] = copy.copy(_STORED[name].default)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("_") and name in self._values:  # the options have properties; this is the rest
+            return self._values[name]
+        close = difflib.get_close_matches(name, OPTION_BY_NAME, n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise AttributeError(f"there is no run option {name!r}{hint}")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _OWN_ATTRIBUTES:
+            object.__setattr__(self, name, value)
+        else:
+            self[name] = value
+
+    def __repr__(self) -> str:
+        given = ", ".join(f"{n}={self._values[n]!r}" for n in self._values if n in self.overridden_args)
+        return f"RunOptions({given})"
+
+    @classmethod
+    def from_command_line_args(cls, arg_list: Sequence[str] | None = None) -> tuple[str, RunOptions, str]:
+        """Read a command line: the same as :func:`parse_arguments`.
+
+        Args:
+            arg_list: the words after the script's name; None takes ``sys.argv[1:]``.
+
+        Returns:
+            The YAML file, the options, and the overrides as YAML text.
+
+        Raises:
+            DdpkitError: as :func:`parse_arguments`.
+
+        Ranks: local.
+        """
+        return parse_arguments(arg_list)
+
+    @classmethod
+    def from_dictionary(cls, args_dict: Mapping[str, Any]) -> RunOptions:
+        """Make options from a plain dict; each key counts as given, unknown ones are kept.
+
+        Args:
+            args_dict: values by name.
+
+        Raises:
+            ConfigError: a value cannot be used.
+
+        Ranks: local.
+
+        Example:
+            >>> RunOptions.from_dictionary({"debug": True, "mine": 3})
+            RunOptions(debug=True, mine=3)
+        """
+        if isinstance(args_dict, RunOptions):
+            return args_dict.copy()
+        run_opts = cls()
+        run_opts.update(args_dict)
+        return run_opts
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return all options and keys as a plain dict.
+
+        Ranks: local.
+
+        Example:
+            >>> RunOptions().as_dict()["debug_batches"]
+            2
+        """
+        return dict(self._values)
+
+    def copy(self) -> RunOptions:
+        """Return options that can be changed without changing these.
+
+        Ranks: local.
+
+        Example:
+            >>> RunOptions(debug=True).copy()
+            RunOptions(debug=True)
+        """
+        return self._with(self._values)
+
+    def resolved(self, hparams: Mapping[str, Any] | None = None) -> RunOptions:
+        """Bring the sources together: what was given wins over the YAML, and that over the defaults.
+
+        Args:
+            hparams: the loaded YAML; its keys that are no options are not looked at.
+
+        Returns:
+            New options, checked, with a concrete ``device`` and ``distributed_backend``, and with
+            ``distributed_launch`` as the launcher has it. ``overridden_args`` stays what it is.
+
+        Raises:
+            ConfigError: a value cannot be used, or two do not go together.
+            LaunchError: the launcher's environment contradicts itself.
+
+        Ranks: local.
+
+        Example:
+            >>> run_opts = RunOptions(debug=True).resolved({"debug": False, "max_grad_norm": 1, "lr": 0.1})
+            >>> run_opts.debug, run_opts.max_grad_norm, "lr" in run_opts
+            (True, 1.0, False)
+        """
+        names = [name for name in _STORED if name != "param_file" and name in (hparams or {})]
+        if hparams is not None and names:
+            set_by_yaml = [f"{n}={hparams[n]!r}" for n in names if n not in self.overridden_args]
+            logger.info("Run options from the YAML: %s", ", ".join(set_by_yaml) or "none that count")
+        if self.overridden_args:
+            logger.info("Run options that were given: %r", self)
+        return self._merged(hparams or {}, find_launch())
+
+    def _merged(self, hparams: Mapping[str, Any], info: LaunchInfo) -> RunOptions:
+        from_yaml = {
+            name: option.coerce(hparams[name], IN_YAML)
+            for name, option in _STORED.items()
+            if name in hparams and name != "param_file"
+        }
+        given = {name: self._values[name] for name in self._values if name in self.overridden_args}
+        for source in (from_yaml, given):
+            _fold_precision(source)
+            for name in _FOUND_OUT:
+                if source.get(name, "") is None:
+                    del source[name]
+        values = {**self._values, **from_yaml, **given}
+        device = resolve_device(values["device"], info)
+        chosen = "distributed_backend" in from_yaml or "distributed_backend" in given
+        if values["distributed_backend"] is None or (device != self._values["device"] and not chosen):
+            values["distributed_backend"] = default_backend(device)
+        values.update(device=device, distributed_launch=info.is_distributed)
+        _check_together(values, info)
+        return self._with(values)
+
+    def _with(self, values: Mapping[str, Any]) -> RunOptions:
+        """Return other values of the same origin."""
+        twin = type(self)()
+        object.__setattr__(twin, "_values", {name: copy.copy(value) for name, value in values.items()})
+        twin.overridden_args = set(self.overridden_args)
+        return twin
+
+
+class OptionAttributes(OptionTypes):
+    """Gives a class one property per option that reads and writes ``self.run_opts``.
+
+    Attributes:
+        run_opts: where the values live; the class that inherits sets it.
+
+    Ranks: local.
+
+    Example:
+        >>> class Host(OptionAttributes):
+        ...     run_opts = RunOptions()
+        >>> host = Host()
+        >>> host.max_grad_norm = 3
+        >>> host.run_opts["max_grad_norm"], host.run_opts.overridden_args
+        (3.0, {'max_grad_norm'})
+    """
+
+    run_opts: RunOptions
+
+
+def _option_property(option: Option) -> property:
+    def read(self: OptionAttributes) -> Any:
+        return self.run_opts[option.name]
+
+    def write(self: OptionAttributes, value: Any) -> None:
+        self.run_opts[option.name] = value
+
+    return property(read, write, doc=f"Run option: {option.help}.")
+
+
+def _fast_property(name: str) -> property:
+    """Read an option without the detour over ``__getattr__``; writing goes through ``__setattr__``."""
+    return property(lambda self: self._values[name], doc=f"Run option: {_STORED[name].help}.")
+
+
+for _name, _option in _STORED.items():
+    setattr(OptionAttributes, _name, _option_property(_option))
+    setattr(RunOptions, _name, _fast_property(_name))
+
+
+def parse_arguments(arg_list: Sequence[str] | None = None) -> tuple[str, RunOptions, str]:
+    """Read a recipe's command line.
+
+    The hyperparameter YAML may stand anywhere. ``--help`` shows the options; each ``--name=value`` that is no
+    option overrides a key of the YAML, and must match one. Options that the YAML sets as plain values are
+    seen in the result too, unless the command line gives others.
+
+    Args:
+        arg_list: the words after the script's name; None takes ``sys.argv[1:]``.
+
+    Returns:
+        The YAML file, the options (with a concrete ``device`` and ``distributed_backend``), and the overrides
+        as YAML text for ``load_hyperpyyaml``.
+
+    Raises:
+        MissingFileError: there is no such YAML file.
+        ConfigError: an argument, a value or the YAML file cannot be used.
+        LaunchError: the launcher's environment contradicts itself.
+        SystemExit: with code 0, after ``--help`` or ``--version`` has been printed.
+
+    Ranks: local.
+
+    State: sets ``LOCAL_RANK`` in the environment for an old ``--local_rank=N`` where the launcher did not.
+        Under torchrun an error is recorded for its summary.
+
+    Example:
+        >>> parse_arguments(["--precision=fp8", "hparams.yaml"])
+        Traceback (most recent call last):
+        ddpkit.errors.ConfigError: precision='fp8' on the command line is not one of fp32, fp16, bf16...
+    """
+    try:
+        line = read_command_line(sys.argv[1:] if arg_list is None else arg_list)
+        given = dict(line.given)
+        _adopt_local_rank(given.pop("local_rank", None))
+        if given.pop("distributed_launch", False):
+            logger.warning_once(
+                "--distributed_launch has no effect any more: the launcher decides. Leave it out."
+            )
+        info = find_launch()
+        run_opts = RunOptions(**given)
+        run_opts._values["param_file"] = line.param_file  # noqa: SLF001 -- not among the options that were given
+        return line.param_file, run_opts._merged(line.in_yaml, info), line.overrides  # noqa: SLF001 -- own class
+    except Exception as error:
+        _record_for_torchrun(error)
+        raise
+
+
+def _fold_precision(source: dict[str, Any]) -> None:
+    """Turn the old switches of one source into its ``precision``."""
+    for old, precision in (("bfloat16_mix_prec", "bf16"), ("auto_mix_prec", "fp16")):
+        if source.get(old):
+            logger.warning_once(f"{old} is deprecated: give --precision={precision} instead.")
+            source.setdefault("precision", precision)
+
+
+def _check_together(values: Mapping[str, Any], info: LaunchInfo) -> None:
+    """Refuse options that do not go together."""
+    minutes, steps = values["ckpt_interval_minutes"], values["ckpt_interval_steps"]
+    if minutes > 0 and steps > 0:
+        raise ConfigError(
+            f"ckpt_interval_minutes={minutes!r} and ckpt_interval_steps={steps!r} are both set, and only one "
+            "can be. Turn one off with --ckpt_interval_minutes=0 or --ckpt_interval_steps=0."
+        )
+    if not values["data_parallel_backend"]:
+        return
+    if info.is_distributed:
+        raise ConfigError(
+            "data_parallel_backend=True (all GPUs from one process) under a launcher "
+            f"({info.world_size} processes, {info.launcher}): use one or the other.\n"
+            "One process, all GPUs:  python train.py hparams.yaml --data_parallel_backend\n"
+            "One process per GPU:    torchrun --standalone --nproc_per_node=N train.py hparams.yaml"
+        )
+    if values["device"] == "cpu":
+        raise ConfigError(
+            "data_parallel_backend=True needs a GPU, but "
+            f"device='cpu' ({count_devices('cuda')} GPUs found).\n"
+            "One process:        python train.py hparams.yaml\n"
+            "Several processes:  torchrun --standalone --nproc_per_node=N train.py hparams.yaml"
+        )
+
+
+def _adopt_local_rank(local_rank: int | None) -> None:
+    """Take the ``--local_rank=N`` of an old launcher where the environment has none; negative means none."""
+    if local_rank is None or local_rank < 0:
+        return
+    known = os.environ.get("LOCAL_RANK")
+    if known is None:
+        find_launch({**os.environ, "LOCAL_RANK": str(local_rank)})  # raises before anything is changed
+        os.environ["LOCAL_RANK"] = str(local_rank)
+    elif known != str(local_rank):
+        raise LaunchError(
+            f"--local_rank={local_rank} on the command line, but LOCAL_RANK={known!r} in the environment: "
+            "two launchers, or an argument left over. Leave --local_rank out: torchrun sets the environment."
+        )
+
+
+def _record_for_torchrun(error: Exception) -> None:
+    """Hand the error to torchrun, so that its summary shows the reason and not "exit code 1"."""
+    if not os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        return
+    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+    with contextlib.suppress(OSError):  # a full disk must not hide the error itself
+        get_error_handler().record_exception(error)

@@ -1,0 +1,280 @@
+"""Random numbers: one seed for initialisation, a stream of its own per rank, and states to keep.
+
+:func:`seed_everything` gives every rank the same seed, so that they build the same model. Once it exists,
+:func:`seed_rank_streams` (called by ``Brain.fit``) moves each rank on to its own stream, so that dropout and
+augmentation do not draw the same noise everywhere. The streams come from a hash of seed and rank: with a sum,
+rank 1 of seed 10 would repeat rank 0 of seed 11.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from ddpkit.distributed import get_rank, get_world_size
+from ddpkit.errors import CheckpointError, ConfigError
+from ddpkit.logger import get_logger
+
+logger = get_logger(__name__)
+
+SEED_VARIABLES = ("DDPKIT_GLOBAL_SEED", "SB_GLOBAL_SEED")
+MAX_SEED = 2**32 - 1  # numpy takes nothing larger
+
+
+def seed_everything(seed: int = 0, verbose: bool = True, deterministic: bool = False) -> int:
+    """Seed Python, numpy and torch (all devices) with the same number on every rank.
+
+    Args:
+        seed: whole number from 0 to 4294967295; one outside is replaced by 0, with a warning.
+        verbose: log the seed.
+        deterministic: also have torch use deterministic algorithms only, and raise where it has none.
+
+    Returns:
+        The seed that was used.
+
+    Raises:
+        ConfigError: ``seed`` is not a whole number.
+
+    Ranks: local; call it on every rank with the same seed.
+
+    State: the random states, ``DDPKIT_GLOBAL_SEED`` in the environment (child processes and samplers read it)
+    and, if asked, torch's deterministic mode and ``CUBLAS_WORKSPACE_CONFIG``.
+
+    Source: https://pytorch.org/docs/stable/notes/randomness.html
+
+    Example:
+        >>> seed_everything(7, verbose=False)
+        7
+        >>> first = torch.rand(()); _ = seed_everything(7, verbose=False); bool(first == torch.rand(()))
+        True
+        >>> del os.environ["DDPKIT_GLOBAL_SEED"]  # leave nothing to the next example
+    """
+    number = _whole_number(seed, "seed")
+    if not 0 <= number <= MAX_SEED:
+        logger.warning("seed=%d is outside [0, %d]; 0 is used instead.", number, MAX_SEED)
+        number = 0
+    if verbose:
+        logger.info("Seed: %d", number)
+    os.environ[SEED_VARIABLES[0]] = str(number)
+    _seed_generators(number, number)
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is not reproducible without
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.benchmark = False
+    return number
+
+
+def global_seed() -> int | None:
+    """Return the seed that :func:`seed_everything` has set, here or in the parent process; else None.
+
+    Raises:
+        ConfigError: ``DDPKIT_GLOBAL_SEED`` (or ``SB_GLOBAL_SEED``) in the environment is not a whole number.
+
+    Ranks: local.
+
+    Example:
+        >>> _ = seed_everything(7, verbose=False)
+        >>> global_seed()
+        7
+        >>> del os.environ["DDPKIT_GLOBAL_SEED"]  # leave nothing to the next example
+    """
+    for variable in SEED_VARIABLES:
+        if os.environ.get(variable):
+            return _whole_number(os.environ[variable], variable)
+    return None
+
+
+def seed_rank_streams(epoch: int | None = None) -> int | None:
+    """Move this rank on to random streams of its own; does nothing in a run of one process.
+
+    Call it on every rank, after everything that must be equal on all ranks (the initial weights) was drawn.
+
+    Args:
+        epoch: mixed into the streams where given, so that each epoch has its own.
+
+    Returns:
+        The 64-bit seed of this rank's torch stream, or None in a run of one process.
+
+    Ranks: local.
+
+    State: the random states of Python, numpy and torch (all devices).
+
+    Example:
+        >>> seed_rank_streams() is None  # one process keeps the stream it has
+        True
+    """
+    if get_world_size() == 1:
+        return None
+    seed = global_seed()
+    base = torch.initial_seed() if seed is None else seed
+    stream = stream_seed(base, get_rank() or 0, *(() if epoch is None else (epoch,)))
+    _seed_generators(stream, stream & MAX_SEED)
+    return stream
+
+
+def stream_seed(seed: int, *place: int) -> int:
+    """Derive the seed of a stream from the run's seed and from where the stream is used.
+
+    Args:
+        seed: of the run.
+        place: numbers that name the stream, such as rank and epoch.
+
+    Returns:
+        A 64-bit number; other places and other seeds give unrelated ones.
+
+    Ranks: local.
+
+    Example:
+        >>> stream_seed(10, 1) == stream_seed(11, 0)
+        False
+    """
+    text = ":".join(str(number) for number in ("ddpkit-stream", seed, *place))
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+@dataclass(frozen=True)
+class RngState:
+    """The random states of this process: Python, numpy, torch on the CPU and on every CUDA device.
+
+    Making the iterator of a ``DataLoader`` draws from torch's generator: restore after that.
+
+    Attributes:
+        python: what ``random.getstate`` gives, as lists.
+        numpy: what ``numpy.random.get_state`` gives, the key as an int64 tensor of shape ``(624,)``.
+        torch_cpu: uint8 tensor, as torch gives it.
+        cuda: one such tensor per CUDA device; empty while CUDA has not been used.
+
+    Ranks: local; every rank has its own.
+
+    State: :meth:`state_dict` is made of lists, numbers, strings and tensors, so it loads with
+    ``weights_only=True``.
+
+    Example:
+        >>> state = RngState.capture()
+        >>> first = torch.rand(3), random.random()
+        >>> RngState.from_state_dict(state.state_dict()).restore()
+        >>> torch.equal(first[0], torch.rand(3)), first[1] == random.random()
+        (True, True)
+    """
+
+    python: list[Any]
+    numpy: dict[str, Any]
+    torch_cpu: torch.Tensor
+    cuda: list[torch.Tensor]
+
+    @classmethod
+    def capture(cls) -> RngState:
+        """Read the present states.
+
+        Returns:
+            A copy that later draws do not change.
+
+        Ranks: local.
+        """
+        version, words, gauss_next = random.getstate()
+        legacy: Any = np.random.get_state(legacy=False)  # noqa: NPY002 -- the global state is what users draw from
+        return cls(
+            python=[version, list(words), gauss_next],
+            numpy={
+                "bit_generator": str(legacy["bit_generator"]),
+                "key": torch.from_numpy(legacy["state"]["key"].astype(np.int64)),
+                "pos": int(legacy["state"]["pos"]),
+                "has_gauss": int(legacy["has_gauss"]),
+                "gauss": float(legacy["gauss"]),
+            },
+            torch_cpu=torch.get_rng_state(),
+            cuda=torch.cuda.get_rng_state_all() if _cuda_is_in_use() else [],
+        )
+
+    def restore(self) -> None:
+        """Put the states back.
+
+        A run that moves to another number of CUDA devices restores those that are there.
+
+        Raises:
+            CheckpointError: the state does not fit the generators of this process.
+
+        Ranks: local.
+        """
+        version, words, gauss_next = self.python
+        try:
+            random.setstate((version, tuple(words), gauss_next))
+            np.random.set_state(  # noqa: NPY002 -- the global state is what users draw from
+                {
+                    "bit_generator": self.numpy["bit_generator"],
+                    "state": {"key": self.numpy["key"].numpy().astype(np.uint32), "pos": self.numpy["pos"]},
+                    "has_gauss": self.numpy["has_gauss"],
+                    "gauss": self.numpy["gauss"],
+                }
+            )
+            torch.set_rng_state(self.torch_cpu.cpu())
+        except (ValueError, TypeError, KeyError, RuntimeError) as error:
+            raise CheckpointError(
+                f"the saved random state does not fit this process: {error}. It was saved by another version "
+                "of Python, numpy or torch; delete it to continue with fresh random numbers."
+            ) from error
+        available = torch.cuda.device_count() if self.cuda and torch.cuda.is_available() else 0
+        for device, state in enumerate(self.cuda[:available]):
+            torch.cuda.set_rng_state(state.cpu(), device)
+        if available < len(self.cuda):
+            logger.warning_once(
+                "The saved random state covers %d CUDA devices, here are %d; the others are left out.",
+                len(self.cuda),
+                available,
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states as plain containers, numbers, strings and tensors.
+
+        Ranks: local.
+        """
+        return {"python": self.python, "numpy": self.numpy, "torch_cpu": self.torch_cpu, "cuda": self.cuda}
+
+    @classmethod
+    def from_state_dict(cls, state_dict: dict[str, Any]) -> RngState:
+        """Make the object that :meth:`state_dict` described.
+
+        Args:
+            state_dict: such a description.
+
+        Returns:
+            The states; nothing is restored yet.
+
+        Raises:
+            CheckpointError: something is missing or unknown in ``state_dict``.
+
+        Ranks: local.
+        """
+        try:
+            return cls(**state_dict)
+        except TypeError as error:
+            raise CheckpointError(
+                f"keys {sorted(map(str, state_dict))} are no saved random state; expected "
+                "cuda, numpy, python, torch_cpu."
+            ) from error
+
+
+def _cuda_is_in_use() -> bool:
+    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+
+
+def _seed_generators(seed: int, seed_32_bits: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed_32_bits)  # noqa: NPY002 -- the global state is what users draw from
+    torch.manual_seed(seed)
+
+
+def _whole_number(value: Any, name: str) -> int:
+    try:
+        number = int(value)
+    except (TypeError, ValueError, OverflowError):
+        number = None
+    if number is None or (isinstance(value, float) and number != value):
+        raise ConfigError(f"{name}={value!r} is not a whole number. Give one from 0 to {MAX_SEED}.")
+    return number

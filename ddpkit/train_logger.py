@@ -1,0 +1,537 @@
+"""What a run reports about itself: a line per epoch, TensorBoard, Weights & Biases, and a JSONL file always.
+
+All of it happens on the main process only. Calls from other ranks return at once, so ``log_stats`` may be
+called by all ranks or under ``if if_main_process():``.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import importlib.util
+import json
+import math
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from ddpkit.checkpoint_hooks import mark_as_loader, mark_as_saver, register_checkpoint_hooks
+from ddpkit.distributed import if_main_process, main_process_only, run_on_main
+from ddpkit.errors import CheckpointError, ConfigError, MissingExtraError
+from ddpkit.logger import get_logger
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch.utils.tensorboard import SummaryWriter
+
+logger = get_logger(__name__)
+
+Stats = Mapping[str, Any]
+
+
+# --------------------------------------------------------------------------------------------- the run's log
+
+
+class RunLog:
+    """A file with one JSON object per line: what happened in a run, for programs to read.
+
+    Each line has ``event``, ``time`` (seconds since 1970) and the fields that were given. Floats keep their
+    full precision; those that JSON does not know are the strings ``"NaN"``, ``"Infinity"`` and
+    ``"-Infinity"``, which ``float()`` and JavaScript's ``Number()`` understand. Tensors and arrays become
+    numbers (one element) or nested lists, other objects their text.
+
+    Args:
+        path: the file; it is appended to. Its folder is made at the first write.
+
+    Ranks: local; only the main process writes.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     log = RunLog(f"{folder}/metrics.jsonl")
+        ...     log.write("epoch", number=1, loss=torch.tensor(0.5))
+        ...     json.loads(log.path.read_text())["loss"]
+        0.5
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self._is_checked = False
+
+    def write(self, event: str, **fields: Any) -> None:
+        """Append one line, in one piece.
+
+        Args:
+            event: what happened, such as ``"stats"``.
+            fields: numbers, strings, tensors, arrays, paths, and lists and dicts of them.
+
+        Raises:
+            ConfigError: the file cannot be written.
+
+        Ranks: all, or the main process alone; the others do nothing.
+        """
+        if not if_main_process():
+            return
+        record = {"event": event, "time": time.time(), **fields}
+        line = json.dumps(_json_numbers(_plain(record)), ensure_ascii=False, allow_nan=False) + "\n"
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            _append(self.path, line if self._is_checked or _ends_with_newline(self.path) else "\n" + line)
+        except OSError as error:
+            raise ConfigError(
+                f"the run's log {str(self.path)!r} cannot be written: {error.strerror}. "
+                "Free some space, or choose an output folder that can be written to."
+            ) from error
+        self._is_checked = True
+
+
+class _Current:
+    """The log of the present run, and the statistics that stand in its last line."""
+
+    log: RunLog | None = None
+    last_stats: dict[str, Any] | None = None
+    reporters: set[int] = set()  # noqa: RUF012 -- one per process is the purpose
+
+
+def set_run_log(path: str | os.PathLike[str] | None) -> RunLog | None:
+    """Say where the events of this run go from now on.
+
+    Args:
+        path: the file, usually ``metrics.jsonl`` in the experiment's folder; ``None`` for nowhere.
+
+    Returns:
+        The log, or None.
+
+    Ranks: local; call it on every rank.
+
+    Example:
+        >>> set_run_log(None) is None
+        True
+    """
+    _Current.log = None if path is None else RunLog(path)
+    _Current.last_stats = None
+    _Current.reporters = set()
+    return _Current.log
+
+
+def run_event(event: str, **fields: Any) -> None:
+    """Write an event to the run's log; does nothing where no log is set.
+
+    Args:
+        event: what happened.
+        fields: as in :meth:`RunLog.write`.
+
+    Raises:
+        ConfigError: the file cannot be written.
+
+    Ranks: all, or the main process alone; the others do nothing.
+
+    Example:
+        >>> run_event("checkpoint", path="CKPT+1")  # no log is set
+    """
+    if _Current.log is not None:
+        _Current.log.write(event, **fields)
+
+
+def _plain(value: Any) -> Any:
+    """Turn a value into None, booleans, numbers, strings, lists, and dicts with string keys."""
+    if value is None or type(value) in {bool, int, float, str}:
+        return value
+    if isinstance(value, torch.Tensor):
+        return value.item() if value.numel() == 1 else value.tolist()
+    if isinstance(value, np.ndarray | np.generic):
+        return _plain(value.item() if value.size == 1 else value.tolist())
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_plain(item) for item in value]
+    if isinstance(value, enum.Enum):
+        return value.name
+    return next((kind(value) for kind in (int, float, str) if isinstance(value, kind)), str(value))
+
+
+def _plain_numbers(value: Any) -> Any:
+    """Turn tensors and arrays into numbers and leave everything else (pictures, tables) as it is."""
+    if isinstance(value, Mapping):
+        return {key: _plain_numbers(item) for key, item in value.items()}
+    return _plain(value) if isinstance(value, torch.Tensor | np.ndarray | np.generic) else value
+
+
+def _json_numbers(plain: Any) -> Any:
+    """Replace the floats that JSON does not know by their names."""
+    if isinstance(plain, dict):
+        return {key: _json_numbers(item) for key, item in plain.items()}
+    if isinstance(plain, list):
+        return [_json_numbers(item) for item in plain]
+    if isinstance(plain, float) and not math.isfinite(plain):
+        return "NaN" if math.isnan(plain) else f"{'-' if plain < 0 else ''}Infinity"
+    return plain
+
+
+def _ends_with_newline(path: Path) -> bool:
+    """Say whether a line can be appended as it is; not so after a line that a crash cut short."""
+    if not path.exists() or path.stat().st_size == 0:
+        return True
+    with path.open("rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) == b"\n"
+
+
+def _append(path: Path, line: str) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+    try:
+        rest = line.encode()
+        while rest:
+            rest = rest[os.write(descriptor, rest) :]
+    finally:
+        os.close(descriptor)
+
+
+# ------------------------------------------------------------------------------------------------ the loggers
+
+
+class TrainLogger:
+    """The base of all train loggers; subclass it and override :meth:`log_stats`.
+
+    Ranks: see :meth:`log_stats`.
+
+    Example:
+        >>> class Console(TrainLogger):
+        ...     def log_stats(self, stats_meta, train_stats=None, *other_stats, verbose=False):
+        ...         print(stats_meta, train_stats)
+        >>> Console().log_stats({"epoch": 1}, {"loss": 0.5})
+        {'epoch': 1} {'loss': 0.5}
+    """
+
+    def log_stats(
+        self,
+        stats_meta: Stats,
+        train_stats: Stats | None = None,
+        valid_stats: Stats | None = None,
+        test_stats: Stats | None = None,
+        verbose: bool = False,
+    ) -> None:
+        """Report the statistics of a stage or an epoch.
+
+        Args:
+            stats_meta: what they belong to, such as epoch and learning rate.
+            train_stats: names and values (numbers, or tensors and arrays) of the training stage.
+            valid_stats: likewise of the validation stage.
+            test_stats: likewise of the test stage.
+            verbose: also log them to the console.
+
+        Raises:
+            NotImplementedError: in this base class.
+
+        Ranks: all, or the main process alone; only it reports.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must override log_stats")
+
+    def _report(self, meta: Stats, stages: Mapping[str, Stats | None], fallback: Path | None = None) -> None:
+        """Write a "stats" event, once also when several loggers are given the same statistics."""
+        log = _Current.log or (RunLog(fallback) if fallback is not None else None)
+        if log is None:
+            return
+        stats = _plain(
+            {"meta": meta, **{name: values for name, values in stages.items() if values is not None}}
+        )
+        known = _Current.log is not None and repr(stats) == repr(_Current.last_stats)
+        if not known or id(self) in _Current.reporters:
+            log.write("stats", **stats)
+            _Current.reporters = set()
+        _Current.last_stats = stats
+        _Current.reporters.add(id(self))
+
+
+def _stages(train: Stats | None, valid: Stats | None, test: Stats | None) -> dict[str, Stats | None]:
+    return {"train": train, "valid": valid, "test": test}
+
+
+class FileTrainLogger(TrainLogger):
+    """Writes one line per call to a text file: ``epoch: 1 - train loss: 2.31 - valid loss: 9.10e-01``.
+
+    The same statistics go to the run's log, at full precision (``metrics.jsonl`` beside ``save_file`` where
+    no run log is set).
+
+    Args:
+        save_file: the text file; it is appended to.
+        precision: digits after the point. Floats between 1 and 100 are written plainly, others with an
+            exponent.
+
+    Raises:
+        ConfigError: ``precision`` is negative.
+
+    Ranks: all, or the main process alone; only it writes.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     train_logger = FileTrainLogger(f"{folder}/train_log.txt")
+        ...     train_logger.log_stats({"epoch": 1, "lr": 0.1}, {"loss": 2.31}, verbose=False)
+        ...     Path(train_logger.save_file).read_text().strip()
+        'epoch: 1, lr: 1.00e-01 - train loss: 2.31'
+    """
+
+    def __init__(self, save_file: str | os.PathLike[str], precision: int = 2) -> None:
+        if precision < 0:
+            raise ConfigError(f"precision={precision!r}: give a number of digits, 0 or more.")
+        self.save_file = os.fspath(save_file)
+        self.precision = precision
+
+    @main_process_only(hand_over=False)
+    def log_stats(
+        self,
+        stats_meta: Stats,
+        train_stats: Stats | None = None,
+        valid_stats: Stats | None = None,
+        test_stats: Stats | None = None,
+        verbose: bool = True,
+    ) -> None:
+        """Append one line; arguments as in :meth:`TrainLogger.log_stats`.
+
+        Raises:
+            ConfigError: the file cannot be written.
+
+        Ranks: all, or the main process alone; only it writes.
+        """
+        stages = _stages(train_stats, valid_stats, test_stats)
+        parts = [self._line(stats_meta)]
+        parts += [self._line(stats, f"{name} ") for name, stats in stages.items() if stats is not None]
+        line = " - ".join(parts)
+        path = Path(self.save_file)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            _append(path, line + "\n")
+        except OSError as error:
+            raise ConfigError(
+                f"save_file={self.save_file!r} cannot be written: {error.strerror}. "
+                "Free some space, or choose an output folder that can be written to."
+            ) from error
+        if verbose:
+            logger.info("%s", line)
+        self._report(stats_meta, stages, fallback=path.with_name("metrics.jsonl"))
+
+    def _line(self, stats: Stats, stage: str = "") -> str:
+        return ", ".join(f"{stage}{name}: {self._text(_plain(value))}" for name, value in stats.items())
+
+    def _text(self, value: Any) -> str:
+        if not isinstance(value, float):
+            return str(value)
+        kind = "f" if 1.0 < value < 100.0 else "e"  # noqa: PLR2004 -- the recipe contract fixes the format
+        return f"{value:.{self.precision}{kind}}"
+
+
+@register_checkpoint_hooks
+class TensorboardLogger(TrainLogger):
+    """Writes statistics for TensorBoard. Needs ``pip install ddpkit[tensorboard]``.
+
+    Args:
+        save_dir: folder of the event files; it is made at the first write.
+
+    Attributes:
+        global_step: how often each value has been written; it is what TensorBoard shows on the x axis.
+
+    Raises:
+        MissingExtraError: TensorBoard is not installed.
+
+    Ranks: all, or the main process alone; only it writes.
+
+    State: saves ``global_step`` as JSON, so that curves go on after a restart where they ended. Give the
+    logger to the checkpointer for that.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     tensorboard = TensorboardLogger(folder)
+        ...     tensorboard.log_stats({"epoch": 1}, {"loss": [0.5, 0.4]})
+        ...     tensorboard.close()
+        ...     tensorboard.global_step["train"]
+        {'loss': 2}
+    """
+
+    def __init__(self, save_dir: str | os.PathLike[str]) -> None:
+        if importlib.util.find_spec("tensorboard") is None:
+            raise MissingExtraError(
+                "TensorboardLogger needs TensorBoard, which is not installed. "
+                "Run `pip install ddpkit[tensorboard]`, or leave the logger out of the recipe."
+            )
+        self.save_dir = os.fspath(save_dir)
+        self.global_step: dict[str, Any] = {"train": {}, "valid": {}, "test": {}, "meta": 0}
+
+    @functools.cached_property
+    def writer(self) -> SummaryWriter | None:
+        """The TensorBoard writer: made at first use on the main process, None on the others.
+
+        Ranks: local.
+        """
+        if not if_main_process():
+            return None
+        from torch.utils.tensorboard import SummaryWriter
+
+        return SummaryWriter(self.save_dir)
+
+    @main_process_only(hand_over=False)
+    def log_stats(
+        self,
+        stats_meta: Stats,
+        train_stats: Stats | None = None,
+        valid_stats: Stats | None = None,
+        test_stats: Stats | None = None,
+        verbose: bool = False,
+    ) -> None:
+        """Write every value under ``<name>/<stage>``, every element of a list as a step of its own.
+
+        Arguments as in :meth:`TrainLogger.log_stats`; ``verbose`` has no effect.
+
+        Ranks: all, or the main process alone; only it writes.
+        """
+        stages = _stages(train_stats, valid_stats, test_stats)
+        self.global_step["meta"] += 1
+        for name, value in stats_meta.items():
+            self._write(name, _plain(value), self.global_step["meta"])
+        for stage, stats in stages.items():
+            steps = self.global_step[stage]
+            for name, values in (stats or {}).items():
+                plain = _plain(values)
+                for value in plain if isinstance(plain, list) else [plain]:
+                    steps[name] = steps.get(name, 0) + 1
+                    self._write(f"{name}/{stage}", value, steps[name])
+        if self.writer is not None:
+            self.writer.flush()
+        self._report(stats_meta, stages)
+
+    @main_process_only(hand_over=False)
+    def log_audio(self, name: str, value: torch.Tensor, sample_rate: int) -> None:
+        """Write a sound.
+
+        Args:
+            name: its tag.
+            value: samples between -1 and 1, shape ``(num_samples,)`` or ``(1, num_samples)``.
+            sample_rate: samples per second.
+
+        Ranks: all, or the main process alone; only it writes.
+        """
+        self._add("audio", name, value, self.global_step["meta"], sample_rate=sample_rate)
+
+    @main_process_only(hand_over=False)
+    def log_figure(self, name: str, value: Any) -> None:
+        """Write a picture.
+
+        Args:
+            name: its tag.
+            value: a matplotlib figure, or a tensor of grey values between 0 and 1, shape ``(height, width)``.
+
+        Ranks: all, or the main process alone; only it writes.
+        """
+        step = self.global_step["meta"]
+        if isinstance(value, torch.Tensor):
+            self._add("image", name, value.detach(), step, dataformats="HW")
+        else:
+            self._add("figure", name, value, step)
+
+    def close(self) -> None:
+        """Write out what is still in memory, and close the event file.
+
+        Ranks: local.
+        """
+        writer = self.__dict__.pop("writer", None)
+        if writer is not None:
+            writer.close()
+
+    def _write(self, tag: str, value: Any, step: int) -> None:
+        if isinstance(value, bool | int | float):
+            self._add("scalar", tag, value, step)
+        else:
+            self._add("text", tag, str(value), step)
+
+    def _add(self, kind: str, tag: str, value: Any, step: int, **options: Any) -> None:
+        getattr(self.writer, f"add_{kind}")(tag, value, global_step=step, **options)
+
+    @mark_as_saver
+    def _save(self, path: str | os.PathLike[str]) -> None:
+        Path(path).write_text(json.dumps(self.global_step), encoding="utf-8")
+
+    @mark_as_loader
+    def _recover(self, path: str | os.PathLike[str], end_of_epoch: bool) -> None:
+        text = Path(path).read_text(encoding="utf-8")
+        try:
+            saved = json.loads(text)
+            self.global_step = {
+                "meta": int(saved["meta"]),
+                **{s: dict(saved[s]) for s in ("train", "valid", "test")},
+            }
+        except (ValueError, TypeError, KeyError) as error:
+            raise CheckpointError(
+                f"{str(path)!r} holds {text[:60]!r} where TensorBoard's steps were expected; it is damaged. "
+                "Remove that checkpoint to use an older one."
+            ) from error
+
+
+class WandBLogger(TrainLogger):
+    """Writes statistics through a run object such as that of Weights & Biases.
+
+    Args:
+        initializer: called on the main process only, with all the other arguments; returns an object with
+            ``log(stats, step=...)``. In YAML: ``initializer: !name:wandb.init``.
+        args: for the initializer.
+        kwargs: for the initializer.
+
+    Attributes:
+        run: what the initializer returned; None on the other ranks.
+
+    Raises:
+        ConfigError: the initializer failed; its own exception is the cause. Raised on the main process.
+        MainProcessError: the same, on the other ranks.
+
+    Ranks: all, or the main process alone; only it writes.
+
+    Example:
+        >>> class Run:
+        ...     def log(self, stats, step=None):
+        ...         print(step, stats)
+        >>> WandBLogger(Run).log_stats({"epoch": 1}, {"loss": 0.5})
+        1 {'train': {'loss': 0.5}, 'epoch': 1}
+    """
+
+    def __init__(self, initializer: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        self.run: Any = None
+
+        def start() -> None:
+            if not if_main_process():  # without a process group every rank comes here
+                return
+            try:
+                self.run = initializer(*args, **kwargs)
+            except Exception as error:
+                raise ConfigError(
+                    f"WandBLogger: initializer={initializer!r} failed with {type(error).__name__}: {error}. "
+                    "Its own error stands above."
+                ) from error
+
+        run_on_main(start)
+
+    @main_process_only(hand_over=False)
+    def log_stats(
+        self,
+        stats_meta: Stats,
+        train_stats: Stats | None = None,
+        valid_stats: Stats | None = None,
+        test_stats: Stats | None = None,
+        verbose: bool = False,
+    ) -> None:
+        """Hand the statistics to the run; the step is ``stats_meta["epoch"]`` where there is one.
+
+        Arguments as in :meth:`TrainLogger.log_stats`; ``verbose`` has no effect.
+
+        Ranks: all, or the main process alone; only it writes.
+        """
+        stages = _stages(train_stats, valid_stats, test_stats)
+        given = {name: values for name, values in stages.items() if values is not None}
+        stats = _plain_numbers({**given, **stats_meta})
+        self.run.log(stats, **({"step": stats["epoch"]} if "epoch" in stats else {}))
+        self._report(stats_meta, stages)

@@ -1,0 +1,42 @@
+"""How Sphinx builds these pages: ``make docs``."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import ddpkit
+
+project = "ddpkit"
+author = "the ddpkit authors"
+copyright = "the ddpkit authors; Apache License 2.0"
+version = release = ddpkit.__version__
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+exclude_patterns = ["_build", "decisions/template.md"]
+nitpicky = True
+# References to ddpkit's own names must resolve. Those to other projects cannot: their inventories would have
+# to be downloaded, and a build needs no network.
+nitpick_ignore_regex = [
+    (r"py:.*", r"(?!ddpkit\b).*"),
+    (r"py:class", r"ddpkit\.(\w+\.)*(_\w+|\w*T|[A-Z])"),  # private base classes and type variables
+]
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+autodoc_preserve_defaults = True
+autodoc_default_options = {"members": True, "show-inheritance": True}
+
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
+napoleon_use_ivar = True  # an Attributes section beside documented methods would describe them twice
+napoleon_custom_sections = [("Ranks", "notes_style"), ("State", "notes_style"), ("Source", "notes_style")]
+
+myst_enable_extensions = ["colon_fence", "deflist"]
+myst_heading_anchors = 3
+
+html_theme = "furo"
+html_title = f"ddpkit {release}"
+html_copy_source = False
+html_show_sphinx = False

@@ -1,0 +1,479 @@
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from ddpkit.checkpoint_hooks import (
+    DEFAULT_LOAD_HOOKS,
+    DEFAULT_SAVE_HOOKS,
+    DEFAULT_TRANSFER_HOOKS,
+    find_load_hook,
+    find_save_hook,
+    find_transfer_hook,
+    mark_as_loader,
+    mark_as_saver,
+    mark_as_transfer,
+    register_checkpoint_hooks,
+    safe_load,
+    saves_on_every_rank,
+    torch_parameter_transfer,
+    torch_recovery,
+    torch_save,
+)
+from ddpkit.errors import CheckpointError, ConfigError
+
+
+@pytest.fixture(autouse=True)
+def _tables():
+    """Give the tables back as they were."""
+    tables = (DEFAULT_SAVE_HOOKS, DEFAULT_LOAD_HOOKS, DEFAULT_TRANSFER_HOOKS)
+    before = [dict(table) for table in tables]
+    yield
+    for table, content in zip(tables, before, strict=True):
+        table.clear()
+        table.update(content)
+
+
+def make_counter(**options):
+    @register_checkpoint_hooks(**options)
+    class Counter:
+        def __init__(self, count=0):
+            self.count = count
+
+        @mark_as_saver
+        def _save(self, path):
+            path.write_text(str(self.count))
+
+        @mark_as_loader
+        def _load(self, path, end_of_epoch):
+            self.count = int(path.read_text()) + end_of_epoch
+
+        @mark_as_transfer
+        def _transfer(self, path):
+            self.count = -int(path.read_text())
+
+    return Counter
+
+
+# ------------------------------------------------------------------------------------------------ marks
+
+
+@pytest.mark.parametrize("options", [{}, {"save_on_main_only": True}, {"save_on_main_only": False}])
+def test_marked_methods_become_the_hooks_of_the_class(tmp_path, options):
+    counter = make_counter(**options)
+    path = tmp_path / "a.ckpt"
+    find_save_hook(counter(3))(counter(3), path)
+    assert path.read_text() == "3"
+    loaded = counter()
+    find_load_hook(loaded)(loaded, path, True)
+    assert loaded.count == 4
+    find_transfer_hook(loaded)(loaded, path)
+    assert loaded.count == -3
+    assert saves_on_every_rank(find_save_hook(loaded)) == (options.get("save_on_main_only") is False)
+
+
+def test_the_decorator_works_plain_and_as_a_call():
+    class A:
+        @mark_as_saver
+        def save(self, path):
+            pass
+
+    assert register_checkpoint_hooks(A) is A
+    assert DEFAULT_SAVE_HOOKS[A].name == "save"
+    assert A not in DEFAULT_LOAD_HOOKS
+    assert register_checkpoint_hooks(A, save_on_main_only=False) is A
+    assert saves_on_every_rank(DEFAULT_SAVE_HOOKS[A])
+
+
+def test_c12_a_subclass_that_overrides_by_name_has_its_methods_used(tmp_path):
+    class Tens(make_counter()):
+        def _save(self, path):
+            path.write_text(str(self.count * 10))
+
+        def _load(self, path, end_of_epoch):
+            self.count = int(path.read_text()) // 10
+
+    path = tmp_path / "a.ckpt"
+    find_save_hook(Tens(3))(Tens(3), path)
+    assert path.read_text() == "30"
+    loaded = Tens()
+    find_load_hook(loaded)(loaded, path, True)
+    assert loaded.count == 3
+
+
+def test_c12_marks_of_a_base_class_count_for_a_registered_subclass(tmp_path):
+    class Base:
+        @mark_as_saver
+        def _save(self, path):
+            path.write_text("base")
+
+    @register_checkpoint_hooks
+    class Sub(Base):
+        def _save(self, path):
+            path.write_text("sub")
+
+    find_save_hook(Sub())(Sub(), tmp_path / "a")
+    assert (tmp_path / "a").read_text() == "sub"
+    assert find_save_hook(Base()) is None
+
+
+def test_a_module_with_marked_methods_uses_them_instead_of_torchs():
+    @register_checkpoint_hooks
+    class Odd(nn.Linear):
+        @mark_as_saver
+        def _save(self, path):
+            pass
+
+    odd = Odd(1, 1)
+    assert find_save_hook(odd) is not torch_save
+    assert find_load_hook(odd) is torch_recovery
+
+
+@pytest.mark.parametrize(
+    ("mark", "good", "bad"),
+    [
+        (mark_as_saver, lambda self, path: None, lambda self: None),
+        (mark_as_saver, lambda self, path, more=1: None, lambda self, path, more: None),
+        (mark_as_saver, lambda *args: None, lambda: None),
+        (mark_as_loader, lambda self, path, end_of_epoch: None, lambda self, path: None),
+        (mark_as_loader, lambda self, path, end_of_epoch, device=None: None, lambda self, path, *, end_of_epoch: None),
+        (mark_as_transfer, lambda self, path: None, lambda self, path, end_of_epoch: None),
+    ],
+)
+def test_a_mark_checks_the_signature_at_decoration(mark, good, bad):
+    assert mark(good) is good
+    with pytest.raises(TypeError, match="must be callable with \\(self, path"):
+        mark(bad)
+
+
+def test_two_methods_with_one_mark_are_an_error():
+    class Two:
+        @mark_as_saver
+        def a(self, path):
+            pass
+
+        @mark_as_saver
+        def b(self, path):
+            pass
+
+    with pytest.raises(ConfigError, match="2 methods marked as saver"):
+        register_checkpoint_hooks(Two)
+
+
+# ------------------------------------------------------------------------------------------------ tables
+
+
+def test_tables_are_extended_from_outside_and_looked_up_by_mro():
+    class A:
+        pass
+
+    class B(A):
+        pass
+
+    class C(B):
+        pass
+
+    def hook_a(obj, path):
+        pass
+
+    def hook_b(obj, path):
+        pass
+
+    assert find_save_hook(C()) is None
+    DEFAULT_SAVE_HOOKS[A] = hook_a
+    assert find_save_hook(C()) is hook_a
+    DEFAULT_SAVE_HOOKS[B] = hook_b
+    assert find_save_hook(C()) is hook_b
+    assert find_save_hook(A()) is hook_a
+    assert not saves_on_every_rank(hook_a)
+
+
+def test_anything_with_a_state_dict_is_the_last_resort(tmp_path):
+    class Meter:
+        total = 0.0
+
+        def state_dict(self):
+            return {"total": self.total, "seen": [1, np.int64(2)]}
+
+        def load_state_dict(self, state):
+            self.total = state["total"]
+            self.seen = state["seen"]
+
+    saved, loaded = Meter(), Meter()
+    saved.total = np.float64(2.5)
+    path = tmp_path / "meter.ckpt"
+    find_save_hook(saved)(saved, path)
+    find_load_hook(loaded)(loaded, path, False)
+    assert loaded.total == 2.5
+    assert type(loaded.total) is float
+    assert type(loaded.seen[1]) is int
+    assert find_transfer_hook(loaded) is None
+
+
+def test_an_object_that_nothing_can_save_has_no_hook():
+    assert find_save_hook(object()) is None
+    assert find_load_hook([1]) is None
+
+
+# ------------------------------------------------------------------------------------------------ torch
+
+
+def schedulers(optimizer):
+    lr = torch.optim.lr_scheduler
+    yield lr.StepLR(optimizer, 2)
+    yield lr.ReduceLROnPlateau(optimizer)
+    yield lr.CyclicLR(optimizer, 0.1, 0.2)
+    yield lr.CyclicLR(optimizer, 0.1, 0.2, scale_fn=lambda x: 1.0)
+    yield lr.OneCycleLR(optimizer, 0.1, 10)
+    yield lr.LambdaLR(optimizer, lambda step: 0.5**step)
+    yield lr.SequentialLR(optimizer, [lr.ConstantLR(optimizer), lr.ExponentialLR(optimizer, 0.5)], [2])
+
+
+@pytest.mark.parametrize("number", range(7))
+def test_every_scheduler_of_torch_is_saved_and_loaded(tmp_path, number):
+    def make():
+        torch.manual_seed(0)
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        return optimizer, list(schedulers(optimizer))[number]
+
+    def step(optimizer, scheduler):
+        optimizer.step()
+        needs_metric = isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
+        scheduler.step(1.0) if needs_metric else scheduler.step()
+
+    warnings.simplefilter("ignore")  # torch's own, about the order of steps and deprecated arguments
+    optimizer, scheduler = make()
+    for _ in range(3):
+        step(optimizer, scheduler)
+    for name, obj in (("o", optimizer), ("s", scheduler)):
+        find_save_hook(obj)(obj, tmp_path / f"{name}.ckpt")
+    other_optimizer, other_scheduler = make()
+    for name, obj in (("o", other_optimizer), ("s", other_scheduler)):
+        find_load_hook(obj)(obj, tmp_path / f"{name}.ckpt", True)
+    for _ in range(3):
+        step(optimizer, scheduler)
+        step(other_optimizer, other_scheduler)
+        assert [g["lr"] for g in optimizer.param_groups] == [g["lr"] for g in other_optimizer.param_groups]
+
+
+def test_an_optimizer_goes_on_as_if_nothing_had_happened(tmp_path):
+    def make():
+        torch.manual_seed(0)
+        model = nn.Linear(3, 1)
+        return model, torch.optim.Adam(model.parameters(), lr=np.float64(0.01))
+
+    def step(model, optimizer):
+        model(torch.ones(1, 3)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    model, optimizer = make()
+    step(model, optimizer)
+    torch_save(model, tmp_path / "m")
+    torch_save(optimizer, tmp_path / "o")
+    step(model, optimizer)
+    other, other_optimizer = make()
+    torch_recovery(other, tmp_path / "m", True)
+    torch_recovery(other_optimizer, tmp_path / "o", True)
+    step(other, other_optimizer)
+    assert torch.equal(model.weight, other.weight)
+
+
+def test_a_grad_scaler_is_saved_and_loaded(tmp_path):
+    def make(scale):
+        return torch.amp.GradScaler("cpu", init_scale=scale)
+
+    saved, loaded = make(64.0), make(8.0)
+    assert find_save_hook(saved) is torch_save
+    torch_save(saved, tmp_path / "s")
+    torch_recovery(loaded, tmp_path / "s", False)
+    assert loaded.get_scale() == 64.0
+
+
+def test_what_could_not_be_loaded_again_is_refused_when_it_is_saved(tmp_path):
+    class Odd:
+        def state_dict(self):
+            return {"array": np.ones(2), "path": Path("x")}
+
+        def load_state_dict(self, state):
+            pass
+
+    with pytest.raises(CheckpointError, match="numpy.*could not be loaded again without running code"):
+        torch_save(Odd(), tmp_path / "odd.ckpt")
+
+
+def test_a_state_that_does_not_fit_names_the_file_and_the_keys(tmp_path):
+    path = tmp_path / "model.ckpt"
+    torch_save(nn.Sequential(nn.Linear(2, 1)), path)
+    with pytest.raises(CheckpointError, match=r"model.ckpt does not fit this Linear(.|\n)*weight(.|\n)*0.weight"):
+        torch_recovery(nn.Linear(2, 1), path, True)
+    with pytest.raises(CheckpointError, match=r"does not fit this SGD"):
+        torch_recovery(torch.optim.SGD(nn.Linear(2, 1).parameters(), lr=0.1), path, True)
+    torch.save([1, 2], path)
+    with pytest.raises(CheckpointError, match=r"holds a list where a module's state was expected"):
+        torch_recovery(nn.Linear(2, 1), path, True)
+
+
+# ------------------------------------------------------------------------------------------------ wrappers
+
+
+class Compiled(nn.Module):
+    """As torch.compile wraps a module, without loading the compiler: attributes are forwarded."""
+
+    def __init__(self, module):
+        super().__init__()
+        self._orig_mod = module
+
+    def __getattr__(self, name):
+        if name == "_orig_mod":
+            return self._modules["_orig_mod"]
+        return getattr(self._modules["_orig_mod"], name)
+
+
+class Net(nn.Module):
+    """Has a submodule that is really called "module"."""
+
+    def __init__(self, wrap=lambda module: module):
+        super().__init__()
+        self.body = wrap(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
+        self.module = nn.Linear(2, 1)
+
+
+PLAIN = {
+    "body.0.bias",
+    "body.0.weight",
+    "body.1.bias",
+    "body.1.num_batches_tracked",
+    "body.1.running_mean",
+    "body.1.running_var",
+    "body.1.weight",
+    "module.bias",
+    "module.weight",
+}
+
+WRAPS = {
+    "plain": Net,
+    "outside": lambda: nn.DataParallel(Net()),
+    "inside": lambda: Net(nn.DataParallel),
+    "compiled": lambda: Compiled(Net()),
+    "compiled inside": lambda: Net(Compiled),
+    "all": lambda: nn.DataParallel(Compiled(Net(lambda m: Compiled(nn.DataParallel(m))))),
+}
+
+
+@pytest.mark.parametrize("saved_as", WRAPS)
+def test_modules_are_stored_unwrapped_and_load_into_any_wrapping(tmp_path, saved_as):
+    path = tmp_path / "net.ckpt"
+    net = WRAPS[saved_as]()
+    for parameter in net.parameters():
+        nn.init.uniform_(parameter)
+    torch_save(net, path)
+    state = safe_load(path)
+    assert set(state) == PLAIN
+    assert state._metadata["body.1"] == {"version": 2}
+    for name, make in WRAPS.items():
+        loaded = make()
+        torch_recovery(loaded, path, True)
+        torch_save(loaded, tmp_path / "again.ckpt")
+        again = safe_load(tmp_path / "again.ckpt")
+        assert all(torch.equal(again[key], state[key]) for key in PLAIN), name
+
+
+@pytest.mark.parametrize("saved_as", WRAPS)
+def test_files_with_wrapped_names_load_too(tmp_path, saved_as):
+    path = tmp_path / "net.ckpt"
+    net = WRAPS[saved_as]()
+    torch.save(net.state_dict(), path)
+    loaded = Net()
+    torch_recovery(loaded, path, True)
+    assert torch.equal(loaded.module.weight, list(net.parameters())[-2])
+
+
+def test_torch_compile_really_names_its_module_so(tmp_path):
+    compiled = torch.compile(nn.Linear(2, 1), backend="eager")
+    torch_save(compiled, tmp_path / "a")
+    assert set(safe_load(tmp_path / "a")) == {"weight", "bias"}
+    torch_recovery(compiled, tmp_path / "a", True)
+
+
+def test_transfer_is_not_strict_and_names_what_is_missing_and_unused(tmp_path, caplog):
+    path = tmp_path / "pretrained.ckpt"
+    torch.save({"weight": torch.full((1, 2), 7.0), "old": torch.ones(1)}, path)
+    model = nn.Linear(2, 1)
+    bias = model.bias.clone()
+    torch_parameter_transfer(nn.DataParallel(model), path)
+    assert torch.equal(model.weight, torch.full((1, 2), 7.0))
+    assert torch.equal(model.bias, bias)
+    assert "has no bias" in caplog.text
+    assert "has old" in caplog.text
+    torch.save({"weight": torch.ones(3)}, path)
+    with pytest.raises(CheckpointError, match="does not fit this Linear"):
+        torch_parameter_transfer(model, path)
+
+
+# ------------------------------------------------------------------------------------------------ safety
+
+
+class Evil:
+    def __init__(self, target):
+        self.target = str(target)
+
+    def __reduce__(self):
+        return (open, (self.target, "w"))
+
+
+@pytest.mark.parametrize("variable", ["0", "1"])
+@pytest.mark.parametrize("as_zip", [True, False])
+def test_k8_loading_runs_no_code_whatever_the_environment_says(tmp_path, monkeypatch, variable, as_zip):
+    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", variable)
+    path, target = tmp_path / "model.ckpt", tmp_path / "touched"
+    torch.save({"weight": Evil(target)}, path, _use_new_zipfile_serialization=as_zip)
+    for load in (
+        lambda: safe_load(path),
+        lambda: torch_recovery(nn.Linear(1, 1), path, True),
+        lambda: torch_parameter_transfer(nn.Linear(1, 1), path),
+    ):
+        with pytest.raises(CheckpointError, match="model.ckpt"):
+            load()
+        assert not target.exists()
+    if as_zip:
+        with pytest.raises(CheckpointError, match="open, and loading those would run code"):
+            safe_load(path)
+
+
+def test_k8_the_variable_would_run_code_in_a_bare_load(tmp_path, monkeypatch):
+    """Else the test above shows nothing."""
+    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
+    path, target = tmp_path / "model.ckpt", tmp_path / "touched"
+    torch.save({"weight": Evil(target)}, path)
+    with pytest.warns(UserWarning, match="forcing weights_only=False"):
+        torch.load(path)["weight"].close()
+    assert target.exists()
+
+
+@pytest.mark.parametrize("content", [b"", b"PK", b"\x80\x02garbage", b"hello", b"PK\x03\x04" + b"\x00" * 100])
+def test_k2_a_file_that_cannot_be_read_is_named(tmp_path, content):
+    path = tmp_path / "model.ckpt"
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"cannot load .*model.ckpt"):
+        safe_load(path)
+    path.unlink()
+    with pytest.raises(CheckpointError, match="No such file"):
+        safe_load(path)
+
+
+def test_types_that_the_user_allows_are_loaded(tmp_path):
+    path = tmp_path / "a.ckpt"
+    torch.save({"path": np.float64(3)}, path)
+    with pytest.raises(CheckpointError, match="numpy"):
+        safe_load(path)
+    allowed = [np._core.multiarray.scalar, np.dtype, np.dtypes.Float64DType]
+    with torch.serialization.safe_globals(allowed):
+        assert safe_load(path) == {"path": 3.0}
+

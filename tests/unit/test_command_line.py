@@ -1,0 +1,423 @@
+from __future__ import annotations
+
+import json
+import logging
+import os
+
+import pytest
+import torch
+from hyperpyyaml import load_hyperpyyaml
+
+import ddpkit
+from ddpkit import device, run_opts
+from ddpkit.command_line import help_parser, override_line
+from ddpkit.errors import ConfigError, DdpkitError, LaunchError, MissingFileError
+from ddpkit.options import OPTIONS
+from ddpkit.run_opts import RunOptions, parse_arguments
+
+LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK")
+YAML_TEXT = """\
+seed: 1
+lr: 0.1
+name: first
+url: x
+optimizer: sgd
+layers: [1, 2]
+folder: !ref results/<seed>
+danger: !apply:os.mkdir [PWNED]
+flag: True
+other_yaml: null
+"""
+
+
+@pytest.fixture(autouse=True)
+def _clean(monkeypatch, tmp_path):
+    for name in (*LAUNCHER, "TORCHELASTIC_ERROR_FILE", "SLURM_STEP_ID", "OMPI_COMM_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(device, "count_devices", lambda kind: 0)
+    monkeypatch.setattr(device, "accelerator_kind", lambda: "cpu")
+    for module in (run_opts, device):
+        monkeypatch.setattr(module.logger, "_said", set())
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "h.yaml").write_text(YAML_TEXT)
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    monkeypatch.setattr(device, "count_devices", lambda kind: 4 if kind == "cuda" else 0)
+    monkeypatch.setattr(device, "accelerator_kind", lambda: "cuda")
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    for name, value in (("RANK", "1"), ("LOCAL_RANK", "1"), ("WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
+
+
+def parse(*words):
+    return parse_arguments(list(words))
+
+
+def overrides(*words):
+    """What the overrides of a command line mean to HyperPyYAML."""
+    text = parse("h.yaml", *words)[2]
+    safe = YAML_TEXT.replace("danger: !apply:os.mkdir [PWNED]\n", "")
+    return load_hyperpyyaml(safe, text)
+
+
+# ------------------------------------------------------------------------- the faults of REGRESSIONS.md
+
+
+def test_c1_optimizer_step_limit_is_an_int():
+    for words in (["--optimizer_step_limit=10"], ["--optimizer_step_limit", "10"]):
+        limit = parse("h.yaml", *words)[1].optimizer_step_limit
+        assert (limit, type(limit)) == (10, int)
+    with pytest.raises(
+        ConfigError, match="optimizer_step_limit='ten' on the command line is no whole number"
+    ):
+        parse("h.yaml", "--optimizer_step_limit=ten")
+
+
+def test_c2_a_yaml_key_is_no_abbreviated_option():
+    _, options, text = parse("h.yaml", "--optimizer=adam")
+    assert text == "optimizer: adam"
+    assert options.optimizer_step_limit is None
+    (file := open("h.yaml", "a")).write("log: a\nmax: 1\ndata: b\nckpt: c\nd: e\n")  # noqa: PTH123, SIM115
+    file.close()
+    words = ["--log=x", "--max=5", "--data=/x", "--ckpt=5", "--d=1"]
+    assert parse("h.yaml", *words)[2] == "log: x\nmax: 5\ndata: /x\nckpt: 5\nd: 1"
+
+
+def test_c2_an_abbreviated_option_is_an_error_with_the_whole_name():
+    with pytest.raises(ConfigError, match="did you mean --debug_batches"):
+        parse("h.yaml", "--debug_batch=5")
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["--seed", "3", "h.yaml"], "seed: 3"),
+        (["--seed=3", "h.yaml"], "seed: 3"),
+        (["h.yaml", "--seed", "3"], "seed: 3"),
+        (["--flag", "h.yaml"], "flag:"),
+        (["--flag", "h.yaml", "--seed=3"], "flag:\nseed: 3"),
+        (["--debug", "h.yaml"], ""),
+        (["--seed", "3", "--", "h.yaml"], "seed: 3"),
+        (["--other_yaml", "o.yaml", "h.yaml"], "other_yaml: o.yaml"),
+        (["--lr", "-1", "h.yaml"], "lr: -1"),
+        (["--max_grad_norm", "-1", "h.yaml"], ""),
+    ],
+)
+def test_c3_the_yaml_may_stand_anywhere(words, text):
+    file, _, found = parse(*words)
+    assert (file, found) == ("h.yaml", text)
+
+
+def test_c3_the_yaml_may_follow_a_list():
+    file, options, _ = parse("--jit_module_keys", "a", "b", "h.yaml")
+    assert (file, options.jit_module_keys) == ("h.yaml", ["a", "b"])
+    assert parse("h.yaml", "--jit_module_keys", "a", "b", "--debug")[1].jit_module_keys == ["a", "b"]
+    assert parse("h.yaml", "--compile_module_keys=a,b")[1].compile_module_keys == ["a", "b"]
+
+
+def test_c3_a_yaml_without_the_suffix(tmp_path):
+    (tmp_path / "hparams").write_text(YAML_TEXT)
+    assert parse("hparams", "--seed=3")[0] == "hparams"
+    assert parse("--flag", "hparams")[0] == "hparams"
+
+
+def test_c3_two_yamls_are_not_guessed_between(tmp_path):
+    with pytest.raises(ConfigError, match=r"Which one .*'h.yaml' or 'o.yaml'\? Put it first"):
+        parse("--flag", "h.yaml", "--other_yaml", "o.yaml")
+    with pytest.raises(ConfigError, match="'h.yaml', 'o.yaml' stand alone"):
+        parse("h.yaml", "o.yaml")
+
+
+def test_c4_values_keep_their_equals_signs():
+    assert overrides("--url=http://x/?a=1&b=2")["url"] == "http://x/?a=1&b=2"
+    assert overrides("--url", "http://x/?a=1")["url"] == "http://x/?a=1"
+
+
+@pytest.mark.parametrize(
+    ("word", "value"),
+    [
+        ("--debug", True),
+        *((f"--debug={w}", True) for w in ("True", "true", "yes", "1", "on")),
+        *((f"--debug={w}", False) for w in ("False", "false", "no", "0", "off")),
+    ],
+)
+def test_c5_a_switch_takes_a_value(word, value):
+    options = parse("h.yaml", word)[1]
+    assert options.debug is value
+    assert options.overridden_args == {"debug"}
+
+
+def test_c5_a_switch_turns_off_what_the_yaml_turns_on(tmp_path):
+    (tmp_path / "h.yaml").write_text("debug: True\n")
+    assert parse("h.yaml")[1].debug is True
+    options = parse("h.yaml", "--debug=False")[1]
+    assert options.debug is False
+    assert options.resolved({"debug": True}).debug is False
+
+
+def test_c5_a_switch_never_swallows_a_word():
+    with pytest.raises(ConfigError, match=r"'h.yaml', 'False' stand alone .*--debug=False"):
+        parse("h.yaml", "--debug", "False")
+    with pytest.raises(ConfigError, match="debug='maybe' on the command line is no True or False"):
+        parse("h.yaml", "--debug=maybe")
+
+
+def test_c6_minutes_are_a_float():
+    assert parse("h.yaml", "--ckpt_interval_minutes=0.5")[1].ckpt_interval_minutes == 0.5
+    assert parse("h.yaml", "--distributed_timeout_minutes", "2.5")[1].distributed_timeout_minutes == 2.5
+
+
+def test_pain24_arguments_of_old_launchers_are_accepted(launched, monkeypatch, caplog):
+    for word in ("--local_rank=1", "--local-rank=1"):
+        assert parse("h.yaml", word)[2] == ""
+    monkeypatch.delenv("LOCAL_RANK")
+    options = parse("h.yaml", "--local_rank", "1", "--distributed_launch")[1]
+    assert os.environ["LOCAL_RANK"] == "1"
+    assert options.distributed_launch is True
+    assert "local_rank" not in options
+    assert [r.getMessage().split(":")[0] for r in caplog.records] == []  # this is rank 1: main alone speaks
+
+
+def test_pain24_distributed_launch_has_no_effect(caplog):
+    with caplog.at_level(logging.WARNING):
+        options = parse("h.yaml", "--distributed_launch=True", "--local_rank=-1")[1]
+    assert options.distributed_launch is False
+    assert "LOCAL_RANK" not in os.environ
+    (record,) = caplog.records
+    assert "--distributed_launch has no effect" in record.getMessage()
+
+
+def test_pain24_a_contradicting_local_rank(launched, monkeypatch):
+    with pytest.raises(LaunchError, match="--local_rank=0 on the command line, but LOCAL_RANK='1'"):
+        parse("h.yaml", "--local_rank=0")
+    for name in LAUNCHER:
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(LaunchError, match="LOCAL_RANK is set, but RANK is not"):
+        parse("h.yaml", "--local_rank=0")
+    assert "LOCAL_RANK" not in os.environ
+
+
+def test_o12_options_made_by_hand_count():
+    options = RunOptions(precision="bf16", device=torch.device("cpu"))
+    assert options.overridden_args == {"precision", "device"}
+    assert options.resolved({"precision": "fp16"}).precision == "bf16"
+    assert options.resolved().device == "cpu"
+
+
+# ---------------------------------------------------------------------------------- overrides as YAML
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("3", 3),
+        ("-1", -1),
+        ("1e-3", 0.001),
+        ("null", None),
+        ("", None),
+        ("True", True),
+        ("[1, 2]", [1, 2]),
+        ("(1, 2)", (1, 2)),
+        ("'3'", "3"),
+        ('"a b"', "a b"),
+        ("!ref <seed>", 1),
+        ("plain text", "plain text"),
+        ("C:\\temp", "C:\\temp"),
+        ("a: b", "a: b"),
+        ("a:", "a:"),
+        ("a #b", "a #b"),
+        ("#b", "#b"),
+        ("*.wav", "*.wav"),
+        ("&a", "&a"),
+        ("@home", "@home"),
+        ("`x`", "`x`"),
+        ("%x", "%x"),
+        ("- a", "- a"),
+        ("|", "|"),
+        (">", ">"),
+        ("? a", "? a"),
+        ("[a", "[a"),
+        ("'a", "'a"),
+        ('"a', '"a'),
+        ("'a' b", "'a' b"),
+        (" a ", " a "),
+        ("a\nb: c", "a\nb: c"),
+        ('a\tb\\n"q"', 'a\tb\\n"q"'),
+        ("grün 😀: x", "grün 😀: x"),
+        ("a\x01", "a\x01"),
+    ],
+)  # fmt: skip
+def test_override_values_mean_what_was_typed(text, value):
+    assert overrides(f"--name={text}")["name"] == value
+
+
+def test_an_override_may_be_a_mapping(tmp_path):
+    (tmp_path / "h.yaml").write_text("net: {a: 1, b: 2}\n")
+    text = parse("h.yaml", "--net={a: 3}")[2]
+    assert load_hyperpyyaml("net: {a: 1, b: 2}", text)["net"] == {"a": 3, "b": 2}
+
+
+def test_the_last_override_of_a_key_wins():
+    assert parse("h.yaml", "--seed=1", "--seed=2")[2] == "seed: 2"
+    assert parse("h.yaml", "--debug_batches=1", "--debug_batches=3")[1].debug_batches == 3
+
+
+def test_an_override_without_value_is_null():
+    assert override_line("flag", None) == "flag:"
+    assert parse("h.yaml", "--flag", "--seed=2")[2] == "flag:\nseed: 2"
+
+
+def test_overrides_that_match_nothing_name_what_comes_close():
+    with pytest.raises(ConfigError) as caught:
+        parse("h.yaml", "--sed=3", "--optimizer_step_limt=5", "--zzz=1")
+    lines = str(caught.value).splitlines()
+    assert "--sed " in lines[0]
+    assert "did you mean the key 'seed'?" in lines[0]
+    assert "did you mean --optimizer_step_limit" in lines[1]
+    assert lines[2].endswith("matches no key of 'h.yaml'.")
+    assert "Its keys: seed, lr, name" in lines[3]
+
+
+def test_reading_the_keys_runs_nothing(tmp_path):
+    parse("h.yaml", "--danger=3")
+    assert not (tmp_path / "PWNED").exists()
+
+
+def test_keys_that_come_by_merge_are_keys(tmp_path):
+    text = "base: &b {x: 1}\nmore: &m {y: 1}\n<<: [*b, *m]\nz: 1\n"
+    (tmp_path / "h.yaml").write_text(text)
+    assert parse("h.yaml", "--x=2", "--y=3", "--z=4")[2] == "x: 2\ny: 3\nz: 4"
+
+
+# --------------------------------------------------------------------------------------------- errors
+
+
+def test_missing_yaml():
+    with pytest.raises(MissingFileError, match="There is no file 'nowhere.yaml'"):
+        parse("nowhere.yaml")
+    with pytest.raises(FileNotFoundError, match=r"Did you mean 'h.yaml'\?"):
+        parse("--flag", "h.yaml", "nowhere")
+    with pytest.raises(ConfigError, match="No hyperparameter YAML was given"):
+        parse("--debug")
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"a: [1\nb: 2\n", "'bad.yaml' is no valid YAML: .* in line 2, column"),
+        (b"a: \xff\n", "'bad.yaml' cannot be read as a text file"),
+        (b"- a\n", "must hold `key: value` lines"),
+        (b"", "must hold `key: value` lines"),
+        (b"a: 1\n---\nb: 2\n", "is no valid YAML"),
+        (b"a: \x01\n", "is no valid YAML"),
+    ],
+)
+def test_yaml_that_cannot_be_used(tmp_path, content, reason):
+    (tmp_path / "bad.yaml").write_bytes(content)
+    with pytest.raises(ConfigError, match=reason):
+        parse("bad.yaml")
+
+
+def test_a_folder_instead_of_a_yaml(tmp_path):
+    with pytest.raises(ConfigError, match="is a folder"):
+        parse(str(tmp_path))
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read anything")
+def test_an_unreadable_yaml(tmp_path):
+    (tmp_path / "h.yaml").chmod(0)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        parse("h.yaml")
+
+
+def test_a_pipe_is_left_for_the_one_who_loads_it(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    assert parse("pipe", "--anything=3")[2] == "anything: 3"
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["--precision=fp8"], "precision='fp8' on the command line is not one of fp32, fp16, bf16"),
+        (["--eval_precision", "x"], "eval_precision='x'"),
+        (["--grad_accumulation_factor=0"], "grad_accumulation_factor='0' on the command line is below 1"),
+        (["--debug_batches=-1"], "debug_batches='-1' on the command line is below 1"),
+        (["--nonfinite_patience=-1"], "nonfinite_patience='-1' on the command line is below 0"),
+        (["--distributed_timeout_minutes=0"], "timeout_minutes='0' on the command line is not above 0"),
+        (["--max_grad_norm=nan"], "max_grad_norm='nan' on the command line is no number"),
+        (["--max_grad_norm=x"], "Give --max_grad_norm=5.0"),
+        (["--debug_batches=1.5"], "debug_batches='1.5' on the command line is no whole number"),
+        (["--precision"], "--precision needs a value. Write --precision=fp32|fp16|bf16"),
+        (["--precision", "--debug"], "--precision needs a value"),
+        (["--device=cuda:9"], "device='cuda:9'"),
+        (["--ckpt_interval_minutes=1", "--ckpt_interval_steps=5"], "1.0 and ckpt_interval_steps=5 are both"),
+        (["--data_parallel_backend"], "data_parallel_backend=True needs a GPU"),
+        (["stray"], "'h.yaml', 'stray' stand alone"),
+        (["-v"], "'h.yaml', '-v' stand alone"),
+    ],
+)  # fmt: skip
+def test_bad_values_are_named_with_the_remedy(words, reason):
+    with pytest.raises(ConfigError) as caught:
+        parse("h.yaml", *words)
+    assert reason in str(caught.value)
+
+
+@pytest.mark.parametrize("words", [["--data_parallel_backend"], ["--data_parallel_backend=True"]])
+def test_data_parallel_under_a_launcher_shows_both_commands(launched, words):
+    with pytest.raises(ConfigError) as caught:
+        parse("h.yaml", *words)
+    assert "python train.py hparams.yaml --data_parallel_backend" in str(caught.value)
+    assert "torchrun --standalone --nproc_per_node=N train.py hparams.yaml" in str(caught.value)
+
+
+def test_data_parallel_in_the_yaml_under_a_launcher(launched, tmp_path):
+    (tmp_path / "h.yaml").write_text("data_parallel_backend: True\n")
+    with pytest.raises(ConfigError, match="under a launcher"):
+        parse("h.yaml")
+    with pytest.raises(ConfigError, match="under a launcher"):
+        RunOptions().resolved({"data_parallel_backend": True})
+
+
+def test_an_error_is_recorded_for_torchrun(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    with pytest.raises(ConfigError):
+        parse("h.yaml", "--precision=fp8")
+    record = json.loads((tmp_path / "error.json").read_text())
+    assert "precision='fp8'" in json.dumps(record)
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "no" / "folder" / "error.json"))
+    with pytest.raises(DdpkitError):
+        parse("h.yaml", "--precision=fp8")
+
+
+# ----------------------------------------------------------------------------------- help and version
+
+
+@pytest.mark.parametrize("words", [["--help"], ["-h"], ["h.yaml", "--seed", "3", "--help"], ["--flag", "-h"]])
+def test_help_prints_and_stops(capsys, words):
+    with pytest.raises(SystemExit) as caught:
+        parse(*words)
+    assert caught.value.code == 0
+    out = capsys.readouterr().out
+    assert "torchrun --standalone --nproc_per_node=N train.py hparams.yaml" in out
+    assert "python train.py hparams.yaml --data_parallel_backend" in out
+
+
+def test_help_has_one_line_per_option_with_its_default():
+    lines = help_parser().format_help().splitlines()
+    assert max(map(len, lines)) <= 100
+    for option in OPTIONS:
+        mine = [line for line in lines if line.split()[:1] == [f"--{option.name}"]]
+        assert len(mine) == bool(option.group), option.name
+        assert all(line.endswith(f"[{option.shown_default}]") for line in mine), option.name
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as caught:
+        parse("--version")
+    assert caught.value.code == 0
+    assert capsys.readouterr().out.startswith(f"ddpkit {ddpkit.__version__} (torch {torch.__version__}")

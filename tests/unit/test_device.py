@@ -1,0 +1,196 @@
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+from ddpkit import device
+from ddpkit.device import default_backend, infer_device, resolve_device
+from ddpkit.errors import ConfigError, LaunchError
+from ddpkit.launchers import LaunchInfo, find_launch
+
+ALONE = LaunchInfo()
+
+
+def ranks(local_rank, world_size=2):
+    return LaunchInfo("torchrun", local_rank, local_rank, world_size, world_size)
+
+
+@pytest.fixture(autouse=True)
+def _no_launcher(monkeypatch):
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(device.logger, "_said", set())
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """Pretend to have so many devices of each kind."""
+
+    def have(**counts):
+        monkeypatch.setattr(device, "count_devices", lambda kind: counts.get(kind, 0))
+        monkeypatch.setattr(device, "is_built_for", lambda kind: kind in counts)
+        monkeypatch.setattr(
+            device, "accelerator_kind", lambda: next((k for k, n in counts.items() if n), "cpu")
+        )
+
+    return have
+
+
+def test_infer_without_gpu_is_cpu(machine):
+    machine(cuda=0)
+    assert infer_device() == "cpu"
+    assert infer_device(3) == "cpu"
+
+
+def test_infer_takes_the_own_gpu(machine, monkeypatch):
+    machine(cuda=4)
+    assert infer_device() == "cuda:0"
+    assert infer_device(3) == "cuda:3"
+    for name, value in (("RANK", "6"), ("LOCAL_RANK", "2"), ("WORLD_SIZE", "8")):
+        monkeypatch.setenv(name, value)
+    assert infer_device() == "cuda:2"
+    monkeypatch.delenv("RANK")
+    with pytest.raises(LaunchError):
+        infer_device()
+
+
+def test_infer_other_accelerators(machine):
+    machine(mps=1)
+    assert infer_device() == "mps"
+    machine(xpu=2)
+    assert infer_device(1) == "xpu:1"
+
+
+def test_infer_on_this_machine_is_a_device_that_works():
+    assert torch.zeros(1, device=infer_device(0)).item() == 0.0
+
+
+def test_not_enough_gpus_says_what_was_found_and_what_to_run(machine, monkeypatch):
+    machine(cuda=2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    for call in (lambda: infer_device(2), lambda: resolve_device("cuda", ranks(2, 3))):
+        with pytest.raises(ConfigError) as caught:
+            call()
+        message = str(caught.value)
+        assert message.startswith("Not enough GPUs")
+        assert "LOCAL_RANK=2" in message
+        assert "found 2 GPUs (cuda:0, cuda:1; CUDA_VISIBLE_DEVICES='4,5')" in message
+        assert "--nproc_per_node=2" in message
+        assert "--device=cpu --distributed_backend=gloo" in message
+
+
+@pytest.mark.parametrize("given", ["cpu", "cpu:0", torch.device("cpu"), torch.device("cpu", 0)])
+def test_cpu_in_any_form(given):
+    assert resolve_device(given, ALONE) == "cpu"
+    assert resolve_device(given, ranks(1)) == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (None, "cuda:0"),
+        ("cuda", "cuda:0"),
+        ("cuda:1", "cuda:1"),
+        (torch.device("cuda"), "cuda:0"),
+        (torch.device("cuda", 1), "cuda:1"),
+    ],
+)
+def test_cuda_in_one_process(machine, given, expected):
+    machine(cuda=2)
+    assert resolve_device(given, ALONE) == expected
+
+
+@pytest.mark.parametrize("given", [None, "cuda", "cuda:0", "cuda:1", torch.device("cuda")])
+def test_d9_a_launcher_binds_the_device_to_the_local_rank(machine, given):
+    machine(cuda=2)
+    assert [resolve_device(given, ranks(r)) for r in (0, 1)] == ["cuda:0", "cuda:1"]
+
+
+@pytest.mark.parametrize(("given", "speaker"), [("cuda:0", 1), ("cuda:1", 0), ("cuda:2", 0)])
+def test_d9_a_contradicting_number_is_warned_of_once_per_node(machine, caplog, given, speaker):
+    machine(cuda=4)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            for rank in range(4):
+                resolve_device(given, ranks(rank, 4))
+    (record,) = caplog.records
+    assert f"device={given!r} under a launcher" in record.getMessage()
+    assert f"cuda:{speaker} here" in record.getMessage()
+
+
+def test_d9_what_was_bound_is_bound_again_in_silence(machine, caplog):
+    machine(cuda=2)
+    for rank in (0, 1):
+        first = resolve_device("cuda", ranks(rank))
+        with caplog.at_level(logging.WARNING):
+            assert resolve_device(first, ranks(rank)) == first
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("info", [ALONE, ranks(0)])
+def test_a_number_beyond_the_gpus(machine, info):
+    machine(cuda=2)
+    with pytest.raises(ConfigError) as caught:
+        resolve_device("cuda:9", info)
+    assert "device='cuda:9', but found 2 GPUs (cuda:0, cuda:1)" in str(caught.value)
+    assert "--device=cuda:1" in str(caught.value)
+
+
+def test_cuda_without_gpu_and_cuda_without_build_are_told_apart(machine):
+    machine(cuda=0)
+    with pytest.raises(ConfigError, match="is built for cuda, but no such GPU was found.*--device=cpu"):
+        resolve_device("cuda", ALONE)
+    machine()
+    with pytest.raises(ConfigError, match="is a build without cuda") as caught:
+        resolve_device("cuda:1", ranks(1))
+    assert "--device=cpu --distributed_backend=gloo" in str(caught.value)
+    assert torch.__version__ in str(caught.value)
+
+
+def test_hidden_gpus_are_named(machine, monkeypatch):
+    machine(cuda=0)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(ConfigError, match="CUDA_VISIBLE_DEVICES=''"):
+        resolve_device("cuda", ALONE)
+
+
+def test_mps_and_xpu(machine):
+    machine(mps=1, xpu=2)
+    assert resolve_device("mps", ALONE) == "mps"
+    assert resolve_device("xpu:1", ALONE) == "xpu:1"
+    assert resolve_device("xpu", ranks(1)) == "xpu:1"
+    with pytest.raises(ConfigError, match="Not enough GPUs"):
+        resolve_device("mps", ranks(1))
+
+
+@pytest.mark.parametrize("given", ["gpu", "cuda:x", "", "0", 1.5])
+def test_unknown_devices(given):
+    with pytest.raises(ConfigError) as caught:
+        resolve_device(given, ALONE)
+    assert repr(given) in str(caught.value)
+    assert "--device=cpu" in str(caught.value)
+
+
+def test_meta_holds_no_data():
+    with pytest.raises(ConfigError, match="holds no data"):
+        resolve_device("meta", ALONE)
+
+
+def test_default_backend():
+    assert [default_backend(d) for d in ("cuda", "cuda:3", "cpu", "mps", "xpu:0")] == [
+        "nccl",
+        "nccl",
+        "gloo",
+        "gloo",
+        "gloo",
+    ]
+
+
+def test_the_real_counts_are_plain_numbers():
+    for kind in ("cpu", "cuda", "mps", "xpu", "nothing"):
+        assert device.count_devices(kind) >= 0
+        assert device.is_built_for(kind) in (True, False)
+    assert device.count_devices("nothing") == 0
+    assert find_launch({}).local_rank == 0

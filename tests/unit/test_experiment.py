@@ -1,0 +1,307 @@
+"""The experiment's folder, in one process."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from ddpkit.errors import ConfigError, MissingFileError
+from ddpkit.experiment import close_experiment, create_experiment_directory, get_environment_description
+from ddpkit.logger import get_logger
+from ddpkit.train_logger import FileTrainLogger
+
+YAML = """
+seed: 3
+folder: !ref results/<seed>
+model: !new:torch.nn.Linear
+    in_features: !ref <seed>
+    out_features: 2
+"""
+
+
+@pytest.fixture(autouse=True)
+def _close():
+    yield
+    close_experiment()
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    path = tmp_path / "train.yaml"
+    path.write_text(YAML)
+    return path
+
+
+def names_in(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def create(folder, *args, **kwargs):
+    create_experiment_directory(folder, *args, **{"save_env_desc": False, **kwargs})
+
+
+def test_what_is_in_the_folder(tmp_path, recipe, capsys):
+    folder = tmp_path / "results" / "3"
+    create_experiment_directory(str(folder), hyperparams_to_save=str(recipe))
+    get_logger("ddpkit.tests").debug("detail")
+    get_logger("ddpkit.tests").info("news")
+    FileTrainLogger(tmp_path / "train_log.txt").log_stats({"epoch": 1}, {"loss": 0.5}, verbose=False)
+    names = ["env.log", "hyperparams.yaml", "log.txt", "metrics.jsonl", "test_experiment.py"]
+    assert names_in(folder) == names
+    assert (folder / "test_experiment.py").read_text() == Path(__file__).read_text()
+    log = (folder / "log.txt").read_text()
+    assert "detail" in log
+    assert "news" in log
+    assert capsys.readouterr().err == f"Experiment folder: {folder}\nnews\n"
+    events = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [event["event"] for event in events] == ["start", "stats"]
+    assert events[0]["arguments"] == sys.argv
+
+
+def test_hyperparams_are_resolved(tmp_path, recipe):
+    create(tmp_path / "out", recipe)
+    lines = (tmp_path / "out" / "hyperparams.yaml").read_text().splitlines()
+    assert lines[0].startswith("# Generated 20")
+    assert lines[1:3] == [f"# {recipe}", "# yamllint disable"]
+    assert "folder: results/3" in lines
+    assert "    in_features: 3" in lines or "  in_features: 3" in lines
+
+
+@pytest.mark.parametrize(
+    "overrides", [{"seed": 4, "model": {"out_features": 5}}, "seed: 4\nmodel: {out_features: 5}"]
+)
+def test_overrides(tmp_path, recipe, overrides):
+    before = repr(overrides)
+    create(tmp_path / "out", recipe, overrides)
+    text = (tmp_path / "out" / "hyperparams.yaml").read_text()
+    assert "folder: results/4" in text
+    assert "in_features: 4" in text
+    assert "out_features: 5" in text
+    assert repr(overrides) == before
+
+
+def test_the_caller_s_overrides_are_not_changed(tmp_path, recipe):
+    overrides = {"nested": {"a": "!ref <seed>"}, "path": tmp_path}
+    nested = overrides["nested"]
+    create(tmp_path / "out", recipe, overrides)
+    assert overrides == {"nested": {"a": "!ref <seed>"}, "path": tmp_path}
+    assert overrides["nested"] is nested
+    assert f"path: {tmp_path}" in (tmp_path / "out" / "hyperparams.yaml").read_text()
+
+
+def test_a_second_start_appends_to_the_log_and_overwrites_the_rest(tmp_path, recipe):
+    folder = tmp_path / "out"
+    create(folder, recipe)
+    close_experiment()
+    recipe.write_text(YAML.replace("seed: 3", "seed: 4"))
+    create(folder, recipe)
+    log = (folder / "log.txt").read_text()
+    assert log.count("Experiment folder") == 2
+    first, rule, second = log.partition("\n" + "=" * 80 + "\n")
+    assert "Experiment folder" in first
+    assert rule
+    assert "Experiment folder" in second
+    assert "seed: 4" in (folder / "hyperparams.yaml").read_text()
+    assert (folder / "metrics.jsonl").read_text().count('"start"') == 2
+
+
+def test_the_script_s_own_folder_may_be_the_experiment_s(tmp_path):
+    script = tmp_path / "train.py"
+    text = f"from ddpkit.experiment import *\ncreate_experiment_directory({str(tmp_path)!r})\n"
+    script.write_text(text)
+    exec(compile(text, str(script), "exec"), {})
+    assert script.read_text() == text
+
+
+def test_a_caller_without_a_file_is_fine(tmp_path):
+    exec("create(folder)", {"create": create_experiment_directory, "folder": tmp_path / "out"})
+    assert names_in(tmp_path / "out") == ["env.log", "log.txt", "metrics.jsonl"]
+
+
+def test_closing_puts_everything_back(tmp_path):
+    hook, handlers = sys.excepthook, list(logging.getLogger().handlers)
+    create(tmp_path / "a")
+    create(tmp_path / "b")
+    assert sys.excepthook is not hook
+    close_experiment()
+    assert sys.excepthook is hook
+    assert logging.getLogger().handlers == handlers
+    get_logger("ddpkit.tests").warning("not written")
+    assert "not written" not in (tmp_path / "b" / "log.txt").read_text()
+
+
+def test_an_own_logging_configuration(tmp_path):
+    config = tmp_path / "log-config.yaml"
+    config.write_text(
+        "version: 1\ndisable_existing_loggers: false\n"
+        "handlers: {file_handler: {class: logging.FileHandler, filename: nowhere.txt}}\n"
+        "loggers: {ddpkit.experiment: {handlers: [file_handler], level: INFO}}\n"
+    )
+    try:
+        create(tmp_path / "out", log_config=config)
+        assert "Experiment folder" in (tmp_path / "out" / "log.txt").read_text()
+    finally:
+        for handler in list(logging.getLogger("ddpkit.experiment").handlers):
+            logging.getLogger("ddpkit.experiment").removeHandler(handler)
+            handler.close()
+
+
+# --------------------------------------------------------------------------------------------- bad input
+
+
+def test_a_folder_that_cannot_be_made(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(
+        ConfigError, match="experiment_directory='.*file/out' cannot be written to: Not a directory"
+    ):
+        create(tmp_path / "file" / "out")
+    assert isinstance(sys.excepthook, type(sys.__excepthook__))
+
+
+def test_a_read_only_folder(tmp_path):
+    folder = tmp_path / "out"
+    folder.mkdir(mode=0o500)
+    if os.access(folder, os.W_OK):
+        pytest.skip("this user may write everywhere")
+    with pytest.raises(
+        ConfigError, match="experiment_directory='.*out' cannot be written to: Permission denied"
+    ):
+        create(folder)
+
+
+def test_a_full_disk_leaves_no_half_written_file(tmp_path, recipe, monkeypatch):
+    folder = tmp_path / "out"
+    create(folder, recipe)
+    before = (folder / "hyperparams.yaml").read_text()
+
+    def full(path, content):
+        with path.open("wb") as file:
+            file.write(content[: len(content) // 2])
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(ConfigError, match="experiment_directory='.*out' cannot be written to: No space left"):
+        create(folder, recipe)
+    assert (folder / "hyperparams.yaml").read_text() == before
+    assert not list(folder.glob(".*"))
+
+
+def test_missing_hyperparams(tmp_path):
+    with pytest.raises(
+        MissingFileError, match="hyperparams_to_save='.*none.yaml': '.*none.yaml' does not exist"
+    ):
+        create(tmp_path / "out", tmp_path / "none.yaml")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides"),
+    [("a: [", None), ("a: !ref <b>", None), ("a: 1", "a: ["), ("a: 1\nb: 2", "- list"), ("", {"a": 1})],
+)
+def test_hyperparams_that_cannot_be_resolved(tmp_path, recipe, text, overrides):
+    recipe.write_text(text)
+    with pytest.raises(
+        ConfigError, match="hyperparams_to_save='.*train.yaml' with overrides=.* cannot be resolved"
+    ):
+        create(tmp_path / "out", recipe, overrides)
+
+
+# ------------------------------------------------------------------------------------ uncaught exceptions
+
+SCRIPT = """
+import os, sys
+os.environ.update({environment!r})
+from ddpkit.experiment import create_experiment_directory
+create_experiment_directory({folder!r}, save_env_desc=False)
+try:
+    1 / 0
+except ZeroDivisionError as error:
+    raise ValueError("the reason") from error
+"""
+
+
+def start(tmp_path, **environment):
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(SCRIPT).format(folder=str(tmp_path / "out"), environment=environment))
+    return subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=100, check=False
+    )
+
+
+def test_the_exception_that_ends_the_run_is_logged_and_shown_once(tmp_path):
+    done = start(tmp_path)
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert done.stderr.count("Traceback") == 2  # the cause's and its own, as Python prints them
+    assert "ERROR: Uncaught ValueError:\nTraceback" in done.stderr
+    assert done.stderr.endswith("ValueError: the reason\n")
+    log = (tmp_path / "out" / "log.txt").read_text()
+    assert "ERROR   ddpkit.experiment: Uncaught ValueError:" in log
+    assert "ZeroDivisionError: division by zero" in log
+    event = json.loads((tmp_path / "out" / "metrics.jsonl").read_text().splitlines()[-1])
+    assert (event["event"], event["type"], event["message"]) == ("exception", "ValueError", "the reason")
+
+
+def test_2_5_the_exception_of_another_rank_is_logged_and_left_for_torchrun(tmp_path):
+    report = tmp_path / "error.json"
+    (tmp_path / "out").mkdir()
+    done = start(tmp_path, RANK="1", LOCAL_RANK="1", WORLD_SIZE="2", TORCHELASTIC_ERROR_FILE=str(report))
+    assert done.returncode == 1
+    assert "ERROR: [rank: 1] Uncaught ValueError:" in done.stderr
+    assert "ValueError: the reason" in (tmp_path / "out" / "log.rank1.txt").read_text()
+    message = json.loads(report.read_text())["message"]
+    assert message["message"] == "ValueError: the reason"
+    assert "ZeroDivisionError" in message["extraInfo"]["py_callstack"]
+    assert "_tell_launcher" not in done.stderr
+    assert names_in(tmp_path / "out") == ["log.rank1.txt"]
+
+
+def test_a_report_for_torchrun_that_is_there_is_kept(tmp_path):
+    report = tmp_path / "error.json"
+    report.write_text("first")
+    assert start(tmp_path, TORCHELASTIC_ERROR_FILE=str(report)).returncode == 1
+    assert report.read_text() == "first"
+
+
+def test_the_previous_hook_is_called(tmp_path, monkeypatch, capsys):
+    seen = []
+    monkeypatch.setattr(sys, "excepthook", lambda *arguments: seen.append(arguments))
+    create(tmp_path / "out")
+    error = KeyboardInterrupt()
+    sys.excepthook(KeyboardInterrupt, error, None)
+    assert seen == [(KeyboardInterrupt, error, None)]
+    assert "Uncaught KeyboardInterrupt" in capsys.readouterr().err
+
+
+# -------------------------------------------------------------------------------------------- environment
+
+
+def test_the_environment_description_is_quick_and_complete():
+    started = time.perf_counter()
+    text = get_environment_description(Path(__file__).parent)
+    assert time.perf_counter() - started < 5
+    for part in ("Python 3.", "torch==", "numpy==", "Git revision of", "CUDA devices", "1 processes"):
+        assert part in text
+
+
+def test_the_git_revision(tmp_path):
+    assert f"Git revision of {tmp_path}: none" in get_environment_description(tmp_path)
+
+    def git(*command):
+        subprocess.run(["git", "-C", str(tmp_path), *command], check=True, capture_output=True)
+
+    git("init")
+    git("-c", "user.name=a", "-c", "user.email=a@b.c", "commit", "--allow-empty", "-m", "first")
+    found = subprocess.run(
+        ["git", "-C", str(tmp_path), "rev-parse", "HEAD"], capture_output=True, text=True, check=True
+    )
+    assert f"Git revision of {tmp_path}: {found.stdout.strip()}" in get_environment_description(tmp_path)

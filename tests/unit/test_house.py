@@ -1,0 +1,361 @@
+"""The house: sizes, floors, the face of the package, and that importing it changes nothing.
+
+Docstrings do not count in any size. Cyclomatic complexity (C901) and the number of arguments (PLR0913) are
+ruff's to count, in ``make lint``, with the limits of pyproject.toml. Here ruff runs once more for the
+complexity, without looking at any ``noqa``; a ``noqa`` for the arguments (the recipe contract has long
+signatures) must give its reason.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import json
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+import ddpkit
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "ddpkit"
+FILES = sorted(PACKAGE.rglob("*.py"))
+MODULES = sorted(
+    path.stem if path.suffix else path.name
+    for path in PACKAGE.iterdir()
+    if path.stem not in {"__init__", "__main__", "__pycache__"} and (path.suffix == ".py" or path.is_dir())
+)
+
+MAX_FILE_LINES = 450
+MAX_CLASS_LINES = 250
+MAX_FUNCTION_LINES = 50
+
+# Modules whose classes are no place for `Ranks:` and an example each: the exception tree is drawn and
+# explained in one docstring, and the types of `types.py` do nothing by themselves.
+DECLARATIONS = {"errors", "types"}
+
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+DOCUMENTED = (*FUNCTIONS, ast.ClassDef, ast.Module)
+
+
+def named(path):
+    return str(path.relative_to(ROOT))
+
+
+@pytest.fixture(scope="module", params=FILES, ids=named)
+def source(request):
+    return request.param, ast.parse(request.param.read_text(encoding="utf-8"))
+
+
+def docstring_lines(node):
+    """How many lines the docstrings inside a node take."""
+    total = 0
+    for inner in ast.walk(node):
+        if isinstance(inner, DOCUMENTED) and ast.get_docstring(inner, clean=False) is not None:
+            total += inner.body[0].end_lineno - inner.body[0].lineno + 1
+    return total
+
+
+def lines_of(node):
+    return node.end_lineno - node.lineno + 1 - docstring_lines(node)
+
+
+# ---------------------------------------------------------------------------------------------- sizes
+
+
+def test_sizes(source):
+    path, tree = source
+    too_long = []
+    lines = len(path.read_text(encoding="utf-8").splitlines()) - docstring_lines(tree)
+    if lines > MAX_FILE_LINES:
+        too_long.append(f"the file: {lines} lines, at most {MAX_FILE_LINES}")
+    for node in ast.walk(tree):
+        limit = MAX_CLASS_LINES if isinstance(node, ast.ClassDef) else MAX_FUNCTION_LINES
+        if isinstance(node, (*FUNCTIONS, ast.ClassDef)) and lines_of(node) > limit:
+            too_long.append(f"{node.name} (line {node.lineno}): {lines_of(node)} lines, at most {limit}")
+    assert not too_long, f"{named(path)}:\n" + "\n".join(too_long)
+
+
+def test_the_size_test_counts_code_and_not_docstrings():
+    tree = ast.parse(
+        textwrap.dedent('''
+            """Two
+            lines."""
+            class A:
+                """One."""
+                def f(self):
+                    """Three
+
+                    lines."""
+                    return 1
+        ''')
+    )
+    class_node = tree.body[1]
+    assert docstring_lines(tree) == 6
+    assert lines_of(class_node) == 3
+    assert lines_of(class_node.body[1]) == 2
+
+
+def run_tool(*command):
+    return subprocess.run(
+        [sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=110, check=False
+    )
+
+
+def test_complexity():
+    only = ("--select=C901", "--ignore-noqa", "--output-format=concise")
+    checked = run_tool("-m", "ruff", "check", *only, "ddpkit")
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+
+
+def test_more_arguments_only_with_a_reason(source):
+    path, _ = source
+    wrong = [
+        f"line {number}: {line.strip()}"
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if "noqa" in line and "PLR0913" in line and " -- " not in line.partition("PLR0913")[2]
+    ]
+    assert not wrong, f"{named(path)}: give the reason after ` -- `:\n" + "\n".join(wrong)
+
+
+# --------------------------------------------------------------------------------------------- floors
+
+
+def test_imports_go_downward_only():
+    checked = run_tool("-c", "from importlinter.cli import lint_imports_command; lint_imports_command()")
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+
+
+def test_modules_import_from_modules_and_not_from_the_package(source):
+    path, tree = source
+    if path == PACKAGE / "__init__.py":
+        return
+    wrong = [
+        f"line {node.lineno}: from ddpkit import {alias.name}"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module == "ddpkit"
+        for alias in node.names
+        if alias.name not in {"__version__", *MODULES}
+    ]
+    wrong += [
+        f"line {node.lineno}: import ddpkit"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import) and any(alias.name == "ddpkit" for alias in node.names)
+    ]
+    assert not wrong, f"{named(path)}:\n" + "\n".join(wrong)
+
+
+def test_only_commands_print_or_exit(source):
+    path, tree = source
+    if PACKAGE / "cli" in path.parents or path.name == "__main__.py":
+        return
+    wrong = [
+        f"line {node.lineno}: {ast.unparse(node.func)}(...)"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in {"print", "sys.exit", "exit", "quit"}
+    ]
+    assert not wrong, f"{named(path)}:\n" + "\n".join(wrong)
+
+
+# ------------------------------------------------------------------------------------------- the face
+
+
+def test_all_is_sorted_and_every_name_resolves():
+    assert ddpkit.__all__ == sorted(set(ddpkit.__all__))
+    for name in ddpkit.__all__:
+        assert getattr(ddpkit, name).__name__ == name
+    assert set(ddpkit.__all__) <= set(dir(ddpkit))
+
+
+def test_every_error_is_a_public_name():
+    errors = importlib.import_module("ddpkit.errors")
+    defined = {name for name, value in vars(errors).items() if isinstance(value, type)}
+    assert defined <= set(ddpkit.__all__)
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_every_module_is_reached_from_the_package_and_named_for_type_checkers(module):
+    assert getattr(ddpkit, module) is importlib.import_module(f"ddpkit.{module}")
+    face = ast.parse((PACKAGE / "__init__.py").read_text(encoding="utf-8"))
+    for_type_checkers = next(
+        {alias.name for alias in node.names}
+        for node in ast.walk(face)
+        if isinstance(node, ast.ImportFrom) and node.module == "ddpkit"
+    )
+    assert module in for_type_checkers, f"add {module} to the TYPE_CHECKING imports of ddpkit/__init__.py"
+
+
+def test_every_module_has_a_page_in_the_reference():
+    pages = {path.stem for path in (ROOT / "docs" / "reference").glob("*.md")} - {"index"}
+    assert pages == set(MODULES)
+
+
+@pytest.mark.parametrize("name", ["nothing_of_that_name", "_private", "__wrapped__"])
+def test_an_unknown_name_is_an_attribute_error(name):
+    with pytest.raises(AttributeError, match=f"module 'ddpkit' has no attribute '{name}'"):
+        getattr(ddpkit, name)
+
+
+def test_the_version_is_the_installed_one():
+    from importlib.metadata import version
+
+    assert version("ddpkit") == ddpkit.__version__
+
+
+# ----------------------------------------------------------------------------------------- docstrings
+
+
+def public_nodes(tree):
+    for node in tree.body:
+        if isinstance(node, (*FUNCTIONS, ast.ClassDef)) and not node.name.startswith("_"):
+            yield node
+
+
+def is_overload(node):
+    return any(ast.unparse(decorator).endswith("overload") for decorator in node.decorator_list)
+
+
+def is_exception(node):
+    return isinstance(node, ast.ClassDef) and node.name.endswith(("Error", "Warning"))
+
+
+def test_docstrings_say_which_ranks_and_show_an_example(source):
+    path, tree = source
+    if path.stem in DECLARATIONS:
+        return
+    missing = []
+    for node in public_nodes(tree):
+        if is_overload(node) or is_exception(node):
+            continue
+        text = ast.get_docstring(node) or ""
+        missing += [
+            f"{node.name} (line {node.lineno}): no `{section}`"
+            for section in ("Ranks:", "Example")
+            if section not in text
+        ]
+    assert not missing, f"{named(path)}:\n" + "\n".join(missing)
+
+
+# ----------------------------------------------------------------------------- importing changes nothing
+
+
+def in_a_fresh_interpreter(script):
+    """Run a script that prints one JSON object last; return the object."""
+    done = run_tool("-W", "error", "-c", textwrap.dedent(script))
+    assert done.returncode == 0, done.stderr
+    assert not done.stderr, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_importing_the_package_imports_nothing_else():
+    new = in_a_fresh_interpreter("""
+        import json, sys
+        import __future__, typing
+        before = set(sys.modules)
+        import ddpkit
+        print(json.dumps(sorted(set(sys.modules) - before)))
+    """)
+    assert new == ["ddpkit"]
+
+
+def test_a_light_name_does_not_load_torch():
+    assert in_a_fresh_interpreter("""
+        import json, sys
+        import ddpkit
+        ddpkit.Stage.TRAIN, ddpkit.ConfigError, ddpkit.cli.main
+        print(json.dumps(sorted({"torch", "numpy", "tqdm", "hyperpyyaml"} & set(sys.modules))))
+    """) == []
+
+
+WATCH_THE_IMPORT_OF_EVERYTHING = """
+    import atexit, json, logging, os, random, signal, sys, threading, warnings
+    import torch, torch.distributed, torch.utils.data, numpy, tqdm, hyperpyyaml
+
+    MODULES = {modules!r}
+    done_by_us = []
+
+    def caller():
+        frame = sys._getframe(2)
+        while frame and frame.f_globals.get("__name__") in ("os", "_collections_abc", "__main__"):
+            frame = frame.f_back
+        return frame.f_globals.get("__name__", "?") if frame else "?"
+
+    class Watched(type(os.environ)):
+        def __getitem__(self, key):
+            if caller().startswith("ddpkit") or key.startswith(("DDPKIT_", "SB_")):
+                done_by_us.append(f"{{caller()}} reads the variable {{key}}")
+            return super().__getitem__(key)
+
+        def __setitem__(self, key, value):
+            done_by_us.append(f"{{caller()}} sets the variable {{key}}")
+            super().__setitem__(key, value)
+
+    os.environ.__class__ = Watched
+
+    def watch(owner, name):
+        real = getattr(owner, name)
+        def watched(*args, **kwargs):
+            if caller().startswith("ddpkit"):
+                done_by_us.append(f"{{caller()}} calls {{owner.__name__}}.{{name}}")
+            return real(*args, **kwargs)
+        setattr(owner, name, watched)
+
+    for owner, name in [
+        (atexit, "register"), (signal, "signal"), (warnings, "filterwarnings"), (warnings, "simplefilter"),
+        (logging, "basicConfig"), (torch, "manual_seed"), (random, "seed"), (numpy.random, "seed"),
+        (torch, "set_num_threads"),
+    ]:
+        watch(owner, name)
+
+    def picture():
+        return {{
+            "root handlers": [repr(h) for h in logging.getLogger().handlers],
+            "root level": logging.getLogger().level,
+            "handlers of ddpkit": [repr(h) for h in logging.getLogger("ddpkit").handlers],
+            "excepthook": repr(sys.excepthook),
+            "threads": sorted(t.name for t in threading.enumerate()),
+            "warning filters": len(warnings.filters),
+            "tf32": [torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32],
+            "matmul precision": torch.get_float32_matmul_precision(),
+            "cudnn": [torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic],
+            "dtype": str(torch.get_default_dtype()),
+            "torch generator": torch.random.get_rng_state().tolist(),
+            "numpy generator": repr(numpy.random.get_state()),
+            "python generator": repr(random.getstate()),
+            "group": torch.distributed.is_initialized(),
+            "cuda": torch.cuda.is_initialized(),
+            "loader iterator": repr(torch.utils.data.DataLoader.__iter__),
+            "variables": dict(os.environ.items()),
+        }}
+
+    before = picture()
+    done_by_us.clear()
+    for module in MODULES:
+        __import__(f"ddpkit.{{module}}")
+    done = list(done_by_us)
+    after = picture()
+    print(json.dumps({{"done": done, "changed": [key for key in before if before[key] != after[key]]}}))
+"""
+
+
+def test_importing_every_module_changes_nothing():
+    found = in_a_fresh_interpreter(WATCH_THE_IMPORT_OF_EVERYTHING.format(modules=MODULES))
+    assert found == {"done": [], "changed": []}
+
+
+# --------------------------------------------------------------------------------------- command line
+
+
+def test_the_package_says_its_version_and_its_help():
+    def run(*arguments):
+        return run_tool("-m", "ddpkit", *arguments)
+
+    assert run("--version").stdout == f"ddpkit {ddpkit.__version__}\n"
+    assert "torchrun --standalone" in run("--help").stdout
+    assert run().stdout == run("--help").stdout
+    wrong = run("--no-such-option")
+    assert wrong.returncode == 2
+    assert "unrecognized arguments: --no-such-option" in wrong.stderr

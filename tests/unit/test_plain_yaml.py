@@ -1,0 +1,167 @@
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from datetime import datetime
+from enum import IntEnum
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+
+from ddpkit.errors import CheckpointError
+from ddpkit.plain_yaml import UnreadableValue, dump_plain_yaml, load_plain_yaml
+
+
+def round_trip(value):
+    return load_plain_yaml(dump_plain_yaml(value))
+
+
+class Kind(IntEnum):
+    A = 3
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (np.float64(0.1), 0.1),
+        (np.float32(0.5), 0.5),
+        (np.longdouble(0.5), 0.5),
+        (np.int64(-3), -3),
+        (np.bool_(True), True),
+        (np.str_("x"), "x"),
+        (np.array([[1, 2], [3, 4]]), [[1, 2], [3, 4]]),
+        ((1, (2, 3)), [1, [2, 3]]),
+        ({1}, [1]),
+        (Path("a/b"), "a/b"),
+        (Kind.A, 3),
+        (OrderedDict(b=1, a=np.int8(2)), {"b": 1, "a": 2}),
+        ({(1, 2): np.float64(3.0), np.int64(4): None}, {"(1, 2)": 3.0, 4: None}),
+        (1e-5, 1e-5),
+        (1e22, 1e22),
+        (float("inf"), float("inf")),
+        ("no", "no"),
+        ("ünï\n\x07\udc80", "ünï\n\x07\udc80"),
+        (b"\x00\xff", b"\x00\xff"),
+        (datetime(2026, 1, 2, 3, 4, 5), datetime(2026, 1, 2, 3, 4, 5)),
+        (True, True),
+        (None, None),
+    ],
+)
+def test_k7_values_come_back_plain(value, expected):
+    found = round_trip({"value": value})["value"]
+    assert found == expected
+    assert type(found) is type(expected)
+    yaml.safe_load(dump_plain_yaml({"value": value}))  # readable by anybody
+
+
+def test_k7_nan_comes_back():
+    assert math.isnan(round_trip({"loss": np.float32("nan")})["loss"])
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.tensor(0.1),
+        torch.tensor([[0.1, float("nan")], [float("-inf"), 3.0]]),
+        torch.tensor([0.1], dtype=torch.float64),
+        torch.tensor([0.1, 2.0], dtype=torch.bfloat16),
+        torch.tensor([0.1], dtype=torch.float16),
+        torch.tensor([2**53 + 1]),
+        torch.tensor([True, False]),
+        torch.zeros(0, 3),
+        torch.tensor([1 + 2j]),
+        torch.nn.Parameter(torch.ones(2)),
+    ],
+)
+def test_k7_tensors_come_back_as_tensors(tensor):
+    found = round_trip({"t": tensor})["t"]
+    assert found.dtype == tensor.dtype
+    assert found.shape == tensor.shape
+    assert torch.equal(torch.nan_to_num(found), torch.nan_to_num(tensor.detach()))
+
+
+def test_k7_what_has_no_plain_form_is_stored_as_text_with_a_warning(caplog):
+    assert "object" in round_trip({"x": object()})["x"]
+    assert "cannot be stored in YAML" in caplog.text
+
+
+def test_k7_what_older_libraries_wrote_is_understood():
+    meta = {"loss": np.float64(0.25), "epoch": np.int64(7), "big": np.float32(1.5), "shape": (1, 2), "p": Path("/a/b")}
+    assert load_plain_yaml(yaml.dump(meta)) == {"loss": 0.25, "epoch": 7, "big": 1.5, "shape": (1, 2), "p": "/a/b"}
+    assert isinstance(load_plain_yaml(yaml.dump({"t": torch.ones(2)}))["t"], UnreadableValue)
+
+
+EVIL = [
+    "!!python/object/apply:os.system ['touch {0}']",
+    "!!python/object/apply:subprocess.check_output [[touch, {0}]]",
+    "!!python/object/new:os.system ['touch {0}']",
+    "!!python/object/apply:pathlib.Path.touch [!!python/object/apply:pathlib.PosixPath ['{0}']]",
+    "!!python/object/new:type {{args: [x, !!python/tuple [], {{extend: !!python/name:exec }}], listitems: ['{0}']}}",
+    "!!python/object/apply:numpy._core.multiarray.scalar [!!python/object/apply:numpy.dtype {{args: [O], "
+    "state: [3, '|']}}, !!binary 'AAAAAAAAAAA=']",
+    "!new:pathlib.Path.touch ['{0}']",
+    "!apply:os.mknod ['{0}']",
+    "!!python/name:os.system",
+    "!!python/module:antigravity",
+]
+
+
+@pytest.mark.parametrize("text", EVIL)
+def test_k7_nothing_executes(tmp_path, text):
+    target = tmp_path / "touched"
+    loaded = load_plain_yaml("a: " + text.format(target))
+    assert isinstance(loaded["a"], UnreadableValue)
+    assert not target.exists()
+
+
+def test_k7_a_poisoned_safe_loader_changes_nothing(monkeypatch):
+    called = []
+
+    def construct(loader, suffix, node):
+        called.append(suffix)
+
+    monkeypatch.setattr(yaml.SafeLoader, "yaml_multi_constructors", {"!": construct, "tag:": construct})
+    monkeypatch.setattr(yaml.SafeLoader, "yaml_constructors", {None: lambda loader, node: called.append("x")})
+    assert yaml.safe_load("!new:x 3") is None
+    assert called == ["x"] or called == ["new:x"]
+    called.clear()
+    assert load_plain_yaml("a: !new:x 3\nb: 2") == {"a": UnreadableValue("!new:x"), "b": 2}
+    assert called == []
+
+
+def test_k7_reading_and_writing_leaves_yaml_as_it_was():
+    round_trip({"t": torch.ones(1)})
+    with pytest.raises(yaml.YAMLError):
+        yaml.safe_load("!tensor {dtype: float32, shape: [1], values: [1.0]}")
+    with pytest.raises(yaml.YAMLError):
+        yaml.safe_load("!!python/tuple [1]")
+    with pytest.raises(yaml.YAMLError):
+        yaml.safe_dump(torch.ones(1))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a: [",
+        "\t",
+        "a: !!int x",
+        "a: !!int ''",
+        "a: !!bool x",
+        "a: !!timestamp x",
+        "a: 2001-99-99",
+        "? [1]\n: 2",
+        "a: *b",
+        "a: !tensor {dtype: load, shape: [1], values: [1]}",
+        "a: !tensor {dtype: float32, shape: [1000000000000], values: [1]}",
+        "a: !tensor 3",
+        "a: !!python/object/apply:numpy.dtype 3",
+        "\x00",
+        "[" * 5000,
+    ],
+)
+def test_k2_text_that_is_no_yaml_is_one_kind_of_error(text):
+    with pytest.raises(CheckpointError, match="is no readable YAML"):
+        load_plain_yaml(text)

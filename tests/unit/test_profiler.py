@@ -1,0 +1,38 @@
+"""A profiler that records the steps asked for and writes one trace per rank."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from ddpkit.errors import ConfigError
+from ddpkit.profiler import prepare_profiler
+
+
+@pytest.mark.filterwarnings("ignore:Profiler clears events at the end of each cycle")
+def test_it_writes_one_trace_after_the_last_step(tmp_path):
+    seen = []
+    with prepare_profiler(profile_warmup=1, profile_steps=2, logdir=tmp_path) as profiler:
+        for _ in range(5):
+            torch.ones(3).sum()
+            profiler.step()
+            seen.append(len(list(tmp_path.rglob("*.json"))))
+    assert seen == [0, 0, 1, 1, 1]
+    (trace,) = (tmp_path / "profiler_logs").iterdir()
+    assert trace.name.startswith("rank0.")
+    assert trace.name.endswith(".pt.trace.json")
+    names = {event.get("name") for event in json.loads(trace.read_text())["traceEvents"]}
+    assert "aten::sum" in names
+
+
+def test_nothing_is_made_before_it_is_used(tmp_path):
+    prepare_profiler(logdir=tmp_path / "later")
+    assert not (tmp_path / "later").exists()
+
+
+@pytest.mark.parametrize(("warmup", "steps"), [(-1, 5), (0, 0), (3, -2)])
+def test_bad_steps(warmup, steps):
+    with pytest.raises(ConfigError, match=rf"profile_warmup={warmup}, profile_steps={steps}"):
+        prepare_profiler(warmup, steps)

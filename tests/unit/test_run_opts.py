@@ -1,0 +1,314 @@
+from __future__ import annotations
+
+import copy
+import logging
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from hyperpyyaml import load_hyperpyyaml
+
+from ddpkit import device, run_opts
+from ddpkit.errors import ConfigError
+from ddpkit.run_opts import OptionAttributes, RunOptions, parse_arguments
+
+LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK")
+YAML_TEXT = """\
+seed: 1
+lr: 0.1
+name: first
+url: x
+optimizer: sgd
+layers: [1, 2]
+folder: !ref results/<seed>
+danger: !apply:os.mkdir [PWNED]
+flag: True
+other_yaml: null
+"""
+
+
+@pytest.fixture(autouse=True)
+def _clean(monkeypatch, tmp_path):
+    for name in (*LAUNCHER, "TORCHELASTIC_ERROR_FILE", "SLURM_STEP_ID", "OMPI_COMM_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(device, "count_devices", lambda kind: 0)
+    monkeypatch.setattr(device, "accelerator_kind", lambda: "cpu")
+    for module in (run_opts, device):
+        monkeypatch.setattr(module.logger, "_said", set())
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "h.yaml").write_text(YAML_TEXT)
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    monkeypatch.setattr(device, "count_devices", lambda kind: 4 if kind == "cuda" else 0)
+    monkeypatch.setattr(device, "accelerator_kind", lambda: "cuda")
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    for name, value in (("RANK", "1"), ("LOCAL_RANK", "1"), ("WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
+
+
+def parse(*words):
+    return parse_arguments(list(words))
+
+
+def overrides(*words):
+    """What the overrides of a command line mean to HyperPyYAML."""
+    text = parse("h.yaml", *words)[2]
+    safe = YAML_TEXT.replace("danger: !apply:os.mkdir [PWNED]\n", "")
+    return load_hyperpyyaml(safe, text)
+
+
+# ------------------------------------------------------------------------------- what parsing returns
+
+
+def test_parsing_gives_concrete_values():
+    file, options, text = parse("h.yaml")
+    assert (file, text) == ("h.yaml", "")
+    assert (options["device"], options["distributed_backend"]) == ("cpu", "gloo")
+    assert options["param_file"] == "h.yaml"
+    assert options.overridden_args == set()
+
+
+def test_the_command_line_is_sys_argv_by_default(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["train.py", "h.yaml", "--debug"])
+    assert parse_arguments()[1].debug is True
+    assert RunOptions.from_command_line_args()[0] == "h.yaml"
+
+
+def test_d9_the_device_is_the_ranks_own(gpus, launched):
+    assert parse("h.yaml")[1]["device"] == "cuda:1"
+    options = parse("h.yaml", "--device=cuda:0")[1]
+    assert (options["device"], options["distributed_backend"]) == ("cuda:1", "nccl")
+    assert options.resolved({"device": "cpu"})["device"] == "cuda:1"
+
+
+def test_not_enough_gpus(gpus, monkeypatch):
+    for name, value in (("RANK", "4"), ("LOCAL_RANK", "4"), ("WORLD_SIZE", "5")):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match="Not enough GPUs"):
+        parse("h.yaml")
+    assert parse("h.yaml", "--device=cpu")[1].distributed_backend == "gloo"
+
+
+def test_the_backend_follows_the_device_unless_given(gpus):
+    assert parse("h.yaml")[1].distributed_backend == "nccl"
+    assert parse("h.yaml", "--device=cpu")[1].distributed_backend == "gloo"
+    assert parse("h.yaml", "--distributed_backend=gloo")[1].resolved().distributed_backend == "gloo"
+    assert parse("h.yaml", "--distributed_backend=auto")[1].distributed_backend == "nccl"
+    assert parse("h.yaml")[1].resolved({"device": "cpu"}).distributed_backend == "gloo"
+
+
+def test_options_in_the_yaml_are_seen_at_once(gpus, tmp_path):
+    (tmp_path / "h.yaml").write_text(
+        "device: cpu\ndebug: True\nmax_grad_norm: null\nprecision: !ref <p>\np: bf16\n"
+    )
+    options = parse("h.yaml")[1]
+    assert (options.device, options.distributed_backend) == ("cpu", "gloo")
+    assert (options.debug, options.max_grad_norm, options.precision) == (True, None, "fp32")
+    assert options.overridden_args == set()
+    assert parse("h.yaml", "--device=cuda:2")[1].device == "cuda:2"
+    (tmp_path / "h.yaml").write_text("precision: fp8\n")
+    with pytest.raises(ConfigError, match="precision='fp8' in the hparams YAML"):
+        parse("h.yaml")
+
+
+# ------------------------------------------------------------------------------------ the object
+
+
+def test_items_attributes_and_keys_of_ones_own():
+    options = RunOptions()
+    options["debug"] = True
+    options.noprogressbar = True
+    options["mine"] = 3
+    options.also_mine = 4
+    assert (options.debug, options["noprogressbar"], options.mine, options["also_mine"]) == (True, True, 3, 4)
+    assert options.overridden_args == {"debug", "noprogressbar", "mine", "also_mine"}
+    assert options.get("nothing", 5) == 5
+    assert "device" in options
+    assert "nothing" not in options
+    assert not hasattr(options, "nothing")
+    assert len(options) == len(list(options)) == len(options.keys()) == len(dict(**options))
+    assert dict(options.items()) == options.as_dict()
+    assert 3 in options.values()
+    with pytest.raises(KeyError):
+        options["nothing"]
+    with pytest.raises(AttributeError, match="did you mean 'precision'"):
+        _ = options.precison
+
+
+def test_deleting_brings_the_default_back():
+    options = RunOptions(debug_batches=7, mine=1)
+    del options["debug_batches"], options["mine"]
+    assert options.debug_batches == 2
+    assert "mine" not in options
+    assert options.overridden_args == set()
+
+
+def test_assignment_is_checked():
+    options = RunOptions()
+    with pytest.raises(ConfigError, match="precision='fp8' in run_opts is not one of"):
+        options["precision"] = "fp8"
+    with pytest.raises(ConfigError, match="grad_accumulation_factor=0 in run_opts is below 1"):
+        RunOptions(grad_accumulation_factor=0)
+    with pytest.raises(ConfigError, match="debug=None in run_opts"):
+        RunOptions(debug=None)
+
+
+def test_from_dictionary_keeps_unknown_keys():
+    options = RunOptions.from_dictionary({"device": "cpu", "rank": 3})
+    assert options.overridden_args == {"device", "rank"}
+    assert options.resolved()["rank"] == 3
+    same = RunOptions.from_dictionary(options)
+    assert same == options
+    assert same is not options
+    assert RunOptions(debug=True, overridden_args={"jit"}).overridden_args == {"debug", "jit"}
+
+
+@pytest.mark.parametrize(
+    "twin", [copy.copy, copy.deepcopy, RunOptions.copy, lambda o: pickle.loads(pickle.dumps(o))]
+)
+def test_copies(twin):
+    options = RunOptions(debug=True, mine=[1])
+    other = twin(options)
+    assert other == options
+    assert other.overridden_args == {"debug", "mine"}
+
+
+def test_a_copy_is_apart():
+    options = RunOptions()
+    other = options.copy()
+    other.debug = True
+    other.tqdm_barcolor["train"] = "RED"
+    assert (options.debug, options.overridden_args, options.tqdm_barcolor["train"]) == (False, set(), "GREEN")
+    assert RunOptions().tqdm_barcolor["train"] == "GREEN"
+
+
+# ---------------------------------------------------------------------------------------- resolved
+
+
+def test_precedence():
+    options = RunOptions(debug_batches=5).resolved({"debug_batches": 6, "debug_epochs": 7})
+    assert (options.debug_batches, options.debug_epochs, options.nonfinite_patience) == (5, 7, 3)
+    assert options.overridden_args == {"debug_batches"}
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "value"),
+    [
+        ("grad_accumulation_factor", 4.0, 4),
+        ("grad_accumulation_factor", np.int64(4), 4),
+        ("grad_accumulation_factor", "4", 4),
+        ("optimizer_step_limit", "1e5", 100000),
+        ("max_grad_norm", 1, 1.0),
+        ("max_grad_norm", -1, -1.0),
+        ("max_grad_norm", None, None),
+        ("max_grad_norm", np.float32(0.5), 0.5),
+        ("ckpt_interval_minutes", 15, 15.0),
+        ("debug", 1, True),
+        ("debug", "no", False),
+        ("debug", np.True_, True),
+        ("jit_module_keys", "model", ["model"]),
+        ("jit_module_keys", ("a", "b"), ["a", "b"]),
+        ("tqdm_barcolor", {"train": "RED"}, {"train": "RED"}),
+        ("device", torch.device("cpu"), "cpu"),
+        ("log_config", None, None),
+    ],
+)
+def test_yaml_values_are_typed(name, given, value):
+    found = RunOptions().resolved({name: given})[name]
+    assert found == value
+    assert type(found) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "reason"),
+    [
+        ("precision", "fp8", "is not one of fp32, fp16, bf16"),
+        ("grad_accumulation_factor", "three", "is no whole number"),
+        ("grad_accumulation_factor", 1.5, "is no whole number"),
+        ("grad_accumulation_factor", True, "is no whole number"),
+        ("grad_accumulation_factor", None, "is no whole number"),
+        ("grad_accumulation_factor", [1], "is no whole number"),
+        ("grad_accumulation_factor", float("inf"), "is no whole number"),
+        ("optimizer_step_limit", 0, "is below 1"),
+        ("max_grad_norm", float("nan"), "is no number"),
+        ("debug", 2, "is no True or False"),
+        ("debug", [], "is no True or False"),
+        ("tqdm_barcolor", "RED", "is no mapping"),
+        ("compile_mode", {}, "is no text"),
+        ("jit_module_keys", 3, "is no list of names"),
+    ],
+)
+def test_yaml_values_are_checked(name, given, reason):
+    with pytest.raises(ConfigError) as caught:
+        RunOptions().resolved({name: given})
+    assert f"{name}={given!r} in the hparams YAML {reason}" in str(caught.value)
+
+
+def test_intervals_are_checked_over_the_sources():
+    with pytest.raises(ConfigError, match="--ckpt_interval_minutes=0"):
+        RunOptions(ckpt_interval_steps=5).resolved({"ckpt_interval_minutes": 15})
+    options = RunOptions(ckpt_interval_steps=5, ckpt_interval_minutes=0).resolved(
+        {"ckpt_interval_minutes": 15}
+    )
+    assert (options.ckpt_interval_steps, options.ckpt_interval_minutes) == (5, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("given", "hparams", "precision"),
+    [
+        ({"auto_mix_prec": True}, {}, "fp16"),
+        ({"bfloat16_mix_prec": True}, {}, "bf16"),
+        ({"bfloat16_mix_prec": True}, {"precision": "fp16"}, "bf16"),
+        ({}, {"auto_mix_prec": True}, "fp16"),
+        ({"precision": "fp32"}, {"auto_mix_prec": True}, "fp32"),
+        ({"precision": "fp32", "auto_mix_prec": True}, {}, "fp32"),
+        ({"auto_mix_prec": False}, {"precision": "bf16"}, "bf16"),
+    ],
+)
+def test_old_precision_switches(given, hparams, precision, caplog):
+    with caplog.at_level(logging.WARNING):
+        options = RunOptions(**given).resolved(hparams).resolved(hparams)
+    assert options.precision == precision
+    used = [v for v in (*given.values(), *hparams.values()) if v is True]
+    assert len([r for r in caplog.records if "is deprecated" in r.getMessage()]) == len(used)
+
+
+def test_old_precision_switch_on_the_command_line(caplog):
+    assert parse("h.yaml", "--bfloat16_mix_prec")[1]["precision"] == "bf16"
+
+
+def test_a_device_of_none_is_not_given(gpus):
+    options = RunOptions(device=None, distributed_backend=None).resolved({"device": "cpu"})
+    assert (options.device, options.distributed_backend) == ("cpu", "gloo")
+    assert RunOptions(device="cuda").resolved({"device": "cpu"}).device == "cuda:0"
+
+
+def test_what_the_yaml_set_at_parsing_stays_without_it(tmp_path):
+    (tmp_path / "h.yaml").write_text("debug_batches: 9\n")
+    assert parse("h.yaml")[1].resolved().debug_batches == 9
+
+
+def test_resolving_does_not_change_the_original():
+    options = RunOptions()
+    options.resolved({"debug": True, "device": "cpu"})
+    assert (options.debug, options.device) == (False, None)
+
+
+def test_properties_read_and_write_the_run_options():
+    class Host(OptionAttributes):
+        def __init__(self):
+            self.run_opts = RunOptions()
+
+    host = Host()
+    host.max_grad_norm = 3
+    assert host.run_opts.max_grad_norm == 3.0
+    host.run_opts["precision"] = "bf16"
+    assert host.precision == "bf16"
+    with pytest.raises(ConfigError):
+        host.grad_accumulation_factor = 0

@@ -1,0 +1,145 @@
+"""Seeds and random states, in one process."""
+
+# ruff: noqa: NPY002 -- NumPy's global state is what is tested
+
+from __future__ import annotations
+
+import os
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from ddpkit.errors import CheckpointError, ConfigError
+from ddpkit.seed import RngState, global_seed, seed_everything, seed_rank_streams, stream_seed
+
+
+@pytest.fixture(autouse=True)
+def _environment(monkeypatch):
+    monkeypatch.setenv("DDPKIT_GLOBAL_SEED", "")  # so that the variable is put back afterwards
+    monkeypatch.delenv("SB_GLOBAL_SEED", raising=False)
+
+
+def draw():
+    return random.random(), np.random.rand(), float(torch.rand(())), np.random.randn(), random.gauss(0, 1)
+
+
+def test_the_same_seed_gives_the_same_numbers():
+    assert seed_everything(5) == 5
+    first = draw()
+    assert seed_everything(6) == 6
+    second = draw()
+    seed_everything(5)
+    assert draw() == first != second
+
+
+def test_the_seed_is_left_in_the_environment():
+    assert global_seed() is None
+    seed_everything(5)
+    assert os.environ["DDPKIT_GLOBAL_SEED"] == "5"
+    assert global_seed() == 5
+
+
+def test_the_older_name_of_the_variable_is_read(monkeypatch):
+    monkeypatch.setenv("SB_GLOBAL_SEED", "8")
+    assert global_seed() == 8
+    seed_everything(5)
+    assert global_seed() == 5
+
+
+@pytest.mark.parametrize("seed", [-1, 2**32])
+def test_a_seed_out_of_range_is_replaced_by_0_with_a_warning(seed, caplog):
+    assert seed_everything(seed, verbose=False) == 0
+    assert f"seed={seed} is outside [0, 4294967295]; 0 is used instead." in caplog.messages
+
+
+def test_the_largest_seed():
+    assert seed_everything(2**32 - 1) == 2**32 - 1
+
+
+@pytest.mark.parametrize("seed", ["abc", 1.5, None, float("nan"), float("inf")])
+def test_a_seed_that_is_no_number(seed):
+    with pytest.raises(ConfigError, match="seed=.* is not a whole number"):
+        seed_everything(seed)
+
+
+def test_a_variable_that_is_no_number(monkeypatch):
+    monkeypatch.setenv("DDPKIT_GLOBAL_SEED", "abc")
+    with pytest.raises(ConfigError, match="DDPKIT_GLOBAL_SEED='abc' is not a whole number"):
+        global_seed()
+
+
+def test_verbose(caplog):
+    caplog.set_level("INFO")
+    seed_everything(1, verbose=False)
+    assert not caplog.messages
+    seed_everything(1)
+    assert caplog.messages == ["Seed: 1"]
+
+
+def test_deterministic(monkeypatch):
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
+    try:
+        seed_everything(1, deterministic=True)
+        assert torch.are_deterministic_algorithms_enabled()
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    finally:
+        torch.use_deterministic_algorithms(False)
+        os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
+
+
+def test_one_process_keeps_its_stream():
+    seed_everything(5)
+    first = draw()
+    seed_everything(5)
+    assert seed_rank_streams() is None
+    assert draw() == first
+
+
+def test_2_5_streams_are_hashed_and_not_summed():
+    seeds = [stream_seed(seed, rank, epoch) for seed in range(20) for rank in range(8) for epoch in range(20)]
+    assert len(set(seeds)) == len(seeds)
+    assert stream_seed(10, 2) != stream_seed(11, 1)
+    assert stream_seed(1, 23) != stream_seed(12, 3)
+    assert (
+        stream_seed(3, 1) == 2443941090653319517
+    )  # the same in every version: runs are repeated years later
+
+
+def test_rng_state_brings_every_generator_back():
+    np.random.randn()  # leaves a second Gaussian in store
+    random.gauss(0, 1)  # likewise
+    state = RngState.capture()
+    first = draw(), draw()
+    assert (draw(), draw()) != first
+    state.restore()
+    assert (draw(), draw()) == first
+
+
+def test_rng_state_loads_with_weights_only(tmp_path):
+    state = RngState.capture()
+    first = draw()
+    torch.save(state.state_dict(), tmp_path / "rng.pt")
+    loaded = torch.load(tmp_path / "rng.pt", weights_only=True)
+    RngState.from_state_dict(loaded).restore()
+    assert draw() == first
+
+
+def test_a_state_from_more_devices_restores_what_is_there(caplog):
+    if torch.cuda.is_available():
+        pytest.skip("for a machine without CUDA")
+    state = RngState.capture().state_dict() | {"cuda": [torch.zeros(16, dtype=torch.uint8)] * 2}
+    RngState.from_state_dict(state).restore()
+    assert "covers 2 CUDA devices, here are 0" in caplog.text
+
+
+def test_a_state_that_does_not_fit():
+    state = RngState.capture().state_dict()
+    with pytest.raises(CheckpointError, match="are no saved random state"):
+        RngState.from_state_dict({"python": state["python"]})
+    with pytest.raises(CheckpointError, match="does not fit this process"):
+        RngState.from_state_dict(state | {"torch_cpu": torch.zeros(3, dtype=torch.uint8)}).restore()
+    with pytest.raises(CheckpointError, match="does not fit this process"):
+        RngState.from_state_dict(state | {"python": [9, [1, 2], None]}).restore()

@@ -3,8 +3,9 @@
     python benchmarks/loop_overhead.py                    # one process, bar off and on
     python benchmarks/loop_overhead.py --processes 2      # two processes through torchrun (gloo)
 
-The two loops run in turns in one process, on the same model and the same batches, so that a machine that slows down slows
-both. Reported are the medians over the turns, and Python calls per step, which do not depend on the machine at all.
+The two loops run in turns in one process, on the same model and the same batches, so that a machine that
+slows down slows both. Reported are the medians over the turns, and Python calls per step, which do not depend on the
+machine at all.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Before training starts: do all ranks mean the same run? If not, say what differs, on every rank.
 
-The facts of every rank are compared over the store, before any collective could pair things that do not belong together.
+The facts of every rank are compared over the store, before any collective could pair things that do not belong
+together.
 """
 
 from __future__ import annotations
@@ -145,8 +146,8 @@ def check_train_data(loader: Any, batches: int | None, world_size: int) -> None:
     plan = getattr(getattr(loader, "batch_sampler", None), "plan", None)
     if plan is not None and plan.num_samples < world_size:
         raise DataError(
-            f"the training set has {plan.num_samples} sample(s) for {world_size} ranks: some would have nothing to train "
-            f"on. Start at most {plan.num_samples} process(es), or use more data."
+            f"the training set has {plan.num_samples} sample(s) for {world_size} ranks: some would have nothing to "
+            f"train on. Start at most {plan.num_samples} process(es), or use more data."
         )
     if batches == 0:
         detail = ""

@@ -166,9 +166,7 @@ def register_checkpoint_hooks(cls: ClassT, save_on_main_only: bool = True) -> Cl
 
 
 @overload
-def register_checkpoint_hooks(
-    cls: None = None, save_on_main_only: bool = True
-) -> Callable[[ClassT], ClassT]: ...
+def register_checkpoint_hooks(cls: None = None, save_on_main_only: bool = True) -> Callable[[ClassT], ClassT]: ...
 
 
 def register_checkpoint_hooks(cls: Any = None, save_on_main_only: bool = True) -> Any:
@@ -218,9 +216,7 @@ def _marked_method(cls: type, role: str) -> str | None:
     for base in cls.__mro__:
         names = [name for name, value in vars(base).items() if getattr(value, f"_ddpkit_{role}", False)]
         if len(names) > 1:
-            raise ConfigError(
-                f"{base.__qualname__} has {len(names)} methods marked as {role}: {names}. Mark one."
-            )
+            raise ConfigError(f"{base.__qualname__} has {len(names)} methods marked as {role}: {names}. Mark one.")
         if names:
             return names[0]
     return None

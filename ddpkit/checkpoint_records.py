@@ -130,16 +130,12 @@ class Selection:
         keys = ("importance_key", "max_key", "min_key")
         given = [name for name in keys if getattr(self, name) is not None]
         if len(given) > 1:
-            raise ConfigError(
-                f"{' and '.join(given)} are given, but only one can decide which checkpoint is best."
-            )
+            raise ConfigError(f"{' and '.join(given)} are given, but only one can decide which checkpoint is best.")
 
     def counts(self, checkpoint: Checkpoint) -> bool:
         """Say whether a checkpoint has the key and passes the predicate."""
         keys = {self.max_key, self.min_key} - {None}
-        return keys <= checkpoint.meta.keys() and (
-            self.ckpt_predicate is None or bool(self.ckpt_predicate(checkpoint))
-        )
+        return keys <= checkpoint.meta.keys() and (self.ckpt_predicate is None or bool(self.ckpt_predicate(checkpoint)))
 
     def importance(self, checkpoint: Checkpoint) -> Any:
         """Return a value that is greater for a better checkpoint; None for one that ranks worst."""
@@ -150,11 +146,7 @@ class Selection:
             return None if value is None else -value
         importance = (self.importance_key or ckpt_recency)(checkpoint)
         if isinstance(importance, (tuple, list)):
-            return (
-                None
-                if any(isinstance(part, float) and math.isnan(part) for part in importance)
-                else importance
-            )
+            return None if any(isinstance(part, float) and math.isnan(part) for part in importance) else importance
         return _number(importance) if isinstance(importance, (float, torch.Tensor)) else importance
 
 
@@ -285,17 +277,13 @@ def read_checkpoint(path: Path) -> Checkpoint:
     """
     try:
         meta = load_plain_yaml((path / META_NAME).read_text(encoding="utf-8"))
-        files = {
-            file.name.removesuffix(SUFFIX): file for file in sorted(path.iterdir()) if file.suffix == SUFFIX
-        }
+        files = {file.name.removesuffix(SUFFIX): file for file in sorted(path.iterdir()) if file.suffix == SUFFIX}
     except CheckpointError as error:
         raise CheckpointError(f"{META_NAME} {error}") from error
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{META_NAME} cannot be read: {error}") from error
     if not isinstance(meta, dict) or _number(meta.get("unixtime")) is None:
-        raise CheckpointError(
-            f"{META_NAME} is empty or does not say when the checkpoint was saved (unixtime)"
-        )
+        raise CheckpointError(f"{META_NAME} is empty or does not say when the checkpoint was saved (unixtime)")
     return Checkpoint(path, meta, files)
 
 
@@ -401,9 +389,7 @@ def average_state_dicts(state_dicts: Iterable[Mapping[str, Any]]) -> dict[str, A
             sums = {name: _wide_copy(value) for name, value in state.items() if _can_be_averaged(value)}
             continue
         if state.keys() != first.keys():
-            raise ConfigError(
-                f"the states differ in {sorted(state.keys() ^ first.keys())}: they are of other models."
-            )
+            raise ConfigError(f"the states differ in {sorted(state.keys() ^ first.keys())}: they are of other models.")
         for name, total in sums.items():
             if state[name].shape != total.shape:
                 shapes = f"{tuple(state[name].shape)} and {tuple(total.shape)}"
@@ -464,8 +450,7 @@ def average_checkpoints(
             path = checkpoint.paramfiles.get(recoverable_name)
             if path is None:
                 raise CheckpointError(
-                    f"{checkpoint.path} has no file for {recoverable_name!r}; it has "
-                    f"{sorted(checkpoint.paramfiles)}."
+                    f"{checkpoint.path} has no file for {recoverable_name!r}; it has {sorted(checkpoint.paramfiles)}."
                 )
             yield parameter_loader(path, map_location="cpu")
 

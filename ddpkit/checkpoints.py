@@ -544,9 +544,7 @@ class Checkpointer:
         whole = (checkpoint for checkpoint in order if self._ledger.is_whole(checkpoint, self.verify_mode))
         found = list(itertools.islice(whole, limit))
         if not found and limit != 0 and (order or (self._ledger.reasons and not readable)):
-            reasons = "; ".join(
-                f"{path.name}: {reason}" for path, reason in sorted(self._ledger.reasons.items())
-            )
+            reasons = "; ".join(f"{path.name}: {reason}" for path, reason in sorted(self._ledger.reasons.items()))
             raise CheckpointError(
                 f"no checkpoint in {self.checkpoints_dir} is whole: {reasons}. Repair one, or move them away "
                 "to start from scratch."
@@ -557,9 +555,7 @@ class Checkpointer:
         ledger = self._ledger
         mode: VerifyMode = "off" if self.verify_mode == "off" else "size"
         readable = ledger.scan(self.checkpoints_dir)
-        counted = [
-            each for each in readable if each.path not in ledger.reasons and ledger.is_whole(each, mode)
-        ]
+        counted = [each for each in readable if each.path not in ledger.reasons and ledger.is_whole(each, mode)]
         for checkpoint in deletable(counted, retention):
             remove_directory(checkpoint.path)
             logger.log(verbosity, "Deleted checkpoint in %s", checkpoint.path)
@@ -604,9 +600,7 @@ def _hook_for(name: str, obj: Any, hook: HookT | None) -> HookT:
     return hook
 
 
-def _run_savers(
-    hooks: Mapping[str, SaveHook], objects: Mapping[str, Any], staging: Path
-) -> CheckpointError | None:
+def _run_savers(hooks: Mapping[str, SaveHook], objects: Mapping[str, Any], staging: Path) -> CheckpointError | None:
     """Run save hooks; return what went wrong, so that the ranks can agree on it before anybody raises."""
     for name, hook in hooks.items():
         try:

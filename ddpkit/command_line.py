@@ -152,9 +152,7 @@ def help_parser() -> argparse.ArgumentParser:
         epilog=_EPILOG,
         allow_abbrev=False,
         add_help=False,
-        formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(
-            prog, max_help_position=42, width=102
-        ),
+        formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=42, width=102),
     )
     general = parser.add_argument_group("General")
     general.add_argument("param_file", metavar="hparams.yaml", help="the hyperparameter YAML, anywhere")

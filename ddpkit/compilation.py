@@ -98,9 +98,7 @@ def compile_modules(modules: torch.nn.ModuleDict, options: CompileOptions | Any)
     _script(modules, [key for key in to_script if key not in compiled])
 
 
-def _chosen(
-    modules: torch.nn.ModuleDict, option: str, keys: Iterable[str] | None, *, every: bool
-) -> list[str]:
+def _chosen(modules: torch.nn.ModuleDict, option: str, keys: Iterable[str] | None, *, every: bool) -> list[str]:
     """Return the names of the modules that an option chooses, in the order of the modules."""
     if keys is None:
         return list(modules) if every else []
@@ -152,6 +150,4 @@ def _script(modules: torch.nn.ModuleDict, keys: list[str]) -> None:
         for key in keys:
             if not isinstance(modules[key], torch.jit.ScriptModule):
                 modules[key] = torch.jit.script(modules[key])
-                warnings.filterwarnings(
-                    "ignore", message=r".*torch\.jit\.script", category=DeprecationWarning
-                )
+                warnings.filterwarnings("ignore", message=r".*torch\.jit\.script", category=DeprecationWarning)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data.distributed import DistributedSampler
 
 from ddpkit.checkpoint_hooks import mark_as_loader, mark_as_saver, register_checkpoint_hooks
 from ddpkit.errors import ConfigError, DataError
@@ -26,8 +27,16 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 DEFAULT_SEED = 563375142
-_RESHARDED = ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context",
-              "prefetch_factor", "persistent_workers")  # fmt: skip
+_RESHARDED = (
+    "num_workers",
+    "collate_fn",
+    "pin_memory",
+    "timeout",
+    "worker_init_fn",
+    "multiprocessing_context",
+    "prefetch_factor",
+    "persistent_workers",
+)
 
 
 @dataclass(frozen=True)
@@ -317,27 +326,31 @@ def reshard(loader: DataLoader[Any], sharding: Sharding) -> DataLoader[Any]:
         [[0, 1], [4]]
     """
     options: dict[str, Any] = {name: getattr(loader, name) for name in _RESHARDED}
+    sizes = {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
     if isinstance(loader.dataset, IterableDataset):
-        options |= {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
-        return shard(loader.dataset, sharding, **options)
-    source = loader.batch_sampler
-    if isinstance(source, DealtBatchSampler):
-        return shard(
-            loader.dataset, sharding, batch_sampler=source.batch_sampler, drop_last=source.drop_last, **options
-        )
-    if isinstance(source, PlannedBatchSampler):
-        sampler = None if isinstance(source.source, int) else source.source
-        options |= {"batch_size": source.batch_size, "shuffle": source.shuffle, "drop_last": source.drop_last}
-        return shard(loader.dataset, sharding, sampler=sampler, **options)
-    if source is not None and type(source) is not BatchSampler:
-        return shard(loader.dataset, sharding, batch_sampler=source, **options)
-    options |= {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
+        return shard(loader.dataset, sharding, **sizes, **options)
+    if isinstance(loader.sampler, DistributedSampler):
+        return loader  # its maker has divided the data already
+    return shard(loader.dataset, sharding, **(_order_of(loader) or sizes | {"sampler": loader.sampler}), **options)
+
+
+def _order_of(loader: DataLoader[Any]) -> dict[str, Any] | None:
+    """Say in loader arguments how a ready-made loader orders its data; None where its sampler must be asked."""
     sampler: Any = loader.sampler
-    if type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == _length(loader.dataset):
-        return shard(loader.dataset, sharding, shuffle=True, **options)
+    source: Any = sampler.planned if isinstance(sampler, _Single) else loader.batch_sampler
+    if isinstance(source, DealtBatchSampler):
+        return {"batch_sampler": source.batch_sampler, "drop_last": source.drop_last}
+    if isinstance(source, PlannedBatchSampler):
+        inner = {} if isinstance(source.source, int) else {"sampler": source.source}
+        batch_size = None if isinstance(sampler, _Single) else source.batch_size
+        return {"batch_size": batch_size, "shuffle": source.shuffle, "drop_last": source.drop_last, **inner}
+    if source is not None and type(source) is not BatchSampler:
+        return {"batch_sampler": source}
+    sizes = {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
     if type(sampler) is SequentialSampler:
-        return shard(loader.dataset, sharding, **options)
-    return shard(loader.dataset, sharding, sampler=sampler, **options)
+        return sizes
+    whole = type(sampler) is RandomSampler and not sampler.replacement
+    return {**sizes, "shuffle": True} if whole and sampler.num_samples == _length(loader.dataset) else None
 
 
 class _Single(torch.utils.data.Sampler[int]):

@@ -241,9 +241,7 @@ class _LoggingExceptHook:
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         # The console shows no traceback here: the previous hook prints it, so that the reason stands last.
-        logger.error(
-            "Uncaught %s:", kind.__name__, exc_info=(kind, error, trace), extra={"traceback_follows": True}
-        )
+        logger.error("Uncaught %s:", kind.__name__, exc_info=(kind, error, trace), extra={"traceback_follows": True})
         with contextlib.suppress(ConfigError):  # a full disk must not hide the reason
             run_event("exception", type=kind.__name__, message=str(error))
         _tell_launcher(error)

@@ -1,20 +1,200 @@
-"""What a process does when it fails: it leaves the reason where the launcher will show it."""
+"""What a process does when it fails: it says why, where the launcher and the other ranks will look.
+
+A rank that fails takes the others with it: their next collective ends in "Connection closed by peer", which says
+nothing. So the exception that ends a process is noted twice, by :func:`watch_uncaught`'s hook: in the file from which
+torchrun makes its closing summary, and in the process group's store, where the others look it up when they lose the
+connection. What they then raise is a :class:`~ddpkit.errors.RankFailedError` that names the rank and the reason.
+
+Source: the file's format is that of ``torch.distributed.elastic.multiprocessing.errors.ErrorHandler.record_exception``;
+torchrun takes the failure with the lowest timestamp, in whole seconds, for the root cause.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
-from pathlib import Path
-from typing import TYPE_CHECKING
+import sys
+import time
+import traceback
+from typing import TYPE_CHECKING, NamedTuple
+
+from ddpkit.errors import RankFailedError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
+    from types import TracebackType
+
+    from torch.distributed import Store
+
+FAILED_KEY, REASON_KEY = "ddpkit/failed", "ddpkit/failure"
+LONGEST_REASON = 4000
+
+# How gloo, NCCL and torch's store say that the other side has gone.
+LOST_CONNECTION = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Connection refused",
+    "Connection was likely closed",
+    "Broken pipe",
+    "Socket closed",
+    "remote process exiting",
+    "failed to recv",
+)
+
+
+class Reason(NamedTuple):
+    """Which rank failed first, and why.
+
+    Ranks: local.
+
+    Example:
+        >>> Reason(1, "ValueError: boom").rank
+        1
+    """
+
+    rank: int
+    text: str
+
+
+class FirstFailure:
+    """The first failure of a run, kept in the store of its process group.
+
+    Args:
+        store: of the process group.
+        rank: this process.
+
+    Ranks: local; no method waits for another rank.
+
+    Example:
+        >>> from torch.distributed import HashStore
+        >>> store = HashStore()
+        >>> FirstFailure(store, rank=1).tell(ValueError("boom"))
+        >>> FirstFailure(store, rank=0).told()
+        Reason(rank=1, text='ValueError: boom')
+    """
+
+    def __init__(self, store: Store, rank: int) -> None:
+        self.store = store
+        self.rank = rank
+
+    def tell(self, error: BaseException) -> None:
+        """Note that this rank has failed, unless another one has before it."""
+        with contextlib.suppress(RuntimeError):  # the store may have gone with the process that held it
+            if self.store.add(FAILED_KEY, 1) == 1:
+                self.store.set(REASON_KEY, json.dumps([self.rank, short_text(error)]))
+
+    def told(self) -> Reason | None:
+        """Return what another rank has noted, or None."""
+        with contextlib.suppress(RuntimeError):
+            if self.store.check([REASON_KEY]):
+                reason = Reason(*json.loads(self.store.get(REASON_KEY)))
+                return None if reason.rank == self.rank else reason
+        return None
+
+
+class _Here:
+    """What this module knows about its own process."""
+
+    first: FirstFailure | None = None
+    failed = False
+    second_hand = False
+
+
+def short_text(error: BaseException) -> str:
+    """Return the type and the message of an exception, as Python would print them, cut where it gets very long.
+
+    Ranks: local.
+
+    Example:
+        >>> short_text(ValueError("boom"))
+        'ValueError: boom'
+    """
+    text = "".join(traceback.format_exception_only(type(error), error)).strip()
+    return text if len(text) <= LONGEST_REASON else f"{text[:LONGEST_REASON]} ..."
+
+
+def has_failed() -> bool:
+    """Say whether an exception that nobody caught is ending this process.
+
+    Ranks: local.
+
+    Example:
+        >>> has_failed()
+        False
+    """
+    return _Here.failed or getattr(sys, "last_value", None) is not None
+
+
+def failed_second_hand() -> bool:
+    """Say whether what ends this process is the failure of another rank.
+
+    Ranks: local.
+
+    Example:
+        >>> failed_second_hand()
+        False
+    """
+    return _Here.second_hand
+
+
+def is_second_hand(error: BaseException) -> bool:
+    """Say whether an exception only tells that another rank has failed.
+
+    Ranks: local.
+
+    Example:
+        >>> is_second_hand(RuntimeError("[pair.cc:547] Connection closed by peer [127.0.0.1]:9"))
+        True
+        >>> is_second_hand(RuntimeError("shapes do not fit"))
+        False
+    """
+    return isinstance(error, RankFailedError) or _is_lost_connection(error)
+
+
+def _is_lost_connection(error: BaseException) -> bool:
+    if isinstance(error, RankFailedError) or not isinstance(error, (RuntimeError, ConnectionError)):
+        return False
+    text = str(error)
+    return any(words in text for words in LOST_CONNECTION)
+
+
+def explained(error: BaseException) -> BaseException:
+    """Turn the loss of a connection into the failure of the rank that was lost; leave all else as it is.
+
+    Args:
+        error: what this rank raised.
+
+    Returns:
+        A :class:`~ddpkit.errors.RankFailedError` with ``error`` as its cause, or ``error`` itself.
+
+    Ranks: local; asks the process group's store.
+
+    Example:
+        >>> explained(ValueError("own fault"))
+        ValueError('own fault')
+    """
+    if not _is_lost_connection(error):
+        return error
+    first = _Here.first
+    reason = None if first is None else first.told()
+    if reason is None:
+        text = (
+            "the connection to another rank was lost, and no rank has left a reason: its process has ended early, or "
+            "was killed (out of memory? a signal?). Look at the output and the exit code of the other processes."
+        )
+    else:
+        text = f"rank {reason.rank} failed first: {reason.text}"
+    news = RankFailedError(text)
+    news.__cause__ = error
+    return news
 
 
 def record_for_launcher(error: BaseException) -> None:
     """Write an exception into torchrun's error file, so that its closing summary shows the reason.
 
-    Without torchrun nothing happens. The first failure that a process records stays.
+    Without torchrun nothing happens. A later failure of the same process takes the place of an earlier one. What is
+    only second-hand is dated a second later, so that torchrun calls the failure behind it the root cause.
 
     Args:
         error: the exception, with its traceback.
@@ -25,16 +205,28 @@ def record_for_launcher(error: BaseException) -> None:
         >>> record_for_launcher(ValueError("nothing happens without torchrun"))
     """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if not path or Path(path).exists():
+    if not path:
         return
-    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
-
-    get_error_handler().record_exception(error)
+    lines = "".join(traceback.format_exception(type(error), error, error.__traceback__)).rstrip().splitlines()
+    prefix = f"[rank{os.environ.get('RANK', '?')}]: "
+    info = {
+        "py_callstack": "\n".join(prefix + line for line in lines),
+        "timestamp": str(int(time.time()) + is_second_hand(error)),
+    }
+    report = {"message": {"message": short_text(error), "extraInfo": info}}
+    temporary = f"{path}.{os.getpid()}"
+    with contextlib.suppress(OSError):  # a full disk must not hide the error itself
+        with open(temporary, "w", encoding="utf-8") as file:
+            json.dump(report, file)
+        os.replace(temporary, path)
 
 
 @contextlib.contextmanager
 def failure_notice() -> Iterator[None]:
-    """Record an exception that passes through for the launcher, and let it go on.
+    """Record an exception that passes through for the launcher; let it go on, or say which rank is behind it.
+
+    Raises:
+        RankFailedError: instead of the loss of a connection.
 
     Ranks: local.
 
@@ -45,5 +237,65 @@ def failure_notice() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        record_for_launcher(error)
-        raise
+        news = explained(error)
+        record_for_launcher(news)
+        if news is error:
+            raise
+        raise news from error
+
+
+class UncaughtHook:
+    """Takes note of the exception that ends this process, then does what was done before.
+
+    Args:
+        previous: the hook that prints it.
+
+    Ranks: local.
+
+    Example:
+        >>> UncaughtHook(sys.excepthook).previous is sys.excepthook
+        True
+    """
+
+    def __init__(self, previous: Callable[..., object]) -> None:
+        self.previous = previous
+        self.process = os.getpid()
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        """Note the exception, and print it, or the failure behind it."""
+        if os.getpid() != self.process or _Here.failed:
+            self.previous(kind, error, trace)
+            return
+        _Here.failed = True
+        news = explained(error)
+        _Here.second_hand = is_second_hand(news)
+        record_for_launcher(news)
+        if _Here.first is not None and not _Here.second_hand:
+            _Here.first.tell(news)
+        self.previous(type(news), news, news.__traceback__)
+
+
+def watch_uncaught(store: Store | None = None, rank: int = 0) -> None:
+    """Take note of the exception that ends this process: for torchrun's summary, and for the other ranks.
+
+    Args:
+        store: of the process group; None before there is one.
+        rank: this process.
+
+    Ranks: local.
+
+    State: ``sys.excepthook``; what it was before is still called.
+
+    Example:
+        >>> before = sys.excepthook
+        >>> watch_uncaught(); isinstance(sys.excepthook, UncaughtHook)
+        True
+        >>> sys.excepthook = before
+    """
+    if store is not None:
+        _Here.first = FirstFailure(store, rank)
+    hook = sys.excepthook
+    while not isinstance(hook, UncaughtHook) and hasattr(hook, "previous"):
+        hook = hook.previous
+    if not isinstance(hook, UncaughtHook):
+        sys.excepthook = UncaughtHook(sys.excepthook)

@@ -42,7 +42,20 @@ LONGEST_NAP_SECONDS = 0.02
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a call on the rank that made it: a value, or the text of its failure."""
+    """What became of a call on the rank that made it: a value, or the text of its failure.
+
+    Attributes:
+        ok: whether it returned.
+        value: what it returned.
+        error: type and message of what it raised.
+        trace: the traceback as text.
+
+    Ranks: local.
+
+    Example:
+        >>> Outcome.of_error(ValueError("no")).error
+        'ValueError: no'
+    """
 
     ok: bool
     value: Any = None
@@ -91,7 +104,14 @@ def call_site(frame: FrameType | None) -> str:
 
 
 def outside_frame(depth: int = 1) -> FrameType | None:
-    """Return the frame ``depth`` calls above the caller of this function."""
+    """Return the frame ``depth`` calls above the caller of this function.
+
+    Ranks: local.
+
+    Example:
+        >>> outside_frame(0).f_code.co_name
+        '<module>'
+    """
     return sys._getframe(depth + 1)  # noqa: SLF001 -- inspect.currentframe() is the same, less the depth
 
 
@@ -130,6 +150,7 @@ class Handover:
         self.rank = rank
         self.world_size = world_size
         self._counts: dict[str, int] = {}
+        self._said_goodbye = False
 
     def next_count(self, site: str) -> int:
         """Count this rank's visits to ``site``, starting at 1."""
@@ -169,9 +190,11 @@ class Handover:
         return outcome
 
     def say_goodbye(self) -> None:
-        """Tell ranks that wait for this one that nothing more will come from it."""
-        self.store.set(_left_key(self.rank), "1")
-        self.store.add("ddpkit/left", 1)
+        """Tell ranks that wait for this one that nothing more will come from it; a second goodbye says nothing new."""
+        if not self._said_goodbye:
+            self._said_goodbye = True
+            self.store.set(_left_key(self.rank), "1")
+            self.store.add("ddpkit/left", 1)
 
     def await_goodbyes(self, timeout: float) -> None:
         """Wait, at most ``timeout`` seconds, until every rank has said goodbye (for the rank that hosts the store)."""
@@ -201,7 +224,7 @@ class Handover:
             while not self.store.check([key]):
                 if self.store.check([_left_key(poster)]) and not self.store.check([key]):
                     raise RankFailedError(
-                        f"rank {self.rank} waits at {site.split(' #', maxsplit=1)[0]} for rank {poster}, whose process has ended "
+                        f"rank {self.rank} waits at {place(site)} for rank {poster}, whose process has ended "
                         f"without making this call. Look for the reason in the output of rank {poster}."
                     )
                 if time.monotonic() >= next_warning:
@@ -213,7 +236,7 @@ class Handover:
             raise
         except RuntimeError as error:
             raise RankFailedError(
-                f"rank {self.rank} waited at {site.split(' #', maxsplit=1)[0]} for rank {poster} and lost the connection to the "
+                f"rank {self.rank} waited at {place(site)} for rank {poster} and lost the connection to the "
                 f"launcher's store: {error}. Some process of the run has died; look for the first error above."
             ) from error
 
@@ -236,10 +259,19 @@ def raise_as_reader(outcome: Outcome, site: str, poster: int) -> None:
     Raises:
         MainProcessError: the poster is rank 0; the text holds its own traceback.
         RankFailedError: the poster is another rank (once-per-node work); likewise.
+
+    Ranks: local.
+
+    Example:
+        >>> raise_as_reader(Outcome(ok=False, error="ValueError: no", trace="..."), "train.py:3 in prepare", 0)
+        Traceback (most recent call last):
+        ddpkit.errors.MainProcessError: rank 0 failed in the call at train.py:3 in prepare: ValueError: no
+        --- traceback of rank 0 ---
+        ...
     """
     kind = MainProcessError if poster == 0 else RankFailedError
     raise kind(
-        f"rank {poster} failed in the call at {site.split(' #', maxsplit=1)[0]}: {outcome.error}\n"
+        f"rank {poster} failed in the call at {place(site)}: {outcome.error}\n"
         f"--- traceback of rank {poster} ---\n{outcome.trace.rstrip()}"
     )
 

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from ddpkit.errors import BatchError, DataError
+from ddpkit.errors import BatchError, DataError, NonFiniteLossError
+from ddpkit.logger import get_logger
 from ddpkit.metrics import LossMeter
 from ddpkit.types import Stage
 
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
     from ddpkit.control import Beat, BeatReport
     from ddpkit.progress import ProgressBar
+
+logger = get_logger(__name__)
 
 
 @dataclass
@@ -73,6 +76,27 @@ class Progress:
     nonfinite: int = 0
     window: Window = field(default_factory=Window)
     meter: LossMeter = field(default_factory=LossMeter)
+
+    def count_skipped(self, norm: float, patience: int) -> None:
+        """Count an optimizer step that was skipped because the gradients' norm was not finite.
+
+        Args:
+            norm: equal on all ranks, so all ranks count and give up alike.
+            patience: how many of them an epoch may have.
+
+        Raises:
+            NonFiniteLossError: one more than that.
+        """
+        self.nonfinite += 1
+        where = f"epoch {self.epoch}, batch {self.step}, after optimizer step {self.optimizer_step}"
+        if self.nonfinite > patience:
+            raise NonFiniteLossError(
+                f"{self.nonfinite} steps of epoch {self.epoch} had gradients that are not finite (norm={norm}; the "
+                f"last in {where}), and nonfinite_patience={patience}. All were skipped, so the weights are still "
+                "those before. Lower the learning rate, clip harder (--max_grad_norm), look at the data, or raise "
+                "--nonfinite_patience."
+            )
+        logger.warning("The gradients are not finite (norm=%s); step skipped on all ranks: %s.", norm, where)
 
 
 class LoopHost(Protocol):

@@ -82,7 +82,7 @@ def take_step(
         optimizers: those that step.
         max_norm: the gradients of all of them together are scaled down to this norm; None or <= 0: no clipping.
         scaler: the loss scaler of fp16 training, if it is enabled.
-        multiplier: applied to the gradients first: the correction of a window that was shorter than its weights assumed.
+        multiplier: applied to the gradients first: corrects a window that was shorter than its weights assumed.
 
     Returns:
         Whether the step was taken, and the norm. A step is skipped, and its gradients dropped, when a gradient is not
@@ -204,3 +204,26 @@ def zero_gradients(optimizers: Iterable[Optimizer], *, set_to_none: bool) -> Non
     """
     for optimizer in optimizers:
         optimizer.zero_grad(set_to_none=set_to_none)
+
+
+def drop_nonfinite(modules: torch.nn.Module) -> list[str]:
+    """Drop the gradients that are not finite; waits for the device once per parameter.
+
+    Args:
+        modules: whose parameters are looked at.
+
+    Returns:
+        The names of the parameters whose gradient was dropped.
+
+    Ranks: local.
+
+    Example:
+        >>> drop_nonfinite(torch.nn.Linear(1, 1))
+        []
+    """
+    dropped = []
+    for name, parameter in modules.named_parameters():
+        if parameter.grad is not None and not torch.isfinite(parameter.grad).all():
+            parameter.grad = None
+            dropped.append(name)
+    return dropped

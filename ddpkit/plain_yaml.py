@@ -216,7 +216,8 @@ def _construct_tensor(loader: _PlainLoader, node: yaml.Node) -> torch.Tensor:
 def _construct_dtype(loader: _PlainLoader, node: yaml.Node) -> Any:
     """Read the dtype of a NumPy number: a kind and a size, such as ``f8``, never the name of an object."""
     content = loader.construct_mapping(node, deep=True)  # type: ignore[arg-type]
-    code, order = str(content["args"][0]), str(content["state"][1])
+    state = content.get("state", ["", ""])
+    code, order = str(content.get("args", [""])[0]), str(state[1])
     if not re.fullmatch(r"[biuf]\d{1,2}", code) or order not in {"<", ">", "|", "="}:
         return UnreadableValue(node.tag)
     return np.dtype(order + code)

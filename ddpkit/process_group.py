@@ -1,14 +1,14 @@
 """The default process group: made from the launcher's environment, destroyed at exit.
 
-Source: torch's trap list in ``docs/explanation/architecture.md``; that torchrun reuses one store for all restart attempts,
-so that each attempt needs a prefix of its own, is https://github.com/pytorch/pytorch/issues/135712.
+Source: torch's trap list in ``docs/explanation/architecture.md``; that torchrun reuses one store for all restart
+attempts, so that each attempt needs a prefix of its own, is https://github.com/pytorch/pytorch/issues/135712.
 """
 
 from __future__ import annotations
 
 import atexit
 import os
-import sys
+import time
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from ddpkit.device import resolve_device
 from ddpkit.errors import ConfigError, LaunchError
+from ddpkit.failure import failed_second_hand, has_failed, watch_uncaught
 from ddpkit.handover import Handover
 from ddpkit.launchers import find_launch
 from ddpkit.logger import get_logger
@@ -30,6 +31,7 @@ logger = get_logger(__name__)
 
 DEFAULT_TIMEOUT_MINUTES = 30.0
 GOODBYE_SECONDS = 5.0
+LAST_WORDS_SECONDS = 2.0
 
 
 class GroupState:
@@ -49,7 +51,7 @@ class GroupState:
         self.store = store
         self.handover = Handover(store, dist.get_rank(), dist.get_world_size())
         self.control_group: dist.ProcessGroup | None = None
-        self.hosts_store = False
+        self.attended = self.hosts_store = False
 
 
 _state: GroupState | None = None
@@ -111,7 +113,8 @@ def ddp_init_group(run_opts: Mapping[str, Any] | Any) -> None:
     """Start the default process group if a launcher started this process; otherwise do nothing.
 
     The device is bound to the local rank first, and given to the group. A group that somebody else has started
-    already is accepted and will not be destroyed; one that is started here is destroyed at exit.
+    already is accepted and will not be destroyed; one that is started here is destroyed at exit. From then on the
+    exception that ends a rank is told to the other ranks, and to torchrun's summary.
 
     Args:
         run_opts: anything with ``["distributed_backend"]``; ``["device"]`` and ``["distributed_timeout_minutes"]``
@@ -123,14 +126,16 @@ def ddp_init_group(run_opts: Mapping[str, Any] | Any) -> None:
 
     Ranks: collective.
 
+    State: ``sys.excepthook`` (see :func:`ddpkit.failure.watch_uncaught`) and an ``atexit`` hook, once per group.
+
     Example:
         >>> ddp_init_group({"distributed_backend": "gloo"})  # no launcher: nothing happens
     """
+    if is_distributed_initialized():
+        _attend(hosts_store=False, destroy=False)
+        return
     info = find_launch()
     if not info.is_distributed:
-        return
-    if is_distributed_initialized():
-        logger.debug("A process group is there already; it is used as it is and left alone at exit.")
         return
     device = resolve_device(_get(run_opts, "device"), info)
     backend = check_backend(_get(run_opts, "distributed_backend"), device)
@@ -152,9 +157,8 @@ def ddp_init_group(run_opts: Mapping[str, Any] | Any) -> None:
             f"MASTER_PORT={os.environ.get('MASTER_PORT')!r}): {error}. "
             "Check that all processes were started, that the address is reachable and the port free."
         ) from error
-    group_state().hosts_store = hosts
+    _attend(hosts_store=hosts, destroy=True)
     control_group()
-    atexit.register(_leave, group_state())
 
 
 def check_backend(backend: str | None, device: str) -> str:
@@ -190,7 +194,7 @@ def check_backend(backend: str | None, device: str) -> str:
         if name in known and not known[name]():
             raise ConfigError(
                 f"distributed_backend={backend!r}: this torch ({torch.__version__}) was built without {name}. "
-                f"Run with --distributed_backend=gloo{'' if on_gpu else ' --device=cpu'}, or install a torch that has it."
+                f"Run with --distributed_backend=gloo{'' if on_gpu else ' --device=cpu'}, or install a torch with it."
             )
     if backend == "nccl" and not on_gpu:
         raise ConfigError(
@@ -232,18 +236,38 @@ def _open_store(info: LaunchInfo, timeout: timedelta) -> tuple[dist.Store, bool]
     return dist.PrefixStore(prefix, store), hosts
 
 
-def _leave(state: GroupState) -> None:
-    """Say goodbye and destroy the group that :func:`ddp_init_group` started."""
+def _attend(*, hosts_store: bool, destroy: bool) -> None:
+    """Make sure, once per group, that its end and its failures are told to the other ranks."""
+    state = group_state()
+    if state.attended:
+        return
+    state.attended, state.hosts_store = True, hosts_store
+    watch_uncaught(state.store, dist.get_rank())
+    atexit.register(_leave, state, destroy=destroy)
+
+
+def _leave(state: GroupState, *, destroy: bool) -> None:
+    """Say goodbye at exit, and destroy the group if :func:`ddp_init_group` started it."""
     if not is_distributed_initialized() or group_state() is not state:
         return
-    failed = getattr(sys, "last_value", None) is not None
+    _say_goodbye(state, GOODBYE_SECONDS if state.hosts_store and not has_failed() else 0.0)
+    if destroy and not (has_failed() and "nccl" in dist.get_backend()):  # NCCL would wait for the others' kernels
+        dist.destroy_process_group()
+    if not has_failed():
+        return
+    # Destroying the group has woken the others. They look for the reason in the store that this process may host.
+    _say_goodbye(state, LAST_WORDS_SECONDS if state.hosts_store else 0.0)
+    if failed_second_hand() and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        time.sleep(LAST_WORDS_SECONDS)  # torchrun blames who ends first, and ends the others: let it see the culprit
+
+
+def _say_goodbye(state: GroupState, seconds: float) -> None:
+    """Tell the others that nothing more will come from here, and give them some seconds to say so, too."""
     try:
         state.handover.say_goodbye()
-        if state.hosts_store and not failed:
-            state.handover.await_goodbyes(GOODBYE_SECONDS)
+        state.handover.await_goodbyes(seconds)
     except RuntimeError as error:  # the host of the store is gone already
         logger.debug("The launcher's store is gone at exit: %s", error)
-    dist.destroy_process_group()
 
 
 def _get(run_opts: Any, name: str) -> Any:

@@ -1,4 +1,4 @@
-"""The progress bar: main process only, on stderr, refreshed by time; a log line now and then where there is no terminal.
+"""The progress bar: main process only, on stderr, refreshed by time; a log line now and then without a terminal.
 
 The only module that imports tqdm.
 """

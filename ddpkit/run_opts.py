@@ -303,9 +303,7 @@ def parse_arguments(arg_list: Sequence[str] | None = None) -> tuple[str, RunOpti
         given = dict(line.given)
         _adopt_local_rank(given.pop("local_rank", None))
         if given.pop("distributed_launch", False):
-            logger.warning_once(
-                "--distributed_launch has no effect any more: the launcher decides. Leave it out."
-            )
+            logger.warning_once("--distributed_launch has no effect any more: the launcher decides. Leave it out.")
         info = find_launch()
         run_opts = RunOptions(**given)
         run_opts._values["param_file"] = line.param_file  # noqa: SLF001 -- not among the options that were given

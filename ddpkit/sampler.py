@@ -1,8 +1,8 @@
 """The sampling plan: which sample stands at which position of an epoch, and which rank takes it.
 
 An epoch's order is a function of ``(seed, epoch, position)`` and of nothing else. Global batch ``b`` is the positions
-``[b * G, (b + 1) * G)``, where ``G`` is the sum of the ranks' batch sizes; every rank takes a contiguous share of it, and
-the last one is divided as evenly as possible. So the order, the batches and their number do not depend on the
+``[b * G, (b + 1) * G)``, where ``G`` is the sum of the ranks' batch sizes; every rank takes a contiguous share of it,
+and the last one is divided as evenly as possible. So the order, the batches and their number do not depend on the
 number of processes, no sample is repeated, and none is left out.
 
 Source: large sets are shuffled by a Feistel network over the next power of two with cycle walking (Black and Rogaway,
@@ -67,7 +67,7 @@ def mix_key(*parts: int) -> int:
 
 
 def _mix_array(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    mixed = values + np.uint64(_GOLDEN)
+    mixed: NDArray[np.uint64] = values + np.uint64(_GOLDEN)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     mixed ^= mixed >> np.uint64(31)

@@ -199,9 +199,7 @@ def make_staging(final: Path) -> Path:
     return staging
 
 
-def commit_staging(
-    staging: Path, final: Path, write: Callable[[], object] | None = None, world_size: int = 1
-) -> None:
+def commit_staging(staging: Path, final: Path, write: Callable[[], object] | None = None, world_size: int = 1) -> None:
     """Seal a directory made by :func:`make_staging` with a manifest and give it its final name.
 
     Args:

@@ -1,7 +1,8 @@
 """How the modules run: on one device, under ``nn.DataParallel``, or under ``DistributedDataParallel``.
 
-Source: what ``forward`` and ``no_sync`` of torch's DDP do was read in torch 2.13: only a forward pass through the wrapper with
-synchronisation on arms the reducer, and the backward pass after it reduces all gradients accumulated so far.
+Source: what ``forward`` and ``no_sync`` of torch's DDP do was read in torch 2.13: only a forward pass through the
+wrapper with synchronisation on arms the reducer, and the backward pass after it reduces all gradients accumulated
+so far.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ class WrappedDDP(_Reaching, DistributedDataParallel):
             flat = torch.cat([gradient.flatten() for gradient in gradients])
             torch.distributed.all_reduce(flat, group=self.process_group)
             flat /= torch.distributed.get_world_size(self.process_group)
-            for gradient, average in zip(gradients, flat.split([one.numel() for one in gradients]), strict=True):
+            for gradient, average in zip(gradients, torch.split(flat, [one.numel() for one in gradients]), strict=True):
                 gradient.copy_(average.view_as(gradient))
         self.reduced = False
 
@@ -148,9 +149,7 @@ class DataParallel(SingleDevice):
     Example:
         >>> DataParallel("cpu")
         Traceback (most recent call last):
-        ddpkit.errors.ConfigError: data_parallel_backend=True needs a GPU, and the device is 'cpu' (0 GPUs found). \
-Leave the flag out to train on one CPU, or use several CPU processes: torchrun --standalone --nproc_per_node=2 train.py \
-hparams.yaml --device=cpu
+        ddpkit.errors.ConfigError: data_parallel_backend=True needs a GPU, ...
     """
 
     name = "nn.DataParallel"

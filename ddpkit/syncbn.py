@@ -260,9 +260,7 @@ class _Normalise(torch.autograd.Function):
     """Normalise by the joined statistics; back through them with one all-reduce."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, joined: _Joined, eps: float
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, joined: _Joined, eps: float) -> Tensor:
         dtype = _statistics_dtype(x)
         mean, var = joined.mean.to(dtype), joined.var.to(dtype)
         scale = None if weight is None else weight.detach().to(dtype)

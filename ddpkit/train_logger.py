@@ -238,9 +238,7 @@ class TrainLogger:
         log = _Current.log or (RunLog(fallback) if fallback is not None else None)
         if log is None:
             return
-        stats = _plain(
-            {"meta": meta, **{name: values for name, values in stages.items() if values is not None}}
-        )
+        stats = _plain({"meta": meta, **{name: values for name, values in stages.items() if values is not None}})
         known = _Current.log is not None and repr(stats) == repr(_Current.last_stats)
         if not known or id(self) in _Current.reporters:
             log.write("stats", **stats)

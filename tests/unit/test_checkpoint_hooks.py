@@ -476,4 +476,3 @@ def test_types_that_the_user_allows_are_loaded(tmp_path):
     allowed = [np._core.multiarray.scalar, np.dtype, np.dtypes.Float64DType]
     with torch.serialization.safe_globals(allowed):
         assert safe_load(path) == {"path": 3.0}
-

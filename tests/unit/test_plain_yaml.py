@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from datetime import datetime
+from datetime import datetime, timezone
 from enum import IntEnum
 from pathlib import Path
 
@@ -17,6 +17,9 @@ from ddpkit.plain_yaml import UnreadableValue, dump_plain_yaml, load_plain_yaml
 
 def round_trip(value):
     return load_plain_yaml(dump_plain_yaml(value))
+
+
+UTC = timezone.utc
 
 
 class Kind(IntEnum):
@@ -45,7 +48,7 @@ class Kind(IntEnum):
         ("no", "no"),
         ("ünï\n\x07\udc80", "ünï\n\x07\udc80"),
         (b"\x00\xff", b"\x00\xff"),
-        (datetime(2026, 1, 2, 3, 4, 5), datetime(2026, 1, 2, 3, 4, 5)),
+        (datetime(2026, 1, 2, 3, tzinfo=UTC), datetime(2026, 1, 2, 3, tzinfo=UTC)),
         (True, True),
         (None, None),
     ],
@@ -100,8 +103,9 @@ EVIL = [
     "!!python/object/new:os.system ['touch {0}']",
     "!!python/object/apply:pathlib.Path.touch [!!python/object/apply:pathlib.PosixPath ['{0}']]",
     "!!python/object/new:type {{args: [x, !!python/tuple [], {{extend: !!python/name:exec }}], listitems: ['{0}']}}",
-    "!!python/object/apply:numpy._core.multiarray.scalar [!!python/object/apply:numpy.dtype {{args: [O], "
-    "state: [3, '|']}}, !!binary 'AAAAAAAAAAA=']",
+    "!!python/object/apply:numpy._core.multiarray.scalar [!!python/object/apply:numpy.dtype {{args: [O]}}, 'x']",
+    "!!python/object/apply:numpy.dtype {{args: ['{0}'], state: [3, '<']}}",
+    "!!python/object/apply:numpy._core.multiarray.scalar [!!python/object/apply:os.getcwd [], !!binary AAAA]",
     "!new:pathlib.Path.touch ['{0}']",
     "!apply:os.mknod ['{0}']",
     "!!python/name:os.system",
@@ -126,7 +130,7 @@ def test_k7_a_poisoned_safe_loader_changes_nothing(monkeypatch):
     monkeypatch.setattr(yaml.SafeLoader, "yaml_multi_constructors", {"!": construct, "tag:": construct})
     monkeypatch.setattr(yaml.SafeLoader, "yaml_constructors", {None: lambda loader, node: called.append("x")})
     assert yaml.safe_load("!new:x 3") is None
-    assert called == ["x"] or called == ["new:x"]
+    assert len(called) == 1
     called.clear()
     assert load_plain_yaml("a: !new:x 3\nb: 2") == {"a": UnreadableValue("!new:x"), "b": 2}
     assert called == []

@@ -1,0 +1,244 @@
+"""What a recipe overrides: one batch, one optimizer step, and the calls around them."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ddpkit import optim
+from ddpkit.logger import get_logger
+from ddpkit.loop import Progress, backward, one_number
+from ddpkit.run_opts import OptionAttributes
+from ddpkit.strategy import NOTHING
+from ddpkit.types import Stage
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+    from contextlib import AbstractContextManager
+    from types import SimpleNamespace
+
+    from ddpkit.precision import TorchAutocast
+    from ddpkit.strategy import Strategy
+
+logger = get_logger(__name__)
+
+
+def _of_progress(name: str, doc: str) -> property:
+    """Make a property that reads and writes an attribute of the host's progress."""
+
+    def read(self: Hooks) -> Any:
+        return getattr(self.progress, name)
+
+    def write(self: Hooks, value: Any) -> None:
+        setattr(self.progress, name, value)
+
+    return property(read, write, doc=doc)
+
+
+class Hooks(OptionAttributes):
+    """The overridable half of the Brain; :class:`~ddpkit.brain.Brain` fills in the attributes and runs the loops.
+
+    Attributes:
+        modules: ``torch.nn.ModuleDict``; under a wrapper, the module's own attributes can still be reached.
+        hparams: namespace; empty where none were given.
+        checkpointer: or None.
+        optimizers_dict: name -> optimizer, once :meth:`init_optimizers` has run.
+        step: batches of the current stage so far; counts from 1 while a batch is worked on.
+        optimizer_step: updates since the run began.
+        nonfinite_count: steps of this epoch that were skipped because a gradient was not finite.
+
+    Ranks: every hook is called on every rank.
+
+    Example:
+        >>> Hooks().freeze_optimizers({})
+        {}
+    """
+
+    modules: nn.ModuleDict
+    hparams: SimpleNamespace
+    checkpointer: Any
+    opt_class: Callable[[Iterable[Any]], torch.optim.Optimizer] | None
+    optimizer: torch.optim.Optimizer
+    optimizers_dict: dict[str, torch.optim.Optimizer] | None
+    strategy: Strategy
+    progress: Progress
+    scaler: torch.amp.GradScaler
+    training_ctx: TorchAutocast
+    evaluation_ctx: TorchAutocast
+    rank: int
+
+    step = _of_progress("step", "Batches of the current stage so far.")
+    optimizer_step = _of_progress("optimizer_step", "Optimizer updates since the run began.")
+    nonfinite_count = _of_progress("nonfinite", "Skipped steps of this epoch.")
+
+    def compute_forward(self, batch: Any, stage: Stage) -> Any:
+        """Compute predictions from a batch. Must be overridden; may return anything.
+
+        Args:
+            batch: as the loader yields it; move it to ``self.device``.
+            stage: TRAIN, VALID or TEST.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define compute_forward(self, batch, stage)")
+
+    def compute_objectives(self, predictions: Any, batch: Any, stage: Stage) -> torch.Tensor:
+        """Compute the loss. Must be overridden.
+
+        Args:
+            predictions: what :meth:`compute_forward` returned.
+            batch: as the loader yields it.
+            stage: TRAIN, VALID or TEST.
+
+        Returns:
+            The mean over the batch, shape ``()``.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__} must define compute_objectives(self, predictions, batch, stage)"
+        )
+
+    def on_stage_start(self, stage: Stage, epoch: int | None = None) -> None:
+        """Called before a stage, on all ranks; ``epoch`` is None for TEST."""
+
+    def on_stage_end(self, stage: Stage, stage_loss: float, epoch: int | None = None) -> None:
+        """Called after a stage, on all ranks, with the mean loss over all ranks' samples."""
+
+    def on_fit_batch_start(self, batch: Any, should_step: bool) -> None:
+        """Called before the forward pass of every training batch."""
+
+    def on_fit_batch_end(self, batch: Any, outputs: Any, loss: torch.Tensor, should_step: bool) -> None:
+        """Called after every training batch, and after the step where there is one; ``loss`` is still attached."""
+
+    def freeze_optimizers(self, optimizers: dict[str, torch.optim.Optimizer]) -> dict[str, torch.optim.Optimizer]:
+        """Return those of the optimizers that shall step now; all by default."""
+        return optimizers
+
+    def init_optimizers(self) -> None:
+        """Make the optimizer. Override it for several: fill ``optimizers_dict`` and tell the checkpointer."""
+        if self.opt_class is None:
+            logger.info("No opt_class: nothing is optimized unless init_optimizers is overridden.")
+            return
+        self.optimizer = optim.make_optimizer(
+            self.opt_class, self.modules, split_vectors=self.remove_vector_weight_decay
+        )
+        self.optimizers_dict = {"opt_class": self.optimizer}
+        if self.checkpointer is not None:
+            self.checkpointer.add_recoverable("optimizer", self.optimizer)
+
+    def fit_batch(self, batch: Any) -> torch.Tensor | float:
+        """Train on one micro-batch: forward, loss, backward, and a step at the end of its window.
+
+        Args:
+            batch: as the loader yields it.
+
+        Returns:
+            The mean loss of the batch, detached, shape ``()``; on its device, so that nobody waits for it.
+        """
+        window = self.progress.window
+        should_step = window.closes
+        self.on_fit_batch_start(batch, should_step)
+        with self.no_sync(not should_step):
+            with self.training_ctx:
+                outputs = self.compute_forward(batch, Stage.TRAIN)
+                loss = self.compute_objectives(outputs, batch, Stage.TRAIN)
+            backward(loss, window.scale, self.scaler, self)
+        if should_step:
+            self.optimizers_step()
+        self.on_fit_batch_end(batch, outputs, loss, should_step)
+        return loss.detach()
+
+    def evaluate_batch(self, batch: Any, stage: Stage) -> torch.Tensor | float:
+        """Evaluate one batch; called without gradients.
+
+        Args:
+            batch: as the loader yields it.
+            stage: VALID or TEST.
+
+        Returns:
+            The mean loss of the batch, shape ``()``.
+        """
+        with self.evaluation_ctx:
+            outputs = self.compute_forward(batch, stage)
+            loss = self.compute_objectives(outputs, batch, stage)
+        return one_number(loss, self)
+
+    def optimizers_step(self) -> None:
+        """Clip all gradients together, step the optimizers, drop the gradients; or skip, on all ranks alike.
+
+        Raises:
+            NonFiniteLossError: more than ``nonfinite_patience`` steps of this epoch were not finite.
+        """
+        window = self.progress.window
+        multiplier, window.multiplier, window.deferred = window.multiplier, 1.0, 0
+        optimizers = self._active_optimizers()
+        if not optimizers:
+            return
+        self.strategy.finish_gradients()
+        if self.skip_nonfinite_grads and not self.scaler.is_enabled():
+            self.check_gradients()
+        scaler = self.scaler if self.scaler.is_enabled() else None
+        result = optim.take_step(optimizers, self.max_grad_norm, scaler, multiplier)
+        if result.stepped:
+            self.progress.optimizer_step += 1
+        elif scaler is None:
+            self.progress.count_skipped(result.norm, self.nonfinite_patience)
+
+    def zero_grad(self, set_to_none: bool = False) -> None:
+        """Zero the gradients of the optimizers that are not frozen, or drop them."""
+        optim.zero_gradients(self._active_optimizers(), set_to_none=set_to_none)
+
+    def no_sync(self, use: bool = True) -> AbstractContextManager[None]:
+        """Return a context in which gradients are accumulated without being averaged over ranks.
+
+        It must be around the forward pass, too. An exception leaves everything as it was before.
+
+        Args:
+            use: False returns a context that does nothing.
+        """
+        if not use:
+            return NOTHING
+        self.progress.window.deferred += 1
+        return self.strategy.no_sync()
+
+    def check_loss_isfinite(self, loss: torch.Tensor) -> None:
+        """Warn on this rank if a loss is not finite; waits for the device. For recipes that override ``fit_batch``.
+
+        The step itself is skipped on all ranks by :meth:`optimizers_step`, which also counts and gives up.
+        """
+        if not torch.isfinite(loss).all():
+            logger.warning(
+                "The loss of step %d is %s on rank %d.", self.step, loss.detach(), self.rank, main_process_only=False
+            )
+
+    def check_gradients(self) -> None:
+        """Drop every parameter's gradient that is not finite, with a warning (option ``skip_nonfinite_grads``)."""
+        for name in optim.drop_nonfinite(self.modules):
+            logger.warning("The gradient of %s is not finite and is left out of step %d.", name, self.step)
+
+    def update_average(self, loss: torch.Tensor | float, avg_loss: float) -> float:
+        """Take one loss into a running mean over ``step`` batches; one that is not finite changes nothing.
+
+        Args:
+            loss: of the current batch.
+            avg_loss: mean of the batches before.
+
+        Returns:
+            The new mean.
+        """
+        value = float(loss)
+        return avg_loss + (value - avg_loss) / max(self.step, 1) if math.isfinite(value) else avg_loss
+
+    def _active_optimizers(self) -> list[torch.optim.Optimizer]:
+        if self.optimizers_dict is not None:
+            return list(self.freeze_optimizers(self.optimizers_dict).values())
+        single = getattr(self, "optimizer", None)
+        return [] if single is None else [single]
+
+    def flush_window(self) -> None:
+        """Step on gradients that an overridden ``fit_batch`` accumulated in a window that the epoch's end cut short."""
+        deferred = self.progress.window.deferred
+        if deferred and optim.gradients(self._active_optimizers()):
+            self.progress.window.multiplier = self.grad_accumulation_factor / deferred
+            self.optimizers_step()
+        self.progress.window.deferred = 0

@@ -54,6 +54,15 @@ class WrappedDataParallel(_Reaching, nn.DataParallel[nn.Module]):
     """
 
 
+class _Reduction:
+    """Whether gradients are being averaged; no attribute of the module, where writing costs a microsecond."""
+
+    __slots__ = ("reduced",)
+
+    def __init__(self) -> None:
+        self.reduced = False
+
+
 class WrappedDDP(_Reaching, DistributedDataParallel):
     """DDP through which attributes can be reached, and that stays out of the way when nothing is trained.
 
@@ -61,7 +70,7 @@ class WrappedDDP(_Reaching, DistributedDataParallel):
     different numbers of batches.
 
     Attributes:
-        reduced: whether the gradients present were averaged over the ranks by the last backward pass.
+        state: whether the last backward pass averages the gradients over the ranks.
 
     Ranks: collective, in training mode.
 
@@ -72,25 +81,27 @@ class WrappedDDP(_Reaching, DistributedDataParallel):
 
     def __init__(self, module: nn.Module, **options: Any) -> None:
         super().__init__(module, **options)
-        self.reduced = False
+        self.state = _Reduction()
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module; with gradients, through DDP."""
         if not (self.training and torch.is_grad_enabled()):
             return self.module(*inputs, **kwargs)
-        self.reduced = self.require_backward_grad_sync
+        self.state.reduced = self.require_backward_grad_sync
         return DistributedDataParallel.forward(self, *inputs, **kwargs)  # type: ignore[no-untyped-call]
 
     def reduce_leftovers(self) -> None:
         """Average gradients that DDP has not: accumulated under ``no_sync``, or made past its ``forward``."""
+        if self.state.reduced:
+            self.state.reduced = False
+            return
         gradients = [parameter.grad for parameter in self.module.parameters() if parameter.grad is not None]
-        if not self.reduced and gradients:
+        if gradients:
             flat = torch.cat([gradient.flatten() for gradient in gradients])
             torch.distributed.all_reduce(flat, group=self.process_group)
             flat /= torch.distributed.get_world_size(self.process_group)
             for gradient, average in zip(gradients, torch.split(flat, [one.numel() for one in gradients]), strict=True):
                 gradient.copy_(average.view_as(gradient))
-        self.reduced = False
 
 
 class Strategy(Protocol):

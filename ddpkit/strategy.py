@@ -67,10 +67,11 @@ class WrappedDDP(_Reaching, DistributedDataParallel):
     """DDP through which attributes can be reached, and that stays out of the way when nothing is trained.
 
     Without gradients, or in eval mode, the module runs by itself: no collective, so that ranks may evaluate
-    different numbers of batches.
+    different numbers of batches. An attribute that DDP has itself (``device``, ``logger``, ``join``, ...) hides the
+    module's; ``Brain.raw_modules`` has those.
 
     Attributes:
-        state: whether the last backward pass averages the gradients over the ranks.
+        gradient_reduction: whether the last backward pass averages the gradients over the ranks.
 
     Ranks: collective, in training mode.
 
@@ -81,19 +82,20 @@ class WrappedDDP(_Reaching, DistributedDataParallel):
 
     def __init__(self, module: nn.Module, **options: Any) -> None:
         super().__init__(module, **options)
-        self.state = _Reduction()
+        self.gradient_reduction = _Reduction()
+        self.__dict__.pop("dim", None)  # only for one process with several devices; a model's own `dim` is not hidden
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module; with gradients, through DDP."""
         if not (self.training and torch.is_grad_enabled()):
             return self.module(*inputs, **kwargs)
-        self.state.reduced = self.require_backward_grad_sync
+        self.gradient_reduction.reduced = self.require_backward_grad_sync
         return DistributedDataParallel.forward(self, *inputs, **kwargs)  # type: ignore[no-untyped-call]
 
     def reduce_leftovers(self) -> None:
         """Average gradients that DDP has not: accumulated under ``no_sync``, or made past its ``forward``."""
-        if self.state.reduced:
-            self.state.reduced = False
+        if self.gradient_reduction.reduced:
+            self.gradient_reduction.reduced = False
             return
         gradients = [parameter.grad for parameter in self.module.parameters() if parameter.grad is not None]
         if gradients:

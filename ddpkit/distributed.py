@@ -405,7 +405,8 @@ def ddp_barrier() -> None:
         >>> ddp_barrier()
     """
     if not ddp_prevent_block():
-        dist.barrier(group=control_group())
+        with group_state().handover.forgetting():
+            dist.barrier(group=control_group())
 
 
 def ddp_broadcast(communication_object: T, src: int = 0) -> T:
@@ -481,5 +482,6 @@ def sum_over_ranks(values: list[float]) -> list[float]:
     if not is_distributed_initialized():
         return list(values)
     tensor = torch.tensor(values, dtype=torch.float64)
-    sums: list[float] = ddp_all_reduce(tensor).tolist()
+    with group_state().handover.forgetting():
+        sums: list[float] = ddp_all_reduce(tensor).tolist()
     return sums

@@ -23,7 +23,7 @@ logger = get_logger(__name__)
 class EpochCounter:
     """Counts epochs from 1 to ``limit`` and goes on where it was after a restart.
 
-    A counter that is done yields nothing, so a second start of a finished run does no work.
+    A counter that is done yields nothing, so a second start of a finished run does no work; it says so.
 
     Args:
         limit: number of epochs, at least 0.
@@ -49,14 +49,18 @@ class EpochCounter:
     def __init__(self, limit: int) -> None:
         self.current = 0
         self.limit = _count(limit, "limit")
+        self._has_counted = False
 
     def __iter__(self) -> EpochCounter:
         return self
 
     def __next__(self) -> int:
         if self.current >= self.limit:
+            if self.current and not self._has_counted:
+                logger.info("Epoch %d of %d is done already: nothing is left to train.", self.current, self.limit)
             raise StopIteration
         self.current += 1
+        self._has_counted = True
         logger.info("Going into epoch %d", self.current)
         return self.current
 

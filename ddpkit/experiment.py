@@ -19,6 +19,7 @@ from ruamel.yaml.error import YAMLError
 
 from ddpkit.distributed import get_world_size, if_main_process, run_on_main
 from ddpkit.errors import ConfigError, MissingFileError
+from ddpkit.failure import record_for_launcher
 from ddpkit.logger import close_logging, get_logger, setup_logging
 from ddpkit.plain_yaml import to_plain
 from ddpkit.train_logger import run_event, set_run_log
@@ -244,29 +245,13 @@ class _LoggingExceptHook:
         logger.error("Uncaught %s:", kind.__name__, exc_info=(kind, error, trace), extra={"traceback_follows": True})
         with contextlib.suppress(ConfigError):  # a full disk must not hide the reason
             run_event("exception", type=kind.__name__, message=str(error))
-        _tell_launcher(error)
+        record_for_launcher(error)
         self.previous(kind, error, trace)
 
 
 def _log_uncaught_exceptions() -> None:
     if not isinstance(sys.excepthook, _LoggingExceptHook):
         sys.excepthook = _LoggingExceptHook(sys.excepthook)
-
-
-def _tell_launcher(error: BaseException) -> None:
-    """Leave the exception where torchrun looks for the reason of a failure, unless one is there already."""
-    report = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if not report or (Path(report).exists() and Path(report).stat().st_size > 0):
-        return
-    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
-
-    trace = error.__traceback__
-    try:
-        raise error  # the handler describes the exception that is being handled
-    except BaseException:  # noqa: BLE001 -- what is caught is what has just been raised
-        error.__traceback__ = trace  # without this function's own frame
-        with contextlib.suppress(OSError):  # a full disk must not hide the reason
-            get_error_handler().record_exception(error)
 
 
 # -------------------------------------------------------------------------------------------- environment

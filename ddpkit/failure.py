@@ -17,6 +17,7 @@ import os
 import sys
 import time
 import traceback
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from ddpkit.errors import RankFailedError
@@ -63,20 +64,22 @@ class FirstFailure:
     Args:
         store: of the process group.
         rank: this process.
+        world_size: number of processes.
 
     Ranks: local; no method waits for another rank.
 
     Example:
         >>> from torch.distributed import HashStore
         >>> store = HashStore()
-        >>> FirstFailure(store, rank=1).tell(ValueError("boom"))
-        >>> FirstFailure(store, rank=0).told()
+        >>> FirstFailure(store, rank=1, world_size=2).tell(ValueError("boom"))
+        >>> FirstFailure(store, rank=0, world_size=2).told()
         Reason(rank=1, text='ValueError: boom')
     """
 
-    def __init__(self, store: Store, rank: int) -> None:
+    def __init__(self, store: Store, rank: int, world_size: int) -> None:
         self.store = store
         self.rank = rank
+        self.world_size = world_size
 
     def tell(self, error: BaseException) -> None:
         """Note that this rank has failed, unless another one has before it."""
@@ -91,6 +94,24 @@ class FirstFailure:
                 reason = Reason(*json.loads(self.store.get(REASON_KEY)))
                 return None if reason.rank == self.rank else reason
         return None
+
+    def ended(self) -> list[int]:
+        """Return the other ranks that have come to the end of their script."""
+        with contextlib.suppress(RuntimeError):
+            return [r for r in range(self.world_size) if r != self.rank and self.store.check([left_key(r)])]
+        return []
+
+
+def left_key(rank: int) -> str:
+    """Name the key under which a rank says that nothing more will come from it.
+
+    Ranks: local.
+
+    Example:
+        >>> left_key(1)
+        'ddpkit/left/1'
+    """
+    return f"ddpkit/left/{rank}"
 
 
 class _Here:
@@ -166,7 +187,8 @@ def explained(error: BaseException) -> BaseException:
         error: what this rank raised.
 
     Returns:
-        A :class:`~ddpkit.errors.RankFailedError` with ``error`` as its cause, or ``error`` itself.
+        A :class:`~ddpkit.errors.RankFailedError`, or ``error`` itself. Only where nobody knows the reason is ``error``
+        the cause of what is returned; otherwise its traceback leads nowhere.
 
     Ranks: local; asks the process group's store.
 
@@ -178,14 +200,18 @@ def explained(error: BaseException) -> BaseException:
         return error
     first = _Here.first
     reason = None if first is None else first.told()
-    if reason is None:
-        text = (
-            "the connection to another rank was lost, and no rank has left a reason: its process has ended early, or "
-            "was killed (out of memory? a signal?). Look at the output and the exit code of the other processes."
+    if reason is not None:
+        return RankFailedError(f"rank {reason.rank} failed first: {reason.text}")
+    ended = [] if first is None else first.ended()
+    if ended:
+        return RankFailedError(
+            f"rank {', '.join(map(str, ended))} came to the end of its script, while this one still waits for it: they "
+            "took different paths. Do all ranks run the same number of epochs and of collective calls?"
         )
-    else:
-        text = f"rank {reason.rank} failed first: {reason.text}"
-    news = RankFailedError(text)
+    news = RankFailedError(
+        "the connection to another rank was lost, and no rank has left a reason: a process has ended early, or was "
+        "killed (out of memory? a signal?). Look at the output and the exit codes of the other processes."
+    )
     news.__cause__ = error
     return news
 
@@ -207,18 +233,17 @@ def record_for_launcher(error: BaseException) -> None:
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return
-    lines = "".join(traceback.format_exception(type(error), error, error.__traceback__)).rstrip().splitlines()
+    lines = "".join(traceback.format_exception(error)).rstrip().splitlines()
     prefix = f"[rank{os.environ.get('RANK', '?')}]: "
     info = {
         "py_callstack": "\n".join(prefix + line for line in lines),
         "timestamp": str(int(time.time()) + is_second_hand(error)),
     }
     report = {"message": {"message": short_text(error), "extraInfo": info}}
-    temporary = f"{path}.{os.getpid()}"
+    temporary = Path(f"{path}.{os.getpid()}")
     with contextlib.suppress(OSError):  # a full disk must not hide the error itself
-        with open(temporary, "w", encoding="utf-8") as file:
-            json.dump(report, file)
-        os.replace(temporary, path)
+        temporary.write_text(json.dumps(report), encoding="utf-8")
+        temporary.replace(path)
 
 
 @contextlib.contextmanager
@@ -241,7 +266,7 @@ def failure_notice() -> Iterator[None]:
         record_for_launcher(news)
         if news is error:
             raise
-        raise news from error
+        raise news from news.__cause__
 
 
 class UncaughtHook:
@@ -269,18 +294,19 @@ class UncaughtHook:
         _Here.failed = True
         news = explained(error)
         _Here.second_hand = is_second_hand(news)
+        if _Here.second_hand and news.__cause__ is None:
+            news.__suppress_context__, news.__traceback__ = True, None
         record_for_launcher(news)
         if _Here.first is not None and not _Here.second_hand:
             _Here.first.tell(news)
         self.previous(type(news), news, news.__traceback__)
 
 
-def watch_uncaught(store: Store | None = None, rank: int = 0) -> None:
+def watch_uncaught(first: FirstFailure | None = None) -> None:
     """Take note of the exception that ends this process: for torchrun's summary, and for the other ranks.
 
     Args:
-        store: of the process group; None before there is one.
-        rank: this process.
+        first: where they look; None as long as there is no process group.
 
     Ranks: local.
 
@@ -292,8 +318,8 @@ def watch_uncaught(store: Store | None = None, rank: int = 0) -> None:
         True
         >>> sys.excepthook = before
     """
-    if store is not None:
-        _Here.first = FirstFailure(store, rank)
+    if first is not None:
+        _Here.first = first
     hook = sys.excepthook
     while not isinstance(hook, UncaughtHook) and hasattr(hook, "previous"):
         hook = hook.previous

@@ -15,6 +15,7 @@ torch 2.13: 7 MiB pass, 9 MiB break the connection); larger values are cut into 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import pickle
 import sys
@@ -25,9 +26,11 @@ from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 from ddpkit.errors import MainProcessError, RankFailedError
+from ddpkit.failure import FirstFailure, left_key
 from ddpkit.logger import get_logger
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from types import FrameType
 
     from torch.distributed import Store
@@ -151,6 +154,7 @@ class Handover:
         self.world_size = world_size
         self._counts: dict[str, int] = {}
         self._said_goodbye = False
+        self._posted: list[list[str]] = []
 
     def next_count(self, site: str) -> int:
         """Count this rank's visits to ``site``, starting at 1."""
@@ -167,6 +171,7 @@ class Handover:
         payload = self._pickled(site, outcome)
         key = _key(site, count)
         pieces = range(0, max(len(payload), 1), PIECE_BYTES)
+        self._posted.append(_names(key, len(pieces)))
         for number, start in enumerate(pieces):
             self.store.set(f"{key}/{number}", payload[start : start + PIECE_BYTES])  # type: ignore[arg-type]
         self.store.set(key, str(len(pieces)))
@@ -182,18 +187,28 @@ class Handover:
         pieces = int(self.store.get(key))
         payload = b"".join(self.store.get(f"{key}/{number}") for number in range(pieces))
         if self.store.add(f"{key}/read", 1) >= readers:
-            for name in (key, f"{key}/read", *(f"{key}/{number}" for number in range(pieces))):
+            for name in _names(key, pieces):
                 self.store.delete_key(name)
-        outcome = pickle.loads(payload)  # noqa: S301 -- written by a rank of this very job, as in torch's object collectives
-        if not isinstance(outcome, Outcome):
-            raise TypeError(f"{site}: the store holds a {type(outcome).__name__} where an Outcome was expected")
-        return outcome
+        return self._unpickled(site, payload)
+
+    @contextlib.contextmanager
+    def forgetting(self) -> Iterator[None]:
+        """Delete, after a collective, what this rank had posted before it and nobody has read.
+
+        A rank that takes part in the collective is past every call that came before it, so nobody will read any more.
+        """
+        posted, self._posted = self._posted, []
+        yield
+        for names in posted:
+            if self.store.delete_key(names[0]):
+                for name in names[1:]:
+                    self.store.delete_key(name)
 
     def say_goodbye(self) -> None:
         """Tell ranks that wait for this one that nothing more will come from it; a second goodbye says nothing new."""
         if not self._said_goodbye:
             self._said_goodbye = True
-            self.store.set(_left_key(self.rank), "1")
+            self.store.set(left_key(self.rank), "1")
             self.store.add("ddpkit/left", 1)
 
     def await_goodbyes(self, timeout: float) -> None:
@@ -205,7 +220,7 @@ class Handover:
     def _pickled(self, site: str, outcome: Outcome) -> bytes:
         try:
             return pickle.dumps(outcome)
-        except (pickle.PicklingError, TypeError, AttributeError, ValueError) as error:
+        except Exception as error:  # noqa: BLE001 -- the value's own code may raise anything, and others wait for an answer
             logger.warning(
                 "%s: the value of this main-only call, a %s, cannot be handed to the other ranks (%s); "
                 "they get None. Return something that pickles, or nothing.",
@@ -216,17 +231,31 @@ class Handover:
             )
             return pickle.dumps(Outcome(ok=True))
 
+    def _unpickled(self, site: str, payload: bytes) -> Outcome:
+        try:
+            outcome = pickle.loads(payload)  # noqa: S301 -- written by a rank of this very job
+        except Exception as error:  # noqa: BLE001 -- as above: the work was done, only its value is lost
+            logger.warning(
+                "%s: the value of this main-only call cannot be read on rank %d (%s: %s), which gets None.",
+                place(site),
+                self.rank,
+                type(error).__name__,
+                error,
+                main_process_only=False,
+            )
+            return Outcome(ok=True)
+        if not isinstance(outcome, Outcome):
+            raise TypeError(f"{site}: the store holds a {type(outcome).__name__} where an Outcome was expected")
+        return outcome
+
     def _wait(self, key: str, site: str, poster: int) -> None:
         started = time.monotonic()
         next_warning = started + FIRST_WARNING_SECONDS
         nap = 0.0005
         try:
             while not self.store.check([key]):
-                if self.store.check([_left_key(poster)]) and not self.store.check([key]):
-                    raise RankFailedError(
-                        f"rank {self.rank} waits at {place(site)} for rank {poster}, whose process has ended "
-                        f"without making this call. Look for the reason in the output of rank {poster}."
-                    )
+                if self.store.check([left_key(poster)]) and not self.store.check([key]):
+                    raise RankFailedError(self._why_gone(site, poster))
                 if time.monotonic() >= next_warning:
                     next_warning += WARNING_INTERVAL_SECONDS
                     self._warn_waiting(site, poster, time.monotonic() - started)
@@ -239,6 +268,16 @@ class Handover:
                 f"rank {self.rank} waited at {place(site)} for rank {poster} and lost the connection to the "
                 f"launcher's store: {error}. Some process of the run has died; look for the first error above."
             ) from error
+
+    def _why_gone(self, site: str, poster: int) -> str:
+        reason = FirstFailure(self.store, self.rank, self.world_size).told()
+        if reason is not None:
+            return f"rank {reason.rank} failed first: {reason.text}\n(rank {self.rank} was waiting at {place(site)})"
+        return (
+            f"rank {self.rank} waits at {place(site)} for rank {poster}, whose process has ended without making this "
+            f"call. Look for the reason in the output of rank {poster}, or for a path through the script that it did "
+            "not take."
+        )
 
     def _warn_waiting(self, site: str, poster: int, seconds: float) -> None:
         logger.warning(
@@ -280,5 +319,6 @@ def _key(site: str, count: int) -> str:
     return f"ddpkit/call/{site}/{count}"
 
 
-def _left_key(rank: int) -> str:
-    return f"ddpkit/left/{rank}"
+def _names(key: str, pieces: int) -> list[str]:
+    """List all that a posted outcome has in the store."""
+    return [key, f"{key}/read", *(f"{key}/{number}" for number in range(pieces))]

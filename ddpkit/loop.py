@@ -34,21 +34,41 @@ class Window:
         closes: whether the current micro-batch is the last of its window, after which the optimizer steps.
         count: this rank's samples in the current micro-batch; 0 for a repeated one.
         scale: what the current loss is multiplied by before its backward pass.
-        multiplier: what the gradients are multiplied by at the step, where the weights were not known in advance.
-        deferred: micro-batches whose gradients were accumulated under ``no_sync`` since the last step.
+        correction: what the gradients of the window must be multiplied by, where the weights were not known in advance.
+        multiplier: what the next optimizer step multiplies the gradients by: the correction, if ``scale`` was used.
+        deferred: micro-batches in a row, up to step ``deferred_at``, that were accumulated under ``no_sync``.
+        deferred_at: the last such step; -1 once the optimizers have stepped.
 
-    Ranks: local; ``closes`` is equal on all ranks.
+    Ranks: local; all but ``count`` and ``scale`` is equal on all ranks.
 
     Example:
-        >>> Window().scale
-        1.0
+        >>> window = Window()
+        >>> window.defer(5); window.defer(6); window.pending(6), window.pending(7)
+        (2, 0)
     """
 
     closes: bool = True
     count: int = 1
     scale: float = 1.0
+    correction: float = 1.0
     multiplier: float = 1.0
     deferred: int = 0
+    deferred_at: int = -1
+
+    def defer(self, step: int) -> None:
+        """Note that the gradients of a step are only accumulated; a step may say so more than once."""
+        if step != self.deferred_at:
+            self.deferred = self.deferred + 1 if step == self.deferred_at + 1 else 1
+            self.deferred_at = step
+
+    def pending(self, step: int) -> int:
+        """Return how many micro-batches up to ``step`` wait for an optimizer step; 0 if ``step`` is not of them."""
+        return self.deferred if step == self.deferred_at else 0
+
+    def stepped(self) -> float:
+        """Note that the optimizers step now; return what the gradients are multiplied by first."""
+        multiplier, self.multiplier, self.deferred, self.deferred_at = self.multiplier, 1.0, 0, -1
+        return multiplier
 
 
 @dataclass

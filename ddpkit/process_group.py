@@ -7,6 +7,7 @@ attempts, so that each attempt needs a prefix of its own, is https://github.com/
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import time
 from datetime import timedelta
@@ -17,13 +18,13 @@ import torch.distributed as dist
 
 from ddpkit.device import resolve_device
 from ddpkit.errors import ConfigError, LaunchError
-from ddpkit.failure import failed_second_hand, has_failed, watch_uncaught
+from ddpkit.failure import FirstFailure, failed_second_hand, has_failed, watch_uncaught
 from ddpkit.handover import Handover
 from ddpkit.launchers import find_launch
 from ddpkit.logger import get_logger
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from ddpkit.launchers import LaunchInfo
 
@@ -242,7 +243,7 @@ def _attend(*, hosts_store: bool, destroy: bool) -> None:
     if state.attended:
         return
     state.attended, state.hosts_store = True, hosts_store
-    watch_uncaught(state.store, dist.get_rank())
+    watch_uncaught(FirstFailure(state.store, dist.get_rank(), dist.get_world_size()))
     atexit.register(_leave, state, destroy=destroy)
 
 
@@ -250,23 +251,23 @@ def _leave(state: GroupState, *, destroy: bool) -> None:
     """Say goodbye at exit, and destroy the group if :func:`ddp_init_group` started it."""
     if not is_distributed_initialized() or group_state() is not state:
         return
-    _say_goodbye(state, GOODBYE_SECONDS if state.hosts_store and not has_failed() else 0.0)
-    if destroy and not (has_failed() and "nccl" in dist.get_backend()):  # NCCL would wait for the others' kernels
+    failed = has_failed()
+    with _store_may_be_gone():
+        state.handover.say_goodbye()
+    if destroy and not (failed and "nccl" in dist.get_backend()):  # NCCL would wait for the others' kernels
         dist.destroy_process_group()
-    if not has_failed():
-        return
-    # Destroying the group has woken the others. They look for the reason in the store that this process may host.
-    _say_goodbye(state, LAST_WORDS_SECONDS if state.hosts_store else 0.0)
+    if state.hosts_store:  # the others may still look something up: who failed, or who has left
+        with _store_may_be_gone():
+            state.handover.await_goodbyes(LAST_WORDS_SECONDS if failed else GOODBYE_SECONDS)
     if failed_second_hand() and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         time.sleep(LAST_WORDS_SECONDS)  # torchrun blames who ends first, and ends the others: let it see the culprit
 
 
-def _say_goodbye(state: GroupState, seconds: float) -> None:
-    """Tell the others that nothing more will come from here, and give them some seconds to say so, too."""
+@contextlib.contextmanager
+def _store_may_be_gone() -> Iterator[None]:
     try:
-        state.handover.say_goodbye()
-        state.handover.await_goodbyes(seconds)
-    except RuntimeError as error:  # the host of the store is gone already
+        yield
+    except RuntimeError as error:
         logger.debug("The launcher's store is gone at exit: %s", error)
 
 

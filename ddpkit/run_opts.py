@@ -5,7 +5,6 @@ The table of options is in :mod:`ddpkit.options`, the reading of words in :mod:`
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import difflib
 import os
@@ -16,6 +15,7 @@ from typing import Any
 from ddpkit.command_line import read_command_line
 from ddpkit.device import count_devices, default_backend, resolve_device
 from ddpkit.errors import ConfigError, LaunchError
+from ddpkit.failure import record_for_launcher, watch_uncaught
 from ddpkit.launchers import LaunchInfo, find_launch
 from ddpkit.logger import get_logger
 from ddpkit.options import IN_RUN_OPTS, IN_YAML, OPTION_BY_NAME, OPTIONS, PARSER_ONLY, Option, OptionTypes
@@ -291,7 +291,7 @@ def parse_arguments(arg_list: Sequence[str] | None = None) -> tuple[str, RunOpti
     Ranks: local.
 
     State: sets ``LOCAL_RANK`` in the environment for an old ``--local_rank=N`` where the launcher did not.
-        Under torchrun an error is recorded for its summary.
+        Under torchrun an error, here or later, is recorded for its summary (``sys.excepthook``).
 
     Example:
         >>> parse_arguments(["--precision=fp8", "hparams.yaml"])
@@ -305,11 +305,13 @@ def parse_arguments(arg_list: Sequence[str] | None = None) -> tuple[str, RunOpti
         if given.pop("distributed_launch", False):
             logger.warning_once("--distributed_launch has no effect any more: the launcher decides. Leave it out.")
         info = find_launch()
+        if info.is_distributed:
+            watch_uncaught()
         run_opts = RunOptions(**given)
         run_opts._values["param_file"] = line.param_file  # noqa: SLF001 -- not among the options that were given
         return line.param_file, run_opts._merged(line.in_yaml, info), line.overrides  # noqa: SLF001 -- own class
     except Exception as error:
-        _record_for_torchrun(error)
+        record_for_launcher(error)
         raise
 
 
@@ -360,13 +362,3 @@ def _adopt_local_rank(local_rank: int | None) -> None:
             f"--local_rank={local_rank} on the command line, but LOCAL_RANK={known!r} in the environment: "
             "two launchers, or an argument left over. Leave --local_rank out: torchrun sets the environment."
         )
-
-
-def _record_for_torchrun(error: Exception) -> None:
-    """Hand the error to torchrun, so that its summary shows the reason and not "exit code 1"."""
-    if not os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        return
-    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
-
-    with contextlib.suppress(OSError):  # a full disk must not hide the error itself
-        get_error_handler().record_exception(error)

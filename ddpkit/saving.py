@@ -6,11 +6,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from ddpkit.checkpoint_hooks import mark_as_loader, mark_as_saver, register_checkpoint_hooks
 from ddpkit.distributed import run_on_main, sum_over_ranks
 from ddpkit.hooks import Hooks
+from ddpkit.plain_yaml import dump_plain_yaml, load_plain_yaml
 
 INTRA_EPOCH_KEY = "brain_intra_epoch_ckpt"
 
@@ -79,13 +78,13 @@ class Saving(Hooks):
             "loss_sum": loss_sum,
             "samples": samples,
         }
-        Path(path).write_text(yaml.safe_dump(state), encoding="utf-8")
+        Path(path).write_text(dump_plain_yaml(state), encoding="utf-8")
 
     @mark_as_loader
     def _recover(self, path: Path, end_of_epoch: bool) -> None:
         if not self._fitting:
             return
-        state = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        state = load_plain_yaml(Path(path).read_text(encoding="utf-8"))
         self.optimizer_step = state.get("optimizer_step", state["step"])
         if end_of_epoch:
             return

@@ -249,7 +249,7 @@ def _outcome(
 @contextlib.contextmanager
 def _rank(environment: dict[str, str], *, init: bool) -> Iterator[None]:
     """Be one rank: environment, seed, warnings as errors, process group; all undone afterwards."""
-    saved = dict(os.environ)
+    saved, hook = dict(os.environ), sys.excepthook
     os.environ.update(environment)
     torch.manual_seed(0)
     try:
@@ -261,6 +261,7 @@ def _rank(environment: dict[str, str], *, init: bool) -> Iterator[None]:
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+        sys.excepthook = hook
         os.environ.clear()
         os.environ.update(saved)
 

@@ -6,6 +6,7 @@ The only module that imports tqdm.
 from __future__ import annotations
 
 import math
+import os
 import sys
 import time
 from typing import TYPE_CHECKING, Any
@@ -48,12 +49,15 @@ class ProgressBar:
         self._started = self._last_line = time.monotonic()
         self._bar: tqdm[Any] | None = None
         if enable and sys.stderr is not None and sys.stderr.isatty():
+            columns, rows = os.get_terminal_size(sys.stderr.fileno())
             self._bar = tqdm(
                 total=total,
                 initial=initial,
                 desc=label,
                 colour=colour,
-                dynamic_ncols=True,
+                dynamic_ncols=bool(columns and rows),
+                ncols=columns or 80,  # a terminal that does not know its size says 0, and tqdm would show nothing
+                nrows=rows or 24,
                 unit="batch",
                 file=sys.stderr,
             )

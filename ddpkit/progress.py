@@ -34,6 +34,9 @@ class ProgressBar:
         enable: False shows nothing at all.
         colour: tqdm's name of a colour, or None.
 
+    Attributes:
+        partial: the numbers told so far are of this process's part only: the loss is not shown.
+
     Ranks: main only; make it with ``enable=False`` on the others.
 
     Example:
@@ -46,6 +49,7 @@ class ProgressBar:
     ) -> None:
         self.label, self.total, self.initial = label, total, initial
         self.enable = enable
+        self.partial = False
         self._started = self._last_line = time.monotonic()
         self._bar: tqdm[Any] | None = None
         if enable and sys.stderr is not None and sys.stderr.isatty():
@@ -78,6 +82,7 @@ class ProgressBar:
         """
         if not self.enable:
             return
+        loss = None if self.partial else loss
         now = time.monotonic()
         rate = samples / max(now - self._started, 1e-9)
         if self._bar is not None:

@@ -63,6 +63,8 @@ def counts_of(loader: Any) -> PlannedBatchSampler | DealtBatchSampler | None:
         True
     """
     sampler = getattr(loader, "batch_sampler", None)
+    if sampler is None:  # the dataset gives whole batches, which count alike
+        sampler = getattr(getattr(loader, "sampler", None), "planned", None)
     return sampler if isinstance(sampler, (PlannedBatchSampler, DealtBatchSampler)) else None
 
 
@@ -159,8 +161,9 @@ def run_evaluation(host: StageHost, loader: Any, stage: Stage, epoch: int | None
     if length is not None and limit is not None:
         length = min(length, limit)
     with _bar(stage, epoch, length, options, enable=enable_bar) as bar:
-        beat = Beat(list, 1, is_main=True)
-        evaluate_epoch(host, loader, stage, bar, counts=counts_of(loader), limit=limit, beat=beat)
+        counts = counts_of(loader)
+        bar.partial = counts is not None and counts.world_size > 1
+        evaluate_epoch(host, loader, stage, bar, counts=counts, limit=limit, beat=Beat(list, 1, is_main=True))
         return _finish(host, stage, epoch, time.monotonic() - started, bar)
 
 
@@ -226,6 +229,7 @@ def _finish(host: StageHost, stage: Stage, epoch: int | None, seconds: float, ba
     meter = host.progress.meter
     loss_sum, samples, bad = sum_over_ranks([float(number) for number in meter.sums()])
     mean = loss_sum / samples if samples else float("nan")
+    bar.partial = False
     bar.show(host.progress.step, mean, samples)
     if bad:
         logger.warning(

@@ -1,0 +1,158 @@
+"""examples/digits as a newcomer runs it: one process and two, once more, and with a slip of the finger."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.launching import Run, python, torchrun
+
+pytest.importorskip("sklearn", reason="the digits come with scikit-learn: pip install 'ddpkit[examples]'")
+
+pytestmark = pytest.mark.slow
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "digits"
+COMMAND = ("train.py", "hparams.yaml")
+CLOSING = re.compile(
+    r"test accuracy (?P<percent>[\d.]+) % \((?P<right>\d+) of 180\), (?P<processes>\d+ process(es)?), \d+ s; "
+    r"run directory (?P<folder>\S+)\n"
+)
+TROUBLE = re.compile(r"Warning|WARNING|Error|ERROR|Traceback|[Aa]bort|terminate|^[WEF]\d{4} ", re.MULTILINE)
+
+
+def copy_of_the_example(folder):
+    for name in COMMAND:
+        shutil.copy(EXAMPLE / name, folder)
+    return folder
+
+
+def closing_line(run):
+    """The run ended well, and said one thing only on stdout."""
+    assert run.code == 0, run.tail()
+    found = CLOSING.fullmatch(run.out)
+    assert found, run.out
+    assert not TROUBLE.search(run.err), run.err
+    return found
+
+
+def events(results, kind):
+    lines = (results / "metrics.jsonl").read_text().splitlines()
+    return [event for event in map(json.loads, lines) if event["event"] == kind]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """The main job: two processes, nothing but the command of the README."""
+    folder = copy_of_the_example(tmp_path_factory.mktemp("digits"))
+    return Run(torchrun(2, *COMMAND), folder).wait(110)
+
+
+def test_it_learns_the_digits_on_two_processes(trained):
+    closing = closing_line(trained)
+    assert float(closing["percent"]) >= 98.0
+    assert float(closing["percent"]) == pytest.approx(int(closing["right"]) / 1.8, abs=0.05)
+    assert closing["processes"] == "2 processes"
+    assert closing["folder"] == "results/digits/1234"
+
+
+def test_it_leaves_the_run_directory(trained):
+    results = trained.folder / "results" / "digits" / "1234"
+    files = {path.name for path in results.iterdir()}
+    assert files == {
+        "digits.pt", "env.log", "hyperparams.yaml", "log.txt", "metrics.jsonl", "save", "train.py", "train_log.txt",
+    }  # fmt: skip
+    assert (results / "train.py").read_text() == (EXAMPLE / "train.py").read_text()
+    assert "seed: 1234" in (results / "hyperparams.yaml").read_text()
+    assert len((results / "train_log.txt").read_text().splitlines()) == 11  # ten epochs and the test
+    train = [event for event in events(results, "stage") if event["stage"] == "TRAIN"]
+    assert [event["samples"] for event in train] == [1437] * 10  # every digit once per epoch
+    assert train[-1]["optimizer_step"] == 300
+    kept = sorted((results / "save").iterdir())
+    assert 1 <= len(kept) <= 2  # the newest and the best, which may be the same
+    assert {"net.ckpt", "optimizer.ckpt", "epoch_counter.ckpt", "brain.ckpt"} <= {p.name for p in kept[0].iterdir()}
+
+
+def test_the_checkpoint_with_the_smallest_error_is_tested(trained):
+    results = trained.folder / "results" / "digits" / "1234"
+    *epochs, test = events(results, "stats")
+    best = min(epoch["valid"]["error"] for epoch in epochs)
+    tested = next(epoch for epoch in epochs if epoch["meta"]["epoch"] == test["meta"]["epoch"])
+    assert tested["valid"]["error"] == best
+
+
+def test_a_second_start_has_nothing_left_to_train(trained):
+    """And one process takes over what two have left."""
+    again = Run(python(*COMMAND), trained.folder, name="again").wait()
+    closing = closing_line(again)
+    assert "Epoch 10 of 10 is done already: nothing is left to train." in again.err
+    assert "Going into epoch" not in again.err
+    assert closing["right"] == CLOSING.fullmatch(trained.out)["right"]
+    assert closing["processes"] == "1 process"
+
+
+def test_a_second_start_with_more_epochs_goes_on(tmp_path):
+    copy_of_the_example(tmp_path)
+    closing_line(Run(python(*COMMAND, "--number_of_epochs=1"), tmp_path).wait())
+    further = Run(python(*COMMAND, "--number_of_epochs=2"), tmp_path, name="further").wait()
+    closing_line(further)
+    assert re.findall(r"Going into epoch (\d+)", further.err) == ["2"]
+
+
+def test_one_process_and_two_follow_the_same_trajectory(tmp_path):
+    """In double precision, where rounding does not grow into something visible within two epochs."""
+    script = copy_of_the_example(tmp_path) / "train.py"
+    text = script.read_text()
+    double = text.replace("dtype=torch.float32", "dtype=torch.float64").replace(
+        "def main():\n", "def main():\n    torch.set_default_dtype(torch.float64)\n"
+    )
+    assert double.count("float64") == 2
+    script.write_text(double)
+    options = ("--number_of_epochs=2", "--seed=7")
+    closing_line(Run(python(*COMMAND, *options, "--output_folder=one"), tmp_path).wait())
+    closing_line(Run(torchrun(2, *COMMAND, *options, "--output_folder=two"), tmp_path).wait())
+    one, two = events(tmp_path / "one", "stage"), events(tmp_path / "two", "stage")
+    assert [event["stage"] for event in one] == ["TRAIN", "VALID", "TRAIN", "VALID", "TEST"]
+    for event in (*one, *two):
+        del event["time"], event["seconds"]
+    losses = [[event.pop("loss") for event in run] for run in (one, two)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-10)
+    assert one == two
+
+
+def test_flags_of_the_contract(tmp_path):
+    """Debugging trains for two batches and two epochs and leaves the real checkpoints alone."""
+    copy_of_the_example(tmp_path)
+    flags = ("--debug", "--precision=bf16", "--grad_accumulation_factor=2", "--max_grad_norm=1", "--noprogressbar")
+    run = Run(python(*COMMAND, *flags, "--seed", "7", "--lr=0.01"), tmp_path).wait()
+    assert closing_line(run)["folder"] == "results/digits/7"
+    results = tmp_path / "results" / "digits" / "7"
+    assert [event["optimizer_step"] for event in events(results, "stage")] == [1, 1, 2, 2, 2]
+    assert not list((results / "save").iterdir())
+    assert "lr: 0.01" in (results / "hyperparams.yaml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("option", "reason"),
+    [
+        ("--epochs=3", "--epochs is no run option, and matches no key of 'hparams.yaml'; did you mean the key 'number"),
+        ("--global_batch_size=15", "global_batch_size=15 cannot be divided over 2 processes. Give a multiple of 2"),
+    ],
+)
+def test_a_wrong_option_ends_every_process_with_the_reason(option, reason, tmp_path):
+    copy_of_the_example(tmp_path)
+    run = Run(torchrun(2, *COMMAND, option), tmp_path).wait(30)
+    assert run.code != 0
+    assert reason in run.tail(8)
+    assert not run.out
+
+
+def test_without_scikit_learn_the_extra_is_named(tmp_path):
+    copy_of_the_example(tmp_path)
+    (tmp_path / "sklearn.py").write_text("raise ImportError('as if it were not installed')")
+    run = Run(python(*COMMAND), tmp_path).wait()
+    assert run.code == 1
+    assert "pip install 'ddpkit[examples]'" in run.tail(1)

@@ -1,0 +1,94 @@
+"""What the pages show is what happens: their files are written, their commands run, their output compared."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.launching import BIN, Run
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[2]
+PAGES = ("README.md", "docs/tutorial/from-one-process-to-several.md")
+
+BLOCK = re.compile(r"^```(?P<language>yaml|python|console)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
+FILE = re.compile(r"# (?P<name>[\w.]+)(?P<end>, at the end)?(, from `(?P<start>.+)` on)?\n")
+NOT_RUN_HERE = ("git", "make")
+NUMBER = re.compile(r"\d+")
+
+
+def write(text, folder):
+    """Write the file that a block shows: whole, at the end of what is there, or in place of its last part."""
+    found = FILE.match(text)
+    assert found, f"the first line of a block says which file it is: {text[:60]}"
+    path = folder / found["name"]
+    body = text[found.end() :]
+    if found["end"]:
+        body = path.read_text() + body
+    if found["start"]:
+        old = path.read_text()
+        body = old[: old.rindex("\n", 0, old.index(found["start"])) + 1] + body
+    path.write_text(body)
+
+
+def sessions(text):
+    """Part a console block into commands and the lines that are shown below each."""
+    for part in re.split(r"^\$ ", text, flags=re.MULTILINE)[1:]:
+        command, *shown = part.splitlines()
+        yield shlex.split(command), [line for line in shown if line != "..."]
+
+
+def without_numbers(lines):
+    """Another machine rounds otherwise, and at another time of the day."""
+    return [NUMBER.sub("0", line) for line in lines]
+
+
+def run(words, shown, folder):
+    run = Run([str(BIN / words[0]), *words[1:]], folder).wait()
+    assert run.code == 0, run.tail()
+    printed = iter(without_numbers([*run.out.splitlines(), *run.err.splitlines()]))
+    for line in without_numbers(shown):
+        assert line in printed, f"{shlex.join(words)} does not print, in this order: {line}\n{run.out}\n{run.err}"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_page_is_true(page, tmp_path):
+    commands = 0
+    for block in BLOCK.finditer((ROOT / page).read_text(encoding="utf-8")):
+        if block["language"] != "console":
+            write(block["text"], tmp_path)
+            continue
+        for words, shown in sessions(block["text"]):
+            if words[0] not in NOT_RUN_HERE:
+                run(words, shown, tmp_path)
+                commands += 1
+    assert commands
+
+
+def test_the_words_that_port_a_recipe(tmp_path):
+    recipe = tmp_path / "train.py"
+    recipe.write_text(
+        "import speechbrain as sb\n"
+        "from speechbrain.utils.distributed import run_on_main\n"
+        "class ASR(sb.core.Brain):\n"
+        "    stage = sb.Stage.TRAIN\n"
+        "sb.utils.distributed.ddp_init_group\n"
+    )
+    (tmp_path / "hparams.yaml").write_text("counter: !new:speechbrain.utils.epoch_loop.EpochCounter\n")
+    for page in ("README.md", "docs/porting.md"):
+        [block] = re.findall(r"^```sh\n(sed .*?)^```$", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
+        subprocess.run(["bash", "-ec", block], cwd=tmp_path, check=True, env={"PATH": os.environ["PATH"]})
+        assert recipe.read_text() == (
+            "import ddpkit as sb\n"
+            "from ddpkit.distributed import run_on_main\n"
+            "class ASR(sb.Brain):\n"
+            "    stage = sb.Stage.TRAIN\n"
+            "sb.distributed.ddp_init_group\n"
+        )
+        assert "ddpkit.epoch_loop.EpochCounter" in (tmp_path / "hparams.yaml").read_text()

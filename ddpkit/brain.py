@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from ddpkit import agreement
 from ddpkit.compilation import compile_modules
 from ddpkit.dataloader import LoopedLoader, SaveableDataLoader, Sharding, default_seed, reshard, shard
-from ddpkit.distributed import ddp_init_group, get_rank, get_world_size
+from ddpkit.distributed import ddp_init_group, get_rank, get_world_size, is_distributed_initialized
 from ddpkit.failure import failure_notice
-from ddpkit.launchers import find_launch
 from ddpkit.logger import format_order_of_magnitude, get_logger
 from ddpkit.loop import Progress
 from ddpkit.metrics import LossMeter
@@ -105,7 +104,7 @@ class Brain(Saving):
         self.rank = get_rank() or 0
         self.strategy = make_strategy(
             self.device,
-            distributed_launch=find_launch().is_distributed,
+            distributed_launch=is_distributed_initialized(),  # also where the group is the user's own
             data_parallel=self.data_parallel_backend,
             find_unused_parameters=self.find_unused_parameters,
         )
@@ -212,6 +211,9 @@ class Brain(Saving):
             self._require_agreement(train_set, valid_set)
             self.on_fit_start()
             self._start_once()
+            if self._step_limit_reached() and not self.step:
+                logger.info("optimizer_step_limit=%s has been reached before: fit is done.", self.optimizer_step_limit)
+                return
             enable = self._bar_enabled(progressbar)
             for epoch in epoch_counter:
                 self._fit_train(train_set, epoch, enable)
@@ -264,9 +266,8 @@ class Brain(Saving):
 
     def _train_loader_specifics(self, dataset: Any, loader_kwargs: dict[str, Any]) -> dict[str, Any]:
         """Let ``hparams.sorting`` decide about shuffling where a recipe has it."""
-        del dataset
         given = {"sampler", "batch_sampler"} & {key for key, value in loader_kwargs.items() if value is not None}
-        if hasattr(self.hparams, "sorting") and not given:
+        if hasattr(self.hparams, "sorting") and not given and not isinstance(dataset, IterableDataset):
             return {**loader_kwargs, "shuffle": self.hparams.sorting == "random"}
         return loader_kwargs
 
@@ -282,6 +283,8 @@ class Brain(Saving):
         if isinstance(data, LoopedLoader):
             if isinstance(data.loader, DataLoader):
                 data.loader = reshard(data.loader, self._sharding(stage))
+            if stage is Stage.TRAIN and self.checkpointer is not None:
+                self.checkpointer.add_recoverable("dataloader-TRAIN", data)
             return data
         if isinstance(data, DataLoader):
             loader = reshard(data, self._sharding(stage))
@@ -317,8 +320,9 @@ class Brain(Saving):
         return not self.noprogressbar if progressbar is None else progressbar
 
     def _is_done(self, epoch: int) -> bool:
-        if self.debug and epoch == self.debug_epochs:
-            return True
+        return (self.debug and 0 < self.debug_epochs <= epoch) or self._step_limit_reached()
+
+    def _step_limit_reached(self) -> bool:
         limit = self.optimizer_step_limit
         return limit is not None and self.optimizer_step >= limit
 
@@ -356,6 +360,7 @@ class Brain(Saving):
     def _fit_session(self) -> Iterator[None]:
         """Mark the time in which a recovered checkpoint sets the loop's position; run the profiler if asked."""
         self._fitting = True
+        self.progress.restart()
         try:
             if self.profile_training:
                 folder = Path(getattr(self.hparams, "output_folder", "results"), "profiler_logs")

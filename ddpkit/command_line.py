@@ -28,6 +28,7 @@ _YAML_TAG = "tag:yaml.org,2002:"
 _YAML_SUFFIXES = (".yaml", ".yml")
 _FLAG_EXITS = ("-h", "--help", "--version")
 _SHOWN_KEYS = 20
+_SHORTEST_PART = 4  # letters of a word that is looked for inside the keys: `epochs` in `number_of_epochs`
 
 _USAGE = """python train.py hparams.yaml [--option=value ...] [--yaml_key=value ...]
 
@@ -313,8 +314,9 @@ def _check_overrides(overrides: Mapping[str, str | None], nodes: Mapping[str, No
     lines = []
     flags = {option.name: f"--{option.name}" for option in OPTIONS if option.group}
     for key in unknown:
-        close = difflib.get_close_matches(key, [*nodes, *flags], n=3)
-        names = [flags.get(name, f"the key {name!r}") for name in close]
+        longer = [name for name in nodes if len(key) >= _SHORTEST_PART and key in name]
+        close = [*longer, *difflib.get_close_matches(key, [*nodes, *flags], n=3)]
+        names = [flags.get(name, f"the key {name!r}") for name in list(dict.fromkeys(close))[:3]]
         meant = f"; did you mean {' or '.join(names)}?" if names else "."
         lines.append(f"--{key} is no run option, and matches no key of {param_file!r}{meant}")
     keys = ", ".join(list(nodes)[:_SHOWN_KEYS]) + (", ..." if len(nodes) > _SHOWN_KEYS else "")

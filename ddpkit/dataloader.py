@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
@@ -17,7 +17,14 @@ from torch.utils.data.distributed import DistributedSampler
 from ddpkit.checkpoint_hooks import mark_as_loader, mark_as_saver, register_checkpoint_hooks
 from ddpkit.errors import ConfigError, DataError
 from ddpkit.logger import get_logger
-from ddpkit.sampler import DealtBatchSampler, PlannedBatchSampler, SamplingPlan, mix_key
+from ddpkit.sampler import (
+    DealtBatchSampler,
+    PlannedBatchSampler,
+    SamplingPlan,
+    layers,
+    mix_key,
+    set_epoch_inside,
+)
 from ddpkit.seed import global_seed
 
 if TYPE_CHECKING:
@@ -66,7 +73,8 @@ class Sharding:
 class SaveableDataLoader(DataLoader[Any]):
     """A ``DataLoader`` that is saved as the number of batches it has yielded, and continues after them.
 
-    The batches skipped after a recovery are not loaded: the sampler leaves them out.
+    The batches skipped after a recovery are not loaded if the sampler is ours, as it is in every loader that this
+    module makes: the sampler leaves them out. Of another one they are loaded and dropped.
 
     Args:
         args: as for ``torch.utils.data.DataLoader``.
@@ -92,9 +100,7 @@ class SaveableDataLoader(DataLoader[Any]):
         """Choose the epoch whose order and worker seeds the next iteration follows."""
         if self.generator is not None:
             self.generator.manual_seed(mix_key(global_seed() or 0, epoch) >> 1)
-        setter = getattr(self.batch_sampler, "set_epoch", None) or getattr(self.sampler, "set_epoch", None)
-        if setter is not None:
-            setter(epoch)
+        set_epoch_inside(self.sampler if self.batch_sampler is None else self.batch_sampler, epoch)
 
     def skip_next(self, batches: int) -> None:
         """Leave out the first ``batches`` batches of the next iteration, without loading them."""
@@ -103,10 +109,11 @@ class SaveableDataLoader(DataLoader[Any]):
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         skip, self._skip = self._skip, 0
         self.yielded = skip
+        plan = plan_of(self)
+        if plan is not None:
+            plan.skip = skip  # before the workers are started, which ask for their first batches
         inner: Iterator[Any] = super().__iter__()
-        if isinstance(self.batch_sampler, (PlannedBatchSampler, DealtBatchSampler)):
-            self.batch_sampler.skip = skip  # read when the first batch is asked for
-        elif skip:
+        if skip and plan is None:
             inner = itertools.islice(inner, skip, None)
         return self._counted(inner)
 
@@ -122,7 +129,13 @@ class SaveableDataLoader(DataLoader[Any]):
 
     @mark_as_loader
     def load(self, path: Path, end_of_epoch: bool) -> None:
-        """Continue after the saved number of batches; start afresh after an end-of-epoch checkpoint."""
+        """Continue after the saved number of batches; start afresh after an end-of-epoch checkpoint.
+
+        Once the loader has been iterated nothing is loaded: the checkpoint is then wanted for its weights.
+        """
+        if self.yielded is not None:
+            logger.debug("The loader has been iterated before: its place in the checkpoint is ignored.")
+            return
         text = path.read_text(encoding="utf-8").strip()
         if not end_of_epoch and text not in {"", "None"}:
             self.skip_next(int(text))
@@ -141,7 +154,8 @@ class LoopedLoader:
     Args:
         loader: started again whenever it ends.
         epoch_length: batches per nominal epoch.
-        batchsize_fn: gives the number of samples of a batch; ``len`` of its first element by default.
+        batchsize_fn: gives the number of samples of a batch; by default its ``batchsize``, or the length of its first
+            tensor.
 
     Raises:
         DataError: when iterated, if the loader yields nothing.
@@ -162,21 +176,23 @@ class LoopedLoader:
         self.total_steps = 0
         self.total_samples = 0
         self._passes = 0
+        self._skip = 0
         self._inner: Iterator[Any] | None = None
-        self._ended = False
+        self._recovered = False
 
     def __len__(self) -> int:
         """Return the number of batches of a nominal epoch."""
         return self.epoch_length
 
     def __iter__(self) -> LoopedLoader:
-        if self._inner is None:
-            self._inner = self._next_pass()
+        if not self._recovered:
+            self.step = 0
+        self._recovered = False
         return self
 
     def __next__(self) -> Any:
-        if self.step >= self.epoch_length or self._ended:
-            self.step, self._ended = 0, False
+        if self.step >= self.epoch_length:
+            self.step = 0
             raise StopIteration
         batch = self._draw()
         self.step += 1
@@ -184,12 +200,38 @@ class LoopedLoader:
         self.total_samples += self.batchsize_fn(batch)
         return batch
 
+    @property
+    def has_counts(self) -> bool:
+        """Whether the number of samples of every batch is known."""
+        plan = plan_of(self.loader)
+        return isinstance(plan, PlannedBatchSampler) and isinstance(plan.source, int)
+
+    def count(self, batch: int) -> int:
+        """Return this rank's number of samples in a batch of the nominal epoch; 0 where it repeats one to keep step."""
+        return self._plan().count(self._place(batch))
+
+    def total(self, batch: int) -> int:
+        """Return the number of samples of a batch of the nominal epoch, over all ranks."""
+        return self._plan().total(self._place(batch))
+
+    def _plan(self) -> PlannedBatchSampler | DealtBatchSampler:
+        plan = plan_of(self.loader)
+        if plan is None:
+            raise DataError(f"LoopedLoader: {type(self.loader).__name__} does not know how many samples a batch has.")
+        return plan
+
+    def _place(self, batch: int) -> int:
+        """Say which batch of its pass a batch of the nominal epoch is."""
+        return (self.total_steps - self.step + batch) % len(self.loader)
+
     def _next_pass(self) -> Iterator[Any]:
         self._passes += 1
-        setter = getattr(self.loader, "set_epoch", None)
-        if setter is not None:
-            setter(self._passes)
-        return iter(self.loader)
+        set_epoch(self.loader, self._passes)
+        skip, self._skip = self._skip, 0
+        if skip and isinstance(self.loader, SaveableDataLoader):
+            self.loader.skip_next(skip)
+            skip = 0
+        return itertools.islice(iter(self.loader), skip, None)
 
     def _draw(self) -> Any:
         if self._inner is None:
@@ -210,12 +252,17 @@ class LoopedLoader:
 
     @mark_as_loader
     def load(self, path: Path, end_of_epoch: bool = True) -> None:
-        """Take the numbers over; a save at the very end of an epoch makes the next iteration stop at once."""
+        """Take the numbers over; a save at the very end of an epoch makes the next iteration stop at once.
+
+        The data goes on where it was, if the length of a pass is known; a stream begins again.
+        """
         numbers = [int(line) for line in path.read_text(encoding="utf-8").split()]
         self.step, self.total_steps, self.total_samples = numbers
-        self._ended = not end_of_epoch and self.step == self.epoch_length
-        if end_of_epoch:
-            self.step = 0
+        self._inner, self._recovered = None, not end_of_epoch
+        if isinstance(getattr(self.loader, "dataset", None), IterableDataset) or not hasattr(self.loader, "__len__"):
+            logger.warning("LoopedLoader: the stream begins again, since the length of a pass is not known.")
+        else:
+            self._passes, self._skip = divmod(self.total_steps, max(len(self.loader), 1))
 
 
 def make_dataloader(dataset: Any, looped_nominal_epoch: int | None = None, **loader_kwargs: Any) -> Any:
@@ -269,7 +316,8 @@ def shard(dataset: Any, sharding: Sharding, **loader_kwargs: Any) -> DataLoader[
 
     Returns:
         The loader; its ``batch_sampler`` is a :class:`~ddpkit.sampler.PlannedBatchSampler` or
-        :class:`~ddpkit.sampler.DealtBatchSampler`, but for iterable datasets.
+        :class:`~ddpkit.sampler.DealtBatchSampler`, but for iterable datasets, and where a ``DistributedSampler`` was
+        given, which has divided the data already.
 
     Raises:
         ConfigError: ``shuffle`` with a sampler, a bad batch size, or other arguments that exclude each other.
@@ -286,6 +334,8 @@ def shard(dataset: Any, sharding: Sharding, **loader_kwargs: Any) -> DataLoader[
     if isinstance(dataset, IterableDataset):
         return _stream_loader(dataset, sharding, options)
     _check_exclusive(options)
+    if _is_divided(options.get("batch_sampler"), options.get("sampler")):
+        return SaveableDataLoader(dataset, **options)
     batch_sampler, sampler = options.pop("batch_sampler", None), options.pop("sampler", None)
     shuffle, drop_last = bool(options.pop("shuffle", False)), bool(options.pop("drop_last", False))
     common: dict[str, Any] = {"seed": sharding.seed, "drop_last": drop_last, "keep_step": sharding.keep_step}
@@ -316,7 +366,7 @@ def reshard(loader: DataLoader[Any], sharding: Sharding) -> DataLoader[Any]:
         sharding: which part.
 
     Returns:
-        A new loader.
+        A new loader; the same one if a ``DistributedSampler`` is in it, for then its maker has divided the data.
 
     Ranks: local.
 
@@ -326,31 +376,72 @@ def reshard(loader: DataLoader[Any], sharding: Sharding) -> DataLoader[Any]:
         [[0, 1], [4]]
     """
     options: dict[str, Any] = {name: getattr(loader, name) for name in _RESHARDED}
-    sizes = {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
     if isinstance(loader.dataset, IterableDataset):
+        sizes = {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
         return shard(loader.dataset, sharding, **sizes, **options)
-    if isinstance(loader.sampler, DistributedSampler):
-        return loader  # its maker has divided the data already
-    return shard(loader.dataset, sharding, **(_order_of(loader) or sizes | {"sampler": loader.sampler}), **options)
+    if _is_divided(loader.batch_sampler, loader.sampler):
+        return loader
+    return shard(loader.dataset, sharding, **_order_of(loader), **options)
 
 
-def _order_of(loader: DataLoader[Any]) -> dict[str, Any] | None:
-    """Say in loader arguments how a ready-made loader orders its data; None where its sampler must be asked."""
-    sampler: Any = loader.sampler
-    source: Any = sampler.planned if isinstance(sampler, _Single) else loader.batch_sampler
-    if isinstance(source, DealtBatchSampler):
-        return {"batch_sampler": source.batch_sampler, "drop_last": source.drop_last}
-    if isinstance(source, PlannedBatchSampler):
-        inner = {} if isinstance(source.source, int) else {"sampler": source.source}
-        batch_size = None if isinstance(sampler, _Single) else source.batch_size
-        return {"batch_size": batch_size, "shuffle": source.shuffle, "drop_last": source.drop_last, **inner}
-    if source is not None and type(source) is not BatchSampler:
-        return {"batch_sampler": source}
-    sizes = {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
-    if type(sampler) is SequentialSampler:
-        return sizes
-    whole = type(sampler) is RandomSampler and not sampler.replacement
-    return {**sizes, "shuffle": True} if whole and sampler.num_samples == _length(loader.dataset) else None
+def plan_of(loader: Any) -> PlannedBatchSampler | DealtBatchSampler | None:
+    """Return what deals a loader's batches out to the ranks; None if that is none of ours.
+
+    Ranks: local.
+
+    Example:
+        >>> plan_of(shard(range(5), Sharding(), batch_size=2)).count(2), plan_of([1, 2])
+        (1, None)
+    """
+    sampler = getattr(loader, "sampler", None)
+    source = sampler.planned if isinstance(sampler, _Single) else getattr(loader, "batch_sampler", None)
+    return source if isinstance(source, (PlannedBatchSampler, DealtBatchSampler)) else None
+
+
+def set_epoch(loader: Any, epoch: int) -> None:
+    """Tell a loader, and the samplers and the dataset inside it, which epoch comes.
+
+    Args:
+        loader: any; what does not know epochs is left alone.
+        epoch: which comes.
+
+    Ranks: local.
+
+    Example:
+        >>> set_epoch([1, 2], 3)
+    """
+    if isinstance(loader, SaveableDataLoader):
+        loader.set_epoch(epoch)
+    else:
+        set_epoch_inside(loader, epoch)
+    set_epoch_inside(getattr(loader, "dataset", None), epoch)
+
+
+def _is_divided(batch_sampler: Any, sampler: Any) -> bool:
+    """Say whether the user has divided the data already, with a ``DistributedSampler``."""
+    deciding = sampler if batch_sampler is None else batch_sampler
+    return any(isinstance(one, DistributedSampler) for one in layers(deciding))
+
+
+def _order_of(loader: DataLoader[Any]) -> dict[str, Any]:
+    """Say in loader arguments how a ready-made loader orders its data."""
+    plan = plan_of(loader)
+    if isinstance(plan, DealtBatchSampler):
+        return {"batch_sampler": plan.batch_sampler, "drop_last": plan.drop_last}
+    if isinstance(plan, PlannedBatchSampler):
+        inner = {} if isinstance(plan.source, int) else {"sampler": plan.source}
+        batch_size = None if loader.batch_sampler is None else plan.batch_size
+        return {"batch_size": batch_size, "shuffle": plan.shuffle, "drop_last": plan.drop_last, **inner}
+    batches, sampler = loader.batch_sampler, cast("Any", loader.sampler)
+    sizes: dict[str, Any] = {"batch_size": None}
+    if type(batches) is BatchSampler:  # torch's own, made by the loader or by the user
+        sampler, sizes = batches.sampler, {"batch_size": batches.batch_size, "drop_last": batches.drop_last}
+    elif batches is not None:
+        return {"batch_sampler": batches}
+    whole = type(sampler) is SequentialSampler or (type(sampler) is RandomSampler and not sampler.replacement)
+    if whole and len(sampler) == _length(loader.dataset):
+        return {**sizes, "shuffle": type(sampler) is RandomSampler}
+    return {**sizes, "sampler": sampler}
 
 
 class _Single(torch.utils.data.Sampler[int]):
@@ -409,9 +500,12 @@ def _stream_loader(dataset: Any, sharding: Sharding, options: dict[str, Any]) ->
         )
     if options.get("batch_size", 1) is not None:
         SamplingPlan(num_samples=1, batch_size=options.get("batch_size", 1))  # refuses a bad size
+    if isinstance(dataset, StreamShard):  # of a loader that was made for one rank: divide the whole, not the part
+        dataset = dataset.dataset
     if sharding.world_size > 1:
         dataset = StreamShard(dataset, sharding.rank, sharding.world_size)
-    options.setdefault("generator", torch.Generator())
+    if options.get("generator") is None:
+        options["generator"] = torch.Generator()
     return DataLoader(dataset, **options)
 
 
@@ -447,10 +541,9 @@ def _length(dataset: Any) -> int:
 
 
 def _guess_batch_size(batch: Any) -> int:
-    for attribute in ("batchsize",):
-        if hasattr(batch, attribute):
-            return int(getattr(batch, attribute))
-    first = next(iter(batch.values())) if isinstance(batch, dict) else batch
+    if hasattr(batch, "batchsize"):
+        return int(batch.batchsize)
+    first: Any = next(iter(batch.values()), None) if isinstance(batch, dict) else batch
     if isinstance(first, (list, tuple)) and first and isinstance(first[0], torch.Tensor):
         first = first[0]
     try:

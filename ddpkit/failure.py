@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
     from torch.distributed import Store
 
-FAILED_KEY, REASON_KEY = "ddpkit/failed", "ddpkit/failure"
+FAILED_KEY, REASON_KEY, LEFT_KEY = "ddpkit/failed", "ddpkit/failure", "ddpkit/left"
+NAP_SECONDS = 0.02
 LONGEST_REASON = 4000
 
 # How gloo, NCCL and torch's store say that the other side has gone.
@@ -58,21 +59,24 @@ class Reason(NamedTuple):
     text: str
 
 
-class FirstFailure:
-    """The first failure of a run, kept in the store of its process group.
+class LastWords:
+    """What the ranks of a run tell each other when they end; kept in the store of the process group.
 
     Args:
         store: of the process group.
         rank: this process.
         world_size: number of processes.
 
-    Ranks: local; no method waits for another rank.
+    Attributes:
+        store_is_lost: whether the store has gone with the process that held it.
+
+    Ranks: local; only :meth:`await_goodbyes` waits for others.
 
     Example:
         >>> from torch.distributed import HashStore
         >>> store = HashStore()
-        >>> FirstFailure(store, rank=1, world_size=2).tell(ValueError("boom"))
-        >>> FirstFailure(store, rank=0, world_size=2).told()
+        >>> LastWords(store, rank=1, world_size=2).tell_failure(ValueError("boom"))
+        >>> LastWords(store, rank=0, world_size=2).first_failure()
         Reason(rank=1, text='ValueError: boom')
     """
 
@@ -80,44 +84,63 @@ class FirstFailure:
         self.store = store
         self.rank = rank
         self.world_size = world_size
+        self.store_is_lost = False
 
-    def tell(self, error: BaseException) -> None:
+    def tell_failure(self, error: BaseException) -> None:
         """Note that this rank has failed, unless another one has before it."""
-        with contextlib.suppress(RuntimeError):  # the store may have gone with the process that held it
+        with self._asking():
             if self.store.add(FAILED_KEY, 1) == 1:
                 self.store.set(REASON_KEY, json.dumps([self.rank, short_text(error)]))
 
-    def told(self) -> Reason | None:
+    def first_failure(self) -> Reason | None:
         """Return what another rank has noted, or None."""
-        with contextlib.suppress(RuntimeError):
+        with self._asking():
             if self.store.check([REASON_KEY]):
                 reason = Reason(*json.loads(self.store.get(REASON_KEY)))
                 return None if reason.rank == self.rank else reason
         return None
 
-    def ended(self) -> list[int]:
-        """Return the other ranks that have come to the end of their script."""
-        with contextlib.suppress(RuntimeError):
-            return [r for r in range(self.world_size) if r != self.rank and self.store.check([left_key(r)])]
+    def say_goodbye(self) -> None:
+        """Tell ranks that wait for this one that nothing more will come from it."""
+        if self.store_is_lost:  # torch logs each attempt to reach it at length
+            return
+        with self._asking():
+            self.store.set(_left_key(self.rank), "1")
+            self.store.add(LEFT_KEY, 1)
+
+    def await_goodbyes(self, seconds: float) -> None:
+        """Wait, for so long at most, until every rank has said goodbye."""
+        end = time.monotonic() + seconds
+        with self._asking():
+            while time.monotonic() < end and self.store.add(LEFT_KEY, 0) < self.world_size:
+                time.sleep(NAP_SECONDS)
+
+    def has_left(self, rank: int) -> bool:
+        """Say whether a rank has said goodbye."""
+        return bool(self.store.check([_left_key(rank)]))
+
+    def others_that_left(self) -> list[int]:
+        """Return the other ranks that have said goodbye."""
+        with self._asking():
+            return [rank for rank in range(self.world_size) if rank != self.rank and self.has_left(rank)]
         return []
 
+    @contextlib.contextmanager
+    def _asking(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError:
+            self.store_is_lost = True
 
-def left_key(rank: int) -> str:
-    """Name the key under which a rank says that nothing more will come from it.
 
-    Ranks: local.
-
-    Example:
-        >>> left_key(1)
-        'ddpkit/left/1'
-    """
-    return f"ddpkit/left/{rank}"
+def _left_key(rank: int) -> str:
+    return f"{LEFT_KEY}/{rank}"
 
 
 class _Here:
     """What this module knows about its own process."""
 
-    first: FirstFailure | None = None
+    last_words: LastWords | None = None
     failed = False
     second_hand = False
 
@@ -198,11 +221,11 @@ def explained(error: BaseException) -> BaseException:
     """
     if not _is_lost_connection(error):
         return error
-    first = _Here.first
-    reason = None if first is None else first.told()
+    words = _Here.last_words
+    reason = None if words is None else words.first_failure()
     if reason is not None:
         return RankFailedError(f"rank {reason.rank} failed first: {reason.text}")
-    ended = [] if first is None else first.ended()
+    ended = [] if words is None else words.others_that_left()
     if ended:
         return RankFailedError(
             f"rank {', '.join(map(str, ended))} came to the end of its script, while this one still waits for it: they "
@@ -269,8 +292,16 @@ def failure_notice() -> Iterator[None]:
         raise news from news.__cause__
 
 
+def _path_to(error: BaseException) -> str:
+    """Write a traceback on one line: Ctrl-C ends all ranks at once, and nobody wants to read all of theirs."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return " > ".join(f"{Path(frame.filename).name}:{frame.lineno} in {frame.name}" for frame in frames)
+
+
 class UncaughtHook:
     """Takes note of the exception that ends this process, then does what was done before.
+
+    Prints no traceback of what only tells of another rank's failure, and one line for Ctrl-C.
 
     Args:
         previous: the hook that prints it.
@@ -294,19 +325,21 @@ class UncaughtHook:
         _Here.failed = True
         news = explained(error)
         _Here.second_hand = is_second_hand(news)
-        if _Here.second_hand and news.__cause__ is None:
+        if isinstance(news, KeyboardInterrupt):
+            news = KeyboardInterrupt(f"at {_path_to(news)}")
+        elif _Here.second_hand and news.__cause__ is None:
             news.__suppress_context__, news.__traceback__ = True, None
         record_for_launcher(news)
-        if _Here.first is not None and not _Here.second_hand:
-            _Here.first.tell(news)
+        if _Here.last_words is not None and not _Here.second_hand:
+            _Here.last_words.tell_failure(news)
         self.previous(type(news), news, news.__traceback__)
 
 
-def watch_uncaught(first: FirstFailure | None = None) -> None:
+def watch_uncaught(last_words: LastWords | None = None) -> None:
     """Take note of the exception that ends this process: for torchrun's summary, and for the other ranks.
 
     Args:
-        first: where they look; None as long as there is no process group.
+        last_words: where these look; None as long as there is no process group.
 
     Ranks: local.
 
@@ -318,8 +351,8 @@ def watch_uncaught(first: FirstFailure | None = None) -> None:
         True
         >>> sys.excepthook = before
     """
-    if first is not None:
-        _Here.first = first
+    if last_words is not None:
+        _Here.last_words = last_words
     hook = sys.excepthook
     while not isinstance(hook, UncaughtHook) and hasattr(hook, "previous"):
         hook = hook.previous

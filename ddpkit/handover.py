@@ -26,7 +26,7 @@ from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 from ddpkit.errors import MainProcessError, RankFailedError
-from ddpkit.failure import FirstFailure, left_key
+from ddpkit.failure import LastWords
 from ddpkit.logger import get_logger
 
 if TYPE_CHECKING:
@@ -152,8 +152,8 @@ class Handover:
         self.store = store
         self.rank = rank
         self.world_size = world_size
+        self.last_words = LastWords(store, rank, world_size)
         self._counts: dict[str, int] = {}
-        self._said_goodbye = False
         self._posted: list[list[str]] = []
 
     def next_count(self, site: str) -> int:
@@ -204,19 +204,6 @@ class Handover:
                 for name in names[1:]:
                     self.store.delete_key(name)
 
-    def say_goodbye(self) -> None:
-        """Tell ranks that wait for this one that nothing more will come from it; a second goodbye says nothing new."""
-        if not self._said_goodbye:
-            self._said_goodbye = True
-            self.store.set(left_key(self.rank), "1")
-            self.store.add("ddpkit/left", 1)
-
-    def await_goodbyes(self, timeout: float) -> None:
-        """Wait, at most ``timeout`` seconds, until every rank has said goodbye (for the rank that hosts the store)."""
-        end = time.monotonic() + timeout
-        while time.monotonic() < end and self.store.add("ddpkit/left", 0) < self.world_size:
-            time.sleep(LONGEST_NAP_SECONDS)
-
     def _pickled(self, site: str, outcome: Outcome) -> bytes:
         try:
             return pickle.dumps(outcome)
@@ -254,7 +241,7 @@ class Handover:
         nap = 0.0005
         try:
             while not self.store.check([key]):
-                if self.store.check([left_key(poster)]) and not self.store.check([key]):
+                if self.last_words.has_left(poster) and not self.store.check([key]):
                     raise RankFailedError(self._why_gone(site, poster))
                 if time.monotonic() >= next_warning:
                     next_warning += WARNING_INTERVAL_SECONDS
@@ -264,13 +251,14 @@ class Handover:
         except RankFailedError:
             raise
         except RuntimeError as error:
+            self.last_words.store_is_lost = True
             raise RankFailedError(
                 f"rank {self.rank} waited at {place(site)} for rank {poster} and lost the connection to the "
                 f"launcher's store: {error}. Some process of the run has died; look for the first error above."
             ) from error
 
     def _why_gone(self, site: str, poster: int) -> str:
-        reason = FirstFailure(self.store, self.rank, self.world_size).told()
+        reason = self.last_words.first_failure()
         if reason is not None:
             return f"rank {reason.rank} failed first: {reason.text}\n(rank {self.rank} was waiting at {place(site)})"
         return (

@@ -144,6 +144,7 @@ class Hooks(OptionAttributes):
                 loss = self.compute_objectives(outputs, batch, Stage.TRAIN)
             backward(loss, window.scale, self.scaler, self)
         if should_step:
+            window.multiplier = window.correction
             self.optimizers_step()
         self.on_fit_batch_end(batch, outputs, loss, should_step)
         return loss.detach()
@@ -169,8 +170,7 @@ class Hooks(OptionAttributes):
         Raises:
             NonFiniteLossError: more than ``nonfinite_patience`` steps of this epoch were not finite.
         """
-        window = self.progress.window
-        multiplier, window.multiplier, window.deferred = window.multiplier, 1.0, 0
+        multiplier = self.progress.window.stepped()
         optimizers = self._active_optimizers()
         if not optimizers:
             return
@@ -198,7 +198,7 @@ class Hooks(OptionAttributes):
         """
         if not use:
             return NOTHING
-        self.progress.window.deferred += 1
+        self.progress.window.defer(self.progress.step)
         return self.strategy.no_sync()
 
     def check_loss_isfinite(self, loss: torch.Tensor) -> None:
@@ -237,8 +237,9 @@ class Hooks(OptionAttributes):
 
     def flush_window(self) -> None:
         """Step on gradients that an overridden ``fit_batch`` accumulated in a window that the epoch's end cut short."""
-        deferred = self.progress.window.deferred
-        if deferred and optim.gradients(self._active_optimizers()):
-            self.progress.window.multiplier = self.grad_accumulation_factor / deferred
+        window = self.progress.window
+        pending = window.pending(self.step)
+        if pending and optim.gradients(self._active_optimizers()):
+            window.multiplier = self.grad_accumulation_factor / pending
             self.optimizers_step()
-        self.progress.window.deferred = 0
+        window.stepped()

@@ -97,6 +97,10 @@ class Progress:
     window: Window = field(default_factory=Window)
     meter: LossMeter = field(default_factory=LossMeter)
 
+    def restart(self) -> None:
+        """Forget where a pass that was interrupted had come to."""
+        self.step, self.window, self.meter = 0, Window(), LossMeter()
+
     def count_skipped(self, norm: float, patience: int) -> None:
         """Count an optimizer step that was skipped because the gradients' norm was not finite.
 
@@ -197,6 +201,7 @@ class Feed:
 
     def _known(self, window: Window, length: int) -> Iterator[Any]:
         total = 1
+        window.correction = 1.0
         for number, batch in enumerate(itertools.islice(self.loader, length - self.start), self.start):
             place = number % self.factor
             if place == 0 or number == self.start:
@@ -215,15 +220,19 @@ class Feed:
     def _unknown(self, window: Window) -> Iterator[Any]:
         """Agree with the other ranks, batch by batch, on whether there is another one."""
         inner = iter(self.loader)
-        batch, present = _take(inner)
+        batch, present = None, False
+        for _ in range(self.start + 1):  # what was done before is read again and left out
+            following, present = _take(inner)
+            batch = following if present else batch
         ranks = self.agree(int(present))
+        if not self.start and ranks < self.world_size:
+            raise DataError(
+                f"the stream gives a first batch to {ranks} of {self.world_size} rank(s) only: it is empty, or has too "
+                "few items for this many processes and this batch size. Look at the stream, start fewer processes, or "
+                "use a smaller batch_size."
+            )
         place = done = 0
         while ranks:
-            if not present and batch is None:
-                raise DataError(
-                    "this rank's part of the stream holds no batch at all, while other ranks have some: the stream "
-                    "has too few items for this many processes and this batch size."
-                )
             following, present_next = _take(inner)
             ranks_next = self.agree(int(present_next))
             place, done = place + 1, done + ranks
@@ -231,7 +240,7 @@ class Feed:
             window.scale = window.count / self.factor
             window.closes = place == self.factor or not ranks_next
             if window.closes:
-                window.multiplier = self.factor * self.world_size / done
+                window.correction = self.factor * self.world_size / done
                 place = done = 0
             yield batch
             batch = following if present_next else batch

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.nn.utils import get_total_norm
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from ddpkit.errors import ConfigError
 
@@ -58,15 +58,20 @@ def gradients(optimizers: Sequence[Optimizer]) -> list[torch.Tensor]:
         >>> gradients([torch.optim.SGD([weight], lr=0.1)])
         [tensor([1., 1.])]
     """
+    return [parameter.grad for parameter in _parameters(optimizers)]
+
+
+def _parameters(optimizers: Sequence[Optimizer]) -> list[Any]:
+    """List the parameters that have a gradient, each once."""
     found = [
-        parameter.grad
+        parameter
         for optimizer in optimizers
         for group in optimizer.param_groups
         for parameter in group["params"]
         if parameter.grad is not None
     ]
     if len(optimizers) > 1:  # a parameter may belong to two optimizers
-        return list({id(gradient): gradient for gradient in found}.values())
+        return list({id(parameter): parameter for parameter in found}.values())
     return found
 
 
@@ -97,18 +102,20 @@ def take_step(
     """
     if scaler is not None:
         optimizers = _unscale(optimizers, scaler)
-    found = gradients(optimizers)
+    parameters = _parameters(optimizers)
+    found = [parameter.grad for parameter in parameters]
     if multiplier != 1.0:
         torch._foreach_mul_(found, multiplier)
-    norm = get_total_norm(found).item() if found else 0.0
+    total_norm = get_total_norm(found)
+    norm = total_norm.item()
     finite = math.isfinite(norm)
-    if finite and max_norm is not None and 0.0 < max_norm < norm + 1e-6:
-        torch._foreach_mul_(found, max_norm / (norm + 1e-6))
-    if scaler is not None:
-        _step_scaled(optimizers, scaler)
-    elif finite:
+    if finite and max_norm is not None and 0.0 < max_norm < 1.01 * norm + 1e-5:  # else surely nothing is clipped
+        clip_grads_with_norm_(parameters, max_norm, total_norm)
+    if finite:
         for optimizer in optimizers:
-            optimizer.step()
+            optimizer.step() if scaler is None else scaler.step(optimizer)
+    if scaler is not None and optimizers:
+        scaler.update()
     zero_gradients(optimizers, set_to_none=True)
     return StepResult(stepped=finite, norm=norm)
 
@@ -119,14 +126,6 @@ def _unscale(optimizers: Sequence[Optimizer], scaler: torch.amp.GradScaler) -> l
     for optimizer in ready:
         scaler.unscale_(optimizer)
     return ready
-
-
-def _step_scaled(optimizers: Sequence[Optimizer], scaler: torch.amp.GradScaler) -> None:
-    """Let the scaler step; it skips by itself what it found to be infinite, and adapts."""
-    for optimizer in optimizers:
-        scaler.step(optimizer)
-    if optimizers:
-        scaler.update()
 
 
 def make_optimizer(

@@ -7,7 +7,6 @@ attempts, so that each attempt needs a prefix of its own, is https://github.com/
 from __future__ import annotations
 
 import atexit
-import contextlib
 import os
 import time
 from datetime import timedelta
@@ -18,13 +17,13 @@ import torch.distributed as dist
 
 from ddpkit.device import resolve_device
 from ddpkit.errors import ConfigError, LaunchError
-from ddpkit.failure import FirstFailure, failed_second_hand, has_failed, watch_uncaught
+from ddpkit.failure import failed_second_hand, has_failed, watch_uncaught
 from ddpkit.handover import Handover
 from ddpkit.launchers import find_launch
 from ddpkit.logger import get_logger
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
 
     from ddpkit.launchers import LaunchInfo
 
@@ -208,7 +207,7 @@ def check_backend(backend: str | None, device: str) -> str:
 def _open_store(info: LaunchInfo, timeout: timedelta) -> tuple[dist.Store, bool]:
     """Connect to the launcher's store, or host it where no agent does; one prefix per restart attempt."""
     address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
-    if not address or not (port or "").isdigit():
+    if not address or not (port or "").isdecimal() or int(port or 0) == 0:
         raise LaunchError(
             f"RANK={info.rank} and WORLD_SIZE={info.world_size} are set, but MASTER_ADDR={address!r}, "
             f"MASTER_PORT={port!r}: the processes cannot find each other. Launch with torchrun, or set both to the "
@@ -243,7 +242,7 @@ def _attend(*, hosts_store: bool, destroy: bool) -> None:
     if state.attended:
         return
     state.attended, state.hosts_store = True, hosts_store
-    watch_uncaught(FirstFailure(state.store, dist.get_rank(), dist.get_world_size()))
+    watch_uncaught(state.handover.last_words)
     atexit.register(_leave, state, destroy=destroy)
 
 
@@ -251,24 +250,14 @@ def _leave(state: GroupState, *, destroy: bool) -> None:
     """Say goodbye at exit, and destroy the group if :func:`ddp_init_group` started it."""
     if not is_distributed_initialized() or group_state() is not state:
         return
-    failed = has_failed()
-    with _store_may_be_gone():
-        state.handover.say_goodbye()
+    failed, last_words = has_failed(), state.handover.last_words
+    last_words.say_goodbye()
     if destroy and not (failed and "nccl" in dist.get_backend()):  # NCCL would wait for the others' kernels
         dist.destroy_process_group()
     if state.hosts_store:  # the others may still look something up: who failed, or who has left
-        with _store_may_be_gone():
-            state.handover.await_goodbyes(LAST_WORDS_SECONDS if failed else GOODBYE_SECONDS)
+        last_words.await_goodbyes(LAST_WORDS_SECONDS if failed else GOODBYE_SECONDS)
     if failed_second_hand() and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         time.sleep(LAST_WORDS_SECONDS)  # torchrun blames who ends first, and ends the others: let it see the culprit
-
-
-@contextlib.contextmanager
-def _store_may_be_gone() -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError as error:
-        logger.debug("The launcher's store is gone at exit: %s", error)
 
 
 def _get(run_opts: Any, name: str) -> Any:

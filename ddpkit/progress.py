@@ -53,7 +53,7 @@ class ProgressBar:
         self._started = self._last_line = time.monotonic()
         self._bar: tqdm[Any] | None = None
         if enable and sys.stderr is not None and sys.stderr.isatty():
-            columns, rows = os.get_terminal_size(sys.stderr.fileno())
+            columns, rows = _terminal_size()
             self._bar = tqdm(
                 total=total,
                 initial=initial,
@@ -112,6 +112,14 @@ class ProgressBar:
         return ", ".join(parts)
 
 
+def _terminal_size() -> tuple[int, int]:
+    """Return columns and rows of the terminal; zeros where it does not know them."""
+    try:
+        return os.get_terminal_size(sys.stderr.fileno())
+    except OSError:  # something that calls itself a terminal without being a file
+        return 0, 0
+
+
 def _short(number: float) -> str:
     """Write a number with three digits and a unit prefix.
 
@@ -122,7 +130,7 @@ def _short(number: float) -> str:
     if not math.isfinite(number):
         return str(number)
     for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if abs(number) >= size:
+        if abs(number) >= 0.9995 * size:  # 999.6 is written 1k, not 1e+03
             return f"{number / size:.3g}{letter}"
     return f"{number:.3g}"
 

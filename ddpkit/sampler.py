@@ -16,6 +16,7 @@ import contextlib
 import dataclasses
 import random
 from dataclasses import dataclass
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -109,18 +110,21 @@ class Order:
 
     def indices(self, start: int, stop: int) -> list[int]:
         """Return the sample indices at positions ``start`` to ``stop - 1``."""
+        found: list[int] = self.at(np.arange(start, stop)).tolist()
+        return found
+
+    def at(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the sample indices at some positions, which may have any shape."""
         if not self.shuffle:
-            return list(range(start, stop))
+            return positions
         if self._table is not None:
-            table: list[int] = self._table[start:stop].tolist()
-            return table
-        values = self._encrypt(np.arange(start, stop, dtype=np.uint64))
+            return self._table[positions]
+        values = self._encrypt(positions.ravel().astype(np.uint64))
         outside = np.flatnonzero(values >= self.num_samples)
         while outside.size:
             values[outside] = self._encrypt(values[outside])
             outside = outside[values[outside] >= self.num_samples]
-        found: list[int] = values.astype(np.int64).tolist()
-        return found
+        return values.astype(np.int64).reshape(positions.shape)
 
     def _encrypt(self, values: NDArray[np.uint64]) -> NDArray[np.uint64]:
         low = values & self._low_mask
@@ -145,7 +149,7 @@ class SamplingPlan:
         drop_last: leave out an incomplete last global batch.
 
     Raises:
-        ConfigError: a size is not a positive integer.
+        ConfigError: the batch size is not a positive whole number.
 
     Ranks: local; every rank computes every rank's share, so nothing has to be asked.
 
@@ -161,7 +165,8 @@ class SamplingPlan:
     drop_last: bool = False
 
     def __post_init__(self) -> None:
-        if type(self.batch_size) is not int or self.batch_size < 1:
+        given: Any = self.batch_size
+        if isinstance(given, bool) or not isinstance(given, Integral) or given < 1:
             raise ConfigError(
                 f"batch_size={self.batch_size!r} is not a positive whole number: every process needs at least one "
                 "sample per batch. Set batch_size to 1 or more (it counts per process)."
@@ -238,15 +243,18 @@ class PlannedBatchSampler(Sampler[list[int]]):
     def plan(self) -> SamplingPlan:
         """The plan of the current epoch."""
         drawn = self._draw()
-        if drawn is not None and len(drawn) != self._plan.num_samples:
-            self._plan = dataclasses.replace(self._plan, num_samples=len(drawn))
+        if drawn is not None:
+            if len(drawn) != self._plan.num_samples:
+                self._plan = dataclasses.replace(self._plan, num_samples=len(drawn))
             self._full_batches = len(drawn) // self._plan.global_batch_size
         return self._plan
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch whose order the next iteration follows."""
         self.epoch = epoch
-        _set_epoch(self.source, epoch)
+        if not isinstance(self.source, int):
+            self._full_batches = 0  # until the new epoch's length is known
+            set_epoch_inside(self.source, epoch)
 
     def count(self, batch: int) -> int:
         """Return the number of samples this rank has in a batch; 0 where it repeats one to keep step."""
@@ -272,14 +280,21 @@ class PlannedBatchSampler(Sampler[list[int]]):
         plan = self.plan
         order = Order(plan.num_samples, self.seed, self.epoch, shuffle=self.shuffle)
         drawn = self._draw()
-        for batch in range(skip, len(plan)):
-            start, stop = plan.share(batch, self.rank)
-            if start == stop:
-                if not self.keep_step:
-                    return
-                start, stop = plan.num_samples - 1, plan.num_samples
-            positions = order.indices(start, stop)
-            yield positions if drawn is None else [drawn[position] for position in positions]
+        for positions in self._positions(plan, skip):
+            for indices in order.at(positions).tolist():
+                yield indices if drawn is None else [drawn[index] for index in indices]
+
+    def _positions(self, plan: SamplingPlan, first: int) -> Iterator[NDArray[np.int64]]:
+        """Yield this rank's positions, a few thousand at a time, shape ``(batches, samples)``."""
+        full, size = plan.num_samples // plan.global_batch_size, plan.batch_size
+        at_a_time = max(CHUNK // size, 1)
+        for start in range(first, full, at_a_time):
+            batches = np.arange(start, min(start + at_a_time, full))
+            yield (batches * plan.global_batch_size + self.rank * size)[:, None] + np.arange(size)
+        for batch in range(max(first, full), len(plan)):  # the last one, if it is not full
+            own = np.arange(*plan.share(batch, self.rank))
+            if own.size or self.keep_step:
+                yield (own if own.size else np.array([plan.num_samples - 1]))[None]
 
     def _draw(self) -> list[int] | None:
         """Return the user's sampler's indices of this epoch, drawn once per epoch and alike on every rank."""
@@ -330,7 +345,7 @@ class DealtBatchSampler(Sampler[list[Any]]):
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch whose batches the next iteration deals out."""
         self.epoch = epoch
-        _set_epoch(self.batch_sampler, epoch)
+        set_epoch_inside(self.batch_sampler, epoch)
 
     def count(self, batch: int) -> int:
         """Return the number of samples in this rank's batch; 0 where it repeats one to keep step."""
@@ -365,18 +380,52 @@ class DealtBatchSampler(Sampler[list[Any]]):
         return self._drawn[1]
 
 
-def _set_epoch(sampler: Any, epoch: int) -> None:
-    """Tell a sampler, and the samplers inside it, which epoch comes."""
-    for inner in (sampler, getattr(sampler, "sampler", None)):
-        setter = getattr(inner, "set_epoch", None)
+def layers(sampler: Any) -> Iterator[Any]:
+    """Yield a sampler or a loader, the sampler inside it, and so on.
+
+    Args:
+        sampler: any; it may hold another as its ``batch_sampler`` or ``sampler``.
+
+    Ranks: local.
+
+    Example:
+        >>> from torch.utils.data import BatchSampler
+        >>> [type(one).__name__ for one in layers(BatchSampler(range(3), 2, drop_last=False))]
+        ['BatchSampler', 'range']
+    """
+    seen: set[int] = set()
+    while sampler is not None and id(sampler) not in seen:
+        seen.add(id(sampler))
+        yield sampler
+        inner = getattr(sampler, "batch_sampler", None)  # first: a DataLoader has both, and this one decides
+        sampler = getattr(sampler, "sampler", None) if inner is None else inner
+
+
+def set_epoch_inside(sampler: Any, epoch: int) -> None:
+    """Tell a sampler or a loader, and the samplers inside it, which epoch comes.
+
+    Args:
+        sampler: any; those that do not know epochs are left alone.
+        epoch: which comes.
+
+    Ranks: local.
+
+    Example:
+        >>> set_epoch_inside([0, 1, 2], 3)
+    """
+    for one in layers(sampler):
+        setter = getattr(one, "set_epoch", None)
         if setter is not None:
             setter(epoch)
+        if isinstance(one, (PlannedBatchSampler, DealtBatchSampler)):
+            return  # they pass it on
 
 
 def _draw_alike(sampler: Iterable[Any], seed: int, epoch: int) -> list[Any]:
-    """List what a sampler yields, its randomness seeded by (seed, epoch) and the caller's left as it was."""
+    """List what a sampler yields, its randomness fixed by (seed, epoch) and the caller's left as it was."""
     key = mix_key(seed, epoch, 0xDEA1)
-    with _own_randomness(key):
+    generators = [getattr(one, "generator", None) for one in layers(sampler)]
+    with _own_randomness(key, [one for one in generators if isinstance(one, torch.Generator)]):
         drawn = list(sampler)
     if not drawn:
         raise DataError(f"{type(sampler).__name__} yields nothing in epoch {epoch}: there is no data to train on.")
@@ -384,14 +433,23 @@ def _draw_alike(sampler: Iterable[Any], seed: int, epoch: int) -> list[Any]:
 
 
 @contextlib.contextmanager
-def _own_randomness(key: int) -> Iterator[None]:
+def _own_randomness(key: int, generators: Iterable[torch.Generator]) -> Iterator[None]:
+    """Seed the global streams of the CPU and some generators, each of which keeps the seed it was given; then restore.
+
+    Not ``torch.manual_seed``: it would seed the accelerators' streams as well, alike on every rank.
+    """
     python, legacy = random.getstate(), np.random.get_state()  # noqa: NPY002 -- users' samplers draw from it
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(key & (_MASK64 >> 1))
+    streams = {id(one): one for one in (*generators, torch.default_generator)}.values()
+    before = [(stream, stream.get_state()) for stream in streams]
+    try:
+        for stream in streams:
+            given = 0 if stream is torch.default_generator else stream.initial_seed()
+            stream.manual_seed(mix_key(key, given) >> 1)
         random.seed(key)
         np.random.seed(key & 0xFFFFFFFF)  # noqa: NPY002 -- as above
-        try:
-            yield
-        finally:
-            random.setstate(python)
-            np.random.set_state(legacy)  # noqa: NPY002 -- as above
+        yield
+    finally:
+        for stream, state in before:
+            stream.set_state(state)
+        random.setstate(python)
+        np.random.set_state(legacy)  # noqa: NPY002 -- as above

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 import tempfile
+import weakref
 from pathlib import Path
 from typing import Any
 
 from ddpkit.checkpoint_hooks import mark_as_loader, mark_as_saver, register_checkpoint_hooks
-from ddpkit.distributed import run_on_main, sum_over_ranks
+from ddpkit.distributed import get_world_size, run_on_main, sum_over_ranks
 from ddpkit.hooks import Hooks
 from ddpkit.plain_yaml import dump_plain_yaml, load_plain_yaml
 
@@ -33,12 +35,15 @@ class Saving(Hooks):
 
     avg_train_loss: float
     _fitting: bool
-    _saved_sums: list[float] = [0.0, 0.0]  # noqa: RUF012 -- replaced, never changed
+    _saved_sums: list[float] | None = None
 
     def register_with(self, checkpointer: Any) -> None:
         """Give the checkpointer what the loop needs to continue; when debugging, a temporary folder as well."""
         if self.debug and not self.debug_persistently and hasattr(checkpointer, "checkpoints_dir"):
-            checkpointer.checkpoints_dir = Path(run_on_main(tempfile.mkdtemp, kwargs={"prefix": "ddpkit-debug-"}) or "")
+            folder = run_on_main(tempfile.mkdtemp, kwargs={"prefix": "ddpkit-debug-"}) or ""
+            checkpointer.checkpoints_dir = Path(folder)
+            if self.rank == 0:
+                weakref.finalize(checkpointer, shutil.rmtree, folder, ignore_errors=True)
         checkpointer.add_recoverable("brain", self)
         if self.scaler.is_enabled():
             checkpointer.add_recoverable("scaler", self.scaler, optional_load=True)
@@ -66,11 +71,13 @@ class Saving(Hooks):
             ckpt_predicate=lambda checkpoint: INTRA_EPOCH_KEY in checkpoint.meta,
             meta={INTRA_EPOCH_KEY: True},
         )
-        self._saved_sums = [0.0, 0.0]
+        self._saved_sums = None
 
     @mark_as_saver
     def _save(self, path: Path) -> None:
-        loss_sum, samples = self._saved_sums
+        # In a save that a recipe makes, perhaps on the main process alone, its own share stands for all.
+        own_sums = [one * get_world_size() for one in self.progress.meter.sums()[:2]]
+        loss_sum, samples = self._saved_sums or own_sums
         state = {
             "step": self.step,
             "avg_train_loss": float(self.avg_train_loss),

@@ -5,19 +5,19 @@ The loops of :mod:`ddpkit.loop` know nothing of these; the Brain only says that 
 
 from __future__ import annotations
 
+import itertools
 import time
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch.utils.data import DataLoader, IterableDataset
 
 from ddpkit.control import Beat
-from ddpkit.dataloader import SaveableDataLoader
+from ddpkit.dataloader import LoopedLoader, SaveableDataLoader, plan_of, set_epoch
 from ddpkit.distributed import get_world_size, if_main_process, sum_over_ranks
 from ddpkit.logger import get_logger
 from ddpkit.loop import Feed, LoopHost, evaluate_epoch, train_epoch
 from ddpkit.metrics import LossMeter
 from ddpkit.progress import COLOURS, ProgressBar
-from ddpkit.sampler import DealtBatchSampler, PlannedBatchSampler
 from ddpkit.train_logger import run_event
 from ddpkit.types import Stage
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from ddpkit.control import BeatReport
+    from ddpkit.loop import Counts
     from ddpkit.run_opts import RunOptions
 
 logger = get_logger(__name__)
@@ -53,7 +54,7 @@ class StageHost(LoopHost, Protocol):
         ...
 
 
-def counts_of(loader: Any) -> PlannedBatchSampler | DealtBatchSampler | None:
+def counts_of(loader: Any) -> Counts | None:
     """Return what knows the number of samples of a loader's batches, or None.
 
     Ranks: local.
@@ -62,10 +63,9 @@ def counts_of(loader: Any) -> PlannedBatchSampler | DealtBatchSampler | None:
         >>> counts_of([1, 2]) is None
         True
     """
-    sampler = getattr(loader, "batch_sampler", None)
-    if sampler is None:  # the dataset gives whole batches, which count alike
-        sampler = getattr(getattr(loader, "sampler", None), "planned", None)
-    return sampler if isinstance(sampler, (PlannedBatchSampler, DealtBatchSampler)) else None
+    if isinstance(loader, LoopedLoader):
+        return loader if loader.has_counts else None
+    return plan_of(loader)
 
 
 def length_of(loader: Any) -> int | None:
@@ -161,28 +161,10 @@ def run_evaluation(host: StageHost, loader: Any, stage: Stage, epoch: int | None
     if length is not None and limit is not None:
         length = min(length, limit)
     with _bar(stage, epoch, length, options, enable=enable_bar) as bar:
-        counts = counts_of(loader)
-        bar.partial = counts is not None and counts.world_size > 1
-        evaluate_epoch(host, loader, stage, bar, counts=counts, limit=limit, beat=Beat(list, 1, is_main=True))
+        plan, beat = plan_of(loader), Beat(list, 1, is_main=True)
+        bar.partial = plan is not None and plan.world_size > 1
+        evaluate_epoch(host, loader, stage, bar, counts=counts_of(loader), limit=limit, beat=beat)
         return _finish(host, stage, epoch, time.monotonic() - started, bar)
-
-
-def set_epoch(loader: Any, epoch: int) -> None:
-    """Tell a loader, and the samplers and the stream inside it, which epoch comes.
-
-    Ranks: local.
-
-    Example:
-        >>> set_epoch([1, 2], 3)
-    """
-    parts = [loader]
-    if isinstance(loader, DataLoader) and not isinstance(loader, SaveableDataLoader):
-        parts += [loader.batch_sampler, loader.sampler]
-    parts.append(getattr(loader, "dataset", None))
-    for part in parts:
-        setter = getattr(part, "set_epoch", None)
-        if setter is not None:
-            setter(epoch)
 
 
 def _feed(host: StageHost, loader: Any) -> Feed:
@@ -190,8 +172,12 @@ def _feed(host: StageHost, loader: Any) -> Feed:
     batches: Iterable[Any] = loader
     if options.debug and length is not None:
         length = min(length, options.debug_batches)
+    elif options.debug:
+        batches = itertools.islice(loader, options.debug_batches)
+    if length is not None and not isinstance(loader, (SaveableDataLoader, LoopedLoader)):
+        batches = itertools.islice(batches, host.progress.step, None)
     if host.profiler is not None:
-        batches = _profiled(loader, host.profiler)
+        batches = _profiled(batches, host.profiler)
     return Feed(
         loader=batches,
         length=length,
@@ -268,5 +254,8 @@ class _IntraEpochSaves:
         self._save_if_due(0.0, self.host.progress.step - self.last_step)
 
     def _save_if_due(self, seconds: float, steps: int) -> None:
+        progress = self.host.progress
+        if progress.window.pending(progress.step):  # gradients are in no checkpoint: not before they are used
+            return
         if self.host.save_intra_epoch(seconds, steps):
-            self.last_time, self.last_step = time.monotonic(), self.host.progress.step
+            self.last_time, self.last_step = time.monotonic(), progress.step

@@ -22,7 +22,7 @@ from ddpkit.logger import get_logger
 from ddpkit.syncbn import convert_sync_batchnorm
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
     from contextlib import AbstractContextManager
 
 logger = get_logger(__name__)
@@ -31,7 +31,30 @@ NOTHING: AbstractContextManager[None] = contextlib.nullcontext()
 
 
 class _Reaching(nn.Module):
-    """Makes the attributes of the wrapped ``module`` reachable through its wrapper."""
+    """Makes the attributes of the wrapped ``module`` reachable through its wrapper, for reading and for writing.
+
+    What the wrapper has itself, or got while it was made, is its own; all else is the module's.
+    """
+
+    _is_made = False
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not self._is_made or name in self.__dict__ or hasattr(type(self), name):
+            super().__setattr__(name, value)
+        else:
+            setattr(self.module, name, value)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.module[key]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.module)
+
+    def __len__(self) -> int:
+        return len(self.module)
+
+    def __bool__(self) -> bool:
+        return True
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -52,6 +75,10 @@ class WrappedDataParallel(_Reaching, nn.DataParallel[nn.Module]):
         >>> WrappedDataParallel(torch.nn.Linear(2, 1)).in_features
         2
     """
+
+    def __init__(self, module: nn.Module, **options: Any) -> None:
+        super().__init__(module, **options)
+        self._is_made = True
 
 
 class _Reduction:
@@ -84,6 +111,12 @@ class WrappedDDP(_Reaching, DistributedDataParallel):
         super().__init__(module, **options)
         self.gradient_reduction = _Reduction()
         self.__dict__.pop("dim", None)  # only for one process with several devices; a model's own `dim` is not hidden
+        self._is_made = True
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Be copied: DDP makes its own parts anew."""
+        super().__setstate__({**state, "_is_made": False})  # type: ignore[no-untyped-call]
+        self._is_made = True
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module; with gradients, through DDP."""
@@ -223,6 +256,8 @@ class DDP:
     def wrap(self, modules: nn.ModuleDict) -> None:
         """Convert BatchNorm and put DDP around every trainable entry that has none yet.
 
+        The parameters and buffers of all entries are made equal to those of rank 0, as DDP does it for its own.
+
         Raises:
             ConfigError: two entries share a parameter, whose gradient would be averaged twice.
         """
@@ -232,6 +267,8 @@ class DDP:
                 wrapped = WrappedDDP(self._converted(module), **self._options(module))
                 modules[name] = wrapped
                 self.wrapped.append(wrapped)
+            elif not isinstance(module, DistributedDataParallel):
+                self._spread(module)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Return a context in which gradients are accumulated without being averaged over ranks."""
@@ -241,6 +278,12 @@ class DDP:
         """Average what DDP has not averaged."""
         for module in self.wrapped:
             module.reduce_leftovers()
+
+    def _spread(self, module: nn.Module) -> None:
+        """Give every rank the parameters and buffers of rank 0, so that frozen random layers are equal everywhere."""
+        for tensor in [*module.parameters(), *module.buffers()]:
+            if tensor.device.type == torch.device(self.device).type:
+                torch.distributed.broadcast(tensor.detach(), src=0)
 
     def _converted(self, module: nn.Module) -> nn.Module:
         if any(isinstance(part, _BatchNorm) for part in module.modules()):

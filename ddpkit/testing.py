@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from ddpkit.errors import DdpkitError
+from ddpkit.process_group import group_state
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 T = TypeVar("T")
+
+CLOSE_SECONDS = 3.0
 
 
 @dataclass(frozen=True)
@@ -175,9 +178,11 @@ class RankPool:
 
     def close(self) -> None:
         """End the processes. The pool starts new ones when it is used again."""
-        for process, connection in self._workers:
+        for _, connection in self._workers:
             connection.close()
-            process.join(timeout=2)
+        end = time.monotonic() + CLOSE_SECONDS
+        for process, _ in self._workers:
+            process.join(timeout=max(0.0, end - time.monotonic()))
             if process.is_alive():
                 process.kill()
                 process.join()
@@ -258,8 +263,13 @@ def _rank(environment: dict[str, str], *, init: bool) -> Iterator[None]:
             if init:
                 _init_group()
             yield
+    except Exception as error:
+        if dist.is_initialized():
+            group_state().handover.last_words.tell_failure(error)
+        raise
     finally:
         if dist.is_initialized():
+            group_state().handover.last_words.say_goodbye()  # as a process that ends
             dist.destroy_process_group()
         sys.excepthook = hook
         os.environ.clear()

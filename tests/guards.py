@@ -53,9 +53,9 @@ def _restore_environment(before: dict[str, str]) -> None:
 
 
 def _excepthook() -> Any:
-    """Return the hook; ``None`` for the one that torch installs with a process group and never takes away."""
-    installed_by_torch = (getattr(sys.excepthook, "__module__", None) or "").startswith("torch.distributed")
-    return None if installed_by_torch else sys.excepthook
+    """Return the hook; ``None`` for those that come with a process group and are never taken away."""
+    module = getattr(sys.excepthook, "__module__", None) or ""
+    return None if module.startswith(("torch.distributed", "ddpkit.failure")) else sys.excepthook
 
 
 def _root_handlers() -> list[logging.Handler]:

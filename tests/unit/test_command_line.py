@@ -283,6 +283,12 @@ def test_overrides_that_match_nothing_name_what_comes_close():
     assert "Its keys: seed, lr, name" in lines[3]
 
 
+def test_a_part_of_a_key_comes_close_too(tmp_path):
+    (tmp_path / "h.yaml").write_text("number_of_epochs: 3\n")
+    with pytest.raises(ConfigError, match="did you mean the key 'number_of_epochs' or --debug_epochs"):
+        parse("h.yaml", "--epochs=5")
+
+
 def test_reading_the_keys_runs_nothing(tmp_path):
     parse("h.yaml", "--danger=3")
     assert not (tmp_path / "PWNED").exists()

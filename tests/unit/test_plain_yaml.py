@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from yaml.constructor import SafeConstructor
 
 from ddpkit.errors import CheckpointError
 from ddpkit.plain_yaml import UnreadableValue, dump_plain_yaml, load_plain_yaml
@@ -121,14 +122,15 @@ def test_k7_nothing_executes(tmp_path, text):
     assert not target.exists()
 
 
-def test_k7_a_poisoned_safe_loader_changes_nothing(monkeypatch):
+@pytest.mark.parametrize("poisoned", [yaml.SafeLoader, SafeConstructor])
+def test_k7_a_poisoned_safe_loader_changes_nothing(monkeypatch, poisoned):
     called = []
 
     def construct(loader, suffix, node):
         called.append(suffix)
 
-    monkeypatch.setattr(yaml.SafeLoader, "yaml_multi_constructors", {"!": construct, "tag:": construct})
-    monkeypatch.setattr(yaml.SafeLoader, "yaml_constructors", {None: lambda loader, node: called.append("x")})
+    monkeypatch.setattr(poisoned, "yaml_multi_constructors", {"!": construct, "tag:": construct})
+    monkeypatch.setattr(poisoned, "yaml_constructors", {None: lambda loader, node: called.append("x")})
     assert yaml.safe_load("!new:x 3") is None
     assert len(called) == 1
     called.clear()

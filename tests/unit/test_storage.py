@@ -209,6 +209,18 @@ def test_a_full_disk_is_named_with_path_and_free_bytes_although_torch_hides_it(t
     assert names(tmp_path) == []
 
 
+def test_a_full_disk_is_found_behind_an_error_that_came_of_it(tmp_path):
+    def write(folder):
+        try:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        finally:
+            raise RuntimeError("unexpected pos 704 vs 598")  # as torch's zip writer does
+
+    with pytest.raises(CheckpointError, match="no space left") as raised:
+        commit_directory(tmp_path / "CKPT+a", write)
+    assert raised.value.__cause__.errno == errno.ENOSPC
+
+
 def test_an_error_that_is_no_oserror_keeps_its_type_and_text(tmp_path):
     def write(folder):
         raise KeyError("weight")

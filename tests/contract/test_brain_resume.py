@@ -1,0 +1,318 @@
+"""Checkpoints of the loop itself: where it stands, in the middle of an epoch and at its end."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import yaml
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
+
+from ddpkit.checkpoints import Checkpointer
+from ddpkit.dataloader import LoopedLoader, make_dataloader
+from ddpkit.epoch_loop import EpochCounter
+from ddpkit.types import Stage
+
+from .recipes import QUIET, Regression, assert_same, linear, make, points, seen_in, sgd, weights
+from .test_brain_gradients import OwnFitBatch
+
+EPOCHS = 3
+
+
+class Killed(RuntimeError):
+    """Stands for the end of the process."""
+
+
+class Mortal(Regression):
+    """Dies when it is about to train on batch ``dies_at`` = (epoch, step)."""
+
+    dies_at = None
+
+    def on_stage_start(self, stage, epoch=None):
+        if stage is Stage.TRAIN:
+            self.first_step = self.step
+            self.epoch = epoch
+
+    def on_fit_batch_start(self, batch, should_step):
+        if self.dies_at == (self.epoch, self.step):
+            raise Killed
+
+
+class MortalOwn(OwnFitBatch, Mortal):
+    """The same with an overridden fit_batch."""
+
+
+def run(folder, data, *, cls=Mortal, dies_at=None, seed=7, kwargs=None, wrap=None, **run_opts):
+    """Run as a script does: everything made anew, ``seed`` deciding the initial weights."""
+    counter, net = EpochCounter(EPOCHS), linear(seed=seed)
+    checkpointer = Checkpointer(folder, {"net": net, "counter": counter})
+    brain = cls({"net": net}, sgd(momentum=0.9), None, {**QUIET, **run_opts}, checkpointer)
+    brain.dies_at = dies_at
+    kwargs = {"batch_size": 2, "shuffle": True} if kwargs is None else kwargs
+    train = data if wrap is None else wrap(data)
+    if dies_at is None:
+        brain.fit(counter, train, data[:3], train_loader_kwargs=kwargs)
+    else:
+        with pytest.raises(Killed):
+            brain.fit(counter, train, data[:3], train_loader_kwargs=kwargs)
+    return brain
+
+
+def assert_same_losses(found, expected):
+    """The same stages and epochs, the same means but for the order in which they were added up."""
+    assert [entry[:2] for entry in found] == [entry[:2] for entry in expected]
+    assert [entry[2] for entry in found] == pytest.approx([entry[2] for entry in expected], rel=1e-12)
+
+
+INTERVALS = {"steps": {"ckpt_interval_steps": 2}, "minutes": {"ckpt_interval_minutes": 1e-9}}
+
+
+@pytest.mark.parametrize("cls", [Mortal, MortalOwn])
+@pytest.mark.parametrize("factor", [1, 2, 4])
+@pytest.mark.parametrize("dies_at", [(1, 9), (2, 2), (3, 10)])
+@pytest.mark.parametrize("interval", INTERVALS)
+def test_a_run_continued_in_the_middle_of_an_epoch_is_the_uninterrupted_run(tmp_path, interval, dies_at, factor, cls):
+    """The same samples, once each, the same weights to the last bit, the same reported losses."""
+    options = {**INTERVALS[interval], "grad_accumulation_factor": factor, "cls": cls}
+    data = points(19)  # ten batches: the last window of 4 is short, and the last batch is, too
+    whole = run(tmp_path / "whole", data, **options)
+    killed = run(tmp_path / "killed", data, dies_at=dies_at, **options)
+    resumed = run(tmp_path / "killed", data, seed=8, **options)
+    assert_same(weights(resumed), weights(whole))
+    assert resumed.optimizer_step == whole.optimizer_step
+    assert_same_losses(resumed.losses, whole.losses[len(whole.losses) - len(resumed.losses) :])
+    assert resumed.losses[0][0] == "TRAIN"
+    through = seen_in(data, whole.trained_on)
+    again = seen_in(data, resumed.trained_on)
+    assert again == through[len(through) - len(again) :]
+    redone = len(killed.trained_on) + len(again) - len(through)
+    assert 0 <= redone <= 3 + factor
+
+
+@pytest.mark.parametrize("every", [2, 5, 7])
+def test_checkpoints_in_the_middle_of_an_epoch_stand_at_window_ends(tmp_path, every):
+    saved = []
+
+    class Watching(Mortal):
+        def _save_intra_epoch_ckpt(self):
+            saved.append((self.epoch, self.step))
+            super()._save_intra_epoch_ckpt()
+
+    run(tmp_path, points(19), cls=Watching, ckpt_interval_steps=every, grad_accumulation_factor=4)
+    assert saved
+    assert all(step % 4 == 0 or step == 10 for _, step in saved)
+    expected = {2: [4, 8, 10], 5: [8], 7: [8]}[every]
+    assert [step for epoch, step in saved if epoch == 1] == expected
+
+
+def test_only_one_checkpoint_of_the_middle_is_kept_and_it_says_what_it_is(tmp_path):
+    run(tmp_path, points(19), ckpt_interval_steps=2)
+    [folder] = tmp_path.glob("CKPT*")
+    meta = yaml.safe_load((folder / "CKPT.yaml").read_text())
+    assert meta["brain_intra_epoch_ckpt"] is True
+    assert meta["end-of-epoch"] is False
+    state = yaml.safe_load((folder / "brain.ckpt").read_text())
+    assert (state["step"], state["optimizer_step"]) == (10, 30)
+
+
+def test_no_interval_no_checkpoint(tmp_path):
+    run(tmp_path, points(19))
+    assert not list(tmp_path.glob("CKPT*"))
+
+
+def test_a_checkpoint_that_a_recipe_makes_in_the_middle_of_an_epoch(tmp_path):
+    """Not only the interval's own: the samples and the weights are right, and the reported mean is that of the epoch.
+
+    But for the batch in whose hook it was made: its loss is not known to the loop yet.
+    """
+
+    class Saving(Mortal):
+        def on_fit_batch_end(self, batch, outputs, loss, should_step):
+            self.batch_losses = [*getattr(self, "batch_losses", []), loss.item()]
+            if self.step == 4:
+                self.checkpointer.save_checkpoint(end_of_epoch=False)
+
+    data = points(12)
+    whole = run(tmp_path / "whole", data, cls=Saving)
+    run(tmp_path / "killed", data, cls=Saving, dies_at=(2, 6))
+    resumed = run(tmp_path / "killed", data, cls=Saving, seed=8)
+    assert_same(weights(resumed), weights(whole))
+    assert seen_in(data, resumed.trained_on) == seen_in(data, whole.trained_on)[10:]
+    counted = [loss for step, loss in enumerate(whole.batch_losses[6:12], 1) if step != 4]
+    assert resumed.losses[0] == ("TRAIN", 2, pytest.approx(sum(counted) / 5))
+    assert_same_losses(resumed.losses[1:], whole.losses[3:])
+
+
+def ready_made_loader(data):
+    return DataLoader(data, batch_size=2, shuffle=True)
+
+
+@pytest.mark.parametrize("how", ["workers", "ready-made", "ready-made with workers", "batch sampler", "whole batches"])
+def test_loaders_of_all_kinds_are_continued_where_they_were(tmp_path, how):
+    data = points(20)
+    kwargs, wrap = {"batch_size": 2, "shuffle": True}, None
+    if how == "workers":
+        kwargs["num_workers"] = 2
+    elif how == "ready-made":
+        wrap = ready_made_loader
+    elif how == "ready-made with workers":
+        wrap = lambda inner: DataLoader(inner, batch_size=2, shuffle=True, num_workers=2)
+    elif how == "batch sampler":
+        kwargs = {"batch_sampler": BatchSampler(RandomSampler(data), 2, drop_last=False)}
+    else:
+        kwargs = {"batch_size": None, "shuffle": True}
+        wrap = lambda inner: [
+            tuple(torch.stack(part) for part in zip(*inner[k : k + 2], strict=True)) for k in range(0, len(inner), 2)
+        ]
+    options = {"kwargs": kwargs, "wrap": wrap, "ckpt_interval_steps": 4}
+    whole = run(tmp_path / "whole", data, **options)
+    run(tmp_path / "killed", data, dies_at=(2, 7), **options)
+    resumed = run(tmp_path / "killed", data, seed=8, **options)
+    assert seen_in(data, resumed.trained_on) == seen_in(data, whole.trained_on)[14:]
+    assert_same(weights(resumed), weights(whole))
+
+
+class Stream(IterableDataset):
+    def __init__(self, data):
+        self.data = data
+
+    def __iter__(self):
+        return iter(self.data)
+
+
+@pytest.mark.parametrize("factor", [1, 2])
+def test_a_stream_is_continued_where_it_was(tmp_path, factor):
+    options = {
+        "ckpt_interval_steps": 4, "grad_accumulation_factor": factor, "wrap": Stream, "kwargs": {"batch_size": 2},
+    }  # fmt: skip
+    data = points(19)
+    whole = run(tmp_path / "whole", data, **options)
+    run(tmp_path / "killed", data, dies_at=(2, 7), **options)
+    resumed = run(tmp_path / "killed", data, seed=8, **options)
+    assert seen_in(data, resumed.trained_on) == seen_in(data, whole.trained_on)[14:]
+    assert_same(weights(resumed), weights(whole))
+    assert_same_losses(resumed.losses, whole.losses[2:])
+
+
+def ready_made_loop(data):
+    return LoopedLoader(make_dataloader(data, batch_size=2, shuffle=True), 5)
+
+
+@pytest.mark.parametrize("ready_made", [False, True])
+def test_a_nominal_epoch_is_continued_where_it_was(tmp_path, ready_made):
+    """The nominal epochs of 5 batches are cut out of shuffled passes of 4 batches."""
+    kwargs = {"batch_size": 2, "shuffle": True, "looped_nominal_epoch": 5}
+    options = {"ckpt_interval_steps": 3, "kwargs": kwargs, "wrap": ready_made_loop if ready_made else None}
+    data = points(8)
+    whole = run(tmp_path / "whole", data, **options)
+    run(tmp_path / "killed", data, dies_at=(2, 5), **options)
+    resumed = run(tmp_path / "killed", data, seed=8, **options)
+    assert seen_in(data, resumed.trained_on) == seen_in(data, whole.trained_on)[8:]
+    assert_same(weights(resumed), weights(whole))
+
+
+def test_a_looped_loader_saved_at_the_very_end_of_an_epoch_yields_nothing_first(tmp_path):
+    looped = LoopedLoader(list("abc"), 2)
+    assert list(looped) == ["a", "b"]
+    next_one = LoopedLoader(list("abc"), 2)
+    iterator = iter(next_one)
+    next(iterator), next(iterator)
+    next_one.save(tmp_path / "looped")
+    recovered = LoopedLoader(list("abc"), 2)
+    recovered.load(tmp_path / "looped", end_of_epoch=False)
+    assert list(recovered) == []
+    assert list(recovered) == ["c", "a"]
+
+
+# ---------------------------------------------------------------------------------------------- K3 and K4
+
+
+def test_k3_evaluate_after_a_checkpoint_of_the_middle(tmp_path):
+    """The test loss is that of the recovered weights over the test set alone, and fit goes on from its own place."""
+    data, test = points(10), points(7, seed=6)
+    brain = run(tmp_path, data, ckpt_interval_steps=3)
+    saved = brain.checkpointer.find_checkpoint()
+    state = torch.load(saved.paramfiles["net"], weights_only=True)
+    inputs, targets = torch.stack([x for x, _ in test]), torch.stack([y for _, y in test])
+    expected = torch.nn.functional.mse_loss(torch.nn.functional.linear(inputs, **state), targets)
+    steps = brain.optimizer_step
+    assert brain.evaluate(test, test_loader_kwargs={"batch_size": 2}) == pytest.approx(expected.item())
+    assert (brain.step, brain.optimizer_step) == (0, steps)
+    brain.trained_on = []
+    brain.fit([4], data, train_loader_kwargs={"batch_size": 2})
+    assert seen_in(data, brain.trained_on) == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9]]
+
+
+def test_k3_evaluate_in_a_process_of_its_own(tmp_path):
+    data = points(10)
+    run(tmp_path, data, dies_at=(2, 5), ckpt_interval_steps=3)
+    brain = make(folder=tmp_path, test_only=True)
+    loss = brain.evaluate(data, test_loader_kwargs={"batch_size": 10})
+    inputs, targets = torch.stack([x for x, _ in data]), torch.stack([y for _, y in data])
+    assert loss == pytest.approx(torch.nn.functional.mse_loss(brain.modules.net(inputs), targets).item())
+    assert brain.step == 0
+
+
+@pytest.mark.parametrize("factor", [1, 2])
+def test_k4_a_checkpoint_of_the_end_of_training_continues_with_the_next_epoch(tmp_path, factor):
+    class WithoutValidation(Mortal):
+        def on_stage_end(self, stage, stage_loss, epoch=None):
+            super().on_stage_end(stage, stage_loss, epoch)
+            if stage is Stage.TRAIN:
+                self.checkpointer.save_checkpoint(meta={"loss": stage_loss})
+
+    data, options = points(10), {"cls": WithoutValidation, "grad_accumulation_factor": factor}
+    whole = run(tmp_path / "whole", data, **options)
+    run(tmp_path / "killed", data, dies_at=(2, 4), **options)
+    resumed = run(tmp_path / "killed", data, seed=8, **options)
+    assert_same_losses(resumed.losses, whole.losses[2:])
+    assert seen_in(data, resumed.trained_on) == seen_in(data, whole.trained_on)[5:]
+    assert_same(weights(resumed), weights(whole))
+    assert resumed.optimizer_step == whole.optimizer_step
+
+
+def test_evaluate_takes_the_best_checkpoint(tmp_path):
+    class Saving(Regression):
+        def on_stage_end(self, stage, stage_loss, epoch=None):
+            if stage is Stage.VALID:
+                with torch.no_grad():
+                    self.modules.net.bias.fill_(epoch)
+                self.checkpointer.save_checkpoint(meta={"error": abs(epoch - 2), "score": epoch})
+
+    brain = make(Saving, folder=tmp_path)
+    brain.fit([1, 2, 3], points(2), points(2))
+    for keys, epoch in (({"min_key": "error"}, 2), ({"max_key": "score"}, 3), ({}, 3)):
+        brain.evaluate(points(2), **keys)
+        assert brain.modules.net.bias.item() == epoch
+
+
+def test_a_subclass_saves_and_recovers_in_its_own_way(tmp_path):
+    """Plain overriding is enough (0.12), with or without calling the method of the class above."""
+
+    class Own(Mortal):
+        mine = 0
+
+        def _save(self, path):
+            super()._save(path)
+            path.write_text(path.read_text() + f"mine: {self.optimizer_step * 10}\n")
+
+        def _recover(self, path, end_of_epoch):
+            super()._recover(path, end_of_epoch)
+            self.mine = yaml.safe_load(path.read_text())["mine"]
+
+    run(tmp_path, points(10), cls=Own, dies_at=(1, 5), ckpt_interval_steps=3)
+    resumed = run(tmp_path, points(10), cls=Own, ckpt_interval_steps=3)
+    assert resumed.mine == 30
+    assert resumed.first_step == 0
+    assert resumed.optimizer_step == 15
+
+
+def test_a_checkpoint_of_speechbrain_without_optimizer_step_is_continued(tmp_path):
+    run(tmp_path, points(10), dies_at=(1, 5), ckpt_interval_steps=3)
+    [folder] = tmp_path.glob("CKPT*")
+    (folder / "brain.ckpt").write_text("avg_train_loss: 0.5\nstep: 3\n")
+    (folder / "CKPT.yaml").write_text(
+        "# yamllint disable\nbrain_intra_epoch_ckpt: true\nend-of-epoch: false\nunixtime: 1700000000.5\n"
+    )
+    (folder / "manifest.json").unlink()
+    brain = run(tmp_path, points(10), ckpt_interval_steps=3)
+    assert brain.optimizer_step == 15

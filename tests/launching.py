@@ -1,0 +1,119 @@
+"""Starts the real thing, as a user does, and sees to it that nothing of it stays behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+MARKER = "DDPKIT_TEST_RUN"
+BIN = Path(sys.executable).parent
+POLL_SECONDS = 0.05
+
+# What a launcher or a test of this process must not hand down to the processes that are started here.
+NOT_HANDED_DOWN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")
+
+
+def torchrun(processes: int, *words: str) -> list[str]:
+    return [str(BIN / "torchrun"), "--standalone", f"--nproc_per_node={processes}", *words]
+
+
+def python(*words: str) -> list[str]:
+    return [sys.executable, *words]
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]
+
+
+def wait_until(condition: Callable[[], object], seconds: float) -> bool:
+    """Say whether a condition came true in time."""
+    end = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > end:
+            return False
+        time.sleep(POLL_SECONDS)
+    return True
+
+
+def _environments() -> Iterator[tuple[int, bytes]]:
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            yield int(path.parent.name), path.read_bytes()
+        except OSError:  # it has ended meanwhile
+            continue
+
+
+@dataclass
+class Run:
+    """A command and all processes that come from it, known by a marker in their environment."""
+
+    command: Sequence[str]
+    folder: Path
+    environment: dict[str, str] = field(default_factory=dict)
+    name: str = "run"
+
+    def __post_init__(self) -> None:
+        self.marker = uuid.uuid4().hex
+        inherited = {name: value for name, value in os.environ.items() if name not in NOT_HANDED_DOWN}
+        environment = {**inherited, "OMP_NUM_THREADS": "1", **self.environment, MARKER: self.marker}
+        self.paths = [self.folder / f"{self.name}.stdout", self.folder / f"{self.name}.stderr"]
+        with self.paths[0].open("wb") as out, self.paths[1].open("wb") as err:
+            self.process = subprocess.Popen(
+                self.command, cwd=self.folder, env=environment, stdout=out, stderr=err, stdin=subprocess.DEVNULL
+            )
+        self.started = time.monotonic()
+        self.seconds = 0.0
+
+    @property
+    def out(self) -> str:
+        return self.paths[0].read_text()
+
+    @property
+    def err(self) -> str:
+        return self.paths[1].read_text()
+
+    @property
+    def code(self) -> int:
+        return self.process.returncode
+
+    def alive(self) -> list[int]:
+        wanted = f"{MARKER}={self.marker}".encode()
+        self.process.poll()
+        return [pid for pid, environment in _environments() if wanted in environment.split(b"\0")]
+
+    def tail(self, lines: int = 15) -> str:
+        return "\n".join(self.err.splitlines()[-lines:])
+
+    def signal(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+
+    def wait(self, seconds: float = 60.0) -> Run:
+        """Wait until no process is left; kill what is left after so many seconds and fail."""
+        gone = wait_until(lambda: not self.alive(), seconds)
+        self.seconds = time.monotonic() - self.started
+        left = self.alive()
+        for pid in left:
+            os.kill(pid, signal.SIGKILL)
+        self.process.wait()
+        assert gone, f"still there after {seconds} s: {left}\n{self.out}\n{self.err}"
+        return self
+
+
+def start_by_hand(command: Sequence[str], folder: Path, processes: int, **environment: str) -> list[Run]:
+    """Start ranks with the plain variables and no launcher."""
+    port = str(free_port())
+    common = {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, **environment}
+    return [
+        Run(command, folder, {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}, name=f"rank{rank}")
+        for rank in range(processes)
+    ]

@@ -1,0 +1,178 @@
+"""The beat, with a clock that the test moves, and with simulated ranks."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import pytest
+
+from ddpkit.control import Beat
+
+
+class Clock(threading.local):
+    """A clock per thread: each simulated rank has its own."""
+
+    now = 1000.0
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr("ddpkit.control.time", SimpleNamespace(monotonic=lambda: clock.now))
+    return clock
+
+
+class Ranks:
+    """Adds up what the threads of a pool bring, as an all-reduce would."""
+
+    def __init__(self, world_size):
+        self.world_size = world_size
+        self.barrier = threading.Barrier(world_size)
+        self.brought = [None] * world_size
+        self.calls = 0
+
+    def add_up(self, rank, values):
+        self.brought[rank] = values
+        self.calls += rank == 0
+        self.barrier.wait(10)
+        sums = [sum(column) for column in zip(*self.brought, strict=True)]
+        self.barrier.wait(10)
+        return sums
+
+    def run(self, work):
+        with ThreadPoolExecutor(self.world_size) as pool:
+            return list(pool.map(work, range(self.world_size)))
+
+
+def steps_of_beats(clock, beat, seconds_per_step, steps, first=1):
+    """Take steps of a given length, and return at which of them the ranks conferred, and when."""
+    found = []
+    for step in range(first, first + steps):
+        clock.now += seconds_per_step(step)
+        if step >= beat.due:
+            beat(step, 0.0, 1.0, 0.0)
+            found.append((step, clock.now))
+    return found
+
+
+def test_the_interval_doubles_up_to_a_second(clock):
+    beat = Beat(list, 1, is_main=True)
+    beat.start(0)
+    assert beat.due == 1
+    found = steps_of_beats(clock, beat, lambda step: 0.01, 1000)
+    steps = [step for step, _ in found]
+    apart = [later - earlier for earlier, later in itertools.pairwise(steps)]
+    assert steps[0] == 1
+    assert apart[:6] == [2, 4, 8, 16, 32, 64]
+    assert set(apart[6:]) <= {99, 100}, "a hundred steps of ten milliseconds are a second"
+    assert len(found) < 20
+
+
+def test_the_interval_follows_the_steps_as_they_get_longer_and_shorter(clock):
+    beat = Beat(list, 1, is_main=True)
+    beat.start(0)
+    steps_of_beats(clock, beat, lambda step: 0.001, 3000)
+    slow = steps_of_beats(clock, beat, lambda step: 0.5, 5000, first=3001)
+    times = [when for _, when in slow]
+    assert all(later - earlier <= 1.01 for earlier, later in itertools.pairwise(times[2:]))
+    fast = steps_of_beats(clock, beat, lambda step: 0.001, 20_000, first=8001)
+    times = [when for _, when in fast]
+    assert all(0.9 < later - earlier < 1.1 for earlier, later in itertools.pairwise(times[12:]))
+
+
+def test_steps_longer_than_the_interval_beat_each_time(clock):
+    beat = Beat(list, 1, is_main=True, interval=1.0)
+    beat.start(0)
+    assert [step for step, _ in steps_of_beats(clock, beat, lambda step: 3.0, 5)] == [1, 2, 3, 4, 5]
+
+
+def test_a_stopped_clock_only_doubles(clock):
+    beat = Beat(list, 1, is_main=True)
+    beat.start(0)
+    found = steps_of_beats(clock, beat, lambda step: 0.0, 70)
+    assert [step for step, _ in found] == [1, 3, 7, 15, 31, 63]
+
+
+def test_an_epoch_begins_with_a_beat_and_keeps_the_pace(clock):
+    beat = Beat(list, 1, is_main=True)
+    beat.start(0)
+    steps_of_beats(clock, beat, lambda step: 0.1, 100)
+    clock.now += 500  # an evaluation
+    beat.start(0)
+    assert beat.due == 1
+    steps = [step for step, _ in steps_of_beats(clock, beat, lambda step: 0.1, 40)]
+    assert steps in ([1, 10, 19, 28, 37], [1, 11, 21, 31])
+    beat.start(17)  # an epoch that goes on after a recovery
+    assert beat.due == 18
+
+
+def test_what_a_beat_costs_is_not_taken_for_a_step(clock):
+    def slow_sum(values):
+        clock.now += 5.0
+        return list(values)
+
+    beat = Beat(slow_sum, 1, is_main=True)
+    beat.start(0)
+    found = steps_of_beats(clock, beat, lambda step: 0.01, 500)
+    assert len(found) < 15
+
+
+def test_reports(clock):
+    beat = Beat(list, 1, is_main=True)
+    beat.start(0)
+    report = beat(4, 6.0, 3.0, 2.5)
+    assert (report.step, report.loss, report.samples, report.main_seconds) == (4, 2.0, 3, 2.5)
+    nothing = beat(5, 0.0, 0.0, 0.0)
+    assert math.isnan(nothing.loss)
+    assert nothing.samples == 0
+    assert Beat(list, 1, is_main=False)(1, 0.0, 1.0, 7.0).main_seconds == 0.0
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_all_ranks_learn_the_same_at_the_same_steps(clock, world_size):
+    """Each has a clock of its own, which runs differently; the steps of the beats must not depend on it."""
+    ranks = Ranks(world_size)
+
+    def work(rank):
+        beat = Beat(lambda values: ranks.add_up(rank, values), world_size, is_main=rank == 0)
+        clock.now = 10_000.0 * rank
+        reports = []
+        for _ in range(2):
+            beat.start(0)
+            for step in range(1, 400):
+                clock.now += 0.002 * (rank + 1) + 0.00001 * step
+                if step >= beat.due:
+                    report = beat(step, float(step * rank), float(step), 60.0 + step + rank)
+                    reports.append((report, beat.due))
+        return reports
+
+    results = ranks.run(work)
+    assert all(result == results[0] for result in results)
+    assert len(results[0]) == ranks.calls > 8
+    for report, _ in results[0]:
+        assert report.samples == report.step * world_size
+        assert report.loss == pytest.approx((world_size - 1) / 2)
+        assert report.main_seconds == 60.0 + report.step, "the main process's own answer"
+
+
+def test_the_slowest_rank_does_not_decide_alone(clock):
+    """The pace is that of the mean: ranks that wait for each other take equal steps anyway."""
+    ranks = Ranks(2)
+
+    def work(rank):
+        beat = Beat(lambda values: ranks.add_up(rank, values), 2, is_main=rank == 0)
+        beat.start(0)
+        beats = 0
+        for step in range(1, 1001):
+            clock.now += 0.01
+            if step >= beat.due:
+                beat(step, 0.0, 1.0, 0.0)
+                beats += 1
+        return beats
+
+    one, other = ranks.run(work)
+    assert one == other < 20

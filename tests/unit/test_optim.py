@@ -1,0 +1,288 @@
+"""One optimizer step: the clipping of torch, bit for bit; skipping; loss scaling; several optimizers."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from ddpkit.errors import ConfigError
+from ddpkit.optim import (
+    StepResult,
+    drop_nonfinite,
+    gradients,
+    make_optimizer,
+    rm_vector_weight_decay,
+    take_step,
+    zero_gradients,
+)
+
+FAST = settings(max_examples=150, deadline=None, derandomize=True, database=None)
+
+
+def parameters(seed, shapes=((3,), (2, 4), (), (5, 1, 2)), dtype=torch.float32, size=1.0):
+    """Parameters with gradients drawn from a seed."""
+    generator = torch.Generator().manual_seed(seed)
+    made = [nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in shapes]
+    for one in made:
+        one.grad = (size * torch.randn(one.shape, generator=generator)).to(dtype)
+    return made
+
+
+def sgd(those, **options):
+    return torch.optim.SGD(those, lr=1.0, **options)
+
+
+class Recorder(torch.optim.SGD):
+    """Remembers the gradients it was given."""
+
+    def __init__(self, params):
+        super().__init__(params, lr=1.0)
+        self.given = []
+
+    def step(self, closure=None):
+        self.given.append(
+            [p.grad.clone() for group in self.param_groups for p in group["params"] if p.grad is not None]
+        )
+        super().step(closure)
+
+
+# ------------------------------------------------------------------------------------------- clipping
+
+
+@FAST
+@given(
+    seed=st.integers(0, 10_000),
+    max_norm=st.floats(1e-3, 20),
+    size=st.sampled_from([1e-8, 1e-3, 1.0, 50.0]),
+    dtype=st.sampled_from([torch.float32, torch.float64, torch.bfloat16]),
+    groups=st.integers(1, 3),
+)
+def test_clipping_is_that_of_torch_bit_for_bit(seed, max_norm, size, dtype, groups):
+    """Over all groups of all optimizers together; not only over the first group, as others do it."""
+    mine, theirs = parameters(seed, dtype=dtype, size=size), parameters(seed, dtype=dtype, size=size)
+    expected_norm = nn.utils.clip_grad_norm_(theirs, max_norm)
+    recorders = [Recorder([{"params": mine[:1]}, {"params": mine[1:3]}])] if groups > 1 else [Recorder(mine[:3])]
+    recorders.append(Recorder(mine[3:]))
+    result = take_step(recorders, max_norm)
+    assert result == StepResult(stepped=True, norm=expected_norm.item())
+    given_gradients = [gradient for recorder in recorders for gradient in recorder.given[0]]
+    for gradient, other in zip(given_gradients, theirs, strict=True):
+        assert torch.equal(gradient, other.grad)
+
+
+@pytest.mark.parametrize("factor", [1 - 1e-6, 1 - 1e-7, 1.0, 1 + 1e-7, 1 + 1e-6, 1.005])
+def test_clipping_close_to_the_norm(factor):
+    for seed in range(30):
+        mine, theirs = parameters(seed), parameters(seed)
+        max_norm = nn.utils.get_total_norm([one.grad for one in mine]).item() * factor
+        nn.utils.clip_grad_norm_(theirs, max_norm)
+        recorder = Recorder(mine)
+        take_step([recorder], max_norm)
+        assert all(torch.equal(one, other.grad) for one, other in zip(recorder.given[0], theirs, strict=True))
+
+
+@pytest.mark.parametrize("max_norm", [None, 0.0, -1.0, 0, -5, 1e9])
+def test_no_clipping(max_norm):
+    """In particular a negative norm does not turn the gradient round, and 0 does not erase it."""
+    mine = parameters(1)
+    before = [one.grad.clone() for one in mine]
+    recorder = Recorder(mine)
+    assert take_step([recorder], max_norm).stepped
+    assert all(torch.equal(one, other) for one, other in zip(recorder.given[0], before, strict=True))
+
+
+def test_a_step_moves_the_weights_and_drops_the_gradients():
+    mine = parameters(2)
+    expected = [one.detach() - one.grad for one in mine]
+    result = take_step([sgd(mine)], None)
+    assert all(torch.equal(one.detach(), other) for one, other in zip(mine, expected, strict=True))
+    assert all(one.grad is None for one in mine)
+    assert result.norm == pytest.approx(math.hypot(*(g for one in parameters(2) for g in one.grad.flatten().tolist())))
+
+
+def test_no_gradient_at_all():
+    weight = nn.Parameter(torch.ones(2))
+    assert take_step([sgd([weight])], 1.0) == StepResult(stepped=True, norm=0.0)
+    assert take_step([], 1.0) == StepResult(stepped=True, norm=0.0)
+    assert weight.tolist() == [1.0, 1.0]
+
+
+def test_the_multiplier_comes_before_clipping():
+    mine = parameters(3)
+    expected = [one.grad * 2.5 for one in mine]
+    recorder = Recorder(mine)
+    norm = take_step([recorder], None, multiplier=2.5).norm
+    assert all(torch.equal(one, other) for one, other in zip(recorder.given[0], expected, strict=True))
+    recorder = Recorder(parameters(3))
+    assert take_step([recorder], norm / 2, multiplier=2.5).norm == norm
+    assert nn.utils.get_total_norm(recorder.given[0]).item() == pytest.approx(norm / 2)
+
+
+# ------------------------------------------------------------------------------------------- skipping
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD])
+def test_a_step_that_is_not_finite_changes_nothing(bad, kind):
+    mine = parameters(4)
+    options = {"momentum": 0.9} if kind is torch.optim.SGD else {}
+    optimizers = [kind(mine[:2], lr=0.1, **options), kind(mine[2:], lr=0.1, weight_decay=0.1, **options)]
+    take_step(optimizers, 1.0)
+    weights = copy.deepcopy([one.detach() for one in mine])
+    states = copy.deepcopy([optimizer.state_dict() for optimizer in optimizers])
+    for one in mine:
+        one.grad = torch.ones_like(one)
+    mine[3].grad[0] = bad  # of the second optimizer: the first one is skipped as well
+    result = take_step(optimizers, 1.0)
+    assert not result.stepped
+    assert not math.isfinite(result.norm)
+    assert all(torch.equal(one.detach(), other) for one, other in zip(mine, weights, strict=True))
+    torch.testing.assert_close([optimizer.state_dict() for optimizer in optimizers], states, rtol=0, atol=0)
+    assert all(one.grad is None for one in mine), "the gradients are dropped"
+
+
+# ---------------------------------------------------------------------------------------- loss scaling
+
+
+def scaler(scale=1024.0, **options):
+    return torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=2, **options)
+
+
+def backward(those, grad_scaler, factor=1.0):
+    loss = sum((factor * (number + 1) * one).sum() for number, one in enumerate(those))
+    grad_scaler.scale(loss).backward()
+
+
+def fresh(count=2):
+    return [nn.Parameter(torch.zeros(2)) for _ in range(count)]
+
+
+def test_the_scaler_steps_and_grows():
+    mine, grad_scaler = fresh(), scaler()
+    optimizers = [sgd(mine[:1]), sgd(mine[1:])]
+    for expected in (1024.0, 2048.0):
+        backward(mine, grad_scaler)
+        result = take_step(optimizers, None, grad_scaler)
+        assert result.stepped
+        assert result.norm == pytest.approx(math.sqrt(2 * 1 + 2 * 4)), "of the unscaled gradients"
+        assert grad_scaler.get_scale() == expected
+    assert mine[1].tolist() == [-4.0, -4.0]
+
+
+def test_the_scaler_clips_unscaled_gradients_and_takes_the_multiplier():
+    mine, grad_scaler = fresh(1), scaler()
+    backward(mine, grad_scaler)
+    take_step([sgd(mine)], 1.0, grad_scaler, multiplier=3.0)
+    assert mine[0].detach().norm().item() == pytest.approx(1.0, abs=1e-5)
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+def test_the_scaler_skips_all_optimizers_and_backs_off(bad):
+    """One overflow skips every optimizer: what is reported as skipped has been skipped, on all ranks alike."""
+    mine, grad_scaler = fresh(), scaler()
+    optimizers = [Recorder(mine[:1]), Recorder(mine[1:])]
+    backward(mine, grad_scaler)
+    mine[0].grad[0] = bad
+    result = take_step(optimizers, 1.0, grad_scaler)
+    assert not result.stepped
+    assert [recorder.given for recorder in optimizers] == [[], []]
+    assert all(one.tolist() == [0.0, 0.0] for one in mine)
+    assert all(one.grad is None for one in mine)
+    assert grad_scaler.get_scale() == 512.0
+    backward(mine, grad_scaler)
+    assert take_step(optimizers, None, grad_scaler).stepped, "and is ready for the next step"
+
+
+def test_the_scaler_and_optimizers_without_gradients():
+    mine, grad_scaler = fresh(), scaler()
+    idle = sgd(fresh(1))
+    backward(mine, grad_scaler)
+    assert take_step([idle, sgd(mine)], None, grad_scaler).stepped
+    assert take_step([idle], None, grad_scaler) == StepResult(stepped=True, norm=0.0)
+    assert grad_scaler.get_scale() == 1024.0
+
+
+# ----------------------------------------------------------------------------------- several optimizers
+
+
+def test_a_shared_parameter_counts_once():
+    shared, own = parameters(5, shapes=((3,), (4,)))
+    norm = nn.utils.get_total_norm([shared.grad, own.grad]).item()
+    optimizers = [sgd([shared]), sgd([shared, own])]
+    assert len(gradients(optimizers)) == 2
+    expected = shared.detach() - 2 * shared.grad * 3
+    assert take_step(optimizers, None, multiplier=3.0).norm == pytest.approx(3 * norm)
+    assert torch.allclose(shared.detach(), expected), "both optimizers step on it, but it is multiplied once"
+
+
+def test_only_those_that_step_are_touched():
+    mine = parameters(6)
+    before = mine[2].grad.clone()
+    norm = nn.utils.get_total_norm([mine[0].grad]).item()
+    assert take_step([sgd(mine[:1])], None).norm == norm
+    assert torch.equal(mine[2].grad, before)
+
+
+def test_gradients_in_order_without_those_that_are_missing():
+    mine = parameters(7)
+    mine[1].grad = None
+    found = gradients([sgd([{"params": mine[:2]}, {"params": mine[2:]}])])
+    assert [id(one) for one in found] == [id(mine[number].grad) for number in (0, 2, 3)]
+
+
+# ------------------------------------------------------------------------------------ making optimizers
+
+
+def test_make_optimizer_takes_what_can_be_trained():
+    net = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2), nn.Linear(2, 1))
+    net[0].requires_grad_(False)
+    made = make_optimizer(lambda those: torch.optim.Adam(those, lr=0.1), net)
+    assert len(made.param_groups[0]["params"]) == 4
+    split = make_optimizer(lambda those: torch.optim.AdamW(those, lr=0.1, weight_decay=0.5), net, split_vectors=True)
+    vectors, others = split.param_groups
+    assert (vectors["weight_decay"], others["weight_decay"]) == (0.0, 0.5)
+    assert [one.ndim for one in vectors["params"]] == [1, 1, 1]
+    assert [one.ndim for one in others["params"]] == [2]
+
+
+def test_vectors_first_then_the_rest():
+    class Odd(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scalar, self.vector = nn.Parameter(torch.ones(())), nn.Parameter(torch.ones(2))
+            self.matrix = nn.Parameter(torch.ones(2, 2))
+
+    odd = Odd()
+    vectors, others = rm_vector_weight_decay(odd)
+    assert vectors["params"] == [odd.vector]
+    assert len(others["params"]) == 2
+    assert "weight_decay" not in others
+
+
+def test_optimizers_that_cannot_be_made():
+    with pytest.raises(ConfigError, match=r"^opt_class was given, but no entry of modules has a trainable parameter"):
+        make_optimizer(sgd, nn.Linear(1, 1).requires_grad_(requires_grad=False))
+    with pytest.raises(
+        ConfigError, match=r"^opt_class returned a list, which is no optimizer \(it has no param_groups"
+    ):
+        make_optimizer(list, nn.Linear(1, 1))
+
+
+def test_zero_and_drop():
+    mine = parameters(8)
+    optimizer = sgd(mine)
+    zero_gradients([optimizer], set_to_none=False)
+    assert all(torch.equal(one.grad, torch.zeros_like(one)) for one in mine)
+    zero_gradients([optimizer], set_to_none=True)
+    assert all(one.grad is None for one in mine)
+    net = nn.Linear(2, 1)
+    net(torch.tensor([[1.0, float("inf")]])).sum().backward()
+    assert drop_nonfinite(net) == ["weight"]
+    assert net.weight.grad is None
+    assert net.bias.grad.tolist() == [1.0]

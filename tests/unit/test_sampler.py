@@ -1,0 +1,519 @@
+"""The sampling plan: orders are bijections, shares are exact, users' samplers are drawn alike."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+import tracemalloc
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import (
+    BatchSampler,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+from ddpkit.errors import ConfigError, DataError
+from ddpkit.sampler import (
+    CHUNK,
+    SMALL,
+    DealtBatchSampler,
+    Order,
+    PlannedBatchSampler,
+    SamplingPlan,
+    layers,
+    mix,
+    mix_key,
+)
+
+FAST = settings(max_examples=150, deadline=None, derandomize=True, database=None)
+
+
+def whole(size, seed=1, epoch=1):
+    return Order(size, seed, epoch).indices(0, size)
+
+
+# --------------------------------------------------------------------------------------------- orders
+
+
+def test_small_orders_are_bijections():
+    for size in range(1, 301):
+        assert sorted(whole(size)) == list(range(size))
+
+
+@pytest.mark.parametrize("size", [SMALL - 1, SMALL, SMALL + 1, 2**15, 2**16 - 1, 2**16, 2**16 + 1, 10**6])
+def test_large_orders_are_bijections(size):
+    found = np.array(whole(size, seed=3, epoch=2))
+    assert found.dtype == np.int64
+    assert np.array_equal(np.sort(found), np.arange(size))
+    assert not np.array_equal(found, np.arange(size))
+
+
+@pytest.mark.parametrize("size", [50, SMALL + 1])
+def test_seed_and_epoch_matter_independently(size):
+    """With seed + epoch, (10, 2) and (11, 1) would give one order."""
+    pairs = list(itertools.product([0, 1, 2, 10, 11, -1, 2**40, 2**63], [0, 1, 2, 3, 1000]))
+    orders = {tuple(whole(size, seed, epoch)) for seed, epoch in pairs}
+    assert len(orders) == len(pairs)
+    assert whole(size, 10, 2) == whole(size, 10, 2)
+
+
+@pytest.mark.parametrize("size", [1000, 20_000])
+def test_successive_epochs_and_seeds_are_uncorrelated(size):
+    """Pearson's r of independent permutations has a standard deviation of 1/sqrt(size)."""
+    orders = [whole(size, 1, epoch) for epoch in range(1, 7)] + [whole(size, seed, 1) for seed in range(2, 7)]
+    correlations = np.corrcoef(np.array([*orders, list(range(size))], dtype=float))
+    assert np.abs(correlations[~np.eye(len(correlations), dtype=bool)]).max() < 4.5 / size**0.5
+    for one, other in itertools.combinations(orders, 2):  # in one place out of `size` on average
+        assert sum(a == b for a, b in zip(one, other, strict=True)) < 9
+
+
+def chi_square(counts, expected):
+    return float(((counts - expected) ** 2 / expected).sum())
+
+
+def test_all_permutations_of_four_are_alike_frequent():
+    draws = 12_000
+    found = Counter(tuple(whole(4, seed, epoch)) for seed in range(draws // 100) for epoch in range(100))
+    assert len(found) == 24
+    assert chi_square(np.array(list(found.values())), draws / 24) < 49.7  # 23 degrees of freedom, p = 0.001
+
+
+def test_values_and_positions_of_a_large_order_are_uniform():
+    """Sixteen by sixteen cells of position and value, and of position and how far the next value is."""
+    size, cells = 50_000, 16
+    order = np.array(whole(size, 5, 4))
+    for values in (order, (np.roll(order, -1) - order) % size, order % cells * (size // cells)):
+        table, _, _ = np.histogram2d(np.arange(size), values, bins=cells, range=[[0, size], [0, size]])
+        assert chi_square(table, size / cells**2) < 330  # at most 255 degrees of freedom, p = 0.001
+
+
+@pytest.mark.parametrize("size", [SMALL + 5, 3 * SMALL])
+def test_every_position_takes_every_value_over_the_epochs(size):
+    """Where the first sample stands, and what stands first, over many epochs of a Feistel order."""
+    epochs, cells = 4000, 16
+    first = np.array([Order(size, 9, epoch).indices(0, 1)[0] for epoch in range(epochs)])
+    last = np.array([Order(size, 9, epoch).indices(size - 1, size)[0] for epoch in range(epochs)])
+    for values in (first, last):
+        counts, _ = np.histogram(values, bins=cells, range=(0, size))
+        assert chi_square(counts, epochs / cells) < 37.7  # 15 degrees of freedom, p = 0.001
+
+
+@FAST
+@given(
+    size=st.one_of(st.integers(1, 100), st.integers(SMALL - 2, SMALL + 2000)),
+    cut=st.tuples(st.floats(0, 1), st.floats(0, 1)),
+    shuffle=st.booleans(),
+)
+def test_seeking_is_slicing(size, cut, shuffle):
+    order = Order(size, 7, 3, shuffle=shuffle)
+    start, stop = sorted(int(one * size) for one in cut)
+    assert order.indices(start, stop) == order.indices(0, size)[start:stop]
+    positions = np.arange(start, stop)[::-1]
+    assert order.at(positions).tolist() == order.indices(start, stop)[::-1]
+
+
+def test_positions_of_any_shape():
+    order = Order(SMALL * 3, 7, 3)
+    block = order.at(np.arange(600).reshape(20, 30))
+    assert block.reshape(-1).tolist() == order.indices(0, 600)
+
+
+def test_a_billion_samples_start_like_ten():
+    tracemalloc.start()
+    began = time.perf_counter()
+    sampler = PlannedBatchSampler(10**9, 32, rank=3, world_size=8, shuffle=True)
+    assert len(sampler) == 10**9 // 256
+    sampler.skip = len(sampler) - 2000
+    batches = list(itertools.islice(sampler, 1500))
+    seconds = time.perf_counter() - began
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(set(itertools.chain(*batches))) == 1500 * 32
+    assert peak < 8 << 20
+    assert seconds < 2
+
+
+def test_mix_is_a_bijection_on_samples_and_keys_depend_on_the_order():
+    assert len({mix(value) for value in range(5000)}) == 5000
+    assert mix(-1) == mix(2**64 - 1)
+    assert mix_key(1, 2) != mix_key(2, 1)
+    assert len({mix_key(a, b) for a in range(60) for b in range(60)}) == 3600
+
+
+def test_trivial_orders():
+    assert whole(0) == []
+    assert whole(1) == [0]
+    assert Order(5, 1, 1, shuffle=False).indices(1, 4) == [1, 2, 3]
+
+
+# ---------------------------------------------------------------------------------------------- plans
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("world_size", range(1, 9))
+def test_every_position_is_taken_once(world_size, drop_last):
+    for size, batch_size in itertools.product(range(41), range(1, 8)):
+        plan = SamplingPlan(size, batch_size, world_size, drop_last)
+        together = batch_size * world_size
+        assert plan.global_batch_size == together
+        assert len(plan) == (size // together if drop_last else -(-size // together))
+        expected = 0
+        for batch in range(len(plan)):
+            shares = [plan.share(batch, rank) for rank in range(world_size)]
+            assert [start for start, _ in shares] == [expected, *(stop for _, stop in shares[:-1])]
+            counts = [stop - start for start, stop in shares]
+            assert sum(counts) == plan.total(batch)
+            assert max(counts) - min(counts) <= 1
+            assert max(counts) <= batch_size
+            expected = shares[-1][1]
+        assert expected == (size // together * together if drop_last else size)
+
+
+@pytest.mark.parametrize("bad", [0, -1, 2.0, "4", None, True])
+def test_bad_batch_sizes(bad):
+    with pytest.raises(ConfigError, match=r"^batch_size=.* is not a positive whole number: .* Set batch_size to 1"):
+        SamplingPlan(4, bad)
+    with pytest.raises(ValueError, match="batch_size"):
+        PlannedBatchSampler(4, bad)
+
+
+def test_whole_numbers_of_numpy_are_whole_numbers():
+    assert len(SamplingPlan(5, np.int64(2))) == 3
+
+
+# ----------------------------------------------------------------------------------- planned batches
+
+
+@FAST
+@given(
+    size=st.integers(1, 60),
+    batch_size=st.integers(1, 7),
+    world_size=st.integers(1, 8),
+    shuffle=st.booleans(),
+    drop_last=st.booleans(),
+    keep_step=st.booleans(),
+    epoch=st.integers(1, 3),
+)
+def test_planned_batches(size, batch_size, world_size, shuffle, drop_last, keep_step, epoch):
+    options = {"shuffle": shuffle, "drop_last": drop_last, "keep_step": keep_step, "seed": 4}
+    samplers = [PlannedBatchSampler(size, batch_size, rank, world_size, **options) for rank in range(world_size)]
+    for sampler in samplers:
+        sampler.set_epoch(epoch)
+    batches = [list(sampler) for sampler in samplers]
+    assert [len(own) for own in batches] == [len(sampler) for sampler in samplers]
+    if keep_step:
+        assert len({len(own) for own in batches}) == 1
+    order = Order(size, 4, epoch, shuffle=shuffle).indices(0, size)
+    together = batch_size * world_size
+    for number in range(max(map(len, batches))):
+        joined = []
+        for sampler, own in zip(samplers, batches, strict=True):
+            count = sampler.count(number)
+            if number < len(own):
+                assert len(own[number]) == max(count, 1)  # a filler holds one sample and counts none
+                joined += own[number][:count]
+            else:
+                assert count == 0
+            assert sampler.total(number) == min(together, size - number * together)
+        assert joined == order[number * together : (number + 1) * together]
+
+
+@pytest.mark.parametrize("size", [SMALL * 2 + 11, 137])
+@pytest.mark.parametrize("batch_size", [1, 3, CHUNK - 1, CHUNK + 1])
+def test_chunks_do_not_show(size, batch_size):
+    """Positions are computed a few thousand at a time; the batches are those of the plan."""
+    for rank in (0, 2):
+        sampler = PlannedBatchSampler(size, batch_size, rank, 3, shuffle=True, seed=2)
+        order, plan = whole(size, 2, 1), sampler.plan
+        shares = [plan.share(batch, rank) for batch in range(len(plan))]
+        expected = [order[slice(*share)] or order[-1:] for share in shares]
+        assert list(sampler) == expected
+        for skip in (1, len(plan) // 2, len(plan) - 1, len(plan), len(plan) + 3):
+            sampler.skip = skip
+            assert list(sampler) == expected[skip:]
+        assert list(sampler) == expected, "a skip holds for one iteration"
+
+
+def test_batches_hold_plain_integers():
+    for sampler in (PlannedBatchSampler(5, 2, shuffle=True), PlannedBatchSampler(5, 2)):
+        assert {type(index) for batch in sampler for index in batch} == {int}
+
+
+def test_an_epoch_is_another_order_and_comes_again():
+    sampler = PlannedBatchSampler(30, 4, shuffle=True)
+    orders = []
+    for epoch in (1, 2, 1):
+        sampler.set_epoch(epoch)
+        orders.append(list(sampler))
+    assert orders[0] == orders[2] != orders[1]
+
+
+# ---------------------------------------------------------------------------------- users' samplers
+
+
+class Growing(Sampler):
+    """A sampler whose length changes from epoch to epoch, and that knows its epoch."""
+
+    def __init__(self, length=lambda epoch: 10 + epoch):
+        self.length = length
+        self.told = []
+        self.epoch = 0
+
+    def set_epoch(self, epoch):
+        self.told.append(epoch)
+        self.epoch = epoch
+
+    def __len__(self):
+        return self.length(self.epoch)
+
+    def __iter__(self):
+        return iter(range(100 * self.epoch, 100 * self.epoch + len(self)))
+
+
+class Holder:
+    """A batch sampler around another, which does not pass ``set_epoch`` on."""
+
+    def __init__(self, inner, name="sampler"):
+        setattr(self, name, inner)
+
+    def __iter__(self):
+        inner = getattr(self, "sampler", None) or self.batch_sampler
+        return iter(inner)
+
+
+def planned(source, world_size, batch_size=2, **options):
+    return [PlannedBatchSampler(source, batch_size, rank, world_size, **options) for rank in range(world_size)]
+
+
+def dealt(make, world_size, **options):
+    return [DealtBatchSampler(make(), rank, world_size, **options) for rank in range(world_size)]
+
+
+def test_d20_a_sampler_may_change_its_length():
+    """The plan, the counts and the length follow, in whichever order they are asked for."""
+    ranks = [PlannedBatchSampler(Growing(lambda epoch: 13 - 3 * epoch), 2, rank, 2) for rank in range(2)]
+    for epoch in (1, 2, 3, 4):
+        for sampler in ranks:
+            sampler.set_epoch(epoch)
+        size = 13 - 3 * epoch
+        plan = SamplingPlan(size, 2, 2)
+        for rank, sampler in enumerate(ranks):
+            for batch in reversed(range(len(plan))):
+                start, stop = plan.share(batch, rank)
+                assert sampler.count(batch) == stop - start, "asked before anything else was"
+            assert len(sampler) == len(plan)
+        found = [index for own in ranks for number, batch in enumerate(own) for index in batch[: own.count(number)]]
+        assert sorted(found) == list(range(100 * epoch, 100 * epoch + size))
+        assert ranks[0].source.told == list(range(1, epoch + 1))
+
+
+def test_d20_a_batch_sampler_may_change_its_length():
+    ranks = dealt(lambda: BatchSampler(Growing(), 2, drop_last=False), 2)
+    lengths = []
+    for epoch in (1, 4, 2):
+        for sampler in ranks:
+            sampler.set_epoch(epoch)
+        lengths.append(len(ranks[0]))
+        found = [index for own in ranks for number, batch in enumerate(own) for index in batch[: own.count(number)]]
+        assert sorted(found) == list(range(100 * epoch, 100 * epoch + 10 + epoch))
+    assert lengths == [3, 4, 3]
+
+
+def test_d19_one_index_per_rank():
+    ranks = planned(SequentialSampler(range(3)), 3, batch_size=1)
+    assert [list(sampler) for sampler in ranks] == [[[0]], [[1]], [[2]]]
+    ranks = dealt(lambda: BatchSampler(range(4), 2, drop_last=False), 2)
+    assert [list(sampler) for sampler in ranks] == [[[0, 1]], [[2, 3]]]
+
+
+def test_d18_drop_last_leaves_out_an_incomplete_round():
+    def make():
+        return BatchSampler(range(10), 2, drop_last=False)
+
+    assert [list(sampler) for sampler in dealt(make, 2, drop_last=True)] == [
+        [[0, 1], [4, 5]],
+        [[2, 3], [6, 7]],
+    ]
+    assert [list(sampler) for sampler in dealt(make, 2)] == [
+        [[0, 1], [4, 5], [8, 9]],
+        [[2, 3], [6, 7], [8]],  # a filler: one sample, which counts nothing
+    ]
+    ranks = dealt(make, 2, keep_step=False)
+    assert [len(sampler) for sampler in ranks] == [len(list(sampler)) for sampler in ranks] == [3, 2]
+    assert [[sampler.count(number) for number in range(3)] for sampler in ranks] == [[2, 2, 2], [2, 2, 0]]
+    assert list(planned(SequentialSampler(range(7)), 2, drop_last=True)[1]) == [[2, 3]]
+
+
+@FAST
+@given(
+    sizes=st.lists(st.integers(1, 4), min_size=1, max_size=17),
+    world_size=st.integers(1, 6),
+    drop_last=st.booleans(),
+    keep_step=st.booleans(),
+    skip=st.integers(0, 4),
+)
+def test_dealt_batches(sizes, world_size, drop_last, keep_step, skip):
+    numbers = iter(range(100))
+    batches = [list(itertools.islice(numbers, size)) for size in sizes]
+    ranks = dealt(lambda: batches, world_size, drop_last=drop_last, keep_step=keep_step)
+    drawn = [list(sampler) for sampler in ranks]
+    assert [len(own) for own in drawn] == [len(sampler) for sampler in ranks]
+    if keep_step or drop_last:
+        assert len({len(own) for own in drawn}) == 1
+    rounds = max(map(len, drawn))
+    found = []
+    for number in range(rounds):
+        of_round = []
+        for sampler, own in zip(ranks, drawn, strict=True):
+            batch = own[number] if number < len(own) else []
+            count = sampler.count(number)
+            assert len(batch) == count or (count == 0 and len(batch) == 1)
+            of_round += [batch[:count]] if count else []
+        assert ranks[0].total(number) == sum(map(len, of_round))
+        found += of_round
+    assert found == batches[: len(batches) // world_size * world_size if drop_last else None]
+    for sampler, own in zip(ranks, drawn, strict=True):
+        sampler.skip = skip
+        assert list(sampler) == own[skip:]
+        assert list(sampler) == own
+
+
+class Numpy(Sampler):
+    def __iter__(self):
+        return iter(np.random.permutation(12).tolist())  # noqa: NPY002
+
+
+class Python(Sampler):
+    def __iter__(self):
+        return iter(random.sample(range(12), 12))
+
+
+RANDOM = {
+    "random": lambda: RandomSampler(range(12)),
+    "with replacement": lambda: RandomSampler(range(12), replacement=True),
+    "own generator": lambda: RandomSampler(range(12), generator=torch.Generator().manual_seed(3)),
+    "subset": lambda: SubsetRandomSampler(range(12)),
+    "weighted": lambda: WeightedRandomSampler(torch.arange(1.0, 13.0), 12, generator=torch.Generator().manual_seed(1)),
+    "numpy": Numpy,
+    "python": Python,
+}
+
+
+def global_streams():
+    return (
+        torch.get_rng_state().tolist(),
+        random.getstate(),
+        tuple(map(str, np.random.get_state())),  # noqa: NPY002
+    )
+
+
+@pytest.mark.parametrize("kind", RANDOM)
+def test_random_samplers_are_drawn_alike_whatever_the_global_streams(kind):
+    """On every rank, in every process that resumes, and without moving any stream; another epoch, another order."""
+    orders = []
+    for world in (4, 5):
+        torch.manual_seed(world)
+        random.seed(world)
+        np.random.seed(world)  # noqa: NPY002
+        torch.rand(world)
+        sources = [RANDOM[kind](), RANDOM[kind]()]
+        before = global_streams()
+        ranks = [PlannedBatchSampler(source, 3, rank, 2, seed=8) for rank, source in enumerate(sources)]
+        for epoch in (1, 2) if world == 4 else (2,):
+            for sampler in ranks:
+                sampler.set_epoch(epoch)
+            first, second = [list(sampler) for sampler in ranks]
+            orders.append([index for pair in zip(first, second, strict=True) for batch in pair for index in batch])
+        assert global_streams() == before
+    assert orders[0] != orders[1] == orders[2]
+    if kind not in {"with replacement", "weighted"}:
+        assert sorted(orders[0]) == list(range(12))
+
+
+def test_a_generator_of_the_user_keeps_its_seed_and_state():
+    def order(seed):
+        generator = torch.Generator().manual_seed(seed)
+        before = generator.get_state()
+        sampler = DealtBatchSampler(BatchSampler(RandomSampler(range(50), generator=generator), 5, drop_last=False))
+        drawn = list(sampler)
+        assert torch.equal(generator.get_state(), before)
+        return drawn
+
+    assert order(1) == order(1) != order(2)
+
+
+def test_accelerators_are_not_seeded(monkeypatch):
+    """``torch.manual_seed`` would seed every GPU, and alike on every rank."""
+    monkeypatch.setattr(torch, "manual_seed", None)
+    monkeypatch.setattr(torch.random, "manual_seed", None)
+    assert len(list(PlannedBatchSampler(RandomSampler(range(12)), 4))) == 3
+
+
+def test_a_failing_sampler_leaves_the_streams_alone():
+    class Failing(Sampler):
+        def __iter__(self):
+            yield int(torch.rand(()) * 0)
+            raise KeyError("lost")
+
+    before = global_streams()
+    with pytest.raises(KeyError, match="lost"):
+        list(PlannedBatchSampler(Failing(), 1))
+    assert global_streams() == before
+
+
+def test_a_sampler_is_drawn_once_an_epoch():
+    class Counting(Growing):
+        drawn = 0
+
+        def __iter__(self):
+            self.drawn += 1
+            return super().__iter__()
+
+    for make in (
+        lambda source: PlannedBatchSampler(source, 2),
+        lambda source: DealtBatchSampler(BatchSampler(source, 2, drop_last=False)),
+    ):
+        source = Counting()
+        sampler = make(source)
+        for epoch in (1, 2):
+            sampler.set_epoch(epoch)
+            list(sampler)
+            assert (len(sampler), sampler.total(0), sampler.count(0)) == (6, 2, 2)
+            list(sampler)
+        assert source.drawn == 2
+
+
+@pytest.mark.parametrize("names", [["sampler"], ["batch_sampler"], ["sampler", "batch_sampler", "sampler"]])
+def test_set_epoch_reaches_inner_samplers_once(names):
+    innermost = Growing()
+    outer = innermost
+    for name in names:
+        outer = Holder(outer, name)
+    for sampler in (PlannedBatchSampler(outer, 2), DealtBatchSampler(outer)):
+        innermost.told.clear()
+        sampler.set_epoch(5)
+        assert innermost.told == [5]
+    setattr(outer, names[-1], outer)  # a sampler that holds itself
+    assert [id(one) for one in layers(outer)] == [id(outer)]
+
+
+def test_nothing_to_draw():
+    sampler = PlannedBatchSampler(Growing(lambda epoch: 3 - epoch), 2)
+    sampler.set_epoch(3)
+    with pytest.raises(DataError, match=r"Growing yields nothing in epoch 3: there is no data to train on"):
+        len(sampler)
+    once = DealtBatchSampler(iter([[0], [1]]))
+    assert list(once) == [[0], [1]]
+    once.set_epoch(2)
+    with pytest.raises(DataError, match="yields nothing in epoch 2"):
+        list(once)

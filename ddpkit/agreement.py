@@ -7,6 +7,7 @@ together.
 from __future__ import annotations
 
 import hashlib
+import re
 import traceback
 from collections.abc import Sized
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -67,7 +68,17 @@ def option_facts(options: Mapping[str, Any]) -> dict[str, str]:
         >>> option_facts({"device": "cpu", "precision": "bf16"})
         {'option precision': "'bf16'"}
     """
-    return {f"option {name}": repr(options[name]) for name in sorted(options.keys()) if name not in OWN_OF_EACH_RANK}
+    names = [name for name in sorted(options.keys()) if name not in OWN_OF_EACH_RANK]
+    return {f"option {name}": _shown(options[name]) for name in names}
+
+
+def _shown(value: Any) -> str:
+    """Write a value in words that are the same on every rank where the value is."""
+    if isinstance(value, torch.Tensor):
+        value = value.tolist()  # it may be on a device of each rank's own
+    elif isinstance(value, (set, frozenset)):
+        value = sorted(value, key=repr)
+    return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(value))
 
 
 def optimizer_facts(optimizers: Mapping[str, torch.optim.Optimizer]) -> dict[str, str]:
@@ -92,7 +103,7 @@ def optimizer_facts(optimizers: Mapping[str, torch.optim.Optimizer]) -> dict[str
         for number, group in enumerate(optimizer.param_groups):
             for key, value in group.items():
                 shown = len(value) if key == "params" else value
-                facts[f"optimizer {name} group {number} {key}"] = repr(shown)
+                facts[f"optimizer {name} group {number} {key}"] = _shown(shown)
     return facts
 
 

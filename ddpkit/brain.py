@@ -329,6 +329,7 @@ class Brain(Saving):
     def _fit_train(self, train_set: Any, epoch: int, enable: bool) -> None:
         self.progress.epoch = epoch
         self.on_stage_start(Stage.TRAIN, epoch)
+        self.strategy.follow(self.modules)
         self.modules.train()
         self.zero_grad()
         self.nonfinite_count = 0

@@ -413,10 +413,16 @@ class Checkpointer:
         Ranks: all, or the main process alone. The main process chooses; every rank loads that one.
         """
         checkpoint = self.find_checkpoint(importance_key, max_key, min_key, ckpt_predicate)
-        if checkpoint is None:
-            logger.info("No checkpoint to load in %s: starting from scratch.", self.checkpoints_dir)
-        else:
+        if checkpoint is not None:
             self._load(checkpoint)
+        elif key := max_key or min_key:
+            logger.warning(
+                "No checkpoint in %s has %r in its meta: nothing is loaded, and all stays as it is.",
+                self.checkpoints_dir,
+                key,
+            )
+        else:
+            logger.info("No checkpoint to load in %s: starting from scratch.", self.checkpoints_dir)
         return checkpoint
 
     def load_checkpoint(self, checkpoint: Checkpoint) -> None:

@@ -57,7 +57,9 @@ class EpochCounter:
     def __next__(self) -> int:
         if self.current >= self.limit:
             if self.current and not self._has_counted:
-                logger.info("Epoch %d of %d is done already: nothing is left to train.", self.current, self.limit)
+                logger.info(
+                    "Epoch %d is done already, and %d is the limit: nothing is left to train.", self.current, self.limit
+                )
             raise StopIteration
         self.current += 1
         self._has_counted = True
@@ -135,6 +137,9 @@ class EpochCounterWithStopper(EpochCounter):
         if state is not None:
             self.best_limit, self.best_score, self.should_stop = state
         if self.should_stop:
+            if not self._has_counted:
+                best, last = self.best_limit, self.current
+                logger.info("Stopped after epoch %d already, the best was %d: nothing is left to train.", last, best)
             raise StopIteration
         return super().__next__()
 

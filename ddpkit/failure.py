@@ -121,9 +121,10 @@ class LastWords:
 
     def others_that_left(self) -> list[int]:
         """Return the other ranks that have said goodbye."""
+        left: list[int] = []
         with self._asking():
-            return [rank for rank in range(self.world_size) if rank != self.rank and self.has_left(rank)]
-        return []
+            left += [rank for rank in range(self.world_size) if rank != self.rank and self.has_left(rank)]
+        return left
 
     @contextlib.contextmanager
     def _asking(self) -> Iterator[None]:

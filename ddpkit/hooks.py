@@ -181,7 +181,7 @@ class Hooks(OptionAttributes):
         result = optim.take_step(optimizers, self.max_grad_norm, scaler, multiplier)
         if result.stepped:
             self.progress.optimizer_step += 1
-        elif scaler is None:
+        elif scaler is None or scaler.get_scale() < 1.0:  # above it the scale is to blame, which now gets smaller
             self.progress.count_skipped(result.norm, self.nonfinite_patience)
 
     def zero_grad(self, set_to_none: bool = False) -> None:
@@ -208,7 +208,7 @@ class Hooks(OptionAttributes):
         """
         if not torch.isfinite(loss).all():
             logger.warning(
-                "The loss of step %d is %s on rank %d.", self.step, loss.detach(), self.rank, main_process_only=False
+                "The loss of step %d is %s on rank %d.", self.step, loss.tolist(), self.rank, main_process_only=False
             )
 
     def check_gradients(self) -> None:

@@ -202,7 +202,7 @@ class Feed:
     def _known(self, window: Window, length: int) -> Iterator[Any]:
         total = 1
         window.correction = 1.0
-        for number, batch in enumerate(itertools.islice(self.loader, length - self.start), self.start):
+        for number, batch in enumerate(itertools.islice(self.loader, max(length - self.start, 0)), self.start):
             place = number % self.factor
             if place == 0 or number == self.start:
                 total = self._total(range(number, min(number - place + self.factor, length)))
@@ -287,8 +287,7 @@ def train_epoch(
         return
     for batch in feed.batches(window):
         progress.step += 1
-        loss = host.fit_batch(batch)
-        meter.append(loss, window.count)
+        meter.append(one_number(host.fit_batch(batch), host, "fit_batch"), window.count)
         if not window.closes:
             continue
         if on_window is not None:
@@ -333,7 +332,7 @@ def evaluate_epoch(
     with torch.no_grad():
         for number, batch in enumerate(itertools.islice(loader, limit)):
             progress.step += 1
-            loss = host.evaluate_batch(batch, stage)
+            loss = one_number(host.evaluate_batch(batch, stage), host, "evaluate_batch")
             meter.append(loss, 1 if counts is None else counts.count(number))
             if progress.step >= beat.due:
                 loss_sum, samples, _ = meter.sums()
@@ -363,19 +362,20 @@ def backward(loss: Any, scale: float, scaler: torch.amp.GradScaler, host: object
     try:
         scaled = loss if scale == 1.0 else loss * scale
         (scaler.scale(scaled) if scaler.is_enabled() else scaled).backward()
-    except (AttributeError, TypeError, RuntimeError) as error:
+    except (AttributeError, TypeError, ValueError, RuntimeError) as error:
         problem = loss_problem(loss)
         if problem is None:
             raise
         raise BatchError(f"{type(host).__name__}.compute_objectives returned {problem}") from error
 
 
-def one_number(loss: Any, host: object) -> torch.Tensor | float:
-    """Check that an evaluation loss is one number, and return it.
+def one_number(loss: Any, host: object, hook: str = "compute_objectives") -> torch.Tensor | float:
+    """Check that a loss is one number, and return it detached.
 
     Args:
         loss: tensor of one element, or float.
-        host: whose ``compute_objectives`` made it, for the message.
+        host: whose hook made it, for the message.
+        hook: which, for the message.
 
     Raises:
         BatchError: it is something else.
@@ -388,10 +388,10 @@ def one_number(loss: Any, host: object) -> torch.Tensor | float:
     """
     if isinstance(loss, torch.Tensor):
         if loss.numel() == 1:
-            return loss.detach()
+            return loss.detach() if loss.requires_grad else loss
     elif isinstance(loss, (int, float)):
         return float(loss)
-    raise BatchError(f"{type(host).__name__}.compute_objectives returned {loss_problem(loss)}")
+    raise BatchError(f"{type(host).__name__}.{hook} returned {loss_problem(loss)}")
 
 
 def loss_problem(loss: Any) -> str | None:

@@ -131,12 +131,12 @@ def _unscale(optimizers: Sequence[Optimizer], scaler: torch.amp.GradScaler) -> l
 def make_optimizer(
     opt_class: Callable[[Iterable[Any]], Optimizer], modules: torch.nn.Module, *, split_vectors: bool = False
 ) -> Optimizer:
-    """Call a recipe's ``opt_class`` with the trainable parameters.
+    """Call a recipe's ``opt_class`` with all parameters; one that is frozen may be unfrozen later.
 
     Args:
         opt_class: returns an optimizer.
         modules: whose parameters are optimized.
-        split_vectors: two groups, of which the vectors have no weight decay.
+        split_vectors: two groups of what is trained now, of which the vectors have no weight decay.
 
     Returns:
         The optimizer.
@@ -150,8 +150,8 @@ def make_optimizer(
         >>> type(make_optimizer(torch.optim.Adam, torch.nn.Linear(1, 1))).__name__
         'Adam'
     """
-    parameters = [parameter for parameter in modules.parameters() if parameter.requires_grad]
-    if not parameters:
+    parameters = list(modules.parameters())
+    if not any(parameter.requires_grad for parameter in parameters):
         raise ConfigError(
             "opt_class was given, but no entry of modules has a trainable parameter: there is nothing to optimize. "
             "Pass the model in modules, or leave opt_class out."

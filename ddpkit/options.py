@@ -202,6 +202,7 @@ OLD = "Accepted for old command lines"
 _PRECISIONS = ("fp32", "fp16", "bf16")
 
 # fmt: off
+#: All run options, in the order of ``--help``.
 OPTIONS: tuple[Option, ...] = (
     Option("test_only", False, bool, RUNNING, "skip training: fit returns at once, evaluate runs"),
     Option("debug", False, bool, RUNNING, "few batches and epochs, temporary checkpoints"),
@@ -267,6 +268,7 @@ OPTIONS: tuple[Option, ...] = (
 )
 # fmt: on
 
+#: The same by name.
 OPTION_BY_NAME: dict[str, Option] = {option.name: option for option in OPTIONS}
 
 #: Options of the command line that are an instruction to the parser, and no attribute of the run.

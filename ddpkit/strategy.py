@@ -39,7 +39,10 @@ class _Reaching(nn.Module):
     _is_made = False
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if not self._is_made or name in self.__dict__ or hasattr(type(self), name):
+        own = self.__dict__
+        if value.__class__ is bool and name in own:
+            own[name] = value  # DDP writes one in every forward pass; torch's own way takes a microsecond
+        elif name in own or not self._is_made or name == "module" or hasattr(type(self), name):
             super().__setattr__(name, value)
         else:
             setattr(self.module, name, value)
@@ -154,6 +157,9 @@ class Strategy(Protocol):
     def wrap(self, modules: nn.ModuleDict) -> None:
         """Wrap every trainable entry that is not wrapped yet, in place."""
 
+    def follow(self, modules: nn.ModuleDict) -> None:
+        """Wrap anew what a recipe has frozen or unfrozen since it was wrapped."""
+
     def no_sync(self) -> AbstractContextManager[None]:
         """Return a context in which gradients are accumulated without being averaged over ranks."""
 
@@ -175,6 +181,9 @@ class SingleDevice:
 
     def wrap(self, modules: nn.ModuleDict) -> None:
         """Leave the modules as they are."""
+
+    def follow(self, modules: nn.ModuleDict) -> None:
+        """Do nothing: what is trained may change at any time."""
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Return a context that does nothing."""
@@ -252,6 +261,7 @@ class DDP:
         self.device = device
         self.find_unused_parameters = find_unused_parameters
         self.wrapped: list[WrappedDDP] = []
+        self._trained: dict[str, frozenset[int]] = {}
 
     def wrap(self, modules: nn.ModuleDict) -> None:
         """Convert BatchNorm and put DDP around every trainable entry that has none yet.
@@ -263,12 +273,36 @@ class DDP:
         """
         refuse_shared_parameters(modules)
         for name, module in modules.items():
-            if is_trainable(module) and not isinstance(module, DistributedDataParallel):
+            trained = trained_parameters(module)
+            if isinstance(module, DistributedDataParallel) or self._trained.get(name) == trained:
+                continue
+            self._trained[name] = trained
+            if trained:
                 wrapped = WrappedDDP(self._converted(module), **self._options(module))
                 modules[name] = wrapped
                 self.wrapped.append(wrapped)
-            elif not isinstance(module, DistributedDataParallel):
+            else:
                 self._spread(module)
+
+    def follow(self, modules: nn.ModuleDict) -> None:
+        """Wrap those entries anew in which other parameters are trained than when they were wrapped.
+
+        DDP averages the gradients of what was trainable when it was made, and waits for all of them.
+        """
+        changed = [
+            name
+            for name, before in self._trained.items()
+            if name in modules and trained_parameters(modules[name]) != before
+        ]
+        if not changed:
+            return
+        logger.info("Other parameters than before are trained in: %s.", ", ".join(changed))
+        for name in changed:
+            module = modules[name]
+            if isinstance(module, WrappedDDP):
+                self.wrapped.remove(module)
+                modules[name] = module.module
+        self.wrap(modules)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Return a context in which gradients are accumulated without being averaged over ranks."""
@@ -356,6 +390,18 @@ def modules_on_device(modules: Mapping[str, Any], device: str) -> nn.ModuleDict:
             )
         module.to(device)
     return nn.ModuleDict(dict(modules)).to(device)
+
+
+def trained_parameters(module: nn.Module) -> frozenset[int]:
+    """Return the identities of the parameters of a module that require a gradient.
+
+    Ranks: local.
+
+    Example:
+        >>> len(trained_parameters(nn.Linear(1, 1)))
+        2
+    """
+    return frozenset(id(parameter) for parameter in module.parameters() if parameter.requires_grad)
 
 
 def is_trainable(module: nn.Module) -> bool:

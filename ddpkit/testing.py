@@ -167,7 +167,9 @@ class RankPool:
                 try:
                     found[rank] = connection.recv()
                 except EOFError:
-                    code = self._workers[rank][0].exitcode
+                    process = self._workers[rank][0]
+                    process.join(timeout=CLOSE_SECONDS)  # its pipe closes a moment before it has ended
+                    code = process.exitcode
                     found[rank] = RankOutcome(ok=False, error_type="Died", error=f"exit code {code}")
         for rank in waiting.values():
             found[rank] = RankOutcome(ok=False, error_type="Hang", error="did not return in time")

@@ -53,9 +53,12 @@ def _restore_environment(before: dict[str, str]) -> None:
 
 
 def _excepthook() -> Any:
-    """Return the hook; ``None`` for those that come with a process group and are never taken away."""
-    module = getattr(sys.excepthook, "__module__", None) or ""
-    return None if module.startswith(("torch.distributed", "ddpkit.failure")) else sys.excepthook
+    """Return the hook below that of ddpkit; ``None`` for torch's. Both come with a process group, to stay."""
+    hook = sys.excepthook
+    while type(hook).__module__ == "ddpkit.failure":
+        hook = hook.previous
+    installed_by_torch = (getattr(hook, "__module__", None) or "").startswith("torch.distributed")
+    return None if installed_by_torch else hook
 
 
 def _root_handlers() -> list[logging.Handler]:

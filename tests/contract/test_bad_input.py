@@ -26,7 +26,8 @@ from ddpkit.run_opts import parse_arguments
 from ddpkit.types import Stage
 from tests.launching import Run, python, start_by_hand, torchrun
 
-LIMIT_SECONDS = 10.0
+# Ten seconds on a machine of one's own; more where others keep its cores busy.
+LIMIT_SECONDS = 10.0 * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
 DATA = [(torch.tensor([float(x)]), torch.tensor([2.0 * x])) for x in range(8)]
 MAIN_RANK, OTHER_RANK = 0, 1
 
@@ -617,7 +618,10 @@ class Line(sb.Brain):
         loss = (predictions - batch[1]).square().mean()
         if FAULT == "no_grad":
             return loss.detach()
-        return loss * float("nan") if FAULT == "nan" and RANK == "1" else loss
+        if FAULT == "nan" and RANK == "1":
+            note_time()
+            return loss * float("nan")
+        return loss
 
 
 if __name__ == "__main__":
@@ -634,9 +638,11 @@ if __name__ == "__main__":
     if FAULT == "recipe" and RANK == "1":
         boom("in the recipe")
     data = Points((torch.tensor([float(x)]), torch.tensor([2.0 * x])) for x in range(24))
+    note_time()
     brain = Line(hparams["modules"], hparams["opt_class"], hparams, run_opts)
     workers = 2 if FAULT == "worker" else 0
-    brain.fit(range(1, 4), data, data, train_loader_kwargs={"batch_size": 2, "num_workers": workers})
+    epochs = range(1, 5 if FAULT == "epochs" and RANK == "1" else 4)
+    brain.fit(epochs, data, data, train_loader_kwargs={"batch_size": 2, "num_workers": workers})
     Path(f"finished.{RANK}").touch()
 """
 
@@ -665,7 +671,7 @@ def launch(folder, *words, fault="", ranks=2):
 def assert_reason_last(run, *words, rank=None, closed=0, lines=15):
     """The command failed, all of it is gone, and its last lines say who, what and why."""
     assert run.code not in {0, None}
-    assert not list(run.folder.glob("finished.*"))
+    assert not (run.folder / f"finished.{rank or 0}").exists()
     tail = run.tail(lines)
     for word in words:
         assert word in tail, run.err
@@ -695,13 +701,14 @@ def test_real_run_of_the_recipe_itself(tmp_path):
         (["hparams.yaml"], "forward", ["OverflowError: boom in forward"], 1),
         pytest.param(["hparams.yaml"], "valid", ["OverflowError: boom in validation"], 1, marks=pytest.mark.slow),
         pytest.param(["hparams.yaml"], "worker", ["OverflowError: boom in a worker"], 1, marks=pytest.mark.slow),
+        pytest.param(["hparams.yaml"], "epochs", ["came to the end of its script"], 1, marks=pytest.mark.slow),
         (["hparams.yaml"], "no_grad", ["BatchError: Line.compute_objectives returned a loss that does not"], None),
         (["hparams.yaml"], "options", ["RankMismatchError", "max_grad_norm: 5.0 on rank 0; 1.0 on rank 1"], None),
         (["hparams.yaml", "--nonfinite_patience=2"], "nan", ["NonFiniteLossError: 3 steps of epoch 1"], None),
     ],
     ids=[
         "missing_yaml", "bad_option", "before_group", "recipe_rank1", "forward_rank1", "valid_rank1", "worker_rank1",
-        "no_grad", "options", "nan",
+        "epochs", "no_grad", "options", "nan",
     ],
 )
 def test_f1_the_real_thing(tmp_path, words, fault, says, rank):
@@ -713,7 +720,7 @@ def test_f1_the_real_thing(tmp_path, words, fault, says, rank):
 
 def test_f1_a_rank_that_is_killed(tmp_path):
     run = launch(tmp_path, "hparams.yaml", "--device=cpu", "--noprogressbar", fault="killed")
-    assert_reason_last(run, "rank      : 1 (local_rank: 1)", "exitcode  : -9", "SIGKILL", closed=1)
+    assert_reason_last(run, "rank      : 1 (local_rank: 1)", "exitcode  : -9", "SIGKILL", closed=2)
 
 
 def test_f1_without_torchrun(tmp_path):

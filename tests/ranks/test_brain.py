@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import itertools
 import math
 import os
 import time
@@ -271,6 +272,61 @@ def test_what_is_not_trained_is_not_wrapped_and_the_same_everywhere(ranks):
     (kinds, first), (_, second) = ranks.run(train_with_teacher)
     assert kinds == {"net": True, "teacher": False, "act": False}
     assert_close(second, first)
+
+
+class Thawing(Regression):
+    """Unfreezes a whole entry and a part of another for the second epoch, and freezes it for the fourth."""
+
+    def on_stage_start(self, stage, epoch=None):
+        if stage is Stage.TRAIN:
+            self.modules.front.requires_grad_(requires_grad=2 <= epoch <= 3)
+            self.modules.net.inner.requires_grad_(requires_grad=2 <= epoch <= 3)
+
+    def compute_forward(self, batch, stage):
+        return self.modules.net(self.modules.front(batch[0]))
+
+    def on_stage_end(self, stage, stage_loss, epoch=None):
+        self.moments = [*getattr(self, "moments", []), weights(self)]
+
+
+def train_thawing():
+    torch.manual_seed(6)
+    front, net = nn.Linear(3, 3).double().requires_grad_(requires_grad=False), Encoder()
+    net.inner.requires_grad_(requires_grad=False)
+    brain = Thawing({"front": front, "net": net}, sgd(), None, {**QUIET, "grad_accumulation_factor": 2})
+    brain.fit([1, 2, 3, 4], points(18), train_loader_kwargs={"batch_size": 6 // world_size()})
+    return brain.moments
+
+
+def test_what_is_unfrozen_later_is_averaged_from_then_on(ranks):
+    expected = train_thawing()
+    moved = [
+        {name for name in after if not torch.equal(after[name], before[name])}
+        for before, after in itertools.pairwise(expected)
+    ]
+    assert [len(names) for names in moved] == [6, 6, 2]
+    for moments in ranks.run(train_thawing):
+        for found, there in zip(moments, expected, strict=True):
+            assert_close(found, there)
+
+
+class Twice(Regression):
+    """One module, two forward passes, one backward pass."""
+
+    def compute_forward(self, batch, stage):
+        return self.modules.net(batch[0]) - self.modules.net(-batch[0])
+
+
+def train_twice():
+    brain = make(Twice, net=Encoder(), grad_accumulation_factor=2)
+    brain.fit([1, 2], points(18), train_loader_kwargs={"batch_size": 6 // world_size()})
+    return weights(brain)
+
+
+def test_two_forward_passes_of_one_module(ranks):
+    expected = train_twice()
+    for found in ranks.run(train_twice):
+        assert_close(found, expected)
 
 
 class Normalised(Regression):
@@ -695,7 +751,7 @@ def test_d4_a_stream_too_short_for_the_ranks_ends_all_of_them(ranks):
         ranks.run(too_few, timeout=20)
     for outcome in caught.value.outcomes:
         assert outcome.error_type == "DataError"
-        assert "a first batch to 1 of 2 ranks only" in outcome.error
+        assert "a first batch to 1 of 2 rank(s) only" in outcome.error
 
 
 def train_looped(number, length):

@@ -795,3 +795,13 @@ def test_recipes_import_it_all_from_here():
     wanted = {"Checkpointer", "DEFAULT_LOAD_HOOKS", "DEFAULT_SAVE_HOOKS", "DEFAULT_TRANSFER_HOOKS", "torch_save"}
     wanted |= {"torch_recovery", "torch_parameter_transfer", "mark_as_transfer", "register_checkpoint_hooks"}
     assert wanted <= set(checkpoints.__all__)
+
+
+def test_a_key_that_no_checkpoint_has_is_worth_a_warning(checkpointer, caplog):
+    caplog.set_level("INFO")
+    assert checkpointer.recover_if_possible() is None
+    assert caplog.records[-1].levelname == "INFO"
+    save(checkpointer, error=0.5)
+    assert checkpointer.recover_if_possible(min_key="eror") is None
+    assert caplog.records[-1].levelname == "WARNING"
+    assert "has 'eror' in its meta: nothing is loaded" in caplog.messages[-1]

@@ -239,11 +239,11 @@ def test_gradients_in_order_without_those_that_are_missing():
 # ------------------------------------------------------------------------------------ making optimizers
 
 
-def test_make_optimizer_takes_what_can_be_trained():
+def test_make_optimizer_takes_all_or_two_groups_of_what_is_trained():
     net = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2), nn.Linear(2, 1))
     net[0].requires_grad_(False)
     made = make_optimizer(lambda those: torch.optim.Adam(those, lr=0.1), net)
-    assert len(made.param_groups[0]["params"]) == 4
+    assert len(made.param_groups[0]["params"]) == 6  # the frozen ones may be unfrozen later
     split = make_optimizer(lambda those: torch.optim.AdamW(those, lr=0.1, weight_decay=0.5), net, split_vectors=True)
     vectors, others = split.param_groups
     assert (vectors["weight_decay"], others["weight_decay"]) == (0.0, 0.5)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
 import logging
 import os
 import re
 import select
+import struct
+import termios
 from types import SimpleNamespace
 
 import pytest
@@ -25,10 +28,11 @@ def clock(monkeypatch):
     return clock
 
 
-@pytest.fixture
-def terminal(monkeypatch):
-    """A terminal that does not know its size; returns a function that reads what was written to it."""
+@pytest.fixture(params=[120])
+def terminal(request, monkeypatch):
+    """A terminal of some columns (0: it does not know); returns a function that reads what was written to it."""
     master, slave = os.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40 if request.param else 0, request.param, 0, 0))
     stream = os.fdopen(slave, "w", encoding="utf-8", buffering=1)
     monkeypatch.setattr("ddpkit.progress.sys", SimpleNamespace(stderr=stream))  # pytest replaces that of sys
 
@@ -72,6 +76,15 @@ def test_a_bar_that_goes_on_where_it_was(terminal):
     assert "6/10" in shown
     assert "8/10" in shown
     assert "loss" not in shown
+
+
+@pytest.mark.parametrize("terminal", [0, 60], indirect=True)
+def test_a_bar_on_a_small_terminal_and_on_one_that_does_not_know_its_size(terminal):
+    with ProgressBar("train", 10) as bar:
+        bar.show(4, loss=0.5, samples=64)
+    lines = re.sub(r"\x1b\[\w+", "", terminal()).replace("\n", "").split("\r")
+    assert "4/10" in lines[-1] or "4/10" in lines[-2]
+    assert max(map(len, lines)) <= 80
 
 
 def test_a_bar_without_a_total(terminal):

@@ -1,0 +1,205 @@
+"""What a process that fails leaves behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+
+import pytest
+import torch.distributed as dist
+
+from ddpkit import failure
+from ddpkit.errors import MainProcessError, RankFailedError
+
+LOST = RuntimeError("[third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1")
+
+
+@pytest.fixture(autouse=True)
+def _as_if_nothing_had_failed(monkeypatch):
+    for name in ("last_words", "failed", "second_hand"):
+        monkeypatch.setattr(failure._Here, name, None if name == "last_words" else False)
+
+
+@pytest.fixture
+def report(tmp_path, monkeypatch):
+    path = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
+    monkeypatch.setenv("RANK", "3")
+    return path
+
+
+@pytest.fixture
+def words():
+    store = dist.HashStore()
+    return [failure.LastWords(store, rank, 3) for rank in range(3)]
+
+
+def raised(error):
+    try:
+        raise error
+    except type(error) as caught:
+        return caught
+
+
+def test_the_report_is_what_torchrun_reads(report):
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+    failure.record_for_launcher(raised(ValueError("two\nlines")))
+    found = ProcessFailure(local_rank=3, pid=1, exitcode=1, error_file=str(report))
+    assert abs(found.timestamp - time.time()) < 5
+    assert found.message["message"] == "ValueError: two\nlines"
+    stack = found.message["extraInfo"]["py_callstack"].splitlines()
+    assert all(line.startswith("[rank3]: ") for line in stack)
+    assert stack[0] == "[rank3]: Traceback (most recent call last):"
+    assert stack[-2:] == ["[rank3]: ValueError: two", "[rank3]: lines"]
+    assert [path.name for path in report.parent.iterdir()] == ["error.json"]
+
+
+def test_a_later_failure_replaces_an_earlier_one(report):
+    failure.record_for_launcher(ValueError("caught by the recipe"))
+    failure.record_for_launcher(TypeError("the end"))
+    assert json.loads(report.read_text())["message"]["message"] == "TypeError: the end"
+
+
+@pytest.mark.parametrize("error", [MainProcessError("rank 0 failed"), LOST], ids=["main", "lost"])
+def test_what_is_second_hand_is_dated_later(report, error):
+    failure.record_for_launcher(error)
+    assert int(json.loads(report.read_text())["message"]["extraInfo"]["timestamp"]) > time.time()
+
+
+def test_a_report_that_cannot_be_written_hides_nothing(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "no" / "such" / "error.json"))
+    failure.record_for_launcher(ValueError("the reason"))
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_first_failure_counts_and_is_told_to_the_others(words):
+    assert words[0].first_failure() is None
+    words[1].tell_failure(KeyError("first"))
+    words[2].tell_failure(ValueError("second"))
+    assert [one.first_failure() for one in words] == [(1, "KeyError: 'first'"), None, (1, "KeyError: 'first'")]
+
+
+def test_a_very_long_reason_is_cut(words):
+    words[1].tell_failure(ValueError("x" * 10**6))
+    assert len(words[0].first_failure().text) < 5000
+
+
+def test_goodbyes(words):
+    words[0].await_goodbyes(0.05)
+    words[2].say_goodbye()
+    assert [one.others_that_left() for one in words] == [[2], [2], []]
+    for one in words[:2]:
+        one.say_goodbye()
+    started = time.monotonic()
+    words[0].await_goodbyes(10.0)
+    assert time.monotonic() - started < 5
+
+
+class GoneStore:
+    """A store whose host has died; counts how often it is asked."""
+
+    asked = 0
+
+    def __getattr__(self, name):
+        GoneStore.asked += 1
+        raise dist.DistNetworkError("Broken pipe")
+
+
+def test_a_store_that_is_gone_is_asked_once():
+    words = failure.LastWords(GoneStore(), 0, 2)
+    assert words.first_failure() is None
+    assert words.store_is_lost
+    asked = GoneStore.asked
+    words.say_goodbye()
+    assert GoneStore.asked == asked
+    words.tell_failure(ValueError())
+    words.await_goodbyes(1.0)
+    assert words.others_that_left() == []
+
+
+def test_a_lost_connection_is_explained(words):
+    failure._Here.last_words = words[0]
+    unknown = failure.explained(LOST)
+    assert isinstance(unknown, RankFailedError)
+    assert "no rank has left a reason" in str(unknown)
+    assert unknown.__cause__ is LOST
+    words[1].say_goodbye()
+    assert "rank 1 came to the end of its script" in str(failure.explained(LOST))
+    words[2].tell_failure(ValueError("boom"))
+    assert str(failure.explained(LOST)) == "rank 2 failed first: ValueError: boom"
+    for own in (ValueError("own"), RuntimeError("shapes"), MainProcessError("Connection closed by peer"), KeyError()):
+        assert failure.explained(own) is own
+
+
+def test_the_notice_passes_an_exception_on(report, words):
+    failure._Here.last_words = words[0]
+    words[2].tell_failure(ValueError("boom"))
+    own = ValueError("own")
+    with pytest.raises(ValueError, match="own") as caught, failure.failure_notice():
+        raise own
+    assert caught.value is own
+    with pytest.raises(RankFailedError, match="rank 2 failed first: ValueError: boom"), failure.failure_notice():
+        raise LOST
+    assert "rank 2 failed first" in report.read_text()
+
+
+def call_hook(error, monkeypatch, words=None):
+    seen = []
+    monkeypatch.setattr(sys, "excepthook", lambda *arguments: seen.append(arguments))
+    failure.watch_uncaught(words)
+    failure.watch_uncaught(words)  # a second time changes nothing
+    sys.excepthook(type(error), error, error.__traceback__)
+    assert len(seen) == 1
+    assert failure.has_failed()
+    return seen[0]
+
+
+def test_the_hook_tells_everybody_and_calls_the_one_before(report, words, monkeypatch):
+    error = raised(ValueError("boom"))
+    kind, shown, trace = call_hook(error, monkeypatch, words[1])
+    assert (kind, shown, trace) == (ValueError, error, error.__traceback__)
+    assert words[0].first_failure() == (1, "ValueError: boom")
+    assert "ValueError: boom" in report.read_text()
+    assert not failure.failed_second_hand()
+
+
+def test_the_hook_shows_second_hand_errors_without_a_traceback(report, words, monkeypatch):
+    words[2].tell_failure(ValueError("boom"))
+    kind, shown, trace = call_hook(raised(LOST), monkeypatch, words[0])
+    assert (kind, str(shown), trace) == (RankFailedError, "rank 2 failed first: ValueError: boom", None)
+    assert failure.failed_second_hand()
+    assert words[1].first_failure().rank == 2
+    stack = json.loads(report.read_text())["message"]["extraInfo"]["py_callstack"]
+    assert stack == "[rank3]: ddpkit.errors.RankFailedError: rank 2 failed first: ValueError: boom"
+
+
+def test_the_hook_shows_ctrl_c_on_one_line(words, monkeypatch):
+    kind, shown, trace = call_hook(raised(KeyboardInterrupt()), monkeypatch, words[0])
+    assert (kind, trace) == (KeyboardInterrupt, None)
+    assert str(shown).startswith("at test_failure.py:")
+    assert str(shown).endswith(" in raised")
+
+
+def test_the_hook_of_a_forked_child_tells_nobody(words, monkeypatch):
+    monkeypatch.setattr(sys, "excepthook", lambda *arguments: None)
+    failure.watch_uncaught(words[0])
+    sys.excepthook.process = os.getpid() + 1  # as if this process were a child of the one that set it
+    sys.excepthook(ValueError, ValueError("in a child"), None)
+    assert words[1].first_failure() is None
+    assert not failure.has_failed()
+
+
+def test_a_hook_below_another_one_is_found(monkeypatch):
+    monkeypatch.setattr(sys, "excepthook", lambda *arguments: None)
+    failure.watch_uncaught()
+
+    class Above:
+        previous = sys.excepthook
+
+    above = Above()
+    monkeypatch.setattr(sys, "excepthook", above)
+    failure.watch_uncaught()
+    assert sys.excepthook is above

@@ -1,0 +1,316 @@
+"""The hooks of a recipe without a Brain around them: one batch, one optimizer step, and what surrounds them."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from ddpkit.errors import BatchError, NonFiniteLossError
+from ddpkit.hooks import Hooks
+from ddpkit.loop import Progress
+from ddpkit.run_opts import RunOptions
+from ddpkit.strategy import SingleDevice
+from ddpkit.types import Stage
+
+
+class Line(Hooks):
+    """y = w x with a squared error; remembers what was called."""
+
+    def __init__(self, scaler=None, **given):
+        self.run_opts = RunOptions.from_dictionary({"device": "cpu", "max_grad_norm": 0, **given}).resolved({})
+        self.modules = nn.ModuleDict({"net": nn.Linear(1, 1, bias=False)})
+        self.modules.net.weight.data.fill_(2.0)
+        self.hparams = SimpleNamespace()
+        self.checkpointer = None
+        self.opt_class = lambda those: torch.optim.SGD(those, lr=0.1)
+        self.optimizers_dict = None
+        self.strategy = SingleDevice()
+        self.progress = Progress(epoch=1, step=1)
+        self.scaler = scaler or torch.amp.GradScaler("cpu", enabled=False)
+        self.training_ctx = self.evaluation_ctx = contextlib.nullcontext()
+        self.rank = 0
+        self.called = []
+
+    @property
+    def weight(self):
+        return self.modules.net.weight.item()
+
+    def compute_forward(self, batch, stage):
+        self.called.append(("forward", stage.name, self.step))
+        return self.modules.net(batch)
+
+    def compute_objectives(self, predictions, batch, stage):
+        return (predictions**2).mean() / 2
+
+    def on_fit_batch_start(self, batch, should_step):
+        self.called.append(("start", should_step))
+
+    def on_fit_batch_end(self, batch, outputs, loss, should_step):
+        self.called.append(("end", loss.requires_grad, should_step, self.weight))
+
+
+def line(**given):
+    made = Line(**given)
+    made.init_optimizers()
+    return made
+
+
+ONE = torch.ones(1, 1)
+
+
+def test_one_batch():
+    brain = line()
+    loss = brain.fit_batch(ONE)
+    assert loss.item() == 2.0
+    assert not loss.requires_grad
+    assert brain.weight == pytest.approx(1.8)
+    assert brain.called == [("start", True), ("forward", "TRAIN", 1), ("end", True, True, pytest.approx(1.8))]
+    assert (brain.step, brain.optimizer_step, brain.nonfinite_count) == (1, 1, 0)
+    assert brain.modules.net.weight.grad is None
+
+
+def test_a_window_of_batches():
+    brain = line()
+    window = brain.progress.window
+    for step, (closes, scale) in enumerate([(False, 0.25), (False, 0.25), (True, 0.5)], 1):
+        brain.step, window.closes, window.scale = step, closes, scale
+        brain.fit_batch(ONE)
+    assert brain.optimizer_step == 1
+    assert brain.weight == pytest.approx(1.8), "the weights of the window add up to one"
+    assert window.pending(3) == 0
+
+
+def test_the_correction_of_a_stream_is_for_losses_that_were_weighed():
+    brain = line()
+    window = brain.progress.window
+    window.scale, window.correction = 0.5, 2.0
+    brain.fit_batch(ONE)
+    assert brain.weight == pytest.approx(1.8)
+    own = line()
+    own.progress.window.correction = 2.0
+    (own.modules.net(ONE) ** 2 / 2).sum().backward()
+    own.optimizers_step()
+    assert own.weight == pytest.approx(1.8), "a fit_batch of the recipe's own has not used the scale"
+
+
+def test_hooks_that_must_be_overridden():
+    class Bare(Hooks):
+        pass
+
+    for call in (lambda: Bare().compute_forward(1, Stage.TRAIN), lambda: Bare().compute_objectives(1, 1, Stage.TRAIN)):
+        with pytest.raises(NotImplementedError, match=r"^Bare must define compute_(forward|objectives)\(self, "):
+            call()
+    bare = Bare()
+    for call in (bare.on_stage_start, bare.on_fit_batch_start):
+        assert call(None, None) is None
+    assert bare.on_stage_end(Stage.VALID, 0.0) is None
+    assert bare.on_fit_batch_end(None, None, None, should_step=True) is None
+
+
+def test_losses_that_cannot_be_used_name_the_recipe():
+    class Wrong(Line):
+        loss = 3.0
+
+        def compute_objectives(self, predictions, batch, stage):
+            return self.loss
+
+    wrong = Wrong()
+    wrong.init_optimizers()
+    with pytest.raises(BatchError, match=r"^Wrong\.compute_objectives returned a float"):
+        wrong.fit_batch(ONE)
+    assert wrong.evaluate_batch(ONE, Stage.VALID) == 3.0
+    Wrong.loss = None
+    with pytest.raises(BatchError, match=r"^Wrong\.compute_objectives returned a NoneType"):
+        wrong.evaluate_batch(ONE, Stage.VALID)
+
+
+def test_evaluation():
+    brain = line()
+    with torch.no_grad():
+        assert brain.evaluate_batch(ONE, Stage.TEST).item() == 2.0
+    assert brain.called == [("forward", "TEST", 1)]
+    assert brain.weight == 2.0
+
+
+# ------------------------------------------------------------------------------------- optimizer steps
+
+
+def test_a_skipped_step_is_counted_and_patience_ends(caplog):
+    brain = line(nonfinite_patience=1)
+    bad = torch.full((1, 1), math.inf)
+    with caplog.at_level(logging.WARNING):
+        brain.fit_batch(bad)
+    assert (brain.weight, brain.optimizer_step, brain.nonfinite_count) == (2.0, 0, 1)
+    assert "step skipped on all ranks" in caplog.text
+    brain.fit_batch(ONE)
+    assert brain.optimizer_step == 1
+    with pytest.raises(NonFiniteLossError, match="2 steps of epoch 1"):
+        brain.fit_batch(bad)
+    assert brain.weight == pytest.approx(1.8)
+
+
+def test_gradients_that_are_not_finite_may_be_left_out(caplog):
+    brain = Line(skip_nonfinite_grads=True)
+    brain.modules["other"] = nn.Linear(1, 1, bias=False)
+    brain.init_optimizers()
+    brain.modules.net.weight.grad = torch.tensor([[math.nan]])
+    brain.modules.other.weight.grad = torch.tensor([[1.0]])
+    before = brain.modules.other.weight.item()
+    with caplog.at_level(logging.WARNING):
+        brain.optimizers_step()
+    assert brain.weight == 2.0
+    assert brain.modules.other.weight.item() == pytest.approx(before - 0.1)
+    assert (brain.optimizer_step, brain.nonfinite_count) == (1, 0)
+    assert "The gradient of net.weight is not finite and is left out of step 1." in caplog.messages
+
+
+def test_the_scaler_looks_for_its_scale_without_being_counted_at_first():
+    """Overflows while the scale comes down are its business; below one it is not the scale that overflows."""
+    brain = line(scaler=torch.amp.GradScaler("cpu", init_scale=4.0), nonfinite_patience=1)
+    bad = torch.full((1, 1), math.inf)
+    for scale, counted in ((2.0, 0), (1.0, 0), (0.5, 1)):
+        brain.fit_batch(bad)
+        assert (brain.scaler.get_scale(), brain.nonfinite_count) == (scale, counted)
+    assert brain.optimizer_step == 0
+    with pytest.raises(NonFiniteLossError):
+        brain.fit_batch(bad)
+    assert brain.weight == 2.0
+
+
+def test_clipping_is_an_option():
+    brain = line(max_grad_norm=0.5)
+    brain.fit_batch(ONE)
+    assert brain.weight == pytest.approx(2.0 - 0.1 * 0.5)
+
+
+def test_without_optimizers_nothing_steps():
+    brain = Line()
+    brain.opt_class = None
+    brain.init_optimizers()
+    brain.fit_batch(ONE)
+    brain.zero_grad()
+    assert (brain.weight, brain.optimizer_step) == (2.0, 0)
+
+
+def test_an_optimizer_set_by_hand_steps():
+    """Some recipes set ``self.optimizer`` and no dict."""
+    brain = Line()
+    brain.optimizer = torch.optim.SGD(brain.modules.parameters(), lr=0.5)
+    brain.fit_batch(ONE)
+    assert brain.weight == pytest.approx(1.0)
+
+
+def test_frozen_optimizers_neither_step_nor_lose_their_gradients():
+    class Freezing(Line):
+        def freeze_optimizers(self, optimizers):
+            return {name: one for name, one in optimizers.items() if name != "other"}
+
+    brain = Freezing()
+    other = nn.Parameter(torch.ones(1))
+    brain.init_optimizers()
+    brain.optimizers_dict["other"] = torch.optim.SGD([other], lr=1.0)
+    other.grad = torch.ones(1)
+    brain.fit_batch(ONE)
+    brain.zero_grad(set_to_none=True)
+    assert other.item() == 1.0
+    assert other.grad.item() == 1.0
+    assert brain.weight == pytest.approx(1.8)
+
+
+def test_zero_grad():
+    brain = line()
+    brain.modules.net.weight.grad = torch.ones(1, 1)
+    brain.zero_grad()
+    assert brain.modules.net.weight.grad.item() == 0.0
+    brain.zero_grad(set_to_none=True)
+    assert brain.modules.net.weight.grad is None
+
+
+def test_init_optimizers_tells_the_checkpointer():
+    told = {}
+    brain = Line(remove_vector_weight_decay=True)
+    brain.checkpointer = SimpleNamespace(add_recoverable=told.__setitem__)
+    brain.init_optimizers()
+    assert told == {"optimizer": brain.optimizer}
+    assert brain.optimizers_dict == {"opt_class": brain.optimizer}
+    assert len(brain.optimizer.param_groups) == 2
+
+
+# ----------------------------------------------------------------------------- a fit_batch of one's own
+
+
+class Classic(Line):
+    """Accumulates as recipes do that were written before: by the step's number and the factor."""
+
+    def fit_batch(self, batch):
+        should_step = self.step % self.grad_accumulation_factor == 0
+        with self.no_sync(not should_step):
+            loss = self.compute_objectives(self.modules.net(batch), batch, Stage.TRAIN)
+            (loss / self.grad_accumulation_factor).backward()
+        if should_step:
+            self.optimizers_step()
+        return loss.detach()
+
+
+@pytest.mark.parametrize(("batches", "updates"), [(4, 2), (5, 3), (1, 1), (0, 0)])
+def test_an_epochs_short_last_window_is_stepped(batches, updates):
+    brain = Classic(grad_accumulation_factor=2)
+    brain.init_optimizers()
+    expected, weight = [], 2.0
+    for step in range(1, batches + 1):
+        brain.step = step
+        brain.fit_batch(ONE)
+        if step % 2 == 0 or step == batches:
+            weight -= 0.1 * weight
+            expected.append(weight)
+    brain.flush_window()
+    assert brain.optimizer_step == updates == len(expected)
+    assert brain.weight == pytest.approx(weight), "with the divisor of the short window"
+    brain.flush_window()
+    assert brain.optimizer_step == updates, "once"
+
+
+def test_nothing_is_flushed_without_gradients():
+    brain = Classic(grad_accumulation_factor=4)
+    brain.init_optimizers()
+    with brain.no_sync():
+        pass
+    brain.flush_window()
+    assert brain.optimizer_step == 0
+    assert brain.progress.window.pending(1) == 0
+
+
+# ----------------------------------------------------------------------------------------- small things
+
+
+def test_update_average():
+    brain = line()
+    average = 0.0
+    for brain.step, loss in enumerate([1.0, torch.tensor(3.0), math.nan, math.inf, 8.0], 1):
+        average = brain.update_average(loss, average)
+    assert average == pytest.approx(2.0 + (8.0 - 2.0) / 5)
+    brain.step = 0
+    assert brain.update_average(5.0, 0.0) == 5.0
+
+
+def test_check_loss_isfinite_says_where(caplog):
+    brain = line()
+    brain.step, brain.rank = 7, 3
+    with caplog.at_level(logging.WARNING):
+        brain.check_loss_isfinite(torch.tensor(1.0))
+        assert caplog.messages == []
+        brain.check_loss_isfinite(torch.tensor(math.inf))
+    assert caplog.messages == ["The loss of step 7 is inf on rank 3."]
+
+
+def test_counters_are_the_progress():
+    brain = line()
+    brain.step, brain.optimizer_step, brain.nonfinite_count = 3, 4, 5
+    assert (brain.progress.step, brain.progress.optimizer_step, brain.progress.nonfinite) == (3, 4, 5)
+    assert Hooks.step.__doc__

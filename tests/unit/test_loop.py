@@ -1,0 +1,551 @@
+"""The loops with a stub for the Brain: windows and their weights, streams, beats, stopping, messages."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+import threading
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ddpkit.control import Beat, BeatReport
+from ddpkit.errors import BatchError, DataError, NonFiniteLossError
+from ddpkit.loop import Feed, Progress, Window, backward, evaluate_epoch, loss_problem, one_number, train_epoch
+from ddpkit.sampler import DealtBatchSampler, PlannedBatchSampler
+from ddpkit.types import Stage
+
+FAST = settings(max_examples=120, deadline=None, derandomize=True, database=None)
+
+
+def drain(feed):
+    """What a feed yields, and the window at each batch: (batch, count, scale, closes, correction)."""
+    window = Window()
+    return [(b, window.count, window.scale, window.closes, window.correction) for b in feed.batches(window)]
+
+
+def windows_of(steps):
+    """Cut steps into windows; each ends where ``closes`` is true."""
+    found, current = [], []
+    for step in steps:
+        current.append(step)
+        if step[3]:
+            found.append(current)
+            current = []
+    assert not current, "the last window is closed"
+    return found
+
+
+# --------------------------------------------------------------------------------- windows, known length
+
+
+@FAST
+@given(
+    size=st.integers(1, 40),
+    batch_size=st.integers(1, 5),
+    world_size=st.integers(1, 4),
+    factor=st.integers(1, 4),
+    drop_last=st.booleans(),
+)
+def test_weights_of_a_window(size, batch_size, world_size, factor, drop_last):
+    """Over the ranks' average, the weights of a window add up to one, each in proportion to its samples."""
+    plans = [PlannedBatchSampler(size, batch_size, rank, world_size, drop_last=drop_last) for rank in range(world_size)]
+    length = len(plans[0])
+    ranks = [drain(Feed(plan, length, plan, factor, world_size)) for plan in plans]
+    assert {len(steps) for steps in ranks} == {length}
+    closes = [[step[3] for step in steps] for steps in ranks]
+    expected_closes = [(number + 1) % factor == 0 or number == length - 1 for number in range(length)]
+    assert closes == [expected_closes] * world_size
+    for together in zip(*map(windows_of, ranks), strict=True):
+        parts = [part for rank in together for part in rank]
+        samples = sum(count for _, count, *_ in parts)
+        assert sum(scale for _, _, scale, *_ in parts) / world_size == pytest.approx(1.0)
+        for batch, count, scale, _, correction in parts:
+            assert scale == count * world_size / samples
+            assert correction == 1.0
+            assert len(batch) == max(count, 1)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 7])
+@pytest.mark.parametrize("batch_size", [1, 3, 7, 49])
+def test_equal_batches_weigh_exactly_one(world_size, batch_size):
+    """So that no loss is multiplied where nothing is to be weighed: the bits are those of the bare loop."""
+    plan = PlannedBatchSampler(batch_size * world_size * 5, batch_size, 0, world_size)
+    assert {scale for _, _, scale, *_ in drain(Feed(plan, 5, plan, 1, world_size))} == {1.0}
+    assert {scale for _, _, scale, *_ in drain(Feed("abcd", 4, factor=4, world_size=world_size))} == {0.25}
+
+
+@FAST
+@given(
+    size=st.integers(1, 30),
+    batch_size=st.integers(1, 4),
+    world_size=st.integers(1, 3),
+    factor=st.integers(1, 3),
+    sizes=st.lists(st.integers(1, 4), min_size=1, max_size=9),
+    dealt=st.booleans(),
+)
+def test_gradients_are_those_of_the_mean_over_all_samples(size, batch_size, world_size, factor, sizes, dealt):
+    """What every rank back-propagates, averaged over the ranks, is the gradient of one big batch."""
+    if dealt:
+        numbers = iter(range(100))
+        batches = [list(itertools.islice(numbers, one)) for one in sizes]
+        plans = [DealtBatchSampler(batches, rank, world_size) for rank in range(world_size)]
+        samples = sum(sizes)
+    else:
+        plans = [PlannedBatchSampler(size, batch_size, rank, world_size) for rank in range(world_size)]
+        samples = size
+    data = torch.linspace(-1, 2, samples, dtype=torch.float64)
+    order = []
+    gradients = []
+    for rank, plan in enumerate(plans):
+        weight = torch.tensor(0.7, dtype=torch.float64, requires_grad=True)
+        mine = []
+        for batch, count, scale, closes, _ in drain(Feed(plan, len(plan), plan, factor, world_size)):
+            loss = (torch.sin(weight * data[batch]) ** 2).mean()
+            (loss * scale).backward()
+            order.append((len(mine), rank, batch[:count]))
+            if closes:
+                mine.append(weight.grad / world_size)
+                weight.grad = None
+        gradients.append(mine)
+    for number, parts in enumerate(zip(*gradients, strict=True)):
+        joined = [index for where, _, batch in order if where == number for index in batch]
+        weight = torch.tensor(0.7, dtype=torch.float64, requires_grad=True)
+        (torch.sin(weight * data[joined]) ** 2).mean().backward()
+        torch.testing.assert_close(sum(parts), weight.grad, rtol=1e-12, atol=1e-14)
+    assert sorted(index for _, _, batch in order for index in batch) == list(range(samples))
+
+
+def test_a_feed_that_goes_on_in_the_midst_of_an_epoch():
+    """The plan's numbers are those of the uninterrupted epoch; the loader has left out what was done."""
+    plan = PlannedBatchSampler(19, 2)
+    whole = drain(Feed(plan, len(plan), plan, factor=4))
+    for start in range(11):
+        plan.skip = start
+        rest = drain(Feed(plan, len(plan), plan, factor=4, start=start))
+        if start % 4 == 0:
+            assert rest == whole[start:]
+        assert [step[3] for step in rest] == [step[3] for step in whole[start:]]
+        for window in windows_of(rest):
+            assert sum(scale for _, _, scale, *_ in window) == pytest.approx(1.0), "also of a window cut in two"
+    assert drain(Feed([], 10, start=12)) == [], "the data has become less"
+
+
+def test_a_shorter_length_than_the_loaders():
+    """As in debugging: the short window at the end is closed, and weighs what it holds."""
+    plan = PlannedBatchSampler(100, 2)
+    steps = drain(Feed(plan, 5, plan, factor=3))
+    assert [batch for batch, *_ in steps] == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9]]
+    assert [closes for _, _, _, closes, _ in steps] == [False, False, True, False, True]
+    assert [scale for _, _, scale, *_ in steps] == pytest.approx([1 / 3] * 3 + [1 / 2] * 2)
+
+
+def test_no_batch_too_many_is_asked_for():
+    asked = []
+
+    def loader():
+        for number in range(10):
+            asked.append(number)
+            yield number
+
+    drain(Feed(loader(), 4))
+    assert asked == [0, 1, 2, 3]
+
+
+# ------------------------------------------------------------------------------- windows, unknown length
+
+
+class Ranks:
+    """Threads that stand for ranks and add up integers."""
+
+    def __init__(self, world_size):
+        self.world_size = world_size
+        self.brought = [0] * world_size
+        self.barrier = threading.Barrier(world_size, timeout=10)
+
+    def agree(self, rank):
+        def add_up(value):
+            self.brought[rank] = value
+            self.barrier.wait()
+            total = sum(self.brought)
+            self.barrier.wait()
+            return total
+
+        return add_up
+
+    def run(self, lengths, factor, start=0):
+        def one(rank):
+            stream = (f"{rank}{number}" for number in range(lengths[rank]))
+            agree = self.agree(rank)
+            return drain(Feed(stream, None, None, factor, self.world_size, start, agree))
+
+        with ThreadPoolExecutor(self.world_size) as pool:
+            return list(pool.map(one, range(self.world_size)))
+
+
+@settings(FAST, max_examples=60)
+@given(lengths=st.lists(st.integers(1, 7), min_size=1, max_size=4), factor=st.integers(1, 3))
+def test_streams_of_different_lengths_end_together(lengths, factor):
+    ranks = Ranks(len(lengths)).run(lengths, factor)
+    longest = max(lengths)
+    for rank, steps in enumerate(ranks):
+        assert [batch for batch, count, *_ in steps if count] == [f"{rank}{n}" for n in range(lengths[rank])]
+        assert [batch for batch, count, *_ in steps if not count] == [f"{rank}{lengths[rank] - 1}"] * (
+            longest - lengths[rank]
+        )
+        assert [closes for _, _, _, closes, _ in steps] == [
+            (number + 1) % factor == 0 or number == longest - 1 for number in range(longest)
+        ]
+    for together in zip(*map(windows_of, ranks), strict=True):
+        parts = [part for rank in together for part in rank]
+        present = sum(count for _, count, *_ in parts)
+        correction = together[0][-1][4]
+        assert {rank[-1][4] for rank in together} == {correction}, "every rank corrects alike"
+        for _, count, scale, *_ in parts:
+            assert scale * correction / len(lengths) == pytest.approx(count / present), "each batch weighs alike"
+
+
+def test_a_stream_of_equal_lengths_needs_no_correction():
+    for steps in Ranks(2).run([4, 4], 2):
+        assert [scale for _, _, scale, *_ in steps] == [0.5] * 4
+        assert [correction for *_, closes, correction in steps if closes] == [1.0, 1.0]
+
+
+def test_a_short_last_window_of_a_stream():
+    assert [step[1:] for step in drain(Feed(iter("abc"), None, factor=2))] == [
+        (1, 0.5, False, 1.0),
+        (1, 0.5, True, 1.0),
+        (1, 0.5, True, 2.0),
+    ]
+
+
+def test_the_correction_of_a_stream_does_not_outlive_it():
+    window = Window()
+    assert len(list(Feed(iter("abc"), None, factor=2).batches(window))) == 3
+    assert window.correction == 2.0
+    assert len(list(Feed("ab", 2, factor=2).batches(window))) == 2
+    assert window.correction == 1.0
+
+
+@pytest.mark.parametrize("lengths", [[0], [0, 0], [0, 3], [2, 1, 0]])
+def test_streams_with_nothing_for_a_rank(lengths):
+    """All ranks say so, none is left waiting."""
+    present = sum(map(bool, lengths))
+    with pytest.raises(DataError, match=rf"gives a first batch to {present} of {len(lengths)} rank\(s\) only"):
+        Ranks(len(lengths)).run(lengths, 1)
+
+
+def test_a_stream_goes_on_by_leaving_out_what_was_done():
+    whole = Ranks(2).run([5, 3], 2)
+    for start in (2, 4):
+        assert Ranks(2).run([5, 3], 2, start=start) == [steps[start:] for steps in whole]
+    assert Ranks(2).run([5, 3], 2, start=5) == [[], []]
+    assert Ranks(2).run([5, 3], 2, start=9) == [[], []]
+
+
+# -------------------------------------------------------------------------------------------- training
+
+
+class Host:
+    """Stands for the Brain: remembers what it was asked to do, and steps where a window closes."""
+
+    def __init__(self, **progress):
+        self.progress = Progress(**progress)
+        self.seen = []
+
+    def fit_batch(self, batch):
+        progress, window = self.progress, self.progress.window
+        self.seen.append((batch, progress.step, window.closes))
+        progress.optimizer_step += window.closes
+        return torch.tensor(float(batch))
+
+    def evaluate_batch(self, batch, stage):
+        assert not torch.is_grad_enabled()
+        self.seen.append((batch, self.progress.step, stage))
+        return float(batch)
+
+
+class Beats:
+    """A beat at given distances, which remembers."""
+
+    def __init__(self, apart=3):
+        self.apart = apart
+        self.due = 1
+        self.started = []
+        self.calls = []
+
+    def start(self, step):
+        self.started.append(step)
+        self.due = step + 1
+
+    def __call__(self, step, loss_sum, samples, main_seconds):
+        self.calls.append((step, loss_sum, samples, main_seconds))
+        self.due = step + self.apart
+        return BeatReport(step, loss_sum / samples, int(samples), main_seconds)
+
+
+def run(host, feed, stop_at=math.inf, beat=None, **options):
+    beat = beat or Beats()
+    reports = []
+    train_epoch(host, feed, beat, reports.append, stop_at, **options)
+    return beat, reports
+
+
+def test_an_epoch():
+    host, windows = Host(), []
+    beat, reports = run(
+        host,
+        Feed(range(10), 10, factor=2),
+        on_window=lambda: windows.append(host.progress.step),
+        main_seconds=lambda: 7.5,
+    )
+    assert [(batch, step) for batch, step, _ in host.seen] == [(number, number + 1) for number in range(10)]
+    assert host.progress.step == 10
+    assert host.progress.optimizer_step == 5
+    assert windows == [2, 4, 6, 8, 10]
+    assert beat.started == [0]
+    assert [call[0] for call in beat.calls] == [2, 6, 10], "beats wait for the end of a window"
+    assert beat.calls[0] == (2, 1.0, 2.0, 7.5)
+    assert reports[-1] == BeatReport(10, 4.5, 10, 7.5)
+    assert host.progress.meter.sums() == (45.0, 10.0, 0)
+
+
+def test_losses_weigh_by_samples_and_fillers_weigh_nothing():
+    plan = PlannedBatchSampler(5, 2, 1, 2)
+    host = Host()
+    run(host, Feed([4.0, 100.0], 2, plan, world_size=2))
+    assert host.progress.meter.sums() == (8.0, 2.0, 0)
+
+
+@pytest.mark.parametrize("stop_at", [0, 1, 3, 5, 99])
+@pytest.mark.parametrize("length", [10, None])
+def test_stopping_after_a_number_of_optimizer_steps(stop_at, length):
+    host = Host()
+    fetched = []
+    loader = (fetched.append(number) or number for number in range(10))
+    run(host, Feed(loader, length, factor=2), stop_at=stop_at)
+    assert host.progress.optimizer_step == min(stop_at, 5)
+    assert host.progress.step == min(2 * stop_at, 10)
+    if length is not None:
+        assert len(fetched) == host.progress.step, "no batch is fetched that is not used"
+
+
+def test_a_limit_that_was_reached_before():
+    host = Host(optimizer_step=7)
+    run(host, Feed(range(4), 4), stop_at=7)
+    assert host.seen == []
+
+
+def test_an_epoch_that_goes_on():
+    host = Host(step=6, optimizer_step=3)
+    beat, _ = run(host, Feed(range(6, 10), 10, factor=2, start=6))
+    assert beat.started == [6]
+    assert [step for _, step, _ in host.seen] == [7, 8, 9, 10]
+    assert [call[0] for call in beat.calls] == [8]
+    assert host.progress.optimizer_step == 5
+
+
+def test_what_the_loop_itself_does_per_step(monkeypatch):
+    """Between beats it asks nobody anything, and does not read a loss."""
+    from ddpkit.metrics import LossMeter
+
+    reads = []
+    real = LossMeter.sums
+    monkeypatch.setattr(LossMeter, "sums", lambda meter: reads.append(1) or real(meter))
+    host = Host()
+    beat, _ = run(host, Feed(range(200), 200), beat=Beats(apart=100))
+    assert len(beat.calls) == len(reads) == 2
+
+
+def test_a_failing_host_leaves_the_position():
+    class Failing(Host):
+        def fit_batch(self, batch):
+            if batch == 3:
+                raise KeyError("lost")
+            return super().fit_batch(batch)
+
+    host = Failing()
+    with pytest.raises(KeyError):
+        run(host, Feed(range(10), 10))
+    assert host.progress.step == 4, "the batch that failed"
+
+
+def test_losses_of_overridden_hooks():
+    """What an overridden ``fit_batch`` returns is kept for a while: not its graph, and nothing but a number."""
+    attached = torch.ones(1, requires_grad=True) * 2
+
+    class Overridden(Host):
+        loss: object = attached
+
+        def fit_batch(self, batch):
+            return self.loss
+
+        def evaluate_batch(self, batch, stage):
+            return self.loss
+
+    host = Overridden()
+    run(host, Feed(range(2), 2), beat=Beats(apart=100))
+    assert not any(loss.requires_grad for loss in host.progress.meter._losses)
+    assert host.progress.meter.sums() == (4.0, 2.0, 0)
+    for loss, match in (
+        (None, "a NoneType, not a tensor"),
+        (torch.ones(3), r"a tensor of shape \(3,\), not one number"),
+    ):
+        Overridden.loss = loss
+        with pytest.raises(BatchError, match=rf"^Overridden\.fit_batch returned {match}"):
+            run(Overridden(), Feed(range(2), 2))
+        with pytest.raises(BatchError, match=rf"^Overridden\.evaluate_batch returned {match}"):
+            evaluate_epoch(Overridden(), range(2), Stage.TEST, Bar(), beat=Beats())
+
+
+# ------------------------------------------------------------------------------------------ evaluation
+
+
+class Bar:
+    def __init__(self):
+        self.shown = []
+
+    def show(self, *numbers):
+        self.shown.append(numbers)
+
+
+def test_evaluation():
+    host, bar = Host(), Bar()
+    evaluate_epoch(host, range(8), Stage.VALID, bar, beat=Beats(apart=5))
+    assert [(batch, step) for batch, step, _ in host.seen] == [(number, number + 1) for number in range(8)]
+    assert {stage for *_, stage in host.seen} == {Stage.VALID}
+    assert host.progress.meter.sums() == (28.0, 8.0, 0)
+    assert bar.shown == [(1, 0.0, 1), (6, 2.5, 6)]
+    assert torch.is_grad_enabled()
+
+
+def test_evaluation_weighs_by_samples_and_stops_at_a_limit():
+    plan = PlannedBatchSampler(5, 2)
+    host = Host()
+    evaluate_epoch(host, [1.0, 2.0, 9.0], Stage.TEST, Bar(), counts=plan, beat=Beat(list, 1, is_main=True))
+    assert host.progress.meter.sums() == (2 + 4 + 9, 5.0, 0)
+    host = Host()
+    evaluate_epoch(host, itertools.count(), Stage.TEST, Bar(), limit=3, beat=Beat(list, 1, is_main=True))
+    assert host.progress.step == 3
+
+
+# ------------------------------------------------------------------------------------- windows, progress
+
+
+def test_what_waits_for_a_step():
+    window = Window()
+    assert window.pending(1) == 0
+    for step in (1, 2, 2, 3):
+        window.defer(step)
+    assert (window.pending(3), window.pending(4), window.pending(2)) == (3, 0, 0)
+    window.multiplier = 2.0
+    assert window.stepped() == 2.0
+    assert (window.pending(3), window.multiplier) == (0, 1.0)
+    window.defer(4)
+    assert window.pending(4) == 1
+    window.defer(9)
+    assert window.pending(9) == 1, "what was not in a row is not of this window"
+
+
+def test_progress_starts_anew():
+    progress = Progress(epoch=2, step=5, optimizer_step=9)
+    progress.meter.append(1.0, 1)
+    progress.window.defer(5)
+    progress.restart()
+    assert (progress.step, progress.optimizer_step, progress.meter.sums()) == (0, 9, (0.0, 0.0, 0))
+    assert progress.window == Window()
+
+
+def test_skipped_steps_are_counted_until_patience_ends(caplog):
+    progress = Progress(epoch=3, step=12, optimizer_step=40)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            progress.count_skipped(math.nan, patience=2)
+    where = "epoch 3, batch 12, after optimizer step 40"
+    assert caplog.messages == [f"The gradients are not finite (norm=nan); step skipped on all ranks: {where}."] * 2
+    with pytest.raises(
+        NonFiniteLossError, match=r"^3 steps of epoch 3 had gradients .*norm=inf; the last in epoch 3, ba"
+    ):
+        progress.count_skipped(math.inf, patience=2)
+    with pytest.raises(ValueError, match=r"nonfinite_patience=0\. All were skipped"):
+        Progress().count_skipped(math.nan, patience=0)
+
+
+# -------------------------------------------------------------------------------------------- messages
+
+
+class Recipe:
+    pass
+
+
+NO_SCALER = torch.amp.GradScaler("cpu", enabled=False)
+BAD_LOSSES = [
+    (3.0, r"returned a float, not a tensor: return the loss itself, without \.item\(\)"),
+    (None, "returned a NoneType, not a tensor"),
+    ({"loss": torch.ones(())}, "returned a dict, not a tensor"),
+    ([torch.ones(())], "returned a list, not a tensor"),
+    ("text", "returned a str, not a tensor"),
+    (torch.ones(2, 3, requires_grad=True), r"returned a tensor of shape \(2, 3\), not one number: return its mean"),
+    (torch.ones(0, requires_grad=True), r"returned a tensor of shape \(0,\), not one number"),
+    (torch.ones(()), "returned a loss that does not require a gradient: it does not depend on a trainable parameter"),
+]
+
+
+@pytest.mark.parametrize("scaler", [NO_SCALER, torch.amp.GradScaler("cpu")], ids=["plain", "scaled"])
+@pytest.mark.parametrize("scale", [1.0, 0.5])
+@pytest.mark.parametrize(("loss", "match"), BAD_LOSSES)
+def test_losses_that_cannot_be_trained_on(loss, match, scale, scaler):
+    with pytest.raises(BatchError, match=rf"^Recipe\.compute_objectives {match}") as raised:
+        backward(loss, scale, scaler, Recipe())
+    assert isinstance(raised.value, TypeError)
+    assert raised.value.__cause__ is not None
+
+
+def test_an_error_that_is_not_the_losss_stays_itself():
+    class Broken(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, gradient):
+            raise RuntimeError("CUDA out of memory")
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        backward(Broken.apply(torch.ones((), requires_grad=True)), 1.0, NO_SCALER, Recipe())
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
+def test_backward(shape):
+    for scale, expected in ((1.0, 3.0), (0.25, 0.75), (0.0, 0.0)):
+        weight = torch.ones(shape, requires_grad=True)
+        backward(3 * weight, scale, NO_SCALER, Recipe())
+        assert weight.grad.item() == expected
+    weight = torch.ones(shape, requires_grad=True)
+    backward(3 * weight, 0.5, torch.amp.GradScaler("cpu", init_scale=8.0), Recipe())
+    assert weight.grad.item() == 12.0
+
+
+def test_losses_of_an_evaluation():
+    loss = one_number(torch.ones(1, requires_grad=True), Recipe())
+    assert not loss.requires_grad
+    assert one_number(2, None) == 2.0
+    assert one_number(1.5, None) == 1.5
+    for bad, match in (
+        (None, "returned a NoneType"),
+        (torch.ones(2), r"a tensor of shape \(2,\), not one number"),
+        ([1.0], "returned a list"),
+    ):
+        with pytest.raises(BatchError, match=rf"^Recipe\.compute_objectives .*{match}|{match}"):
+            one_number(bad, Recipe())
+    assert loss_problem(torch.ones((), requires_grad=True)) is None
+
+
+def test_every_bad_loss_has_a_problem():
+    problems = Counter(loss_problem(loss) for loss, _ in BAD_LOSSES)
+    assert None not in problems

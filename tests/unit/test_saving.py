@@ -1,0 +1,199 @@
+"""What a checkpoint holds of the Brain, what comes back of it, and when one is made in the midst of an epoch."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import math
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from ddpkit.checkpoints import Checkpointer
+from ddpkit.loop import Progress
+from ddpkit.plain_yaml import load_plain_yaml
+from ddpkit.run_opts import RunOptions
+from ddpkit.saving import INTRA_EPOCH_KEY, Saving
+
+
+class Brain(Saving):
+    def __init__(self, checkpointer=None, scaler=None, **given):
+        self.run_opts = RunOptions.from_dictionary({"device": "cpu", **given}).resolved({})
+        self.modules = nn.ModuleDict()
+        self.checkpointer = checkpointer
+        self.progress = Progress()
+        self.scaler = scaler or torch.amp.GradScaler("cpu", enabled=False)
+        self.avg_train_loss = 0.0
+        self.rank = 0
+        self._fitting = True
+        if checkpointer is not None:
+            self.register_with(checkpointer)
+
+
+def in_epoch(brain, step=5, optimizer_step=20, losses=((2.0, 3), (4.0, 1))):
+    brain.step, brain.optimizer_step, brain.avg_train_loss = step, optimizer_step, 2.25
+    for loss, count in losses:
+        brain.progress.meter.append(loss, count)
+    return brain
+
+
+def test_the_midst_of_an_epoch_comes_back(tmp_path):
+    in_epoch(Brain())._save(tmp_path / "brain.ckpt")
+    assert load_plain_yaml((tmp_path / "brain.ckpt").read_text()) == {
+        "step": 5,
+        "avg_train_loss": 2.25,
+        "optimizer_step": 20,
+        "loss_sum": 10.0,
+        "samples": 4.0,
+    }
+    brain = Brain()
+    brain._recover(tmp_path / "brain.ckpt", end_of_epoch=False)
+    assert (brain.step, brain.optimizer_step, brain.avg_train_loss) == (5, 20, 2.25)
+    assert brain.progress.meter.sums() == (10.0, 4.0, 0)
+
+
+def test_of_the_end_of_an_epoch_only_the_updates_come_back(tmp_path):
+    in_epoch(Brain())._save(tmp_path / "brain.ckpt")
+    brain = Brain()
+    brain._recover(tmp_path / "brain.ckpt", end_of_epoch=True)
+    assert (brain.step, brain.optimizer_step, brain.avg_train_loss) == (0, 20, 0.0)
+    assert brain.progress.meter.sums() == (0.0, 0.0, 0)
+
+
+def test_outside_of_fit_nothing_comes_back(tmp_path):
+    """Recovering the best model for a test must not move the training that goes on afterwards."""
+    in_epoch(Brain())._save(tmp_path / "brain.ckpt")
+    brain = in_epoch(Brain(), step=9, optimizer_step=99)
+    brain._fitting = False
+    for end_of_epoch in (False, True):
+        brain._recover(tmp_path / "brain.ckpt", end_of_epoch=end_of_epoch)
+        assert (brain.step, brain.optimizer_step) == (9, 99)
+
+
+def test_the_sums_of_all_ranks_come_back_once(tmp_path):
+    """They are the sums over all ranks: every rank but one begins with nothing."""
+    in_epoch(Brain())._save(tmp_path / "brain.ckpt")
+    brain = Brain()
+    brain.rank = 1
+    brain._recover(tmp_path / "brain.ckpt", end_of_epoch=False)
+    assert brain.step == 5
+    assert brain.progress.meter.sums() == (0.0, 0.0, 0)
+
+
+def test_checkpoints_of_others(tmp_path):
+    """SpeechBrain's hold no sums, and the oldest no updates."""
+    path = tmp_path / "brain.ckpt"
+    path.write_text("avg_train_loss: 1.5\noptimizer_step: 7\nstep: 4\n")
+    brain = Brain()
+    brain._recover(path, end_of_epoch=False)
+    assert (brain.step, brain.optimizer_step) == (4, 7)
+    loss_sum, samples, _ = brain.progress.meter.sums()
+    assert loss_sum / samples == 1.5
+    path.write_text("avg_train_loss: 1.5\nstep: 4\n")
+    brain = Brain()
+    brain._recover(path, end_of_epoch=False)
+    assert brain.optimizer_step == 4
+
+
+def test_a_mean_that_is_not_a_number(tmp_path):
+    brain = in_epoch(Brain(), losses=[(math.nan, 2)])
+    brain.avg_train_loss = math.nan
+    brain._save(tmp_path / "brain.ckpt")
+    again = Brain()
+    again._recover(tmp_path / "brain.ckpt", end_of_epoch=False)
+    assert math.isnan(again.avg_train_loss)
+
+
+# ------------------------------------------------------------------------------- in the midst of an epoch
+
+
+@pytest.mark.parametrize(
+    ("options", "seconds", "steps", "due"),
+    [
+        ({}, 1e9, 10**9, False),
+        ({"ckpt_interval_minutes": 2}, 119.9, 0, False),
+        ({"ckpt_interval_minutes": 2}, 120.0, 0, True),
+        ({"ckpt_interval_minutes": 0.5}, 31, 0, True),
+        ({"ckpt_interval_minutes": -1}, 1e9, 0, False),
+        ({"ckpt_interval_steps": 10}, 1e9, 9, False),
+        ({"ckpt_interval_steps": 10}, 0, 10, True),
+        ({"ckpt_interval_steps": -1}, 0, 10, False),
+        ({"ckpt_interval_minutes": 2}, 0.0, 10**9, False),
+    ],
+)
+def test_when_it_is_time(options, seconds, steps, due):
+    brain = Brain(**options)
+    assert brain._should_save_intra_epoch_ckpt(seconds, steps) is due
+    assert brain.save_intra_epoch(seconds, steps) is due, "without a checkpointer nothing is saved, but it was time"
+
+
+def test_only_the_newest_is_kept_and_others_are_left_alone(tmp_path):
+    checkpointer = Checkpointer(tmp_path)
+    brain = in_epoch(Brain(checkpointer, ckpt_interval_steps=2))
+    kept = checkpointer.save_checkpoint(name="mine")
+    for step in (2, 4, 6):
+        brain.step = step
+        assert brain.save_intra_epoch(0.0, 2)
+    found = {checkpoint.path: checkpoint.meta for checkpoint in checkpointer.list_checkpoints()}
+    assert len(found) == 2
+    assert kept.path in found
+    (meta,) = (meta for path, meta in found.items() if path != kept.path)
+    assert meta[INTRA_EPOCH_KEY] is True
+    assert meta["end-of-epoch"] is False
+    again = Checkpointer(tmp_path)
+    fresh = Brain(again)
+    again.recover_if_possible()
+    assert fresh.step == 6
+    assert fresh.progress.meter.sums() == (10.0, 4.0, 0)
+
+
+def test_an_overridden_save_is_used(tmp_path):
+    class Own(Brain):
+        def _save(self, path):
+            Path(path).write_text("step: 77\navg_train_loss: 0.0\n")
+
+    checkpointer = Checkpointer(tmp_path)
+    Own(checkpointer)
+    checkpointer.save_checkpoint()
+    again = Checkpointer(tmp_path)
+    fresh = Brain(again)
+    again.recover_if_possible()
+    assert fresh.optimizer_step == 77
+
+
+# ---------------------------------------------------------------------------------------- registering
+
+
+def test_what_is_registered(tmp_path):
+    checkpointer = Checkpointer(tmp_path)
+    brain = Brain(checkpointer)
+    assert checkpointer.recoverables == {"brain": brain}
+    scaler = torch.amp.GradScaler("cpu")
+    checkpointer = Checkpointer(tmp_path)
+    Brain(checkpointer, scaler=scaler)
+    assert checkpointer.recoverables["scaler"] is scaler
+    assert checkpointer.optional_recoverables["scaler"]
+
+
+def test_debugging_writes_elsewhere_and_leaves_nothing(tmp_path):
+    checkpointer = Checkpointer(tmp_path)
+    brain = Brain(checkpointer, debug=True)
+    folder = Path(checkpointer.checkpoints_dir)
+    assert folder != tmp_path
+    assert folder.is_dir()
+    checkpointer.save_checkpoint()
+    assert list(tmp_path.iterdir()) == []
+    del brain, checkpointer
+    gc.collect()
+    assert not folder.exists()
+
+
+def test_debugging_persistently_writes_where_it_was_told(tmp_path):
+    checkpointer = Checkpointer(tmp_path)
+    Brain(checkpointer, debug=True, debug_persistently=True)
+    assert Path(checkpointer.checkpoints_dir) == tmp_path
+    with contextlib.suppress(AttributeError):
+        Brain(SimpleNamespace(add_recoverable=lambda *args, **kwargs: None), debug=True)

@@ -1,0 +1,339 @@
+"""One stage with a stub for the Brain: what a loop is fed, what it reports, when it saves."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.data.distributed import DistributedSampler
+
+from ddpkit import stages
+from ddpkit.dataloader import LoopedLoader, Sharding, make_dataloader, shard
+from ddpkit.loop import Progress
+from ddpkit.run_opts import RunOptions
+from ddpkit.stages import counts_of, length_of, run_evaluation, run_training, set_epoch
+from ddpkit.train_logger import set_run_log
+from ddpkit.types import Stage
+
+
+class Stream(IterableDataset):
+    def __init__(self, size=4):
+        self.size = size
+        self.epochs = []
+
+    def set_epoch(self, epoch):
+        self.epochs.append(epoch)
+
+    def __iter__(self):
+        return iter(range(self.size))
+
+
+def flat(batches):
+    return list(itertools.chain.from_iterable(batches))
+
+
+def options(**given):
+    return RunOptions.from_dictionary({"device": "cpu", "noprogressbar": True, **given}).resolved({})
+
+
+class Host:
+    """Stands for the Brain: the loss of a batch is its mean."""
+
+    def __init__(self, **given):
+        self.run_opts = options(**given)
+        self.progress = Progress()
+        self.avg_train_loss = 0.0
+        self.profiler = None
+        self.batches, self.asked, self.flushed = [], [], 0
+        self.due = lambda seconds, steps: False
+
+    def fit_batch(self, batch):
+        self.batches.append(torch.as_tensor(batch).flatten().tolist())
+        self.progress.optimizer_step += self.progress.window.closes
+        return torch.as_tensor(batch, dtype=torch.float64).mean()
+
+    def evaluate_batch(self, batch, stage):
+        return torch.as_tensor(batch, dtype=torch.float64).mean()
+
+    def save_intra_epoch(self, seconds, steps):
+        due = self.due(seconds, steps)
+        self.asked.append((self.progress.step, steps, due))
+        return due
+
+    def flush_window(self):
+        self.flushed += 1
+
+
+def train(host, loader, epoch=1):
+    return run_training(host, loader, epoch, enable_bar=False)
+
+
+# ----------------------------------------------------------------------------------- looking at loaders
+
+
+def test_counts_of():
+    planned = shard(range(5), Sharding(), batch_size=2)
+    assert counts_of(planned) is planned.batch_sampler
+    dealt = shard(range(5), Sharding(), batch_sampler=[[0, 1], [2]])
+    assert counts_of(dealt) is dealt.batch_sampler
+    whole = shard(range(5), Sharding(1, 2), batch_size=None)
+    assert [counts_of(whole).count(batch) for batch in range(3)] == [1, 1, 0]
+    looped = LoopedLoader(planned, 4)
+    assert counts_of(looped) is looped
+    sampler = DistributedSampler(range(4), num_replicas=2, rank=0)
+    for loader in (
+        [1, 2],
+        DataLoader(range(4)),
+        DataLoader(Stream()),
+        LoopedLoader([1], 3),
+        shard(range(4), Sharding(0, 2), sampler=sampler),
+    ):
+        assert counts_of(loader) is None
+
+
+def test_length_of():
+    assert length_of(shard(range(5), Sharding(0, 2), batch_size=2)) == 2
+    assert length_of(shard(range(5), Sharding(0, 2), batch_size=None)) == 3
+    assert length_of(LoopedLoader(DataLoader(Stream()), 7)) == 7
+    assert length_of(DataLoader(range(5), 2)) == 3
+    assert length_of([1, 2]) == 2
+    assert length_of(DataLoader(Stream())) is None
+    assert length_of(shard(Stream(), Sharding(0, 2))) is None
+    assert length_of(iter([1])) is None
+
+
+def test_set_epoch_reaches_everything_inside():
+    for loader in (DataLoader(Stream()), shard(Stream(), Sharding(0, 2)), shard(Stream(), Sharding())):
+        set_epoch(loader, 4)
+        stream = getattr(loader.dataset, "dataset", loader.dataset)
+        assert stream.epochs == [4]
+    sampler = DistributedSampler(range(4), num_replicas=2, rank=0)
+    for loader in (
+        DataLoader(range(4), sampler=sampler),
+        DataLoader(range(4), batch_sampler=BatchSampler(sampler, 2, drop_last=False)),
+        shard(range(4), Sharding(), sampler=sampler),
+    ):
+        sampler.set_epoch(0)
+        set_epoch(loader, 6)
+        assert sampler.epoch == 6
+    told = []
+    own = SimpleNamespace(set_epoch=told.append)
+    set_epoch(own, 2)
+    assert told == [2]
+
+
+# -------------------------------------------------------------------------------------------- training
+
+
+def test_an_epoch_of_training():
+    host = Host(grad_accumulation_factor=2)
+    loader = shard(range(7), Sharding(), batch_size=2, shuffle=True)
+    mean = train(host, loader, epoch=3)
+    assert mean == pytest.approx(3.0), "over samples, not over batches"
+    assert sorted(flat(host.batches)) == list(range(7))
+    assert (host.progress.step, host.progress.optimizer_step, host.flushed) == (4, 2, 1)
+    again = shard(range(7), Sharding(), batch_size=2, shuffle=True)
+    again.set_epoch(3)
+    assert [batch.tolist() for batch in again] == host.batches, "the epoch's own order"
+
+
+RESUMABLE = {
+    "planned": lambda: shard(range(12), Sharding(), batch_size=2, shuffle=True),
+    "dealt": lambda: shard(range(12), Sharding(), batch_sampler=[[n, n + 1] for n in range(0, 12, 2)]),
+    "whole": lambda: shard([[n, n + 1] for n in range(6)], Sharding(), batch_size=None),
+    "list": lambda: [[n, n + 1] for n in range(6)],
+    "divided": lambda: DataLoader(
+        range(24), 2, sampler=DistributedSampler(range(24), num_replicas=2, rank=0, shuffle=True)
+    ),
+    "stream": lambda: DataLoader(Stream(12), 2),
+}
+
+
+@pytest.mark.parametrize("kind", RESUMABLE)
+@pytest.mark.parametrize("start", [2, 4, 6])
+def test_an_epoch_goes_on_where_it_was(kind, start):
+    """Law 2 for every kind of loader, whether it can skip by itself or not."""
+    whole, rest = Host(grad_accumulation_factor=2), Host(grad_accumulation_factor=2)
+    train(whole, RESUMABLE[kind](), epoch=2)
+    assert len(whole.batches) == 6
+    rest.progress.step, rest.progress.optimizer_step = start, start // 2
+    train(rest, RESUMABLE[kind](), epoch=2)
+    assert rest.batches == whole.batches[start:]
+    assert (rest.progress.step, rest.progress.optimizer_step) == (6, 3)
+
+
+def test_a_looped_loader_goes_on_by_itself(tmp_path):
+    def make():
+        return make_dataloader(range(10), looped_nominal_epoch=4, batch_size=2, shuffle=True)
+
+    whole, loader = Host(), make()
+    for epoch in (1, 2, 3):
+        whole.progress.step = 0
+        train(whole, loader, epoch)
+    assert [len(host.batches) for host in [whole]] == [12]
+    for stop in (2, 6, 8, 11):
+        first, loader = Host(), make()
+        for epoch in range(1, 1 + -(-stop // 4)):
+            first.progress.step = 0
+            left = min(4, stop - 4 * (epoch - 1))
+            first.run_opts = options(optimizer_step_limit=first.progress.optimizer_step + left)
+            train(first, loader, epoch)
+        loader.save(tmp_path / "looped.ckpt")
+        second, again = Host(), make()
+        again.load(tmp_path / "looped.ckpt", end_of_epoch=False)
+        second.progress.step = first.progress.step
+        for epoch in range(-(-stop // 4), 4):
+            train(second, again, epoch)
+            second.progress.step = 0
+        assert first.batches + second.batches == whole.batches, stop
+
+
+def test_a_limit_on_optimizer_steps():
+    host = Host(optimizer_step_limit=3)
+    train(host, shard(range(20), Sharding(), batch_size=2))
+    assert host.progress.optimizer_step == 3
+
+
+@pytest.mark.parametrize("make", [RESUMABLE["planned"], RESUMABLE["stream"], RESUMABLE["list"], lambda: [[1]] * 2])
+def test_debugging_takes_few_batches(make):
+    host = Host(debug=True, debug_batches=2)
+    train(host, make())
+    assert len(host.batches) == 2
+    assert run_evaluation(host, make(), Stage.VALID, 1, enable_bar=False) >= 0
+
+
+def test_a_profiler_is_told_of_every_step():
+    host = Host()
+    host.profiler = SimpleNamespace(steps=0)
+    host.profiler.step = lambda: setattr(host.profiler, "steps", host.profiler.steps + 1)
+    train(host, shard(range(6), Sharding(), batch_size=2))
+    assert host.profiler.steps >= 2
+
+
+def test_a_loss_that_is_not_finite_is_left_out_and_told(caplog):
+    host = Host()
+    with caplog.at_level(logging.WARNING):
+        mean = train(host, [[1.0], [math.nan], [3.0], [math.inf]])
+    assert mean == 2.0
+    assert "TRAIN: 2 batches had a loss that is not finite; they are left out of the mean." in caplog.messages
+
+
+# ------------------------------------------------------------------------------------ saving in between
+
+
+def test_saves_by_steps_wait_for_the_end_of_a_window():
+    host = Host(ckpt_interval_steps=3, grad_accumulation_factor=2)
+    host.due = lambda seconds, steps: steps >= 3
+    train(host, shard(range(24), Sharding(), batch_size=2))
+    saved = [step for step, _, due in host.asked if due]
+    assert saved == [4, 8, 12]
+    assert [steps for _, steps, due in host.asked if due] == [4, 4, 4]
+
+
+def test_no_save_while_gradients_wait():
+    """An overridden ``fit_batch`` steps when it likes: what it has accumulated is in no checkpoint."""
+
+    class Own(Host):
+        def fit_batch(self, batch):
+            step = self.progress.step
+            if step % 3:
+                self.progress.window.defer(step)
+            else:
+                self.progress.window.stepped()
+            return super().fit_batch(batch)
+
+    host = Own(ckpt_interval_steps=1)
+    host.due = lambda seconds, steps: steps >= 1
+    train(host, shard(range(12), Sharding()))
+    assert [step for step, _, due in host.asked if due] == [3, 6, 9, 12]
+
+
+def test_saves_by_minutes_follow_the_main_process(monkeypatch):
+    now = [1000.0]
+    monkeypatch.setattr(stages, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr("ddpkit.control.time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    class Slow(Host):
+        def fit_batch(self, batch):
+            now[0] += 10.0
+            return super().fit_batch(batch)
+
+    host = Slow(ckpt_interval_minutes=0.5)
+    host.due = lambda seconds, steps: seconds >= 30
+    train(host, shard(range(10), Sharding()))
+    assert [step for step, _, due in host.asked if due] == [3, 6, 9]
+    host = Slow()
+    train(host, shard(range(3), Sharding()))
+    assert all(steps == 0 for _, steps, _ in host.asked), "steps are not counted where no interval is given in steps"
+
+
+# ------------------------------------------------------------------------------------------ evaluation
+
+
+def test_evaluation():
+    host = Host()
+    host.progress.meter.append(100.0, 5)
+    assert run_evaluation(host, shard(range(5), Sharding(), batch_size=2), Stage.VALID, 1, enable_bar=False) == 2.0
+    assert host.progress.step == 3
+    assert math.isnan(run_evaluation(Host(), [], Stage.TEST, None, enable_bar=False))
+
+
+def test_stages_are_written_to_the_log_of_the_run(tmp_path):
+    set_run_log(tmp_path / "run.jsonl")
+    try:
+        host = Host()
+        train(host, shard(range(4), Sharding(), batch_size=2), epoch=5)
+        run_evaluation(host, [[8.0]], Stage.TEST, None, enable_bar=False)
+    finally:
+        set_run_log(None)
+    events = [json.loads(line) for line in (tmp_path / "run.jsonl").read_text().splitlines()]
+    found = [{key: event[key] for key in ("stage", "epoch", "loss", "samples")} for event in events if "stage" in event]
+    assert found == [
+        {"stage": "TRAIN", "epoch": 5, "loss": 1.5, "samples": 4},
+        {"stage": "TEST", "epoch": None, "loss": 8.0, "samples": 1},
+    ]
+
+
+class Bars:
+    """Stands for the bar, and keeps those that were made."""
+
+    made = ()
+
+    def __init__(self, label, total, *, initial=0, enable=True, colour=None):
+        self.facts = (label, total, initial, enable, colour)
+        self.partial = False
+        self.shown = []
+        Bars.made = (*Bars.made, self)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        pass
+
+    def show(self, step, loss=None, samples=0.0):
+        self.shown.append((step, None if self.partial else loss, samples))
+
+
+def test_what_the_bar_is_told(monkeypatch):
+    monkeypatch.setattr(stages, "ProgressBar", Bars)
+    Bars.made = ()
+    host = Host(tqdm_colored_bar=True, tqdm_barcolor={"train": "RED"})
+    host.progress.step = 2
+    host.progress.meter.restore(10.0, 4.0)
+    mean = run_training(host, shard(range(8), Sharding(), batch_size=2), 3, enable_bar=True)
+    assert mean == pytest.approx((10 + 4 + 5 + 6 + 7) / 8)
+    run_evaluation(host, shard(range(8), Sharding(0, 2), batch_size=2), Stage.VALID, 3, enable_bar=False)
+    training, valid = Bars.made
+    assert training.facts == ("epoch 3 train", 4, 2, True, "RED")
+    assert training.shown[0] == (3, pytest.approx((10 + 9) / 6), 2), "the rate counts what this process has seen"
+    assert valid.facts == ("epoch 3 valid", 2, 0, False, "MAGENTA")
+    assert valid.shown[0][1] is None, "a part's loss is not the loss"
+    assert valid.shown[-1][1] == pytest.approx((0 + 1 + 4 + 5) / 4)
+    assert host.avg_train_loss == pytest.approx(19 / 6)

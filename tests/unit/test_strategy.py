@@ -1,0 +1,323 @@
+"""How modules are wrapped and reached, and what is refused; DDP itself with a group of one process."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ddpkit.errors import ConfigError
+from ddpkit.strategy import (
+    DDP,
+    DataParallel,
+    SingleDevice,
+    WrappedDataParallel,
+    WrappedDDP,
+    has_moving_buffers,
+    is_trainable,
+    make_strategy,
+    modules_on_device,
+    refuse_shared_parameters,
+    unwrap,
+)
+from ddpkit.syncbn import SyncBatchNorm
+
+
+@pytest.fixture
+def group():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+class Net(nn.Module):
+    """A model with attributes that others want to reach."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(2, 1)
+        self.dim = 7
+        self.memory = None
+
+    def forward(self, x):
+        return self.layer(x)
+
+    def describe(self):
+        return f"a net of {self.dim}"
+
+    @property
+    def width(self):
+        return self.layer.in_features
+
+
+def frozen(module):
+    return module.requires_grad_(requires_grad=False)
+
+
+# ------------------------------------------------------------------------------------------- choosing
+
+
+def test_make_strategy():
+    assert type(make_strategy("cpu", distributed_launch=False, data_parallel=False)) is SingleDevice
+    ddp = make_strategy("cpu", distributed_launch=True, data_parallel=False, find_unused_parameters=True)
+    assert type(ddp) is DDP
+    assert ddp.find_unused_parameters
+    assert type(make_strategy("cuda:0", distributed_launch=False, data_parallel=True)) is DataParallel
+
+
+def test_choices_that_cannot_work():
+    with pytest.raises(
+        ConfigError, match=r"(?s)a launcher has started 1 processes.*--data_parallel_backend\n +torchrun"
+    ):
+        make_strategy("cuda:0", distributed_launch=True, data_parallel=True)
+    with pytest.raises(
+        ConfigError, match=r"^data_parallel_backend=True needs a GPU, and the device is 'cpu' .*torchrun"
+    ):
+        make_strategy("cpu", distributed_launch=False, data_parallel=True)
+
+
+def test_one_device_does_nothing():
+    modules = nn.ModuleDict({"net": Net()})
+    net, strategy = modules.net, SingleDevice()
+    strategy.wrap(modules)
+    assert modules.net is net
+    with strategy.no_sync():
+        pass
+    strategy.finish_gradients()
+
+
+# -------------------------------------------------------------------------------------------- modules
+
+
+def test_modules_on_device():
+    class Mover(nn.Module):
+        """Holds a plain tensor, which only its own ``to`` moves."""
+
+        moved = None
+
+        def to(self, device):
+            self.moved = device
+            return super().to(device)
+
+    modules = modules_on_device({"mover": Mover(), "net": Net()}, "meta")
+    assert modules.mover.moved == "meta"
+    assert modules.net.layer.weight.device.type == "meta"
+    assert list(modules_on_device({}, "cpu")) == []
+    with pytest.raises(ConfigError, match=r"^modules\['lr'\] is a float, not a torch.nn.Module"):
+        modules_on_device({"net": Net(), "lr": 0.1}, "cpu")
+
+
+def test_is_trainable():
+    assert is_trainable(Net())
+    assert not is_trainable(frozen(Net()))
+    assert not is_trainable(nn.ReLU())
+
+
+def test_shared_parameters():
+    shared = nn.Linear(2, 2)
+    with pytest.raises(ConfigError, match=r"^modules\['b'\] and modules\['a'\] share the trainable parameter 'weight'"):
+        refuse_shared_parameters(nn.ModuleDict({"a": shared, "b": nn.Sequential(shared)}))
+    tied = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    tied[1].weight = tied[0].weight
+    refuse_shared_parameters(nn.ModuleDict({"tied": tied}))  # within one entry it is DDP's affair
+    refuse_shared_parameters(nn.ModuleDict({"a": frozen(shared), "b": nn.Sequential(shared)}))
+
+
+def test_moving_buffers():
+    class Codebook(nn.Module):
+        def __init__(self, dtype=torch.float32, *, persistent=True):
+            super().__init__()
+            self.register_buffer("book", torch.zeros(2, dtype=dtype), persistent=persistent)
+
+    assert has_moving_buffers(Codebook())
+    assert has_moving_buffers(nn.Sequential(nn.BatchNorm1d(2), Codebook()))
+    assert not has_moving_buffers(Codebook(torch.int64))
+    assert not has_moving_buffers(Codebook(persistent=False))
+    assert not has_moving_buffers(nn.Sequential(nn.BatchNorm1d(2), SyncBatchNorm(2), nn.Linear(1, 1)))
+
+
+def test_unwrap(group):
+    net = Net()
+    assert unwrap(net) is net
+    assert unwrap(WrappedDataParallel(net)) is net
+    assert unwrap(WrappedDDP(net)) is net
+    compiled = torch.compile(net, backend="eager")
+    assert unwrap(compiled) is net
+    assert unwrap(WrappedDDP(compiled)) is net
+
+
+# ---------------------------------------------------------------------------------- reaching through
+
+WRAPPERS = [WrappedDataParallel, WrappedDDP]
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_attributes_are_read_and_written_through_the_wrapper(group, wrapper):
+    net = Net()
+    wrapped = wrapper(net)
+    assert (wrapped.dim, wrapped.width, wrapped.describe()) == (7, 2, "a net of 7")
+    assert wrapped.layer is net.layer
+    wrapped.memory = [1, 2]
+    wrapped.new = "new"
+    assert (net.memory, net.new) == ([1, 2], "new")
+    assert wrapped.new == "new"
+    wrapped.layer = nn.Linear(3, 1)
+    assert wrapped.width == 3
+    assert sum(1 for _ in wrapped.parameters()) == 2, "the parameters are the module's, once"
+    with pytest.raises(AttributeError, match="'Net' object has no attribute 'missing'"):
+        _ = wrapped.missing
+    assert not hasattr(wrapped, "missing")
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_what_the_wrapper_has_is_its_own(group, wrapper):
+    net = Net()
+    wrapped = wrapper(net)
+    wrapped.eval()
+    assert (wrapped.training, net.training) == (False, False)
+    wrapped.train()
+    wrapped.device_ids = [3]
+    assert "device_ids" not in net.__dict__
+    other = Net()
+    wrapped.module = other
+    assert wrapped.module is other
+    assert not hasattr(other, "module")
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_containers_are_containers(group, wrapper):
+    wrapped = wrapper(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
+    assert len(wrapped) == 2
+    assert isinstance(wrapped[1], nn.ReLU)
+    assert [type(part) for part in wrapped] == [nn.Linear, nn.ReLU]
+    assert bool(wrapper(nn.Sequential(nn.Linear(1, 1))))
+    assert bool(wrapper(Net())), "true, although it has no len()"
+    with pytest.raises(TypeError):
+        len(wrapper(Net()))
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_copies_stand_alone(group, wrapper):
+    wrapped = wrapper(Net())
+    wrapped.dim = 9
+    copied = copy.deepcopy(wrapped)
+    copied.dim = 11
+    assert (wrapped.dim, copied.dim) == (9, 11)
+    assert copied.module is not wrapped.module
+    assert copied(torch.ones(1, 2)).shape == (1, 1)
+
+
+# ------------------------------------------------------------------------------------------------ DDP
+
+
+def wrap(**modules):
+    made, strategy = nn.ModuleDict(modules), DDP("cpu")
+    strategy.wrap(made)
+    return made, strategy
+
+
+def test_wrapping(group):
+    modules, strategy = wrap(net=Net(), fixed=frozen(Net()), plain=nn.ReLU(), norm=nn.BatchNorm1d(3))
+    assert [type(module) for module in modules.values()] == [WrappedDDP, Net, nn.ReLU, WrappedDDP]
+    assert type(modules.norm.module) is SyncBatchNorm
+    assert len(strategy.wrapped) == 2
+    before = dict(modules.items())
+    strategy.wrap(modules)
+    assert dict(modules.items()) == before, "what is wrapped is not wrapped again"
+
+
+def test_shared_parameters_are_refused_before_anything_is_wrapped(group):
+    shared = nn.Linear(2, 2)
+    modules = nn.ModuleDict({"a": shared, "b": nn.Sequential(shared)})
+    with pytest.raises(ConfigError, match="share the trainable parameter"):
+        DDP("cpu").wrap(modules)
+    assert modules.a is shared
+
+
+def test_ddp_follows_what_is_frozen_and_unfrozen(group):
+    modules, strategy = wrap(net=nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)), fixed=frozen(Net()), same=Net())
+    net, first, same = modules.net.module, modules.net, modules.same
+    strategy.follow(modules)
+    assert modules.net is first, "nothing has changed"
+    net[0].requires_grad_(requires_grad=False)
+    modules.fixed.requires_grad_(requires_grad=True)
+    strategy.follow(modules)
+    assert modules.net is not first
+    assert modules.net.module is net
+    assert type(modules.fixed) is WrappedDDP
+    assert modules.same is same
+    assert {id(one) for one in strategy.wrapped} == {id(one) for one in modules.values()}
+    modules.net(torch.ones(1, 2)).sum().backward()
+    strategy.finish_gradients()
+    assert net[0].weight.grad is None
+    frozen(net)
+    strategy.follow(modules)
+    assert modules.net is net, "nothing of it is trained any more"
+    assert len(strategy.wrapped) == 2
+
+
+def test_evaluation_goes_past_ddp(group, monkeypatch):
+    def refuse(*args, **kwargs):
+        raise AssertionError("DDP's forward was used")
+
+    modules, _ = wrap(net=Net())
+    monkeypatch.setattr(nn.parallel.DistributedDataParallel, "forward", refuse)
+    batch = torch.ones(1, 2)
+    with torch.no_grad():
+        modules.net(batch)
+    modules.eval()
+    modules.net(batch)
+    modules.train()
+    with pytest.raises(AssertionError, match="DDP's forward was used"):
+        modules.net(batch)
+
+
+def test_no_sync_puts_back_what_was(group):
+    modules, strategy = wrap(net=Net(), other=nn.Linear(1, 1))
+    modules.other.require_backward_grad_sync = False
+    with strategy.no_sync():
+        assert not modules.net.require_backward_grad_sync
+        with strategy.no_sync():
+            pass
+        assert not modules.net.require_backward_grad_sync, "nested"
+    assert modules.net.require_backward_grad_sync
+    assert not modules.other.require_backward_grad_sync, "as it was before"
+    with pytest.raises(KeyError), strategy.no_sync():
+        raise KeyError
+    assert modules.net.require_backward_grad_sync
+
+
+def count_reductions(monkeypatch):
+    calls = []
+    real = dist.all_reduce
+
+    def counting(tensor, *args, **kwargs):
+        calls.append(tensor.numel())
+        return real(tensor, *args, **kwargs)
+
+    monkeypatch.setattr(dist, "all_reduce", counting)
+    return calls
+
+
+def test_gradients_are_finished_only_where_ddp_has_not_averaged(group, monkeypatch):
+    calls = count_reductions(monkeypatch)
+    modules, strategy = wrap(net=Net())
+    batch = torch.ones(1, 2)
+    modules.net(batch).sum().backward()
+    strategy.finish_gradients()
+    assert calls == [], "DDP did it"
+    with strategy.no_sync():
+        modules.net(batch).sum().backward()
+    before = [parameter.grad.clone() for parameter in modules.net.parameters()]
+    strategy.finish_gradients()
+    assert calls == [3], "a weight of two and a bias, in one piece"
+    assert all(torch.equal(p.grad, old) for p, old in zip(modules.net.parameters(), before, strict=True))
+    modules.net.module(batch).sum().backward()  # past DDP
+    strategy.finish_gradients()
+    assert calls == [3, 3]
+    modules.zero_grad()
+    strategy.finish_gradients()
+    assert calls == [3, 3], "without gradients there is nothing to do"

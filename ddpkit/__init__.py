@@ -124,13 +124,19 @@ else:
         "seed_everything": "seed",
     }
 
+    # Ported recipes say `sb.core.Stage` or `sb.utils.distributed.run_on_main`: here all of that is one floor.
+    _OLD_FLOORS = frozenset({"core", "utils", "dataio"})
+
     def __getattr__(name: str) -> Any:
         """Load a public name, or a module of the package, when it is first asked for (PEP 562)."""
+        import sys
         from importlib import import_module
         from importlib.util import find_spec
 
         if name in __all__:
             value = getattr(import_module(f"{__name__}.{_HOMES.get(name, 'errors')}"), name)
+        elif name in _OLD_FLOORS:
+            value = sys.modules[__name__]
         elif name.startswith("_") or find_spec(f"{__name__}.{name}") is None:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         else:

@@ -288,7 +288,8 @@ class Brain(Saving):
             return data
         if isinstance(data, DataLoader):
             loader = reshard(data, self._sharding(stage))
-            logger.info("%s: the ready-made loader is planned anew, with its dataset, order and sizes.", stage.name)
+            if loader is not data:
+                logger.info("%s: the ready-made loader is planned anew, with its dataset, order and sizes.", stage.name)
             return loader
         return self.make_dataloader(data, stage=stage, **loader_kwargs)
 

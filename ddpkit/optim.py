@@ -123,6 +123,11 @@ def take_step(
 def _unscale(optimizers: Sequence[Optimizer], scaler: torch.amp.GradScaler) -> list[Optimizer]:
     """Unscale the gradients of those optimizers that have any; the scaler refuses the others."""
     ready = [optimizer for optimizer in optimizers if gradients([optimizer])]
+    if sum(len(gradients([optimizer])) for optimizer in ready) > len(gradients(ready)):
+        raise ConfigError(
+            "Two optimizers that step together share a parameter, and the fp16 scaler would unscale its gradient "
+            "twice. Give each parameter to one optimizer, or train with --precision=bf16."
+        )
     for optimizer in ready:
         scaler.unscale_(optimizer)
     return ready

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 LINE_SECONDS = 30.0
+# tqdm's own, less its rate in batches: the rate that is shown is samples/s, and all of it fits into 80 columns.
+BAR = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
 COLOURS = {"TRAIN": "GREEN", "VALID": "MAGENTA", "TEST": "CYAN"}
 
 
@@ -62,6 +64,7 @@ class ProgressBar:
                 dynamic_ncols=bool(columns and rows),
                 ncols=columns or 80,  # a terminal that does not know its size says 0, and tqdm would show nothing
                 nrows=rows or 24,
+                bar_format=BAR if total else None,
                 unit="batch",
                 file=sys.stderr,
             )

@@ -359,3 +359,12 @@ def test_the_package_says_its_version_and_its_help():
     wrong = run("--no-such-option")
     assert wrong.returncode == 2
     assert "unrecognized arguments: --no-such-option" in wrong.stderr
+
+
+@pytest.mark.parametrize("path", ["core.Stage", "core.Brain", "utils.distributed.run_on_main", "dataio.dataloader"])
+def test_names_of_ported_recipes_lead_here(path):
+    found = ddpkit
+    for name in path.split("."):
+        found = getattr(found, name)
+    assert found is not None
+    assert not hasattr(ddpkit.core, "no_such_name")

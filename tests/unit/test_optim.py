@@ -286,3 +286,12 @@ def test_zero_and_drop():
     assert drop_nonfinite(net) == ["weight"]
     assert net.weight.grad is None
     assert net.bias.grad.tolist() == [1.0]
+
+
+def test_a_parameter_shared_by_two_scaled_optimizers_is_refused():
+    weight = torch.nn.Parameter(torch.ones(2))
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    optimizers = [torch.optim.SGD([weight], lr=0.1), torch.optim.SGD([weight], lr=0.1)]
+    scaler.scale(weight.sum()).backward()
+    with pytest.raises(ConfigError, match="share a parameter"):
+        take_step(optimizers, max_norm=None, scaler=scaler)

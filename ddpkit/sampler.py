@@ -31,10 +31,11 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 SMALL = 1 << 14
-CHUNK = 4096
+CHUNK = 8192
 ROUNDS = 8
 _GOLDEN = 0x9E3779B97F4A7C15
 _MASK64 = (1 << 64) - 1
+_MULTIPLIER = np.uint64(0xD6E8FEB86659FD93)  # odd, about half of its bits set
 
 
 def mix(value: int) -> int:
@@ -73,6 +74,16 @@ def _mix_array(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     mixed ^= mixed >> np.uint64(31)
     return mixed
+
+
+def _round_function(half: NDArray[np.uint64], key: np.uint64) -> NDArray[np.uint64]:
+    """Hash one half with a round's key: multiply, fold, multiply, and take the upper bits, which depend on all."""
+    hashed: NDArray[np.uint64] = half + key
+    hashed *= _MULTIPLIER
+    hashed ^= hashed >> np.uint64(32)
+    hashed *= _MULTIPLIER
+    hashed >>= np.uint64(32)
+    return hashed
 
 
 class Order:
@@ -128,14 +139,15 @@ class Order:
 
     def _encrypt(self, values: NDArray[np.uint64]) -> NDArray[np.uint64]:
         low = values & self._low_mask
-        high = values >> self._low_bits
+        high: NDArray[np.uint64] = values >> self._low_bits
         for number, key in enumerate(self._keys):
             if number % 2:
-                low = low ^ (_mix_array(high ^ key) & self._low_mask)
+                low ^= _round_function(high, key) & self._low_mask
             else:
-                high = high ^ (_mix_array(low ^ key) & self._high_mask)
-        joined: NDArray[np.uint64] = (high << self._low_bits) | low
-        return joined
+                high ^= _round_function(low, key) & self._high_mask
+        high <<= self._low_bits
+        high |= low
+        return high
 
 
 @dataclass(frozen=True)

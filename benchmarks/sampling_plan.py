@@ -1,6 +1,6 @@
 """What it costs to know which samples come next: ddpkit's plan against ``torch.utils.data.DistributedSampler``.
 
-    python benchmarks/sampling_plan.py            # up to 1e9 samples; torch's sampler up to 1e7, it needs gigabytes above
+    python benchmarks/sampling_plan.py            # up to 1e9 samples; torch only up to 1e7: gigabytes above
 
 Per row: milliseconds to the first index, nanoseconds per own index with construction included, and peak memory in MB
 (allocated by Python and numpy, from tracemalloc in a run of its own).

@@ -144,8 +144,13 @@ class Brain(Saving):
             max_key: the checkpoint with the highest value of this key.
             min_key: the checkpoint with the lowest.
         """
+        found = None
         if self.checkpointer is not None:
-            self.checkpointer.recover_if_possible(max_key=max_key, min_key=min_key)
+            found = self.checkpointer.recover_if_possible(max_key=max_key, min_key=min_key)
+        if found is None and self.optimizers_dict is None and self.opt_class is not None:
+            logger.warning(
+                "There is no checkpoint to evaluate, and nothing was trained: the weights are the initial ones."
+            )
 
     # ------------------------------------------------------------------ whole runs
 

@@ -128,10 +128,9 @@ def _new_path(folder: Path, name: str | None) -> Path:
     if name is not None:
         return folder / f"{DIRECTORY_PREFIX}+{name}"
     stamp = time.strftime("%Y-%m-%d+%H-%M-%S")
-    number = 0
-    while (path := folder / f"{DIRECTORY_PREFIX}+{stamp}+{number:02d}").exists():
-        number += 1
-    return path
+    same_second = [path.name.rpartition("+")[2] for path in folder.glob(f"{DIRECTORY_PREFIX}+{stamp}+*")]
+    number = max((int(text) for text in same_second if text.isdigit()), default=-1) + 1  # names stay in time order
+    return folder / f"{DIRECTORY_PREFIX}+{stamp}+{number:02d}"
 
 
 @dataclass(frozen=True)
@@ -564,7 +563,7 @@ class Checkpointer:
         counted = [each for each in readable if each.path not in ledger.reasons and ledger.is_whole(each, mode)]
         for checkpoint in deletable(counted, retention):
             remove_directory(checkpoint.path)
-            logger.log(verbosity, "Deleted checkpoint in %s", checkpoint.path)
+            logger.log(min(verbosity, logging.DEBUG), "Deleted checkpoint in %s", checkpoint.path)
 
     # ------------------------------------------------------------------------------------ loading
 

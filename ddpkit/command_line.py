@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import os
 import platform
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -182,6 +183,8 @@ def _split(words: Sequence[str]) -> tuple[list[_Argument], list[str]]:
     while rest:
         word = rest.popleft()
         if word in _FLAG_EXITS:
+            if os.environ.get("RANK", "0") != "0":
+                raise SystemExit(0)  # once is enough: the main process prints it
             help_parser().parse_args([word])  # prints and exits
         elif word == "--":
             loose.extend(rest)

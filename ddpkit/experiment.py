@@ -22,6 +22,7 @@ from ddpkit.errors import ConfigError, MissingFileError
 from ddpkit.failure import record_for_launcher
 from ddpkit.logger import close_logging, get_logger, setup_logging
 from ddpkit.plain_yaml import to_plain
+from ddpkit.seed import global_seed
 from ddpkit.train_logger import run_event, set_run_log
 
 if TYPE_CHECKING:
@@ -105,7 +106,8 @@ def create_experiment_directory(
     _log_uncaught_exceptions()
     set_run_log(folder / "metrics.jsonl")
     run_event("start", arguments=sys.argv, world_size=get_world_size(), torch=torch.__version__)
-    logger.info("Experiment folder: %s", folder)
+    seed = global_seed()
+    logger.info("Experiment folder: %s%s", folder, "" if seed is None else f" (seed {seed})")
 
 
 def close_experiment() -> None:

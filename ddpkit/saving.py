@@ -75,9 +75,10 @@ class Saving(Hooks):
 
     @mark_as_saver
     def _save(self, path: Path) -> None:
-        # In a save that a recipe makes, perhaps on the main process alone, its own share stands for all.
-        own_sums = [one * get_world_size() for one in self.progress.meter.sums()[:2]]
-        loss_sum, samples = self._saved_sums or own_sums
+        # In a save that a recipe makes, perhaps on the main process alone, its own share stands for all; in an
+        # evaluation the sums are not those of the training.
+        ranks = get_world_size() if self.modules.training else 0
+        loss_sum, samples = self._saved_sums or [one * ranks for one in self.progress.meter.sums()[:2]]
         state = {
             "step": self.step,
             "avg_train_loss": float(self.avg_train_loss),

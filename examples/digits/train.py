@@ -6,8 +6,6 @@
 Both train the same network, up to rounding. hparams.yaml says what is trained, this file how.
 """
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

@@ -160,11 +160,12 @@ def test_an_own_logging_configuration(tmp_path):
 
 def test_a_folder_that_cannot_be_made(tmp_path):
     (tmp_path / "file").write_text("")
+    hook = sys.excepthook
     with pytest.raises(
         ConfigError, match="experiment_directory='.*file/out' cannot be written to: Not a directory"
     ):
         create(tmp_path / "file" / "out")
-    assert isinstance(sys.excepthook, type(sys.__excepthook__))
+    assert sys.excepthook is hook
 
 
 def test_a_read_only_folder(tmp_path):

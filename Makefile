@@ -6,7 +6,7 @@ VENV   := .venv
 BIN    := $(CURDIR)/$(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-# The tests that `make test` and `make check` leave out, as a pytest -m expression; MARKS= runs them all.
+# The tests that `make test` leaves out (`make check` runs all), as a pytest -m expression; MARKS= runs them all.
 MARKS  ?= not slow and not faults and not launch
 # More for pytest: make test PYTEST_ARGS="-k sampler -x"
 PYTEST_ARGS ?=
@@ -44,7 +44,8 @@ layers: $(VENV)/.installed-dev  ## imports go downward only
 docs: $(VENV)/.installed-dev  ## build docs/_build/html, warnings are errors
 	$(BIN)/sphinx-build -q -b html -n -W --keep-going docs docs/_build/html
 
-check: lint types layers test docs  ## all of it: what CI runs
+check: MARKS :=
+check: lint types layers test docs  ## all of it, the slower tests too: what CI runs
 
 bench: $(VENV)/.installed-dev  ## microseconds per step above a bare PyTorch loop
 	$(BIN)/python benchmarks/loop_overhead.py

@@ -100,6 +100,18 @@ class LastWords:
                 return None if reason.rank == self.rank else reason
         return None
 
+    def note_trouble(self, *, failed: bool) -> None:
+        """Note that fit or evaluate has failed on this rank, or that it has worked again since."""
+        with self._asking():
+            if failed:
+                self.store.set(_trouble_key(self.rank), "1")
+            else:
+                self.store.delete_key(_trouble_key(self.rank))
+
+    def is_alone_in_trouble(self, other: int) -> bool:
+        """Say whether fit or evaluate has failed on this rank and not on another."""
+        return self.store.check([_trouble_key(self.rank)]) and not self.store.check([_trouble_key(other)])
+
     def say_goodbye(self) -> None:
         """Tell ranks that wait for this one that nothing more will come from it."""
         if self.store_is_lost:  # torch logs each attempt to reach it at length
@@ -138,12 +150,17 @@ def _left_key(rank: int) -> str:
     return f"{LEFT_KEY}/{rank}"
 
 
+def _trouble_key(rank: int) -> str:
+    return f"ddpkit/trouble/{rank}"
+
+
 class _Here:
     """What this module knows about its own process."""
 
     last_words: LastWords | None = None
     failed = False
     second_hand = False
+    in_trouble = False
 
 
 def short_text(error: BaseException) -> str:
@@ -285,12 +302,27 @@ def failure_notice() -> Iterator[None]:
     """
     try:
         yield
+    except SystemExit as error:
+        if error.code not in {None, 0}:  # Python tells no hook of it
+            record_for_launcher(error)
+            _note_trouble(failed=True)
+            if _Here.last_words is not None:
+                _Here.last_words.tell_failure(error)
+        raise
     except Exception as error:
         news = explained(error)
         record_for_launcher(news)
+        _note_trouble(failed=True)
         if news is error:
             raise
         raise news from news.__cause__
+    _note_trouble(failed=False)
+
+
+def _note_trouble(*, failed: bool) -> None:
+    if _Here.last_words is not None and failed != _Here.in_trouble:
+        _Here.in_trouble = failed
+        _Here.last_words.note_trouble(failed=failed)
 
 
 def _path_to(error: BaseException) -> str:

@@ -39,6 +39,7 @@ logger = get_logger(__name__)
 
 PIECE_BYTES = 4 << 20
 FIRST_WARNING_SECONDS = 30.0
+TROUBLE_SECONDS = 5.0
 WARNING_INTERVAL_SECONDS = 60.0
 LONGEST_NAP_SECONDS = 0.02
 
@@ -144,7 +145,7 @@ class Handover:
         >>> from torch.distributed import HashStore
         >>> box = Handover(HashStore(), rank=0, world_size=1)
         >>> box.post("site", box.next_count("site"), Outcome(ok=True, value=3), readers=1)
-        >>> box.read("site", 1, poster=0, readers=1).value
+        >>> box.read("site", "0.1", poster=0, readers=1).value
         3
     """
 
@@ -154,14 +155,15 @@ class Handover:
         self.world_size = world_size
         self.last_words = LastWords(store, rank, world_size)
         self._counts: dict[str, int] = {}
+        self._collectives = 0
         self._posted: list[list[str]] = []
 
-    def next_count(self, site: str) -> int:
-        """Count this rank's visits to ``site``, starting at 1."""
+    def next_count(self, site: str) -> str:
+        """Number this rank's visits to ``site`` since the last collective, which all ranks have passed alike."""
         self._counts[site] = self._counts.get(site, 0) + 1
-        return self._counts[site]
+        return f"{self._collectives}.{self._counts[site]}"
 
-    def post(self, site: str, count: int, outcome: Outcome, readers: int) -> None:
+    def post(self, site: str, count: str, outcome: Outcome, readers: int) -> None:
         """Leave an outcome for those who make the same call; never waits.
 
         A value that cannot be pickled is replaced by None with a warning that names the call.
@@ -176,7 +178,7 @@ class Handover:
             self.store.set(f"{key}/{number}", payload[start : start + PIECE_BYTES])  # type: ignore[arg-type]
         self.store.set(key, str(len(pieces)))
 
-    def read(self, site: str, count: int, *, poster: int, readers: int) -> Outcome:
+    def read(self, site: str, count: str, *, poster: int, readers: int) -> Outcome:
         """Wait until ``poster`` has posted call number ``count`` of ``site`` and return its outcome.
 
         Raises:
@@ -193,12 +195,15 @@ class Handover:
 
     @contextlib.contextmanager
     def forgetting(self) -> Iterator[None]:
-        """Delete, after a collective, what this rank had posted before it and nobody has read.
+        """Start afresh after a collective: delete what nobody has read, and number the visits from 1 again.
 
-        A rank that takes part in the collective is past every call that came before it, so nobody will read any more.
+        A rank that takes part in the collective is past every call that came before it, so nobody will read any more;
+        and a call that only one rank has made before it cannot shift the numbers of those that come after.
         """
         posted, self._posted = self._posted, []
         yield
+        self._counts.clear()
+        self._collectives += 1
         for names in posted:
             if self.store.delete_key(names[0]):
                 for name in names[1:]:
@@ -243,6 +248,12 @@ class Handover:
             while not self.store.check([key]):
                 if self.last_words.has_left(poster) and not self.store.check([key]):
                     raise RankFailedError(self._why_gone(site, poster))
+                if time.monotonic() - started > TROUBLE_SECONDS and self.last_words.is_alone_in_trouble(poster):
+                    raise RankFailedError(
+                        f"rank {self.rank} waits at {place(site)} for rank {poster}, which does not come: an exception "
+                        f"ended fit or evaluate on rank {self.rank} alone, the script has caught it and gone on, and "
+                        f"rank {poster} is still in there. Let the exception end the process."
+                    )
                 if time.monotonic() >= next_warning:
                     next_warning += WARNING_INTERVAL_SECONDS
                     self._warn_waiting(site, poster, time.monotonic() - started)
@@ -303,7 +314,7 @@ def raise_as_reader(outcome: Outcome, site: str, poster: int) -> None:
     )
 
 
-def _key(site: str, count: int) -> str:
+def _key(site: str, count: str) -> str:
     return f"ddpkit/call/{site}/{count}"
 
 

@@ -13,6 +13,7 @@ from ddpkit.logger import get_logger
 from ddpkit.loop import Progress, backward, one_number
 from ddpkit.run_opts import OptionAttributes
 from ddpkit.strategy import NOTHING
+from ddpkit.syncbn import left_out
 from ddpkit.types import Stage
 
 if TYPE_CHECKING:
@@ -138,7 +139,7 @@ class Hooks(OptionAttributes):
         window = self.progress.window
         should_step = window.closes
         self.on_fit_batch_start(batch, should_step)
-        with self.no_sync(not should_step):
+        with self.no_sync(not should_step), NOTHING if window.count else left_out():
             with self.training_ctx:
                 outputs = self.compute_forward(batch, Stage.TRAIN)
                 loss = self.compute_objectives(outputs, batch, Stage.TRAIN)

@@ -161,7 +161,13 @@ def make_optimizer(
             "opt_class was given, but no entry of modules has a trainable parameter: there is nothing to optimize. "
             "Pass the model in modules, or leave opt_class out."
         )
-    optimizer = opt_class(rm_vector_weight_decay(modules) if split_vectors else parameters)
+    groups: Any = rm_vector_weight_decay(modules) if split_vectors else parameters
+    try:
+        optimizer = opt_class(groups)
+    except (TypeError, ValueError) as error:
+        given = getattr(opt_class, "keywords", None)
+        shown = f" with {', '.join(f'{name}={value!r}' for name, value in given.items())}" if given else ""
+        raise ConfigError(f"opt_class{shown} makes no optimizer: {type(error).__name__}: {error}") from error
     missing = [name for name in ("param_groups", "step", "zero_grad") if not hasattr(optimizer, name)]
     if missing:
         raise ConfigError(

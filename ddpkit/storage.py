@@ -421,7 +421,8 @@ def save_error(final: Path, error: BaseException, staging: Path | None = None) -
         text = f"{text}. The folder {final.parent} must be writable for this user."
     elif number == errno.ENOENT and not final.parent.is_dir():
         text = f"the folder {final.parent} does not exist. Was it removed, or its disk unmounted?"
-    return CheckpointError(f"cannot save {final}: {text} Checkpoints that were there before are untouched.")
+    rest = " Checkpoints that were there before are untouched." if final.parent.is_dir() else " The folder is gone."
+    return CheckpointError(f"cannot save {final}: {text}{rest}")
 
 
 def _os_error(error: BaseException | None) -> OSError | None:

@@ -320,6 +320,12 @@ class DDP:
                 torch.distributed.broadcast(tensor.detach(), src=0)
 
     def _converted(self, module: nn.Module) -> nn.Module:
+        for part in module.modules():
+            if str(getattr(part, "original_name", "")).startswith("BatchNorm"):  # what torch.jit.script leaves of it
+                raise ConfigError(
+                    "--jit has scripted a BatchNorm, which cannot share its statistics over the processes any more: "
+                    "each would follow its own. Leave --jit out, name other modules in --jit_module_keys, or --compile."
+                )
         if any(isinstance(part, _BatchNorm) for part in module.modules()):
             return convert_sync_batchnorm(module)
         return module

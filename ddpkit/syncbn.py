@@ -32,8 +32,9 @@ section 3.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -46,6 +47,9 @@ from torch.nn.utils import parametrize
 from ddpkit.errors import ConfigError, DataError, LaunchError
 from ddpkit.logger import get_logger
 
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
 __all__ = ["SyncBatchNorm", "convert_sync_batchnorm"]
 
 logger = get_logger(__name__)
@@ -54,6 +58,30 @@ logger = get_logger(__name__)
 # alive: a process group that outlives `destroy_process_group` makes some torch versions abort at exit.
 _Groups = weakref.WeakKeyDictionary[Any, "dict[str | None, _GroupReference]"]
 _statistics_groups: _Groups = weakref.WeakKeyDictionary()
+
+
+_left_out = False
+
+
+@contextlib.contextmanager
+def left_out() -> Iterator[None]:
+    """Keep this rank's rows out of the batch statistics: for a batch that it repeats only to keep step.
+
+    The rows are normalised like the others; they count in no statistic, and get and give no gradient through one.
+    Layers on CUDA, which are torch's own, do not know of it.
+
+    Ranks: local; the other ranks do their forward pass as ever.
+
+    Example:
+        >>> with left_out():
+        ...     pass
+    """
+    global _left_out  # noqa: PLW0603 -- read where a layer runs, far below the loop that knows
+    _left_out = True
+    try:
+        yield
+    finally:
+        _left_out = False
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -215,7 +243,7 @@ def _local_moments(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """
     wide = _wide(x.device)
     channels = x.shape[1]
-    count = x.numel() // channels if channels else 0
+    count = x.numel() // channels if channels and not _left_out else 0
     counted = torch.full((1,), count, dtype=wide, device=x.device)
     if count == 0:
         nothing = torch.zeros(channels, dtype=wide, device=x.device)
@@ -240,7 +268,7 @@ def _join(x: Tensor, group: Any) -> _Joined | None:
     dist.all_gather(list(gathered.unbind(0)), local, group=group)
     means, squares, counts = torch.split(gathered, [x.shape[1], x.shape[1], 1], dim=1)
     total = counts.sum()
-    if x.numel() <= x.shape[1]:
+    if _left_out or x.numel() <= x.shape[1]:
         # Only then can the joined batch be too small; so a rank with two values per channel never waits for
         # this number.
         if total == 0:
@@ -268,6 +296,7 @@ class _Normalise(torch.autograd.Function):
         inverse_std = (joined.var + eps).rsqrt().to(dtype)
         ctx.save_for_backward(x, scale, mean, inverse_std, joined.total)
         ctx.group = joined.group
+        ctx.left_out = _left_out
         ctx.dtypes = (None if weight is None else weight.dtype, None if bias is None else bias.dtype)
         return F.batch_norm(x, mean, var, scale, shift, training=False, eps=eps)
 
@@ -287,7 +316,10 @@ class _Normalise(torch.autograd.Function):
             mean_grad, mean_product = (sums / total).to(mean.dtype).chunk(2)
             slope = -mean_product * inverse_std.square()
             factor = inverse_std if scale is None else inverse_std * scale
-            centred.mul_(slope.view(shape)).add_(grad).sub_(mean_grad.view(shape)).mul_(factor.view(shape))
+            if ctx.left_out:  # the statistics do not depend on these rows
+                centred = grad * factor.view(shape)
+            else:
+                centred.mul_(slope.view(shape)).add_(grad).sub_(mean_grad.view(shape)).mul_(factor.view(shape))
             grad_input = centred.to(x.dtype)
         weight_dtype, bias_dtype = ctx.dtypes
         grad_weight = (sum_product * inverse_std).to(weight_dtype) if ctx.needs_input_grad[1] else None

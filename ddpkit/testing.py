@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import multiprocessing
 import os
 import signal
@@ -239,7 +240,10 @@ def _serve(connection: Connection, path: list[str]) -> None:
             function, args, environment, init = connection.recv()
         except EOFError:
             return
-        connection.send(_outcome(function, args, environment, init=init))
+        outcome = _outcome(function, args, environment, init=init)
+        if not outcome.ok:
+            gc.collect()  # the models of the failed function hold connections that other ranks wait at
+        connection.send(outcome)
 
 
 def _outcome(
@@ -272,6 +276,7 @@ def _rank(environment: dict[str, str], *, init: bool) -> Iterator[None]:
     finally:
         if dist.is_initialized():
             group_state().handover.last_words.say_goodbye()  # as a process that ends
+            group_state().control_group = None  # what is still held here would keep its connections open
             dist.destroy_process_group()
         sys.excepthook = hook
         os.environ.clear()

@@ -67,7 +67,9 @@ def prepare_digits(data_file, split_seed, valid_size, test_size):
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(split_seed))
     test, valid, train = order.split([test_size, valid_size, len(order) - test_size - valid_size])
     parts = {"train": train, "valid": valid, "test": test}
-    torch.save({name: (images[part], labels[part]) for name, part in parts.items()}, data_file)
+    new_file = Path(f"{data_file}.new")
+    torch.save({name: (images[part], labels[part]) for name, part in parts.items()}, new_file)
+    new_file.replace(data_file)  # a file that has its final name is complete
 
 
 def main():

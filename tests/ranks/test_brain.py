@@ -9,6 +9,7 @@ import itertools
 import math
 import os
 import time
+import warnings
 from collections import Counter
 from pathlib import Path
 
@@ -28,6 +29,7 @@ from ddpkit.distributed import control_group, if_main_process
 from ddpkit.epoch_loop import EpochCounter, EpochCounterWithStopper
 from ddpkit.errors import NonFiniteLossError
 from ddpkit.seed import seed_everything
+from ddpkit.strategy import DDP
 from ddpkit.syncbn import SyncBatchNorm
 from ddpkit.testing import RankPoolError
 from ddpkit.train_logger import FileTrainLogger
@@ -937,3 +939,69 @@ def test_k3_evaluate_after_a_checkpoint_of_the_middle(ranks, tmp_path):
     for loss, expected, batches in ranks.run(evaluate_after_intra_epoch_checkpoint, tmp_path):
         assert loss == pytest.approx(expected)
         assert batches == 5
+
+
+class SquaresOutputs(Brain):
+    def compute_forward(self, batch, stage):
+        return self.modules.net(batch[0])
+
+    def compute_objectives(self, predictions, batch, stage):
+        return predictions.square().mean()
+
+
+class FailsOnRankOne(SquaresOutputs):
+    def compute_objectives(self, predictions, batch, stage):
+        if self.rank == 1 and self.step == 2:
+            raise ValueError("boom")
+        return super().compute_objectives(predictions, batch, stage)
+
+
+def caught_on_one_rank():
+    data = [(torch.ones(3) * number,) for number in range(16)]
+    brain = FailsOnRankOne(
+        {"net": torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))},
+        lambda parameters: torch.optim.SGD(parameters, lr=0.01),
+        run_opts={"device": "cpu", "noprogressbar": True},
+    )
+    with contextlib.suppress(ValueError):  # the recipe goes on as if nothing had happened, on this rank alone
+        brain.fit([1], data, train_loader_kwargs={"batch_size": 2})
+    brain.evaluate(data, test_loader_kwargs={"batch_size": 2})
+
+
+def test_an_exception_that_one_rank_catches_ends_all_of_them(ranks):
+    """The other rank is in a collective that nobody joins any more: the one that went on must notice, and end."""
+    outcomes = ranks.outcomes(caught_on_one_rank, world_size=2, timeout=40)
+    assert [outcome.ok for outcome in outcomes] == [False, False]
+    assert outcomes[1].error_type == "RankFailedError"
+    assert "an exception ended fit or evaluate on rank 1 alone" in outcomes[1].error
+
+
+def caught_on_all_ranks():
+    data = [(torch.full((3,), float("nan")),) for _ in range(16)]
+    brain = SquaresOutputs(
+        {"net": torch.nn.Linear(3, 4)},
+        lambda parameters: torch.optim.SGD(parameters, lr=0.01),
+        run_opts={"device": "cpu", "noprogressbar": True, "nonfinite_patience": 0},
+    )
+    try:
+        brain.fit([1], data, train_loader_kwargs={"batch_size": 2})
+    except NonFiniteLossError:
+        time.sleep(6.0 * brain.rank)  # longer than a rank that is alone in trouble would be given
+    return math.isnan(brain.evaluate(data, test_loader_kwargs={"batch_size": 2}))
+
+
+def test_an_exception_that_all_ranks_catch_ends_nobody(ranks):
+    assert ranks.run(caught_on_all_ranks, world_size=2, timeout=40) == [True, True]
+
+
+def test_a_scripted_batch_norm_is_refused_rather_than_left_to_each_rank(ranks):
+    outcomes = ranks.outcomes(wrap_scripted, world_size=2)
+    assert [outcome.error_type for outcome in outcomes] == ["ConfigError"] * 2
+    assert "--jit has scripted a BatchNorm" in outcomes[0].error
+
+
+def wrap_scripted():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        scripted = torch.jit.script(torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4)))
+    DDP("cpu").wrap(torch.nn.ModuleDict({"net": scripted}))

@@ -596,3 +596,17 @@ def test_d2_under_torchrun_the_reason_stands_last(tmp_path):
     assert run.code == 1
     assert "rank      : 0 (local_rank: 0)" in run.err.rpartition("Root Cause")[2]
     assert "[rank0]: ZeroDivisionError: division by zero" in run.tail(3)
+
+
+def _one_sided_first():
+    seen = []
+    for epoch in range(1, 4):
+        if ddp.if_main_process() or epoch > 1:
+            seen.append(ddp.run_on_main(lambda: f"epoch {epoch}"))  # noqa: B023 -- called at once
+        ddp.ddp_barrier()
+    return seen[-2:]
+
+
+def test_d1_a_one_sided_call_does_not_shift_the_calls_after_a_collective(ranks):
+    """One line, first for the main process alone and then for all: the values must not lag behind."""
+    assert ranks.run(_one_sided_first, timeout=30) == [["epoch 2", "epoch 3"]] * 2

@@ -119,3 +119,31 @@ def train_full():
 
 def test_stage_names():
     assert [stage.name for stage in Stage] == ["TRAIN", "VALID", "TEST"]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("samples", [26, 38, 41])
+def test_uneven_remainders_with_batch_norm(ranks, world_size, samples):
+    """A sample that a rank repeats to keep step counts in no batch statistic, and gets no gradient through one."""
+    expected, seen, _, _ = train(12, 1, batch_norm=True, samples=samples)
+    for weights, seen_there, _, _ in ranks.run(
+        train_uneven_batch_norm, 12 // world_size, samples, world_size=world_size
+    ):
+        torch.testing.assert_close(weights, expected, rtol=0, atol=1e-10)
+        assert [loss for _, loss in seen_there] == pytest.approx([loss for _, loss in seen], abs=1e-10)
+
+
+def train_uneven_batch_norm(batch_size, samples):
+    return train(batch_size, 1, batch_norm=True, samples=samples)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_uneven_remainders_in_one_window_with_batch_norm(ranks, world_size):
+    """Weight 0 and left out of the statistics also where the batch closes a longer window."""
+    expected = train(12, 3, batch_norm=True, samples=50)[0]
+    for weights, _, _, _ in ranks.run(train_window_batch_norm, 12 // world_size, world_size=world_size):
+        torch.testing.assert_close(weights, expected, rtol=0, atol=1e-10)
+
+
+def train_window_batch_norm(batch_size):
+    return train(batch_size, 3, batch_norm=True, samples=50)

@@ -202,8 +202,8 @@ def test_a_value_that_cannot_be_read_becomes_none(boxes, caplog):
 
 def test_something_else_in_the_store(boxes):
     main, other = boxes
-    main.store.set(f"ddpkit/call/{SITE}/1/0", pickle.dumps("nonsense"))
-    main.store.set(f"ddpkit/call/{SITE}/1", "1")
+    main.store.set(f"ddpkit/call/{SITE}/0.1/0", pickle.dumps("nonsense"))
+    main.store.set(f"ddpkit/call/{SITE}/0.1", "1")
     with pytest.raises(TypeError, match="holds a str where an Outcome was expected"):
         read(other)
 

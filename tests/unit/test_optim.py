@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 
 import pytest
@@ -295,3 +296,9 @@ def test_a_parameter_shared_by_two_scaled_optimizers_is_refused():
     scaler.scale(weight.sum()).backward()
     with pytest.raises(ConfigError, match="share a parameter"):
         take_step(optimizers, max_norm=None, scaler=scaler)
+
+
+def test_an_opt_class_that_cannot_be_called_is_named_with_what_it_was_given():
+    opt_class = functools.partial(torch.optim.SGD, lr="fast")
+    with pytest.raises(ConfigError, match=r"opt_class with lr='fast' makes no optimizer: TypeError"):
+        make_optimizer(opt_class, nn.Linear(1, 1))

@@ -124,7 +124,7 @@ class WrappedDDP(_Reaching, DistributedDataParallel):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module; with gradients, through DDP."""
         if not (self.training and torch.is_grad_enabled()):
-            return self.module(*inputs, **kwargs)
+            return self.__dict__["_modules"]["module"](*inputs, **kwargs)  # past __getattr__: this is every batch
         self.gradient_reduction.reduced = self.require_backward_grad_sync
         return DistributedDataParallel.forward(self, *inputs, **kwargs)  # type: ignore[no-untyped-call]
 

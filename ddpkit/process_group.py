@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import os
 import time
+import weakref
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,7 @@ from ddpkit.launchers import find_launch
 from ddpkit.logger import get_logger
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from ddpkit.launchers import LaunchInfo
 
@@ -50,7 +51,9 @@ class GroupState:
     def __init__(self, store: dist.Store) -> None:
         self.store = store
         self.handover = Handover(store, dist.get_rank(), dist.get_world_size())
-        self.control_group: dist.ProcessGroup | None = None
+        # torch keeps the group; whoever else held it would keep its threads running after it has been destroyed, and
+        # the process would abort at exit.
+        self.control_group: Callable[[], dist.ProcessGroup | None] = lambda: None
         self.attended = self.hosts_store = False
 
 
@@ -104,9 +107,11 @@ def control_group() -> dist.ProcessGroup | None:
     if not is_distributed_initialized():
         return None
     state = group_state()
-    if state.control_group is None:
-        state.control_group = dist.new_group(backend="gloo")
-    return state.control_group
+    group = state.control_group()
+    if group is None:
+        group = dist.new_group(backend="gloo")
+        state.control_group = weakref.ref(group)
+    return group
 
 
 def ddp_init_group(run_opts: Mapping[str, Any] | Any) -> None:

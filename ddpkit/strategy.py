@@ -121,10 +121,16 @@ class WrappedDDP(_Reaching, DistributedDataParallel):
         super().__setstate__({**state, "_is_made": False})  # type: ignore[no-untyped-call]
         self._is_made = True
 
+    def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Run the module; where nothing is trained, without a detour through this one, unless it has hooks."""
+        if (self.training and torch.is_grad_enabled()) or self._forward_hooks or self._forward_pre_hooks:
+            return super().__call__(*inputs, **kwargs)
+        return self.__dict__["_modules"]["module"](*inputs, **kwargs)  # past __getattr__: this is every batch
+
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module; with gradients, through DDP."""
         if not (self.training and torch.is_grad_enabled()):
-            return self.__dict__["_modules"]["module"](*inputs, **kwargs)  # past __getattr__: this is every batch
+            return self.module(*inputs, **kwargs)
         self.gradient_reduction.reduced = self.require_backward_grad_sync
         return DistributedDataParallel.forward(self, *inputs, **kwargs)  # type: ignore[no-untyped-call]
 

@@ -276,7 +276,6 @@ def _rank(environment: dict[str, str], *, init: bool) -> Iterator[None]:
     finally:
         if dist.is_initialized():
             group_state().handover.last_words.say_goodbye()  # as a process that ends
-            group_state().control_group = None  # what is still held here would keep its connections open
             dist.destroy_process_group()
         sys.excepthook = hook
         os.environ.clear()

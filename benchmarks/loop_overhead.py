@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from ddpkit.brain import Brain
-from ddpkit.distributed import get_world_size, if_main_process
+from ddpkit.distributed import get_world_size, if_main_process, sum_over_ranks
 from ddpkit.types import Stage
 
 WIDTH, CLASSES, BATCH = 64, 10, 16
@@ -62,6 +62,11 @@ class Classifier(Brain):
         return nn.functional.cross_entropy(predictions, batch[1])
 
 
+def over_ranks(total: torch.Tensor) -> float:
+    """Add up a pass's loss over the ranks, as every loop must that reports one number: it waits for the slowest."""
+    return sum_over_ranks([total.item()])[0]
+
+
 class Bare:
     """The loop that one would write by hand, with the same safety: clipping, a finite check, one loss at the end."""
 
@@ -81,7 +86,7 @@ class Bare:
                 self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
             total += loss.detach()
-        return total.item()
+        return over_ranks(total)
 
     def evaluate(self, loader: DataLoader) -> float:
         self.net.eval()
@@ -90,7 +95,7 @@ class Bare:
         with torch.no_grad():
             for inputs, targets in loader:
                 total += nn.functional.cross_entropy(net(inputs), targets)
-        return total.item()
+        return over_ranks(total)
 
 
 @contextlib.contextmanager

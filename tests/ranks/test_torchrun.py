@@ -100,6 +100,7 @@ def assert_clean(run: Run) -> None:
 @pytest.mark.parametrize(
     ("processes", "starts"), [(1, 1), (2, 1), (3, 1), pytest.param(2, 5, marks=pytest.mark.slow)]
 )
+@pytest.mark.timeout(400)
 @again_once
 def test_d22_d24_a_clean_start_and_exit(tmp_path, processes, starts):
     """A Brain made without ddp_init_group; no abort, no warning, nothing left, and the same weights each time."""
@@ -176,6 +177,7 @@ def test_data_parallel_backend_under_torchrun_shows_both_commands(tmp_path):
 
 
 @pytest.mark.parametrize("restarts", [1, pytest.param(5, marks=pytest.mark.slow)])
+@pytest.mark.timeout(400)
 @again_once
 def test_restarts_meet_again_on_gloo(tmp_path, restarts):
     """A rank is killed in its first attempts: each restart must not read the addresses of the dead attempt."""

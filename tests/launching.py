@@ -88,8 +88,10 @@ class Run:
 
     def alive(self) -> list[int]:
         wanted = f"{MARKER}={self.marker}".encode()
-        self.process.poll()
-        return [pid for pid, environment in _environments() if wanted in environment.split(b"\0")]
+        marked = {pid for pid, environment in _environments() if wanted in environment.split(b"\0")}
+        if self.process.poll() is None:
+            marked.add(self.process.pid)  # its environment cannot be read yet in the first moment after its start
+        return sorted(marked)
 
     def tail(self, lines: int = 15) -> str:
         return "\n".join(self.err.splitlines()[-lines:])

@@ -17,15 +17,15 @@ from torch.utils.data.distributed import DistributedSampler
 from ddpkit.checkpoint_hooks import mark_as_loader, mark_as_saver, register_checkpoint_hooks
 from ddpkit.errors import ConfigError, DataError
 from ddpkit.logger import get_logger
+from ddpkit.permutation import mix_key
 from ddpkit.sampler import (
     DealtBatchSampler,
     PlannedBatchSampler,
-    SamplingPlan,
     layers,
-    mix_key,
     set_epoch_inside,
 )
 from ddpkit.seed import global_seed
+from ddpkit.streams import stream_loader
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -332,7 +332,7 @@ def shard(dataset: Any, sharding: Sharding, **loader_kwargs: Any) -> DataLoader[
     """
     options = dict(loader_kwargs)
     if isinstance(dataset, IterableDataset):
-        return _stream_loader(dataset, sharding, options)
+        return stream_loader(dataset, sharding.rank, sharding.world_size, options)
     _check_exclusive(options)
     if _is_divided(options.get("batch_sampler"), options.get("sampler")):
         return SaveableDataLoader(dataset, **options)
@@ -458,55 +458,6 @@ class _Single(torch.utils.data.Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         return (indices[0] for indices in self.planned)
-
-
-class StreamShard(IterableDataset[Any]):
-    """One rank's part of an iterable dataset: through its own ``shard(num_shards, index)``, or every n-th item.
-
-    Args:
-        dataset: the whole stream; every rank must be able to read it in the same order.
-        rank: this rank.
-        world_size: number of ranks.
-
-    Ranks: local.
-
-    Example:
-        >>> list(StreamShard(range(5), 1, 2))
-        [1, 3]
-    """
-
-    def __init__(self, dataset: Any, rank: int, world_size: int) -> None:
-        self.dataset = dataset
-        self.rank, self.world_size = rank, world_size
-
-    def set_epoch(self, epoch: int) -> None:
-        """Tell the stream which epoch comes, if it wants to know."""
-        setter = getattr(self.dataset, "set_epoch", None)
-        if setter is not None:
-            setter(epoch)
-
-    def __iter__(self) -> Iterator[Any]:
-        divide = getattr(self.dataset, "shard", None)
-        if divide is not None:
-            return iter(divide(self.world_size, self.rank))
-        return itertools.islice(iter(self.dataset), self.rank, None, self.world_size)
-
-
-def _stream_loader(dataset: Any, sharding: Sharding, options: dict[str, Any]) -> DataLoader[Any]:
-    if options.pop("shuffle", False):
-        raise ConfigError(
-            f"shuffle=True cannot be done for {type(dataset).__name__}, an IterableDataset: it has no length and no "
-            "positions. Shuffle inside the dataset."
-        )
-    if options.get("batch_size", 1) is not None:
-        SamplingPlan(num_samples=1, batch_size=options.get("batch_size", 1))  # refuses a bad size
-    if isinstance(dataset, StreamShard):  # of a loader that was made for one rank: divide the whole, not the part
-        dataset = dataset.dataset
-    if sharding.world_size > 1:
-        dataset = StreamShard(dataset, sharding.rank, sharding.world_size)
-    if options.get("generator") is None:
-        options["generator"] = torch.Generator()
-    return DataLoader(dataset, **options)
 
 
 def _check_exclusive(options: dict[str, Any]) -> None:

@@ -193,6 +193,7 @@ _EXAMPLES = {bool: "True", int: "10", float: "5.0", str: "text", list: "a,b", di
 
 RUNNING = "What is run"
 WHERE = "Where it runs"
+BATCHES = "Batches, and what they weigh"
 GRADIENTS = "Precision, gradients and optimizer steps"
 CHECKPOINTS = "Checkpoints inside an epoch"
 COMPILING = "Compilation"
@@ -210,6 +211,8 @@ OPTIONS: tuple[Option, ...] = (
     Option("debug_epochs", 2, int, RUNNING, "epochs when debugging; 0 or less: all", form="N"),
     Option("debug_persistently", False, bool, RUNNING, "keep the real checkpoint folder when debugging"),
     Option("shard_evaluation", False, bool, RUNNING, "divide validation and test sets over the processes"),
+    Option("check_parity", None, int, RUNNING, "rehearse N processes on one, compare gradients, and stop", form="N",
+           minimum=2, is_optional=True, default_words="off"),
     Option("log_config", None, str, RUNNING, "YAML with the logging set-up", form="FILE", is_optional=True),
     Option("noprogressbar", False, bool, RUNNING, "no progress bar"),
     Option("tqdm_colored_bar", False, bool, RUNNING, "colour the progress bar by stage"),
@@ -226,13 +229,24 @@ OPTIONS: tuple[Option, ...] = (
            above=0),
     Option("find_unused_parameters", False, bool, WHERE, "DDP looks for parameters that got no gradient"),
 
+    Option("grad_accumulation_factor", 1, int, BATCHES, "batches per optimizer step", form="N", minimum=1),
+    Option("global_batch_size", None, int, BATCHES, "samples per optimizer step, over all processes", form="N",
+           minimum=1, is_optional=True, default_words="from batch_size"),
+    Option("micro_batch_size", None, int, BATCHES, "of those, at most N at a time on a process", form="N",
+           minimum=1, is_optional=True, default_words="all at once"),
+    Option("loss_weighting", "samples", str, BATCHES, "what counts the same: each sample, or each batch",
+           form="samples|batches", choices=("samples", "batches")),
+    Option("lr_scaling", "none", str, BATCHES, "scale learning rates with the batch per step",
+           form="none|linear|sqrt", choices=("none", "linear", "sqrt")),
+    Option("reference_batch_size", None, int, BATCHES, "batch per step that the learning rates are meant for",
+           form="N", minimum=1, is_optional=True),
+
     Option("precision", "fp32", str, GRADIENTS, "number format of training", form="fp32|fp16|bf16",
            choices=_PRECISIONS),
     Option("eval_precision", "fp32", str, GRADIENTS, "number format of validation and test",
            form="fp32|fp16|bf16", choices=_PRECISIONS),
     Option("max_grad_norm", 5.0, float, GRADIENTS, "clip gradients to this norm; 0 or less: never", form="X",
            is_optional=True),
-    Option("grad_accumulation_factor", 1, int, GRADIENTS, "batches per optimizer step", form="N", minimum=1),
     Option("optimizer_step_limit", None, int, GRADIENTS, "stop after N optimizer steps", form="N", minimum=1,
            is_optional=True),
     Option("nonfinite_patience", 3, int, GRADIENTS, "non-finite steps to skip per epoch", form="N",
@@ -305,6 +319,12 @@ class OptionTypes:
     eval_precision: str
     max_grad_norm: float | None
     grad_accumulation_factor: int
+    global_batch_size: int | None
+    micro_batch_size: int | None
+    loss_weighting: str
+    lr_scaling: str
+    reference_batch_size: int | None
+    check_parity: int | None
     optimizer_step_limit: int | None
     nonfinite_patience: int
     skip_nonfinite_grads: bool

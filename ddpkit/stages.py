@@ -14,8 +14,9 @@ from torch.utils.data import DataLoader, IterableDataset
 from ddpkit.control import Beat
 from ddpkit.dataloader import LoopedLoader, SaveableDataLoader, plan_of, set_epoch
 from ddpkit.distributed import get_world_size, if_main_process, sum_over_ranks
+from ddpkit.feed import Feed
 from ddpkit.logger import get_logger
-from ddpkit.loop import Feed, LoopHost, evaluate_epoch, train_epoch
+from ddpkit.loop import LoopHost, evaluate_epoch, train_epoch
 from ddpkit.metrics import LossMeter
 from ddpkit.progress import COLOURS, ProgressBar
 from ddpkit.train_logger import run_event
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from ddpkit.control import BeatReport
-    from ddpkit.loop import Counts
+    from ddpkit.feed import Counts
     from ddpkit.run_opts import RunOptions
 
 logger = get_logger(__name__)

@@ -707,8 +707,17 @@ def test_real_run_of_the_recipe_itself(tmp_path):
         (["hparams.yaml", "--nonfinite_patience=2"], "nan", ["NonFiniteLossError: 3 steps of epoch 1"], None),
     ],
     ids=[
-        "missing_yaml", "bad_option", "before_group", "recipe_rank1", "forward_rank1", "valid_rank1", "worker_rank1",
-        "epochs", "no_grad", "options", "nan",
+        "missing_yaml",
+        "bad_option",
+        "before_group",
+        "recipe_rank1",
+        "forward_rank1",
+        "valid_rank1",
+        "worker_rank1",
+        "epochs",
+        "no_grad",
+        "options",
+        "nan",
     ],
 )
 def test_f1_the_real_thing(tmp_path, words, fault, says, rank):

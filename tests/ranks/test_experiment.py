@@ -38,9 +38,7 @@ def test_main_writes_and_nobody_hangs(ranks, tmp_path, main_only):
     recipe.write_text("seed: 3\nfolder: !ref results/<seed>\n")
     ranks.run(create, str(tmp_path / "out"), str(recipe), main_only)
     names = {"env.log", "hyperparams.yaml", "log.txt", "metrics.jsonl", "test_experiment.py"}
-    assert {path.name for path in (tmp_path / "out").iterdir()} == names | (
-        set() if main_only else {"log.rank1.txt"}
-    )
+    assert {path.name for path in (tmp_path / "out").iterdir()} == names | (set() if main_only else {"log.rank1.txt"})
     assert "folder: results/4" in (tmp_path / "out" / "hyperparams.yaml").read_text()
     assert "from rank 0" in (tmp_path / "out" / "log.txt").read_text()
     assert "2 processes" in (tmp_path / "out" / "env.log").read_text()
@@ -55,10 +53,7 @@ def test_d2_a_folder_that_cannot_be_made_fails_on_every_rank(ranks, tmp_path):
     outcomes = ranks.outcomes(create, str(tmp_path / "file" / "out"))
     assert [outcome.error_type for outcome in outcomes] == ["ConfigError"] * 2
     for outcome in outcomes:
-        assert (
-            f"experiment_directory='{tmp_path}/file/out' cannot be written to: Not a directory"
-            in outcome.error
-        )
+        assert f"experiment_directory='{tmp_path}/file/out' cannot be written to: Not a directory" in outcome.error
 
 
 def test_d2_missing_hyperparams_fail_on_every_rank(ranks, tmp_path):

@@ -100,9 +100,7 @@ def test_options(ranks, options):
 def exact_where_the_mean_is_large():
     layer = SyncBatchNorm(1)
     generator = torch.Generator().manual_seed(3)
-    x = (
-        torch.randn(512, 1, generator=generator) + 4096.0
-    )  # sums of squares in float32 would be off by more than 1
+    x = torch.randn(512, 1, generator=generator) + 4096.0  # sums of squares in float32 would be off by more than 1
     layer(x[dist.get_rank() :: 2])
     return float(layer.running_var), float(0.9 + 0.1 * x.double().var())
 
@@ -144,9 +142,7 @@ def too_small(rows):
 
 def test_one_value_over_all_ranks_is_an_error_on_every_rank(ranks):
     for rank, message in enumerate(ranks.run(too_small, (1, 0))):
-        assert (
-            f"Expected more than 1 value per channel when training, got input size [{1 - rank}, 3]" in message
-        )
+        assert f"Expected more than 1 value per channel when training, got input size [{1 - rank}, 3]" in message
         assert "1 value per channel over all 2 ranks" in message
 
 

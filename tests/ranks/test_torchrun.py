@@ -77,9 +77,7 @@ def assert_clean(run: Run) -> None:
     assert run.out == ""
 
 
-@pytest.mark.parametrize(
-    ("processes", "starts"), [(1, 1), (2, 1), (3, 1), pytest.param(2, 5, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("processes", "starts"), [(1, 1), (2, 1), (3, 1), pytest.param(2, 5, marks=pytest.mark.slow)])
 def test_d22_d24_a_clean_start_and_exit(tmp_path, processes, starts):
     """A Brain made without ddp_init_group; no abort, no warning, nothing left, and the same weights each time."""
     script = write(tmp_path)

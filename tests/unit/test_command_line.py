@@ -72,9 +72,7 @@ def test_c1_optimizer_step_limit_is_an_int():
     for words in (["--optimizer_step_limit=10"], ["--optimizer_step_limit", "10"]):
         limit = parse("h.yaml", *words)[1].optimizer_step_limit
         assert (limit, type(limit)) == (10, int)
-    with pytest.raises(
-        ConfigError, match="optimizer_step_limit='ten' on the command line is no whole number"
-    ):
+    with pytest.raises(ConfigError, match="optimizer_step_limit='ten' on the command line is no whole number"):
         parse("h.yaml", "--optimizer_step_limit=ten")
 
 

@@ -25,7 +25,6 @@ from ddpkit.dataloader import (
     LoopedLoader,
     SaveableDataLoader,
     Sharding,
-    StreamShard,
     default_seed,
     make_dataloader,
     plan_of,
@@ -35,6 +34,7 @@ from ddpkit.dataloader import (
 )
 from ddpkit.errors import ConfigError, DataError
 from ddpkit.sampler import DealtBatchSampler, PlannedBatchSampler
+from ddpkit.streams import StreamShard
 
 
 class Numbers(Dataset):

@@ -31,9 +31,7 @@ def machine(monkeypatch):
     def have(**counts):
         monkeypatch.setattr(device, "count_devices", lambda kind: counts.get(kind, 0))
         monkeypatch.setattr(device, "is_built_for", lambda kind: kind in counts)
-        monkeypatch.setattr(
-            device, "accelerator_kind", lambda: next((k for k, n in counts.items() if n), "cpu")
-        )
+        monkeypatch.setattr(device, "accelerator_kind", lambda: next((k for k, n in counts.items() if n), "cpu"))
 
     return have
 

@@ -76,9 +76,7 @@ def test_hyperparams_are_resolved(tmp_path, recipe):
     assert "    in_features: 3" in lines or "  in_features: 3" in lines
 
 
-@pytest.mark.parametrize(
-    "overrides", [{"seed": 4, "model": {"out_features": 5}}, "seed: 4\nmodel: {out_features: 5}"]
-)
+@pytest.mark.parametrize("overrides", [{"seed": 4, "model": {"out_features": 5}}, "seed: 4\nmodel: {out_features: 5}"])
 def test_overrides(tmp_path, recipe, overrides):
     before = repr(overrides)
     create(tmp_path / "out", recipe, overrides)
@@ -161,9 +159,7 @@ def test_an_own_logging_configuration(tmp_path):
 def test_a_folder_that_cannot_be_made(tmp_path):
     (tmp_path / "file").write_text("")
     hook = sys.excepthook
-    with pytest.raises(
-        ConfigError, match="experiment_directory='.*file/out' cannot be written to: Not a directory"
-    ):
+    with pytest.raises(ConfigError, match="experiment_directory='.*file/out' cannot be written to: Not a directory"):
         create(tmp_path / "file" / "out")
     assert sys.excepthook is hook
 
@@ -173,9 +169,7 @@ def test_a_read_only_folder(tmp_path):
     folder.mkdir(mode=0o500)
     if os.access(folder, os.W_OK):
         pytest.skip("this user may write everywhere")
-    with pytest.raises(
-        ConfigError, match="experiment_directory='.*out' cannot be written to: Permission denied"
-    ):
+    with pytest.raises(ConfigError, match="experiment_directory='.*out' cannot be written to: Permission denied"):
         create(folder)
 
 
@@ -197,9 +191,7 @@ def test_a_full_disk_leaves_no_half_written_file(tmp_path, recipe, monkeypatch):
 
 
 def test_missing_hyperparams(tmp_path):
-    with pytest.raises(
-        MissingFileError, match="hyperparams_to_save='.*none.yaml': '.*none.yaml' does not exist"
-    ):
+    with pytest.raises(MissingFileError, match="hyperparams_to_save='.*none.yaml': '.*none.yaml' does not exist"):
         create(tmp_path / "out", tmp_path / "none.yaml")
     assert not (tmp_path / "out").exists()
 
@@ -210,9 +202,7 @@ def test_missing_hyperparams(tmp_path):
 )
 def test_hyperparams_that_cannot_be_resolved(tmp_path, recipe, text, overrides):
     recipe.write_text(text)
-    with pytest.raises(
-        ConfigError, match="hyperparams_to_save='.*train.yaml' with overrides=.* cannot be resolved"
-    ):
+    with pytest.raises(ConfigError, match="hyperparams_to_save='.*train.yaml' with overrides=.* cannot be resolved"):
         create(tmp_path / "out", recipe, overrides)
 
 
@@ -233,9 +223,7 @@ except ZeroDivisionError as error:
 def start(tmp_path, **environment):
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(SCRIPT).format(folder=str(tmp_path / "out"), environment=environment))
-    return subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, timeout=100, check=False
-    )
+    return subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=100, check=False)
 
 
 def test_the_exception_that_ends_the_run_is_logged_and_shown_once(tmp_path):

@@ -262,12 +262,15 @@ def test_importing_the_package_imports_nothing_else():
 
 
 def test_a_light_name_does_not_load_torch():
-    assert in_a_fresh_interpreter("""
+    assert (
+        in_a_fresh_interpreter("""
         import json, sys
         import ddpkit
         ddpkit.Stage.TRAIN, ddpkit.ConfigError, ddpkit.cli.main
         print(json.dumps(sorted({"torch", "numpy", "tqdm", "hyperpyyaml"} & set(sys.modules))))
-    """) == []
+    """)
+        == []
+    )
 
 
 WATCH_THE_IMPORT_OF_EVERYTHING = """

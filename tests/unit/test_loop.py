@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from ddpkit.control import Beat, BeatReport
 from ddpkit.errors import BatchError, DataError, NonFiniteLossError
-from ddpkit.loop import Feed, Progress, Window, backward, evaluate_epoch, loss_problem, one_number, train_epoch
+from ddpkit.feed import Feed, Window
+from ddpkit.loop import Progress, backward, evaluate_epoch, loss_problem, one_number, train_epoch
 from ddpkit.sampler import DealtBatchSampler, PlannedBatchSampler
 from ddpkit.types import Stage
 

@@ -46,6 +46,12 @@ def test_the_table_is_whole():
         "profile_steps",
         "shard_evaluation",
         "distributed_timeout_minutes",
+        "global_batch_size",
+        "micro_batch_size",
+        "loss_weighting",
+        "lr_scaling",
+        "reference_batch_size",
+        "check_parity",
     }
     assert set(RunOptions()) == contract
     assert set(OPTION_BY_NAME) - PARSER_ONLY == contract == set(OptionTypes.__annotations__)

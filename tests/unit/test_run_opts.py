@@ -104,9 +104,7 @@ def test_the_backend_follows_the_device_unless_given(gpus):
 
 
 def test_options_in_the_yaml_are_seen_at_once(gpus, tmp_path):
-    (tmp_path / "h.yaml").write_text(
-        "device: cpu\ndebug: True\nmax_grad_norm: null\nprecision: !ref <p>\np: bf16\n"
-    )
+    (tmp_path / "h.yaml").write_text("device: cpu\ndebug: True\nmax_grad_norm: null\nprecision: !ref <p>\np: bf16\n")
     options = parse("h.yaml")[1]
     assert (options.device, options.distributed_backend) == ("cpu", "gloo")
     assert (options.debug, options.max_grad_norm, options.precision) == (True, None, "fp32")
@@ -169,9 +167,7 @@ def test_from_dictionary_keeps_unknown_keys():
     assert RunOptions(debug=True, overridden_args={"jit"}).overridden_args == {"debug", "jit"}
 
 
-@pytest.mark.parametrize(
-    "twin", [copy.copy, copy.deepcopy, RunOptions.copy, lambda o: pickle.loads(pickle.dumps(o))]
-)
+@pytest.mark.parametrize("twin", [copy.copy, copy.deepcopy, RunOptions.copy, lambda o: pickle.loads(pickle.dumps(o))])
 def test_copies(twin):
     options = RunOptions(debug=True, mine=[1])
     other = twin(options)
@@ -253,9 +249,7 @@ def test_yaml_values_are_checked(name, given, reason):
 def test_intervals_are_checked_over_the_sources():
     with pytest.raises(ConfigError, match="--ckpt_interval_minutes=0"):
         RunOptions(ckpt_interval_steps=5).resolved({"ckpt_interval_minutes": 15})
-    options = RunOptions(ckpt_interval_steps=5, ckpt_interval_minutes=0).resolved(
-        {"ckpt_interval_minutes": 15}
-    )
+    options = RunOptions(ckpt_interval_steps=5, ckpt_interval_minutes=0).resolved({"ckpt_interval_minutes": 15})
     assert (options.ckpt_interval_steps, options.ckpt_interval_minutes) == (5, 0.0)
 
 

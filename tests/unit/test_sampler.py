@@ -23,16 +23,13 @@ from torch.utils.data import (
 )
 
 from ddpkit.errors import ConfigError, DataError
+from ddpkit.permutation import SMALL, Order, mix, mix_key
 from ddpkit.sampler import (
     CHUNK,
-    SMALL,
     DealtBatchSampler,
-    Order,
     PlannedBatchSampler,
     SamplingPlan,
     layers,
-    mix,
-    mix_key,
 )
 
 FAST = settings(max_examples=150, deadline=None, derandomize=True, database=None)

@@ -103,9 +103,7 @@ def test_2_5_streams_are_hashed_and_not_summed():
     assert len(set(seeds)) == len(seeds)
     assert stream_seed(10, 2) != stream_seed(11, 1)
     assert stream_seed(1, 23) != stream_seed(12, 3)
-    assert (
-        stream_seed(3, 1) == 2443941090653319517
-    )  # the same in every version: runs are repeated years later
+    assert stream_seed(3, 1) == 2443941090653319517  # the same in every version: runs are repeated years later
 
 
 def test_rng_state_brings_every_generator_back():

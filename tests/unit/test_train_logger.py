@@ -245,8 +245,7 @@ def scalars(folder):
     events = EventAccumulator(str(folder))
     events.Reload()
     return {
-        tag: [(event.step, round(event.value, 5)) for event in events.Scalars(tag)]
-        for tag in events.Tags()["scalars"]
+        tag: [(event.step, round(event.value, 5)) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]
     }
 
 

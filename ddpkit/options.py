@@ -211,7 +211,7 @@ OPTIONS: tuple[Option, ...] = (
     Option("debug_epochs", 2, int, RUNNING, "epochs when debugging; 0 or less: all", form="N"),
     Option("debug_persistently", False, bool, RUNNING, "keep the real checkpoint folder when debugging"),
     Option("shard_evaluation", False, bool, RUNNING, "divide validation and test sets over the processes"),
-    Option("check_parity", None, int, RUNNING, "rehearse N processes on one, compare gradients, and stop", form="N",
+    Option("check_parity", None, int, RUNNING, "rehearse N processes on one, compare gradients", form="N",
            minimum=2, is_optional=True, default_words="off"),
     Option("log_config", None, str, RUNNING, "YAML with the logging set-up", form="FILE", is_optional=True),
     Option("noprogressbar", False, bool, RUNNING, "no progress bar"),
@@ -231,7 +231,7 @@ OPTIONS: tuple[Option, ...] = (
 
     Option("grad_accumulation_factor", 1, int, BATCHES, "batches per optimizer step", form="N", minimum=1),
     Option("global_batch_size", None, int, BATCHES, "samples per optimizer step, over all processes", form="N",
-           minimum=1, is_optional=True, default_words="from batch_size"),
+           minimum=1, is_optional=True),
     Option("micro_batch_size", None, int, BATCHES, "of those, at most N at a time on a process", form="N",
            minimum=1, is_optional=True, default_words="all at once"),
     Option("loss_weighting", "samples", str, BATCHES, "what counts the same: each sample, or each batch",

@@ -2,7 +2,7 @@
 
 An epoch's order is a function of ``(seed, epoch, position)`` and of nothing else. Global batch ``b`` is the positions
 ``[b * G, (b + 1) * G)``, where ``G`` is the sum of the ranks' batch sizes; every rank takes a contiguous share of it,
-and the last one is divided as evenly as possible. So the order, the batches and their number do not depend on the
+as even as it can be. So the order, the batches and their number do not depend on the
 number of processes, no sample is repeated, and none is left out.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import random
 from dataclasses import dataclass
 from numbers import Integral
@@ -32,16 +33,21 @@ CHUNK = 8192
 
 @dataclass(frozen=True)
 class SamplingPlan:
-    """How an epoch's positions are divided into global batches, and those over the ranks.
+    """How an epoch's positions are divided into global batches, these into micro-batches, and those over the ranks.
+
+    Every division is as even as it can be. A *batch* is what the ranks work on at once: a micro-batch, which is the
+    whole global batch unless ``micro_batches`` says otherwise. Batches are numbered through the epoch.
 
     Args:
         num_samples: samples of the epoch.
-        batch_size: samples per rank and batch.
+        batch_size: samples per rank and batch. With ``global_batch_size``, what the largest share comes to.
         world_size: number of ranks.
         drop_last: leave out an incomplete last global batch.
+        global_batch_size: samples per global batch; by default all ranks' ``batch_size`` together, in every micro-batch.
+        micro_batches: batches that a global batch is divided into; the last, smaller one into no more than it needs.
 
     Raises:
-        ConfigError: the batch size is not a positive whole number.
+        ConfigError: a size is not a positive whole number.
 
     Ranks: local; every rank computes every rank's share, so nothing has to be asked.
 
@@ -49,45 +55,84 @@ class SamplingPlan:
         >>> plan = SamplingPlan(num_samples=7, batch_size=2, world_size=2)
         >>> len(plan), [plan.share(1, rank) for rank in range(2)]
         (2, [(4, 6), (6, 7)])
+        >>> plan = SamplingPlan(num_samples=10, world_size=3, global_batch_size=10, micro_batches=2)
+        >>> [[plan.share(batch, rank) for rank in range(3)] for batch in range(2)]
+        [[(0, 2), (2, 4), (4, 5)], [(5, 7), (7, 9), (9, 10)]]
     """
 
     num_samples: int
-    batch_size: int
+    batch_size: int = 1
     world_size: int = 1
     drop_last: bool = False
+    global_batch_size: int = None  # type: ignore[assignment]  # filled in below
+    micro_batches: int = 1
 
     def __post_init__(self) -> None:
-        given: Any = self.batch_size
+        given: Any = self.global_batch_size
+        name = "batch_size" if given is None else "global_batch_size"
+        given = self.batch_size if given is None else given
         if isinstance(given, bool) or not isinstance(given, Integral) or given < 1:
+            counts = "it counts per process" if name == "batch_size" else "it counts all processes"
             raise ConfigError(
-                f"batch_size={self.batch_size!r} is not a positive whole number: every process needs at least one "
-                "sample per batch. Set batch_size to 1 or more (it counts per process)."
+                f"{name}={given!r} is not a positive whole number: every step needs at least one sample. "
+                f"Set {name} to 1 or more ({counts})."
             )
+        if name == "batch_size":
+            object.__setattr__(self, "global_batch_size", self.batch_size * self.world_size * self.micro_batches)
+        else:
+            object.__setattr__(self, "batch_size", -(-self.global_batch_size // (self.world_size * self.micro_batches)))
 
     def __len__(self) -> int:
-        """Return the number of global batches: the same on every rank."""
+        """Return the number of batches of an epoch: the same on every rank."""
         full, rest = divmod(self.num_samples, self.global_batch_size)
-        return full + (1 if rest and not self.drop_last else 0)
+        return full * self.micro_batches + (self._pieces(rest) if rest and not self.drop_last else 0)
 
     @property
-    def global_batch_size(self) -> int:
-        """Samples of one batch over all ranks."""
-        return self.batch_size * self.world_size
+    def full_batches(self) -> int:
+        """Number of batches that belong to full global batches."""
+        return self.num_samples // self.global_batch_size * self.micro_batches
 
     def total(self, batch: int) -> int:
-        """Return the number of samples of a global batch, over all ranks."""
-        return min(self.global_batch_size, self.num_samples - batch * self.global_batch_size)
+        """Return the number of samples of a batch, over all ranks."""
+        start, stop = self._span(batch)
+        return stop - start
 
     def share(self, batch: int, rank: int) -> tuple[int, int]:
-        """Return the positions ``(start, stop)`` that a rank takes of a global batch; they may be none."""
-        start = batch * self.global_batch_size
-        each, more = divmod(self.total(batch), self.world_size)
-        own_start = start + rank * each + min(rank, more)
-        return own_start, own_start + each + (1 if rank < more else 0)
+        """Return the positions ``(start, stop)`` that a rank takes of a batch; they may be none."""
+        start, stop = self._span(batch)
+        own_start, own_stop = part(stop - start, self.world_size, rank)
+        return start + own_start, start + own_stop
+
+    def _span(self, batch: int) -> tuple[int, int]:
+        """Return the positions of a batch, of all ranks together."""
+        number, piece = divmod(batch, self.micro_batches)
+        start = number * self.global_batch_size
+        size = min(self.global_batch_size, self.num_samples - start)
+        piece_start, piece_stop = part(size, self._pieces(size), piece)
+        return start + piece_start, start + piece_stop
+
+    def _pieces(self, size: int) -> int:
+        """Return into how many batches a global batch of a size is divided."""
+        largest = -(-self.global_batch_size // self.micro_batches)
+        return self.micro_batches if size == self.global_batch_size else -(-size // largest)
+
+
+def part(size: int, parts: int, number: int) -> tuple[int, int]:
+    """Divide ``size`` things into parts that differ by one at most, the larger first; return one part's bounds.
+
+    Ranks: local.
+
+    Example:
+        >>> [part(5, 3, number) for number in range(3)]
+        [(0, 2), (2, 4), (4, 5)]
+    """
+    each, more = divmod(size, parts)
+    start = number * each + min(number, more)
+    return start, start + each + (1 if number < more else 0)
 
 
 class PlannedBatchSampler(Sampler[list[int]]):
-    """A batch sampler that yields one rank's share of every global batch.
+    """A batch sampler that yields one rank's share of every batch of a :class:`SamplingPlan`.
 
     Args:
         source: the number of samples; or a user's sampler, whose order is kept and dealt out.
@@ -97,8 +142,10 @@ class PlannedBatchSampler(Sampler[list[int]]):
         shuffle: reorder every epoch (with a number of samples only).
         seed: of the experiment.
         drop_last: leave out an incomplete last global batch.
-        keep_step: what a rank does that has no sample in the last global batch: True repeats one sample, which counts
-            nothing, so that it can take part in the collectives; False yields nothing.
+        keep_step: what a rank does that has no sample in a batch: True repeats one sample, which counts nothing, so
+            that it can take part in the collectives; False yields nothing.
+        global_batch_size: as in :class:`SamplingPlan`; takes the place of ``batch_size``.
+        micro_batches: likewise.
 
     Ranks: local. All ranks must give the same arguments but ``rank``.
 
@@ -120,16 +167,30 @@ class PlannedBatchSampler(Sampler[list[int]]):
         seed: int = 0,
         drop_last: bool = False,
         keep_step: bool = True,
+        global_batch_size: int | None = None,
+        micro_batches: int = 1,
     ) -> None:
         self.source = source
-        self.batch_size = batch_size
         self.rank, self.world_size = rank, world_size
         self.shuffle, self.seed, self.drop_last, self.keep_step = shuffle, seed, drop_last, keep_step
         self.epoch = 1
         self.skip = 0
         self._drawn: tuple[int, list[int]] | None = None
-        self._plan = SamplingPlan(source if isinstance(source, int) else 0, batch_size, world_size, drop_last)
-        self._full_batches = self._plan.num_samples // self._plan.global_batch_size
+        size = source if isinstance(source, int) else 0
+        division: dict[str, Any] = {"micro_batches": micro_batches}
+        if global_batch_size is not None:
+            division["global_batch_size"] = global_batch_size
+        self._plan = SamplingPlan(size, batch_size, world_size, drop_last, **division)
+        self.batch_size = self._plan.batch_size
+        self._full_batches = self._plan.full_batches
+        full = dataclasses.replace(self._plan, num_samples=self._plan.global_batch_size)
+        shares = [full.share(batch, rank) for batch in range(micro_batches)]
+        self._own_counts = [stop - start for start, stop in shares]  # of every batch of a full global one
+        filler = (full.num_samples - 1, full.num_samples)
+        own = [np.arange(*(share if share[0] < share[1] else filler)) for share in shares]
+        ends = np.cumsum([positions.size for positions in own]).tolist()
+        self._own = np.concatenate(own)
+        self._cuts = [slice(start, stop) for start, stop in itertools.pairwise([0, *ends])]
 
     @property
     def plan(self) -> SamplingPlan:
@@ -138,7 +199,7 @@ class PlannedBatchSampler(Sampler[list[int]]):
         if drawn is not None:
             if len(drawn) != self._plan.num_samples:
                 self._plan = dataclasses.replace(self._plan, num_samples=len(drawn))
-            self._full_batches = len(drawn) // self._plan.global_batch_size
+            self._full_batches = self._plan.full_batches
         return self._plan
 
     def set_epoch(self, epoch: int) -> None:
@@ -150,14 +211,22 @@ class PlannedBatchSampler(Sampler[list[int]]):
 
     def count(self, batch: int) -> int:
         """Return the number of samples this rank has in a batch; 0 where it repeats one to keep step."""
-        if batch < self._full_batches:  # asked at every step: all but the last batch are alike
-            return self.batch_size
+        if batch < self._full_batches:  # asked at every step: all but the last global batch are alike
+            return self._own_counts[batch % len(self._own_counts)]
         start, stop = self.plan.share(batch, self.rank)
         return stop - start
 
     def total(self, batch: int) -> int:
         """Return the number of samples of a batch over all ranks."""
         return self.plan.total(batch)
+
+    def part(self, batch: int) -> float:
+        """Return this rank's part of a batch, where every batch of all ranks together counts one."""
+        return self.count(batch) / self.total(batch)
+
+    def parts(self, batch: int) -> int:
+        """Return what all ranks' parts of a batch come to: one."""
+        return 1
 
     def __len__(self) -> int:
         """Return the number of batches that this rank yields in an epoch."""
@@ -171,22 +240,31 @@ class PlannedBatchSampler(Sampler[list[int]]):
         skip, self.skip = self.skip, 0
         plan = self.plan
         order = Order(plan.num_samples, self.seed, self.epoch, shuffle=self.shuffle)
-        drawn = self._draw()
-        for positions in self._positions(plan, skip):
-            for indices in order.at(positions).tolist():
-                yield indices if drawn is None else [drawn[index] for index in indices]
+        drawn, whole = self._draw(), plan.micro_batches == 1
+        for positions, cuts in self._positions(plan, skip):
+            for row in order.at(positions).tolist():
+                for indices in [row] if whole else [row[cut] for cut in cuts]:
+                    yield indices if drawn is None else [drawn[index] for index in indices]
 
-    def _positions(self, plan: SamplingPlan, first: int) -> Iterator[NDArray[np.int64]]:
-        """Yield this rank's positions, a few thousand at a time, shape ``(batches, samples)``."""
-        full, size = plan.num_samples // plan.global_batch_size, plan.batch_size
-        at_a_time = max(CHUNK // size, 1)
-        for start in range(first, full, at_a_time):
-            batches = np.arange(start, min(start + at_a_time, full))
-            yield (batches * plan.global_batch_size + self.rank * size)[:, None] + np.arange(size)
-        for batch in range(max(first, full), len(plan)):  # the last one, if it is not full
-            own = np.arange(*plan.share(batch, self.rank))
-            if own.size or self.keep_step:
-                yield (own if own.size else np.array([plan.num_samples - 1]))[None]
+    def _positions(self, plan: SamplingPlan, first: int) -> Iterator[tuple[NDArray[np.int64], list[slice]]]:
+        """Yield this rank's positions from a batch on, and where to cut them into batches.
+
+        A row is what the rank has of one global batch; there are a few thousand positions at a time.
+        """
+        own, cuts = self._own, self._cuts
+        number, begun = divmod(min(first, plan.full_batches), plan.micro_batches)
+        full = plan.full_batches // plan.micro_batches
+        if begun:
+            yield (own + number * plan.global_batch_size)[None], cuts[begun:]
+            number += 1
+        at_a_time = max(CHUNK // own.size, 1)
+        for start in range(number, full, at_a_time):
+            numbers = np.arange(start, min(start + at_a_time, full))
+            yield (numbers * plan.global_batch_size)[:, None] + own, cuts
+        for batch in range(max(first, plan.full_batches), len(plan)):  # the last global batch, if it is not full
+            last = np.arange(*plan.share(batch, self.rank))
+            if last.size or self.keep_step:
+                yield (last if last.size else np.array([plan.num_samples - 1]))[None], [slice(None)]
 
     def _draw(self) -> list[int] | None:
         """Return the user's sampler's indices of this epoch, drawn once per epoch and alike on every rank."""
@@ -247,6 +325,14 @@ class DealtBatchSampler(Sampler[list[Any]]):
     def total(self, batch: int) -> int:
         """Return the number of samples of a round over all ranks."""
         return sum(len(one) for one in self._round(batch))
+
+    def part(self, batch: int) -> float:
+        """Return 1 if this rank has a batch in a round, else 0: every batch of the user counts the same."""
+        return 1.0 if self.count(batch) else 0.0
+
+    def parts(self, batch: int) -> int:
+        """Return the number of batches of a round."""
+        return len(self._round(batch))
 
     def __len__(self) -> int:
         """Return the number of batches that this rank yields in an epoch."""

@@ -3,8 +3,9 @@
 Position ``k`` costs the same for every ``k`` and every size: nothing is stored, so a billion samples start as fast as
 ten.
 
-Source: large sets are shuffled by a Feistel network over the next power of two with cycle walking (Black and Rogaway,
-"Ciphers with Arbitrary Finite Domains", CT-RSA 2002); the mixing function is SplitMix64 (Steele, Lea and Flood, "Fast
+Source: large sets are shuffled by a Feistel network with cycle walking (Black and Rogaway, "Ciphers with Arbitrary
+Finite Domains", CT-RSA 2002). One half is a number of bits, the other a number below ``ceil(N / 2**bits)``, so that the
+network's domain is larger than N by less than one part in a hundred, and hardly ever walks. The mixing function is SplitMix64 (Steele, Lea and Flood, "Fast
 Splittable Pseudorandom Number Generators", OOPSLA 2014).
 """
 
@@ -21,6 +22,7 @@ SMALL = 1 << 14
 ROUNDS = 8
 _GOLDEN = 0x9E3779B97F4A7C15
 _MASK64 = (1 << 64) - 1
+_HALF = np.uint64(32)
 _MULTIPLIER = np.uint64(0xD6E8FEB86659FD93)  # odd, about half of its bits set
 
 
@@ -99,10 +101,10 @@ class Order:
         if self.shuffle and num_samples <= SMALL:
             keys = _mix_array(np.arange(num_samples, dtype=np.uint64) ^ np.uint64(key))
             self._table = np.argsort(keys, kind="stable")
-        bits = max(2, (max(num_samples, 2) - 1).bit_length())
-        self._low_bits = np.uint64(bits // 2)
-        self._low_mask = np.uint64((1 << (bits // 2)) - 1)
-        self._high_mask = np.uint64((1 << (bits - bits // 2)) - 1)
+        low_bits = max(1, (max(num_samples, 2) - 1).bit_length() // 2)
+        self._low_bits = np.uint64(low_bits)
+        self._low_mask = np.uint64((1 << low_bits) - 1)
+        self._high_size = np.uint64(-(-num_samples >> low_bits))
         self._keys = [np.uint64(mix_key(key, number)) for number in range(ROUNDS)]
 
     def indices(self, start: int, stop: int) -> list[int]:
@@ -129,8 +131,12 @@ class Order:
         for number, key in enumerate(self._keys):
             if number % 2:
                 low ^= _round_function(high, key) & self._low_mask
-            else:
-                high ^= _round_function(low, key) & self._high_mask
+            else:  # add modulo the size: the hash is scaled down to it, and what is too large wraps around
+                hashed = _round_function(low, key)
+                hashed *= self._high_size
+                hashed >>= _HALF
+                high += hashed
+                np.minimum(high, high - self._high_size, out=high)
         high <<= self._low_bits
         high |= low
         return high

@@ -16,11 +16,14 @@ import torch
 
 from ddpkit.distributed import exchange, get_world_size
 from ddpkit.errors import DataError, RankFailedError, RankMismatchError
+from ddpkit.logger import get_logger
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from torch import nn
+
+logger = get_logger(__name__)
 
 T = TypeVar("T")
 
@@ -138,35 +141,35 @@ def data_facts(name: str, loader: Any, batches: int | None, *, sharded: bool) ->
     return facts
 
 
-def check_train_data(loader: Any, batches: int | None, world_size: int) -> None:
-    """Refuse training data that cannot feed every rank.
+def check_train_data(loader: Any, batches: int | None) -> None:
+    """Refuse training data that makes no step.
 
     Args:
         loader: the training loader.
         batches: its number of batches, where it is known.
-        world_size: number of ranks.
 
     Raises:
-        DataError: there are fewer samples than ranks, or no batch at all.
+        DataError: there is no batch at all.
 
     Ranks: local; alike on every rank.
 
     Example:
-        >>> check_train_data([1], 1, world_size=2)
+        >>> check_train_data([1], 1)
     """
     plan = getattr(getattr(loader, "batch_sampler", None), "plan", None)
-    if plan is not None and plan.num_samples < world_size:
-        raise DataError(
-            f"the training set has {plan.num_samples} sample(s) for {world_size} ranks: some would have nothing to "
-            f"train on. Start at most {plan.num_samples} process(es), or use more data."
+    if plan is not None and len(plan) > 0 and plan.num_samples < plan.world_size:
+        logger.warning(
+            "The training set has %d sample(s) for %d ranks: a rank without one repeats one that counts nothing.",
+            plan.num_samples,
+            plan.world_size,
         )
     if batches == 0:
         detail = ""
         if plan is not None:
             detail = (
                 f": {plan.num_samples} samples do not fill one global batch of {plan.global_batch_size} "
-                f"({plan.batch_size} per process, {world_size} process(es)), and drop_last=True leaves the rest out. "
-                "Use a smaller batch_size, fewer processes, or drop_last=False"
+                f"({plan.batch_size} per process, {plan.world_size} process(es)), and drop_last=True leaves the rest "
+                "out. Use a smaller batch_size, fewer processes, or drop_last=False"
             )
         raise DataError(f"the training loader yields no batch{detail}.")
 

@@ -9,23 +9,34 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from ddpkit import agreement
+from ddpkit.batch_sizes import batch_sizes, micro_batches
 from ddpkit.compilation import compile_modules
-from ddpkit.dataloader import LoopedLoader, SaveableDataLoader, Sharding, default_seed, reshard, shard
+from ddpkit.dataloader import (
+    LoopedLoader,
+    SaveableDataLoader,
+    Sharding,
+    deal_batches,
+    default_seed,
+    reshard,
+    shard,
+)
 from ddpkit.distributed import ddp_init_group, get_rank, get_world_size, is_distributed_initialized
 from ddpkit.failure import failure_notice
 from ddpkit.logger import format_order_of_magnitude, get_logger
 from ddpkit.loop import Progress
+from ddpkit.lr_scaling import LrScaling
 from ddpkit.metrics import LossMeter
 from ddpkit.precision import Precision
 from ddpkit.profiler import prepare_profiler
+from ddpkit.results import Results
 from ddpkit.run_opts import RunOptions
-from ddpkit.saving import Saving
 from ddpkit.seed import seed_rank_streams
 from ddpkit.stages import length_of, run_evaluation, run_training
 from ddpkit.strategy import make_strategy, modules_on_device, unwrap
+from ddpkit.streams import is_ordered
 from ddpkit.types import Stage
 
 if TYPE_CHECKING:
@@ -34,7 +45,7 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 
-class Brain(Saving):
+class Brain(Results):
     """The training loop of a recipe: subclass it, say what a batch computes, call :meth:`fit` and :meth:`evaluate`.
 
     In the order of a run::
@@ -160,7 +171,7 @@ class Brain(Saving):
         """Make the loader that gives this rank its part of a dataset.
 
         Args:
-            dataset: map-style or iterable.
+            dataset: map-style or iterable; or, without ``loader_kwargs``, anything else that yields batches.
             stage: TRAIN is divided over the ranks; VALID and TEST only with ``shard_evaluation``.
             ckpt_prefix: the loader is saved under this and the stage's name; None: not at all.
             loader_kwargs: as for ``torch.utils.data.DataLoader`` (``batch_size`` counts per process), and
@@ -171,7 +182,7 @@ class Brain(Saving):
             loader_kwargs = self._train_loader_specifics(dataset, loader_kwargs)
         loader: Any = shard(dataset, self._sharding(stage), **loader_kwargs)
         if stage is Stage.TRAIN:
-            self.train_sampler = loader.batch_sampler
+            self.train_sampler = getattr(loader, "batch_sampler", None)
         if looped is not None:
             loader = LoopedLoader(loader, looped)
         saveable = isinstance(loader, (SaveableDataLoader, LoopedLoader))
@@ -207,6 +218,7 @@ class Brain(Saving):
             logger.info("test_only is set: fit does nothing.")
             return
         with failure_notice(), self._fit_session():
+            self.grad_accumulation_factor = micro_batches(self.run_opts, get_world_size())
             train_set, valid_set = agreement.together(
                 lambda: (
                     self._loader(train_set, Stage.TRAIN, train_loader_kwargs or {}),
@@ -215,6 +227,7 @@ class Brain(Saving):
             )
             self._require_agreement(train_set, valid_set)
             self.on_fit_start()
+            self._scale_learning_rates()
             self._start_once()
             if self._step_limit_reached() and not self.step:
                 logger.info("optimizer_step_limit=%s has been reached before: fit is done.", self.optimizer_step_limit)
@@ -272,14 +285,21 @@ class Brain(Saving):
     def _train_loader_specifics(self, dataset: Any, loader_kwargs: dict[str, Any]) -> dict[str, Any]:
         """Let ``hparams.sorting`` decide about shuffling where a recipe has it."""
         given = {"sampler", "batch_sampler"} & {key for key, value in loader_kwargs.items() if value is not None}
-        if hasattr(self.hparams, "sorting") and not given and not isinstance(dataset, IterableDataset):
+        if hasattr(self.hparams, "sorting") and not given and not is_ordered(dataset):
             return {**loader_kwargs, "shuffle": self.hparams.sorting == "random"}
         return loader_kwargs
 
     def _sharding(self, stage: Stage) -> Sharding:
-        if stage is Stage.TRAIN or self.shard_evaluation:
-            keep_step = stage is Stage.TRAIN
-            return Sharding(self.rank, get_world_size(), keep_step=keep_step, seed=default_seed())
+        if stage is Stage.TRAIN:
+            return Sharding(
+                self.rank,
+                get_world_size(),
+                seed=default_seed(),
+                global_batch_size=self.global_batch_size,
+                micro_batches=1 if self.global_batch_size is None else self.grad_accumulation_factor,
+            )
+        if self.shard_evaluation or self._dividing:
+            return Sharding(self.rank, get_world_size(), keep_step=False, seed=default_seed())
         return Sharding(seed=default_seed())
 
     def _loader(self, data: Any, stage: Stage, loader_kwargs: Mapping[str, Any]) -> Any:
@@ -288,12 +308,14 @@ class Brain(Saving):
         if isinstance(data, LoopedLoader):
             if isinstance(data.loader, DataLoader):
                 data.loader = reshard(data.loader, self._sharding(stage))
+            elif get_world_size() > 1:
+                data.loader = deal_batches(data.loader, self._sharding(stage))
             if stage is Stage.TRAIN and self.checkpointer is not None:
                 self.checkpointer.add_recoverable("dataloader-TRAIN", data)
             return data
         if isinstance(data, DataLoader):
             loader = reshard(data, self._sharding(stage))
-            if loader is not data:
+            if isinstance(loader, DataLoader) and loader is not data:
                 logger.info("%s: the ready-made loader is planned anew, with its dataset, order and sizes.", stage.name)
             return loader
         return self.make_dataloader(data, stage=stage, **loader_kwargs)
@@ -303,7 +325,10 @@ class Brain(Saving):
         for name, loader in (("train", train_set), ("valid", valid_set)):
             facts |= agreement.data_facts(name, loader, length_of(loader), sharded=name == "train")
         agreement.require_agreement(facts)
-        agreement.check_train_data(train_set, length_of(train_set), get_world_size())
+        length, world_size = length_of(train_set), get_world_size()
+        agreement.check_train_data(train_set, length)
+        logger.info("Training: %s.", batch_sizes(train_set, length, self.grad_accumulation_factor, world_size))
+        self._lr_scaling = LrScaling.of(self.run_opts, train_set, world_size)
 
     def _start_once(self) -> None:
         """Do what follows the first ``on_fit_start``: compare optimizers, part the ranks' random streams."""

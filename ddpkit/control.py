@@ -22,8 +22,8 @@ class BeatReport:
 
     Attributes:
         step: the step of the beat, within the epoch.
-        loss: sample-weighted mean over all ranks since the epoch began; NaN before the first finite one.
-        samples: samples seen by all ranks since the epoch began.
+        loss: weighted mean over all ranks since the epoch began; NaN before the first finite one.
+        samples: samples seen by all ranks since the epoch began, with those whose loss was not finite.
         main_seconds: the main process's answer to how long ago it last saved an intra-epoch checkpoint.
 
     Ranks: local.
@@ -54,7 +54,7 @@ class Beat:
         >>> beat = Beat(add_up=list, world_size=1, is_main=True)
         >>> beat.start(step=0); beat.due
         1
-        >>> beat(step=1, loss_sum=3.0, samples=2, main_seconds=0.0).loss
+        >>> beat(step=1, loss_sum=3.0, count=2, samples=2, main_seconds=0.0).loss
         1.5
     """
 
@@ -80,12 +80,13 @@ class Beat:
         self._last_step, self._last_time = step, time.monotonic()
         self.due = step + 1
 
-    def __call__(self, step: int, loss_sum: float, samples: float, main_seconds: float) -> BeatReport:
+    def __call__(self, step: int, loss_sum: float, count: float, samples: int, main_seconds: float) -> BeatReport:
         """Confer with the other ranks and fix the step of the next beat.
 
         Args:
             step: the current step, equal on all ranks.
-            loss_sum: this rank's sum of loss times samples since the epoch began.
+            loss_sum: this rank's sum of losses since the epoch began.
+            count: what that sum counts on this rank.
             samples: this rank's number of samples since the epoch began.
             main_seconds: counted on the main process only.
 
@@ -94,12 +95,12 @@ class Beat:
         """
         now = time.monotonic()
         per_step = (now - self._last_time) / max(step - self._last_step, 1)
-        total_loss, total, seconds, main = self.add_up(
-            [loss_sum, samples, per_step, main_seconds if self.is_main else 0.0]
+        total_loss, total, seen, seconds, main = self.add_up(
+            [loss_sum, count, samples, per_step, main_seconds if self.is_main else 0.0]
         )
         wanted = int(self.interval * self.world_size / max(seconds, 1e-9))
         self._steps_apart = max(1, min(wanted, 2 * self._steps_apart))
         self.due = step + self._steps_apart
         self._last_step, self._last_time = step, time.monotonic()
         mean = total_loss / total if total else float("nan")
-        return BeatReport(step=step, loss=mean, samples=int(total), main_seconds=main)
+        return BeatReport(step=step, loss=mean, samples=int(seen), main_seconds=main)

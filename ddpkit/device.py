@@ -226,3 +226,18 @@ def _why_none(kind: str) -> str:
 def _cpu_remedy(info: LaunchInfo) -> str:
     backend = " --distributed_backend=gloo" if info.is_distributed else ""
     return f"Run with --device=cpu{backend}, or leave --device out."
+
+
+def widest_float(device: str | torch.device) -> torch.dtype:
+    """Return the widest float of a device: float64 but on mps, which has none.
+
+    Args:
+        device: or its name.
+
+    Ranks: local.
+
+    Example:
+        >>> widest_float("cpu"), widest_float("mps:0")
+        (torch.float64, torch.float32)
+    """
+    return torch.float32 if str(device).startswith("mps") else torch.float64

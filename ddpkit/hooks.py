@@ -9,8 +9,10 @@ import torch
 from torch import nn
 
 from ddpkit import optim
+from ddpkit.errors import BatchError
 from ddpkit.logger import get_logger
-from ddpkit.loop import Progress, backward, one_number
+from ddpkit.loop import Progress, backward, one_number, sum_and_count
+from ddpkit.lr_scaling import LrScaling, scale_learning_rates
 from ddpkit.run_opts import OptionAttributes
 from ddpkit.strategy import NOTHING
 from ddpkit.syncbn import left_out
@@ -25,6 +27,11 @@ if TYPE_CHECKING:
     from ddpkit.strategy import Strategy
 
 logger = get_logger(__name__)
+
+MIXED = (
+    "{}.compute_objectives returned a mean loss for some micro-batches of an optimizer step and (loss_sum, count) for "
+    "others: there is no telling how they weigh against each other. Return the same kind for every training batch."
+)
 
 
 def _of_progress(name: str, doc: str) -> property:
@@ -50,6 +57,7 @@ class Hooks(OptionAttributes):
         step: batches of the current stage so far; counts from 1 while a batch is worked on.
         optimizer_step: updates since the run began.
         nonfinite_count: steps of this epoch that were skipped because a gradient was not finite.
+        lr_scale: what ``lr_scaling`` multiplies learning rates by; known once ``fit`` has begun.
 
     Ranks: every hook is called on every rank.
 
@@ -70,6 +78,7 @@ class Hooks(OptionAttributes):
     training_ctx: TorchAutocast
     evaluation_ctx: TorchAutocast
     rank: int
+    _lr_scaling: LrScaling = LrScaling()
 
     step = _of_progress("step", "Batches of the current stage so far.")
     optimizer_step = _of_progress("optimizer_step", "Optimizer updates since the run began.")
@@ -84,7 +93,7 @@ class Hooks(OptionAttributes):
         """
         raise NotImplementedError(f"{type(self).__name__} must define compute_forward(self, batch, stage)")
 
-    def compute_objectives(self, predictions: Any, batch: Any, stage: Stage) -> torch.Tensor:
+    def compute_objectives(self, predictions: Any, batch: Any, stage: Stage) -> Any:
         """Compute the loss. Must be overridden.
 
         Args:
@@ -93,7 +102,9 @@ class Hooks(OptionAttributes):
             stage: TRAIN, VALID or TEST.
 
         Returns:
-            The mean over the batch, shape ``()``.
+            The mean over the batch's samples, shape ``()``. Or ``(loss_sum, count)``, where the loss is a mean over
+            something else, such as tokens or frames: a sum of shape ``()``, and how many it is over (a number, or a
+            tensor of shape ``()``; 0 where a batch has none). All that an optimizer step counts then weighs the same.
         """
         raise NotImplementedError(
             f"{type(self).__name__} must define compute_objectives(self, predictions, batch, stage)"
@@ -127,14 +138,23 @@ class Hooks(OptionAttributes):
         if self.checkpointer is not None:
             self.checkpointer.add_recoverable("optimizer", self.optimizer)
 
-    def fit_batch(self, batch: Any) -> torch.Tensor | float:
+    @property
+    def lr_scale(self) -> float:
+        """What ``lr_scaling`` multiplies learning rates by: for those that a recipe sets itself."""
+        return self._lr_scaling.factor
+
+    def _scale_learning_rates(self) -> None:
+        scale_learning_rates(self, self._lr_scaling)
+
+    def fit_batch(self, batch: Any) -> Any:
         """Train on one micro-batch: forward, loss, backward, and a step at the end of its window.
 
         Args:
             batch: as the loader yields it.
 
         Returns:
-            The mean loss of the batch, detached, shape ``()``; on its device, so that nobody waits for it.
+            The mean loss of the batch, detached, shape ``()``; on its device, so that nobody waits for it. Where
+            :meth:`compute_objectives` returns ``(loss_sum, count)``, these two.
         """
         window = self.progress.window
         should_step = window.closes
@@ -143,14 +163,38 @@ class Hooks(OptionAttributes):
             with self.training_ctx:
                 outputs = self.compute_forward(batch, Stage.TRAIN)
                 loss = self.compute_objectives(outputs, batch, Stage.TRAIN)
-            backward(loss, window.scale, self.scaler, self)
+            if loss.__class__ is tuple:
+                loss_sum, count = sum_and_count(loss, self)
+                self._count(count if window.count else 0.0)
+                backward(loss_sum, 1.0 if window.count else 0.0, self.scaler, self)
+                result, loss = (loss_sum.detach(), count if window.count else 0.0), loss_sum / count
+            else:
+                backward(loss, window.scale, self.scaler, self)
+                result = loss.detach()
         if should_step:
-            window.multiplier = window.correction
+            window.multiplier = window.correction if window.counted is None else self._one_by_count()
             self.optimizers_step()
         self.on_fit_batch_end(batch, outputs, loss, should_step)
-        return loss.detach()
+        return result
 
-    def evaluate_batch(self, batch: Any, stage: Stage) -> torch.Tensor | float:
+    def _count(self, count: torch.Tensor | float) -> None:
+        """Add to what the window counts; at its end, start adding that up over the ranks."""
+        window = self.progress.window
+        if window.counted is None and window.deferred > (0 if window.closes else 1):
+            raise BatchError(MIXED.format(type(self).__name__))
+        window.counted = count if window.counted is None else window.counted + count
+        if window.closes:
+            window.average = self.strategy.start_average(window.counted, self.device)
+
+    def _one_by_count(self) -> torch.Tensor | float:
+        """Return what turns gradients of sums, averaged over the ranks, into those of the mean."""
+        average = self.progress.window.average
+        if average is None:
+            raise BatchError(MIXED.format(type(self).__name__))
+        count = average()
+        return 1.0 / count if isinstance(count, torch.Tensor) or count else math.inf
+
+    def evaluate_batch(self, batch: Any, stage: Stage) -> Any:
         """Evaluate one batch; called without gradients.
 
         Args:
@@ -158,12 +202,12 @@ class Hooks(OptionAttributes):
             stage: VALID or TEST.
 
         Returns:
-            The mean loss of the batch, shape ``()``.
+            The mean loss of the batch, shape ``()``; or ``(loss_sum, count)``.
         """
         with self.evaluation_ctx:
             outputs = self.compute_forward(batch, stage)
             loss = self.compute_objectives(outputs, batch, stage)
-        return one_number(loss, self)
+        return loss if loss.__class__ is tuple else one_number(loss, self)
 
     def optimizers_step(self) -> None:
         """Clip all gradients together, step the optimizers, drop the gradients; or skip, on all ranks alike.
@@ -182,6 +226,10 @@ class Hooks(OptionAttributes):
         result = optim.take_step(optimizers, self.max_grad_norm, scaler, multiplier)
         if result.stepped:
             self.progress.optimizer_step += 1
+        elif math.isinf(multiplier):
+            logger.warning_once(
+                "The count of (loss_sum, count) was 0 over all batches of an optimizer step: such steps are left out."
+            )
         elif scaler is None or scaler.get_scale() < 1.0:  # above it the scale is to blame, which now gets smaller
             self.progress.count_skipped(result.norm, self.nonfinite_patience)
 

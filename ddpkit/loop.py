@@ -22,8 +22,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from ddpkit.control import Beat, BeatReport
-    from ddpkit.feed import Counts, Feed
+    from ddpkit.feed import Feed
     from ddpkit.progress import ProgressBar
+    from ddpkit.stream_feed import StreamFeed
 
 logger = get_logger(__name__)
 
@@ -92,18 +93,18 @@ class LoopHost(Protocol):
 
     progress: Progress
 
-    def fit_batch(self, batch: Any) -> torch.Tensor | float:
-        """Train on one micro-batch and return its mean loss, detached."""
+    def fit_batch(self, batch: Any) -> Any:
+        """Train on one micro-batch and return its mean loss, or a sum and what it counts, detached."""
         ...
 
-    def evaluate_batch(self, batch: Any, stage: Stage) -> torch.Tensor | float:
-        """Evaluate one batch and return its mean loss."""
+    def evaluate_batch(self, batch: Any, stage: Stage) -> Any:
+        """Evaluate one batch and return its mean loss, or a sum and what it counts."""
         ...
 
 
 def train_epoch(
     host: LoopHost,
-    feed: Feed,
+    feed: Feed | StreamFeed,
     beat: Beat,
     on_beat: Callable[[BeatReport], None],
     stop_at: float,
@@ -135,14 +136,19 @@ def train_epoch(
         return
     for batch in feed.batches(window):
         progress.step += 1
-        meter.append(one_number(host.fit_batch(batch), host, "fit_batch"), window.count)
+        loss = host.fit_batch(batch)
+        if loss.__class__ is tuple:
+            meter.append_sum(*sum_and_count(loss, host, "fit_batch"))
+        else:
+            meter.append(one_number(loss, host, "fit_batch"), window.weight)
+        meter.samples += window.count
         if not window.closes:
             continue
         if on_window is not None:
             on_window()
         if progress.step >= beat.due:
-            loss_sum, samples, _ = meter.sums()
-            on_beat(beat(progress.step, loss_sum, samples, main_seconds()))
+            loss_sum, count, _ = meter.sums()
+            on_beat(beat(progress.step, loss_sum, count, meter.samples, main_seconds()))
         if progress.optimizer_step >= stop_at:
             return
 
@@ -153,7 +159,7 @@ def evaluate_epoch(
     stage: Stage,
     bar: ProgressBar,
     *,
-    counts: Counts | None = None,
+    count: Callable[[int, Any], int],
     limit: int | None = None,
     beat: Beat,
 ) -> None:
@@ -164,7 +170,7 @@ def evaluate_epoch(
         loader: this rank's batches.
         stage: VALID or TEST.
         bar: told about once a second.
-        counts: samples of each batch; None weighs all alike.
+        count: tells the number of samples from a batch's number and the batch.
         limit: stop after so many batches.
         beat: a beat of this rank alone.
 
@@ -180,11 +186,15 @@ def evaluate_epoch(
     with torch.no_grad():
         for number, batch in enumerate(itertools.islice(loader, limit)):
             progress.step += 1
-            loss = one_number(host.evaluate_batch(batch, stage), host, "evaluate_batch")
-            meter.append(loss, 1 if counts is None else counts.count(number))
+            loss, samples = host.evaluate_batch(batch, stage), count(number, batch)
+            if loss.__class__ is tuple:
+                meter.append_sum(*sum_and_count(loss, host, "evaluate_batch"))
+            else:
+                meter.append(one_number(loss, host, "evaluate_batch"), samples)
+            meter.samples += samples
             if progress.step >= beat.due:
-                loss_sum, samples, _ = meter.sums()
-                report = beat(progress.step, loss_sum, samples, 0.0)
+                loss_sum, total, _ = meter.sums()
+                report = beat(progress.step, loss_sum, total, meter.samples, 0.0)
                 bar.show(report.step, report.loss, report.samples)
 
 
@@ -240,6 +250,45 @@ def one_number(loss: Any, host: object, hook: str = "compute_objectives") -> tor
     elif isinstance(loss, (int, float)):
         return float(loss)
     raise BatchError(f"{type(host).__name__}.{hook} returned {loss_problem(loss)}")
+
+
+def sum_and_count(pair: Any, host: object, hook: str = "compute_objectives") -> tuple[Any, Any]:
+    """Check that a loss is a sum and what it counts, and return both.
+
+    Args:
+        pair: ``(loss_sum, count)``: a tensor of one element, and a tensor of one element or a number that is not
+            negative.
+        host: whose hook made it, for the message.
+        hook: which, for the message.
+
+    Returns:
+        The sum, attached as it was given; and the count, detached.
+
+    Raises:
+        BatchError: it is something else.
+
+    Ranks: local.
+
+    Example:
+        >>> sum_and_count((torch.tensor(6.0), 3), None)
+        (tensor(6.), 3)
+    """
+    problem = None
+    if len(pair) != 2:  # noqa: PLR2004 -- a pair
+        problem = f"a tuple of {len(pair)}: return the mean loss, or (loss_sum, count)."
+    else:
+        loss_sum, count = pair
+        if isinstance(count, torch.Tensor):
+            count = count.detach()
+            if count.numel() != 1:
+                problem = f"a count of shape {tuple(count.shape)}, not one number: return (loss_sum, count)."
+        elif isinstance(count, bool) or not isinstance(count, (int, float)) or not count >= 0:
+            problem = f"the count {count!r}, which is no number of things: return (loss_sum, count)."
+        if not isinstance(loss_sum, (torch.Tensor, float, int)) or getattr(loss_sum, "numel", int)() > 1:
+            problem = f"in (loss_sum, count) {loss_problem(loss_sum)}"
+    if problem is not None:
+        raise BatchError(f"{type(host).__name__}.{hook} returned {problem}")
+    return loss_sum, count
 
 
 def loss_problem(loss: Any) -> str | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
@@ -79,7 +79,7 @@ def take_step(
     optimizers: Sequence[Optimizer],
     max_norm: float | None,
     scaler: torch.amp.GradScaler | None = None,
-    multiplier: float = 1.0,
+    multiplier: float | torch.Tensor = 1.0,
 ) -> StepResult:
     """Update the parameters with the gradients that have been accumulated, and drop these.
 
@@ -87,7 +87,8 @@ def take_step(
         optimizers: those that step.
         max_norm: the gradients of all of them together are scaled down to this norm; None or <= 0: no clipping.
         scaler: the loss scaler of fp16 training, if it is enabled.
-        multiplier: applied to the gradients first: corrects a window that was shorter than its weights assumed.
+        multiplier: applied to the gradients, in the same pass as the clipping: a number, or a tensor of shape ``()``
+            on their device, which nobody then waits for. It divides by what was not known during the window.
 
     Returns:
         Whether the step was taken, and the norm. A step is skipped, and its gradients dropped, when a gradient is not
@@ -104,13 +105,17 @@ def take_step(
         optimizers = _unscale(optimizers, scaler)
     parameters = _parameters(optimizers)
     found = [parameter.grad for parameter in parameters]
-    if multiplier != 1.0:
-        torch._foreach_mul_(found, multiplier)
     total_norm = get_total_norm(found)
+    is_plain = isinstance(multiplier, float) and multiplier == 1.0
+    if not is_plain:
+        total_norm = total_norm * multiplier
     norm = total_norm.item()
     finite = math.isfinite(norm)
-    if finite and max_norm is not None and 0.0 < max_norm < 1.01 * norm + 1e-5:  # else surely nothing is clipped
-        clip_grads_with_norm_(parameters, max_norm, total_norm)
+    clips = finite and max_norm is not None and 0.0 < max_norm < 1.01 * norm + 1e-5  # else surely nothing is clipped
+    if is_plain and clips:
+        clip_grads_with_norm_(parameters, cast("float", max_norm), total_norm)
+    elif finite and not is_plain:
+        torch._foreach_mul_(found, _factor(multiplier, total_norm, max_norm if clips else None))
     if finite:
         for optimizer in optimizers:
             optimizer.step() if scaler is None else scaler.step(optimizer)
@@ -118,6 +123,13 @@ def take_step(
         scaler.update()
     zero_gradients(optimizers, set_to_none=True)
     return StepResult(stepped=finite, norm=norm)
+
+
+def _factor(multiplier: float | torch.Tensor, total_norm: torch.Tensor, max_norm: float | None) -> float | torch.Tensor:
+    """Return what the gradients are multiplied by so that the multiplier is applied and the norm is clipped."""
+    if max_norm is None:
+        return multiplier
+    return multiplier * torch.clamp(max_norm / (total_norm + 1e-6), max=1.0)
 
 
 def _unscale(optimizers: Sequence[Optimizer], scaler: torch.amp.GradScaler) -> list[Optimizer]:

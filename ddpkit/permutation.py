@@ -5,8 +5,8 @@ ten.
 
 Source: large sets are shuffled by a Feistel network with cycle walking (Black and Rogaway, "Ciphers with Arbitrary
 Finite Domains", CT-RSA 2002). One half is a number of bits, the other a number below ``ceil(N / 2**bits)``, so that the
-network's domain is larger than N by less than one part in a hundred, and hardly ever walks. The mixing function is SplitMix64 (Steele, Lea and Flood, "Fast
-Splittable Pseudorandom Number Generators", OOPSLA 2014).
+network's domain is larger than N by less than one part in a hundred, and hardly ever walks. The mixing function is
+SplitMix64 (Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014).
 """
 
 from __future__ import annotations

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import itertools
+import operator
 import random
 from dataclasses import dataclass
 from numbers import Integral
@@ -22,6 +24,14 @@ from torch.utils.data import Sampler
 
 from ddpkit.errors import ConfigError, DataError
 from ddpkit.permutation import Order, mix_key
+from ddpkit.recipe_samplers import (  # noqa: F401 -- recipes look for them here
+    BalancingDataSampler,
+    ConcatDatasetBatchSampler,
+    DistributedSamplerWrapper,
+    DynamicBatchSampler,
+    ReproducibleRandomSampler,
+    ReproducibleWeightedRandomSampler,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -43,7 +53,7 @@ class SamplingPlan:
         batch_size: samples per rank and batch. With ``global_batch_size``, what the largest share comes to.
         world_size: number of ranks.
         drop_last: leave out an incomplete last global batch.
-        global_batch_size: samples per global batch; by default all ranks' ``batch_size`` together, in every micro-batch.
+        global_batch_size: samples per global batch; by default all ranks' ``batch_size``, in every micro-batch.
         micro_batches: batches that a global batch is divided into; the last, smaller one into no more than it needs.
 
     Raises:
@@ -86,6 +96,13 @@ class SamplingPlan:
         """Return the number of batches of an epoch: the same on every rank."""
         full, rest = divmod(self.num_samples, self.global_batch_size)
         return full * self.micro_batches + (self._pieces(rest) if rest and not self.drop_last else 0)
+
+    @property
+    def used_samples(self) -> int:
+        """Samples of an epoch: all, or those of the full global batches."""
+        return (
+            self.num_samples // self.global_batch_size * self.global_batch_size if self.drop_last else self.num_samples
+        )
 
     @property
     def full_batches(self) -> int:
@@ -176,6 +193,7 @@ class PlannedBatchSampler(Sampler[list[int]]):
         self.epoch = 1
         self.skip = 0
         self._drawn: tuple[int, list[int]] | None = None
+        self._repeats: tuple[int, list[int] | None] | None = None
         size = source if isinstance(source, int) else 0
         division: dict[str, Any] = {"micro_batches": micro_batches}
         if global_batch_size is not None:
@@ -227,6 +245,20 @@ class PlannedBatchSampler(Sampler[list[int]]):
     def parts(self, batch: int) -> int:
         """Return what all ranks' parts of a batch come to: one."""
         return 1
+
+    def repeats(self, batch: int) -> list[int] | None:
+        """Return how often each of this rank's samples of a batch came before in the epoch, on any rank.
+
+        None where no sample comes twice.
+        """
+        drawn = self._draw()
+        if drawn is None:
+            return None
+        if self._repeats is None or self._repeats[0] != self.epoch:
+            counts = count_repeats(drawn, {})
+            self._repeats = (self.epoch, counts if any(counts) else None)
+        known = self._repeats[1]
+        return None if known is None else known[slice(*self.plan.share(batch, self.rank))]
 
     def __len__(self) -> int:
         """Return the number of batches that this rank yields in an epoch."""
@@ -311,6 +343,7 @@ class DealtBatchSampler(Sampler[list[Any]]):
         self.epoch = 1
         self.skip = 0
         self._drawn: tuple[int, list[list[Any]]] | None = None
+        self._repeats: tuple[int, list[list[int]]] | None = None
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch whose batches the next iteration deals out."""
@@ -333,6 +366,14 @@ class DealtBatchSampler(Sampler[list[Any]]):
     def parts(self, batch: int) -> int:
         """Return the number of batches of a round."""
         return len(self._round(batch))
+
+    def repeats(self, batch: int) -> list[int] | None:
+        """Return how often each sample of this rank's batch came before in the epoch, on any rank."""
+        if self._repeats is None or self._repeats[0] != self.epoch:
+            seen: dict[int, int] = {}
+            self._repeats = (self.epoch, [count_repeats(one, seen) for one in self._draw()])
+        own = self._repeats[1][batch * self.world_size + self.rank :][:1]
+        return own[0] if own else None
 
     def __len__(self) -> int:
         """Return the number of batches that this rank yields in an epoch."""
@@ -397,6 +438,47 @@ def set_epoch_inside(sampler: Any, epoch: int) -> None:
             setter(epoch)
         if isinstance(one, (PlannedBatchSampler, DealtBatchSampler)):
             return  # they pass it on
+
+
+def count_repeats(indices: Iterable[Any], seen: dict[int, int]) -> list[int]:
+    """Return how often each index came before: in ``seen``, which is brought up to date, or in the same list.
+
+    Args:
+        indices: of samples.
+        seen: how often each came so far, by its number.
+
+    Ranks: local.
+
+    Example:
+        >>> count_repeats([3, 5, 3, 3], {5: 1})
+        [0, 1, 1, 2]
+    """
+    counts = []
+    for index in indices:
+        number = index_number(index)
+        counts.append(seen.get(number, 0))
+        seen[number] = counts[-1] + 1
+    return counts
+
+
+def index_number(index: Any) -> int:
+    """Return an index as a number; one that is none, such as a tuple, by its ``repr``.
+
+    Args:
+        index: what a sampler yields for one sample.
+
+    Ranks: local; equal on all ranks if the ``repr`` is.
+
+    Example:
+        >>> index_number(3), index_number((3, 224)) == index_number((3, 224))
+        (3, True)
+    """
+    if type(index) is int:
+        return index
+    try:
+        return operator.index(index)
+    except TypeError:
+        return int.from_bytes(hashlib.blake2b(repr(index).encode(), digest_size=8).digest(), "little")
 
 
 def _draw_alike(sampler: Iterable[Any], seed: int, epoch: int) -> list[Any]:

@@ -64,7 +64,7 @@ class Saving(Hooks):
         """Save in the middle of an epoch; only the newest such checkpoint is kept."""
         if self.checkpointer is None:
             return
-        self._saved_sums = sum_over_ranks(list(self.progress.meter.sums()[:2]))
+        self._saved_sums = sum_over_ranks(self._own_sums())
         self.checkpointer.save_and_keep_only(
             end_of_epoch=False,
             num_to_keep=1,
@@ -78,13 +78,14 @@ class Saving(Hooks):
         # In a save that a recipe makes, perhaps on the main process alone, its own share stands for all; in an
         # evaluation the sums are not those of the training.
         ranks = get_world_size() if self.modules.training else 0
-        loss_sum, samples = self._saved_sums or [one * ranks for one in self.progress.meter.sums()[:2]]
+        loss_sum, loss_count, samples = self._saved_sums or [one * ranks for one in self._own_sums()]
         state = {
             "step": self.step,
             "avg_train_loss": float(self.avg_train_loss),
             "optimizer_step": self.optimizer_step,
             "loss_sum": loss_sum,
-            "samples": samples,
+            "loss_count": loss_count,
+            "samples": int(samples),
         }
         Path(path).write_text(dump_plain_yaml(state), encoding="utf-8")
 
@@ -99,5 +100,11 @@ class Saving(Hooks):
         self.step = state["step"]
         self.avg_train_loss = state["avg_train_loss"]
         if self.rank == 0:
-            samples = state.get("samples", self.step)
-            self.progress.meter.restore(state.get("loss_sum", self.avg_train_loss * samples), samples)
+            count = state.get("loss_count", self.step)
+            loss_sum = state.get("loss_sum", self.avg_train_loss * count)
+            self.progress.meter.restore(loss_sum, count, samples=state.get("samples", 0))
+
+    def _own_sums(self) -> list[float]:
+        """Return this rank's sum of losses, what it counts, and the samples seen."""
+        meter = self.progress.meter
+        return [*meter.sums()[:2], meter.samples]

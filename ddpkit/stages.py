@@ -12,18 +12,20 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torch.utils.data import DataLoader, IterableDataset
 
 from ddpkit.control import Beat
-from ddpkit.dataloader import LoopedLoader, SaveableDataLoader, plan_of, set_epoch
-from ddpkit.distributed import get_world_size, if_main_process, sum_over_ranks
+from ddpkit.dataloader import LoopedLoader, SaveableDataLoader, guess_batch_size, plan_of, set_epoch
+from ddpkit.distributed import get_world_size, if_main_process, start_sum_over_ranks, sum_over_ranks
 from ddpkit.feed import Feed
+from ddpkit.gathering import Seen, is_divided
 from ddpkit.logger import get_logger
 from ddpkit.loop import LoopHost, evaluate_epoch, train_epoch
-from ddpkit.metrics import LossMeter
+from ddpkit.metrics import LossMeter, begin_stage
 from ddpkit.progress import COLOURS, ProgressBar
+from ddpkit.stream_feed import StreamFeed
 from ddpkit.train_logger import run_event
 from ddpkit.types import Stage
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from ddpkit.control import BeatReport
     from ddpkit.feed import Counts
@@ -43,6 +45,7 @@ class StageHost(LoopHost, Protocol):
     """
 
     run_opts: RunOptions
+    seen: Seen | None
     avg_train_loss: float
     profiler: Any
 
@@ -109,11 +112,11 @@ def run_training(host: StageHost, loader: Any, epoch: int, *, enable_bar: bool) 
     if progress.step and isinstance(loader, SaveableDataLoader):
         loader.skip_next(progress.step)
     feed = _feed(host, loader)
+    _watch(host, Stage.TRAIN, loader)
     saves = _IntraEpochSaves(host)
     beat = Beat(sum_over_ranks, get_world_size(), is_main=if_main_process())
     started = time.monotonic()
-    _, samples_before, _ = progress.meter.sums()
-    samples_before = sum_over_ranks([samples_before])[0]
+    samples_before = int(sum_over_ranks([progress.meter.samples])[0])
     with _bar(Stage.TRAIN, epoch, feed.length, options, initial=progress.step, enable=enable_bar) as bar:
 
         def on_beat(report: BeatReport) -> None:
@@ -156,6 +159,7 @@ def run_evaluation(host: StageHost, loader: Any, stage: Stage, epoch: int | None
     """
     options = host.run_opts
     host.progress.meter = LossMeter()
+    _watch(host, stage, loader)
     started = time.monotonic()
     limit = options.debug_batches if options.debug else None
     length = length_of(loader)
@@ -164,18 +168,26 @@ def run_evaluation(host: StageHost, loader: Any, stage: Stage, epoch: int | None
     with _bar(stage, epoch, length, options, enable=enable_bar) as bar:
         plan, beat = plan_of(loader), Beat(list, 1, is_main=True)
         bar.partial = plan is not None and plan.world_size > 1
-        evaluate_epoch(host, loader, stage, bar, counts=counts_of(loader), limit=limit, beat=beat)
+        evaluate_epoch(host, loader, stage, bar, count=_counting(counts_of(loader)), limit=limit, beat=beat)
         return _finish(host, stage, epoch, time.monotonic() - started, bar)
 
 
-def _feed(host: StageHost, loader: Any) -> Feed:
+def _watch(host: StageHost, stage: Stage, loader: Any) -> None:
+    """Note, for gathering and for the metrics, what a stage runs over, and whether that is divided over the ranks."""
+    is_training = stage is Stage.TRAIN
+    divided = get_world_size() > 1 and (is_training or is_divided(loader, unknown=host.run_opts.shard_evaluation))
+    begin_stage(divided=divided)
+    host.seen = Seen(stage, loader, divided, first=host.progress.step if is_training else 0)
+
+
+def _feed(host: StageHost, loader: Any) -> Feed | StreamFeed:
     options, length = host.run_opts, length_of(loader)
+    if length is None:
+        return _stream_feed(host, loader)
     batches: Iterable[Any] = loader
-    if options.debug and length is not None:
+    if options.debug:
         length = min(length, options.debug_batches)
-    elif options.debug:
-        batches = itertools.islice(loader, options.debug_batches)
-    if length is not None and not isinstance(loader, (SaveableDataLoader, LoopedLoader)):
+    if not isinstance(loader, (SaveableDataLoader, LoopedLoader)):
         batches = itertools.islice(batches, host.progress.step, None)
     if host.profiler is not None:
         batches = _profiled(batches, host.profiler)
@@ -184,10 +196,32 @@ def _feed(host: StageHost, loader: Any) -> Feed:
         length=length,
         counts=counts_of(loader),
         factor=options.grad_accumulation_factor,
+        weighting=options.loss_weighting,
         world_size=get_world_size(),
         start=host.progress.step,
-        agree=lambda present: int(sum_over_ranks([float(present)])[0]),
     )
+
+
+def _stream_feed(host: StageHost, loader: Any) -> StreamFeed:
+    """Feed from what has no known number of batches: the ranks tell each other what they have."""
+    options = host.run_opts
+    batches: Iterable[Any] = itertools.islice(loader, options.debug_batches) if options.debug else loader
+    return StreamFeed(
+        loader=batches if host.profiler is None else _profiled(batches, host.profiler),
+        factor=options.grad_accumulation_factor,
+        weighting=options.loss_weighting,
+        whole_batches=getattr(loader, "batch_size", None) is None,
+        world_size=get_world_size(),
+        start=host.progress.step,
+        start_sum=start_sum_over_ranks,
+    )
+
+
+def _counting(counts: Counts | None) -> Callable[[int, Any], int]:
+    """Return what tells a batch's number of samples: the plan, or where there is none the batch itself."""
+    if counts is None:
+        return lambda _, batch: guess_batch_size(batch)
+    return lambda number, _: counts.count(number)
 
 
 def _profiled(loader: Iterable[Any], profiler: Any) -> Iterator[Any]:
@@ -214,10 +248,12 @@ def _bar(
 def _finish(host: StageHost, stage: Stage, epoch: int | None, seconds: float, bar: ProgressBar) -> float:
     """Agree on the mean loss, write it down, and return it."""
     meter = host.progress.meter
-    loss_sum, samples, bad = sum_over_ranks([float(number) for number in meter.sums()])
-    mean = loss_sum / samples if samples else float("nan")
+    if host.seen is not None:
+        host.seen.close(host.progress.step)
+    loss_sum, count, bad, samples = sum_over_ranks([float(number) for number in (*meter.sums(), meter.samples)])
+    mean = loss_sum / count if count else float("nan")
     bar.partial = False
-    bar.show(host.progress.step, mean, samples)
+    bar.show(host.progress.step, mean, int(samples))
     if bad:
         logger.warning(
             "%s: %d batches had a loss that is not finite; they are left out of the mean.", stage.name, int(bad)

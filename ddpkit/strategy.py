@@ -17,12 +17,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpkit import distributed
+from ddpkit.device import widest_float
 from ddpkit.errors import ConfigError
 from ddpkit.logger import get_logger
 from ddpkit.syncbn import convert_sync_batchnorm
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
     from contextlib import AbstractContextManager
 
 logger = get_logger(__name__)
@@ -172,6 +173,9 @@ class Strategy(Protocol):
     def finish_gradients(self) -> None:
         """Make sure that the gradients present are averages over the ranks."""
 
+    def start_average(self, count: torch.Tensor | float, device: str) -> Callable[[], torch.Tensor | float]:
+        """Start averaging a number over the ranks, before the backward pass; what is returned gives the average."""
+
 
 class SingleDevice:
     """One process, one device: nothing to wrap.
@@ -197,6 +201,11 @@ class SingleDevice:
 
     def finish_gradients(self) -> None:
         """Do nothing: the gradients of one process are complete."""
+
+    def start_average(self, count: torch.Tensor | float, device: str) -> Callable[[], torch.Tensor | float]:
+        """Return what gives the number itself; of a tensor, in the widest float of the device."""
+        average = count.detach().to(widest_float(device)) if isinstance(count, torch.Tensor) else count
+        return lambda: average
 
 
 class DataParallel(SingleDevice):
@@ -318,6 +327,29 @@ class DDP:
         """Average what DDP has not averaged."""
         for module in self.wrapped:
             module.reduce_leftovers()
+
+    def start_average(self, count: torch.Tensor | float, device: str) -> Callable[[], torch.Tensor]:
+        """Start averaging a number over the ranks, without waiting for it or for the device.
+
+        Args:
+            count: a number, or a tensor of one element.
+            device: of this rank.
+
+        Returns:
+            What waits for the others and gives the average, shape ``()``.
+        """
+        wide = widest_float(device)
+        if isinstance(count, torch.Tensor):
+            total = count.detach().reshape(()).to(device, wide, copy=True)
+        else:
+            total = torch.full((), count, dtype=wide, device=device)
+        work = torch.distributed.all_reduce(total, async_op=True)
+
+        def average() -> torch.Tensor:
+            work.wait()
+            return total / torch.distributed.get_world_size()
+
+        return average
 
     def _spread(self, module: nn.Module) -> None:
         """Give every rank the parameters and buffers of rank 0, so that frozen random layers are equal everywhere."""

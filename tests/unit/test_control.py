@@ -54,7 +54,7 @@ def steps_of_beats(clock, beat, seconds_per_step, steps, first=1):
     for step in range(first, first + steps):
         clock.now += seconds_per_step(step)
         if step >= beat.due:
-            beat(step, 0.0, 1.0, 0.0)
+            beat(step, 0.0, 1.0, 1, 0.0)
             found.append((step, clock.now))
     return found
 
@@ -124,12 +124,12 @@ def test_what_a_beat_costs_is_not_taken_for_a_step(clock):
 def test_reports(clock):
     beat = Beat(list, 1, is_main=True)
     beat.start(0)
-    report = beat(4, 6.0, 3.0, 2.5)
-    assert (report.step, report.loss, report.samples, report.main_seconds) == (4, 2.0, 3, 2.5)
-    nothing = beat(5, 0.0, 0.0, 0.0)
+    report = beat(4, 6.0, 3.0, 5, 2.5)
+    assert (report.step, report.loss, report.samples, report.main_seconds) == (4, 2.0, 5, 2.5)
+    nothing = beat(5, 0.0, 0.0, 0, 0.0)
     assert math.isnan(nothing.loss)
     assert nothing.samples == 0
-    assert Beat(list, 1, is_main=False)(1, 0.0, 1.0, 7.0).main_seconds == 0.0
+    assert Beat(list, 1, is_main=False)(1, 0.0, 1.0, 1, 7.0).main_seconds == 0.0
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -146,7 +146,7 @@ def test_all_ranks_learn_the_same_at_the_same_steps(clock, world_size):
             for step in range(1, 400):
                 clock.now += 0.002 * (rank + 1) + 0.00001 * step
                 if step >= beat.due:
-                    report = beat(step, float(step * rank), float(step), 60.0 + step + rank)
+                    report = beat(step, float(step * rank), float(step), step, 60.0 + step + rank)
                     reports.append((report, beat.due))
         return reports
 
@@ -170,7 +170,7 @@ def test_the_slowest_rank_does_not_decide_alone(clock):
         for step in range(1, 1001):
             clock.now += 0.01
             if step >= beat.due:
-                beat(step, 0.0, 1.0, 0.0)
+                beat(step, 0.0, 1.0, 1, 0.0)
                 beats += 1
         return beats
 

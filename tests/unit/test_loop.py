@@ -1,13 +1,11 @@
-"""The loops with a stub for the Brain: windows and their weights, streams, beats, stopping, messages."""
+"""The loops with a stub for the Brain: windows and their weights, beats, stopping, messages."""
 
 from __future__ import annotations
 
 import itertools
 import logging
 import math
-import threading
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -15,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ddpkit.control import Beat, BeatReport
-from ddpkit.errors import BatchError, DataError, NonFiniteLossError
+from ddpkit.errors import BatchError, NonFiniteLossError
 from ddpkit.feed import Feed, Window
 from ddpkit.loop import Progress, backward, evaluate_epoch, loss_problem, one_number, train_epoch
 from ddpkit.sampler import DealtBatchSampler, PlannedBatchSampler
@@ -158,97 +156,6 @@ def test_no_batch_too_many_is_asked_for():
     assert asked == [0, 1, 2, 3]
 
 
-# ------------------------------------------------------------------------------- windows, unknown length
-
-
-class Ranks:
-    """Threads that stand for ranks and add up integers."""
-
-    def __init__(self, world_size):
-        self.world_size = world_size
-        self.brought = [0] * world_size
-        self.barrier = threading.Barrier(world_size, timeout=10)
-
-    def agree(self, rank):
-        def add_up(value):
-            self.brought[rank] = value
-            self.barrier.wait()
-            total = sum(self.brought)
-            self.barrier.wait()
-            return total
-
-        return add_up
-
-    def run(self, lengths, factor, start=0):
-        def one(rank):
-            stream = (f"{rank}{number}" for number in range(lengths[rank]))
-            agree = self.agree(rank)
-            return drain(Feed(stream, None, None, factor, self.world_size, start, agree))
-
-        with ThreadPoolExecutor(self.world_size) as pool:
-            return list(pool.map(one, range(self.world_size)))
-
-
-@settings(FAST, max_examples=60)
-@given(lengths=st.lists(st.integers(1, 7), min_size=1, max_size=4), factor=st.integers(1, 3))
-def test_streams_of_different_lengths_end_together(lengths, factor):
-    ranks = Ranks(len(lengths)).run(lengths, factor)
-    longest = max(lengths)
-    for rank, steps in enumerate(ranks):
-        assert [batch for batch, count, *_ in steps if count] == [f"{rank}{n}" for n in range(lengths[rank])]
-        assert [batch for batch, count, *_ in steps if not count] == [f"{rank}{lengths[rank] - 1}"] * (
-            longest - lengths[rank]
-        )
-        assert [closes for _, _, _, closes, _ in steps] == [
-            (number + 1) % factor == 0 or number == longest - 1 for number in range(longest)
-        ]
-    for together in zip(*map(windows_of, ranks), strict=True):
-        parts = [part for rank in together for part in rank]
-        present = sum(count for _, count, *_ in parts)
-        correction = together[0][-1][4]
-        assert {rank[-1][4] for rank in together} == {correction}, "every rank corrects alike"
-        for _, count, scale, *_ in parts:
-            assert scale * correction / len(lengths) == pytest.approx(count / present), "each batch weighs alike"
-
-
-def test_a_stream_of_equal_lengths_needs_no_correction():
-    for steps in Ranks(2).run([4, 4], 2):
-        assert [scale for _, _, scale, *_ in steps] == [0.5] * 4
-        assert [correction for *_, closes, correction in steps if closes] == [1.0, 1.0]
-
-
-def test_a_short_last_window_of_a_stream():
-    assert [step[1:] for step in drain(Feed(iter("abc"), None, factor=2))] == [
-        (1, 0.5, False, 1.0),
-        (1, 0.5, True, 1.0),
-        (1, 0.5, True, 2.0),
-    ]
-
-
-def test_the_correction_of_a_stream_does_not_outlive_it():
-    window = Window()
-    assert len(list(Feed(iter("abc"), None, factor=2).batches(window))) == 3
-    assert window.correction == 2.0
-    assert len(list(Feed("ab", 2, factor=2).batches(window))) == 2
-    assert window.correction == 1.0
-
-
-@pytest.mark.parametrize("lengths", [[0], [0, 0], [0, 3], [2, 1, 0]])
-def test_streams_with_nothing_for_a_rank(lengths):
-    """All ranks say so, none is left waiting."""
-    present = sum(map(bool, lengths))
-    with pytest.raises(DataError, match=rf"gives a first batch to {present} of {len(lengths)} rank\(s\) only"):
-        Ranks(len(lengths)).run(lengths, 1)
-
-
-def test_a_stream_goes_on_by_leaving_out_what_was_done():
-    whole = Ranks(2).run([5, 3], 2)
-    for start in (2, 4):
-        assert Ranks(2).run([5, 3], 2, start=start) == [steps[start:] for steps in whole]
-    assert Ranks(2).run([5, 3], 2, start=5) == [[], []]
-    assert Ranks(2).run([5, 3], 2, start=9) == [[], []]
-
-
 # -------------------------------------------------------------------------------------------- training
 
 
@@ -284,10 +191,15 @@ class Beats:
         self.started.append(step)
         self.due = step + 1
 
-    def __call__(self, step, loss_sum, samples, main_seconds):
+    def __call__(self, step, loss_sum, count, samples, main_seconds):
+        assert samples == count, "in these tests every loss counts its samples"
         self.calls.append((step, loss_sum, samples, main_seconds))
         self.due = step + self.apart
         return BeatReport(step, loss_sum / samples, int(samples), main_seconds)
+
+
+def one(number, batch):
+    return 1
 
 
 def run(host, feed, stop_at=math.inf, beat=None, **options):
@@ -401,7 +313,7 @@ def test_losses_of_overridden_hooks():
         with pytest.raises(BatchError, match=rf"^Overridden\.fit_batch returned {match}"):
             run(Overridden(), Feed(range(2), 2))
         with pytest.raises(BatchError, match=rf"^Overridden\.evaluate_batch returned {match}"):
-            evaluate_epoch(Overridden(), range(2), Stage.TEST, Bar(), beat=Beats())
+            evaluate_epoch(Overridden(), range(2), Stage.TEST, Bar(), count=one, beat=Beats())
 
 
 # ------------------------------------------------------------------------------------------ evaluation
@@ -417,7 +329,7 @@ class Bar:
 
 def test_evaluation():
     host, bar = Host(), Bar()
-    evaluate_epoch(host, range(8), Stage.VALID, bar, beat=Beats(apart=5))
+    evaluate_epoch(host, range(8), Stage.VALID, bar, count=one, beat=Beats(apart=5))
     assert [(batch, step) for batch, step, _ in host.seen] == [(number, number + 1) for number in range(8)]
     assert {stage for *_, stage in host.seen} == {Stage.VALID}
     assert host.progress.meter.sums() == (28.0, 8.0, 0)
@@ -428,10 +340,11 @@ def test_evaluation():
 def test_evaluation_weighs_by_samples_and_stops_at_a_limit():
     plan = PlannedBatchSampler(5, 2)
     host = Host()
-    evaluate_epoch(host, [1.0, 2.0, 9.0], Stage.TEST, Bar(), counts=plan, beat=Beat(list, 1, is_main=True))
+    beat = Beat(list, 1, is_main=True)
+    evaluate_epoch(host, [1.0, 2.0, 9.0], Stage.TEST, Bar(), count=lambda number, _: plan.count(number), beat=beat)
     assert host.progress.meter.sums() == (2 + 4 + 9, 5.0, 0)
     host = Host()
-    evaluate_epoch(host, itertools.count(), Stage.TEST, Bar(), limit=3, beat=Beat(list, 1, is_main=True))
+    evaluate_epoch(host, itertools.count(), Stage.TEST, Bar(), count=one, limit=3, beat=beat)
     assert host.progress.step == 3
 
 

@@ -37,6 +37,7 @@ def in_epoch(brain, step=5, optimizer_step=20, losses=((2.0, 3), (4.0, 1))):
     brain.step, brain.optimizer_step, brain.avg_train_loss = step, optimizer_step, 2.25
     for loss, count in losses:
         brain.progress.meter.append(loss, count)
+        brain.progress.meter.samples += 10
     return brain
 
 
@@ -47,12 +48,14 @@ def test_the_midst_of_an_epoch_comes_back(tmp_path):
         "avg_train_loss": 2.25,
         "optimizer_step": 20,
         "loss_sum": 10.0,
-        "samples": 4.0,
+        "loss_count": 4.0,
+        "samples": 20,
     }
     brain = Brain()
     brain._recover(tmp_path / "brain.ckpt", end_of_epoch=False)
     assert (brain.step, brain.optimizer_step, brain.avg_train_loss) == (5, 20, 2.25)
     assert brain.progress.meter.sums() == (10.0, 4.0, 0)
+    assert brain.progress.meter.samples == 20
 
 
 def test_of_the_end_of_an_epoch_only_the_updates_come_back(tmp_path):

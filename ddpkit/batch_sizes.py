@@ -1,0 +1,130 @@
+"""How many samples a process works on at once, how many make up an optimizer step, and saying so at the start.
+
+``batch_size`` counts per process, as recipes expect, so more processes make a larger step. ``global_batch_size`` counts
+the samples of one optimizer step over all processes, so that the number of processes changes nothing;
+``micro_batch_size`` says how many of them fit on a process at once, and the accumulation follows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ddpkit.dataloader import LoopedLoader, plan_of
+from ddpkit.errors import ConfigError
+from ddpkit.sampler import DealtBatchSampler, PlannedBatchSampler
+
+if TYPE_CHECKING:
+    from ddpkit.run_opts import RunOptions
+
+
+def micro_batches(options: RunOptions, world_size: int) -> int:
+    """Return how many batches each process works on per optimizer step.
+
+    Args:
+        options: ``grad_accumulation_factor``; or ``global_batch_size`` and ``micro_batch_size``, from which it follows.
+        world_size: number of ranks.
+
+    Raises:
+        ConfigError: ``micro_batch_size`` without ``global_batch_size``, or contradicted by
+            ``grad_accumulation_factor``.
+
+    Ranks: local; equal on all ranks.
+
+    Example:
+        >>> from ddpkit.run_opts import RunOptions
+        >>> micro_batches(RunOptions(global_batch_size=100, micro_batch_size=16), world_size=2)
+        4
+    """
+    given, micro, whole = options.grad_accumulation_factor, options.micro_batch_size, options.global_batch_size
+    if micro is None:
+        return given
+    if whole is None:
+        raise ConfigError(
+            f"micro_batch_size={micro} divides a global batch, and global_batch_size is not given. Give "
+            "global_batch_size (samples per optimizer step over all processes), or use batch_size and "
+            "grad_accumulation_factor."
+        )
+    needed = -(-whole // (micro * world_size))
+    if given not in {1, needed}:
+        raise ConfigError(
+            f"grad_accumulation_factor={given} contradicts global_batch_size={whole} with micro_batch_size={micro}, "
+            f"which needs {needed} batches per step on {world_size} process(es). Leave one of the three out."
+        )
+    return needed
+
+
+@dataclass(frozen=True)
+class BatchSizes:
+    """What a training loader and the options come to.
+
+    Attributes:
+        world_size: number of ranks.
+        per_process: samples of a full batch of one process: the smallest and the largest; None where a recipe's batch
+            sampler or a stream decides.
+        factor: batches of each process per optimizer step.
+        per_step: samples of a full optimizer step over all ranks; None where it is not known.
+        steps: optimizer steps per epoch; None where it is not known.
+        samples: samples per epoch over all ranks; None where it is not known.
+
+    Ranks: local; equal on all ranks.
+
+    Example:
+        >>> print(BatchSizes(2, (32, 32), 2, 128, 15, 1797))
+        2 processes x batch 32 x accumulation 2 = 128 samples per optimizer step; 15 steps, 1797 samples per epoch
+    """
+
+    world_size: int
+    per_process: tuple[int, int] | None
+    factor: int
+    per_step: int | None
+    steps: int | None
+    samples: int | None
+
+    def __str__(self) -> str:
+        """Say it in one line."""
+        processes = f"{self.world_size} process{'' if self.world_size == 1 else 'es'}"
+        smallest, largest = self.per_process or (None, None)
+        size = str(largest) if smallest == largest else f"{smallest} to {largest}"
+        batch = "batches of changing size" if self.per_process is None else f"batch {size}"
+        line = f"{processes} x {batch} x accumulation {self.factor}"
+        if self.per_step is not None:
+            line += f" = {self.per_step} samples per optimizer step"
+        steps = "an unknown number of" if self.steps is None else str(self.steps)
+        samples = "" if self.samples is None else f", {self.samples} samples"
+        return f"{line}; {steps} steps{samples} per epoch"
+
+
+def batch_sizes(loader: Any, length: int | None, factor: int, world_size: int) -> BatchSizes:
+    """Work out what a training loader and an accumulation factor come to.
+
+    Args:
+        loader: of this rank.
+        length: its number of batches, if that is known.
+        factor: batches per optimizer step.
+        world_size: number of ranks.
+
+    Ranks: local; equal on all ranks.
+
+    Example:
+        >>> from ddpkit.dataloader import Sharding, shard
+        >>> loader = shard(range(10), Sharding(world_size=2), batch_size=2)
+        >>> str(batch_sizes(loader, len(loader), 1, 2))
+        '2 processes x batch 2 x accumulation 1 = 4 samples per optimizer step; 3 steps, 10 samples per epoch'
+    """
+    steps = None if length is None else -(-length // factor)
+    inner = loader.loader if isinstance(loader, LoopedLoader) else loader
+    planned, looped = plan_of(inner), inner is not loader
+    if isinstance(planned, PlannedBatchSampler):
+        plan = planned.plan
+        smallest = plan.global_batch_size // plan.micro_batches // world_size
+        per_step = plan.global_batch_size * (factor if plan.micro_batches == 1 else 1)
+        samples = None if looped else plan.used_samples
+        return BatchSizes(world_size, (smallest, plan.batch_size), factor, per_step, steps, samples)
+    samples = None
+    if isinstance(planned, DealtBatchSampler) and length is not None and not looped:
+        samples = sum(planned.total(batch) for batch in range(length))
+    if planned is None and isinstance(getattr(inner, "batch_size", None), int):
+        size = inner.batch_size
+        return BatchSizes(world_size, (size, size), factor, size * world_size * factor, steps, None)
+    return BatchSizes(world_size, None, factor, None, steps, samples)

@@ -1,0 +1,299 @@
+"""Law 1 as a property: sizes, remainders, accumulation and weights of every kind give one process's answer.
+
+One process with the joined batch is the reference, and for plain means a loop of a few lines that knows nothing of
+ddpkit. Everything is in float64, where agreement to 1e-10 leaves no room for a sample that counts a little more.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import nn
+
+from ddpkit.brain import Brain
+from ddpkit.dataloader import DEFAULT_SEED
+from ddpkit.errors import DataError
+from ddpkit.feed import Feed
+from ddpkit.permutation import Order
+from ddpkit.types import Stage
+
+EPOCHS = 2
+LEARNING_RATE, MAX_NORM = 0.1, 0.5
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to train. The batch size counts per process; None: by ``whole`` and ``micro``."""
+
+    samples: int
+    batch_size: int | None = 2
+    factor: int = 1
+    shuffle: bool = True
+    drop_last: bool = False
+    weighting: str = "samples"
+    objective: str = "mean"
+    batch_norm: bool = False
+    optimizers: int = 1
+    shard_evaluation: bool = True
+    whole: int | None = None
+    micro: int | None = None
+
+    def alone(self, world_size):
+        """The same training in one process."""
+        if self.batch_size is None:
+            return self
+        return Case(**{**vars(self), "batch_size": self.batch_size * world_size})
+
+
+def make_data(samples, first=0):
+    """Samples of a number, 3 features, a target, and 0 to 4 tokens that count."""
+    found = []
+    for number in range(first, first + samples):
+        generator = torch.Generator().manual_seed(number)
+        features = torch.randn(3, generator=generator, dtype=torch.float64)
+        found.append((number, features, features.sum().tanh().reshape(1) + 0.1 * (number % 3), number % 5))
+    return found
+
+
+def make_modules(case):
+    torch.manual_seed(5)
+    middle = [nn.BatchNorm1d(4)] if case.batch_norm else []
+    net = nn.Sequential(nn.Linear(3, 4, bias=not case.batch_norm), *middle, nn.Tanh(), nn.Linear(4, 1)).double()
+    return {"net": net, **({"gain": nn.Linear(1, 1).double()} if case.optimizers > 1 else {})}
+
+
+class Recorder(Brain):
+    """Fits, and remembers which samples it saw and what it was told."""
+
+    objective = "mean"
+
+    def compute_forward(self, batch, stage):
+        if stage is Stage.TRAIN and self.progress.window.count:
+            self.met[-1].extend(batch[0].tolist())
+        output = self.modules.net(batch[1])
+        return self.modules.gain(output) if "gain" in self.modules else output
+
+    def compute_objectives(self, predictions, batch, stage):
+        losses = (predictions - batch[2]).square().squeeze(1)
+        if self.objective == "mean":
+            return losses.mean()
+        counts = batch[3] if self.objective == "tokens" else batch[3].clamp(min=1)
+        total = (losses * counts).sum()
+        return total, counts.sum() if self.objective == "tokens" else int(counts.sum())
+
+    def init_optimizers(self):
+        if "gain" not in self.modules:
+            super().init_optimizers()
+            return
+        self.optimizers_dict = {name: sgd(self.modules[name].parameters()) for name in ("net", "gain")}
+
+    def on_stage_start(self, stage, epoch=None):
+        self.met.append([])
+
+    def on_stage_end(self, stage, stage_loss, epoch=None):
+        self.told.append((stage.name, stage_loss))
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=LEARNING_RATE, momentum=0.9)
+
+
+def train(case):
+    """Fit and evaluate; return weights, what was reported, optimizer steps and the samples of every epoch."""
+    brain = Recorder(
+        make_modules(case),
+        sgd,
+        run_opts={
+            "device": "cpu",
+            "noprogressbar": True,
+            "grad_accumulation_factor": case.factor,
+            "max_grad_norm": MAX_NORM,
+            "shard_evaluation": case.shard_evaluation,
+            "loss_weighting": case.weighting,
+            "global_batch_size": case.whole,
+            "micro_batch_size": case.micro,
+        },
+    )
+    brain.objective, brain.met, brain.told = case.objective, [], []
+    options = {"batch_size": case.batch_size, "shuffle": case.shuffle, "drop_last": case.drop_last}
+    if case.batch_size is None:
+        del options["batch_size"]
+    others = {"batch_size": case.batch_size or 3}
+    try:
+        brain.fit(
+            range(1, EPOCHS + 1),
+            make_data(case.samples),
+            make_data(case.samples % 11 + 1, first=100),
+            train_loader_kwargs=options,
+            valid_loader_kwargs=others,
+        )
+    except DataError as error:
+        return str(error).split(":")[0]
+    test_loss = brain.evaluate(make_data(case.samples % 7 + 1, first=200), test_loader_kwargs=others)
+    weights = torch.cat([value.detach().double().flatten() for value in brain.raw_modules.state_dict().values()])
+    return weights, [*brain.told, ("end", test_loss)], brain.optimizer_step, [one for one in brain.met if one]
+
+
+def train_all(cases):
+    return [train(case) for case in cases]
+
+
+def compare(ranks, world_size, cases):
+    """Train every case on several ranks and in one process."""
+    everywhere = ranks.run(train_all, cases, world_size=world_size, timeout=300)
+    for number, case in enumerate(cases):
+        expected = train(case.alone(world_size))
+        found = [results[number] for results in everywhere]
+        if isinstance(expected, str):
+            assert found == [expected] * world_size, case
+            continue
+        weights, told, steps, seen = expected
+        for weights_there, told_there, steps_there, _ in found:
+            assert steps_there == steps, case
+            assert repr(told_there) == repr(found[0][1]), ("the ranks report different numbers", case)
+            torch.testing.assert_close(weights_there, weights, rtol=0, atol=1e-10, equal_nan=True, msg=str(case))
+            assert [name for name, _ in told_there] == [name for name, _ in told], case
+            assert [loss for _, loss in told_there] == pytest.approx(
+                [loss for _, loss in told], abs=1e-10, nan_ok=True
+            ), case
+        for epoch in range(EPOCHS):
+            together = [sample for result in found for sample in (result[3][epoch : epoch + 1] or [[]])[0]]
+            assert sorted(together) == sorted(seen[epoch]), ("another set of samples", case)
+            keep = case.samples
+            if case.drop_last:
+                keep -= keep % (case.whole or case.batch_size * world_size)
+            assert len(together) == len(set(together)) == keep, ("not every sample exactly once", case)
+
+
+def draw(seed, number, **fixed):
+    """Draw cases, each of a size, batch size, accumulation, order and remainder of its own."""
+    chance = random.Random(seed)
+    cases = []
+    for _ in range(number):
+        drawn = {
+            "samples": chance.randint(1, 40),
+            "batch_size": chance.randint(1, 7),
+            "factor": chance.randint(1, 5),
+            "shuffle": chance.random() < 0.5,
+            "drop_last": chance.random() < 0.3,
+            "shard_evaluation": chance.random() < 0.7,
+        }
+        cases.append(Case(**{**drawn, **fixed}))
+    return cases
+
+
+# ------------------------------------------------------------------------------------------ the property
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_d4_d7_o3_o5_any_sizes(ranks, world_size):
+    """N in 1..40, batch 1..7, accumulation 1..5, shuffled or not, remainder dropped or not."""
+    small = [Case(samples, 1 + samples % 3, 1 + samples % 2) for samples in range(1, world_size + 2)]
+    compare(ranks, world_size, small + draw(world_size, 24))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_any_sizes_at_length(ranks, world_size):
+    compare(ranks, world_size, draw(10 + world_size, 200))
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("objective", ["tokens", "frames"])
+def test_sums_and_counts(ranks, world_size, objective):
+    """Losses that are means over tokens: batches and samples without any token count nothing."""
+    cases = draw(world_size, 12, objective=objective)
+    compare(ranks, world_size, [*cases, *draw(7, 3, objective=objective, optimizers=2)])
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_batches_that_count_the_same(ranks, world_size):
+    compare(ranks, world_size, draw(world_size, 12, weighting="batches"))
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_batch_norm_with_any_sizes(ranks, world_size):
+    cases = [
+        case
+        for case in draw(20 + world_size, 40, batch_norm=True)
+        if case.batch_size * world_size > 1 and case.samples % (case.batch_size * world_size) != 1
+    ]
+    compare(ranks, world_size, cases[:12])
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_two_optimizers(ranks, world_size):
+    compare(ranks, world_size, draw(world_size, 6, optimizers=2))
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_global_batches_divided_unevenly(ranks, world_size):
+    """``global_batch_size`` divided over the ranks; with ``micro_batch_size`` in as many batches as that needs."""
+    chance = random.Random(world_size)
+    cases = []
+    for number in range(18):
+        whole = chance.randint(1, 17)
+        micro = chance.randint(1, 5) if number % 3 else None
+        objective = chance.choice(["mean", "tokens"])
+        cases += draw(number, 1, batch_size=None, factor=1, whole=whole, micro=micro, objective=objective)
+    compare(ranks, world_size, cases)
+
+
+# -------------------------------------------------------------------------------- against a bare loop
+
+
+def bare(case, world_size):
+    """Train with a few lines of torch: windows of samples, the mean over each, clip, step."""
+    modules = make_modules(case)
+    net, data = modules["net"], make_data(case.samples)
+    optimizer = sgd(net.parameters())
+    window = case.batch_size * world_size * case.factor
+    for epoch in range(1, EPOCHS + 1):
+        order = Order(case.samples, DEFAULT_SEED, epoch, shuffle=case.shuffle).indices(0, case.samples)
+        for start in range(0, case.samples, window):
+            batch = [data[index] for index in order[start : start + window]]
+            inputs, targets = torch.stack([one[1] for one in batch]), torch.stack([one[2] for one in batch])
+            (net(inputs) - targets).square().mean().backward()
+            nn.utils.clip_grad_norm_(net.parameters(), MAX_NORM)
+            optimizer.step()
+            optimizer.zero_grad()
+    return torch.cat([value.detach().flatten() for value in net.state_dict().values()])
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_against_a_bare_loop(ranks, world_size, monkeypatch):
+    for name in ("DDPKIT_GLOBAL_SEED", "SB_GLOBAL_SEED"):
+        monkeypatch.delenv(name, raising=False)
+    cases = draw(31, 10, drop_last=False)
+    results = ranks.run(train_all, cases, world_size=world_size) if world_size > 1 else [train_all(cases)]
+    for found in results:
+        for case, (weights, *_) in zip(cases, found, strict=True):
+            torch.testing.assert_close(weights, bare(case, world_size), rtol=0, atol=1e-10, msg=str(case))
+
+
+# ------------------------------------------------------------------------------------- its own teeth
+
+
+def test_the_property_has_teeth(ranks):
+    """A loop that averages the ranks' means, as is usual, fails it."""
+    case = Case(samples=7, batch_size=2, shuffle=False)
+    expected = train(case.alone(2))[0]
+    (weights, *_), _ = ranks.run(train_with_means_of_means, case, world_size=2)
+    assert (weights - expected).abs().max() > 1e-4
+
+
+def weigh_all_alike(window):
+    window.weight = 1.0
+
+
+def train_with_means_of_means(case):
+    right = Feed._weigh
+    try:
+        Feed._weigh = lambda self, window, number: (right(self, window, number), weigh_all_alike(window))
+        return train(case)
+    finally:
+        Feed._weigh = right

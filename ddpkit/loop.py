@@ -282,6 +282,8 @@ def sum_and_count(pair: Any, host: object, hook: str = "compute_objectives") -> 
             count = count.detach()
             if count.numel() != 1:
                 problem = f"a count of shape {tuple(count.shape)}, not one number: return (loss_sum, count)."
+            elif count.dim():
+                count = count.reshape(())
         elif isinstance(count, bool) or not isinstance(count, (int, float)) or not count >= 0:
             problem = f"the count {count!r}, which is no number of things: return (loss_sum, count)."
         if not isinstance(loss_sum, (torch.Tensor, float, int)) or getattr(loss_sum, "numel", int)() > 1:

@@ -57,7 +57,7 @@ class SamplingPlan:
         micro_batches: batches that a global batch is divided into; the last, smaller one into no more than it needs.
 
     Raises:
-        ConfigError: a size is not a positive whole number.
+        ConfigError: a size is not a positive whole number, or there are more micro-batches than samples.
 
     Ranks: local; every rank computes every rank's share, so nothing has to be asked.
 
@@ -86,6 +86,11 @@ class SamplingPlan:
             raise ConfigError(
                 f"{name}={given!r} is not a positive whole number: every step needs at least one sample. "
                 f"Set {name} to 1 or more ({counts})."
+            )
+        if name == "global_batch_size" and self.micro_batches > self.global_batch_size:
+            raise ConfigError(
+                f"global_batch_size={self.global_batch_size} cannot be divided into {self.micro_batches} batches: some "
+                "would be empty. Use a smaller grad_accumulation_factor, or a larger global_batch_size."
             )
         if name == "batch_size":
             object.__setattr__(self, "global_batch_size", self.batch_size * self.world_size * self.micro_batches)

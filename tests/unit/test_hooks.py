@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from ddpkit import hooks
 from ddpkit.errors import BatchError, NonFiniteLossError
 from ddpkit.hooks import Hooks
 from ddpkit.loop import Progress
@@ -97,6 +98,79 @@ def test_the_correction_of_a_stream_is_for_losses_that_were_weighed():
     (own.modules.net(ONE) ** 2 / 2).sum().backward()
     own.optimizers_step()
     assert own.weight == pytest.approx(1.8), "a fit_batch of the recipe's own has not used the scale"
+
+
+class Sums(Line):
+    """Returns a sum and a count, of which the test decides the kind."""
+
+    counts: list
+
+    def compute_objectives(self, predictions, batch, stage):
+        count = self.counts.pop(0)
+        return (predictions**2).sum() / 2 * float(count), count
+
+
+def sums(*counts, **given):
+    made = Sums(**given)
+    made.init_optimizers()
+    made.counts = list(counts)
+    return made
+
+
+@pytest.mark.parametrize("kind", [int, float, torch.tensor, lambda count: torch.tensor([float(count)])])
+def test_a_window_of_sums_is_divided_by_what_it_counts(kind):
+    brain = sums(kind(3), kind(5))
+    window = brain.progress.window
+    results = []
+    for step, closes in enumerate([False, True], 1):
+        brain.step, window.closes, window.scale = step, closes, 99.0
+        results.append(brain.fit_batch(ONE))
+    assert brain.weight == pytest.approx(1.8), "the gradient of the mean"
+    assert [float(loss) for loss, _ in results] == [6.0, 10.0]
+    assert [float(count) for _, count in results] == [3.0, 5.0]
+    assert not any(loss.requires_grad for loss, _ in results)
+    assert brain.called[2] == ("end", True, False, 2.0)
+    assert window.counted is None, "the next window begins anew"
+
+
+def test_a_repeated_batch_counts_nothing():
+    brain = sums(torch.tensor(3))
+    brain.progress.window.count = 0
+    (loss, count) = brain.fit_batch(ONE)
+    assert (loss.item(), count) == (6.0, 0.0)
+    assert brain.weight == 2.0
+
+
+def test_a_step_that_counts_nothing_is_left_out(caplog, monkeypatch):
+    monkeypatch.setattr(hooks.logger, "_said", set())
+    for nothing in (0, torch.tensor(0)):
+        brain = sums(nothing)
+        brain.fit_batch(ONE)
+        assert (brain.weight, brain.optimizer_step, brain.nonfinite_count) == (2.0, 0, 0)
+    assert "was 0 over all batches" in caplog.text
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_means_and_sums_do_not_mix_in_a_window(first):
+    brain = sums(2)
+    window = brain.progress.window
+    right = brain.compute_objectives
+    for step, closes in enumerate([False, True], 1):
+        brain.step, window.closes = step, closes
+        mean = (step == 1) == first
+        brain.compute_objectives = (lambda predictions, batch, stage: predictions.mean()) if mean else right
+        if closes:
+            with pytest.raises(BatchError, match=r"^Sums\.compute_objectives returned a mean loss for some"):
+                brain.fit_batch(ONE)
+        else:
+            brain.fit_batch(ONE)
+
+
+def test_evaluation_of_sums():
+    brain = sums(4)
+    with torch.no_grad():
+        loss, count = brain.evaluate_batch(ONE, Stage.VALID)
+    assert (loss.item(), count) == (8.0, 4)
 
 
 def test_hooks_that_must_be_overridden():

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ddpkit.errors import ConfigError
 from ddpkit.optim import (
@@ -37,6 +38,18 @@ def parameters(seed, shapes=((3,), (2, 4), (), (5, 1, 2)), dtype=torch.float32, 
 
 def sgd(those, **options):
     return torch.optim.SGD(those, lr=1.0, **options)
+
+
+class HostReads(TorchDispatchMode):
+    """Counts what would make the host wait for a device."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += "_local_scalar_dense" in str(function)
+        return function(*args, **(kwargs or {}))
 
 
 class Recorder(torch.optim.SGD):
@@ -123,6 +136,25 @@ def test_the_multiplier_comes_before_clipping():
     recorder = Recorder(parameters(3))
     assert take_step([recorder], norm / 2, multiplier=2.5).norm == norm
     assert nn.utils.get_total_norm(recorder.given[0]).item() == pytest.approx(norm / 2)
+
+
+@pytest.mark.parametrize("max_norm", [None, 0.01, 1e6])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_a_tensor_multiplies_like_a_number_and_the_host_reads_once(max_norm, dtype):
+    by_number, by_tensor = Recorder(parameters(3)), Recorder(parameters(3))
+    norm = take_step([by_number], max_norm, multiplier=0.125).norm
+    with HostReads() as reads:
+        assert take_step([by_tensor], max_norm, multiplier=torch.tensor(0.125, dtype=dtype)).norm == pytest.approx(norm)
+    assert reads.count == 1
+    for one, other in zip(by_tensor.given[0], by_number.given[0], strict=True):
+        assert one.dtype == other.dtype
+        torch.testing.assert_close(one, other)
+
+
+def test_a_multiplier_that_is_not_finite_skips():
+    recorder = Recorder(parameters(3))
+    assert not take_step([recorder], 1.0, multiplier=torch.tensor(math.inf)).stepped
+    assert recorder.given == []
 
 
 # ------------------------------------------------------------------------------------------- skipping

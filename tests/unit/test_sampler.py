@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import random
-import time
-import tracemalloc
 from collections import Counter
 
 import numpy as np
@@ -23,7 +21,7 @@ from torch.utils.data import (
 )
 
 from ddpkit.errors import ConfigError, DataError
-from ddpkit.permutation import SMALL, Order, mix, mix_key
+from ddpkit.permutation import SMALL, Order
 from ddpkit.sampler import (
     CHUNK,
     DealtBatchSampler,
@@ -33,124 +31,6 @@ from ddpkit.sampler import (
 )
 
 FAST = settings(max_examples=150, deadline=None, derandomize=True, database=None)
-
-
-def whole(size, seed=1, epoch=1):
-    return Order(size, seed, epoch).indices(0, size)
-
-
-# --------------------------------------------------------------------------------------------- orders
-
-
-def test_small_orders_are_bijections():
-    for size in range(1, 301):
-        assert sorted(whole(size)) == list(range(size))
-
-
-@pytest.mark.parametrize("size", [SMALL - 1, SMALL, SMALL + 1, 2**15, 2**16 - 1, 2**16, 2**16 + 1, 10**6])
-def test_large_orders_are_bijections(size):
-    found = np.array(whole(size, seed=3, epoch=2))
-    assert found.dtype == np.int64
-    assert np.array_equal(np.sort(found), np.arange(size))
-    assert not np.array_equal(found, np.arange(size))
-
-
-@pytest.mark.parametrize("size", [50, SMALL + 1])
-def test_seed_and_epoch_matter_independently(size):
-    """With seed + epoch, (10, 2) and (11, 1) would give one order."""
-    pairs = list(itertools.product([0, 1, 2, 10, 11, -1, 2**40, 2**63], [0, 1, 2, 3, 1000]))
-    orders = {tuple(whole(size, seed, epoch)) for seed, epoch in pairs}
-    assert len(orders) == len(pairs)
-    assert whole(size, 10, 2) == whole(size, 10, 2)
-
-
-@pytest.mark.parametrize("size", [1000, 20_000])
-def test_successive_epochs_and_seeds_are_uncorrelated(size):
-    """Pearson's r of independent permutations has a standard deviation of 1/sqrt(size)."""
-    orders = [whole(size, 1, epoch) for epoch in range(1, 7)] + [whole(size, seed, 1) for seed in range(2, 7)]
-    correlations = np.corrcoef(np.array([*orders, list(range(size))], dtype=float))
-    assert np.abs(correlations[~np.eye(len(correlations), dtype=bool)]).max() < 4.5 / size**0.5
-    for one, other in itertools.combinations(orders, 2):  # in one place out of `size` on average
-        assert sum(a == b for a, b in zip(one, other, strict=True)) < 9
-
-
-def chi_square(counts, expected):
-    return float(((counts - expected) ** 2 / expected).sum())
-
-
-def test_all_permutations_of_four_are_alike_frequent():
-    draws = 12_000
-    found = Counter(tuple(whole(4, seed, epoch)) for seed in range(draws // 100) for epoch in range(100))
-    assert len(found) == 24
-    assert chi_square(np.array(list(found.values())), draws / 24) < 49.7  # 23 degrees of freedom, p = 0.001
-
-
-def test_values_and_positions_of_a_large_order_are_uniform():
-    """Sixteen by sixteen cells of position and value, and of position and how far the next value is."""
-    size, cells = 50_000, 16
-    order = np.array(whole(size, 5, 4))
-    for values in (order, (np.roll(order, -1) - order) % size, order % cells * (size // cells)):
-        table, _, _ = np.histogram2d(np.arange(size), values, bins=cells, range=[[0, size], [0, size]])
-        assert chi_square(table, size / cells**2) < 330  # at most 255 degrees of freedom, p = 0.001
-
-
-@pytest.mark.parametrize("size", [SMALL + 5, 3 * SMALL])
-def test_every_position_takes_every_value_over_the_epochs(size):
-    """Where the first sample stands, and what stands first, over many epochs of a Feistel order."""
-    epochs, cells = 4000, 16
-    first = np.array([Order(size, 9, epoch).indices(0, 1)[0] for epoch in range(epochs)])
-    last = np.array([Order(size, 9, epoch).indices(size - 1, size)[0] for epoch in range(epochs)])
-    for values in (first, last):
-        counts, _ = np.histogram(values, bins=cells, range=(0, size))
-        assert chi_square(counts, epochs / cells) < 37.7  # 15 degrees of freedom, p = 0.001
-
-
-@FAST
-@given(
-    size=st.one_of(st.integers(1, 100), st.integers(SMALL - 2, SMALL + 2000)),
-    cut=st.tuples(st.floats(0, 1), st.floats(0, 1)),
-    shuffle=st.booleans(),
-)
-def test_seeking_is_slicing(size, cut, shuffle):
-    order = Order(size, 7, 3, shuffle=shuffle)
-    start, stop = sorted(int(one * size) for one in cut)
-    assert order.indices(start, stop) == order.indices(0, size)[start:stop]
-    positions = np.arange(start, stop)[::-1]
-    assert order.at(positions).tolist() == order.indices(start, stop)[::-1]
-
-
-def test_positions_of_any_shape():
-    order = Order(SMALL * 3, 7, 3)
-    block = order.at(np.arange(600).reshape(20, 30))
-    assert block.reshape(-1).tolist() == order.indices(0, 600)
-
-
-def test_a_billion_samples_start_like_ten():
-    tracemalloc.start()
-    began = time.perf_counter()
-    sampler = PlannedBatchSampler(10**9, 32, rank=3, world_size=8, shuffle=True)
-    assert len(sampler) == 10**9 // 256
-    sampler.skip = len(sampler) - 2000
-    batches = list(itertools.islice(sampler, 1500))
-    seconds = time.perf_counter() - began
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert len(set(itertools.chain(*batches))) == 1500 * 32
-    assert peak < 8 << 20
-    assert seconds < 2
-
-
-def test_mix_is_a_bijection_on_samples_and_keys_depend_on_the_order():
-    assert len({mix(value) for value in range(5000)}) == 5000
-    assert mix(-1) == mix(2**64 - 1)
-    assert mix_key(1, 2) != mix_key(2, 1)
-    assert len({mix_key(a, b) for a in range(60) for b in range(60)}) == 3600
-
-
-def test_trivial_orders():
-    assert whole(0) == []
-    assert whole(1) == [0]
-    assert Order(5, 1, 1, shuffle=False).indices(1, 4) == [1, 2, 3]
 
 
 # ---------------------------------------------------------------------------------------------- plans
@@ -174,6 +54,95 @@ def test_every_position_is_taken_once(world_size, drop_last):
             assert max(counts) <= batch_size
             expected = shares[-1][1]
         assert expected == (size // together * together if drop_last else size)
+
+
+@pytest.mark.parametrize("world_size", [8, 64, 1000])
+@pytest.mark.parametrize(
+    ("samples", "sizes"),
+    [
+        (100_003, {"batch_size": 3}),
+        (999, {"batch_size": 2}),
+        (100_003, {"global_batch_size": 2500}),
+        (100_003, {"global_batch_size": 70_000, "micro_batches": 7}),
+        (20_000, {"global_batch_size": 777, "micro_batches": 2}),
+    ],
+)
+def test_large_worlds_are_covered_exactly_once_and_balanced(world_size, samples, sizes):
+    """Every rank's plan, computed in one process: nothing is asked of the others."""
+    plan = SamplingPlan(samples, world_size=world_size, **sizes)
+    expected = 0
+    for batch in range(len(plan)):
+        shares = [plan.share(batch, rank) for rank in range(world_size)]
+        assert [start for start, _ in shares] == [expected, *(stop for _, stop in shares[:-1])]
+        counts = [stop - start for start, stop in shares]
+        assert sum(counts) == plan.total(batch)
+        assert max(counts) - min(counts) <= 1
+        assert max(counts) <= plan.batch_size
+        expected = shares[-1][1]
+    assert expected == samples
+
+
+def test_large_worlds_see_every_index_once():
+    samples, world_size = 30_011, 64
+    ranks = [PlannedBatchSampler(samples, 7, rank, world_size, shuffle=True, seed=3) for rank in range(world_size)]
+    seen = Counter(
+        index
+        for sampler in ranks
+        for number, indices in enumerate(sampler)
+        for index in indices[: sampler.count(number)]
+    )
+    assert len(seen) == samples
+    assert set(seen.values()) == {1}
+    assert len({len(sampler) for sampler in ranks}) == 1, "all keep step"
+
+
+@FAST
+@given(
+    samples=st.integers(0, 60),
+    world_size=st.integers(1, 9),
+    whole=st.integers(1, 30),
+    pieces=st.integers(1, 5),
+    drop_last=st.booleans(),
+    data=st.data(),
+)
+def test_global_batches_of_several_micro_batches(samples, world_size, whole, pieces, drop_last, data):
+    pieces = min(pieces, whole)
+    plan = SamplingPlan(
+        samples, world_size=world_size, global_batch_size=whole, micro_batches=pieces, drop_last=drop_last
+    )
+    found = []
+    for batch in range(len(plan)):
+        shares = [range(*plan.share(batch, rank)) for rank in range(world_size)]
+        assert max(map(len, shares)) - min(map(len, shares)) <= 1
+        assert sum(map(len, shares)) == plan.total(batch)
+        found += [position for share in shares for position in share]
+        step = sum(plan.total(other) for other in range(len(plan)) if other // pieces == batch // pieces)
+        assert step == min(whole, samples - batch // pieces * whole), "an optimizer step is a global batch"
+    assert found == list(range(samples - samples % whole if drop_last else samples))
+    assert len(found) == plan.used_samples
+    rank = data.draw(st.integers(0, world_size - 1))
+    if not samples:
+        return
+    options = {"global_batch_size": whole, "micro_batches": pieces, "drop_last": drop_last}
+    sampler = PlannedBatchSampler(samples, 1, rank, world_size, **options)
+    batches = list(sampler)
+    assert len(batches) == len(sampler) == len(plan)
+    for number, indices in enumerate(batches):
+        share = list(range(*plan.share(number, rank)))
+        assert sampler.count(number) == len(share)
+        assert indices == share or (not share and len(indices) == 1)
+        assert sampler.parts(number) == 1
+        assert sampler.part(number) == len(share) / plan.total(number)
+    skip = sampler.skip = data.draw(st.integers(0, len(batches)))
+    assert list(sampler) == batches[skip:]
+
+
+def test_bad_global_batch_sizes():
+    for bad in (0, -3, 2.5, True):
+        with pytest.raises(ConfigError, match=r"^global_batch_size=.* \(it counts all processes\)"):
+            SamplingPlan(4, global_batch_size=bad)
+    with pytest.raises(ConfigError, match=r"^global_batch_size=3 cannot be divided into 4 batches"):
+        SamplingPlan(4, global_batch_size=3, micro_batches=4)
 
 
 @pytest.mark.parametrize("bad", [0, -1, 2.0, "4", None, True])
@@ -231,7 +200,7 @@ def test_chunks_do_not_show(size, batch_size):
     """Positions are computed a few thousand at a time; the batches are those of the plan."""
     for rank in (0, 2):
         sampler = PlannedBatchSampler(size, batch_size, rank, 3, shuffle=True, seed=2)
-        order, plan = whole(size, 2, 1), sampler.plan
+        order, plan = Order(size, 2, 1).indices(0, size), sampler.plan
         shares = [plan.share(batch, rank) for batch in range(len(plan))]
         expected = [order[slice(*share)] or order[-1:] for share in shares]
         assert list(sampler) == expected

@@ -1,0 +1,77 @@
+"""What batch sizes come to, in one line, and which of them contradict each other."""
+
+from __future__ import annotations
+
+import pytest
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
+
+from ddpkit.batch_sizes import batch_sizes, micro_batches
+from ddpkit.dataloader import LoopedLoader, Sharding, shard
+from ddpkit.errors import ConfigError
+from ddpkit.run_opts import RunOptions
+
+
+@pytest.mark.parametrize(
+    ("given", "world_size", "expected"),
+    [
+        ({}, 2, 1),
+        ({"grad_accumulation_factor": 3}, 2, 3),
+        ({"global_batch_size": 64}, 2, 1),
+        ({"global_batch_size": 64, "grad_accumulation_factor": 4}, 2, 4),
+        ({"global_batch_size": 64, "micro_batch_size": 8}, 1, 8),
+        ({"global_batch_size": 64, "micro_batch_size": 8}, 4, 2),
+        ({"global_batch_size": 65, "micro_batch_size": 8}, 4, 3),
+        ({"global_batch_size": 3, "micro_batch_size": 8}, 4, 1),
+        ({"global_batch_size": 64, "micro_batch_size": 8, "grad_accumulation_factor": 2}, 4, 2),
+    ],
+)
+def test_the_accumulation_follows(given, world_size, expected):
+    assert micro_batches(RunOptions(**given), world_size) == expected
+
+
+def test_sizes_that_contradict_each_other():
+    with pytest.raises(ConfigError, match=r"^micro_batch_size=8 divides a global batch, .* Give global_batch_size"):
+        micro_batches(RunOptions(micro_batch_size=8), 2)
+    options = RunOptions(global_batch_size=64, micro_batch_size=8, grad_accumulation_factor=3)
+    with pytest.raises(ConfigError, match=r"^grad_accumulation_factor=3 contradicts .* needs 4 batches per step on 2"):
+        micro_batches(options, 2)
+
+
+def said(loader, length, factor=1, world_size=2):
+    return str(batch_sizes(loader, length, factor, world_size))
+
+
+def test_what_is_said_at_the_start():
+    for rank in (0, 1):
+        loader = shard(range(101), Sharding(rank, 2), batch_size=8)
+        assert said(loader, len(loader), factor=2) == (
+            "2 processes x batch 8 x accumulation 2 = 32 samples per optimizer step; 4 steps, 101 samples per epoch"
+        )
+        loader = shard(range(101), Sharding(rank, 2, global_batch_size=30, micro_batches=4))
+        assert said(loader, len(loader), factor=4) == (
+            "2 processes x batch 3 to 4 x accumulation 4 = 30 samples per optimizer step; "
+            "4 steps, 101 samples per epoch"
+        )
+    loader = shard(range(101), Sharding(), batch_size=8, drop_last=True)
+    assert said(loader, len(loader), world_size=1).startswith("1 process x batch 8 x accumulation 1 = 8 samples")
+    assert said(loader, len(loader), world_size=1).endswith("12 steps, 96 samples per epoch")
+
+
+def test_what_is_said_where_less_is_known():
+    batches = BatchSampler(SequentialSampler(range(10)), 3, drop_last=False)
+    loader = shard(range(10), Sharding(0, 2), batch_sampler=batches)
+    assert said(loader, len(loader)) == (
+        "2 processes x batches of changing size x accumulation 1; 2 steps, 10 samples per epoch"
+    )
+    looped = LoopedLoader(shard(range(10), Sharding(0, 2), batch_size=2), 7)
+    assert said(looped, 7).endswith("= 4 samples per optimizer step; 7 steps per epoch")
+
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter(range(5))
+
+    line = said(DataLoader(Stream(), batch_size=4), None)
+    assert line == (
+        "2 processes x batch 4 x accumulation 1 = 8 samples per optimizer step; an unknown number of steps per epoch"
+    )
+    assert said([1, 2], 2) == "2 processes x batches of changing size x accumulation 1; 2 steps per epoch"

@@ -50,7 +50,7 @@ from ddpkit.logger import get_logger
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["SyncBatchNorm", "convert_sync_batchnorm"]
+__all__ = ["CudaSyncBatchNorm", "SyncBatchNorm", "convert_sync_batchnorm", "is_convertible", "left_out"]
 
 logger = get_logger(__name__)
 
@@ -67,8 +67,7 @@ _left_out = False
 def left_out() -> Iterator[None]:
     """Keep this rank's rows out of the batch statistics: for a batch that it repeats only to keep step.
 
-    The rows are normalised like the others; they count in no statistic, and get and give no gradient through one.
-    Layers on CUDA, which are torch's own, do not know of it.
+    The rows are normalised, too; they count in no statistic, and get and give no gradient through one.
 
     Ranks: local; the other ranks do their forward pass as ever.
 
@@ -179,6 +178,44 @@ class SyncBatchNorm(_BatchNorm):
         if self.running_var is not None:
             unbiased = joined.var * (joined.total / (joined.total - 1))
             self.running_var.lerp_(unbiased.to(self.running_var.dtype), momentum)
+
+
+class CudaSyncBatchNorm(torch.nn.SyncBatchNorm):
+    """torch's own layer with its fast kernels, which also knows of rows that are left out (:func:`left_out`).
+
+    A rank that leaves its rows out takes part in the collectives with none, which torch's layer understands, and
+    normalises them by the running statistics: their loss counts nothing, so it only matters that they are finite.
+
+    Args:
+        args: as for ``torch.nn.SyncBatchNorm``.
+        kwargs: likewise.
+
+    Ranks: collective in training.
+
+    Example:
+        >>> CudaSyncBatchNorm(3).num_features
+        3
+    """
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 -- torch's name
+        """Normalise, in training over the rows of all ranks that are not left out.
+
+        Args:
+            input: shape ``(rows, C, ...)``, on CUDA.
+
+        Returns:
+            A tensor of the input's shape and dtype.
+
+        Ranks: collective in training, else local.
+        """
+        if not (_left_out and self.training and dist.is_available() and dist.is_initialized()):
+            return super().forward(input)
+        nothing: Tensor = super().forward(input[:0])
+        own = self.running_mean is None or self.running_var is None
+        output = F.batch_norm(
+            input, self.running_mean, self.running_var, self.weight, self.bias, training=own, momentum=0.0, eps=self.eps
+        )
+        return output + nothing.sum()  # zero; it takes the backward pass to the collectives
 
 
 class _GroupReference:
@@ -330,7 +367,7 @@ class _Normalise(torch.autograd.Function):
 def convert_sync_batchnorm(module: torch.nn.Module, process_group: Any = None) -> torch.nn.Module:
     """Replace every BatchNorm of a model by one that normalises over the rows of all ranks.
 
-    A layer on CUDA becomes torch's ``torch.nn.SyncBatchNorm``, any other :class:`SyncBatchNorm`. Parameters,
+    A layer on CUDA becomes :class:`CudaSyncBatchNorm`, torch's own; any other :class:`SyncBatchNorm`. Parameters,
     buffers, mode, hooks and state-dict keys stay: the very objects, so an optimizer made before still holds
     them. Left as they are: InstanceNorm, layers that are synchronised already (a second call changes
     nothing), scripted modules, and, with a warning, subclasses with a ``forward`` of their own or
@@ -359,7 +396,7 @@ def convert_sync_batchnorm(module: torch.nn.Module, process_group: Any = None) -
     fallback = _device_of(module, torch.device("cpu"))
     made: dict[torch.nn.Module, torch.nn.Module] = {}
     for name, layer in module.named_modules():
-        if _is_plain_batchnorm(layer, name):
+        if is_convertible(layer, name):
             made[layer] = _twin(layer, _device_of(layer, fallback), process_group)
     if made:
         for parent in [*module.modules(), *made.values()]:
@@ -374,7 +411,22 @@ def _device_of(module: torch.nn.Module, fallback: torch.device) -> torch.device:
     return next((tensor.device for tensor in (*module.parameters(), *module.buffers())), fallback)
 
 
-def _is_plain_batchnorm(layer: torch.nn.Module, name: str) -> bool:
+def is_convertible(layer: torch.nn.Module, name: str) -> bool:
+    """Say whether :func:`convert_sync_batchnorm` replaces a layer; warn where it leaves a BatchNorm as it is.
+
+    Args:
+        layer: any module, without its children.
+        name: what the messages call it.
+
+    Raises:
+        ConfigError: a lazy BatchNorm has not seen its first batch.
+
+    Ranks: local.
+
+    Example:
+        >>> is_convertible(torch.nn.BatchNorm1d(2), "norm"), is_convertible(torch.nn.LayerNorm(2), "norm")
+        (True, False)
+    """
     if not isinstance(layer, _BatchNorm) or isinstance(layer, (SyncBatchNorm, torch.nn.SyncBatchNorm)):
         return False
     if isinstance(layer, _LazyNormBase):
@@ -396,7 +448,7 @@ def _is_plain_batchnorm(layer: torch.nn.Module, name: str) -> bool:
 
 def _twin(layer: torch.nn.Module, device: torch.device, process_group: Any) -> torch.nn.Module:
     """Return a synchronised layer that holds another's very parameters, buffers, hooks and attributes."""
-    kind: type[torch.nn.Module] = torch.nn.SyncBatchNorm if device.type == "cuda" else SyncBatchNorm
+    kind: type[torch.nn.Module] = CudaSyncBatchNorm if device.type == "cuda" else SyncBatchNorm
     twin: torch.nn.Module = kind.__new__(kind)
     twin.__dict__.update(layer.__dict__)
     twin.__dict__.pop("_compiled_call_impl", None)  # it is bound to the old layer

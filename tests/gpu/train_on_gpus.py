@@ -19,7 +19,7 @@ if __name__ == "__main__":
         lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
         run_opts={"noprogressbar": True},
     )
-    data = make_data(dtype=torch.float64)
+    data = make_data(int(sys.argv[2]), dtype=torch.float64)
     loader = {"batch_size": 16 // get_world_size(), "shuffle": True}
     brain.fit(range(1, 4), data, data[:20], train_loader_kwargs=loader)
     if if_main_process():

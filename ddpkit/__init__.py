@@ -50,6 +50,7 @@ __all__ = [
 if TYPE_CHECKING:
     from ddpkit import (
         agreement,
+        augmentation,
         batch_sizes,
         brain,
         buckets,
@@ -72,6 +73,8 @@ if TYPE_CHECKING:
         handover,
         hooks,
         launchers,
+        loaders,
+        lockstep,
         logger,
         loop,
         lr_scaling,

@@ -3,40 +3,30 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
 
 from ddpkit import agreement
 from ddpkit.batch_sizes import batch_sizes, micro_batches
 from ddpkit.compilation import compile_modules
-from ddpkit.dataloader import (
-    LoopedLoader,
-    SaveableDataLoader,
-    Sharding,
-    deal_batches,
-    default_seed,
-    reshard,
-    shard,
-)
 from ddpkit.distributed import ddp_init_group, get_rank, get_world_size, is_distributed_initialized
 from ddpkit.failure import failure_notice
 from ddpkit.logger import format_order_of_magnitude, get_logger
 from ddpkit.loop import Progress
 from ddpkit.lr_scaling import LrScaling
 from ddpkit.metrics import LossMeter
+from ddpkit.parity import Rehearsing
 from ddpkit.precision import Precision
 from ddpkit.profiler import prepare_profiler
-from ddpkit.results import Results
 from ddpkit.run_opts import RunOptions
 from ddpkit.seed import seed_rank_streams
 from ddpkit.stages import length_of, run_evaluation, run_training
 from ddpkit.strategy import make_strategy, modules_on_device, unwrap
-from ddpkit.streams import is_ordered
 from ddpkit.types import Stage
 
 if TYPE_CHECKING:
@@ -45,7 +35,7 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 
-class Brain(Results):
+class Brain(Rehearsing):
     """The training loop of a recipe: subclass it, say what a batch computes, call :meth:`fit` and :meth:`evaluate`.
 
     In the order of a run::
@@ -58,6 +48,7 @@ class Brain(Results):
                      on_stage_start(VALID), evaluate_batch for every batch, on_stage_end(VALID)
         evaluate:  make_dataloader (TEST), on_evaluate_start, on_stage_start(TEST), evaluate_batch for every batch,
                    on_stage_end(TEST)
+        predict:   make_dataloader (TEST), on_evaluate_start, predict_batch for every batch
 
     Every hook is called on every rank.
 
@@ -165,31 +156,6 @@ class Brain(Results):
 
     # ------------------------------------------------------------------ whole runs
 
-    def make_dataloader(
-        self, dataset: Any, stage: Stage, ckpt_prefix: str | None = "dataloader-", **loader_kwargs: Any
-    ) -> Any:
-        """Make the loader that gives this rank its part of a dataset.
-
-        Args:
-            dataset: map-style or iterable; or, without ``loader_kwargs``, anything else that yields batches.
-            stage: TRAIN is divided over the ranks; VALID and TEST only with ``shard_evaluation``.
-            ckpt_prefix: the loader is saved under this and the stage's name; None: not at all.
-            loader_kwargs: as for ``torch.utils.data.DataLoader`` (``batch_size`` counts per process), and
-                ``looped_nominal_epoch``.
-        """
-        looped = loader_kwargs.pop("looped_nominal_epoch", None)
-        if stage is Stage.TRAIN:
-            loader_kwargs = self._train_loader_specifics(dataset, loader_kwargs)
-        loader: Any = shard(dataset, self._sharding(stage), **loader_kwargs)
-        if stage is Stage.TRAIN:
-            self.train_sampler = getattr(loader, "batch_sampler", None)
-        if looped is not None:
-            loader = LoopedLoader(loader, looped)
-        saveable = isinstance(loader, (SaveableDataLoader, LoopedLoader))
-        if self.checkpointer is not None and ckpt_prefix is not None and saveable:
-            self.checkpointer.add_recoverable(ckpt_prefix + stage.name, loader)
-        return loader
-
     def fit(
         self,
         epoch_counter: Iterable[int],
@@ -213,7 +179,10 @@ class Brain(Results):
             DataError: the data cannot feed the run.
             RankMismatchError: the ranks are not about to run the same training.
             NonFiniteLossError: too many steps of an epoch were not finite.
+            ParityError: with the option ``check_parity``, nothing is trained, and :meth:`rehearse` found a difference.
         """
+        if self._rehearses(train_set, train_loader_kwargs or {}):
+            return
         if self.test_only:
             logger.info("test_only is set: fit does nothing.")
             return
@@ -257,8 +226,11 @@ class Brain(Results):
             test_loader_kwargs: for :meth:`make_dataloader`; not changed.
 
         Returns:
-            The mean loss over the whole set, the same on every rank.
+            The mean loss over the whole set, the same on every rank; NaN with the option ``check_parity``, which
+            evaluates nothing.
         """
+        if self._rehearses(None):
+            return math.nan
         with failure_notice():
             loader = agreement.together(
                 lambda: self._loader(test_set, Stage.TEST, {"ckpt_prefix": None, **(test_loader_kwargs or {})})
@@ -281,44 +253,6 @@ class Brain(Results):
         )
 
     # ------------------------------------------------------------------ wiring
-
-    def _train_loader_specifics(self, dataset: Any, loader_kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Let ``hparams.sorting`` decide about shuffling where a recipe has it."""
-        given = {"sampler", "batch_sampler"} & {key for key, value in loader_kwargs.items() if value is not None}
-        if hasattr(self.hparams, "sorting") and not given and not is_ordered(dataset):
-            return {**loader_kwargs, "shuffle": self.hparams.sorting == "random"}
-        return loader_kwargs
-
-    def _sharding(self, stage: Stage) -> Sharding:
-        if stage is Stage.TRAIN:
-            return Sharding(
-                self.rank,
-                get_world_size(),
-                seed=default_seed(),
-                global_batch_size=self.global_batch_size,
-                micro_batches=1 if self.global_batch_size is None else self.grad_accumulation_factor,
-            )
-        if self.shard_evaluation or self._dividing:
-            return Sharding(self.rank, get_world_size(), keep_step=False, seed=default_seed())
-        return Sharding(seed=default_seed())
-
-    def _loader(self, data: Any, stage: Stage, loader_kwargs: Mapping[str, Any]) -> Any:
-        if data is None:
-            return None
-        if isinstance(data, LoopedLoader):
-            if isinstance(data.loader, DataLoader):
-                data.loader = reshard(data.loader, self._sharding(stage))
-            elif get_world_size() > 1:
-                data.loader = deal_batches(data.loader, self._sharding(stage))
-            if stage is Stage.TRAIN and self.checkpointer is not None:
-                self.checkpointer.add_recoverable("dataloader-TRAIN", data)
-            return data
-        if isinstance(data, DataLoader):
-            loader = reshard(data, self._sharding(stage))
-            if isinstance(loader, DataLoader) and loader is not data:
-                logger.info("%s: the ready-made loader is planned anew, with its dataset, order and sizes.", stage.name)
-            return loader
-        return self.make_dataloader(data, stage=stage, **loader_kwargs)
 
     def _require_agreement(self, train_set: Any, valid_set: Any) -> None:
         facts = agreement.option_facts(self.run_opts) | agreement.model_facts(self.modules)

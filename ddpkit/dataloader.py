@@ -6,15 +6,20 @@ generator of its own, so that making an iterator does not move the global random
 
 from __future__ import annotations
 
+import copy
 import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
+from ddpkit.augmentation import Place, keyed_parts
 from ddpkit.checkpoint_hooks import mark_as_loader, mark_as_saver, register_checkpoint_hooks
+from ddpkit.distributed import get_rank, get_world_size
 from ddpkit.errors import ConfigError, DataError
 from ddpkit.logger import get_logger
 from ddpkit.permutation import mix_key
@@ -25,7 +30,7 @@ from ddpkit.sampler import (
     set_epoch_inside,
 )
 from ddpkit.seed import global_seed
-from ddpkit.streams import stream_loader
+from ddpkit.streams import BatchShard, is_batches, is_sharded, stream_loader
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -34,6 +39,7 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 DEFAULT_SEED = 563375142
+_DECIDED = ("batch_size", "shuffle", "sampler", "batch_sampler", "drop_last")
 _RESHARDED = (
     "num_workers",
     "collate_fn",
@@ -55,6 +61,8 @@ class Sharding:
         world_size: number of ranks that divide the data; 1 gives everything to everybody.
         keep_step: whether every rank must yield the same number of batches, as training must.
         seed: of the shuffling.
+        global_batch_size: samples of an optimizer step over all ranks; takes the place of ``batch_size``.
+        micro_batches: batches that those are worked on in, one after the other.
 
     Ranks: local.
 
@@ -67,11 +75,16 @@ class Sharding:
     world_size: int = 1
     keep_step: bool = True
     seed: int = DEFAULT_SEED
+    global_batch_size: int | None = None
+    micro_batches: int = 1
 
 
 @register_checkpoint_hooks
 class SaveableDataLoader(DataLoader[Any]):
     """A ``DataLoader`` that is saved as the number of batches it has yielded, and continues after them.
+
+    Random augmentation is keyed on (seed, epoch, sample), by :mod:`ddpkit.augmentation`: it is the same on any number
+    of workers and ranks, and after a recovery.
 
     The batches skipped after a recovery are not loaded if the sampler is ours, as it is in every loader that this
     module makes: the sampler leaves them out. Of another one they are loaded and dropped.
@@ -94,10 +107,12 @@ class SaveableDataLoader(DataLoader[Any]):
         super().__init__(*args, **kwargs)
         self.yielded: int | None = None
         self._skip = 0
+        self._place = Place(default_seed())  # for batches that no plan of ours deals out
         self.set_epoch(1)
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch whose order and worker seeds the next iteration follows."""
+        self._place.seed, self._place.epoch = default_seed(), epoch
         if self.generator is not None:
             self.generator.manual_seed(mix_key(global_seed() or 0, epoch) >> 1)
         set_epoch_inside(self.sampler if self.batch_sampler is None else self.batch_sampler, epoch)
@@ -112,10 +127,20 @@ class SaveableDataLoader(DataLoader[Any]):
         plan = plan_of(self)
         if plan is not None:
             plan.skip = skip  # before the workers are started, which ask for their first batches
-        inner: Iterator[Any] = super().__iter__()
+        inner = self._begin()
         if skip and plan is None:
             inner = itertools.islice(inner, skip, None)
         return self._counted(inner)
+
+    def _begin(self) -> Iterator[Any]:
+        """Start torch's iterator, on a copy of this loader whose randomness is keyed (but for a stream)."""
+        if isinstance(self.dataset, IterableDataset):
+            return super().__iter__()
+        view, plan = copy.copy(self), plan_of(self)
+        vars(view).update(keyed_parts(self, self._place if plan is None else plan))
+        inner = super(SaveableDataLoader, view).__iter__()
+        self._iterator = view._iterator  # noqa: SLF001 -- persistent workers stay with this loader
+        return inner
 
     def _counted(self, inner: Iterator[Any]) -> Iterator[Any]:
         for batch in inner:
@@ -139,6 +164,10 @@ class SaveableDataLoader(DataLoader[Any]):
         text = path.read_text(encoding="utf-8").strip()
         if not end_of_epoch and text not in {"", "None"}:
             self.skip_next(int(text))
+
+    @property
+    def _speechbrain_recovery_skip_to(self) -> int | None:
+        return self._skip or None
 
     def _speechbrain_save(self, path: Path) -> None:
         self.save(path)
@@ -171,7 +200,7 @@ class LoopedLoader:
     def __init__(self, loader: Any, epoch_length: int, batchsize_fn: Callable[[Any], int] | None = None) -> None:
         self.loader = loader
         self.epoch_length = epoch_length
-        self.batchsize_fn = batchsize_fn or _guess_batch_size
+        self.batchsize_fn = batchsize_fn or guess_batch_size
         self.step = 0
         self.total_steps = 0
         self.total_samples = 0
@@ -213,6 +242,14 @@ class LoopedLoader:
     def total(self, batch: int) -> int:
         """Return the number of samples of a batch of the nominal epoch, over all ranks."""
         return self._plan().total(self._place(batch))
+
+    def part(self, batch: int) -> float:
+        """Return this rank's part of a batch of the nominal epoch, where every batch counts the same."""
+        return self._plan().part(self._place(batch))
+
+    def parts(self, batch: int) -> float:
+        """Return what all ranks' parts of a batch come to."""
+        return self._plan().parts(self._place(batch))
 
     def _plan(self) -> PlannedBatchSampler | DealtBatchSampler:
         plan = plan_of(self.loader)
@@ -293,6 +330,39 @@ def make_dataloader(dataset: Any, looped_nominal_epoch: int | None = None, **loa
     return loader
 
 
+def distributed_loader_specifics(
+    distributed_launch: bool, rank: int | None, dataset: Any, loader_kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    """Return loader arguments that give one rank its share, for a loader that a recipe makes itself.
+
+    Given to ``Brain.fit``, such a loader is divided like any other, as a whole and once.
+
+    Args:
+        distributed_launch: False returns the arguments as they are.
+        rank: this rank; None: that of the process.
+        dataset: what the loader is for. A stream cannot be divided by arguments: its arguments come back with a
+            warning.
+        loader_kwargs: as for ``torch.utils.data.DataLoader``; not changed.
+
+    Ranks: local; all ranks must give the same arguments but ``rank``.
+
+    Example:
+        >>> distributed_loader_specifics(False, 0, range(4), {"batch_size": 2})
+        {'batch_size': 2}
+    """
+    if not distributed_launch:
+        return loader_kwargs
+    if isinstance(dataset, IterableDataset):
+        logger.warning("%s is a stream: give it to Brain.fit, which divides it.", type(dataset).__name__)
+        return loader_kwargs
+    sharding = Sharding((get_rank() or 0) if rank is None else rank, get_world_size(), seed=default_seed())
+    loader = shard(dataset, sharding, **loader_kwargs)
+    others = {name: value for name, value in loader_kwargs.items() if name not in _DECIDED}
+    if loader.batch_sampler is None:
+        return {**others, "batch_size": None, "sampler": loader.sampler}
+    return {**others, "batch_sampler": loader.batch_sampler}
+
+
 def default_seed() -> int:
     """Return the experiment's seed, or a fixed one where ``seed_everything`` was not called.
 
@@ -306,11 +376,11 @@ def default_seed() -> int:
     return DEFAULT_SEED if seed is None else seed
 
 
-def shard(dataset: Any, sharding: Sharding, **loader_kwargs: Any) -> DataLoader[Any]:
+def shard(dataset: Any, sharding: Sharding, **loader_kwargs: Any) -> Any:
     """Make the loader that gives one process its part of a dataset.
 
     Args:
-        dataset: map-style or iterable.
+        dataset: map-style or iterable; or, without ``loader_kwargs``, anything else that yields batches.
         sharding: which part.
         loader_kwargs: as for ``torch.utils.data.DataLoader``; not changed.
 
@@ -332,13 +402,23 @@ def shard(dataset: Any, sharding: Sharding, **loader_kwargs: Any) -> DataLoader[
     """
     options = dict(loader_kwargs)
     if isinstance(dataset, IterableDataset):
-        return stream_loader(dataset, sharding.rank, sharding.world_size, options)
+        whole = _batch_of_all_ranks(sharding)
+        return stream_loader(
+            dataset, sharding.rank, sharding.world_size, options, seed=sharding.seed, global_batch_size=whole
+        )
+    if is_batches(dataset) and not options:
+        return deal_batches(dataset, sharding)
     _check_exclusive(options)
-    if _is_divided(options.get("batch_sampler"), options.get("sampler")):
+    if _is_divided(options.get("batch_sampler"), options.get("sampler")) or _is_share(options):
         return SaveableDataLoader(dataset, **options)
     batch_sampler, sampler = options.pop("batch_sampler", None), options.pop("sampler", None)
     shuffle, drop_last = bool(options.pop("shuffle", False)), bool(options.pop("drop_last", False))
     common: dict[str, Any] = {"seed": sharding.seed, "drop_last": drop_last, "keep_step": sharding.keep_step}
+    if sharding.global_batch_size is not None and (batch_sampler is not None or options.get("batch_size", 1) is None):
+        raise ConfigError(
+            f"global_batch_size={sharding.global_batch_size} cannot divide batches that are made already, by a "
+            "batch_sampler or by the dataset (batch_size=None). Leave global_batch_size out, or give a sampler."
+        )
     if batch_sampler is not None:
         options.pop("batch_size", None)
         planned: Any = DealtBatchSampler(batch_sampler, sharding.rank, sharding.world_size, **common)
@@ -351,6 +431,8 @@ def shard(dataset: Any, sharding: Sharding, **loader_kwargs: Any) -> DataLoader[
         sharding.rank,
         sharding.world_size,
         shuffle=shuffle,
+        global_batch_size=sharding.global_batch_size,
+        micro_batches=sharding.micro_batches,
         **common,
     )
     if batch_size is None:  # the dataset gives whole batches: one index, one batch
@@ -358,7 +440,7 @@ def shard(dataset: Any, sharding: Sharding, **loader_kwargs: Any) -> DataLoader[
     return SaveableDataLoader(dataset, batch_sampler=planned, **options)
 
 
-def reshard(loader: DataLoader[Any], sharding: Sharding) -> DataLoader[Any]:
+def reshard(loader: DataLoader[Any], sharding: Sharding) -> Any:
     """Make the loader that gives one process its part of what a ready-made loader would give.
 
     Args:
@@ -366,7 +448,8 @@ def reshard(loader: DataLoader[Any], sharding: Sharding) -> DataLoader[Any]:
         sharding: which part.
 
     Returns:
-        A new loader; the same one if a ``DistributedSampler`` is in it, for then its maker has divided the data.
+        A new loader; the same one if a ``DistributedSampler`` is in it, for then its maker has divided the data, or if
+        it says ``is_sharded = True``, in which case its batches need not be as many on every rank.
 
     Ranks: local.
 
@@ -376,12 +459,43 @@ def reshard(loader: DataLoader[Any], sharding: Sharding) -> DataLoader[Any]:
         [[0, 1], [4]]
     """
     options: dict[str, Any] = {name: getattr(loader, name) for name in _RESHARDED}
+    if is_sharded(loader):
+        return deal_batches(loader, sharding)
     if isinstance(loader.dataset, IterableDataset):
         sizes = {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
         return shard(loader.dataset, sharding, **sizes, **options)
     if _is_divided(loader.batch_sampler, loader.sampler):
         return loader
     return shard(loader.dataset, sharding, **_order_of(loader), **options)
+
+
+def deal_batches(loader: Any, sharding: Sharding) -> BatchShard:
+    """Make what gives one process its part of a loader that nothing is known of but that it yields batches.
+
+    Args:
+        loader: yields batches, anew whenever it is iterated. One that says ``is_sharded = True`` has been divided by
+            its maker, and gives all it has.
+        sharding: which part.
+
+    Ranks: local.
+
+    Example:
+        >>> list(deal_batches({"ab": 1, "cd": 2, "e": 3}.keys(), Sharding(rank=0, world_size=2)))
+        ['ab', 'e']
+    """
+    if isinstance(loader, BatchShard):
+        loader = loader.loader
+    name = type(loader).__name__
+    if is_sharded(loader):
+        logger.info("%s divides itself over the ranks (is_sharded): it is used as it is.", name)
+        return BatchShard(loader, 0, 1, seed=None)
+    if sharding.world_size > 1:
+        logger.info(
+            "%s is dealt out by batches: every rank reads all of them, and trains on one in %d.",
+            name,
+            sharding.world_size,
+        )
+    return BatchShard(loader, sharding.rank, sharding.world_size, seed=sharding.seed)
 
 
 def plan_of(loader: Any) -> PlannedBatchSampler | DealtBatchSampler | None:
@@ -423,6 +537,13 @@ def _is_divided(batch_sampler: Any, sampler: Any) -> bool:
     return any(isinstance(one, DistributedSampler) for one in layers(deciding))
 
 
+def _is_share(options: dict[str, Any]) -> bool:
+    """Say whether loader arguments hold a rank's share already, from :func:`distributed_loader_specifics`."""
+    sampler = options.get("sampler")
+    planned = sampler.planned if isinstance(sampler, _Single) else options.get("batch_sampler")
+    return isinstance(planned, (PlannedBatchSampler, DealtBatchSampler)) and planned.world_size > 1
+
+
 def _order_of(loader: DataLoader[Any]) -> dict[str, Any]:
     """Say in loader arguments how a ready-made loader orders its data."""
     plan = plan_of(loader)
@@ -460,6 +581,20 @@ class _Single(torch.utils.data.Sampler[int]):
         return (indices[0] for indices in self.planned)
 
 
+def _batch_of_all_ranks(sharding: Sharding) -> int | None:
+    """Return the size of a batch over all ranks, for a stream, whose batches must be alike; None if it is not given."""
+    if sharding.global_batch_size is None:
+        return None
+    size, rest = divmod(sharding.global_batch_size, sharding.micro_batches)
+    if rest:
+        raise ConfigError(
+            f"global_batch_size={sharding.global_batch_size} of a stream cannot be divided evenly into "
+            f"{sharding.micro_batches} batches per step: a stream has no positions to divide unevenly. Use a multiple "
+            f"of {sharding.micro_batches}."
+        )
+    return size
+
+
 def _check_exclusive(options: dict[str, Any]) -> None:
     given = {name for name in ("sampler", "batch_sampler") if options.get(name) is not None}
     if options.get("shuffle") and given:
@@ -482,7 +617,7 @@ def _length(dataset: Any) -> int:
     except TypeError as error:
         raise DataError(
             f"{type(dataset).__name__} has no len(): a map-style dataset needs __len__ and __getitem__, a stream must "
-            "derive from torch.utils.data.IterableDataset."
+            "derive from torch.utils.data.IterableDataset, and what yields whole batches takes no loader arguments."
         ) from error
     if size < 1:
         raise DataError(
@@ -491,12 +626,33 @@ def _length(dataset: Any) -> int:
     return size
 
 
-def _guess_batch_size(batch: Any) -> int:
+def guess_batch_size(batch: Any) -> int:
+    """Return the number of samples of a batch: its ``batchsize``, or the length of its first tensor or array.
+
+    Args:
+        batch: an object that knows its ``batchsize``; a tensor; a list, tuple or dict with one among its fields; or a
+            list of samples.
+
+    Returns:
+        1 where nothing tells.
+
+    Ranks: local.
+
+    Example:
+        >>> guess_batch_size([torch.zeros(3, 2), torch.zeros(3)]), guess_batch_size({"x": torch.zeros(2)})
+        (3, 2)
+    """
     if hasattr(batch, "batchsize"):
         return int(batch.batchsize)
-    first: Any = next(iter(batch.values()), None) if isinstance(batch, dict) else batch
-    if isinstance(first, (list, tuple)) and first and isinstance(first[0], torch.Tensor):
-        first = first[0]
+    fields = list(batch.values()) if isinstance(batch, Mapping) else batch
+    if isinstance(fields, (list, tuple)):
+        for field in fields:
+            shape = getattr(field, "shape", ())
+            if isinstance(field, (torch.Tensor, np.ndarray)) and shape:
+                return int(shape[0])
+    first: Any = next(iter(fields), None) if isinstance(batch, Mapping) else batch
+    if isinstance(batch, Mapping) and isinstance(first, (Mapping, tuple)):
+        return guess_batch_size(first)
     try:
         return len(first)
     except TypeError:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import os
+import pickle
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, TypeVar, overload
@@ -21,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp
 
-from ddpkit.errors import LaunchError
+from ddpkit.errors import LaunchError, RankFailedError
 from ddpkit.handover import Outcome, call_site, outside_frame, raise_as_reader
 from ddpkit.launchers import find_launch
 from ddpkit.process_group import control_group, ddp_init_group, group_state, is_distributed_initialized
@@ -39,6 +40,7 @@ __all__ = [
     "ddp_init_group",
     "ddp_prevent_block",
     "exchange",
+    "gather_objects",
     "get_local_rank",
     "get_rank",
     "get_world_size",
@@ -48,8 +50,10 @@ __all__ = [
     "main_process_only",
     "once_per_node",
     "rank_prefixed_message",
+    "require_all_ranks",
     "run_on_main",
     "run_once_per_node",
+    "start_sum_over_ranks",
     "sum_over_ranks",
 ]
 
@@ -464,6 +468,86 @@ def ddp_all_reduce(communication_object: torch.Tensor, reduce_op: Any = ReduceOp
     return communication_object
 
 
+def gather_objects(make: Callable[[], T]) -> list[T]:
+    """Make a value on every rank and give every rank the list of all of them, in rank order, whatever their size.
+
+    They travel in collectives on the CPU group, not through the store as those of :func:`exchange`: for results, not
+    for a handful of facts. While it works, a rank holds the values of all ranks, and one of them pickled as well.
+
+    Args:
+        make: makes this rank's value, which must pickle; tensors best on the CPU.
+
+    Returns:
+        One value per rank, copies each; ``[make()]`` itself without a process group.
+
+    Raises:
+        LaunchError: called inside main-only code, where the others are not there.
+        RankFailedError: ``make`` failed on another rank, or what it made does not pickle there.
+        Exception: where it failed, what it raised.
+
+    Ranks: collective.
+
+    Example:
+        >>> gather_objects(lambda: "here")
+        ['here']
+    """
+    if not is_distributed_initialized():
+        return [make()]
+    require_all_ranks("gather_objects")
+    failure: Exception | None = None
+    try:
+        data = pickle.dumps(make())
+    except Exception as error:  # noqa: BLE001 -- raised below, once the others know
+        failure, data = error, pickle.dumps(f"{type(error).__name__}: {error}")
+    with group_state().handover.forgetting():
+        payloads, failed = _gather_bytes(data, failed=failure is not None)
+    if failure is not None:
+        raise failure
+    if any(failed):
+        words = [f"rank {rank}: {pickle.loads(payloads[rank])}" for rank, bad in enumerate(failed) if bad]  # noqa: S301 -- a rank of this very job
+        raise RankFailedError(f"nothing could be gathered, because it failed elsewhere: {'; '.join(words)}")
+    values: list[T] = []
+    while payloads:
+        values.append(pickle.loads(payloads.pop(0)))  # noqa: S301 -- as above
+    return values
+
+
+def _gather_bytes(data: bytes, *, failed: bool) -> tuple[list[Any], list[bool]]:
+    """Give every rank all ranks' bytes, and whether each failed: sizes first, then each rank broadcasts its own."""
+    group, rank = control_group(), dist.get_rank()
+    facts = torch.tensor([len(data), int(failed)])
+    everybody = [torch.empty_like(facts) for _ in range(dist.get_world_size())]
+    dist.all_gather(everybody, facts, group=group)
+    payloads = []
+    for source, (size, _) in enumerate(one.tolist() for one in everybody):
+        mine = source == rank
+        buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8) if mine else torch.empty(size, dtype=torch.uint8)
+        dist.broadcast(buffer, src=source, group=group)
+        payloads.append(buffer.numpy())
+    return payloads, [bool(one[1]) for one in everybody]
+
+
+def require_all_ranks(call: str) -> None:
+    """Refuse main-only code where every rank must take part.
+
+    Args:
+        call: what was called, for the message.
+
+    Raises:
+        LaunchError: this code runs inside ``run_on_main`` or another main-only call of a distributed run.
+
+    Ranks: local.
+
+    Example:
+        >>> require_all_ranks("Mean.compute")
+    """
+    if is_distributed_initialized() and _alone.get():
+        raise LaunchError(
+            f"{call} was called inside main-only code (run_on_main, main_process_only): the other ranks are not there, "
+            f"so their part would be missing. Call {call} on every rank first, and pass its result in."
+        )
+
+
 def sum_over_ranks(values: list[float]) -> list[float]:
     """Add up a few numbers over all ranks in one float64 all-reduce; every rank gets the same bits.
 
@@ -485,3 +569,33 @@ def sum_over_ranks(values: list[float]) -> list[float]:
     with group_state().handover.forgetting():
         sums: list[float] = ddp_all_reduce(tensor).tolist()
     return sums
+
+
+def start_sum_over_ranks(values: list[float]) -> Callable[[], list[float]]:
+    """Start to add up a few numbers over all ranks, as :func:`sum_over_ranks` does, and do not wait for the sums.
+
+    Args:
+        values: the same number of them on every rank.
+
+    Returns:
+        What waits for the sums and returns them; it may be called once, later, or not at all. Other collectives may
+        come in between.
+
+    Ranks: collective.
+
+    Example:
+        >>> start_sum_over_ranks([1.5, 2.0])()
+        [1.5, 2.0]
+    """
+    if not is_distributed_initialized():
+        return lambda: list(values)
+    require_all_ranks("start_sum_over_ranks")
+    tensor = torch.tensor(values, dtype=torch.float64)
+    work = dist.all_reduce(tensor, group=control_group(), async_op=True)
+
+    def finish() -> list[float]:
+        work.wait()
+        sums: list[float] = tensor.tolist()
+        return sums
+
+    return finish

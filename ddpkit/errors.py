@@ -6,13 +6,15 @@
     └── DdpkitError
         ├── ConfigError (ValueError)             an option, argument or file cannot work as given
         │   ├── MissingFileError (FileNotFoundError)   a file named on the command line is not there
-        │   └── MissingExtraError (ImportError)        an optional dependency is not installed
+        │   ├── MissingExtraError (ImportError)        an optional dependency is not installed
+        │   └── BucketingError (NotImplementedError)   a sampler by length lacks buckets or lengths
         ├── LaunchError (RuntimeError)           the launcher's environment contradicts itself
         │   └── RankMismatchError                the ranks disagree on what they are about to do
         ├── BatchError (TypeError)               a hook returned something the loop cannot train on
         ├── DataError (ValueError)               a dataset or loader cannot feed the run
         ├── CheckpointError (RuntimeError)       a checkpoint cannot be written, found or trusted
         ├── NonFiniteLossError (ValueError)      too many steps of an epoch were not finite
+        ├── ParityError (AssertionError)         a rehearsal found that ranks would not train as one process does
         └── RankFailedError (RuntimeError)       another rank failed; carries that rank's own words
             └── MainProcessError                 the main process failed inside a main-only call
 
@@ -48,6 +50,10 @@ class MissingExtraError(ConfigError, ImportError):
         return str(self.args[0]) if self.args else ""
 
 
+class BucketingError(ConfigError, NotImplementedError):
+    """A sampler that groups samples by length was given no buckets, or no way to know the lengths."""
+
+
 class LaunchError(DdpkitError, RuntimeError):
     """The launcher's environment contradicts itself or cannot be used."""
 
@@ -70,6 +76,10 @@ class CheckpointError(DdpkitError, RuntimeError):
 
 class NonFiniteLossError(DdpkitError, ValueError):
     """More steps of one epoch were not finite than ``nonfinite_patience`` allows."""
+
+
+class ParityError(DdpkitError, AssertionError):
+    """A rehearsal found that several processes would not train as one does. The message is its report."""
 
 
 class RankFailedError(DdpkitError, RuntimeError):

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from ddpkit.control import Beat, BeatReport
     from ddpkit.feed import Feed
+    from ddpkit.gathering import Seen
     from ddpkit.progress import ProgressBar
     from ddpkit.stream_feed import StreamFeed
 
@@ -40,6 +41,7 @@ class Progress:
         nonfinite: steps skipped in the current epoch because a gradient was not finite.
         window: the current accumulation window.
         meter: losses of the current stage on this rank.
+        seen: which samples this rank has seen in the current or last stage; None before the first.
 
     Ranks: local.
 
@@ -54,6 +56,7 @@ class Progress:
     nonfinite: int = 0
     window: Window = field(default_factory=Window)
     meter: LossMeter = field(default_factory=LossMeter)
+    seen: Seen | None = None
 
     def restart(self) -> None:
         """Forget where a pass that was interrupted had come to."""

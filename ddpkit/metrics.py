@@ -4,22 +4,87 @@ A mean of per-rank means is wrong as soon as the ranks hold different numbers of
 count, both added up over the ranks first, is the number that one process would have found. Updating never
 waits for the device: sums stay where their tensors are, in float64 (float32 on mps, which has no float64),
 until somebody reads them.
+
+``compute()`` adds up over the ranks where that is right, and only there: after training, and after an evaluation
+whose set was divided (``--shard_evaluation``). In an evaluation that is not divided every rank has seen every sample,
+and adding up would count each as often as there are ranks. :mod:`ddpkit.stages` says which it is, alike on all ranks,
+with :func:`begin_stage`.
 """
 
 from __future__ import annotations
 
+import copy
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from ddpkit.distributed import sum_over_ranks
-from ddpkit.errors import ConfigError
+from ddpkit.distributed import gather_objects, get_world_size, require_all_ranks, sum_over_ranks
+from ddpkit.errors import ConfigError, DataError
 
-__all__ = ["Accuracy", "LossMeter", "Mean", "Sum"]
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["Accuracy", "LossMeter", "Mean", "Reduced", "Sum", "begin_stage"]
 
 FLUSH_AFTER = 64
+NEVER = -1
+
+
+class _Stages:
+    """Whether the data of the current stage is divided over the ranks, and which stage was the last of that kind."""
+
+    divided = False
+    number = 0
+    last_divided = NEVER
+
+
+def begin_stage(*, divided: bool) -> None:
+    """Say that a stage begins, and whether each rank sees a part of its data only. For loops; the Brain's say it.
+
+    Args:
+        divided: alike on every rank, also on one whose part is empty.
+
+    Ranks: local, but all ranks must say the same.
+
+    State: this process's; it holds until the next stage begins.
+
+    Example:
+        >>> begin_stage(divided=False)
+        >>> Sum().compute()  # of this rank's own
+        0.0
+    """
+    _Stages.number += 1
+    _Stages.divided = divided
+    if divided:
+        _Stages.last_divided = _Stages.number
+
+
+class _Reducing:
+    """What decides whether ``compute()`` adds up over the ranks, alike on all of them.
+
+    Where something was counted, the stage of the last update decides. A rank that has counted nothing asks whether any
+    stage was divided since the metric began: if another rank has counted something and this one has not, one was.
+    """
+
+    def __init__(self) -> None:
+        self._forget()
+
+    def _forget(self) -> None:
+        self._since = _Stages.number
+        self._divided: bool | None = None
+
+    def _note(self) -> None:
+        self._divided = _Stages.divided
+
+    def _reduces(self, reduce: bool | None) -> bool:
+        if reduce is None:
+            reduce = _Stages.last_divided >= self._since if self._divided is None else self._divided
+        if not reduce or get_world_size() == 1:
+            return False
+        require_all_ranks(f"{type(self).__name__}.compute")
+        return True
 
 
 def _wide(device: torch.device) -> torch.dtype:
@@ -55,20 +120,22 @@ class _Totals:
         self._device.clear()
 
 
-class _Metric:
+class _Metric(_Reducing):
     """What the metrics share: named totals, their sum over the ranks, their state."""
 
     _names: tuple[str, ...] = ("total", "count")
 
     def __init__(self) -> None:
+        super().__init__()
         self._totals = _Totals(*self._names)
 
     def reset(self) -> None:
         """Forget everything, at the start of an epoch.
 
-        Ranks: local.
+        Ranks: local; call it on every rank.
         """
         self._totals = _Totals(*self._names)
+        self._forget()
 
     def state_dict(self) -> dict[str, float]:
         """Return this rank's totals as plain floats. Waits for the device.
@@ -84,16 +151,17 @@ class _Metric:
         """
         self._totals.load(state_dict)
 
-    def _read(self, *, reduce: bool) -> list[float]:
+    def _read(self, reduce: bool | None) -> list[float]:
+        reduces = self._reduces(reduce)
         totals = self._totals.read()
         values = [totals[name] for name in self._names]
-        return sum_over_ranks(values) if reduce else values
+        return sum_over_ranks(values) if reduces else values
 
 
 class Mean(_Metric):
     """A mean weighted by counts.
 
-    Ranks: local, but ``compute(reduce=True)``, which is collective.
+    Ranks: local, but ``compute``.
 
     State: two floats, ``total`` and ``count``.
 
@@ -115,6 +183,7 @@ class Mean(_Metric):
 
         Ranks: local.
         """
+        self._note()
         if not isinstance(values, Tensor):
             self._totals.add("total", values * counts)
             self._totals.add("count", counts)
@@ -129,25 +198,29 @@ class Mean(_Metric):
             self._totals.add("total", values.sum() * counts)
             self._totals.add("count", values.numel() * counts)
 
-    def compute(self, reduce: bool = False) -> float:
+    def compute(self, reduce: bool | None = None) -> float:
         """Return the mean; NaN where nothing was counted. Waits for the device.
 
         Args:
-            reduce: over all ranks, in one small all-reduce, instead of over this rank.
+            reduce: over all ranks, in one small all-reduce (True), or over this rank (False). None: over all ranks
+                if and only if each has seen a part of the data (module docstring).
 
         Returns:
-            The mean; with ``reduce`` the same number on every rank.
+            The mean; the same number on every rank, unless ``reduce`` is False.
 
-        Ranks: collective with ``reduce``, else local.
+        Raises:
+            LaunchError: in main-only code, where the other ranks' part would be missing.
+
+        Ranks: collective where it reduces, else local. Call it on every rank.
         """
-        total, count = self._read(reduce=reduce)
+        total, count = self._read(reduce)
         return total / count if count else math.nan
 
 
 class Sum(_Metric):
     """A sum.
 
-    Ranks: local, but ``compute(reduce=True)``, which is collective.
+    Ranks: local, but ``compute``.
 
     State: one float, ``total``.
 
@@ -169,28 +242,33 @@ class Sum(_Metric):
 
         Ranks: local.
         """
+        self._note()
         if isinstance(values, Tensor):
             values = values.detach().to(_wide(values.device)).sum()
         self._totals.add("total", values)
 
-    def compute(self, reduce: bool = False) -> float:
+    def compute(self, reduce: bool | None = None) -> float:
         """Return the sum. Waits for the device.
 
         Args:
-            reduce: over all ranks, in one small all-reduce, instead of over this rank.
+            reduce: over all ranks, in one small all-reduce (True), or over this rank (False). None: over all ranks
+                if and only if each has seen a part of the data (module docstring).
 
         Returns:
-            The sum; with ``reduce`` the same number on every rank.
+            The sum; the same number on every rank, unless ``reduce`` is False.
 
-        Ranks: collective with ``reduce``, else local.
+        Raises:
+            LaunchError: in main-only code, where the other ranks' part would be missing.
+
+        Ranks: collective where it reduces, else local. Call it on every rank.
         """
-        return self._read(reduce=reduce)[0]
+        return self._read(reduce)[0]
 
 
 class Accuracy(_Metric):
     """The share of predictions that equal their labels.
 
-    Ranks: local, but ``compute(reduce=True)`` and ``error(reduce=True)``, which are collective.
+    Ranks: local, but ``compute`` and ``error``.
 
     State: two floats, ``total`` (the right ones) and ``count``.
 
@@ -225,44 +303,254 @@ class Accuracy(_Metric):
                 f"predictions of shape {shape} do not fit labels of shape {tuple(labels.shape)} (dim={dim}): "
                 "give class numbers of the labels' shape, or scores with one more dimension, the classes."
             )
+        self._note()
         right = predictions == labels.to(predictions.device)
         self._totals.add("total", right.sum().to(_wide(right.device)))
         self._totals.add("count", right.numel())
 
-    def compute(self, reduce: bool = False) -> float:
+    def compute(self, reduce: bool | None = None) -> float:
         """Return the accuracy, between 0 and 1; NaN where nothing was counted. Waits for the device.
 
         Args:
-            reduce: over all ranks, in one small all-reduce, instead of over this rank.
+            reduce: over all ranks, in one small all-reduce (True), or over this rank (False). None: over all ranks
+                if and only if each has seen a part of the data (module docstring).
 
         Returns:
-            The accuracy; with ``reduce`` the same number on every rank.
+            The accuracy; the same number on every rank, unless ``reduce`` is False.
 
-        Ranks: collective with ``reduce``, else local.
+        Raises:
+            LaunchError: in main-only code, where the other ranks' part would be missing.
+
+        Ranks: collective where it reduces, else local. Call it on every rank.
         """
-        total, count = self._read(reduce=reduce)
+        total, count = self._read(reduce)
         return total / count if count else math.nan
 
-    def error(self, reduce: bool = False) -> float:
+    def error(self, reduce: bool | None = None) -> float:
         """Return 1 - accuracy, counted from the wrong ones. Otherwise as :meth:`compute`.
 
         Args:
-            reduce: over all ranks instead of over this rank.
+            reduce: as there.
 
         Returns:
             The error rate, between 0 and 1.
 
-        Ranks: collective with ``reduce``, else local.
+        Ranks: as there.
         """
-        total, count = self._read(reduce=reduce)
+        total, count = self._read(reduce)
         return (count - total) / count if count else math.nan
+
+
+class Reduced(_Reducing):
+    """Any other metric with ``update``, ``compute`` and ``reset``, reduced where ddpkit's own metrics would be.
+
+    Two kinds can be added up over the ranks. A metric of torchmetrics (or a collection of them) knows how its states
+    are joined. It would do so by itself in every ``compute``, also where every rank has seen every sample, and its own
+    exchange needs a state of the same form on every rank; here it joins states that have been exchanged as they are,
+    and only where the data is divided. Any other metric must have ``state_dict`` and ``load_state_dict``, and every
+    number and tensor in its state must be a sum: the sums are added up, in a copy.
+
+    Args:
+        metric: on the device of what it is updated with.
+
+    Attributes:
+        metric: the same.
+
+    Raises:
+        ConfigError: the metric lacks one of these methods.
+
+    Ranks: local, but ``compute``.
+
+    State: that of the metric; ``compute`` leaves it as it is.
+
+    Source: ``torchmetrics.Metric.sync``, ``dist_sync_fn`` and ``distributed_available_fn``, read in torchmetrics 1.9.
+
+    Example:
+        >>> class Longest:
+        ...     def __init__(self): self.words = 0
+        ...     def update(self, words): self.words += len(words)
+        ...     def compute(self): return self.words
+        ...     def reset(self): self.words = 0
+        ...     def state_dict(self): return {"words": self.words}
+        ...     def load_state_dict(self, state): self.words = state["words"]
+        >>> metric = Reduced(Longest())
+        >>> metric.update(["one", "two"])
+        >>> metric.compute()
+        2
+    """
+
+    def __init__(self, metric: Any) -> None:
+        super().__init__()
+        self.metric = metric
+        self._synced = _synced_by_themselves(metric)
+        needed = ["update", "compute", "reset"] + ([] if self._synced else ["state_dict", "load_state_dict"])
+        missing = [name for name in needed if not callable(getattr(metric, name, None))]
+        if missing:
+            raise ConfigError(
+                f"{type(metric).__name__} cannot be reduced over the ranks: it has no {' and no '.join(missing)}. "
+                "A metric needs update, compute and reset, and either torchmetrics' sync, or state_dict and "
+                "load_state_dict with sums in them. Or collect the samples' results and use Brain.gather."
+            )
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        """Pass on to the metric's ``update``.
+
+        Ranks: local.
+        """
+        self._note()
+        self.metric.update(*args, **kwargs)
+
+    def reset(self) -> None:
+        """Pass on to the metric's ``reset``, at the start of an epoch.
+
+        Ranks: local; call it on every rank.
+        """
+        self.metric.reset()
+        self._forget()
+
+    def compute(self, reduce: bool | None = None) -> Any:
+        """Return what the metric computes, over all ranks or over this one.
+
+        Args:
+            reduce: as in :meth:`Mean.compute`. The states of all ranks travel to every rank, in one exchange.
+
+        Returns:
+            What the metric returns; the same on every rank, unless ``reduce`` is False.
+
+        Raises:
+            LaunchError: in main-only code, where the other ranks' part would be missing.
+            DataError: the ranks' states do not fit together. On all ranks.
+
+        Ranks: collective where it reduces, else local. Call it on every rank.
+        """
+        reduces = self._reduces(reduce)
+        if self._synced:
+            return _compute_synced(self.metric) if reduces else _compute_alone(self.metric)
+        if not reduces:
+            return self.metric.compute()
+        states = gather_objects(lambda: _on_cpu(self.metric.state_dict()))
+        whole = copy.deepcopy(self.metric)
+        whole.load_state_dict(_added(states, type(self.metric).__name__))
+        return whole.compute()
+
+
+def _synced_by_themselves(metric: Any) -> list[Any]:
+    """Return the metrics of torchmetrics that a metric is or holds."""
+    inside = metric.modules() if isinstance(metric, torch.nn.Module) else [metric]
+    return [one for one in inside if callable(getattr(one, "sync", None)) and hasattr(one, "distributed_available_fn")]
+
+
+def _compute_alone(metric: Any) -> Any:
+    """Compute from this rank's states, without torchmetrics' own exchange."""
+    members = _synced_by_themselves(metric)
+    before = [one.distributed_available_fn for one in members]
+    for one in members:
+        one.distributed_available_fn = lambda: False
+        one._computed = None  # noqa: SLF001 -- what it has cached may have been computed over all ranks
+    try:
+        return metric.compute()
+    finally:
+        for one, function in zip(members, before, strict=True):
+            one.distributed_available_fn = function
+            one._computed = None  # noqa: SLF001 -- as above
+
+
+def _compute_synced(metric: Any) -> Any:
+    """Exchange all states as they are, and let copies of the metrics join them in their own way.
+
+    A metric's ``sync`` calls ``dist_sync_fn(tensor, group)`` for every tensor of its states and expects the list of
+    all ranks' tensors. The first time this is only listened to; the second time the exchanged tensors are played back.
+    """
+    whole = copy.deepcopy(metric)
+    if callable(getattr(whole, "values", None)):
+        list(whole.values())  # a collection in which several metrics share one state: now each has its own
+    members = _synced_by_themselves(whole)
+    heard = gather_objects(lambda: [_listen(one) for one in members])
+    for number, one in enumerate(members):
+        tapes = [rank[number] for rank in heard]
+        if len({len(tape) for tape in tapes}) > 1:
+            raise DataError(
+                f"{type(one).__name__} cannot be reduced: it keeps a list that is not concatenated, and the ranks hold "
+                f"{', '.join(str(len(tape)) for tape in tapes)} entries. Collect the samples' results instead, and use "
+                "Brain.gather."
+            )
+        _play_back(one, tapes)
+    return whole.compute()
+
+
+def _listen(metric: Any) -> list[Tensor]:
+    """Return the tensors that a metric would exchange, on the CPU."""
+    tape: list[Tensor] = []
+
+    def listen(tensor: Tensor, group: Any = None) -> list[Tensor]:  # noqa: ARG001 -- it is called with both
+        tape.append(tensor.detach().cpu())
+        return [tensor]
+
+    metric.sync(dist_sync_fn=listen, distributed_available=lambda: True)
+    metric.unsync()
+    return tape
+
+
+def _play_back(metric: Any, tapes: list[list[Tensor]]) -> None:
+    """Make a metric's next ``sync`` find the ranks' tensors."""
+    places = iter(range(len(tapes[0])))
+
+    def play(tensor: Tensor, group: Any = None) -> list[Tensor]:  # noqa: ARG001 -- it is called with both
+        place = next(places)
+        found = [tape[place].to(tensor.device) for tape in tapes]
+        if len({(one.dim(), one.dtype) for one in found}) > 1:  # an empty list of a rank without samples
+            found = [one for one in found if one.numel()] or found
+        return found
+
+    metric._computed = None  # noqa: SLF001 -- what it has cached is of this rank alone
+    metric.dist_sync_fn, metric.distributed_available_fn = play, lambda: True
+    if not metric.sync_on_compute:
+        metric.sync(dist_sync_fn=play)
+
+
+def _on_cpu(state: Any) -> Any:
+    """Copy a state with its tensors on the CPU."""
+    if isinstance(state, Tensor):
+        return state.detach().cpu()
+    if isinstance(state, dict):
+        return {key: _on_cpu(value) for key, value in state.items()}
+    return [_on_cpu(value) for value in state] if isinstance(state, (list, tuple)) else state
+
+
+def _added(states: list[Any], name: str) -> Any:
+    """Add up states over the ranks: their numbers and tensors; what is neither must be equal everywhere."""
+    first = states[0]
+    if isinstance(first, dict) and all(isinstance(one, dict) and one.keys() == first.keys() for one in states):
+        return {key: _added([one[key] for one in states], f"{name}.{key}") for key in first}
+    if isinstance(first, list) and all(isinstance(one, list) and len(one) == len(first) for one in states):
+        return [_added(list(ones), f"{name}[{number}]") for number, ones in enumerate(zip(*states, strict=True))]
+    if isinstance(first, Tensor) and all(isinstance(one, Tensor) and one.shape == first.shape for one in states):
+        return torch.stack(states).sum(0, dtype=first.dtype)
+    if all(isinstance(one, (int, float)) and not isinstance(one, bool) for one in states):
+        return sum(states)
+    if not isinstance(first, (dict, list, Tensor)) and all(one == first for one in states):
+        return first
+    shown = "; ".join(f"{_form(one)} on rank {rank}" for rank, one in enumerate(states))
+    raise DataError(
+        f"{name} cannot be added up over the ranks: {shown}. The numbers and tensors of a metric's state_dict must be "
+        "sums, of one form on every rank. Collect the samples' results instead, and use Brain.gather."
+    )
+
+
+def _form(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    return f"{type(value).__name__} of {len(value)}" if isinstance(value, (dict, list)) else repr(value)
 
 
 class LossMeter:
     """The running loss of a stage: what the loop pays per step is one ``append``.
 
     Losses are kept as they come and added up every 64, on their device, so no step waits for it. A loss that
-    is not finite counts in neither the sum nor the samples; it is counted by itself.
+    is not finite counts in neither the sum nor the count; it is counted by itself.
+
+    Attributes:
+        samples: samples seen, whatever their losses count; written by the loop.
 
     Ranks: local.
 
@@ -274,11 +562,14 @@ class LossMeter:
         (32.0, 16.0, 1)
     """
 
-    __slots__ = ("_counts", "_host", "_losses", "_partial")
+    __slots__ = ("_counts", "_host", "_losses", "_partial", "_sum_counts", "_sums", "samples")
 
     def __init__(self) -> None:
+        self.samples = 0
         self._losses: list[Tensor | float] = []
         self._counts: list[float] = []
+        self._sums: list[Tensor | float] = []
+        self._sum_counts: list[Tensor | float] = []
         self._partial: Tensor | None = None
         self._host = [0.0, 0.0, 0.0]
 
@@ -295,6 +586,20 @@ class LossMeter:
         self._losses.append(loss)
         self._counts.append(count)
         if len(self._losses) >= FLUSH_AFTER:
+            self._flush()
+
+    def append_sum(self, loss_sum: Tensor | float, count: Tensor | float) -> None:
+        """Take in a sum of losses and what it counts. Does not wait for the device.
+
+        Args:
+            loss_sum: over ``count`` things: a **detached** tensor of one element on any device, or a float.
+            count: how many; a tensor of one element, or a number. Where it is 0 nothing is taken in.
+
+        Ranks: local.
+        """
+        self._sums.append(loss_sum)
+        self._sum_counts.append(count)
+        if len(self._sums) >= FLUSH_AFTER:
             self._flush()
 
     def sums(self) -> tuple[float, float, int]:
@@ -320,17 +625,19 @@ class LossMeter:
         """
         self.restore(0.0, 0.0)
 
-    def restore(self, loss_sum: float, count: float, nonfinite: int = 0) -> None:
+    def restore(self, loss_sum: float, count: float, nonfinite: int = 0, samples: int = 0) -> None:
         """Go on from sums that :meth:`sums` returned before, instead of from what is there now.
 
         Args:
             loss_sum: sum of loss times count.
             count: sum of counts.
             nonfinite: number of losses that were not finite.
+            samples: samples seen.
 
         Ranks: local.
         """
         self._losses, self._counts, self._partial = [], [], None
+        self._sums, self._sum_counts, self.samples = [], [], samples
         self._host = [loss_sum, count, float(nonfinite)]
 
     def _add_on_host(self, *amounts: float) -> None:
@@ -338,33 +645,46 @@ class LossMeter:
 
     def _flush(self) -> None:
         """Add the waiting losses to the sums: tensors on their device, floats here."""
-        tensors, weights = [], []
-        for loss, count in zip(self._losses, self._counts, strict=True):
-            if isinstance(loss, Tensor):
-                tensors.append(loss if loss.dim() == 0 else loss.reshape(()))
-                weights.append(count)
-            elif math.isfinite(loss):
-                self._add_on_host(loss * count, count, 0.0)
-            else:
-                self._add_on_host(0.0, 0.0, 1.0)
-        self._losses.clear()
-        self._counts.clear()
-        if tensors:
-            partial = _finite_sums(tensors, weights)
+        means = list(zip(self._losses, self._counts, strict=True))
+        sums = list(zip(self._sums, self._sum_counts, strict=True))
+        for waiting in (self._losses, self._counts, self._sums, self._sum_counts):
+            waiting.clear()
+        self._take_in(means, are_means=True)
+        self._take_in(sums, are_means=False)
+
+    def _take_in(self, entries: Sequence[tuple[Tensor | float, Tensor | float]], *, are_means: bool) -> None:
+        on_device = []
+        for loss, count in entries:
+            if isinstance(loss, Tensor) or isinstance(count, Tensor):
+                on_device.append((loss, count))
+            elif count:
+                total = loss * count if are_means else loss
+                finite = math.isfinite(total)
+                self._add_on_host(*((total, count, 0.0) if finite else (0.0, 0.0, 1.0)))
+        if on_device:
+            partial = _finite_sums(on_device, are_means=are_means)
             held = self._partial
             self._partial = partial if held is None else held.to(partial.device) + partial
 
 
-def _finite_sums(losses: list[Tensor], weights: list[float]) -> Tensor:
-    """Return three numbers on the losses' device: sum of loss times weight, of weights, number not finite."""
-    device = losses[0].device
-    if any(loss.device != device for loss in losses):
-        losses = [loss.to(device) for loss in losses]
-    values = torch.stack(losses).detach().to(_wide(device))
-    # A copy from pageable memory with non_blocking is staged at once and makes nobody wait; torch.tensor(...,
-    # device=) would wait for the device.
-    counts = torch.tensor(weights, dtype=values.dtype).to(device, non_blocking=True)
-    bad = ~torch.isfinite(values)
+def _finite_sums(entries: Sequence[tuple[Tensor | float, Tensor | float]], *, are_means: bool) -> Tensor:
+    """Return three numbers on the losses' device: sum of losses, of what they count, number not finite."""
+    device = next(one.device for entry in entries for one in entry if isinstance(one, Tensor))
+    values = _column([loss for loss, _ in entries], device)
+    counts = _column([count for _, count in entries], device)
+    empty = counts == 0
+    bad = ~(torch.isfinite(values) & torch.isfinite(counts)) & ~empty
     counts = counts.masked_fill(bad, 0.0)
-    values = values.masked_fill(bad, 0.0)
-    return torch.stack([values.dot(counts), counts.sum(), bad.sum().to(values.dtype)])
+    values = values.masked_fill(bad | empty, 0.0)
+    loss_sum = values.dot(counts) if are_means else values.sum()
+    return torch.stack([loss_sum, counts.sum(), bad.sum().to(values.dtype)])
+
+
+def _column(numbers: Sequence[Tensor | float], device: torch.device) -> Tensor:
+    """Put numbers, some of them tensors of one element, into one wide tensor on a device, without waiting for it."""
+    if not any(isinstance(number, Tensor) for number in numbers):
+        # A copy from pageable memory with non_blocking is staged at once and makes nobody wait; torch.tensor(...,
+        # device=) would wait for the device.
+        return torch.tensor(numbers, dtype=_wide(device)).to(device, non_blocking=True)
+    tensors = [number if isinstance(number, Tensor) else torch.full((), number, device=device) for number in numbers]
+    return torch.stack([one.detach().reshape(()).to(device, _wide(device)) for one in tensors])

@@ -45,7 +45,6 @@ class StageHost(LoopHost, Protocol):
     """
 
     run_opts: RunOptions
-    seen: Seen | None
     avg_train_loss: float
     profiler: Any
 
@@ -177,7 +176,7 @@ def _watch(host: StageHost, stage: Stage, loader: Any) -> None:
     is_training = stage is Stage.TRAIN
     divided = get_world_size() > 1 and (is_training or is_divided(loader, unknown=host.run_opts.shard_evaluation))
     begin_stage(divided=divided)
-    host.seen = Seen(stage, loader, divided, first=host.progress.step if is_training else 0)
+    host.progress.seen = Seen(stage, loader, divided, first=host.progress.step if is_training else 0)
 
 
 def _feed(host: StageHost, loader: Any) -> Feed | StreamFeed:
@@ -248,8 +247,8 @@ def _bar(
 def _finish(host: StageHost, stage: Stage, epoch: int | None, seconds: float, bar: ProgressBar) -> float:
     """Agree on the mean loss, write it down, and return it."""
     meter = host.progress.meter
-    if host.seen is not None:
-        host.seen.close(host.progress.step)
+    if host.progress.seen is not None:
+        host.progress.seen.close(host.progress.step)
     loss_sum, count, bad, samples = sum_over_ranks([float(number) for number in (*meter.sums(), meter.samples)])
     mean = loss_sum / count if count else float("nan")
     bar.partial = False

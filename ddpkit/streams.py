@@ -1,60 +1,251 @@
-"""Iterable datasets, divided over the ranks."""
+"""Iterable datasets and loaders of batches, divided over the ranks and the loader's workers.
+
+What is not asked for by position can only be read from its beginning. So every process that takes part (each rank, and
+each worker of its loader) either reads a shard that the stream itself cuts off, or the whole, of which it keeps its own
+items. The second works only if all of them read the same in the same order: therefore a stream is read with random
+numbers of its own, that follow from seed and epoch, and without a look at the worker it is read in.
+"""
 
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING, Any
+import random
+from numbers import Integral
+from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+from torch.utils.data._utils import worker as torch_worker
 
 from ddpkit.errors import ConfigError
-from ddpkit.sampler import SamplingPlan
+from ddpkit.logger import get_logger
+from ddpkit.permutation import mix_key
+from ddpkit.sampler import SamplingPlan, set_epoch_inside
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
+
+logger = get_logger(__name__)
+
+_READ, _WORKERS, _BATCHES = 0x57EA, 0x30EF, 0xBA7C  # what random numbers are for
+_END: Any = object()
 
 
 class StreamShard(IterableDataset[Any]):
-    """One rank's part of an iterable dataset: through its own ``shard(num_shards, index)``, or every n-th item.
+    """One rank's part of an iterable dataset, which its loader's workers divide further: every item is read once.
+
+    A stream with a method ``shard(num_shards, index)`` that makes enough shards divides itself. Any other is dealt out
+    in blocks, block ``n`` being the items ``[n * block_size, (n + 1) * block_size)``: it is worker ``n % num_workers``
+    that reads it, so that the loader's ``n``-th batch comes from it whatever the workers; and rank ``r`` takes the
+    items of it at ``r``, ``r + world_size`` and so on. So the blocks, which are the global batches, do not depend on
+    ranks or workers, and the last one is divided to within one item.
+
+    While the stream is read, ``torch.utils.data.get_worker_info()`` returns None, so that a stream that minds its
+    workers does not divide itself again. A stream that is dealt out draws its random numbers (Python's, numpy's and
+    torch's on the CPU) from streams that follow from seed and epoch; those of the process are left as they were. It may
+    be read ahead of what has been used of it.
 
     Args:
-        dataset: the whole stream; every rank must be able to read it in the same order.
+        dataset: the whole stream; all processes must be able to read it in the same order.
         rank: this rank.
         world_size: number of ranks.
+        block_size: items of a global batch; ``world_size`` if None.
+        drop_last: leave out an incomplete last block; only where the stream is dealt out.
+        num_workers: of the loader.
+        seed: of the experiment.
 
-    Ranks: local.
+    Ranks: local; all ranks must give the same arguments but ``rank``.
 
     Example:
         >>> list(StreamShard(range(5), 1, 2))
         [1, 3]
+        >>> [list(StreamShard(range(7), rank, 2, 4)) for rank in range(2)]
+        [[0, 2, 4, 6], [1, 3, 5]]
+        >>> list(StreamShard(range(7), 0, 2, 4, drop_last=True))
+        [0, 2]
     """
 
-    def __init__(self, dataset: Any, rank: int, world_size: int) -> None:
+    def __init__(
+        self,
+        dataset: Any,
+        rank: int,
+        world_size: int,
+        block_size: int | None = None,
+        *,
+        drop_last: bool = False,
+        num_workers: int = 0,
+        seed: int = 0,
+    ) -> None:
         self.dataset = dataset
         self.rank, self.world_size = rank, world_size
+        self.block_size = block_size or world_size
+        self.drop_last = drop_last
+        self.seed = seed
+        self.epoch = torch.zeros((), dtype=torch.int64)
+        if num_workers:  # workers that outlive an epoch have a copy of this object, and must learn which epoch comes
+            self.epoch.share_memory_()  # type: ignore[no-untyped-call]
+        self._enough: dict[int, bool] = {}
+        self.divides_itself(max(num_workers, 1))
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell the stream which epoch comes, if it wants to know."""
-        setter = getattr(self.dataset, "set_epoch", None)
-        if setter is not None:
-            setter(epoch)
+        """Tell the stream which epoch comes, if it wants to know; also the copies that running workers have."""
+        self.epoch.fill_(epoch)
+        _tell(self.dataset, epoch)
+
+    def divides_itself(self, workers: int) -> bool:
+        """Say whether the stream's own ``shard`` divides it over the ranks and so many workers of each."""
+        number = self.world_size * workers
+        if number not in self._enough:
+            self._enough[number] = _has_shards(self.dataset, number)
+        return self._enough[number]
 
     def __iter__(self) -> Iterator[Any]:
-        divide = getattr(self.dataset, "shard", None)
-        if divide is not None:
-            return iter(divide(self.world_size, self.rank))
-        return itertools.islice(iter(self.dataset), self.rank, None, self.world_size)
+        info = get_worker_info()
+        worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
+        epoch = int(self.epoch)
+        if info is not None:
+            _tell(self.dataset, epoch)
+        if self.divides_itself(workers):
+            return self._own_shard(self.rank * workers + worker, self.world_size * workers, epoch)
+        return self._dealt(worker, workers, _Reading(mix_key(self.seed, epoch, _READ)))
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"StreamShard has no attribute {name!r}: it stands for the stream in a loader, and divides it over ranks "
+            "and workers. A worker_init_fn has nothing to divide. A stream that does it itself says is_sharded=True."
+        )
+
+    def _own_shard(self, index: int, number: int, epoch: int) -> Iterator[Any]:
+        reading = _Reading()
+        with reading:
+            part = self.dataset.shard(number, index)
+            _tell(part, epoch)  # it need not have taken that over
+            items = iter(part)
+        while True:
+            with reading:
+                item = next(items, _END)
+            if item is _END:
+                return
+            yield item
+
+    def _dealt(self, worker: int, workers: int, reading: _Reading) -> Iterator[Any]:
+        with reading:
+            items = iter(self.dataset)
+        for block in itertools.count():
+            with reading:
+                own, read = self._read_block(items, is_mine=block % workers == worker)
+            if read == self.block_size or not self.drop_last:
+                yield from own
+            if read < self.block_size:
+                return
+
+    def _read_block(self, items: Iterator[Any], *, is_mine: bool) -> tuple[list[Any], int]:
+        """Read one block; return this rank's items of it, and how many it had for all."""
+        own: list[Any] = []
+        read = 0
+        for item in itertools.islice(items, self.block_size):
+            if is_mine and read % self.world_size == self.rank:
+                own.append(item)
+            read += 1
+        return own, read
 
 
-def stream_loader(dataset: Any, rank: int, world_size: int, options: dict[str, Any]) -> DataLoader[Any]:
+class StreamLoader(DataLoader[Any]):
+    """A ``DataLoader`` of a stream, with worker seeds that follow from a key and the epoch.
+
+    Args:
+        dataset: this rank's part of the stream.
+        key: another one on every rank.
+        options: as for ``torch.utils.data.DataLoader``; a ``generator`` among them stays as it is.
+
+    Ranks: local.
+
+    Example:
+        >>> [batch.tolist() for batch in StreamLoader(StreamShard(range(3), 0, 1), key=5, batch_size=2)]
+        [[0, 1], [2]]
+    """
+
+    def __init__(self, dataset: Any, key: int, **options: Any) -> None:
+        self.key = key if options.get("generator") is None else None
+        if self.key is not None:
+            options["generator"] = torch.Generator()
+        super().__init__(dataset, **options)
+        self.set_epoch(1)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch whose worker seeds the next iteration follows."""
+        if self.key is not None and self.generator is not None:
+            self.generator.manual_seed(mix_key(self.key, epoch) >> 1)
+
+
+class BatchShard:
+    """One rank's part of a loader that cannot be asked for anything but its batches: every ``world_size``-th of them.
+
+    Every rank reads all batches, with random numbers that follow from seed and epoch, and keeps its own.
+
+    Args:
+        loader: yields batches; anew whenever it is iterated.
+        rank: this rank.
+        world_size: number of ranks.
+        seed: of the experiment; None leaves the loader to itself, which has been divided by its maker.
+
+    Ranks: local; all ranks must give the same arguments but ``rank``.
+
+    Example:
+        >>> list(BatchShard(["ab", "cd", "e"], 0, 2))
+        ['ab', 'e']
+    """
+
+    def __init__(self, loader: Iterable[Any], rank: int, world_size: int, *, seed: int | None = 0) -> None:
+        self.loader = loader
+        self.rank, self.world_size = rank, world_size
+        self.seed = seed
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the loader, and what is inside it, which epoch comes."""
+        self.epoch = epoch
+        set_epoch_inside(self.loader, epoch)
+        set_epoch_inside(getattr(self.loader, "dataset", None), epoch)
+
+    def __iter__(self) -> Iterator[Any]:
+        if self.seed is None:
+            return iter(self.loader)
+        return self._dealt(_Reading(mix_key(self.seed, self.epoch, _BATCHES)))
+
+    def _dealt(self, reading: _Reading) -> Iterator[Any]:
+        with reading:
+            batches = iter(self.loader)
+        for number in itertools.count():
+            with reading:
+                batch = next(batches, _END)
+            if batch is _END:
+                return
+            if number % self.world_size == self.rank:
+                yield batch
+
+
+def stream_loader(
+    dataset: Any,
+    rank: int,
+    world_size: int,
+    options: dict[str, Any],
+    *,
+    seed: int = 0,
+    global_batch_size: int | None = None,
+) -> DataLoader[Any]:
     """Make the loader that gives one process its part of an iterable dataset.
 
     Args:
-        dataset: the whole stream.
+        dataset: the whole stream. One that divides itself, over ranks and workers, is left as it is: it says
+            ``is_sharded = True``, or is a pipeline of ``webdataset``, or one of ``datasets`` that was split by node.
         rank: this rank.
         world_size: number of ranks that divide the stream.
         options: as for ``torch.utils.data.DataLoader``; used up.
+        seed: of the experiment.
+        global_batch_size: samples of a batch over all ranks, if not ``world_size`` times that of one; it takes the
+            place of ``batch_size``, and the first ranks have one sample more where it cannot be divided evenly.
 
     Raises:
         ConfigError: ``shuffle``, or a bad batch size.
@@ -68,18 +259,189 @@ def stream_loader(dataset: Any, rank: int, world_size: int, options: dict[str, A
         ...         return iter(range(5))
         >>> [batch.tolist() for batch in stream_loader(Numbers(), 1, 2, {"batch_size": 2})]
         [[1, 3]]
+        >>> [batch.tolist() for batch in stream_loader(Numbers(), 0, 2, {}, global_batch_size=3)]
+        [[0, 2], [3]]
     """
+    name = type(dataset).__name__
     if options.pop("shuffle", False):
         raise ConfigError(
-            f"shuffle=True cannot be done for {type(dataset).__name__}, an IterableDataset: it has no length and no "
-            "positions. Shuffle inside the dataset."
+            f"shuffle=True cannot be done for {name}, an IterableDataset: it has no length and no positions. Shuffle "
+            "inside the dataset."
         )
-    if options.get("batch_size", 1) is not None:
-        SamplingPlan(num_samples=1, batch_size=options.get("batch_size", 1))  # refuses a bad size
     if isinstance(dataset, StreamShard):  # of a loader that was made for one rank: divide the whole, not the part
         dataset = dataset.dataset
-    if world_size > 1:
-        dataset = StreamShard(dataset, rank, world_size)
-    if options.get("generator") is None:
-        options["generator"] = torch.Generator()
-    return DataLoader(dataset, **options)
+    if _is_webdataset(dataset):
+        options.setdefault("batch_size", None)
+    block_size = _block_size(rank, world_size, options, global_batch_size)
+    if is_sharded(dataset):
+        logger.info("%s divides itself over ranks and workers: it is left as it is.", type(dataset).__name__)
+    else:
+        workers = options.get("num_workers") or 0
+        drop_last = bool(options.get("drop_last"))
+        dataset = StreamShard(
+            dataset, rank, world_size, block_size, drop_last=drop_last, num_workers=workers, seed=seed
+        )
+        _tell_how(dataset, max(workers, 1))
+    return StreamLoader(dataset, mix_key(seed, rank, _WORKERS), **options)
+
+
+def is_ordered(data: Any) -> bool:
+    """Say whether data comes in an order of its own, so that no sampler can give it one.
+
+    Args:
+        data: a dataset, or a source of batches.
+
+    Returns:
+        True for an ``IterableDataset``, and where :func:`is_batches` is.
+
+    Ranks: local.
+
+    Example:
+        >>> is_ordered(iter([1, 2])), is_ordered([1, 2])
+        (True, False)
+    """
+    return isinstance(data, IterableDataset) or is_batches(data)
+
+
+def is_batches(data: Any) -> bool:
+    """Say whether an object is nothing but a source of batches: no dataset, and no loader that can be made anew.
+
+    Args:
+        data: what was given as a set to train on.
+
+    Returns:
+        True for what can be iterated, and neither derives from torch's ``Dataset`` or ``DataLoader`` nor has
+        ``__getitem__``, as map-style datasets do.
+
+    Ranks: local.
+
+    Example:
+        >>> is_batches(iter([1, 2])), is_batches([1, 2])
+        (True, False)
+    """
+    if isinstance(data, (Dataset, DataLoader)):
+        return False
+    return hasattr(data, "__iter__") and not hasattr(data, "__getitem__")
+
+
+def is_sharded(data: Any) -> bool:
+    """Say whether a stream or a loader divides itself over ranks and workers.
+
+    Args:
+        data: a dataset or a loader.
+
+    Returns:
+        True if it says ``is_sharded = True``, is a pipeline of ``webdataset``, or was split with
+        ``datasets.distributed.split_dataset_by_node``.
+
+    Ranks: local.
+
+    Example:
+        >>> is_sharded([1, 2])
+        False
+    """
+    if getattr(data, "is_sharded", False) is True or _is_webdataset(data):
+        return True
+    return _comes_from(data, "datasets") and getattr(data, "_distributed", None) is not None
+
+
+class _Reading:
+    """A context for reading a stream: random numbers of its own, if it has a key, and no loader's worker in sight.
+
+    It can be entered again and again: the random numbers go on where they were.
+    """
+
+    def __init__(self, key: int | None = None) -> None:
+        self._key = key
+        self._shown: Any = None
+        if key is not None:
+            self._python: Any = random.Random(key).getstate()
+            self._numpy: Any = np.random.MT19937(key)
+            self._torch = torch.Generator().manual_seed(key >> 1).get_state()
+
+    def __enter__(self) -> None:
+        self._shown, torch_worker._worker_info = torch_worker._worker_info, None  # noqa: SLF001 -- no other way to it
+        if self._key is not None:
+            self._swap()
+
+    def __exit__(self, *error: object) -> None:
+        torch_worker._worker_info, self._shown = self._shown, None  # noqa: SLF001 -- as above
+        if self._key is not None:
+            self._swap()
+
+    def _swap(self) -> None:
+        """Exchange the process's states and those kept here; to copy numpy's would take a hundred times as long."""
+        python, legacy, generator = random.getstate(), cast("Any", np.random), torch.default_generator
+        numbers, state = legacy.get_bit_generator(), generator.get_state()
+        random.setstate(self._python)
+        legacy.set_bit_generator(self._numpy)
+        generator.set_state(self._torch)
+        self._python, self._numpy, self._torch = python, numbers, state
+
+
+def _block_size(rank: int, world_size: int, options: dict[str, Any], global_batch_size: int | None) -> int:
+    """Return the items of a global batch; set this rank's batch size where only that of all ranks is given."""
+    if global_batch_size is not None:
+        options["batch_size"] = SamplingPlan(num_samples=1, batch_size=global_batch_size).batch_size
+        each, more = divmod(global_batch_size, world_size)
+        if each < 1:
+            raise ConfigError(
+                f"global_batch_size={global_batch_size} gives {world_size} processes less than one item each. Set it "
+                f"to {world_size} or more, or start fewer processes."
+            )
+        options["batch_size"] = each + (1 if rank < more else 0)
+        return global_batch_size
+    batch_size = options.get("batch_size", 1)
+    if batch_size is None:  # the stream gives whole batches
+        return world_size
+    return SamplingPlan(num_samples=1, batch_size=batch_size, world_size=world_size).global_batch_size
+
+
+def _has_shards(dataset: Any, number: int) -> bool:
+    """Say whether a stream can cut itself into so many shards; alike in all processes, and before any of them reads."""
+    if number == 1 or not callable(getattr(dataset, "shard", None)):
+        return False
+    available = getattr(dataset, "num_shards", getattr(dataset, "n_shards", None))
+    if isinstance(available, Integral):
+        return int(available) >= number
+    try:
+        dataset.shard(number, number - 1)
+    except (IndexError, ValueError):  # it has fewer
+        return False
+    return True
+
+
+def _tell_how(shard: StreamShard, workers: int) -> None:
+    """Say it where a stream is read whole by several processes, and why."""
+    number, name = shard.world_size * workers, type(shard.dataset).__name__
+    if number == 1 or shard.divides_itself(workers):
+        return
+    if callable(getattr(shard.dataset, "shard", None)):
+        logger.warning_once(
+            "%s cannot be cut into %d shards (ranks x loader workers): it is dealt out by counting, and every process "
+            "reads all of it. Nothing is lost or repeated; give it more files, or use fewer workers, to read faster.",
+            name,
+            number,
+        )
+    else:
+        logger.info(
+            "%s is dealt out by counting: %d processes (ranks x loader workers) read all of it. A method "
+            "shard(num_shards, index) would let each read its own part.",
+            name,
+            number,
+        )
+
+
+def _tell(stream: Any, epoch: int) -> None:
+    """Tell a stream which epoch comes, if it wants to know and somebody has said."""
+    setter = getattr(stream, "set_epoch", None)
+    if setter is not None and epoch:
+        setter(epoch)
+
+
+def _is_webdataset(data: Any) -> bool:
+    return _comes_from(data, "webdataset")
+
+
+def _comes_from(data: Any, package: str) -> bool:
+    return any(one.__module__.partition(".")[0] == package for one in type(data).__mro__)

@@ -223,15 +223,20 @@ class RankPool:
             )
         while len(self._workers) < world_size:
             ours, theirs = self._context.Pipe()
-            process = self._context.Process(target=_serve, args=(theirs, list(sys.path)), daemon=True)
+            like_here = multiprocessing.get_start_method()
+            process = self._context.Process(target=_serve, args=(theirs, list(sys.path), like_here), daemon=True)
             process.start()
             theirs.close()
             self._workers.append((process, ours))
 
 
-def _serve(connection: Connection, path: list[str]) -> None:
+def _serve(connection: Connection, path: list[str], start_method: str) -> None:
     """Run functions until the pool closes the connection."""
     sys.path[:] = path
+    # A daemon ends with the process that holds the pool; but the ranks of a launcher are none, and their loaders may
+    # have workers, started as Python does it on this platform and not as this process was.
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # noqa: SLF001
+    multiprocessing.set_start_method(start_method, force=True)
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)

@@ -40,9 +40,9 @@ class DigitBrain(ddpkit.Brain):
         if stage is ddpkit.Stage.TRAIN:
             self.train_stats = {"loss": stage_loss}
             return
-        # The accuracy has counted this process's part only. reduce=True adds up the counts of all processes, so
-        # all of them have to come here: not under `if ddpkit.if_main_process():`.
-        stats = {"loss": stage_loss, "error": self.accuracy.error(reduce=True)}
+        # The accuracy has counted this process's part only, and adds up the counts of all processes here. So all of
+        # them have to come here: not under `if ddpkit.if_main_process():`.
+        stats = {"loss": stage_loss, "error": self.accuracy.error()}
         if stage is ddpkit.Stage.VALID:
             self.hparams.train_logger.log_stats({"epoch": epoch}, self.train_stats, valid_stats=stats)
             # Keeps two checkpoints: the newest, to go on from, and the one with the smallest error, to test.
@@ -112,6 +112,8 @@ def main():
         valid_loader_kwargs=evaluation,
     )
     brain.evaluate(data["test"], min_key="error", test_loader_kwargs=evaluation)
+    if run_opts.check_parity:  # a rehearsal: nothing was trained or tested
+        return
 
     if ddpkit.if_main_process():
         tested = len(data["test"])

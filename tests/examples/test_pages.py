@@ -14,7 +14,7 @@ from tests.launching import BIN, Run
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 ROOT = Path(__file__).parents[2]
-PAGES = ("README.md", "docs/tutorial/from-one-process-to-several.md")
+PAGES = ("README.md", "docs/tutorial/from-one-process-to-several.md", "docs/how-to/evaluation.md")
 
 BLOCK = re.compile(r"^```(?P<language>yaml|python|console)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
 FILE = re.compile(r"# (?P<name>[\w.]+)(?P<end>, at the end)?(, from `(?P<start>.+)` on)?\n")

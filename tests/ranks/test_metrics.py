@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
+import pytest
 import torch
 import torch.distributed as dist
 
-from ddpkit.metrics import Accuracy, LossMeter, Mean, Sum
+from ddpkit.brain import Brain
+from ddpkit.distributed import if_main_process, run_on_main
+from ddpkit.errors import DataError, LaunchError
+from ddpkit.metrics import Accuracy, LossMeter, Mean, Reduced, Sum, begin_stage
+from ddpkit.types import Stage
+from tests.contract.recipes import make, points
 
 
 def uneven():
     """Rank 0 holds 2 of the values, rank 1 the other 5, rank 2 none."""
     values = torch.arange(7.0) ** 2
+    begin_stage(divided=False)
     mine = values.split([2, 5, 0])[dist.get_rank()]
     mean, total, accuracy = Mean(), Sum(), Accuracy()
     mean.update(mine)
@@ -32,6 +40,7 @@ def test_d7_reduced_metrics_are_those_of_one_process_on_every_rank(ranks):
 
 def one_reduction_each():
     calls = []
+    begin_stage(divided=False)
     real = dist.all_reduce
     dist.all_reduce = lambda *args, **kwargs: (calls.append(args[0].numel()), real(*args, **kwargs))[1]
     try:
@@ -58,3 +67,243 @@ def nothing():
 
 def test_nothing_counted_anywhere(ranks):
     assert all(math.isnan(value) for value in ranks.run(nothing))
+
+
+# ---------------------------------------------------------------------------------------------- by themselves
+
+
+class TorchMetric(torch.nn.Module):
+    """Behaves as a metric of torchmetrics 1.9: a state that is summed, one that is concatenated, one that is listed."""
+
+    def __init__(self, *, sync_on_compute=True, with_list=False):
+        super().__init__()
+        self.sync_on_compute, self.with_list = sync_on_compute, with_list
+        self.dist_sync_fn = None
+        self.distributed_available_fn = dist.is_initialized
+        self._is_synced, self._cache = False, None
+        self.reset()
+
+    def reset(self):
+        self._computed = None
+        self.total, self.values, self.pieces = torch.tensor(0.0), [], []
+
+    def update(self, values):
+        self._computed = None
+        self.total = self.total + values.sum()
+        self.values.append(values[:, None].long())  # an empty one would have one dimension, and be of floats
+        if self.with_list:
+            self.pieces += list(values)
+
+    def sync(self, dist_sync_fn=None, process_group=None, should_sync=True, distributed_available=None):
+        if self._is_synced and should_sync:
+            raise RuntimeError("The Metric has already been synced.")
+        available = (distributed_available or self.distributed_available_fn)()
+        if not should_sync or not available:
+            return
+        exchange = dist_sync_fn or own_exchange
+        self._cache = copy.copy(self.__dict__ | {"values": list(self.values), "pieces": list(self.pieces)})
+        self.total = torch.stack(exchange(self.total, group=process_group)).sum()
+        values = torch.cat(self.values) if self.values else torch.tensor([])
+        self.values = [torch.cat(exchange(values, group=process_group))]
+        self.pieces = [one for piece in self.pieces for one in exchange(piece, group=process_group)]
+        self._is_synced = True
+
+    def unsync(self):
+        if not self._is_synced:
+            raise RuntimeError("The Metric has already been un-synced.")
+        for name in ("total", "values", "pieces"):
+            setattr(self, name, self._cache[name])
+        self._is_synced, self._cache = False, None
+
+    def compute(self):
+        if self._computed is None:
+            self.sync(dist_sync_fn=self.dist_sync_fn, should_sync=self.sync_on_compute)
+            values = torch.cat(self.values) if self.values else torch.tensor([], dtype=torch.int64)
+            assert values.dtype == torch.int64  # a class number that has become a float is none any more
+            self._computed = (float(self.total), values.flatten().tolist(), len(self.pieces))
+            if self._is_synced:
+                self.unsync()
+        return self._computed
+
+
+def own_exchange(tensor, group=None):
+    found = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(found, tensor.contiguous())
+    return found
+
+
+class Sums:
+    """A metric of somebody's own, of sums."""
+
+    def __init__(self):
+        self.reset()
+
+    def reset(self):
+        self.state = {"right": 0, "by_class": torch.zeros(3), "more": [0.0, 0.0], "name": "sums"}
+
+    def update(self, values):
+        self.state["right"] += len(values)
+        self.state["by_class"] = self.state["by_class"] + values.sum()
+        self.state["more"][1] += float(values.sum())
+
+    def compute(self):
+        return self.state["right"], self.state["by_class"].tolist(), self.state["more"], self.state["name"]
+
+    def state_dict(self):
+        return self.state
+
+    def load_state_dict(self, state):
+        self.state = state
+
+
+class Measured(Brain):
+    """Sums the numbers of the samples in every kind of metric; reads that of the training late, as recipes may."""
+
+    def compute_forward(self, batch, stage):
+        return self.modules.net(batch[0])
+
+    def compute_objectives(self, predictions, batch, stage):
+        counted = batch[2].double()
+        if stage is Stage.TRAIN:
+            if self.progress.window.count:
+                self.train_sum.update(counted)
+        else:
+            for metric in self.metrics:
+                metric.update(counted)
+        return torch.nn.functional.mse_loss(predictions, batch[1])
+
+    def on_stage_start(self, stage, epoch=None):
+        if stage is Stage.TRAIN:
+            self.train_sum = Sum()
+        else:
+            self.metrics = [
+                Sum(),
+                Mean(),
+                Reduced(TorchMetric()),
+                Reduced(TorchMetric(sync_on_compute=False)),
+                Reduced(Sums()),
+            ]
+
+    def on_stage_end(self, stage, stage_loss, epoch=None):
+        if stage is not Stage.TRAIN:
+            twice = [[metric.compute() for metric in self.metrics] for _ in range(2)]
+            assert twice[0] == twice[1]
+            self.found = twice[0]
+            if stage is Stage.VALID:
+                self.trained = self.train_sum.compute()
+
+
+def measured(size, shard):
+    data = [(*pair, index + 1) for index, pair in enumerate(points(size))]
+    brain = make(Measured, shard_evaluation=shard)
+    valid = {"batch_size": 2, "shuffle": True}
+    brain.fit([1], data, data, train_loader_kwargs={"batch_size": 1}, valid_loader_kwargs=valid)
+    validated, trained = brain.found, brain.trained
+    brain.evaluate(data, test_loader_kwargs={"batch_size": 2})
+    return trained, validated, brain.found, [metric.compute() for metric in brain.metrics] == brain.found
+
+
+@pytest.mark.parametrize("shard", [True, False])
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_d7_d8_metrics_reduce_themselves_where_the_data_is_divided(ranks, world, shard):
+    for size in sorted({1, world, world + 1, 17}):
+        total, numbers = size * (size + 1) / 2, list(range(1, size + 1))
+        for trained, validated, tested, again in ranks.run(measured, size, shard, world_size=world):
+            assert trained == total
+            assert again
+            for found in (validated, tested):
+                sums, mean, one, other, own = found
+                assert (sums, mean) == (total, pytest.approx(total / size))
+                for torch_total, values, _ in (one, other):
+                    assert (torch_total, sorted(values)) == (total, numbers)
+                assert own == (size, [total] * 3, [0.0, total], "sums")
+
+
+def by_hand():
+    """A rank that has counted nothing agrees with one that has, even when asked in a later stage."""
+    found = []
+    for divided in (True, False):
+        metric = Sum()
+        begin_stage(divided=divided)
+        if not divided or dist.get_rank() == 0:
+            metric.update(3)
+        found.append(metric.compute())
+        begin_stage(divided=False)
+        found.append(metric.compute())
+        found += [metric.compute(reduce=False), metric.compute(reduce=True)]
+        metric.reset()
+        found.append(metric.compute())
+    return found
+
+
+def test_which_stage_decides(ranks):
+    first, second = ranks.run(by_hand)
+    assert first == [3, 3, 3, 3, 0, 3, 3, 3, 6, 0]
+    assert second == [3, 3, 0, 3, 0, 3, 3, 3, 6, 0]
+
+
+def computed_before():
+    found = []
+    for divided in (True, False):
+        begin_stage(divided=divided)
+        metric = Reduced(TorchMetric())
+        metric.update(torch.tensor([1.0 + dist.get_rank()]))
+        metric.metric.distributed_available_fn = [bool, lambda: True][
+            not divided
+        ]  # what is computed by itself is the other thing
+        metric.metric.compute()
+        metric.metric.distributed_available_fn = dist.is_initialized
+        found.append(metric.compute()[0])
+    return found
+
+
+def test_what_the_metric_has_cached_does_not_count(ranks):
+    assert ranks.run(computed_before) == [[3.0, 1.0], [3.0, 2.0]]
+
+
+def on_main_alone(kind):
+    begin_stage(divided=kind != "undivided")
+    metric = Reduced(Sums()) if kind == "reduced" else Sum()
+    metric.update(torch.ones(2))
+    if kind == "undivided" and if_main_process():
+        assert metric.compute() == 2.0  # one rank alone may
+    with pytest.raises(LaunchError if if_main_process() else Exception, match="main-only code") as caught:
+        run_on_main(metric.compute, kwargs={"reduce": True} if kind == "undivided" else {})
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["divided", "undivided", "reduced"])
+def test_d23_compute_in_main_only_code_says_so(ranks, kind):
+    for message in ranks.run(on_main_alone, kind):
+        assert ("Reduced" if kind == "reduced" else "Sum") + ".compute was called inside main-only code" in message
+
+
+def unlike(kind):
+    begin_stage(divided=True)
+    if kind == "pieces":
+        metric = Reduced(TorchMetric(with_list=True))
+        metric.update(torch.ones(1 + dist.get_rank()))
+    else:
+        metric = Reduced(Sums())
+        metric.metric.state = {
+            "keys": {"a" if dist.get_rank() else "b": 1},
+            "shape": {"a": torch.zeros(1 + dist.get_rank())},
+            "words": {"a": "ab"[dist.get_rank()]},
+        }[kind]
+    with pytest.raises(DataError) as caught:
+        metric.compute()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("pieces", "the ranks hold 3, 4 entries"),
+        ("keys", "Sums cannot be added up over the ranks: dict of 1 on rank 0; dict of 1 on rank 1"),
+        ("shape", "Sums.a cannot be added up over the ranks: a tensor of shape (1,) on rank 0; a tensor of shape (2,)"),
+        ("words", "Sums.a cannot be added up over the ranks: 'a' on rank 0; 'b' on rank 1"),
+    ],
+)
+def test_states_that_do_not_fit_are_an_error_on_every_rank(ranks, kind, text):
+    for message in ranks.run(unlike, kind):
+        assert text in message

@@ -5,7 +5,10 @@ from __future__ import annotations
 import itertools
 import logging
 import multiprocessing
+from collections import UserDict
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import (
@@ -26,6 +29,7 @@ from ddpkit.dataloader import (
     SaveableDataLoader,
     Sharding,
     default_seed,
+    guess_batch_size,
     make_dataloader,
     plan_of,
     reshard,
@@ -34,7 +38,6 @@ from ddpkit.dataloader import (
 )
 from ddpkit.errors import ConfigError, DataError
 from ddpkit.sampler import DealtBatchSampler, PlannedBatchSampler
-from ddpkit.streams import StreamShard
 
 
 class Numbers(Dataset):
@@ -68,11 +71,6 @@ class Stream(IterableDataset):
         worker = get_worker_info()
         first, step = (0, 1) if worker is None else (worker.id, worker.num_workers)
         return iter(range(1000 * self.epoch + first, 1000 * self.epoch + self.size, step))
-
-
-class Divisible(Stream):
-    def shard(self, num_shards, index):
-        return iter([f"{index} of {num_shards}"])
 
 
 class Knowing(RandomSampler):
@@ -208,47 +206,11 @@ def test_data_that_cannot_work():
     with pytest.raises(DataError, match=r"^the dataset is empty: len\(list\) is 0\. Check the paths and filters"):
         shard([], Sharding(), batch_size=2)
     with pytest.raises(DataError, match=r"^generator has no len\(\): a map-style dataset needs __len__"):
-        shard((x for x in range(3)), Sharding())
+        shard((x for x in range(3)), Sharding(), batch_size=2)
     with pytest.raises(ConfigError, match=r"shuffle=True cannot be done for Stream, an IterableDataset"):
         shard(Stream(), Sharding(), shuffle=True)
     with pytest.raises(ConfigError, match="batch_size=-1 is not a positive"):
         shard(Stream(), Sharding(), batch_size=-1)
-
-
-# -------------------------------------------------------------------------------------------- streams
-
-
-def test_streams_are_dealt_out_by_counting():
-    assert over(1, lambda sharding: shard(Stream(5), sharding, batch_size=2)) == [[[0, 1], [2, 3], [4]]]
-    assert over(2, lambda sharding: shard(Stream(5), sharding, batch_size=2)) == [[[0, 2], [4]], [[1, 3]]]
-    assert over(2, lambda sharding: shard(Stream(3), sharding, batch_size=None)) == [[0, 2], [1]]
-
-
-def test_streams_that_can_divide_themselves_do():
-    assert over(3, lambda sharding: shard(Divisible(), sharding, batch_size=1)) == [
-        [["0 of 3"]],
-        [["1 of 3"]],
-        [["2 of 3"]],
-    ]
-
-
-def test_a_stream_that_minds_its_workers_is_read_once():
-    loaders = [shard(Stream(12), Sharding(rank, 2), batch_size=2, num_workers=2) for rank in range(2)]
-    assert sorted(flat(flat(plain(loader)) for loader in loaders)) == list(range(12))
-
-
-def test_streams_are_told_the_epoch():
-    for loader in (shard(Stream(2), Sharding(0, 2), batch_size=1), DataLoader(Stream(2), batch_size=1)):
-        set_epoch(loader, 3)
-        assert flat(plain(loader))[0] == 3000
-    assert list(StreamShard([1, 2, 3], 0, 2)) == [1, 3]
-    StreamShard([1, 2, 3], 0, 2).set_epoch(1)
-
-
-def test_a_stream_that_was_divided_is_divided_anew_as_a_whole():
-    part = shard(Stream(8), Sharding(0, 2), batch_size=1)
-    assert flat(plain(reshard(part, Sharding(3, 4)))) == [3, 7]
-    assert flat(plain(reshard(part, Sharding()))) == list(range(8))
 
 
 # -------------------------------------------------------------------------------------------- reshard
@@ -628,6 +590,29 @@ def test_a_looped_loader_counts_samples():
     assert not LoopedLoader(shard(range(4), Sharding(), sampler=range(4)), 1).has_counts
     with pytest.raises(DataError, match="list does not know how many samples a batch has"):
         LoopedLoader([1], 1).count(0)
+
+
+@pytest.mark.parametrize(
+    ("batch", "size"),
+    [
+        (torch.zeros(3, 2), 3),
+        ([torch.zeros(3, 2), torch.zeros(3)], 3),
+        ((np.zeros((4, 2)), np.zeros(4)), 4),
+        ([["a", "b", "c"], torch.zeros(3)], 3),
+        ({"name": ["a", "b"], "x": torch.zeros(2, 5)}, 2),
+        ({"x": {"ids": torch.zeros(4, 5)}}, 4),
+        (UserDict(x=torch.zeros(6)), 6),
+        ([(torch.zeros(5), 1), (torch.zeros(7), 2)], 2),
+        ({"x": [torch.zeros(5), torch.zeros(7)]}, 2),
+        ([torch.tensor(1.0), torch.tensor(2.0), torch.tensor(3.0)], 3),
+        (SimpleNamespace(batchsize=torch.tensor(9)), 9),
+        (torch.tensor(1.0), 1),
+        (None, 1),
+        ({}, 1),
+    ],
+)
+def test_how_many_samples_a_batch_has(batch, size):
+    assert guess_batch_size(batch) == size
 
 
 def test_nothing_to_loop_over():

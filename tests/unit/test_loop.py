@@ -17,6 +17,7 @@ from ddpkit.errors import BatchError, NonFiniteLossError
 from ddpkit.feed import Feed, Window
 from ddpkit.loop import Progress, backward, evaluate_epoch, loss_problem, one_number, train_epoch
 from ddpkit.sampler import DealtBatchSampler, PlannedBatchSampler
+from ddpkit.stream_feed import StreamFeed
 from ddpkit.types import Stage
 
 FAST = settings(max_examples=120, deadline=None, derandomize=True, database=None)
@@ -241,7 +242,8 @@ def test_stopping_after_a_number_of_optimizer_steps(stop_at, length):
     host = Host()
     fetched = []
     loader = (fetched.append(number) or number for number in range(10))
-    run(host, Feed(loader, length, factor=2), stop_at=stop_at)
+    feed = StreamFeed(loader, factor=2) if length is None else Feed(loader, length, factor=2)
+    run(host, feed, stop_at=stop_at)
     assert host.progress.optimizer_step == min(stop_at, 5)
     assert host.progress.step == min(2 * stop_at, 10)
     if length is not None:

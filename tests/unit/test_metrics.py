@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ddpkit.errors import ConfigError
-from ddpkit.metrics import FLUSH_AFTER, Accuracy, LossMeter, Mean, Sum
+from ddpkit.metrics import FLUSH_AFTER, Accuracy, LossMeter, Mean, Reduced, Sum, begin_stage
 
 
 class HostReads(TorchDispatchMode):
@@ -141,3 +141,70 @@ def test_loss_meter_goes_on_after_restore():
     meter.restore(10.0, 4.0, nonfinite=1)
     meter.append(torch.tensor(1.0), 2)
     assert meter.sums() == (12.0, 6.0, 1)
+
+
+def test_reduced_passes_on_and_changes_nothing_in_one_process():
+    class Longest:
+        words = 0
+
+        def update(self, words, *, times=1):
+            self.words += len(words) * times
+
+        def compute(self):
+            return self.words
+
+        def reset(self):
+            self.words = 0
+
+        def state_dict(self):
+            return {"words": self.words}
+
+        def load_state_dict(self, state):
+            self.words = state["words"]
+
+    begin_stage(divided=True)  # of one process: nothing to add up
+    metric = Reduced(Longest())
+    metric.update(["a", "b"], times=3)
+    assert (metric.compute(), metric.compute(reduce=True), metric.metric.words) == (6, 6, 6)
+    metric.reset()
+    assert metric.compute() == 0
+
+
+def test_reduced_refuses_what_cannot_be_added_up():
+    class Plain:
+        def update(self):
+            pass
+
+        compute = reset = update
+
+    with pytest.raises(ConfigError, match="Plain cannot be reduced over the ranks: it has no state_dict and no load"):
+        Reduced(Plain())
+    with pytest.raises(ConfigError, match="it has no update and no compute and no reset and"):
+        Reduced(object())
+
+
+@pytest.mark.parametrize("as_tensor", [False, True])
+def test_losses_that_are_sums(as_tensor):
+    """A batch that counts nothing is no loss at all; one that is not finite is counted by itself."""
+    kind = torch.tensor if as_tensor else float
+    meter = LossMeter()
+    entries = [(6.0, 3.0), (0.0, 0.0), (math.nan, 0.0), (math.inf, 2.0), (4.0, 5.0)] * (FLUSH_AFTER // 4)
+    with HostReads() as reads:
+        for loss, count in entries:
+            meter.append_sum(kind(loss), kind(count))
+        meter.append(kind(2.0), 10)
+    assert reads.count == 0
+    repeats = FLUSH_AFTER // 4
+    assert meter.sums() == (10.0 * repeats + 20, 8.0 * repeats + 10, repeats)
+    meter.append_sum(torch.tensor([1.0]), 2)
+    meter.append_sum(1.0, torch.tensor(2))
+    assert meter.sums() == (10.0 * repeats + 22, 8.0 * repeats + 14, repeats)
+
+
+def test_samples_are_counted_apart():
+    meter = LossMeter()
+    meter.samples += 5
+    meter.restore(4.0, 2.0, samples=7)
+    assert (meter.sums(), meter.samples) == ((4.0, 2.0, 0), 7)
+    meter.reset()
+    assert meter.samples == 0

@@ -1,0 +1,107 @@
+"""Which loader the Brain makes of what a recipe gives it: how it is divided, ordered and saved."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch.utils.data import DataLoader
+
+from ddpkit.dataloader import (
+    LoopedLoader,
+    SaveableDataLoader,
+    Sharding,
+    deal_batches,
+    default_seed,
+    reshard,
+    shard,
+)
+from ddpkit.distributed import get_world_size
+from ddpkit.logger import get_logger
+from ddpkit.saving import Saving
+from ddpkit.streams import is_ordered
+from ddpkit.types import Stage
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+logger = get_logger(__name__)
+
+
+class Loaders(Saving):
+    """The half of the Brain that makes loaders.
+
+    Attributes:
+        train_sampler: what deals the training batches out, once a training loader has been made.
+
+    Ranks: local; alike on every rank.
+
+    Example:
+        >>> issubclass(Loaders, Saving)
+        True
+    """
+
+    train_sampler: Any
+    _dividing = False
+
+    def make_dataloader(
+        self, dataset: Any, stage: Stage, ckpt_prefix: str | None = "dataloader-", **loader_kwargs: Any
+    ) -> Any:
+        """Make the loader that gives this rank its part of a dataset.
+
+        Args:
+            dataset: map-style or iterable; or, without ``loader_kwargs``, anything else that yields batches.
+            stage: TRAIN is divided over the ranks; VALID and TEST only with ``shard_evaluation``.
+            ckpt_prefix: the loader is saved under this and the stage's name; None: not at all.
+            loader_kwargs: as for ``torch.utils.data.DataLoader`` (``batch_size`` counts per process), and
+                ``looped_nominal_epoch``.
+        """
+        looped = loader_kwargs.pop("looped_nominal_epoch", None)
+        if stage is Stage.TRAIN:
+            loader_kwargs = self._train_loader_specifics(dataset, loader_kwargs)
+        loader: Any = shard(dataset, self._sharding(stage), **loader_kwargs)
+        if stage is Stage.TRAIN:
+            self.train_sampler = getattr(loader, "batch_sampler", None)
+        if looped is not None:
+            loader = LoopedLoader(loader, looped)
+        saveable = isinstance(loader, (SaveableDataLoader, LoopedLoader))
+        if self.checkpointer is not None and ckpt_prefix is not None and saveable:
+            self.checkpointer.add_recoverable(ckpt_prefix + stage.name, loader)
+        return loader
+
+    def _train_loader_specifics(self, dataset: Any, loader_kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Let ``hparams.sorting`` decide about shuffling where a recipe has it."""
+        given = {"sampler", "batch_sampler"} & {key for key, value in loader_kwargs.items() if value is not None}
+        if hasattr(self.hparams, "sorting") and not given and not is_ordered(dataset):
+            return {**loader_kwargs, "shuffle": self.hparams.sorting == "random"}
+        return loader_kwargs
+
+    def _sharding(self, stage: Stage) -> Sharding:
+        if stage is Stage.TRAIN:
+            return Sharding(
+                self.rank,
+                get_world_size(),
+                seed=default_seed(),
+                global_batch_size=self.global_batch_size,
+                micro_batches=1 if self.global_batch_size is None else self.grad_accumulation_factor,
+            )
+        if self.shard_evaluation or self._dividing:
+            return Sharding(self.rank, get_world_size(), keep_step=False, seed=default_seed())
+        return Sharding(seed=default_seed())
+
+    def _loader(self, data: Any, stage: Stage, loader_kwargs: Mapping[str, Any]) -> Any:
+        if data is None:
+            return None
+        if isinstance(data, LoopedLoader):
+            if isinstance(data.loader, DataLoader):
+                data.loader = reshard(data.loader, self._sharding(stage))
+            elif get_world_size() > 1:
+                data.loader = deal_batches(data.loader, self._sharding(stage))
+            if stage is Stage.TRAIN and self.checkpointer is not None:
+                self.checkpointer.add_recoverable("dataloader-TRAIN", data)
+            return data
+        if isinstance(data, DataLoader):
+            loader = reshard(data, self._sharding(stage))
+            if isinstance(loader, DataLoader) and loader is not data:
+                logger.info("%s: the ready-made loader is planned anew, with its dataset, order and sizes.", stage.name)
+            return loader
+        return self.make_dataloader(data, stage=stage, **loader_kwargs)

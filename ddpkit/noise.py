@@ -1,0 +1,186 @@
+"""Switches the noise of a model off, so that two passes over the same samples can be compared."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.modules.dropout import _DropoutNd
+from torch.overrides import TorchFunctionMode
+
+
+def noisy_layers(modules: nn.Module) -> list[str]:
+    """Name the layers that draw random numbers in training, as far as they are torch's own.
+
+    Args:
+        modules: in the mode in which they would run.
+
+    Returns:
+        Such as ``["net.2 (Dropout, 0.1)"]``.
+
+    Ranks: local.
+
+    Example:
+        >>> noisy_layers(nn.Sequential(nn.Linear(1, 1), nn.Dropout(0.1)))
+        ['1 (Dropout, 0.1)']
+    """
+    found = []
+    for name, layer in modules.named_modules():
+        rate = _rate_of(layer)
+        if layer.training and rate is not None and getattr(layer, rate):
+            found.append(f"{name} ({type(layer).__name__}, {getattr(layer, rate):g})")
+        elif layer.training and isinstance(layer, nn.RReLU):
+            found.append(f"{name} (RReLU)")
+    return found
+
+
+def _rate_of(layer: nn.Module) -> str | None:
+    """Return the attribute that holds the dropout rate of a layer, or None."""
+    if isinstance(layer, _DropoutNd):
+        return "p"
+    return "dropout" if isinstance(layer, (nn.MultiheadAttention, nn.RNNBase)) else None
+
+
+@contextlib.contextmanager
+def layers_without_noise(modules: nn.Module) -> Iterator[None]:
+    """Set the rates of all dropout layers to 0 for a while.
+
+    Args:
+        modules: changed in place, and changed back.
+
+    Ranks: local.
+
+    Example:
+        >>> dropout = nn.Dropout(0.5)
+        >>> with layers_without_noise(dropout):
+        ...     dropout(torch.ones(2))
+        tensor([1., 1.])
+    """
+    before: list[tuple[nn.Module, str, Any]] = []
+    for layer in modules.modules():
+        name = _rate_of(layer)
+        if name is not None:
+            before.append((layer, name, getattr(layer, name)))
+            setattr(layer, name, 0.0)
+    try:
+        yield
+    finally:
+        for layer, name, rate in before:
+            setattr(layer, name, rate)
+
+
+class FunctionsWithoutNoise(TorchFunctionMode):
+    """While it is entered, torch's random functions return a fixed value in this thread, and dropout does nothing.
+
+    Uniform numbers become the middle of their range, normal ones their mean, whole ones the lowest, coins fall on the
+    likelier side, permutations change nothing. What draws from elsewhere (numpy, Python, a custom kernel) stays random.
+
+    Ranks: local.
+
+    Example:
+        >>> with FunctionsWithoutNoise():
+        ...     torch.randn(2), F.dropout(torch.ones(2)), torch.randperm(3)
+        (tensor([0., 0.]), tensor([1., 1.]), tensor([0, 1, 2]))
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Call a torch function, or what stands in for it."""
+        stand_in = _STAND_INS.get(func)
+        if stand_in is None:
+            return func(*args, **(kwargs or {}))
+        return stand_in(func, *args, **(kwargs or {}))
+
+
+def _nothing(func: Any, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:  # noqa: A002 -- torch's name
+    return input
+
+
+def _filled(value: float) -> Callable[..., Tensor]:
+    """Return what makes the tensor that a function would make, filled with one value."""
+
+    def fill(func: Any, *args: Any, **kwargs: Any) -> Tensor:
+        made: Tensor = func(*args, **kwargs)
+        with torch.no_grad():
+            return made.fill_(value)
+
+    return fill
+
+
+def _attention(func: Any, *args: Any, **kwargs: Any) -> Any:
+    where = 4  # query, key, value, attn_mask, dropout_p
+    if len(args) > where:
+        args = (*args[:where], 0.0, *args[where + 1 :])
+    return func(*args, **({**kwargs, "dropout_p": 0.0} if len(args) <= where else kwargs))
+
+
+def _lowest(func: Any, *args: Any, **kwargs: Any) -> Tensor:
+    """Stand in for ``randint`` and ``randint_like``, whose lower bound may be left out."""
+    numbers = [one for one in args if isinstance(one, int)]
+    low = kwargs.get("low", numbers[0] if len(numbers) + ("high" in kwargs) > 1 else 0)
+    return _filled(low)(func, *args, **kwargs)
+
+
+def _in_order(func: Any, *args: Any, **kwargs: Any) -> Tensor:
+    made: Tensor = func(*args, **kwargs)
+    return made.copy_(torch.arange(len(made)))
+
+
+def _likelier(func: Any, input: Tensor, p: Any = None, **kwargs: Any) -> Tensor:  # noqa: A002 -- torch's name
+    if func is Tensor.bernoulli_:
+        return input.fill_(0.5 if p is None else p).round_() if not isinstance(p, Tensor) else input.copy_(p).round_()
+    return (input if p is None else torch.full_like(input, p)).detach().round()
+
+
+def _mean(func: Any, mean: Any = 0.0, std: Any = 1.0, *args: Any, **kwargs: Any) -> Tensor:
+    made: Tensor = func(mean, std, *args, **kwargs)
+    return made.detach().copy_(mean) if isinstance(mean, Tensor) else made.fill_(mean)
+
+
+def _normal(func: Any, input: Tensor, mean: float = 0.0, *args: Any, **kwargs: Any) -> Tensor:  # noqa: A002
+    return input.fill_(mean)
+
+
+def _uniform(func: Any, input: Tensor, *args: float, **bounds: Any) -> Tensor:  # noqa: A002
+    low, high = (*args, *(0.0, 1.0)[len(args) :])[:2]
+    return input.fill_((bounds.get("from", low) + bounds.get("to", high)) / 2)
+
+
+def _exponential(func: Any, input: Tensor, lambd: float = 1.0, **kwargs: Any) -> Tensor:  # noqa: A002
+    return input.fill_(1 / lambd)
+
+
+_STAND_INS: dict[Any, Callable[..., Any]] = {
+    **dict.fromkeys(
+        (
+            F.dropout,
+            F.dropout1d,
+            F.dropout2d,
+            F.dropout3d,
+            F.alpha_dropout,
+            F.feature_alpha_dropout,
+            torch.dropout,
+        ),
+        _nothing,
+    ),
+    F.scaled_dot_product_attention: _attention,
+    torch.rand: _filled(0.5),
+    torch.rand_like: _filled(0.5),
+    torch.randn: _filled(0.0),
+    torch.randn_like: _filled(0.0),
+    torch.randint: _lowest,
+    torch.randint_like: _lowest,
+    torch.randperm: _in_order,
+    torch.bernoulli: _likelier,
+    Tensor.bernoulli: _likelier,
+    Tensor.bernoulli_: _likelier,
+    torch.normal: _mean,
+    Tensor.normal_: _normal,
+    Tensor.uniform_: _uniform,
+    Tensor.exponential_: _exponential,
+}

@@ -87,15 +87,6 @@ def main():
     parts = torch.load(hparams["data_file"], weights_only=True)
     data = {name: TensorDataset(images, labels) for name, (images, labels) in parts.items()}
 
-    # A loader's batch_size counts per process. Dividing one global batch is what keeps the answer the same.
-    processes = get_world_size()
-    batch_size, rest = divmod(hparams["global_batch_size"], processes)
-    if rest:
-        raise ddpkit.ConfigError(
-            f"global_batch_size={hparams['global_batch_size']} cannot be divided over {processes} processes. "
-            f"Give a multiple of {processes}, such as --global_batch_size={(batch_size + 1) * processes}."
-        )
-
     brain = DigitBrain(
         modules=hparams["modules"],
         opt_class=hparams["opt_class"],
@@ -108,7 +99,7 @@ def main():
         hparams["epoch_counter"],
         data["train"],
         data["valid"],
-        train_loader_kwargs={"batch_size": batch_size, "shuffle": True},
+        train_loader_kwargs={"shuffle": True},  # the option global_batch_size says how many samples make a step
         valid_loader_kwargs=evaluation,
     )
     brain.evaluate(data["test"], min_key="error", test_loader_kwargs=evaluation)
@@ -118,6 +109,7 @@ def main():
     if ddpkit.if_main_process():
         tested = len(data["test"])
         right = tested - round(brain.test_error * tested)
+        processes = get_world_size()
         print(
             f"test accuracy {100 * right / tested:.1f} % ({right} of {tested}), "
             f"{processes} process{'es' if processes > 1 else ''}, {time.monotonic() - started:.0f} s; "

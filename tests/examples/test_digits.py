@@ -142,11 +142,22 @@ def test_a_wrong_flag_ends_with_what_may_have_been_meant(tmp_path):
     assert not run.out
 
 
-def test_a_batch_that_cannot_be_divided_ends_every_process_with_the_reason(tmp_path):
+def test_a_batch_that_is_divided_unevenly(tmp_path):
     copy_of_the_example(tmp_path)
-    run = Run(torchrun(2, *COMMAND, "--global_batch_size=15"), tmp_path).wait(30)
+    sizes = ("--global_batch_size=45", "--micro_batch_size=10", "--number_of_epochs=1")
+    run = Run(torchrun(2, *COMMAND, *sizes), tmp_path).wait()
+    closing_line(run)
+    assert (
+        "Training: 2 processes x batch 7 to 8 x accumulation 3 = 45 samples per optimizer step; 32 steps, 1437 samples"
+        in run.err
+    )
+
+
+def test_sizes_that_contradict_each_other_end_every_process_with_the_reason(tmp_path):
+    copy_of_the_example(tmp_path)
+    run = Run(torchrun(2, *COMMAND, "--micro_batch_size=10", "--grad_accumulation_factor=7"), tmp_path).wait(30)
     assert run.code == 1
-    assert "global_batch_size=15 cannot be divided over 2 processes. Give a multiple of 2" in run.tail(3)
+    assert "grad_accumulation_factor=7 contradicts global_batch_size=48 with micro_batch_size=10" in run.tail(3)
     assert not run.out
 
 

@@ -4,7 +4,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
+import warnings
 
 import numpy as np
 import pytest
@@ -46,6 +48,15 @@ class Augmented(Dataset):
         return torch.tensor([index, *self.noise()], dtype=torch.float64)
 
 
+@contextlib.contextmanager
+def three_workers_on_two_cores():
+    """No warning of torch's that these are many."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="This DataLoader will create")
+        yield
+
+
+@three_workers_on_two_cores()
 def batches_here(kind, num_workers, size):
     """This rank's samples of every batch of three epochs, as bytes; the global streams are the rank's own."""
     seed_rank_streams()
@@ -60,7 +71,6 @@ def batches_here(kind, num_workers, size):
     return found
 
 
-@pytest.mark.filterwarnings("ignore:This DataLoader will create")  # three workers, on two cores
 @pytest.mark.parametrize("num_workers", [0, 1, 3])
 @pytest.mark.parametrize("kind", ["python", "numpy", "torch", "own", "all"])
 def test_the_same_augmented_batches_on_any_workers_and_ranks(ranks, kind, num_workers):

@@ -131,6 +131,12 @@ def test_single_precision_and_autocast_have_tolerances_of_their_own():
     assert report.holds, report
     assert {row.tolerance for row in report.rows} == {5e-2}
 
+    class SingleSum(Single):
+        def compute_objectives(self, predictions, batch, stage):
+            return super().compute_objectives(predictions, batch, stage) * len(predictions)
+
+    assert rehearse(SingleSum, net().float(), precision="bf16").kinds == ("sum loss",)
+
 
 def test_compiled_modules_are_rehearsed_as_they_are_written():
     assert rehearse(module=net(nn.BatchNorm1d(4)), compile=True).holds
@@ -273,11 +279,12 @@ def test_two_causes_are_both_named():
 def test_a_batch_sampler_joins_nothing_but_batchnorm():
     """One process works on the user's batches one after the other, several ranks on several at once."""
 
-    def with_batches(cls, module):
-        sampler = BatchSampler(SequentialSampler(range(23)), 4, drop_last=False)
-        return make(cls, net=module).rehearse(points(23), 3, {"batch_sampler": sampler})
+    def with_batches(cls, module, samples=23):
+        sampler = BatchSampler(SequentialSampler(range(samples)), 4, drop_last=False)
+        return make(cls, net=module).rehearse(points(samples), 3, {"batch_sampler": sampler})
 
     assert with_batches(Regression, net()).holds
+    assert with_batches(OldFitBatch, net(), 24).holds
     assert with_batches(Contrastive, net()).holds, "the batches are the same on any number of processes"
     report = with_batches(Regression, net(nn.BatchNorm1d(4)))
     assert report.kinds == ("batch norm",), report
@@ -376,11 +383,14 @@ def test_noise_that_cannot_be_switched_off_leaves_parity_unproven():
     assert str(report).startswith("Parity is not proven")
 
 
-def test_ranks_that_part_by_chance_would_hang():
+@pytest.mark.parametrize("draw", [random.random, lambda: torch.rand(())], ids=["python", "torch"])
+def test_ranks_that_part_by_chance_would_hang(draw):
+    """Also where the chance can be switched off for the comparison."""
+
     class LayerDrop(Regression):
         def compute_forward(self, batch, stage):
             rows = self.modules.net[0](batch[0])
-            if random.random() < 0.5 and stage is Stage.TRAIN:
+            if draw() < 0.5:
                 rows = self.modules.net[1](rows)
             return self.modules.net[3](rows)
 
@@ -588,10 +598,21 @@ def test_nothing_is_changed(recipe, tmp_path):
     assert not any(one.training for one in brain.modules.modules())
     assert all("forward" not in vars(one) for one in brain.modules.modules())
     assert "step" not in vars(brain.optimizer)
+    assert brain.checkpointer.recoverables.keys() == {"net", "brain", "optimizer"}
     assert (brain.step, brain.optimizer_step, brain.max_grad_norm) == (0, 2, 5.0)
     assert brain.optimizer.param_groups[0]["lr"] == 0.1
     assert {int(state["step"]) for state in brain.optimizer.state.values()} == {2}
     assert sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*")) == files
+
+
+def test_every_window_begins_with_the_same_weights():
+    class Shrinking(Regression):
+        def fit_batch(self, batch):
+            loss = super().fit_batch(batch)
+            self.modules.net[0].weight.data.mul_(0.5)
+            return loss
+
+    assert rehearse(Shrinking).holds
 
 
 def test_nothing_is_changed_by_a_rehearsal_that_fails():

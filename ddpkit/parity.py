@@ -198,9 +198,10 @@ def _report(sides: Sides, windows: Sequence[ParityWindow]) -> ParityReport:
     own_fit_batch = type(sides.brain).fit_batch is not Hooks.fit_batch
     causes = []
     with contextlib.ExitStack() as stack:
-        if sides.is_noisy(windows[0]):
+        if _is_noisy(sides, windows):
             layers = noisy_layers(sides.brain.modules)
-            sides.as_ranks(windows[0], seed=3)  # whether the ranks stay in step while their noise differs
+            for seed in (1, 2, 3):  # whether the ranks stay in step while their noise differs
+                sides.as_ranks(windows[0], seed=seed)
             stack.enter_context(sides.without_noise())
             causes.append(_randomness(layers, is_left=sides.is_noisy(windows[0])))
         comparison = sides.comparison()
@@ -221,6 +222,13 @@ def _report(sides: Sides, windows: Sequence[ParityWindow]) -> ParityReport:
         samples=windows[0].samples,
         notes=notes,
     )
+
+
+def _is_noisy(sides: Sides, windows: Sequence[ParityWindow]) -> bool:
+    """Say whether noise makes a difference, or may make the one that there is."""
+    if sides.is_noisy(windows[0]):
+        return True
+    return sides.has_drawn and not all(sides.compare(window) for window in windows)
 
 
 def _randomness(layers: Sequence[str], *, is_left: bool) -> ParityCause:

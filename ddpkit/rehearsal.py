@@ -104,6 +104,7 @@ class Outcome:
         apart: if asked for, the gradient of every rank's own loss, of every backward pass.
         has_counts: whether ``compute_objectives`` returned sums with what they count.
         moved: names of the buffers, other than batch statistics, that have changed.
+        has_drawn: whether one of the global random streams has moved.
 
     Ranks: local.
 
@@ -116,6 +117,7 @@ class Outcome:
     apart: list[list[Gradients]] = field(default_factory=list)
     has_counts: bool = False
     moved: list[str] = field(default_factory=list)
+    has_drawn: bool = False
 
 
 class _JointBackward(TorchFunctionMode):
@@ -244,8 +246,10 @@ class Rehearsal:
         random.seed(seed)
         np.random.seed(seed)  # noqa: NPY002 -- the stream that recipes draw from
         torch.manual_seed(seed)
+        before = _streams(self.hosts[0].device)
         try:
             run.all_ranks()
+            run.outcome.has_drawn = before != _streams(self.hosts[0].device)
         finally:
             run.buffers.switch_to(None)
             self._restore()
@@ -548,6 +552,15 @@ def parameter_names(host: Any) -> tuple[dict[int, str], list[str]]:
             names[id(parameter)] = place
             outside.append(place)
     return names, outside
+
+
+def _streams(device: str) -> tuple[Any, ...]:
+    """Return what is equal as long as nobody draws from a global random stream."""
+    legacy: Any = np.random.get_state()  # noqa: NPY002 -- as above
+    states = [torch.get_rng_state()]
+    if device.startswith("cuda"):
+        states.append(torch.cuda.get_rng_state(torch.device(device)))
+    return (random.getstate(), legacy[1].tobytes(), legacy[2:], *(state.numpy().tobytes() for state in states))
 
 
 @contextlib.contextmanager

@@ -272,6 +272,10 @@ def test_a_batchnorm_in_a_frozen_entry_is_named():
     assert rehearse(brain=trained).holds
 
 
+def test_a_synchronised_batchnorm_does_not_make_the_model_depend_on_the_batch():
+    assert rehearse(Contrastive, net(nn.BatchNorm1d(4))).kinds == ("batch-dependent loss",)
+
+
 def test_two_causes_are_both_named():
     assert rehearse(Sum, net(OwnForward(4))).kinds == ("batch norm", "sum loss")
 
@@ -358,6 +362,17 @@ def test_behind_dropout_a_defect_is_still_found():
     report = rehearse(Sum, net(nn.Dropout(0.25)))
     assert not report.holds
     assert report.kinds == ("randomness", "sum loss")
+
+
+def test_noise_that_seldom_shows_is_noticed():
+    class Seldom(Regression):
+        def compute_forward(self, batch, stage):
+            return self.modules.net(batch[0] * (1 + (torch.rand(()) < 0.02)))
+
+    for _ in range(2):
+        report = rehearse(Seldom, world_size=4, samples=16 * 60, windows=60)
+        assert report.holds, report
+        assert report.kinds == ("randomness",)
 
 
 class FunctionalNoise(Regression):

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ddpkit.device import widest_float
 from ddpkit.distributed import gather_objects, get_world_size, require_all_ranks, sum_over_ranks
 from ddpkit.errors import ConfigError, DataError
 
@@ -85,11 +86,6 @@ class _Reducing:
             return False
         require_all_ranks(f"{type(self).__name__}.compute")
         return True
-
-
-def _wide(device: torch.device) -> torch.dtype:
-    """Return the widest float of a device."""
-    return torch.float32 if device.type == "mps" else torch.float64
 
 
 class _Totals:
@@ -189,7 +185,7 @@ class Mean(_Metric):
             self._totals.add("count", counts)
             return
         values = values.detach()
-        values = values.to(_wide(values.device))
+        values = values.to(widest_float(values.device))
         if isinstance(counts, Tensor):
             counts = counts.detach().to(values.device, values.dtype).expand_as(values)
             self._totals.add("total", (values * counts).sum())
@@ -244,7 +240,7 @@ class Sum(_Metric):
         """
         self._note()
         if isinstance(values, Tensor):
-            values = values.detach().to(_wide(values.device)).sum()
+            values = values.detach().to(widest_float(values.device)).sum()
         self._totals.add("total", values)
 
     def compute(self, reduce: bool | None = None) -> float:
@@ -305,7 +301,7 @@ class Accuracy(_Metric):
             )
         self._note()
         right = predictions == labels.to(predictions.device)
-        self._totals.add("total", right.sum().to(_wide(right.device)))
+        self._totals.add("total", right.sum().to(widest_float(right.device)))
         self._totals.add("count", right.numel())
 
     def compute(self, reduce: bool | None = None) -> float:
@@ -685,6 +681,6 @@ def _column(numbers: Sequence[Tensor | float], device: torch.device) -> Tensor:
     if not any(isinstance(number, Tensor) for number in numbers):
         # A copy from pageable memory with non_blocking is staged at once and makes nobody wait; torch.tensor(...,
         # device=) would wait for the device.
-        return torch.tensor(numbers, dtype=_wide(device)).to(device, non_blocking=True)
+        return torch.tensor(numbers, dtype=widest_float(device)).to(device, non_blocking=True)
     tensors = [number if isinstance(number, Tensor) else torch.full((), number, device=device) for number in numbers]
-    return torch.stack([one.detach().reshape(()).to(device, _wide(device)) for one in tensors])
+    return torch.stack([one.detach().reshape(()).to(device, widest_float(device)) for one in tensors])

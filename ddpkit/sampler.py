@@ -408,7 +408,7 @@ def layers(sampler: Any) -> Iterator[Any]:
     """Yield a sampler or a loader, the sampler inside it, and so on.
 
     Args:
-        sampler: any; it may hold another as its ``batch_sampler`` or ``sampler``.
+        sampler: any; it may hold another as its ``batch_sampler`` or ``sampler``, or a list of them as ``samplers``.
 
     Ranks: local.
 
@@ -418,11 +418,17 @@ def layers(sampler: Any) -> Iterator[Any]:
         ['BatchSampler', 'range']
     """
     seen: set[int] = set()
-    while sampler is not None and id(sampler) not in seen:
+    waiting = [sampler]
+    while waiting:
+        sampler = waiting.pop()
+        if sampler is None or id(sampler) in seen:
+            continue
         seen.add(id(sampler))
         yield sampler
         inner = getattr(sampler, "batch_sampler", None)  # first: a DataLoader has both, and this one decides
-        sampler = getattr(sampler, "sampler", None) if inner is None else inner
+        waiting.append(getattr(sampler, "sampler", None) if inner is None else inner)
+        several = getattr(sampler, "samplers", None)
+        waiting += reversed(several) if isinstance(several, (list, tuple)) else []
 
 
 def set_epoch_inside(sampler: Any, epoch: int) -> None:

@@ -246,11 +246,13 @@ def _bar(
 
 def _finish(host: StageHost, stage: Stage, epoch: int | None, seconds: float, bar: ProgressBar) -> float:
     """Agree on the mean loss, write it down, and return it."""
-    meter = host.progress.meter
-    if host.progress.seen is not None:
-        host.progress.seen.close(host.progress.step)
+    meter, seen, copies = host.progress.meter, host.progress.seen, 1
+    if seen is not None:
+        seen.close(host.progress.step)
+        copies = 1 if seen.divided else get_world_size()  # where every rank had every sample
     loss_sum, count, bad, samples = sum_over_ranks([float(number) for number in (*meter.sums(), meter.samples)])
     mean = loss_sum / count if count else float("nan")
+    bad, samples = bad // copies, samples // copies
     bar.partial = False
     bar.show(host.progress.step, mean, int(samples))
     if bad:

@@ -44,6 +44,7 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase
 from torch.nn.utils import parametrize
 
+from ddpkit.device import widest_float
 from ddpkit.errors import ConfigError, DataError, LaunchError
 from ddpkit.logger import get_logger
 
@@ -268,17 +269,12 @@ def _statistics_dtype(x: Tensor) -> torch.dtype:
     return torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
 
 
-def _wide(device: torch.device) -> torch.dtype:
-    """Return the widest float of a device: float64 but on mps, which has none."""
-    return torch.float32 if device.type == "mps" else torch.float64
-
-
 def _local_moments(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return this rank's mean, sum of squared distances from it, and count, per channel: (C,), (C,), (1,).
 
     The one place to change for rows that must not count (padding): they enter through these three alone.
     """
-    wide = _wide(x.device)
+    wide = widest_float(x.device)
     channels = x.shape[1]
     count = x.numel() // channels if channels and not _left_out else 0
     counted = torch.full((1,), count, dtype=wide, device=x.device)

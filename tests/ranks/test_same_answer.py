@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from ddpkit import stages
 from ddpkit.brain import Brain
 from ddpkit.types import Stage
 
@@ -147,3 +148,20 @@ def test_uneven_remainders_in_one_window_with_batch_norm(ranks, world_size):
 
 def train_window_batch_norm(batch_size):
     return train(batch_size, 3, batch_norm=True, samples=50)
+
+
+@pytest.mark.parametrize("shard", [False, True])
+def test_every_sample_is_reported_once(ranks, shard):
+    """Where every rank evaluates the whole set, its samples are not counted once per rank."""
+    expected = [("TRAIN", SAMPLES), ("VALID", SAMPLES // 2 + 1)] * 3 + [("TEST", 17)]
+    assert ranks.run(reported, shard, world_size=2) == [expected] * 2
+
+
+def reported(shard):
+    events, before = [], stages.run_event
+    stages.run_event = lambda _, **fields: events.append((fields["stage"], fields["samples"]))
+    try:
+        train(6, 1, batch_norm=False, shard=shard)
+    finally:
+        stages.run_event = before
+    return events

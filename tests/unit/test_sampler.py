@@ -24,6 +24,7 @@ from ddpkit.errors import ConfigError, DataError
 from ddpkit.permutation import SMALL, Order
 from ddpkit.sampler import (
     CHUNK,
+    ConcatDatasetBatchSampler,
     DealtBatchSampler,
     PlannedBatchSampler,
     SamplingPlan,
@@ -483,3 +484,15 @@ def test_nothing_to_draw():
     once.set_epoch(2)
     with pytest.raises(DataError, match="yields nothing in epoch 2"):
         list(once)
+
+
+def test_samplers_inside_a_sampler_of_several_are_found():
+    generators = [torch.Generator(), torch.Generator()]
+    inner = [RandomSampler(range(4), generator=generator) for generator in generators]
+    outer = ConcatDatasetBatchSampler(inner, [1, 2])
+    assert [one.generator for one in layers(outer) if isinstance(one, RandomSampler)] == generators
+    before = [generator.get_state() for generator in generators]
+    dealt = DealtBatchSampler(outer, 0, 1, seed=3)
+    assert list(dealt) == list(DealtBatchSampler(outer, 0, 1, seed=3))
+    for generator, state in zip(generators, before, strict=True):
+        assert torch.equal(generator.get_state(), state)

@@ -133,6 +133,17 @@ def test_a_window_of_sums_is_divided_by_what_it_counts(kind):
     assert window.counted is None, "the next window begins anew"
 
 
+def test_sums_with_a_loss_scale_are_unscaled_before_they_are_divided():
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    brain = sums(torch.tensor(3), 5, scaler=scaler)
+    window = brain.progress.window
+    for step, closes in enumerate([False, True], 1):
+        brain.step, window.closes = step, closes
+        brain.fit_batch(ONE)
+    assert brain.weight == pytest.approx(1.8)
+    assert (brain.optimizer_step, brain.nonfinite_count) == (1, 0)
+
+
 def test_a_repeated_batch_counts_nothing():
     brain = sums(torch.tensor(3))
     brain.progress.window.count = 0

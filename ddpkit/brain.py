@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ddpkit import agreement
-from ddpkit.batch_sizes import batch_sizes, micro_batches
+from ddpkit.batch_sizes import batch_sizes
 from ddpkit.compilation import compile_modules
 from ddpkit.distributed import ddp_init_group, get_rank, get_world_size, is_distributed_initialized
 from ddpkit.failure import failure_notice
@@ -187,7 +187,7 @@ class Brain(Rehearsing):
             logger.info("test_only is set: fit does nothing.")
             return
         with failure_notice(), self._fit_session():
-            self.grad_accumulation_factor = micro_batches(self.run_opts, get_world_size())
+            self.grad_accumulation_factor = self.accumulation(get_world_size())
             train_set, valid_set = agreement.together(
                 lambda: (
                     self._loader(train_set, Stage.TRAIN, train_loader_kwargs or {}),

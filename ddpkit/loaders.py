@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader
 
+from ddpkit.batch_sizes import micro_batches
 from ddpkit.dataloader import (
     LoopedLoader,
     SaveableDataLoader,
@@ -42,6 +43,25 @@ class Loaders(Saving):
 
     train_sampler: Any
     _dividing = False
+    _accumulation: tuple[int, int] | None = None  # what a recipe asked for, and what that came to
+
+    def accumulation(self, world_size: int) -> int:
+        """Return how many batches each process works on per optimizer step, on so many processes.
+
+        Args:
+            world_size: number of ranks.
+
+        Raises:
+            ConfigError: sizes that contradict each other.
+        """
+        asked = self.grad_accumulation_factor
+        if self._accumulation is not None and self._accumulation[1] == asked:
+            asked = self._accumulation[0]  # `fit` has written what it came to into the option
+        options = self.run_opts.copy()
+        options.grad_accumulation_factor = asked
+        found = micro_batches(options, world_size)
+        self._accumulation = (asked, found)
+        return found
 
     def make_dataloader(
         self, dataset: Any, stage: Stage, ckpt_prefix: str | None = "dataloader-", **loader_kwargs: Any

@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 
-from ddpkit.batch_sizes import micro_batches
 from ddpkit.distributed import get_world_size
 from ddpkit.errors import ConfigError, ParityError
 from ddpkit.failure import failure_notice
@@ -165,7 +164,7 @@ class Rehearsing(Results):
         one = copy.copy(self)
         one.checkpointer = None
         one.run_opts = self.run_opts.copy()
-        one.grad_accumulation_factor = micro_batches(self.run_opts, world_size)
+        one.grad_accumulation_factor = one.accumulation(world_size)
 
         usual = one._sharding  # noqa: SLF001 -- as above
         vars(one)["_sharding"] = lambda stage: dataclasses.replace(usual(stage), rank=rank, world_size=world_size)

@@ -406,3 +406,16 @@ def test_optimizers_without_gradients_stay_out_of_it():
 def test_an_optimizer_class_that_gives_none_is_refused():
     with pytest.raises(ConfigError, match="opt_class returned a NoneType"):
         make(opt=lambda parameters: None).fit(EpochCounter(1), points(2))
+
+
+def test_the_accumulation_that_follows_is_no_contradiction_the_next_time():
+    """``fit`` writes what the sizes come to into the option, where recipes read it; then other sizes may be given."""
+    brain = make(global_batch_size=6, micro_batch_size=2)
+    data = points(12)
+    for _ in range(2):
+        brain.fit([1], data)
+        assert brain.grad_accumulation_factor == 3
+    assert brain.rehearse(data, world_size=2).holds
+    brain.run_opts.micro_batch_size = 1
+    brain.fit([1], data)
+    assert brain.grad_accumulation_factor == 6

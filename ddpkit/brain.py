@@ -50,7 +50,9 @@ class Brain(Rehearsing):
                    on_stage_end(TEST)
         predict:   make_dataloader (TEST), on_evaluate_start, predict_batch for every batch
 
-    Every hook is called on every rank.
+    Every hook is called on every rank. What a recipe may override for one batch is in :mod:`ddpkit.hooks`,
+    ``make_dataloader`` in :mod:`ddpkit.loaders`, ``gather`` and ``predict`` in :mod:`ddpkit.results`, ``rehearse`` in
+    :mod:`ddpkit.parity`.
 
     Args:
         modules: name -> ``torch.nn.Module``; each is moved to the device, and wrapped when training starts.

@@ -109,7 +109,7 @@ class Results(Loaders):
             max_key: take the checkpoint with the highest value of this key.
             min_key: take the checkpoint with the lowest; without either, the newest.
             progressbar: None asks the option ``noprogressbar``.
-            loader_kwargs: for :meth:`~ddpkit.brain.Brain.make_dataloader`; not changed.
+            loader_kwargs: for :meth:`~ddpkit.loaders.Loaders.make_dataloader`; not changed.
 
         Returns:
             One output per sample, in dataset order, on every rank, with tensors on the CPU. With ``batch_size=None``,

@@ -207,7 +207,7 @@ class Hooks(OptionAttributes):
         with self.evaluation_ctx:
             outputs = self.compute_forward(batch, stage)
             loss = self.compute_objectives(outputs, batch, stage)
-        return loss if loss.__class__ is tuple else one_number(loss, self)
+        return sum_and_count(loss, self) if loss.__class__ is tuple else one_number(loss, self)
 
     def optimizers_step(self) -> None:
         """Clip all gradients together, step the optimizers, drop the gradients; or skip, on all ranks alike.

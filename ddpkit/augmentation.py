@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch.utils.data import Subset, get_worker_info
 
+from ddpkit.errors import DataError
 from ddpkit.permutation import mix, mix_key
 from ddpkit.sampler import count_repeats, index_number, set_epoch_inside
 
@@ -246,6 +247,12 @@ class KeyedDataset:
                 loaded, again = self._load(batch, before)
             untouched = not (learning or self._seeded)
             return loaded
+        except StopIteration as error:
+            raise DataError(
+                f"{type(self.dataset).__name__} raised StopIteration for the samples {_shown(batch.indices)}: a loader "
+                "takes that for the end of the data. Look for a next() on something that is used up, in __getitem__ "
+                "and in the collate function."
+            ) from error
         finally:
             _NOW.batch, _NOW.place, _NOW.asked = outer
             if not untouched:
@@ -479,6 +486,11 @@ def _takes_lists(dataset: Any) -> bool:
     while isinstance(dataset, Subset) and type(dataset).__getitems__ is Subset.__getitems__:
         dataset = dataset.dataset
     return bool(getattr(dataset, "__getitems__", None))
+
+
+def _shown(indices: Any, most: int = 8) -> str:
+    """Write the first few indices of a batch."""
+    return ", ".join(str(index) for index in indices[:most]) + (", ..." if len(indices) > most else "")
 
 
 def _as_it_is(batch: Any) -> Any:

@@ -263,7 +263,7 @@ class Brain(Rehearsing):
         agreement.require_agreement(facts)
         length, world_size = length_of(train_set), get_world_size()
         agreement.check_train_data(train_set, length)
-        logger.info("Training: %s.", batch_sizes(train_set, length, self.grad_accumulation_factor, world_size))
+        logger.announce("Training: %s.", batch_sizes(train_set, length, self.grad_accumulation_factor, world_size))
         self._lr_scaling = LrScaling.of(self.run_opts, train_set, world_size)
 
     def _start_once(self) -> None:
@@ -274,8 +274,10 @@ class Brain(Rehearsing):
         agreement.require_agreement(agreement.optimizer_facts(self.optimizers_dict or {}))
         if get_world_size() > 1:
             seed_rank_streams()
-            if not self.shard_evaluation:
-                logger.info("Every rank evaluates the whole set. --shard_evaluation divides it over the ranks.")
+            if self.shard_evaluation:
+                logger.announce("Every rank evaluates its part of a set: count with ddpkit.metrics or Brain.gather.")
+            else:
+                logger.announce("Every rank evaluates the whole set. --shard_evaluation divides it over the ranks.")
 
     def _compile(self) -> None:
         compile_modules(self.modules, self.run_opts)

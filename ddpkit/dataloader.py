@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
-import numpy as np
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
@@ -30,7 +28,7 @@ from ddpkit.sampler import (
     set_epoch_inside,
 )
 from ddpkit.seed import global_seed
-from ddpkit.streams import BatchShard, is_batches, is_sharded, stream_loader
+from ddpkit.streams import BatchShard, guess_batch_size, is_batches, is_sharded, stream_loader
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -232,8 +230,7 @@ class LoopedLoader:
     @property
     def has_counts(self) -> bool:
         """Whether the number of samples of every batch is known."""
-        plan = plan_of(self.loader)
-        return isinstance(plan, PlannedBatchSampler) and isinstance(plan.source, int)
+        return isinstance(plan_of(self.loader), PlannedBatchSampler)
 
     def count(self, batch: int) -> int:
         """Return this rank's number of samples in a batch of the nominal epoch; 0 where it repeats one to keep step."""
@@ -410,15 +407,13 @@ def shard(dataset: Any, sharding: Sharding, **loader_kwargs: Any) -> Any:
         return deal_batches(dataset, sharding)
     _check_exclusive(options)
     if _is_divided(options.get("batch_sampler"), options.get("sampler")) or _is_share(options):
+        _refuse_global_batch(sharding, "what a DistributedSampler has divided already")
         return SaveableDataLoader(dataset, **options)
     batch_sampler, sampler = options.pop("batch_sampler", None), options.pop("sampler", None)
     shuffle, drop_last = bool(options.pop("shuffle", False)), bool(options.pop("drop_last", False))
     common: dict[str, Any] = {"seed": sharding.seed, "drop_last": drop_last, "keep_step": sharding.keep_step}
-    if sharding.global_batch_size is not None and (batch_sampler is not None or options.get("batch_size", 1) is None):
-        raise ConfigError(
-            f"global_batch_size={sharding.global_batch_size} cannot divide batches that are made already, by a "
-            "batch_sampler or by the dataset (batch_size=None). Leave global_batch_size out, or give a sampler."
-        )
+    if batch_sampler is not None or options.get("batch_size", 1) is None:
+        _refuse_global_batch(sharding, "batches that are made already, by a batch_sampler or by the dataset")
     if batch_sampler is not None:
         options.pop("batch_size", None)
         planned: Any = DealtBatchSampler(batch_sampler, sharding.rank, sharding.world_size, **common)
@@ -459,12 +454,13 @@ def reshard(loader: DataLoader[Any], sharding: Sharding) -> Any:
         [[0, 1], [4]]
     """
     options: dict[str, Any] = {name: getattr(loader, name) for name in _RESHARDED}
-    if is_sharded(loader):
+    if is_sharded(loader) or _has_its_own_way(loader):
         return deal_batches(loader, sharding)
     if isinstance(loader.dataset, IterableDataset):
         sizes = {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
         return shard(loader.dataset, sharding, **sizes, **options)
     if _is_divided(loader.batch_sampler, loader.sampler):
+        _refuse_global_batch(sharding, "a loader that a DistributedSampler has divided already")
         return loader
     return shard(loader.dataset, sharding, **_order_of(loader), **options)
 
@@ -483,6 +479,7 @@ def deal_batches(loader: Any, sharding: Sharding) -> BatchShard:
         >>> list(deal_batches({"ab": 1, "cd": 2, "e": 3}.keys(), Sharding(rank=0, world_size=2)))
         ['ab', 'e']
     """
+    _refuse_global_batch(sharding, "the batches of a loader of one's own")
     if isinstance(loader, BatchShard):
         loader = loader.loader
     name = type(loader).__name__
@@ -496,6 +493,20 @@ def deal_batches(loader: Any, sharding: Sharding) -> BatchShard:
             sharding.world_size,
         )
     return BatchShard(loader, sharding.rank, sharding.world_size, seed=sharding.seed)
+
+
+def _has_its_own_way(loader: DataLoader[Any]) -> bool:
+    """Say whether a loader's class iterates in a way of its own, which a loader made anew would lose."""
+    kind = next(one for one in type(loader).__mro__ if "__iter__" in vars(one))
+    return kind.__module__.split(".")[0] not in {"torch", "torchdata", "ddpkit"}
+
+
+def _refuse_global_batch(sharding: Sharding, what: str) -> None:
+    if sharding.global_batch_size is not None:
+        raise ConfigError(
+            f"global_batch_size={sharding.global_batch_size} cannot divide {what}. Leave global_batch_size out, or "
+            "give a dataset, with a sampler if you like."
+        )
 
 
 def plan_of(loader: Any) -> PlannedBatchSampler | DealtBatchSampler | None:
@@ -532,9 +543,9 @@ def set_epoch(loader: Any, epoch: int) -> None:
 
 
 def _is_divided(batch_sampler: Any, sampler: Any) -> bool:
-    """Say whether the user has divided the data already, with a ``DistributedSampler``."""
+    """Say whether the user has divided the data already: with a ``DistributedSampler``, or one that says so."""
     deciding = sampler if batch_sampler is None else batch_sampler
-    return any(isinstance(one, DistributedSampler) for one in layers(deciding))
+    return any(isinstance(one, DistributedSampler) or is_sharded(one) for one in layers(deciding))
 
 
 def _is_share(options: dict[str, Any]) -> bool:
@@ -624,36 +635,3 @@ def _length(dataset: Any) -> int:
             f"the dataset is empty: len({type(dataset).__name__}) is {size}. Check the paths and filters that made it."
         )
     return size
-
-
-def guess_batch_size(batch: Any) -> int:
-    """Return the number of samples of a batch: its ``batchsize``, or the length of its first tensor or array.
-
-    Args:
-        batch: an object that knows its ``batchsize``; a tensor; a list, tuple or dict with one among its fields; or a
-            list of samples.
-
-    Returns:
-        1 where nothing tells.
-
-    Ranks: local.
-
-    Example:
-        >>> guess_batch_size([torch.zeros(3, 2), torch.zeros(3)]), guess_batch_size({"x": torch.zeros(2)})
-        (3, 2)
-    """
-    if hasattr(batch, "batchsize"):
-        return int(batch.batchsize)
-    fields = list(batch.values()) if isinstance(batch, Mapping) else batch
-    if isinstance(fields, (list, tuple)):
-        for field in fields:
-            shape = getattr(field, "shape", ())
-            if isinstance(field, (torch.Tensor, np.ndarray)) and shape:
-                return int(shape[0])
-    first: Any = next(iter(fields), None) if isinstance(batch, Mapping) else batch
-    if isinstance(batch, Mapping) and isinstance(first, (Mapping, tuple)):
-        return guess_batch_size(first)
-    try:
-        return len(first)
-    except TypeError:
-        return 1

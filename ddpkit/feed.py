@@ -13,6 +13,8 @@ import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from ddpkit.errors import DataError
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
@@ -132,7 +134,7 @@ class Feed:
     def batches(self, window: Window) -> Iterator[Any]:
         """Yield the batches, each after setting ``window`` for it."""
         length = self.length
-        total = 1.0
+        total, done = 1.0, self.start
         window.correction = 1.0
         for number, batch in enumerate(itertools.islice(self.loader, max(length - self.start, 0)), self.start):
             place = number % self.factor
@@ -141,7 +143,13 @@ class Feed:
             self._weigh(window, number)
             window.scale = window.weight * self.world_size / total
             window.closes = place == self.factor - 1 or number == length - 1
+            done = number + 1
             yield batch
+        if done < length:
+            raise DataError(
+                f"the training loader ended after {done} of {length} batches: its length must be the number of batches "
+                "that it yields, on every process."
+            )
 
     def _weigh(self, window: Window, number: int) -> None:
         """Set what a batch counts on this rank; one where sizes are unknown."""

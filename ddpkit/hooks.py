@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ddpkit import optim
+from ddpkit.device import widest_float
 from ddpkit.errors import BatchError
 from ddpkit.logger import get_logger
 from ddpkit.loop import Progress, backward, one_number, sum_and_count
@@ -169,6 +170,8 @@ class Hooks(OptionAttributes):
                 backward(loss_sum, 1.0 if window.count else 0.0, self.scaler, self)
                 result, loss = (loss_sum.detach(), count if window.count else 0.0), loss_sum / count
             else:
+                if window.counted is not None:
+                    raise BatchError(MIXED.format(type(self).__name__))
                 backward(loss, window.scale, self.scaler, self)
                 result = loss.detach()
         if should_step:
@@ -182,6 +185,8 @@ class Hooks(OptionAttributes):
         window = self.progress.window
         if window.counted is None and window.deferred > (0 if window.closes else 1):
             raise BatchError(MIXED.format(type(self).__name__))
+        if isinstance(count, torch.Tensor):
+            count = count.to(widest_float(count.device))  # bytes would wrap around, and half precision would round
         window.counted = count if window.counted is None else window.counted + count
         if window.closes:
             window.average = self.strategy.start_average(window.counted, self.device)
@@ -226,6 +231,11 @@ class Hooks(OptionAttributes):
         result = optim.take_step(optimizers, self.max_grad_norm, scaler, multiplier)
         if result.stepped:
             self.progress.optimizer_step += 1
+        elif result.norm < 0:
+            raise BatchError(
+                f"{type(self).__name__}.compute_objectives returned (loss_sum, count) with counts that add up to less "
+                "than nothing over an optimizer step: count what the sum is over."
+            )
         elif math.isinf(multiplier):
             logger.warning_once(
                 "The count of (loss_sum, count) was 0 over all batches of an optimizer step: such steps are left out."

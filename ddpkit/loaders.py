@@ -17,6 +17,7 @@ from ddpkit.dataloader import (
     shard,
 )
 from ddpkit.distributed import get_world_size
+from ddpkit.errors import ConfigError
 from ddpkit.logger import get_logger
 from ddpkit.saving import Saving
 from ddpkit.streams import is_ordered
@@ -82,11 +83,21 @@ class Loaders(Saving):
         if stage is Stage.TRAIN:
             self.train_sampler = getattr(loader, "batch_sampler", None)
         if looped is not None:
+            self._require_fixed_length(stage)
             loader = LoopedLoader(loader, looped)
         saveable = isinstance(loader, (SaveableDataLoader, LoopedLoader))
         if self.checkpointer is not None and ckpt_prefix is not None and saveable:
             self.checkpointer.add_recoverable(ckpt_prefix + stage.name, loader)
         return loader
+
+    def _require_fixed_length(self, stage: Stage) -> None:
+        """Refuse nominal epochs whose batches are another part of a step on another number of processes."""
+        if stage is Stage.TRAIN and self.micro_batch_size is not None:
+            raise ConfigError(
+                f"micro_batch_size={self.micro_batch_size} makes the number of batches per step depend on the number "
+                "of processes, and nominal epochs (looped_nominal_epoch, LoopedLoader) count batches. Give "
+                "grad_accumulation_factor instead of micro_batch_size."
+            )
 
     def _train_loader_specifics(self, dataset: Any, loader_kwargs: dict[str, Any]) -> dict[str, Any]:
         """Let ``hparams.sorting`` decide about shuffling where a recipe has it."""
@@ -112,6 +123,7 @@ class Loaders(Saving):
         if data is None:
             return None
         if isinstance(data, LoopedLoader):
+            self._require_fixed_length(stage)
             if isinstance(data.loader, DataLoader):
                 data.loader = reshard(data.loader, self._sharding(stage))
             elif get_world_size() > 1:

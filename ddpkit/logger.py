@@ -116,6 +116,20 @@ class MultiProcessLoggerAdapter(_LoggerAdapter):
         changed["stacklevel"] = changed.get("stacklevel", 1) + 1
         self.logger.log(level, msg, *args, **changed)
 
+    def announce(self, msg: Any, *args: Any) -> None:
+        """Tell what a user has to see: log it as information; where nobody has set logging up, write it to stderr.
+
+        Args:
+            msg: the message.
+            args: what goes into its places.
+
+        Ranks: local; speaks on the main process.
+        """
+        if self.logger.hasHandlers():
+            self.log(logging.INFO, msg, *args, stacklevel=2)
+        elif _own_rank() == 0:
+            sys.stderr.write(f"{str(msg) % args if args else msg}\n")
+
     def warning_once(self, msg: Any, *args: Any, **kwargs: Any) -> None:
         """Log a warning the first time that this logger is given it, and never again in this process.
 

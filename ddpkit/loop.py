@@ -7,7 +7,9 @@ callables, so that a loop can be tested with a stub and no model.
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -15,7 +17,7 @@ import torch
 from ddpkit.errors import BatchError, NonFiniteLossError
 from ddpkit.feed import Window
 from ddpkit.logger import get_logger
-from ddpkit.metrics import LossMeter
+from ddpkit.metrics import LossMeter, nothing_counts
 from ddpkit.types import Stage
 
 if TYPE_CHECKING:
@@ -139,7 +141,7 @@ def train_epoch(
         return
     for batch in feed.batches(window):
         progress.step += 1
-        loss = host.fit_batch(batch)
+        loss = host.fit_batch(batch) if window.count else _fit_repeated(host, batch)
         if loss.__class__ is tuple:
             meter.append_sum(*sum_and_count(loss, host, "fit_batch"))
         else:
@@ -154,6 +156,12 @@ def train_epoch(
             on_beat(beat(progress.step, loss_sum, count, meter.samples, main_seconds()))
         if progress.optimizer_step >= stop_at:
             return
+
+
+def _fit_repeated(host: LoopHost, batch: Any) -> Any:
+    """Take part in a step with a batch that counts nothing, in metrics either."""
+    with nothing_counts():
+        return host.fit_batch(batch)
 
 
 def evaluate_epoch(
@@ -287,7 +295,7 @@ def sum_and_count(pair: Any, host: object, hook: str = "compute_objectives") -> 
                 problem = f"a count of shape {tuple(count.shape)}, not one number: return (loss_sum, count)."
             elif count.dim():
                 count = count.reshape(())
-        elif isinstance(count, bool) or not isinstance(count, (int, float)) or not count >= 0:
+        elif isinstance(count, bool) or not isinstance(count, Real) or not 0 <= float(count) < math.inf:
             problem = f"the count {count!r}, which is no number of things: return (loss_sum, count)."
         if not isinstance(loss_sum, (torch.Tensor, float, int)) or getattr(loss_sum, "numel", int)() > 1:
             problem = f"in (loss_sum, count) {loss_problem(loss_sum)}"

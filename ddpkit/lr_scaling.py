@@ -217,10 +217,11 @@ def scale_learning_rates(host: Any, scaling: LrScaling) -> None:
     recoverables = getattr(own.get("checkpointer"), "recoverables", {})
     changed = scaling.apply(optimizers, [own, vars(own.get("hparams", scaling)), recoverables])
     if changed:
-        logger.info("Learning rates (%s): %s.", scaling.reason, "; ".join(changed))
+        logger.announce("Learning rates (%s): %s.", scaling.reason, "; ".join(changed))
     elif scaling.asked:
         found = "; ".join(f"{name} {_shown(optimizer)}" for name, optimizer in optimizers.items())
-        logger.info("Learning rates (%s): %s, at this scale already.", scaling.reason, found or "no optimizer found")
+        found = found or "no optimizer found"
+        logger.announce("Learning rates (%s): %s, at this scale already.", scaling.reason, found)
 
 
 def _schedulers(holders: Iterable[Any], optimizers: list[Any]) -> Iterator[Any]:

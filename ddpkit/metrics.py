@@ -13,9 +13,10 @@ with :func:`begin_stage`.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -25,9 +26,9 @@ from ddpkit.distributed import gather_objects, get_world_size, require_all_ranks
 from ddpkit.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
-__all__ = ["Accuracy", "LossMeter", "Mean", "Reduced", "Sum", "begin_stage"]
+__all__ = ["Accuracy", "LossMeter", "Mean", "Reduced", "Sum", "begin_stage", "nothing_counts"]
 
 FLUSH_AFTER = 64
 NEVER = -1
@@ -39,6 +40,7 @@ class _Stages:
     divided = False
     number = 0
     last_divided = NEVER
+    repeating = False  # the current batch is one that a rank repeats to keep step
 
 
 def begin_stage(*, divided: bool) -> None:
@@ -62,6 +64,28 @@ def begin_stage(*, divided: bool) -> None:
         _Stages.last_divided = _Stages.number
 
 
+@contextlib.contextmanager
+def nothing_counts() -> Iterator[None]:
+    """Let metrics ignore what they are given: for a batch that a rank repeats only to keep step.
+
+    Ranks: local.
+
+    State: this process's, while the context lasts.
+
+    Example:
+        >>> total = Sum()
+        >>> with nothing_counts():
+        ...     total.update(5)
+        >>> total.compute()
+        0.0
+    """
+    before, _Stages.repeating = _Stages.repeating, True
+    try:
+        yield
+    finally:
+        _Stages.repeating = before
+
+
 class _Reducing:
     """What decides whether ``compute()`` adds up over the ranks, alike on all of them.
 
@@ -75,11 +99,24 @@ class _Reducing:
     def _forget(self) -> None:
         self._since = _Stages.number
         self._divided: bool | None = None
+        self._mixed = False
 
-    def _note(self) -> None:
+    def _counts(self) -> bool:
+        """Say whether an update counts; note under which division the metric counts."""
+        if _Stages.repeating:
+            return False
+        if self._divided not in (None, _Stages.divided):
+            self._mixed = True
         self._divided = _Stages.divided
+        return True
 
     def _reduces(self, reduce: bool | None) -> bool:
+        if reduce is None and self._mixed and get_world_size() > 1:
+            raise ConfigError(
+                f"this {type(self).__name__} has counted in stages whose data is divided over the ranks (training) and "
+                "in others of which every rank has seen all: no single sum is right. Call reset() on every rank "
+                "in on_stage_start, keep one metric per stage, or divide the evaluation too: --shard_evaluation."
+            )
         if reduce is None:
             reduce = _Stages.last_divided >= self._since if self._divided is None else self._divided
         if not reduce or get_world_size() == 1:
@@ -179,7 +216,8 @@ class Mean(_Metric):
 
         Ranks: local.
         """
-        self._note()
+        if not self._counts():
+            return
         if not isinstance(values, Tensor):
             self._totals.add("total", values * counts)
             self._totals.add("count", counts)
@@ -238,7 +276,8 @@ class Sum(_Metric):
 
         Ranks: local.
         """
-        self._note()
+        if not self._counts():
+            return
         if isinstance(values, Tensor):
             values = values.detach().to(widest_float(values.device)).sum()
         self._totals.add("total", values)
@@ -299,7 +338,8 @@ class Accuracy(_Metric):
                 f"predictions of shape {shape} do not fit labels of shape {tuple(labels.shape)} (dim={dim}): "
                 "give class numbers of the labels' shape, or scores with one more dimension, the classes."
             )
-        self._note()
+        if not self._counts():
+            return
         right = predictions == labels.to(predictions.device)
         self._totals.add("total", right.sum().to(widest_float(right.device)))
         self._totals.add("count", right.numel())
@@ -393,8 +433,8 @@ class Reduced(_Reducing):
 
         Ranks: local.
         """
-        self._note()
-        self.metric.update(*args, **kwargs)
+        if self._counts():
+            self.metric.update(*args, **kwargs)
 
     def reset(self) -> None:
         """Pass on to the metric's ``reset``, at the start of an epoch.
@@ -419,6 +459,8 @@ class Reduced(_Reducing):
 
         Ranks: collective where it reduces, else local. Call it on every rank.
         """
+        if isinstance(self.metric, _Reducing):  # it reduces itself
+            return cast("Any", self.metric).compute(reduce)
         reduces = self._reduces(reduce)
         if self._synced:
             return _compute_synced(self.metric) if reduces else _compute_alone(self.metric)

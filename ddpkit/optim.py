@@ -29,7 +29,8 @@ class StepResult:
 
     Attributes:
         stepped: False when it was skipped.
-        norm: the gradients' norm before clipping; not finite when the step was skipped.
+        norm: the gradients' norm before clipping; not finite, or negative with the multiplier, when the step was
+            skipped.
 
     Ranks: local; equal on every rank when the gradients are.
 
@@ -110,7 +111,7 @@ def take_step(
     if not is_plain:
         total_norm = total_norm * multiplier
     norm = total_norm.item()
-    finite = math.isfinite(norm)
+    finite = math.isfinite(norm) and norm >= 0.0  # below: by a multiplier that makes no sense
     clips = finite and max_norm is not None and 0.0 < max_norm < 1.01 * norm + 1e-5  # else surely nothing is clipped
     if is_plain and clips:
         clip_grads_with_norm_(parameters, cast("float", max_norm), total_norm)

@@ -184,12 +184,12 @@ class Rehearsing(Results):
         if world_size is None:
             return False
         if loader_kwargs is None:
-            logger.info("check_parity=%d: nothing was trained, and nothing is evaluated.", world_size)
+            logger.announce("check_parity=%d: nothing was trained, and nothing is evaluated.", world_size)
             return True
         report = self.rehearse(train_set, world_size, loader_kwargs)
         if not report.holds:
             raise ParityError(str(report))
-        logger.info("%s", report)
+        logger.announce("%s", report)
         return True
 
 

@@ -14,6 +14,7 @@ import hashlib
 import itertools
 import operator
 import random
+import re
 from dataclasses import dataclass
 from numbers import Integral
 from typing import TYPE_CHECKING, Any
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 CHUNK = 8192
+MOST_INDICES, MOST_BATCHES = 20_000_000, 2_000_000  # a sampler that yields more, and has no len(), seems endless
 
 
 @dataclass(frozen=True)
@@ -303,12 +305,17 @@ class PlannedBatchSampler(Sampler[list[int]]):
             if last.size or self.keep_step:
                 yield (last if last.size else np.array([plan.num_samples - 1]))[None], [slice(None)]
 
+    def drawn_words(self) -> dict[str, str]:
+        """Describe what the user's sampler has drawn for this epoch, for a comparison with the other ranks."""
+        drawn = self._draw()
+        return {} if drawn is None else _draw_words(self.source, self.epoch, drawn)
+
     def _draw(self) -> list[int] | None:
         """Return the user's sampler's indices of this epoch, drawn once per epoch and alike on every rank."""
         if isinstance(self.source, int):
             return None
         if self._drawn is None or self._drawn[0] != self.epoch:
-            self._drawn = (self.epoch, _draw_alike(self.source, self.seed, self.epoch))
+            self._drawn = (self.epoch, _draw_alike(self.source, self.seed, self.epoch, MOST_INDICES))
         return self._drawn[1]
 
 
@@ -395,12 +402,23 @@ class DealtBatchSampler(Sampler[list[Any]]):
             position = number * self.world_size + self.rank
             yield batches[position] if position < len(batches) else batches[-1][:1]
 
+    def drawn_words(self) -> dict[str, str]:
+        """Describe the user's batches of this epoch, for a comparison with the other ranks."""
+        return _draw_words(self.batch_sampler, self.epoch, self._draw())
+
     def _round(self, batch: int) -> list[list[Any]]:
         return self._draw()[batch * self.world_size : (batch + 1) * self.world_size]
 
     def _draw(self) -> list[list[Any]]:
         if self._drawn is None or self._drawn[0] != self.epoch:
-            self._drawn = (self.epoch, _draw_alike(self.batch_sampler, self.seed, self.epoch))
+            drawn = _draw_alike(self.batch_sampler, self.seed, self.epoch, MOST_BATCHES)
+            batches = [batch if hasattr(batch, "__len__") else list(batch) for batch in drawn]
+            if not all(map(len, batches)):
+                raise DataError(
+                    f"{type(self.batch_sampler).__name__} yields a batch without any index in epoch {self.epoch} (the "
+                    f"{list(map(len, batches)).index(0) + 1}. of {len(batches)}): leave empty batches out."
+                )
+            self._drawn = (self.epoch, batches)
         return self._drawn[1]
 
 
@@ -492,15 +510,44 @@ def index_number(index: Any) -> int:
         return int.from_bytes(hashlib.blake2b(repr(index).encode(), digest_size=8).digest(), "little")
 
 
-def _draw_alike(sampler: Iterable[Any], seed: int, epoch: int) -> list[Any]:
+def _draw_words(sampler: Any, epoch: int, drawn: list[Any]) -> dict[str, str]:
+    """Say what a sampler has drawn, as a fact that must be the same on every rank."""
+    name = (
+        f"draw of {type(sampler).__name__} for epoch {epoch} (its randomness must follow from a seed that all ranks "
+        "share; one that draws for its own rank alone says is_sharded = True)"
+    )
+    shown = re.sub(r" at 0x[0-9a-fA-F]+", "", repr(drawn))
+    return {name: hashlib.blake2b(shown.encode(), digest_size=6).hexdigest()}
+
+
+def _draw_alike(sampler: Iterable[Any], seed: int, epoch: int, most: int) -> list[Any]:
     """List what a sampler yields, its randomness fixed by (seed, epoch) and the caller's left as it was."""
     key = mix_key(seed, epoch, 0xDEA1)
     generators = [getattr(one, "generator", None) for one in layers(sampler)]
     with _own_randomness(key, [one for one in generators if isinstance(one, torch.Generator)]):
-        drawn = list(sampler)
+        iterator = iter(sampler)
+        most = max(most, 2 * _length_or_0(sampler))
+        drawn = list(itertools.islice(iterator, most + 1))
+    name = type(sampler).__name__
+    if len(drawn) > most:
+        raise DataError(
+            f"{name} seems to have no end: it has yielded {len(drawn):,} times. A sampler is drawn whole at the start "
+            "of an epoch, to be divided. Let it end, or give it a len() if it is so long."
+        )
     if not drawn:
-        raise DataError(f"{type(sampler).__name__} yields nothing in epoch {epoch}: there is no data to train on.")
+        once = " A generator can be iterated once only: give an object whose __iter__ begins anew."
+        raise DataError(
+            f"{name} yields nothing in epoch {epoch}: there is no data to train on."
+            + (once if iterator is sampler else "")
+        )
     return drawn
+
+
+def _length_or_0(sampler: Any) -> int:
+    try:
+        return len(sampler)
+    except (TypeError, NotImplementedError):
+        return 0
 
 
 @contextlib.contextmanager

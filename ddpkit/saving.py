@@ -83,6 +83,7 @@ class Saving(Hooks):
             "step": self.step,
             "avg_train_loss": float(self.avg_train_loss),
             "optimizer_step": self.optimizer_step,
+            "grad_accumulation_factor": self.grad_accumulation_factor,
             "loss_sum": loss_sum,
             "loss_count": loss_count,
             "samples": int(samples),
@@ -98,6 +99,9 @@ class Saving(Hooks):
         if end_of_epoch:
             return
         self.step = state["step"]
+        if self.global_batch_size is not None:  # other processes may take a step in another number of batches
+            before = state.get("grad_accumulation_factor", self.grad_accumulation_factor)
+            self.step = self.step // before * self.grad_accumulation_factor
         self.avg_train_loss = state["avg_train_loss"]
         if self.rank == 0:
             count = state.get("loss_count", self.step)

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch.utils.data import DataLoader, IterableDataset
 
+from ddpkit.agreement import require_agreement
 from ddpkit.control import Beat
-from ddpkit.dataloader import LoopedLoader, SaveableDataLoader, guess_batch_size, plan_of, set_epoch
+from ddpkit.dataloader import LoopedLoader, SaveableDataLoader, plan_of, set_epoch
 from ddpkit.distributed import get_world_size, if_main_process, start_sum_over_ranks, sum_over_ranks
 from ddpkit.feed import Feed
 from ddpkit.gathering import Seen, is_divided
@@ -21,6 +22,7 @@ from ddpkit.loop import LoopHost, evaluate_epoch, train_epoch
 from ddpkit.metrics import LossMeter, begin_stage
 from ddpkit.progress import COLOURS, ProgressBar
 from ddpkit.stream_feed import StreamFeed
+from ddpkit.streams import StreamLoader, guess_batch_size
 from ddpkit.train_logger import run_event
 from ddpkit.types import Stage
 
@@ -108,6 +110,7 @@ def run_training(host: StageHost, loader: Any, epoch: int, *, enable_bar: bool) 
     """
     progress, options = host.progress, host.run_opts
     set_epoch(loader, epoch)
+    _require_same_draw(loader)
     if progress.step and isinstance(loader, SaveableDataLoader):
         loader.skip_next(progress.step)
     feed = _feed(host, loader)
@@ -157,6 +160,7 @@ def run_evaluation(host: StageHost, loader: Any, stage: Stage, epoch: int | None
         'run_evaluation'
     """
     options = host.run_opts
+    _require_same_draw(loader)
     host.progress.meter = LossMeter()
     _watch(host, stage, loader)
     started = time.monotonic()
@@ -167,8 +171,17 @@ def run_evaluation(host: StageHost, loader: Any, stage: Stage, epoch: int | None
     with _bar(stage, epoch, length, options, enable=enable_bar) as bar:
         plan, beat = plan_of(loader), Beat(list, 1, is_main=True)
         bar.partial = plan is not None and plan.world_size > 1
-        evaluate_epoch(host, loader, stage, bar, count=_counting(counts_of(loader)), limit=limit, beat=beat)
+        evaluate_epoch(host, loader, stage, bar, count=_counting(loader), limit=limit, beat=beat)
         return _finish(host, stage, epoch, time.monotonic() - started, bar)
+
+
+def _require_same_draw(loader: Any) -> None:
+    """Make sure that a user's sampler, of which every rank takes its part, has drawn the same on all of them."""
+    plan = plan_of(loader)
+    if plan is not None and plan.world_size > 1:
+        facts = plan.drawn_words()
+        if facts:
+            require_agreement(facts)
 
 
 def _watch(host: StageHost, stage: Stage, loader: Any) -> None:
@@ -213,13 +226,21 @@ def _stream_feed(host: StageHost, loader: Any) -> StreamFeed:
         world_size=get_world_size(),
         start=host.progress.step,
         start_sum=start_sum_over_ranks,
+        size_of=_size_of(loader),
     )
 
 
-def _counting(counts: Counts | None) -> Callable[[int, Any], int]:
-    """Return what tells a batch's number of samples: the plan, or where there is none the batch itself."""
+def _size_of(loader: Any) -> Callable[[Any], int]:
+    """Return what tells the number of samples of a batch that was just read."""
+    return loader.size_of if isinstance(loader, StreamLoader) else guess_batch_size
+
+
+def _counting(loader: Any) -> Callable[[int, Any], int]:
+    """Return what tells a batch's number of samples: the plan, or where there is none the loader or the batch."""
+    counts = counts_of(loader)
     if counts is None:
-        return lambda _, batch: guess_batch_size(batch)
+        size_of = _size_of(loader)
+        return lambda _, batch: size_of(batch)
     return lambda number, _: counts.count(number)
 
 

@@ -11,8 +11,8 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ddpkit.dataloader import guess_batch_size
 from ddpkit.errors import DataError
+from ddpkit.streams import guess_batch_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator

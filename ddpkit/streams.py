@@ -8,8 +8,10 @@ numbers of its own, that follow from seed and epoch, and without a look at the w
 
 from __future__ import annotations
 
+import copy
 import itertools
 import random
+from collections.abc import Mapping
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, cast
 
@@ -24,7 +26,7 @@ from ddpkit.permutation import mix_key
 from ddpkit.sampler import SamplingPlan, set_epoch_inside
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
 logger = get_logger(__name__)
 
@@ -154,6 +156,9 @@ class StreamShard(IterableDataset[Any]):
 class StreamLoader(DataLoader[Any]):
     """A ``DataLoader`` of a stream, with worker seeds that follow from a key and the epoch.
 
+    Attributes:
+        last_size: items of the batch that was yielded last; None where the stream makes the batches.
+
     Args:
         dataset: this rank's part of the stream.
         key: another one on every rank.
@@ -171,12 +176,40 @@ class StreamLoader(DataLoader[Any]):
         if self.key is not None:
             options["generator"] = torch.Generator()
         super().__init__(dataset, **options)
+        self.last_size: int | None = None
         self.set_epoch(1)
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch whose worker seeds the next iteration follows."""
         if self.key is not None and self.generator is not None:
             self.generator.manual_seed(mix_key(self.key, epoch) >> 1)
+
+    def size_of(self, batch: Any) -> int:
+        """Return the number of items of the batch that was yielded last."""
+        return guess_batch_size(batch) if self.last_size is None else self.last_size
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        if self.batch_size is None:
+            return super().__iter__()
+        view = copy.copy(self)
+        vars(view)["collate_fn"] = _Counting(self.collate_fn)
+        inner: Iterator[Any] = super(StreamLoader, view).__iter__()
+        self._iterator = view._iterator  # noqa: SLF001 -- persistent workers stay with this loader
+        return self._sized(inner)
+
+    def _sized(self, inner: Iterator[Any]) -> Iterator[Any]:
+        for self.last_size, batch in inner:
+            yield batch
+
+
+class _Counting:
+    """Collates, and counts what it is given."""
+
+    def __init__(self, collate_fn: Callable[[Any], Any]) -> None:
+        self.collate_fn = collate_fn
+
+    def __call__(self, items: list[Any]) -> tuple[int, Any]:
+        return len(items), self.collate_fn(items)
 
 
 class BatchShard:
@@ -445,3 +478,41 @@ def _is_webdataset(data: Any) -> bool:
 
 def _comes_from(data: Any, package: str) -> bool:
     return any(one.__module__.partition(".")[0] == package for one in type(data).__mro__)
+
+
+def guess_batch_size(batch: Any) -> int:
+    """Return the number of samples of a batch: its ``batchsize``, or the length of its first tensor or array.
+
+    Args:
+        batch: an object that knows its ``batchsize``; a tensor; a list, tuple or dict with one among its fields; or a
+            list of samples.
+
+    Returns:
+        1 where nothing tells, with a warning.
+
+    Ranks: local.
+
+    Example:
+        >>> guess_batch_size([torch.zeros(3, 2), torch.zeros(3)]), guess_batch_size({"x": torch.zeros(2)})
+        (3, 2)
+    """
+    if hasattr(batch, "batchsize"):
+        return int(batch.batchsize)
+    fields = list(batch.values()) if isinstance(batch, Mapping) else batch
+    if isinstance(fields, (list, tuple)):
+        for field in fields:
+            shape = getattr(field, "shape", ())
+            if isinstance(field, (torch.Tensor, np.ndarray)) and shape:
+                return int(shape[0])
+    first: Any = next(iter(fields), None) if isinstance(batch, Mapping) else batch
+    if isinstance(batch, Mapping) and isinstance(first, (Mapping, tuple)):
+        return guess_batch_size(first)
+    try:
+        return len(first)
+    except TypeError:
+        logger.warning_once(
+            "A batch of the type %s does not tell how many samples it has, and counts as one: give it an attribute "
+            "`batchsize`.",
+            type(batch).__name__,
+        )
+        return 1

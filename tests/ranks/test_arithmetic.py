@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from ddpkit.brain import Brain
+from ddpkit.checkpoints import Checkpointer
 from ddpkit.dataloader import DEFAULT_SEED
 from ddpkit.errors import DataError
 from ddpkit.feed import Feed
@@ -297,3 +298,42 @@ def train_with_means_of_means(case):
         return train(case)
     finally:
         Feed._weigh = right
+
+
+# --------------------------------------------------------------------------- on another number of ranks
+
+
+def train_to_the_middle(folder, epochs):
+    """Train with checkpoints inside the epoch; the first run ends after a few optimizer steps."""
+    case = Case(20, None, whole=6, micro=1)
+    net = make_modules(case)["net"]
+    options = {"device": "cpu", "noprogressbar": True, "global_batch_size": 6, "micro_batch_size": 1}
+    brain = Recorder(
+        {"net": net},
+        sgd,
+        run_opts={**options, "ckpt_interval_steps": 1, "optimizer_step_limit": None if epochs else 2},
+        checkpointer=Checkpointer(folder, {"net": net}),
+    )
+    brain.met, brain.told = [], []
+    brain.fit(EpochCounterOnce(epochs or 1), make_data(20), train_loader_kwargs={"shuffle": True})
+    return torch.cat([value.flatten() for value in brain.raw_modules.state_dict().values()]), brain.optimizer_step
+
+
+class EpochCounterOnce:
+    """Epochs from 1, whatever a checkpoint says: the middle of the first is what is continued."""
+
+    def __init__(self, limit):
+        self.limit = limit
+
+    def __iter__(self):
+        return iter(range(1, self.limit + 1))
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_micro_batches_on_another_number_of_ranks_go_on_at_the_same_step(ranks, world_size, tmp_path):
+    """A place in the epoch is one between optimizer steps, however many batches these take on a rank."""
+    whole, steps = train_to_the_middle(tmp_path / "whole", 2)
+    train_to_the_middle(tmp_path / "parts", 0)
+    for weights, steps_there in ranks.run(train_to_the_middle, tmp_path / "parts", 2, world_size=world_size):
+        assert steps_there == steps == 8
+        torch.testing.assert_close(weights, whole, rtol=0, atol=1e-10)

@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from ddpkit.brain import Brain
 from ddpkit.distributed import if_main_process, run_on_main
@@ -307,3 +308,65 @@ def unlike(kind):
 def test_states_that_do_not_fit_are_an_error_on_every_rank(ranks, kind, text):
     for message in ranks.run(unlike, kind):
         assert text in message
+
+
+class Counting(Brain):
+    """Counts in compute_objectives, in training too, as recipes do."""
+
+    def compute_forward(self, batch, stage):
+        return self.modules.net(batch)
+
+    def compute_objectives(self, predictions, batch, stage):
+        losses = predictions.square().squeeze(1)
+        self.seen_here.update(torch.ones_like(losses))
+        self.mean_loss.update(losses)
+        self.wrapped.update(len(losses))
+        return losses.mean()
+
+    def on_stage_start(self, stage, epoch=None):
+        if self.resets:
+            self.begin()
+
+    def begin(self):
+        self.seen_here, self.mean_loss, self.wrapped = Sum(), Mean(), Reduced(Sum())
+
+    def on_stage_end(self, stage, stage_loss, epoch=None):
+        if self.resets:
+            numbers = (self.seen_here.compute(), self.mean_loss.compute(), self.wrapped.compute(), stage_loss)
+            self.told.append((stage.name, *numbers))
+
+
+def count_while_training(size, shard, resets=True):
+    torch.manual_seed(0)
+    brain = Counting(
+        {"net": nn.Linear(1, 1).double()},
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        run_opts={"device": "cpu", "noprogressbar": True, "global_batch_size": 3, "shard_evaluation": shard},
+    )
+    brain.resets, brain.told = resets, []
+    brain.begin()
+    data = torch.arange(size, dtype=torch.float64).reshape(-1, 1) / size
+    brain.fit([1, 2], data, data[: size // 2 + 1])
+    return brain.told if resets else brain.seen_here.compute()
+
+
+@pytest.mark.parametrize("shard", [False, True])
+@pytest.mark.parametrize("size", [1, 2, 10])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_d7_a_repeated_batch_counts_in_no_metric(ranks, world_size, size, shard):
+    """Metrics of a training whose last batches leave ranks empty are those of one process."""
+    alone = count_while_training(size, shard)
+    assert [row[1] for row in alone] == [size, size // 2 + 1] * 2
+    for told in ranks.run(count_while_training, size, shard, world_size=world_size):
+        assert [row[0] for row in told] == [row[0] for row in alone]
+        for row, expected in zip(told, alone, strict=True):
+            assert row[1:] == pytest.approx(expected[1:], abs=1e-12)
+
+
+def test_a_metric_of_divided_and_undivided_stages_is_refused(ranks):
+    """Each rank would give another number; with the evaluation divided, too, one sum is right."""
+    assert count_while_training(7, False, False) == 2 * (7 + 4)
+    assert ranks.run(count_while_training, 7, True, False, world_size=2) == [22.0, 22.0]
+    for outcome in ranks.outcomes(count_while_training, 7, False, False, world_size=2):
+        assert outcome.error_type == "ConfigError"
+        assert "this Sum has counted in stages whose data is divided" in outcome.error

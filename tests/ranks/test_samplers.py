@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 from collections import Counter
 
 import pytest
@@ -12,6 +13,7 @@ from torch.utils.data import BatchSampler, ConcatDataset, DataLoader
 
 from ddpkit.checkpoints import Checkpointer
 from ddpkit.dataloader import distributed_loader_specifics, make_dataloader
+from ddpkit.distributed import get_rank
 from ddpkit.epoch_loop import EpochCounter
 from ddpkit.sampler import (
     BalancingDataSampler,
@@ -324,3 +326,43 @@ def test_concat_batches_hold_some_of_every_part(ranks):
     for noted, _ in ranks.run(fit_concat_of_datasets):
         for batch in flat(noted.values()):
             assert [index < 9 for index in batch] == [True, False, False]
+
+
+class OfItsOwn:
+    """Draws from a generator that nobody can seed: other numbers on every rank."""
+
+    def __init__(self, rank):
+        self.random = random.Random(rank)
+
+    def __iter__(self):
+        return iter(self.random.sample(range(12), 12))
+
+    def __len__(self):
+        return 12
+
+
+class ForItsRank(OfItsOwn):
+    is_sharded = True
+
+    def __iter__(self):
+        return iter(range(get_rank() or 0, 12, 2))
+
+    def __len__(self):
+        return 6
+
+
+def fit_own(kind):
+    brain = make()
+    brain.fit([1], points(12), train_loader_kwargs={"sampler": kind(get_rank()), "batch_size": 2})
+    return brain.optimizer_step
+
+
+def test_a_sampler_that_draws_otherwise_on_every_rank_is_told_of(ranks):
+    outcomes = ranks.outcomes(fit_own, OfItsOwn, world_size=2)
+    for outcome in outcomes:
+        assert outcome.error_type == "RankMismatchError"
+        assert "draw of OfItsOwn for epoch 1 (its randomness must follow from a seed" in outcome.error
+
+
+def test_a_sampler_that_says_it_draws_for_its_rank_is_left_alone(ranks):
+    assert ranks.run(fit_own, ForItsRank, world_size=2) == [3, 3]

@@ -24,6 +24,7 @@ from torch.utils.data import (
 import ddpkit.augmentation
 from ddpkit.augmentation import KeyedBatch, KeyedDataset, sample_seed
 from ddpkit.dataloader import LoopedLoader, SaveableDataLoader, Sharding, make_dataloader, plan_of, reshard, shard
+from ddpkit.errors import DataError
 from ddpkit.permutation import mix, mix_key
 
 SEED = 5
@@ -620,3 +621,18 @@ def test_another_bit_generator_in_numpys_place():
         assert np.random.get_state(legacy=False) != before
     finally:
         np.random.set_bit_generator(held)
+
+
+class RunsDry:
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, index):
+        return next(iter([])) if index == 3 else index
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_stop_iteration_of_the_dataset_is_no_end_of_the_epoch(num_workers):
+    loader = shard(RunsDry(), Sharding(), batch_size=2, num_workers=num_workers)
+    with pytest.raises(DataError, match=r"RunsDry raised StopIteration for the samples 2, 3: a loader takes that for"):
+        list(loader)

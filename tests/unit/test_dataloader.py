@@ -29,7 +29,6 @@ from ddpkit.dataloader import (
     SaveableDataLoader,
     Sharding,
     default_seed,
-    guess_batch_size,
     make_dataloader,
     plan_of,
     reshard,
@@ -38,6 +37,7 @@ from ddpkit.dataloader import (
 )
 from ddpkit.errors import ConfigError, DataError
 from ddpkit.sampler import DealtBatchSampler, PlannedBatchSampler
+from ddpkit.streams import guess_batch_size
 
 
 class Numbers(Dataset):
@@ -587,7 +587,9 @@ def test_a_looped_loader_counts_samples():
                 found[rank] += batch[: loader.count(number)].tolist()
     assert sorted(flat(found)) == sorted(list(range(9)) * 4)
     assert not LoopedLoader([1], 1).has_counts
-    assert not LoopedLoader(shard(range(4), Sharding(), sampler=range(4)), 1).has_counts
+    assert LoopedLoader(shard(range(4), Sharding(), sampler=range(4)), 1).has_counts
+    by_batches = shard(range(4), Sharding(), batch_sampler=[[0, 1], [2, 3]])
+    assert not LoopedLoader(by_batches, 1).has_counts
     with pytest.raises(DataError, match="list does not know how many samples a batch has"):
         LoopedLoader([1], 1).count(0)
 

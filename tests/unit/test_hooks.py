@@ -7,6 +7,7 @@ import logging
 import math
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -175,6 +176,44 @@ def test_means_and_sums_do_not_mix_in_a_window(first):
                 brain.fit_batch(ONE)
         else:
             brain.fit_batch(ONE)
+
+
+def test_a_mean_between_two_sums():
+    brain = sums(2, 2)
+    right, window = brain.compute_objectives, brain.progress.window
+    brain.step, window.closes = 1, False
+    brain.fit_batch(ONE)
+    brain.step = 2
+    brain.compute_objectives = lambda predictions, batch, stage: predictions.mean()
+    with pytest.raises(BatchError, match="for some micro-batches of an optimizer step and"):
+        brain.fit_batch(ONE)
+    assert right
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float16, torch.bfloat16, torch.bool])
+def test_counts_are_added_up_in_the_widest_float(dtype):
+    one = torch.tensor(1 if dtype is torch.bool else 200, dtype=dtype)
+    brain = sums(one, one)
+    window = brain.progress.window
+    for step, closes in enumerate([False, True], 1):
+        brain.step, window.closes = step, closes
+        brain.fit_batch(ONE)
+    assert brain.weight == pytest.approx(1.8)
+
+
+def test_counts_that_make_no_sense():
+    brain = sums(torch.tensor(-3.0))
+    with pytest.raises(BatchError, match="with counts that add up to less than nothing"):
+        brain.fit_batch(ONE)
+    assert brain.weight == 2.0
+    for wrong in (math.inf, math.nan, True, "2"):
+        brain = sums(1)
+        brain.compute_objectives = lambda predictions, batch, stage, wrong=wrong: (predictions.sum(), wrong)
+        with pytest.raises(BatchError, match="which is no number of things"):
+            brain.fit_batch(ONE)
+    brain = sums(np.int64(2))
+    brain.fit_batch(ONE)
+    assert brain.weight == pytest.approx(1.8)
 
 
 def test_evaluation_of_sums():

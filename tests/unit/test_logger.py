@@ -291,3 +291,17 @@ def test_without_tqdm_the_handler_just_writes(monkeypatch):
 def test_orders_of_magnitude(number, short, long):
     assert format_order_of_magnitude(number) == short
     assert format_order_of_magnitude(number, abbreviate=False) == long
+
+
+def test_what_a_user_has_to_see_is_seen_without_any_set_up(monkeypatch, capsys, caplog):
+    logger = get_logger("ddpkit.announces")
+    logger.setLevel(logging.INFO)
+    logger.announce("number %d", 1)
+    assert "number 1" in caplog.text
+    assert "number 1" not in capsys.readouterr().err
+    monkeypatch.setattr(logging.Logger, "hasHandlers", lambda self: False)
+    logger.announce("number %d of 100 %%", 2)
+    assert capsys.readouterr().err == "number 2 of 100 %\n"
+    monkeypatch.setenv("RANK", "1")
+    logger.announce("number %d", 3)
+    assert capsys.readouterr().err == ""

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ddpkit.control import Beat, BeatReport
-from ddpkit.errors import BatchError, NonFiniteLossError
+from ddpkit.errors import BatchError, DataError, NonFiniteLossError
 from ddpkit.feed import Feed, Window
 from ddpkit.loop import Progress, backward, evaluate_epoch, loss_problem, one_number, train_epoch
 from ddpkit.sampler import DealtBatchSampler, PlannedBatchSampler
@@ -465,3 +465,9 @@ def test_losses_of_an_evaluation():
 def test_every_bad_loss_has_a_problem():
     problems = Counter(loss_problem(loss) for loss, _ in BAD_LOSSES)
     assert None not in problems
+
+
+def test_a_loader_that_ends_early_is_an_error():
+    """Without it an epoch would end there on this rank alone, and the others would wait."""
+    with pytest.raises(DataError, match=r"^the training loader ended after 3 of 5 batches: its length must be"):
+        drain(Feed(iter("abc"), 5))

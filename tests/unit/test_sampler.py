@@ -20,6 +20,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from ddpkit import sampler as sampler_module
 from ddpkit.errors import ConfigError, DataError
 from ddpkit.permutation import SMALL, Order
 from ddpkit.sampler import (
@@ -496,3 +497,38 @@ def test_samplers_inside_a_sampler_of_several_are_found():
     assert list(dealt) == list(DealtBatchSampler(outer, 0, 1, seed=3))
     for generator, state in zip(generators, before, strict=True):
         assert torch.equal(generator.get_state(), state)
+
+
+class Endless:
+    def __iter__(self):
+        return itertools.count()
+
+
+def test_a_sampler_without_an_end_is_an_error_and_no_hang(monkeypatch):
+    monkeypatch.setattr(sampler_module, "MOST_INDICES", 1000)
+    with pytest.raises(DataError, match=r"^Endless seems to have no end: it has yielded 1,001 times\. .* Let it end"):
+        list(PlannedBatchSampler(Endless(), 2))
+    known = SubsetRandomSampler(range(3000))
+    assert len(list(PlannedBatchSampler(known, 2))) == 1500, "one that has a len() may be as long as it is"
+
+
+def test_batches_of_any_kind():
+    dealt = DealtBatchSampler([(index for index in (1, 2)), (3,)], 0, 1)
+    assert list(dealt) == [[1, 2], (3,)]
+    with pytest.raises(DataError, match=r"^list yields a batch without any index in epoch 1 \(the 2\. of 3\)"):
+        list(DealtBatchSampler([[1], [], [2]], 0, 1))
+    once = DealtBatchSampler((batch for batch in [[1], [2]]), 0, 1)
+    assert list(once) == [[1], [2]]
+    once.set_epoch(2)
+    with pytest.raises(DataError, match="generator yields nothing in epoch 2: .* can be iterated once only"):
+        list(once)
+
+
+def test_what_was_drawn_in_words():
+    assert PlannedBatchSampler(5, 2).drawn_words() == {}
+    words = [PlannedBatchSampler(draw, 1).drawn_words() for draw in ([1, 2], [1, 2], [2, 1])]
+    assert words[0] == words[1] != words[2]
+    (name,) = words[0]
+    assert name.startswith("draw of list for epoch 1 (its randomness must follow from a seed")
+    objects = [DealtBatchSampler([[object()]], 0, 1).drawn_words() for _ in range(2)]
+    assert objects[0] == objects[1], "where an object lies in memory is no difference"

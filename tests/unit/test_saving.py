@@ -47,6 +47,7 @@ def test_the_midst_of_an_epoch_comes_back(tmp_path):
         "step": 5,
         "avg_train_loss": 2.25,
         "optimizer_step": 20,
+        "grad_accumulation_factor": 1,
         "loss_sum": 10.0,
         "loss_count": 4.0,
         "samples": 20,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import logging
 import random
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
+from ddpkit import streams
 from ddpkit.dataloader import Sharding, deal_batches, reshard, set_epoch, shard
 from ddpkit.errors import ConfigError, DataError
 from ddpkit.logger import get_logger
@@ -413,7 +415,8 @@ def test_a_worker_init_fn_that_would_divide_it_again_is_told():
     batches = iter(loader)
     with pytest.raises(AttributeError, match=r"StreamShard has no attribute 'size'.*has nothing to divide"):
         next(batches)
-    batches._shutdown_workers()  # the traceback holds it: the workers would be waited for when that is collected
+    del batches
+    gc.collect()
 
 
 # ------------------------------------------------------------------------------------------ loaders of batches
@@ -500,3 +503,22 @@ def test_a_loader_that_was_divided_by_its_maker_is_used_as_it_is(kind, caplog):
     assert caplog.messages == [
         f"{type(loader).__name__} divides itself over the ranks (is_sharded): it is used as it is."
     ]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_batch_of_a_stream_counts_the_items_that_were_collated(num_workers):
+    """Whatever the collate function makes of them."""
+    for collate in (list, nothing_that_tells):
+        loader = shard(Stream(7), Sharding(), batch_size=3, collate_fn=collate, num_workers=num_workers)
+        assert [loader.size_of(batch) for batch in loader] == [3, 3, 1]
+        assert loader.collate_fn is collate
+
+
+def nothing_that_tells(items):
+    return object()
+
+
+def test_a_batch_that_does_not_tell_its_size_is_warned_of(caplog, monkeypatch):
+    monkeypatch.setattr(streams.logger, "_said", set())
+    assert streams.guess_batch_size(object()) == 1
+    assert "A batch of the type object does not tell how many samples it has" in caplog.text

@@ -22,14 +22,14 @@ from torch.utils.data import Subset, get_worker_info
 
 from ddpkit.errors import DataError
 from ddpkit.permutation import mix, mix_key
-from ddpkit.sampler import count_repeats, index_number, set_epoch_inside
+from ddpkit.sampler import PlannedBatchSampler, count_repeats, index_number, set_epoch_inside
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from torch.utils.data import DataLoader
 
-    from ddpkit.sampler import DealtBatchSampler, PlannedBatchSampler
+    from ddpkit.sampler import DealtBatchSampler
 
     _State = tuple[Any, Any]  # what shows a state, and the state
 
@@ -194,6 +194,10 @@ class KeyedSampler:
         epoch, first = place.epoch, 0 if isinstance(place, Place) else place.skip
         base = mix_key(place.seed, epoch)
         seen: dict[int, int] = {}
+        if self.batched and isinstance(place, PlannedBatchSampler) and isinstance(place.source, int):
+            for indices in self.inner:  # lists, in which no index comes twice
+                yield KeyedBatch(base, epoch, indices)
+            return
         for number, given in enumerate(self.inner, first):
             indices = given if self.batched else [given]
             if not hasattr(indices, "__getitem__"):
@@ -232,8 +236,13 @@ class KeyedDataset:
         self._learning = True
         self._streams: list[_Stream] = []  # made by the process that loads
         self._seeded: list[_Stream] = []  # those that loading draws from
+        self._is_plain = False  # loading has drawn nothing so far
 
     def __getitem__(self, batch: KeyedBatch) -> Any:
+        if self._is_plain and batch.epoch == self.epoch and _NOW.batch is None:
+            loaded, is_plain = self._load_plainly(batch)
+            if is_plain:
+                return loaded
         if batch.epoch != self.epoch or not self._streams:
             self._follow(batch.epoch)
         before = [stream.state() for stream in self._streams]
@@ -246,17 +255,51 @@ class KeyedDataset:
                 self._put_back(before)
                 loaded, again = self._load(batch, before)
             untouched = not (learning or self._seeded)
+            self._is_plain = self.batched and not (self._by_list or self._learning or self._seeded)
             return loaded
         except StopIteration as error:
-            raise DataError(
-                f"{type(self.dataset).__name__} raised StopIteration for the samples {_shown(batch.indices)}: a loader "
-                "takes that for the end of the data. Look for a next() on something that is used up, in __getitem__ "
-                "and in the collate function."
-            ) from error
+            raise self._used_up(batch) from error
         finally:
             _NOW.batch, _NOW.place, _NOW.asked = outer
             if not untouched:
                 self._put_back(before)
+
+    def _load_plainly(self, batch: KeyedBatch) -> tuple[Any, bool]:
+        """Load a batch in the shortest way, and say whether that drew nothing, so that it counts.
+
+        All that is called for every batch and every stream is written out: it is time that each batch takes.
+        """
+        python, legacy, generator = self._streams
+        shown = (python.peek(), legacy.peek())
+        if shown[0] != python.last[0] or shown[1] != legacy.last[0]:
+            python.state(), legacy.state()  # read anew, in case they must be put back
+        state = torch.default_generator.get_state()
+        words = state.numpy().tobytes()
+        _NOW.batch, _NOW.asked = batch, False
+        dataset, is_plain = self.dataset, False
+        try:
+            samples = [dataset[index] for _NOW.place, index in enumerate(batch.indices)]  # sample_seed asks for it
+            _NOW.place = _COLLATING
+            loaded = self.collate_fn(samples)
+            is_plain = (python.peek(), legacy.peek()) == shown and generator.peek() == words
+            return loaded, is_plain
+        except StopIteration as error:
+            raise self._used_up(batch) from error
+        finally:
+            _NOW.batch, _NOW.place, _NOW.asked = None, _WHOLE, False
+            if not is_plain:
+                before = [python.last, legacy.last, (words, state)]
+                pairs = list(zip(self._streams, before, strict=True))
+                self._seeded = [stream for stream, (seen, _) in pairs if stream.peek() != seen]
+                self._is_plain = False
+                self._put_back(before)
+
+    def _used_up(self, batch: KeyedBatch) -> DataError:
+        return DataError(
+            f"{type(self.dataset).__name__} raised StopIteration for the samples {_shown(batch.indices)}: a loader "
+            "takes that for the end of the data. Look for a next() on something that is used up, in __getitem__ and in "
+            "the collate function."
+        )
 
     def _follow(self, epoch: int) -> None:
         """Make ready for a batch of an epoch."""
@@ -329,16 +372,16 @@ class _Stream:
     number = 0
 
     def __init__(self) -> None:
-        self._last: _State = (None, None)
+        self.last: _State = (None, None)
         self._mark: Any = None
         self._moved = False
 
     def state(self) -> _State:
         """Return what :meth:`peek` shows, and the state; it is read only if it is another one than the last time."""
         seen = self.peek()
-        if seen != self._last[0]:
-            self._last = (seen, self.get())
-        return self._last
+        if seen != self.last[0]:
+            self.last = (seen, self.get())
+        return self.last
 
     def start(self, key: int, *, watch: bool) -> None:
         """Seed the stream; note, if asked to, whether it had moved since the last time."""
@@ -371,15 +414,19 @@ class _Stream:
 
 
 class _Python(_Stream):
+    """Python's stream. Reading its state takes 5 us: what every draw moves is looked at in memory instead."""
+
     number = 1
 
     def __init__(self) -> None:
         super().__init__()
         self._owner: Any = cast("Any", random.getstate).__self__
-        self._body = _body_of(self._owner, random.Random.__base__) if _can_peek() else None
+        self._twister = _python_twister(self._owner) if _can_peek() else None
 
     def peek(self) -> Any:
-        return random.getstate() if self._body is None else (self._body(), self._owner.gauss_next)
+        if self._twister is None:
+            return random.getstate()
+        return self._twister[0].value, self._twister[1].value, self._owner.gauss_next
 
     def get(self) -> Any:
         return random.getstate()
@@ -401,16 +448,16 @@ class _Numpy(_Stream):
         self._owner: Any = cast("Any", np.random.get_state).__self__
         self._body = _body_of(self._owner, np.random.RandomState) if _can_peek() else None
         self._bits: Any = None
-        self._words: Callable[[], bytes] | None = None
+        self._twister: Any = None
 
     def peek(self) -> Any:
         bits = self._owner._bit_generator  # noqa: SLF001 -- np.random.get_bit_generator came with numpy 1.24
         if bits is not self._bits:
             self._bits = bits  # held, so that what is looked at stays alive
-            self._words = _words_of(bits) if self._body and type(bits) is np.random.MT19937 else None
-        if self._words is None or self._body is None:
+            self._twister = _numpy_twister(bits) if self._body and type(bits) is np.random.MT19937 else None
+        if self._twister is None or self._body is None:
             return _comparable(self.get())
-        return self._words(), self._body()
+        return self._twister.value, self._body()
 
     def get(self) -> Any:
         return np.random.get_state(legacy=False)  # noqa: NPY002 -- users' datasets draw from it
@@ -449,9 +496,18 @@ def _body_of(owner: object, kind: Any) -> Callable[[], bytes]:
     return functools.partial(ctypes.string_at, id(owner) + header, kind.__basicsize__ - header)
 
 
-def _words_of(bits: Any) -> Callable[[], bytes]:
-    """Return what reads the state of numpy's Mersenne twister: 624 words and the place in them."""
-    return functools.partial(ctypes.string_at, bits.ctypes.state_address, 4 * 624 + 4)
+def _python_twister(owner: object) -> list[ctypes.c_uint64]:
+    """Return a look at the memory of Python's Mersenne twister: its place in its words, and the first three of these.
+
+    A draw moves the place; when all words are used up they are made anew; and of a seed the first word tells nothing.
+    """
+    begin = id(owner) + object.__basicsize__
+    return [ctypes.c_uint64.from_address(begin), ctypes.c_uint64.from_address(begin + 8)]
+
+
+def _numpy_twister(bits: Any) -> ctypes.c_uint64:
+    """Return a look at the memory of numpy's Mersenne twister: the last of its words, and its place in them."""
+    return ctypes.c_uint64.from_address(bits.ctypes.state_address + 4 * 623)
 
 
 @functools.cache
@@ -459,10 +515,18 @@ def _can_peek() -> bool:
     """Try on fresh generators whether looking at their memory shows every draw, and shows nothing else."""
     python, legacy = random.Random(1), np.random.RandomState(1)
     bits = legacy._bit_generator  # noqa: SLF001 -- as in _Numpy.peek
-    cases: list[tuple[Callable[[], bytes], Callable[[], Any]]] = [
-        (_body_of(python, random.Random.__base__), python.random),
-        (_words_of(bits), legacy.standard_normal),  # makes two, and keeps one
-        (_body_of(legacy, np.random.RandomState), legacy.standard_normal),  # the one kept
+    python_words, numpy_words = _python_twister(python), _numpy_twister(bits)
+    body = _body_of(legacy, np.random.RandomState)
+    cases: list[tuple[Callable[[], Any], Callable[[], Any]]] = [
+        (lambda: [words.value for words in python_words], python.random),
+        (lambda: python_words[0].value, lambda: python.getrandbits(32 * 624)),  # all words: the place is the same again
+        (lambda: [words.value for words in python_words], lambda: python.seed(2)),
+        (lambda: [words.value for words in python_words], lambda: python.seed(3)),
+        (lambda: numpy_words.value, lambda: legacy.seed(2)),
+        (lambda: numpy_words.value, lambda: legacy.seed(3)),
+        (lambda: numpy_words.value, legacy.standard_normal),  # makes two, and keeps one
+        (lambda: numpy_words.value, lambda: legacy.bytes(4 * 624)),
+        (body, legacy.standard_normal),  # the one kept
     ]
     shown = []
     for look, draw in cases:

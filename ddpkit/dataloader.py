@@ -176,7 +176,7 @@ class SaveableDataLoader(DataLoader[Any]):
 
 @register_checkpoint_hooks
 class LoopedLoader:
-    """Cuts an endless or a long loader into epochs of a fixed number of batches.
+    """Cuts an endless stream or a long loader into epochs of a fixed number of batches.
 
     Args:
         loader: started again whenever it ends.

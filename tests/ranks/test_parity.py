@@ -11,6 +11,7 @@ from ddpkit.parity_sides import Sides
 from ddpkit.parity_windows import ParityWindows
 from ddpkit.types import Stage
 from tests.contract.recipes import Regression, make, points, sgd, weights
+from tests.unit.test_parity import OldFitBatch
 
 BATCH = 3
 
@@ -46,17 +47,6 @@ class TokenSum(Regression):
 class Contrastive(Regression):
     def compute_objectives(self, predictions, batch, stage):
         return F.cross_entropy(predictions @ batch[1].T, torch.arange(len(predictions)))
-
-
-class OldFitBatch(Regression):
-    def fit_batch(self, batch):
-        should_step = self.step % self.grad_accumulation_factor == 0
-        with self.no_sync(not should_step):
-            loss = self.compute_objectives(self.compute_forward(batch, Stage.TRAIN), batch, Stage.TRAIN)
-            (loss / self.grad_accumulation_factor).backward()
-        if should_step:
-            self.optimizers_step()
-        return loss.detach()
 
 
 RECIPES = {

@@ -15,7 +15,6 @@ from torch.utils.data import (
     BatchSampler,
     DataLoader,
     Dataset,
-    IterableDataset,
     RandomSampler,
     SequentialSampler,
     get_worker_info,
@@ -38,6 +37,7 @@ from ddpkit.dataloader import (
 from ddpkit.errors import ConfigError, DataError
 from ddpkit.sampler import DealtBatchSampler, PlannedBatchSampler
 from ddpkit.streams import guess_batch_size
+from tests.unit.test_streams import Stream
 
 
 class Numbers(Dataset):
@@ -57,20 +57,6 @@ class Numbers(Dataset):
 
     def set_epoch(self, epoch):
         self.epochs.append(epoch)
-
-
-class Stream(IterableDataset):
-    def __init__(self, size=10):
-        self.size = size
-        self.epoch = 0
-
-    def set_epoch(self, epoch):
-        self.epoch = epoch
-
-    def __iter__(self):
-        worker = get_worker_info()
-        first, step = (0, 1) if worker is None else (worker.id, worker.num_workers)
-        return iter(range(1000 * self.epoch + first, 1000 * self.epoch + self.size, step))
 
 
 class Knowing(RandomSampler):

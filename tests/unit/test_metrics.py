@@ -6,22 +6,10 @@ import math
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ddpkit.errors import ConfigError
 from ddpkit.metrics import FLUSH_AFTER, Accuracy, LossMeter, Mean, Reduced, Sum, begin_stage
-
-
-class HostReads(TorchDispatchMode):
-    """Counts what would make the host wait for a device."""
-
-    def __init__(self):
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.count += "_local_scalar_dense" in str(function)
-        return function(*args, **(kwargs or {}))
+from tests.host_reads import HostReads
 
 
 def test_mean_is_weighted():

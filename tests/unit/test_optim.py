@@ -11,7 +11,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ddpkit.errors import ConfigError
 from ddpkit.optim import (
@@ -23,6 +22,7 @@ from ddpkit.optim import (
     take_step,
     zero_gradients,
 )
+from tests.host_reads import HostReads
 
 FAST = settings(max_examples=150, deadline=None, derandomize=True, database=None)
 
@@ -38,18 +38,6 @@ def parameters(seed, shapes=((3,), (2, 4), (), (5, 1, 2)), dtype=torch.float32, 
 
 def sgd(those, **options):
     return torch.optim.SGD(those, lr=1.0, **options)
-
-
-class HostReads(TorchDispatchMode):
-    """Counts what would make the host wait for a device."""
-
-    def __init__(self):
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.count += "_local_scalar_dense" in str(function)
-        return function(*args, **(kwargs or {}))
 
 
 class Recorder(torch.optim.SGD):

@@ -17,7 +17,7 @@ from ddpkit.dataloader import (
     shard,
 )
 from ddpkit.distributed import get_world_size
-from ddpkit.errors import ConfigError
+from ddpkit.errors import ConfigError, DataError
 from ddpkit.logger import get_logger
 from ddpkit.saving import Saving
 from ddpkit.streams import is_ordered
@@ -120,14 +120,22 @@ class Loaders(Saving):
         return Sharding(seed=default_seed())
 
     def _loader(self, data: Any, stage: Stage, loader_kwargs: Mapping[str, Any]) -> Any:
+        """Make the loader of a stage; an error says of which."""
+        try:
+            return self._loader_of(data, stage, loader_kwargs)
+        except DataError as error:
+            raise DataError(f"{stage.name}: {error}") from error
+
+    def _loader_of(self, data: Any, stage: Stage, loader_kwargs: Mapping[str, Any]) -> Any:
         if data is None:
             return None
         if isinstance(data, LoopedLoader):
             self._require_fixed_length(stage)
             if isinstance(data.loader, DataLoader):
                 data.loader = reshard(data.loader, self._sharding(stage))
-            elif get_world_size() > 1:
-                data.loader = deal_batches(data.loader, self._sharding(stage))
+            else:
+                dealt = deal_batches(data.loader, self._sharding(stage))
+                data.loader = data.loader if get_world_size() == 1 else dealt
             if stage is Stage.TRAIN and self.checkpointer is not None:
                 self.checkpointer.add_recoverable("dataloader-TRAIN", data)
             return data

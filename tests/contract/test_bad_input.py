@@ -15,9 +15,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.data import DataLoader
 
 from ddpkit.brain import Brain
 from ddpkit.checkpoints import Checkpointer
+from ddpkit.dataloader import LoopedLoader
 from ddpkit.distributed import ddp_init_group, get_rank
 from ddpkit.errors import BatchError, CheckpointError, ConfigError, DataError, LaunchError, MissingFileError
 from ddpkit.experiment import close_experiment, create_experiment_directory
@@ -165,6 +167,7 @@ def test_empty_dataset():
         with pytest.raises(DataError) as caught:
             run()
         assert_told(caught.value, "the dataset is empty", "len(Empty) is 0", "Check the paths and filters")
+        assert str(caught.value).split(":")[0] in {"TRAIN", "VALID", "TEST"}
 
 
 def test_empty_stream():
@@ -775,3 +778,48 @@ def test_the_environment_of_a_failing_rank_is_not_needed(tmp_path):
     assert "LaunchError: LOCAL_RANK is set, but RANK is not" in run.tail(15)
     assert "unset RANK LOCAL_RANK WORLD_SIZE" in run.tail(1)
     assert os.environ.get("LOCAL_RANK") is None
+
+
+class OwnLoader:
+    """Yields batches, and is nothing that torch knows."""
+
+    def __iter__(self):
+        return iter([(torch.ones(2, 1), torch.ones(2, 1))] * 4)
+
+
+class TurnedAround(DataLoader):
+    def __iter__(self):
+        return ((inputs, -targets) for inputs, targets in super().__iter__())
+
+
+def test_global_batch_size_that_cannot_divide_what_was_given():
+    for data, loader in (
+        (OwnLoader(), {}),
+        (LoopedLoader(OwnLoader(), 2), {}),
+        (TurnedAround(DATA, batch_size=2), {}),
+        (DATA, {"batch_sampler": [[0, 1], [2, 3]]}),
+    ):
+        brain = make(global_batch_size=4)
+        with pytest.raises(ConfigError, match=r"^global_batch_size=4 cannot divide .* Leave global_batch_size out"):
+            brain.fit([1], data, train_loader_kwargs=loader)
+
+
+def test_nominal_epochs_of_micro_batches():
+    for data, loader in ((LoopedLoader(DataLoader(DATA), 2), {}), (DATA, {"looped_nominal_epoch": 2})):
+        brain = make(global_batch_size=4, micro_batch_size=2)
+        with pytest.raises(ConfigError, match=r"^micro_batch_size=2 makes the number of batches per step depend"):
+            brain.fit([1], data, train_loader_kwargs=loader)
+
+
+def test_a_loader_with_a_way_of_its_own_keeps_it():
+    """On one process and on several: its batches are dealt out, and not made anew from its dataset."""
+    seen = []
+
+    class Looking(Line):
+        def compute_objectives(self, predictions, batch, stage):
+            seen.append(batch[1].sum().item())
+            return super().compute_objectives(predictions, batch, stage)
+
+    brain = make(Looking)
+    brain.fit([1], TurnedAround(DATA, batch_size=4))
+    assert seen == [-sum(target.item() for _, target in DATA[start : start + 4]) for start in (0, 4)]

@@ -540,9 +540,14 @@ def _can_peek() -> bool:
 def _comparable(state: dict[str, Any]) -> Any:
     """Turn numpy's dictionary of a state into something that ``==`` compares."""
     return tuple(
-        (name, _comparable(value) if isinstance(value, dict) else np.asarray(value).tobytes())
+        (name, _comparable(value) if isinstance(value, dict) else _plain(value))
         for name, value in sorted(state.items())
     )
+
+
+def _plain(value: Any) -> Any:
+    """Turn an array into bytes; other values compare by themselves, also whole numbers of more than 64 bits."""
+    return value.tobytes() if isinstance(value, np.ndarray) else value
 
 
 def _takes_lists(dataset: Any) -> bool:

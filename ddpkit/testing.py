@@ -246,8 +246,9 @@ def _serve(connection: Connection, path: list[str], start_method: str) -> None:
         except EOFError:
             return
         outcome = _outcome(function, args, environment, init=init)
-        if not outcome.ok:
-            gc.collect()  # the models of the failed function hold connections that other ranks wait at
+        # What is left of models holds process groups: other ranks may wait at their connections; and a loader's worker
+        # that is forked later must not be the one that collects them, without the threads that they had.
+        gc.collect()
         connection.send(outcome)
 
 

@@ -636,3 +636,9 @@ def test_a_stop_iteration_of_the_dataset_is_no_end_of_the_epoch(num_workers):
     loader = shard(RunsDry(), Sharding(), batch_size=2, num_workers=num_workers)
     with pytest.raises(DataError, match=r"RunsDry raised StopIteration for the samples 2, 3: a loader takes that for"):
         list(loader)
+
+
+def test_states_with_large_whole_numbers_compare_by_value():
+    """Those of PCG64 have 128 bits, which an array would hold as pointers."""
+    one, same, other = (ddpkit.augmentation._comparable(np.random.PCG64(seed).state) for seed in (1, 1, 2))
+    assert one == same != other

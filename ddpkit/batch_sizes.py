@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ddpkit.dataloader import LoopedLoader, plan_of
 from ddpkit.errors import ConfigError
 from ddpkit.sampler import DealtBatchSampler, PlannedBatchSampler
+from ddpkit.streams import StreamShard
 
 if TYPE_CHECKING:
     from ddpkit.run_opts import RunOptions
@@ -114,17 +115,30 @@ def batch_sizes(loader: Any, length: int | None, factor: int, world_size: int) -
     """
     steps = None if length is None else -(-length // factor)
     inner = loader.loader if isinstance(loader, LoopedLoader) else loader
-    planned, looped = plan_of(inner), inner is not loader
+    per_process, per_step = _sizes(inner, factor, world_size)
+    planned, samples = plan_of(inner), None
+    if inner is loader and getattr(inner, "batch_sampler", None) is not None:  # else not a whole pass, or of batches
+        if isinstance(planned, PlannedBatchSampler):
+            samples = planned.plan.used_samples
+        elif isinstance(planned, DealtBatchSampler) and length is not None:
+            samples = sum(planned.total(batch) for batch in range(length))
+    return BatchSizes(world_size, per_process, factor, per_step, steps, samples)
+
+
+def _sizes(loader: Any, factor: int, world_size: int) -> tuple[tuple[int, int] | None, int | None]:
+    """Return the samples of a full batch of one process, smallest and largest, and those of a full step of all."""
+    planned, batches = plan_of(loader), getattr(loader, "batch_sampler", None)
+    dataset, size = getattr(loader, "dataset", None), getattr(loader, "batch_size", None)
     if isinstance(planned, PlannedBatchSampler):
         plan = planned.plan
+        if batches is None:  # the dataset gives whole batches, of which nobody knows the sizes
+            return None, None
         smallest = plan.global_batch_size // plan.micro_batches // world_size
-        per_step = plan.global_batch_size * (factor if plan.micro_batches == 1 else 1)
-        samples = None if looped else plan.used_samples
-        return BatchSizes(world_size, (smallest, plan.batch_size), factor, per_step, steps, samples)
-    samples = None
-    if isinstance(planned, DealtBatchSampler) and length is not None and not looped:
-        samples = sum(planned.total(batch) for batch in range(length))
-    if planned is None and isinstance(getattr(inner, "batch_size", None), int):
-        size = inner.batch_size
-        return BatchSizes(world_size, (size, size), factor, size * world_size * factor, steps, None)
-    return BatchSizes(world_size, None, factor, None, steps, samples)
+        return (smallest, plan.batch_size), plan.global_batch_size * factor // plan.micro_batches
+    if isinstance(dataset, StreamShard) and size is not None:
+        block = dataset.block_size
+        return (block // world_size, -(-block // world_size)), block * factor
+    givers = (loader, batches, getattr(planned, "batch_sampler", None))
+    sizes: list[Any] = [getattr(one, "batch_size", None) for one in givers]
+    known = [one for one in sizes if isinstance(one, int) and one > 0]
+    return ((known[0], known[0]), known[0] * world_size * factor) if known else (None, None)

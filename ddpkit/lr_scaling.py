@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from ddpkit.batch_sizes import batch_sizes
 from ddpkit.dataloader import LoopedLoader, plan_of
 from ddpkit.errors import ConfigError
 from ddpkit.logger import get_logger
@@ -85,7 +86,7 @@ class LrScaling:
                 "--lr_scaling=none."
             )
         accumulated = options.grad_accumulation_factor
-        samples = effective_batch_size(loader, accumulated, world_size)
+        samples = batch_sizes(loader, None, accumulated, world_size).per_step
         if samples is None:
             raise ConfigError(
                 f"lr_scaling={rule} cannot be done: {_why_unknown(loader)}, so the samples of an optimizer step are "
@@ -159,37 +160,6 @@ def scaling_factor(rule: str, samples: int, reference: int) -> float:
     """
     ratio = samples / reference
     return {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[rule]
-
-
-def effective_batch_size(loader: Any, factor: int, world_size: int) -> int | None:
-    """Return the samples of a full optimizer step, over all ranks and the accumulation window.
-
-    Args:
-        loader: of the training, of this rank.
-        factor: batches per optimizer step.
-        world_size: number of ranks.
-
-    Returns:
-        None where batches have no fixed size, or their size is not known.
-
-    Ranks: local; equal on all ranks.
-
-    Example:
-        >>> from ddpkit.dataloader import Sharding, shard
-        >>> effective_batch_size(shard(range(50), Sharding(world_size=2), batch_size=4), 3, 2)
-        24
-        >>> effective_batch_size([[1, 2], [3]], 1, 1) is None
-        True
-    """
-    inner = loader.loader if isinstance(loader, LoopedLoader) else loader
-    planned, batches = plan_of(inner), getattr(inner, "batch_sampler", None)
-    if isinstance(planned, PlannedBatchSampler):
-        plan = planned.plan
-        return None if batches is None else plan.global_batch_size * factor // plan.micro_batches
-    givers = (inner, batches, getattr(planned, "batch_sampler", None))
-    sizes: list[Any] = [getattr(one, "batch_size", None) for one in givers]
-    known = [size for size in sizes if isinstance(size, int) and size > 0]
-    return known[0] * world_size * factor if known else None
 
 
 def scale_learning_rates(host: Any, scaling: LrScaling) -> None:

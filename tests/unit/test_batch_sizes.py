@@ -58,10 +58,14 @@ def test_what_is_said_at_the_start():
 
 
 def test_what_is_said_where_less_is_known():
+    loader = shard(range(10), Sharding(0, 2), batch_sampler=[[0, 1, 2], [3], [4, 5, 6], [7, 8, 9]])
+    assert said(loader, len(loader)) == (
+        "2 processes x batches of changing size x accumulation 1; 2 steps, 10 samples per epoch"
+    )
     batches = BatchSampler(SequentialSampler(range(10)), 3, drop_last=False)
     loader = shard(range(10), Sharding(0, 2), batch_sampler=batches)
     assert said(loader, len(loader)) == (
-        "2 processes x batches of changing size x accumulation 1; 2 steps, 10 samples per epoch"
+        "2 processes x batch 3 x accumulation 1 = 6 samples per optimizer step; 2 steps, 10 samples per epoch"
     )
     looped = LoopedLoader(shard(range(10), Sharding(0, 2), batch_size=2), 7)
     assert said(looped, 7).endswith("= 4 samples per optimizer step; 7 steps per epoch")
@@ -75,3 +79,20 @@ def test_what_is_said_where_less_is_known():
         "2 processes x batch 4 x accumulation 1 = 8 samples per optimizer step; an unknown number of steps per epoch"
     )
     assert said([1, 2], 2) == "2 processes x batches of changing size x accumulation 1; 2 steps per epoch"
+
+
+def test_a_stream_that_is_divided_unevenly_is_described_alike_on_every_rank():
+    """Learning rates are scaled by this number: it must not be the rank's own."""
+
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter(range(9))
+
+    for rank in (0, 1):
+        sizes = batch_sizes(shard(Stream(), Sharding(rank, 2, global_batch_size=3)), None, 2, 2)
+        assert (sizes.per_process, sizes.per_step) == ((1, 2), 6)
+
+
+def test_batches_that_the_dataset_makes_are_no_samples():
+    loader = shard([1, 2, 3], Sharding(0, 2), batch_size=None)
+    assert said(loader, len(loader)) == "2 processes x batches of changing size x accumulation 1; 2 steps per epoch"

@@ -10,9 +10,10 @@ from torch.optim import lr_scheduler
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
+from ddpkit.batch_sizes import batch_sizes
 from ddpkit.dataloader import LoopedLoader, Sharding, make_dataloader, shard
 from ddpkit.errors import ConfigError
-from ddpkit.lr_scaling import MARK, LrScaling, effective_batch_size, scale_learning_rates, scaling_factor
+from ddpkit.lr_scaling import MARK, LrScaling, scale_learning_rates, scaling_factor
 from ddpkit.run_opts import RunOptions
 from ddpkit.sampler import ConcatDatasetBatchSampler, DynamicBatchSampler
 
@@ -94,13 +95,13 @@ LOADERS = {
 @pytest.mark.parametrize(("factor", "world"), [(1, 1), (3, 1), (1, 2), (3, 2)])
 def test_the_effective_batch(kind, factor, world):
     make, size = LOADERS[kind]
-    assert effective_batch_size(make(world), factor, world) == (None if size is None else size * factor * world)
+    assert batch_sizes(make(world), None, factor, world).per_step == (None if size is None else size * factor * world)
 
 
 @pytest.mark.parametrize(("pieces", "world"), [(1, 1), (2, 1), (1, 3), (2, 3)])
 def test_the_effective_batch_is_the_global_one_where_that_is_given(pieces, world):
     loader = shard(range(100), Sharding(0, world, global_batch_size=22, micro_batches=pieces))
-    assert effective_batch_size(loader, pieces, world) == 22
+    assert batch_sizes(loader, None, pieces, world).per_step == 22
 
 
 def options(rule="linear", reference=8, **more):

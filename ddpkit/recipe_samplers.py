@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import random
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +27,7 @@ from ddpkit.distributed import get_rank, get_world_size
 from ddpkit.errors import ConfigError, DataError
 from ddpkit.logger import get_logger
 from ddpkit.permutation import Order, mix_key
-from ddpkit.seed import RngState, global_seed
+from ddpkit.seed import global_seed, own_randomness
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -435,7 +434,11 @@ class DistributedSamplerWrapper(DistributedSampler[Any]):
         _tell(self.sampler, epoch)
 
     def __iter__(self) -> Iterator[Any]:
-        drawn = _drawn_alike(self.sampler, mix_key(self.seed, self.epoch, 0xD157))
+        given = getattr(self.sampler, "generator", None)
+        with own_randomness(
+            mix_key(self.seed, self.epoch, 0xD157), [given] if isinstance(given, torch.Generator) else []
+        ):
+            drawn = list(self.sampler)
         self._divide(len(drawn))
         order = Order(len(drawn), self.seed, self.epoch, shuffle=self.shuffle)
         positions = np.arange(self.rank, self.total_size, self.num_replicas) % max(len(drawn), 1)
@@ -522,19 +525,3 @@ def _part_length(sampler: Any) -> int:
         if source is not None:
             return len(source)
     return len(sampler)
-
-
-def _drawn_alike(sampler: Any, key: int) -> list[Any]:
-    """List what a sampler yields, its randomness fixed by a key and the process's streams left as they were."""
-    given = getattr(sampler, "generator", None)
-    generator = given if isinstance(given, torch.Generator) else torch.Generator()
-    before, own = RngState.capture(), generator.get_state()
-    try:
-        random.seed(key)
-        np.random.seed(key & 0xFFFFFFFF)  # noqa: NPY002 -- users' samplers draw from it
-        torch.default_generator.manual_seed(key >> 1)
-        generator.manual_seed(mix_key(key, generator.initial_seed()) >> 1)
-        return list(sampler)
-    finally:
-        generator.set_state(own)
-        before.restore()

@@ -8,12 +8,10 @@ number of processes, no sample is repeated, and none is left out.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import hashlib
 import itertools
 import operator
-import random
 import re
 from dataclasses import dataclass
 from numbers import Integral
@@ -33,6 +31,7 @@ from ddpkit.recipe_samplers import (  # noqa: F401 -- recipes look for them here
     ReproducibleRandomSampler,
     ReproducibleWeightedRandomSampler,
 )
+from ddpkit.seed import own_randomness
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -524,7 +523,7 @@ def _draw_alike(sampler: Iterable[Any], seed: int, epoch: int, most: int) -> lis
     """List what a sampler yields, its randomness fixed by (seed, epoch) and the caller's left as it was."""
     key = mix_key(seed, epoch, 0xDEA1)
     generators = [getattr(one, "generator", None) for one in layers(sampler)]
-    with _own_randomness(key, [one for one in generators if isinstance(one, torch.Generator)]):
+    with own_randomness(key, [one for one in generators if isinstance(one, torch.Generator)]):
         iterator = iter(sampler)
         most = max(most, 2 * _length_or_0(sampler))
         drawn = list(itertools.islice(iterator, most + 1))
@@ -548,26 +547,3 @@ def _length_or_0(sampler: Any) -> int:
         return len(sampler)
     except (TypeError, NotImplementedError):
         return 0
-
-
-@contextlib.contextmanager
-def _own_randomness(key: int, generators: Iterable[torch.Generator]) -> Iterator[None]:
-    """Seed the global streams of the CPU and some generators, each of which keeps the seed it was given; then restore.
-
-    Not ``torch.manual_seed``: it would seed the accelerators' streams as well, alike on every rank.
-    """
-    python, legacy = random.getstate(), np.random.get_state()  # noqa: NPY002 -- users' samplers draw from it
-    streams = {id(one): one for one in (*generators, torch.default_generator)}.values()
-    before = [(stream, stream.get_state()) for stream in streams]
-    try:
-        for stream in streams:
-            given = 0 if stream is torch.default_generator else stream.initial_seed()
-            stream.manual_seed(mix_key(key, given) >> 1)
-        random.seed(key)
-        np.random.seed(key & 0xFFFFFFFF)  # noqa: NPY002 -- as above
-        yield
-    finally:
-        for stream, state in before:
-            stream.set_state(state)
-        random.setstate(python)
-        np.random.set_state(legacy)  # noqa: NPY002 -- as above

@@ -8,11 +8,12 @@ rank 1 of seed 10 would repeat rank 0 of seed 11.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import random
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -20,6 +21,10 @@ import torch
 from ddpkit.distributed import get_rank, get_world_size
 from ddpkit.errors import CheckpointError, ConfigError
 from ddpkit.logger import get_logger
+from ddpkit.permutation import mix_key
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
 
 logger = get_logger(__name__)
 
@@ -278,3 +283,42 @@ def _whole_number(value: Any, name: str) -> int:
     if number is None or (isinstance(value, float) and number != value):
         raise ConfigError(f"{name}={value!r} is not a whole number. Give one from 0 to {MAX_SEED}.")
     return number
+
+
+@contextlib.contextmanager
+def own_randomness(key: int, generators: Iterable[torch.Generator] = ()) -> Iterator[None]:
+    """Give code random numbers that follow from a key, and leave everybody else's as they were.
+
+    Not ``torch.manual_seed``: it would seed the accelerators' streams as well, alike on every rank.
+
+    Args:
+        key: 64 bits.
+        generators: more streams than the global ones of the CPU; each keeps the seed that it was given, as part of
+            its own key.
+
+    Ranks: local.
+
+    State: the streams are put back at the end, also after an exception.
+
+    Example:
+        >>> with own_randomness(3):
+        ...     first = random.random(), torch.rand(1).item()
+        >>> with own_randomness(3):
+        ...     first == (random.random(), torch.rand(1).item())
+        True
+    """
+    python, legacy = random.getstate(), np.random.get_state()  # noqa: NPY002 -- code that is not ours draws from it
+    streams = {id(one): one for one in (*generators, torch.default_generator)}.values()
+    before = [(stream, stream.get_state()) for stream in streams]
+    try:
+        for stream in streams:
+            given = 0 if stream is torch.default_generator else stream.initial_seed()
+            stream.manual_seed(mix_key(key, given) >> 1)
+        random.seed(key)
+        np.random.seed(key & 0xFFFFFFFF)  # noqa: NPY002 -- as above
+        yield
+    finally:
+        for stream, state in before:
+            stream.set_state(state)
+        random.setstate(python)
+        np.random.set_state(legacy)  # noqa: NPY002 -- as above

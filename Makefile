@@ -10,12 +10,14 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c co
 MARKS  ?= not slow and not faults and not launch
 # More for pytest: make test PYTEST_ARGS="-k sampler -x"
 PYTEST_ARGS ?=
+# For the fault campaign: --kills N, --seed S, --variant V (python -m tests.faults.campaign --help).
+FAULTS_ARGS ?=
 
 # Several processes share the cores in most of what runs here: one thread each is several times faster.
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint format types layers docs check bench clean
+.PHONY: help venv demo test faults lint format types layers docs check bench clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
@@ -27,6 +29,10 @@ demo: $(VENV)/.installed-examples  ## train examples/digits on two processes of 
 
 test: $(VENV)/.installed-dev  ## run the tests (GPU tests skip by themselves where there is none)
 	$(BIN)/python -m pytest -m "$(MARKS)" $(PYTEST_ARGS)
+
+faults: $(VENV)/.installed-dev  ## 200 random kill -9: a resumed run is the uninterrupted one (FAULTS_ARGS="--kills 50 --seed 1")
+	$(BIN)/python -m tests.faults.campaign $(FAULTS_ARGS)
+	$(BIN)/python -m tests.faults.campaign --sizes
 
 lint: $(VENV)/.installed-dev  ## ruff
 	$(BIN)/ruff check .

@@ -14,7 +14,9 @@ from torch import nn
 from ddpkit import agreement
 from ddpkit.batch_sizes import batch_sizes
 from ddpkit.compilation import compile_modules
+from ddpkit.control import SaveRequests
 from ddpkit.distributed import ddp_init_group, get_rank, get_world_size, is_distributed_initialized
+from ddpkit.ema import require_average, weight_average
 from ddpkit.failure import failure_notice
 from ddpkit.logger import format_order_of_magnitude, get_logger
 from ddpkit.loop import Progress
@@ -23,8 +25,8 @@ from ddpkit.metrics import LossMeter
 from ddpkit.parity import Rehearsing
 from ddpkit.precision import Precision
 from ddpkit.profiler import prepare_profiler
+from ddpkit.resuming import Pace
 from ddpkit.run_opts import RunOptions
-from ddpkit.seed import seed_rank_streams
 from ddpkit.stages import length_of, run_evaluation, run_training
 from ddpkit.strategy import make_strategy, modules_on_device, unwrap
 from ddpkit.types import Stage
@@ -70,6 +72,7 @@ class Brain(Rehearsing):
         optimizer_step: updates since the run began.
         nonfinite_count: steps of this epoch that were skipped because a gradient was not finite.
         avg_train_loss: mean training loss of the epoch so far, over all ranks, about a second old.
+        ema: the average of the weights, a :class:`~ddpkit.ema.WeightAverage`, or None without ``ema_decay``.
 
     Raises:
         ConfigError: options or modules that cannot work.
@@ -113,10 +116,12 @@ class Brain(Rehearsing):
             find_unused_parameters=self.find_unused_parameters,
         )
         self.modules = modules_on_device(modules or {}, self.device)
+        self.ema = weight_average(self.modules, self.ema_decay, evaluate=self.evaluate_ema)
         numbers = Precision(self.precision, self.eval_precision, self.device)
         self.training_ctx, self.evaluation_ctx = numbers.training_ctx, numbers.evaluation_ctx
         self.scaler = numbers.scaler
         self.progress = Progress()
+        self.save_requests = SaveRequests()
         self.avg_train_loss = 0.0
         self.train_sampler: Any = None
         self.profiler: Any = None
@@ -151,6 +156,8 @@ class Brain(Rehearsing):
         found = None
         if self.checkpointer is not None:
             found = self.checkpointer.recover_if_possible(max_key=max_key, min_key=min_key)
+        if found is not None and self.evaluate_ema:
+            require_average(found)
         if found is None and self.optimizers_dict is None and self.opt_class is not None:
             logger.warning(
                 "There is no checkpoint to evaluate, and nothing was trained: the weights are the initial ones."
@@ -189,6 +196,8 @@ class Brain(Rehearsing):
             logger.info("test_only is set: fit does nothing.")
             return
         with failure_notice(), self._fit_session():
+            if not self._ready:
+                self.keep_global_batch(train_set, train_loader_kwargs or {})
             self.grad_accumulation_factor = self.accumulation(get_world_size())
             train_set, valid_set = agreement.together(
                 lambda: (
@@ -197,7 +206,8 @@ class Brain(Rehearsing):
                 )
             )
             self._require_agreement(train_set, valid_set)
-            self.on_fit_start()
+            with self.choosing_start():
+                self.on_fit_start()
             self._scale_learning_rates()
             self._start_once()
             if self._step_limit_reached() and not self.step:
@@ -207,6 +217,7 @@ class Brain(Rehearsing):
             for epoch in epoch_counter:
                 self._fit_train(train_set, epoch, enable)
                 self._fit_valid(valid_set, epoch, enable)
+                self.end_epoch()
                 if self._is_done(epoch):
                     break
 
@@ -263,17 +274,18 @@ class Brain(Rehearsing):
         agreement.require_agreement(facts)
         length, world_size = length_of(train_set), get_world_size()
         agreement.check_train_data(train_set, length)
-        logger.announce("Training: %s.", batch_sizes(train_set, length, self.grad_accumulation_factor, world_size))
+        sizes = batch_sizes(train_set, length, self.grad_accumulation_factor, world_size)
+        logger.announce("Training: %s.", sizes)
+        self._pace = Pace.of(sizes, train_set)
         self._lr_scaling = LrScaling.of(self.run_opts, train_set, world_size)
 
     def _start_once(self) -> None:
-        """Do what follows the first ``on_fit_start``: compare optimizers, part the ranks' random streams."""
+        """Do what follows the first ``on_fit_start``: compare optimizers, say how evaluation goes."""
         if self._ready:
             return
         self._ready = True
         agreement.require_agreement(agreement.optimizer_facts(self.optimizers_dict or {}))
         if get_world_size() > 1:
-            seed_rank_streams()
             if self.shard_evaluation:
                 logger.announce("Every rank evaluates its part of a set: count with ddpkit.metrics or Brain.gather.")
             else:
@@ -296,9 +308,11 @@ class Brain(Rehearsing):
         return limit is not None and self.optimizer_step >= limit
 
     def _fit_train(self, train_set: Any, epoch: int, enable: bool) -> None:
-        self.progress.epoch = epoch
+        self.begin_epoch(epoch)
         self.on_stage_start(Stage.TRAIN, epoch)
         self.strategy.follow(self.modules)
+        if self.ema is not None:
+            self.ema.follow()
         self.modules.train()
         self.zero_grad()
         self.nonfinite_count = 0
@@ -317,7 +331,8 @@ class Brain(Rehearsing):
         self.on_stage_start(stage, epoch)
         self.modules.eval()
         self.step = 0
-        loss = run_evaluation(self, loader, stage, epoch, enable_bar=enable)
+        with self._evaluated_weights(stage):
+            loss = run_evaluation(self, loader, stage, epoch, enable_bar=enable)
         if stage is Stage.VALID:
             self.step = 0
         with torch.no_grad():
@@ -335,8 +350,9 @@ class Brain(Rehearsing):
             if self.profile_training:
                 folder = Path(getattr(self.hparams, "output_folder", "results"), "profiler_logs")
                 self.profiler = prepare_profiler(self.profile_warmup, self.profile_steps, str(folder))
-            with self.profiler or contextlib.nullcontext():
+            with self.saving_session(), self.profiler or contextlib.nullcontext():
                 yield
+                self.end_streams()
         finally:
             self._fitting = False
             self.profiler = None

@@ -16,12 +16,13 @@ calls that leave ``weights_only`` out was read in torch 2.13's ``serialization.p
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar, overload
+from typing import Any, BinaryIO, TypeVar, overload
 
 import numpy as np
 import torch
@@ -34,6 +35,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from ddpkit.distributed import main_process_only
 from ddpkit.errors import CheckpointError, ConfigError
 from ddpkit.logger import get_logger
+from ddpkit.snapshot import cpu_storages
 from ddpkit.storage import write_file
 from ddpkit.types import Stateful
 
@@ -47,15 +49,19 @@ __all__ = [
     "find_load_hook",
     "find_save_hook",
     "find_transfer_hook",
+    "load_state",
     "mark_as_loader",
     "mark_as_saver",
     "mark_as_transfer",
+    "plain_key",
     "register_checkpoint_hooks",
     "safe_load",
+    "saved_state",
     "saves_on_every_rank",
     "torch_parameter_transfer",
     "torch_recovery",
     "torch_save",
+    "write_state",
 ]
 
 logger = get_logger(__name__)
@@ -302,13 +308,55 @@ def torch_save(obj: Any, path: Path) -> None:
         >>> sorted(safe_load(path))
         ['bias', 'weight']
     """
-    is_module = isinstance(obj, nn.Module)
-    state = _unwrapped_state(obj) if is_module else _without_numpy_numbers(obj.state_dict())
-    write_file(path, lambda handle: torch.save(state, handle))
-    refused = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+    write_state(saved_state(obj), path, type(obj).__name__)
+
+
+def saved_state(obj: Any) -> Any:
+    """Return what :func:`torch_save` stores of an object.
+
+    Args:
+        obj: as there.
+
+    Returns:
+        Its state. The tensors are those of the object, which may change them.
+
+    Ranks: local.
+
+    Example:
+        >>> sorted(saved_state(nn.DataParallel(nn.Linear(2, 1))))
+        ['bias', 'weight']
+    """
+    return _unwrapped_state(obj) if isinstance(obj, nn.Module) else _without_numpy_numbers(obj.state_dict())
+
+
+def write_state(state: Any, path: Path, owner: str) -> None:
+    """Write a file of ``torch.save`` that can be loaded without running code.
+
+    Args:
+        state: what to store.
+        path: the file.
+        owner: the class whose state it is, for the message.
+
+    Raises:
+        CheckpointError: the state holds objects that could not be loaded again without running code.
+        OSError: the file cannot be written.
+
+    Ranks: main only.
+
+    Example:
+        >>> import tempfile
+        >>> path = Path(tempfile.mkdtemp()) / "a.ckpt"
+        >>> write_state({"step": 3}, path, "Counter")
+        >>> safe_load(path)
+        {'step': 3}
+    """
+    storages = cpu_storages(state)  # held, so that their addresses stay theirs
+    lasting = {storage.data_ptr() for storage in storages}
+    write_file(path, lambda handle: torch.save(state, handle), lasting)
+    refused = torch.serialization.get_unsafe_globals_in_checkpoint(path)  # reads the pickle alone, not the tensors
     if refused:
         raise CheckpointError(
-            f"the state of this {type(obj).__name__} holds {', '.join(sorted(refused))}, which could not be "
+            f"the state of this {owner} holds {', '.join(sorted(refused))}, which could not be "
             "loaded again without running code. Let its state_dict return tensors, numbers, strings and "
             "plain containers, or allow the type with torch.serialization.add_safe_globals."
         )
@@ -336,7 +384,28 @@ def torch_recovery(obj: Any, path: Path, end_of_epoch: bool) -> None:  # noqa: A
         >>> torch.equal(saved.weight, loaded.weight)
         True
     """
-    state = safe_load(path)
+    load_state(obj, safe_load(path), path)
+
+
+def load_state(obj: Any, state: Any, path: Path) -> None:
+    """Give an object the state that a file holds.
+
+    Args:
+        obj: as in :func:`torch_recovery`.
+        state: what :func:`safe_load` returned.
+        path: the file, for the message.
+
+    Raises:
+        CheckpointError: the state does not fit the object.
+
+    Ranks: local.
+
+    Example:
+        >>> model = nn.Linear(1, 1)
+        >>> load_state(model, {"module.weight": torch.ones(1, 1), "module.bias": torch.ones(1)}, Path("model.ckpt"))
+        >>> model.weight.item()
+        1.0
+    """
     try:
         if isinstance(obj, nn.Module):
             inner = _unwrap(obj)
@@ -378,12 +447,13 @@ def torch_parameter_transfer(obj: nn.Module, path: Path) -> None:
         logger.warning("%s has %s, which the %s does not have: not used.", path, key, name)
 
 
-def safe_load(path: Path, map_location: Any = "cpu") -> Any:
+def safe_load(path: Path, map_location: Any = "cpu", handle: BinaryIO | None = None) -> Any:
     """Load a file of ``torch.save`` without running any code from it, whatever the environment says.
 
     Args:
         path: the file.
         map_location: where tensors go, as in ``torch.load``.
+        handle: read this instead, which has the file's content; ``path`` is for the message then.
 
     Returns:
         What the file holds: tensors, numbers, strings, plain containers, and the types that were allowed with
@@ -402,8 +472,8 @@ def safe_load(path: Path, map_location: Any = "cpu") -> Any:
         {'step': 3}
     """
     try:
-        with Path(path).open("rb") as handle:
-            return torch.load(handle, map_location=map_location, weights_only=True, mmap=False)
+        with Path(path).open("rb") if handle is None else contextlib.nullcontext(handle) as file:
+            return torch.load(file, map_location=map_location, weights_only=True, mmap=False)
     except Exception as error:
         reason = str(error).strip().split("\n")[0] or type(error).__name__
         refused = _refused_globals(Path(path))
@@ -459,13 +529,28 @@ def _unwrap(obj: Any) -> Any:
     return obj
 
 
-def _plain_key(module: nn.Module | None, key: str) -> str:
-    """Drop from a state's key the names that wrappers inside ``module`` put in, and no other."""
+def plain_key(module: nn.Module | None, key: str) -> str:
+    """Drop from a state's key the names that wrappers inside ``module`` put in, and no other.
+
+    Args:
+        module: whose state the key is of.
+        key: such as ``"net.module.weight"``.
+
+    Returns:
+        The key without what DDP, DataParallel and ``torch.compile`` put in.
+
+    Ranks: local.
+
+    Example:
+        >>> plain_key(nn.ModuleDict({"net": nn.DataParallel(nn.Linear(1, 1))}), "net.module.weight")
+        'net.weight'
+    """
     kept = []
     for part in key.split("."):
         if part != _inner_name(module):
             kept.append(part)
-        module = _children(module).get(part) if module is not None else None
+        children = _children(module) if module is not None else {}
+        module = children[part] if part in children else None  # noqa: SIM401 -- those of a script module have no get
     return ".".join(kept)
 
 
@@ -489,7 +574,7 @@ def _all_names(state: Any) -> Iterable[str]:
 def _unwrapped_state(module: nn.Module) -> Any:
     inner = _unwrap(module)
     state = inner.state_dict()
-    names = {name: _plain_key(inner, name) for name in _all_names(state)}
+    names = {name: plain_key(inner, name) for name in _all_names(state)}
     return state if all(name == plain for name, plain in names.items()) else _renamed(state, names)
 
 
@@ -501,7 +586,7 @@ def _rename_for(inner: nn.Module, state: Any) -> Any:
     if all(name in own for name in state):
         return state
     own_names = _all_names(own)
-    plain = {_plain_key(inner, name): name for name in own_names}
+    plain = {plain_key(inner, name): name for name in own_names}
     loose: dict[str, list[str]] = {}
     for name in own_names:
         loose.setdefault(_loose_key(name), []).append(name)

@@ -6,6 +6,8 @@ Nothing here writes, and all but :class:`DamageLedger` are values and pure funct
 from __future__ import annotations
 
 import math
+import operator
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +19,7 @@ from ddpkit.checkpoint_hooks import safe_load
 from ddpkit.errors import CheckpointError, ConfigError
 from ddpkit.logger import get_logger
 from ddpkit.plain_yaml import load_plain_yaml
-from ddpkit.storage import MANIFEST_NAME, VerifyMode, verify
+from ddpkit.storage import MANIFEST_NAME, VerifyMode, read_text, verify
 
 __all__ = [
     "DIRECTORY_PREFIX",
@@ -152,7 +154,7 @@ class Selection:
 
 @dataclass(frozen=True)
 class Retention:
-    """What a deletion leaves: the best few by each key, and whatever the predicate excludes.
+    """What a deletion leaves: the best few by each key, the newest, and whatever the predicate excludes.
 
     Attributes:
         num_to_keep: how many to keep for each key; 0 keeps none.
@@ -160,15 +162,19 @@ class Retention:
         max_keys: keys of the meta whose greatest values are best.
         min_keys: keys of the meta whose smallest values are best.
         ckpt_predicate: only checkpoints for which it is true may be deleted, or count as kept.
+        keep_recent: True keeps the newest ``num_to_keep`` as well; a number greater than 0 keeps so many of the newest,
+            whatever ``num_to_keep`` is and also where ``importance_keys`` name :func:`ckpt_recency`. With False or 0
+            the newest are kept only if ``importance_keys`` say so.
 
     Raises:
-        ConfigError: ``num_to_keep`` is negative.
+        ConfigError: ``num_to_keep`` or ``keep_recent`` is negative or no whole number.
 
     Ranks: local.
 
     Example:
-        >>> [selection.min_key for selection in Retention(1, (ckpt_recency,), (), ("loss",)).selections()]
-        [None, 'loss']
+        >>> retention = Retention(3, min_keys=("loss",), keep_recent=1)
+        >>> [(selection.min_key, number) for selection, number in retention.selections()]
+        [('loss', 3), (None, 1)]
     """
 
     num_to_keep: int
@@ -176,26 +182,45 @@ class Retention:
     max_keys: Sequence[str] = ()
     min_keys: Sequence[str] = ()
     ckpt_predicate: Predicate | None = None
+    keep_recent: bool | int = False
 
     def __post_init__(self) -> None:
-        if self.num_to_keep < 0:
-            raise ConfigError(f"num_to_keep={self.num_to_keep!r} cannot be negative; 0 keeps none.")
+        _check_count("num_to_keep", self.num_to_keep, "0 keeps none")
+        _check_count("keep_recent", self.keep_recent, "True keeps the newest num_to_keep, a number so many, False none")
 
-    def selections(self) -> list[Selection]:
-        """Return one selection per key."""
-        predicate = self.ckpt_predicate
-        return [
-            *(Selection(importance_key=key, ckpt_predicate=predicate) for key in self.importance_keys),
+    def selections(self) -> list[tuple[Selection, int]]:
+        """Return one selection per key, and how many of the best it keeps."""
+        predicate, number = self.ckpt_predicate, self.num_to_keep
+        importance_keys, newest = list(self.importance_keys), number if self.keep_recent is True else self.keep_recent
+        if self.keep_recent:
+            importance_keys = [key for key in importance_keys if key is not ckpt_recency]
+        found = [
+            *(Selection(importance_key=key, ckpt_predicate=predicate) for key in importance_keys),
             *(Selection(max_key=key, ckpt_predicate=predicate) for key in self.max_keys),
             *(Selection(min_key=key, ckpt_predicate=predicate) for key in self.min_keys),
         ]
+        recent = [(Selection(importance_key=ckpt_recency, ckpt_predicate=predicate), newest)]
+        return [(one, number) for one in found] + (recent if self.keep_recent else [])
+
+
+def _check_count(name: str, value: Any, words: str) -> None:
+    """Refuse a count of checkpoints that is negative, a float or a text."""
+    try:
+        negative = operator.index(value) < 0
+    except TypeError as error:
+        raise ConfigError(f"{name}={value!r} is no whole number: {words}.") from error
+    if negative:
+        raise ConfigError(f"{name}={value!r} cannot be negative: {words}.")
 
 
 def _number(value: Any) -> float | None:
     """Return a metric as a number, or None for what cannot be compared: NaN, text, more than one number."""
     if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex():
         value = value.item()
-    return float(value) if isinstance(value, (bool, int, float)) and not math.isnan(value) else None
+    try:
+        return float(value) if isinstance(value, (bool, int, float)) and not math.isnan(value) else None
+    except OverflowError:  # a whole number beyond all measure
+        return None
 
 
 def ranked(checkpoints: Iterable[Checkpoint], selection: Selection) -> list[Checkpoint]:
@@ -244,10 +269,10 @@ def deletable(checkpoints: Sequence[Checkpoint], retention: Retention) -> list[C
     """
     candidates: dict[Checkpoint, None] = {}
     protected: set[Checkpoint] = set()
-    for selection in retention.selections():
+    for selection, number in retention.selections():
         order = ranked(checkpoints, selection)
         candidates.update(dict.fromkeys(order))
-        protected.update(order[: retention.num_to_keep])
+        protected.update(order[:number])
     return [checkpoint for checkpoint in candidates if checkpoint not in protected]
 
 
@@ -276,7 +301,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
         {'unixtime': 1.5}
     """
     try:
-        meta = load_plain_yaml((path / META_NAME).read_text(encoding="utf-8"))
+        meta = load_plain_yaml(read_text(path / META_NAME))
         files = {file.name.removesuffix(SUFFIX): file for file in sorted(path.iterdir()) if file.suffix == SUFFIX}
     except CheckpointError as error:
         raise CheckpointError(f"{META_NAME} {error}") from error
@@ -284,12 +309,34 @@ def read_checkpoint(path: Path) -> Checkpoint:
         raise CheckpointError(f"{META_NAME} cannot be read: {error}") from error
     if not isinstance(meta, dict) or _number(meta.get("unixtime")) is None:
         raise CheckpointError(f"{META_NAME} is empty or does not say when the checkpoint was saved (unixtime)")
+    for file in files.values():
+        if not (file.is_file() or file.is_dir()):  # opening a pipe or a device may never end
+            raise CheckpointError(f"{file.name} is neither a file nor a directory")
     return Checkpoint(path, meta, files)
+
+
+def _holds_a_checkpoint(path: Path) -> bool:
+    """Say whether a directory is a checkpoint, or what is left of one."""
+    try:
+        names = [entry.name for entry in path.iterdir()]
+    except NotADirectoryError:
+        return False
+    except OSError as error:
+        raise CheckpointError(f"it cannot be looked into: {error}") from error
+    return any(name in {META_NAME, MANIFEST_NAME} or name.endswith(SUFFIX) for name in names)
+
+
+def _read_checked(path: Path, mode: VerifyMode) -> Checkpoint:
+    checkpoint = read_checkpoint(path)
+    faults = verify(path, mode, only=META_NAME)
+    if faults:
+        raise CheckpointError("; ".join(faults))
+    return checkpoint
 
 
 def _faults(checkpoint: Checkpoint, mode: VerifyMode) -> list[str]:
     try:
-        marked = META_MARK in (checkpoint.path / META_NAME).read_text(encoding="utf-8")
+        marked = META_MARK in read_text(checkpoint.path / META_NAME)
     except (OSError, UnicodeDecodeError) as error:
         return [f"{META_NAME} cannot be read: {error}"]
     return verify(checkpoint.path, mode, expect_manifest=marked)
@@ -318,8 +365,12 @@ class DamageLedger:
     def __init__(self) -> None:
         self.reasons: dict[Path, str] = {}
 
-    def scan(self, folder: Path) -> list[Checkpoint]:
+    def scan(self, folder: Path, mode: VerifyMode = "off") -> list[Checkpoint]:
         """Read the checkpoints in a folder; report those that cannot be read and leave them out.
+
+        Args:
+            folder: where they are.
+            mode: how closely to look at ``CKPT.yaml``, by which they are ranked; see :func:`verify`.
 
         Raises:
             CheckpointError: the folder itself cannot be read.
@@ -334,10 +385,10 @@ class DamageLedger:
         self.reasons = {path: reason for path, reason in self.reasons.items() if path in paths}
         for path in paths:
             try:
-                if (path / META_NAME).exists() or (path / MANIFEST_NAME).exists():
-                    found.append(read_checkpoint(path))
+                if _holds_a_checkpoint(path):
+                    found.append(_read_checked(path, mode))
             except CheckpointError as error:
-                if path.exists():  # else another process has deleted it meanwhile
+                if os.path.lexists(path):  # else another process has deleted it meanwhile
                     self.report(path, str(error))
         return found
 

@@ -12,20 +12,18 @@ One that is damaged is reported, passed over and never deleted.
 
 With several ranks the main process saves, chooses and deletes; the others get its result. Any call may be
 made by all ranks, or by the main process alone under ``if if_main_process():``. But where a saver is
-registered with ``save_on_main_only=False``, every rank must take part in a save.
+registered with ``saveon_main_only=False``, every rank must take part in a save.
 """
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
-import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
+from ddpkit.checkpoint_folder import check_file_name
 from ddpkit.checkpoint_hooks import (
     DEFAULT_LOAD_HOOKS,
     DEFAULT_SAVE_HOOKS,
@@ -46,13 +44,9 @@ from ddpkit.checkpoint_hooks import (
     torch_recovery,
     torch_save,
 )
+from ddpkit.checkpoint_loading import LoadMode, load_recoverables
 from ddpkit.checkpoint_records import (
-    DIRECTORY_PREFIX,
-    META_MARK,
-    META_NAME,
-    SUFFIX,
     Checkpoint,
-    DamageLedger,
     ImportanceKey,
     Predicate,
     Retention,
@@ -60,24 +54,11 @@ from ddpkit.checkpoint_records import (
     average_checkpoints,
     average_state_dicts,
     ckpt_recency,
-    deletable,
-    ranked,
-    read_checkpoint,
 )
-from ddpkit.distributed import exchange, get_world_size, if_main_process, run_on_main
-from ddpkit.errors import CheckpointError, ConfigError, MainProcessError
+from ddpkit.checkpoint_saving import CheckpointSaving, hook_for, on_main
+from ddpkit.distributed import if_main_process
+from ddpkit.errors import CheckpointError, ConfigError
 from ddpkit.logger import get_logger
-from ddpkit.plain_yaml import dump_plain_yaml
-from ddpkit.storage import (
-    VerifyMode,
-    clean_leftovers,
-    commit_staging,
-    discard_staging,
-    make_staging,
-    remove_directory,
-    restore_replaced,
-    write_file,
-)
 
 __all__ = [
     "DEFAULT_LOAD_HOOKS",
@@ -107,55 +88,14 @@ __all__ = [
 
 logger = get_logger(__name__)
 
-META_HEAD = "# yamllint disable\n"
-
 T = TypeVar("T")
 HookT = TypeVar("HookT", bound=Callable[..., object])
-
-
-# ---------------------------------------------------------------------------------------- reading and naming
-
-
-def _check_file_name(name: str, what: str) -> None:
-    bad = [part for part in ("/", "\\", os.sep, "\0", "..") if part in name]
-    if bad or not name:
-        raise ConfigError(
-            f"{what} {name!r} cannot become a file name: it {f'contains {bad[0]!r}' if bad else 'is empty'}."
-        )
-
-
-def _new_path(folder: Path, name: str | None) -> Path:
-    if name is not None:
-        return folder / f"{DIRECTORY_PREFIX}+{name}"
-    stamp = time.strftime("%Y-%m-%d+%H-%M-%S")
-    same_second = [path.name.rpartition("+")[2] for path in folder.glob(f"{DIRECTORY_PREFIX}+{stamp}+*")]
-    number = max((int(text) for text in same_second if text.isdigit()), default=-1) + 1  # names stay in time order
-    return folder / f"{DIRECTORY_PREFIX}+{stamp}+{number:02d}"
-
-
-@dataclass(frozen=True)
-class _Save:
-    """What one save is asked to do."""
-
-    meta: Mapping[str, Any]
-    end_of_epoch: bool
-    name: str | None
-    verbosity: int
-    hooks: Mapping[str, SaveHook]
-    retention: Retention | None
-
-    def hooks_where(self, *, every_rank: bool) -> dict[str, SaveHook]:
-        return {name: hook for name, hook in self.hooks.items() if saves_on_every_rank(hook) == every_rank}
-
-    def meta_text(self) -> str:
-        meta = {"unixtime": time.time(), "end-of-epoch": self.end_of_epoch, **self.meta}
-        return META_HEAD + META_MARK + dump_plain_yaml(meta)
 
 
 # ---------------------------------------------------------------------------------------- the checkpointer
 
 
-class Checkpointer:
+class Checkpointer(CheckpointSaving):
     """Saves objects as checkpoints in one folder, and finds, loads and deletes these.
 
     Args:
@@ -173,6 +113,16 @@ class Checkpointer:
         custom_save_hooks: as given.
         allow_partial_load: as given.
         verify_mode: ``"full"`` (every byte is read before a checkpoint is used), ``"size"`` or ``"off"``.
+        asynchronous: a save copies the states and returns; a thread writes them and applies the retention. Every later
+            call waits for that first, and raises its error. Set it alike on all ranks, and call :meth:`wait` before
+            relying on what is on the disk. Where memory is short, the save waits for the disk, and a warning says so.
+        on_error: ``"stop"``: a save that fails raises. ``"warn"``: it is warned of on the main process, and training
+            goes on with the checkpoints that were there before; what could never be saved is an error all the same.
+        resume: what :meth:`recover_if_possible` loads if it is not asked for anything else: ``"auto"`` (the newest that
+            is whole), ``"never"`` (none), or the path of a checkpoint, in whatever folder. The Brain sets it from the
+            option while ``fit`` begins.
+        load_mode: ``"all"``: every rank reads the files. ``"broadcast"``: rank 0 reads and sends, and all ranks must
+            load together; the main process alone reads by itself, after half a minute.
 
     Raises:
         CheckpointError: the folder cannot be made.
@@ -199,14 +149,15 @@ class Checkpointer:
         custom_save_hooks: Mapping[str, SaveHook] | None = None,
         allow_partial_load: bool = False,
     ) -> None:
+        super().__init__()
         self.checkpoints_dir = Path(checkpoints_dir)
         self.recoverables: dict[str, Any] = {}
         self.optional_recoverables: dict[str, bool] = {}
         self.custom_load_hooks = dict(custom_load_hooks or {})
         self.custom_save_hooks = dict(custom_save_hooks or {})
         self.allow_partial_load = allow_partial_load
-        self.verify_mode: VerifyMode = "full"
-        self._ledger = DamageLedger()
+        self.load_mode: LoadMode = "all"
+        self.resume = "auto"
         if recoverables is not None:
             self.add_recoverables(recoverables)
         if if_main_process():
@@ -235,7 +186,7 @@ class Checkpointer:
 
         Ranks: local; do it on every rank.
         """
-        _check_file_name(name, "the name of a recoverable,")
+        check_file_name(name, "the name of a recoverable,")
         self.recoverables[name] = obj
         self.optional_recoverables[name] = optional_load
         if custom_load_hook is not None:
@@ -268,8 +219,11 @@ class Checkpointer:
         end_of_epoch: bool = True,
         name: str | None = None,
         verbosity: int = logging.INFO,
-    ) -> Checkpoint:
+    ) -> Checkpoint | None:
         """Save all recoverables as one checkpoint, which appears when it is complete and on the disk.
+
+        With ``asynchronous`` the states are copied when this returns, and the objects may change; the checkpoint
+        appears later. Savers of other kinds than :func:`torch_save` have written their files by then.
 
         Args:
             meta: plain values to store with it, such as metrics. Values that are not plain are converted.
@@ -278,14 +232,15 @@ class Checkpointer:
             verbosity: logging level of the line that says so.
 
         Returns:
-            The checkpoint, on every rank.
+            The checkpoint (as it will be, if ``asynchronous``), on every rank; None if it could not be saved and
+            ``on_error`` is ``"warn"``.
 
         Raises:
-            CheckpointError: it could not be saved, or there is no way to save some recoverable; on every rank
-                that made the call. What was there before is untouched.
+            CheckpointError: it, or the one before it if that was ``asynchronous``, could not be saved, or there is no
+                way to save some recoverable; on every rank that made the call. What was there before is untouched.
             ConfigError: ``name``, or that of a recoverable, cannot be a file name.
 
-        Ranks: all, or the main process alone. All, if a saver is registered with ``save_on_main_only=False``.
+        Ranks: all, or the main process alone. All, if a saver is registered with ``saveon_main_only=False``.
         """
         return self._save(meta, end_of_epoch, name, verbosity)
 
@@ -295,7 +250,7 @@ class Checkpointer:
         end_of_epoch: bool = True,
         name: str | None = None,
         num_to_keep: int = 1,
-        keep_recent: bool = True,
+        keep_recent: bool | int = True,
         importance_keys: Sequence[ImportanceKey] = (),
         max_keys: Sequence[str] = (),
         min_keys: Sequence[str] = (),
@@ -309,8 +264,9 @@ class Checkpointer:
             end_of_epoch: as in :meth:`save_checkpoint`.
             name: as in :meth:`save_checkpoint`.
             num_to_keep: as in :meth:`delete_checkpoints`.
-            keep_recent: the newest ``num_to_keep`` are among the best. Without it and without keys nothing is
-                deleted.
+            keep_recent: True keeps the newest ``num_to_keep`` as well; a number keeps so many of the newest, whatever
+                ``num_to_keep`` is. With False or 0, and without keys, nothing is deleted; and what was just saved may
+                be, if it is not among the best.
             importance_keys: as in :meth:`delete_checkpoints`.
             max_keys: as in :meth:`delete_checkpoints`.
             min_keys: as in :meth:`delete_checkpoints`.
@@ -319,12 +275,12 @@ class Checkpointer:
 
         Raises:
             CheckpointError: as :meth:`save_checkpoint`.
-            ConfigError: as :meth:`save_checkpoint`; ``num_to_keep`` is negative.
+            ConfigError: as :meth:`save_checkpoint`; ``num_to_keep`` or ``keep_recent`` is negative or no whole number.
 
         Ranks: as :meth:`save_checkpoint`; one hand-over for all of it.
         """
-        keys = (*importance_keys, ckpt_recency) if keep_recent else tuple(importance_keys)
-        retention = Retention(num_to_keep, keys, tuple(max_keys or ()), tuple(min_keys or ()), ckpt_predicate)
+        keys = tuple(importance_keys or ()), tuple(max_keys or ()), tuple(min_keys or ())
+        retention = Retention(num_to_keep, *keys, ckpt_predicate, keep_recent)
         self._save(meta, end_of_epoch, name, verbosity, retention)
 
     def find_checkpoint(
@@ -384,7 +340,7 @@ class Checkpointer:
         selection = Selection(importance_key, max_key, min_key, ckpt_predicate)
         if max_num_checkpoints is not None and max_num_checkpoints < 0:
             raise ConfigError(f"max_num_checkpoints={max_num_checkpoints!r} cannot be negative.")
-        return _on_main(self._find, selection, max_num_checkpoints)
+        return on_main(self._find, selection, max_num_checkpoints)
 
     def recover_if_possible(
         self,
@@ -411,7 +367,14 @@ class Checkpointer:
 
         Ranks: all, or the main process alone. The main process chooses; every rank loads that one.
         """
-        checkpoint = self.find_checkpoint(importance_key, max_key, min_key, ckpt_predicate)
+        asked = (importance_key, max_key, min_key, ckpt_predicate)
+        if self.resume == "never" and not any(asked):
+            logger.info("resume='never': nothing is loaded from %s.", self.checkpoints_dir)
+            return None
+        if self.resume == "auto" or any(asked):
+            checkpoint = self.find_checkpoint(*asked)
+        else:
+            checkpoint = on_main(self._named, Path(self.resume))
         if checkpoint is not None:
             self._load(checkpoint)
         elif key := max_key or min_key:
@@ -433,11 +396,13 @@ class Checkpointer:
         Raises:
             CheckpointError: it is damaged, lacks a recoverable that is not optional, or one cannot be loaded.
 
-        Ranks: local; do it on every rank.
+        Ranks: local; do it on every rank. With ``asynchronous`` as :meth:`wait`.
         """
-        if not self._ledger.is_whole(checkpoint, self.verify_mode):
-            reason = self._ledger.reasons[checkpoint.path]
-            raise CheckpointError(f"{checkpoint.path} is damaged: {reason}. Load another checkpoint.")
+        self._wait_if_asynchronous()
+        if self.load_mode == "broadcast":
+            on_main(self._require_whole, checkpoint)
+        else:
+            self._require_whole(checkpoint)
         self._load(checkpoint)
 
     def list_checkpoints(self) -> list[Checkpoint]:
@@ -449,8 +414,9 @@ class Checkpointer:
         Raises:
             CheckpointError: the folder cannot be read.
 
-        Ranks: local.
+        Ranks: local; with ``asynchronous`` as :meth:`wait`.
         """
+        self._wait_if_asynchronous()
         return self._ledger.scan(self.checkpoints_dir)
 
     def delete_checkpoints(
@@ -462,6 +428,7 @@ class Checkpointer:
         importance_keys: Sequence[ImportanceKey] = (ckpt_recency,),
         ckpt_predicate: Predicate | None = None,
         verbosity: int = logging.INFO,
+        keep_recent: bool | int = False,
     ) -> None:
         """Delete all checkpoints but the best by each key. Damaged ones are neither counted nor deleted.
 
@@ -472,110 +439,58 @@ class Checkpointer:
             importance_keys: functions of a checkpoint whose greatest values are best; by default the newest.
             ckpt_predicate: only checkpoints for which it is true may be deleted, or count as kept.
             verbosity: logging level of the lines that say so.
+            keep_recent: a number keeps so many of the newest, whatever ``num_to_keep`` is and in place of what
+                ``importance_keys`` say of them by default. True keeps the newest ``num_to_keep``; with False or 0
+                the keys alone decide.
 
         Raises:
             CheckpointError: one cannot be deleted.
-            ConfigError: ``num_to_keep`` is negative.
+            ConfigError: ``num_to_keep`` or ``keep_recent`` is negative or no whole number.
 
         Ranks: all, or the main process alone; the main process chooses and deletes.
         """
-        keys = tuple(importance_keys or ())
-        retention = Retention(num_to_keep, keys, tuple(max_keys or ()), tuple(min_keys or ()), ckpt_predicate)
-        _on_main(self._delete, retention, verbosity)
+        keys = tuple(importance_keys or ()), tuple(max_keys or ()), tuple(min_keys or ())
+        retention = Retention(num_to_keep, *keys, ckpt_predicate, keep_recent)
+        on_main(self._delete, retention, verbosity)
 
-    # ------------------------------------------------------------------------------------ saving
+    def wait(self) -> None:
+        """Wait until the checkpoint that is being written in the background is complete and on the disk.
 
-    def _save(
-        self,
-        meta: Mapping[str, Any] | None,
-        end_of_epoch: bool,
-        name: str | None,
-        verbosity: int,
-        retention: Retention | None = None,
-    ) -> Checkpoint:
-        if name is not None:
-            _check_file_name(name, "the name of a checkpoint,")
-        save = _Save(meta or {}, end_of_epoch, name, verbosity, self._save_hooks(), retention)
-        everywhere = save.hooks_where(every_rank=True)
-        if not everywhere:
-            return _on_main(self._save_on_main, save)
-        staging, final = _on_main(self._begin, save)
-        own = _run_savers(everywhere, self.recoverables, staging)
-        failures = [f"rank {rank}: {text}" for rank, text in enumerate(exchange(own and str(own))) if text]
-        if failures:
-            if if_main_process():
-                discard_staging(staging)
-            raise CheckpointError(f"cannot save {final}: {'; '.join(failures)}.") from own
-        return _on_main(self._finish, save, staging, final)
+        Raises:
+            CheckpointError: it could not be saved; on every rank that makes the call, and once.
 
-    def _save_hooks(self) -> dict[str, SaveHook]:
-        hooks = {}
-        for name, obj in self.recoverables.items():
-            _check_file_name(name, "the name of a recoverable,")
-            hooks[name] = _hook_for(name, obj, self.custom_save_hooks.get(name) or find_save_hook(obj))
-        return hooks
+        Ranks: all, or the main process alone.
 
-    def _save_on_main(self, save: _Save) -> Checkpoint:
-        return self._finish(save, *self._begin(save))
+        State: where ``asynchronous`` is off, the memory of the copies is given back.
+        """
+        on_main(self._settle_and_forget)
 
-    def _begin(self, save: _Save) -> tuple[Path, Path]:
-        clean_leftovers(self.checkpoints_dir)
-        final = _new_path(self.checkpoints_dir, save.name)
-        return make_staging(final), final
+    def _wait_if_asynchronous(self) -> None:
+        if self.asynchronous:
+            on_main(self._settle)
 
-    def _finish(self, save: _Save, staging: Path, final: Path) -> Checkpoint:
-        def write() -> None:
-            write_file(staging / META_NAME, lambda handle: handle.write(save.meta_text().encode()))
-            read_checkpoint(staging)  # what could not be found again is not saved
-            failure = _run_savers(save.hooks_where(every_rank=False), self.recoverables, staging)
-            if failure is not None:
-                raise failure
-
-        commit_staging(staging, final, write, get_world_size())
-        self._ledger.reasons.pop(final, None)
-        kind = "an end-of-epoch" if save.end_of_epoch else "an intra-epoch"
-        logger.log(save.verbosity, "Saved %s checkpoint in %s", kind, final)
-        checkpoint = read_checkpoint(final)
-        if save.retention is not None:
-            self._delete(save.retention, save.verbosity)
-        return checkpoint
-
-    # ------------------------------------------------------------------------------------ choosing, on main
-
-    def _find(self, selection: Selection, limit: int | None) -> list[Checkpoint]:
-        restore_replaced(self.checkpoints_dir)
-        readable = self._ledger.scan(self.checkpoints_dir)
-        order = ranked(readable, selection)
-        whole = (checkpoint for checkpoint in order if self._ledger.is_whole(checkpoint, self.verify_mode))
-        found = list(itertools.islice(whole, limit))
-        if not found and limit != 0 and (order or (self._ledger.reasons and not readable)):
-            reasons = "; ".join(f"{path.name}: {reason}" for path, reason in sorted(self._ledger.reasons.items()))
-            raise CheckpointError(
-                f"no checkpoint in {self.checkpoints_dir} is whole: {reasons}. Repair one, or move them away "
-                "to start from scratch."
-            )
-        return found
-
-    def _delete(self, retention: Retention, verbosity: int) -> None:
-        ledger = self._ledger
-        mode: VerifyMode = "off" if self.verify_mode == "off" else "size"
-        readable = ledger.scan(self.checkpoints_dir)
-        counted = [each for each in readable if each.path not in ledger.reasons and ledger.is_whole(each, mode)]
-        for checkpoint in deletable(counted, retention):
-            remove_directory(checkpoint.path)
-            logger.log(min(verbosity, logging.DEBUG), "Deleted checkpoint in %s", checkpoint.path)
+    @property
+    def saves_on_every_rank(self) -> bool:
+        """Whether some saver must run on every rank, so that the main process cannot save alone."""
+        return any(saves_on_every_rank(hook) for hook in self._save_hooks().values())
 
     # ------------------------------------------------------------------------------------ loading
+
+    def _require_whole(self, checkpoint: Checkpoint) -> None:
+        if not self._ledger.is_whole(checkpoint, self.verify_mode):
+            reason = self._ledger.reasons[checkpoint.path]
+            raise CheckpointError(f"{checkpoint.path} is damaged: {reason}. Load another checkpoint.")
 
     def _load(self, checkpoint: Checkpoint) -> None:
         logger.info("Loading a checkpoint from %s", checkpoint.path)
         hooks: dict[str, LoadHook] = {}
+        ended = bool(checkpoint.meta.get("end-of-epoch", True))
         for name, obj in self.recoverables.items():
             if name in checkpoint.paramfiles:
-                hooks[name] = _hook_for(name, obj, self.custom_load_hooks.get(name) or find_load_hook(obj))
-            elif not self.allow_partial_load:
+                hooks[name] = hook_for(name, obj, self.custom_load_hooks.get(name) or find_load_hook(obj))
+            elif not self.allow_partial_load and not (ended and getattr(obj, "is_of_inside_an_epoch", False)):
                 _accept_missing(name, checkpoint, optional=self.optional_recoverables.get(name, False))
-        _run_loaders(hooks, self.recoverables, checkpoint)
+        load_recoverables(hooks, self.recoverables, checkpoint, self.load_mode)
 
 
 def _make_folder(folder: Path) -> None:
@@ -585,50 +500,6 @@ def _make_folder(folder: Path) -> None:
         raise CheckpointError(
             f"checkpoints_dir={str(folder)!r} cannot be made: {error}. Name one that this user can write."
         ) from error
-
-
-def _on_main(function: Callable[..., T], *arguments: Any) -> T:
-    """Run ``function`` on the main process; every rank gets its value or a ``CheckpointError``."""
-    try:
-        return cast("T", run_on_main(function, args=arguments))
-    except MainProcessError as error:
-        raise CheckpointError(str(error)) from error
-
-
-def _hook_for(name: str, obj: Any, hook: HookT | None) -> HookT:
-    if hook is None:
-        raise CheckpointError(
-            f"the recoverable {name!r}, a {type(obj).__name__}, can be neither saved nor loaded. Give it "
-            "state_dict and load_state_dict, or mark its methods with register_checkpoint_hooks, or pass "
-            "custom hooks."
-        )
-    return hook
-
-
-def _run_savers(hooks: Mapping[str, SaveHook], objects: Mapping[str, Any], staging: Path) -> CheckpointError | None:
-    """Run save hooks; return what went wrong, so that the ranks can agree on it before anybody raises."""
-    for name, hook in hooks.items():
-        try:
-            hook(objects[name], staging / f"{name}{SUFFIX}")
-        except Exception as error:  # noqa: BLE001 -- raised by the caller, on every rank
-            failure = CheckpointError(f"saving the recoverable {name!r}: {type(error).__name__}: {error}")
-            failure.__cause__ = error
-            return failure
-    return None
-
-
-def _run_loaders(hooks: Mapping[str, LoadHook], objects: Mapping[str, Any], checkpoint: Checkpoint) -> None:
-    end_of_epoch = bool(checkpoint.meta.get("end-of-epoch", True))
-    for name, hook in hooks.items():
-        path = checkpoint.paramfiles[name]
-        try:
-            hook(objects[name], path, end_of_epoch)
-        except CheckpointError:
-            raise
-        except Exception as error:
-            raise CheckpointError(
-                f"cannot load the recoverable {name!r} from {path}: {type(error).__name__}: {error}"
-            ) from error
 
 
 def _accept_missing(name: str, checkpoint: Checkpoint, *, optional: bool) -> None:

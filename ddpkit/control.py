@@ -6,12 +6,15 @@ all-reduce on a group of their own (gloo, on the CPU). All of them act on the sa
 
 from __future__ import annotations
 
+import contextlib
+import signal
+import threading
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 INTERVAL_SECONDS = 1.0
 
@@ -25,6 +28,7 @@ class BeatReport:
         loss: weighted mean over all ranks since the epoch began; NaN before the first finite one.
         samples: samples seen by all ranks since the epoch began, with those whose loss was not finite.
         main_seconds: the main process's answer to how long ago it last saved an intra-epoch checkpoint.
+        save_wanted: whether some rank has been asked for a checkpoint, by a signal.
 
     Ranks: local.
 
@@ -37,6 +41,71 @@ class BeatReport:
     loss: float
     samples: int
     main_seconds: float
+    save_wanted: bool = False
+
+
+class SaveRequests:
+    """Hears the signal that asks for a checkpoint; the handler does nothing but set a flag.
+
+    Attributes:
+        wanted: whether a signal has come and no checkpoint has been made since.
+
+    Ranks: local.
+
+    Example:
+        >>> requests = SaveRequests()
+        >>> with requests.heard():
+        ...     signal.raise_signal(signal.SIGUSR1)
+        >>> requests.wanted
+        True
+    """
+
+    def __init__(self) -> None:
+        self.wanted = False
+
+    @contextlib.contextmanager
+    def heard(self) -> Iterator[None]:
+        """Return a context in which SIGUSR1 asks for a checkpoint, unless the script has its own use for it.
+
+        Ranks: local; outside of the main thread, where Python allows no handlers, it does nothing.
+
+        State: the handler of SIGUSR1, put back at the end.
+        """
+        number = getattr(signal, "SIGUSR1", None)
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        if number is None or not in_main_thread or signal.getsignal(number) is not signal.SIG_DFL:
+            yield
+            return
+        signal.signal(number, self._ask)
+        try:
+            yield
+        finally:
+            signal.signal(number, signal.SIG_DFL)
+
+    def _ask(self, *signal_and_frame: Any) -> None:
+        self.wanted = True
+
+
+@contextlib.contextmanager
+def terminating_later() -> Iterator[None]:
+    """Return a context in which SIGTERM is passed over: for the few seconds in which something is brought to safety.
+
+    Ranks: local; outside of the main thread it does nothing.
+
+    State: the handler of SIGTERM, put back at the end.
+
+    Example:
+        >>> with terminating_later():
+        ...     signal.raise_signal(signal.SIGTERM)
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 class Beat:
@@ -80,7 +149,9 @@ class Beat:
         self._last_step, self._last_time = step, time.monotonic()
         self.due = step + 1
 
-    def __call__(self, step: int, loss_sum: float, count: float, samples: int, main_seconds: float) -> BeatReport:
+    def __call__(
+        self, step: int, loss_sum: float, count: float, samples: int, main_seconds: float, save_wanted: bool = False
+    ) -> BeatReport:
         """Confer with the other ranks and fix the step of the next beat.
 
         Args:
@@ -89,18 +160,19 @@ class Beat:
             count: what that sum counts on this rank.
             samples: this rank's number of samples since the epoch began.
             main_seconds: counted on the main process only.
+            save_wanted: whether this rank has been asked for a checkpoint.
 
         Returns:
             What all ranks learnt.
         """
         now = time.monotonic()
         per_step = (now - self._last_time) / max(step - self._last_step, 1)
-        total_loss, total, seen, seconds, main = self.add_up(
-            [loss_sum, count, samples, per_step, main_seconds if self.is_main else 0.0]
+        total_loss, total, seen, seconds, main, wanted_by = self.add_up(
+            [loss_sum, count, samples, per_step, main_seconds if self.is_main else 0.0, float(save_wanted)]
         )
         wanted = int(self.interval * self.world_size / max(seconds, 1e-9))
         self._steps_apart = max(1, min(wanted, 2 * self._steps_apart))
         self.due = step + self._steps_apart
         self._last_step, self._last_time = step, time.monotonic()
         mean = total_loss / total if total else float("nan")
-        return BeatReport(step=step, loss=mean, samples=int(seen), main_seconds=main)
+        return BeatReport(step, mean, int(seen), main_seconds=main, save_wanted=wanted_by > 0)

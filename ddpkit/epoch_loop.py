@@ -200,6 +200,9 @@ class EpochCounterWithStopper(EpochCounter):
     def _recover(self, path: str | os.PathLike[str], end_of_epoch: bool) -> None:
         def parse(text: str) -> tuple[int, int, float, bool]:
             saved = load_plain_yaml(text)
+            if type(saved) is int:  # SpeechBrain saves a stopper as if it were a plain counter
+                logger.warning("%s holds the epoch and no best score: patience begins anew.", path)
+                return saved, self.best_limit, self.best_score, self.should_stop
             score = float(saved["best_score"])
             return int(saved["current_epoch"]), int(saved["best_epoch"]), score, bool(saved["should_stop"])
 

@@ -13,6 +13,7 @@
         ├── BatchError (TypeError)               a hook returned something the loop cannot train on
         ├── DataError (ValueError)               a dataset or loader cannot feed the run
         ├── CheckpointError (RuntimeError)       a checkpoint cannot be written, found or trusted
+        │   └── FolderInUseError                 another run saves into the folder
         ├── NonFiniteLossError (ValueError)      too many steps of an epoch were not finite
         ├── ParityError (AssertionError)         a rehearsal found that ranks would not train as one process does
         └── RankFailedError (RuntimeError)       another rank failed; carries that rank's own words
@@ -72,6 +73,10 @@ class DataError(DdpkitError, ValueError):
 
 class CheckpointError(DdpkitError, RuntimeError):
     """A checkpoint cannot be written, found or trusted."""
+
+
+class FolderInUseError(CheckpointError):
+    """Another run saves into the folder, or has taken it over."""
 
 
 class NonFiniteLossError(DdpkitError, ValueError):

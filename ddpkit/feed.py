@@ -112,6 +112,8 @@ class Feed:
         factor: micro-batches per optimizer step.
         world_size: number of ranks.
         start: micro-batches of this epoch done before.
+        left_out: how many of those the loader yields again, to be left out.
+        ready: called once, when all that was done before is behind and nothing else has been read.
         weighting: ``"samples"``: every sample counts the same; ``"batches"``: every batch of all ranks together does.
 
     Ranks: local.
@@ -130,13 +132,19 @@ class Feed:
     world_size: int = 1
     start: int = 0
     weighting: str = "samples"
+    left_out: int = 0
+    ready: Callable[[], object] = bool  # does nothing
 
     def batches(self, window: Window) -> Iterator[Any]:
         """Yield the batches, each after setting ``window`` for it."""
         length = self.length
         total, done = 1.0, self.start
         window.correction = 1.0
-        for number, batch in enumerate(itertools.islice(self.loader, max(length - self.start, 0)), self.start):
+        source = iter(self.loader)
+        for _ in itertools.islice(source, self.left_out):
+            pass
+        self.ready()
+        for number, batch in enumerate(itertools.islice(source, max(length - self.start, 0)), self.start):
             place = number % self.factor
             if place == 0 or number == self.start:
                 total = self._total(range(number, min(number - place + self.factor, length)))

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
     from types import SimpleNamespace
 
+    from ddpkit.ema import WeightAverage
     from ddpkit.precision import TorchAutocast
     from ddpkit.strategy import Strategy
 
@@ -58,6 +59,7 @@ class Hooks(OptionAttributes):
         step: batches of the current stage so far; counts from 1 while a batch is worked on.
         optimizer_step: updates since the run began.
         nonfinite_count: steps of this epoch that were skipped because a gradient was not finite.
+        ema: the average of the weights, or None without ``ema_decay``.
         lr_scale: what ``lr_scaling`` multiplies learning rates by; known once ``fit`` has begun.
 
     Ranks: every hook is called on every rank.
@@ -79,7 +81,9 @@ class Hooks(OptionAttributes):
     training_ctx: TorchAutocast
     evaluation_ctx: TorchAutocast
     rank: int
+    ema: WeightAverage | None = None
     _lr_scaling: LrScaling = LrScaling()
+    _is_stepping = False
 
     step = _of_progress("step", "Batches of the current stage so far.")
     optimizer_step = _of_progress("optimizer_step", "Optimizer updates since the run began.")
@@ -214,6 +218,9 @@ class Hooks(OptionAttributes):
             loss = self.compute_objectives(outputs, batch, stage)
         return sum_and_count(loss, self) if loss.__class__ is tuple else one_number(loss, self)
 
+    def _evaluated_weights(self, stage: Stage) -> AbstractContextManager[None]:
+        return self.ema.evaluated(stage) if self.evaluate_ema and self.ema is not None else NOTHING
+
     def optimizers_step(self) -> None:
         """Clip all gradients together, step the optimizers, drop the gradients; or skip, on all ranks alike.
 
@@ -228,9 +235,14 @@ class Hooks(OptionAttributes):
         if self.skip_nonfinite_grads and not self.scaler.is_enabled():
             self.check_gradients()
         scaler = self.scaler if self.scaler.is_enabled() else None
+        self._is_stepping = True
         result = optim.take_step(optimizers, self.max_grad_norm, scaler, multiplier)
+        self._is_stepping = False
+        self._drop_frozen_gradients(optimizers)
         if result.stepped:
             self.progress.optimizer_step += 1
+            if self.ema is not None:
+                self.ema.update()
         elif result.norm < 0:
             raise BatchError(
                 f"{type(self).__name__}.compute_objectives returned (loss_sum, count) with counts that add up to less "
@@ -242,6 +254,12 @@ class Hooks(OptionAttributes):
             )
         elif scaler is None or scaler.get_scale() < 1.0:  # above it the scale is to blame, which now gets smaller
             self.progress.count_skipped(result.norm, self.nonfinite_patience)
+
+    def _drop_frozen_gradients(self, active: list[torch.optim.Optimizer]) -> None:
+        """Drop what this window has given to optimizers that do not step now, so that nothing outlives a window."""
+        everyone = self.optimizers_dict or {}
+        if len(active) < len(everyone):
+            optim.zero_gradients([one for one in everyone.values() if one not in active], set_to_none=True)
 
     def zero_grad(self, set_to_none: bool = False) -> None:
         """Zero the gradients of the optimizers that are not frozen, or drop them."""

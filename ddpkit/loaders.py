@@ -16,7 +16,7 @@ from ddpkit.dataloader import (
     reshard,
     shard,
 )
-from ddpkit.distributed import get_world_size
+from ddpkit.distributed import get_world_size, run_on_main
 from ddpkit.errors import ConfigError, DataError
 from ddpkit.logger import get_logger
 from ddpkit.saving import Saving
@@ -63,6 +63,31 @@ class Loaders(Saving):
         found = micro_batches(options, world_size)
         self._accumulation = (asked, found)
         return found
+
+    def keep_global_batch(self, train_set: Any, loader_kwargs: Mapping[str, Any]) -> None:
+        """Where a checkpoint of another number of processes is resumed, take steps of as many samples as those did.
+
+        Args:
+            train_set: as given to ``fit``.
+            loader_kwargs: likewise.
+
+        Raises:
+            ConfigError: so many processes cannot take such steps.
+        """
+        before = None if self.global_batch_size is not None else run_on_main(self._pace_before)
+        if before is None:
+            return
+        is_looped = isinstance(train_set, LoopedLoader) or loader_kwargs.get("looped_nominal_epoch") is not None
+        options = before.on(get_world_size(), is_looped=is_looped)
+        for name, value in options.items():
+            setattr(self, name, value)
+        if options:
+            logger.announce(
+                "%d process(es) go on with what %d saved: %s keeps the samples of an optimizer step.",
+                get_world_size(),
+                before.world_size,
+                ", ".join(f"{name}={value}" for name, value in options.items()),
+            )
 
     def make_dataloader(
         self, dataset: Any, stage: Stage, ckpt_prefix: str | None = "dataloader-", **loader_kwargs: Any
@@ -134,8 +159,7 @@ class Loaders(Saving):
             if isinstance(data.loader, DataLoader):
                 data.loader = reshard(data.loader, self._sharding(stage))
             else:
-                dealt = deal_batches(data.loader, self._sharding(stage))
-                data.loader = data.loader if get_world_size() == 1 else dealt
+                data.loader = deal_batches(data.loader, self._sharding(stage))
             if stage is Stage.TRAIN and self.checkpointer is not None:
                 self.checkpointer.add_recoverable("dataloader-TRAIN", data)
             return data

@@ -40,10 +40,15 @@ class Progress:
         epoch: of the current or last stage.
         step: batches of the current stage, on this rank.
         optimizer_step: updates since the run began.
+        began_at: updates before the current epoch.
+        closed: batches of the current or last training stage up to the last update.
+        trained: losses of the training stage of this epoch on this rank; None before it.
+        sums: sum of those over all ranks, what it counts, and the samples; None until that stage is over.
         nonfinite: steps skipped in the current epoch because a gradient was not finite.
         window: the current accumulation window.
         meter: losses of the current stage on this rank.
         seen: which samples this rank has seen in the current or last stage; None before the first.
+        loader: of the current or last training stage.
 
     Ranks: local.
 
@@ -55,14 +60,20 @@ class Progress:
     epoch: int = 0
     step: int = 0
     optimizer_step: int = 0
+    began_at: int = 0
+    closed: int = 0
     nonfinite: int = 0
     window: Window = field(default_factory=Window)
     meter: LossMeter = field(default_factory=LossMeter)
+    trained: LossMeter | None = None
+    sums: tuple[float, float, float] | None = None
     seen: Seen | None = None
+    loader: Any = None
 
     def restart(self) -> None:
         """Forget where a pass that was interrupted had come to."""
         self.step, self.window, self.meter = 0, Window(), LossMeter()
+        self.closed, self.trained, self.sums, self.loader = 0, None, None, None
 
     def count_skipped(self, norm: float, patience: int) -> None:
         """Count an optimizer step that was skipped because the gradients' norm was not finite.
@@ -115,7 +126,7 @@ def train_epoch(
     stop_at: float,
     *,
     on_window: Callable[[], None] | None = None,
-    main_seconds: Callable[[], float] = float,
+    tell: Callable[[], tuple[float, bool]] = lambda: (0.0, False),
 ) -> None:
     """Train on every batch of a feed.
 
@@ -126,7 +137,8 @@ def train_epoch(
         on_beat: called with what they learnt, at the same step on every rank.
         stop_at: end the pass when this many optimizer steps have been made since the run began.
         on_window: called after every optimizer step, if given; at the same step on every rank.
-        main_seconds: what the main process tells at a beat.
+        tell: returns what this rank tells at a beat, beyond its losses: the seconds since it last saved, and whether it
+            has been asked for a checkpoint.
 
     Ranks: collective.
 
@@ -149,11 +161,12 @@ def train_epoch(
         meter.samples += window.count
         if not window.closes:
             continue
+        progress.closed = progress.step
         if on_window is not None:
             on_window()
         if progress.step >= beat.due:
             loss_sum, count, _ = meter.sums()
-            on_beat(beat(progress.step, loss_sum, count, meter.samples, main_seconds()))
+            on_beat(beat(progress.step, loss_sum, count, meter.samples, *tell()))
         if progress.optimizer_step >= stop_at:
             return
 

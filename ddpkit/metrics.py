@@ -581,6 +581,9 @@ def _form(value: Any) -> str:
     return f"{type(value).__name__} of {len(value)}" if isinstance(value, (dict, list)) else repr(value)
 
 
+_Entry = tuple[Tensor | float, Tensor | float]  # a loss, and what it counts
+
+
 class LossMeter:
     """The running loss of a stage: what the loop pays per step is one ``append``.
 
@@ -605,7 +608,7 @@ class LossMeter:
     def __init__(self) -> None:
         self.samples = 0
         self._losses: list[Tensor | float] = []
-        self._counts: list[float] = []
+        self._counts: list[Any] = []
         self._sums: list[Tensor | float] = []
         self._sum_counts: list[Tensor | float] = []
         self._partial: Tensor | None = None
@@ -641,7 +644,7 @@ class LossMeter:
             self._flush()
 
     def sums(self) -> tuple[float, float, int]:
-        """Return the sums since the last reset. Waits for the device.
+        """Return the sums since the last reset. Waits for the device; changes nothing, however often it is called.
 
         Returns:
             (sum of loss times count, sum of counts, number of losses that were not finite). The first two are
@@ -649,11 +652,11 @@ class LossMeter:
 
         Ranks: local; add them up over the ranks before dividing.
         """
-        self._flush()
-        if self._partial is not None:
-            self._add_on_host(*self._partial.tolist())
-            self._partial = None
-        loss, count, nonfinite = self._host
+        means, sums = self._waiting()
+        host, partial = self._with(self._host, self._partial, means, are_means=True)
+        host, partial = self._with(host, partial, sums, are_means=False)
+        on_device = [0.0, 0.0, 0.0] if partial is None else partial.tolist()
+        loss, count, nonfinite = (held + more for held, more in zip(host, on_device, strict=True))
         return loss, count, int(nonfinite)
 
     def reset(self) -> None:
@@ -674,40 +677,87 @@ class LossMeter:
 
         Ranks: local.
         """
-        self._losses, self._counts, self._partial = [], [], None
-        self._sums, self._sum_counts, self.samples = [], [], samples
-        self._host = [loss_sum, count, float(nonfinite)]
+        self.load_state_dict({"added": [loss_sum, count, float(nonfinite)], "samples": samples})
 
-    def _add_on_host(self, *amounts: float) -> None:
-        self._host = [held + amount for held, amount in zip(self._host, amounts, strict=True)]
+    def state_dict(self) -> dict[str, Any]:
+        """Return all that is needed to go on to the last bit: the order in which numbers are added up is part of it.
+
+        Returns:
+            Lists of floats, and the samples. Waits for the device.
+
+        Ranks: local.
+        """
+        means, sums = self._waiting()
+        return {
+            "added": list(self._host),
+            "added_on_device": None if self._partial is None else self._partial.tolist(),
+            "means": [[_frozen(one) for one in entry] for entry in means],
+            "sums": [[_frozen(one) for one in entry] for entry in sums],
+            "samples": self.samples,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from what :meth:`state_dict` returned.
+
+        Args:
+            state_dict: such a state.
+
+        Ranks: local.
+        """
+        self._host = [float(one) for one in state_dict["added"]]
+        partial = state_dict.get("added_on_device")
+        self._partial = None if partial is None else torch.tensor(partial, dtype=torch.float64)
+        means, sums = state_dict.get("means", []), state_dict.get("sums", [])
+        self._losses, self._counts = [_thawed(entry[0]) for entry in means], [_thawed(entry[1]) for entry in means]
+        self._sums, self._sum_counts = [_thawed(entry[0]) for entry in sums], [_thawed(entry[1]) for entry in sums]
+        self.samples = state_dict.get("samples", 0)
+
+    def _waiting(self) -> tuple[list[_Entry], list[_Entry]]:
+        """Return the losses that are not added up yet, and what they count: means, and sums."""
+        means = list(zip(self._losses, self._counts, strict=True))
+        return means, list(zip(self._sums, self._sum_counts, strict=True))
 
     def _flush(self) -> None:
         """Add the waiting losses to the sums: tensors on their device, floats here."""
-        means = list(zip(self._losses, self._counts, strict=True))
-        sums = list(zip(self._sums, self._sum_counts, strict=True))
+        means, sums = self._waiting()
         for waiting in (self._losses, self._counts, self._sums, self._sum_counts):
             waiting.clear()
-        self._take_in(means, are_means=True)
-        self._take_in(sums, are_means=False)
+        self._host, self._partial = self._with(self._host, self._partial, means, are_means=True)
+        self._host, self._partial = self._with(self._host, self._partial, sums, are_means=False)
 
-    def _take_in(self, entries: Sequence[tuple[Tensor | float, Tensor | float]], *, are_means: bool) -> None:
+    @staticmethod
+    def _with(
+        host: list[float], held: Tensor | None, entries: Sequence[_Entry], *, are_means: bool
+    ) -> tuple[list[float], Tensor | None]:
+        """Return sums with some losses more, in the order in which they came."""
         on_device = []
         for loss, count in entries:
             if isinstance(loss, Tensor) or isinstance(count, Tensor):
                 on_device.append((loss, count))
             elif count:
                 total = loss * count if are_means else loss
-                finite = math.isfinite(total)
-                self._add_on_host(*((total, count, 0.0) if finite else (0.0, 0.0, 1.0)))
-        if on_device:
-            partial = _finite_sums(on_device, are_means=are_means)
-            held = self._partial
-            self._partial = partial if held is None else held.to(partial.device) + partial
+                amounts = (total, count, 0.0) if math.isfinite(total) else (0.0, 0.0, 1.0)
+                host = [one + amount for one, amount in zip(host, amounts, strict=True)]
+        if not on_device:
+            return host, held
+        partial = _finite_sums(on_device, are_means=are_means)
+        return host, partial if held is None else held.to(partial.device, partial.dtype) + partial
 
 
-def _finite_sums(entries: Sequence[tuple[Tensor | float, Tensor | float]], *, are_means: bool) -> Tensor:
+def _frozen(number: Tensor | float) -> list[Any]:
+    """Write a number down, and whether it is a tensor; those are added up in another way."""
+    return [float(number), isinstance(number, Tensor)]
+
+
+def _thawed(entry: list[Any]) -> Any:
+    number, is_tensor = entry
+    return torch.tensor(number, dtype=torch.float64) if is_tensor else number
+
+
+def _finite_sums(entries: Sequence[_Entry], *, are_means: bool) -> Tensor:
     """Return three numbers on the losses' device: sum of losses, of what they count, number not finite."""
-    device = next(one.device for entry in entries for one in entry if isinstance(one, Tensor))
+    # The last one is new, and where all will be; the first may have been read from a checkpoint.
+    device = next(one.device for entry in reversed(entries) for one in entry if isinstance(one, Tensor))
     values = _column([loss for loss, _ in entries], device)
     counts = _column([count for _, count in entries], device)
     empty = counts == 0

@@ -195,7 +195,8 @@ RUNNING = "What is run"
 WHERE = "Where it runs"
 BATCHES = "Batches, and what they weigh"
 GRADIENTS = "Precision, gradients and optimizer steps"
-CHECKPOINTS = "Checkpoints inside an epoch"
+CHECKPOINTS = "Checkpoints and resuming"
+AVERAGING = "Averaged weights"
 COMPILING = "Compilation"
 PROFILING = "Profiling"
 OLD = "Accepted for old command lines"
@@ -257,6 +258,20 @@ OPTIONS: tuple[Option, ...] = (
     Option("ckpt_interval_minutes", 0.0, float, CHECKPOINTS, "save every X minutes; 0 or less: never",
            form="X"),
     Option("ckpt_interval_steps", 0, int, CHECKPOINTS, "save every N batches; 0 or less: never", form="N"),
+    Option("resume", "auto", str, CHECKPOINTS, "checkpoint to go on from: the newest, none, this one",
+           form="auto|never|PATH"),
+    Option("ckpt_async", True, bool, CHECKPOINTS, "write checkpoints in the background, if memory allows"),
+    Option("ckpt_verify", "full", str, CHECKPOINTS, "what is read of a checkpoint before it is used",
+           form="full|size|off", choices=("full", "size", "off")),
+    Option("ckpt_load", "all", str, CHECKPOINTS, "every process reads it, or one reads and sends",
+           form="all|broadcast", choices=("all", "broadcast")),
+    Option("ckpt_errors", "stop", str, CHECKPOINTS, "when one cannot be saved: stop, or warn and go on",
+           form="stop|warn", choices=("stop", "warn")),
+    Option("ckpt_on_error", False, bool, CHECKPOINTS, "save once more when training fails"),
+
+    Option("ema_decay", None, float, AVERAGING, "keep an exponential moving average of the weights", form="X",
+           minimum=0, is_optional=True, default_words="off"),
+    Option("evaluate_ema", False, bool, AVERAGING, "validate and test with the averaged weights"),
 
     Option("compile", False, bool, COMPILING, "torch.compile all modules"),
     Option("compile_module_keys", None, list, COMPILING, "compile only these", form="A B", is_optional=True,
@@ -331,6 +346,14 @@ class OptionTypes:
     remove_vector_weight_decay: bool
     ckpt_interval_minutes: float
     ckpt_interval_steps: int
+    resume: str
+    ckpt_async: bool
+    ckpt_verify: str
+    ckpt_load: str
+    ckpt_errors: str
+    ckpt_on_error: bool
+    ema_decay: float | None
+    evaluate_ema: bool
     compile: bool
     compile_module_keys: list[str] | None
     compile_mode: str

@@ -125,6 +125,11 @@ def dump_plain_yaml(value: Any) -> str:
     return text
 
 
+MOST_VALUES_PER_CHARACTER = 1
+MOST_VALUES = 100_000  # more, so that a few aliases in a small file are no fault
+MOST_BRACKETS = 100
+MOST_DIGITS = 4300  # of a whole number: the limit that Python has for decimal ones
+
 # What PyYAML's constructors raise over values that say one thing and hold another.
 _NOT_YAML = (
     yaml.YAMLError,
@@ -157,10 +162,28 @@ def load_plain_yaml(text: str) -> Any:
         {'w': tensor([1., 2.])}
     """
     try:
-        return yaml.load(text, Loader=_PlainLoader)  # type: ignore[arg-type]  # noqa: S506 -- runs nothing
+        value = yaml.load(text, Loader=_PlainLoader)  # type: ignore[arg-type]  # noqa: S506 -- runs nothing
+        if _size(value, {}, set()) > MOST_VALUES_PER_CHARACTER * len(text) + MOST_VALUES:
+            raise ValueError("its aliases stand for far more than is written")
+        return value
     except _NOT_YAML as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise CheckpointError(f"is no readable YAML: {reason}") from error
+
+
+def _size(value: Any, known: dict[int, int], around: set[int]) -> int:
+    """Count the values that whoever walks through ``value`` meets; what aliases stand for counts every time."""
+    if not isinstance(value, (dict, list, tuple, set)):
+        return 1
+    key = id(value)
+    if key in around:
+        raise ValueError("it holds a value that contains itself")
+    if key not in known:
+        around.add(key)
+        inner = value.values() if isinstance(value, dict) else value
+        known[key] = 1 + sum(_size(one, known, around) for one in inner)
+        around.discard(key)
+    return known[key]
 
 
 class _PlainDumper(yaml.SafeDumper):
@@ -199,12 +222,31 @@ class _PlainLoader(Reader, Scanner, Parser, Composer, SafeConstructor, Resolver)
         SafeConstructor.__init__(self)
         Resolver.__init__(self)
 
+    def fetch_flow_collection_start(self, token: type[yaml.Token]) -> None:
+        """Refuse deep nesting: the scanner looks at every open bracket for every further one."""
+        if self.flow_level >= MOST_BRACKETS:
+            raise ValueError(f"it opens more than {MOST_BRACKETS} brackets inside of each other")
+        super().fetch_flow_collection_start(token)
+
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        """Refuse ``<<``: it copies what it names, and a few lines of it can ask for any amount of memory."""
+        if any(key.tag == "tag:yaml.org,2002:merge" for key, _ in node.value):
+            raise ValueError("it merges mappings with <<, which is not read here")
+
+    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
+        """Refuse long numbers: those in base 60 take a time that grows with the square of their length."""
+        if len(str(node.value)) > MOST_DIGITS:
+            raise ValueError(f"it holds a number of more than {MOST_DIGITS} digits")
+        number: int = super().construct_yaml_int(node)
+        return number
+
+
+_DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
+
 
 def _construct_tensor(loader: _PlainLoader, node: yaml.Node) -> torch.Tensor:
     content = loader.construct_mapping(node, deep=True)  # type: ignore[arg-type]
-    dtype = getattr(torch, str(content["dtype"]))
-    if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"{content['dtype']!r} is no dtype")
+    dtype = _DTYPES[str(content["dtype"])]
     shape = content["shape"]
     if dtype.is_complex:
         pairs = torch.tensor(content["values"], dtype=torch.float64).reshape(*shape, 2)
@@ -247,8 +289,9 @@ _LEGACY: dict[str, Any] = {
     f"{_PYTHON}str": SafeConstructor.construct_yaml_str,
     f"{_PYTHON}unicode": SafeConstructor.construct_yaml_str,
     f"{_PYTHON}bool": SafeConstructor.construct_yaml_bool,
-    f"{_PYTHON}int": SafeConstructor.construct_yaml_int,
-    f"{_PYTHON}long": SafeConstructor.construct_yaml_int,
+    "tag:yaml.org,2002:int": _PlainLoader.construct_yaml_int,
+    f"{_PYTHON}int": _PlainLoader.construct_yaml_int,
+    f"{_PYTHON}long": _PlainLoader.construct_yaml_int,
     f"{_PYTHON}float": SafeConstructor.construct_yaml_float,
     f"{_PYTHON}none": SafeConstructor.construct_yaml_null,
     f"{_PYTHON}object/apply:numpy.dtype": _construct_dtype,

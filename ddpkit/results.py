@@ -135,7 +135,8 @@ class Results(Loaders):
             self.progress.seen = Seen(Stage.TEST, loader, divided=get_world_size() > 1 and is_divided(loader))
             begin_stage(divided=self.progress.seen.divided)
             try:
-                outputs = self._outputs(loader, self._bar_enabled(progressbar))
+                with self._evaluated_weights(Stage.TEST):
+                    outputs = self._outputs(loader, self._bar_enabled(progressbar))
                 gathered: list[Any] = gather_results(self.progress.seen, outputs)
             finally:
                 self.progress.seen = before

@@ -2,40 +2,59 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import tempfile
 import weakref
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ddpkit.checkpoint_hooks import mark_as_loader, mark_as_saver, register_checkpoint_hooks
-from ddpkit.distributed import get_world_size, run_on_main, sum_over_ranks
-from ddpkit.hooks import Hooks
+from ddpkit.checkpoints import Checkpointer, ckpt_recency
+from ddpkit.continuing import Continuing
+from ddpkit.control import SaveRequests, terminating_later
+from ddpkit.distributed import alone, get_world_size, run_on_main, sum_over_ranks
+from ddpkit.errors import CheckpointError
+from ddpkit.logger import get_logger
+from ddpkit.options import OPTION_BY_NAME
 from ddpkit.plain_yaml import dump_plain_yaml, load_plain_yaml
+from ddpkit.rank_states import RankStates
+from ddpkit.resuming import TELLING, Pace, changed_options, read_brain_file
 
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+logger = get_logger(__name__)
+
+NEWEST, NEVER = "auto", "never"  # what the option `resume` says, or else a path
 INTRA_EPOCH_KEY = "brain_intra_epoch_ckpt"
 
 
 @register_checkpoint_hooks
-class Saving(Hooks):
+class Saving(Continuing):
     """The recoverable half of the Brain: what a checkpoint holds of it, and when one is made by itself.
 
     Attributes:
         avg_train_loss: mean training loss of the epoch so far, over all ranks, about a second old.
 
-    State: ``brain.ckpt`` is YAML with ``step``, ``avg_train_loss``, ``optimizer_step`` and the running sums of the
-    epoch's loss. A checkpoint of the end of an epoch gives back ``optimizer_step`` alone; outside of ``fit`` nothing.
+    State: ``brain.ckpt`` is YAML with ``step``, ``avg_train_loss``, ``optimizer_step``, the running sums of the epoch's
+    loss, what an optimizer step is made of, and the options that bear on the numbers; ``ranks.ckpt`` has the random
+    streams, sums and loader of every rank. A checkpoint of the end of an epoch gives back ``optimizer_step`` and what
+    loaders take over into the next epoch; outside of ``fit`` nothing.
 
     Ranks: collective.
 
     Example:
-        >>> issubclass(Saving, Hooks)
+        >>> issubclass(Saving, Continuing)
         True
     """
 
     avg_train_loss: float
     _fitting: bool
     _saved_sums: list[float] | None = None
+    save_requests: SaveRequests
+    _pace: Pace = Pace(None, None)
 
     def register_with(self, checkpointer: Any) -> None:
         """Give the checkpointer what the loop needs to continue; when debugging, a temporary folder as well."""
@@ -45,8 +64,99 @@ class Saving(Hooks):
             if self.rank == 0:
                 weakref.finalize(checkpointer, shutil.rmtree, folder, ignore_errors=True)
         checkpointer.add_recoverable("brain", self)
+        # The checkpointer may outlive the Brain, and the Brain holds the checkpointer.
+        host = weakref.ref(self)
+        self._rank_states = RankStates(lambda: _own_state(host()))
+        checkpointer.add_recoverable(
+            "ranks", self._rank_states, custom_load_hook=lambda *where: _load_ranks(host(), *where), optional_load=True
+        )
         if self.scaler.is_enabled():
             checkpointer.add_recoverable("scaler", self.scaler, optional_load=True)
+        if self.ema is not None:
+            self.ema.add_to(checkpointer)
+        self.follow_options()
+
+    def follow_options(self) -> None:
+        """Give the checkpointer what the options say of it; what is left at its default is left alone there, too."""
+        checkpointer, options = self.checkpointer, self.run_opts
+        if not isinstance(checkpointer, Checkpointer):
+            return
+        attributes = {"ckpt_verify": "verify_mode", "ckpt_load": "load_mode", "ckpt_errors": "on_error"}
+        for option, attribute in attributes.items():
+            if options[option] != OPTION_BY_NAME[option].default:
+                setattr(checkpointer, attribute, options[option])
+
+    @contextlib.contextmanager
+    def saving_session(self) -> Iterator[None]:
+        """Keep the folder while ``fit`` runs, save in the background, hear the signal for it, finish what is begun."""
+        checkpointer = self.checkpointer
+        with self.save_requests.heard():
+            if not isinstance(checkpointer, Checkpointer):
+                yield
+                return
+            before, checkpointer.asynchronous = checkpointer.asynchronous, self.ckpt_async
+            with checkpointer.hold_folder():
+                try:
+                    yield
+                    checkpointer.wait()
+                except BaseException as error:
+                    if self.rank == 0:
+                        self._bring_to_safety(checkpointer, error)
+                    raise
+                finally:
+                    checkpointer.asynchronous = before
+
+    @contextlib.contextmanager
+    def choosing_start(self) -> Iterator[None]:
+        """Have the checkpointer recover what the option ``resume`` says, whoever asks it to."""
+        checkpointer = self.checkpointer
+        if not isinstance(checkpointer, Checkpointer):
+            yield
+            return
+        checkpointer.resume = self.resume
+        try:
+            yield
+        finally:
+            checkpointer.resume = NEWEST
+
+    def _bring_to_safety(self, checkpointer: Checkpointer, error: BaseException) -> None:
+        """Finish what is being written, and save once more if asked; on the main process alone, whoever has failed."""
+        wanted = self.ckpt_on_error and isinstance(error, (Exception, KeyboardInterrupt))
+        with alone(), terminating_later():
+            try:
+                checkpointer.wait()
+                if wanted:
+                    self._save_failure(checkpointer, error)
+            except CheckpointError as failure:
+                logger.warning("%s", failure)
+
+    def _save_failure(self, checkpointer: Checkpointer, error: BaseException) -> None:
+        """Save what had been trained when training failed."""
+        progress, states = self.progress, self._rank_states
+        if states is None or progress.trained is None or not progress.closed:
+            return  # nothing has been trained since the epoch began
+        if self._is_stepping or checkpointer.saves_on_every_rank:
+            reason = "it came in the middle of an optimizer step" if self._is_stepping else "a saver needs every rank"
+            logger.warning("No checkpoint is made of the failure: %s.", reason)
+            return
+        step, meter = progress.step, progress.meter
+        progress.step, progress.meter = progress.closed, progress.trained
+        own = self.collect_own_state() | {"random": None}  # which has been drawn from since
+        if progress.sums is not None:  # the pass is over: the sums of all ranks are known
+            self._saved_sums = list(progress.sums)
+            own["loss"] = None
+        states.set_own(own)
+        checkpointer.asynchronous = False
+        try:
+            meta = {INTRA_EPOCH_KEY: True, "error": f"{type(error).__name__}: {error}"[:500]}
+            checkpointer.save_checkpoint(meta=meta, end_of_epoch=False)
+        finally:
+            progress.step, progress.meter, self._saved_sums = step, meter, None
+            states.forget()
+
+    def save_now(self) -> None:
+        """Save in the middle of an epoch, as a signal has asked for."""
+        self._save_intra_epoch_ckpt()
 
     def _should_save_intra_epoch_ckpt(self, seconds_since_ckpt: float, steps_since_ckpt: int) -> bool:
         """Decide from numbers that all ranks agree on whether to save in the middle of an epoch."""
@@ -65,13 +175,19 @@ class Saving(Hooks):
         if self.checkpointer is None:
             return
         self._saved_sums = sum_over_ranks(self._own_sums())
-        self.checkpointer.save_and_keep_only(
-            end_of_epoch=False,
-            num_to_keep=1,
-            ckpt_predicate=lambda checkpoint: INTRA_EPOCH_KEY in checkpoint.meta,
-            meta={INTRA_EPOCH_KEY: True},
-        )
-        self._saved_sums = None
+        if self._rank_states is not None:
+            self._rank_states.gather()
+        try:
+            self.checkpointer.save_and_keep_only(
+                end_of_epoch=False,
+                num_to_keep=1,
+                ckpt_predicate=lambda checkpoint: INTRA_EPOCH_KEY in checkpoint.meta,
+                meta={INTRA_EPOCH_KEY: True},
+            )
+        finally:
+            self._saved_sums = None
+            if self._rank_states is not None:
+                self._rank_states.forget()
 
     @mark_as_saver
     def _save(self, path: Path) -> None:
@@ -83,10 +199,13 @@ class Saving(Hooks):
             "step": self.step,
             "avg_train_loss": float(self.avg_train_loss),
             "optimizer_step": self.optimizer_step,
-            "grad_accumulation_factor": self.grad_accumulation_factor,
+            "epoch_began_at": self.progress.began_at,
             "loss_sum": loss_sum,
             "loss_count": loss_count,
             "samples": int(samples),
+            **self._pace.state_dict(),
+            "grad_accumulation_factor": self.grad_accumulation_factor,
+            "options": {name: self.run_opts[name] for name in TELLING},
         }
         Path(path).write_text(dump_plain_yaml(state), encoding="utf-8")
 
@@ -95,20 +214,61 @@ class Saving(Hooks):
         if not self._fitting:
             return
         state = load_plain_yaml(Path(path).read_text(encoding="utf-8"))
+        if not isinstance(state, Mapping) or "step" not in state:
+            raise CheckpointError(f"{path} does not say how far the run had come: it has no 'step'.")
         self.optimizer_step = state.get("optimizer_step", state["step"])
+        self._tell_changes(state)
         if end_of_epoch:
             return
-        self.step = state["step"]
-        if self.global_batch_size is not None:  # other processes may take a step in another number of batches
-            before = state.get("grad_accumulation_factor", self.grad_accumulation_factor)
-            self.step = self.step // before * self.grad_accumulation_factor
+        samples = state.get("samples", 0)
+        self.step, words = self._pace.place(Pace.read(state), state["step"], samples)
+        if words is not None:
+            logger.warning("%s", words)
+        if "loss_sum" not in state and self.step:
+            logger.warning(
+                "This checkpoint was made by SpeechBrain in the middle of an epoch, and the order of the data is "
+                "ddpkit's own: %d batches are left out now, but not those that were done. To avoid it, go on from the "
+                "end of an epoch.",
+                self.step,
+            )
+        self.progress.began_at = state.get("epoch_began_at", self.optimizer_step)
         self.avg_train_loss = state["avg_train_loss"]
         if self.rank == 0:
             count = state.get("loss_count", self.step)
             loss_sum = state.get("loss_sum", self.avg_train_loss * count)
-            self.progress.meter.restore(loss_sum, count, samples=state.get("samples", 0))
+            self.progress.meter.restore(loss_sum, count, samples=samples)
+
+    def _tell_changes(self, state: Mapping[str, Any]) -> None:
+        options = state.get("options")
+        changes = changed_options(options, self.run_opts) if isinstance(options, Mapping) else []
+        if changes:
+            logger.warning(
+                "The run goes on with other options than those of its checkpoint: %s. It will not be the run that was "
+                "never stopped.",
+                "; ".join(changes),
+            )
 
     def _own_sums(self) -> list[float]:
         """Return this rank's sum of losses, what it counts, and the samples seen."""
         meter = self.progress.meter
         return [*meter.sums()[:2], meter.samples]
+
+    # ------------------------------------------------------------------ what a run goes on from
+
+    def _pace_before(self) -> Pace | None:
+        """Return, on the main process, what an optimizer step was made of in the checkpoint that will be resumed."""
+        if self.resume == NEVER or not isinstance(self.checkpointer, Checkpointer):
+            return None
+        if self.resume != NEWEST:
+            return Pace.read(read_brain_file(Path(self.resume)))
+        found = self.checkpointer.list_checkpoints()
+        return Pace.read(read_brain_file(max(found, key=ckpt_recency).path)) if found else None
+
+
+def _own_state(host: Saving | None) -> dict[str, Any]:
+    return {} if host is None else host.collect_own_state()
+
+
+def _load_ranks(host: Saving | None, states: RankStates, path: Path, end_of_epoch: bool) -> None:
+    if host is not None and host._fitting:  # noqa: SLF001 -- a part of the class
+        states.load(path, end_of_epoch)

@@ -1,9 +1,9 @@
-"""Random numbers: one seed for initialisation, a stream of its own per rank, and states to keep.
+"""Random numbers: one seed for initialisation, a stream of its own per rank and epoch, and states to keep.
 
-:func:`seed_everything` gives every rank the same seed, so that they build the same model. Once it exists,
-:func:`seed_rank_streams` (called by ``Brain.fit``) moves each rank on to its own stream, so that dropout and
-augmentation do not draw the same noise everywhere. The streams come from a hash of seed and rank: with a sum,
-rank 1 of seed 10 would repeat rank 0 of seed 11.
+:func:`seed_everything` gives every rank the same seed, so that they build the same model. ``Brain.fit`` begins every
+epoch with :func:`seed_epoch_streams`, so that ranks do not draw the same noise in dropout and augmentation, and so that
+a run that goes on after an epoch's end draws what the run that was never stopped has drawn, whatever happened between.
+The streams come from a hash of seed, rank and epoch: with a sum, rank 1 of seed 10 would repeat rank 0 of seed 11.
 """
 
 from __future__ import annotations
@@ -119,6 +119,32 @@ def seed_rank_streams(epoch: int | None = None) -> int | None:
     seed = global_seed()
     base = torch.initial_seed() if seed is None else seed
     stream = stream_seed(base, get_rank() or 0, *(() if epoch is None else (epoch,)))
+    _seed_generators(stream, stream & MAX_SEED)
+    return stream
+
+
+def seed_epoch_streams(base: int, epoch: int, optimizer_step: int) -> int:
+    """Begin an epoch of training: give this rank the random streams of that epoch.
+
+    Args:
+        base: the run's seed.
+        epoch: of the training.
+        optimizer_step: how many optimizer steps have been made before the epoch, so that an epoch of the same number
+            in a second ``fit`` draws other numbers.
+
+    Returns:
+        The 64-bit seed of this rank's torch stream.
+
+    Ranks: local.
+
+    State: the random states of Python, numpy and torch (all devices).
+
+    Example:
+        >>> first = seed_epoch_streams(7, 1, 0), torch.rand(1).item()
+        >>> first == (seed_epoch_streams(7, 1, 0), torch.rand(1).item())
+        True
+    """
+    stream = stream_seed(base, get_rank() or 0, epoch, optimizer_step)
     _seed_generators(stream, stream & MAX_SEED)
     return stream
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torch.utils.data import DataLoader, IterableDataset
 
 from ddpkit.agreement import require_agreement
-from ddpkit.control import Beat
-from ddpkit.dataloader import LoopedLoader, SaveableDataLoader, plan_of, set_epoch
+from ddpkit.control import Beat, SaveRequests
+from ddpkit.dataloader import LoopedLoader, plan_of, set_epoch
 from ddpkit.distributed import get_world_size, if_main_process, start_sum_over_ranks, sum_over_ranks
 from ddpkit.feed import Feed
 from ddpkit.gathering import Seen, is_divided
@@ -49,9 +49,22 @@ class StageHost(LoopHost, Protocol):
     run_opts: RunOptions
     avg_train_loss: float
     profiler: Any
+    save_requests: SaveRequests
+
+    def save_now(self) -> None:
+        """Save in the middle of an epoch."""
+        ...
 
     def save_intra_epoch(self, seconds_since_ckpt: float, steps_since_ckpt: int) -> bool:
         """Save in the middle of an epoch if it is time, and say whether it was."""
+        ...
+
+    def begin_pass(self, loader: Any) -> tuple[int, Callable[[], object]]:
+        """Put a loader where a checkpoint says; return how many batches to leave out, and what to call then."""
+        ...
+
+    def end_pass(self) -> None:
+        """Collect what a save after the epoch will need of every rank."""
         ...
 
     def flush_window(self) -> None:
@@ -109,11 +122,14 @@ def run_training(host: StageHost, loader: Any, epoch: int, *, enable_bar: bool) 
         'run_training'
     """
     progress, options = host.progress, host.run_opts
-    set_epoch(loader, epoch)
+    length = length_of(loader)
+    if length is not None:
+        progress.step = min(progress.step, length)  # the last step of an epoch may be a shorter one than elsewhere
+    left_out, ready = host.begin_pass(loader)
+    set_epoch(loader, epoch)  # after that: what a stream remembers may be the epoch before
     _require_same_draw(loader)
-    if progress.step and isinstance(loader, SaveableDataLoader):
-        loader.skip_next(progress.step)
-    feed = _feed(host, loader)
+    feed = _feed(host, loader, left_out, ready)
+    progress.closed, progress.trained, progress.sums = progress.step, progress.meter, None
     _watch(host, Stage.TRAIN, loader)
     saves = _IntraEpochSaves(host)
     beat = Beat(sum_over_ranks, get_world_size(), is_main=if_main_process())
@@ -124,7 +140,7 @@ def run_training(host: StageHost, loader: Any, epoch: int, *, enable_bar: bool) 
         def on_beat(report: BeatReport) -> None:
             host.avg_train_loss = report.loss
             bar.show(report.step, report.loss, report.samples - samples_before)
-            saves.by_minutes(report.main_seconds)
+            saves.on_beat(report)
 
         limit = options.optimizer_step_limit
         train_epoch(
@@ -134,9 +150,10 @@ def run_training(host: StageHost, loader: Any, epoch: int, *, enable_bar: bool) 
             on_beat,
             float("inf") if limit is None else limit,
             on_window=saves.by_steps if options.ckpt_interval_steps > 0 else None,
-            main_seconds=saves.seconds,
+            tell=saves.tell,
         )
         host.flush_window()
+        host.end_pass()
         return _finish(host, Stage.TRAIN, epoch, time.monotonic() - started, bar)
 
 
@@ -192,41 +209,42 @@ def _watch(host: StageHost, stage: Stage, loader: Any) -> None:
     host.progress.seen = Seen(stage, loader, divided, first=host.progress.step if is_training else 0)
 
 
-def _feed(host: StageHost, loader: Any) -> Feed | StreamFeed:
+def _feed(host: StageHost, loader: Any, left_out: int, ready: Callable[[], object]) -> Feed | StreamFeed:
     options, length = host.run_opts, length_of(loader)
     if length is None:
-        return _stream_feed(host, loader)
-    batches: Iterable[Any] = loader
+        return _stream_feed(host, loader, left_out, ready)
     if options.debug:
         length = min(length, options.debug_batches)
-    if not isinstance(loader, (SaveableDataLoader, LoopedLoader)):
-        batches = itertools.islice(batches, host.progress.step, None)
-    if host.profiler is not None:
-        batches = _profiled(batches, host.profiler)
     return Feed(
-        loader=batches,
+        loader=loader if host.profiler is None else _Profiled(loader, host.profiler),
         length=length,
         counts=counts_of(loader),
         factor=options.grad_accumulation_factor,
         weighting=options.loss_weighting,
         world_size=get_world_size(),
         start=host.progress.step,
+        left_out=left_out,
+        ready=ready,
     )
 
 
-def _stream_feed(host: StageHost, loader: Any) -> StreamFeed:
+def _stream_feed(host: StageHost, loader: Any, left_out: int, ready: Callable[[], object]) -> StreamFeed:
     """Feed from what has no known number of batches: the ranks tell each other what they have."""
-    options = host.run_opts
-    batches: Iterable[Any] = itertools.islice(loader, options.debug_batches) if options.debug else loader
+    options, done = host.run_opts, host.progress.step
+    batches: Iterable[Any] = loader if host.profiler is None else _Profiled(loader, host.profiler)
+    if options.debug:
+        batches = _First(batches, max(options.debug_batches - done + left_out, 0))
     return StreamFeed(
-        loader=batches if host.profiler is None else _profiled(batches, host.profiler),
+        loader=batches,
         factor=options.grad_accumulation_factor,
         weighting=options.loss_weighting,
         whole_batches=getattr(loader, "batch_size", None) is None,
         world_size=get_world_size(),
-        start=host.progress.step,
+        start=done,
         start_sum=start_sum_over_ranks,
         size_of=_size_of(loader),
+        left_out=left_out,
+        ready=ready,
     )
 
 
@@ -244,11 +262,29 @@ def _counting(loader: Any) -> Callable[[int, Any], int]:
     return lambda number, _: counts.count(number)
 
 
-def _profiled(loader: Iterable[Any], profiler: Any) -> Iterator[Any]:
-    """Yield batches and tell the profiler after each that a step is over."""
-    for batch in loader:
-        yield batch
-        profiler.step()
+class _Profiled:
+    """Tells the profiler after each batch that a step is over."""
+
+    def __init__(self, loader: Iterable[Any], profiler: Any) -> None:
+        self.loader, self.profiler = loader, profiler
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._steps(iter(self.loader))
+
+    def _steps(self, batches: Iterator[Any]) -> Iterator[Any]:
+        for batch in batches:
+            yield batch
+            self.profiler.step()
+
+
+class _First:
+    """The first batches of a loader."""
+
+    def __init__(self, loader: Iterable[Any], number: int) -> None:
+        self.loader, self.number = loader, number
+
+    def __iter__(self) -> Iterator[Any]:
+        return itertools.islice(self.loader, self.number)
 
 
 def _bar(
@@ -273,6 +309,8 @@ def _finish(host: StageHost, stage: Stage, epoch: int | None, seconds: float, ba
         copies = 1 if seen.divided else get_world_size()  # where every rank had every sample
     loss_sum, count, bad, samples = sum_over_ranks([float(number) for number in (*meter.sums(), meter.samples)])
     mean = loss_sum / count if count else float("nan")
+    if stage is Stage.TRAIN:
+        host.progress.sums = loss_sum, count, samples
     bad, samples = bad // copies, samples // copies
     bar.partial = False
     bar.show(host.progress.step, mean, int(samples))
@@ -300,21 +338,31 @@ class _IntraEpochSaves:
         self.last_time = time.monotonic()
         self.last_step = host.progress.step
 
-    def seconds(self) -> float:
-        """Return the time since the last save; that of the main process is the one that counts."""
-        return time.monotonic() - self.last_time
+    def tell(self) -> tuple[float, bool]:
+        """Return the seconds since the last save, and whether a signal has asked this rank for one."""
+        return time.monotonic() - self.last_time, self.host.save_requests.wanted
 
-    def by_minutes(self, main_seconds: float) -> None:
-        """Save if the main process's clock says so."""
-        self._save_if_due(main_seconds, 0)
+    def on_beat(self, report: BeatReport) -> None:
+        """Save if a signal has asked any rank, or the main process's clock says so."""
+        if report.save_wanted and not self._is_pending():
+            self.host.save_requests.wanted = False
+            self.host.save_now()
+            self._start_anew()
+        else:
+            self._save_if_due(report.main_seconds, 0)
 
     def by_steps(self) -> None:
         """Save if enough steps have passed."""
         self._save_if_due(0.0, self.host.progress.step - self.last_step)
 
     def _save_if_due(self, seconds: float, steps: int) -> None:
+        if not self._is_pending() and self.host.save_intra_epoch(seconds, steps):
+            self._start_anew()
+
+    def _is_pending(self) -> bool:
+        """Say whether there are gradients that are not used yet: they are in no checkpoint."""
         progress = self.host.progress
-        if progress.window.pending(progress.step):  # gradients are in no checkpoint: not before they are used
-            return
-        if self.host.save_intra_epoch(seconds, steps):
-            self.last_time, self.last_step = time.monotonic(), progress.step
+        return progress.window.pending(progress.step) > 0
+
+    def _start_anew(self) -> None:
+        self.last_time, self.last_step = time.monotonic(), self.host.progress.step

@@ -3,11 +3,12 @@
 Every file operation of a save stands behind :data:`FILES`, so that a crash test can stop or break each.
 The order that :func:`commit_directory` keeps is what makes a save atomic::
 
-    make .tmp-x -> write every file -> fsync each -> manifest.json, fsync -> fsync .tmp-x
+    make .tmp-x -> write every file, fsync each -> manifest.json, fsync -> fsync .tmp-x
                 -> rename .tmp-x to its name -> fsync the parent
 
 Whatever has its final name is therefore complete, and :func:`verify` tells whether it still is
-what was written. The manifest guards against damage, not against forgery.
+what was written. The manifest guards against damage, not against forgery. A file that :func:`write_file` makes is
+hashed while it is written; only what others have made is read again for the manifest.
 
 Source: the order is that of Pillai et al., "All File Systems Are Not Created Equal", OSDI 2014
 (https://www.usenix.org/conference/osdi14/technical-sessions/presentation/pillai); that ``torch.save``
@@ -23,17 +24,20 @@ import json
 import os
 import platform
 import shutil
+import stat
 import uuid
 import zipfile
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
+from contextvars import ContextVar
 from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO, Literal
+from typing import Any, BinaryIO, Literal, NamedTuple, cast
 
 import torch
 
 from ddpkit import __version__
-from ddpkit.errors import CheckpointError, ConfigError
+from ddpkit.errors import CheckpointError, ConfigError, FolderInUseError
+from ddpkit.hashing import HashedHandle
 from ddpkit.logger import get_logger
 
 __all__ = [
@@ -45,7 +49,9 @@ __all__ = [
     "commit_directory",
     "commit_staging",
     "discard_staging",
+    "fill_staging",
     "make_staging",
+    "read_text",
     "remove_directory",
     "restore_replaced",
     "save_error",
@@ -61,7 +67,20 @@ STAGING_PREFIX = ".tmp-"
 TRASH_PREFIX = ".trash-"
 REPLACED_PREFIX = ".trash-of-"  # followed by the name whose place a new directory is about to take
 
+MOST_TEXT = 16 << 20  # bytes of a manifest or a CKPT.yaml; theirs are kilobytes
+
 VerifyMode = Literal["full", "size", "off"]
+
+
+class _Written(NamedTuple):
+    """What is known of a file that was hashed while it was written, and is on the disk: is it still that file?"""
+
+    sha256: str
+    state: tuple[int, int, int]
+
+
+# What `write_file` has hashed inside of the `commit_staging` that is going on, if one is.
+_hashed: ContextVar[dict[Path, _Written] | None] = ContextVar("ddpkit_hashed", default=None)
 
 
 class FileOperations:
@@ -122,12 +141,15 @@ FILES = FileOperations()
 # ---------------------------------------------------------------------------------------- committing
 
 
-def write_file(path: Path, writer: Callable[[BinaryIO], object]) -> None:
+def write_file(path: Path, writer: Callable[[BinaryIO], object], lasting: Container[int] = frozenset()) -> None:
     """Write one file of a save through a Python handle, which keeps the reason when the disk is full.
+
+    Inside of what :func:`commit_staging` calls, the file is also hashed, and is on the disk when this returns.
 
     Args:
         path: the file; one that exists is overwritten.
         writer: called with the open binary handle.
+        lasting: addresses of memory that ``writer`` writes from and that stays as it is until it returns.
 
     Raises:
         OSError: the file cannot be opened or written.
@@ -141,7 +163,30 @@ def write_file(path: Path, writer: Callable[[BinaryIO], object]) -> None:
         >>> path.stat().st_size > 0
         True
     """
-    FILES.write(path, writer)
+    hashed = _hashed.get()
+    if hashed is None:
+        FILES.write(path, writer)
+        return
+    handles: list[HashedHandle] = []
+
+    def write(handle: BinaryIO) -> None:
+        handles.append(HashedHandle(handle, lasting))
+        writer(cast("BinaryIO", handles[-1]))
+
+    digest: str | None = None
+    try:
+        FILES.write(path, write)
+        FILES.sync_file(path)
+    finally:
+        for handle in handles:
+            digest = handle.finish()
+    if digest is not None:
+        hashed[path] = _Written(digest, _file_state(path))
+
+
+def _file_state(path: Path) -> tuple[int, int, int]:
+    status = path.stat()
+    return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def commit_directory(final: Path, write: Callable[[Path], object], world_size: int = 1) -> None:
@@ -199,7 +244,44 @@ def make_staging(final: Path) -> Path:
     return staging
 
 
-def commit_staging(staging: Path, final: Path, write: Callable[[], object] | None = None, world_size: int = 1) -> None:
+def fill_staging(staging: Path, final: Path, write: Callable[[], object]) -> None:
+    """Write files into a directory made by :func:`make_staging`, to be committed later.
+
+    Args:
+        staging: the directory.
+        final: the name that it is to have, for the message.
+        write: makes the files.
+
+    Raises:
+        CheckpointError: as :func:`commit_directory`; the directory is gone then.
+
+    Ranks: main only (any one process).
+
+    Example:
+        >>> import tempfile
+        >>> final = Path(tempfile.mkdtemp()) / "CKPT+one"
+        >>> staging = make_staging(final)
+        >>> fill_staging(staging, final, lambda: (staging / "a.ckpt").write_text("1"))
+        >>> commit_staging(staging, final)
+        >>> (final / "a.ckpt").exists()
+        True
+    """
+    try:
+        write()
+    except BaseException as error:
+        _give_up(staging, final, error)
+        raise
+
+
+def commit_staging(
+    staging: Path,
+    final: Path,
+    write: Callable[[], object] | None = None,
+    world_size: int = 1,
+    *,
+    before_rename: Callable[[], object] | None = None,
+    bytes_needed: Callable[[], int | None] | None = None,
+) -> None:
     """Seal a directory made by :func:`make_staging` with a manifest and give it its final name.
 
     Args:
@@ -207,6 +289,8 @@ def commit_staging(staging: Path, final: Path, write: Callable[[], object] | Non
         final: its name from now on. A directory of that name is replaced.
         write: called first, to write what is not there yet.
         world_size: number of processes of the run; goes into the manifest.
+        before_rename: called when all is on the disk; what it raises prevents the commit.
+        bytes_needed: says how much ``write`` had to write, about; called when the disk is full.
 
     Raises:
         CheckpointError: as :func:`commit_directory`.
@@ -221,14 +305,20 @@ def commit_staging(staging: Path, final: Path, write: Callable[[], object] | Non
         >>> final.is_dir(), staging.exists()
         (True, False)
     """
+    hashed: dict[Path, _Written] = {}
+    token = _hashed.set(hashed)
     try:
         if write is not None:
             write()
-        _seal(staging, world_size)
+        _seal(staging, world_size, hashed)
+        if before_rename is not None:
+            before_rename()
         _publish(staging, final)
     except BaseException as error:
-        _give_up(staging, final, error)
+        _give_up(staging, final, error, bytes_needed)
         raise
+    finally:
+        _hashed.reset(token)
 
 
 def discard_staging(staging: Path) -> None:
@@ -247,24 +337,32 @@ def discard_staging(staging: Path) -> None:
         FILES.remove_tree(staging)
 
 
-def _give_up(staging: Path, final: Path, error: BaseException) -> None:
+def _give_up(
+    staging: Path, final: Path, error: BaseException, bytes_needed: Callable[[], int | None] | None = None
+) -> None:
     """Remove what was written. Raises for an ``Exception``; what means "stop now" is left to the caller."""
-    failure = save_error(final, error, staging) if isinstance(error, Exception) else None
+    is_trouble = isinstance(error, Exception) and not isinstance(error, FolderInUseError)  # that says it all
+    failure = save_error(final, error, staging, bytes_needed) if is_trouble else None
     discard_staging(staging)
     if failure is not None:
         raise failure from (_os_error(error) or error)
 
 
-def _seal(staging: Path, world_size: int) -> None:
+def _seal(staging: Path, world_size: int, hashed: Mapping[Path, _Written]) -> None:
     directories = [staging]
     files: dict[str, dict[str, Any]] = {}
     for path in sorted(staging.rglob("*")):
         if path.is_dir():
             directories.append(path)
             continue
-        FILES.sync_file(path)
         name = path.relative_to(staging).as_posix()
-        files[name] = {"size": path.stat().st_size, "sha256": _sha256(path)}
+        known, state = hashed.get(path), _file_state(path)
+        if known is not None and known.state == state:
+            digest = known.sha256
+        else:
+            FILES.sync_file(path)
+            digest = _sha256(path)
+        files[name] = {"size": state[1], "sha256": digest}
     manifest: dict[str, Any] = {
         "format": MANIFEST_FORMAT,
         "ddpkit": __version__,
@@ -390,13 +488,19 @@ def _names(parent: Path) -> list[str]:
 # ---------------------------------------------------------------------------------------- errors
 
 
-def save_error(final: Path, error: BaseException, staging: Path | None = None) -> CheckpointError:
+def save_error(
+    final: Path,
+    error: BaseException,
+    staging: Path | None = None,
+    bytes_needed: Callable[[], int | None] | None = None,
+) -> CheckpointError:
     """Say why a save failed, what was and was not lost, and what to do.
 
     Args:
         final: the directory that was to be made.
         error: what went wrong. The ``OSError`` may hide in its ``__cause__`` or ``__context__``.
         staging: the directory with what was written so far.
+        bytes_needed: says how much was to be written, about; called if the disk is full.
 
     Returns:
         The error to raise.
@@ -413,14 +517,18 @@ def save_error(final: Path, error: BaseException, staging: Path | None = None) -
     text = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
     if number in {errno.ENOSPC, errno.EDQUOT}:
         words = "no space left" if number == errno.ENOSPC else "disk quota exceeded, no space left"
+        needed = None if bytes_needed is None else bytes_needed()
         text = (
-            f"{words} ({_written(staging)} bytes written when it failed, {_free(final.parent)} bytes free). "
+            f"{words} ({_written(staging)} bytes written when it failed, "
+            f"{'' if needed is None else f'about {needed} bytes needed, '}{_free(final.parent)} bytes free). "
             "Free some space or keep fewer checkpoints."
         )
     elif number in {errno.EROFS, errno.EACCES, errno.EPERM}:
         text = f"{text}. The folder {final.parent} must be writable for this user."
     elif number == errno.ENOENT and not final.parent.is_dir():
         text = f"the folder {final.parent} does not exist. Was it removed, or its disk unmounted?"
+    elif cause is not None and str(cause) not in text:  # torch says where its file stood instead
+        text = f"{text}, because of {type(cause).__name__}: {cause}."
     rest = " Checkpoints that were there before are untouched." if final.parent.is_dir() else " The folder is gone."
     return CheckpointError(f"cannot save {final}: {text}{rest}")
 
@@ -452,7 +560,9 @@ def _free(folder: Path) -> int | str:
 # ---------------------------------------------------------------------------------------- verifying
 
 
-def verify(directory: Path, mode: VerifyMode = "full", *, expect_manifest: bool = False) -> list[str]:
+def verify(
+    directory: Path, mode: VerifyMode = "full", *, expect_manifest: bool = False, only: str | None = None
+) -> list[str]:
     """Say why a directory is not what was saved.
 
     Args:
@@ -460,6 +570,7 @@ def verify(directory: Path, mode: VerifyMode = "full", *, expect_manifest: bool 
             its files allow: torch's files carry checksums of their own.
         mode: ``"full"`` reads every byte, ``"size"`` looks at names and sizes, ``"off"`` looks at nothing.
         expect_manifest: a missing manifest is damage, not the mark of another library.
+        only: look at this file alone.
 
     Returns:
         One reason per fault, each naming the file; empty when all is well. Files that were added later are no
@@ -482,16 +593,17 @@ def verify(directory: Path, mode: VerifyMode = "full", *, expect_manifest: bool 
         raise ConfigError(f"verify(mode={mode!r}): the modes are 'full', 'size' and 'off'.")
     if mode == "off":
         return []
-    if not (directory / MANIFEST_NAME).exists():
+    if not os.path.lexists(directory / MANIFEST_NAME):
         if expect_manifest:
             return [f"{MANIFEST_NAME} is missing"]
-        faults = [_fault_without_manifest(path, mode) for path in sorted(directory.rglob("*.ckpt"))]
+        paths = sorted(path for path in directory.rglob("*.ckpt") if only in {None, path.name})
+        faults = [_fault_without_manifest(path, mode) for path in paths]
     else:
         try:
             files = _read_manifest(directory / MANIFEST_NAME)
         except CheckpointError as error:
             return [str(error)]
-        faults = [_fault(directory, name, entry, mode) for name, entry in files.items()]
+        faults = [_fault(directory, name, entry, mode) for name, entry in files.items() if only in {None, name}]
     return [fault for fault in faults if fault is not None]
 
 
@@ -500,49 +612,96 @@ def _fault(directory: Path, name: str, entry: Mapping[str, Any], mode: VerifyMod
         return f"{MANIFEST_NAME} names a file outside the directory: {name!r}"
     path = directory / name
     try:
-        size = path.stat().st_size
+        size = _regular(path).st_size
         if size != entry["size"]:
             return f"{name} has {size} bytes instead of {entry['size']}"
         if mode == "full" and _sha256(path) != entry["sha256"]:
             return f"{name} fails its checksum: its content has changed since it was saved"
     except FileNotFoundError:
         return f"{name} is missing"
-    except OSError as error:
-        return f"{name} cannot be read: {error}"
+    except (OSError, ValueError) as error:
+        return f"{name!r} cannot be read: {error}"
     return None
+
+
+def _regular(path: Path) -> os.stat_result:
+    """Look at a file, or at what a link leads to; opening what is no file (a pipe, a device) may never end."""
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(errno.EINVAL, "it is no regular file")
+    return status
 
 
 def _fault_without_manifest(path: Path, mode: VerifyMode) -> str | None:
     if path.is_dir():
         return None
     try:
-        if path.stat().st_size == 0:
+        size = _regular(path).st_size
+        if size == 0:
             return f"{path.name} is empty"
         with path.open("rb") as handle:
             if handle.read(2) != b"PK":  # not a file of torch.save, or one from before torch 1.6
                 return None
         with zipfile.ZipFile(path) as archive:
+            if sum(member.file_size for member in archive.infolist()) > size:  # torch.save compresses nothing
+                return f"{path.name} is no file of torch.save: it would unpack to more than it holds"
             broken = archive.testzip() if mode == "full" else None
     except (OSError, EOFError, ValueError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
         return f"{path.name} cannot be read: {error}"
     return f"{path.name} fails its checksum in {broken}" if broken else None
 
 
+def read_text(path: Path, limit: int = MOST_TEXT) -> str:
+    """Read a small text file of a checkpoint; one that is none, or not small, is not opened.
+
+    Args:
+        path: the file.
+        limit: bytes that it may have.
+
+    Returns:
+        Its text.
+
+    Raises:
+        OSError: it cannot be read, is a pipe or a device, or has more than ``limit`` bytes.
+        ValueError: it is not UTF-8.
+
+    Ranks: local.
+
+    Example:
+        >>> import tempfile
+        >>> path = Path(tempfile.mkdtemp()) / "CKPT.yaml"
+        >>> _ = path.write_text("unixtime: 1.5")
+        >>> read_text(path)
+        'unixtime: 1.5'
+    """
+    size = _regular(path).st_size
+    if size > limit:
+        raise OSError(errno.EFBIG, f"it has {size} bytes; at most {limit} are read")
+    return path.read_text(encoding="utf-8")
+
+
 def _read_manifest(path: Path) -> dict[str, dict[str, Any]]:
     try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
+        manifest = json.loads(read_text(path), object_pairs_hook=_unambiguous)
         stated = manifest.pop("digest")
         if manifest["format"] != MANIFEST_FORMAT:
             raise CheckpointError(
                 f"{path.name} has format {manifest['format']!r}, this ddpkit reads format {MANIFEST_FORMAT}"
             )
-        files: dict[str, dict[str, Any]] = dict(manifest["files"])
-        complete = all({"size", "sha256"} <= set(entry) for entry in files.values())
+        files: dict[str, Any] = dict(manifest["files"])
+        complete = all(isinstance(entry, dict) and {"size", "sha256"} <= set(entry) for entry in files.values())
         if stated != _manifest_digest(manifest) or not complete:
             raise CheckpointError(f"{path.name} fails its checksum")
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path.name} cannot be read: {error}") from error
     return files
+
+
+def _unambiguous(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a name stands twice in it")
+    return found
 
 
 def _manifest_digest(manifest: Mapping[str, Any]) -> str:

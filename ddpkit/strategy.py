@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddpkit import distributed
 from ddpkit.device import widest_float
 from ddpkit.errors import ConfigError
+from ddpkit.gradient_order import GradientOrder, show_order
 from ddpkit.logger import get_logger
 from ddpkit.syncbn import convert_sync_batchnorm
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
+ORDER_MATTERS_ABOVE = 2  # ranks: a sum of two numbers is the same either way
 NOTHING: AbstractContextManager[None] = contextlib.nullcontext()
 
 
@@ -170,6 +172,14 @@ class Strategy(Protocol):
     def no_sync(self) -> AbstractContextManager[None]:
         """Return a context in which gradients are accumulated without being averaged over ranks."""
 
+    def gradient_orders(self) -> dict[str, list[int]]:
+        """Return the order in which each entry's gradients became ready, where that bears on their sums."""
+        ...
+
+    def show_gradient_orders(self, modules: nn.ModuleDict, orders: Mapping[str, list[int]]) -> None:
+        """Have gradients added up in the order of the run that wrote a checkpoint."""
+        ...
+
     def finish_gradients(self) -> None:
         """Make sure that the gradients present are averages over the ranks."""
 
@@ -201,6 +211,13 @@ class SingleDevice:
 
     def finish_gradients(self) -> None:
         """Do nothing: the gradients of one process are complete."""
+
+    def gradient_orders(self) -> dict[str, list[int]]:
+        """Return nothing: no gradients are added up over ranks."""
+        return {}
+
+    def show_gradient_orders(self, modules: nn.ModuleDict, orders: Mapping[str, list[int]]) -> None:
+        """Do nothing."""
 
     def start_average(self, count: torch.Tensor | float, device: str) -> Callable[[], torch.Tensor | float]:
         """Return what gives the number itself; of a tensor, in the widest float of the device."""
@@ -277,6 +294,8 @@ class DDP:
         self.find_unused_parameters = find_unused_parameters
         self.wrapped: list[WrappedDDP] = []
         self._trained: dict[str, frozenset[int]] = {}
+        self._orders: dict[str, GradientOrder] = {}
+        self._are_noting = False
 
     def wrap(self, modules: nn.ModuleDict) -> None:
         """Convert BatchNorm and put DDP around every trainable entry that has none yet.
@@ -296,6 +315,7 @@ class DDP:
                 wrapped = WrappedDDP(self._converted(module), **self._options(module))
                 modules[name] = wrapped
                 self.wrapped.append(wrapped)
+                self._note_order(name, wrapped)
             else:
                 self._spread(module)
 
@@ -327,6 +347,30 @@ class DDP:
         """Average what DDP has not averaged."""
         for module in self.wrapped:
             module.reduce_leftovers()
+        if self._are_noting:
+            self._are_noting = not all(order.close() for order in self._orders.values())
+
+    def _note_order(self, name: str, module: WrappedDDP) -> None:
+        """Note the order of the gradients where DDP follows it, and where it makes a difference."""
+        if torch.distributed.get_world_size() > ORDER_MATTERS_ABOVE and not self.find_unused_parameters:
+            self._orders[name] = GradientOrder(module)
+            self._are_noting = True
+
+    def gradient_orders(self) -> dict[str, list[int]]:
+        """Return the order in which each entry's gradients became ready, where DDP follows it."""
+        return {name: list(noted.order) for name, noted in self._orders.items() if noted.is_complete}
+
+    def show_gradient_orders(self, modules: nn.ModuleDict, orders: Mapping[str, list[int]]) -> None:
+        """Have gradients added up in the order of the run that wrote a checkpoint.
+
+        Args:
+            modules: wrapped, and not trained yet.
+            orders: what :meth:`gradient_orders` returned there.
+        """
+        for name, order in orders.items():
+            noted = self._orders.get(name)
+            if noted is not None and not noted.order and show_order(modules[name], order):
+                noted.order[:] = order
 
     def start_average(self, count: torch.Tensor | float, device: str) -> Callable[[], torch.Tensor]:
         """Start averaging a number over the ranks, without waiting for it or for the device.

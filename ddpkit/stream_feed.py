@@ -41,7 +41,9 @@ class StreamFeed:
         weighting: ``"samples"``: every sample counts the same; ``"batches"``: every batch of all ranks together does.
         whole_batches: whether the batches are the data's own, so that with ``"batches"`` that of every rank counts one.
         world_size: number of ranks.
-        start: micro-batches of this epoch done before; they are read again and left out.
+        start: micro-batches of this epoch done before.
+        left_out: how many of those the loader yields again, to be left out.
+        ready: called once, when all that was done before is behind and as much has been read ahead as always is.
         start_sum: starts to add up a few numbers over the ranks, and returns what waits for the sums.
         size_of: tells the number of samples of a batch.
         length: None: nobody knows.
@@ -65,6 +67,8 @@ class StreamFeed:
     start_sum: Callable[[list[float]], Callable[[], list[float]]] = _alone
     size_of: Callable[[Any], int] = guess_batch_size
     length: int | None = None
+    left_out: int = 0
+    ready: Callable[[], object] = bool  # does nothing
 
     def batches(self, window: Window) -> Iterator[Any]:
         """Yield the batches, each after setting ``window`` for it.
@@ -73,9 +77,12 @@ class StreamFeed:
             DataError: the stream has no first batch for every rank. On all ranks.
         """
         reader = _Reader(iter(self.loader), self.size_of, self.start_sum)
-        reader.leave_out(self.start)
+        reader.leave_out(self.left_out)
         ahead = deque([reader.read()])
         self._require_batches(ahead[0])
+        while len(ahead) < min(self.factor, 2):  # as many as at the moment of a save
+            ahead.append(reader.read())
+        self.ready()
         place, done, whole = self.start % self.factor, 0.0, 0.0
         window.correction = 1.0
         while ahead[0].ranks:

@@ -10,16 +10,15 @@ from __future__ import annotations
 
 import copy
 import itertools
-import random
 from collections.abc import Mapping
 from numbers import Integral
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
-from torch.utils.data._utils import worker as torch_worker
 
+from ddpkit.bookmarks import END, READ, Bookmarks, ReadApart, Reading, is_stateful
 from ddpkit.errors import ConfigError
 from ddpkit.logger import get_logger
 from ddpkit.permutation import mix_key
@@ -30,8 +29,7 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-_READ, _WORKERS, _BATCHES = 0x57EA, 0x30EF, 0xBA7C  # what random numbers are for
-_END: Any = object()
+_WORKERS, _BATCHES = 0x30EF, 0xBA7C  # what random numbers are for
 
 
 class StreamShard(IterableDataset[Any]):
@@ -88,7 +86,39 @@ class StreamShard(IterableDataset[Any]):
         if num_workers:  # workers that outlive an epoch have a copy of this object, and must learn which epoch comes
             self.epoch.share_memory_()  # type: ignore[no-untyped-call]
         self._enough: dict[int, bool] = {}
+        self._part: Any = None  # what is being read, where the stream has cut it off
+        self._reading = Reading()
+        self._block = 0
+        self._goes_on: dict[str, Any] | None = None
         self.divides_itself(max(num_workers, 1))
+
+    @property
+    def has_state(self) -> bool:
+        """Whether the stream can say where it is, and go on from there."""
+        return is_stateful(self.dataset)
+
+    @property
+    def whole(self) -> Any:
+        """The user's own stream."""
+        return self.dataset
+
+    @staticmethod
+    def numbered(state: dict[str, Any], number: int) -> dict[str, Any]:
+        """Return a state for a number of batches, which another number of ranks may count in another way."""
+        return {**state, "block": number}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the reading is, between two items of this rank's: the stream's own state, and random streams."""
+        part = self.dataset if self._part is None else self._part
+        return {
+            "stream": part.state_dict() if is_stateful(part) else None,
+            "block": self._block,
+            "random": self._reading.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Have the next iteration go on from a state."""
+        self._goes_on = state
 
     def set_epoch(self, epoch: int) -> None:
         """Tell the stream which epoch comes, if it wants to know; also the copies that running workers have."""
@@ -110,7 +140,7 @@ class StreamShard(IterableDataset[Any]):
             _tell(self.dataset, epoch)
         if self.divides_itself(workers):
             return self._own_shard(self.rank * workers + worker, self.world_size * workers, epoch)
-        return self._dealt(worker, workers, _Reading(mix_key(self.seed, epoch, _READ)))
+        return self._dealt(worker, workers, Reading(mix_key(self.seed, epoch, READ)))
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
@@ -119,28 +149,44 @@ class StreamShard(IterableDataset[Any]):
         )
 
     def _own_shard(self, index: int, number: int, epoch: int) -> Iterator[Any]:
-        reading = _Reading()
+        reading = Reading(mix_key(self.seed, epoch, READ, index))
         with reading:
             part = self.dataset.shard(number, index)
             _tell(part, epoch)  # it need not have taken that over
+            self._part = part
+            self._take_up(part, reading)
             items = iter(part)
         while True:
             with reading:
-                item = next(items, _END)
-            if item is _END:
+                item = next(items, END)
+            if item is END:
                 return
             yield item
 
-    def _dealt(self, worker: int, workers: int, reading: _Reading) -> Iterator[Any]:
+    def _dealt(self, worker: int, workers: int, reading: Reading) -> Iterator[Any]:
+        first = self._take_up(self.dataset, reading)
         with reading:
             items = iter(self.dataset)
-        for block in itertools.count():
+        for block in itertools.count(first):
+            self._block = block
             with reading:
                 own, read = self._read_block(items, is_mine=block % workers == worker)
+            self._block = block + 1
             if read == self.block_size or not self.drop_last:
                 yield from own
             if read < self.block_size:
                 return
+
+    def _take_up(self, source: Any, reading: Reading) -> int:
+        """Put a stream where it was, if there is a state to go on from; return the number of its next block."""
+        self._reading = reading
+        state, self._goes_on = self._goes_on, None
+        if state is None:
+            return 0
+        if state["stream"] is not None:
+            source.load_state_dict(state["stream"])
+        reading.load_state_dict(state["random"])
+        return int(state["block"])
 
     def _read_block(self, items: Iterator[Any], *, is_mine: bool) -> tuple[list[Any], int]:
         """Read one block; return this rank's items of it, and how many it had for all."""
@@ -177,10 +223,14 @@ class StreamLoader(DataLoader[Any]):
             options["generator"] = torch.Generator()
         super().__init__(dataset, **options)
         self.last_size: int | None = None
+        self._reader = dataset if isinstance(dataset, StreamShard) else ReadApart(dataset, key)
+        self.marks = Bookmarks(self._reader if self.num_workers == 0 and self._reader.has_state else None)
         self.set_epoch(1)
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch whose worker seeds the next iteration follows."""
+        if isinstance(self._reader, ReadApart):
+            self._reader.epoch = epoch
         if self.key is not None and self.generator is not None:
             self.generator.manual_seed(mix_key(self.key, epoch) >> 1)
 
@@ -189,13 +239,20 @@ class StreamLoader(DataLoader[Any]):
         return guess_batch_size(batch) if self.last_size is None else self.last_size
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        if self.batch_size is None:
-            return super().__iter__()
+        begin = super().__iter__ if self.batch_size is None else self._counted
+        if self.num_workers == 0 and isinstance(self._reader, ReadApart):
+            reader = self._reader
+            batches = self.marks.marked(lambda: reader.read(begin))
+        else:
+            batches = self.marks.marked(begin)
+        return batches if self.batch_size is None else self._sized(batches)
+
+    def _counted(self) -> Iterator[Any]:
         view = copy.copy(self)
         vars(view)["collate_fn"] = _Counting(self.collate_fn)
         inner: Iterator[Any] = super(StreamLoader, view).__iter__()
         self._iterator = view._iterator  # noqa: SLF001 -- persistent workers stay with this loader
-        return self._sized(inner)
+        return inner
 
     def _sized(self, inner: Iterator[Any]) -> Iterator[Any]:
         for self.last_size, batch in inner:
@@ -221,7 +278,7 @@ class BatchShard:
         loader: yields batches; anew whenever it is iterated.
         rank: this rank.
         world_size: number of ranks.
-        seed: of the experiment; None leaves the loader to itself, which has been divided by its maker.
+        seed: of the experiment.
 
     Ranks: local; all ranks must give the same arguments but ``rank``.
 
@@ -230,11 +287,34 @@ class BatchShard:
         ['ab', 'e']
     """
 
-    def __init__(self, loader: Iterable[Any], rank: int, world_size: int, *, seed: int | None = 0) -> None:
-        self.loader = loader
+    def __init__(self, loader: Iterable[Any], rank: int, world_size: int, *, seed: int = 0) -> None:
+        self.loader: Any = loader
         self.rank, self.world_size = rank, world_size
         self.seed = seed
         self.epoch = 0
+        self._reading = Reading()
+        self._batch = 0
+        self._goes_on: dict[str, Any] | None = None
+        self.marks = Bookmarks(self if is_stateful(loader) else None)
+
+    @property
+    def whole(self) -> Any:
+        """The user's own loader."""
+        return self.loader
+
+    @staticmethod
+    def numbered(state: dict[str, Any], number: int) -> dict[str, Any]:  # noqa: ARG004 -- its own count is kept
+        """Return a state for a number of batches."""
+        return state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the loader is, between two batches, and the random numbers that it is read with."""
+        state = self.loader.state_dict()
+        return {"stream": state, "batch": self._batch, "random": self._reading.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Have the next iteration go on from a state."""
+        self._goes_on = state
 
     def set_epoch(self, epoch: int) -> None:
         """Tell the loader, and what is inside it, which epoch comes."""
@@ -243,18 +323,25 @@ class BatchShard:
         set_epoch_inside(getattr(self.loader, "dataset", None), epoch)
 
     def __iter__(self) -> Iterator[Any]:
-        if self.seed is None:
-            return iter(self.loader)
-        return self._dealt(_Reading(mix_key(self.seed, self.epoch, _BATCHES)))
+        key = mix_key(self.seed, self.epoch, _BATCHES)
+        return self.marks.marked(lambda: self._dealt(Reading(key)))
 
-    def _dealt(self, reading: _Reading) -> Iterator[Any]:
+    def _dealt(self, reading: Reading) -> Iterator[Any]:
+        self._reading = reading
+        state, self._goes_on = self._goes_on, None
+        first = 0
+        if state is not None:
+            self.loader.load_state_dict(state["stream"])
+            reading.load_state_dict(state["random"])
+            first = state["batch"]
         with reading:
             batches = iter(self.loader)
-        for number in itertools.count():
+        for number in itertools.count(first):
             with reading:
-                batch = next(batches, _END)
-            if batch is _END:
+                batch = next(batches, END)
+            if batch is END:
                 return
+            self._batch = number + 1
             if number % self.world_size == self.rank:
                 yield batch
 
@@ -376,40 +463,6 @@ def is_sharded(data: Any) -> bool:
     if getattr(data, "is_sharded", False) is True or _is_webdataset(data):
         return True
     return _comes_from(data, "datasets") and getattr(data, "_distributed", None) is not None
-
-
-class _Reading:
-    """A context for reading a stream: random numbers of its own, if it has a key, and no loader's worker in sight.
-
-    It can be entered again and again: the random numbers go on where they were.
-    """
-
-    def __init__(self, key: int | None = None) -> None:
-        self._key = key
-        self._shown: Any = None
-        if key is not None:
-            self._python: Any = random.Random(key).getstate()
-            self._numpy: Any = np.random.MT19937(key)
-            self._torch = torch.Generator().manual_seed(key >> 1).get_state()
-
-    def __enter__(self) -> None:
-        self._shown, torch_worker._worker_info = torch_worker._worker_info, None  # noqa: SLF001 -- no other way to it
-        if self._key is not None:
-            self._swap()
-
-    def __exit__(self, *error: object) -> None:
-        torch_worker._worker_info, self._shown = self._shown, None  # noqa: SLF001 -- as above
-        if self._key is not None:
-            self._swap()
-
-    def _swap(self) -> None:
-        """Exchange the process's states and those kept here; to copy numpy's would take a hundred times as long."""
-        python, legacy, generator = random.getstate(), cast("Any", np.random), torch.default_generator
-        numbers, state = legacy.get_bit_generator(), generator.get_state()
-        random.setstate(self._python)
-        legacy.set_bit_generator(self._numpy)
-        generator.set_state(self._torch)
-        self._python, self._numpy, self._torch = python, numbers, state
 
 
 def _block_size(rank: int, world_size: int, options: dict[str, Any], global_batch_size: int | None) -> int:

@@ -1,20 +1,40 @@
 """The command line of the package itself: ``python -m ddpkit``.
 
 A recipe has its own command line (see :func:`ddpkit.run_opts.parse_arguments`). This one is for what
-concerns no single recipe. It has no sub-commands yet.
+concerns no single recipe. Each command is a module of this package with ``run(words)``, which is imported when
+the command is used: the help of ``python -m ddpkit`` loads nothing heavy.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import contextlib
+import importlib
+import os
+import sys
+from collections.abc import Callable, Sequence
 
 from ddpkit import __version__
+from ddpkit.errors import DdpkitError
 
 __all__ = ["main"]
 
+PROGRAM = "python -m ddpkit"
+
+#: The commands: what each is for.
+COMMANDS = {
+    "ckpt": "look at checkpoints: list, show, verify, average and export them",
+}
+
+# What a shell reports for a program that was ended by SIGINT or by SIGPIPE.
+INTERRUPTED, PIPE_CLOSED = 130, 141
+
 _EPILOG = """\
-There are no sub-commands yet. To train, run a recipe:
+commands:
+{commands}
+  A command says more with --help: python -m ddpkit ckpt --help
+
+To train, run a recipe:
 
   python train.py hparams.yaml                                             one process
   torchrun --standalone --nproc_per_node=2 train.py hparams.yaml           two processes on this machine
@@ -32,27 +52,63 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: The words after ``python -m ddpkit``; ``None`` takes them from ``sys.argv``.
 
     Returns:
-        The exit status: 0.
+        The exit status: 0 if all is well, 1 if a command has found something wrong and said what, 130 after
+        Ctrl-C, 141 if whoever was reading the output has closed it.
 
     Raises:
-        SystemExit: With status 0 after ``--version`` or ``--help``, with 2 for an argument it does not know.
+        SystemExit: With status 0 after ``--version`` or ``--help``, with 2 for arguments that are wrong.
 
     Ranks: local.
 
     Example:
         >>> main([])  # doctest: +ELLIPSIS
-        usage: python -m ddpkit [-h] [--version]
+        usage: python -m ddpkit [-h] [--version] [command] ...
         ...
         0
     """
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if words and words[0] in COMMANDS:
+        return _guarded(lambda: int(importlib.import_module(f"{__name__}.{words[0]}").run(words[1:])))
     parser = argparse.ArgumentParser(
-        prog="python -m ddpkit",
+        prog=PROGRAM,
+        usage="%(prog)s [-h] [--version] [command] ...",
         description="ddpkit: a data-parallel training loop for PyTorch.",
-        epilog=_EPILOG,
+        epilog=_EPILOG.format(commands="\n".join(f"  {name:10}{purpose}" for name, purpose in COMMANDS.items())),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"ddpkit {__version__}")
-    parser.parse_args(arguments)
+    parser.add_argument("command", nargs="?", choices=sorted(COMMANDS), help=argparse.SUPPRESS)
+    parser.parse_args(words)
+    return _guarded(lambda: _help(parser))
+
+
+def _help(parser: argparse.ArgumentParser) -> int:
     parser.print_help()
     return 0
+
+
+def _guarded(run: Callable[[], int]) -> int:
+    """Run a command; a user sees no traceback for what is not ddpkit's fault."""
+    try:
+        status = run()
+        sys.stdout.flush()
+        return status
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        _drop_output()
+        return PIPE_CLOSED
+    except (DdpkitError, OSError) as error:
+        if isinstance(error, OSError) and not isinstance(error, DdpkitError):
+            _drop_output()  # perhaps it is the output that could not be written
+        sys.stderr.write(f"{PROGRAM}: error: {error}\n")
+        return 1
+
+
+def _drop_output() -> None:
+    """Let what is still buffered go nowhere: the interpreter would try to write it once more when it ends."""
+    with contextlib.suppress(OSError, ValueError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)

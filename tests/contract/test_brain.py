@@ -882,7 +882,7 @@ def test_make_dataloader_registers_what_it_makes(tmp_path):
     assert isinstance(brain.make_dataloader(data, Stage.TRAIN), SaveableDataLoader)
     brain.make_dataloader(data, Stage.VALID, ckpt_prefix=None)
     brain.make_dataloader(data, Stage.TEST, ckpt_prefix="loader-", looped_nominal_epoch=2)
-    assert sorted(brain.checkpointer.recoverables) == ["brain", "dataloader-TRAIN", "loader-TEST", "net"]
+    assert sorted(brain.checkpointer.recoverables) == ["brain", "dataloader-TRAIN", "loader-TEST", "net", "ranks"]
 
 
 def test_an_overridden_make_dataloader_is_used():
@@ -907,6 +907,6 @@ def test_parameters_are_counted_in_the_log(caplog):
 
 def test_checkpointer_gets_brain_and_optimizer(tmp_path):
     brain = Regression({"net": linear()}, sgd(), None, QUIET, Checkpointer(tmp_path))
-    assert set(brain.checkpointer.recoverables) == {"brain"}
+    assert set(brain.checkpointer.recoverables) == {"brain", "ranks"}
     brain.fit([1], points(2))
-    assert set(brain.checkpointer.recoverables) == {"brain", "optimizer", "dataloader-TRAIN"}
+    assert set(brain.checkpointer.recoverables) == {"brain", "ranks", "optimizer", "dataloader-TRAIN"}

@@ -58,9 +58,8 @@ def run(folder, data, *, cls=Mortal, dies_at=None, seed=7, kwargs=None, wrap=Non
 
 
 def assert_same_losses(found, expected):
-    """The same stages and epochs, the same means but for the order in which they were added up."""
-    assert [entry[:2] for entry in found] == [entry[:2] for entry in expected]
-    assert [entry[2] for entry in found] == pytest.approx([entry[2] for entry in expected], rel=1e-12)
+    """The same stages and epochs, the same means to the last bit."""
+    assert [entry[:3] for entry in found] == [entry[:3] for entry in expected]
 
 
 INTERVALS = {"steps": {"ckpt_interval_steps": 2}, "minutes": {"ckpt_interval_minutes": 1e-9}}

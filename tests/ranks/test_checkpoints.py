@@ -8,9 +8,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpkit import checkpoints, handover
+from ddpkit.checkpoint_records import DamageLedger
 from ddpkit.checkpoints import (
     Checkpointer,
-    DamageLedger,
     mark_as_loader,
     mark_as_saver,
     register_checkpoint_hooks,
@@ -122,7 +122,7 @@ def different_views(folder):
     value.value = 0
     real = DamageLedger.scan
     if dist.get_rank() == 1:
-        DamageLedger.scan = lambda self, folder: real(self, folder)[:1]
+        DamageLedger.scan = lambda self, folder, *mode: real(self, folder, *mode)[:1]
     try:
         loaded = checkpointer.recover_if_possible()
         checkpointer.delete_checkpoints(num_to_keep=2)

@@ -395,6 +395,15 @@ def test_files_with_wrapped_names_load_too(tmp_path, saved_as):
     assert torch.equal(loaded.module.weight, list(net.parameters())[-2])
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+def test_a_scripted_module_is_saved_and_loaded_like_any_other(tmp_path):
+    plain = nn.Sequential(nn.Linear(2, 1))
+    torch_save(torch.jit.script(plain), tmp_path / "net.ckpt")
+    loaded = nn.Sequential(nn.Linear(2, 1))
+    torch_recovery(torch.jit.script(loaded), tmp_path / "net.ckpt", True)
+    assert torch.equal(loaded[0].weight, plain[0].weight)
+
+
 def test_torch_compile_really_names_its_module_so(tmp_path):
     compiled = torch.compile(nn.Linear(2, 1), backend="eager")
     torch_save(compiled, tmp_path / "a")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import multiprocessing
 from collections import UserDict
 from types import SimpleNamespace
@@ -548,15 +547,28 @@ def test_a_looped_loader_after_the_end_of_an_epoch(tmp_path):
         assert flat(plain(again)) == [4, 5, 0, 1]
 
 
-def test_a_looped_stream_says_that_it_begins_again(tmp_path, caplog):
-    stream = LoopedLoader(DataLoader(Stream(6), batch_size=1), 4)
-    list(stream)
-    stream.save(tmp_path / "looped.ckpt")
-    again = LoopedLoader(DataLoader(Stream(6), batch_size=1), 4)
-    with caplog.at_level(logging.WARNING):
-        again.load(tmp_path / "looped.ckpt", end_of_epoch=True)
-    assert "the stream begins again" in caplog.text
-    assert len(list(again)) == 4
+@pytest.mark.parametrize("state", [True, False], ids=["with state", "numbers alone"])
+@pytest.mark.parametrize("drawn", [1, 4, 6, 8, 13])
+def test_a_looped_stream_goes_on_where_it_was(tmp_path, drawn, state):
+    """In the middle of an epoch and at its end, in the middle of a pass and at its end."""
+
+    def looped():
+        return LoopedLoader(DataLoader(Stream(6), batch_size=1), 4)
+
+    def draw(loader, number):
+        found = []
+        while len(found) < number:
+            found += [batch.tolist() for batch in itertools.islice(loader, number - len(found))]
+        return found
+
+    whole, stopped, again = looped(), looped(), looped()
+    expected = draw(whole, 20)
+    draw(stopped, drawn)
+    stopped.save(tmp_path / "looped.ckpt")
+    again.load(tmp_path / "looped.ckpt", end_of_epoch=drawn % 4 == 0)
+    if state:
+        again.go_on_in_pass(stopped.state_in_pass())
+    assert draw(again, 20 - drawn) == expected[drawn:]
 
 
 def test_a_looped_loader_counts_samples():

@@ -192,7 +192,7 @@ class Beats:
         self.started.append(step)
         self.due = step + 1
 
-    def __call__(self, step, loss_sum, count, samples, main_seconds):
+    def __call__(self, step, loss_sum, count, samples, main_seconds, save_wanted=False):
         assert samples == count, "in these tests every loss counts its samples"
         self.calls.append((step, loss_sum, samples, main_seconds))
         self.due = step + self.apart
@@ -216,7 +216,7 @@ def test_an_epoch():
         host,
         Feed(range(10), 10, factor=2),
         on_window=lambda: windows.append(host.progress.step),
-        main_seconds=lambda: 7.5,
+        tell=lambda: (7.5, False),
     )
     assert [(batch, step) for batch, step, _ in host.seen] == [(number, number + 1) for number in range(10)]
     assert host.progress.step == 10

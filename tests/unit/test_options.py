@@ -52,6 +52,14 @@ def test_the_table_is_whole():
         "lr_scaling",
         "reference_batch_size",
         "check_parity",
+        "resume",
+        "ckpt_async",
+        "ckpt_verify",
+        "ckpt_load",
+        "ckpt_errors",
+        "ckpt_on_error",
+        "ema_decay",
+        "evaluate_ema",
     }
     assert set(RunOptions()) == contract
     assert set(OPTION_BY_NAME) - PARSER_ONLY == contract == set(OptionTypes.__annotations__)

@@ -616,7 +616,7 @@ def test_nothing_is_changed(recipe, tmp_path):
     assert not any(one.training for one in brain.modules.modules())
     assert all("forward" not in vars(one) for one in brain.modules.modules())
     assert "step" not in vars(brain.optimizer)
-    assert brain.checkpointer.recoverables.keys() == {"net", "brain", "optimizer"}
+    assert brain.checkpointer.recoverables.keys() == {"net", "brain", "ranks", "optimizer"}
     assert (brain.step, brain.optimizer_step, brain.max_grad_norm) == (0, 2, 5.0)
     assert brain.optimizer.param_groups[0]["lr"] == 0.1
     assert {int(state["step"]) for state in brain.optimizer.state.values()} == {2}

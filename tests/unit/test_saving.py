@@ -17,6 +17,7 @@ from ddpkit.loop import Progress
 from ddpkit.plain_yaml import load_plain_yaml
 from ddpkit.run_opts import RunOptions
 from ddpkit.saving import INTRA_EPOCH_KEY, Saving
+from ddpkit.strategy import SingleDevice
 
 
 class Brain(Saving):
@@ -27,6 +28,7 @@ class Brain(Saving):
         self.progress = Progress()
         self.scaler = scaler or torch.amp.GradScaler("cpu", enabled=False)
         self.avg_train_loss = 0.0
+        self.strategy = SingleDevice()
         self.rank = 0
         self._fitting = True
         if checkpointer is not None:
@@ -43,11 +45,17 @@ def in_epoch(brain, step=5, optimizer_step=20, losses=((2.0, 3), (4.0, 1))):
 
 def test_the_midst_of_an_epoch_comes_back(tmp_path):
     in_epoch(Brain())._save(tmp_path / "brain.ckpt")
-    assert load_plain_yaml((tmp_path / "brain.ckpt").read_text()) == {
+    state = load_plain_yaml((tmp_path / "brain.ckpt").read_text())
+    assert state.pop("options")["precision"] == "fp32"
+    assert state == {
         "step": 5,
         "avg_train_loss": 2.25,
         "optimizer_step": 20,
+        "epoch_began_at": 0,
+        "world_size": None,
         "grad_accumulation_factor": 1,
+        "per_step": None,
+        "per_process": None,
         "loss_sum": 10.0,
         "loss_count": 4.0,
         "samples": 20,
@@ -174,7 +182,9 @@ def test_an_overridden_save_is_used(tmp_path):
 def test_what_is_registered(tmp_path):
     checkpointer = Checkpointer(tmp_path)
     brain = Brain(checkpointer)
-    assert checkpointer.recoverables == {"brain": brain}
+    assert set(checkpointer.recoverables) == {"brain", "ranks"}
+    assert checkpointer.recoverables["brain"] is brain
+    assert checkpointer.optional_recoverables["ranks"]
     scaler = torch.amp.GradScaler("cpu")
     checkpointer = Checkpointer(tmp_path)
     Brain(checkpointer, scaler=scaler)

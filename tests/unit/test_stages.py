@@ -14,7 +14,8 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from ddpkit import stages
-from ddpkit.dataloader import LoopedLoader, Sharding, make_dataloader, shard
+from ddpkit.control import SaveRequests
+from ddpkit.dataloader import LoopedLoader, Sharding, go_on_at, make_dataloader, shard
 from ddpkit.loop import Progress
 from ddpkit.run_opts import RunOptions
 from ddpkit.stages import counts_of, length_of, run_evaluation, run_training, set_epoch
@@ -52,6 +53,10 @@ class Host:
         self.profiler = None
         self.batches, self.asked, self.flushed = [], [], 0
         self.due = lambda seconds, steps: False
+        self.save_requests, self.saved_at = SaveRequests(), []
+
+    def save_now(self):
+        self.saved_at.append(self.progress.step)
 
     def fit_batch(self, batch):
         self.batches.append(torch.as_tensor(batch).flatten().tolist())
@@ -68,6 +73,13 @@ class Host:
 
     def flush_window(self):
         self.flushed += 1
+
+    def begin_pass(self, loader):
+        self.passes = [loader]
+        return go_on_at(loader, self.progress.step, None), lambda: self.passes.append("ready")
+
+    def end_pass(self):
+        self.passes.append("over")
 
 
 def train(host, loader, epoch=1):

@@ -193,7 +193,7 @@ def test_streams_with_nothing_for_a_rank(lengths):
     streams = [range(length) for length in lengths]
     for start in (0, 1):
         with pytest.raises(DataError, match=rf"gives a first batch to {present} of {len(lengths)} rank\(s\) only"):
-            Ranks(len(lengths)).run(streams, start=start)
+            Ranks(len(lengths)).run(streams, start=start, left_out=start)
 
 
 @pytest.mark.parametrize("factor", [1, 2])
@@ -201,14 +201,14 @@ def test_a_stream_goes_on_by_leaving_out_what_was_done(factor):
     streams = batches_of([[2, 1, 3, 2, 1], [2, 2, 1]])
     whole = Ranks(2).run(streams, factor)
     for start in (2, 4):
-        assert Ranks(2).run(streams, factor, start=start) == [steps[start:] for steps in whole]
-    assert Ranks(2).run(streams, factor, start=5) == [[], []]
-    assert Ranks(2).run(streams, factor, start=9) == [[], []]
+        assert Ranks(2).run(streams, factor, start=start, left_out=start) == [steps[start:] for steps in whole]
+    assert Ranks(2).run(streams, factor, start=5, left_out=5) == [[], []]
+    assert Ranks(2).run(streams, factor, start=9, left_out=9) == [[], []]
 
 
 def test_a_window_that_goes_on_in_its_midst_ends_where_it_would_have():
     streams = batches_of([[1] * 7])
-    assert [step[4] for step in Ranks(1).run(streams, 3, start=1)[0]] == [False, True, False, False, True, True]
+    assert [step[4] for step in Ranks(1).run(streams, 3, start=1, left_out=1)[0]] == [False, True, False, False, True, True]
 
 
 def test_a_batch_of_no_samples_weighs_nothing():

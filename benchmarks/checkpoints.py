@@ -1,0 +1,139 @@
+"""What a checkpoint costs: the stall of training, the whole write, and loading on two ranks.
+
+    python benchmarks/checkpoints.py                     # 100 MB and 1 GB of state, in the folder for temporary files
+    python benchmarks/checkpoints.py --folder /data/x    # on another disk
+    python benchmarks/checkpoints.py --sizes 100         # MB
+
+The state is that of a model with layers of 4 MiB. Everything is repeated and the best is reported: what the machine can
+do. `memcpy` is the copy of the state into memory that has been written to before; `torch.save` is one file written
+through a Python handle, and `fsync`. `asynchronous, whole` runs from the call until the checkpoint is committed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ddpkit.checkpoints import Checkpointer
+from ddpkit.testing import RankPool
+
+WIDTH = 1024
+
+
+def make(megabytes: int) -> nn.Module:
+    layers = max(1, round(megabytes * 1e6 / (4 * WIDTH * WIDTH)))
+    return nn.ModuleList([nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers)])
+
+
+def seconds(work: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def torch_save(state: dict[str, torch.Tensor], path: Path) -> None:
+    with path.open("wb") as handle:
+        torch.save(state, handle)
+        handle.flush()
+        os.fsync(handle.fileno())
+
+
+def measure_saving(megabytes: int, folder: Path, turns: int) -> dict[str, float]:
+    """Take turns, each time in another order, so that a machine or a disk that slows down slows all alike."""
+    model = make(megabytes)
+    state = model.state_dict()
+    warm = [value.clone() for value in state.values()]
+    plain, background = Checkpointer(folder, {"model": model}), Checkpointer(folder, {"model": model})
+    background.asynchronous = True
+    times: dict[str, list[float]] = {}
+
+    def note(name: str, value: float) -> None:
+        times.setdefault(name, []).append(value)
+
+    def with_torch() -> None:
+        note("torch.save + fsync", seconds(lambda: torch_save(state, folder / "plain")))
+        (folder / "plain").unlink()
+
+    def synchronous() -> None:
+        note("synchronous", seconds(lambda: plain.save_checkpoint(name="a")))
+        shutil.rmtree(folder / "CKPT+a")
+
+    def asynchronous() -> None:
+        first = "asynchronous, stall, first" not in times
+        start = time.perf_counter()
+        background.save_checkpoint(name="b")
+        note(f"asynchronous, stall, {'first' if first else 'later'}", time.perf_counter() - start)
+        background.wait()
+        note("asynchronous, whole", time.perf_counter() - start)
+        shutil.rmtree(folder / "CKPT+b")
+
+    works = [with_torch, synchronous, asynchronous]
+    for turn in range(turns):
+        note("memcpy", seconds(lambda: [a.copy_(b) for a, b in zip(warm, state.values(), strict=True)]))
+        for work in works[turn % 3 :] + works[: turn % 3]:
+            os.sync()
+            work()
+    return {name: min(values) for name, values in times.items()}
+
+
+def measure_loading(megabytes: int, folder: str, turns: int) -> dict[str, float]:
+    """Run on every rank; the slowest rank counts."""
+    model = make(megabytes)
+    checkpointer = Checkpointer(folder, {"model": model})
+    checkpointer.verify_mode = "off"
+    saved = checkpointer.save_checkpoint()
+    times: dict[str, list[float]] = {}
+    for _ in range(turns):
+        for mode in ("all", "broadcast"):
+            checkpointer.load_mode = mode
+            dist.barrier()
+            taken = torch.tensor(seconds(lambda: checkpointer.load_checkpoint(saved)))
+            dist.all_reduce(taken, op=dist.ReduceOp.MAX)
+            times.setdefault(mode, []).append(taken.item())
+    return {name: min(values) for name, values in times.items()}
+
+
+def report_saving(times: dict[str, float]) -> None:
+    against = {
+        "asynchronous, stall, first": "memcpy",
+        "asynchronous, stall, later": "memcpy",
+        "asynchronous, whole": "torch.save + fsync",
+        "synchronous": "torch.save + fsync",
+    }
+    for name, value in times.items():
+        base = against.get(name)
+        ratio = f"{value / times[base]:8.2f} x {base}" if base is not None else ""
+        print(f"  {name:28}{value * 1e3:10.1f} ms{ratio}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", type=int, nargs="+", default=[100, 1000], help="of the state, MB")
+    parser.add_argument("--turns", type=int, default=6, help="how often everything is done")
+    parser.add_argument("--folder", help="where checkpoints are written; default: the folder for temporary files")
+    arguments = parser.parse_args()
+    for megabytes in arguments.sizes:
+        with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
+            print(f"{megabytes} MB in {folder}")
+            report_saving(measure_saving(megabytes, Path(folder), arguments.turns))
+        with (
+            tempfile.TemporaryDirectory(dir=arguments.folder) as folder,
+            contextlib.closing(RankPool(timeout=600)) as pool,
+        ):
+            times = pool.run(measure_loading, megabytes, folder, arguments.turns, world_size=2)[0]
+            for mode, value in times.items():
+                print(f"  {'load on 2 ranks, ' + mode:28}{value * 1e3:10.1f} ms")
+
+
+if __name__ == "__main__":
+    main()

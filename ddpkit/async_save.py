@@ -1,0 +1,118 @@
+"""One piece of work at a time in a thread that ends with it: how a checkpoint is written while training goes on.
+
+The thread is no daemon: a process that ends in the usual way, or by an exception, ends after it. A process that is
+killed loses what was being written and nothing else. In a forked process, such as a loader worker, there is no thread
+and nothing to wait for.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from ddpkit.logger import get_logger
+
+__all__ = ["BackgroundSave", "wait_for_folder"]
+
+logger = get_logger(__name__)
+
+# Who writes in which folder. A thread takes itself out when it is done.
+_writers: dict[Path, threading.Thread] = {}
+
+
+class BackgroundSave:
+    """Writes one checkpoint in a thread.
+
+    Attributes:
+        path: what is being written, or was last.
+
+    Ranks: main only.
+
+    State: a thread while something is being written; its error until :meth:`wait`.
+
+    Example:
+        >>> done, background = [], BackgroundSave()
+        >>> background.start(Path("CKPT+one"), lambda: done.append(1))
+        >>> background.wait()
+        >>> done
+        [1]
+    """
+
+    def __init__(self) -> None:
+        self.path: Path | None = None
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._pid = os.getpid()
+
+    def start(self, path: Path, work: Callable[[], object]) -> None:
+        """Begin some work; what was begun before must have been waited for.
+
+        Args:
+            path: the directory that appears by it.
+            work: done in a thread, or here and now if the system grants no thread.
+
+        Ranks: main only.
+        """
+        self.path, self._pid = path, os.getpid()
+        thread = threading.Thread(target=self._run, args=(work, path.parent), name=f"ddpkit saves {path.name}")
+        self._thread = _writers[path.parent] = thread
+        try:
+            thread.start()
+        except RuntimeError as error:
+            logger.warning("%s is written while training waits: %s", path, error)
+            self._thread = None
+            _writers.pop(path.parent, None)
+            self._run(work, path.parent)
+
+    def wait(self) -> None:
+        """Wait for the work that was begun last.
+
+        Raises:
+            BaseException: what the work raised, once.
+
+        Ranks: main only.
+        """
+        thread = self._thread
+        if thread is not None and self._pid == os.getpid() and thread is not threading.current_thread():
+            thread.join()
+        self._thread = None
+        error, self._error = self._error, None
+        if error is not None and self._pid == os.getpid():
+            raise error
+
+    def close(self) -> None:
+        """Wait, for nobody who could be told of an error: it is logged.
+
+        Ranks: main only.
+        """
+        try:
+            self.wait()
+        except Exception as error:  # noqa: BLE001 -- called when an object or the process ends
+            logger.error("A checkpoint is lost: %s", error)  # noqa: TRY400 -- the message says it all
+
+    def _run(self, work: Callable[[], object], folder: Path) -> None:
+        try:
+            work()
+        except BaseException as error:  # noqa: BLE001 -- raised in `wait`
+            self._error = error
+        finally:
+            if _writers.get(folder) is threading.current_thread():
+                del _writers[folder]
+
+
+def wait_for_folder(folder: Path) -> None:
+    """Wait until nothing in this process writes in a folder in the background, for whomever it does so.
+
+    Args:
+        folder: the folder that holds the checkpoints.
+
+    Ranks: main only.
+
+    Example:
+        >>> wait_for_folder(Path("save"))
+    """
+    thread = _writers.get(folder)
+    if thread is not None and thread is not threading.current_thread() and thread.is_alive():
+        thread.join()

@@ -1,0 +1,268 @@
+"""How the checkpointer works in its folder: on the main process, now or in the background, for all ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal, TypeVar, cast
+
+from ddpkit.async_save import BackgroundSave, wait_for_folder
+from ddpkit.checkpoint_folder import CheckpointFolder, PreparedSave, SaveRequest, check_file_name, run_savers
+from ddpkit.checkpoint_hooks import SaveHook, find_save_hook
+from ddpkit.checkpoint_records import (
+    DIRECTORY_PREFIX,
+    Checkpoint,
+    DamageLedger,
+    Retention,
+    Selection,
+    read_checkpoint,
+)
+from ddpkit.distributed import exchange, get_world_size, if_main_process, run_on_main
+from ddpkit.errors import CheckpointError, MainProcessError
+from ddpkit.logger import get_logger
+from ddpkit.run_lock import FolderLock
+from ddpkit.snapshot import SnapshotMemory
+from ddpkit.storage import VerifyMode, discard_staging
+
+logger = get_logger(__name__)
+
+T = TypeVar("T")
+HookT = TypeVar("HookT", bound=Callable[..., object])
+
+
+class CheckpointSaving:
+    """The half of the checkpointer that works in its folder: it saves, now or in the background, finds and deletes.
+
+    Ranks: the methods say.
+
+    Example:
+        >>> CheckpointSaving().asynchronous
+        False
+    """
+
+    checkpoints_dir: Path
+    _lock: FolderLock | None
+    recoverables: dict[str, Any]
+    custom_save_hooks: dict[str, SaveHook]
+
+    def __init__(self) -> None:
+        self.verify_mode: VerifyMode = "full"
+        self.asynchronous = False
+        self.on_error: Literal["stop", "warn"] = "stop"
+        self._lock = None
+        self._ledger = DamageLedger()
+        self._memory = SnapshotMemory()
+        self._background = BackgroundSave()
+        self._finalizer: weakref.finalize[..., CheckpointSaving] | None = None
+        self._told_refusal = False
+
+    def _save(
+        self,
+        meta: Mapping[str, Any] | None,
+        end_of_epoch: bool,
+        name: str | None,
+        verbosity: int,
+        retention: Retention | None = None,
+    ) -> Checkpoint | None:
+        if name is not None:
+            check_file_name(name, "the name of a checkpoint,")
+        save = SaveRequest(meta or {}, end_of_epoch, name, verbosity, self.recoverables, self._save_hooks(), retention)
+        everywhere = save.hooks_where(every_rank=True)
+        if not everywhere:
+            return on_main(self._folder().attempt, self._saveon_main, save)
+        begun = on_main(self._folder().attempt, self._begin, save)
+        if begun is None:
+            return None
+        staging, final = begun
+        own = run_savers(everywhere, self.recoverables, staging)
+        failures = [f"rank {rank}: {text}" for rank, text in enumerate(exchange(own and str(own))) if text]
+        if failures:
+            if if_main_process():
+                discard_staging(staging)
+                self._folder_lock().release()
+            self._give_up(CheckpointError(f"cannot save {final}: {'; '.join(failures)}."), own)
+            return None
+        return on_main(self._folder().attempt, self._finish, save, staging, final)
+
+    def _save_hooks(self) -> dict[str, SaveHook]:
+        hooks = {}
+        for name, obj in self.recoverables.items():
+            check_file_name(name, "the name of a recoverable,")
+            hooks[name] = hook_for(name, obj, self.custom_save_hooks.get(name) or find_save_hook(obj))
+        return hooks
+
+    def _give_up(self, error: CheckpointError, cause: CheckpointError | None) -> None:
+        if self.on_error != "warn":
+            raise error from cause
+        if if_main_process():
+            self._folder().warn(error)
+
+    # What the main process does. Each waits first for the save that goes on in the background.
+
+    def _folder(self) -> CheckpointFolder:
+        warns = self.on_error == "warn"
+        folder, mode = self.checkpoints_dir, self.verify_mode
+        return CheckpointFolder(folder, self._ledger, self._folder_lock(), mode, warns, get_world_size())
+
+    def _folder_lock(self) -> FolderLock:
+        lock: FolderLock | None = self._lock
+        if lock is None or lock.folder != self.checkpoints_dir:
+            lock = self._lock = FolderLock(self.checkpoints_dir)
+        return lock
+
+    @contextlib.contextmanager
+    def hold_folder(self) -> Iterator[None]:
+        """Keep the folder for this run: until the end of the block no other one can save or delete in it.
+
+        Without it, every save and every deletion takes the lock for itself.
+
+        Raises:
+            FolderInUseError: another run has it and lives; on every rank.
+            CheckpointError: the folder cannot be written; on every rank, but not with ``on_error="warn"``.
+
+        Ranks: all.
+
+        State: ``.lock`` in the folder, and a thread of the main process that renews it.
+        """
+        on_main(self._folder().attempt, self._folder_lock().acquire)
+        lock = self._folder_lock()
+        try:
+            yield
+        finally:
+            if if_main_process():
+                lock.release()
+
+    def _settle(self) -> None:
+        try:
+            self._background.wait()
+        except CheckpointError:
+            raise
+        except BaseException as error:
+            raise CheckpointError(
+                f"saving {self._background.path} in the background: {type(error).__name__}: {error}"
+            ) from error
+        wait_for_folder(self.checkpoints_dir)
+
+    def _settle_and_forget(self) -> None:
+        self._settle()
+        if not self.asynchronous:
+            self._memory.clear()
+
+    def _saveon_main(self, save: SaveRequest) -> Checkpoint:
+        return self._finish(save, *self._begin(save))
+
+    def _begin(self, save: SaveRequest) -> tuple[Path, Path]:
+        self._settle()
+        folder = self._folder()
+        folder.lock.acquire()  # until the save is done, which may be in a thread
+        try:
+            return folder.begin(save)
+        except BaseException:
+            folder.lock.release()
+            raise
+
+    def _finish(self, save: SaveRequest, staging: Path, final: Path) -> Checkpoint:
+        folder = self._folder()
+        with contextlib.ExitStack() as releasing:
+            releasing.callback(folder.lock.release)
+            if not self.asynchronous:
+                self._memory.clear()
+                return folder.save(save, staging, final)
+            prepared = folder.prepare(save, staging, final, self._memory)
+            if prepared.refusal:
+                return self._finish_now(prepared)
+            if self._finalizer is None:
+                self._finalizer = weakref.finalize(self, self._background.close)
+            work = functools.partial(_do_and_release, releasing.pop_all(), folder, prepared)
+        self._background.start(final, work)
+        return prepared.checkpoint
+
+    def _finish_now(self, prepared: PreparedSave) -> Checkpoint:
+        if not self._told_refusal:
+            logger.warning(
+                "Checkpoints are written while training waits, because the state cannot be copied first: %s.",
+                prepared.refusal,
+            )
+        self._told_refusal = True
+        return prepared.finish()
+
+    def _find(self, selection: Selection, limit: int | None) -> list[Checkpoint]:
+        self._settle()
+        return self._folder().find(selection, limit)
+
+    def _named(self, path: Path) -> Checkpoint:
+        """Return the checkpoint that ``resume`` names; it must be whole."""
+        self._settle()
+        if not path.is_dir():
+            raise CheckpointError(
+                f"resume={str(path)!r} is no checkpoint: there is no such directory. Give the path of one "
+                f"({DIRECTORY_PREFIX}+...), 'auto' for the newest in {self.checkpoints_dir}, or 'never'."
+            )
+        checkpoint = read_checkpoint(path)
+        if not self._ledger.is_whole(checkpoint, self.verify_mode):
+            raise CheckpointError(f"resume={str(path)!r} is damaged: {self._ledger.reasons[path]}. Name another one.")
+        return checkpoint
+
+    def _delete(self, retention: Retention, verbosity: int) -> None:
+        self._settle()
+        folder = self._folder()
+        with folder.lock.hold():
+            folder.delete(retention, verbosity)
+
+
+def on_main(function: Callable[..., T], *arguments: Any) -> T:
+    """Run a function on the main process; every rank gets its value, or an error about checkpoints.
+
+    Args:
+        function: what to run.
+        arguments: for it.
+
+    Raises:
+        CheckpointError: it failed on the main process.
+
+    Ranks: all, or the main process alone.
+
+    Example:
+        >>> on_main(max, 1, 2)
+        2
+    """
+    try:
+        return cast("T", run_on_main(function, args=arguments))
+    except MainProcessError as error:
+        raise CheckpointError(str(error)) from error
+
+
+def hook_for(name: str, obj: Any, hook: HookT | None) -> HookT:
+    """Return the hook of a recoverable, or say that there is none.
+
+    Args:
+        name: of the recoverable.
+        obj: the recoverable.
+        hook: what was found for it.
+
+    Raises:
+        CheckpointError: nothing was found.
+
+    Ranks: local.
+
+    Example:
+        >>> hook_for("a", object(), None)
+        Traceback (most recent call last):
+        ddpkit.errors.CheckpointError: the recoverable 'a', a object, can be neither saved nor loaded. ...
+    """
+    if hook is None:
+        raise CheckpointError(
+            f"the recoverable {name!r}, a {type(obj).__name__}, can be neither saved nor loaded. Give it "
+            "state_dict and load_state_dict, or mark its methods with register_checkpoint_hooks, or pass "
+            "custom hooks."
+        )
+    return hook
+
+
+def _do_and_release(release: contextlib.ExitStack, folder: CheckpointFolder, prepared: PreparedSave) -> None:
+    """Write what was prepared, in a thread; then give back what was held for it."""
+    with release:
+        folder.attempt(prepared.finish)

@@ -1,0 +1,102 @@
+"""How a rank begins an epoch and its batches where a checkpoint left them, and what it tells one of itself."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ddpkit.dataloader import go_on_after_end, go_on_at, state_at, state_at_end
+from ddpkit.hooks import Hooks
+from ddpkit.seed import RngState, global_seed, seed_epoch_streams
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ddpkit.rank_states import RankStates
+
+
+class Continuing(Hooks):
+    """The half of the Brain that goes on with what every rank has of its own: random streams, losses, data.
+
+    Ranks: collective.
+
+    Example:
+        >>> issubclass(Continuing, Hooks)
+        True
+    """
+
+    _rank_states: RankStates | None = None
+    _base_seed: int | None = None
+    _own_stream: int | None = None
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Give this rank the random streams of an epoch; those of its beginning also where it goes on in the middle."""
+        self.progress.epoch = epoch
+        if not self.step:
+            self.progress.began_at = self.optimizer_step
+        self._own_stream = seed_epoch_streams(self.base_seed(), epoch, self.progress.began_at)
+
+    def base_seed(self) -> int:
+        """Return the run's seed: that of ``seed_everything``, or what the script has given to torch."""
+        seed = global_seed()
+        if seed is None:
+            seed = torch.initial_seed()
+            seed = self._base_seed if self._base_seed is not None and seed == self._own_stream else seed
+        self._base_seed = seed
+        return seed
+
+    def begin_pass(self, loader: Any) -> tuple[int, Callable[[], object]]:
+        """Put a training loader where a recovered checkpoint says, if one was recovered.
+
+        Args:
+            loader: of this rank.
+
+        Returns:
+            How many batches the loader yields again, to be left out; and what to call when those are behind.
+        """
+        self.progress.loader = loader
+        states = self._rank_states
+        own: dict[str, Any] = {}
+        if states is not None:
+            states.forget()
+            own, states.loaded = states.loaded or {}, None
+            if states.is_complete:
+                self.strategy.show_gradient_orders(self.modules, own.get("gradients", {}))
+        if not self.step:
+            go_on_after_end(loader, own.get("loader_end"))
+            return go_on_at(loader, 0, None), bool
+        if own.get("loss") is not None:
+            self.progress.meter.load_state_dict(own["loss"])
+        random = own.get("random")
+        restore = self._seed_anew if random is None else RngState.from_state_dict(random).restore
+        same = states is not None and states.is_of_as_many
+        return go_on_at(loader, self.step, own.get("loader"), same_batches=same), restore
+
+    def end_epoch(self) -> None:
+        """Note that an epoch is over, its evaluation and its checkpoint too."""
+        self.progress.trained, self.progress.closed = None, 0
+
+    def end_streams(self) -> None:
+        """Leave the random streams as any run leaves them that has come here, whether it was stopped before or not."""
+        self._own_stream = seed_epoch_streams(self.base_seed(), 0, self.optimizer_step)
+
+    def _seed_anew(self) -> None:
+        """Go on in the middle of an epoch with other random numbers than at its beginning, where the true are lost."""
+        self._own_stream = seed_epoch_streams(self._base_seed or 0, self.progress.epoch, self.optimizer_step)
+
+    def end_pass(self) -> None:
+        """Collect what a save after the epoch will need of every rank."""
+        if self._rank_states is not None and self.checkpointer is not None:
+            self._rank_states.gather()
+
+    def collect_own_state(self) -> dict[str, Any]:
+        """Return what a checkpoint needs of this rank by itself."""
+        progress = self.progress
+        return {
+            "random": RngState.capture().state_dict(),
+            "loss": progress.meter.state_dict(),
+            "loader": state_at(progress.loader, progress.step),
+            "loader_end": state_at_end(progress.loader),
+            "gradients": self.strategy.gradient_orders(),
+        }

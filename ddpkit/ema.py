@@ -1,0 +1,397 @@
+"""An exponential moving average of the weights: kept at every step, saved, and evaluated on request.
+
+Source: the arithmetic is ``torch.optim.swa_utils.get_ema_multi_avg_fn``. Its ``AveragedModel`` is not used: read in
+torch 2.13, it copies the modules with all their wrappers and hooks, sends a counter to the device in every update,
+which waits for the device, and has no way to evaluate the module itself with other weights.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.optim.swa_utils import get_ema_multi_avg_fn
+
+from ddpkit.checkpoint_hooks import plain_key
+from ddpkit.errors import CheckpointError, ConfigError
+from ddpkit.logger import get_logger
+from ddpkit.types import Stage
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+logger = get_logger(__name__)
+
+RECOVERABLE = "ema"
+COUNT = "n_averaged"  # in no tensor's name, since those begin with the name of an entry and a dot
+STATISTICS = ("running_mean", "running_var")
+
+
+class _Weight(NamedTuple):
+    """A tensor that can be averaged, where it is, and what a checkpoint calls it."""
+
+    owner: nn.Module
+    attribute: str
+    names: tuple[str, ...]  # several where it is tied; the first is its own
+
+    def now(self) -> torch.Tensor:
+        value: torch.Tensor = getattr(self.owner, self.attribute)
+        return value
+
+
+@dataclass
+class _Group:
+    """Averages and weights of one dtype on one device, in the same order."""
+
+    averages: list[torch.Tensor] = field(default_factory=list)
+    parameters: list[torch.Tensor] = field(default_factory=list)
+    statistics: list[_Weight] = field(default_factory=list)  # looked up anew: some layers replace theirs
+
+    def weights(self) -> list[torch.Tensor]:
+        return [*self.parameters, *(one.now() for one in self.statistics)]
+
+
+class WeightAverage:
+    """The exponential moving average of what is trained in some modules: ``Brain.ema``.
+
+    Averaged are the parameters that are trained, or were since this was made, and the running statistics of
+    normalisation layers (``running_mean``, ``running_var``). All else, frozen parameters and other buffers, has the
+    value that it has in the modules. What is narrower than float32 is averaged in float32.
+
+    Args:
+        modules: name -> module, wrapped or not. What is in it is looked at when it is needed, not now.
+        decay: weight of the average so far, in ``[0, 1)``; the new weights have the rest.
+
+    Attributes:
+        decay: as given.
+        updates: how many updates are in the average.
+
+    Raises:
+        ConfigError: ``decay`` is outside of ``[0, 1)``.
+
+    Ranks: local. Weights are equal on all ranks after a step, and so are their averages.
+
+    State: a state dict of the modules with the averages in it, named ``<entry>.<name in the module>`` as without
+    wrappers, and the number of updates, a tensor of shape ``()``, under ``"n_averaged"``.
+
+    Example:
+        >>> modules = nn.ModuleDict({"net": nn.Linear(1, 1, bias=False)})
+        >>> average = WeightAverage(modules, decay=0.75)
+        >>> for value in (1.0, 5.0):
+        ...     _ = nn.init.constant_(modules.net.weight, value)
+        ...     average.update()
+        >>> with average.applied():
+        ...     modules.net.weight.item()
+        2.0
+        >>> modules.net.weight.item()
+        5.0
+    """
+
+    def __init__(self, modules: nn.ModuleDict, decay: float) -> None:
+        if not 0 <= decay < 1:
+            raise ConfigError(
+                f"ema_decay={decay!r} cannot be the weight of an average so far: it has to be at least 0 and less than "
+                "1, for example 0.999."
+            )
+        self.decay = decay
+        self.updates = 0
+        self._modules = modules
+        self._lerp: Callable[..., None] = get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
+        self._averages: dict[str, torch.Tensor] = {}
+        self._loaded: dict[str, torch.Tensor] | None = None
+        self._groups: list[_Group] = []
+        self._is_applied = False
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Take the weights into the average; the first time, copy them. Waits for no device and for no rank.
+
+        The Brain calls it after every step that :meth:`~ddpkit.hooks.Hooks.optimizers_step` really made. A recipe that
+        steps its optimizers itself calls it after each step.
+
+        Raises:
+            ConfigError: called inside :meth:`applied`, where the weights are the averages.
+        """
+        if self._is_applied:
+            raise ConfigError(
+                "The average was updated inside `with brain.ema.applied()`, where the weights are the average: train "
+                "outside of it."
+            )
+        if not self.updates or self._loaded is not None:
+            self.follow()
+        for group in self._groups:
+            weights = group.weights()
+            if not self.updates:
+                _copy(weights, group.averages)
+            elif weights[0].dtype == group.averages[0].dtype:
+                self._lerp(group.averages, weights, self.updates)
+            else:
+                for average, weight in zip(group.averages, weights, strict=True):
+                    self._lerp([average], [weight.to(average.dtype)], self.updates)
+        if not self.updates:
+            logger.info("The average of the weights (ema_decay=%s) starts with the weights of now.", self.decay)
+        self.updates += 1
+
+    @torch.no_grad()
+    def follow(self) -> None:
+        """Look again which weights there are and which are trained; one that was frozen has its value as average.
+
+        The Brain calls it when an epoch begins.
+        """
+        groups: dict[tuple[torch.dtype, torch.device], _Group] = {}
+        averages = {}
+        for weight in self._weights():
+            now = weight.now()
+            average = self._average_of(weight, now)
+            if average is None:
+                continue
+            averages[weight.names[0]] = average
+            group = groups.setdefault((now.dtype, now.device), _Group())
+            group.averages.append(average)
+            if isinstance(now, nn.Parameter):
+                group.parameters.append(now)
+            else:
+                group.statistics.append(weight)
+        self._averages, self._groups, self._loaded = averages, list(groups.values()), None
+
+    @contextlib.contextmanager
+    def applied(self) -> Iterator[None]:
+        """Return a context in which the modules have the averaged weights; afterwards they have their own again.
+
+        The weights are written over in place and back, so that whoever holds one of them sees it. For the time of the
+        context there is one more copy of what is averaged. Before the first update the weights stay as they are.
+
+        Ranks: local; where it is around something collective, use it on every rank.
+        """
+        if self._is_applied or not self.updates:
+            yield
+            return
+        self.follow()
+        averages = [average for group in self._groups for average in group.averages]
+        weights = [weight for group in self._groups for weight in group.weights()]
+        own = [weight.detach().clone() for weight in weights]
+        self._is_applied = True
+        try:
+            _copy(averages, weights)
+            yield
+        finally:
+            _copy(own, weights)
+            self._is_applied = False
+
+    def evaluated(self, stage: Stage) -> contextlib.AbstractContextManager[None]:
+        """Return :meth:`applied` for a stage, if there is an average to evaluate.
+
+        Args:
+            stage: before the first update, VALID evaluates the weights themselves, with a warning.
+
+        Raises:
+            CheckpointError: TEST without an average.
+        """
+        if not self.updates and stage is Stage.TEST:
+            raise CheckpointError(
+                "evaluate_ema=True, and there is no average of the weights: no step was averaged in this process, and "
+                "no checkpoint that holds an average was loaded. Train with ema_decay set, or leave evaluate_ema out "
+                "to evaluate the weights themselves."
+            )
+        if not self.updates:
+            logger.warning_once(
+                "evaluate_ema=True, but no step was taken into the average yet: the weights themselves are evaluated. "
+                "A recipe that steps its optimizers itself calls self.ema.update() after each step."
+            )
+        return self.applied()
+
+    # ------------------------------------------------------------------------------------ checkpoints
+
+    def add_to(self, checkpointer: Any) -> None:
+        """Let checkpoints hold the average, as ``"ema"``; those that do not have it can be loaded, too.
+
+        Args:
+            checkpointer: a :class:`~ddpkit.checkpoints.Checkpointer`.
+
+        Raises:
+            ConfigError: it has something else under this name.
+        """
+        other = getattr(checkpointer, "recoverables", {}).get(RECOVERABLE)
+        if other is not None and not isinstance(other, WeightAverage):
+            raise ConfigError(
+                f"The checkpointer has a recoverable {RECOVERABLE!r}, a {type(other).__name__}, and with ema_decay="
+                f"{self.decay!r} the average of the weights is saved under this name. Rename yours, or leave ema_decay "
+                "out."
+            )
+        checkpointer.add_recoverable(RECOVERABLE, self, optional_load=True)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the modules with the averages in it, and the number of updates.
+
+        Returns:
+            Tensors of the average itself, not copies.
+        """
+        state = {COUNT: torch.tensor(self.updates), **self._module_state()}
+        if self.updates:
+            averages = self._averages if self._loaded is None else self._loaded
+            for weight in self._weights():
+                if weight.names[0] in averages:
+                    state.update(dict.fromkeys(weight.names, averages[weight.names[0]]))
+        return state
+
+    def load_state_dict(self, state: Any) -> None:
+        """Take over a state; the values are compared with the modules' when they are needed next.
+
+        Args:
+            state: of :meth:`state_dict`, of modules with the same names and shapes.
+
+        Raises:
+            CheckpointError: it is no such state, or one of other modules.
+        """
+        if not isinstance(state, Mapping) or not isinstance(state.get(COUNT), torch.Tensor):
+            raise CheckpointError(f"it is no average of weights, which would hold the number of updates as {COUNT!r}.")
+        weights = {weight.names[0]: weight.now() for weight in self._weights()}
+        strange = sorted(weights.keys() - state.keys())
+        strange += sorted(state.keys() - {COUNT} - weights.keys() - self._module_state().keys())
+        strange += sorted(name for name, now in weights.items() if name in state and not _fits(state[name], now))
+        if strange:
+            listed = ", ".join(strange[:5]) + (f" and {len(strange) - 5} more" if len(strange) > 5 else "")  # noqa: PLR2004
+            raise CheckpointError(f"the average is of other modules; missing, unknown or of another shape: {listed}.")
+        self.updates = int(state[COUNT])
+        self._averages, self._groups = {}, []
+        self._loaded = {name: state[name].detach().clone() for name in weights}
+
+    # ------------------------------------------------------------------------------------ what there is
+
+    def _weights(self) -> list[_Weight]:
+        """Find the parameters, and then the running statistics."""
+        names: dict[int, list[str]] = {}
+        for kind in (self._modules.named_parameters, self._modules.named_buffers):
+            for key, value in kind(remove_duplicate=False):
+                names.setdefault(id(value), []).append(key)
+        found: dict[int, _Weight] = {}
+        statistics: dict[int, _Weight] = {}
+        for part in self._modules.modules():
+            for attribute, parameter in part.named_parameters(recurse=False):
+                found.setdefault(id(parameter), self._weight(part, attribute, names[id(parameter)]))
+            for attribute, buffer in part.named_buffers(recurse=False):
+                if attribute in STATISTICS and buffer.is_floating_point():
+                    statistics.setdefault(id(buffer), self._weight(part, attribute, names[id(buffer)]))
+        return [weight for weight in (*found.values(), *statistics.values()) if _can_be_averaged(weight.now())]
+
+    def _weight(self, owner: nn.Module, attribute: str, keys: list[str]) -> _Weight:
+        return _Weight(owner, attribute, tuple(plain_key(self._modules, key) for key in keys))
+
+    def _average_of(self, weight: _Weight, now: torch.Tensor) -> torch.Tensor | None:
+        """Return the average of a weight, or None for one that is frozen and whose average is its value."""
+        name = weight.names[0]
+        known = self._averages.get(name)
+        if known is not None and known.shape == now.shape and known.device == now.device:
+            return known
+        wide = torch.promote_types(now.dtype, torch.float32)
+        value = now.detach().to(wide)
+        trained = now.requires_grad or not isinstance(now, nn.Parameter)
+        saved = (self._loaded or {}).get(name)
+        if saved is not None:
+            saved = saved.to(now.device, wide)
+            trained = trained or not torch.equal(saved, value)
+            value = saved
+        return torch.empty_like(now, dtype=wide, requires_grad=False).copy_(value) if trained else None
+
+    def _module_state(self) -> dict[str, Any]:
+        return {plain_key(self._modules, key): value for key, value in self._modules.state_dict().items()}
+
+
+def _can_be_averaged(value: torch.Tensor) -> bool:
+    return (value.is_floating_point() or value.is_complex()) and not is_lazy(value)
+
+
+def _fits(saved: Any, now: torch.Tensor) -> bool:
+    return isinstance(saved, torch.Tensor) and saved.shape == now.shape
+
+
+@torch.no_grad()
+def _copy(sources: list[torch.Tensor], targets: list[torch.Tensor]) -> None:
+    """Copy tensors over others in place; casts of them that autocast remembers are forgotten."""
+    for source, target in zip(sources, targets, strict=True):
+        target.copy_(source)
+    torch.clear_autocast_cache()
+
+
+def weight_average(modules: nn.ModuleDict, decay: float | None, *, evaluate: bool) -> WeightAverage | None:
+    """Make what the options ask for.
+
+    Args:
+        modules: of the Brain.
+        decay: the option ``ema_decay``.
+        evaluate: the option ``evaluate_ema``.
+
+    Returns:
+        The average, or None without a decay.
+
+    Raises:
+        ConfigError: the decay is outside of ``[0, 1)``, or there is none to be evaluated.
+
+    Ranks: local.
+
+    Example:
+        >>> weight_average(nn.ModuleDict(), None, evaluate=True)
+        Traceback (most recent call last):
+        ddpkit.errors.ConfigError: evaluate_ema=True evaluates averaged weights, and ema_decay is not set: ...
+    """
+    if decay is not None:
+        return WeightAverage(modules, decay)
+    if evaluate:
+        raise ConfigError(
+            "evaluate_ema=True evaluates averaged weights, and ema_decay is not set: there is no average. Give the "
+            "decay that the run was or will be trained with, for example ema_decay=0.999."
+        )
+    return None
+
+
+def require_average(checkpoint: Any) -> None:
+    """Refuse a checkpoint without averaged weights.
+
+    Args:
+        checkpoint: a :class:`~ddpkit.checkpoint_records.Checkpoint` whose average is about to be evaluated.
+
+    Raises:
+        CheckpointError: it holds none.
+
+    Ranks: local.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> require_average(SimpleNamespace(paramfiles={"ema": "CKPT+a/ema.ckpt"}))
+    """
+    if RECOVERABLE not in checkpoint.paramfiles:
+        raise CheckpointError(
+            f"evaluate_ema=True, and {checkpoint.path} holds no averaged weights ({RECOVERABLE}.ckpt): it was saved by "
+            "a run without ema_decay. Choose another checkpoint, or leave evaluate_ema out to evaluate the weights "
+            "themselves."
+        )
+
+
+def module_states(state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Divide a saved average into state dicts that the modules load.
+
+    Args:
+        state: what the file of the recoverable ``"ema"`` holds.
+
+    Returns:
+        For each entry of ``Brain.modules`` with any weights the state dict for its ``load_state_dict``.
+
+    Ranks: local.
+
+    Example:
+        >>> average = WeightAverage(nn.ModuleDict({"net": nn.Linear(2, 1)}), decay=0.9)
+        >>> states = module_states(average.state_dict())
+        >>> nn.Linear(2, 1).load_state_dict(states["net"])
+        <All keys matched successfully>
+    """
+    states: dict[str, dict[str, Any]] = {}
+    for key, value in state.items():
+        entry, dot, name = key.partition(".")
+        if dot:
+            states.setdefault(entry, {})[name] = value
+    return states

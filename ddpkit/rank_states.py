@@ -1,0 +1,161 @@
+"""What a checkpoint holds of every rank by itself: random streams, running loss, and where its data goes on.
+
+Weights are the same on every rank, and these are not. A save in the middle of an epoch that the Brain makes gathers
+them from all ranks first. One that a recipe makes there, perhaps on the main process alone, has only those of the main
+process. One at the end of an epoch needs no random streams: every epoch begins with streams that follow from the seed
+(:func:`ddpkit.seed.seed_epoch_streams`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ddpkit.checkpoint_hooks import safe_load
+from ddpkit.distributed import gather_objects, get_rank, get_world_size
+from ddpkit.errors import CheckpointError
+from ddpkit.logger import get_logger
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+logger = get_logger(__name__)
+
+FORMAT = 1
+
+
+class RankStates:
+    """A recoverable that holds one state per rank.
+
+    Args:
+        collect: returns the state of this rank as plain containers, numbers and tensors.
+
+    Attributes:
+        loaded: this rank's state from the checkpoint that was loaded last, until it is used; else None.
+        is_of_as_many: whether that checkpoint was made by as many ranks.
+        is_complete: whether it also had the state of every one.
+
+    Ranks: local, but for :meth:`gather`.
+
+    State: the states of all ranks where they were gathered, else that of the main process.
+
+    Example:
+        >>> states = RankStates(lambda: {"drawn": 3})
+        >>> states.gather(); states.state_dict()
+        {'format': 1, 'world_size': 1, 'ranks': [{'drawn': 3}]}
+    """
+
+    is_of_inside_an_epoch = True  # a checkpoint of the end of an epoch may lack it
+
+    def __init__(self, collect: Callable[[], dict[str, Any]]) -> None:
+        self._collect = collect
+        self._gathered: list[dict[str, Any] | None] | None = None
+        self.loaded: dict[str, Any] | None = None
+        self.is_of_as_many = self.is_complete = False
+
+    def gather(self) -> None:
+        """Collect the states of all ranks, for the saves that follow until :meth:`forget`.
+
+        Raises:
+            RankFailedError: a rank could not tell its state; on every rank.
+
+        Ranks: collective.
+        """
+        self._gathered = list(gather_objects(self._collect))
+
+    def set_own(self, state: dict[str, Any]) -> None:
+        """Take a state for that of this rank, for the saves that follow until :meth:`forget`; the others have none.
+
+        Args:
+            state: instead of what this rank would tell now.
+
+        Ranks: local.
+        """
+        self._gathered = [None] * get_world_size()
+        self._gathered[get_rank() or 0] = state
+
+    def forget(self) -> None:
+        """Drop what was gathered.
+
+        Ranks: local.
+        """
+        self._gathered = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states of all ranks, None for one that is not known.
+
+        Ranks: local; the main process saves it.
+        """
+        ranks = self._gathered
+        if ranks is None:
+            ranks = [None] * get_world_size()
+            ranks[get_rank() or 0] = self._collect()
+        return {"format": FORMAT, "world_size": len(ranks), "ranks": list(ranks)}
+
+    def load(self, path: Path, end_of_epoch: bool) -> None:
+        """Take this rank's state from a file; of another number of ranks, only what was the same on all of them.
+
+        Args:
+            path: the file.
+            end_of_epoch: the states are those of the end of an epoch: nothing is missing if one is.
+
+        Raises:
+            CheckpointError: the file cannot be read or holds something else.
+
+        Ranks: local; every rank loads.
+        """
+        self.load_state_dict(safe_load(path), end_of_epoch=end_of_epoch)
+
+    def load_state_dict(self, state_dict: Any, *, end_of_epoch: bool = True) -> None:
+        """Take this rank's state from those of all ranks.
+
+        Args:
+            state_dict: as :meth:`state_dict` returns it.
+            end_of_epoch: as in :meth:`load`.
+
+        Raises:
+            CheckpointError: it is something else.
+
+        Ranks: local.
+        """
+        try:
+            known, ranks = state_dict["format"], list(state_dict["ranks"])
+        except (TypeError, KeyError) as error:
+            raise CheckpointError(
+                f"a {type(state_dict).__name__} without 'format' and 'ranks' holds no states of ranks. Was the file "
+                "ranks.ckpt written by something else?"
+            ) from error
+        if known != FORMAT:
+            raise CheckpointError(f"the states of ranks have format {known!r}; this ddpkit reads format {FORMAT}.")
+        rank, world_size = get_rank() or 0, get_world_size()
+        self.is_of_as_many = len(ranks) == world_size
+        self.loaded = ranks[rank] if self.is_of_as_many else _common(ranks)
+        self.is_complete = self.is_of_as_many and None not in ranks
+        if None in ranks and not end_of_epoch:
+            logger.warning_once(
+                "The checkpoint has the random states of the main process alone: a recipe saved it in the middle of an "
+                "epoch. The other ranks draw new random numbers until that epoch ends."
+            )
+
+
+def _common(ranks: list[dict[str, Any] | None]) -> dict[str, Any]:
+    """Return where the data goes on if all ranks say the same of it, as they do of a stream that all of them read."""
+    known = [one for one in ranks if one is not None]
+    if not known or len(known) < len(ranks):
+        return {}
+    first = known[0]
+    names = [name for name in ("loader", "loader_end") if name in first]
+    return {name: first[name] for name in names if all(_same(one.get(name), first[name]) for one in known)}
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
+        return isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) and torch.equal(one, other)
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+        return len(one) == len(other) and all(map(_same, one, other))
+    return bool(one == other)

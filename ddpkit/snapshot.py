@@ -1,0 +1,328 @@
+"""A copy of states in host memory, made as fast as memory is copied, to be written while training goes on.
+
+What ``torch.save`` would store is what is copied: a state is pickled as ``torch.save`` does it, with every tensor's
+storage left out, and each storage is copied once, whole. Tensors that share one, or are views of it, therefore share
+its copy. The copies lie side by side in one piece of memory that is kept for the next snapshot: its pages are there
+already then, and the copying costs no more than a ``memcpy``. On Linux it is not shown to forked processes, such as
+loader workers, which would make each of its pages a new one at the next snapshot.
+
+Source: that ``torch.save`` tells storages apart by ``_cdata`` and stores them whole was read in
+``torch/serialization.py`` of torch 2.6 and 2.13; the files of ``/proc`` and of control groups are described at
+https://docs.kernel.org/admin-guide/cgroup-v2.html and https://docs.kernel.org/admin-guide/cgroup-v1/memory.html.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import mmap
+import pickle
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+__all__ = ["Snapshot", "SnapshotMemory", "available_bytes", "cpu_storages", "state_bytes"]
+
+ALIGNMENT_BYTES = 64  # of a copied storage: what torch's own allocator gives
+SPARE_BYTES = 256 << 20  # left to the process when a snapshot is made
+HUGE = 1 << 60  # control groups of version 1 write "no limit" as a number of pages that fills 63 bits
+
+
+class Snapshot:
+    """States as they were when it was made.
+
+    Args:
+        pickles: each state without its storages, by name.
+        storages: copies of the storages of all of them.
+        nbytes: size of the storages.
+
+    Attributes:
+        nbytes: as given.
+
+    Ranks: local.
+
+    State: the memory is that of the :class:`SnapshotMemory` that made it, which uses it again for its next one.
+
+    Example:
+        >>> weight = torch.ones(2)
+        >>> snapshot = SnapshotMemory().take({"model": {"w": weight}})
+        >>> _ = weight.zero_()
+        >>> snapshot.state("model")
+        {'w': tensor([1., 1.])}
+    """
+
+    def __init__(self, pickles: Mapping[str, bytes], storages: Sequence[torch.UntypedStorage], nbytes: int) -> None:
+        self._pickles = pickles
+        self._storages = storages
+        self.nbytes = nbytes
+
+    def state(self, name: str) -> Any:
+        """Return one state, made of tensors on the CPU."""
+        return _Unpickler(io.BytesIO(self._pickles[name]), self._storages).load()
+
+
+class SnapshotMemory:
+    """Takes snapshots, each in the memory of the one before, which must be done with by then.
+
+    Ranks: local.
+
+    State: host memory of the size of the states, from the first snapshot until :meth:`clear`.
+
+    Example:
+        >>> memory = SnapshotMemory()
+        >>> memory.take({"counter": {"n": 3}}).state("counter")
+        {'n': 3}
+    """
+
+    def __init__(self) -> None:
+        self._memory: Any = None
+        self._pinned = False
+
+    def take(self, states: Mapping[str, Any]) -> Snapshot:
+        """Copy states.
+
+        Args:
+            states: what ``torch.save`` could store, by name. Tensors may be on any device.
+
+        Returns:
+            The copy, complete: the states may be changed at once.
+
+        Raises:
+            MemoryError: there is no room for it; the text says how much there is.
+            Exception: what pickling a state raises.
+
+        Ranks: local.
+        """
+        storages = _Storages()
+        pickles = {name: storages.pickle(state) for name, state in states.items()}
+        offsets, size = storages.places()
+        self._make_room(size, pinned=any(storage.device.type == "cuda" for storage in storages.found))
+        copies = [self._copy(storage, offset) for storage, offset in zip(storages.found, offsets, strict=True)]
+        for device in {storage.device for storage in storages.found if storage.device.type == "cuda"}:
+            torch.cuda.current_stream(device).synchronize()
+        return Snapshot(pickles, copies, storages.nbytes)
+
+    def clear(self) -> None:
+        """Give the memory back, as soon as no snapshot is in it."""
+        self._memory = None
+
+    def _make_room(self, size: int, *, pinned: bool) -> None:
+        present = 0 if self._memory is None else len(self._memory)
+        if size <= present <= max(2 * size, mmap.PAGESIZE) and pinned == self._pinned:
+            return
+        self._memory, self._pinned = None, pinned
+        self._memory = _pinned_memory(size) if pinned else _pageable_memory(size)
+
+    def _copy(self, storage: torch.UntypedStorage, offset: int) -> torch.UntypedStorage:
+        size = storage.nbytes()
+        if size == 0 or storage.device.type == "meta":
+            return storage
+        copy = torch.frombuffer(self._memory, dtype=torch.uint8, count=size, offset=offset)
+        source = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        copy.copy_(source, non_blocking=storage.device.type == "cuda")
+        return copy.untyped_storage()
+
+
+def state_bytes(states: Mapping[str, Any]) -> int:
+    """Return how much the tensors of some states take in files of ``torch.save``, in bytes.
+
+    Args:
+        states: what ``torch.save`` could store, by name.
+
+    Returns:
+        The size of the storages; one that two states share counts twice, as it is in two files.
+
+    Raises:
+        Exception: what pickling a state raises.
+
+    Ranks: local.
+
+    Example:
+        >>> state_bytes({"model": {"w": torch.zeros(4), "b": torch.zeros(2, dtype=torch.float64)}})
+        32
+    """
+    total = 0
+    for state in states.values():
+        storages = _Storages()
+        storages.pickle(state)
+        total += storages.nbytes
+    return total
+
+
+def cpu_storages(state: Any) -> list[torch.UntypedStorage]:
+    """Return the storages of a state that ``torch.save`` writes from where they are.
+
+    Args:
+        state: what ``torch.save`` could store.
+
+    Returns:
+        Those on the CPU, each once. While they are held, their addresses are nobody else's.
+
+    Raises:
+        Exception: what pickling the state raises.
+
+    Ranks: local.
+
+    Example:
+        >>> weight = torch.zeros(4)
+        >>> [storage.nbytes() for storage in cpu_storages({"w": weight, "view": weight[:2]})]
+        [16]
+    """
+    storages = _Storages()
+    storages.pickle(state)
+    return [storage for storage in storages.found if storage.device.type == "cpu"]
+
+
+# ---------------------------------------------------------------------------------------- pickling
+
+
+class _Storages:
+    """The storages of some states, each once, in the order in which they are met."""
+
+    def __init__(self) -> None:
+        self.found: list[torch.UntypedStorage] = []
+        self._numbers: dict[int, int] = {}
+
+    @property
+    def nbytes(self) -> int:
+        return sum(storage.nbytes() for storage in self.found)
+
+    def number(self, storage: torch.UntypedStorage) -> int:
+        number = self._numbers.setdefault(storage._cdata, len(self.found))  # noqa: SLF001 -- as torch.save does
+        if number == len(self.found):
+            self.found.append(storage)
+        return number
+
+    def pickle(self, state: Any) -> bytes:
+        file = io.BytesIO()
+        _Pickler(file, self).dump(state)
+        return file.getvalue()
+
+    def places(self) -> tuple[list[int], int]:
+        """Return the offset of each storage in one piece of memory, and the size of that."""
+        offsets, end = [], 0
+        for storage in self.found:
+            offsets.append(end)
+            end += -(-storage.nbytes() // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        return offsets, end
+
+
+class _Pickler(pickle.Pickler):
+    def __init__(self, file: io.BytesIO, storages: _Storages) -> None:
+        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
+        self._storages = storages
+
+    def persistent_id(self, obj: Any) -> Any:
+        if isinstance(obj, torch.storage.TypedStorage):
+            return self._storages.number(obj._untyped_storage), obj.dtype  # noqa: SLF001 -- as torch.save does
+        return (self._storages.number(obj), None) if isinstance(obj, torch.UntypedStorage) else None
+
+
+class _Unpickler(pickle.Unpickler):
+    """Reads what :class:`_Pickler` has made in this process, and nothing else."""
+
+    def __init__(self, file: io.BytesIO, storages: Sequence[torch.UntypedStorage]) -> None:
+        super().__init__(file)
+        self._storages = storages
+
+    def persistent_load(self, pid: Any) -> Any:
+        number, dtype = pid
+        storage = self._storages[number]
+        if dtype is None:
+            return storage
+        return torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)  # type: ignore[no-untyped-call]
+
+
+# ---------------------------------------------------------------------------------------- memory
+
+
+def _pageable_memory(size: int) -> Any:
+    _require(size)
+    try:
+        memory = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(f"{size} bytes are needed: {error}") from error
+    if hasattr(mmap, "MADV_DONTFORK"):
+        with contextlib.suppress(OSError):  # without it a snapshot after a fork is slower, and no less right
+            memory.madvise(mmap.MADV_DONTFORK)
+    return memory  # huge pages were tried: the first snapshot took several times as long, later ones no less
+
+
+def _pinned_memory(size: int) -> Any:
+    """Return memory from which a GPU copies at full speed; torch rounds it up to a power of two."""
+    _require(1 << max(size - 1, 1).bit_length())
+    try:
+        return torch.empty(max(size, 1), dtype=torch.uint8, pin_memory=True).numpy()
+    except RuntimeError as error:
+        raise MemoryError(f"{size} bytes of pinned memory are needed: {error}") from error
+
+
+def _require(size: int) -> None:
+    free = available_bytes()
+    if free is not None and size + SPARE_BYTES > free:
+        raise MemoryError(f"a copy takes {size} bytes of host memory, {SPARE_BYTES} more must stay free, of {free}")
+
+
+def available_bytes(root: Path = Path("/")) -> int | None:
+    """Return how much more memory this process may take: what the machine has, and what its control groups allow.
+
+    Args:
+        root: where ``proc`` and ``sys`` are.
+
+    Returns:
+        The least of all that is said, in bytes; None where nothing is said (no Linux). Cached files count as free.
+
+    Ranks: local.
+
+    Example:
+        >>> available_bytes() != 0
+        True
+    """
+    limits = [*_machine(root), *_control_groups(root)]
+    return max(0, min(limits)) if limits else None
+
+
+def _machine(root: Path) -> Iterator[int]:
+    words = _numbers(root / "proc" / "meminfo")
+    if "MemAvailable" in words:
+        yield words["MemAvailable"] * 1024
+
+
+def _control_groups(root: Path) -> Iterator[int]:
+    mounted = root / "sys" / "fs" / "cgroup"
+    for line in _text(root / "proc" / "self" / "cgroup").splitlines():
+        _, _, rest = line.partition(":")
+        kinds, _, path = rest.partition(":")
+        if kinds and "memory" not in kinds.split(","):
+            continue
+        top, names = (mounted / "memory", _VERSION_1) if kinds else (mounted, _VERSION_2)
+        group = top / path.strip().lstrip("/")
+        while True:  # a limit may be set on any group above; in a container the path may not be there at all
+            yield from _one_group(group, *names)
+            if group == top or top not in group.parents:
+                break
+            group = group.parent
+
+
+_VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+_VERSION_2 = ("memory.max", "memory.current", "inactive_file")
+
+
+def _one_group(group: Path, limit_name: str, usage_name: str, cache_name: str) -> Iterator[int]:
+    limit, usage = _text(group / limit_name).strip(), _text(group / usage_name).strip()
+    if limit.isdigit() and usage.isdigit() and int(limit) < HUGE:
+        yield int(limit) - int(usage) + _numbers(group / "memory.stat").get(cache_name, 0)
+
+
+def _numbers(path: Path) -> dict[str, int]:
+    words = [line.split() for line in _text(path).splitlines()]
+    return {parts[0].rstrip(":"): int(parts[1]) for parts in words if len(parts) > 1 and parts[1].isdigit()}
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""

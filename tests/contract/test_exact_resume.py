@@ -1,0 +1,191 @@
+"""Law 2 in one process: what is random, or remembers where it is, goes on as if nothing had happened."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import IterableDataset
+
+from ddpkit.checkpoints import Checkpointer
+from ddpkit.dataloader import LoopedLoader, make_dataloader
+from ddpkit.epoch_loop import EpochCounter
+from ddpkit.types import Stage
+
+from .recipes import QUIET, assert_same, points, sgd, weights
+from .test_brain_resume import Killed, Mortal, assert_same_losses
+
+EPOCHS = 3
+
+
+class Noisy(Mortal):
+    """Draws from every stream: in the model, in a batch's hook, at the start of an epoch, and at its end."""
+
+    saves = True
+
+    def on_stage_start(self, stage, epoch=None):
+        super().on_stage_start(stage, epoch)
+        if stage is Stage.TRAIN:
+            self.mask = torch.rand(4, dtype=torch.float64)
+
+    def compute_forward(self, batch, stage):
+        shift = random.random() + np.random.rand() if stage is Stage.TRAIN else torch.rand(()).item()
+        return super().compute_forward([self.hidden(batch[0]) * self.mask + shift, batch[1]], stage)
+
+    def hidden(self, inputs):
+        return nn.functional.dropout(nn.functional.pad(inputs, (0, 1)), 0.5, self.modules.training)
+
+    def on_stage_end(self, stage, stage_loss, epoch=None):
+        super().on_stage_end(stage, stage_loss, epoch)
+        torch.rand(3)
+        if stage is Stage.VALID and self.saves:
+            self.checkpointer.save_and_keep_only(meta={"loss": stage_loss})
+        torch.rand(7), random.random()
+
+
+def net(seed):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.3), nn.Linear(4, 1)).double()
+
+
+def run(folder, train, *, dies_at=None, seed=7, valid=None, kwargs=None, cls=Noisy, **options):
+    counter, model = EpochCounter(EPOCHS), net(7)
+    checkpointer = Checkpointer(folder, {"net": model, "counter": counter})
+    torch.manual_seed(11)  # the run's seed: the same command
+    brain = cls({"net": model}, sgd(lr=0.01, momentum=0.9), None, {**QUIET, **options}, checkpointer)
+    brain.dies_at = dies_at
+    kwargs = {"batch_size": 2} if kwargs is None else kwargs
+    arguments = {"train_loader_kwargs": kwargs, "valid_loader_kwargs": {"batch_size": 2}}
+    if dies_at is None:
+        brain.fit(counter, train, valid, **arguments)
+    else:
+        with pytest.raises(Killed):
+            brain.fit(counter, train, valid, **arguments)
+    return brain
+
+
+def assert_exact(folder, make, dies_at, **options):
+    whole = run(folder / "whole", make(), valid=points(6), **options)
+    run(folder / "killed", make(), valid=points(6), dies_at=dies_at, **options)
+    resumed = run(folder / "killed", make(), valid=points(6), **options)
+    assert_same(weights(resumed), weights(whole))
+    assert_same_losses(resumed.losses, whole.losses[len(whole.losses) - len(resumed.losses) :])
+    again = resumed.trained_on
+    assert all(torch.equal(one, other) for one, other in zip(again, whole.trained_on[-len(again) :], strict=True))
+    return resumed
+
+
+@pytest.mark.parametrize("factor", [1, 3])
+@pytest.mark.parametrize("dies_at", [(1, 2), (1, 9), (2, 1), (2, 2), (3, 10)])
+def test_k9_dropout_and_every_other_stream(tmp_path, dies_at, factor):
+    options = {"ckpt_interval_steps": 2, "grad_accumulation_factor": factor}
+    assert_exact(tmp_path, lambda: points(20), dies_at, kwargs={"batch_size": 2, "shuffle": True}, **options)
+
+
+def test_k9_at_the_end_of_an_epoch(tmp_path):
+    """Without checkpoints inside epochs: what is drawn after the save makes no difference."""
+    assert_exact(tmp_path, lambda: points(20), (3, 4))
+
+
+def test_a_seed_of_torch_or_of_everything_decides(tmp_path):
+    first, second = run(tmp_path / "a", points(10)), run(tmp_path / "b", points(10))
+    assert_same(weights(first), weights(second))
+    assert [loss for _, _, loss in first.losses[:1]] != [loss for _, _, loss in first.losses[1:2]]
+
+
+class Remembering(IterableDataset):
+    """Goes on from epoch to epoch, as a stream of a crawler would; its state is its place and its own noise."""
+
+    def __init__(self, number=20, wraps=True):
+        self.data = points(64)
+        self.number, self.place, self.left, self.wraps = number, 0, number, wraps
+        self.read = 0
+
+    def __iter__(self):
+        if self.left == 0:
+            self.left = self.number
+        while self.left:
+            item = self.data[self.place % len(self.data)]
+            self.place, self.left = self.place + 1, self.left - 1
+            self.read += 1
+            yield item[0] + torch.rand((), dtype=torch.float64), item[1]
+
+    def state_dict(self):
+        return {"place": self.place, "left": self.left}
+
+    def load_state_dict(self, state):
+        self.place, self.left = state["place"], state["left"]
+
+
+class Sharded(Remembering):
+    """The same, but dividing itself."""
+
+    is_sharded = True
+
+
+class Batches:
+    """A loader of one's own that can say where it is."""
+
+    def __init__(self):
+        self.stream = Remembering()
+
+    def __iter__(self):
+        batch = []
+        for item in self.stream:
+            batch.append(item)
+            if len(batch) == 2 or not self.stream.left:
+                yield [torch.stack(column) for column in zip(*batch, strict=True)]
+                batch = []
+
+    def state_dict(self):
+        return self.stream.state_dict()
+
+    def load_state_dict(self, state):
+        self.stream.load_state_dict(state)
+
+
+@pytest.mark.parametrize("factor", [1, 3])
+@pytest.mark.parametrize("dies_at", [(1, 4), (1, 9), (2, 1), (2, 4), (3, 10)])
+@pytest.mark.parametrize("make", [Remembering, Sharded])
+def test_a_stream_with_a_state_goes_on_without_reading_again(tmp_path, make, dies_at, factor):
+    options = {"ckpt_interval_steps": 2, "grad_accumulation_factor": factor}
+    made = []
+    resumed = assert_exact(tmp_path, lambda: made.append(make()) or made[-1], dies_at, **options)
+    assert made[-1].read - sum(len(batch) for batch in resumed.trained_on) in {0, 2}  # one batch, to know what follows
+
+
+@pytest.mark.parametrize("dies_at", [(1, 4), (2, 1), (2, 4), (3, 10)])
+def test_a_loader_with_a_state_goes_on_without_reading_again(tmp_path, dies_at):
+    made = []
+    resumed = assert_exact(
+        tmp_path, lambda: made.append(Batches()) or made[-1], dies_at, kwargs={}, ckpt_interval_steps=2
+    )
+    assert made[-1].stream.read - sum(len(batch) for batch in resumed.trained_on) in {0, 2}
+
+
+@pytest.mark.parametrize("saves", [True, False])
+@pytest.mark.parametrize("dies_at", [(1, 4), (2, 1), (2, 3), (3, 4)])
+@pytest.mark.parametrize("kind", ["state", "stream", "plan", "loader"])
+def test_nominal_epochs_of_every_kind(tmp_path, kind, dies_at, saves):
+    class Loopy(Noisy):
+        pass
+
+    Loopy.saves = saves
+
+    class Plain(IterableDataset):
+        def __iter__(self):
+            for item in points(12):
+                yield item[0] + torch.rand((), dtype=torch.float64), item[1]
+
+    def make():
+        if kind == "plan":
+            return LoopedLoader(make_dataloader(points(12), batch_size=2, shuffle=True), 4)
+        if kind == "loader":
+            return LoopedLoader(Batches(), 4)
+        stream = Remembering(12) if kind == "state" else Plain()
+        return LoopedLoader(make_dataloader(stream, batch_size=2), 4)
+
+    assert_exact(tmp_path, make, dies_at, cls=Loopy, ckpt_interval_steps=2)

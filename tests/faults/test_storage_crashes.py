@@ -1,0 +1,277 @@
+"""F5: kill -9 at every point of a save, and at random moments of saves back to back."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import select
+import shutil
+import signal
+import threading
+import time
+from dataclasses import dataclass
+from itertools import count
+
+import pytest
+
+from ddpkit.distributed import ddp_barrier
+from ddpkit.snapshot import SnapshotMemory
+from ddpkit.testing import RankPool, RankPoolError
+from tests.faults.storage_tools import (
+    MODES,
+    CrashingFiles,
+    Plan,
+    Run,
+    WatchedFiles,
+    forked,
+    leftovers,
+    names,
+    recovered,
+    save,
+    steps_of,
+    watch_changes,
+    watched,
+)
+
+KILLS = 200
+
+
+@pytest.fixture(scope="module")
+def zygote():
+    """One process that has imported torch and has no threads: what runs in it forks what is killed."""
+    with RankPool(timeout=600) as pool:
+        yield lambda function, *args: pool.run(function, *args, world_size=1, init=False)[0]
+
+
+# ------------------------------------------------------------------------------------------------ every point
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """What was saved and acknowledged before, as (step, name), and how the next step is saved."""
+
+    before: tuple[tuple[int, str | None], ...]
+    name: str | None
+    num_to_keep: int
+    allowed: tuple[set[int], ...]  # the steps that may be found whole after a crash, in order of the save's progress
+    new: int = 3
+
+
+SCENARIOS = {
+    "the first one": Scenario((), None, 2, (set(), {3})),
+    "one more": Scenario(((1, None), (2, None)), None, 2, ({1, 2}, {1, 2, 3}, {2, 3})),
+    "in place of itself": Scenario(((2, "last"),), "last", 1, ({2}, {3})),
+    "in place, and one deleted": Scenario(((1, None), (2, "last")), "last", 1, ({1, 2}, {1, 3}, {3})),
+}
+
+
+def prepare(folder, scenario):
+    run = Run()
+    checkpointer = run.checkpointer(folder)
+    for step, name in scenario.before:
+        save(run, checkpointer, step, name, num_to_keep=5)
+
+
+def crash(folder, scenario, mode, at, files):
+    """Save, and die at point ``at``; return the points if there are not so many."""
+    run = Run()
+    checkpointer = run.checkpointer(folder, mode)
+    with watched(Plan(at), files()) as plan:
+        watch_changes(folder)
+        save(run, checkpointer, scenario.new, scenario.name, scenario.num_to_keep)
+    return plan.points
+
+
+def check(folder, scenario, where):
+    """Look at the folder as the next process does; return the steps that it finds."""
+    unfinished = leftovers(folder)
+    found = steps_of(folder)
+    last = max((step for step, _ in scenario.before), default=None)
+    assert set(found) in scenario.allowed, f"{where}: found {found}"
+    assert recovered(folder) == (scenario.new if scenario.new in found else last), where
+    assert set(leftovers(folder)) <= set(unfinished), f"{where}: a reader leaves something behind"
+    run = Run()
+    save(run, run.checkpointer(folder), 9, num_to_keep=1)
+    assert [name for name in names(folder) if not name.startswith("CKPT+")] == [], where
+    assert steps_of(folder) == [9], where
+    return frozenset(found), bool(unfinished)
+
+
+def crash_everywhere(folder, title, mode, stride=1, files=CrashingFiles):
+    """Die at every point of one save; return the points and what was found after each."""
+    scenario = SCENARIOS[title]
+    template = folder / "template"
+    prepare(template, scenario)
+    outcomes = []
+    for at in count(1, stride):
+        trial = folder / "trial"
+        shutil.copytree(template, trial)
+        points = forked(crash, trial, scenario, mode, at, files)
+        if points is not None:
+            return points, outcomes
+        outcomes.append(check(trial, scenario, f"died at point {at}"))
+        shutil.rmtree(trial)
+    raise AssertionError("unreachable")
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("title", SCENARIOS)
+def test_f5_death_at_every_point_of_a_save(zygote, tmp_path, title, mode):
+    points, outcomes = zygote(crash_everywhere, tmp_path, title, mode)
+    assert len(outcomes) == len(points) > 100
+    assert {f"{when} {name}" for when in ("before", "after") for name in ("make_directory", "write", "rename")} <= set(
+        points
+    )
+    assert {"before sync_file", "after sync_directory", "half of a text", "half of a folder", "open"} <= set(points)
+    assert sum(point.endswith(" bytes") for point in points) > 20
+    found = {steps for steps, _ in outcomes}
+    assert found == {frozenset(steps) for steps in SCENARIOS[title].allowed}, "some state of the save was never hit"
+    assert sum(unfinished for _, unfinished in outcomes) > len(points) / 2
+
+
+class CopyingFiles(CrashingFiles):
+    """Renames by copying and deleting, as across file systems: what a save must not do."""
+
+    def rename(self, source, target):
+        shutil.copytree(source, target)
+        shutil.rmtree(source)
+
+
+def test_f5_a_rename_that_is_not_atomic_would_be_noticed(zygote, tmp_path):
+    with pytest.raises(RankPoolError, match="died at point"):
+        zygote(crash_everywhere, tmp_path, "in place of itself", "sync", 3, CopyingFiles)
+
+
+def removals_elsewhere(folder):
+    """Save where a killed save has left something; return what is left, and what the other rank did to files."""
+    changes = []
+    with watched(Plan(), CrashingFiles()) as plan:
+        checkpointer = Run().checkpointer(folder)
+        checkpointer.find_checkpoint()
+        seen = leftovers(folder)
+        ddp_barrier()
+        checkpointer.save_checkpoint(meta={"step": 1})
+        changes = [point for point in plan.points if "rename" in point or "remove" in point]
+    return seen, changes, leftovers(folder)
+
+
+def test_f5_leftovers_are_removed_by_main_alone(ranks, tmp_path):
+    for name in (".tmp-0123", ".trash-4567"):
+        (tmp_path / name / "deep").mkdir(parents=True)
+    main, other = ranks.run(removals_elsewhere, tmp_path)
+    assert main[0] == other[0] == [".tmp-0123", ".trash-4567"]
+    assert main[1].count("before remove_tree") == 2
+    assert other[1] == []
+    assert main[2] == []
+
+
+class WaitingFiles(WatchedFiles):
+    """Writes in the background only when the training has gone on."""
+
+    def __init__(self):
+        self.gone_on = threading.Event()
+
+    def around(self, name, operation, args):
+        if name == "write" and threading.current_thread() is not threading.main_thread():
+            assert self.gone_on.wait(30)
+        return operation(*args)
+
+
+@pytest.mark.parametrize("copies", [True, False])
+def test_f5_what_is_written_in_the_background_is_the_state_of_the_save(tmp_path, monkeypatch, copies):
+    if not copies:
+        monkeypatch.setattr(SnapshotMemory, "_copy", lambda memory, storage, offset: storage)
+    run = Run()
+    checkpointer = run.checkpointer(tmp_path, "async")
+    files = WaitingFiles()
+    with watched(Plan(), files):
+        run.stamp(1)
+        checkpointer.save_checkpoint(meta={"unixtime": 1001.0, "step": 1})
+        run.stamp(2)
+        files.gone_on.set()
+        checkpointer.wait()
+    if copies:
+        assert steps_of(tmp_path) == [1]
+    else:
+        with pytest.raises(AssertionError, match="torn"):
+            steps_of(tmp_path)
+
+
+# ------------------------------------------------------------------------------------------------ random moments
+
+
+def save_back_to_back(folder, mode, pipe):
+    """Save without end; write each step to the pipe as soon as the library has acknowledged it."""
+    run = Run(width=64)
+    checkpointer = run.checkpointer(folder, mode)
+    checkpointer.recover_if_possible()
+    step = run.step()
+    os.write(pipe, b"0\n")
+    while True:
+        step = run.stamp(step + 1)  # in the background of which the one before may still be written
+        name = "last" if step % 3 == 0 else None
+        checkpointer.save_and_keep_only(meta={"unixtime": 1000.0 + step, "step": step}, name=name, num_to_keep=2)
+        if mode == "async" and step % 4 == 0:
+            checkpointer.wait()
+        sure = step if mode == "sync" or step % 4 == 0 else step - 1  # a save waits for the one before
+        os.write(pipe, f"{sure}\n".encode())
+
+
+def kill_once(folder, mode, delay):
+    """Kill a saver ``delay`` seconds after its start; return the last step that it was told is safe."""
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        with contextlib.suppress(BaseException):
+            save_back_to_back(folder, mode, writer)
+        os._exit(3)
+    os.close(writer)
+    with os.fdopen(reader, "rb") as pipe:
+        select.select([pipe], [], [], 30)
+        time.sleep(delay)
+        os.kill(pid, signal.SIGKILL)
+        _, status = os.waitpid(pid, 0)
+        told = [int(line) for line in pipe.read().split(b"\n") if line]
+    assert os.WIFSIGNALED(status), f"the saver ended by itself: {status}"
+    return max(told)
+
+
+def whole_steps(folder):
+    run = Run(width=64)
+    checkpointer = run.checkpointer(folder)
+    newest = checkpointer.recover_if_possible()
+    best = run.step() if newest else None
+    steps = []
+    for found in checkpointer.find_checkpoints() if newest else []:
+        checkpointer.load_checkpoint(found)
+        assert found.meta["step"] == run.step(), f"{found.path} holds {run.step()}"
+        steps.append(run.step())
+    return best, steps
+
+
+def kill_at_random(folder, mode, kills):
+    """Return how many kills fell into a save, and the steps that were recovered."""
+    draw = random.Random(f"{mode}{kills}")
+    sure, unfinished, recovered_steps = 0, 0, []
+    for kill in range(kills):
+        sure = max(sure, kill_once(folder, mode, draw.uniform(0.0, 0.05)))
+        unfinished += bool(leftovers(folder))
+        best, steps = whole_steps(folder)
+        if sure:
+            assert best is not None, f"kill {kill}: nothing is found, {sure} was acknowledged"
+            assert sure <= best <= sure + 2, f"kill {kill}: {best} is recovered, {sure} was acknowledged"
+            assert steps[0] == best, f"kill {kill}: {steps}"
+            recovered_steps.append(best)
+            sure = best
+    return unfinished, recovered_steps
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_f5_kills_at_random_moments_of_saves_back_to_back(zygote, tmp_path, mode):
+    unfinished, steps = zygote(kill_at_random, tmp_path, mode, KILLS)
+    assert len(steps) > 0.9 * KILLS
+    assert steps == sorted(steps)
+    assert steps[-1] > KILLS / 4, "hardly anything was saved between the kills"
+    assert unfinished > KILLS / 10, "the kills did not fall into saves"
+    print(f"{mode}: {KILLS} kills, {unfinished} in the midst of a save, {steps[-1]} steps")

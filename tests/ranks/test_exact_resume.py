@@ -1,0 +1,191 @@
+"""Law 2 on several ranks: bit-identical on as many, the same samples and steps on another number."""
+
+from __future__ import annotations
+
+import random
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import BatchSampler, IterableDataset, SequentialSampler
+
+from ddpkit.brain import Brain
+from ddpkit.checkpoints import Checkpointer
+from ddpkit.dataloader import LoopedLoader, make_dataloader
+from ddpkit.distributed import gather_objects, if_main_process
+from ddpkit.epoch_loop import EpochCounter
+from ddpkit.errors import ConfigError
+from ddpkit.types import Stage
+
+EPOCHS = 3
+QUIET = {"device": "cpu", "noprogressbar": True, "shard_evaluation": True}
+
+
+class Killed(RuntimeError):
+    """Stands for the end of all processes."""
+
+
+class Learner(Brain):
+    noisy = True
+    one_sided = False
+
+    def on_stage_start(self, stage, epoch=None):
+        self.epoch = epoch
+
+    def compute_forward(self, batch, stage):
+        numbers, inputs, _ = batch
+        if stage is Stage.TRAIN:
+            if (self.epoch, self.step) == self.dies_at:
+                raise Killed
+            if self.progress.window.count:  # what is repeated to keep step counts nothing
+                self.seen.append((self.epoch, self.optimizer_step, numbers.tolist()))
+            if self.noisy:
+                inputs = inputs + random.random() + np.random.rand() + torch.rand_like(inputs)  # noqa: NPY002 -- as recipes do
+        return self.modules.net(inputs)
+
+    def compute_objectives(self, predictions, batch, stage):
+        return nn.functional.mse_loss(predictions, batch[2])
+
+    def on_stage_end(self, stage, stage_loss, epoch=None):
+        self.losses.append((stage.name, epoch, stage_loss))
+        if stage is Stage.VALID and (if_main_process() or not self.one_sided):
+            self.checkpointer.save_and_keep_only(meta={"loss": stage_loss})
+
+
+def numbered(number):
+    generator = torch.Generator().manual_seed(5)
+    inputs = torch.randn(number, 3, generator=generator, dtype=torch.float64)
+    return [(index, row, row.sum(0, keepdim=True)) for index, row in enumerate(inputs)]
+
+
+class Stream(IterableDataset):
+    """Its state is its place, which it keeps from epoch to epoch."""
+
+    def __init__(self, number):
+        self.data, self.place, self.left = numbered(64), 0, number
+        self.number = number
+
+    def __iter__(self):
+        self.left = self.left or self.number
+        while self.left:
+            self.left -= 1
+            self.place += 1
+            yield self.data[self.place % 64]
+
+    def state_dict(self):
+        return {"place": self.place, "left": self.left}
+
+    def load_state_dict(self, state):
+        self.place, self.left = state["place"], state["left"]
+
+
+def data(kind):
+    if kind == "stream":
+        return Stream(26), {"batch_size": 2}
+    if kind == "looped":
+        return LoopedLoader(make_dataloader(Stream(26), batch_size=2), 6), {}
+    if kind == "sampler":
+        return numbered(26), {"batch_sampler": BatchSampler(SequentialSampler(range(26)), 2, drop_last=False)}
+    return numbered(26), {"batch_size": 2, "shuffle": True}
+
+
+def train(folder, kind, dies_at, noisy, options=None):
+    """Run as a script does; return this rank's weights, losses and samples."""
+    torch.manual_seed(3)
+    layers = [nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.3), nn.Linear(4, 1)] if noisy else [nn.Linear(3, 1)]
+    net = nn.Sequential(*layers).double()
+    counter = EpochCounter(EPOCHS)
+    checkpointer = Checkpointer(folder, {"net": net, "counter": counter})
+    optimizer = lambda parameters: torch.optim.Adam(parameters, lr=0.02)
+    options = dict(options or {})
+    one_sided = options.pop("one_sided", False)
+    brain = Learner({"net": net}, optimizer, None, {**QUIET, "ckpt_interval_steps": 2, **options}, checkpointer)
+    brain.dies_at, brain.seen, brain.losses = dies_at, [], []
+    brain.noisy, brain.one_sided = noisy, one_sided
+    train_set, kwargs = data(kind)
+    try:
+        brain.fit(counter, train_set, numbered(5), train_loader_kwargs=kwargs, valid_loader_kwargs={"batch_size": 2})
+    except Killed:
+        return None
+    except ConfigError as error:
+        return str(error)
+    state = {name: value.clone() for name, value in brain.raw_modules.state_dict().items()}
+    moments = [value.clone() for one in brain.optimizer.state.values() for value in one.values()]
+    return state, moments, brain.losses, gather_objects(lambda: brain.seen)
+
+
+def steps_of(seen):
+    """Return the samples of each optimizer step, over all ranks and its batches."""
+    steps = {}
+    for one in seen:
+        for epoch, step, numbers in one:
+            steps.setdefault((epoch, step), []).extend(numbers)
+    return {key: sorted(numbers) for key, numbers in steps.items()}
+
+
+def assert_bits(found, expected):
+    for name, value in expected[0].items():
+        assert torch.equal(found[0][name], value), name
+    assert all(torch.equal(one, other) for one, other in zip(found[1], expected[1], strict=True))
+    assert found[2] == expected[2][len(expected[2]) - len(found[2]) :]
+    for again, through in zip(found[3], expected[3], strict=True):
+        assert again == through[len(through) - len(again) :]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize(
+    ("kind", "dies_at", "options"),
+    [
+        ("plan", (2, 4), {}),
+        ("plan", (3, 1), {"one_sided": True}),
+        ("plan", (1, 4), {"grad_accumulation_factor": 2}),
+        ("sampler", (2, 3), {}),
+        ("stream", (1, 4), {}),
+        ("stream", (2, 4), {"grad_accumulation_factor": 2}),
+        ("looped", (2, 5), {}),
+        ("looped", (3, 4), {}),
+    ],
+)
+def test_k9_every_rank_goes_on_to_the_last_bit(ranks, tmp_path, world_size, kind, dies_at, options):
+    whole = ranks.run(train, tmp_path / "whole", kind, None, True, options, world_size=world_size)
+    dead = ranks.run(train, tmp_path / "dead", kind, dies_at, True, options, world_size=world_size)
+    assert dead == [None] * world_size
+    found = ranks.run(train, tmp_path / "dead", kind, None, True, options, world_size=world_size)
+    for mine, expected in zip(found, whole, strict=True):
+        assert_bits(mine, expected)
+    assert whole[0][3][0] != whole[0][3][1]
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (2, 3), (3, 2)])
+@pytest.mark.parametrize(
+    ("kind", "dies_at", "options"),
+    [
+        ("plan", (2, 4), {}),
+        ("plan", (2, 4), {"grad_accumulation_factor": 2}),
+        ("plan", (3, 1), {}),
+        ("stream", (2, 4), {}),
+        ("stream", (3, 1), {}),
+    ],
+)
+def test_k13_another_number_of_ranks_takes_the_same_steps(ranks, tmp_path, kind, before, after, dies_at, options):
+    """As `before` processes would have: the same samples in every optimizer step, the same weights, in float64."""
+    whole = ranks.run(train, tmp_path / "whole", kind, None, False, options, world_size=before)[0]
+    ranks.run(train, tmp_path / "dead", kind, dies_at, False, options, world_size=before)
+    shutil.copytree(tmp_path / "dead", tmp_path / "other")
+    found = ranks.run(train, tmp_path / "other", kind, None, False, options, world_size=after)[0]
+    for name, value in whole[0].items():
+        torch.testing.assert_close(found[0][name], value, rtol=1e-10, atol=1e-12)
+    again, through = steps_of(found[3]), steps_of(whole[3])
+    assert again == {key: through[key] for key in again}
+    assert max(through) in again
+    losses = [loss for *_, loss in found[2]]
+    assert losses == pytest.approx([loss for *_, loss in whole[2][len(whole[2]) - len(losses) :]], rel=1e-10)
+
+
+def test_k13_batches_that_cannot_be_divided_are_refused(ranks, tmp_path):
+    ranks.run(train, tmp_path, "sampler", (2, 4), False, world_size=2)
+    messages = ranks.run(train, tmp_path, "sampler", None, False, world_size=3)
+    assert all("cannot divide those evenly" in text for text in messages)
+    assert isinstance(ranks.run(train, tmp_path, "sampler", None, False, world_size=1)[0], tuple)

@@ -72,7 +72,7 @@ class CheckpointSaving:
         save = SaveRequest(meta or {}, end_of_epoch, name, verbosity, self.recoverables, self._save_hooks(), retention)
         everywhere = save.hooks_where(every_rank=True)
         if not everywhere:
-            return on_main(self._folder().attempt, self._saveon_main, save)
+            return on_main(self._folder().attempt, self._save_on_main, save)
         begun = on_main(self._folder().attempt, self._begin, save)
         if begun is None:
             return None
@@ -151,7 +151,7 @@ class CheckpointSaving:
         if not self.asynchronous:
             self._memory.clear()
 
-    def _saveon_main(self, save: SaveRequest) -> Checkpoint:
+    def _save_on_main(self, save: SaveRequest) -> Checkpoint:
         return self._finish(save, *self._begin(save))
 
     def _begin(self, save: SaveRequest) -> tuple[Path, Path]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 import math
+import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
 
-from ddpkit.control import Beat
+from ddpkit.control import Beat, SaveRequests, terminating_later
 
 
 class Clock(threading.local):
@@ -176,3 +177,52 @@ def test_the_slowest_rank_does_not_decide_alone(clock):
 
     one, other = ranks.run(work)
     assert one == other < 20
+
+
+# ------------------------------------------------------------------------------------------------------- signals
+
+
+def test_a_signal_asks_for_a_checkpoint_and_the_handler_is_put_back():
+    requests = SaveRequests()
+    with requests.heard():
+        signal.raise_signal(signal.SIGUSR1)
+        assert requests.wanted
+    assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+
+
+def test_a_script_with_its_own_use_for_the_signal_keeps_it():
+    heard = []
+    signal.signal(signal.SIGUSR1, lambda *_: heard.append(1))
+    try:
+        requests = SaveRequests()
+        with requests.heard():
+            signal.raise_signal(signal.SIGUSR1)
+        assert (heard, requests.wanted) == ([1], False)
+    finally:
+        signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+
+
+def test_outside_of_the_main_thread_nothing_is_heard():
+    done = []
+
+    def work():
+        with SaveRequests().heard(), terminating_later():
+            done.append(signal.getsignal(signal.SIGUSR1))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert done == [signal.SIG_DFL]
+
+
+def test_termination_is_put_off():
+    with terminating_later():
+        signal.raise_signal(signal.SIGTERM)
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_a_wish_of_any_rank_is_told_to_all():
+    beat = Beat(lambda numbers: [*numbers[:-1], 1.0], 2, is_main=True)
+    beat.start(0)
+    assert beat(1, 1.0, 1, 1, 0.0).save_wanted
+    assert not Beat(list, 1, is_main=True)(1, 1.0, 1, 1, 0.0).save_wanted

@@ -208,7 +208,8 @@ def test_a_stream_goes_on_by_leaving_out_what_was_done(factor):
 
 def test_a_window_that_goes_on_in_its_midst_ends_where_it_would_have():
     streams = batches_of([[1] * 7])
-    assert [step[4] for step in Ranks(1).run(streams, 3, start=1, left_out=1)[0]] == [False, True, False, False, True, True]
+    steps = Ranks(1).run(streams, 3, start=1, left_out=1)[0]
+    assert [step[4] for step in steps] == [False, True, False, False, True, True]
 
 
 def test_a_batch_of_no_samples_weighs_nothing():

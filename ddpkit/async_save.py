@@ -19,7 +19,7 @@ __all__ = ["BackgroundSave", "wait_for_folder"]
 logger = get_logger(__name__)
 
 # Who writes in which folder. A thread takes itself out when it is done.
-_writers: dict[Path, threading.Thread] = {}
+_writers: dict[str, threading.Thread] = {}
 
 
 class BackgroundSave:
@@ -56,15 +56,16 @@ class BackgroundSave:
         Ranks: main only.
         """
         self.path, self._pid = path, os.getpid()
-        thread = threading.Thread(target=self._run, args=(work, path.parent), name=f"ddpkit saves {path.name}")
-        self._thread = _writers[path.parent] = thread
+        folder = os.path.realpath(path.parent)
+        thread = threading.Thread(target=self._run, args=(work, folder), name=f"ddpkit saves {path.name}")
+        self._thread = _writers[folder] = thread
         try:
             thread.start()
         except RuntimeError as error:
             logger.warning("%s is written while training waits: %s", path, error)
             self._thread = None
-            _writers.pop(path.parent, None)
-            self._run(work, path.parent)
+            _writers.pop(folder, None)
+            self._run(work, folder)
 
     def wait(self) -> None:
         """Wait for the work that was begun last.
@@ -92,7 +93,7 @@ class BackgroundSave:
         except Exception as error:  # noqa: BLE001 -- called when an object or the process ends
             logger.error("A checkpoint is lost: %s", error)  # noqa: TRY400 -- the message says it all
 
-    def _run(self, work: Callable[[], object], folder: Path) -> None:
+    def _run(self, work: Callable[[], object], folder: str) -> None:
         try:
             work()
         except BaseException as error:  # noqa: BLE001 -- raised in `wait`
@@ -113,6 +114,6 @@ def wait_for_folder(folder: Path) -> None:
     Example:
         >>> wait_for_folder(Path("save"))
     """
-    thread = _writers.get(folder)
+    thread = _writers.get(os.path.realpath(folder))
     if thread is not None and thread is not threading.current_thread() and thread.is_alive():
         thread.join()

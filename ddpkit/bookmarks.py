@@ -7,6 +7,9 @@ must go on, and what it draws at random must not depend on what the process draw
 from __future__ import annotations
 
 import copy
+import inspect
+import io
+import pickle
 import random
 from collections import deque
 from typing import TYPE_CHECKING, Any, cast
@@ -15,10 +18,13 @@ import numpy as np
 import torch
 from torch.utils.data._utils import worker as torch_worker
 
+from ddpkit.logger import get_logger
 from ddpkit.permutation import mix_key
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+logger = get_logger(__name__)
 
 END: Any = object()  # what comes after the last item
 READ = 0x57EA  # what random numbers are for
@@ -40,7 +46,22 @@ def is_stateful(data: Any) -> bool:
         >>> is_stateful([1, 2])
         False
     """
-    return callable(getattr(data, "state_dict", None)) and callable(getattr(data, "load_state_dict", None))
+    return _can_be_called(getattr(data, "state_dict", None)) and _can_be_called(
+        getattr(data, "load_state_dict", None), None
+    )
+
+
+def _can_be_called(method: Any, *arguments: Any) -> bool:
+    """Say whether a method takes these arguments and needs no others, as torch's and torchdata's do."""
+    if not callable(method):
+        return False
+    try:
+        inspect.signature(method).bind(*arguments)
+    except TypeError:
+        return False
+    except ValueError:  # one in C tells nothing
+        return True
+    return True
 
 
 class Reading:
@@ -151,7 +172,7 @@ class ReadApart:
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the stream is, between two batches, and its random numbers."""
-        return {"stream": self.dataset.state_dict(), "random": self._reading.state_dict()}
+        return {"stream": copy.deepcopy(self.dataset.state_dict()), "random": self._reading.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Have the next iteration go on from a state."""
@@ -189,6 +210,7 @@ class Bookmarks:
 
     Attributes:
         first: the batch that the next iteration begins with.
+        are_wanted: whether somebody will ask; it costs a state per batch.
 
     Ranks: local.
 
@@ -204,6 +226,7 @@ class Bookmarks:
         self._read = 0
         self._may_be_used_up = False
         self.first = 0
+        self.are_wanted = False
 
     def marked(self, begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         """Iterate, and remember where every batch began; from the place of :meth:`go_on`, if there is one.
@@ -211,7 +234,8 @@ class Bookmarks:
         Args:
             begin: starts the iteration.
         """
-        return begin() if self._source is None else self._marked(begin)
+        nobody_asks = not (self.are_wanted or self.first or self._given or self._may_be_used_up)
+        return begin() if self._source is None or nobody_asks else self._marked(begin)
 
     def _marked(self, begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         self._kept.clear()
@@ -235,7 +259,7 @@ class Bookmarks:
             state = self._now()
 
     def _now(self) -> Any:
-        return copy.deepcopy(self._source.state_dict())
+        return self._source.state_dict()
 
     def around(self, number: int) -> dict[str, Any] | None:
         """Return where batch ``number`` of this epoch begins, and the one before it.
@@ -254,6 +278,22 @@ class Bookmarks:
         if self._source is None or not before:
             return None
         return {"again": list(before[-1]), "next": next((mark[1] for mark in self._kept if mark[0] == number), None)}
+
+    def want(self) -> None:
+        """Remember from now on, if what the stream says of itself can be stored."""
+        if self._source is None or self.are_wanted:
+            return
+        refused = _not_storable(self._source.whole.state_dict())
+        if refused:
+            logger.warning(
+                "The state_dict of %s holds %s, which no checkpoint may hold. After a restart it is read again from the "
+                "beginning of the epoch. Let it return numbers, strings, tensors and plain containers.",
+                type(self._source.whole).__name__,
+                refused,
+            )
+            self._source = None
+        else:
+            self.are_wanted = True
 
     def at_end(self) -> Any:
         """Return what the stream takes over into its next epoch, or None."""
@@ -280,3 +320,14 @@ class Bookmarks:
         """
         self._source.whole.load_state_dict(state)
         self._may_be_used_up = True
+
+
+def _not_storable(state: Any) -> str:
+    """Say what in a state could not be loaded again without running code; empty if all can."""
+    buffer = io.BytesIO()
+    try:
+        torch.save(state, buffer)
+        buffer.seek(0)
+        return ", ".join(sorted(torch.serialization.get_unsafe_globals_in_checkpoint(buffer)))
+    except (pickle.PicklingError, TypeError, AttributeError, RuntimeError) as error:
+        return f"something that cannot be saved ({error})"

@@ -315,10 +315,12 @@ class Brain(Rehearsing):
             self.ema.follow()
         self.modules.train()
         self.zero_grad()
-        self.nonfinite_count = 0
+        if not self.step:
+            self.nonfinite_count = 0
         self.avg_train_loss = run_training(self, train_set, epoch, enable_bar=enable)
         self.zero_grad(set_to_none=True)
-        self.on_stage_end(Stage.TRAIN, self.avg_train_loss, epoch)
+        with self.no_failure_saved():
+            self.on_stage_end(Stage.TRAIN, self.avg_train_loss, epoch)
         self.avg_train_loss = 0.0
         self.step = 0
         self.progress.meter = LossMeter()
@@ -335,7 +337,7 @@ class Brain(Rehearsing):
             loss = run_evaluation(self, loader, stage, epoch, enable_bar=enable)
         if stage is Stage.VALID:
             self.step = 0
-        with torch.no_grad():
+        with torch.no_grad(), self.no_failure_saved():
             self.on_stage_end(stage, loss, epoch)
         self.step = 0
         self.progress.meter = LossMeter()
@@ -346,6 +348,7 @@ class Brain(Rehearsing):
         """Mark the time in which a recovered checkpoint sets the loop's position; run the profiler if asked."""
         self._fitting = True
         self.progress.restart()
+        self.choose_seed()
         try:
             if self.profile_training:
                 folder = Path(getattr(self.hparams, "output_folder", "results"), "profiler_logs")

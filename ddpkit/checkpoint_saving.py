@@ -127,13 +127,18 @@ class CheckpointSaving:
 
         State: ``.lock`` in the folder, and a thread of the main process that renews it.
         """
-        on_main(self._folder().attempt, self._folder_lock().acquire)
         lock = self._folder_lock()
+        is_held = on_main(self._folder().attempt, self._acquire, lock)
         try:
             yield
         finally:
-            if if_main_process():
+            if is_held and if_main_process():  # else it is a save in the background that holds it
                 lock.release()
+
+    @staticmethod
+    def _acquire(lock: FolderLock) -> bool:
+        lock.acquire()
+        return True
 
     def _settle(self) -> None:
         try:

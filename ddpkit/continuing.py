@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ddpkit.dataloader import go_on_after_end, go_on_at, state_at, state_at_end
+from ddpkit.dataloader import go_on_after_end, go_on_at, state_at, state_at_end, want_states
 from ddpkit.hooks import Hooks
 from ddpkit.seed import RngState, global_seed, seed_epoch_streams
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from ddpkit.rank_states import RankStates
 
@@ -35,16 +36,18 @@ class Continuing(Hooks):
         self.progress.epoch = epoch
         if not self.step:
             self.progress.began_at = self.optimizer_step
-        self._own_stream = seed_epoch_streams(self.base_seed(), epoch, self.progress.began_at)
+        self._own_stream = seed_epoch_streams(self._base_seed or 0, epoch, self.progress.began_at)
 
-    def base_seed(self) -> int:
-        """Return the run's seed: that of ``seed_everything``, or what the script has given to torch."""
+    def choose_seed(self) -> None:
+        """Fix the run's seed when ``fit`` begins: that of ``seed_everything``, or what the script has given to torch.
+
+        What a hook gives to torch afterwards is for the rest of that epoch.
+        """
         seed = global_seed()
         if seed is None:
             seed = torch.initial_seed()
             seed = self._base_seed if self._base_seed is not None and seed == self._own_stream else seed
         self._base_seed = seed
-        return seed
 
     def begin_pass(self, loader: Any) -> tuple[int, Callable[[], object]]:
         """Put a training loader where a recovered checkpoint says, if one was recovered.
@@ -56,6 +59,8 @@ class Continuing(Hooks):
             How many batches the loader yields again, to be left out; and what to call when those are behind.
         """
         self.progress.loader = loader
+        if self.checkpointer is not None:
+            want_states(loader)
         states = self._rank_states
         own: dict[str, Any] = {}
         if states is not None:
@@ -66,7 +71,7 @@ class Continuing(Hooks):
         if not self.step:
             go_on_after_end(loader, own.get("loader_end"))
             return go_on_at(loader, 0, None), bool
-        if own.get("loss") is not None:
+        if own.get("loss") is not None and states is not None and states.is_complete:
             self.progress.meter.load_state_dict(own["loss"])
         random = own.get("random")
         restore = self._seed_anew if random is None else RngState.from_state_dict(random).restore
@@ -77,9 +82,16 @@ class Continuing(Hooks):
         """Note that an epoch is over, its evaluation and its checkpoint too."""
         self.progress.trained, self.progress.closed = None, 0
 
+    @contextlib.contextmanager
+    def no_failure_saved(self) -> Iterator[None]:
+        """Return a context for a hook: what it changes before it fails must not be changed again by a resumed run."""
+        trained, self.progress.trained = self.progress.trained, None
+        yield
+        self.progress.trained = trained
+
     def end_streams(self) -> None:
         """Leave the random streams as any run leaves them that has come here, whether it was stopped before or not."""
-        self._own_stream = seed_epoch_streams(self.base_seed(), 0, self.optimizer_step)
+        self._own_stream = seed_epoch_streams(self._base_seed or 0, 0, self.optimizer_step)
 
     def _seed_anew(self) -> None:
         """Go on in the middle of an epoch with other random numbers than at its beginning, where the true are lost."""

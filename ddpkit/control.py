@@ -88,24 +88,28 @@ class SaveRequests:
 
 @contextlib.contextmanager
 def terminating_later() -> Iterator[None]:
-    """Return a context in which SIGTERM is passed over: for the few seconds in which something is brought to safety.
+    """Return a context in which SIGTERM has to wait: for the few seconds in which something is brought to safety.
 
     Ranks: local; outside of the main thread it does nothing.
 
-    State: the handler of SIGTERM, put back at the end.
+    State: the handler of SIGTERM, put back at the end; a signal that has come is given to it then.
 
     Example:
         >>> with terminating_later():
-        ...     signal.raise_signal(signal.SIGTERM)
+        ...     brought_to_safety = True
     """
-    if threading.current_thread() is not threading.main_thread():
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if not in_main_thread or signal.getsignal(signal.SIGTERM) is None:  # which Python has not set
         yield
         return
-    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    come: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: come.append(number))
     try:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+        if come:
+            signal.raise_signal(signal.SIGTERM)
 
 
 class Beat:

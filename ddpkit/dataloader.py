@@ -53,6 +53,7 @@ __all__ = [
     "shard",
     "state_at",
     "state_at_end",
+    "want_states",
 ]
 
 logger = get_logger(__name__)
@@ -272,6 +273,22 @@ def go_on_at(loader: Any, step: int, state: Any, *, same_batches: bool = True) -
         return step
     marks.go_on(number, place)
     return step - int(number)
+
+
+def want_states(loader: Any) -> None:
+    """Have a loader remember what :func:`state_at` will ask for, which costs a look at its data's state per batch.
+
+    Args:
+        loader: any.
+
+    Ranks: local.
+
+    Example:
+        >>> want_states([1, 2])
+    """
+    marks = _marks(loader.loader if isinstance(loader, LoopedLoader) else loader)
+    if marks is not None:
+        marks.want()
 
 
 def state_at_end(loader: Any) -> Any:

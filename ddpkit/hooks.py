@@ -238,7 +238,7 @@ class Hooks(OptionAttributes):
         self._is_stepping = True
         result = optim.take_step(optimizers, self.max_grad_norm, scaler, multiplier)
         self._is_stepping = False
-        self._drop_frozen_gradients(optimizers)
+        self.progress.close_window()
         if result.stepped:
             self.progress.optimizer_step += 1
             if self.ema is not None:
@@ -255,11 +255,16 @@ class Hooks(OptionAttributes):
         elif scaler is None or scaler.get_scale() < 1.0:  # above it the scale is to blame, which now gets smaller
             self.progress.count_skipped(result.norm, self.nonfinite_patience)
 
-    def _drop_frozen_gradients(self, active: list[torch.optim.Optimizer]) -> None:
-        """Drop what this window has given to optimizers that do not step now, so that nothing outlives a window."""
-        everyone = self.optimizers_dict or {}
-        if len(active) < len(everyone):
-            optim.zero_gradients([one for one in everyone.values() if one not in active], set_to_none=True)
+    @property
+    def freezes(self) -> bool:
+        """Whether the recipe says which optimizers step."""
+        return type(self).freeze_optimizers is not Hooks.freeze_optimizers and bool(self.optimizers_dict)
+
+    def drop_frozen_gradients(self) -> None:
+        """Drop what a window has given to optimizers that do not step at its end, so that nothing outlives it."""
+        active = self._active_optimizers()
+        frozen = [one for one in (self.optimizers_dict or {}).values() if all(one is not other for other in active)]
+        optim.zero_gradients(frozen, set_to_none=True)
 
     def zero_grad(self, set_to_none: bool = False) -> None:
         """Zero the gradients of the optimizers that are not frozen, or drop them."""

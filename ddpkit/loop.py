@@ -75,6 +75,11 @@ class Progress:
         self.step, self.window, self.meter = 0, Window(), LossMeter()
         self.closed, self.trained, self.sums, self.loader = 0, None, None, None
 
+    def close_window(self) -> None:
+        """Note that all batches up to the current one are in the weights."""
+        if self.window.closes:
+            self.closed = self.step
+
     def count_skipped(self, norm: float, patience: int) -> None:
         """Count an optimizer step that was skipped because the gradients' norm was not finite.
 

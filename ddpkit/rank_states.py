@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ddpkit.checkpoint_hooks import safe_load
-from ddpkit.distributed import gather_objects, get_rank, get_world_size
+from ddpkit.distributed import gather_objects, get_rank, get_world_size, if_main_process
 from ddpkit.errors import CheckpointError
 from ddpkit.logger import get_logger
 
@@ -64,7 +64,8 @@ class RankStates:
 
         Ranks: collective.
         """
-        self._gathered = list(gather_objects(self._collect))
+        gathered = gather_objects(self._collect)
+        self._gathered = list(gathered) if if_main_process() else [None] * len(gathered)  # the main process saves
 
     def set_own(self, state: dict[str, Any]) -> None:
         """Take a state for that of this rank, for the saves that follow until :meth:`forget`; the others have none.

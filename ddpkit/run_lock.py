@@ -58,16 +58,7 @@ from pathlib import Path
 from ddpkit import storage
 from ddpkit.errors import CheckpointError, FolderInUseError
 from ddpkit.logger import get_logger
-from ddpkit.storage import (
-    REPLACED_PREFIX,
-    STAGING_PREFIX,
-    TRASH_PREFIX,
-    discard_staging,
-    make_staging,
-    remove_directory,
-    restore_replaced,
-    save_error,
-)
+from ddpkit.storage import REPLACED_PREFIX, STAGING_PREFIX, TRASH_PREFIX, remove_directory
 
 __all__ = ["LOCK_NAME", "RENEWAL_SECONDS", "FolderLock", "Holder", "holder"]
 
@@ -133,9 +124,8 @@ class Holder:
         """
         pid = os.getpid()
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime())
-        started = _process_stat(f"/proc/{pid}/stat")[1]
         script = Path((getattr(sys, "argv", None) or [""])[0]).name
-        return cls(token, *_place(), pid, started, since, ascii(script[:80])[1:-1])
+        return cls(token, *_place(), pid, _process_stat(f"/proc/{pid}/stat")[1], since, ascii(script[:80])[1:-1])
 
     def is_here(self) -> bool:
         """Say whether its process can be looked up from this one.
@@ -355,6 +345,17 @@ class _Hold:
         self._thread = threading.Thread(target=self._keep_fresh, name=f"lock of {folder}", daemon=True)
 
     def take(self) -> None:
+        """Take the lock; if that fails, for whatever reason, it is not taken."""
+        try:
+            self._take()
+        except FolderInUseError:
+            raise
+        except (CheckpointError, OSError, RuntimeError) as error:  # the last: no thread can be started
+            cause, lock = error.__cause__ or error, self.path.parent
+            what = f"cannot save or delete a checkpoint in {self.folder}, because its lock {lock} cannot be taken"
+            raise storage.save_error(lock, cause, what=what) from cause
+
+    def _take(self) -> None:
         watch = _Watch(self.folder, self.renewal)
         watch.until_free()
         while not self._place():
@@ -363,10 +364,10 @@ class _Hold:
         try:
             for path in self.listed(STAGING_PREFIX):
                 remove_directory(path)
+            self._thread.start()
         except BaseException:
             self._remove()
             raise
-        self._thread.start()
 
     def listed(self, *prefixes: str) -> list[Path]:
         """Return the directories of these prefixes, none of which was made by a later owner of the lock."""
@@ -377,19 +378,20 @@ class _Hold:
     def _place(self) -> bool:
         """Put the lock where it belongs; say whether that worked, or somebody else was faster."""
         lock = self.folder / LOCK_NAME
-        staging = make_staging(lock)
+        staging = lock.with_name(f"{STAGING_PREFIX}{uuid.uuid4().hex[:12]}")
+        storage.FILES.make_directory(staging)
         try:
             storage.FILES.write(staging / self.token, lambda file: file.write(self._text()))
             storage.FILES.sync_file(staging / self.token)
             storage.FILES.rename(staging, lock)
         except OSError as error:
-            discard_staging(staging)
+            storage.discard_staging(staging)
             swept = error.errno == errno.ENOENT and self.folder.is_dir()  # by the fence of a faster one
             if error.errno in OCCUPIED or swept:
                 return False
-            raise save_error(lock, error, staging) from error
+            raise
         except BaseException:
-            discard_staging(staging)
+            storage.discard_staging(staging)
             raise
         return True
 
@@ -613,11 +615,11 @@ class FolderLock:
             raise CheckpointError(f"cannot remove {path}: {error}. Its folder must be writable.") from error
         try:
             self.require()  # still ours, hence ours when it was moved
-        except CheckpointError:
+            remove_directory(aside)
+        except CheckpointError as error:
             with contextlib.suppress(OSError):  # put back already by who holds the folder now
                 storage.FILES.rename(aside, path)
-            raise
-        remove_directory(aside)
+            raise type(error)(str(error).replace(aside.name, path.name)) from error.__cause__
 
     def clean(self) -> None:
         """Remove what interrupted saves have left, and put back what one of them had moved away.
@@ -629,7 +631,7 @@ class FolderLock:
         """
         self.require()
         paths = self._holds[-1].listed(STAGING_PREFIX, TRASH_PREFIX)
-        restore_replaced(self.folder)
+        storage.restore_replaced(self.folder)
         for path in paths:
             with contextlib.suppress(CheckpointError):
                 remove_directory(path)

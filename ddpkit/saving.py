@@ -15,12 +15,13 @@ from ddpkit.checkpoints import Checkpointer, ckpt_recency
 from ddpkit.continuing import Continuing
 from ddpkit.control import SaveRequests, terminating_later
 from ddpkit.distributed import alone, get_world_size, run_on_main, sum_over_ranks
-from ddpkit.errors import CheckpointError
+from ddpkit.errors import CheckpointError, ConfigError
 from ddpkit.logger import get_logger
 from ddpkit.options import OPTION_BY_NAME
 from ddpkit.plain_yaml import dump_plain_yaml, load_plain_yaml
 from ddpkit.rank_states import RankStates
-from ddpkit.resuming import TELLING, Pace, changed_options, read_brain_file
+from ddpkit.resuming import BRAIN_FILE, TELLING, Pace, changed_options, read_brain_file
+from ddpkit.storage import verify
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 NEWEST, NEVER = "auto", "never"  # what the option `resume` says, or else a path
+RANKS = "ranks"  # the recoverable with what every rank has of its own
 INTRA_EPOCH_KEY = "brain_intra_epoch_ckpt"
 
 
@@ -63,12 +65,18 @@ class Saving(Continuing):
             checkpointer.checkpoints_dir = Path(folder)
             if self.rank == 0:
                 weakref.finalize(checkpointer, shutil.rmtree, folder, ignore_errors=True)
+        taken = getattr(checkpointer, "recoverables", {}).get(RANKS)
+        if taken is not None and not isinstance(taken, RankStates):
+            raise ConfigError(
+                f"a recoverable of the recipe is named {RANKS!r}, and so is what the Brain saves of every rank. Give "
+                "yours another name."
+            )
         checkpointer.add_recoverable("brain", self)
         # The checkpointer may outlive the Brain, and the Brain holds the checkpointer.
         host = weakref.ref(self)
         self._rank_states = RankStates(lambda: _own_state(host()))
         checkpointer.add_recoverable(
-            "ranks", self._rank_states, custom_load_hook=lambda *where: _load_ranks(host(), *where), optional_load=True
+            RANKS, self._rank_states, custom_load_hook=lambda *where: _load_ranks(host(), *where), optional_load=True
         )
         if self.scaler.is_enabled():
             checkpointer.add_recoverable("scaler", self.scaler, optional_load=True)
@@ -94,8 +102,9 @@ class Saving(Continuing):
             if not isinstance(checkpointer, Checkpointer):
                 yield
                 return
-            before, checkpointer.asynchronous = checkpointer.asynchronous, self.ckpt_async
+            before = checkpointer.asynchronous
             with checkpointer.hold_folder():
+                checkpointer.asynchronous = self.ckpt_async
                 try:
                     yield
                     checkpointer.wait()
@@ -105,6 +114,7 @@ class Saving(Continuing):
                     raise
                 finally:
                     checkpointer.asynchronous = before
+                    self._let_go()
 
     @contextlib.contextmanager
     def choosing_start(self) -> Iterator[None]:
@@ -119,6 +129,12 @@ class Saving(Continuing):
         finally:
             checkpointer.resume = NEWEST
 
+    def _let_go(self) -> None:
+        """Drop what was recovered or gathered for this ``fit``: another one is another pass over perhaps other data."""
+        if self._rank_states is not None:
+            self._rank_states.forget()
+            self._rank_states.loaded = None
+
     def _bring_to_safety(self, checkpointer: Checkpointer, error: BaseException) -> None:
         """Finish what is being written, and save once more if asked; on the main process alone, whoever has failed."""
         wanted = self.ckpt_on_error and isinstance(error, (Exception, KeyboardInterrupt))
@@ -127,8 +143,8 @@ class Saving(Continuing):
                 checkpointer.wait()
                 if wanted:
                     self._save_failure(checkpointer, error)
-            except CheckpointError as failure:
-                logger.warning("%s", failure)
+            except Exception as failure:  # noqa: BLE001 -- what ended the training must not be hidden
+                logger.warning("No checkpoint is made of the failure: %s: %s", type(failure).__name__, failure)
 
     def _save_failure(self, checkpointer: Checkpointer, error: BaseException) -> None:
         """Save what had been trained when training failed."""
@@ -200,6 +216,7 @@ class Saving(Continuing):
             "avg_train_loss": float(self.avg_train_loss),
             "optimizer_step": self.optimizer_step,
             "epoch_began_at": self.progress.began_at,
+            "nonfinite": self.nonfinite_count,
             "loss_sum": loss_sum,
             "loss_count": loss_count,
             "samples": int(samples),
@@ -232,6 +249,7 @@ class Saving(Continuing):
                 self.step,
             )
         self.progress.began_at = state.get("epoch_began_at", self.optimizer_step)
+        self.nonfinite_count = state.get("nonfinite", 0)
         self.avg_train_loss = state["avg_train_loss"]
         if self.rank == 0:
             count = state.get("loss_count", self.step)
@@ -260,9 +278,15 @@ class Saving(Continuing):
         if self.resume == NEVER or not isinstance(self.checkpointer, Checkpointer):
             return None
         if self.resume != NEWEST:
-            return Pace.read(read_brain_file(Path(self.resume)))
-        found = self.checkpointer.list_checkpoints()
-        return Pace.read(read_brain_file(max(found, key=ckpt_recency).path)) if found else None
+            paths = [Path(self.resume)]
+        else:
+            found = sorted(self.checkpointer.list_checkpoints(), key=ckpt_recency, reverse=True)
+            paths = [checkpoint.path for checkpoint in found]
+        for path in paths:
+            if not verify(path, "size") and not verify(path, "full", only=BRAIN_FILE):
+                with contextlib.suppress(CheckpointError):  # who loads it will say what is wrong with it
+                    return Pace.read(read_brain_file(path))
+        return None
 
 
 def _own_state(host: Saving | None) -> dict[str, Any]:

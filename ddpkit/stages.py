@@ -51,6 +51,15 @@ class StageHost(LoopHost, Protocol):
     profiler: Any
     save_requests: SaveRequests
 
+    @property
+    def freezes(self) -> bool:
+        """Whether the recipe says which optimizers step."""
+        ...
+
+    def drop_frozen_gradients(self) -> None:
+        """Drop the gradients of optimizers that do not step."""
+        ...
+
     def save_now(self) -> None:
         """Save in the middle of an epoch."""
         ...
@@ -149,7 +158,7 @@ def run_training(host: StageHost, loader: Any, epoch: int, *, enable_bar: bool) 
             beat,
             on_beat,
             float("inf") if limit is None else limit,
-            on_window=saves.by_steps if options.ckpt_interval_steps > 0 else None,
+            on_window=saves.on_window(),
             tell=saves.tell,
         )
         host.flush_window()
@@ -350,6 +359,18 @@ class _IntraEpochSaves:
             self._start_anew()
         else:
             self._save_if_due(report.main_seconds, 0)
+
+    def on_window(self) -> Callable[[], None] | None:
+        """Return what is to be done after every optimizer step, if anything is."""
+        by_steps = self.by_steps if self.host.run_opts.ckpt_interval_steps > 0 else None
+        if not self.host.freezes:
+            return by_steps
+        return self._drop_and_save
+
+    def _drop_and_save(self) -> None:
+        self.host.drop_frozen_gradients()
+        if self.host.run_opts.ckpt_interval_steps > 0:
+            self.by_steps()
 
     def by_steps(self) -> None:
         """Save if enough steps have passed."""

@@ -493,6 +493,7 @@ def save_error(
     error: BaseException,
     staging: Path | None = None,
     bytes_needed: Callable[[], int | None] | None = None,
+    what: str = "",
 ) -> CheckpointError:
     """Say why a save failed, what was and was not lost, and what to do.
 
@@ -501,6 +502,7 @@ def save_error(
         error: what went wrong. The ``OSError`` may hide in its ``__cause__`` or ``__context__``.
         staging: the directory with what was written so far.
         bytes_needed: says how much was to be written, about; called if the disk is full.
+        what: cannot be done; by default "cannot save" and ``final``.
 
     Returns:
         The error to raise.
@@ -530,7 +532,7 @@ def save_error(
     elif cause is not None and str(cause) not in text:  # torch says where its file stood instead
         text = f"{text}, because of {type(cause).__name__}: {cause}."
     rest = " Checkpoints that were there before are untouched." if final.parent.is_dir() else " The folder is gone."
-    return CheckpointError(f"cannot save {final}: {text}{rest}")
+    return CheckpointError(f"{what or f'cannot save {final}'}: {text}{rest}")
 
 
 def _os_error(error: BaseException | None) -> OSError | None:

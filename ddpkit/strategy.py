@@ -324,6 +324,7 @@ class DDP:
 
         DDP averages the gradients of what was trainable when it was made, and waits for all of them.
         """
+        self._close_orders()
         changed = [
             name
             for name, before in self._trained.items()
@@ -348,7 +349,11 @@ class DDP:
         for module in self.wrapped:
             module.reduce_leftovers()
         if self._are_noting:
-            self._are_noting = not all(order.close() for order in self._orders.values())
+            self._close_orders()
+
+    def _close_orders(self) -> None:
+        done = [order.close() for order in self._orders.values()]
+        self._are_noting = not all(done)
 
     def _note_order(self, name: str, module: WrappedDDP) -> None:
         """Note the order of the gradients where DDP follows it, and where it makes a difference."""

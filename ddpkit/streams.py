@@ -111,7 +111,7 @@ class StreamShard(IterableDataset[Any]):
         """Return where the reading is, between two items of this rank's: the stream's own state, and random streams."""
         part = self.dataset if self._part is None else self._part
         return {
-            "stream": part.state_dict() if is_stateful(part) else None,
+            "stream": copy.deepcopy(part.state_dict()) if is_stateful(part) else None,
             "block": self._block,
             "random": self._reading.state_dict(),
         }
@@ -309,7 +309,7 @@ class BatchShard:
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the loader is, between two batches, and the random numbers that it is read with."""
-        state = self.loader.state_dict()
+        state = copy.deepcopy(self.loader.state_dict())
         return {"stream": state, "batch": self._batch, "random": self._reading.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

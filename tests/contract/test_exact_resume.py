@@ -32,7 +32,8 @@ class Noisy(Mortal):
             self.mask = torch.rand(4, dtype=torch.float64)
 
     def compute_forward(self, batch, stage):
-        shift = random.random() + np.random.rand() if stage is Stage.TRAIN else torch.rand(()).item()
+        drawn = random.random() + np.random.rand()  # noqa: NPY002 -- as recipes do
+        shift = drawn if stage is Stage.TRAIN else torch.rand(()).item()
         return super().compute_forward([self.hidden(batch[0]) * self.mask + shift, batch[1]], stage)
 
     def hidden(self, inputs):

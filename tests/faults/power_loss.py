@@ -85,12 +85,17 @@ def _trees(entries):
 class Disk:
     """The disk under one folder. Whatever way a file is changed, :meth:`look` notices; the rest is told.
 
+    Args:
+        folder: the folder.
+        ignored: names that are left out.
+
     Attributes:
         moments: every state that a loss of power could leave, with the step that had been acknowledged by then.
     """
 
-    def __init__(self, folder):
+    def __init__(self, folder, ignored=frozenset()):
         self.folder = folder
+        self.ignored = ignored
         self.root = Directory()
         self.acknowledged = None
         self.moments = {}
@@ -107,7 +112,7 @@ class Disk:
             self.moments.setdefault((_frozen(tree), self.acknowledged), tree)
 
     def _compare(self, path, node):
-        found = {entry.name: entry for entry in path.iterdir()}
+        found = {entry.name: entry for entry in path.iterdir() if entry.name not in self.ignored}
         for name in set(node.now) - set(found):
             node.change(name, None, node.now[name])
         for name, entry in sorted(found.items()):
@@ -118,6 +123,10 @@ class Disk:
                 self._compare(entry, known)
             else:
                 known.now = entry.read_bytes()
+
+    def trees(self):
+        """List every state once, whatever had been acknowledged by then."""
+        return list({frozen: tree for (frozen, _), tree in self.moments.items()}.values())
 
     def node(self, path):
         node = self.root

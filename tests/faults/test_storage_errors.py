@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import re
@@ -30,6 +31,7 @@ from tests.faults.storage_tools import (
     save,
     steps_of,
     watched,
+    without_waiting,
 )
 
 WORDS = {
@@ -85,6 +87,14 @@ def fail_once(folder, mode, plan, on_error="stop"):
     return None
 
 
+def names_what_failed(folder, text):
+    """Say whether a message names the checkpoint that is not there, or the folder that takes none."""
+    a_save = f"cannot save {folder / 'CKPT+'}"
+    a_removal = f"cannot remove {folder / 'CKPT+'}"
+    any_save = f"cannot save or delete a checkpoint in {folder}, because its lock {folder / '.lock'} cannot be taken: "
+    return any(words in text for words in (a_save, a_removal, any_save))
+
+
 def check(folder, plan, error):
     """Nothing that was there is lost, what is half done is gone, and the next save works."""
     where = f"error {plan.number} at point {plan.at}, {plan.points[plan.at - 1]}"
@@ -96,12 +106,18 @@ def check(folder, plan, error):
     assert [name for name in leftovers(folder) if name.startswith(".tmp-")] in ([], [".tmp-0123"]), where
     if error is not None:
         assert WORDS[plan.number] in str(error).lower(), f"{where}: {error}"
-        assert str(folder / "CKPT+") in str(error), f"{where}: {error}"
+        assert names_what_failed(folder, str(error)), f"{where}: {error}"
         assert error.__cause__.errno == plan.number, f"{where}: {error}"
     run = Run()
     save(run, run.checkpointer(folder), 9, num_to_keep=1)
     assert [name for name in names(folder) if not name.startswith("CKPT+")] == [], where
     assert steps_of(folder) == [9], where
+
+
+@pytest.fixture(autouse=True)
+def quick():
+    with without_waiting():
+        yield
 
 
 @pytest.fixture
@@ -167,11 +183,18 @@ def test_f8_training_goes_on_with_a_warning_where_that_is_asked_for(template, tm
     assert warned_of > 25
 
 
-def save_with_an_error_on_main(folder, mode, on_error, where):
+def save_with_an_error_on_main(folder, mode, on_error, held, where):
     """Save three times on every rank; the second time an operation of the main process fails."""
     run = Run()
     checkpointer = run.checkpointer(folder, mode)
     checkpointer.on_error = on_error
+    with checkpointer.hold_folder() if held else contextlib.nullcontext():  # as a fit does
+        outcome = fail_on_main(run, checkpointer, where)
+    ddp_barrier()
+    return *outcome, run.step(), [name for name in names(folder) if not name.startswith("CKPT+")]
+
+
+def fail_on_main(run, checkpointer, where):
     save(run, checkpointer, 1)
     plan = Failing(None, errno.ENOSPC)
     reach = plan.reach
@@ -192,23 +215,88 @@ def save_with_an_error_on_main(folder, mode, on_error, where):
     between = checkpointer.find_checkpoint().meta["step"]
     save(run, checkpointer, 3)
     found = checkpointer.recover_if_possible().meta["step"]
-    return error, len(warned.texts), between, found, run.step(), leftovers(folder)
+    return error, len(warned.texts), between, found
 
 
 @pytest.mark.parametrize("where", ["before make_directory", "half of a text", "before sync_file", "before rename"])
 @pytest.mark.parametrize("on_error", ["stop", "warn"])
 @pytest.mark.parametrize("mode", MODES)
-def test_f8_all_ranks_do_the_same_about_it(ranks, tmp_path, mode, on_error, where):
-    outcomes = ranks.run(save_with_an_error_on_main, tmp_path, mode, on_error, where)
+@pytest.mark.parametrize("held", [True, False], ids=["held", "in the lock"])
+def test_f8_all_ranks_do_the_same_about_it(ranks, tmp_path, held, mode, on_error, where):
+    outcomes = ranks.run(save_with_an_error_on_main, tmp_path, mode, on_error, held, where)
     for rank, (error, warnings, *rest) in enumerate(outcomes):
         assert rest == [1, 3, 3, []]
         if on_error == "stop":
             assert "no space left" in error
-            assert str(tmp_path / "CKPT+") in error
+            assert names_what_failed(tmp_path, error), error
+            assert ("its lock" in error) == (not held and where != "half of a text")
             assert warnings == 0
         else:
             assert error is None
             assert warnings == (rank == 0), "main says so, once"
+
+
+def take_with_an_error(folder, mode, on_error, plan):
+    """Hold the folder with an error while the lock is taken or given back, and save meanwhile; return the error."""
+    run = Run()
+    checkpointer = run.checkpointer(folder, mode)
+    checkpointer.on_error = on_error
+    with contextlib.ExitStack() as stack:
+        try:
+            with watched(plan, CrashingFiles()):
+                stack.enter_context(checkpointer.hold_folder())
+        except CheckpointError as error:
+            return error
+        save(run, checkpointer, 3)
+        with watched(plan, CrashingFiles()):
+            stack.close()
+    return None
+
+
+@pytest.mark.parametrize("on_error", ["stop", "warn"])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("number", WORDS, ids=lambda number: errno.errorcode[number])
+def test_f8_an_error_while_a_fit_takes_the_folder_or_gives_it_back(template, tmp_path, number, mode, on_error):
+    outcomes = []
+    for at in count(1):
+        trial = tmp_path / "trial"
+        shutil.copytree(template, trial)
+        plan = Failing(at, number)
+        with Warnings() as warned:
+            error = take_with_an_error(trial, mode, on_error, plan)
+        if len(plan.points) < at:
+            break
+        where = f"error {number} at point {at}, {plan.points[at - 1]}"
+        told = [text for text in warned.texts if WORDS[number] in text.lower()]
+        if on_error == "warn":
+            assert error is None, where
+            assert len(told) <= 1, where
+            assert all("Training goes on; the newest checkpoint is CKPT+" in text for text in told), where
+        else:
+            assert told == [], where
+        for text in told if error is None else [str(error)]:
+            assert WORDS[number] in text.lower(), where
+            assert names_what_failed(trial, text), f"{where}: {text}"
+            assert " lock " in text, where
+        assert recovered(trial) == (2 if error else 3), where  # with a warning, the save has taken the lock itself
+        outcomes.append(bool(error or told))
+        save(Run(), Run().checkpointer(trial), 9, num_to_keep=1)
+        assert [name for name in names(trial) if not name.startswith("CKPT+")] == [], where
+        shutil.rmtree(trial)
+    assert sum(outcomes) > 6
+    assert not all(outcomes), "giving it back fails without a word: the next run finds a lock of a dead one"
+
+
+def test_f8_a_lock_that_could_not_be_taken_takes_none_from_a_save_in_the_background(tmp_path):
+    run = Run()
+    checkpointer = run.checkpointer(tmp_path, "async")
+    checkpointer.on_error = "warn"
+    with Warnings() as warned, watched(Failing(1, errno.ENOSPC), CrashingFiles()), checkpointer.hold_folder():
+        checkpointer.save_checkpoint(meta={"step": 1})
+    checkpointer.wait()
+    assert len(warned.texts) == 1, warned.texts
+    assert checkpointer.find_checkpoint().meta["step"] == 1
+    assert names(tmp_path) == [checkpointer.find_checkpoint().path.name]
 
 
 # ------------------------------------------------------------------------------------------------ real ones

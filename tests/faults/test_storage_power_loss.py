@@ -7,8 +7,9 @@ import shutil
 import pytest
 
 from ddpkit.errors import CheckpointError
+from ddpkit.run_lock import LOCK_NAME, FolderLock
 from tests.faults.power_loss import Directory, Disk, File, RecordingFiles, materialize
-from tests.faults.storage_tools import MODES, Plan, Run, recovered, save, watched
+from tests.faults.storage_tools import MODES, Plan, Run, recovered, save, watched, without_waiting
 
 SAVES = ((1, None), (2, None), (3, "last"), (4, "last"))
 
@@ -18,12 +19,13 @@ def record(folder, mode, forget=lambda name, path: False, saves=SAVES):
     folder.mkdir()
     run = Run()
     checkpointer = run.checkpointer(folder, mode)
-    disk = Disk(folder)
-    for step, name in saves:
-        with watched(Plan(), RecordingFiles(disk, forget)):
-            save(run, checkpointer, step, name, num_to_keep=2)
-        disk.acknowledged = step
-        disk.look()
+    disk = Disk(folder, ignored={LOCK_NAME})  # the lock's own states: see the last tests
+    with without_waiting(), checkpointer.hold_folder():
+        for step, name in saves:
+            with watched(Plan(), RecordingFiles(disk, forget)):
+                save(run, checkpointer, step, name, num_to_keep=2)
+            disk.acknowledged = step
+            disk.look()
     return disk
 
 
@@ -82,6 +84,26 @@ def test_f6_every_wait_of_a_save_is_needed(tmp_path):
         )
         losses = lost(disk, tmp_path / "after")
         assert any(acknowledged == 1 for acknowledged, _ in losses), f"wait {number} of {total} could be left out"
+
+
+def test_f6_a_lock_that_a_loss_of_power_left_in_any_state_is_taken_over(tmp_path):
+    folder, after = tmp_path / "run", tmp_path / "after"
+    folder.mkdir()
+    disk = Disk(folder)
+    with watched(Plan(), RecordingFiles(disk)), FolderLock(folder).hold():
+        disk.acknowledged = "held"
+        disk.look()
+    locked = [tree for tree in disk.trees() if tree.get(LOCK_NAME)]
+    assert len(locked) >= 1
+    damaged = [{LOCK_NAME: {"0123": content}} for content in (b"", bytes(200), b'{"token": "01', b"{}\n1\n")]
+    for tree in [*disk.trees(), *damaged]:
+        materialize(tree, after)
+        lock = FolderLock(after, renewal_seconds=0.1)
+        with lock.hold():
+            lock.clean()
+            assert [path.name for path in after.iterdir()] == [LOCK_NAME], tree
+        assert list(after.iterdir()) == [], tree
+        after.rmdir()
 
 
 def test_the_model_knows_what_may_be_missing(tmp_path):

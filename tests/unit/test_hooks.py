@@ -342,6 +342,10 @@ def test_frozen_optimizers_do_not_step_and_what_a_window_gave_them_ends_with_it(
     brain.optimizers_dict["other"] = torch.optim.SGD([other], lr=1.0)
     other.grad = torch.ones(1)
     brain.fit_batch(ONE)
+    assert brain.freezes
+    assert not line().freezes
+    assert other.grad is not None, "another step of the same batch may be to come"
+    brain.drop_frozen_gradients()
     assert other.item() == 1.0
     assert other.grad is None
     assert brain.weight == pytest.approx(1.8)

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from ddpkit.checkpoints import Checkpointer
+from ddpkit.errors import ConfigError
 from ddpkit.loop import Progress
 from ddpkit.plain_yaml import load_plain_yaml
 from ddpkit.run_opts import RunOptions
@@ -190,6 +191,14 @@ def test_what_is_registered(tmp_path):
     Brain(checkpointer, scaler=scaler)
     assert checkpointer.recoverables["scaler"] is scaler
     assert checkpointer.optional_recoverables["scaler"]
+
+
+def test_a_recoverable_of_the_recipe_is_not_replaced(tmp_path):
+    with pytest.raises(ConfigError, match="named 'ranks'"):
+        Brain(Checkpointer(tmp_path, {"ranks": nn.Linear(1, 1)}))
+    checkpointer = Checkpointer(tmp_path)
+    Brain(checkpointer)
+    Brain(checkpointer)  # a second Brain takes it over
 
 
 def test_debugging_writes_elsewhere_and_leaves_nothing(tmp_path):

@@ -53,7 +53,7 @@ class Host:
         self.profiler = None
         self.batches, self.asked, self.flushed = [], [], 0
         self.due = lambda seconds, steps: False
-        self.save_requests, self.saved_at = SaveRequests(), []
+        self.save_requests, self.saved_at, self.freezes = SaveRequests(), [], False
 
     def save_now(self):
         self.saved_at.append(self.progress.step)

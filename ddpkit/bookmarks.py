@@ -286,8 +286,8 @@ class Bookmarks:
         refused = _not_storable(self._source.whole.state_dict())
         if refused:
             logger.warning(
-                "The state_dict of %s holds %s, which no checkpoint may hold. After a restart it is read again from the "
-                "beginning of the epoch. Let it return numbers, strings, tensors and plain containers.",
+                "The state_dict of %s holds %s, which no checkpoint may hold. After a restart it is read again from "
+                "the beginning of the epoch. Let it return numbers, strings, tensors and plain containers.",
                 type(self._source.whole).__name__,
                 refused,
             )

@@ -347,6 +347,7 @@ class Brain(Rehearsing):
     def _fit_session(self) -> Iterator[None]:
         """Mark the time in which a recovered checkpoint sets the loop's position; run the profiler if asked."""
         self._fitting = True
+        self._fits += 1
         self.progress.restart()
         self.choose_seed()
         try:

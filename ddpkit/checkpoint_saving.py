@@ -14,6 +14,7 @@ from ddpkit.checkpoint_folder import CheckpointFolder, PreparedSave, SaveRequest
 from ddpkit.checkpoint_hooks import SaveHook, find_save_hook
 from ddpkit.checkpoint_records import (
     DIRECTORY_PREFIX,
+    META_NAME,
     Checkpoint,
     DamageLedger,
     Retention,
@@ -201,10 +202,15 @@ class CheckpointSaving:
     def _named(self, path: Path) -> Checkpoint:
         """Return the checkpoint that ``resume`` names; it must be whole."""
         self._settle()
+        problem = None
         if not path.is_dir():
+            problem = "it is a file; give its directory" if path.is_file() else "there is no such directory"
+        elif not (path / META_NAME).exists() and any(path.glob(f"{DIRECTORY_PREFIX}*")):
+            problem = "it is a folder of checkpoints; give one of them, such as the newest"
+        if problem is not None:
             raise CheckpointError(
-                f"resume={str(path)!r} is no checkpoint: there is no such directory. Give the path of one "
-                f"({DIRECTORY_PREFIX}+...), 'auto' for the newest in {self.checkpoints_dir}, or 'never'."
+                f"resume={str(path)!r} is no checkpoint: {problem}. Give the path of one ({DIRECTORY_PREFIX}+...), "
+                f"'auto' for the newest in {self.checkpoints_dir}, or 'never'."
             )
         checkpoint = read_checkpoint(path)
         if not self._ledger.is_whole(checkpoint, self.verify_mode):

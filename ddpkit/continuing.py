@@ -3,18 +3,33 @@
 from __future__ import annotations
 
 import contextlib
+import os
+from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ddpkit.checkpoints import Checkpointer, ckpt_recency
 from ddpkit.dataloader import go_on_after_end, go_on_at, state_at, state_at_end, want_states
+from ddpkit.distributed import run_on_main
+from ddpkit.errors import CheckpointError
 from ddpkit.hooks import Hooks
+from ddpkit.launchers import find_launch
+from ddpkit.logger import get_logger
+from ddpkit.resuming import BRAIN_FILE, Pace, read_brain_file
 from ddpkit.seed import RngState, global_seed, seed_epoch_streams
+from ddpkit.storage import verify
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from ddpkit.rank_states import RankStates
+
+
+logger = get_logger(__name__)
+
+NEWEST, NEVER = "auto", "never"  # what the option `resume` says, or else a path
 
 
 class Continuing(Hooks):
@@ -30,6 +45,7 @@ class Continuing(Hooks):
     _rank_states: RankStates | None = None
     _base_seed: int | None = None
     _own_stream: int | None = None
+    _resumed_step = 0
 
     def begin_epoch(self, epoch: int) -> None:
         """Give this rank the random streams of an epoch; those of its beginning also where it goes on in the middle."""
@@ -58,7 +74,7 @@ class Continuing(Hooks):
         Returns:
             How many batches the loader yields again, to be left out; and what to call when those are behind.
         """
-        self.progress.loader = loader
+        self.progress.loader, self._resumed_step = loader, self.step
         if self.checkpointer is not None:
             want_states(loader)
         states = self._rank_states
@@ -112,3 +128,57 @@ class Continuing(Hooks):
             "loader_end": state_at_end(progress.loader),
             "gradients": self.strategy.gradient_orders(),
         }
+
+    # ------------------------------------------------------------------ what a run goes on from
+
+    def _pace_before(self) -> Pace | None:
+        """Return, on the main process, what an optimizer step was made of in the checkpoint that will be resumed."""
+        if self.resume == NEVER or not isinstance(self.checkpointer, Checkpointer):
+            return None
+        if self.resume != NEWEST:
+            paths = [Path(self.resume)]
+        else:
+            found = sorted(self.checkpointer.list_checkpoints(), key=ckpt_recency, reverse=True)
+            paths = [checkpoint.path for checkpoint in found]
+        for path in paths:
+            if not verify(path, "size") and not verify(path, "full", only=BRAIN_FILE):
+                with contextlib.suppress(CheckpointError):  # who loads it will say what is wrong with it
+                    state = read_brain_file(path)
+                    asked = state.get("asked")  # not what it came to on some number of processes in between
+                    return Pace.read(asked if isinstance(asked, Mapping) else state)
+        return None
+
+    @contextlib.contextmanager
+    def choosing_start(self) -> Iterator[None]:
+        """Have the checkpointer recover what the option ``resume`` says, whoever asks it to."""
+        checkpointer = self.checkpointer
+        if not isinstance(checkpointer, Checkpointer):
+            yield
+            return
+        checkpointer.resume = run_on_main(self._start, args=(checkpointer,)) or NEWEST
+        try:
+            yield
+        finally:
+            checkpointer.resume = NEWEST
+
+    def _start(self, checkpointer: Checkpointer) -> str:
+        """Return what to start from; on the main process."""
+        if self.resume == NEWEST:
+            return NEWEST
+        found = sorted(checkpointer.list_checkpoints(), key=ckpt_recency, reverse=True)
+        launch = os.environ.get("TORCHELASTIC_RUN_ID")
+        if find_launch().restart_count and launch not in {None, "none"}:
+            for checkpoint in found:
+                with contextlib.suppress(CheckpointError):
+                    if read_brain_file(checkpoint.path).get("launch") == launch:
+                        logger.info("The launcher has restarted this run: it goes on from %s.", checkpoint.path)
+                        return NEWEST
+        if found:
+            logger.warning(
+                "--resume=%s, and %s holds %d checkpoint(s) of another run: what is kept, and what evaluate finds "
+                "best, is chosen among those too. Better give this run an output folder of its own.",
+                self.resume,
+                checkpointer.checkpoints_dir,
+                len(found),
+            )
+        return self.resume

@@ -101,6 +101,16 @@ class Counts(Protocol):
         ...
 
 
+def _each(batches: Iterator[Any]) -> Iterator[Any]:
+    """Yield what an iterator gives, and never ask it to begin: that can mean something to a loader."""
+    while True:
+        try:
+            batch = next(batches)
+        except StopIteration:
+            return
+        yield batch
+
+
 @dataclass
 class Feed:
     """What a pass of training takes its batches from.
@@ -140,7 +150,7 @@ class Feed:
         length = self.length
         total, done = 1.0, self.start
         window.correction = 1.0
-        source = iter(self.loader)
+        source = _each(iter(self.loader))
         for _ in itertools.islice(source, self.left_out):
             pass
         self.ready()

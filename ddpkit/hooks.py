@@ -84,6 +84,7 @@ class Hooks(OptionAttributes):
     ema: WeightAverage | None = None
     _lr_scaling: LrScaling = LrScaling()
     _is_stepping = False
+    _stepped: list[torch.optim.Optimizer] | None = None
 
     step = _of_progress("step", "Batches of the current stage so far.")
     optimizer_step = _of_progress("optimizer_step", "Optimizer updates since the run began.")
@@ -228,7 +229,7 @@ class Hooks(OptionAttributes):
             NonFiniteLossError: more than ``nonfinite_patience`` steps of this epoch were not finite.
         """
         multiplier = self.progress.window.stepped()
-        optimizers = self._active_optimizers()
+        optimizers = self._taking_part()
         if not optimizers:
             return
         self.strategy.finish_gradients()
@@ -261,10 +262,19 @@ class Hooks(OptionAttributes):
         return type(self).freeze_optimizers is not Hooks.freeze_optimizers and bool(self.optimizers_dict)
 
     def drop_frozen_gradients(self) -> None:
-        """Drop what a window has given to optimizers that do not step at its end, so that nothing outlives it."""
+        """Drop what a window has given to optimizers that have not stepped in it, so that nothing outlives it."""
+        stepped, self._stepped = self._stepped, None
+        if stepped is not None:
+            known = (self.optimizers_dict or {}).values()
+            frozen = [one for one in known if all(one is not other for other in stepped)]
+            optim.zero_gradients(frozen, set_to_none=True)
+
+    def _taking_part(self) -> list[torch.optim.Optimizer]:
+        """Return the optimizers that step now; and remember them, where a recipe freezes some."""
         active = self._active_optimizers()
-        frozen = [one for one in (self.optimizers_dict or {}).values() if all(one is not other for other in active)]
-        optim.zero_gradients(frozen, set_to_none=True)
+        if self.freezes:
+            self._stepped = [*(self._stepped or ()), *active]
+        return active
 
     def zero_grad(self, set_to_none: bool = False) -> None:
         """Zero the gradients of the optimizers that are not frozen, or drop them."""

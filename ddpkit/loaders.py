@@ -79,6 +79,7 @@ class Loaders(Saving):
             return
         is_looped = isinstance(train_set, LoopedLoader) or loader_kwargs.get("looped_nominal_epoch") is not None
         options = before.on(get_world_size(), is_looped=is_looped)
+        self._asked_pace = before if options else None
         for name, value in options.items():
             setattr(self, name, value)
         if options:

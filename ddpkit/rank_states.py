@@ -135,10 +135,12 @@ class RankStates:
         self.is_of_as_many = len(ranks) == world_size
         self.loaded = ranks[rank] if self.is_of_as_many else _common(ranks)
         self.is_complete = self.is_of_as_many and None not in ranks
-        if None in ranks and not end_of_epoch:
+        unknown = [number for number, one in enumerate(ranks) if one is None or one.get("random", True) is None]
+        if unknown and self.is_of_as_many and not end_of_epoch:
             logger.warning_once(
-                "The checkpoint has the random states of the main process alone: a recipe saved it in the middle of an "
-                "epoch. The other ranks draw new random numbers until that epoch ends."
+                "The checkpoint does not have the random states of rank %s: a recipe, or ckpt_on_error, saved it in "
+                "the middle of an epoch. Until that ends they draw other numbers than the run that was never stopped.",
+                ", ".join(map(str, unknown)),
             )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import tempfile
 import weakref
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddpkit.checkpoint_hooks import mark_as_loader, mark_as_saver, register_checkpoint_hooks
-from ddpkit.checkpoints import Checkpointer, ckpt_recency
+from ddpkit.checkpoints import Checkpointer
 from ddpkit.continuing import Continuing
 from ddpkit.control import SaveRequests, terminating_later
 from ddpkit.distributed import alone, get_world_size, run_on_main, sum_over_ranks
@@ -20,15 +21,13 @@ from ddpkit.logger import get_logger
 from ddpkit.options import OPTION_BY_NAME
 from ddpkit.plain_yaml import dump_plain_yaml, load_plain_yaml
 from ddpkit.rank_states import RankStates
-from ddpkit.resuming import BRAIN_FILE, TELLING, Pace, changed_options, read_brain_file
-from ddpkit.storage import verify
+from ddpkit.resuming import TELLING, Pace, changed_options
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 logger = get_logger(__name__)
 
-NEWEST, NEVER = "auto", "never"  # what the option `resume` says, or else a path
 RANKS = "ranks"  # the recoverable with what every rank has of its own
 INTRA_EPOCH_KEY = "brain_intra_epoch_ckpt"
 
@@ -57,6 +56,8 @@ class Saving(Continuing):
     _saved_sums: list[float] | None = None
     save_requests: SaveRequests
     _pace: Pace = Pace(None, None)
+    _asked_pace: Pace | None = None
+    _fits = 0
 
     def register_with(self, checkpointer: Any) -> None:
         """Give the checkpointer what the loop needs to continue; when debugging, a temporary folder as well."""
@@ -116,19 +117,6 @@ class Saving(Continuing):
                     checkpointer.asynchronous = before
                     self._let_go()
 
-    @contextlib.contextmanager
-    def choosing_start(self) -> Iterator[None]:
-        """Have the checkpointer recover what the option ``resume`` says, whoever asks it to."""
-        checkpointer = self.checkpointer
-        if not isinstance(checkpointer, Checkpointer):
-            yield
-            return
-        checkpointer.resume = self.resume
-        try:
-            yield
-        finally:
-            checkpointer.resume = NEWEST
-
     def _let_go(self) -> None:
         """Drop what was recovered or gathered for this ``fit``: another one is another pass over perhaps other data."""
         if self._rank_states is not None:
@@ -149,8 +137,8 @@ class Saving(Continuing):
     def _save_failure(self, checkpointer: Checkpointer, error: BaseException) -> None:
         """Save what had been trained when training failed."""
         progress, states = self.progress, self._rank_states
-        if states is None or progress.trained is None or not progress.closed:
-            return  # nothing has been trained since the epoch began
+        if states is None or progress.trained is None or progress.closed <= self._resumed_step:
+            return  # nothing has been trained since the epoch began, or since the checkpoint it goes on from
         if self._is_stepping or checkpointer.saves_on_every_rank:
             reason = "it came in the middle of an optimizer step" if self._is_stepping else "a saver needs every rank"
             logger.warning("No checkpoint is made of the failure: %s.", reason)
@@ -165,7 +153,9 @@ class Saving(Continuing):
         checkpointer.asynchronous = False
         try:
             meta = {INTRA_EPOCH_KEY: True, "error": f"{type(error).__name__}: {error}"[:500]}
-            checkpointer.save_checkpoint(meta=meta, end_of_epoch=False)
+            checkpointer.save_and_keep_only(
+                meta=meta, end_of_epoch=False, ckpt_predicate=lambda checkpoint: INTRA_EPOCH_KEY in checkpoint.meta
+            )
         finally:
             progress.step, progress.meter, self._saved_sums = step, meter, None
             states.forget()
@@ -221,6 +211,9 @@ class Saving(Continuing):
             "loss_count": loss_count,
             "samples": int(samples),
             **self._pace.state_dict(),
+            "asked": (self._asked_pace or self._pace).state_dict(),
+            "fit": self._fits,
+            "launch": os.environ.get("TORCHELASTIC_RUN_ID"),
             "grad_accumulation_factor": self.grad_accumulation_factor,
             "options": {name: self.run_opts[name] for name in TELLING},
         }
@@ -235,6 +228,13 @@ class Saving(Continuing):
             raise CheckpointError(f"{path} does not say how far the run had come: it has no 'step'.")
         self.optimizer_step = state.get("optimizer_step", state["step"])
         self._tell_changes(state)
+        if state.get("fit", self._fits) != self._fits:
+            logger.warning(
+                "The checkpoint was made in another call of fit (number %s) than this one (number %d): its place in "
+                "the data is taken for that of this one.",
+                state["fit"],
+                self._fits,
+            )
         if end_of_epoch:
             return
         samples = state.get("samples", 0)
@@ -259,6 +259,9 @@ class Saving(Continuing):
     def _tell_changes(self, state: Mapping[str, Any]) -> None:
         options = state.get("options")
         changes = changed_options(options, self.run_opts) if isinstance(options, Mapping) else []
+        before, now = Pace.read(state).per_step, self._pace.per_step
+        if None not in {before, now} and before != now:
+            changes.append(f"{now} samples per optimizer step, before {before}")
         if changes:
             logger.warning(
                 "The run goes on with other options than those of its checkpoint: %s. It will not be the run that was "
@@ -270,23 +273,6 @@ class Saving(Continuing):
         """Return this rank's sum of losses, what it counts, and the samples seen."""
         meter = self.progress.meter
         return [*meter.sums()[:2], meter.samples]
-
-    # ------------------------------------------------------------------ what a run goes on from
-
-    def _pace_before(self) -> Pace | None:
-        """Return, on the main process, what an optimizer step was made of in the checkpoint that will be resumed."""
-        if self.resume == NEVER or not isinstance(self.checkpointer, Checkpointer):
-            return None
-        if self.resume != NEWEST:
-            paths = [Path(self.resume)]
-        else:
-            found = sorted(self.checkpointer.list_checkpoints(), key=ckpt_recency, reverse=True)
-            paths = [checkpoint.path for checkpoint in found]
-        for path in paths:
-            if not verify(path, "size") and not verify(path, "full", only=BRAIN_FILE):
-                with contextlib.suppress(CheckpointError):  # who loads it will say what is wrong with it
-                    return Pace.read(read_brain_file(path))
-        return None
 
 
 def _own_state(host: Saving | None) -> dict[str, Any]:

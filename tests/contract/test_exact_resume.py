@@ -178,15 +178,15 @@ def test_nominal_epochs_of_every_kind(tmp_path, kind, dies_at, saves):
 
     class Plain(IterableDataset):
         def __iter__(self):
-            for item in points(12):
+            for item in points(11):
                 yield item[0] + torch.rand((), dtype=torch.float64), item[1]
 
     def make():
         if kind == "plan":
-            return LoopedLoader(make_dataloader(points(12), batch_size=2, shuffle=True), 4)
+            return LoopedLoader(make_dataloader(points(11), batch_size=3, shuffle=True), 4)
         if kind == "loader":
             return LoopedLoader(Batches(), 4)
-        stream = Remembering(12) if kind == "state" else Plain()
-        return LoopedLoader(make_dataloader(stream, batch_size=2), 4)
+        stream = Remembering(11) if kind == "state" else Plain()
+        return LoopedLoader(make_dataloader(stream, batch_size=3), 4)
 
     assert_exact(tmp_path, make, dies_at, cls=Loopy, ckpt_interval_steps=2)

@@ -179,7 +179,7 @@ def test_nothing_outlives_a_window_in_a_frozen_optimizer(tmp_path):
         def freeze_optimizers(self, optimizers):
             return {name: one for name, one in optimizers.items() if name == "one" or self.optimizer_step > 12}
 
-        def on_fit_batch_end(self, batch, outputs, loss, should_step):
+        def on_fit_batch_start(self, batch, should_step):
             assert self.modules.net.bias.grad is None
 
     counter, net = EpochCounter(2), linear()

@@ -48,6 +48,8 @@ def test_the_midst_of_an_epoch_comes_back(tmp_path):
     in_epoch(Brain())._save(tmp_path / "brain.ckpt")
     state = load_plain_yaml((tmp_path / "brain.ckpt").read_text())
     assert state.pop("options")["precision"] == "fp32"
+    assert set(state.pop("asked")) == {"world_size", "grad_accumulation_factor", "per_step", "per_process"}
+    assert [state.pop(name) for name in ("nonfinite", "fit", "launch")] == [0, 0, None]
     assert state == {
         "step": 5,
         "avg_train_loss": 2.25,

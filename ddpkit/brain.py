@@ -195,7 +195,7 @@ class Brain(Rehearsing):
         if self.test_only:
             logger.info("test_only is set: fit does nothing.")
             return
-        with failure_notice(), self._fit_session():
+        with failure_notice(), self._fit_session(), self.saving_session():
             if not self._ready:
                 self.keep_global_batch(train_set, train_loader_kwargs or {})
             self.grad_accumulation_factor = self.accumulation(get_world_size())
@@ -347,16 +347,13 @@ class Brain(Rehearsing):
     def _fit_session(self) -> Iterator[None]:
         """Mark the time in which a recovered checkpoint sets the loop's position; run the profiler if asked."""
         self._fitting = True
-        self._fits += 1
         self.progress.restart()
-        self.choose_seed()
         try:
             if self.profile_training:
                 folder = Path(getattr(self.hparams, "output_folder", "results"), "profiler_logs")
                 self.profiler = prepare_profiler(self.profile_warmup, self.profile_steps, str(folder))
-            with self.saving_session(), self.profiler or contextlib.nullcontext():
+            with self.profiler or contextlib.nullcontext():
                 yield
-                self.end_streams()
         finally:
             self._fitting = False
             self.profiler = None

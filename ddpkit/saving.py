@@ -99,15 +99,19 @@ class Saving(Continuing):
     def saving_session(self) -> Iterator[None]:
         """Keep the folder while ``fit`` runs, save in the background, hear the signal for it, finish what is begun."""
         checkpointer = self.checkpointer
+        self._fits += 1
+        self.choose_seed()
         with self.save_requests.heard():
             if not isinstance(checkpointer, Checkpointer):
                 yield
+                self.end_streams()
                 return
             before = checkpointer.asynchronous
             with checkpointer.hold_folder():
                 checkpointer.asynchronous = self.ckpt_async
                 try:
                     yield
+                    self.end_streams()
                     checkpointer.wait()
                 except BaseException as error:
                     if self.rank == 0:

@@ -148,7 +148,7 @@ class Batches:
         self.stream.load_state_dict(state)
 
 
-@pytest.mark.parametrize("factor", [1, 3])
+@pytest.mark.parametrize("factor", [1, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dies_at", [(1, 4), (1, 9), (2, 1), (2, 4), (3, 10)])
 @pytest.mark.parametrize("make", [Remembering, Sharded])
 def test_a_stream_with_a_state_goes_on_without_reading_again(tmp_path, make, dies_at, factor):
@@ -167,7 +167,7 @@ def test_a_loader_with_a_state_goes_on_without_reading_again(tmp_path, dies_at):
     assert made[-1].stream.read - sum(len(batch) for batch in resumed.trained_on) in {0, 2}
 
 
-@pytest.mark.parametrize("saves", [True, False])
+@pytest.mark.parametrize("saves", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dies_at", [(1, 4), (2, 1), (2, 3), (3, 4)])
 @pytest.mark.parametrize("kind", ["state", "stream", "plan", "loader"])
 def test_nominal_epochs_of_every_kind(tmp_path, kind, dies_at, saves):

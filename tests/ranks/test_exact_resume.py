@@ -134,7 +134,7 @@ def assert_bits(found, expected):
         assert again == through[len(through) - len(again) :]
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("kind", "dies_at", "options"),
     [
@@ -158,7 +158,14 @@ def test_k9_every_rank_goes_on_to_the_last_bit(ranks, tmp_path, world_size, kind
     assert whole[0][3][0] != whole[0][3][1]
 
 
-@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (2, 3), (3, 2)])
+def test_k9_three_ranks_add_their_gradients_up_in_the_same_order(ranks, tmp_path):
+    test_k9_every_rank_goes_on_to_the_last_bit(ranks, tmp_path, 3, "plan", (2, 4), {})
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [(2, 1), pytest.param(1, 2, marks=pytest.mark.slow), (2, 3), pytest.param(3, 2, marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize(
     ("kind", "dies_at", "options"),
     [

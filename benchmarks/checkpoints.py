@@ -4,9 +4,11 @@
     python benchmarks/checkpoints.py --folder /data/x    # on another disk
     python benchmarks/checkpoints.py --sizes 100         # MB
 
-The state is that of a model with layers of 4 MiB. Everything is repeated and the best is reported: what the machine can
-do. `memcpy` is the copy of the state into memory that has been written to before; `torch.save` is one file written
-through a Python handle, and `fsync`. `asynchronous, whole` runs from the call until the checkpoint is committed.
+The state is that of a model with layers of 4 MiB. Everything is repeated in turn and the best and the median are
+reported: what the machine can do, and what it did. `memcpy` is the copy of the state into memory that has been written
+to before; `torch.save` is one file written through a Python handle, and `fsync`. `asynchronous, whole` runs from the
+call until the checkpoint is committed. `first` is the first save of a checkpointer, which must touch fresh memory;
+`prepared` one for which `prepare_copies` has made room, and has been given ten seconds for each GB.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import argparse
 import contextlib
 import os
 import shutil
+import statistics
 import tempfile
 import time
 from collections.abc import Callable
@@ -48,7 +51,7 @@ def torch_save(state: dict[str, torch.Tensor], path: Path) -> None:
         os.fsync(handle.fileno())
 
 
-def measure_saving(megabytes: int, folder: Path, turns: int) -> dict[str, float]:
+def measure_saving(megabytes: int, folder: Path, turns: int) -> dict[str, list[float]]:
     """Take turns, each time in another order, so that a machine or a disk that slows down slows all alike."""
     model = make(megabytes)
     state = model.state_dict()
@@ -56,6 +59,7 @@ def measure_saving(megabytes: int, folder: Path, turns: int) -> dict[str, float]
     plain, background = Checkpointer(folder, {"model": model}), Checkpointer(folder, {"model": model})
     background.asynchronous = True
     times: dict[str, list[float]] = {}
+    first_saves(model, folder, megabytes, times)
 
     def note(name: str, value: float) -> None:
         times.setdefault(name, []).append(value)
@@ -69,25 +73,41 @@ def measure_saving(megabytes: int, folder: Path, turns: int) -> dict[str, float]
         shutil.rmtree(folder / "CKPT+a")
 
     def asynchronous() -> None:
-        first = "asynchronous, stall, first" not in times
         start = time.perf_counter()
         background.save_checkpoint(name="b")
-        note(f"asynchronous, stall, {'first' if first else 'later'}", time.perf_counter() - start)
+        note("asynchronous, stall, later", time.perf_counter() - start)
         background.wait()
         note("asynchronous, whole", time.perf_counter() - start)
         shutil.rmtree(folder / "CKPT+b")
 
     works = [with_torch, synchronous, asynchronous]
     with plain.hold_folder():  # as `fit` does
+        background.save_checkpoint(name="b")
+        background.wait()
+        shutil.rmtree(folder / "CKPT+b")
         for turn in range(turns):
             note("memcpy", seconds(lambda: [a.copy_(b) for a, b in zip(warm, state.values(), strict=True)]))
             for work in works[turn % 3 :] + works[: turn % 3]:
                 os.sync()
                 work()
-    return {name: min(values) for name, values in times.items()}
+    return times
 
 
-def measure_loading(megabytes: int, folder: str, turns: int) -> dict[str, float]:
+def first_saves(model: nn.Module, folder: Path, megabytes: int, times: dict[str, list[float]]) -> None:
+    for name in ("first", "prepared") * 2:
+        checkpointer = Checkpointer(folder, {"model": model})
+        checkpointer.asynchronous = True
+        if name == "prepared":
+            checkpointer.prepare_copies()
+            time.sleep(megabytes / 100)
+        taken = seconds(lambda: checkpointer.save_checkpoint(name="c"))  # noqa: B023 -- called at once
+        times.setdefault(f"asynchronous, stall, {name}", []).append(taken)
+        checkpointer.asynchronous = False
+        checkpointer.wait()
+        shutil.rmtree(folder / "CKPT+c")
+
+
+def measure_loading(megabytes: int, folder: str, turns: int) -> dict[str, list[float]]:
     """Run on every rank; the slowest rank counts."""
     model = make(megabytes)
     checkpointer = Checkpointer(folder, {"model": model})
@@ -101,20 +121,24 @@ def measure_loading(megabytes: int, folder: str, turns: int) -> dict[str, float]
             taken = torch.tensor(seconds(lambda: checkpointer.load_checkpoint(saved)))
             dist.all_reduce(taken, op=dist.ReduceOp.MAX)
             times.setdefault(mode, []).append(taken.item())
-    return {name: min(values) for name, values in times.items()}
+    return times
 
 
-def report_saving(times: dict[str, float]) -> None:
+def report(times: dict[str, list[float]], title: str = "") -> None:
     against = {
         "asynchronous, stall, first": "memcpy",
+        "asynchronous, stall, prepared": "memcpy",
         "asynchronous, stall, later": "memcpy",
         "asynchronous, whole": "torch.save + fsync",
         "synchronous": "torch.save + fsync",
+        "broadcast": "all",
     }
-    for name, value in times.items():
-        base = against.get(name)
-        ratio = f"{value / times[base]:8.2f} x {base}" if base is not None else ""
-        print(f"  {name:28}{value * 1e3:10.1f} ms{ratio}")
+    for name, values in times.items():
+        best, median, base = min(values), statistics.median(values), against.get(name)
+        line = f"  {title + name:32}{best * 1e3:10.1f} ms, median{median * 1e3:10.1f} ms"
+        if base is not None:
+            line += f"{best / min(times[base]):8.2f} and {median / statistics.median(times[base]):.2f} x {base}"
+        print(line)
 
 
 def main() -> None:
@@ -126,14 +150,13 @@ def main() -> None:
     for megabytes in arguments.sizes:
         with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
             print(f"{megabytes} MB in {folder}")
-            report_saving(measure_saving(megabytes, Path(folder), arguments.turns))
+            report(measure_saving(megabytes, Path(folder), arguments.turns))
         with (
             tempfile.TemporaryDirectory(dir=arguments.folder) as folder,
             contextlib.closing(RankPool(timeout=600)) as pool,
         ):
             times = pool.run(measure_loading, megabytes, folder, arguments.turns, world_size=2)[0]
-            for mode, value in times.items():
-                print(f"  {'load on 2 ranks, ' + mode:28}{value * 1e3:10.1f} ms")
+            report(times, "load on 2 ranks, ")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """Loading a checkpoint: every rank reads its files, or one rank reads them and sends what it reads to the others.
 
 In the second case all ranks run the very same ``torch.load``, without running code from the file, but on a
-:class:`RelayedFile`: what rank 0 reads of the file reaches the others piece by piece, a tensor straight into its own
-memory. So no rank holds more than the state of one file and a small piece.
+:class:`RelayedFile`: what rank 0 reads of the file reaches the others block by block. While a rank takes one block
+apart, the next one is on its way. So no rank holds more than the state of one file and three blocks, each a 32nd of
+the file and at most 8 MiB.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, TypeVar, cast
+from typing import Any, BinaryIO, Literal, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -40,10 +41,13 @@ logger = get_logger(__name__)
 LoadMode = Literal["all", "broadcast"]
 
 WAIT_SECONDS = 30.0
-BLOCK_BYTES = 64 << 10  # what small reads are served from
-PIECE_BYTES = 64 << 20
+LEAST_BLOCK_BYTES = 64 << 10
+MOST_BLOCK_BYTES = 8 << 20
+BLOCKS_PER_FILE = 32
+NUM_BLOCKS = 3  # the one that is read from, the one that comes next, and one that may still be on its way
 
-_DATA, _END, _FAILED = 0, 1, 2
+# What a message is: a part that was asked for, one that will probably be, one to be dropped, the end, a failure.
+_ASKED, _AHEAD, _DROP, _END, _FAILED = range(5)
 
 T = TypeVar("T")
 
@@ -163,6 +167,29 @@ def _require_alike(hooks: Mapping[str, LoadHook]) -> None:
 # ---------------------------------------------------------------------------------------- the file
 
 
+class _Message(NamedTuple):
+    """What rank 0 sends, with its data if it has any."""
+
+    start: int
+    length: int
+    kind: int
+    promised: int  # bytes of the message that is sure to follow, with what comes next in the file; or 0
+    data: torch.Tensor
+
+    def has(self, position: int) -> bool:
+        """Say whether a byte of the file can be read from it."""
+        return self.kind in {_ASKED, _AHEAD} and self.start <= position < self.start + self.length
+
+
+def _message(header: torch.Tensor, data: torch.Tensor) -> _Message:
+    start, length, kind, promised = header.tolist()
+    return _Message(start, length, kind, promised, data)
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    return memoryview(cast("Any", tensor.numpy()))
+
+
 class RelayedFile(io.RawIOBase):
     """A file for reading on every rank, which rank 0 alone opens: what it reads there is sent to the others.
 
@@ -190,22 +217,32 @@ class RelayedFile(io.RawIOBase):
         self._group = control_group()
         self._is_source = if_main_process()
         self._ended = False
-        self._position = self._block_start = 0
-        self._block = b""
+        self._position = self._end = 0
+        self._block: _Message | None = None
         self._file: BinaryIO | None = None
         self.failure: Exception | None = None
         failure: OSError | None = None
         size = 0
         if self._is_source:
             try:
-                self._file = path.open("rb")
+                self._file = path.open("rb", buffering=0)
                 size = self._file.seek(0, io.SEEK_END)
             except OSError as error:
                 failure = error
-        _, self._size, kind = self._tell_or_hear(0, size, _DATA if failure is None else _FAILED)
-        if kind != _DATA:
+        start = torch.tensor([size, failure is None])
+        self._wait(self._begin(start))
+        self._size = int(start[0])
+        could_open = bool(start[1])
+        if not could_open:
             self._ended = True
             raise failure or OSError(f"{path} could not be opened on rank 0")
+        self._block_bytes = max(LEAST_BLOCK_BYTES, min(self._size // BLOCKS_PER_FILE, MOST_BLOCK_BYTES))
+        self._turn = 0
+        self._buffers: list[torch.Tensor] = []
+        self._works: list[list[Any]] = [[] for _ in range(NUM_BLOCKS)]  # that still need a buffer
+        self._next: _Message | None = None  # on rank 0, what was sent ahead
+        self._owed = 0  # on rank 0, bytes of the message that was promised
+        self._coming: tuple[torch.Tensor, torch.Tensor, int] | None = None  # on the others, the one that was promised
 
     def readable(self) -> bool:
         """Say that it can be read."""
@@ -242,66 +279,136 @@ class RelayedFile(io.RawIOBase):
         if not self.closed and not self._ended:
             self._ended = True
             if self._is_source:
-                self._tell_or_hear(0, 0, _END)
+                self._keep_promise()
+                self._send(_END, 0, 0)
+                for works in self._works:
+                    self._wait(works)
             else:
-                self._drain()
+                while self._hear().kind not in {_END, _FAILED}:
+                    pass
         if self._file is not None:
             self._file.close()
         super().close()
 
     def _some(self, view: memoryview) -> int:
-        """Read the next bytes: from the block at hand, or a large piece straight into its place."""
-        offset = self._position - self._block_start
-        if not 0 <= offset < len(self._block):
-            if len(view) >= BLOCK_BYTES:
-                length = min(len(view), PIECE_BYTES)
-                self._transfer(self._position, view[:length])
-                self._position += length
-                return length
-            block = bytearray(min(BLOCK_BYTES, self._size - self._position))
-            self._transfer(self._position, memoryview(block))
-            self._block, self._block_start, offset = bytes(block), self._position, 0
-        length = min(len(view), len(self._block) - offset)
-        view[:length] = self._block[offset : offset + length]
+        """Read the next bytes from the block that has them."""
+        block = self._block
+        if block is None or not block.has(self._position):
+            self._block = None  # its buffer is used again
+            block = self._block = self._block_from_file() if self._is_source else self._block_from_source()
+        offset = self._position - block.start
+        length = min(len(view), block.length - offset)
+        view[:length] = _bytes_of(block.data)[offset : offset + length]
         self._position += length
         return length
 
-    def _transfer(self, start: int, view: memoryview) -> None:
-        """Read a part on rank 0 and send it; on the others, receive it."""
-        failure: OSError | None = None
-        if self._file is not None:
-            try:
-                self._file.seek(start)
-                if cast("io.BufferedReader", self._file).readinto(view) != len(view):
-                    failure = OSError("the file is shorter than it was when it was opened")
-            except OSError as error:
-                failure = error
-        told = self._tell_or_hear(start, len(view), _DATA if failure is None else _FAILED)
-        if told[2] != _DATA:
+    # ------------------------------------------------------------------------------------ on rank 0
+
+    def _block_from_file(self) -> _Message:
+        block = self._next
+        if block is None or not block.has(self._position):
+            self._keep_promise()
+            block = self._send(_ASKED, self._position, min(self._block_bytes, self._size - self._position))
+        self._next = None
+        if self._owed:
+            self._next = self._send(_AHEAD, block.start + block.length, self._owed)
+        return block
+
+    def _keep_promise(self) -> None:
+        """Send what was promised, and is not needed after all."""
+        if self._owed:
+            self._send(_DROP, 0, self._owed)
+        self._next = None
+
+    def _send(self, kind: int, start: int, length: int) -> _Message:
+        """Begin to send a part of the file. Where it cannot be read, that is told, and raised if it was asked for."""
+        buffer, works = self._buffer()
+        failure = self._read(start, buffer[:length]) if kind in {_ASKED, _AHEAD} else None
+        if failure is not None:
+            kind = _FAILED if kind == _ASKED else _DROP
+        self._owed = 0
+        if kind == _AHEAD or (kind == _ASKED and start == self._end):
+            self._owed = min(self._block_bytes, self._size - start - length)
+        self._end = start + length
+        works += self._begin(torch.tensor([start, length, kind, self._owed]))
+        if kind in {_ASKED, _AHEAD, _DROP} and length:
+            works += self._begin(buffer[:length])
+        if kind == _FAILED:
             self._ended = True
-            raise failure or OSError("rank 0 stopped reading the file before this rank did")
-        if told != (start, len(view), _DATA):
-            self._receive(torch.empty(told[1], dtype=torch.uint8))
-            raise OSError(f"rank 0 read {told[1]} bytes at {told[0]}, this rank wanted {len(view)} bytes at {start}")
-        self._receive(torch.frombuffer(view, dtype=torch.uint8))
+            self._wait(works)
+            raise cast("OSError", failure)
+        return _Message(start, length, kind, self._owed, buffer)
 
-    def _drain(self) -> None:
-        while True:
-            _, length, kind = self._tell_or_hear(0, 0, _END)
-            if kind != _DATA:
-                return
-            self._receive(torch.empty(length, dtype=torch.uint8))
-
-    def _tell_or_hear(self, start: int, length: int, kind: int) -> tuple[int, int, int]:
-        header = torch.tensor([start, length, kind])
-        self._receive(header)
-        start, length, kind = header.tolist()
-        return start, length, kind
-
-    def _receive(self, tensor: torch.Tensor) -> None:
-        """Fill a tensor with that of rank 0."""
+    def _read(self, start: int, buffer: torch.Tensor) -> OSError | None:
+        file, view = cast("io.FileIO", self._file), _bytes_of(buffer)
         try:
-            dist.broadcast(tensor, src=0, group=self._group)
+            file.seek(start)
+            while view:
+                length = file.readinto(view)
+                if not length:
+                    return OSError("the file is shorter than it was when it was opened")
+                view = view[length:]
+        except OSError as error:
+            return error
+        return None
+
+    # ------------------------------------------------------------------------------------ on the others
+
+    def _block_from_source(self) -> _Message:
+        while True:
+            message = self._hear()
+            if message.has(self._position):
+                return message
+            if message.kind in {_END, _FAILED}:
+                self._ended = True
+                raise OSError("rank 0 stopped reading the file before this rank did")
+            if message.kind == _ASKED:
+                raise OSError(
+                    f"rank 0 read {message.length} bytes at {message.start}, this rank wanted those at {self._position}"
+                )
+
+    def _hear(self) -> _Message:
+        """Receive a message, and begin to receive the one that it promises."""
+        if self._coming is not None:
+            header, buffer, turn = self._coming
+            self._wait(self._works[turn])
+            self._coming = None
+            message = _message(header, buffer)
+        else:
+            header, (buffer, _) = torch.empty(4, dtype=torch.int64), self._buffer()
+            self._wait(self._begin(header))
+            message = _message(header, buffer)
+            if message.kind in {_ASKED, _AHEAD, _DROP} and message.length:
+                self._wait(self._begin(buffer[: message.length]))
+        if message.promised:
+            header, (buffer, works), turn = torch.empty(4, dtype=torch.int64), self._buffer(), self._turn
+            works += self._begin(header)
+            works += self._begin(buffer[: message.promised])
+            self._coming = header, buffer, turn
+        return message
+
+    # ------------------------------------------------------------------------------------ on all
+
+    def _buffer(self) -> tuple[torch.Tensor, list[Any]]:
+        """Return the buffer whose turn it is, and where to note what still needs it: nothing by now."""
+        self._turn = (self._turn + 1) % NUM_BLOCKS
+        while len(self._buffers) <= self._turn:
+            self._buffers.append(torch.empty(min(self._block_bytes, max(self._size, 1)), dtype=torch.uint8))
+        self._wait(self._works[self._turn])
+        return self._buffers[self._turn], self._works[self._turn]
+
+    def _begin(self, tensor: torch.Tensor) -> list[Any]:
+        """Begin to fill a tensor with that of rank 0; it must live until it is waited for."""
+        try:
+            return [(dist.broadcast(tensor, src=0, group=self._group, async_op=True), tensor)]
+        except RuntimeError as error:
+            self._ended = True
+            raise OSError(f"the file could not be sent or received: {error}") from error
+
+    def _wait(self, works: list[Any]) -> None:
+        try:
+            while works:
+                works.pop(0)[0].wait()
         except RuntimeError as error:  # a rank is gone
             self._ended = True
             raise OSError(f"the file could not be sent or received: {error}") from error

@@ -6,12 +6,13 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
 
 from ddpkit.async_save import BackgroundSave, wait_for_folder
 from ddpkit.checkpoint_folder import CheckpointFolder, PreparedSave, SaveRequest, check_file_name, run_savers
-from ddpkit.checkpoint_hooks import SaveHook, find_save_hook
+from ddpkit.checkpoint_hooks import SaveHook, find_save_hook, saved_state, torch_save
 from ddpkit.checkpoint_records import (
     DIRECTORY_PREFIX,
     META_NAME,
@@ -22,7 +23,7 @@ from ddpkit.checkpoint_records import (
     read_checkpoint,
 )
 from ddpkit.distributed import exchange, get_world_size, if_main_process, run_on_main
-from ddpkit.errors import CheckpointError, MainProcessError
+from ddpkit.errors import CheckpointError, MainCheckpointError, MainProcessError
 from ddpkit.logger import get_logger
 from ddpkit.run_lock import FolderLock
 from ddpkit.snapshot import SnapshotMemory
@@ -48,6 +49,7 @@ class CheckpointSaving:
     _lock: FolderLock | None
     recoverables: dict[str, Any]
     custom_save_hooks: dict[str, SaveHook]
+    around_save: Callable[[bool], AbstractContextManager[None]] | None = None  # told whether an epoch has ended
 
     def __init__(self) -> None:
         self.verify_mode: VerifyMode = "full"
@@ -59,6 +61,7 @@ class CheckpointSaving:
         self._background = BackgroundSave()
         self._finalizer: weakref.finalize[..., CheckpointSaving] | None = None
         self._told_refusal = False
+        self._has_prepared = False
 
     def _save(
         self,
@@ -67,6 +70,17 @@ class CheckpointSaving:
         name: str | None,
         verbosity: int,
         retention: Retention | None = None,
+    ) -> Checkpoint | None:
+        with contextlib.nullcontext() if self.around_save is None else self.around_save(end_of_epoch):
+            return self._save_all(meta, end_of_epoch, name, verbosity, retention)
+
+    def _save_all(
+        self,
+        meta: Mapping[str, Any] | None,
+        end_of_epoch: bool,
+        name: str | None,
+        verbosity: int,
+        retention: Retention | None,
     ) -> Checkpoint | None:
         if name is not None:
             check_file_name(name, "the name of a checkpoint,")
@@ -140,6 +154,29 @@ class CheckpointSaving:
     def _acquire(lock: FolderLock) -> bool:
         lock.acquire()
         return True
+
+    def prepare_copies(self) -> None:
+        """Make room for the copies of the first save in the background, if saves are to be ``asynchronous``.
+
+        To be called once the optimizers have stepped, so that their states are there; later calls do nothing. Where
+        there is no room, or a state cannot be had, nothing is done: the save will tell.
+
+        Ranks: local; only the main process does anything.
+
+        State: memory of the size of the states, and a thread until it is touched.
+
+        Example:
+            >>> CheckpointSaving().prepare_copies()
+        """
+        if self._has_prepared or not self.asynchronous or not if_main_process():
+            return
+        self._has_prepared = True
+        try:
+            hooks = self._save_hooks()
+            objects = {name: obj for name, obj in self.recoverables.items() if hooks[name] is torch_save}
+            self._memory.prepare({name: saved_state(obj) for name, obj in objects.items()})
+        except Exception as error:  # noqa: BLE001 -- asked for by nobody
+            logger.debug("No room is made for the copies of a save: %s: %s", type(error).__name__, error)
 
     def _settle(self) -> None:
         try:
@@ -242,8 +279,8 @@ def on_main(function: Callable[..., T], *arguments: Any) -> T:
     """
     try:
         return cast("T", run_on_main(function, args=arguments))
-    except MainProcessError as error:
-        raise CheckpointError(str(error)) from error
+    except MainProcessError as error:  # the main process shows its own traceback
+        raise MainCheckpointError(str(error).partition("\n--- traceback of rank 0 ---")[0]) from None
 
 
 def hook_for(name: str, obj: Any, hook: HookT | None) -> HookT:

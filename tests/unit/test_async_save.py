@@ -520,3 +520,37 @@ def test_a_forked_process_has_nothing_to_wait_for(checkpointer, gate, use):
     gate.open.set()
     checkpointer.wait()
     assert verify(saved.path) == []
+
+
+# ------------------------------------------------------------------------------------------------ room made before
+
+
+def test_the_room_for_the_first_copy_is_made_once_and_used(tmp_path, model, monkeypatch):
+    optimizer = torch.optim.Adam(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    checkpointer = Checkpointer(tmp_path, {"model": model, "optimizer": optimizer})
+    checkpointer.prepare_copies()
+    assert checkpointer._memory._memory is None, "saves are not asynchronous"
+    checkpointer.asynchronous = True
+    checkpointer.prepare_copies()
+    room = checkpointer._memory._memory
+    assert len(room) >= 3 * sum(parameter.nbytes for parameter in model.parameters())
+    monkeypatch.setattr(snapshot.SnapshotMemory, "prepare", lambda *_: pytest.fail("once is enough"))
+    checkpointer.prepare_copies()
+    stamp(model, 3)
+    checkpointer.save_checkpoint(name="a")
+    checkpointer.wait()
+    assert checkpointer._memory._memory is room
+    assert stamps_in(tmp_path / "CKPT+a" / "model.ckpt") == {3.0}
+
+
+def test_what_cannot_be_prepared_is_left_to_the_save(tmp_path, model, monkeypatch):
+    monkeypatch.setattr(snapshot, "available_bytes", lambda: 0)
+    checkpointer = Checkpointer(tmp_path, {"model": model})
+    checkpointer.asynchronous = True
+    checkpointer.prepare_copies()
+    assert checkpointer._memory._memory is None
+    checkpointer.save_checkpoint(name="a")
+    assert stamps_in(tmp_path / "CKPT+a" / "model.ckpt") == {0.0}

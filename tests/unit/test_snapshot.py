@@ -4,6 +4,7 @@ import io
 import os
 import pickle
 from collections import OrderedDict
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -159,6 +160,76 @@ def test_the_memory_is_used_again_until_the_state_grows_or_shrinks_much():
     assert memory._memory is not kept
     memory.clear()
     assert memory._memory is None
+
+
+def test_memory_that_was_prepared_is_what_the_first_snapshot_takes():
+    memory = SnapshotMemory()
+    state = {"w": torch.ones(3 << 20), "n": 3}
+    memory.prepare({"a": state})
+    memory._preparing._thread.join()
+    prepared = memory._memory
+    pages = torch.frombuffer(prepared, dtype=torch.uint8)
+    assert resident_bytes(pages.data_ptr()) >= 3 << 22
+    state["w"][7] = 5
+    taken = memory.take({"a": state})
+    assert memory._memory is prepared
+    assert memory._preparing is None
+    assert torch.equal(taken.state("a")["w"], state["w"])
+
+
+def resident_bytes(address):
+    found = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        words = line.split()
+        if "-" in words[0] and ":" not in words[0]:
+            start, end = (int(text, 16) for text in words[0].split("-"))
+            found = start <= address < end
+        elif found and words[0] == "Rss:":
+            return int(words[1]) * 1024
+    raise AssertionError("not mapped")
+
+
+@pytest.mark.parametrize("end", ["take", "clear"])
+def test_preparing_ends_when_the_memory_is_wanted(monkeypatch, end):
+    monkeypatch.setattr(snapshot, "RESTS", 1e9)
+    memory = SnapshotMemory()
+    state = {"a": {"w": torch.ones(3 << 20)}}
+    memory.prepare(state)
+    thread = memory._preparing._thread
+    if end == "clear":
+        memory.clear()
+    else:
+        assert memory.take(state).state("a")["w"].sum() == 3 << 20
+    assert not thread.is_alive()
+
+
+def test_what_grows_after_it_was_prepared_for_is_copied_all_the_same():
+    memory = SnapshotMemory()
+    memory.prepare({"a": torch.ones(1 << 18)})
+    assert memory.take({"a": torch.ones(1 << 20)}).state("a").sum() == 1 << 20
+    memory.prepare({"a": torch.ones(8)})  # what there is already is kept
+    assert len(memory._memory) >= 4 << 20
+
+
+def test_preparing_says_when_there_is_no_room(monkeypatch):
+    monkeypatch.setattr(snapshot, "available_bytes", lambda: 300 << 20)
+    with pytest.raises(MemoryError, match="a copy takes"):
+        SnapshotMemory().prepare({"a": torch.zeros(20 << 20)})
+
+
+def test_a_forked_process_does_not_wait_for_a_thread_that_it_does_not_have(monkeypatch):
+    monkeypatch.setattr(snapshot, "RESTS", 1e9)
+    memory = SnapshotMemory()
+    memory.prepare({"a": torch.ones(3 << 20)})
+    pid = os.fork()
+    if pid == 0:
+        try:
+            memory.clear()
+            os._exit(0)
+        finally:
+            os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    memory.clear()
 
 
 def test_no_room_is_a_memory_error_that_says_how_much_there_is(monkeypatch):

@@ -204,8 +204,7 @@ def test_a_full_disk_is_named_with_path_and_free_bytes_although_torch_hides_it(t
         commit_directory(tmp_path / "CKPT+a", write)
     assert raised.value.__cause__.errno == errno.ENOSPC
     assert str(tmp_path / "CKPT+a") in str(raised.value)
-    assert "1000 bytes written" in str(raised.value)
-    assert " bytes free" in str(raised.value)
+    assert " bytes free)" in str(raised.value)
     assert names(tmp_path) == []
 
 

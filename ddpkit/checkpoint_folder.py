@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
+import math
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -51,6 +52,7 @@ __all__ = ["CheckpointFolder", "PreparedSave", "SaveRequest", "check_file_name",
 logger = get_logger(__name__)
 
 META_HEAD = "# yamllint disable\n"
+LONGEST_NAME = 240  # bytes: file systems take 255, of which ".trash-of-CKPT+" needs 15
 
 T = TypeVar("T")
 
@@ -63,7 +65,7 @@ def check_file_name(name: str, what: str) -> None:
         what: what it names, for the message.
 
     Raises:
-        ConfigError: it is empty, or leads elsewhere.
+        ConfigError: it is no text, empty or too long, or leads elsewhere.
 
     Ranks: local.
 
@@ -72,10 +74,17 @@ def check_file_name(name: str, what: str) -> None:
         Traceback (most recent call last):
         ddpkit.errors.ConfigError: the name of a recoverable, '../model' cannot become a file name: it contains '/'.
     """
+    if not isinstance(name, str):
+        raise ConfigError(f"{what} {name!r} cannot become a file name: it is a {type(name).__name__}. Give a text.")
     bad = [part for part in ("/", "\\", os.sep, "\0", "..") if part in name]
     if bad or not name:
         raise ConfigError(
             f"{what} {name!r} cannot become a file name: it {f'contains {bad[0]!r}' if bad else 'is empty'}."
+        )
+    length = len(os.fsencode(name))
+    if length > LONGEST_NAME:
+        raise ConfigError(
+            f"{what} {name[:40]!r}... cannot become a file name: it has {length} bytes, and at most {LONGEST_NAME} fit."
         )
 
 
@@ -111,9 +120,10 @@ class SaveRequest:
         """Return the hooks that run on every rank, or on the main process alone."""
         return {name: hook for name, hook in self.hooks.items() if saves_on_every_rank(hook) == every_rank}
 
-    def meta_text(self) -> str:
-        """Return the content of ``CKPT.yaml``."""
-        meta = {"unixtime": time.time(), "end-of-epoch": self.end_of_epoch, **self.meta}
+    def meta_text(self, after: float = 0.0) -> str:
+        """Return the content of ``CKPT.yaml``; a clock that was set back makes it no older than ``after``."""
+        now = max(time.time(), math.nextafter(after, math.inf))
+        meta = {"unixtime": now, "end-of-epoch": self.end_of_epoch, **self.meta}
         return META_HEAD + META_MARK + dump_plain_yaml(meta)
 
     def states(self, hooks: Mapping[str, Any]) -> dict[str, Any]:
@@ -306,7 +316,8 @@ class CheckpointFolder:
         return PreparedSave(coming, functools.partial(self._commit, rest, staging, final, write, needed), refusal)
 
     def _write_meta(self, save: SaveRequest, staging: Path) -> dict[str, Any]:
-        write_file(staging / META_NAME, lambda handle: handle.write(save.meta_text().encode()))
+        text = save.meta_text(self.ledger.latest)
+        write_file(staging / META_NAME, lambda handle: handle.write(text.encode()))
         return read_checkpoint(staging).meta  # what could not be found again is not saved
 
     def _commit(
@@ -324,6 +335,7 @@ class CheckpointFolder:
         kind = "an end-of-epoch" if save.end_of_epoch else "an intra-epoch"
         logger.log(save.verbosity, "Saved %s checkpoint in %s", kind, final)
         checkpoint = read_checkpoint(final)
+        self.ledger.note_time(checkpoint)
         if save.retention is not None:
             self.attempt(self.delete, save.retention, save.verbosity)
         return checkpoint

@@ -35,6 +35,7 @@ __all__ = [
     "average_checkpoints",
     "average_state_dicts",
     "ckpt_recency",
+    "damage_of",
     "deletable",
     "ranked",
     "read_checkpoint",
@@ -334,12 +335,33 @@ def _read_checked(path: Path, mode: VerifyMode) -> Checkpoint:
     return checkpoint
 
 
-def _faults(checkpoint: Checkpoint, mode: VerifyMode) -> list[str]:
+def damage_of(path: Path, mode: VerifyMode) -> list[str]:
+    """Say why a checkpoint is not what was saved: as :func:`ddpkit.storage.verify`, and its manifest must not be gone.
+
+    Args:
+        path: the directory.
+        mode: how closely to look.
+
+    Returns:
+        One reason per fault; empty when all is well.
+
+    Raises:
+        ConfigError: an unknown ``mode``.
+
+    Ranks: local.
+
+    Example:
+        >>> import tempfile
+        >>> path = Path(tempfile.mkdtemp())
+        >>> _ = (path / "CKPT.yaml").write_text(META_MARK)
+        >>> damage_of(path, "size")
+        ['manifest.json is missing']
+    """
     try:
-        marked = META_MARK in read_text(checkpoint.path / META_NAME)
+        marked = META_MARK in read_text(path / META_NAME)
     except (OSError, UnicodeDecodeError) as error:
         return [f"{META_NAME} cannot be read: {error}"]
-    return verify(checkpoint.path, mode, expect_manifest=marked)
+    return verify(path, mode, expect_manifest=marked)
 
 
 class DamageLedger:
@@ -347,6 +369,7 @@ class DamageLedger:
 
     Attributes:
         reasons: why each damaged checkpoint is, by its path.
+        latest: the greatest ``unixtime`` of those that it has seen, in seconds since 1970.
 
     Ranks: local.
 
@@ -364,6 +387,13 @@ class DamageLedger:
 
     def __init__(self) -> None:
         self.reasons: dict[Path, str] = {}
+        self.latest = 0.0
+
+    def note_time(self, checkpoint: Checkpoint) -> None:
+        """Remember when a checkpoint was saved, for those that come after it (:attr:`latest`)."""
+        time = ckpt_recency(checkpoint)
+        if math.isfinite(time):
+            self.latest = max(self.latest, time)
 
     def scan(self, folder: Path, mode: VerifyMode = "off") -> list[Checkpoint]:
         """Read the checkpoints in a folder; report those that cannot be read and leave them out.
@@ -387,6 +417,7 @@ class DamageLedger:
             try:
                 if _holds_a_checkpoint(path):
                     found.append(_read_checked(path, mode))
+                    self.note_time(found[-1])
             except CheckpointError as error:
                 if os.path.lexists(path):  # else another process has deleted it meanwhile
                     self.report(path, str(error))
@@ -394,7 +425,7 @@ class DamageLedger:
 
     def is_whole(self, checkpoint: Checkpoint, mode: VerifyMode) -> bool:
         """Verify a checkpoint; report one that is damaged, forget what was reported of one that is whole."""
-        faults = _faults(checkpoint, mode)
+        faults = damage_of(checkpoint.path, mode)
         if faults:
             self.report(checkpoint.path, "; ".join(faults))
         else:
@@ -435,20 +466,30 @@ def average_state_dicts(state_dicts: Iterable[Mapping[str, Any]]) -> dict[str, A
     count = 0
     for state in state_dicts:
         count += 1
+        if not isinstance(state, Mapping):
+            raise ConfigError(f"a {type(state).__name__} cannot be averaged: states of modules are needed, by name.")
         if first is None:
             first = {name: _copy_of(value) for name, value in state.items()}
             sums = {name: _wide_copy(value) for name, value in state.items() if _can_be_averaged(value)}
             continue
-        if state.keys() != first.keys():
-            raise ConfigError(f"the states differ in {sorted(state.keys() ^ first.keys())}: they are of other models.")
-        for name, total in sums.items():
-            if state[name].shape != total.shape:
-                shapes = f"{tuple(state[name].shape)} and {tuple(total.shape)}"
-                raise ConfigError(f"{name} has different shapes in two of the states: {shapes}.")
-            total.add_(state[name].detach().to(total.device, total.dtype))
+        _add_state(sums, state, first)
     if first is None:
         raise ConfigError("average_state_dicts was given no state; at least one is needed.")
     return first | {name: (total / count).to(first[name].dtype) for name, total in sums.items()}
+
+
+def _add_state(sums: Mapping[str, torch.Tensor], state: Mapping[str, Any], first: Mapping[str, Any]) -> None:
+    if state.keys() != first.keys():
+        different = sorted(map(str, state.keys() ^ first.keys()))
+        raise ConfigError(f"the states differ in {different}: they are of other models.")
+    for name, total in sums.items():
+        value = state[name]
+        if not isinstance(value, torch.Tensor):
+            raise ConfigError(f"{name} is a tensor in one of the states and a {type(value).__name__} in another.")
+        if value.shape != total.shape:
+            shapes = f"{tuple(value.shape)} and {tuple(total.shape)}"
+            raise ConfigError(f"{name} has different shapes in two of the states: {shapes}.")
+        total.add_(value.detach().to(total.device, total.dtype))
 
 
 def _can_be_averaged(value: Any) -> bool:

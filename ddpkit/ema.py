@@ -248,11 +248,11 @@ class WeightAverage:
         Raises:
             CheckpointError: it is no such state, or one of other modules.
         """
-        if not isinstance(state, Mapping) or not isinstance(state.get(COUNT), torch.Tensor):
+        if not isinstance(state, Mapping) or not _is_count(state.get(COUNT)):
             raise CheckpointError(f"it is no average of weights, which would hold the number of updates as {COUNT!r}.")
         weights = {weight.names[0]: weight.now() for weight in self._weights()}
         strange = sorted(weights.keys() - state.keys())
-        strange += sorted(state.keys() - {COUNT} - weights.keys() - self._module_state().keys())
+        strange += sorted(map(str, state.keys() - {COUNT} - weights.keys() - self._module_state().keys()))
         strange += sorted(name for name, now in weights.items() if name in state and not _fits(state[name], now))
         if strange:
             listed = ", ".join(strange[:5]) + (f" and {len(strange) - 5} more" if len(strange) > 5 else "")  # noqa: PLR2004
@@ -304,6 +304,11 @@ class WeightAverage:
 
 def _can_be_averaged(value: torch.Tensor) -> bool:
     return (value.is_floating_point() or value.is_complex()) and not is_lazy(value)
+
+
+def _is_count(value: Any) -> bool:
+    whole = isinstance(value, torch.Tensor) and not value.is_floating_point() and not value.is_complex()
+    return whole and value.numel() == 1 and int(value) >= 0
 
 
 def _fits(saved: Any, now: torch.Tensor) -> bool:

@@ -288,5 +288,8 @@ def _describe_torch() -> list[str]:
 def _driver_device_names() -> list[str]:
     """Ask NVIDIA's driver, and not CUDA, which the process may want to start on another device or never."""
     reports = sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))
-    lines = [line for report in reports for line in report.read_text(encoding="utf-8").splitlines()]
+    try:
+        lines = [line for report in reports for line in report.read_text(encoding="utf-8").splitlines()]
+    except (OSError, UnicodeDecodeError):  # a driver that is just being replaced
+        return []
     return [line.partition(":")[2].strip() for line in lines if line.startswith("Model:")]

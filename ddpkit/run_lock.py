@@ -15,6 +15,10 @@ do not all offer, and no clock is compared with that of another host.
 or has another start time; a stopped process is alive. From elsewhere: when the counter stands still for three
 renewals. A lock that cannot be read is treated like one from elsewhere.
 
+**Is it alive?** In the same place as above: when its process has been there for two seconds, which a run needs that has
+just been told to end. One that was killed and is not gone yet, because the kernel still frees its memory or ends a
+write, is waited for, for three renewals at most. From elsewhere: when the counter was seen to move twice.
+
 **Fencing.** A run that was taken for dead may still live: stopped, or cut off from the others. Call the old owner O and
 the new one P. What O may do late, with P's takeover just after O looked:
 
@@ -46,7 +50,7 @@ import contextlib
 import errno
 import json
 import os
-import socket
+import stat
 import sys
 import threading
 import time
@@ -57,6 +61,7 @@ from pathlib import Path
 
 from ddpkit import storage
 from ddpkit.errors import CheckpointError, FolderInUseError
+from ddpkit.liveness import has_ended, is_ending, state_and_start, this_place
 from ddpkit.logger import get_logger
 from ddpkit.storage import REPLACED_PREFIX, STAGING_PREFIX, TRASH_PREFIX, remove_directory
 
@@ -68,12 +73,12 @@ LOCK_NAME = ".lock"
 RENEWAL_SECONDS = 10.0
 RENEWALS_PER_LEASE = 3
 CHANGES_OF_THE_LIVING = 2  # a run that is about to die may renew once more
+GRACE_SECONDS = 2.0  # for a run of this host that may be about to end; less, where a renewal is less
 LONGEST_NAP_SECONDS = 0.2
 NFS_PREFIX = ".nfs"  # what an NFS client makes of a file that is deleted while one of its processes reads it
 
 OCCUPIED = {errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR}
 GONE = {errno.ENOENT, errno.ENOTDIR, errno.ESTALE}
-DEAD_STATES = "ZXx"
 LONGEST_RECORD = 4096
 
 
@@ -125,7 +130,7 @@ class Holder:
         pid = os.getpid()
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime())
         script = Path((getattr(sys, "argv", None) or [""])[0]).name
-        return cls(token, *_place(), pid, _process_stat(f"/proc/{pid}/stat")[1], since, ascii(script[:80])[1:-1])
+        return cls(token, *this_place(), pid, state_and_start(pid)[1], since, ascii(script[:80])[1:-1])
 
     def is_here(self) -> bool:
         """Say whether its process can be looked up from this one.
@@ -133,7 +138,7 @@ class Holder:
         Ranks: local.
         """
         place = (self.host, self.boot_id, self.pid_namespace)
-        return all(place) and self.pid > 0 and place == _place()
+        return all(place) and self.pid > 0 and place == this_place()
 
     def has_ended(self) -> bool:
         """Say whether its process is known to have ended. One that cannot be looked up is not.
@@ -143,8 +148,15 @@ class Holder:
         if not self.is_here():
             return False
         if self.pid == os.getpid():  # a lock of this very process, or of one that it took the place of with exec
-            return all(hold.token != self.token for hold in _Holds.of_this_process().values())
-        return _process_has_ended(self.pid, self.process_started)
+            return all(hold.token != self.token for hold in list(_Holds.of_this_process().values()))
+        return has_ended(self.pid, self.process_started)
+
+    def is_ending(self) -> bool:
+        """Say whether its process was killed, or ends by itself, and is not gone yet.
+
+        Ranks: local.
+        """
+        return self.is_here() and is_ending(self.pid)
 
     def __str__(self) -> str:
         if not self.pid:
@@ -191,6 +203,12 @@ def _find(folder: Path) -> _Found | None:
         names = sorted(path.name for path in lock.iterdir())
     except NotADirectoryError:
         return _look(lock)
+    except PermissionError as error:
+        raise FolderInUseError(
+            f"the lock {lock} is another user's, and this one may not look into it: whether that run lives cannot be "
+            "told. Wait until the lock is gone, or give this run a folder of its own. If it is certain that the other "
+            "has ended, remove the lock, or have its owner do so."
+        ) from error
     except OSError:
         return None
     found = (_look(lock / name) for name in names if not name.startswith(NFS_PREFIX))
@@ -200,8 +218,9 @@ def _find(folder: Path) -> _Found | None:
 def _look(path: Path) -> _Found | None:
     raw = b""
     try:
-        with contextlib.suppress(PermissionError, IsADirectoryError), path.open("rb") as file:
-            raw = file.read(LONGEST_RECORD)
+        if stat.S_ISREG(path.lstat().st_mode):  # opening a pipe may never end
+            with contextlib.suppress(PermissionError), path.open("rb") as file:
+                raw = file.read(LONGEST_RECORD)
         changed = path.lstat().st_mtime_ns
     except OSError as error:
         if error.errno in GONE:
@@ -220,43 +239,6 @@ def _parse(token: str, raw: bytes) -> Holder:
     except (ValueError, LookupError, TypeError, RecursionError):
         pass
     return Holder(token)
-
-
-def _place() -> tuple[str, str, str]:
-    """Return where a process number means one process: host, boot, namespace; empty where it cannot be known."""
-    boot_id = namespace = ""
-    with contextlib.suppress(OSError):
-        if Path("/proc/self").readlink() == Path(str(os.getpid())):  # else /proc shows another namespace
-            boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-            namespace = str(Path("/proc/self/ns/pid").readlink())
-    return socket.gethostname(), boot_id, namespace
-
-
-def _process_stat(path: str | os.PathLike[str]) -> tuple[str, int]:
-    """Return a process's state, a letter, and its start in clock ticks since boot; ``("", 0)`` if unknown."""
-    try:
-        words = Path(path).read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-    except OSError:
-        return "", 0
-    return words[0], int(words[19])
-
-
-def _process_has_ended(pid: int, started: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except (ProcessLookupError, OverflowError):
-        return True
-    except PermissionError:
-        pass  # it is there, and another user's
-    state, its_start = _process_stat(f"/proc/{pid}/stat")
-    if not state:  # hidden from this user, or gone since: the next look tells
-        return False
-    if its_start != started:
-        return True
-    if state not in DEAD_STATES:
-        return False
-    # A killed process shows as a zombie while a thread of it still ends a write.
-    return all(_process_stat(task / "stat")[0] in DEAD_STATES for task in Path(f"/proc/{pid}/task").glob("*"))
 
 
 # ---------------------------------------------------------------------------------------- waiting for a folder
@@ -300,9 +282,12 @@ class _Watch:
             if not found.holder.has_ended():
                 logger.info("%s is held by %s: waiting to see whether it lives.", self.folder, found.holder)
         if found.holder.is_here():
-            if not found.holder.has_ended() and now - self.since >= self.renewal:
+            if found.holder.has_ended():
+                return True
+            patience = self.lease if found.holder.is_ending() else min(GRACE_SECONDS, self.renewal)
+            if now - self.since >= patience:
                 raise self.refusal("it is alive", found.holder)
-            return found.holder.has_ended()
+            return False
         if self.seen.content != found.content:
             self.seen, self.since, self.changes = found, now, self.changes + 1
         if self.changes >= CHANGES_OF_THE_LIVING:
@@ -310,10 +295,15 @@ class _Watch:
         return now - self.since >= self.lease
 
     def refusal(self, why: str, by: Holder | None) -> CheckpointError:
+        if by is not None and by.is_here():
+            end = f"end it (kill {by.pid})"
+            rest = ""
+        else:
+            end = "end it"
+            rest = f" If it is certain that the other has ended, remove {self.folder / LOCK_NAME}."
         return FolderInUseError(
-            f"the folder {self.folder} is in use by another run: {by or 'others'} ({why}). Two runs cannot save into"
-            " one folder. Wait for the other or end it, or give this run a folder of its own. If it is certain that "
-            f"the other has ended, remove {self.folder / LOCK_NAME}."
+            f"the folder {self.folder} is in use by another run: {by or 'others'} ({why}). Two runs cannot save into "
+            f"one folder. Wait for the other, {end}, or give this run a folder of its own.{rest}"
         )
 
 
@@ -444,8 +434,8 @@ class _Hold:
     def require(self) -> None:
         if not self.is_ours():
             raise FolderInUseError(
-                f"{self._how_lost()} Nothing is saved or deleted there any more, so that the other's checkpoints stay "
-                "whole. End this run, or give it a folder of its own."
+                f"{self._how_lost()} Nothing is saved or deleted there any more, lest another run's checkpoints are "
+                "harmed. End this run, or give it a folder of its own."
             )
 
     def _how_lost(self) -> str:
@@ -523,8 +513,8 @@ class FolderLock:
     def acquire(self) -> None:
         """Take the lock, or share it if this process has it already; then nobody else's half-made save can appear.
 
-        Waits for a run that is about to end: up to one renewal for a process of this host, up to three for the lock
-        of another one to prove dead.
+        Waits for a run that is about to end: two seconds for a process of this host that lives, up to three renewals
+        for one that was killed and is not gone yet, and for the lock of another host to prove dead or alive.
 
         Raises:
             CheckpointError: another run holds it and lives; it was lost to another run; or the folder is not there,
@@ -608,6 +598,8 @@ class FolderLock:
         self.require()
         aside = path.with_name(REPLACED_PREFIX + path.name)
         try:
+            if os.path.lexists(aside) and os.path.lexists(path):
+                self._drop(aside)
             storage.FILES.rename(path, aside)
         except FileNotFoundError:
             return
@@ -620,6 +612,18 @@ class FolderLock:
             with contextlib.suppress(OSError):  # put back already by who holds the folder now
                 storage.FILES.rename(aside, path)
             raise type(error)(str(error).replace(aside.name, path.name)) from error.__cause__
+
+    def _drop(self, old: Path) -> None:
+        """Delete what a save has replaced that died right after, unless the folder turns out to be another run's."""
+        trash = old.with_name(f"{TRASH_PREFIX}{uuid.uuid4().hex[:12]}")
+        storage.FILES.rename(old, trash)
+        try:
+            self.require()
+        except CheckpointError:
+            with contextlib.suppress(OSError):
+                storage.FILES.rename(trash, old)
+            raise
+        remove_directory(trash)
 
     def clean(self) -> None:
         """Remove what interrupted saves have left, and put back what one of them had moved away.

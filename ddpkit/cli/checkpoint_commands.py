@@ -11,7 +11,7 @@ from typing import Any
 
 from ddpkit.checkpoint_records import Selection
 from ddpkit.cli.contents import Looking, describe
-from ddpkit.cli.inspection import Found, Leftover, find_all, find_leftovers, is_checkpoint, look_at
+from ddpkit.cli.inspection import Found, Leftover, find, find_leftovers, is_checkpoint, look_at, names_checkpoint
 from ddpkit.cli.outputs import Output, average, choose, export
 from ddpkit.cli.words import (
     age_text,
@@ -57,9 +57,8 @@ def command_ls(options: argparse.Namespace) -> int:
         True
     """
     folder: Path = options.path
-    alone = is_checkpoint(folder)
-    found = [look_at(folder, options.verify)] if alone else find_all(folder, options.verify)
-    leftovers = [] if alone else find_leftovers(folder)
+    found = find(folder, options.verify)
+    leftovers = [] if names_checkpoint(folder) else find_leftovers(folder)
     if options.json:
         say_json(_as_data(folder, found, leftovers, options.verify))
     elif found:
@@ -81,7 +80,6 @@ def _width() -> int:
 
 
 def _listing(found: Sequence[Found], mode: str, width: int) -> list[str]:
-
     def lay_out(*, ages: bool) -> list[str]:
         rows: list[tuple[str, ...]] = [("name", "age" if ages else "saved", "epoch", "step", "size", "ranks", "files")]
         rows += [_row(one, mode, ages=ages) for one in found]
@@ -108,7 +106,6 @@ def _listing(found: Sequence[Found], mode: str, width: int) -> list[str]:
 
 
 def _row(one: Found, mode: str, *, ages: bool) -> tuple[str, ...]:
-
     steps = one.brain.get("optimizer_step")
     return (
         printable(one.path.name),
@@ -145,7 +142,6 @@ def _time_text(seconds: float, form: str = "%Y-%m-%d %H:%M") -> str:
 
 
 def _sums(folder: Path, found: Sequence[Found], mode: str) -> list[str]:
-
     damaged = sum(bool(one.reasons) for one in found)
     bare = sum(not one.manifest and not one.reasons for one in found)
     text = f"{_several(len(found), 'checkpoint')} in {printable(folder)}, {size_text(sum(one.size for one in found))}"
@@ -160,7 +156,6 @@ def _sums(folder: Path, found: Sequence[Found], mode: str) -> list[str]:
 
 
 def _leftover_text(leftover: Leftover) -> str:
-
     name = f"{printable(leftover.path.name)} ({size_text(leftover.size)})"
     if leftover.replaced is not None:
         old = printable(leftover.replaced)
@@ -245,11 +240,7 @@ def command_show(options: argparse.Namespace) -> int:
 
 def _one(path: Path, mode: VerifyMode) -> Found:
     """Look at the checkpoint that is named, or at the newest of a folder."""
-    if is_checkpoint(path) or path.name.startswith("CKPT"):
-        if not path.is_dir():
-            raise CheckpointError(f"there is no checkpoint {str(path)!r}.")
-        return look_at(path, mode)
-    found = find_all(path, mode)
+    found = find(path, mode)
     whole = [one for one in found if not one.reasons]
     if not found:
         raise CheckpointError(f"there is no checkpoint in {str(path)!r}.{_hint(path)}")
@@ -257,7 +248,6 @@ def _one(path: Path, mode: VerifyMode) -> Found:
 
 
 def _facts(one: Found, mode: str) -> list[str]:
-
     made = [
         f"{printable(name)} {value_text(value, 60)}" for name, value in one.manifest.items() if name != "world_size"
     ]
@@ -288,7 +278,6 @@ def _state_words(one: Found, mode: str) -> str:
 
 
 def _several(number: Any, noun: str, plural: str = "s") -> str:
-
     return f"{value_text(number, 20)} {noun}{'' if number == 1 else plural}"
 
 
@@ -315,11 +304,10 @@ def command_verify(options: argparse.Namespace) -> int:
     """
     damaged = False
     for path in options.paths:
-        single = is_checkpoint(path) or (path.name.startswith("CKPT") and path.is_dir())
-        paths = [path] if single else [one.path for one in find_all(path, "off")]
-        if not paths:
+        found = find(path, "off")
+        if not found:
             raise CheckpointError(f"there is no checkpoint in {str(path)!r}.{_hint(path)}")
-        for directory in paths:
+        for directory in (one.path for one in found):
             one = look_at(directory, "full")
             damaged = damaged or bool(one.reasons)
             about = f"{_several(len(one.files), 'file')}, {size_text(one.size)}"
@@ -353,11 +341,20 @@ def command_average(options: argparse.Namespace) -> int:
         >>> callable(command_average)
         True
     """
+    output = _output(options)
+    average(choose(options.paths, _selection(options), options.num), options.recoverable, output)
+    return 0
+
+
+def _output(options: argparse.Namespace) -> Output:
+    """Return where the result goes; refuse it before every byte of the checkpoints is read."""
     output = Output(options.output, options.format, options.force)
     output.check()
-    selection = Selection(max_key=options.max_key, min_key=options.min_key)
-    average(choose(options.paths, selection, options.num), options.recoverable, output)
-    return 0
+    return output
+
+
+def _selection(options: argparse.Namespace) -> Selection:
+    return Selection(max_key=options.max_key, min_key=options.min_key)
 
 
 def command_export(options: argparse.Namespace) -> int:
@@ -378,8 +375,7 @@ def command_export(options: argparse.Namespace) -> int:
         >>> callable(command_export)
         True
     """
-    output = Output(options.output, options.format, options.force)
-    output.check()
-    [checkpoint] = choose([options.path], Selection(max_key=options.max_key, min_key=options.min_key), 1)
+    output = _output(options)
+    [checkpoint] = choose([options.path], _selection(options), 1)
     export(checkpoint, options.recoverable, output)
     return 0

@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 import zipfile
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ __all__ = ["Looking", "describe", "load_plainly", "tensors_in"]
 KEPT_BYTES = 4096
 MAX_NESTING = 6
 MAX_TENSORS = 100_000
-_ZIP, _PICKLE = b"PK", b"\x80"
+_OF_TORCH = (b"PK", b"\x80")  # how a zip archive begins, and a pickle
 
 
 @dataclass(frozen=True)
@@ -70,13 +70,12 @@ def describe(path: Path, how: Looking) -> list[str]:
         ['module: 3 numbers in 2 tensors (float32)']
     """
     try:
-        with path.open("rb") as handle:
-            start = handle.read(2)
+        start = _start(path)
     except OSError as error:
         return [f"cannot be read: {error.strerror or error}"]
     if not start:
         return ["empty"]
-    if start == _ZIP or start[:1] == _PICKLE:
+    if start.startswith(_OF_TORCH):
         return _describe_saved(path, how)
     text = small_text(path)
     if text is None:
@@ -89,12 +88,18 @@ def _describe_saved(path: Path, how: Looking) -> list[str]:
         value = load_plainly(path, map_location=_without_large_storages)
     except CheckpointError as error:
         return indented(printable(error), how.width, "")
-    found = dict(tensors_in(value))
-    lines = _summary(value, found, how)
+    ranks = _ranks_in(value)
+    found = dict(tensors_in(value if ranks is None else _alike(ranks)))
+    lines = _summary(value, found, how) if ranks is None else _ranks(ranks, how)
     if how.tensors and found:
         rows = [(printable(name), shape_text(tensor), dtype_text(tensor)) for name, tensor in found.items()]
         lines += ["", *table([("name", "shape", "dtype"), *rows])]
     return lines
+
+
+def _start(path: Path) -> bytes:
+    with path.open("rb") as handle:
+        return handle.read(2)
 
 
 def load_plainly(path: Path, map_location: Any = "cpu") -> Any:
@@ -105,8 +110,8 @@ def load_plainly(path: Path, map_location: Any = "cpu") -> Any:
         map_location: as in ``torch.load``.
 
     Raises:
-        CheckpointError: it cannot be read, would run code, or is compressed, which ``torch.save`` never does: a small
-            file could then ask for any amount of memory.
+        CheckpointError: it cannot be read, is no file of ``torch.save``, would run code, or is compressed, which
+            ``torch.save`` never does: a small file could then ask for any amount of memory.
 
     Ranks: local.
 
@@ -117,6 +122,11 @@ def load_plainly(path: Path, map_location: Any = "cpu") -> Any:
         >>> load_plainly(path)
         {'step': 3}
     """
+    try:
+        if not _start(path).startswith(_OF_TORCH):
+            raise CheckpointError(f"cannot load {path}: it is no file of torch.save, and holds no tensors.")
+    except OSError as error:
+        raise CheckpointError(f"cannot load {path}: {error.strerror or error}.") from error
     try:
         with zipfile.ZipFile(path) as archive:
             squeezed = [entry.filename for entry in archive.infolist() if entry.compress_type != zipfile.ZIP_STORED]
@@ -205,6 +215,69 @@ def _optimizer(value: Mapping[str, Any], found: Mapping[str, torch.Tensor], how:
         text = f"group {number}: {owned} parameter{'s' * (owned != 1)}, {', '.join(options)}"
         lines += indented(text, how.width, "")
     return _cut(lines, how.lines, "lines")
+
+
+# ---------------------------------------------------------------------------------------- the states of ranks
+
+
+def _ranks_in(value: Any) -> list[Any] | None:
+    """Return the state of each rank if a file holds those of several, as ``ranks.ckpt`` does; else None."""
+    ranks = value.get("ranks") if isinstance(value, Mapping) else None
+    return ranks if isinstance(ranks, list) and {"format", "ranks"} <= value.keys() else None
+
+
+def _ranks(ranks: Sequence[Any], how: Looking) -> list[str]:
+    """Say what is known of each rank; those of which it is the same stand on one line."""
+    groups: dict[str, list[int]] = {}
+    for number, state in enumerate(ranks):
+        groups.setdefault(_rank_text(state), []).append(number)
+    lines = [line for text, ones in groups.items() for line in indented(f"{_spans(ones)}: {text}", how.width, "")]
+    return _cut(lines, how.lines, "lines") or ["no ranks"]
+
+
+def _rank_text(state: Any) -> str:
+    if state is None:
+        return "not known"
+    if not isinstance(state, Mapping):
+        return value_text(state, 60)
+    told = []
+    for name, inner in state.items():
+        if isinstance(inner, Mapping):
+            names = [printable(one) for one, content in inner.items() if not _is_nothing(content)]
+            told += [f"{printable(name)} ({', '.join(names)})"] if names else []
+        elif not _is_nothing(inner):
+            told.append(f"{printable(name)}={value_text(inner, 60)}")
+    return ", ".join(told) or "nothing"
+
+
+def _is_nothing(value: Any) -> bool:
+    return value is None or (isinstance(value, (list, tuple, Mapping, str)) and not value)
+
+
+def _spans(numbers: Sequence[int]) -> str:
+    """Return ascending numbers as text, runs of them by their ends."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][-1] == number - 1:
+            runs[-1] = [runs[-1][0], number]
+        else:
+            runs.append([number])
+    return f"rank{'s' * (len(numbers) != 1)} " + ", ".join("-".join(map(str, run)) for run in runs)
+
+
+def _alike(ranks: Sequence[Any]) -> dict[str, dict[str, torch.Tensor]]:
+    """Return one tensor for all of one name, shape and dtype, under the ranks that have it."""
+    groups: dict[tuple[str, str, str], list[int]] = {}
+    tensors: dict[tuple[str, str, str], torch.Tensor] = {}
+    for number, state in enumerate(ranks):
+        for name, tensor in tensors_in(state):
+            key = name, shape_text(tensor), dtype_text(tensor)
+            groups.setdefault(key, []).append(number)
+            tensors[key] = tensor
+    found: dict[str, dict[str, torch.Tensor]] = {}
+    for key, ones in groups.items():
+        found.setdefault(_spans(ones), {})[key[0]] = tensors[key]
+    return found
 
 
 def _mappings(state: Any) -> list[Mapping[str, Any]]:

@@ -6,6 +6,7 @@ device would not end.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import stat
@@ -16,22 +17,23 @@ from typing import Any
 
 from ddpkit.checkpoint_records import (
     DIRECTORY_PREFIX,
-    META_MARK,
     META_NAME,
     SUFFIX,
     Checkpoint,
     ckpt_recency,
+    damage_of,
     read_checkpoint,
 )
 from ddpkit.errors import CheckpointError
 from ddpkit.plain_yaml import load_plain_yaml
-from ddpkit.storage import MANIFEST_NAME, REPLACED_PREFIX, STAGING_PREFIX, TRASH_PREFIX, VerifyMode, verify
+from ddpkit.storage import MANIFEST_NAME, REPLACED_PREFIX, STAGING_PREFIX, TRASH_PREFIX, VerifyMode, read_text
 
-__all__ = ["Found", "Leftover", "find_all", "find_leftovers", "is_checkpoint", "look_at", "small_text"]
+__all__ = ["Found", "Leftover", "find", "find_leftovers", "is_checkpoint", "look_at", "names_checkpoint", "small_text"]
 
 MAX_META_BYTES = 4_000_000
-MAX_MANIFEST_BYTES = 64_000_000
 MAX_TEXT_BYTES = 64_000
+MAX_NAMED = 5
+UNSEEN = "it cannot be looked into"
 BRAIN = f"brain{SUFFIX}"
 
 #: What the meta of a checkpoint says beside the metrics.
@@ -48,8 +50,6 @@ class Found:
         files: size in bytes of each regular file, by its name relative to the directory.
         manifest: what ``manifest.json`` says beside the files; empty if there is none that can be read.
         reasons: what is wrong; empty for a checkpoint that is whole as far as was looked.
-        brain: what ``brain.ckpt`` says of the loop; empty if it is not there or is no YAML.
-        counter: the number in an epoch counter's file; None if none was recognised.
 
     Ranks: local.
 
@@ -64,8 +64,11 @@ class Found:
     files: dict[str, int] = field(default_factory=dict)
     manifest: dict[str, Any] = field(default_factory=dict)
     reasons: tuple[str, ...] = ()
-    brain: dict[str, Any] = field(default_factory=dict)
-    counter: int | None = None
+
+    @functools.cached_property
+    def brain(self) -> dict[str, Any]:
+        """What ``brain.ckpt`` says of the loop; empty if it is not there or is no YAML. Read when it is asked for."""
+        return _brain(self.path, self.files)
 
     @property
     def size(self) -> int:
@@ -86,7 +89,11 @@ class Found:
     def epoch(self) -> int | None:
         """The epoch that had ended, or that it was made in; None if it is not known."""
         told = self.meta.get("epoch")
-        return told if isinstance(told, int) and not isinstance(told, bool) else self.counter
+        return told if isinstance(told, int) and not isinstance(told, bool) else self._counter
+
+    @functools.cached_property
+    def _counter(self) -> int | None:
+        return _counter(self.path, self.files)
 
     @property
     def metrics(self) -> dict[str, Any]:
@@ -116,34 +123,81 @@ def is_checkpoint(path: Path) -> bool:
     return os.path.lexists(path / META_NAME) or os.path.lexists(path / MANIFEST_NAME)
 
 
-def find_all(folder: Path, mode: VerifyMode = "size") -> list[Found]:
-    """Look at every checkpoint of a folder.
+def names_checkpoint(path: Path) -> bool:
+    """Say whether a path means one checkpoint, or what is left of one, and not a folder of them.
+
+    Ranks: local.
+
+    Example:
+        >>> names_checkpoint(Path("/"))
+        False
+    """
+    if is_checkpoint(path):
+        return True
+    if not path.name.startswith(DIRECTORY_PREFIX) or not os.path.isdir(path):  # noqa: PTH112 -- Path's raises
+        return False
+    try:
+        return not _directories(path)
+    except OSError:
+        return True  # looking at it says why
+
+
+def find(path: Path, mode: VerifyMode = "size") -> list[Found]:
+    """Look at a checkpoint, or at every one of a folder.
 
     Args:
-        folder: where they are.
+        path: the checkpoint, or the folder that holds them.
         mode: how closely to look, as for :func:`ddpkit.storage.verify`.
 
     Returns:
         The newest first; those that do not say when they were saved by the date of their directory.
 
     Raises:
-        CheckpointError: the folder cannot be read.
+        CheckpointError: it is not there or cannot be read.
 
     Ranks: local.
 
     Example:
         >>> import tempfile
-        >>> find_all(Path(tempfile.mkdtemp()))
+        >>> find(Path(tempfile.mkdtemp()))
         []
     """
+    if names_checkpoint(path):
+        return [look_at(path, mode)]
     try:
-        paths = [path for path in folder.iterdir() if path.name.startswith(DIRECTORY_PREFIX) and path.is_dir()]
+        paths = _directories(path)
     except FileNotFoundError as error:
-        raise CheckpointError(f"there is no folder {str(folder)!r}.") from error
+        raise CheckpointError(_what_is_missing(path)) from error
+    except NotADirectoryError as error:
+        raise CheckpointError(_what_is_no_folder(path)) from error
     except OSError as error:
-        raise CheckpointError(f"{str(folder)!r} cannot be read: {error.strerror or error}.") from error
-    found = [look_at(path, mode) for path in paths]
-    return sorted(found, key=_when, reverse=True)
+        raise CheckpointError(f"{str(path)!r} cannot be read: {error.strerror or error}.") from error
+    return sorted((look_at(each, mode) for each in paths), key=_when, reverse=True)
+
+
+def _directories(folder: Path) -> list[Path]:
+    """List the directories of a folder that are named like checkpoints."""
+    with os.scandir(folder) as entries:
+        return [folder / entry.name for entry in entries if entry.name.startswith(DIRECTORY_PREFIX) and entry.is_dir()]
+
+
+def _what_is_missing(path: Path) -> str:
+    if not path.name.startswith(DIRECTORY_PREFIX):
+        return f"there is no folder {str(path)!r}."
+    try:
+        names = sorted((each.name for each in _directories(path.parent)), reverse=True)
+    except OSError:
+        return f"there is no checkpoint {str(path)!r}, and no folder {str(path.parent)!r}."
+    there = ", ".join(map(ascii, names[:MAX_NAMED])) or "none"
+    more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
+    return f"there is no checkpoint {path.name!r} in {str(path.parent)!r}; there is {there}{more}."
+
+
+def _what_is_no_folder(path: Path) -> str:
+    for parent in path.parents:
+        if is_checkpoint(parent):
+            return f"{str(path)!r} is a file of the checkpoint {str(parent)!r}: give that."
+    return f"{str(path)!r} is a file. Give a checkpoint's directory, or the folder that holds the checkpoints."
 
 
 def _when(found: Found) -> tuple[float, str]:
@@ -171,20 +225,12 @@ def look_at(path: Path, mode: VerifyMode = "size") -> Found:
     """
     files, strange = _files(path)
     meta, meta_reasons = _meta(path, files)
+    if not files and strange:
+        meta_reasons = []  # what cannot be seen may be there
     reasons = [*strange, *meta_reasons]
-    if not strange and META_NAME in files and files.get(MANIFEST_NAME, 0) <= MAX_MANIFEST_BYTES:
-        reasons += _faults(path, mode)
-    elif files.get(MANIFEST_NAME, 0) > MAX_MANIFEST_BYTES:
-        reasons.append(f"{MANIFEST_NAME} has {files[MANIFEST_NAME]} bytes, too many for one")
-    return Found(
-        path,
-        meta,
-        files,
-        _manifest(path, files),
-        tuple(dict.fromkeys(reasons)),
-        _brain(path, files),
-        _counter(path, files),
-    )
+    if not strange and META_NAME in files:
+        reasons += damage_of(path, mode)
+    return Found(path, meta, files, _manifest(path, files), tuple(dict.fromkeys(reasons)))
 
 
 def _files(path: Path) -> tuple[dict[str, int], list[str]]:
@@ -206,7 +252,10 @@ def _files(path: Path) -> tuple[dict[str, int], list[str]]:
                 files[relative] = status.st_size
             else:
                 strange.append(f"{relative} is no regular file")
-    return files, strange + [f"{error.filename} cannot be read: {error.strerror}" for error in errors]
+    for failure in errors:
+        inside = Path(failure.filename).relative_to(path).as_posix()
+        strange.append(f"{UNSEEN if inside == '.' else f'{inside} cannot be read'}: {failure.strerror}")
+    return files, strange
 
 
 def _meta(path: Path, files: Mapping[str, int]) -> tuple[dict[str, Any], list[str]]:
@@ -220,19 +269,11 @@ def _meta(path: Path, files: Mapping[str, int]) -> tuple[dict[str, Any], list[st
         return {}, [str(error)]
 
 
-def _faults(path: Path, mode: VerifyMode) -> list[str]:
-    try:
-        marked = META_MARK in (path / META_NAME).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError):
-        return []  # read_checkpoint has said so
-    return verify(path, mode, expect_manifest=marked)
-
-
 def _manifest(path: Path, files: Mapping[str, int]) -> dict[str, Any]:
-    if not 0 < files.get(MANIFEST_NAME, 0) <= MAX_MANIFEST_BYTES:
+    if MANIFEST_NAME not in files:
         return {}
     try:
-        manifest = json.loads((path / MANIFEST_NAME).read_text(encoding="utf-8"))
+        manifest = json.loads(read_text(path / MANIFEST_NAME))
     except (OSError, ValueError, RecursionError):
         return {}  # verifying says why
     hidden = {"files", "digest", "format"}

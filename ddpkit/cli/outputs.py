@@ -15,7 +15,7 @@ import torch
 
 from ddpkit.checkpoint_records import Checkpoint, Selection, average_checkpoints, ranked
 from ddpkit.cli.contents import load_plainly
-from ddpkit.cli.inspection import Found, find_all, is_checkpoint, look_at
+from ddpkit.cli.inspection import Found, find, is_checkpoint, look_at, names_checkpoint
 from ddpkit.cli.words import complain, printable, say, size_text
 from ddpkit.errors import CheckpointError, ConfigError, MissingExtraError
 
@@ -164,11 +164,8 @@ def choose(paths: Sequence[Path], selection: Selection, limit: int | None) -> li
     found: dict[Path, Found] = {}
     named: set[Path] = set()
     for path in paths:
-        if is_checkpoint(path):
-            found[path] = look_at(path)
-            named.add(path)
-        else:
-            found |= {one.path: one for one in find_all(path)}
+        found |= {one.path: one for one in find(path)}
+        named |= {path} if names_checkpoint(path) else set()
     where = ", ".join(repr(str(path)) for path in paths)
     if not found:
         raise CheckpointError(f"there is no checkpoint in {where}.")
@@ -291,7 +288,9 @@ def _load_module(path: Path, map_location: Any = "cpu") -> dict[str, torch.Tenso
         printable(f"{name} ({type(value).__name__})") for name, value in state.items() if str(name) not in tensors
     ]
     if others and not tensors:
-        raise CheckpointError(f"{printable(path)} holds no module's state but {_names(others)}.")
+        raise CheckpointError(
+            f"{printable(path)} holds no module's state but {_names(others)}. Give --recoverable the name of a module."
+        )
     if others:
         complain(f"{printable(path)}: left out, for they are no tensors: {_names(others)}.")
     return tensors

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import pickle
 import signal
@@ -15,6 +16,7 @@ import pytest
 
 from ddpkit import run_lock, storage
 from ddpkit.errors import CheckpointError
+from ddpkit.liveness import has_ended, state_and_start
 from ddpkit.run_lock import LOCK_NAME, FolderLock, holder
 from ddpkit.storage import commit_staging, make_staging, verify
 
@@ -87,7 +89,7 @@ def wait_for(path, seconds=20.0):
 
 def elsewhere():
     """Make this process one of another host, for those here and in its own eyes."""
-    run_lock._place = lambda: ("elsewhere", "another boot", "another namespace")
+    run_lock.this_place = lambda: ("elsewhere", "another boot", "another namespace")
 
 
 def stop():
@@ -180,7 +182,7 @@ def work_in_turns(folder, signs, seconds):
                 others = [path for path in signs.glob("inside.*") if path != mine]
                 for path in others:
                     pid = int(path.suffix[1:])
-                    if not run_lock._process_has_ended(pid, run_lock._process_stat(f"/proc/{pid}/stat")[1]):
+                    if not has_ended(pid, state_and_start(pid)[1]):
                         (signs / f"both.{pid}.{os.getpid()}").touch()
                     path.unlink(missing_ok=True)
                 mine.unlink(missing_ok=True)
@@ -282,9 +284,56 @@ def test_f18_a_second_run_on_the_same_host_is_refused(ranks, state):
     said, pid, seconds, became = ranks.run(take_from_the_living, state, False, 0.5, world_size=1, init=False)[0]
     assert f"FOLDER is in use by another run: process {pid} on " in said
     assert "it is alive" in said
-    assert "remove FOLDER/.lock" in said
+    assert f"end it (kill {pid})" in said
     assert 0.5 <= seconds < 1.5
     assert became == (True, None), "it never noticed"
+
+
+def die_slowly(folder, signs, seconds):
+    """Take the lock and end, but for a thread: what a killed process looks like whose last write is not done yet."""
+    FolderLock(folder, renewal_seconds=RENEWAL).acquire()
+
+    def end():
+        time.sleep(seconds)
+        os._exit(0)
+
+    threading.Thread(target=end).start()
+    (signs / "held").touch()
+    number = {"x86_64": 60, "aarch64": 93}[os.uname().machine]
+    ctypes.CDLL(None).syscall(number, 0)  # exit(2): of this thread alone
+
+
+def take_from_the_dying(seconds):
+    """Take the lock of a run that takes its time to die; return what was said, whether it was ending, and how long."""
+    with new_folder() as folder, new_folder() as signs:
+        owner = Actor(die_slowly, folder, signs, seconds)
+        wait_for(signs / "held")
+        time.sleep(0.1)
+        found = holder(folder)
+        seen = found.has_ended(), found.is_ending()
+        start, said = time.monotonic(), ""
+        lock = FolderLock(folder, renewal_seconds=RENEWAL)
+        try:
+            lock.acquire()
+        except CheckpointError as error:
+            said = str(error)
+        lock.release()
+        waited = time.monotonic() - start
+        owner.kill()
+        return said, seen, waited
+
+
+def test_f18_a_run_that_is_dying_is_waited_for(ranks):
+    said, seen, seconds = ranks.run(take_from_the_dying, 2.2 * RENEWAL, world_size=1, init=False)[0]
+    assert seen == (False, True)
+    assert not said, "refused"
+    assert RENEWAL < seconds < 3 * RENEWAL
+
+
+def test_f18_a_run_that_never_dies_is_not_waited_for_without_end(ranks):
+    said, _, seconds = ranks.run(take_from_the_dying, 60.0, world_size=1, init=False)[0]
+    assert "it is alive" in said
+    assert 3 * RENEWAL <= seconds < 6 * RENEWAL
 
 
 def test_f18_a_second_run_on_another_host_is_refused_while_the_first_renews(ranks):
@@ -401,14 +450,14 @@ def new_run(folder, old, saves_before):
 
 def late_at_every_point(events, saves_before):
     """Return how many points there were; the old run was stopped at each."""
-    place = run_lock._place
+    place = run_lock.this_place
     for stops_at in range(1, 500):
         try:
             points = late(stops_at, events, saves_before)
         except AssertionError as error:
             raise AssertionError(f"stopped before point {stops_at}: {error}") from error
         finally:
-            run_lock._place = place
+            run_lock.this_place = place
         if points is not None:
             assert points == stops_at - 1
             return points

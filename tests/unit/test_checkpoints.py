@@ -106,7 +106,7 @@ def test_a_named_checkpoint(checkpointer):
     assert names(checkpointer) == ["CKPT+best"]
 
 
-@pytest.mark.parametrize("name", ["a/b", "../x", "..", "a\\b", "", "a\0"])
+@pytest.mark.parametrize("name", ["a/b", "../x", "..", "a\\b", "", "a\0", "a" * 241, "é" * 121, 3])
 def test_names_that_leave_the_folder_are_refused(checkpointer, tmp_path, name):
     with pytest.raises(ConfigError, match="the name of a checkpoint"):
         checkpointer.save_checkpoint(name=name)
@@ -118,6 +118,18 @@ def test_names_that_leave_the_folder_are_refused(checkpointer, tmp_path, name):
     with pytest.raises(ConfigError, match="the name of a recoverable"):
         checkpointer.save_checkpoint()
     assert names(checkpointer) == []
+
+
+@pytest.mark.parametrize("name", ["a" * 240, "é" * 120, "日本語", "a\nb", "\udc80", "-rf", "a*[b]?", "CKPT", "."])
+def test_any_other_name_will_do(tmp_path, name):
+    checkpointer = Checkpointer(tmp_path, {name: Value(3)})
+    checkpointer.save_checkpoint(name=name)
+    saved = checkpointer.save_checkpoint(name=name)  # replaces
+    other = Checkpointer(tmp_path, {name: Value()})
+    assert other.recover_if_possible() == saved
+    assert other.recoverables[name].value == 3
+    other.delete_checkpoints(num_to_keep=0)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_no_recoverables_are_fine(tmp_path):
@@ -758,6 +770,10 @@ def test_k14_half_precision_does_not_overflow():
         ([], "no state"),
         ([{"a": torch.ones(1)}, {"b": torch.ones(1)}], "'a', 'b'"),
         ([{"a": torch.ones(1)}, {"a": torch.ones(2)}], "a has different shapes"),
+        ([{"a": torch.ones(1)}, {"a": 1.0}], "a is a tensor in one of the states and a float in another"),
+        ([{"a": torch.ones(1)}, {3: torch.ones(1)}], "'3', 'a'"),
+        ([5], "a int cannot be averaged"),
+        ([{"a": torch.ones(1)}, [torch.ones(1)]], "a list cannot be averaged"),
     ],
 )
 def test_k14_what_cannot_be_averaged_is_named(states, message):
@@ -803,3 +819,38 @@ def test_a_key_that_no_checkpoint_has_is_worth_a_warning(checkpointer, caplog):
     assert checkpointer.recover_if_possible(min_key="eror") is None
     assert caplog.records[-1].levelname == "WARNING"
     assert "has 'eror' in its meta: nothing is loaded" in caplog.messages[-1]
+
+
+# ------------------------------------------------------------------------------------------------ a clock that jumps
+
+
+def test_a_clock_that_is_set_back_does_not_make_the_newest_old(tmp_path, monkeypatch):
+    def run(now, number):
+        monkeypatch.setattr(checkpoint_folder.time, "time", lambda: now)
+        checkpointer = Checkpointer(tmp_path, {"value": Value(number)})
+        checkpointer.recover_if_possible()
+        for name in ("a", "b"):
+            checkpointer.recoverables["value"].value = number
+            checkpointer.save_and_keep_only(name=f"{number}{name}", num_to_keep=1)
+        return [path.name for path in tmp_path.glob("CKPT*")]
+
+    assert run(2e9, 1) == ["CKPT+1b"]
+    assert run(1e9, 2) == ["CKPT+2b"], "thirty years back"
+    assert run(2e9 + 1, 3) == ["CKPT+3b"]
+    assert int(Checkpointer(tmp_path).find_checkpoint().meta["unixtime"]) == 2e9 + 1
+
+
+def test_a_time_without_end_moves_no_other(tmp_path):
+    checkpointer = Checkpointer(tmp_path, {"value": Value()})
+    checkpointer.save_checkpoint({"unixtime": math.inf})
+    assert math.isfinite(checkpointer.save_checkpoint().meta["unixtime"])
+
+
+def test_what_a_replacement_has_left_does_not_stop_a_deletion(tmp_path):
+    checkpointer = Checkpointer(tmp_path, {"value": Value()})
+    checkpointer.save_checkpoint(name="one")
+    old = tmp_path / ".trash-of-CKPT+one"
+    old.mkdir()
+    (old / "value.ckpt").touch()
+    checkpointer.delete_checkpoints(num_to_keep=0)
+    assert list(tmp_path.iterdir()) == []

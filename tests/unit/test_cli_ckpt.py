@@ -264,7 +264,7 @@ def test_a_folder_without_checkpoints_says_so_and_where_they_are(ckpt, three, tm
     (tmp_path / "file").write_text("")
     status, out, err = ckpt(command, tmp_path / "file")
     assert (status, out) == (1, [])
-    assert f"'{tmp_path}/file' cannot be read: Not a directory" in err[0]
+    assert f"'{tmp_path}/file' is a file. Give a checkpoint's directory" in err[0]
 
 
 def test_ls_for_programs_of_nothing(ckpt, tmp_path):
@@ -325,10 +325,108 @@ def test_show_of_a_damaged_one_shows_what_can_be_read(ckpt, three):
     assert "  damaged   model.ckpt has 100 bytes instead of" in text
     assert "cannot load" in text
     assert "optimizer: state of 4 parameters" in text
-    assert ckpt("show", three.path / "CKPT+nothing")[::2] == (
-        1,
-        [f"python -m ddpkit: error: there is no checkpoint '{three.path}/CKPT+nothing'."],
-    )
+
+
+NAMING = [["ls"], ["show"], ["verify"], ["export", "--recoverable", "model", "--output", "never.pt"]]
+
+
+@pytest.mark.parametrize("words", NAMING, ids=lambda words: words[0])
+def test_a_path_that_is_no_checkpoint_says_what_is_there(ckpt, three, words):
+    def refusal(path):
+        status, out, err = ckpt(words[0], path, *words[1:])
+        assert (status, out) == (1, [])
+        return err[0].removeprefix("python -m ddpkit: error: ")
+
+    names = "'CKPT+two', 'CKPT+one', 'CKPT+middle'"
+    nothing = three.path / "CKPT+nothing"
+    assert refusal(nothing) == f"there is no checkpoint 'CKPT+nothing' in '{three.path}'; there is {names}."
+    away = three.path / "away" / "CKPT+one"
+    assert refusal(away) == f"there is no checkpoint '{away}', and no folder '{away.parent}'."
+    file = three.path / "CKPT+one" / "model.ckpt"
+    assert refusal(file) == f"'{file}' is a file of the checkpoint '{file.parent}': give that."
+
+
+def test_of_many_names_only_some_are_told(ckpt, tmp_path):
+    for number in range(20):
+        (tmp_path / f"CKPT+{number:02d}").mkdir()
+    _, _, err = ckpt("show", tmp_path / "CKPT+20")
+    assert err[0].endswith("there is 'CKPT+19', 'CKPT+18', 'CKPT+17', 'CKPT+16', 'CKPT+15' and 15 more.")
+
+
+@pytest.mark.parametrize("command", ["ls", "show", "verify"])
+def test_a_folder_of_checkpoints_may_be_named_like_one(ckpt, three, command):
+    folder = three.path.rename(three.path.with_name("CKPTS"))
+    status, out, _ = ckpt(command, folder)
+    assert status == 0
+    assert any(line.startswith("CKPT+middle") for line in out)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+@pytest.mark.parametrize("closed", ["folder", "checkpoint"])
+def test_what_may_not_be_looked_into_is_not_called_empty(ckpt, three, tmp_path, closed):
+    checkpoint = three.path / "CKPT+one"
+    (three.path if closed == "folder" else checkpoint).chmod(0o700)
+    for parent in [path for path in tmp_path.parents if "pytest" in path.name] + [tmp_path]:
+        parent.chmod(0o755)
+    for command in ("ls", "show", "verify"):
+        os.seteuid(65534)
+        try:
+            _, out, err = ckpt(command, checkpoint)
+        finally:
+            os.seteuid(0)
+        said = " ".join(out + err)
+        assert "Permission denied" in said
+        assert "Errno" not in said
+        assert "no CKPT.yaml" not in said
+        if closed == "checkpoint":
+            assert "it cannot be looked into: Permission denied" in said
+
+
+def save_ranks(path, states):
+    torch.save({"format": 1, "world_size": len(states), "ranks": states}, path)
+
+
+def test_show_tells_of_equal_ranks_once(ckpt, tmp_path):
+    path = tmp_path / "CKPT+a"
+    path.mkdir()
+    (path / "CKPT.yaml").write_text("unixtime: 1.0")
+    states = [
+        {
+            "random": {
+                "python": [3, [rank] * 625],
+                "torch_cpu": torch.full((5056,), rank, dtype=torch.uint8),
+                "cuda": [],
+            },
+            "loss": {"samples": rank},
+            "loader": None,
+        }
+        for rank in range(64)
+    ]
+    states[7] = None
+    states[9]["loader"] = {"epoch": 1}
+    save_ranks(path / "ranks.ckpt", states)
+    status, out, _ = ckpt("show", path, "--tensors")
+    assert status == 0
+    begin = out.index(next(line for line in out if line.startswith("ranks.ckpt")))
+    assert out[begin + 1 :] == [
+        "  ranks 0-6, 8, 10-63: random (python, torch_cpu), loss (samples)",
+        "  rank 7: not known",
+        "  rank 9: random (python, torch_cpu), loss (samples), loader (epoch)",
+        "",
+        "  name                              shape  dtype",
+        "  ranks 0-6, 8-63.random.torch_cpu  5056   uint8",
+    ]
+
+
+@pytest.mark.parametrize("states", [[], [None], [3], [{}], [{"random": {}}], [[torch.ones(1)]], ["x\x1b[2J"]])
+def test_states_of_ranks_of_any_shape_are_shown(ckpt, tmp_path, states):
+    path = tmp_path / "CKPT+a"
+    path.mkdir()
+    (path / "CKPT.yaml").write_text("unixtime: 1.0")
+    save_ranks(path / "ranks.ckpt", states)
+    status, out, _ = ckpt("show", path, "--tensors")
+    assert status == 0
+    assert "\x1b" not in "".join(out)
 
 
 def test_show_of_long_text_and_of_bytes_is_short(ckpt, tmp_path):
@@ -917,7 +1015,7 @@ def test_ctrl_c_ends_quietly(three, monkeypatch, capsys):
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(5)
 
-    monkeypatch.setattr("ddpkit.cli.checkpoint_commands.find_all", interrupted)
+    monkeypatch.setattr("ddpkit.cli.checkpoint_commands.find", interrupted)
     assert main(["ckpt", "ls", str(three.path)]) == 130
     assert capsys.readouterr().err == ""
 

@@ -16,6 +16,7 @@ import pytest
 
 from ddpkit import run_lock, storage
 from ddpkit.errors import CheckpointError
+from ddpkit.liveness import is_killed, state_and_start
 from ddpkit.run_lock import LOCK_NAME, FolderLock, Holder, holder
 from ddpkit.storage import FileOperations
 
@@ -191,14 +192,42 @@ def test_the_lock_of_a_dead_process_of_this_host_is_taken_over_at_once(tmp_path,
 
 
 def test_a_live_process_of_this_host_is_named(tmp_path, lock):
-    started = run_lock._process_stat("/proc/1/stat")[1]
+    started = state_and_start(1)[1]
     put(tmp_path, ours(pid=1, process_started=started))
-    with pytest.raises(CheckpointError, match=r"process 1 on .*it is alive.*remove .*\.lock") as refused:
+    with pytest.raises(CheckpointError, match=r"process 1 on .*it is alive.*end it \(kill 1\)") as refused:
         lock.acquire()
+    assert "remove" not in str(refused.value), "the lock of a run that lives must stay"
     assert str(tmp_path) in str(refused.value)
     assert not lock.held
     assert names(tmp_path / LOCK_NAME) == ["0123"]
     assert names(tmp_path) == [LOCK_NAME]
+
+
+def test_a_live_process_of_this_host_is_refused_long_before_a_renewal(tmp_path):
+    put(tmp_path, ours(pid=1, process_started=state_and_start(1)[1]))
+    start = time.monotonic()
+    with pytest.raises(CheckpointError, match="it is alive"):
+        FolderLock(tmp_path, renewal_seconds=30).acquire()
+    assert 2 <= time.monotonic() - start < 4
+
+
+@pytest.mark.parametrize(
+    ("status", "killed"),
+    [
+        ("SigPnd:\t0000000000000100\nShdPnd:\t0000000000000000\n", True),
+        ("SigPnd:\t0000000000000000\nShdPnd:\t0000000000000102\n", True),
+        ("SigPnd:\t0000000000000080\nShdPnd:\t0000000000004200\nSigBlk:\t0000000000000100\n", False),
+        ("", False),
+    ],
+)
+def test_a_process_that_was_killed_is_known_by_its_pending_signals(status, killed):
+    assert is_killed(status) is killed
+
+
+def test_only_a_process_of_this_host_can_be_seen_to_end():
+    assert not ours().is_ending()
+    assert not ours(host="elsewhere").is_ending()
+    assert not ours(pid=2**22 + 5).is_ending()
 
 
 AWAY = [{"host": "elsewhere"}, {"boot_id": "another"}, {"pid_namespace": "pid:[1]"}]
@@ -254,6 +283,17 @@ def test_a_damaged_lock_is_watched_and_taken_over(tmp_path, lock, record):
 
 def test_a_plain_file_of_its_name_is_watched_and_replaced(tmp_path, lock):
     (tmp_path / LOCK_NAME).write_text("somebody else's idea of a lock")
+    with lock.hold():
+        lock.require()
+    assert names(tmp_path) == []
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("where", [LOCK_NAME, f"{LOCK_NAME}/0123"])
+def test_a_pipe_in_its_place_is_not_opened(tmp_path, lock, where):
+    path = tmp_path / where
+    path.parent.mkdir(exist_ok=True)
+    os.mkfifo(path)
     with lock.hold():
         lock.require()
     assert names(tmp_path) == []
@@ -394,6 +434,50 @@ def test_remove(tmp_path, lock):
     assert names(tmp_path) == []
 
 
+def test_remove_is_not_stopped_by_what_a_save_has_replaced_that_died_right_after(tmp_path, lock):
+    for name in ("CKPT+one", ".trash-of-CKPT+one"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "weights").touch()
+    with lock.hold():
+        lock.remove(tmp_path / "CKPT+one")
+    assert names(tmp_path) == []
+
+
+def test_remove_puts_back_what_was_replaced_if_that_turns_out_to_be_another_runs(tmp_path, lock, monkeypatch):
+    for name in ("CKPT+one", ".trash-of-CKPT+one"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "weights").touch()
+
+    class LosesItMeanwhile(FileOperations):
+        def rename(self, source, target):
+            super().rename(source, target)
+            if source.name == ".trash-of-CKPT+one":
+                lose(tmp_path, "taken")
+
+    lock.acquire()
+    monkeypatch.setattr(storage, "FILES", LosesItMeanwhile())
+    with pytest.raises(CheckpointError, match="taken over"):
+        lock.remove(tmp_path / "CKPT+one")
+    assert names(tmp_path) == [LOCK_NAME, ".trash-of-CKPT+one", "CKPT+one"]
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+def test_a_lock_that_may_not_be_looked_into_is_told_at_once(tmp_path, lock):
+    put(tmp_path, ours(host="elsewhere"))
+    (tmp_path / LOCK_NAME).chmod(0o700)
+    for parent in (tmp_path, *[path for path in tmp_path.parents if "pytest" in path.name]):
+        parent.chmod(0o777)
+    start = time.monotonic()
+    os.seteuid(65534)
+    try:
+        with pytest.raises(CheckpointError, match="another user's, and this one may not look into it"):
+            lock.acquire()
+    finally:
+        os.seteuid(0)
+    assert time.monotonic() - start < RENEWAL
+    assert names(tmp_path / LOCK_NAME) == ["0123"]
+
+
 def test_remove_puts_back_what_turns_out_to_be_another_runs(tmp_path, lock, monkeypatch):
     (tmp_path / "CKPT+one").mkdir()
 
@@ -452,5 +536,5 @@ def test_it_can_be_taken_again_after_it_could_not(tmp_path, lock, monkeypatch):
 
 def test_a_process_whose_numbers_mean_nothing_here_is_watched(monkeypatch):
     """In another namespace than that of /proc, or without /proc at all."""
-    monkeypatch.setattr(run_lock, "_place", lambda: ("host", "", ""))
+    monkeypatch.setattr(run_lock, "this_place", lambda: ("host", "", ""))
     assert not Holder.this_process("1").is_here()

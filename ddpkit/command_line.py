@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import os
 import platform
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,6 +22,7 @@ from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from ddpkit import __version__
 from ddpkit.errors import ConfigError, MissingFileError
+from ddpkit.launchers import rank_if_known
 from ddpkit.options import IN_YAML, ON_COMMAND_LINE, OPTION_BY_NAME, OPTIONS, PARSER_ONLY, Option
 
 _YAML_TAG = "tag:yaml.org,2002:"
@@ -34,7 +34,8 @@ _SHORTEST_PART = 4  # letters of a word that is looked for inside the keys: `epo
 _USAGE = """python train.py hparams.yaml [--option=value ...] [--yaml_key=value ...]
 
   one device:                   python train.py hparams.yaml
-  N processes (best for GPUs):  torchrun --standalone --nproc_per_node=N train.py hparams.yaml
+  N processes (best for GPUs):  python train.py hparams.yaml --nproc N
+  the same by torch's launcher: torchrun --standalone --nproc_per_node=N train.py hparams.yaml
   GPUs of one process:          python train.py hparams.yaml --data_parallel_backend"""
 
 _EPILOG = """The default stands in brackets. A switch takes a value too: --debug=False turns off what the YAML
@@ -183,7 +184,7 @@ def _split(words: Sequence[str]) -> tuple[list[_Argument], list[str]]:
     while rest:
         word = rest.popleft()
         if word in _FLAG_EXITS:
-            if os.environ.get("RANK", "0") != "0":
+            if rank_if_known():
                 raise SystemExit(0)  # once is enough: the main process prints it
             help_parser().parse_args([word])  # prints and exits
         elif word == "--":

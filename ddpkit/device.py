@@ -102,7 +102,7 @@ def infer_device(local_rank: int | None = None) -> str:
         True
     """
     if local_rank is None:
-        local_rank = find_launch().local_rank
+        local_rank = _own_index(accelerator_kind(), find_launch())
     kind = accelerator_kind()
     if kind == "cpu" or count_devices(kind) == 0:
         return "cpu"
@@ -135,7 +135,7 @@ def resolve_device(requested: str | torch.device | None, info: LaunchInfo) -> st
         ddpkit.errors.ConfigError: device='meta' holds no data...
     """
     if requested is None:
-        return infer_device(info.local_rank)
+        return infer_device(_own_index(accelerator_kind(), info))
     kind, index = _parse(requested)
     if kind == "cpu":
         return "cpu"
@@ -149,14 +149,20 @@ def resolve_device(requested: str | torch.device | None, info: LaunchInfo) -> st
         )
     if not info.is_distributed:
         return _numbered(kind, index or 0)
-    bound = _numbered(kind, info.local_rank)
-    if index is not None and info.local_rank == (1 if index == 0 else 0):  # one process of the node says it
+    bound = _numbered(kind, _own_index(kind, info))
+    is_heard = info.local_rank == (1 if index == 0 else 0)  # one process of the node says it
+    if index is not None and is_heard and not info.own_devices:
         logger.warning_once(
             f"device={str(requested)!r} under a launcher: each process uses its own {kind}:<LOCAL_RANK> "
             f"instead ({bound} here). Give --device={kind}, or nothing.",
             main_process_only=False,
         )
     return bound
+
+
+def _own_index(kind: str, info: LaunchInfo) -> int:
+    """Number this process's device: by its place on the node, unless the launcher shows it no other than its own."""
+    return 0 if info.own_devices and count_devices(kind) < info.local_world_size else info.local_rank
 
 
 def default_backend(device: str) -> str:

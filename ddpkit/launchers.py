@@ -1,12 +1,15 @@
 """Which launcher started this process, and as which rank: read from the environment, never guessed.
 
 One small class per launcher. :func:`find_launch` asks them in the order of :data:`LAUNCHERS`; the first that
-finds its own variables answers. A launcher that ddpkit cannot join refuses loudly, because N processes that
-each believe to be alone would train N models into one folder.
+finds its own variables answers. A launcher that starts inside another one (torchrun in a step of Slurm) comes first,
+and two that say different things about the same processes are refused: N processes that each believe to be alone would
+train N models into one folder.
 
 Source: the variables of torchrun, https://docs.pytorch.org/docs/stable/elastic/run.html ;
 of Slurm, https://slurm.schedmd.com/srun.html#SECTION_OUTPUT-ENVIRONMENT-VARIABLES ;
-of Open MPI, https://docs.open-mpi.org/en/v5.0.x/tuning-apps/environment-var.html .
+of Open MPI, https://docs.open-mpi.org/en/v5.0.x/tuning-apps/environment-var.html ;
+those of MPICH's Hydra were looked at (version 4.0.2), as were Open MPI's that are the same on all ranks (4.1.4);
+of jsrun, https://www.ibm.com/docs/en/spectrum-lsf/10.1.0?topic=SSWRJV_10.1.0/jsm/jsrun.htm .
 """
 
 from __future__ import annotations
@@ -14,58 +17,44 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from ddpkit.errors import LaunchError
+from ddpkit.host_lists import expand_counts, expand_host_list
+from ddpkit.launch_variables import (
+    LOOPBACK,
+    NO_LAUNCHER,
+    SPAWNED_BY,
+    LaunchInfo,
+    check_below,
+    contradiction,
+    count,
+    describe_environment,
+    given_port,
+    meeting_place,
+    size,
+)
 
-NO_LAUNCHER = "none"
+__all__ = [
+    "LAUNCHERS",
+    "NO_LAUNCHER",
+    "LaunchInfo",
+    "Launcher",
+    "MpiVariables",
+    "SlurmStep",
+    "TorchVariables",
+    "describe_environment",
+    "find_launch",
+    "rank_if_known",
+]
 
 # Slurm numbers the batch script, the external step and the interactive step from the top of 32 bits downward.
 _FIRST_SPECIAL_SLURM_STEP = 0xFFFFFFF0
 
-# What the table in an error shows: the first group always, the others where they are set.
-_TORCH_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_OTHER_VARIABLES = (
-    ("torchrun", ("GROUP_RANK", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")),
-    ("Slurm", ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID", "SLURM_LOCALID")),
-    ("Slurm", ("SLURM_NTASKS", "SLURM_STEP_NUM_TASKS")),
-    ("Open MPI", ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_SIZE")),
-)
+# Whoever sets one of these starts ranks of its own inside the tasks of another launcher.
+_STARTS_RANKS_INSIDE = ("TORCHELASTIC_RUN_ID", SPAWNED_BY, "RAY_JOB_ID", "CROSS_SIZE")
 
-
-@dataclass(frozen=True)
-class LaunchInfo:
-    """Where this process stands among those that were launched together.
-
-    Args:
-        launcher: ``"torchrun"``, ``"environment"`` (the plain variables, set by anything else) or ``"none"``.
-        rank: number of this process among all, from 0.
-        local_rank: number of this process on its node, from 0.
-        world_size: number of processes.
-        local_world_size: number of processes on this node; where the launcher does not say, ``world_size``.
-        node_rank: number of this node, from 0.
-        restart_count: how often torchrun has restarted the processes.
-
-    Ranks: local.
-
-    Example:
-        >>> info = LaunchInfo("torchrun", rank=3, local_rank=1, world_size=4, local_world_size=2, node_rank=1)
-        >>> info.is_distributed
-        True
-    """
-
-    launcher: str = NO_LAUNCHER
-    rank: int = 0
-    local_rank: int = 0
-    world_size: int = 1
-    local_world_size: int = 1
-    node_rank: int = 0
-    restart_count: int = 0
-
-    @property
-    def is_distributed(self) -> bool:
-        """Whether a launcher started this process, be it as the only one."""
-        return self.launcher != NO_LAUNCHER
+_GPUS_PER_TASK = ("per_task", "single", "map_gpu", "mask_gpu")
 
 
 class Launcher(Protocol):
@@ -74,8 +63,8 @@ class Launcher(Protocol):
     Ranks: local.
 
     Example:
-        >>> [launcher.started({}) for launcher in LAUNCHERS]
-        [False, False, False]
+        >>> {launcher.started({}) for launcher in LAUNCHERS}
+        {False}
     """
 
     def started(self, environ: Mapping[str, str]) -> bool:
@@ -88,7 +77,7 @@ class Launcher(Protocol):
 
 
 class TorchVariables:
-    """``RANK``, ``LOCAL_RANK`` and ``WORLD_SIZE``: torchrun, torch.distributed.launch, or set by hand.
+    """``RANK``, ``LOCAL_RANK`` and ``WORLD_SIZE``: torchrun, torch.distributed.launch, ddpkit, Ray, or set by hand.
 
     Ranks: local.
 
@@ -120,40 +109,56 @@ class TorchVariables:
             if name not in environ:
                 there = " and ".join(n for n in ("RANK", "LOCAL_RANK", "WORLD_SIZE") if n in environ)
                 verb = "are" if " and " in there else "is"
-                raise _contradiction(f"{there} {verb} set, but {name} is not", environ)
-        rank, local_rank, world_size = (_count(environ, n) for n in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
-        local_world_size = _count(environ, "LOCAL_WORLD_SIZE", world_size)
-        for small, value, large, bound in (
+                raise contradiction(f"{there} {verb} set, but {name} is not", environ)
+        rank, local_rank, world_size = (count(environ, n) for n in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
+        local_world_size = count(environ, "LOCAL_WORLD_SIZE", world_size)
+        check_below(
+            environ,
             ("RANK", rank, "WORLD_SIZE", world_size),
             ("LOCAL_RANK", local_rank, "LOCAL_WORLD_SIZE", local_world_size),
             ("LOCAL_RANK", local_rank, "WORLD_SIZE", world_size),
-        ):
-            if value >= bound:
-                raise _contradiction(f"{small}={value} is not below {large}={bound}", environ)
+        )
         if local_world_size > world_size:
             reason = f"LOCAL_WORLD_SIZE={local_world_size} is above WORLD_SIZE={world_size}"
-            raise _contradiction(reason, environ)
+            raise contradiction(reason, environ)
+        node_rank = count(environ, "NODE_RANK", (rank - local_rank) // local_world_size)
         return LaunchInfo(
-            launcher="torchrun" if "TORCHELASTIC_RUN_ID" in environ else "environment",
+            launcher=self._name(environ),
             rank=rank,
             local_rank=local_rank,
             world_size=world_size,
             local_world_size=local_world_size,
-            node_rank=_count(environ, "GROUP_RANK", (rank - local_rank) // local_world_size),
-            restart_count=_count(environ, "TORCHELASTIC_RESTART_COUNT", 0),
+            node_rank=count(environ, "GROUP_RANK", node_rank),
+            restart_count=count(environ, "TORCHELASTIC_RESTART_COUNT", 0),
+            address=environ.get("MASTER_ADDR", ""),
+            port=given_port(environ),
+            agent_hosts_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         )
+
+    @staticmethod
+    def _name(environ: Mapping[str, str]) -> str:
+        if "TORCHELASTIC_RUN_ID" in environ:
+            return "torchrun"
+        return "spawn" if SPAWNED_BY in environ else "environment"
 
 
 class SlurmStep:
-    """Several tasks of one ``srun`` without ``RANK``: refused, with the command that works.
+    """Several tasks of one ``srun``. They meet at the first host of the step.
 
-    A batch script, a ``salloc`` shell and ``srun --pty bash`` with one task are no such step.
+    A batch script, a ``salloc`` shell and ``srun --pty bash`` with one task are no such step: Slurm gives them a
+    ``SLURM_PROCID`` or a ``SLURM_NTASKS`` too, and other tasks would be waited for in vain.
 
     Ranks: local.
 
     Example:
         >>> SlurmStep().started({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"})  # the batch script itself
         False
+        >>> step = {"SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0", "SLURM_PROCID": "3", "SLURM_LOCALID": "1",
+        ...         "SLURM_NODEID": "1", "SLURM_GTIDS": "2,3", "SLURM_STEP_NUM_TASKS": "4",
+        ...         "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NODELIST": "gpu[07-08]"}
+        >>> info = SlurmStep().read(step)
+        >>> info.rank, info.local_rank, info.node_rank, info.address
+        (3, 1, 1, 'gpu07')
     """
 
     def started(self, environ: Mapping[str, str]) -> bool:
@@ -163,75 +168,194 @@ class SlurmStep:
         return is_step and "SLURM_PROCID" in environ and self._tasks(environ) > 1
 
     def read(self, environ: Mapping[str, str]) -> LaunchInfo:
-        """Refuse.
+        """Read and check the variables of the step.
 
         Args:
             environ: the environment.
 
+        Returns:
+            The place of this process.
+
         Raises:
-            LaunchError: always; it shows the command with torchrun.
+            LaunchError: a variable is missing, is no whole number, or contradicts another.
 
         Ranks: local.
         """
-        nodes = max(1, _size(environ, "SLURM_STEP_NUM_NODES", "SLURM_NNODES"))
         tasks = self._tasks(environ)
-        per_node = -(-tasks // nodes)
-        agent = f"torchrun --standalone --nproc_per_node={per_node}"
-        if nodes > 1:
-            agent = (
-                f"torchrun --nnodes={nodes} --nproc_per_node={per_node} --rdzv_backend=c10d "
-                "--rdzv_id=$SLURM_JOB_ID --rdzv_endpoint="
-                '$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1):29500'
-            )
-        raise _refusal(
-            f"Slurm started {tasks} tasks (this is task {environ['SLURM_PROCID']}), but RANK is not set",
-            f"srun --nodes={nodes} --ntasks-per-node=1 {agent} train.py hparams.yaml",
-            "srun --ntasks=1 python train.py hparams.yaml",
+        rank, local_rank = count(environ, "SLURM_PROCID"), count(environ, "SLURM_LOCALID")
+        node_ranks = tuple(expand_counts(environ["SLURM_GTIDS"])) if environ.get("SLURM_GTIDS") else ()
+        node_rank = count(environ, "SLURM_NODEID", 0)
+        on_node = len(node_ranks) or self._tasks_on_node(environ, node_rank, tasks)
+        check_below(
             environ,
+            ("SLURM_PROCID", rank, "the number of tasks", tasks),
+            ("SLURM_LOCALID", local_rank, "the number of tasks on this node", on_node),
+        )
+        if node_ranks and node_ranks[local_rank] != rank:
+            reason = f"SLURM_PROCID={rank}, but SLURM_GTIDS has {node_ranks[local_rank]} for SLURM_LOCALID={local_rank}"
+            raise contradiction(reason, environ)
+        job = ".".join(environ.get(f"SLURM_{name}", "") for name in ("CLUSTER_NAME", "JOB_ID", "STEP_ID"))
+        run_id = f"slurm {job} {environ.get('SLURM_RESTART_COUNT', '0')}"
+        place: dict[str, Any] = meeting_place(environ, self._address(environ, rank, tasks == on_node), run_id)
+        return LaunchInfo(
+            launcher="slurm",
+            rank=rank,
+            local_rank=local_rank,
+            world_size=tasks,
+            local_world_size=on_node,
+            node_rank=node_rank,
+            node_ranks=node_ranks,
+            own_devices=self._own_devices(environ),
+            **place,
         )
 
     @staticmethod
     def _tasks(environ: Mapping[str, str]) -> int:
-        return _size(environ, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+        return size(environ, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+
+    @staticmethod
+    def _tasks_on_node(environ: Mapping[str, str], node_rank: int, tasks: int) -> int:
+        nodes = max(1, size(environ, "SLURM_STEP_NUM_NODES", "SLURM_NNODES"))
+        text = environ.get("SLURM_STEP_TASKS_PER_NODE")
+        counts = expand_counts(text) if text else [tasks // nodes] * nodes
+        if sum(counts) != tasks or node_rank >= len(counts):
+            raise contradiction(f"neither SLURM_GTIDS nor SLURM_STEP_TASKS_PER_NODE={text!r} tells this node", environ)
+        return counts[node_rank]
+
+    @staticmethod
+    def _address(environ: Mapping[str, str], rank: int, one_node: bool) -> str:
+        """Return the host of task 0."""
+        given = environ.get("MASTER_ADDR")
+        if given or one_node:
+            return given or LOOPBACK
+        text = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
+        first = expand_host_list(text)[0]
+        here = environ.get("SLURMD_NODENAME", first)
+        if rank == 0 and here != first:
+            reason = f"task 0 runs on {here!r}, which is not the first host of the step ({text!r}); give MASTER_ADDR"
+            raise contradiction(reason, environ)
+        return first
+
+    @staticmethod
+    def _own_devices(environ: Mapping[str, str]) -> bool:
+        binding = environ.get("SLURM_GPU_BIND", "")
+        per_task = environ.get("SLURM_GPUS_PER_TASK") or "gpu" in environ.get("SLURM_TRES_PER_TASK", "")
+        return bool(per_task) or any(word in binding for word in _GPUS_PER_TASK)
 
 
-class OpenMPI:
-    """Several processes of one ``mpirun`` without ``RANK``: refused, with the command that works.
+@dataclass(frozen=True)
+class MpiVariables:
+    """Several processes that an MPI launcher started: its names for rank and sizes.
+
+    On one node they meet at a port that is made from what all of them share. Over several nodes no MPI launcher says
+    where rank 0 is: then ``MASTER_ADDR`` must be given.
+
+    Args:
+        name: of the launcher.
+        rank: the variable that holds the rank.
+        world_size: the one that holds the number of processes.
+        local_rank: those that may hold the number on the node, the best first.
+        local_world_size: likewise for the number of processes on the node.
+        shared: variables that together are the same on all ranks of a run, and others in another run.
 
     Ranks: local.
 
     Example:
-        >>> OpenMPI().started({"OMPI_COMM_WORLD_SIZE": "1"})
+        >>> OPEN_MPI.started({"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"})
         False
     """
 
+    name: str
+    rank: str
+    world_size: str
+    local_rank: tuple[str, ...]
+    local_world_size: tuple[str, ...]
+    shared: tuple[str, ...]
+
     def started(self, environ: Mapping[str, str]) -> bool:
-        """Say whether this process is one of several that mpirun started."""
-        return _size(environ, "OMPI_COMM_WORLD_SIZE") > 1
+        """Say whether this process is one of several. A step of Slurm with a PMI of its own is not meant."""
+        if self.rank not in environ or size(environ, self.world_size) <= 1:
+            return False
+        return any(name in environ for name in self.local_rank) or not SLURM_STEP.started(environ)
 
     def read(self, environ: Mapping[str, str]) -> LaunchInfo:
-        """Refuse.
+        """Read and check the variables.
 
         Args:
             environ: the environment.
 
+        Returns:
+            The place of this process.
+
         Raises:
-            LaunchError: always; it shows the command with torchrun.
+            LaunchError: a variable is missing, is no whole number, or contradicts another.
 
         Ranks: local.
         """
-        processes = _size(environ, "OMPI_COMM_WORLD_SIZE")
-        per_node = _size(environ, "OMPI_COMM_WORLD_LOCAL_SIZE") or processes
-        rank = environ.get("OMPI_COMM_WORLD_RANK", "?")
-        raise _refusal(
-            f"Open MPI started {processes} processes (this is number {rank}), but RANK is not set",
-            f"torchrun --standalone --nproc_per_node={per_node} train.py hparams.yaml",
-            "python train.py hparams.yaml",
+        rank, world_size = count(environ, self.rank), count(environ, self.world_size)
+        local_name, size_name = self._found(environ, self.local_rank), self._found(environ, self.local_world_size)
+        local_rank, on_node = count(environ, local_name), count(environ, size_name)
+        check_below(
             environ,
+            (self.rank, rank, self.world_size, world_size),
+            (local_name, local_rank, size_name, on_node),
+            (size_name, on_node - 1, self.world_size, world_size),
+        )
+        one_node = on_node == world_size
+        if not one_node and (rank - local_rank) % on_node:
+            reason = (
+                f"rank {rank} is number {local_rank} of {on_node} on its node: the ranks are not counted node by node, "
+                "the same number on each (as mpirun --map-by slot does)"
+            )
+            raise contradiction(reason, environ)
+        shared = " ".join(environ[name] for name in self.shared if environ.get(name))
+        run_id = f"{self.name} {shared}" if shared else ""
+        place: dict[str, Any] = meeting_place(environ, LOOPBACK if one_node else "", run_id)
+        return LaunchInfo(
+            launcher=self.name,
+            rank=rank,
+            local_rank=local_rank,
+            world_size=world_size,
+            local_world_size=on_node,
+            node_rank=(rank - local_rank) // on_node,
+            own_devices=self.name == "jsm",
+            **place,
         )
 
+    @staticmethod
+    def _found(environ: Mapping[str, str], names: tuple[str, ...]) -> str:
+        return next((name for name in names if name in environ), names[0])
 
-LAUNCHERS: tuple[Launcher, ...] = (TorchVariables(), SlurmStep(), OpenMPI())
+
+OPEN_MPI = MpiVariables(
+    "openmpi",
+    "OMPI_COMM_WORLD_RANK",
+    "OMPI_COMM_WORLD_SIZE",
+    ("OMPI_COMM_WORLD_LOCAL_RANK",),
+    ("OMPI_COMM_WORLD_LOCAL_SIZE",),
+    ("OMPI_MCA_orte_hnp_uri", "OMPI_MCA_ess_base_jobid", "PMIX_NAMESPACE"),
+)
+JSM = MpiVariables(
+    "jsm",
+    "JSM_NAMESPACE_RANK",
+    "JSM_NAMESPACE_SIZE",
+    ("JSM_NAMESPACE_LOCAL_RANK",),
+    ("JSM_NAMESPACE_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    ("LSB_JOBID", "PMIX_NAMESPACE"),
+)
+PMI = MpiVariables(
+    "pmi",
+    "PMI_RANK",
+    "PMI_SIZE",
+    ("MPI_LOCALRANKID", "PMI_LOCAL_RANK", "PALS_LOCAL_RANKID"),
+    ("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE", "PALS_LOCAL_SIZE"),
+    ("PMI_JOBID", "PALS_APID"),
+)
+SLURM_STEP = SlurmStep()
+
+#: The launchers, in the order in which they are asked: mpirun starts its helpers with srun, and jsrun sets what Open
+#: MPI sets.
+LAUNCHERS: tuple[Launcher, ...] = (TorchVariables(), JSM, OPEN_MPI, PMI, SLURM_STEP)
 
 
 def find_launch(environ: Mapping[str, str] | None = None) -> LaunchInfo:
@@ -241,11 +365,11 @@ def find_launch(environ: Mapping[str, str] | None = None) -> LaunchInfo:
         environ: the environment to read; None reads ``os.environ`` at the time of the call.
 
     Returns:
-        The place of this process; rank 0 of 1 where there is no launcher.
+        The place of this process; rank 0 of 1 where there is no launcher, or one that started a single process and is
+        not torch's.
 
     Raises:
-        LaunchError: the variables contradict each other, or a launcher started several processes without
-            telling them their ranks. The message shows what was found and what to run.
+        LaunchError: the variables contradict each other. The message shows what was found and what to run.
 
     Ranks: local.
 
@@ -261,67 +385,55 @@ def find_launch(environ: Mapping[str, str] | None = None) -> LaunchInfo:
     environ = os.environ if environ is None else environ
     for launcher in LAUNCHERS:
         if launcher.started(environ):
-            return launcher.read(environ)
+            info = launcher.read(environ)
+            if info.launcher == "environment":
+                _check_outer(info, environ)
+            return info
     return LaunchInfo()
 
 
-def describe_environment(environ: Mapping[str, str]) -> str:
-    """Tabulate the launchers' variables that were found, and torch's own that were not.
+def rank_if_known(environ: Mapping[str, str] | None = None) -> int | None:
+    """Return the rank that the environment tells, and never raise: for whoever must speak whatever is wrong.
 
     Args:
-        environ: the environment.
+        environ: the environment; None reads ``os.environ``.
 
     Returns:
-        Lines of name, value and the launcher that uses it.
+        The rank, or None without a launcher, or where the environment contradicts itself and has no ``RANK``.
 
     Ranks: local.
 
     Example:
-        >>> print(describe_environment({"RANK": "0"}).splitlines()[1])
-          RANK                        '0'           torch
+        >>> rank_if_known({"RANK": "2"}), rank_if_known({}), rank_if_known({"LOCAL_RANK": "1"})
+        (2, None, None)
     """
-    rows = [(name, _shown(environ, name), "torch") for name in _TORCH_VARIABLES]
-    for launcher, names in _OTHER_VARIABLES:
-        rows += [(name, _shown(environ, name), launcher) for name in names if name in environ]
-    header = f"  {'variable':<27} {'found':<13} used by"
-    return "\n".join([header, *(f"  {name:<27} {value:<13} {who}" for name, value, who in rows)])
-
-
-def _shown(environ: Mapping[str, str], name: str) -> str:
-    return repr(environ[name]) if name in environ else "not set"
-
-
-def _contradiction(reason: str, environ: Mapping[str, str]) -> LaunchError:
-    return LaunchError(
-        f"{reason}: the launcher's environment contradicts itself.\n{describe_environment(environ)}\n"
-        "Several processes: torchrun --standalone --nproc_per_node=N train.py hparams.yaml\n"
-        "(or give each process RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, numbered from 0).\n"
-        "One process: unset RANK LOCAL_RANK WORLD_SIZE, then python train.py hparams.yaml"
-    )
-
-
-def _refusal(reason: str, several: str, one: str, environ: Mapping[str, str]) -> LaunchError:
-    return LaunchError(
-        f"{reason}: each process would train alone and believe to be the main one.\n"
-        f"{describe_environment(environ)}\nSeveral processes: {several}\nOne process: {one}"
-    )
-
-
-def _count(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
-    """Read a whole number that is not negative."""
-    text = environ.get(name)
-    if text is None and default is not None:
-        return default
+    environ = os.environ if environ is None else environ
+    rank = environ.get("RANK", "")
+    if rank.isdecimal():
+        return int(rank)
     try:
-        value = int(text or "")
-    except ValueError:
-        raise _contradiction(f"{name}={text!r} is not a whole number", environ) from None
-    if value < 0:
-        raise _contradiction(f"{name}={value} is negative", environ)
-    return value
+        info = find_launch(environ)
+    except LaunchError:
+        return None
+    return info.rank if info.is_distributed else None
 
 
-def _size(environ: Mapping[str, str], *names: str) -> int:
-    """Read the first of some variables that holds a number; 0 where none does."""
-    found = (environ[name] for name in names if environ.get(name, "").isdecimal())
-    return int(next(found, "0"))
+def _check_outer(info: LaunchInfo, environ: Mapping[str, str]) -> None:
+    """Compare ``RANK`` with what the launcher around it says, if it may have come from there.
+
+    More processes than the other launcher started are right: something starts several in each task.
+    """
+    if any(name in environ for name in _STARTS_RANKS_INSIDE):
+        return
+    for launcher in LAUNCHERS[1:]:
+        if not launcher.started(environ):
+            continue
+        other = launcher.read(environ)
+        if info.world_size < other.world_size or (info.world_size == other.world_size and info.rank != other.rank):
+            raise contradiction(
+                f"RANK={info.rank} of WORLD_SIZE={info.world_size}, but {other.launcher} started this process as "
+                f"number {other.rank} of {other.world_size} (unset RANK LOCAL_RANK WORLD_SIZE to follow "
+                f"{other.launcher})",
+                environ,
+            )
+        return

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 import yaml
 
 from ddpkit.errors import ConfigError, MissingFileError
+from ddpkit.launchers import rank_if_known
 
 if TYPE_CHECKING:
     _LoggerAdapter = logging.LoggerAdapter[logging.Logger]
@@ -57,7 +58,9 @@ def _own_rank() -> int:
     if rank.isdecimal():
         return int(rank)
     group = sys.modules.get("torch.distributed")
-    return group.get_rank() if group is not None and group.is_available() and group.is_initialized() else 0
+    if group is not None and group.is_available() and group.is_initialized():
+        return int(group.get_rank())
+    return rank_if_known() or 0
 
 
 class MultiProcessLoggerAdapter(_LoggerAdapter):

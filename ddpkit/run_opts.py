@@ -10,15 +10,16 @@ import difflib
 import os
 import sys
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
-from ddpkit.command_line import read_command_line
+from ddpkit.command_line import CommandLine, read_command_line
 from ddpkit.device import count_devices, default_backend, resolve_device
 from ddpkit.errors import ConfigError, LaunchError
 from ddpkit.failure import record_for_launcher, watch_uncaught
 from ddpkit.launchers import LaunchInfo, find_launch
 from ddpkit.logger import get_logger
 from ddpkit.options import IN_RUN_OPTS, IN_YAML, OPTION_BY_NAME, OPTIONS, PARSER_ONLY, Option, OptionTypes
+from ddpkit.spawning import run_script
 
 __all__ = ["OPTIONS", "OptionAttributes", "RunOptions", "parse_arguments"]
 
@@ -286,7 +287,8 @@ def parse_arguments(arg_list: Sequence[str] | None = None) -> tuple[str, RunOpti
         MissingFileError: there is no such YAML file.
         ConfigError: an argument, a value or the YAML file cannot be used.
         LaunchError: the launcher's environment contradicts itself.
-        SystemExit: with code 0, after ``--help`` or ``--version`` has been printed.
+        SystemExit: with code 0, after ``--help`` or ``--version`` has been printed. After ``--nproc``, when the
+            processes that it has started have ended, with the code of the first that failed, or 0.
 
     Ranks: local.
 
@@ -305,6 +307,9 @@ def parse_arguments(arg_list: Sequence[str] | None = None) -> tuple[str, RunOpti
         if given.pop("distributed_launch", False):
             logger.warning_once("--distributed_launch has no effect any more: the launcher decides. Leave it out.")
         info = find_launch()
+        nproc = given.pop("nproc", None)
+        if nproc is not None and info.launcher != "spawn":
+            _start_ranks(nproc, line, arg_list)
         if info.is_distributed:
             watch_uncaught()
         run_opts = RunOptions(**given)
@@ -313,6 +318,16 @@ def parse_arguments(arg_list: Sequence[str] | None = None) -> tuple[str, RunOpti
     except Exception as error:
         record_for_launcher(error)
         raise
+
+
+def _start_ranks(nproc: str, line: CommandLine, arg_list: Sequence[str] | None) -> NoReturn:
+    """Start the script again as several ranks, wait for them, and end."""
+    if arg_list is not None and list(arg_list) != sys.argv[1:]:
+        raise ConfigError(
+            f"nproc={nproc!r} starts the running script again with its own command line, and the one that was given to "
+            "parse_arguments is another. Call ddpkit.spawn(function, nprocs) instead."
+        )
+    run_script(nproc, line.given.get("device", line.in_yaml.get("device")))
 
 
 def _fold_precision(source: dict[str, Any]) -> None:

@@ -192,3 +192,16 @@ def test_the_real_counts_are_plain_numbers():
         assert device.is_built_for(kind) in (True, False)
     assert device.count_devices("nothing") == 0
     assert find_launch({}).local_rank == 0
+
+
+def test_a_launcher_that_shows_each_process_its_own_gpu(machine):
+    """srun --gpus-per-task=1: the third process of the node sees one GPU, by the number 0."""
+    own = LaunchInfo("slurm", 2, 2, 4, 4, own_devices=True)
+    machine(cuda=1)
+    assert resolve_device(None, own) == resolve_device("cuda", own) == "cuda:0"
+    assert resolve_device("cpu", own) == "cpu"
+    machine(cuda=4)  # not bound after all: each sees all of them
+    assert resolve_device("cuda", own) == "cuda:2"
+    machine(cuda=1)
+    with pytest.raises(ConfigError, match="Not enough GPUs"):
+        resolve_device("cuda", LaunchInfo("slurm", 2, 2, 4, 4))

@@ -1,0 +1,87 @@
+"""torchrun with nodes that come and go: the world shrinks and grows, on one store that is never emptied."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from tests.launching import BIN, Run, free_port, wait_until
+
+SCRIPT = """
+    import os, sys, time
+    from pathlib import Path
+
+    import torch
+    import torch.distributed as dist
+
+    from ddpkit.distributed import ddp_init_group, get_rank, get_world_size, run_on_main
+
+    ddp_init_group({"device": "cpu", "distributed_timeout_minutes": 1})
+    world = get_world_size()
+    ones = torch.ones(1)
+    dist.all_reduce(ones)
+    assert ones.item() == world
+    assert run_on_main(os.getpid)
+    with open("worlds", "a") as file:
+        file.write(f"{get_rank()}/{world}/{os.environ['TORCHELASTIC_RESTART_COUNT']}\\n")
+    while not Path("stop").exists():
+        time.sleep(0.1)
+        dist.all_reduce(ones)  # fails when the other is gone
+    dist.barrier()
+"""
+
+
+def agent(folder: Path, port: int, name: str, environment: dict[str, str]) -> Run:
+    beats = "last_call_timeout=10,keep_alive_interval=2,keep_alive_max_attempt=4"
+    words = ["--nnodes=1:2", "--nproc_per_node=1", "--max-restarts=5", "--monitor-interval=0.3"]
+    words += ["--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{port}", f"--rdzv-conf={beats}", "train.py"]
+    return Run([str(BIN / "torchrun"), *words], folder, environment, name=name)
+
+
+def listens(port: int) -> bool:
+    with socket.socket() as sock:
+        return sock.connect_ex(("localhost", port)) == 0
+
+
+@pytest.mark.launch
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("grows", [False, True], ids=["one leaves", "one leaves and one joins"])
+def test_f10_nodes_that_come_and_go(tmp_path, grows):
+    """torchrun counts no restart when a node leaves or joins: its count cannot tell one attempt from another.
+
+    A node that joins finds its way only where torchrun's agents do not share their store: with torch 2.13 the first of
+    them does not tell it the address again (``MASTER_ADDR`` is waited for in vain), before any rank is started.
+    """
+    (tmp_path / "train.py").write_text(textwrap.dedent(SCRIPT))
+    worlds = tmp_path / "worlds"
+    environment = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} if grows else {}
+
+    def formed(size: int, times: int) -> bool:
+        lines = worlds.read_text().split() if worlds.exists() else []
+        return sum(line.split("/")[1] == str(size) for line in lines) >= size * times
+
+    port = free_port()
+    runs = [agent(tmp_path, port, "first", environment)]
+    try:
+        assert wait_until(lambda: listens(port), 60), "the first agent keeps the store"
+        runs.append(agent(tmp_path, port, "second", environment))
+        assert wait_until(lambda: formed(2, 1), 90), runs[0].err + runs[1].err
+        for pid in runs[1].alive():
+            os.kill(pid, signal.SIGKILL)
+        assert wait_until(lambda: formed(1, 1), 90), runs[0].err
+        if grows:
+            runs.append(agent(tmp_path, port, "third", environment))
+            assert wait_until(lambda: formed(2, 2), 90), runs[0].err + runs[2].err
+        (tmp_path / "stop").touch()
+        for run in (runs[0], *runs[2:]):
+            assert run.wait(60).code == 0, run.err
+    finally:
+        for run in runs:
+            for pid in run.alive():
+                os.kill(pid, signal.SIGKILL)

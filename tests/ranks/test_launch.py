@@ -1,0 +1,177 @@
+"""Ranks that other launchers than torchrun start: the variables that they set, with real processes behind them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import textwrap
+import time
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ddpkit import process_group
+from ddpkit.errors import ConfigError
+from ddpkit.launchers import find_launch
+from ddpkit.process_group import shorten_timeout
+from tests.launching import Run, free_port, python
+
+SCRIPT = """
+    import json, logging, os, sys
+    from pathlib import Path
+
+    import torch
+    import torch.distributed as dist
+
+    import ddpkit as sb
+    from ddpkit.distributed import get_local_rank, get_rank, get_world_size, run_on_main, run_once_per_node
+    from ddpkit.logger import get_logger
+
+    early = [get_rank(), get_local_rank(), sb.if_main_process()]
+    get_logger("early").warning("main is %s", early[0])
+    sb.ddp_init_group({"device": "cpu", "distributed_timeout_minutes": 0.5})
+    ones = torch.ones(1)
+    dist.all_reduce(ones)
+    facts = {"early": early, "rank": get_rank(), "local": get_local_rank(), "world": get_world_size(), "sum": int(ones),
+             "main": run_on_main(os.getpid), "node": run_once_per_node(os.getpid), "pid": os.getpid()}
+    Path(f"facts.{get_rank()}").write_text(json.dumps(facts))
+"""
+
+
+def start(folder: Path, environments: list[dict[str, str]]) -> list[Run]:
+    (folder / "train.py").write_text(textwrap.dedent(SCRIPT))
+    return [Run(python("train.py"), folder, one, name=f"task{task}") for task, one in enumerate(environments)]
+
+
+def facts(folder: Path, ranks: int) -> list[dict]:
+    found = [json.loads((folder / f"facts.{rank}").read_text()) for rank in range(ranks)]
+    assert [(one["rank"], one["world"], one["sum"]) for one in found] == [(rank, ranks, ranks) for rank in range(ranks)]
+    assert {one["main"] for one in found} == {found[0]["pid"]}
+    return found
+
+
+def srun(job: str, tasks: int, nodes: int = 1, **more: str) -> list[dict[str, str]]:
+    """What slurmstepd sets for each task of a step whose tasks are dealt out to the nodes in turn."""
+    there = [[task for task in range(tasks) if task % nodes == node] for node in range(nodes)]
+    return [
+        {
+            "SLURM_JOB_ID": job, "SLURM_STEP_ID": "0", "SLURM_PROCID": str(task), "SLURM_NODEID": str(task % nodes),
+            "SLURM_LOCALID": str(task // nodes), "SLURM_GTIDS": ",".join(map(str, there[task % nodes])),
+            "SLURM_STEP_NUM_TASKS": str(tasks), "SLURM_STEP_NUM_NODES": str(nodes), "SLURM_NTASKS": str(tasks),
+            "SLURM_STEP_NODELIST": "localhost", **more,
+        }
+        for task in range(tasks)
+    ]  # fmt: skip
+
+
+def test_d6_bare_srun(tmp_path):
+    runs = start(tmp_path, srun(f"{os.getpid()}{time.time_ns()}", 2))
+    for run in runs:
+        assert run.wait().code == 0, run.err
+    found = facts(tmp_path, 2)
+    assert [one["early"] for one in found] == [[0, 0, True], [1, 1, False]], "d23: known before the group is there"
+    assert runs[0].err == "main is 0\n"
+    assert runs[1].err == ""
+
+
+@pytest.mark.slow
+def test_d6_srun_that_deals_tasks_out_in_turn(tmp_path):
+    """Two nodes, tasks 0 and 2 on the first: what is done once per node goes to the right ranks."""
+    for run in start(tmp_path, srun(f"{os.getpid()}{time.time_ns()}", 4, nodes=2)):
+        assert run.wait(90).code == 0, run.err
+    found = facts(tmp_path, 4)
+    assert [one["node"] for one in found] == [found[rank % 2]["pid"] for rank in range(4)]
+
+
+@pytest.mark.slow
+def test_d6_a_taken_port_is_gone_around(tmp_path):
+    environments = srun(f"{os.getpid()}{time.time_ns()}", 2)
+    with socket.create_server(("", find_launch(environments[0]).port)):
+        for run in start(tmp_path, environments):
+            assert run.wait().code == 0, run.err
+    facts(tmp_path, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_d6_the_ports_of_the_user_and_two_runs_on_one(tmp_path):
+    """Whoever comes second is told so, on each of its ranks."""
+    port = str(free_port())
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    folders = [tmp_path / "one", tmp_path / "two"]
+    for folder in folders:
+        folder.mkdir()
+    first = start(folders[0], srun("1", 3, **place)[:2])  # waits for its third task
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", int(port))):
+            break
+        time.sleep(0.1)
+    time.sleep(4)  # until its task 1 is in
+    second = start(folders[1], srun("2", 3, **place)[:2])
+    for run, words in zip(second, (f"port {port} of MASTER_PORT is taken", "rank 1 is there twice"), strict=True):
+        run.wait(50)
+        assert run.code == 1
+        assert words in run.err, run.err
+    for run, words in zip(
+        first, ("rank 2 (1) of 3 processes did not come", "could not|lost|did not come"), strict=True
+    ):
+        run.wait(90)
+        assert run.code == 1, "the third has never come"
+        assert any(word in run.err for word in words.split("|")), run.err
+
+
+# --------------------------------------------------------------------------------------------- the group
+
+
+def late_for_a_barrier():
+    shorten_timeout(1.5)
+    dist.all_reduce(torch.ones(1))
+    began = time.monotonic()
+    if dist.get_rank() == 1:
+        time.sleep(5)
+        return None
+    try:
+        dist.all_reduce(torch.ones(1))
+    except RuntimeError as error:
+        return time.monotonic() - began, str(error)
+    return time.monotonic() - began, ""
+
+
+def test_f3_a_shortened_timeout_counts(ranks):
+    seconds, text = ranks.run(late_for_a_barrier)[0]
+    assert "Timed out" in text or "timeout" in text.lower(), text
+    assert 1 < seconds < 4.5
+
+
+def senseless_timeouts():
+    for seconds in (0, -1, float("nan")):
+        with pytest.raises(ConfigError, match="would end every collective at once"):
+            shorten_timeout(seconds)
+    return True
+
+
+def test_timeouts_that_make_no_sense(ranks):
+    assert ranks.run(senseless_timeouts, world_size=1) == [True]
+
+
+def test_a_backend_without_timeouts_is_left_alone(monkeypatch):
+    asked = []
+
+    class NoTimeouts:
+        def set_timeout(self, limit):
+            asked.append(limit)
+            raise RuntimeError("Backend mpi does not support setting a timeout")
+
+    monkeypatch.setattr(process_group, "is_distributed_initialized", lambda: True)
+    monkeypatch.setattr(process_group, "dist", SimpleNamespace(group=SimpleNamespace(WORLD=NoTimeouts())))
+    shorten_timeout(5)
+    assert asked == [timedelta(seconds=5)]
+    monkeypatch.setattr(process_group, "dist", SimpleNamespace(group=SimpleNamespace(WORLD=object())))  # an older torch
+    shorten_timeout(5)

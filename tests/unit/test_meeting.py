@@ -1,0 +1,203 @@
+"""Processes find each other, or say why not: stores, strange neighbours on the port, missing and doubled ranks."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from ddpkit import meeting
+from ddpkit.errors import LaunchError
+from ddpkit.launch_variables import derived_port
+from ddpkit.launchers import LaunchInfo
+from ddpkit.meeting import Beacon, find_beacon, meet, open_store
+from tests.launching import free_port
+
+LIMIT = timedelta(seconds=20)
+
+
+def info(rank, world_size=2, **more):
+    return LaunchInfo("environment", rank, rank, world_size, world_size, **{"address": "127.0.0.1", **more})
+
+
+def all_of(world_size, work):
+    """What `work(rank)` returned or raised for each rank, each in a thread of its own."""
+    found = [None] * world_size
+
+    def run(rank):
+        try:
+            found[rank] = work(rank)
+        except Exception as error:  # noqa: BLE001 -- looked at by the test
+            found[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world_size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert not any(thread.is_alive() for thread in threads)
+    return found
+
+
+def talk(stores):
+    """Each can read what the other has written, which means the same prefix too."""
+    stores[0].set("from 0", "zero")
+    stores[1].set("from 1", "one")
+    return stores[1].get("from 0") == b"zero" and stores[0].get("from 1") == b"one"
+
+
+@pytest.fixture
+def run_id():
+    return f"test {time.time_ns()}"
+
+
+@pytest.fixture
+def stranger():
+    """A program that has the port, takes connections and says nothing."""
+    with socket.create_server(("", 0)) as server:
+        yield server.getsockname()[1]
+
+
+# ------------------------------------------------------------------------------------------------- stores
+
+
+def test_a_port_of_the_users(run_id):
+    port = free_port()
+    found = all_of(2, lambda rank: open_store(info(rank, port=port), LIMIT))
+    assert [hosts for _, hosts in found] == [True, False]
+    assert talk([store for store, _ in found])
+
+
+def test_a_derived_port(run_id):
+    found = all_of(2, lambda rank: open_store(info(rank, port=derived_port(run_id), run_id=run_id), LIMIT))
+    assert [hosts for _, hosts in found] == [True, False]
+    assert talk([store for store, _ in found])
+
+
+def test_a_derived_port_that_is_taken_gives_the_next(run_id, monkeypatch):
+    monkeypatch.setattr(meeting, "ANSWER_SECONDS", 0.3)
+    with socket.create_server(("", derived_port(run_id))), socket.create_server(("", derived_port(run_id, 1))):
+        place = {"port": derived_port(run_id), "run_id": run_id}
+        found = all_of(2, lambda rank: open_store(info(rank, **place), LIMIT))
+        assert talk([store for store, _ in found])
+
+
+def test_two_runs_with_the_same_derived_port_do_not_mix(run_id, monkeypatch):
+    monkeypatch.setattr(meeting, "derived_port", lambda _id, attempt=0: derived_port(run_id, attempt))
+    with Beacon("a", 11) as a, Beacon("b", 22) as b:
+        assert (a.port, b.port) == (derived_port(run_id), derived_port(run_id, 1))
+        for name, port in (("a", 11), ("b", 22)):
+            assert find_beacon("127.0.0.1", name, time.monotonic() + 5) == port
+
+
+def test_all_derived_ports_taken(run_id, monkeypatch):
+    monkeypatch.setattr(meeting, "PORTS_TO_TRY", 1)
+    with socket.create_server(("", derived_port(run_id))), pytest.raises(LaunchError, match="all taken.*MASTER_PORT"):
+        Beacon(run_id, 4000)
+
+
+def test_the_port_of_the_user_is_taken(stranger):
+    with pytest.raises(LaunchError, match=f"port {stranger} of MASTER_PORT is taken on this machine"):
+        open_store(info(0, port=stranger), LIMIT)
+
+
+def test_a_stranger_that_does_not_answer_is_no_hang(stranger, monkeypatch):
+    """torch alone waits for ever there, whatever its timeout."""
+    monkeypatch.setattr(meeting, "CONNECT_SECONDS", 1.0)
+    made = []
+    monkeypatch.setattr(meeting.dist, "TCPStore", lambda *_, **__: made.append(1) or time.sleep(3))
+    with pytest.raises(LaunchError, match="does not answer as torch's store does"):
+        open_store(info(1, port=stranger), LIMIT)
+    assert made
+    time.sleep(2.5)  # the thread ends
+
+
+@pytest.mark.parametrize("place", [{"port": 0}, {"address": "", "port": 29500}])
+def test_nowhere_to_meet(place):
+    with pytest.raises(LaunchError, match="cannot find each other"):
+        open_store(info(1, **place), LIMIT)
+
+
+@pytest.mark.parametrize(
+    ("launcher", "words"),
+    [("openmpi", "mpirun -x MASTER_ADDR="), ("pmi", "mpiexec -genv MASTER_ADDR "), ("jsm", "jsrun -E MASTER_ADDR=")],
+)
+def test_d6_what_to_pass_to_an_mpi_launcher(launcher, words):
+    with pytest.raises(LaunchError) as caught:
+        open_store(LaunchInfo(launcher, 3, 1, 4, 2, 1), LIMIT)
+    assert words in str(caught.value)
+    assert f"{launcher} started 4 processes (2 on this node, where this is rank 3)" in str(caught.value)
+
+
+def test_nobody_listens():
+    began = time.monotonic()
+    with pytest.raises(LaunchError, match=r"nobody could be reached at 127.0.0.1:\d+ .*Was rank 0 started"):
+        open_store(info(1, port=free_port()), timedelta(seconds=0.5))
+    assert time.monotonic() - began < 5
+
+
+def test_an_unknown_host_is_not_waited_for_half_an_hour(monkeypatch, run_id):
+    monkeypatch.setattr(meeting, "UNKNOWN_HOST_SECONDS", 0.2)
+    for place in ({"port": 29500}, {"port": derived_port(run_id), "run_id": run_id}):
+        with pytest.raises(LaunchError, match="no-such-host.invalid"):
+            open_store(info(1, address="no-such-host.invalid", **place), timedelta(minutes=30))
+
+
+# ------------------------------------------------------------------------------------------------ meeting
+
+
+def test_all_agree_on_one_name_and_attempts_on_different_ones():
+    store = dist.HashStore()
+    names = [all_of(3, lambda rank: meet(store, info(rank, 3), time.monotonic() + 20, once=False)) for _ in range(4)]
+    assert all(len(set(attempt)) == 1 for attempt in names)
+    assert len({attempt[0] for attempt in names}) == 4, "what dead processes have left is not read again"
+
+
+def test_a_world_that_shrinks_and_grows_on_one_store():
+    store = dist.HashStore()
+    seen = set()
+    for size in (3, 1, 2, 3):
+        end = time.monotonic() + 20
+        names = set(all_of(size, lambda rank: meet(store, info(rank, size), end, once=False)))  # noqa: B023
+        assert len(names) == 1
+        assert not names & seen
+        seen |= names
+
+
+def test_a_rank_that_died_while_meeting_is_replaced():
+    store = dist.HashStore()
+    store.set("ddpkit/meet/1", "the token of a dead process")
+    names = all_of(2, lambda rank: meet(store, info(rank), time.monotonic() + 20, once=False))
+    assert len(set(names)) == 1
+
+
+def test_ranks_that_do_not_come_are_named(caplog, monkeypatch):
+    monkeypatch.setattr(meeting, "WARNING_SECONDS", 0.1)
+    with pytest.raises(LaunchError, match=r"ranks 1, 2 \(2\) of 3 processes did not come to rank 0 at 127.0.0.1:5"):
+        meet(dist.HashStore(), info(0, 3, port=5), time.monotonic() + 0.5, once=True)
+    assert "Rank 0 waits for ranks 1, 2 (2) of 3 processes." in caplog.text
+    with pytest.raises(LaunchError, match="rank 1 of 2 has waited at 127.0.0.1:5 for rank 0, which did not come"):
+        meet(dist.HashStore(), info(1, port=5), time.monotonic() + 0.1, once=True)
+
+
+def test_a_rank_that_is_there_twice():
+    """Two runs on the same MASTER_PORT, or one RANK given to two processes."""
+    store = dist.HashStore()
+    store.set("ddpkit/here/1", "process 1 on elsewhere")
+    with pytest.raises(LaunchError, match="rank 1 is there twice: process 1 on elsewhere has met the others"):
+        meet(store, info(1), time.monotonic() + 5, once=True)
+
+
+def test_the_same_process_may_start_a_group_again():
+    store = dist.HashStore()
+    for _ in range(2):
+        meet(store, info(0, 1), 0.0, once=True)
+
+
+def test_hydra_is_known_by_its_helper_only():
+    assert meeting._id_of_hydra(LaunchInfo("pmi", world_size=2, local_world_size=2)) == "", "no such ancestor here"
+    assert meeting._id_of_hydra(LaunchInfo("slurm")) == ""

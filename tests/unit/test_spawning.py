@@ -1,0 +1,249 @@
+"""How many processes are meant, how they begin, and what is refused before any is started."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ddpkit import spawning
+from ddpkit.errors import ConfigError, LaunchError, RankFailedError
+from ddpkit.run_opts import parse_arguments
+from ddpkit.spawning import count_processes, run_script, spawn
+from ddpkit.supervision import Ending
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    def have(gpus, cores=4):
+        monkeypatch.setattr(spawning, "accelerator_kind", lambda: "cuda" if gpus else "cpu")
+        monkeypatch.setattr(spawning, "count_devices", lambda kind: gpus if kind == "cuda" else 1)
+        monkeypatch.setattr(spawning, "cores", lambda: cores)
+
+    have(0)
+    return have
+
+
+@pytest.fixture
+def yaml(tmp_path):
+    path = tmp_path / "h.yaml"
+    path.write_text("lr: 0.1\n")
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("asked", "device", "gpus", "number"),
+    [
+        ("3", None, 0, 3), (2, None, 8, 2), ("auto", None, 8, 8), ("auto", None, 0, 4), ("auto", "cpu", 8, 4),
+        ("gpu", None, 8, 8), ("gpu", "cuda", 8, 8), ("cpu", None, 8, 4), ("AUTO", "cpu:0", 8, 4), (" 2 ", None, 0, 2),
+    ],
+)  # fmt: skip
+def test_how_many(machine, asked, device, gpus, number):
+    machine(gpus)
+    assert count_processes(asked, device) == number
+
+
+@pytest.mark.parametrize("asked", ["0", 0, "-1", -1, "x", "", "2.5", 2.5, True, None, "1e3", "²"])
+def test_numbers_that_make_no_sense(machine, asked):
+    with pytest.raises(ConfigError, match="is no number of processes. Give a number from 1 on, gpu .* cpu .* or auto"):
+        count_processes(asked)
+
+
+def test_gpus_that_are_not_there(machine, caplog):
+    with pytest.raises(ConfigError, match="no GPU was found or asked for"):
+        count_processes("gpu")
+    machine(8)
+    with pytest.raises(ConfigError, match="no GPU was found or asked for"):
+        count_processes("gpu", "cpu")
+    with pytest.raises(ConfigError, match="nproc='9', but there are 8 GPUs.*--nproc=8 or less.*--device=cpu"):
+        count_processes("9")
+    assert not caplog.records
+    assert count_processes("9", "cpu") == 9
+    assert "9 processes share 4 processor cores" in caplog.text
+
+
+def test_looking_for_gpus_leaves_the_environment_alone(monkeypatch):
+    name = "PYTORCH_NVML_BASED_CUDA_CHECK"
+    seen = []
+    monkeypatch.setattr(spawning, "accelerator_kind", lambda: seen.append(os.environ[name]) or "cpu")
+    for before in (None, "0"):
+        if before is None:
+            monkeypatch.delenv(name, raising=False)
+        else:
+            monkeypatch.setenv(name, before)
+        count_processes(1)
+        assert os.environ.get(name) == before
+    assert seen == ["1", "1"], "otherwise CUDA could not be used in a fork"
+
+
+# -------------------------------------------------------------------------------------------- refused
+
+
+@pytest.mark.parametrize("asked", ["0", "-1", "x", "gpu"])
+def test_nproc_on_the_command_line(machine, monkeypatch, yaml, asked):
+    words = [yaml, f"--nproc={asked}", "--device=cpu"]
+    monkeypatch.setattr(sys, "argv", ["train.py", *words])
+    with pytest.raises(ConfigError, match=f"nproc='{asked}'"):
+        parse_arguments()
+
+
+def test_nproc_needs_a_value(yaml):
+    with pytest.raises(ConfigError, match="--nproc needs a value. Write --nproc=N"):
+        parse_arguments([yaml, "--nproc"])
+
+
+def test_nproc_of_another_command_line_than_the_scripts(yaml):
+    with pytest.raises(ConfigError, match="the one that was given to parse_arguments is another"):
+        parse_arguments([yaml, "--nproc=2"])
+
+
+def test_the_yaml_is_checked_before_anything_is_started(monkeypatch, yaml):
+    monkeypatch.setattr(sys, "argv", ["train.py", yaml, "--nproc=2", "--learning_rate=3"])
+    with pytest.raises(ConfigError, match="matches no key"):
+        parse_arguments()
+
+
+def test_a_rank_does_not_start_ranks_again(monkeypatch, yaml):
+    for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "DDPKIT_SPAWNED_BY": "1"}.items():
+        monkeypatch.setenv(name, value)
+    hook = sys.excepthook
+    try:
+        _, run_opts, _ = parse_arguments([yaml, "--nproc=2", "--device=cpu"])
+    finally:
+        sys.excepthook = hook
+    assert run_opts.distributed_launch
+    assert "nproc" not in run_opts
+
+
+@pytest.mark.parametrize("start", [lambda: run_script(2, "cpu"), lambda: spawn(os.getpid, 2)], ids=["--nproc", "spawn"])
+def test_under_a_launcher(monkeypatch, machine, start):
+    for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "x"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(LaunchError, match="torchrun has started this one already, as rank 1 of 2") as caught:
+        start()
+    assert "TORCHELASTIC_RUN_ID" in str(caught.value)
+
+
+def test_an_interactive_python_has_no_script(monkeypatch, machine):
+    for name in spawning.NOT_SCRIPTS:
+        monkeypatch.setattr(sys, "argv", [name])
+        with pytest.raises(ConfigError, match="--nproc starts the running script again, and there is none"):
+            run_script(2, "cpu")
+
+
+# ---------------------------------------------------------------------------------------- sent or forked
+
+
+def module_level():
+    """For what other processes can import."""
+
+
+class Notebook:
+    """Looks like ``__main__`` in a notebook: without a file."""
+
+    __spec__ = None
+
+
+@pytest.fixture
+def notebook(monkeypatch):
+    monkeypatch.setitem(sys.modules, "__main__", Notebook())
+
+
+def test_what_can_be_imported_is_sent():
+    assert spawning._start_method(module_level, (1, "x"), None) == "spawn"
+
+
+def test_what_cannot_is_forked():
+    assert spawning._start_method(lambda: 1, (), None) == "fork"
+    assert spawning._start_method(module_level, (threading.Lock(),), None) == "fork"
+    assert spawning._start_method(module_level, (), "fork") == "fork"
+
+
+def test_a_function_of_a_notebook(notebook, monkeypatch):
+    def cell():
+        pass
+
+    cell.__module__, cell.__qualname__ = "__main__", "cell"
+    sys.modules["__main__"].cell = cell
+    assert spawning._start_method(cell, (), None) == "fork"
+    assert spawning._start_method(module_level, (), None) == "spawn"
+    monkeypatch.setattr(spawning.sys, "platform", "darwin")
+    with pytest.raises(ConfigError, match="cell is defined in a notebook .* not safe on darwin.*%%writefile"):
+        spawning._start_method(cell, (), None)
+
+
+@pytest.mark.parametrize(
+    ("target", "name", "value", "words"),
+    [
+        (torch.cuda, "is_initialized", lambda: True, "CUDA is in use here already"),
+        (dist, "is_initialized", lambda: True, "a process group is running in it"),
+    ],
+)
+def test_what_must_not_be_forked(monkeypatch, target, name, value, words):
+    monkeypatch.setattr(target, name, value)
+    with pytest.raises(ConfigError, match=words):
+        spawning._start_method(lambda: 1, (), None)
+    assert spawning._start_method(module_level, (), None) == "spawn", "another process knows nothing of it"
+
+
+def test_threads_that_work_and_threads_that_wait():
+    stop = threading.Event()
+    working = threading.Thread(target=lambda: stop.wait(20), name="loads-data")
+    working.start()
+    try:
+        with pytest.raises(ConfigError, match=r"other threads are working in it \(loads-data\)"):
+            spawning._start_method(lambda: 1, (), None)
+        working._target = type("Kernel", (), {"__module__": "ipykernel.heartbeat"})()
+        assert spawning._start_method(lambda: 1, (), None) == "fork"
+    finally:
+        stop.set()
+        working.join()
+
+
+def test_start_methods_that_cannot_be():
+    with pytest.raises(ConfigError, match="start_method='forkserver' is neither"):
+        spawning._start_method(module_level, (), "forkserver")
+    with pytest.raises(ConfigError, match="start_method='spawn', but .*lambda.* do not pickle"):
+        spawning._start_method(lambda: 1, (), "spawn")
+
+
+# ----------------------------------------------------------------------------------------- who was first
+
+
+def said(*messages):
+    ranks = spawning._Ranks()
+    ranks.pids = [10, 11]
+    ranks.messages.update(dict(messages))
+    return ranks
+
+
+VALUE = spawning._Message(b"N.")  # None, pickled
+OWN = spawning._Message(None, "ValueError: boom", "Traceback ...")
+SECOND = spawning._Message(None, "RankFailedError: rank 1 failed first", "", second_hand=True)
+
+
+@pytest.mark.parametrize(
+    ("messages", "failure", "words"),
+    [
+        ([(0, SECOND), (1, OWN)], Ending(0, 10, 1), "rank 1 of 2 failed: ValueError: boom\n--- traceback of rank 1"),
+        ([(0, SECOND)], Ending(1, 11, 137), "rank 1 of 2 (process 11) was killed by SIGKILL before"),
+        ([(0, VALUE)], None, "rank 1 of 2 (process 11) ended before"),
+        ([(0, VALUE), (1, OWN)], None, "rank 1 of 2 failed: ValueError: boom"),
+        ([], Ending(1, 11, 3), "rank 1 of 2 (process 11) ended with exit code 3 before"),
+    ],
+)
+def test_the_first_is_blamed(messages, failure, words):
+    with pytest.raises(RankFailedError) as caught:
+        said(*messages).values(failure)
+    assert str(caught.value).startswith(words)
+
+
+def test_a_crash_after_the_values(caplog):
+    with caplog.at_level(logging.WARNING):
+        assert said((0, VALUE), (1, VALUE)).values(Ending(1, 11, 134)) == [None, None]
+    assert "Rank 1 was killed by SIGABRT after it had returned its value." in caplog.text

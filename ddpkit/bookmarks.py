@@ -86,6 +86,7 @@ class Reading:
     def __init__(self, key: int | None = None) -> None:
         self._key = key
         self._shown: Any = None
+        self._kept: Any = None  # what the process has in store: numpy draws normal numbers two at a time
         if key is not None:
             self._python: Any = random.Random(key).getstate()
             self._numpy: Any = np.random.MT19937(key)
@@ -94,12 +95,17 @@ class Reading:
     def __enter__(self) -> None:
         self._shown, torch_worker._worker_info = torch_worker._worker_info, None  # noqa: SLF001 -- no other way to it
         if self._key is not None:
+            state = cast("Any", np.random).get_state(legacy=False)
+            self._kept = state if state["has_gauss"] else None
             self._swap()
 
     def __exit__(self, *error: object) -> None:
         torch_worker._worker_info, self._shown = self._shown, None  # noqa: SLF001 -- as above
         if self._key is not None:
             self._swap()
+            kept, self._kept = self._kept, None
+            if kept is not None:
+                cast("Any", np.random).set_state(kept)
 
     def state_dict(self) -> Any:
         """Return where the random numbers are, between two uses."""
@@ -127,7 +133,7 @@ class Reading:
         self._torch = state["torch"]
 
     def _swap(self) -> None:
-        """Exchange the process's states and those kept here; to copy numpy's would take a hundred times as long."""
+        """Exchange the process's states and those kept here; numpy loses the normal number that it has in store."""
         python, legacy, generator = random.getstate(), cast("Any", np.random), torch.default_generator
         numbers, state = legacy.get_bit_generator(), generator.get_state()
         random.setstate(self._python)
@@ -227,6 +233,11 @@ class Bookmarks:
         self._may_be_used_up = False
         self.first = 0
         self.are_wanted = False
+
+    @property
+    def whole(self) -> Any:
+        """The user's own stream, or None where it cannot say where it is."""
+        return None if self._source is None else self._source.whole
 
     def marked(self, begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         """Iterate, and remember where every batch began; from the place of :meth:`go_on`, if there is one.

@@ -3,33 +3,34 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils.data import DataLoader, IterableDataset
 
-from ddpkit.checkpoints import Checkpointer, ckpt_recency
-from ddpkit.dataloader import go_on_after_end, go_on_at, state_at, state_at_end, want_states
-from ddpkit.distributed import run_on_main
-from ddpkit.errors import CheckpointError
+from ddpkit.bookmarks import is_stateful
+from ddpkit.checkpoint_records import read_checkpoint
+from ddpkit.checkpoint_saving import on_main
+from ddpkit.checkpoints import Checkpointer
+from ddpkit.dataloader import LoopedLoader, go_on_after_end, go_on_at, state_at, state_at_end, want_states
+from ddpkit.distributed import get_world_size
 from ddpkit.hooks import Hooks
-from ddpkit.launchers import find_launch
 from ddpkit.logger import get_logger
-from ddpkit.resuming import BRAIN_FILE, Pace, read_brain_file
+from ddpkit.metrics import LossMeter
 from ddpkit.seed import RngState, global_seed, seed_epoch_streams
-from ddpkit.storage import verify
+from ddpkit.starting import NEWEST, Lineage, Start, choose_start, lineage_of, start_again
+from ddpkit.streams import StreamShard
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from ddpkit.rank_states import RankStates
+    from ddpkit.resuming import Pace
 
 
 logger = get_logger(__name__)
-
-NEWEST, NEVER = "auto", "never"  # what the option `resume` says, or else a path
 
 
 class Continuing(Hooks):
@@ -46,10 +47,29 @@ class Continuing(Hooks):
     _base_seed: int | None = None
     _own_stream: int | None = None
     _resumed_step = 0
+    _start: Start | None = None
+    _fits = 0  # calls of fit so far, this one included
+    _finished: tuple[int | None, ...] = ()  # optimizer steps after each call of fit that is over
+    _counters: tuple[str | None, ...] = ()  # which recoverable counted the epochs of each call
+    _later: tuple[Path, Mapping[str, Any]] | None = None  # a checkpoint of a later call, and what it says of that
+    _expected_epoch: int | None = None
+    _left_over: tuple[Any, dict[str, Any]] | None = None
+    _fit_loader: Any = None
+    _trains_in: Path | None = None
+    _done: int | None = None  # batches that a checkpoint holds, where a recipe saves before the current one is trained
+    _is_inside_batch = False  # while a recipe saves in a hook of a training batch
 
     def begin_epoch(self, epoch: int) -> None:
         """Give this rank the random streams of an epoch; those of its beginning also where it goes on in the middle."""
         self.progress.epoch = epoch
+        expected, self._expected_epoch = self._expected_epoch, None
+        if expected not in {None, epoch}:
+            logger.warning(
+                "The checkpoint goes on with epoch %d, and the epoch counter begins with %d: it will not be the run "
+                "that was never stopped. Use an EpochCounter that is a recoverable of the checkpointer.",
+                expected,
+                epoch,
+            )
         if not self.step:
             self.progress.began_at = self.optimizer_step
         self._own_stream = seed_epoch_streams(self._base_seed or 0, epoch, self.progress.began_at)
@@ -77,11 +97,14 @@ class Continuing(Hooks):
         self.progress.loader, self._resumed_step = loader, self.step
         if self.checkpointer is not None:
             want_states(loader)
+            resumed = self._rank_states is not None and self._rank_states.loaded is not None
+            _tell_out_of_reach(loader, resumed=resumed)
         states = self._rank_states
         own: dict[str, Any] = {}
         if states is not None:
             states.forget()
-            own, states.loaded = states.loaded or {}, None
+            own, states.loaded = states.loaded or self._from_before(loader), None
+            self._left_over = None
             if states.is_complete:
                 self.strategy.show_gradient_orders(self.modules, own.get("gradients", {}))
         if not self.step:
@@ -93,6 +116,14 @@ class Continuing(Hooks):
         restore = self._seed_anew if random is None else RngState.from_state_dict(random).restore
         same = states is not None and states.is_of_as_many
         return go_on_at(loader, self.step, own.get("loader"), same_batches=same), restore
+
+    def _from_before(self, loader: Any) -> dict[str, Any]:
+        """Return what a checkpoint of the end of the call of ``fit`` before has left to this one."""
+        source, left = self._left_over or (None, {})
+        own = {"gradients": left.get("gradients", {})}
+        if source is not None and source is _source_of(loader):  # data that goes on from call to call
+            own["loader_end"] = left.get("loader_end")
+        return own
 
     def end_epoch(self) -> None:
         """Note that an epoch is over, its evaluation and its checkpoint too."""
@@ -118,67 +149,200 @@ class Continuing(Hooks):
         if self._rank_states is not None and self.checkpointer is not None:
             self._rank_states.gather()
 
+    @property
+    def step_to_save(self) -> int:
+        """How many batches of the current stage a checkpoint holds."""
+        return self.progress.step if self._done is None else self._done
+
+    def losses_so_far(self) -> LossMeter:
+        """Return the losses of this rank, that of the current batch included, if it has been trained on."""
+        progress = self.progress
+        if not self._is_inside_batch or progress.result is None or progress.result_at != progress.step:
+            return progress.meter
+        meter, window, result = LossMeter(), progress.window, progress.result
+        meter.load_state_dict(progress.meter.state_dict())
+        if isinstance(result, tuple):
+            meter.append_sum(*result)
+        else:
+            meter.append(result, window.weight)
+        meter.samples += window.count
+        return meter
+
     def collect_own_state(self) -> dict[str, Any]:
         """Return what a checkpoint needs of this rank by itself."""
         progress = self.progress
         return {
             "random": RngState.capture().state_dict(),
-            "loss": progress.meter.state_dict(),
-            "loader": state_at(progress.loader, progress.step),
+            "loss": self.losses_so_far().state_dict(),
+            "loader": state_at(progress.loader, self.step_to_save),
             "loader_end": state_at_end(progress.loader),
             "gradients": self.strategy.gradient_orders(),
         }
 
     # ------------------------------------------------------------------ what a run goes on from
 
-    def _pace_before(self) -> Pace | None:
-        """Return, on the main process, what an optimizer step was made of in the checkpoint that will be resumed."""
-        if self.resume == NEVER or not isinstance(self.checkpointer, Checkpointer):
-            return None
-        if self.resume != NEWEST:
-            paths = [Path(self.resume)]
+    def choose_start(self, epoch_counter: Any) -> None:
+        """Decide, once for all ranks, what this call of ``fit`` starts from.
+
+        Args:
+            epoch_counter: of the call.
+        """
+        checkpointer = self.checkpointer
+        self._fits += 1
+        recoverables = getattr(checkpointer, "recoverables", {})
+        name = next((name for name, one in recoverables.items() if one is epoch_counter), None)
+        missing = (None,) * self._fits
+        self._counters = (*(*self._counters, *missing)[: self._fits - 1], name)
+        self._finished = (*self._finished, *missing)[: self._fits - 1]
+        if not isinstance(checkpointer, Checkpointer):
+            return
+        self._trains_in = Path(checkpointer.checkpoints_dir)
+        if self._start is None:
+            self._start = on_main(choose_start, checkpointer, self.resume, get_world_size())
         else:
-            found = sorted(self.checkpointer.list_checkpoints(), key=ckpt_recency, reverse=True)
-            paths = [checkpoint.path for checkpoint in found]
-        for path in paths:
-            if not verify(path, "size") and not verify(path, "full", only=BRAIN_FILE):
-                with contextlib.suppress(CheckpointError):  # who loads it will say what is wrong with it
-                    state = read_brain_file(path)
-                    asked = state.get("asked")  # not what it came to on some number of processes in between
-                    return Pace.read(asked if isinstance(asked, Mapping) else state)
-        return None
+            self._start = on_main(start_again, checkpointer, self.resume, self._start.lineage)
+
+    def _pace_before(self) -> Pace | None:
+        """Return what an optimizer step was made of in the checkpoint that will be resumed."""
+        return None if self._start is None else self._start.pace
 
     @contextlib.contextmanager
     def choosing_start(self) -> Iterator[None]:
-        """Have the checkpointer recover what the option ``resume`` says, whoever asks it to."""
+        """Have the checkpointer recover what was decided, whoever asks it to."""
         checkpointer = self.checkpointer
-        if not isinstance(checkpointer, Checkpointer):
+        if not isinstance(checkpointer, Checkpointer) or self._start is None:
             yield
             return
-        checkpointer.resume = run_on_main(self._start, args=(checkpointer,)) or NEWEST
+        checkpointer.resume = self._start.resume
         try:
             yield
         finally:
             checkpointer.resume = NEWEST
 
-    def _start(self, checkpointer: Checkpointer) -> str:
-        """Return what to start from; on the main process."""
-        if self.resume == NEWEST:
-            return NEWEST
-        found = sorted(checkpointer.list_checkpoints(), key=ckpt_recency, reverse=True)
-        launch = os.environ.get("TORCHELASTIC_RUN_ID")
-        if find_launch().restart_count and launch not in {None, "none"}:
-            for checkpoint in found:
-                with contextlib.suppress(CheckpointError):
-                    if read_brain_file(checkpoint.path).get("launch") == launch:
-                        logger.info("The launcher has restarted this run: it goes on from %s.", checkpoint.path)
-                        return NEWEST
-        if found:
-            logger.warning(
-                "--resume=%s, and %s holds %d checkpoint(s) of another run: what is kept, and what evaluate finds "
-                "best, is chosen among those too. Better give this run an output folder of its own.",
-                self.resume,
-                checkpointer.checkpoints_dir,
-                len(found),
-            )
-        return self.resume
+    def recover_for_evaluation(self, max_key: str | None, min_key: str | None) -> Any:
+        """Recover the best of this run's own checkpoints, or the one that was asked for.
+
+        Args:
+            max_key: the one with the highest value of this key.
+            min_key: the one with the lowest; without either, the newest.
+
+        Returns:
+            What was loaded, or None.
+        """
+        checkpointer = self.checkpointer
+        if not isinstance(checkpointer, Checkpointer):
+            return checkpointer.recover_if_possible(max_key=max_key, min_key=min_key)
+        if self._start is None and self.resume not in {"auto", "never"}:
+            logger.announce("--resume=%s: this checkpoint is evaluated.", self.resume)
+            checkpointer.resume = self.resume
+            try:
+                return checkpointer.recover_if_possible()
+            finally:
+                checkpointer.resume = NEWEST
+        lineage = on_main(self._lineage_in, checkpointer)
+        own = None if lineage is None else lineage.includes
+        return checkpointer.recover_if_possible(max_key=max_key, min_key=min_key, ckpt_predicate=own)
+
+    def _lineage_in(self, checkpointer: Checkpointer) -> Lineage | None:
+        """Return that of this run if it has trained here, else that of the run which has saved last."""
+        found = checkpointer.list_checkpoints()
+        if self._start is not None and Path(checkpointer.checkpoints_dir) == self._trains_in:
+            lineage: Lineage | None = self._start.lineage
+        else:
+            lineage = lineage_of(found)
+        return None if lineage is None or all(map(lineage.includes, found)) else lineage
+
+    # ------------------------------------------------------------------ several calls of fit
+
+    def place_in_calls(self, path: Path, state: Mapping[str, Any]) -> bool:
+        """Say whether a checkpoint that is being recovered was made in this call of ``fit``.
+
+        Args:
+            path: its directory.
+            state: what it holds of the Brain.
+
+        State: one of a later call is remembered: what comes before that call is done.
+        """
+        self._later = None
+        number, counters = state.get("fit"), tuple(state.get("counters") or ())
+        if not isinstance(number, int) or number == self._fits:
+            return True
+        if number < self._fits:
+            return False
+        mine, known = self._counters[-1], counters[: self._fits]
+        if mine is not None and len(counters) == number and mine == counters[-1] and known[-1] != mine:
+            logger.info("This call of fit is number %d of the run: the script has left out what is done.", number)
+            self._fits, self._counters = number, counters
+            self._finished = tuple(state.get("finished") or ())[: number - 1]
+            return True
+        self._later = path, state
+        return False
+
+    def take_up(self) -> None:
+        """Load a checkpoint that was made in this call, where it was found in an earlier one."""
+        if self._later is None or self._later[1]["fit"] > self._fits:
+            return
+        path, _ = self._later
+        if isinstance(self.checkpointer, Checkpointer):
+            self.checkpointer.load_checkpoint(on_main(read_checkpoint, path))
+        else:
+            self.checkpointer.recover_if_possible()
+
+    def is_done_before(self, train_set: Any) -> bool:
+        """Say whether nothing is left to do in this call of ``fit``, because the checkpoint was made in a later one.
+
+        Args:
+            train_set: the training loader.
+        """
+        self._fit_loader = train_set
+        if self._later is None:
+            return False
+        path, state = self._later
+        finished = tuple(state.get("finished") or ())
+        steps = finished[self._fits - 1] if len(finished) >= self._fits else None
+        self.optimizer_step = self.optimizer_step if steps is None else steps
+        logger.announce(
+            "Call %d of fit is done already: %s was made in call %d, which will go on from it. If this script does not "
+            "call fit as often, start it with --resume=never and an output folder of its own.",
+            self._fits,
+            path,
+            state["fit"],
+        )
+        return True
+
+    def let_go(self) -> None:
+        """Drop what was recovered or gathered for this call, but for what the next one takes over from its end."""
+        states, loader, self._fit_loader = self._rank_states, self._fit_loader, None
+        self._expected_epoch = None
+        if states is None:
+            return
+        states.forget()
+        left, states.loaded = states.loaded, None
+        if left is not None and self._later is None and not self.step:
+            self._left_over = _source_of(loader), left
+
+
+def _source_of(loader: Any) -> Any:
+    """Return what takes something over from one epoch into the next, if a loader has such a thing."""
+    if loader is None or isinstance(loader, LoopedLoader):
+        return loader
+    marks = getattr(loader, "marks", None)
+    return None if marks is None else marks.whole
+
+
+def _tell_out_of_reach(loader: Any, *, resumed: bool) -> None:
+    """Say it where data keeps its place in processes that no checkpoint can ask."""
+    inner = loader.loader if isinstance(loader, LoopedLoader) else loader
+    if not (isinstance(inner, DataLoader) and isinstance(inner.dataset, IterableDataset) and inner.persistent_workers):
+        return
+    stream = inner.dataset.whole if isinstance(inner.dataset, StreamShard) else inner.dataset
+    if is_stateful(stream):
+        logger.warning_once(
+            "%s is read by workers that outlive an epoch (persistent_workers=True), and what it keeps there from epoch "
+            "to epoch is out of reach of a checkpoint: %s. With num_workers=0 its state is saved; with "
+            "persistent_workers=False every epoch begins as the first, with or without a restart.",
+            type(stream).__name__,
+            "it begins anew now, and the run is not the one that was never stopped"
+            if resumed
+            else "after a restart it would begin anew",
+        )

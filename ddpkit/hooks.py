@@ -182,6 +182,8 @@ class Hooks(OptionAttributes):
         if should_step:
             window.multiplier = window.correction if window.counted is None else self._one_by_count()
             self.optimizers_step()
+        progress = self.progress
+        progress.result, progress.result_at = result, progress.step
         self.on_fit_batch_end(batch, outputs, loss, should_step)
         return result
 

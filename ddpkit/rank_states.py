@@ -8,15 +8,28 @@ process. One at the end of an epoch needs no random streams: every epoch begins 
 
 from __future__ import annotations
 
+import pickle
+import time
+import uuid
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 from ddpkit.checkpoint_hooks import safe_load
-from ddpkit.distributed import gather_objects, get_rank, get_world_size, if_main_process
-from ddpkit.errors import CheckpointError
+from ddpkit.distributed import (
+    control_group,
+    ddp_prevent_block,
+    get_rank,
+    get_world_size,
+    if_main_process,
+    require_all_ranks,
+    run_on_main,
+)
+from ddpkit.errors import CheckpointError, RankFailedError
 from ddpkit.logger import get_logger
+from ddpkit.process_group import group_state
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,6 +38,8 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 FORMAT = 1
+WAIT_SECONDS = 10.0  # for the other ranks, when a recipe saves inside an epoch for the first time
+SHORT_WAIT_SECONDS = 0.5  # once they have not come
 
 
 class RankStates:
@@ -38,7 +53,7 @@ class RankStates:
         is_of_as_many: whether that checkpoint was made by as many ranks.
         is_complete: whether it also had the state of every one.
 
-    Ranks: local, but for :meth:`gather`.
+    Ranks: local, but for :meth:`gather` and :meth:`gather_if_all_come`.
 
     State: the states of all ranks where they were gathered, else that of the main process.
 
@@ -55,6 +70,7 @@ class RankStates:
         self._gathered: list[dict[str, Any] | None] | None = None
         self.loaded: dict[str, Any] | None = None
         self.is_of_as_many = self.is_complete = False
+        self._have_been_waited_for = False
 
     def gather(self) -> None:
         """Collect the states of all ranks, for the saves that follow until :meth:`forget`.
@@ -64,8 +80,41 @@ class RankStates:
 
         Ranks: collective.
         """
-        gathered = gather_objects(self._collect)
-        self._gathered = list(gathered) if if_main_process() else [None] * len(gathered)  # the main process saves
+        self._gathered = _gather_to_main(self._collect)
+
+    def gather_if_all_come(self) -> bool:
+        """Collect the states as :meth:`gather` does, if every rank makes this call and not the main process alone.
+
+        Returns:
+            Whether every rank has come. The main process waits for them: some seconds at first, and for a moment once
+            they have not come.
+
+        Raises:
+            RankFailedError: as :meth:`gather`.
+
+        Ranks: all, or the main process alone.
+        """
+        if get_world_size() > 1:
+            if ddp_prevent_block():
+                return False
+            key = f"ddpkit/save/{run_on_main(lambda: uuid.uuid4().hex)}"
+            if not if_main_process():
+                group_state().store.add(key, 1)
+            if not run_on_main(self._await_others, [key]):
+                return False
+        self.gather()
+        return True
+
+    def _await_others(self, key: str) -> bool:
+        store = group_state().store
+        end = time.monotonic() + (SHORT_WAIT_SECONDS if self._have_been_waited_for else WAIT_SECONDS)
+        while store.add(key, 0) < get_world_size() - 1:
+            if time.monotonic() > end:
+                self._have_been_waited_for = True
+                return False
+            time.sleep(0.0005)
+        store.delete_key(key)
+        return True
 
     def set_own(self, state: dict[str, Any]) -> None:
         """Take a state for that of this rank, for the saves that follow until :meth:`forget`; the others have none.
@@ -142,6 +191,39 @@ class RankStates:
                 "the middle of an epoch. Until that ends they draw other numbers than the run that was never stopped.",
                 ", ".join(map(str, unknown)),
             )
+
+
+def _gather_to_main(make: Callable[[], dict[str, Any]]) -> list[dict[str, Any] | None]:
+    """Make a state on every rank and bring them to the main process, one after the other; the others keep none."""
+    world_size, rank = get_world_size(), get_rank() or 0
+    if world_size == 1:
+        return [make()]
+    require_all_ranks("RankStates.gather")
+    failure: Exception | None = None
+    try:
+        data = pickle.dumps(make())
+    except Exception as error:  # noqa: BLE001 -- raised below, once the others know
+        failure, data = error, b""
+    facts = torch.tensor([len(data), int(failure is not None)])
+    everybody = [torch.empty_like(facts) for _ in range(world_size)]
+    group = control_group()
+    with group_state().handover.forgetting():
+        dist.all_gather(everybody, facts, group=group)
+    if failure is not None:
+        raise failure
+    failed = [str(number) for number, one in enumerate(everybody) if one[1]]
+    if failed:
+        raise RankFailedError(f"rank {', '.join(failed)} could not tell its state; its own log says why.")
+    states: list[dict[str, Any] | None] = [None] * world_size
+    if rank != 0:
+        dist.send(torch.frombuffer(bytearray(data), dtype=torch.uint8), dst=0, group=group)
+        return states
+    states[0] = pickle.loads(data)  # noqa: S301 -- a copy, as of the others
+    for source in range(1, world_size):
+        received = torch.empty(int(everybody[source][0]), dtype=torch.uint8)
+        dist.recv(received, src=source, group=group)
+        states[source] = pickle.loads(received.numpy().data)  # noqa: S301 -- a rank of this very job
+    return states
 
 
 def _common(ranks: list[dict[str, Any] | None]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from ddpkit.distributed import get_rank, get_world_size
+from ddpkit.distributed import get_rank
 from ddpkit.errors import CheckpointError, ConfigError
 from ddpkit.logger import get_logger
 from ddpkit.permutation import mix_key
@@ -93,34 +93,6 @@ def global_seed() -> int | None:
         if os.environ.get(variable):
             return _whole_number(os.environ[variable], variable)
     return None
-
-
-def seed_rank_streams(epoch: int | None = None) -> int | None:
-    """Move this rank on to random streams of its own; does nothing in a run of one process.
-
-    Call it on every rank, after everything that must be equal on all ranks (the initial weights) was drawn.
-
-    Args:
-        epoch: mixed into the streams where given, so that each epoch has its own.
-
-    Returns:
-        The 64-bit seed of this rank's torch stream, or None in a run of one process.
-
-    Ranks: local.
-
-    State: the random states of Python, numpy and torch (all devices).
-
-    Example:
-        >>> seed_rank_streams() is None  # one process keeps the stream it has
-        True
-    """
-    if get_world_size() == 1:
-        return None
-    seed = global_seed()
-    base = torch.initial_seed() if seed is None else seed
-    stream = stream_seed(base, get_rank() or 0, *(() if epoch is None else (epoch,)))
-    _seed_generators(stream, stream & MAX_SEED)
-    return stream
 
 
 def seed_epoch_streams(base: int, epoch: int, optimizer_step: int) -> int:

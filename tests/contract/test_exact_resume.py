@@ -52,10 +52,10 @@ def net(seed):
     return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.3), nn.Linear(4, 1)).double()
 
 
-def run(folder, train, *, dies_at=None, seed=7, valid=None, kwargs=None, cls=Noisy, **options):
+def run(folder, train, *, dies_at=None, seed=11, valid=None, kwargs=None, cls=Noisy, **options):
     counter, model = EpochCounter(EPOCHS), net(7)
     checkpointer = Checkpointer(folder, {"net": model, "counter": counter})
-    torch.manual_seed(11)  # the run's seed: the same command
+    torch.manual_seed(seed)  # the run's seed: the same command
     brain = cls({"net": model}, sgd(lr=0.01, momentum=0.9), None, {**QUIET, **options}, checkpointer)
     brain.dies_at = dies_at
     kwargs = {"batch_size": 2} if kwargs is None else kwargs
@@ -91,10 +91,16 @@ def test_k9_at_the_end_of_an_epoch(tmp_path):
     assert_exact(tmp_path, lambda: points(20), (3, 4))
 
 
-def test_a_seed_of_torch_or_of_everything_decides(tmp_path):
+def test_a_seed_of_torch_or_of_everything_decides(tmp_path, monkeypatch):
     first, second = run(tmp_path / "a", points(10)), run(tmp_path / "b", points(10))
     assert_same(weights(first), weights(second))
-    assert [loss for _, _, loss in first.losses[:1]] != [loss for _, _, loss in first.losses[1:2]]
+    assert first.losses == second.losses
+    other = run(tmp_path / "c", points(10), seed=12)
+    assert other.losses[0] != first.losses[0], "other masks, in the first epoch already"
+    monkeypatch.setenv("DDPKIT_GLOBAL_SEED", "12")
+    everything, again = run(tmp_path / "d", points(10)), run(tmp_path / "e", points(10), seed=13)
+    assert everything.losses == again.losses, "the seed of everything comes before torch's"
+    assert everything.losses[0] != first.losses[0]
 
 
 class Remembering(IterableDataset):

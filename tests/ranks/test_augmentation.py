@@ -18,7 +18,7 @@ from ddpkit.augmentation import sample_seed
 from ddpkit.brain import Brain
 from ddpkit.dataloader import Sharding, plan_of, shard
 from ddpkit.distributed import get_rank, get_world_size
-from ddpkit.seed import seed_rank_streams
+from ddpkit.seed import seed_epoch_streams
 
 SIZE, GLOBAL_BATCH = 26, 8
 
@@ -59,7 +59,7 @@ def three_workers_on_two_cores():
 @three_workers_on_two_cores()
 def batches_here(kind, num_workers, size):
     """This rank's samples of every batch of three epochs, as bytes; the global streams are the rank's own."""
-    seed_rank_streams()
+    seed_epoch_streams(torch.initial_seed(), 1, 0)
     rank, world_size = get_rank() or 0, get_world_size()
     options = {"num_workers": num_workers, "persistent_workers": num_workers > 0, "shuffle": True}
     sharding = Sharding(rank, world_size, seed=7)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
 import shutil
+import time
 
 import numpy as np
 import pytest
@@ -11,12 +13,14 @@ import torch
 from torch import nn
 from torch.utils.data import BatchSampler, IterableDataset, SequentialSampler
 
+from ddpkit import rank_states
 from ddpkit.brain import Brain
 from ddpkit.checkpoints import Checkpointer
 from ddpkit.dataloader import LoopedLoader, make_dataloader
-from ddpkit.distributed import gather_objects, if_main_process
+from ddpkit.distributed import gather_objects, get_rank, if_main_process
 from ddpkit.epoch_loop import EpochCounter
-from ddpkit.errors import ConfigError
+from ddpkit.errors import ConfigError, RankFailedError, RankMismatchError
+from ddpkit.rank_states import RankStates
 from ddpkit.types import Stage
 
 EPOCHS = 3
@@ -30,9 +34,16 @@ class Killed(RuntimeError):
 class Learner(Brain):
     noisy = True
     one_sided = False
+    inside = ""
 
     def on_stage_start(self, stage, epoch=None):
         self.epoch = epoch
+
+    def on_fit_batch_end(self, batch, outputs, loss, should_step):
+        if self.inside and self.step == 3 and (self.inside == "all" or if_main_process()):
+            began = time.monotonic()
+            self.checkpointer.save_checkpoint(end_of_epoch=False)
+            self.waited.append(time.monotonic() - began)
 
     def compute_forward(self, batch, stage):
         numbers, inputs, _ = batch
@@ -100,10 +111,11 @@ def train(folder, kind, dies_at, noisy, options=None):
     checkpointer = Checkpointer(folder, {"net": net, "counter": counter})
     optimizer = lambda parameters: torch.optim.Adam(parameters, lr=0.02)
     options = dict(options or {})
-    one_sided = options.pop("one_sided", False)
+    one_sided, inside = options.pop("one_sided", False), options.pop("inside", "")
     brain = Learner({"net": net}, optimizer, None, {**QUIET, "ckpt_interval_steps": 2, **options}, checkpointer)
     brain.dies_at, brain.seen, brain.losses = dies_at, [], []
-    brain.noisy, brain.one_sided = noisy, one_sided
+    brain.waited = []
+    brain.noisy, brain.one_sided, brain.inside = noisy, one_sided, inside
     train_set, kwargs = data(kind)
     try:
         brain.fit(counter, train_set, numbered(5), train_loader_kwargs=kwargs, valid_loader_kwargs={"batch_size": 2})
@@ -113,7 +125,7 @@ def train(folder, kind, dies_at, noisy, options=None):
         return str(error)
     state = {name: value.clone() for name, value in brain.raw_modules.state_dict().items()}
     moments = [value.clone() for one in brain.optimizer.state.values() for value in one.values()]
-    return state, moments, brain.losses, gather_objects(lambda: brain.seen)
+    return state, moments, brain.losses, gather_objects(lambda: brain.seen), brain.waited
 
 
 def steps_of(seen):
@@ -141,6 +153,8 @@ def assert_bits(found, expected):
         ("plan", (2, 4), {}),
         ("plan", (3, 1), {"one_sided": True}),
         ("plan", (1, 4), {"grad_accumulation_factor": 2}),
+        ("plan", (2, 5), {"inside": "all", "ckpt_interval_steps": 0}),
+        ("stream", (2, 5), {"inside": "all", "ckpt_interval_steps": 0}),
         ("sampler", (2, 3), {}),
         ("stream", (1, 4), {}),
         ("stream", (2, 4), {"grad_accumulation_factor": 2}),
@@ -196,3 +210,80 @@ def test_k13_batches_that_cannot_be_divided_are_refused(ranks, tmp_path):
     messages = ranks.run(train, tmp_path, "sampler", None, False, world_size=3)
     assert all("cannot divide those evenly" in text for text in messages)
     assert isinstance(ranks.run(train, tmp_path, "sampler", None, False, world_size=1)[0], tuple)
+
+
+@pytest.mark.slow
+def test_a_save_of_the_main_process_alone_inside_an_epoch_waits_once_and_hangs_nobody(ranks, tmp_path):
+    """The weights are right; the reported loss of that epoch is the main process's share for all."""
+    options = {"inside": "main", "ckpt_interval_steps": 0}
+    whole = ranks.run(train, tmp_path / "whole", "plan", None, False, options)
+    first, *later = whole[0][4]
+    assert first >= rank_states.WAIT_SECONDS
+    assert len(later) == 2
+    assert max(later) < rank_states.WAIT_SECONDS / 2
+    ranks.run(train, tmp_path / "dead", "plan", (2, 5), False, options)
+    for mine, expected in zip(ranks.run(train, tmp_path / "dead", "plan", None, False, options), whole, strict=True):
+        assert all(torch.equal(mine[0][name], value) for name, value in expected[0].items())
+        assert mine[2][1:] == expected[2][len(expected[2]) - len(mine[2]) + 1 :]
+
+
+def gathered(fails=False):
+    def collect():
+        if fails and get_rank() == 1:
+            raise ValueError("not to be had")
+        return {"rank": get_rank(), "large": torch.full((1000,), float(get_rank()))}
+
+    states = RankStates(collect)
+    try:
+        states.gather()
+    except (ValueError, RankFailedError) as error:
+        return f"{type(error).__name__}: {error}"
+    return [None if one is None else (one["rank"], one["large"].sum().item()) for one in states.state_dict()["ranks"]]
+
+
+def test_the_states_of_all_ranks_reach_the_main_process_and_no_other(ranks):
+    assert ranks.run(gathered, world_size=3) == [[(0, 0.0), (1, 1000.0), (2, 2000.0)], [None] * 3, [None] * 3]
+    first, second, third = ranks.run(gathered, True, world_size=3)
+    assert second == "ValueError: not to be had"
+    assert first == third == "RankFailedError: rank 1 could not tell its state; its own log says why."
+
+
+def with_a_checkpointer_on_main(folder):
+    net = nn.Linear(3, 1).double()
+    checkpointer = Checkpointer(folder, {"net": net}) if if_main_process() else None
+    brain = Learner({"net": net}, lambda parameters: torch.optim.SGD(parameters, lr=0.1), None, QUIET, checkpointer)
+    try:
+        brain.fit(EpochCounter(1), numbered(8))
+    except RankMismatchError as error:
+        return str(error)
+    return None
+
+
+def test_a_checkpointer_on_some_ranks_only_is_refused_on_all(ranks, tmp_path):
+    for text in ranks.run(with_a_checkpointer_on_main, tmp_path):
+        assert "checkpointer: Checkpointer on rank 0; none on rank 1" in text
+
+
+@pytest.mark.parametrize("resume", ["never", "path"])
+def test_k13_a_restarted_launch_keeps_the_samples_of_a_step(ranks, tmp_path, resume):
+    """One decision: the weights are those of the newest of this launch, and so is the number of samples per step."""
+    whole = ranks.run(train, tmp_path / "whole", "plan", None, False)[0]
+    folder = tmp_path / "dead"
+    ranks.run(with_environment, folder, (2, 4), "auto", 0)
+    asked = "never" if resume == "never" else str(next((tmp_path / "whole").glob("CKPT*")))
+    found = ranks.run(with_environment, folder, None, asked, 1, world_size=1)[0]
+    again, through = steps_of(found[3]), steps_of(whole[3])
+    assert again == {key: through[key] for key in again}
+    assert len(again) < len(through)
+    for name, value in whole[0].items():
+        torch.testing.assert_close(found[0][name], value, rtol=1e-10, atol=1e-12)
+
+
+def with_environment(folder, dies_at, resume, restarts):
+    before = dict(os.environ)
+    os.environ.update({"TORCHELASTIC_RUN_ID": "launch-7", "TORCHELASTIC_RESTART_COUNT": str(restarts)})
+    try:
+        return train(folder, "plan", dies_at, False, {"resume": resume})
+    finally:
+        os.environ.clear()
+        os.environ.update(before)

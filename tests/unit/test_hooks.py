@@ -332,6 +332,7 @@ def test_an_optimizer_set_by_hand_steps():
 
 def test_frozen_optimizers_do_not_step_and_what_a_window_gave_them_ends_with_it():
     """Else it would be in the first step after the freezing, from all the windows before; and in no checkpoint."""
+
     class Freezing(Line):
         def freeze_optimizers(self, optimizers):
             return {name: one for name, one in optimizers.items() if name != "other"}

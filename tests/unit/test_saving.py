@@ -30,6 +30,7 @@ class Brain(Saving):
         self.scaler = scaler or torch.amp.GradScaler("cpu", enabled=False)
         self.avg_train_loss = 0.0
         self.strategy = SingleDevice()
+        self.optimizers_dict = None
         self.rank = 0
         self._fitting = True
         if checkpointer is not None:
@@ -50,6 +51,8 @@ def test_the_midst_of_an_epoch_comes_back(tmp_path):
     assert state.pop("options")["precision"] == "fp32"
     assert set(state.pop("asked")) == {"world_size", "grad_accumulation_factor", "per_step", "per_process"}
     assert [state.pop(name) for name in ("nonfinite", "fit", "launch")] == [0, 0, None]
+    assert [state.pop(name) for name in ("epoch", "finished", "counters", "lacks")] == [0, [], [], None]
+    assert [state.pop(name) for name in ("seed", "rates")] == [None, None]
     assert state == {
         "step": 5,
         "avg_train_loss": 2.25,

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ddpkit.errors import CheckpointError, ConfigError
-from ddpkit.seed import RngState, global_seed, seed_everything, seed_rank_streams, stream_seed
+from ddpkit.seed import RngState, global_seed, seed_epoch_streams, seed_everything, stream_seed
 
 
 @pytest.fixture(autouse=True)
@@ -90,12 +90,15 @@ def test_deterministic(monkeypatch):
         os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
 
 
-def test_one_process_keeps_its_stream():
-    seed_everything(5)
-    first = draw()
-    seed_everything(5)
-    assert seed_rank_streams() is None
-    assert draw() == first
+def test_the_streams_of_an_epoch_follow_from_seed_epoch_and_steps():
+    draws = {}
+    for place in [(5, 1, 0), (6, 1, 0), (5, 2, 0), (5, 1, 9)]:
+        seed_epoch_streams(*place)
+        draws[place] = draw()
+    assert len(set(draws.values())) == 4
+    seed_everything(8)
+    assert seed_epoch_streams(5, 1, 0) == stream_seed(5, 0, 1, 0)
+    assert draw() == draws[5, 1, 0], "whatever was drawn before"
 
 
 def test_2_5_streams_are_hashed_and_not_summed():

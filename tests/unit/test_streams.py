@@ -411,7 +411,7 @@ def divide_in_worker(worker):
 
 
 def test_a_worker_init_fn_that_would_divide_it_again_is_told():
-    loader = shard(Stream(8), Sharding(), batch_size=2, num_workers=2, worker_init_fn=divide_in_worker)
+    loader = shard(Stream(8), Sharding(), batch_size=2, num_workers=1, worker_init_fn=divide_in_worker)
     batches = iter(loader)
     with pytest.raises(AttributeError, match=r"StreamShard has no attribute 'size'.*has nothing to divide"):
         next(batches)

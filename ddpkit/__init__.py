@@ -30,6 +30,7 @@ __all__ = [
     "DdpkitError",
     "FolderInUseError",
     "LaunchError",
+    "MainCheckpointError",
     "MainProcessError",
     "MissingExtraError",
     "MissingFileError",
@@ -38,6 +39,7 @@ __all__ = [
     "RankFailedError",
     "RankMismatchError",
     "RunOptions",
+    "RunStopped",
     "Stage",
     "create_experiment_directory",
     "ddp_init_group",
@@ -46,6 +48,7 @@ __all__ = [
     "parse_arguments",
     "run_on_main",
     "seed_everything",
+    "spawn",
 ]
 
 if TYPE_CHECKING:
@@ -72,6 +75,7 @@ if TYPE_CHECKING:
         device,
         distributed,
         ema,
+        ending,
         epoch_loop,
         errors,
         experiment,
@@ -82,12 +86,18 @@ if TYPE_CHECKING:
         handover,
         hashing,
         hooks,
+        host_lists,
+        interrupts,
+        launch_variables,
         launchers,
+        liveness,
+        loader_workers,
         loaders,
         lockstep,
         logger,
         loop,
         lr_scaling,
+        meeting,
         metrics,
         noise,
         optim,
@@ -108,6 +118,7 @@ if TYPE_CHECKING:
         rehearsal,
         results,
         resuming,
+        roll_call,
         run_lock,
         run_opts,
         sampler,
@@ -115,15 +126,20 @@ if TYPE_CHECKING:
         seed,
         sharded_loader,
         snapshot,
+        spawning,
         stages,
+        starting,
+        stopping,
         storage,
         strategy,
         stream_feed,
         streams,
+        supervision,
         syncbn,
         testing,
         train_logger,
         types,
+        watch,
     )
     from ddpkit.brain import Brain
     from ddpkit.distributed import ddp_init_group, if_main_process, main_process_only, run_on_main
@@ -147,6 +163,7 @@ if TYPE_CHECKING:
     from ddpkit.experiment import create_experiment_directory
     from ddpkit.run_opts import RunOptions, parse_arguments
     from ddpkit.seed import seed_everything
+    from ddpkit.spawning import spawn
     from ddpkit.types import Stage
 else:
     # Where each name of `__all__` that is no error lives. Type checkers read the imports above instead: with
@@ -162,6 +179,7 @@ else:
         "parse_arguments": "run_opts",
         "run_on_main": "distributed",
         "seed_everything": "seed",
+        "spawn": "spawning",
     }
 
     # Ported recipes say `sb.core.Stage` or `sb.utils.distributed.run_on_main`: here all of that is one floor.

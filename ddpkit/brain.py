@@ -14,9 +14,9 @@ from torch import nn
 from ddpkit import agreement
 from ddpkit.batch_sizes import batch_sizes
 from ddpkit.compilation import compile_modules
-from ddpkit.control import SaveRequests
 from ddpkit.distributed import ddp_init_group, get_rank, get_world_size, is_distributed_initialized
 from ddpkit.ema import require_average, weight_average
+from ddpkit.errors import RunStopped
 from ddpkit.failure import failure_notice
 from ddpkit.logger import format_order_of_magnitude, get_logger
 from ddpkit.loop import Progress
@@ -121,7 +121,7 @@ class Brain(Rehearsing):
         self.training_ctx, self.evaluation_ctx = numbers.training_ctx, numbers.evaluation_ctx
         self.scaler = numbers.scaler
         self.progress = Progress()
-        self.save_requests = SaveRequests()
+        self.prepare_ending()
         self.avg_train_loss = 0.0
         self.train_sampler: Any = None
         self.profiler: Any = None
@@ -144,10 +144,14 @@ class Brain(Rehearsing):
         self._wrap_distributed()
         self.init_optimizers()
         if self.checkpointer is not None:
+            self.before_recovery()
             self.checkpointer.recover_if_possible()
 
     def on_evaluate_start(self, max_key: str | None = None, min_key: str | None = None) -> None:
-        """Recover the best checkpoint by a key of its meta, or the newest.
+        """Recover this run's best checkpoint by a key of its meta, or its newest.
+
+        Checkpoints of another run in the same folder do not count. In a process that does not train, the run is the one
+        that has saved last, and a path given as the option ``resume`` is evaluated whatever the keys say.
 
         Args:
             max_key: the checkpoint with the highest value of this key.
@@ -155,7 +159,7 @@ class Brain(Rehearsing):
         """
         found = None
         if self.checkpointer is not None:
-            found = self.checkpointer.recover_if_possible(max_key=max_key, min_key=min_key)
+            found = self.recover_for_evaluation(max_key, min_key)
         if found is not None and self.evaluate_ema:
             require_average(found)
         if found is None and self.optimizers_dict is None and self.opt_class is not None:
@@ -176,6 +180,9 @@ class Brain(Rehearsing):
     ) -> None:
         """Train, and validate after every epoch.
 
+        It may be called several times. When a script that was stopped in a later call is started again, the earlier
+        ones return at once, and the run goes on in that call.
+
         Args:
             epoch_counter: yields epoch numbers from 1, such as :class:`~ddpkit.epoch_loop.EpochCounter`.
             train_set: dataset, or ready-made loader, which is divided over the ranks like a dataset.
@@ -195,7 +202,8 @@ class Brain(Rehearsing):
         if self.test_only:
             logger.info("test_only is set: fit does nothing.")
             return
-        with failure_notice(), self._fit_session(), self.saving_session():
+        with self.attended(), self._fit_session(), self.saving_session(epoch_counter), failure_notice():
+            self.take_marker_away()
             if not self._ready:
                 self.keep_global_batch(train_set, train_loader_kwargs or {})
             self.grad_accumulation_factor = self.accumulation(get_world_size())
@@ -208,8 +216,11 @@ class Brain(Rehearsing):
             self._require_agreement(train_set, valid_set)
             with self.choosing_start():
                 self.on_fit_start()
+            self.take_up()
             self._scale_learning_rates()
             self._start_once()
+            if self.is_done_before(train_set):
+                return
             if self._step_limit_reached() and not self.step:
                 logger.info("optimizer_step_limit=%s has been reached before: fit is done.", self.optimizer_step_limit)
                 return
@@ -244,7 +255,7 @@ class Brain(Rehearsing):
         """
         if self._rehearses(None):
             return math.nan
-        with failure_notice():
+        with self.attended():
             loader = agreement.together(
                 lambda: self._loader(test_set, Stage.TEST, {"ckpt_prefix": None, **(test_loader_kwargs or {})})
             )
@@ -333,8 +344,12 @@ class Brain(Rehearsing):
         self.on_stage_start(stage, epoch)
         self.modules.eval()
         self.step = 0
-        with self._evaluated_weights(stage):
-            loss = run_evaluation(self, loader, stage, epoch, enable_bar=enable)
+        try:
+            with self._evaluated_weights(stage):
+                loss = run_evaluation(self, loader, stage, epoch, enable_bar=enable)
+        except RunStopped as stopped:
+            self.stop_in_evaluation(stopped)
+            raise
         if stage is Stage.VALID:
             self.step = 0
         with torch.no_grad(), self.no_failure_saved():

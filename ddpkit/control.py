@@ -11,7 +11,10 @@ import signal
 import threading
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NamedTuple
+
+from ddpkit.stopping import CAUSES
+from ddpkit.watch import HOLD
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -29,6 +32,7 @@ class BeatReport:
         samples: samples seen by all ranks since the epoch began, with those whose loss was not finite.
         main_seconds: the main process's answer to how long ago it last saved an intra-epoch checkpoint.
         save_wanted: whether some rank has been asked for a checkpoint, by a signal.
+        stop: what has asked some rank to stop, one of :data:`ddpkit.stopping.CAUSES`; empty: nothing has.
 
     Ranks: local.
 
@@ -42,48 +46,27 @@ class BeatReport:
     samples: int
     main_seconds: float
     save_wanted: bool = False
+    stop: str = ""
 
 
-class SaveRequests:
-    """Hears the signal that asks for a checkpoint; the handler does nothing but set a flag.
+class Wishes(NamedTuple):
+    """What a rank tells at a beat, beyond its losses.
 
     Attributes:
-        wanted: whether a signal has come and no checkpoint has been made since.
+        main_seconds: since the last intra-epoch checkpoint; that of the main process counts.
+        save: whether the rank has been asked for a checkpoint.
+        stop: what has asked it to stop, one of :data:`ddpkit.stopping.CAUSES`; empty: nothing has.
 
     Ranks: local.
 
     Example:
-        >>> requests = SaveRequests()
-        >>> with requests.heard():
-        ...     signal.raise_signal(signal.SIGUSR1)
-        >>> requests.wanted
-        True
+        >>> Wishes(save=True).stop
+        ''
     """
 
-    def __init__(self) -> None:
-        self.wanted = False
-
-    @contextlib.contextmanager
-    def heard(self) -> Iterator[None]:
-        """Return a context in which SIGUSR1 asks for a checkpoint, unless the script has its own use for it.
-
-        Ranks: local; outside of the main thread, where Python allows no handlers, it does nothing.
-
-        State: the handler of SIGUSR1, put back at the end.
-        """
-        number = getattr(signal, "SIGUSR1", None)
-        in_main_thread = threading.current_thread() is threading.main_thread()
-        if number is None or not in_main_thread or signal.getsignal(number) is not signal.SIG_DFL:
-            yield
-            return
-        signal.signal(number, self._ask)
-        try:
-            yield
-        finally:
-            signal.signal(number, signal.SIG_DFL)
-
-    def _ask(self, *signal_and_frame: Any) -> None:
-        self.wanted = True
+    main_seconds: float = 0.0
+    save: bool = False
+    stop: str = ""
 
 
 @contextlib.contextmanager
@@ -105,7 +88,8 @@ def terminating_later() -> Iterator[None]:
     come: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, _: come.append(number))
     try:
-        yield
+        with HOLD.held():
+            yield
     finally:
         signal.signal(signal.SIGTERM, before)
         if come:
@@ -127,7 +111,7 @@ class Beat:
         >>> beat = Beat(add_up=list, world_size=1, is_main=True)
         >>> beat.start(step=0); beat.due
         1
-        >>> beat(step=1, loss_sum=3.0, count=2, samples=2, main_seconds=0.0).loss
+        >>> beat(step=1, loss_sum=3.0, count=2, samples=2, wishes=Wishes()).loss
         1.5
     """
 
@@ -154,7 +138,12 @@ class Beat:
         self.due = step + 1
 
     def __call__(
-        self, step: int, loss_sum: float, count: float, samples: int, main_seconds: float, save_wanted: bool = False
+        self,
+        step: int,
+        loss_sum: float,
+        count: float,
+        samples: int,
+        wishes: Wishes,
     ) -> BeatReport:
         """Confer with the other ranks and fix the step of the next beat.
 
@@ -163,20 +152,22 @@ class Beat:
             loss_sum: this rank's sum of losses since the epoch began.
             count: what that sum counts on this rank.
             samples: this rank's number of samples since the epoch began.
-            main_seconds: counted on the main process only.
-            save_wanted: whether this rank has been asked for a checkpoint.
+            wishes: what this rank tells beyond that.
 
         Returns:
             What all ranks learnt.
         """
         now = time.monotonic()
         per_step = (now - self._last_time) / max(step - self._last_step, 1)
-        total_loss, total, seen, seconds, main, wanted_by = self.add_up(
-            [loss_sum, count, samples, per_step, main_seconds if self.is_main else 0.0, float(save_wanted)]
+        main_seconds = wishes.main_seconds if self.is_main else 0.0
+        stops = [float(cause == wishes.stop) for cause in CAUSES]
+        total_loss, total, seen, seconds, main, wanted_by, *stopped_by = self.add_up(
+            [loss_sum, count, samples, per_step, main_seconds, float(wishes.save), *stops]
         )
+        stop = next((cause for cause, ranks in zip(CAUSES, stopped_by, strict=True) if ranks), "")
         wanted = int(self.interval * self.world_size / max(seconds, 1e-9))
         self._steps_apart = max(1, min(wanted, 2 * self._steps_apart))
         self.due = step + self._steps_apart
         self._last_step, self._last_time = step, time.monotonic()
         mean = total_loss / total if total else float("nan")
-        return BeatReport(step, mean, int(seen), main_seconds=main, save_wanted=wanted_by > 0)
+        return BeatReport(step, mean, int(seen), main_seconds=main, save_wanted=wanted_by > 0, stop=stop)

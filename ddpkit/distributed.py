@@ -24,8 +24,9 @@ from torch.distributed import ReduceOp
 
 from ddpkit.errors import LaunchError, RankFailedError
 from ddpkit.handover import Outcome, call_site, outside_frame, raise_as_reader
-from ddpkit.launchers import find_launch
+from ddpkit.launchers import find_launch, rank_if_known
 from ddpkit.process_group import control_group, ddp_init_group, group_state, is_distributed_initialized
+from ddpkit.roll_call import POSITION
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -74,12 +75,11 @@ def get_rank() -> int | None:
     """
     if is_distributed_initialized():
         return dist.get_rank()
-    rank = os.environ.get("RANK")
-    return int(rank) if rank else None
+    return rank_if_known()
 
 
 def get_local_rank() -> int | None:
-    """Return this process's number on its machine (``LOCAL_RANK``), or None without a launcher.
+    """Return this process's number on its machine, as the launcher has it, or None without a launcher.
 
     Ranks: local.
 
@@ -88,7 +88,10 @@ def get_local_rank() -> int | None:
         True
     """
     rank = os.environ.get("LOCAL_RANK")
-    return int(rank) if rank else None
+    if rank:
+        return int(rank)
+    info = find_launch()
+    return info.local_rank if info.is_distributed else None
 
 
 def get_world_size() -> int:
@@ -178,13 +181,14 @@ def _on_one_rank(call: Callable[[], T], poster: int, readers: int, *, mine: bool
     handover = group_state().handover
     count = handover.next_count(site)
     if not mine:
-        outcome = handover.read(site, count, poster=poster, readers=readers)
+        with POSITION.no_limit():
+            outcome = handover.read(site, count, poster=poster, readers=readers)
         if not outcome.ok:
             raise_as_reader(outcome, site, poster)
         value: T | None = outcome.value
         return value
     try:
-        with alone():
+        with alone(), POSITION.no_limit():
             value = call()
     except BaseException as error:
         handover.post(site, count, Outcome.of_error(error), readers)
@@ -200,7 +204,7 @@ def _main_call(call: Callable[[], T], site: str) -> T | None:
 
 def _node_call(call: Callable[[], T], site: str) -> T | None:
     info = find_launch()
-    first = info.rank - info.local_rank
+    first = info.first_on_node
     mine = info.local_rank == 0
     return _on_one_rank(call, first, info.local_world_size - 1, mine=mine, site=f"node{info.node_rank} {site}")
 
@@ -569,6 +573,25 @@ def sum_over_ranks(values: list[float]) -> list[float]:
     with group_state().handover.forgetting():
         sums: list[float] = ddp_all_reduce(tensor).tolist()
     return sums
+
+
+def smallest_of_ranks(value: int) -> int:
+    """Return the smallest of the ranks' numbers, on every rank.
+
+    Args:
+        value: a whole number.
+
+    Ranks: collective.
+
+    Example:
+        >>> smallest_of_ranks(3)
+        3
+    """
+    if not is_distributed_initialized():
+        return value
+    tensor = torch.tensor([value], dtype=torch.int64)
+    with group_state().handover.forgetting():
+        return int(ddp_all_reduce(tensor, ReduceOp.MIN))
 
 
 def start_sum_over_ranks(values: list[float]) -> Callable[[], list[float]]:

@@ -18,6 +18,10 @@
         ├── ParityError (AssertionError)         a rehearsal found that ranks would not train as one process does
         └── RankFailedError (RuntimeError)       another rank failed; carries that rank's own words
             └── MainProcessError                 the main process failed inside a main-only call
+                └── MainCheckpointError (CheckpointError)    and that call was about checkpoints
+
+    SystemExit
+    └── RunStopped                               the run was asked to stop, and did, with its checkpoint saved
 
 Each one also derives from the built-in that a caller would catch, so ``except ValueError`` keeps
 working for code that has never heard of ddpkit. A message says what was given, why it cannot work
@@ -93,3 +97,20 @@ class RankFailedError(DdpkitError, RuntimeError):
 
 class MainProcessError(RankFailedError):
     """The main process failed inside a main-only call; raised on every other rank."""
+
+
+class MainCheckpointError(CheckpointError, MainProcessError):
+    """The main process failed in a call about checkpoints, and says why; raised on every other rank."""
+
+
+class RunStopped(SystemExit):
+    """The run was asked to stop, by a signal or its time limit, and has done so on all ranks at the same step.
+
+    Attributes:
+        code: what the process exits with: 128 plus the number of the signal, or 75 at the time limit.
+        cause: one of :data:`ddpkit.stopping.CAUSES`.
+    """
+
+    def __init__(self, code: int, cause: str) -> None:
+        super().__init__(code)
+        self.cause = cause

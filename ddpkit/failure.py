@@ -17,10 +17,13 @@ import os
 import sys
 import time
 import traceback
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-from ddpkit.errors import RankFailedError
+from ddpkit.errors import FolderInUseError, RankFailedError, RunStopped
+from ddpkit.logger import get_logger
+from ddpkit.roll_call import POSITION
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -28,9 +31,10 @@ if TYPE_CHECKING:
 
     from torch.distributed import Store
 
-FAILED_KEY, REASON_KEY, LEFT_KEY = "ddpkit/failed", "ddpkit/failure", "ddpkit/left"
+LEFT_KEY = "ddpkit/left"
 NAP_SECONDS = 0.02
 LONGEST_REASON = 4000
+LONGEST_TRACE = 20_000
 
 # How gloo, NCCL and torch's store say that the other side has gone.
 LOST_CONNECTION = (
@@ -45,18 +49,60 @@ LOST_CONNECTION = (
 )
 
 
-class Reason(NamedTuple):
+@dataclass(frozen=True)
+class Reason:
     """Which rank failed first, and why.
+
+    Attributes:
+        rank: its number.
+        text: type and message of what it raised, or what became of it.
+        host: name of its machine.
+        pid: its process.
+        place: such as ``"in TRAIN of epoch 3 at step 1204"``.
+        trace: its traceback; empty where it could not tell itself.
+        session: how many calls of ``fit`` and ``evaluate`` it had begun.
+        is_final: whether its process has ended with it.
 
     Ranks: local.
 
     Example:
-        >>> Reason(1, "ValueError: boom").rank
-        1
+        >>> Reason(1, "ValueError: boom", "node7", 4711, "in TRAIN of epoch 1 at step 9", "Traceback ...").summary()
+        'rank 1 (node7, pid 4711) failed first, in TRAIN of epoch 1 at step 9: ValueError: boom'
     """
 
     rank: int
     text: str
+    host: str = ""
+    pid: int = 0
+    place: str = ""
+    trace: str = ""
+    session: int = 0
+    is_final: bool = False
+
+    @classmethod
+    def of(cls, rank: int, error: BaseException, *, is_final: bool) -> Reason:
+        """Describe an exception of this process."""
+        here = POSITION.whereabouts(rank, 0.0, look=False)
+        trace = "".join(traceback.format_exception(error))[-LONGEST_TRACE:]
+        place = here.place() or _Here.place
+        return cls(rank, short_text(error), here.host, here.pid, place, trace, here.session, is_final)
+
+    def who(self) -> str:
+        """Return ``"rank 1 (node7, pid 4711)"``."""
+        return f"rank {self.rank} ({self.host}, pid {self.pid})" if self.host else f"rank {self.rank}"
+
+    def heading(self) -> str:
+        """Return a line to stand above the traceback."""
+        return f"{self.who()} failed{' ' if self.place else ''}{self.place}:"
+
+    def summary(self) -> str:
+        """Return one line."""
+        place = f", {self.place}" if self.place else ""
+        return f"{self.who()} failed first{place}: {self.text}" if self.trace else f"{self.who()} {self.text}"
+
+    def full_text(self) -> str:
+        """Return the line, and the traceback where there is one."""
+        return f"{self.summary()}\n{self.trace.rstrip()}" if self.trace else self.summary()
 
 
 class LastWords:
@@ -77,7 +123,7 @@ class LastWords:
         >>> store = HashStore()
         >>> LastWords(store, rank=1, world_size=2).tell_failure(ValueError("boom"))
         >>> LastWords(store, rank=0, world_size=2).first_failure()
-        Reason(rank=1, text='ValueError: boom')
+        Reason(rank=1, text='ValueError: boom', ...)
     """
 
     def __init__(self, store: Store, rank: int, world_size: int) -> None:
@@ -86,19 +132,40 @@ class LastWords:
         self.world_size = world_size
         self.store_is_lost = False
 
-    def tell_failure(self, error: BaseException) -> None:
-        """Note that this rank has failed, unless another one has before it."""
+    def tell_failure(self, error: BaseException, *, is_final: bool = True) -> None:
+        """Note that this rank has failed, unless another one has before it.
+
+        Args:
+            error: what it has raised.
+            is_final: whether that ends its process; otherwise the script may catch it, and it counts for those only
+                that are in the same call of ``fit`` or ``evaluate``.
+        """
+        self.tell_reason(Reason.of(self.rank, error, is_final=is_final))
+
+    def tell_reason(self, reason: Reason) -> None:
+        """Note which rank has failed, unless another one has before it."""
+        key = _reason_key(None if reason.is_final else reason.session)
         with self._asking():
-            if self.store.add(FAILED_KEY, 1) == 1:
-                self.store.set(REASON_KEY, json.dumps([self.rank, short_text(error)]))
+            if self.store.add(f"{key}/count", 1) == 1:
+                self.store.set(key, json.dumps(asdict(reason)))
 
     def first_failure(self) -> Reason | None:
-        """Return what another rank has noted, or None."""
+        """Return what another rank has noted, in this call of ``fit`` or ``evaluate`` or for good; or None."""
         with self._asking():
-            if self.store.check([REASON_KEY]):
-                reason = Reason(*json.loads(self.store.get(REASON_KEY)))
-                return None if reason.rank == self.rank else reason
+            for key in (_reason_key(None), _reason_key(POSITION.sessions)):
+                if self.store.check([key]):
+                    reason = Reason(**json.loads(self.store.get(key)))
+                    if reason.rank != self.rank:
+                        return reason
         return None
+
+    def claim_telling(self, machine: str) -> bool:
+        """Say whether this rank is the first of a machine to ask: it shall tell the reason there."""
+        try:
+            return bool(self.store.add(f"ddpkit/told/{machine}", 1) == 1)
+        except RuntimeError:
+            self.store_is_lost = True
+            return True
 
     def note_trouble(self, *, failed: bool) -> None:
         """Note that fit or evaluate has failed on this rank, or that it has worked again since."""
@@ -146,6 +213,10 @@ class LastWords:
             self.store_is_lost = True
 
 
+def _reason_key(session: int | None) -> str:
+    return f"ddpkit/failure/{'final' if session is None else session}"
+
+
 def _left_key(rank: int) -> str:
     return f"{LEFT_KEY}/{rank}"
 
@@ -154,13 +225,18 @@ def _trouble_key(rank: int) -> str:
     return f"ddpkit/trouble/{rank}"
 
 
+logger = get_logger(__name__)
+
+
 class _Here:
     """What this module knows about its own process."""
 
     last_words: LastWords | None = None
+    find_reason: Callable[[], Reason | None] | None = None  # may wait a little
     failed = False
     second_hand = False
     in_trouble = False
+    place = ""  # in the run, when an exception left fit or evaluate
 
 
 def short_text(error: BaseException) -> str:
@@ -241,9 +317,11 @@ def explained(error: BaseException) -> BaseException:
         return error
     words = _Here.last_words
     reason = None if words is None else words.first_failure()
+    ended = [] if words is None or reason is not None else words.others_that_left()
+    if reason is None and not ended and _Here.find_reason is not None:
+        reason = _Here.find_reason()
     if reason is not None:
-        return RankFailedError(f"rank {reason.rank} failed first: {reason.text}")
-    ended = [] if words is None else words.others_that_left()
+        return RankFailedError(reason.summary())
     if ended:
         return RankFailedError(
             f"rank {', '.join(map(str, ended))} came to the end of its script, while this one still waits for it: they "
@@ -305,18 +383,27 @@ def failure_notice() -> Iterator[None]:
     except SystemExit as error:
         if error.code not in {None, 0}:  # Python tells no hook of it
             record_for_launcher(error)
-            _note_trouble(failed=True)
-            if _Here.last_words is not None:
-                _Here.last_words.tell_failure(error)
+            if not isinstance(error, RunStopped):
+                _note_trouble(failed=True)
+                _tell(error, is_final=True)
         raise
     except Exception as error:
+        if POSITION.progress is not None:
+            _Here.place = POSITION.whereabouts(0, 0.0, look=False).place()
         news = explained(error)
+        if not is_second_hand(news):
+            _tell(news, is_final=False)
         record_for_launcher(news)
         _note_trouble(failed=True)
         if news is error:
             raise
         raise news from news.__cause__
     _note_trouble(failed=False)
+
+
+def _tell(error: BaseException, *, is_final: bool) -> None:
+    if _Here.last_words is not None:
+        _Here.last_words.tell_failure(error, is_final=is_final)
 
 
 def _note_trouble(*, failed: bool) -> None:
@@ -360,12 +447,29 @@ class UncaughtHook:
         _Here.second_hand = is_second_hand(news)
         if isinstance(news, KeyboardInterrupt):
             news = KeyboardInterrupt(f"at {_path_to(news)}")
-        elif _Here.second_hand and news.__cause__ is None:
+        elif isinstance(news, FolderInUseError) or (_Here.second_hand and news.__cause__ is None):
             news.__suppress_context__, news.__traceback__ = True, None
         record_for_launcher(news)
-        if _Here.last_words is not None and not _Here.second_hand:
-            _Here.last_words.tell_failure(news)
+        if not _Here.second_hand:
+            _tell(news, is_final=True)
+        is_short = isinstance(news, (KeyboardInterrupt, FolderInUseError))
+        if _Here.last_words is not None and not _Here.second_hand and not is_short:
+            logger.error("%s", Reason.of(_Here.last_words.rank, news, is_final=True).heading(), main_process_only=False)
         self.previous(type(news), news, news.__traceback__)
+
+
+def set_reason_finder(find: Callable[[], Reason | None] | None) -> None:
+    """Say what shall be asked for the rank behind a lost connection, if none has told of itself.
+
+    Args:
+        find: may wait for a few seconds; None: nothing.
+
+    Ranks: local.
+
+    Example:
+        >>> set_reason_finder(None)
+    """
+    _Here.find_reason = find
 
 
 def watch_uncaught(last_words: LastWords | None = None) -> None:

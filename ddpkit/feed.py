@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ddpkit.errors import DataError
+from ddpkit.loader_workers import starting_workers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -150,7 +151,9 @@ class Feed:
         length = self.length
         total, done = 1.0, self.start
         window.correction = 1.0
-        source = _each(iter(self.loader))
+        with starting_workers():
+            batches = iter(self.loader)
+        source = _each(batches)
         for _ in itertools.islice(source, self.left_out):
             pass
         self.ready()

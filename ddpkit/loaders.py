@@ -17,9 +17,9 @@ from ddpkit.dataloader import (
     shard,
 )
 from ddpkit.distributed import get_world_size, run_on_main
+from ddpkit.ending import Ending
 from ddpkit.errors import ConfigError, DataError
 from ddpkit.logger import get_logger
-from ddpkit.saving import Saving
 from ddpkit.streams import is_ordered
 from ddpkit.types import Stage
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 
-class Loaders(Saving):
+class Loaders(Ending):
     """The half of the Brain that makes loaders.
 
     Attributes:
@@ -38,7 +38,7 @@ class Loaders(Saving):
     Ranks: local; alike on every rank.
 
     Example:
-        >>> issubclass(Loaders, Saving)
+        >>> issubclass(Loaders, Ending)
         True
     """
 

@@ -6,7 +6,6 @@ callables, so that a loop can be tested with a stub and no model.
 
 from __future__ import annotations
 
-import itertools
 import math
 from dataclasses import dataclass, field
 from numbers import Real
@@ -14,8 +13,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from ddpkit.control import Wishes
 from ddpkit.errors import BatchError, NonFiniteLossError
 from ddpkit.feed import Window
+from ddpkit.loader_workers import starting_workers
 from ddpkit.logger import get_logger
 from ddpkit.metrics import LossMeter, nothing_counts
 from ddpkit.types import Stage
@@ -49,6 +50,8 @@ class Progress:
         meter: losses of the current stage on this rank.
         seen: which samples this rank has seen in the current or last stage; None before the first.
         loader: of the current or last training stage.
+        result: what ``fit_batch`` is about to return, while ``on_fit_batch_end`` runs; may be that of an older batch.
+        result_at: the batch that it is of.
 
     Ranks: local.
 
@@ -69,11 +72,19 @@ class Progress:
     sums: tuple[float, float, float] | None = None
     seen: Seen | None = None
     loader: Any = None
+    result: Any = None
+    result_at: int = 0
 
     def restart(self) -> None:
         """Forget where a pass that was interrupted had come to."""
         self.step, self.window, self.meter = 0, Window(), LossMeter()
         self.closed, self.trained, self.sums, self.loader = 0, None, None, None
+        self.result, self.result_at = None, 0
+
+    @property
+    def is_in_pass(self) -> bool:
+        """Whether a training stage goes through its batches."""
+        return self.sums is None and self.trained is not None and self.trained is self.meter
 
     def close_window(self) -> None:
         """Note that all batches up to the current one are in the weights."""
@@ -131,7 +142,7 @@ def train_epoch(
     stop_at: float,
     *,
     on_window: Callable[[], None] | None = None,
-    tell: Callable[[], tuple[float, bool]] = lambda: (0.0, False),
+    tell: Callable[[], Wishes] = Wishes,
 ) -> None:
     """Train on every batch of a feed.
 
@@ -142,8 +153,7 @@ def train_epoch(
         on_beat: called with what they learnt, at the same step on every rank.
         stop_at: end the pass when this many optimizer steps have been made since the run began.
         on_window: called after every optimizer step, if given; at the same step on every rank.
-        tell: returns what this rank tells at a beat, beyond its losses: the seconds since it last saved, and whether it
-            has been asked for a checkpoint.
+        tell: returns what this rank tells at a beat, beyond its losses.
 
     Ranks: collective.
 
@@ -171,7 +181,7 @@ def train_epoch(
             on_window()
         if progress.step >= beat.due:
             loss_sum, count, _ = meter.sums()
-            on_beat(beat(progress.step, loss_sum, count, meter.samples, *tell()))
+            on_beat(beat(progress.step, loss_sum, count, meter.samples, tell()))
         if progress.optimizer_step >= stop_at:
             return
 
@@ -189,10 +199,10 @@ def evaluate_epoch(
     bar: ProgressBar,
     *,
     count: Callable[[int, Any], int],
-    limit: int | None = None,
     beat: Beat,
+    confer: Callable[[int], None] | None = None,
 ) -> None:
-    """Evaluate every batch of a loader. No collective: ranks may have different numbers of batches.
+    """Evaluate every batch of a loader. No collective but in ``confer``: ranks may have different numbers of batches.
 
     Args:
         host: whose hooks do the work.
@@ -200,8 +210,8 @@ def evaluate_epoch(
         stage: VALID or TEST.
         bar: told about once a second.
         count: tells the number of samples from a batch's number and the batch.
-        limit: stop after so many batches.
         beat: a beat of this rank alone.
+        confer: called with the step after each of them, if given; may confer with the other ranks where all come by.
 
     Ranks: local.
 
@@ -213,7 +223,9 @@ def evaluate_epoch(
     meter = progress.meter
     beat.start(progress.step)
     with torch.no_grad():
-        for number, batch in enumerate(itertools.islice(loader, limit)):
+        with starting_workers():
+            batches = iter(loader)
+        for number, batch in enumerate(batches):
             progress.step += 1
             loss, samples = host.evaluate_batch(batch, stage), count(number, batch)
             if loss.__class__ is tuple:
@@ -223,8 +235,10 @@ def evaluate_epoch(
             meter.samples += samples
             if progress.step >= beat.due:
                 loss_sum, total, _ = meter.sums()
-                report = beat(progress.step, loss_sum, total, meter.samples, 0.0)
+                report = beat(progress.step, loss_sum, total, meter.samples, Wishes())
                 bar.show(report.step, report.loss, report.samples)
+            if confer is not None:
+                confer(progress.step)
 
 
 def backward(loss: Any, scale: float, scaler: torch.amp.GradScaler, host: object) -> None:

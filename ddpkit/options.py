@@ -196,6 +196,7 @@ WHERE = "Where it runs"
 BATCHES = "Batches, and what they weigh"
 GRADIENTS = "Precision, gradients and optimizer steps"
 CHECKPOINTS = "Checkpoints and resuming"
+STOPPING = "Stopping, and runs that hang"
 AVERAGING = "Averaged weights"
 COMPILING = "Compilation"
 PROFILING = "Profiling"
@@ -224,6 +225,8 @@ OPTIONS: tuple[Option, ...] = (
            default_words="own GPU, else cpu"),
     Option("data_parallel_backend", False, bool, WHERE, "all GPUs from one process (nn.DataParallel)"),
     Option("data_parallel_count", -1, int, "", "no effect"),
+    Option("nproc", "", str, WHERE, "start N processes of this script on this machine", form="N|gpu|cpu|auto",
+           default_words="this one"),
     Option("distributed_backend", None, str, WHERE, "nccl, gloo or mpi", form="NAME", is_optional=True,
            default_words="nccl on GPUs, else gloo"),
     Option("distributed_timeout_minutes", 30.0, float, WHERE, "longest wait for other processes", form="M",
@@ -269,6 +272,17 @@ OPTIONS: tuple[Option, ...] = (
            form="stop|warn", choices=("stop", "warn")),
     Option("ckpt_on_error", False, bool, CHECKPOINTS, "save once more when training fails"),
 
+    Option("time_limit", None, str, STOPPING, "stop, with a checkpoint, after so long", form="H:MM:SS",
+           is_optional=True),
+    Option("stop_signals", ["SIGTERM", "SIGINT", "SIGUSR1"], list, STOPPING, "stop, with a checkpoint, on these",
+           form="A B", default_words="SIGTERM SIGINT SIGUSR1"),
+    Option("save_signals", ["SIGUSR2"], list, STOPPING, "save a checkpoint and go on, on these", form="A B",
+           default_words="SIGUSR2"),
+    Option("hang_warning", 30.0, float, STOPPING, "call the roll after so long without a step; 0: never", form="S",
+           minimum=0),
+    Option("hang_timeout", 1800.0, float, STOPPING, "end the run after so long without a step; 0: never", form="S",
+           minimum=0),
+
     Option("ema_decay", None, float, AVERAGING, "keep an exponential moving average of the weights", form="X",
            minimum=0, is_optional=True, default_words="off"),
     Option("evaluate_ema", False, bool, AVERAGING, "validate and test with the averaged weights"),
@@ -301,7 +315,7 @@ OPTIONS: tuple[Option, ...] = (
 OPTION_BY_NAME: dict[str, Option] = {option.name: option for option in OPTIONS}
 
 #: Options of the command line that are an instruction to the parser, and no attribute of the run.
-PARSER_ONLY = frozenset({"local_rank"})
+PARSER_ONLY = frozenset({"local_rank", "nproc"})
 
 
 class OptionTypes:
@@ -352,6 +366,11 @@ class OptionTypes:
     ckpt_load: str
     ckpt_errors: str
     ckpt_on_error: bool
+    time_limit: str | None
+    stop_signals: list[str]
+    save_signals: list[str]
+    hang_warning: float
+    hang_timeout: float
     ema_decay: float | None
     evaluate_ema: bool
     compile: bool

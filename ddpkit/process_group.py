@@ -1,12 +1,14 @@
 """The default process group: made from the launcher's environment, destroyed at exit.
 
-Source: torch's trap list in ``docs/explanation/architecture.md``; that torchrun reuses one store for all restart
-attempts, so that each attempt needs a prefix of its own, is https://github.com/pytorch/pytorch/issues/135712.
+How the processes find each other is in :mod:`ddpkit.meeting`.
+
+Source: torch's trap list in ``docs/explanation/architecture.md``.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import time
 import weakref
@@ -21,14 +23,12 @@ from ddpkit.errors import ConfigError, LaunchError
 from ddpkit.failure import failed_second_hand, has_failed, watch_uncaught
 from ddpkit.handover import Handover
 from ddpkit.launchers import find_launch
-from ddpkit.logger import get_logger
+from ddpkit.loader_workers import kill_workers
+from ddpkit.meeting import open_store
+from ddpkit.watch import Watch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
-
-    from ddpkit.launchers import LaunchInfo
-
-logger = get_logger(__name__)
 
 DEFAULT_TIMEOUT_MINUTES = 30.0
 GOODBYE_SECONDS = 5.0
@@ -55,6 +55,7 @@ class GroupState:
         # the process would abort at exit.
         self.control_group: Callable[[], dist.ProcessGroup | None] = lambda: None
         self.attended = self.hosts_store = False
+        self.watch: Watch | None = None  # none over a group that somebody else started
 
 
 _state: GroupState | None = None
@@ -78,6 +79,24 @@ def group_state() -> GroupState:
     if _state is None or _state.store is not store:
         _state = GroupState(store)
     return _state
+
+
+def set_hang_limits(warning: float, timeout: float) -> None:
+    """Say after how long without a step the ranks are asked where they are, and after how long the run ends.
+
+    Args:
+        warning: seconds; 0: never.
+        timeout: seconds; 0: never.
+
+    Ranks: local; does nothing without a process group, or for one that somebody else has started.
+
+    Example:
+        >>> set_hang_limits(30.0, 1800.0)
+    """
+    if is_distributed_initialized():
+        watch = group_state().watch
+        if watch is not None:
+            watch.hang_warning, watch.hang_timeout = warning, timeout
 
 
 def is_distributed_initialized() -> bool:
@@ -127,7 +146,8 @@ def ddp_init_group(run_opts: Mapping[str, Any] | Any) -> None:
 
     Raises:
         ConfigError: the backend is unknown, or not built into this torch, or does not fit the device.
-        LaunchError: the environment contradicts itself, or the other processes cannot be reached.
+        LaunchError: the environment contradicts itself or does not say where to meet, the port is taken, or the other
+            processes do not come or cannot be reached.
 
     Ranks: collective.
 
@@ -150,17 +170,17 @@ def ddp_init_group(run_opts: Mapping[str, Any] | Any) -> None:
     if device.startswith("cuda"):
         torch.cuda.set_device(torch.device(device))
         arguments["device_id"] = torch.device(device)
+    store, hosts = open_store(info, timeout)
     try:
-        store, hosts = _open_store(info, timeout)
         dist.init_process_group(
             backend, rank=info.rank, world_size=info.world_size, store=store, timeout=timeout, **arguments
         )
     except RuntimeError as error:  # torch.distributed.DistError derives from it
         raise LaunchError(
             f"rank {info.rank} of {info.world_size} could not join the process group "
-            f"(backend={backend!r}, MASTER_ADDR={os.environ.get('MASTER_ADDR')!r}, "
-            f"MASTER_PORT={os.environ.get('MASTER_PORT')!r}): {error}. "
-            "Check that all processes were started, that the address is reachable and the port free."
+            f"(backend={backend!r}, met at {info.address}:{info.port}): {error}. "
+            "Check that the machines reach each other by the network that the backend takes (GLOO_SOCKET_IFNAME, "
+            "NCCL_SOCKET_IFNAME)."
         ) from error
     _attend(hosts_store=hosts, destroy=True)
     control_group()
@@ -209,36 +229,34 @@ def check_backend(backend: str | None, device: str) -> str:
     return str(backend)
 
 
-def _open_store(info: LaunchInfo, timeout: timedelta) -> tuple[dist.Store, bool]:
-    """Connect to the launcher's store, or host it where no agent does; one prefix per restart attempt."""
-    address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
-    if not address or not (port or "").isdecimal() or int(port or 0) == 0:
-        raise LaunchError(
-            f"RANK={info.rank} and WORLD_SIZE={info.world_size} are set, but MASTER_ADDR={address!r}, "
-            f"MASTER_PORT={port!r}: the processes cannot find each other. Launch with torchrun, or set both to the "
-            "host name of rank 0 and a free port."
-        )
-    agent_hosts = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    hosts = not agent_hosts and info.rank == 0
-    store: dist.Store = dist.TCPStore(
-        address,
-        int(port or 0),
-        info.world_size,
-        is_master=hosts,
-        timeout=timeout,
-        multi_tenant=not agent_hosts,
-    )
-    prefix = "ddpkit"
-    if info.local_world_size == info.world_size:
-        # On several nodes the agents' restart counts may differ, so a prefix made of them would part the ranks.
-        prefix = f"ddpkit/attempt{info.restart_count}"
-    elif info.restart_count and os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") != "1":
-        logger.warning(
-            "This is restart %d on several nodes. Set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment of "
-            "torchrun: without it a restarted run may read the addresses of the run that died.",
-            info.restart_count,
-        )
-    return dist.PrefixStore(prefix, store), hosts
+def shorten_timeout(seconds: float) -> None:
+    """Set how long the collectives of the default process group wait from now on.
+
+    A start may take long: compiling, reading data, ranks that come late. A step does not; after the first one a rank
+    that does not come is better missed soon. Nothing happens without a process group, nor where this torch or the
+    backend cannot do it (``mpi``).
+
+    Args:
+        seconds: the new limit.
+
+    Raises:
+        ConfigError: it is not above zero.
+
+    Ranks: local; every rank should call it, with the same number.
+
+    State: the default process group's limit, on each of its backends.
+
+    Example:
+        >>> shorten_timeout(60.0)  # no process group: nothing happens
+    """
+    if not seconds > 0:
+        raise ConfigError(f"a timeout of {seconds!r} seconds would end every collective at once. Give one above 0.")
+    if not is_distributed_initialized():
+        return
+    set_timeout = getattr(dist.group.WORLD, "set_timeout", None)
+    if set_timeout is not None:
+        with contextlib.suppress(RuntimeError):  # a backend that has none says so by this
+            set_timeout(timedelta(seconds=seconds))
 
 
 def _attend(*, hosts_store: bool, destroy: bool) -> None:
@@ -249,6 +267,12 @@ def _attend(*, hosts_store: bool, destroy: bool) -> None:
     state.attended, state.hosts_store = True, hosts_store
     watch_uncaught(state.handover.last_words)
     atexit.register(_leave, state, destroy=destroy)
+    if destroy:
+        info = find_launch()
+        near = range(info.first_on_node, info.first_on_node + info.local_world_size)
+        parent = os.getppid() if info.launcher == "torchrun" else None
+        state.watch = Watch(state.handover.last_words, near, parent)
+        state.watch.start()
 
 
 def _leave(state: GroupState, *, destroy: bool) -> None:
@@ -256,13 +280,25 @@ def _leave(state: GroupState, *, destroy: bool) -> None:
     if not is_distributed_initialized() or group_state() is not state:
         return
     failed, last_words = has_failed(), state.handover.last_words
+    kill_workers()
     last_words.say_goodbye()
+    if failed and destroy:
+        _abort_groups()
     if destroy and not (failed and "nccl" in dist.get_backend()):  # NCCL would wait for the others' kernels
         dist.destroy_process_group()
     if state.hosts_store:  # the others may still look something up: who failed, or who has left
         last_words.await_goodbyes(LAST_WORDS_SECONDS if failed else GOODBYE_SECONDS)
     if failed_second_hand() and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         time.sleep(LAST_WORDS_SECONDS)  # torchrun blames who ends first, and ends the others: let it see the culprit
+    if state.watch is not None:
+        state.watch.stop()
+
+
+def _abort_groups() -> None:
+    """Close the connections to the other ranks, which wait: a module may hold a group that has been destroyed."""
+    for group in list(dist.distributed_c10d._world.pg_map):  # noqa: SLF001 -- all groups of this process
+        with contextlib.suppress(RuntimeError, AttributeError):  # a backend, or a torch, that cannot
+            group.abort()
 
 
 def _get(run_opts: Any, name: str) -> Any:

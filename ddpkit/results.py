@@ -11,7 +11,6 @@ import torch
 from ddpkit import agreement
 from ddpkit.distributed import get_world_size, if_main_process
 from ddpkit.errors import BatchError, ConfigError
-from ddpkit.failure import failure_notice
 from ddpkit.gathering import Seen, gather_results, is_divided, on_cpu, row_count, rows_of
 from ddpkit.loaders import Loaders
 from ddpkit.metrics import begin_stage
@@ -121,7 +120,7 @@ class Results(Loaders):
 
         Ranks: collective.
         """
-        with failure_notice():
+        with self.attended():
             if self._fitting and self.checkpointer is not None:
                 raise ConfigError(
                     "predict was called inside fit: it recovers a checkpoint, which would replace the weights that "

@@ -11,17 +11,20 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ddpkit.agreement import require_agreement
 from ddpkit.checkpoint_hooks import mark_as_loader, mark_as_saver, register_checkpoint_hooks
 from ddpkit.checkpoints import Checkpointer
 from ddpkit.continuing import Continuing
-from ddpkit.control import SaveRequests, terminating_later
+from ddpkit.control import terminating_later
 from ddpkit.distributed import alone, get_world_size, run_on_main, sum_over_ranks
 from ddpkit.errors import CheckpointError, ConfigError
+from ddpkit.hooks import Hooks
 from ddpkit.logger import get_logger
 from ddpkit.options import OPTION_BY_NAME
 from ddpkit.plain_yaml import dump_plain_yaml, load_plain_yaml
 from ddpkit.rank_states import RankStates
 from ddpkit.resuming import TELLING, Pace, changed_options
+from ddpkit.starting import changed_rates, learning_rates, modules_not_saved
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -30,10 +33,99 @@ logger = get_logger(__name__)
 
 RANKS = "ranks"  # the recoverable with what every rank has of its own
 INTRA_EPOCH_KEY = "brain_intra_epoch_ckpt"
+EARLIER = (
+    "The checkpoint was made in the middle of an epoch, in call %s of fit, and this is call %d: its weights are taken, "
+    "its place in the data is not."
+)
+
+
+class Recovering(Continuing):
+    """The half of the Brain that takes its place up again, and says what is otherwise than it was.
+
+    Ranks: local; every rank recovers.
+
+    Example:
+        >>> issubclass(Recovering, Continuing)
+        True
+    """
+
+    avg_train_loss: float
+    _pace: Pace = Pace(None, None)
+    _asked_pace: Pace | None = None
+    _rates: dict[str, list[float]] | None = None
+
+    def before_recovery(self) -> None:
+        """Note the learning rates that the script has set, and name the modules that no checkpoint will hold."""
+        self._rates = learning_rates(self.optimizers_dict)
+        own = (self, self.ema)
+        recoverables = {
+            name: one for name, one in self.checkpointer.recoverables.items() if all(one is not other for other in own)
+        }
+        lost = modules_not_saved(self.modules, recoverables)
+        if lost:
+            logger.warning(
+                "The checkpointer saves no weights of the module(s) %s: what they learn is lost when the run is "
+                "stopped and goes on. Give them to it: checkpointer.add_recoverable(name, module).",
+                ", ".join(lost),
+            )
+
+    def _recover_place(self, state: Mapping[str, Any]) -> None:
+        """Go on in the middle of an epoch."""
+        if state.get("lacks") is not None:
+            logger.warning(
+                "The checkpoint was made inside of fit_batch: the loss of batch %s is not in it, and the mean that is "
+                "reported for this epoch will be without.",
+                state["lacks"],
+            )
+        samples = state.get("samples", 0)
+        self.step, words = self._pace.place(Pace.read(state), state["step"], samples)
+        if words is not None:
+            logger.warning("%s", words)
+        if "loss_sum" not in state and self.step:
+            logger.warning(
+                "This checkpoint was made by SpeechBrain in the middle of an epoch, and the order of the data is "
+                "ddpkit's own: %d batches are left out now, but not those that were done. To avoid it, go on from the "
+                "end of an epoch.",
+                self.step,
+            )
+        self.progress.began_at = state.get("epoch_began_at", self.optimizer_step)
+        self.nonfinite_count = state.get("nonfinite", 0)
+        self.avg_train_loss = state["avg_train_loss"]
+        if self.rank == 0:
+            count = state.get("loss_count", self.step)
+            loss_sum = state.get("loss_sum", self.avg_train_loss * count)
+            self.progress.meter.restore(loss_sum, count, samples=samples)
+
+    def _tell_changes(self, state: Mapping[str, Any]) -> None:
+        options = state.get("options")
+        changes = changed_options(options, self.run_opts) if isinstance(options, Mapping) else []
+        before, now = Pace.read(state).per_step, self._pace.per_step
+        if None not in {before, now} and before != now:
+            changes.append(f"{now} samples per optimizer step, before {before}")
+        seed = state.get("seed")
+        if None not in {seed, self._base_seed} and seed != self._base_seed:
+            changes.append(f"seed {self._base_seed}, before {seed}")
+        self._tell_rates(state)
+        if changes:
+            logger.warning(
+                "The run goes on with other options than those of its checkpoint: %s. It will not be the run that was "
+                "never stopped.",
+                "; ".join(changes),
+            )
+
+    def _tell_rates(self, state: Mapping[str, Any]) -> None:
+        rates = changed_rates(state.get("rates"), self._rates or learning_rates(self.optimizers_dict))
+        if rates:
+            logger.warning(
+                "The learning rate is not that with which the checkpoint's run began (%s), and has no effect: the "
+                "optimizer goes on with the checkpoint's. To change it, set it in the optimizer's param_groups after "
+                "on_fit_start, or begin anew with --resume=never.",
+                "; ".join(rates),
+            )
 
 
 @register_checkpoint_hooks
-class Saving(Continuing):
+class Saving(Recovering):
     """The recoverable half of the Brain: what a checkpoint holds of it, and when one is made by itself.
 
     Attributes:
@@ -47,17 +139,16 @@ class Saving(Continuing):
     Ranks: collective.
 
     Example:
-        >>> issubclass(Saving, Continuing)
+        >>> issubclass(Saving, Recovering)
         True
     """
 
     avg_train_loss: float
     _fitting: bool
     _saved_sums: list[float] | None = None
-    save_requests: SaveRequests
-    _pace: Pace = Pace(None, None)
-    _asked_pace: Pace | None = None
-    _fits = 0
+    _takes_place = True
+    _is_between_batches = False
+    _lacks: int | None = None  # the batch whose loss no checkpoint that is made in it can know
 
     def register_with(self, checkpointer: Any) -> None:
         """Give the checkpointer what the loop needs to continue; when debugging, a temporary folder as well."""
@@ -83,6 +174,8 @@ class Saving(Continuing):
             checkpointer.add_recoverable("scaler", self.scaler, optional_load=True)
         if self.ema is not None:
             self.ema.add_to(checkpointer)
+        if isinstance(checkpointer, Checkpointer):
+            checkpointer.around_save = lambda end_of_epoch: _around_save(host(), end_of_epoch)
         self.follow_options()
 
     def follow_options(self) -> None:
@@ -96,36 +189,44 @@ class Saving(Continuing):
                 setattr(checkpointer, attribute, options[option])
 
     @contextlib.contextmanager
-    def saving_session(self) -> Iterator[None]:
-        """Keep the folder while ``fit`` runs, save in the background, hear the signal for it, finish what is begun."""
-        checkpointer = self.checkpointer
-        self._fits += 1
-        self.choose_seed()
-        with self.save_requests.heard():
-            if not isinstance(checkpointer, Checkpointer):
-                yield
-                self.end_streams()
-                return
-            before = checkpointer.asynchronous
-            with checkpointer.hold_folder():
-                checkpointer.asynchronous = self.ckpt_async
-                try:
-                    yield
-                    self.end_streams()
-                    checkpointer.wait()
-                except BaseException as error:
-                    if self.rank == 0:
-                        self._bring_to_safety(checkpointer, error)
-                    raise
-                finally:
-                    checkpointer.asynchronous = before
-                    self._let_go()
+    def saving_session(self, epoch_counter: Any) -> Iterator[None]:
+        """Keep the folder while ``fit`` runs, save in the background, finish what is begun.
 
-    def _let_go(self) -> None:
-        """Drop what was recovered or gathered for this ``fit``: another one is another pass over perhaps other data."""
-        if self._rank_states is not None:
-            self._rank_states.forget()
-            self._rank_states.loaded = None
+        Args:
+            epoch_counter: of this call of ``fit``.
+
+        Raises:
+            RankMismatchError: some ranks have a checkpointer and others have none; on every rank.
+        """
+        checkpointer = self.checkpointer
+        require_agreement({"checkpointer": "none" if checkpointer is None else type(checkpointer).__name__})
+        self.choose_seed()
+        self._takes_place = True
+        if not isinstance(checkpointer, Checkpointer):
+            self.choose_start(epoch_counter)
+            yield
+            self._end_call()
+            return
+        before = checkpointer.asynchronous
+        with checkpointer.hold_folder():
+            self.choose_start(epoch_counter)
+            checkpointer.asynchronous = self.ckpt_async
+            try:
+                yield
+                self._end_call()
+                checkpointer.wait()
+            except BaseException as error:
+                if self.rank == 0:
+                    self._bring_to_safety(checkpointer, error)
+                raise
+            finally:
+                checkpointer.asynchronous = before
+                self.let_go()
+
+    def _end_call(self) -> None:
+        """Leave this call of ``fit`` as any run leaves it that has come here, whether it was stopped before or not."""
+        self.end_streams()
+        self._finished = (*self._finished, self.optimizer_step)
 
     def _bring_to_safety(self, checkpointer: Checkpointer, error: BaseException) -> None:
         """Finish what is being written, and save once more if asked; on the main process alone, whoever has failed."""
@@ -157,16 +258,27 @@ class Saving(Continuing):
         checkpointer.asynchronous = False
         try:
             meta = {INTRA_EPOCH_KEY: True, "error": f"{type(error).__name__}: {error}"[:500]}
-            checkpointer.save_and_keep_only(
-                meta=meta, end_of_epoch=False, ckpt_predicate=lambda checkpoint: INTRA_EPOCH_KEY in checkpoint.meta
-            )
+            with self._between_batches():
+                checkpointer.save_and_keep_only(
+                    meta=meta, end_of_epoch=False, ckpt_predicate=lambda checkpoint: INTRA_EPOCH_KEY in checkpoint.meta
+                )
         finally:
             progress.step, progress.meter, self._saved_sums = step, meter, None
             states.forget()
 
     def save_now(self) -> None:
         """Save in the middle of an epoch, as a signal has asked for."""
-        self._save_intra_epoch_ckpt()
+        with self._between_batches():
+            self._save_intra_epoch_ckpt()
+
+    @contextlib.contextmanager
+    def _between_batches(self) -> Iterator[None]:
+        """Return a context for a save after a batch, whose loss has been taken in."""
+        self._is_between_batches = True
+        try:
+            yield
+        finally:
+            self._is_between_batches = False
 
     def _should_save_intra_epoch_ckpt(self, seconds_since_ckpt: float, steps_since_ckpt: int) -> bool:
         """Decide from numbers that all ranks agree on whether to save in the middle of an epoch."""
@@ -177,7 +289,10 @@ class Saving(Continuing):
         """Save in the middle of an epoch if it is time, and say whether it was."""
         due = self._should_save_intra_epoch_ckpt(seconds_since_ckpt, steps_since_ckpt)
         if due:
-            self._save_intra_epoch_ckpt()
+            with self._between_batches():
+                self._save_intra_epoch_ckpt()
+        elif self.progress.optimizer_step > 0 and isinstance(self.checkpointer, Checkpointer):
+            self.checkpointer.prepare_copies()
         return due
 
     def _save_intra_epoch_ckpt(self) -> None:
@@ -206,7 +321,8 @@ class Saving(Continuing):
         ranks = get_world_size() if self.modules.training else 0
         loss_sum, loss_count, samples = self._saved_sums or [one * ranks for one in self._own_sums()]
         state = {
-            "step": self.step,
+            "step": self.step_to_save,
+            "epoch": self.progress.epoch,
             "avg_train_loss": float(self.avg_train_loss),
             "optimizer_step": self.optimizer_step,
             "epoch_began_at": self.progress.began_at,
@@ -217,6 +333,12 @@ class Saving(Continuing):
             **self._pace.state_dict(),
             "asked": (self._asked_pace or self._pace).state_dict(),
             "fit": self._fits,
+            "finished": list(self._finished),
+            "counters": list(self._counters),
+            **({} if self._start is None else self._start.lineage.state_dict()),
+            "lacks": self._lacks,
+            "seed": self._base_seed,
+            "rates": self._rates,
             "launch": os.environ.get("TORCHELASTIC_RUN_ID"),
             "grad_accumulation_factor": self.grad_accumulation_factor,
             "options": {name: self.run_opts[name] for name in TELLING},
@@ -231,51 +353,46 @@ class Saving(Continuing):
         if not isinstance(state, Mapping) or "step" not in state:
             raise CheckpointError(f"{path} does not say how far the run had come: it has no 'step'.")
         self.optimizer_step = state.get("optimizer_step", state["step"])
-        self._tell_changes(state)
-        if state.get("fit", self._fits) != self._fits:
-            logger.warning(
-                "The checkpoint was made in another call of fit (number %s) than this one (number %d): its place in "
-                "the data is taken for that of this one.",
-                state["fit"],
-                self._fits,
-            )
-        if end_of_epoch:
+        self._takes_place = self.place_in_calls(Path(path).parent, state)
+        if not self._takes_place:
+            if self._later is None and not end_of_epoch:
+                logger.warning(EARLIER, state["fit"], self._fits)
             return
-        samples = state.get("samples", 0)
-        self.step, words = self._pace.place(Pace.read(state), state["step"], samples)
-        if words is not None:
-            logger.warning("%s", words)
-        if "loss_sum" not in state and self.step:
-            logger.warning(
-                "This checkpoint was made by SpeechBrain in the middle of an epoch, and the order of the data is "
-                "ddpkit's own: %d batches are left out now, but not those that were done. To avoid it, go on from the "
-                "end of an epoch.",
-                self.step,
-            )
-        self.progress.began_at = state.get("epoch_began_at", self.optimizer_step)
-        self.nonfinite_count = state.get("nonfinite", 0)
-        self.avg_train_loss = state["avg_train_loss"]
-        if self.rank == 0:
-            count = state.get("loss_count", self.step)
-            loss_sum = state.get("loss_sum", self.avg_train_loss * count)
-            self.progress.meter.restore(loss_sum, count, samples=samples)
+        self._tell_changes(state)
+        if isinstance(state.get("epoch"), int):
+            self._expected_epoch = state["epoch"] + int(end_of_epoch)
+        if not end_of_epoch:
+            self._recover_place(state)
 
-    def _tell_changes(self, state: Mapping[str, Any]) -> None:
-        options = state.get("options")
-        changes = changed_options(options, self.run_opts) if isinstance(options, Mapping) else []
-        before, now = Pace.read(state).per_step, self._pace.per_step
-        if None not in {before, now} and before != now:
-            changes.append(f"{now} samples per optimizer step, before {before}")
-        if changes:
-            logger.warning(
-                "The run goes on with other options than those of its checkpoint: %s. It will not be the run that was "
-                "never stopped.",
-                "; ".join(changes),
+    @contextlib.contextmanager
+    def saving_inside(self) -> Iterator[None]:
+        """Return a context for a save that a recipe makes in a hook of a training batch, with what that lacks."""
+        progress, step = self.progress, self.progress.step
+        own_fit_batch = type(self).fit_batch is not Hooks.fit_batch
+        is_known = progress.result is not None and progress.result_at == step
+        pending = progress.window.pending(step) or (0 if is_known else progress.window.pending(step - 1))
+        if pending:
+            logger.warning_once(
+                "A checkpoint is made in the middle of an optimizer step: the gradients of %d batch(es) are not in it. "
+                "Save where should_step is true, and after the step.",
+                pending,
             )
+        elif not own_fit_batch and not is_known and progress.closed == step - 1:
+            self._done = progress.closed  # this batch has not been trained on yet
+        self._lacks = step if own_fit_batch and not is_known else None
+        self._is_inside_batch, states = True, self._rank_states
+        try:
+            if states is not None and states.gather_if_all_come():
+                self._saved_sums = sum_over_ranks(self._own_sums())
+            yield
+        finally:
+            self._is_inside_batch, self._saved_sums, self._lacks, self._done = False, None, None, None
+            if states is not None:
+                states.forget()
 
     def _own_sums(self) -> list[float]:
         """Return this rank's sum of losses, what it counts, and the samples seen."""
-        meter = self.progress.meter
+        meter = self.losses_so_far()
         return [*meter.sums()[:2], meter.samples]
 
 
@@ -283,6 +400,14 @@ def _own_state(host: Saving | None) -> dict[str, Any]:
     return {} if host is None else host.collect_own_state()
 
 
+@contextlib.contextmanager
+def _around_save(host: Saving | None, end_of_epoch: bool) -> Iterator[None]:
+    """Return a context for every save of a checkpointer; it does something for those inside of a training batch."""
+    is_inside = host is not None and not end_of_epoch and host.progress.is_in_pass and not host._is_between_batches  # noqa: SLF001 -- a part of the class
+    with host.saving_inside() if host is not None and is_inside else contextlib.nullcontext():
+        yield
+
+
 def _load_ranks(host: Saving | None, states: RankStates, path: Path, end_of_epoch: bool) -> None:
-    if host is not None and host._fitting:  # noqa: SLF001 -- a part of the class
+    if host is not None and host._fitting and host._takes_place:  # noqa: SLF001 -- a part of the class
         states.load(path, end_of_epoch)

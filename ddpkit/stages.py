@@ -12,15 +12,24 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torch.utils.data import DataLoader, IterableDataset
 
 from ddpkit.agreement import require_agreement
-from ddpkit.control import Beat, SaveRequests
+from ddpkit.control import Beat, Wishes
 from ddpkit.dataloader import LoopedLoader, plan_of, set_epoch
-from ddpkit.distributed import get_world_size, if_main_process, start_sum_over_ranks, sum_over_ranks
+from ddpkit.distributed import (
+    get_world_size,
+    if_main_process,
+    smallest_of_ranks,
+    start_sum_over_ranks,
+    sum_over_ranks,
+)
+from ddpkit.errors import RunStopped
 from ddpkit.feed import Feed
 from ddpkit.gathering import Seen, is_divided
+from ddpkit.interrupts import Interrupts
 from ddpkit.logger import get_logger
 from ddpkit.loop import LoopHost, evaluate_epoch, train_epoch
 from ddpkit.metrics import LossMeter, begin_stage
 from ddpkit.progress import COLOURS, ProgressBar
+from ddpkit.stopping import exit_code
 from ddpkit.stream_feed import StreamFeed
 from ddpkit.streams import StreamLoader, guess_batch_size
 from ddpkit.train_logger import run_event
@@ -49,7 +58,7 @@ class StageHost(LoopHost, Protocol):
     run_opts: RunOptions
     avg_train_loss: float
     profiler: Any
-    save_requests: SaveRequests
+    interrupts: Interrupts
 
     @property
     def freezes(self) -> bool:
@@ -62,6 +71,18 @@ class StageHost(LoopHost, Protocol):
 
     def save_now(self) -> None:
         """Save in the middle of an epoch."""
+        ...
+
+    def settle(self) -> None:
+        """Note that the first steps have been made."""
+        ...
+
+    def stop_cause(self) -> str:
+        """Return what has asked this rank to stop, or nothing."""
+        ...
+
+    def stop_now(self, cause: str) -> None:
+        """Save, and raise :class:`~ddpkit.errors.RunStopped`."""
         ...
 
     def save_intra_epoch(self, seconds_since_ckpt: float, steps_since_ckpt: int) -> bool:
@@ -147,6 +168,7 @@ def run_training(host: StageHost, loader: Any, epoch: int, *, enable_bar: bool) 
     with _bar(Stage.TRAIN, epoch, feed.length, options, initial=progress.step, enable=enable_bar) as bar:
 
         def on_beat(report: BeatReport) -> None:
+            host.settle()
             host.avg_train_loss = report.loss
             bar.show(report.step, report.loss, report.samples - samples_before)
             saves.on_beat(report)
@@ -197,7 +219,9 @@ def run_evaluation(host: StageHost, loader: Any, stage: Stage, epoch: int | None
     with _bar(stage, epoch, length, options, enable=enable_bar) as bar:
         plan, beat = plan_of(loader), Beat(list, 1, is_main=True)
         bar.partial = plan is not None and plan.world_size > 1
-        evaluate_epoch(host, loader, stage, bar, count=_counting(loader), limit=limit, beat=beat)
+        confer = _StopsOfEvaluation(host, length)
+        batches = loader if limit is None else _First(loader, limit)
+        evaluate_epoch(host, batches, stage, bar, count=_counting(loader), beat=beat, confer=confer)
         return _finish(host, stage, epoch, time.monotonic() - started, bar)
 
 
@@ -225,7 +249,7 @@ def _feed(host: StageHost, loader: Any, left_out: int, ready: Callable[[], objec
     if options.debug:
         length = min(length, options.debug_batches)
     return Feed(
-        loader=loader if host.profiler is None else _Profiled(loader, host.profiler),
+        loader=loader if host.profiler is None else _Profiled(loader, host.profiler, left_out),
         length=length,
         counts=counts_of(loader),
         factor=options.grad_accumulation_factor,
@@ -240,7 +264,7 @@ def _feed(host: StageHost, loader: Any, left_out: int, ready: Callable[[], objec
 def _stream_feed(host: StageHost, loader: Any, left_out: int, ready: Callable[[], object]) -> StreamFeed:
     """Feed from what has no known number of batches: the ranks tell each other what they have."""
     options, done = host.run_opts, host.progress.step
-    batches: Iterable[Any] = loader if host.profiler is None else _Profiled(loader, host.profiler)
+    batches: Iterable[Any] = loader if host.profiler is None else _Profiled(loader, host.profiler, left_out)
     if options.debug:
         batches = _First(batches, max(options.debug_batches - done + left_out, 0))
     return StreamFeed(
@@ -272,18 +296,19 @@ def _counting(loader: Any) -> Callable[[int, Any], int]:
 
 
 class _Profiled:
-    """Tells the profiler after each batch that a step is over."""
+    """Tells the profiler after each batch that a step is over; not after those that are only read again."""
 
-    def __init__(self, loader: Iterable[Any], profiler: Any) -> None:
-        self.loader, self.profiler = loader, profiler
+    def __init__(self, loader: Iterable[Any], profiler: Any, left_out: int) -> None:
+        self.loader, self.profiler, self.left_out = loader, profiler, left_out
 
     def __iter__(self) -> Iterator[Any]:
         return self._steps(iter(self.loader))
 
     def _steps(self, batches: Iterator[Any]) -> Iterator[Any]:
-        for batch in batches:
+        for number, batch in enumerate(batches):
             yield batch
-            self.profiler.step()
+            if number >= self.left_out:
+                self.profiler.step()
 
 
 class _First:
@@ -339,6 +364,26 @@ def _finish(host: StageHost, stage: Stage, epoch: int | None, seconds: float, ba
     return mean
 
 
+class _StopsOfEvaluation:
+    """Has the ranks agree about once a second on whether to stop, as long as all of them have batches.
+
+    Their numbers may differ by one; and of a stream nobody knows them, so there is no stop before its end.
+    """
+
+    def __init__(self, host: StageHost, length: int | None) -> None:
+        self.host = host
+        self.common = smallest_of_ranks(length or 0)
+        self.beat = Beat(sum_over_ranks, get_world_size(), is_main=if_main_process())
+        self.beat.start(host.progress.step)
+
+    def __call__(self, step: int) -> None:
+        """Stop at this step if any rank has been asked to."""
+        if self.beat.due <= step <= self.common:
+            report = self.beat(step, 0.0, 0.0, 0, Wishes(stop=self.host.stop_cause()))
+            if report.stop:
+                raise RunStopped(exit_code(report.stop), report.stop)
+
+
 class _IntraEpochSaves:
     """Decides, alike on every rank, when to save in the middle of an epoch."""
 
@@ -347,14 +392,17 @@ class _IntraEpochSaves:
         self.last_time = time.monotonic()
         self.last_step = host.progress.step
 
-    def tell(self) -> tuple[float, bool]:
-        """Return the seconds since the last save, and whether a signal has asked this rank for one."""
-        return time.monotonic() - self.last_time, self.host.save_requests.wanted
+    def tell(self) -> Wishes:
+        """Return the seconds since the last save, and what this rank has been asked for."""
+        host = self.host
+        return Wishes(time.monotonic() - self.last_time, host.interrupts.save_wanted, host.stop_cause())
 
     def on_beat(self, report: BeatReport) -> None:
-        """Save if a signal has asked any rank, or the main process's clock says so."""
+        """Stop or save if any rank has been asked to, or save if the main process's clock says so."""
+        if report.stop and not self._is_pending():
+            self.host.stop_now(report.stop)
         if report.save_wanted and not self._is_pending():
-            self.host.save_requests.wanted = False
+            self.host.interrupts.save_wanted = False
             self.host.save_now()
             self._start_anew()
         else:

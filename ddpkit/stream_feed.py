@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ddpkit.errors import DataError
+from ddpkit.loader_workers import starting_workers
 from ddpkit.streams import guess_batch_size
 
 if TYPE_CHECKING:
@@ -76,7 +77,9 @@ class StreamFeed:
         Raises:
             DataError: the stream has no first batch for every rank. On all ranks.
         """
-        reader = _Reader(iter(self.loader), self.size_of, self.start_sum)
+        with starting_workers():
+            batches = iter(self.loader)
+        reader = _Reader(batches, self.size_of, self.start_sum)
         reader.leave_out(self.left_out)
         ahead = deque([reader.read()])
         self._require_batches(ahead[0])

@@ -6,9 +6,12 @@ import logging
 import os
 import signal
 
+import numpy as np
 import pytest
 import torch
+from torch.utils.data import IterableDataset
 
+from ddpkit.bookmarks import Reading
 from ddpkit.checkpoints import Checkpointer
 from ddpkit.epoch_loop import EpochCounter
 from ddpkit.errors import CheckpointError, FolderInUseError
@@ -36,7 +39,7 @@ class Recipe(Regression):
         if self.fails_at == ("TRAIN", self.epoch, self.step):
             raise OSError("the disk with the data is gone")
         if self.signals_at == (self.epoch, self.step):
-            os.kill(os.getpid(), signal.SIGUSR1)
+            os.kill(os.getpid(), signal.SIGUSR2)
 
     def on_stage_end(self, stage, stage_loss, epoch=None):
         super().on_stage_end(stage, stage_loss, epoch)
@@ -73,8 +76,8 @@ def test_a_signal_asks_for_a_checkpoint_and_the_training_goes_on(tmp_path):
     assert_same(weights(asked), weights(plain))
     [meta] = metas(tmp_path / "asked")
     assert meta["brain_intra_epoch_ckpt"]
-    assert not asked.save_requests.wanted
-    assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+    assert not asked.interrupts.save_wanted
+    assert signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL
     again = run(tmp_path / "asked")
     assert 0 < len(again.trained_on) < len(plain.trained_on)
     assert_same(weights(again), weights(plain))
@@ -187,3 +190,216 @@ def test_nothing_outlives_a_window_in_a_frozen_optimizer(tmp_path):
     before = net.bias.item()
     brain.fit(counter, points(20), train_loader_kwargs={"batch_size": 2})
     assert net.bias.item() != before
+
+
+# --------------------------------------------------------------------------------- saved inside of a training batch
+
+
+class Inside(Recipe):
+    """Saves in a hook of batch 4 of every epoch."""
+
+    hook = "on_fit_batch_end"
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        usual = getattr(self, self.hook)
+
+        def saving(*arguments):
+            usual(*arguments)
+            if self.step == 4:
+                self.checkpointer.save_checkpoint(end_of_epoch=False)
+
+        vars(self)[self.hook] = saving
+
+
+class InsideStart(Inside):
+    hook = "on_fit_batch_start"
+
+
+class InsideOwn(Recipe):
+    """Has a fit_batch of its own, and saves in it."""
+
+    def fit_batch(self, batch):
+        loss = super().fit_batch(batch)
+        if self.step == 4:
+            self.progress.result = None  # what a fit_batch that calls nothing of the class above would leave
+            self.checkpointer.save_checkpoint(end_of_epoch=False)
+        return loss
+
+
+def inside(folder, cls, fails_at=None):
+    counter, net = EpochCounter(EPOCHS), linear()
+    checkpointer = Checkpointer(folder, {"net": net, "counter": counter})
+    brain = cls({"net": net}, sgd(momentum=0.9), None, QUIET, checkpointer)
+    brain.fails_at = fails_at
+    try:
+        brain.fit(counter, points(20), points(5), train_loader_kwargs={"batch_size": 2, "shuffle": True})
+    except OSError:
+        assert fails_at is not None
+    return brain
+
+
+@pytest.mark.parametrize("cls", [Inside, InsideStart])
+def test_a_save_in_a_hook_of_a_batch_has_all_losses(tmp_path, cls):
+    """At its end with that batch, at its start without: the reported mean is that of the whole epoch."""
+    whole = inside(tmp_path / "whole", cls)
+    inside(tmp_path / "killed", cls, ("TRAIN", 2, 6))
+    again = inside(tmp_path / "killed", cls)
+    assert_same(weights(again), weights(whole))
+    assert len(again.trained_on) == {Inside: 16, InsideStart: 17}[cls]
+    assert again.losses == whole.losses[-len(again.losses) :]
+
+
+def test_a_save_inside_of_an_own_fit_batch_says_what_it_lacks(tmp_path, caplog):
+    whole = inside(tmp_path / "whole", InsideOwn)
+    inside(tmp_path / "killed", InsideOwn, ("TRAIN", 2, 6))
+    with caplog.at_level(logging.WARNING):
+        again = inside(tmp_path / "killed", InsideOwn)
+    assert_same(weights(again), weights(whole))
+    assert again.losses[1:] == whole.losses[3:]
+    assert "the loss of batch 4 is not in it" in caplog.text
+
+
+# --------------------------------------------------------------------------------- whose checkpoints, and what is told
+
+
+class Rating(Recipe):
+    """Saves after every epoch, with a metric that a test gives."""
+
+    metric = 0.0
+
+    def on_stage_end(self, stage, stage_loss, epoch=None):
+        super().on_stage_end(stage, stage_loss, epoch)
+        if stage is Stage.VALID:
+            self.checkpointer.save_checkpoint(meta={"WER": self.metric + epoch})
+
+
+def rated(folder, metric, **options):
+    counter, net = EpochCounter(2), linear()
+    checkpointer = Checkpointer(folder, {"net": net, "counter": counter})
+    brain = Rating({"net": net}, sgd(lr=0.1 / (1.0 + metric)), None, {**QUIET, **options}, checkpointer)
+    brain.metric = metric
+    return brain, lambda: brain.fit(counter, points(6), points(5), train_loader_kwargs={"batch_size": 2})
+
+
+def evaluated(brain, **keys):
+    brain.evaluate(points(4), **keys)
+    return weights(brain)
+
+
+def test_evaluate_takes_no_checkpoint_of_another_run(tmp_path):
+    old, fit = rated(tmp_path, 0.0)
+    fit()
+    best_of_old = evaluated(old, min_key="WER")
+    with torch.no_grad():
+        old.modules.net.weight.add_(5.0)
+    new, fit = rated(tmp_path, 50.0, resume="never")
+    fit()
+    metas = [one.meta["WER"] for one in new.checkpointer.list_checkpoints()]
+    assert sorted(metas) == [1.0, 2.0, 51.0, 52.0]
+    with torch.no_grad():
+        new.modules.net.weight.add_(5.0)
+    best_of_new = evaluated(new, min_key="WER")
+    assert not torch.equal(best_of_new["net.weight"], best_of_old["net.weight"])
+    saved = next(one for one in new.checkpointer.list_checkpoints() if one.meta["WER"] == 51.0)
+    assert torch.equal(best_of_new["net.weight"], torch.load(saved.paramfiles["net"], weights_only=True)["weight"])
+    other, _ = rated(tmp_path, 0.0)  # a process of its own: of the run that has saved last
+    assert_same(evaluated(other, min_key="WER"), best_of_new)
+    first = min(new.checkpointer.list_checkpoints(), key=lambda one: one.meta["WER"]).path
+    asked, _ = rated(tmp_path, 0.0, resume=str(first))
+    assert_same(evaluated(asked, max_key="WER"), best_of_old)  # what is asked for comes before what the script says
+    again, fit = rated(tmp_path, 50.0)
+    fit()
+    assert_same(evaluated(again, min_key="WER"), best_of_new)
+    chosen = again.checkpointer.find_checkpoint(min_key="WER", ckpt_predicate=again._start.lineage.includes)
+    assert chosen.meta["WER"] == 51.0
+
+
+def test_the_folder_is_said_to_be_another_run_s_at_the_first_call_only(tmp_path, caplog):
+    brain, fit = rated(tmp_path, 0.0)
+    fit()
+    brain, fit = rated(tmp_path, 0.0, resume="never")
+    with caplog.at_level(logging.WARNING):
+        fit()
+        assert "holds 2 checkpoint(s) of another run" in caplog.text
+        caplog.clear()
+        brain.fit(EpochCounter(1), points(6))
+    assert "another run" not in caplog.text
+
+
+def test_a_learning_rate_that_has_no_effect_is_told_once(tmp_path, caplog):
+    def start(lr, number=2):
+        counter, net = EpochCounter(number), linear()
+        checkpointer = Checkpointer(tmp_path, {"net": net, "counter": counter})
+        brain = Rating({"net": net}, sgd(lr=lr), None, QUIET, checkpointer)
+        with caplog.at_level(logging.WARNING):
+            brain.fit(counter, points(6), points(5))
+        return brain.optimizer.param_groups[0]["lr"]
+
+    assert start(0.1) == 0.1
+    assert "learning rate" not in caplog.text
+    assert start(0.1, 3) == 0.1
+    assert "learning rate" not in caplog.text
+    assert start(0.3, 4) == 0.1
+    assert caplog.text.count("The learning rate is not that with which the checkpoint's run began") == 1
+    assert "opt_class 0.3, before 0.1" in caplog.text
+
+
+def test_a_module_that_no_checkpoint_holds_is_named(tmp_path, caplog):
+    net, head = linear(), linear()
+    modules = {"net": net, "head": head}
+    checkpointer = Checkpointer(tmp_path, {"net": net})
+    brain = Recipe(modules, sgd(), None, QUIET, checkpointer)
+    with caplog.at_level(logging.WARNING):
+        brain.fit(EpochCounter(1), points(4))
+    assert "no weights of the module(s) head (2 of 2 parameters)" in caplog.text
+    caplog.clear()
+    checkpointer = Checkpointer(tmp_path / "b", {"model": torch.nn.ModuleList([net, head])})
+    Recipe(modules, sgd(), None, QUIET, checkpointer).fit(EpochCounter(1), points(4))
+    assert "no weights" not in caplog.text
+
+
+class Endless(IterableDataset):
+    place = 0
+
+    def __iter__(self):
+        for _ in range(6):
+            self.place += 1
+            yield points(20)[self.place % 20]
+
+    def state_dict(self):
+        return {"place": self.place}
+
+    def load_state_dict(self, state):
+        self.place = state["place"]
+
+
+@pytest.mark.parametrize(("persistent", "workers"), [(True, 1), (False, 1), (False, 0)])
+def test_data_that_no_checkpoint_can_ask_is_told(tmp_path, caplog, persistent, workers):
+    def start(epochs):
+        counter, net = EpochCounter(epochs), linear()
+        checkpointer = Checkpointer(tmp_path, {"net": net, "counter": counter})
+        brain = Rating({"net": net}, sgd(), None, QUIET, checkpointer)
+        kwargs = {"batch_size": 2, "num_workers": workers, "persistent_workers": persistent}
+        with caplog.at_level(logging.WARNING):
+            brain.fit(counter, Endless(), points(3), train_loader_kwargs=kwargs)
+
+    start(1)
+    assert ("Endless is read by workers that outlive an epoch" in caplog.text) == persistent
+    assert ("after a restart it would begin anew" in caplog.text) == persistent
+    caplog.clear()
+    start(2)
+    assert ("it begins anew now" in caplog.text) == persistent
+
+
+def test_reading_a_stream_leaves_numpy_the_number_that_it_has_in_store():
+    """Normal numbers are drawn two at a time."""
+    np.random.seed(3)  # noqa: NPY002 -- the global state is what recipes draw from
+    expected = [np.random.randn() for _ in range(4)]  # noqa: NPY002
+    np.random.seed(3)  # noqa: NPY002
+    found = []
+    for _ in range(4):
+        found.append(np.random.randn())  # noqa: NPY002
+        with Reading(5):
+            np.random.randn()  # noqa: NPY002
+    assert found == expected

@@ -24,6 +24,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampl
 from ddpkit import stages
 from ddpkit.brain import Brain
 from ddpkit.checkpoints import Checkpointer
+from ddpkit.control import Wishes
 from ddpkit.dataloader import make_dataloader
 from ddpkit.distributed import control_group, if_main_process
 from ddpkit.epoch_loop import EpochCounter, EpochCounterWithStopper
@@ -868,7 +869,7 @@ def saved_at(folder, run_opts):
 
     brain = make(Watching, folder=folder, **run_opts)
     real = stages._IntraEpochSaves.tell
-    stages._IntraEpochSaves.tell = lambda self: (0.0 if dist.get_rank() else 100.0, False)  # the clocks disagree
+    stages._IntraEpochSaves.tell = lambda self: Wishes(0.0 if dist.get_rank() else 100.0)  # the clocks disagree
     try:
         brain.fit([1, 2], points(40), train_loader_kwargs={"batch_size": 2})
     finally:

@@ -11,7 +11,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from ddpkit.control import Beat, SaveRequests, terminating_later
+from ddpkit.control import Beat, Wishes, terminating_later
+from ddpkit.stopping import CAUSES, TIME_LIMIT
 
 
 class Clock(threading.local):
@@ -55,7 +56,7 @@ def steps_of_beats(clock, beat, seconds_per_step, steps, first=1):
     for step in range(first, first + steps):
         clock.now += seconds_per_step(step)
         if step >= beat.due:
-            beat(step, 0.0, 1.0, 1, 0.0)
+            beat(step, 0.0, 1.0, 1, Wishes())
             found.append((step, clock.now))
     return found
 
@@ -125,12 +126,12 @@ def test_what_a_beat_costs_is_not_taken_for_a_step(clock):
 def test_reports(clock):
     beat = Beat(list, 1, is_main=True)
     beat.start(0)
-    report = beat(4, 6.0, 3.0, 5, 2.5)
+    report = beat(4, 6.0, 3.0, 5, Wishes(2.5))
     assert (report.step, report.loss, report.samples, report.main_seconds) == (4, 2.0, 5, 2.5)
-    nothing = beat(5, 0.0, 0.0, 0, 0.0)
+    nothing = beat(5, 0.0, 0.0, 0, Wishes())
     assert math.isnan(nothing.loss)
     assert nothing.samples == 0
-    assert Beat(list, 1, is_main=False)(1, 0.0, 1.0, 1, 7.0).main_seconds == 0.0
+    assert Beat(list, 1, is_main=False)(1, 0.0, 1.0, 1, Wishes(7.0)).main_seconds == 0.0
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -147,7 +148,7 @@ def test_all_ranks_learn_the_same_at_the_same_steps(clock, world_size):
             for step in range(1, 400):
                 clock.now += 0.002 * (rank + 1) + 0.00001 * step
                 if step >= beat.due:
-                    report = beat(step, float(step * rank), float(step), step, 60.0 + step + rank)
+                    report = beat(step, float(step * rank), float(step), step, Wishes(60.0 + step + rank))
                     reports.append((report, beat.due))
         return reports
 
@@ -171,7 +172,7 @@ def test_the_slowest_rank_does_not_decide_alone(clock):
         for step in range(1, 1001):
             clock.now += 0.01
             if step >= beat.due:
-                beat(step, 0.0, 1.0, 1, 0.0)
+                beat(step, 0.0, 1.0, 1, Wishes())
                 beats += 1
         return beats
 
@@ -180,39 +181,6 @@ def test_the_slowest_rank_does_not_decide_alone(clock):
 
 
 # ------------------------------------------------------------------------------------------------------- signals
-
-
-def test_a_signal_asks_for_a_checkpoint_and_the_handler_is_put_back():
-    requests = SaveRequests()
-    with requests.heard():
-        signal.raise_signal(signal.SIGUSR1)
-        assert requests.wanted
-    assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
-
-
-def test_a_script_with_its_own_use_for_the_signal_keeps_it():
-    heard = []
-    signal.signal(signal.SIGUSR1, lambda *_: heard.append(1))
-    try:
-        requests = SaveRequests()
-        with requests.heard():
-            signal.raise_signal(signal.SIGUSR1)
-        assert (heard, requests.wanted) == ([1], False)
-    finally:
-        signal.signal(signal.SIGUSR1, signal.SIG_DFL)
-
-
-def test_outside_of_the_main_thread_nothing_is_heard():
-    done = []
-
-    def work():
-        with SaveRequests().heard(), terminating_later():
-            done.append(signal.getsignal(signal.SIGUSR1))
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert done == [signal.SIG_DFL]
 
 
 def test_termination_is_put_off():
@@ -228,7 +196,13 @@ def test_termination_is_put_off():
 
 
 def test_a_wish_of_any_rank_is_told_to_all():
-    beat = Beat(lambda numbers: [*numbers[:-1], 1.0], 2, is_main=True)
+    others = [0.0] * 5 + [1.0] + [0.0] * len(CAUSES)
+    beat = Beat(lambda numbers: [mine + other for mine, other in zip(numbers, others, strict=True)], 2, is_main=True)
     beat.start(0)
-    assert beat(1, 1.0, 1, 1, 0.0).save_wanted
-    assert not Beat(list, 1, is_main=True)(1, 1.0, 1, 1, 0.0).save_wanted
+    report = beat(1, 1.0, 1, 1, Wishes())
+    assert report.save_wanted
+    assert not report.stop
+    others[6 + CAUSES.index("SIGUSR1")] = 1.0
+    assert beat(2, 1.0, 1, 1, Wishes(stop=TIME_LIMIT)).stop == "SIGUSR1", "the first of the causes, on all ranks"
+    assert not Beat(list, 1, is_main=True)(1, 1.0, 1, 1, Wishes()).save_wanted
+    assert Beat(list, 1, is_main=True)(1, 1.0, 1, 1, Wishes(stop="SIGINT")).stop == "SIGINT"

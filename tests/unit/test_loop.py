@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddpkit.control import Beat, BeatReport
+from ddpkit.control import Beat, BeatReport, Wishes
 from ddpkit.errors import BatchError, DataError, NonFiniteLossError
 from ddpkit.feed import Feed, Window
 from ddpkit.loop import Progress, backward, evaluate_epoch, loss_problem, one_number, train_epoch
@@ -192,11 +192,11 @@ class Beats:
         self.started.append(step)
         self.due = step + 1
 
-    def __call__(self, step, loss_sum, count, samples, main_seconds, save_wanted=False):
+    def __call__(self, step, loss_sum, count, samples, wishes):
         assert samples == count, "in these tests every loss counts its samples"
-        self.calls.append((step, loss_sum, samples, main_seconds))
+        self.calls.append((step, loss_sum, samples, wishes.main_seconds))
         self.due = step + self.apart
-        return BeatReport(step, loss_sum / samples, int(samples), main_seconds)
+        return BeatReport(step, loss_sum / samples, int(samples), wishes.main_seconds)
 
 
 def one(number, batch):
@@ -216,7 +216,7 @@ def test_an_epoch():
         host,
         Feed(range(10), 10, factor=2),
         on_window=lambda: windows.append(host.progress.step),
-        tell=lambda: (7.5, False),
+        tell=lambda: Wishes(7.5),
     )
     assert [(batch, step) for batch, step, _ in host.seen] == [(number, number + 1) for number in range(10)]
     assert host.progress.step == 10
@@ -346,7 +346,7 @@ def test_evaluation_weighs_by_samples_and_stops_at_a_limit():
     evaluate_epoch(host, [1.0, 2.0, 9.0], Stage.TEST, Bar(), count=lambda number, _: plan.count(number), beat=beat)
     assert host.progress.meter.sums() == (2 + 4 + 9, 5.0, 0)
     host = Host()
-    evaluate_epoch(host, itertools.count(), Stage.TEST, Bar(), count=one, limit=3, beat=beat)
+    evaluate_epoch(host, range(3), Stage.TEST, Bar(), count=one, beat=beat)
     assert host.progress.step == 3
 
 

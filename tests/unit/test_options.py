@@ -58,6 +58,11 @@ def test_the_table_is_whole():
         "ckpt_load",
         "ckpt_errors",
         "ckpt_on_error",
+        "time_limit",
+        "stop_signals",
+        "save_signals",
+        "hang_warning",
+        "hang_timeout",
         "ema_decay",
         "evaluate_ema",
     }

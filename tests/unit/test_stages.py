@@ -14,8 +14,8 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from ddpkit import stages
-from ddpkit.control import SaveRequests
 from ddpkit.dataloader import LoopedLoader, Sharding, go_on_at, make_dataloader, shard
+from ddpkit.interrupts import Interrupts
 from ddpkit.loop import Progress
 from ddpkit.run_opts import RunOptions
 from ddpkit.stages import counts_of, length_of, run_evaluation, run_training, set_epoch
@@ -53,10 +53,20 @@ class Host:
         self.profiler = None
         self.batches, self.asked, self.flushed = [], [], 0
         self.due = lambda seconds, steps: False
-        self.save_requests, self.saved_at, self.freezes = SaveRequests(), [], False
+        self.interrupts, self.saved_at, self.freezes = Interrupts(), [], False
+        self.stopped_by = []
 
     def save_now(self):
         self.saved_at.append(self.progress.step)
+
+    def settle(self):
+        self.settled = True
+
+    def stop_cause(self):
+        return "SIGTERM" if self.interrupts.stop_signal else ""
+
+    def stop_now(self, cause):
+        self.stopped_by.append((cause, self.progress.step))
 
     def fit_batch(self, batch):
         self.batches.append(torch.as_tensor(batch).flatten().tolist())
@@ -84,6 +94,20 @@ class Host:
 
 def train(host, loader, epoch=1):
     return run_training(host, loader, epoch, enable_bar=False)
+
+
+@pytest.mark.parametrize("loader", [[[1], [2], [3], [4], [5]], DataLoader(Stream(5), batch_size=1)])
+def test_batches_that_are_read_again_are_no_steps_of_the_profiler(loader):
+    """Of five batches two are done: a step is over after each of the others but the last, as in any epoch."""
+    counted = {}
+    for done in (0, 2):
+        host, steps = Host(), []
+        host.profiler = SimpleNamespace(step=lambda steps=steps: steps.append(1))
+        host.progress.step = done
+        train(host, loader)
+        assert len(host.batches) == 5 - done
+        counted[done] = len(steps)
+    assert counted[0] - counted[2] == 2
 
 
 # ----------------------------------------------------------------------------------- looking at loaders

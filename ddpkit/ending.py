@@ -1,0 +1,175 @@
+"""How a run ends when it is asked to: on all ranks at the same step, with a checkpoint, and with word of it."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime as dt
+import signal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ddpkit.checkpoints import Checkpointer
+from ddpkit.distributed import run_on_main
+from ddpkit.errors import RunStopped
+from ddpkit.failure import failure_notice
+from ddpkit.interrupts import Interrupts
+from ddpkit.loader_workers import watch_loader_workers
+from ddpkit.logger import get_logger
+from ddpkit.process_group import set_hang_limits, shorten_timeout
+from ddpkit.roll_call import POSITION, host_name, stage_of
+from ddpkit.saving import INTRA_EPOCH_KEY, Saving
+from ddpkit.stopping import (
+    TIME_LIMIT,
+    exit_code,
+    parse_duration,
+    remove_marker,
+    require_stop_signals,
+    seconds_since_start,
+    write_marker,
+)
+from ddpkit.train_logger import run_event
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+logger = get_logger(__name__)
+
+AFTER_WATCH_SECONDS = 30.0  # so that it is the watch that says why
+
+
+class Ending(Saving):
+    """The half of the Brain that comes to an end when it is asked to.
+
+    Attributes:
+        interrupts: what signals have asked of this rank.
+
+    Ranks: collective.
+
+    Example:
+        >>> issubclass(Ending, Saving)
+        True
+    """
+
+    interrupts: Interrupts
+    _seconds_allowed: float | None = None
+    _is_marked = _is_settled = False
+
+    def prepare_ending(self) -> None:
+        """Read the options that say when to stop, and after how long without a step.
+
+        Raises:
+            ConfigError: one of them cannot work.
+        """
+        require_stop_signals(self.stop_signals)
+        self.interrupts = Interrupts(self.stop_signals, self.save_signals)
+        self._seconds_allowed = None if self.time_limit is None else parse_duration(self.time_limit)
+        set_hang_limits(self.hang_warning, self.hang_timeout)
+        watch_loader_workers()
+
+    @contextlib.contextmanager
+    def attended(self) -> Iterator[None]:
+        """Return a context for ``fit`` or ``evaluate``: others learn where this rank is, and why it fails.
+
+        Raises:
+            RunStopped: the run was asked to stop.
+        """
+        with POSITION.inside(self.progress), self.interrupts.heard(), failure_notice():
+            yield
+
+    def settle(self) -> None:
+        """Shorten the time for which collectives wait, once every rank has made its first steps."""
+        if self.hang_timeout and not self._is_settled:
+            shorten_timeout(self.hang_timeout + AFTER_WATCH_SECONDS)
+        self._is_settled = True
+
+    def stop_cause(self) -> str:
+        """Return what has asked this rank to stop, one of :data:`ddpkit.stopping.CAUSES`, or nothing."""
+        if self.interrupts.stop_signal:
+            return signal.Signals(self.interrupts.stop_signal).name
+        over = self._seconds_allowed is not None and seconds_since_start() > self._seconds_allowed
+        return TIME_LIMIT if over and self.rank == 0 else ""
+
+    def stop_now(self, cause: str) -> None:
+        """Save where training is, and end the run; between two optimizer steps, and on all ranks.
+
+        Raises:
+            RunStopped: always.
+        """
+        with self._between_batches():
+            self._save_intra_epoch_ckpt()
+        self.leave(RunStopped(exit_code(cause), cause))
+
+    def stop_in_evaluation(self, stopped: RunStopped) -> None:
+        """Save where training ended before this evaluation, and end the run.
+
+        Raises:
+            RunStopped: always.
+        """
+        progress, checkpointer = self.progress, self.checkpointer
+        if self._fitting and checkpointer is not None and progress.trained is not None and progress.sums is not None:
+            step, meter = progress.step, progress.meter
+            progress.step, progress.meter = progress.closed, progress.trained
+            self._saved_sums = list(progress.sums)
+            try:
+                with self._between_batches():
+                    checkpointer.save_and_keep_only(
+                        end_of_epoch=False,
+                        num_to_keep=1,
+                        ckpt_predicate=lambda checkpoint: INTRA_EPOCH_KEY in checkpoint.meta,
+                        meta={INTRA_EPOCH_KEY: True},
+                    )
+            finally:
+                progress.step, progress.meter, self._saved_sums = step, meter, None
+        self.leave(stopped)
+
+    def leave(self, stopped: RunStopped) -> None:
+        """End the run once its checkpoint is there: no rank before, because launchers end all when one has ended.
+
+        Raises:
+            RunStopped: always.
+        """
+        run_on_main(self._finish, args=(stopped,))
+        raise stopped
+
+    def take_marker_away(self) -> None:
+        """Take away the word that a stopped run has left: this one is running."""
+        folder = self._folder()
+        if folder is not None and not self._is_marked:
+            run_on_main(remove_marker, args=(folder,))
+
+    def _finish(self, stopped: RunStopped) -> None:
+        checkpointer, folder = self.checkpointer, self._folder()
+        if isinstance(checkpointer, Checkpointer):
+            checkpointer.wait()
+        newest = checkpointer.find_checkpoint() if isinstance(checkpointer, Checkpointer) else None
+        facts: dict[str, Any] = {
+            "reason": stopped.cause,
+            "exit_code": stopped.code,
+            "stage": stage_of(self.progress),
+            "epoch": self.progress.epoch,
+            "step": self.progress.step,
+            "optimizer_step": self.optimizer_step,
+            "checkpoint": None if newest is None else str(newest.path),
+            "host": host_name(),
+            "time": dt.datetime.now(dt.timezone.utc).isoformat(timespec="seconds"),
+        }
+        run_event("stopped", **facts)
+        logger.warning(
+            "Stopped by %s in %s of epoch %s at step %s, after %s optimizer steps. %s",
+            stopped.cause,
+            facts["stage"],
+            facts["epoch"],
+            facts["step"],
+            facts["optimizer_step"],
+            "There is no checkpoint." if newest is None else f"The run goes on from {newest.path}.",
+        )
+        if folder is not None:
+            write_marker(folder, facts)
+            self._is_marked = True
+
+    def _folder(self) -> Path | None:
+        """Return the folder of the run: that of its outputs, or else of its checkpoints."""
+        folder = getattr(self.hparams, "output_folder", None)
+        if folder is None:
+            folder = getattr(self.checkpointer, "checkpoints_dir", None)
+        return None if folder is None else Path(folder)

@@ -1,0 +1,188 @@
+"""Signals that ask a run to stop, or to save: heard at any time, acted on where all ranks agree to.
+
+A handler only sets a number. What follows of it is decided at the next beat (see :mod:`ddpkit.control`), on all ranks
+alike, whichever of them were signalled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+from ddpkit.errors import ConfigError, RunStopped
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+REPEAT_SECONDS = 1.0  # a launcher and a scheduler may both pass on the same signal
+_ENDING = ("SIGINT", "SIGTERM")
+
+
+class _Heard:
+    """What arrives even while the main thread cannot run its handlers."""
+
+    pipe = -1
+    first = 0.0
+    number = 0
+
+
+def asked_twice() -> int:
+    """Return the number of a signal that has asked for the end of this process twice; 0: none has.
+
+    Ranks: local; for a thread beside the main one.
+
+    Example:
+        >>> asked_twice()
+        0
+    """
+    if _Heard.pipe < 0:
+        return 0
+    with contextlib.suppress(OSError):
+        for number in os.read(_Heard.pipe, 512):
+            now = time.monotonic()
+            if number not in {getattr(signal, name) for name in _ENDING}:
+                continue
+            if not _Heard.first:
+                _Heard.first = now
+            elif now - _Heard.first > REPEAT_SECONDS:
+                _Heard.number = number
+    return _Heard.number
+
+
+@contextlib.contextmanager
+def _writing_to_pipe() -> Iterator[None]:
+    """Have the arrival of signals written into a pipe, unless the script has that done for itself."""
+    if _Heard.pipe >= 0:
+        yield
+        return
+    reader, writer = os.pipe()
+    os.set_blocking(reader, False)
+    os.set_blocking(writer, False)
+    before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    if before != -1:
+        signal.set_wakeup_fd(before, warn_on_full_buffer=False)
+    _Heard.pipe, _Heard.first = reader, 0.0
+    try:
+        yield
+    finally:
+        _Heard.pipe = -1
+        if before == -1:
+            signal.set_wakeup_fd(-1)
+        os.close(reader)
+        os.close(writer)
+
+
+def signal_named(name: str) -> signal.Signals:
+    """Return the signal of a name, with or without ``SIG``, in any case.
+
+    Raises:
+        ConfigError: there is none, or no process can catch it.
+
+    Ranks: local.
+
+    Example:
+        >>> signal_named("usr1").name
+        'SIGUSR1'
+    """
+    full = name.strip().upper()
+    full = full if full.startswith("SIG") else f"SIG{full}"
+    found = getattr(signal, full, None)
+    if not isinstance(found, signal.Signals) or full in {"SIGKILL", "SIGSTOP", "SIGCHLD"}:
+        raise ConfigError(f"{name!r} is no signal that a process can act on. Give names such as SIGTERM or SIGUSR1.")
+    return found
+
+
+class Interrupts:
+    """Hears signals that ask this process to stop, or to save.
+
+    Args:
+        stopping: names of the signals that ask for an end, with a checkpoint.
+        saving: names of those that ask for a checkpoint alone.
+
+    Attributes:
+        stop_signal: the number of the signal that has asked for an end; 0: none has.
+        save_wanted: whether a checkpoint has been asked for and not been made since.
+
+    Ranks: local.
+
+    Example:
+        >>> interrupts = Interrupts()
+        >>> with interrupts.heard():
+        ...     signal.raise_signal(signal.SIGTERM)
+        >>> interrupts.stop_signal == signal.SIGTERM
+        True
+    """
+
+    def __init__(
+        self, stopping: Iterable[str] = ("SIGTERM", "SIGINT", "SIGUSR1"), saving: Iterable[str] = ("SIGUSR2",)
+    ) -> None:
+        self.stopping = [signal_named(name) for name in stopping]
+        self.saving = [signal_named(name) for name in saving]
+        both = set(self.stopping) & set(self.saving)
+        if both:
+            raise ConfigError(
+                f"stop_signals and save_signals both name {', '.join(sorted(one.name for one in both))}: a signal "
+                "either ends the run or only saves. Name it in one of them."
+            )
+        self.stop_signal = 0
+        self.save_wanted = False
+        self._since = 0.0
+
+    @contextlib.contextmanager
+    def heard(self) -> Iterator[None]:
+        """Return a context in which the signals are heard, unless the script has its own use for one.
+
+        Ranks: local; outside of the main thread, where Python allows no handlers, it does nothing.
+
+        State: the handlers, put back at the end; but where a run was stopped they stay until the process ends, because
+        launchers then end those that are left.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before: dict[signal.Signals, Any] = {}
+        stopped = False
+        for number in (*self.stopping, *self.saving):
+            handler = signal.getsignal(number)
+            if handler in {signal.SIG_DFL, signal.default_int_handler} or _is_ours(handler):
+                before[number] = handler
+                signal.signal(number, self._hear)
+        try:
+            with _writing_to_pipe():
+                yield
+        except RunStopped:
+            stopped = True
+            raise
+        finally:
+            for number, handler in before.items() if not stopped else ():
+                signal.signal(number, handler)
+
+    def _hear(self, number: int, _frame: Any) -> None:
+        if number in self.saving:
+            self.save_wanted = True
+            return
+        now = time.monotonic()
+        if not self.stop_signal:
+            self.stop_signal, self._since = number, now
+            _say(f"{signal.Signals(number).name}: stopping after this step. Once more ends the process at once.")
+        elif signal.Signals(number).name in _ENDING and now - self._since > REPEAT_SECONDS:
+            if hasattr(sys, "ps1"):  # a notebook, which shall not die
+                raise KeyboardInterrupt
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+
+
+def _is_ours(handler: Any) -> bool:
+    return getattr(handler, "__func__", None) is Interrupts._hear  # noqa: SLF001 -- this module
+
+
+def _say(line: str) -> None:
+    """Write a line on stderr, from the main process only; nothing else is safe to use inside of a handler."""
+    if os.environ.get("RANK", "0") == "0":
+        with contextlib.suppress(OSError):
+            os.write(2, f"\n{line}\n".encode())

@@ -1,0 +1,222 @@
+"""What the worker processes of a loader need: to be deaf to signals meant for their rank, and to end with it.
+
+A launcher and a terminal signal whole groups of processes. A worker that dies of SIGTERM takes the batches with it that
+its rank needs to come to the end of a step; so it hears none of the signals that its rank acts on. Python's garbage
+collector leaves alone what a worker has inherited: going through all of it would copy the rank's memory page by page,
+and could destroy objects that wait for threads which a forked process does not have.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import faulthandler
+import gc
+import multiprocessing
+import os
+import re
+import signal
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from types import FrameType
+
+PR_SET_PDEATHSIG = 1
+DUMP_SECONDS = 0.3
+DEEPEST_CALL = 12  # from a loader to the fork
+_LOADER_FILE = "torch/utils/data/dataloader.py"
+_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<name>\S+)')
+_NOT_THE_USERS = (os.path.dirname(os.__file__), "site-packages", os.path.dirname(__file__), "<")  # noqa: PTH120
+
+
+class _Here:
+    """What this module knows about its own process."""
+
+    mask: Any = None  # of signals, of the thread in which a loader is forking
+    stacks: Any = None  # a file without a name, into which workers write where they are
+
+
+def deaf_signals() -> set[signal.Signals]:
+    """Return the signals that a rank acts on, and its loaders' workers do not.
+
+    Ranks: local.
+
+    Example:
+        >>> signal.SIGTERM in deaf_signals()
+        True
+    """
+    names = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2")
+    return {signal.Signals[name] for name in names if hasattr(signal, name)}
+
+
+def watch_loader_workers() -> None:
+    """See to it that workers of loaders that are forked from now on are deaf to signals and end with this process.
+
+    Ranks: local.
+
+    State: ``os.register_at_fork`` hooks, once per process.
+
+    Example:
+        >>> watch_loader_workers()
+    """
+    if hasattr(os, "register_at_fork") and _Here.stacks is None:
+        _Here.stacks = tempfile.TemporaryFile()  # noqa: SIM115 -- as long as the process lives
+        os.register_at_fork(before=_before_fork, after_in_parent=_in_parent, after_in_child=_in_child)
+        atexit.register(kill_workers)  # Python would wait for them, after a SIGTERM that they do not hear
+
+
+@contextlib.contextmanager
+def starting_workers() -> Iterator[None]:
+    """Return a context in which a loader may start workers that are not forked: those inherit the blocked signals.
+
+    A signal that comes to this process meanwhile is delivered at the end.
+
+    Ranks: local; outside of the main thread it does nothing.
+
+    State: the thread's signal mask, put back at the end.
+
+    Example:
+        >>> with starting_workers():
+        ...     workers_would_start_here = True
+    """
+    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    watch_loader_workers()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, deaf_signals())
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _before_fork() -> None:
+    """Block the signals if it is a loader that forks: what comes now is delivered to this process afterwards."""
+    frame: FrameType | None = sys._getframe()  # noqa: SLF001 -- documented
+    depth = 0
+    while frame is not None and depth < DEEPEST_CALL:
+        if frame.f_code.co_filename.endswith(_LOADER_FILE):
+            _Here.mask = signal.pthread_sigmask(signal.SIG_BLOCK, deaf_signals())
+            return
+        frame, depth = frame.f_back, depth + 1
+
+
+def _in_parent() -> None:
+    mask, _Here.mask = _Here.mask, None
+    if mask is not None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def _in_child() -> None:
+    if _Here.mask is None:
+        return
+    _Here.mask = None
+    gc.freeze()
+    number = _dump_signal()
+    if number is not None:
+        faulthandler.register(number, file=_Here.stacks, all_threads=False, chain=False)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _dump_signal() -> int | None:
+    return None if sys.platform != "linux" else int(signal.SIGRTMIN) + 5
+
+
+def where_workers_are() -> list[str]:
+    """Ask the workers of this process's loaders where they are.
+
+    Returns:
+        For each forked worker ``"worker (pid 12): data.py:30 in __getitem__"``: the innermost line that is not of a
+        library. Workers that were not forked, or that do not answer, are left out.
+
+    Ranks: local.
+
+    Example:
+        >>> where_workers_are()
+        []
+    """
+    number = _dump_signal()
+    if number is None or _Here.stacks is None:
+        return []
+    answers: list[str] = []
+    for child in multiprocessing.active_children():
+        if child.pid is None or not _listens(child.pid, number):
+            continue
+        stacks = Path(f"/proc/self/fd/{_Here.stacks.fileno()}")
+        start = stacks.stat().st_size
+        os.kill(child.pid, number)
+        time.sleep(DUMP_SECONDS)
+        with stacks.open(errors="replace") as file:
+            file.seek(start)
+            answers.append(f"worker (pid {child.pid}): {innermost(file.read())}")
+    return answers
+
+
+def innermost(stack: str) -> str:
+    r"""Return the innermost line of the user's code, or at all, in a stack as ``faulthandler`` writes it.
+
+    Ranks: local.
+
+    Example:
+        >>> innermost('Stack (most recent call first):\n  File "/home/me/data.py", line 30 in __getitem__')
+        'data.py:30 in __getitem__'
+    """
+    frames = [match.groupdict() for match in _FRAME.finditer(stack)]
+    own = [frame for frame in frames if not is_library(frame["file"])] or frames
+    if not own:
+        return "does not answer"
+    return f"{Path(own[0]['file']).name}:{own[0]['line']} in {own[0]['name']}"
+
+
+def is_library(file: str) -> bool:
+    """Say whether a file of code belongs to Python, to an installed package, or to this one.
+
+    Ranks: local.
+
+    Example:
+        >>> is_library(os.__file__), is_library("/home/me/data.py")
+        (True, False)
+    """
+    return any(part in file if part == "site-packages" else file.startswith(part) for part in _NOT_THE_USERS)
+
+
+def _listens(pid: int, number: int) -> bool:
+    """Say whether a process has a handler for a signal: without one it would die of it."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
+    except OSError:
+        return False
+    caught = re.search(r"^SigCgt:\s*([0-9a-f]+)", status, re.MULTILINE)
+    return caught is not None and bool(int(caught[1], 16) >> (number - 1) & 1)
+
+
+def kill_workers() -> None:
+    """End the workers that are still there when their rank ends, whatever they are doing.
+
+    Ranks: local.
+
+    Example:
+        >>> kill_workers()
+    """
+    workers = [child for child in multiprocessing.active_children() if child.daemon and _is_deaf(child.pid)]
+    if workers and threading.current_thread() is threading.main_thread() and hasattr(signal, "SIGCHLD"):
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would raise: a worker has died
+    for worker in workers:
+        worker.kill()
+
+
+def _is_deaf(pid: int | None) -> bool:
+    try:
+        status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
+    except OSError:
+        return False
+    blocked = re.search(r"^SigBlk:\s*([0-9a-f]+)", status, re.MULTILINE)
+    return blocked is not None and bool(int(blocked[1], 16) >> (signal.SIGTERM - 1) & 1)

@@ -1,0 +1,128 @@
+"""A recipe that trains a little and meets with a fault: ``control_recipe.py OUTPUT [options] [name=value ...]``.
+
+``fault=KIND@WHERE``, ``rank=R`` and ``step=N`` say what happens, where, on which rank and at which step.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+import ddpkit as sb
+from ddpkit.checkpoints import Checkpointer
+from ddpkit.epoch_loop import EpochCounter
+
+WORDS = dict(word.split("=", 1) for word in sys.argv[2:] if not word.startswith("-"))
+FOLDER = Path(sys.argv[1])
+FAULT, _, WHERE = WORDS.get("fault", "@").partition("@")
+RANK, STEP = int(WORDS.get("rank", 0)), int(WORDS.get("step", 5))
+SIZE, PAUSE = int(WORDS.get("size", 400)), float(WORDS.get("pause", 0.02))
+WORKERS = int(WORDS.get("workers", 0))
+
+
+def happen():
+    """Do what was asked for, and note when."""
+    if not (FOLDER / "fault").exists():
+        (FOLDER / "fault").write_text(str(time.time()))
+    if FAULT == "raise":
+        raise ValueError("boom from the fault")
+    if FAULT in {"kill", "stop"}:
+        os.kill(os.getpid(), signal.SIGKILL if FAULT == "kill" else signal.SIGSTOP)
+    if FAULT == "sleep":
+        time.sleep(float(WORDS.get("seconds", 1000)))
+    if FAULT == "spin":
+        while True:
+            pass
+
+
+def here(where, step):
+    """Say whether this is the place."""
+    mine = int(os.environ.get("RANK", "0")) == RANK
+    return mine and where == WHERE and step >= STEP
+
+
+class Data(torch.utils.data.Dataset):
+    """Numbers; item ``STEP * 8`` is read by the rank and the place that the fault is for."""
+
+    def __len__(self):
+        return SIZE
+
+    def __getitem__(self, index):
+        in_worker = torch.utils.data.get_worker_info() is not None
+        self.read = getattr(self, "read", 0) + 1
+        if here("worker" if in_worker else "dataset", self.read / 4):
+            happen()
+        return torch.tensor([index / SIZE])
+
+
+class Faulty(sb.Brain):
+    """Learns to double numbers, slowly."""
+
+    def compute_forward(self, batch, stage):
+        time.sleep(PAUSE)
+        self.note(stage)
+        if here("forward" if stage == sb.Stage.TRAIN else "valid", self.step):
+            happen()
+        return self.modules.net(batch)
+
+    def compute_objectives(self, predictions, batch, stage):
+        return torch.nn.functional.mse_loss(predictions, 2 * batch)
+
+    def on_fit_batch_end(self, batch, outputs, loss, should_step):
+        if here("hook", self.step):
+            happen()
+
+    def on_stage_start(self, stage, epoch):
+        self.epoch = epoch
+        if stage == sb.Stage.TRAIN and here("start", 10**6):
+            happen()
+
+    def on_stage_end(self, stage, stage_loss, epoch):
+        if stage == sb.Stage.VALID:
+            sb.run_on_main(self.save)
+
+    def save(self):
+        if "main" in WHERE:
+            happen()
+        self.checkpointer.save_and_keep_only(meta={"epoch": self.epoch}, num_to_keep=2)
+
+    def note(self, stage):
+        line = [self.rank, os.getpid(), stage.name, self.step, self.optimizer_step, time.time()]
+        with (FOLDER / f"steps-{self.rank}.jsonl").open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def main():
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    hparams = Path(__file__).with_name("control.yaml")
+    _, run_opts, _ = sb.parse_arguments([str(hparams), *(word for word in sys.argv[2:] if word.startswith("-"))])
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    net = torch.nn.Linear(1, 1)
+    checkpointer = Checkpointer(FOLDER / "save", {"net": net})
+    counter = EpochCounter(int(WORDS.get("epochs", 3)))
+    checkpointer.add_recoverable("counter", counter)
+    run_opts["noprogressbar"] = True
+    brain = Faulty(
+        {"net": net},
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        hparams={"output_folder": str(FOLDER)},
+        run_opts=run_opts,
+        checkpointer=checkpointer,
+    )
+    if here("before", 10**6):
+        happen()
+    loader = {"batch_size": 4, "num_workers": WORKERS, "shuffle": True}
+    brain.fit(counter, Data(), Data(), train_loader_kwargs=loader, valid_loader_kwargs={"batch_size": 4})
+    torch.save(net.state_dict(), FOLDER / f"final-{brain.rank}.pt")
+    print("finished", brain.optimizer_step, flush=True)
+
+
+if __name__ == "__main__":
+    main()

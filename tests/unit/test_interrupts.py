@@ -1,0 +1,150 @@
+"""Signals that ask a run to stop or to save."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from ddpkit.errors import ConfigError, RunStopped
+from ddpkit.interrupts import REPEAT_SECONDS, Interrupts, asked_twice, signal_named
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1"])
+def test_a_signal_asks_for_the_end_and_the_handler_is_put_back(name, capfd):
+    number, interrupts = signal_named(name), Interrupts()
+    before = signal.getsignal(number)
+    with interrupts.heard():
+        signal.raise_signal(number)
+        assert interrupts.stop_signal == number
+        assert not interrupts.save_wanted
+    assert signal.getsignal(number) is before
+    assert f"{name}: stopping after this step" in capfd.readouterr().err
+
+
+def test_a_signal_asks_for_a_checkpoint():
+    interrupts = Interrupts()
+    with interrupts.heard():
+        signal.raise_signal(signal.SIGUSR2)
+    assert (interrupts.save_wanted, interrupts.stop_signal) == (True, 0)
+
+
+def test_the_options_choose_the_signals():
+    interrupts = Interrupts(["usr2"], [])
+    with interrupts.heard():
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        signal.raise_signal(signal.SIGUSR2)
+    assert interrupts.stop_signal == signal.SIGUSR2
+
+
+@pytest.mark.parametrize(
+    ("stopping", "saving", "words"),
+    [(["SIGKILL"], [], "no signal"), (["SIGWHAT"], [], "no signal"), (["TERM"], ["SIGTERM"], "both name SIGTERM")],
+)
+def test_what_cannot_work_is_refused(stopping, saving, words):
+    with pytest.raises(ConfigError, match=words):
+        Interrupts(stopping, saving)
+
+
+def test_a_script_with_its_own_use_for_a_signal_keeps_it():
+    heard = []
+    signal.signal(signal.SIGUSR1, lambda *_: heard.append(1))
+    try:
+        interrupts = Interrupts()
+        with interrupts.heard():
+            signal.raise_signal(signal.SIGUSR1)
+        assert (heard, interrupts.stop_signal) == ([1], 0)
+    finally:
+        signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+
+
+def test_outside_of_the_main_thread_nothing_is_heard():
+    done = []
+
+    def work():
+        with Interrupts().heard():
+            done.append(signal.getsignal(signal.SIGTERM))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert done == [signal.SIG_DFL]
+
+
+def test_contexts_may_be_nested():
+    outer, inner = Interrupts(), Interrupts()
+    with outer.heard():
+        with inner.heard():
+            signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
+    assert inner.stop_signal == outer.stop_signal == signal.SIGTERM
+    assert asked_twice() == 0
+
+
+def test_after_a_stop_the_signals_of_a_launcher_do_no_harm(tmp_path):
+    script = """
+import signal, sys
+from ddpkit.errors import RunStopped
+from ddpkit.interrupts import Interrupts
+try:
+    with Interrupts().heard():
+        signal.raise_signal(signal.SIGTERM)
+        raise RunStopped(143, "SIGTERM")
+finally:
+    signal.raise_signal(signal.SIGTERM)
+    print("still here", flush=True)
+"""
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert (run.returncode, run.stdout) == (143, "still here\n"), run.stderr
+
+
+LOOP = """
+import signal, sys, time
+from ddpkit.interrupts import Interrupts
+with Interrupts().heard():
+    print("ready", flush=True)
+    while True:
+        time.sleep(0.01)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_the_second_signal_ends_the_process_at_once_but_not_its_echo(number):
+    run = subprocess.Popen([sys.executable, "-c", LOOP], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        assert run.stdout.readline() == "ready\n"
+        run.send_signal(number)
+        time.sleep(REPEAT_SECONDS / 4)
+        run.send_signal(number)  # that a launcher passes on what a scheduler has sent to everybody
+        time.sleep(REPEAT_SECONDS / 4)
+        assert run.poll() is None
+        time.sleep(REPEAT_SECONDS)
+        run.send_signal(number)
+        began = time.monotonic()
+        assert run.wait(20) == -number
+        assert time.monotonic() - began < 2
+    finally:
+        run.kill()
+        run.communicate()
+
+
+def test_a_stop_is_no_exception_that_a_recipe_would_catch():
+    stopped = RunStopped(143, "SIGTERM")
+    assert isinstance(stopped, SystemExit)
+    assert not isinstance(stopped, Exception)
+    assert (stopped.code, stopped.cause) == (143, "SIGTERM")
+
+
+def test_signals_wake_a_thread_beside_a_main_thread_that_is_busy_in_c():
+    interrupts, found = Interrupts(), []
+    with interrupts.heard():
+        for pause in (REPEAT_SECONDS + 0.1, 0.0):
+            os.kill(os.getpid(), signal.SIGUSR1)
+            found.append(asked_twice())
+            time.sleep(pause)
+    assert found == [0, 0], "only what ends a process"

@@ -1,0 +1,105 @@
+"""Where ranks are, and the table of it."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from types import SimpleNamespace
+
+from torch.utils.data import DataLoader, Dataset
+
+from ddpkit.loader_workers import kill_workers, watch_loader_workers, where_workers_are
+from ddpkit.roll_call import Position, Whereabouts, look_at, table
+
+
+def stuck():
+    """Stand where a rank is stuck."""
+    time.sleep(0.001)
+    return look_at(sys._getframe())
+
+
+def test_the_innermost_line_of_the_users_code_is_named():
+    where, waits = stuck()
+    assert where.startswith("test_roll_call.py:") and where.endswith("in stuck")  # noqa: PT018 -- one text
+    assert not waits
+
+
+def test_a_thread_that_waits_in_a_library_is_shown_with_both_lines():
+    event, thread = threading.Event(), None
+
+    def wait_here():
+        event.wait()
+
+    thread = threading.Thread(target=wait_here)
+    thread.start()
+    try:
+        time.sleep(0.1)
+        where, waits = look_at(sys._current_frames()[thread.ident])
+    finally:
+        event.set()
+        thread.join()
+    assert "in wait_here, which is in threading.py:" in where
+    assert not waits
+
+
+def test_a_dead_thread_is_nowhere():
+    assert look_at(None) == ("nowhere", False)
+
+
+def test_the_position_changes_with_every_batch_and_session():
+    position = Position()
+    progress = SimpleNamespace(epoch=1, step=0, optimizer_step=0, seen=None)
+    marks = [position.mark()]
+    with position.inside(progress):
+        marks.append(position.mark())
+        progress.step = 1
+        marks.append(position.mark())
+        progress.seen = SimpleNamespace(stage=SimpleNamespace(name="TRAIN"))
+        marks.append(position.mark())
+        here = position.whereabouts(3, 2.0, look=True)
+        assert (here.rank, here.stage, here.step, here.inside) == (3, "TRAIN", 1, True)
+        assert "test_roll_call.py" in here.where
+    marks.append(position.mark())
+    assert len(set(marks)) == 5
+    assert not position.whereabouts(3, 0.0, look=False).inside
+
+
+def test_the_table_names_the_guilty_first_and_the_waiting_in_one_line():
+    ranks = [Whereabouts(n, "a", n, "TRAIN", 2, 9, 31.0, "train.py:1 in main", waits=True) for n in (0, 1, 2, 5)]
+    ranks += [Whereabouts(3, "b", 33, "TRAIN", 2, 9, 40.0, "data.py:12 in load"), Whereabouts(4, "b", 34, step=7)]
+    lines = table(ranks, {4: 12.0}).splitlines()
+    assert lines == [
+        "rank 3 (b, pid 33): in TRAIN of epoch 2 at step 9, for 40 s at data.py:12 in load",
+        "rank 4 (b, pid 34): silent for 12 s, last outside of fit",
+        "rank 0-2, 5: in TRAIN of epoch 2 at step 9, for 31 s waiting for other ranks at train.py:1 in main",
+    ]
+
+
+class Sleepy(Dataset):
+    """Falls asleep over one of its items."""
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        if index == 5:
+            time.sleep(1000)
+        return index
+
+
+def test_a_worker_that_is_stuck_says_where_and_is_deaf_but_ends_with_its_rank():
+    watch_loader_workers()
+    batches = iter(DataLoader(Sleepy(), batch_size=1, num_workers=2))
+    for _ in range(3):
+        next(batches)
+    time.sleep(0.3)
+    for worker in batches._workers:
+        worker.terminate()  # SIGTERM, as a launcher sends to all
+    said = where_workers_are()
+    assert len(said) == 2
+    assert any("test_roll_call.py:" in line and "in __getitem__" in line for line in said), said
+    kill_workers()
+    for worker in batches._workers:
+        worker.join(10)
+        assert worker.exitcode == -9

@@ -1,0 +1,60 @@
+"""Lengths of time, exit codes, and the word that a stopped run leaves."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from ddpkit.errors import ConfigError
+from ddpkit.stopping import CAUSES, MARKER, exit_code, parse_duration, remove_marker, require_stop_signals, write_marker
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("0:00:01", 1), ("11:50:00", 42600), ("2-00:00:00", 172800), ("1.5h", 5400), ("30 m", 1800), ("10", 10), (3, 3)],
+)
+def test_durations(text, seconds):
+    assert parse_duration(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "0", "-5", "11:50", "1:60:00", "soon", "1w", "00:00:00", "nan"])
+def test_what_is_no_duration_is_refused(text):
+    with pytest.raises(ConfigError, match="no length of time"):
+        parse_duration(text)
+
+
+def test_exit_codes_are_those_of_a_shell():
+    assert {cause: exit_code(cause) for cause in CAUSES} == {
+        "SIGTERM": 143,
+        "SIGINT": 130,
+        "SIGUSR1": 138,
+        "SIGUSR2": 140,
+        "SIGHUP": 129,
+        "time limit": 75,
+    }
+
+
+def test_only_signals_that_ranks_can_tell_each_other_stop_a_run():
+    require_stop_signals(["SIGHUP", "usr2"])
+    with pytest.raises(ConfigError, match="stop_signals names 'SIGPIPE'"):
+        require_stop_signals(["SIGPIPE"])
+
+
+def test_the_marker(tmp_path):
+    folder = tmp_path / "deep" / "run"
+    write_marker(folder, {"reason": "SIGTERM", "step": 3})
+    write_marker(folder, {"reason": "SIGINT", "step": 4})
+    assert json.loads((folder / MARKER).read_text()) == {"reason": "SIGINT", "step": 4}
+    assert [path.name for path in folder.iterdir()] == [MARKER]
+    remove_marker(folder)
+    remove_marker(folder)
+    assert list(folder.iterdir()) == []
+
+
+def test_time_counts_from_the_start_of_the_process():
+    script = "import time; time.sleep(0.5); from ddpkit.stopping import seconds_since_start as s; print(s())"
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert 0.5 <= float(run.stdout) < 60

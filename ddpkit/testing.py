@@ -7,18 +7,20 @@ milliseconds. Every run gets a process group of its own on a store that the pool
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import faulthandler
 import gc
 import multiprocessing
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 import warnings
-from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -39,7 +41,7 @@ T = TypeVar("T")
 CLOSE_SECONDS = 3.0
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class RankOutcome:
     """What became of a function on one rank.
 
@@ -49,6 +51,7 @@ class RankOutcome:
         error_type: the class name of what it raised.
         error: the message of what it raised.
         trace: the traceback.
+        is_spent: whether its process cannot be used again.
 
     Ranks: local.
 
@@ -62,6 +65,7 @@ class RankOutcome:
     error_type: str = ""
     error: str = ""
     trace: str = ""
+    is_spent: bool = False
 
 
 class RankPoolError(DdpkitError, RuntimeError):
@@ -171,10 +175,10 @@ class RankPool:
                     process = self._workers[rank][0]
                     process.join(timeout=CLOSE_SECONDS)  # its pipe closes a moment before it has ended
                     code = process.exitcode
-                    found[rank] = RankOutcome(ok=False, error_type="Died", error=f"exit code {code}")
+                    found[rank] = RankOutcome(ok=False, error_type="Died", error=f"exit code {code}", is_spent=True)
         for rank in waiting.values():
-            found[rank] = RankOutcome(ok=False, error_type="Hang", error="did not return in time")
-        if any(outcome.error_type in {"Hang", "Died"} for outcome in found.values()):
+            found[rank] = RankOutcome(ok=False, error_type="Hang", error="did not return in time", is_spent=True)
+        if any(outcome.is_spent for outcome in found.values()):
             self._dump_stacks(waiting.values())
             self.close()
         return [found[rank] for rank in range(world_size)]
@@ -193,11 +197,14 @@ class RankPool:
         self._store = None
 
     def _dump_stacks(self, ranks: Any) -> None:
+        """Let the processes, and the workers of their loaders, print where they are, and end."""
         for rank in ranks:
             process = self._workers[rank][0]
             if process.pid is not None and process.is_alive():
-                os.kill(process.pid, signal.SIGUSR1)
-        time.sleep(0.5)
+                for pid in [process.pid, *_children(process.pid)]:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGABRT)
+                    time.sleep(0.2)  # one after the other, so that the lines do not mix
         for rank in ranks:
             self._workers[rank][0].kill()
 
@@ -230,6 +237,11 @@ class RankPool:
             self._workers.append((process, ours))
 
 
+def _children(pid: int) -> list[int]:
+    """The processes that this one started, where the system tells."""
+    return [int(child) for task in Path(f"/proc/{pid}/task").glob("*/children") for child in task.read_text().split()]
+
+
 def _serve(connection: Connection, path: list[str], start_method: str) -> None:
     """Run functions until the pool closes the connection."""
     sys.path[:] = path
@@ -237,15 +249,21 @@ def _serve(connection: Connection, path: list[str], start_method: str) -> None:
     # have workers, started as Python does it on this platform and not as this process was.
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # noqa: SLF001
     multiprocessing.set_start_method(start_method, force=True)
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    faulthandler.enable(all_threads=True)  # for SIGABRT, which a run leaves alone
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
+    torch.optim.SGD([torch.zeros(1)], lr=0.1)  # the first optimizer imports much
+    gc.collect()
+    gc.freeze()  # what has been imported stays: no collection has to walk it
     while True:
         try:
             function, args, environment, init = connection.recv()
         except EOFError:
             return
         outcome = _outcome(function, args, environment, init=init)
+        if not _destroy_group():
+            connection.send(dataclasses.replace(outcome, is_spent=True))
+            os._exit(1)
         # What is left of models holds process groups: other ranks may wait at their connections; and a loader's worker
         # that is forked later must not be the one that collects them, without the threads that they had.
         gc.collect()
@@ -282,10 +300,19 @@ def _rank(environment: dict[str, str], *, init: bool) -> Iterator[None]:
     finally:
         if dist.is_initialized():
             group_state().handover.last_words.say_goodbye()  # as a process that ends
-            dist.destroy_process_group()
         sys.excepthook = hook
         os.environ.clear()
         os.environ.update(saved)
+
+
+def _destroy_group() -> bool:
+    """Destroy the process group; say whether that came to an end, which another rank that is stuck can prevent."""
+    if not dist.is_initialized():
+        return True
+    destroyer = threading.Thread(target=dist.destroy_process_group, daemon=True)
+    destroyer.start()
+    destroyer.join(timeout=CLOSE_SECONDS)
+    return not destroyer.is_alive()
 
 
 def _init_group() -> None:

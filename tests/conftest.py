@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import warm_starts
 from tests.guards import Picture
 
 # A folder whose tests all carry the mark of its name.
@@ -25,6 +26,10 @@ def pytest_runtest_setup(item):
 
         if not torch.cuda.is_available():
             pytest.skip("needs a GPU")
+
+
+def pytest_sessionfinish():
+    warm_starts.close()
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-MARKER = "DDPKIT_TEST_RUN"
+from tests.warm_starts import MARKER, WarmProcess
+
 BIN = Path(sys.executable).parent
 POLL_SECONDS = 0.05
 
@@ -55,12 +56,17 @@ def _environments() -> Iterator[tuple[int, bytes]]:
 
 @dataclass
 class Run:
-    """A command and all processes that come from it, known by a marker in their environment."""
+    """A command and all processes that come from it, known by a marker in their environment.
+
+    With ``warm``, a Python command is forked from a process that has imported torch, and so are torchrun's ranks: a
+    test of what the processes do then takes a second, and not ten.
+    """
 
     command: Sequence[str]
     folder: Path
     environment: dict[str, str] = field(default_factory=dict)
     name: str = "run"
+    warm: bool = False
 
     def __post_init__(self) -> None:
         self.marker = uuid.uuid4().hex
@@ -68,9 +74,11 @@ class Run:
         environment = {**inherited, "OMP_NUM_THREADS": "1", **self.environment, MARKER: self.marker}
         self.paths = [self.folder / f"{self.name}.stdout", self.folder / f"{self.name}.stderr"]
         with self.paths[0].open("wb") as out, self.paths[1].open("wb") as err:
-            self.process = subprocess.Popen(
-                self.command, cwd=self.folder, env=environment, stdout=out, stderr=err, stdin=subprocess.DEVNULL
-            )
+            options = {"cwd": self.folder, "env": environment, "stdout": out, "stderr": err}
+            if self.warm:
+                self.process = WarmProcess(self.command, **options)
+            else:
+                self.process = subprocess.Popen(self.command, stdin=subprocess.DEVNULL, **options)
         self.started = time.monotonic()
         self.seconds = 0.0
 
@@ -111,11 +119,13 @@ class Run:
         return self
 
 
-def start_by_hand(command: Sequence[str], folder: Path, processes: int, **environment: str) -> list[Run]:
+def start_by_hand(
+    command: Sequence[str], folder: Path, processes: int, *, warm: bool = False, **environment: str
+) -> list[Run]:
     """Start ranks with the plain variables and no launcher."""
     port = str(free_port())
     common = {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, **environment}
     return [
-        Run(command, folder, {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}, name=f"rank{rank}")
+        Run(command, folder, {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}, f"rank{rank}", warm=warm)
         for rank in range(processes)
     ]

@@ -50,7 +50,7 @@ def test_a_slip_ends_with_the_cause_and_an_exit_code(digits):
         "F.cross_entropy(predictions, labels)",
         'F.cross_entropy(predictions, labels, reduction="sum")',
     )
-    run = Run(python(*COMMAND, "--check_parity=3"), digits).wait()
+    run = Run(python(*COMMAND, "--check_parity=3"), digits, warm=True).wait()
     assert run.code == 1
     assert "ParityError: Parity does not hold: 3 pretended ranks and one process" in run.err
     assert "The loss is a sum over the batch" in run.err
@@ -61,14 +61,14 @@ def test_a_slip_ends_with_the_cause_and_an_exit_code(digits):
 def test_dropout_is_no_error(digits):
     old = "  - !new:torch.nn.Flatten\n"
     change(digits / "hparams.yaml", old, old + "  - !new:torch.nn.Dropout [0.3]\n")
-    run = Run(python(*COMMAND, "--check_parity=2", "--precision=bf16"), digits).wait()
+    run = Run(python(*COMMAND, "--check_parity=2", "--precision=bf16"), digits, warm=True).wait()
     assert run.code == 0, run.tail()
     assert "The training draws random numbers (net.8 (Dropout, 0.3))" in run.err
     assert "Parity holds: 2 pretended ranks" in run.err
 
 
 def test_several_processes_are_told_to_be_one(digits):
-    run = Run(torchrun(2, *COMMAND, "--check_parity=4"), digits).wait()
+    run = Run(torchrun(2, *COMMAND, "--check_parity=4"), digits, warm=True).wait()
     assert run.code == 1
     assert "check_parity=4 rehearses on one process, and a launcher has started 2. Start one:" in run.err
     assert "python train.py hparams.yaml --check_parity=4" in run.err

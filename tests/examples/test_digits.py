@@ -104,11 +104,11 @@ def test_one_process_with_a_break_and_two_without_follow_the_same_trajectory(tmp
     assert double.count("float64") == 2
     script.write_text(double)
     one, two = ("--seed=7", "--output_folder=one"), ("--seed=7", "--output_folder=two")
-    closing_line(Run(python(*COMMAND, *one, "--number_of_epochs=1"), tmp_path).wait())
-    further = Run(python(*COMMAND, *one, "--number_of_epochs=2"), tmp_path).wait()
+    closing_line(Run(python(*COMMAND, *one, "--number_of_epochs=1"), tmp_path, warm=True).wait())
+    further = Run(python(*COMMAND, *one, "--number_of_epochs=2"), tmp_path, warm=True).wait()
     closing_line(further)
     assert re.findall(r"Going into epoch (\d+)", further.err) == ["2"]
-    closing_line(Run(torchrun(2, *COMMAND, *two, "--number_of_epochs=2"), tmp_path).wait())
+    closing_line(Run(torchrun(2, *COMMAND, *two, "--number_of_epochs=2"), tmp_path, warm=True).wait())
 
     stages = events(tmp_path / "one", "stage")
     assert [stage["stage"] for stage in stages] == ["TRAIN", "VALID", "TEST", "TRAIN", "VALID", "TEST"]
@@ -125,7 +125,7 @@ def test_flags_of_the_contract(tmp_path):
     """Debugging trains for two batches and two epochs and leaves the real checkpoints alone."""
     copy_of_the_example(tmp_path)
     flags = ("--debug", "--precision=bf16", "--grad_accumulation_factor=2", "--max_grad_norm=1", "--noprogressbar")
-    run = Run(python(*COMMAND, *flags, "--seed", "7", "--lr=0.01"), tmp_path).wait()
+    run = Run(python(*COMMAND, *flags, "--seed", "7", "--lr=0.01"), tmp_path, warm=True).wait()
     assert closing_line(run)["folder"] == "results/digits/7"
     results = tmp_path / "results" / "digits" / "7"
     assert [event["optimizer_step"] for event in events(results, "stage")] == [1, 1, 2, 2, 2]
@@ -135,7 +135,7 @@ def test_flags_of_the_contract(tmp_path):
 
 def test_a_wrong_flag_ends_with_what_may_have_been_meant(tmp_path):
     copy_of_the_example(tmp_path)
-    run = Run(python(*COMMAND, "--epochs=3"), tmp_path).wait(30)
+    run = Run(python(*COMMAND, "--epochs=3"), tmp_path, warm=True).wait(30)
     assert run.code == 1
     assert "--epochs is no run option, and matches no key of 'hparams.yaml'" in run.tail(2)
     assert "did you mean the key 'number_of_epochs'" in run.tail(2)
@@ -145,7 +145,7 @@ def test_a_wrong_flag_ends_with_what_may_have_been_meant(tmp_path):
 def test_a_batch_that_is_divided_unevenly(tmp_path):
     copy_of_the_example(tmp_path)
     sizes = ("--global_batch_size=45", "--micro_batch_size=10", "--number_of_epochs=1")
-    run = Run(torchrun(2, *COMMAND, *sizes), tmp_path).wait()
+    run = Run(torchrun(2, *COMMAND, *sizes), tmp_path, warm=True).wait()
     closing_line(run)
     assert (
         "Training: 2 processes x batch 7 to 8 x accumulation 3 = 45 samples per optimizer step; 32 steps, 1437 samples"
@@ -155,7 +155,8 @@ def test_a_batch_that_is_divided_unevenly(tmp_path):
 
 def test_sizes_that_contradict_each_other_end_every_process_with_the_reason(tmp_path):
     copy_of_the_example(tmp_path)
-    run = Run(torchrun(2, *COMMAND, "--micro_batch_size=10", "--grad_accumulation_factor=7"), tmp_path).wait(30)
+    command = torchrun(2, *COMMAND, "--micro_batch_size=10", "--grad_accumulation_factor=7")
+    run = Run(command, tmp_path, warm=True).wait(30)
     assert run.code == 1
     assert "grad_accumulation_factor=7 contradicts global_batch_size=48 with micro_batch_size=10" in run.tail(3)
     assert not run.out

@@ -193,7 +193,7 @@ def draw(seed, number, **fixed):
 def test_d4_d7_o3_o5_any_sizes(ranks, world_size):
     """N in 1..40, batch 1..7, accumulation 1..5, shuffled or not, remainder dropped or not."""
     small = [Case(samples, 1 + samples % 3, 1 + samples % 2) for samples in range(1, world_size + 2)]
-    compare(ranks, world_size, small + draw(world_size, 24))
+    compare(ranks, world_size, small + draw(world_size, 12))
 
 
 @pytest.mark.slow

@@ -578,7 +578,7 @@ def test_a_main_that_goes_away_is_noticed(tmp_path, leaves, says):
     """Without torchrun, which would end the others, and with no collective that could break."""
     script = tmp_path / "train.py"
     script.write_text(SCRIPT.replace("MAIN_LEAVES", leaves))
-    main, other = start_by_hand(python(str(script)), tmp_path, 2)
+    main, other = start_by_hand(python(str(script)), tmp_path, 2, warm=True)
     main.wait(20)
     other.wait(10)
     assert main.code == (0 if "exit(0)" in leaves else 1)
@@ -592,7 +592,7 @@ def test_a_main_that_goes_away_is_noticed(tmp_path, leaves, says):
 def test_d2_under_torchrun_the_reason_stands_last(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT.partition("run_on_main(int)")[0] + "run_on_main(lambda: 1 / 0)\n")
-    run = Run(torchrun(2, str(script)), tmp_path).wait(30)
+    run = Run(torchrun(2, str(script)), tmp_path, warm=True).wait(30)
     assert run.code == 1
     assert "rank      : 0 (local_rank: 0)" in run.err.rpartition("Root Cause")[2]
     assert "[rank0]: ZeroDivisionError: division by zero" in run.tail(3)

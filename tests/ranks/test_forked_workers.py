@@ -1,0 +1,59 @@
+"""A process that a rank forks, such as a loader's worker, must not stumble over what the rank has in memory."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset
+
+from ddpkit.loader_workers import watch_loader_workers
+
+
+class Looking(Dataset):
+    """Tells how many wrapped modules the garbage collector of its worker would look at."""
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return torch.tensor(sum(isinstance(thing, DistributedDataParallel) for thing in gc.get_objects()))
+
+
+def load_beside_garbage():
+    """Leave a trained module behind that only the garbage collector can find, then start workers."""
+    watch_loader_workers()
+    gc.disable()
+    try:
+        module = DistributedDataParallel(nn.Linear(2, 2))
+        module(torch.ones(1, 2)).sum().backward()
+        module.itself = [module]
+        del module
+        found = [int(item) for item in DataLoader(Looking(), batch_size=None, num_workers=2)]
+        own = sum(isinstance(thing, DistributedDataParallel) for thing in gc.get_objects())
+    finally:
+        gc.enable()
+    dist.barrier()
+    return own, found
+
+
+def test_a_worker_never_collects_a_module_of_an_earlier_training(ranks):
+    assert ranks.run(load_beside_garbage, world_size=2, timeout=30) == [(1, [0, 0, 0, 0])] * 2
+
+
+def wait_alone():
+    if dist.get_rank() == 0:
+        while True:
+            torch.ones(1)
+    dist.all_reduce(torch.ones(1))
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_stuck_does_not_hide_what_the_others_say(ranks):
+    outcomes = ranks.outcomes(wait_alone, world_size=2, timeout=45)
+    assert [outcome.error_type for outcome in outcomes] == ["Hang", "RuntimeError"]
+    assert ranks.run(dist.get_rank) == [0, 1], "other processes take their place"

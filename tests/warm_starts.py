@@ -1,0 +1,258 @@
+"""Starts Python scripts in processes that have imported torch already: for tests of what a real process does.
+
+Importing torch, and what its first optimizer imports, costs each process seconds; forking one that has done so costs
+milliseconds. What runs in the fork is a process of its own: its environment, its streams, its signals, the way it ends.
+What it shares with the others is what was set when Python started, such as the hash seed. So the tests of starting and
+ending itself start processes cold, and so does one test at least of each kind.
+
+Run as a script, this is the process that is forked.
+"""
+
+from __future__ import annotations
+
+import array
+import atexit
+import contextlib
+import ctypes
+import gc
+import json
+import os
+import runpy
+import selectors
+import socket
+import subprocess
+import sys
+import tempfile
+import types
+from pathlib import Path
+
+SERVER = "DDPKIT_TEST_WARM_SERVER"
+MARKER = "DDPKIT_TEST_RUN"
+NO_MARKER = "0" * 32  # as long as any: a forked process writes its own over it
+
+
+class WarmProcess:
+    """A Python command in a forked process, with what is used of :class:`subprocess.Popen`."""
+
+    def __init__(self, args, *, env, cwd=None, stdout=None, stderr=None, start_new_session=False):
+        self.args, self.returncode = args, None
+        path = os.environ.get(SERVER) or _server.path()
+        self._connection = socket.socket(socket.AF_UNIX)
+        self._connection.connect(path)
+        wanted = {
+            "words": list(args[1:] if args[0] == sys.executable else args),  # or a script that names its Python
+            "env": {**env, SERVER: path},
+            "cwd": str(cwd or Path.cwd()),
+            "session": start_new_session,
+        }
+        streams = [1 if stdout is None else stdout.fileno(), 2 if stderr is None else stderr.fileno()]
+        self._connection.sendall(len(text := json.dumps(wanted).encode()).to_bytes(4, "big"))
+        socket.send_fds(self._connection, [text[:1]], streams)
+        self._connection.sendall(text[1:])
+        self._answers = self._connection.makefile()
+        self.pid = int(self._answers.readline())
+
+    def poll(self):
+        return self._status(block=False)
+
+    def wait(self, timeout=None):
+        if self._status(block=True, timeout=timeout) is None:
+            raise subprocess.TimeoutExpired(self.args, timeout)
+        return self.returncode
+
+    def _status(self, *, block, timeout=None):
+        if self.returncode is None:
+            with selectors.DefaultSelector() as selector:
+                selector.register(self._connection, selectors.EVENT_READ)
+                if not selector.select(timeout if block else 0):
+                    return None
+            self.returncode = int(self._answers.readline())
+            self._answers.close()
+            self._connection.close()
+        return self.returncode
+
+    def send_signal(self, number):
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+
+class _Server:
+    """The process that is forked, as seen from the tests: started when it is first wanted."""
+
+    def __init__(self):
+        self.process = None
+
+    def path(self):
+        if self.process is None or self.process.poll() is not None:
+            self.folder = tempfile.TemporaryDirectory(prefix="ddpkit-warm-")
+            path = str(Path(self.folder.name) / "socket")
+            environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", MARKER: NO_MARKER}
+            self.process = subprocess.Popen(
+                [sys.executable, str(Path(__file__).resolve()), path],
+                env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True,
+            )  # fmt: skip
+            atexit.register(self.close)
+            if self.process.stdout.readline() != b"ready\n":
+                self.close()
+                raise RuntimeError("the process that is to be forked has not come up; its words stand above")
+        return str(Path(self.folder.name) / "socket")
+
+    def close(self):
+        """End it. It would end by itself with its input, as it does when the tests are killed."""
+        atexit.unregister(self.close)
+        if self.process is not None:
+            self.process.stdin.close()
+            self.process.kill()
+            self.process.wait()
+            self.process.stdout.close()
+            self.folder.cleanup()
+            self.process = None
+
+
+_server = _Server()
+close = _server.close
+
+
+# ------------------------------------------------------------------------------- the process that is forked
+
+
+def _import_everything():
+    import torch
+    import torch.distributed.launch
+    import torch.distributed.run
+
+    import ddpkit.brain
+    import ddpkit.epoch_loop
+    import ddpkit.experiment
+    import ddpkit.run_opts
+    import ddpkit.train_logger  # noqa: F401 -- for the processes that are forked
+
+    torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)  # the first optimizer imports two seconds' worth
+    threads = list(Path("/proc/self/task").iterdir())
+    if len(threads) > 1:
+        raise RuntimeError(f"{len(threads)} threads: a forked process would have one of them")
+
+
+def _receive(connection):
+    size = int.from_bytes(connection.recv(4, socket.MSG_WAITALL), "big")
+    streams = array.array("i")
+    first, (ancillary, *_), _, _ = connection.recvmsg(1, socket.CMSG_SPACE(2 * streams.itemsize))
+    streams.frombytes(ancillary[2])
+    return json.loads(first + connection.recv(size - 1, socket.MSG_WAITALL)), list(streams)
+
+
+def _serve(path):
+    """Fork for each request; return, in the forked process, its command. Ends the process when its input ends."""
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(path)
+    listener.listen(64)
+    selector = selectors.DefaultSelector()
+    selector.register(0, selectors.EVENT_READ)
+    selector.register(listener, selectors.EVENT_READ)
+    print("ready", flush=True)
+    children = {}
+    while True:
+        for key, _ in selector.select():
+            if key.fileobj == 0:
+                sys.exit()
+            elif key.fileobj is listener:
+                connection, _ = listener.accept()
+                wanted, streams = _receive(connection)
+                pid = os.fork()
+                if not pid:
+                    selector.close()
+                    listener.close()
+                    for fd, (other, _) in children.items():
+                        os.close(fd)
+                        other.close()
+                    _settle(wanted, streams, connection)
+                    return wanted["words"]
+                for fd in streams:
+                    os.close(fd)
+                handle = os.pidfd_open(pid)
+                children[handle] = connection, pid
+                selector.register(handle, selectors.EVENT_READ)
+            else:
+                selector.unregister(key.fd)
+                connection, pid = children.pop(key.fd)
+                os.close(key.fd)
+                code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+                with contextlib.suppress(OSError):  # whoever asked has ended
+                    connection.sendall(f"{code}\n".encode())
+                connection.close()
+
+
+def _settle(wanted, streams, connection):
+    """Be a process as the request wants it."""
+    if wanted["session"]:
+        os.setsid()
+    for fd, stream in zip((1, 2), streams, strict=True):
+        os.dup2(stream, fd)
+    empty = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(empty, 0)
+    for fd in {empty, *streams} - {0, 1, 2}:
+        os.close(fd)
+    _write_marker(wanted["env"].get(MARKER, NO_MARKER))
+    os.environ.clear()
+    os.environ.update(wanted["env"])
+    os.chdir(wanted["cwd"])
+    sys.modules["numpy"].random.seed()  # as a process that starts
+    connection.sendall(f"{os.getpid()}\n".encode())
+    connection.close()
+
+
+def _write_marker(marker):
+    """Write it where the system shows the environment that a process was started with."""
+    ctypes.memmove(_marker_address, marker.encode(), len(NO_MARKER))
+
+
+def _run_as_main(words):
+    """Do what ``python words...`` does."""
+    while words[0] == "-u":
+        words = words[1:]
+    if words[0] == "-m":
+        sys.argv = words[1:]
+        sys.path[0] = str(Path.cwd())
+        _spawn_warm_ranks()
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        return
+    script = words[0]
+    sys.argv = words
+    sys.path[0] = str(Path(script).resolve().parent)
+    if Path(script).name == "torchrun":
+        _spawn_warm_ranks()
+    main = types.ModuleType("__main__")
+    main.__file__, main.__builtins__ = os.path.abspath(script), __builtins__  # noqa: PTH100 -- no link is followed
+    sys.modules["__main__"] = main
+    exec(compile(Path(script).read_bytes(), main.__file__, "exec"), main.__dict__)
+
+
+def _spawn_warm_ranks():
+    """Let the launcher start its ranks as it was started itself."""
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+
+    def popen(args, **options):
+        return (WarmProcess if args[0] == sys.executable else subprocess.Popen)(args, **options)
+
+    subprocess_handler.Popen = popen
+
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+    libc = ctypes.CDLL(None)
+    libc.getenv.restype = ctypes.c_void_p
+    _marker_address = libc.getenv(MARKER.encode())
+    _import_everything()
+    gc.collect()
+    gc.freeze()
+    todo = _serve(sys.argv[1])
+    try:
+        _run_as_main(todo)
+    except SystemExit:
+        raise
+    except BaseException as error:
+        # As Python does it, but without the lines of this file; and once.
+        error.__traceback__ = error.__traceback__.tb_next.tb_next
+        sys.excepthook(type(error), error, error.__traceback__)
+        sys.excepthook = lambda *_: None
+        raise

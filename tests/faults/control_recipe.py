@@ -18,8 +18,9 @@ import ddpkit as sb
 from ddpkit.checkpoints import Checkpointer
 from ddpkit.epoch_loop import EpochCounter
 
-WORDS = dict(word.split("=", 1) for word in sys.argv[2:] if not word.startswith("-"))
-FOLDER = Path(sys.argv[1])
+ARGUMENTS = sys.argv[1:] if __name__ == "__main__" else ["."]
+WORDS = dict(word.split("=", 1) for word in ARGUMENTS[1:] if not word.startswith("-"))
+FOLDER = Path(ARGUMENTS[0])
 FAULT, _, WHERE = WORDS.get("fault", "@").partition("@")
 RANK, STEP = int(WORDS.get("rank", 0)), int(WORDS.get("step", 5))
 SIZE, PAUSE = int(WORDS.get("size", 400)), float(WORDS.get("pause", 0.02))
@@ -101,7 +102,7 @@ class Faulty(sb.Brain):
 def main():
     FOLDER.mkdir(parents=True, exist_ok=True)
     hparams = Path(__file__).with_name("control.yaml")
-    _, run_opts, _ = sb.parse_arguments([str(hparams), *(word for word in sys.argv[2:] if word.startswith("-"))])
+    _, run_opts, _ = sb.parse_arguments([str(hparams), *(word for word in ARGUMENTS[1:] if word.startswith("-"))])
     torch.manual_seed(0)
     torch.set_num_threads(1)
     net = torch.nn.Linear(1, 1)

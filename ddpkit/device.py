@@ -13,7 +13,8 @@ import os
 import torch
 
 from ddpkit.errors import ConfigError
-from ddpkit.launchers import LaunchInfo, find_launch
+from ddpkit.launch_variables import LaunchInfo
+from ddpkit.launchers import find_launch
 from ddpkit.logger import get_logger
 
 logger = get_logger(__name__)

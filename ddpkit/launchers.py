@@ -29,7 +29,6 @@ from ddpkit.launch_variables import (
     check_below,
     contradiction,
     count,
-    describe_environment,
     given_port,
     meeting_place,
     size,
@@ -38,12 +37,10 @@ from ddpkit.launch_variables import (
 __all__ = [
     "LAUNCHERS",
     "NO_LAUNCHER",
-    "LaunchInfo",
     "Launcher",
     "MpiVariables",
     "SlurmStep",
     "TorchVariables",
-    "describe_environment",
     "find_launch",
     "rank_if_known",
 ]

@@ -16,7 +16,8 @@ from ddpkit.command_line import CommandLine, read_command_line
 from ddpkit.device import count_devices, default_backend, resolve_device
 from ddpkit.errors import ConfigError, LaunchError
 from ddpkit.failure import record_for_launcher, watch_uncaught
-from ddpkit.launchers import LaunchInfo, find_launch
+from ddpkit.launch_variables import LaunchInfo
+from ddpkit.launchers import find_launch
 from ddpkit.logger import get_logger
 from ddpkit.options import IN_RUN_OPTS, IN_YAML, OPTION_BY_NAME, OPTIONS, PARSER_ONLY, Option, OptionTypes
 from ddpkit.spawning import run_script

@@ -8,7 +8,8 @@ import torch
 from ddpkit import device
 from ddpkit.device import default_backend, infer_device, resolve_device
 from ddpkit.errors import ConfigError, LaunchError
-from ddpkit.launchers import LaunchInfo, find_launch
+from ddpkit.launch_variables import LaunchInfo
+from ddpkit.launchers import find_launch
 
 ALONE = LaunchInfo()
 

@@ -7,8 +7,8 @@ import dataclasses
 import pytest
 
 from ddpkit.errors import LaunchError
-from ddpkit.launch_variables import DERIVED_PORTS, FIRST_DERIVED_PORT, derived_port
-from ddpkit.launchers import LaunchInfo, find_launch, rank_if_known
+from ddpkit.launch_variables import DERIVED_PORTS, FIRST_DERIVED_PORT, LaunchInfo, derived_port
+from ddpkit.launchers import find_launch, rank_if_known
 
 TORCHRUN = {
     "RANK": "3",

@@ -12,8 +12,7 @@ import torch.distributed as dist
 
 from ddpkit import meeting
 from ddpkit.errors import LaunchError
-from ddpkit.launch_variables import derived_port
-from ddpkit.launchers import LaunchInfo
+from ddpkit.launch_variables import LaunchInfo, derived_port
 from ddpkit.meeting import Beacon, find_beacon, meet, open_store
 from tests.launching import free_port
 

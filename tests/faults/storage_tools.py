@@ -84,7 +84,10 @@ class Folder:
 class Run:
     """A model, Adam, a text and a folder; every value in them is the step that :meth:`stamp` was given last."""
 
-    def __init__(self, width=16):
+    width = 16
+
+    def __init__(self, width=None):
+        width = width or self.width
         self.model = nn.Sequential(nn.Linear(width, width), nn.BatchNorm1d(width))
         self.optimizer = torch.optim.Adam(self.model.parameters())
         for parameter in self.model.parameters():

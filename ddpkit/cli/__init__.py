@@ -24,6 +24,7 @@ PROGRAM = "python -m ddpkit"
 #: The commands: what each is for.
 COMMANDS = {
     "ckpt": "look at checkpoints: list, show, verify, average and export them",
+    "slurm": "write the batch script that trains on several nodes of a Slurm cluster",
 }
 
 # What a shell reports for a program that was ended by SIGINT or by SIGPIPE.

@@ -1,0 +1,306 @@
+"""A real Slurm of two nodes on one machine: munge, slurmctld and two slurmd, up in about three seconds.
+
+Each node is a machine of its own (see ``machines.py``), so host names differ and the cable between them can be cut.
+Where namespaces are refused, both slurmd run side by side on the loopback. There is no systemd, no cgroup and no
+account in it; users, limits and GPUs are therefore not part of what the tests can see.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.launching import free_port, wait_until
+
+from .harness import MARKER, Found, clean_environment, find, kill, rank_of, seconds_until, tail
+from .machines import OWNER, Machine, cut, may_have_namespaces, mend, new_machines, owner_mark, sweep
+from .packages import CannotSetUpError, need
+
+__all__ = ["Job", "SlurmCluster", "slurm_cluster"]
+
+NODES = ("node1", "node2")
+CPUS_PER_NODE = 8  # more than there are: nothing in these jobs computes for long
+PROGRAMS = {
+    "slurmctld": "slurm-wlm",
+    "slurmd": "slurm-wlm",
+    "sbatch": "slurm-wlm",
+    "munged": "munge",
+    "ip": "iproute2",
+    "nsenter": "util-linux",
+    "setpriv": "util-linux",
+}
+START_SECONDS = 30.0
+ENDED = {
+    "COMPLETED",
+    "FAILED",
+    "CANCELLED",
+    "TIMEOUT",
+    "NODE_FAIL",
+    "PREEMPTED",
+    "OUT_OF_MEMORY",
+    "BOOT_FAIL",
+    "DEADLINE",
+}
+
+# Credentials that expire soon make a requeued job start again after ten seconds instead of two minutes.
+SETTINGS = """\
+ClusterName=ddpkit
+SlurmctldHost={head}
+SlurmctldPort={ports[0]}
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+CredType=cred/munge
+AuthInfo=socket={folder}/munge.socket,cred_expire=5
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool.%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd.%n.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/slurmd.%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+SlurmdParameters=config_overrides
+SchedulerParameters=batch_sched_delay=0,sched_min_interval=100000,sched_interval=1,bf_interval=1
+MpiDefault=none
+ReturnToService=2
+SlurmdTimeout=30
+KillWait=6
+{nodes}
+PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+PartitionName=other Nodes=ALL MaxTime=INFINITE State=UP
+"""
+
+
+@dataclass
+class Job:
+    """A job that was submitted, and all processes that come from it."""
+
+    cluster: SlurmCluster
+    number: str
+    folder: Path
+    marker: str
+    submitted: float = field(default_factory=time.monotonic)
+
+    def facts(self) -> dict[str, str]:
+        """Return what Slurm knows of it."""
+        said = self.cluster.run("scontrol", "show", "job", "-o", self.number)
+        return dict(re.findall(r"(\S+?)=(\S*)", said))
+
+    @property
+    def state(self) -> str:
+        return self.facts()["JobState"]
+
+    @property
+    def output(self) -> str:
+        return tail(self.folder / f"slurm-{self.number}.out", 1000)
+
+    def processes(self) -> list[Found]:
+        return find(MARKER, self.marker)
+
+    def ranks(self, script: str = "recipe.py") -> dict[int, Found]:
+        """Return the processes that train, by rank."""
+        return rank_of(self.processes(), script)
+
+    def until(self, condition: Callable[[], object], seconds: float, what: str) -> float:
+        """Wait for something; return how long it took, or fail with all there is to know."""
+        return seconds_until(condition, seconds, what, self.report)
+
+    def wait(self, seconds: float = 60.0) -> str:
+        """Wait until it has ended and all its processes are gone; return its state."""
+
+        def ended() -> bool:
+            time.sleep(0.15)  # each look is a process
+            return self.state in ENDED
+
+        self.until(ended, seconds, "the end of the job")
+        self.until(lambda: not self.processes(), 5, "the end of its processes")
+        return self.state
+
+    def cancel(self, *words: str) -> None:
+        """Call scancel; words such as ``-s USR1 -b`` only send a signal."""
+        self.cluster.run("scancel", *words, self.number)
+
+    def requeue(self) -> None:
+        self.cluster.run("scontrol", "requeue", self.number)
+
+    def report(self) -> str:
+        """Return what helps when something goes wrong."""
+        logs = [tail(path, 8) for path in sorted(self.cluster.folder.glob("slurm*.log")) if ".said" not in path.name]
+        state = self.cluster.run("scontrol", "show", "job", self.number)
+        left = [f"{one.pid}: {' '.join(one.command)}" for one in self.processes()]
+        return "\n".join([state, "processes:", *left, self.output, *logs])
+
+
+@dataclass(frozen=True)
+class SlurmCluster:
+    """The cluster while it is up."""
+
+    folder: Path
+    machines: Sequence[Machine]  # none where both nodes are on the loopback
+    mark: str
+
+    def command(self, *words: str, node: int = 0, folder: Path | None = None) -> list[str]:
+        return self.machines[node].enter(*words, folder=folder) if self.machines else list(words)
+
+    def environment(self, **more: str) -> dict[str, str]:
+        return clean_environment(SLURM_CONF=str(self.folder / "slurm.conf"), **more)
+
+    def run(self, *words: str, folder: Path | None = None, **environment: str) -> str:
+        """Run one of Slurm's commands on the first node and return what it printed."""
+        done = subprocess.run(
+            self.command(*words, folder=folder),
+            cwd=folder,
+            env=self.environment(**environment),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=30,
+            check=False,
+        )
+        assert done.returncode == 0, f"{' '.join(words)}: {done.stderr or done.stdout}"
+        return done.stdout
+
+    @contextlib.contextmanager
+    def submit(self, folder: Path, *words: str, **environment: str) -> Iterator[Job]:
+        """Submit a job: options of sbatch, the script and its arguments. What is left of it at the end is killed."""
+        marker = uuid.uuid4().hex
+        said = self.run("sbatch", "--parsable", *words, folder=folder, **environment, **{MARKER: marker})
+        job = Job(self, said.strip().partition(";")[0], folder, marker)
+        try:
+            yield job
+        finally:
+            if job.state not in ENDED:
+                job.cancel("--signal=KILL", "--full")
+                job.cancel()
+            kill(job.processes)
+            # The nodes must be free for the next test.
+            assert wait_until(lambda: job.state in ENDED, 20), job.report()
+            assert wait_until(self._is_idle, 20), self.run("sinfo", "-N", "-l")
+
+    def cut(self) -> None:
+        """Cut the cable between the nodes. The first node and the controller are on the same side."""
+        cut(self.machines)
+
+    def mend(self) -> None:
+        """Bring the cable back and wait until both nodes are there again."""
+        mend(self.machines)
+        assert wait_until(self._is_idle, 60), self.run("sinfo", "-N", "-l")
+
+    def _is_idle(self) -> bool:
+        time.sleep(0.1)
+        states = self.run("sinfo", "--noheader", "--Node", "--partition=main", "--format=%T").split()
+        return states == ["idle"] * len(NODES)
+
+
+@contextlib.contextmanager
+def slurm_cluster() -> Iterator[SlurmCluster]:
+    """Bring up a cluster; at the end nothing of it is left.
+
+    Raises:
+        CannotSetUpError: a program is missing or the daemons do not start here.
+    """
+    need(PROGRAMS)
+    if os.geteuid() != 0:
+        raise CannotSetUpError("the daemons of Slurm are started as root, and this process is not")
+    sweep()
+    folder = Path(tempfile.mkdtemp(prefix="slurm."))  # short: a path to a socket has at most 107 characters
+    try:
+        with contextlib.ExitStack() as stack:
+            machines = stack.enter_context(new_machines(NODES, folder)) if may_have_namespaces() else []
+            mark = machines[0].mark if machines else owner_mark()
+            stack.callback(kill, lambda: find(OWNER, mark) if not machines else [])
+            cluster = SlurmCluster(folder, machines, mark)
+            daemons = _Daemons(cluster)
+            stack.callback(daemons.stop)
+            daemons.start()
+            yield cluster
+    finally:
+        shutil.rmtree(folder)
+
+
+class _Daemons:
+    """All of them stay in the foreground, so they are children of the tests and end with them."""
+
+    def __init__(self, cluster: SlurmCluster) -> None:
+        self.cluster = cluster
+        self.folder = cluster.folder
+        self.running: list[subprocess.Popen[bytes]] = []
+
+    def start(self) -> None:
+        (self.folder / "state").mkdir()
+        self._write_settings()
+        self._start_munge()
+        self._start("slurmctld", "-D", "-i")
+        for number, name in enumerate(NODES):
+            (self.folder / f"spool.{name}").mkdir()
+            self._start("slurmd", "-D", "-N", name, node=number)
+        if not wait_until(self._are_up, START_SECONDS):
+            logs = "\n".join(tail(path, 10) for path in sorted(self.folder.glob("*.log")))
+            raise CannotSetUpError(f"Slurm does not start here:\n{logs}")
+
+    def stop(self) -> None:
+        for daemon in reversed(self.running):
+            daemon.kill()
+            daemon.wait(10)
+
+    def _write_settings(self) -> None:
+        apart = bool(self.cluster.machines)
+        ports = [6817, 6818, 6818] if apart else [free_port() for _ in range(3)]
+        head = f"{NODES[0]}({self.cluster.machines[0].address})" if apart else f"{os.uname().nodename}(127.0.0.1)"
+        nodes = [
+            f"NodeName={name} NodeHostname={name if apart else os.uname().nodename} Port={port} CPUs={CPUS_PER_NODE}"
+            f" NodeAddr={self.cluster.machines[number].address if apart else '127.0.0.1'} State=UNKNOWN"
+            for number, (name, port) in enumerate(zip(NODES, ports[1:], strict=True))
+        ]
+        text = SETTINGS.format(head=head, ports=ports, folder=self.folder, nodes="\n".join(nodes))
+        (self.folder / "slurm.conf").write_text(text)
+
+    def _start_munge(self) -> None:
+        """One for both nodes: they meet at a socket in the file system, which both see."""
+        key = self.folder / "munge.key"
+        key.write_bytes(os.urandom(128))
+        key.chmod(0o600)
+        self.folder.chmod(0o755)  # all users may pass, and only root may write: munge looks at both
+        at = {"socket": "socket", "key-file": "key", "pid-file": "pid", "log-file": "log", "seed-file": "seed"}
+        places = [f"--{option}={self.folder}/munge.{suffix}" for option, suffix in at.items()]
+        self._start("munged", "--foreground", "--force", *places, node=None)
+        if not wait_until((self.folder / "munge.socket").exists, 5):
+            raise CannotSetUpError(f"munge does not start here:\n{tail(self.folder / 'munged.said.log')}")
+
+    def _start(self, program: str, *words: str, node: int | None = 0) -> None:
+        path = shutil.which(program, path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin")
+        command = ["setpriv", "--pdeathsig", "KILL", str(path), *words]
+        said = self.folder / f"{program}{'' if node is None else node}.said.log"
+        with said.open("wb") as out:
+            daemon = subprocess.Popen(
+                command if node is None else self.cluster.command(*command, node=node),
+                cwd="/",
+                env={**self.cluster.environment(), OWNER: self.cluster.mark},
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+            )
+        self.running.append(daemon)
+
+    def _are_up(self) -> bool:
+        dead = [daemon for daemon in self.running if daemon.poll() is not None]
+        if dead:
+            logs = "\n".join(tail(path, 10) for path in sorted(self.folder.glob("*.log")))
+            raise CannotSetUpError(f"a daemon of Slurm has ended: {dead[0].args}\n{logs}")
+        with contextlib.suppress(AssertionError, subprocess.TimeoutExpired):
+            return self.cluster._is_idle()
+        return False

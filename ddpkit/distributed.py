@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import os
 import pickle
+from collections import deque
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, TypeVar, overload
@@ -61,6 +62,7 @@ __all__ = [
 T = TypeVar("T")
 
 # 0: every rank is here. Above 0: this code runs on the main process (or on one process per node) alone.
+_lately_used: deque[torch.Tensor] = deque(maxlen=64)
 _alone: ContextVar[int] = ContextVar("ddpkit_alone", default=0)
 
 
@@ -552,6 +554,17 @@ def require_all_ranks(call: str) -> None:
         )
 
 
+def _kept(tensor: torch.Tensor) -> torch.Tensor:
+    """Keep a tensor for a while that goes into a collective, and return it.
+
+    A collective's thread lets go of its tensor a moment after the caller has been answered. If that is the last to hold
+    it, the thread enters Python to delete it; and a process that is forked in this moment, such as a loader's worker,
+    inherits a lock of the interpreter that nobody will ever release.
+    """
+    _lately_used.append(tensor)
+    return tensor
+
+
 def sum_over_ranks(values: list[float]) -> list[float]:
     """Add up a few numbers over all ranks in one float64 all-reduce; every rank gets the same bits.
 
@@ -569,7 +582,7 @@ def sum_over_ranks(values: list[float]) -> list[float]:
     """
     if not is_distributed_initialized():
         return list(values)
-    tensor = torch.tensor(values, dtype=torch.float64)
+    tensor = _kept(torch.tensor(values, dtype=torch.float64))
     with group_state().handover.forgetting():
         sums: list[float] = ddp_all_reduce(tensor).tolist()
     return sums
@@ -589,7 +602,7 @@ def smallest_of_ranks(value: int) -> int:
     """
     if not is_distributed_initialized():
         return value
-    tensor = torch.tensor([value], dtype=torch.int64)
+    tensor = _kept(torch.tensor([value], dtype=torch.int64))
     with group_state().handover.forgetting():
         return int(ddp_all_reduce(tensor, ReduceOp.MIN))
 
@@ -613,7 +626,7 @@ def start_sum_over_ranks(values: list[float]) -> Callable[[], list[float]]:
     if not is_distributed_initialized():
         return lambda: list(values)
     require_all_ranks("start_sum_over_ranks")
-    tensor = torch.tensor(values, dtype=torch.float64)
+    tensor = _kept(torch.tensor(values, dtype=torch.float64))
     work = dist.all_reduce(tensor, group=control_group(), async_op=True)
 
     def finish() -> list[float]:

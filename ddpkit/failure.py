@@ -100,9 +100,6 @@ class Reason:
         place = f", {self.place}" if self.place else ""
         return f"{self.who()} failed first{place}: {self.text}" if self.trace else f"{self.who()} {self.text}"
 
-    def full_text(self) -> str:
-        """Return the line, and the traceback where there is one."""
-        return f"{self.summary()}\n{self.trace.rstrip()}" if self.trace else self.summary()
 
 
 class LastWords:

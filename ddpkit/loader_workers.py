@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 PR_SET_PDEATHSIG = 1
 DUMP_SECONDS = 0.3
+NAP_SECONDS = 0.001
 DEEPEST_CALL = 12  # from a loader to the fork
 _LOADER_FILE = "torch/utils/data/dataloader.py"
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<name>\S+)')
@@ -98,11 +99,16 @@ def starting_workers() -> Iterator[None]:
 
 
 def _before_fork() -> None:
-    """Block the signals if it is a loader that forks: what comes now is delivered to this process afterwards."""
+    """Block the signals if it is a loader that forks: what comes now is delivered to this process afterwards.
+
+    The nap lets threads of C++ (of a process group, of autograd) come to an end that are about to enter Python. One
+    that is caught in the middle would leave the worker a lock that is never released.
+    """
     frame: FrameType | None = sys._getframe()  # noqa: SLF001 -- documented
     depth = 0
     while frame is not None and depth < DEEPEST_CALL:
         if frame.f_code.co_filename.endswith(_LOADER_FILE):
+            time.sleep(NAP_SECONDS)
             _Here.mask = signal.pthread_sigmask(signal.SIG_BLOCK, deaf_signals())
             return
         frame, depth = frame.f_back, depth + 1
@@ -140,8 +146,8 @@ def where_workers_are() -> list[str]:
     Ranks: local.
 
     Example:
-        >>> where_workers_are()
-        []
+        >>> isinstance(where_workers_are(), list)
+        True
     """
     number = _dump_signal()
     if number is None or _Here.stacks is None:

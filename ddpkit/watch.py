@@ -339,7 +339,8 @@ class Watch:
             return
         self._failure_since = self._failure_since or now
         if now - self._failure_since > GRACE_SECONDS and not HOLD.is_held:
-            self._end(None if self._is_said else reason.full_text())
+            said = f"rank {self.rank} ends: {reason.summary()}"
+            self._end(said if self._is_said else f"{said}\n{reason.trace}".rstrip())
 
     def _mind_store(self) -> None:
         if self._store_lost is not None and self.position.progress is not None and not has_failed():

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddpkit.checkpoints import Checkpointer
-from ddpkit.distributed import run_on_main
+from ddpkit.distributed import run_on_main, sum_over_ranks
 from ddpkit.errors import RunStopped
 from ddpkit.failure import failure_notice
 from ddpkit.interrupts import Interrupts
@@ -19,6 +19,8 @@ from ddpkit.process_group import set_hang_limits, shorten_timeout
 from ddpkit.roll_call import POSITION, host_name, stage_of
 from ddpkit.saving import INTRA_EPOCH_KEY, Saving
 from ddpkit.stopping import (
+    CAUSES,
+    MARKER,
     TIME_LIMIT,
     exit_code,
     parse_duration,
@@ -79,7 +81,8 @@ class Ending(Saving):
     def settle(self) -> None:
         """Shorten the time for which collectives wait, once every rank has made its first steps."""
         if self.hang_timeout and not self._is_settled:
-            shorten_timeout(self.hang_timeout + AFTER_WATCH_SECONDS)
+            at_most = self.distributed_timeout_minutes * 60
+            shorten_timeout(min(self.hang_timeout + AFTER_WATCH_SECONDS, at_most))
         self._is_settled = True
 
     def stop_cause(self) -> str:
@@ -88,6 +91,18 @@ class Ending(Saving):
             return signal.Signals(self.interrupts.stop_signal).name
         over = self._seconds_allowed is not None and seconds_since_start() > self._seconds_allowed
         return TIME_LIMIT if over and self.rank == 0 else ""
+
+    def stop_if_asked(self) -> None:
+        """End the run here if any rank has been asked to since the last beat: where all ranks have done their work.
+
+        Raises:
+            RunStopped: one has been.
+        """
+        mine = self.stop_cause()
+        asked = sum_over_ranks([float(cause == mine) for cause in CAUSES])
+        cause = next((cause for cause, ranks in zip(CAUSES, asked, strict=True) if ranks), "")
+        if cause:
+            self.leave(RunStopped(exit_code(cause), cause))
 
     def stop_now(self, cause: str) -> None:
         """Save where training is, and end the run; between two optimizer steps, and on all ranks.
@@ -164,7 +179,10 @@ class Ending(Saving):
             "There is no checkpoint." if newest is None else f"The run goes on from {newest.path}.",
         )
         if folder is not None:
-            write_marker(folder, facts)
+            try:
+                write_marker(folder, facts)
+            except OSError as error:
+                logger.warning("%s cannot be written: %s", folder / MARKER, error)
             self._is_marked = True
 
     def _folder(self) -> Path | None:

@@ -101,7 +101,6 @@ class Reason:
         return f"{self.who()} failed first{place}: {self.text}" if self.trace else f"{self.who()} {self.text}"
 
 
-
 class LastWords:
     """What the ranks of a run tell each other when they end; kept in the store of the process group.
 
@@ -258,7 +257,7 @@ def has_failed() -> bool:
         >>> has_failed()
         False
     """
-    return _Here.failed or getattr(sys, "last_value", None) is not None
+    return _Here.failed
 
 
 def failed_second_hand() -> bool:
@@ -384,7 +383,7 @@ def failure_notice() -> Iterator[None]:
                 _note_trouble(failed=True)
                 _tell(error, is_final=True)
         raise
-    except Exception as error:
+    except (Exception, KeyboardInterrupt) as error:
         if POSITION.progress is not None:
             _Here.place = POSITION.whereabouts(0, 0.0, look=False).place()
         news = explained(error)

@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ddpkit.errors import ConfigError, RunStopped
 
@@ -29,6 +29,18 @@ class _Heard:
     pipe = -1
     first = 0.0
     number = 0
+    before: ClassVar[dict[signal.Signals, Any]] = {}  # the handlers in whose place ours are
+    is_registered = False
+
+
+def _forget() -> None:
+    """Let signals do to a process that was forked what they would have done to this one without ddpkit."""
+    if _Heard.pipe >= 0:
+        _Heard.pipe = -1
+        signal.set_wakeup_fd(-1)
+    for number, handler in _Heard.before.items():
+        signal.signal(number, handler)
+    _Heard.before = {}
 
 
 def asked_twice() -> int:
@@ -45,7 +57,7 @@ def asked_twice() -> int:
     with contextlib.suppress(OSError):
         for number in os.read(_Heard.pipe, 512):
             now = time.monotonic()
-            if number not in {getattr(signal, name) for name in _ENDING}:
+            if number not in {known for known in _Heard.before if known.name in _ENDING}:
                 continue
             if not _Heard.first:
                 _Heard.first = now
@@ -152,6 +164,10 @@ class Interrupts:
             if handler in {signal.SIG_DFL, signal.default_int_handler} or _is_ours(handler):
                 before[number] = handler
                 signal.signal(number, self._hear)
+        outer, _Heard.before = _Heard.before, {**before, **_Heard.before}
+        if not _Heard.is_registered and hasattr(os, "register_at_fork"):
+            _Heard.is_registered = True
+            os.register_at_fork(after_in_child=_forget)
         try:
             with _writing_to_pipe():
                 yield
@@ -159,8 +175,10 @@ class Interrupts:
             stopped = True
             raise
         finally:
-            for number, handler in before.items() if not stopped else ():
-                signal.signal(number, handler)
+            if not stopped:
+                for number, handler in before.items():
+                    signal.signal(number, handler)
+                _Heard.before = outer
 
     def _hear(self, number: int, _frame: Any) -> None:
         if number in self.saving:

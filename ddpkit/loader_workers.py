@@ -21,6 +21,7 @@ import sys
 import tempfile
 import threading
 import time
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +30,8 @@ if TYPE_CHECKING:
     from types import FrameType
 
 PR_SET_PDEATHSIG = 1
-DUMP_SECONDS = 0.3
+DUMP_SECONDS = 0.1
+MOST_ASKED = 8
 NAP_SECONDS = 0.001
 DEEPEST_CALL = 12  # from a loader to the fork
 _LOADER_FILE = "torch/utils/data/dataloader.py"
@@ -41,6 +43,8 @@ class _Here:
     """What this module knows about its own process."""
 
     mask: Any = None  # of signals, of the thread in which a loader is forking
+    by_main_thread = False  # whether that is the main thread
+    is_worker = False
     stacks: Any = None  # a file without a name, into which workers write where they are
 
 
@@ -91,6 +95,8 @@ def starting_workers() -> Iterator[None]:
         yield
         return
     watch_loader_workers()
+    if multiprocessing.get_start_method(allow_none=True) not in {None, "fork"}:
+        resource_tracker.ensure_running()  # it unblocks SIGINT and SIGTERM when it starts
     before = signal.pthread_sigmask(signal.SIG_BLOCK, deaf_signals())
     try:
         yield
@@ -107,8 +113,10 @@ def _before_fork() -> None:
     frame: FrameType | None = sys._getframe()  # noqa: SLF001 -- documented
     depth = 0
     while frame is not None and depth < DEEPEST_CALL:
-        if frame.f_code.co_filename.endswith(_LOADER_FILE):
+        code = frame.f_code
+        if code.co_name == "__init__" and code.co_filename.endswith(_LOADER_FILE):
             time.sleep(NAP_SECONDS)
+            _Here.by_main_thread = threading.current_thread() is threading.main_thread()
             _Here.mask = signal.pthread_sigmask(signal.SIG_BLOCK, deaf_signals())
             return
         frame, depth = frame.f_back, depth + 1
@@ -122,14 +130,40 @@ def _in_parent() -> None:
 
 def _in_child() -> None:
     if _Here.mask is None:
+        if _Here.is_worker:  # a process that a worker forks for itself is to be ended as any other
+            _Here.is_worker = False
+            for deaf in deaf_signals():
+                signal.signal(deaf, signal.SIG_DFL)
         return
-    _Here.mask = None
+    _Here.mask, _Here.is_worker = None, True
     gc.freeze()
+    _hear_nothing_after_torch()
     number = _dump_signal()
     if number is not None:
         faulthandler.register(number, file=_Here.stacks, all_threads=False, chain=False)
-    if sys.platform == "linux":
+    if sys.platform == "linux" and _Here.by_main_thread:  # it is the end of the forking thread that counts
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _hear_nothing_after_torch() -> None:
+    """Have this worker, when torch has set its handlers, put one that does nothing in the place of blocked signals.
+
+    A program that the worker starts would inherit that they are blocked, and could not be ended; but not a handler.
+    """
+    handling = sys.modules["torch.utils.data._utils.signal_handling"]
+    set_torchs = handling._set_worker_signal_handlers  # noqa: SLF001 -- called by torch's worker at its start
+
+    def set_handlers() -> None:
+        set_torchs()
+        for number in deaf_signals():
+            signal.signal(number, _do_nothing)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, deaf_signals())
+
+    handling._set_worker_signal_handlers = set_handlers  # type: ignore[attr-defined]  # noqa: SLF001 -- in this worker
+
+
+def _do_nothing(*_signal_and_frame: Any) -> None:
+    pass
 
 
 def _dump_signal() -> int | None:
@@ -153,16 +187,18 @@ def where_workers_are() -> list[str]:
     if number is None or _Here.stacks is None:
         return []
     answers: list[str] = []
-    for child in multiprocessing.active_children():
-        if child.pid is None or not _listens(child.pid, number):
-            continue
+    asked = [child for child in multiprocessing.active_children() if _listens(child.pid, number)]
+    for child in asked[:MOST_ASKED]:
         stacks = Path(f"/proc/self/fd/{_Here.stacks.fileno()}")
         start = stacks.stat().st_size
-        os.kill(child.pid, number)
-        time.sleep(DUMP_SECONDS)
-        with stacks.open(errors="replace") as file:
-            file.seek(start)
-            answers.append(f"worker (pid {child.pid}): {innermost(file.read())}")
+        with contextlib.suppress(OSError):  # it may have ended meanwhile
+            os.kill(child.pid or 0, number)
+            time.sleep(DUMP_SECONDS)
+            with stacks.open(errors="replace") as file:
+                file.seek(start)
+                answers.append(f"worker (pid {child.pid}): {innermost(file.read())}")
+    if len(asked) > MOST_ASKED:
+        answers.append(f"{len(asked) - MOST_ASKED} more workers")
     return answers
 
 
@@ -194,7 +230,7 @@ def is_library(file: str) -> bool:
     return any(part in file if part == "site-packages" else file.startswith(part) for part in _NOT_THE_USERS)
 
 
-def _listens(pid: int, number: int) -> bool:
+def _listens(pid: int | None, number: int) -> bool:
     """Say whether a process has a handler for a signal: without one it would die of it."""
     try:
         status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
@@ -212,7 +248,12 @@ def kill_workers() -> None:
     Example:
         >>> kill_workers()
     """
-    workers = [child for child in multiprocessing.active_children() if child.daemon and _is_deaf(child.pid)]
+    children, number = multiprocessing.active_children(), _dump_signal()
+    workers = [
+        child
+        for child in children
+        if child.daemon and (_is_deaf(child.pid) or (number is not None and _listens(child.pid, number)))
+    ]
     if workers and threading.current_thread() is threading.main_thread() and hasattr(signal, "SIGCHLD"):
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would raise: a worker has died
     for worker in workers:

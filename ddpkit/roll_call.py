@@ -144,6 +144,10 @@ class Position:
         finally:
             self.excused -= 1
 
+    def is_waiting(self) -> bool:
+        """Say whether the process waits for other ranks."""
+        return look_at(sys._current_frames().get(self.main_thread), ask_workers=False)[1]  # noqa: SLF001 -- documented
+
     def whereabouts(self, rank: int, seconds: float, *, look: bool) -> Whereabouts:
         """Describe where this process is.
 
@@ -193,11 +197,12 @@ def host_name() -> str:
     return socket.gethostname()
 
 
-def look_at(frame: FrameType | None) -> tuple[str, bool]:
+def look_at(frame: FrameType | None, *, ask_workers: bool = True) -> tuple[str, bool]:
     """Say where a thread is, and whether it waits for other ranks there.
 
     Args:
         frame: the innermost.
+        ask_workers: if it waits for a loader, ask the workers of that where they are.
 
     Returns:
         The innermost line of the user's own code, and what it has called.
@@ -223,7 +228,7 @@ def look_at(frame: FrameType | None) -> tuple[str, bool]:
     if own is not None and own is not inner:
         where = f"{own[1]}:{own[2]} in {own[3]}, which is in {inner[1]}:{inner[2]} {inner[3]}"
     if any(_LOADER_FILE in file for file, _, _, _ in lines[:12]):
-        return "; ".join([f"{AT_LOADER} at {where}", *where_workers_are()]), False
+        return "; ".join([f"{AT_LOADER} at {where}", *(where_workers_are() if ask_workers else ())]), False
     return where, waits
 
 
@@ -259,7 +264,7 @@ def table(ranks: Iterable[Whereabouts], silent: dict[int, float] | None = None) 
         if one.rank in silent:
             guilty.append(f"{one.name()}: silent for {silent[one.rank]:.0f} s, last {one.place() or 'outside of fit'}")
         elif one.waits:
-            words = f"{one.place()}, for {{}} s waiting for other ranks at {one.where}"
+            words = f"{one.place() or 'before the first stage'}, for {{}} s waiting for other ranks at {one.where}"
             waiting.setdefault(words, []).append((one.rank, since))
         else:
             at = f" {one.where if one.where.startswith(AT_LOADER) else 'at ' + one.where}" if one.where else ""

@@ -119,7 +119,7 @@ class Pulses:
 
     def silent(self, now: float) -> dict[int, float]:
         """Return the seconds for which ranks have told nothing new, of those that should have."""
-        gaps = {rank: now - changed for rank, changed in self._changed.items()}
+        gaps = {rank: now - changed for rank, changed in list(self._changed.items())}
         return {rank: gap for rank, gap in gaps.items() if gap > SILENT_SECONDS}
 
 
@@ -226,7 +226,10 @@ class Watch:
                 self._over.wait(PULSE_SECONDS)
         except RuntimeError as error:  # torch.distributed.DistError derives from it
             if not self._over.is_set():
-                self._store_lost = str(error).splitlines()[0][:200]
+                self._store_lost = (str(error).splitlines() or [""])[0][:200]
+        except Exception as error:  # noqa: BLE001 -- not the store's fault, and the run goes on without pulses
+            self._complain(error)
+            self._answered = float("inf")
 
     def _tell(self, store: Store) -> None:
         here = self.position.whereabouts(self.rank, self.still_for, look=self._is_in_trouble())
@@ -248,7 +251,7 @@ class Watch:
 
     def _learn(self, words: LastWords, machine: str) -> None:
         """Learn whether a rank has failed, or a neighbour has disappeared; and who shall say so on this machine."""
-        if self._failure is not None:
+        if self._failure is not None and self._failure.is_final:
             return
         reason = words.first_failure()
         for rank in list(self.neighbours) if reason is None else []:
@@ -263,9 +266,11 @@ class Watch:
         if reason is None or not self._concerns(reason):
             return
         is_near = self.pulses.latest.get(reason.rank) is not None and reason.rank in self._near
-        if (reason.trace and is_near) or not words.claim_telling(f"{machine}/{reason.session}"):
-            self._is_said = True
-        self._failure = reason
+        if reason != self._failure:
+            says_it_itself = reason.is_final and bool(reason.trace) and is_near
+            told = f"{machine}/{reason.session}/{reason.is_final}"
+            self._is_said = says_it_itself or not words.claim_telling(told)
+            self._failure = reason
 
     def _concerns(self, reason: Reason) -> bool:
         """Say whether this process can not go on after another one's failure."""
@@ -292,13 +297,17 @@ class Watch:
     # ------------------------------------------------------------------ the thread that looks
 
     def _look(self) -> None:
+        looks = (self._notice_steps, self._mind_launcher, self._mind_failure, self._mind_store, self._mind_clock)
         while not self._over.wait(LOOK_SECONDS):
-            self._notice_steps()
-            self._mind_launcher()
-            self._mind_signals()
-            self._mind_failure()
-            self._mind_store()
-            self._mind_clock()
+            _obey_signals()
+            try:
+                for look in looks:
+                    look()
+            except Exception as error:  # noqa: BLE001 -- who watches must go on
+                self._complain(error)
+
+    def _complain(self, error: Exception) -> None:
+        logger.warning_once("The watch of rank %d: %s: %s", self.rank, type(error).__name__, error)
 
     def _notice_steps(self) -> None:
         mark = self.position.mark()
@@ -308,13 +317,6 @@ class Watch:
 
     def _is_in_trouble(self) -> bool:
         return 0 < self.hang_warning / 2 <= self.still_for
-
-    def _mind_signals(self) -> None:
-        """End the process if it was asked to twice, and its main thread is where it cannot hear that."""
-        number = asked_twice()
-        if number:
-            kill_workers()
-            os._exit(128 + number)
 
     def _mind_launcher(self) -> None:
         if self.parent is not None and os.getppid() != self.parent:
@@ -328,7 +330,7 @@ class Watch:
 
     def _mind_failure(self) -> None:
         now = time.monotonic()
-        if has_failed():
+        if has_failed() and self.position.progress is None:
             self._failing_since = self._failing_since or now
             if now - self._failing_since > EXIT_SECONDS and not HOLD.is_held:
                 self._end(None)
@@ -336,6 +338,9 @@ class Watch:
         reason = self._failure
         if reason is None or not self._concerns(reason):
             self._failure, self._failure_since = None, 0.0
+            return
+        if not reason.is_final and not self.position.is_waiting():
+            self._failure_since = 0.0  # all ranks may be about to raise, and to catch, the same
             return
         self._failure_since = self._failure_since or now
         if now - self._failure_since > GRACE_SECONDS and not HOLD.is_held:
@@ -401,3 +406,11 @@ def _own_connection(store: Store) -> Store:
     """Return a connection of one's own to a store: whoever waits on the shared one keeps all others waiting."""
     clone = getattr(store, "clone", None)
     return store if clone is None else clone()
+
+
+def _obey_signals() -> None:
+    """End the process if it was asked to twice, and its main thread is where it cannot hear that."""
+    number = asked_twice()
+    if number:
+        kill_workers()
+        os._exit(128 + number)

@@ -521,8 +521,8 @@ def gather_objects(make: Callable[[], T]) -> list[T]:
 def _gather_bytes(data: bytes, *, failed: bool) -> tuple[list[Any], list[bool]]:
     """Give every rank all ranks' bytes, and whether each failed: sizes first, then each rank broadcasts its own."""
     group, rank = control_group(), dist.get_rank()
-    facts = torch.tensor([len(data), int(failed)])
-    everybody = [torch.empty_like(facts) for _ in range(dist.get_world_size())]
+    facts = keep_awhile(torch.tensor([len(data), int(failed)]))
+    everybody = [keep_awhile(torch.empty_like(facts)) for _ in range(dist.get_world_size())]
     dist.all_gather(everybody, facts, group=group)
     payloads = []
     for source, (size, _) in enumerate(one.tolist() for one in everybody):
@@ -554,12 +554,23 @@ def require_all_ranks(call: str) -> None:
         )
 
 
-def _kept(tensor: torch.Tensor) -> torch.Tensor:
-    """Keep a tensor for a while that goes into a collective, and return it.
+def keep_awhile(tensor: torch.Tensor) -> torch.Tensor:
+    """Keep a small tensor for a while that goes into a collective, and return it.
 
     A collective's thread lets go of its tensor a moment after the caller has been answered. If that is the last to hold
     it, the thread enters Python to delete it; and a process that is forked in this moment, such as a loader's worker,
     inherits a lock of the interpreter that nobody will ever release.
+
+    Args:
+        tensor: on the CPU, of any shape and dtype.
+
+    Ranks: local.
+
+    State: the last 64 such tensors of this process.
+
+    Example:
+        >>> keep_awhile(torch.ones(2))
+        tensor([1., 1.])
     """
     _lately_used.append(tensor)
     return tensor
@@ -582,7 +593,7 @@ def sum_over_ranks(values: list[float]) -> list[float]:
     """
     if not is_distributed_initialized():
         return list(values)
-    tensor = _kept(torch.tensor(values, dtype=torch.float64))
+    tensor = keep_awhile(torch.tensor(values, dtype=torch.float64))
     with group_state().handover.forgetting():
         sums: list[float] = ddp_all_reduce(tensor).tolist()
     return sums
@@ -602,7 +613,7 @@ def smallest_of_ranks(value: int) -> int:
     """
     if not is_distributed_initialized():
         return value
-    tensor = _kept(torch.tensor([value], dtype=torch.int64))
+    tensor = keep_awhile(torch.tensor([value], dtype=torch.int64))
     with group_state().handover.forgetting():
         return int(ddp_all_reduce(tensor, ReduceOp.MIN))
 
@@ -626,7 +637,7 @@ def start_sum_over_ranks(values: list[float]) -> Callable[[], list[float]]:
     if not is_distributed_initialized():
         return lambda: list(values)
     require_all_ranks("start_sum_over_ranks")
-    tensor = _kept(torch.tensor(values, dtype=torch.float64))
+    tensor = keep_awhile(torch.tensor(values, dtype=torch.float64))
     work = dist.all_reduce(tensor, group=control_group(), async_op=True)
 
     def finish() -> list[float]:

@@ -110,6 +110,8 @@ def _before_fork() -> None:
     The nap lets threads of C++ (of a process group, of autograd) come to an end that are about to enter Python. One
     that is caught in the middle would leave the worker a lock that is never released.
     """
+    if _Here.is_worker:  # whose stack begins with that of the loader
+        return
     frame: FrameType | None = sys._getframe()  # noqa: SLF001 -- documented
     depth = 0
     while frame is not None and depth < DEEPEST_CALL:

@@ -24,6 +24,7 @@ from ddpkit.distributed import (
     get_rank,
     get_world_size,
     if_main_process,
+    keep_awhile,
     require_all_ranks,
     run_on_main,
 )
@@ -204,8 +205,8 @@ def _gather_to_main(make: Callable[[], dict[str, Any]]) -> list[dict[str, Any] |
         data = pickle.dumps(make())
     except Exception as error:  # noqa: BLE001 -- raised below, once the others know
         failure, data = error, b""
-    facts = torch.tensor([len(data), int(failure is not None)])
-    everybody = [torch.empty_like(facts) for _ in range(world_size)]
+    facts = keep_awhile(torch.tensor([len(data), int(failure is not None)]))
+    everybody = [keep_awhile(torch.empty_like(facts)) for _ in range(world_size)]
     group = control_group()
     with group_state().handover.forgetting():
         dist.all_gather(everybody, facts, group=group)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -148,3 +149,30 @@ def test_signals_wake_a_thread_beside_a_main_thread_that_is_busy_in_c():
             found.append(asked_twice())
             time.sleep(pause)
     assert found == [0, 0], "only what ends a process"
+
+
+def test_a_helper_that_a_script_forks_can_be_ended():
+    with Interrupts().heard():
+        helper = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,))
+        helper.start()
+        time.sleep(0.2)
+        helper.terminate()
+        helper.join(10)
+        code = helper.exitcode
+        helper.kill()
+        helper.join()
+    assert code == -signal.SIGTERM
+
+
+def test_a_signal_that_the_script_handles_itself_ends_nothing_however_often_it_comes():
+    before = signal.signal(signal.SIGTERM, lambda *_: None)
+    try:
+        with Interrupts().heard():
+            for _ in range(2):
+                os.kill(os.getpid(), signal.SIGTERM)
+                assert asked_twice() == 0
+                time.sleep(REPEAT_SECONDS + 0.1)
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert asked_twice() == 0
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
 import sys
 import threading
 import time
 from types import SimpleNamespace
 
+import pytest
 from torch.utils.data import DataLoader, Dataset
 
+from ddpkit.interrupts import Interrupts
 from ddpkit.loader_workers import kill_workers, watch_loader_workers, where_workers_are
 from ddpkit.roll_call import Position, Whereabouts, look_at, table
 
@@ -104,3 +109,29 @@ def test_a_worker_that_is_stuck_says_where_and_is_deaf_but_ends_with_its_rank():
     for worker in batches._workers:
         worker.join(10)
         assert worker.exitcode == -9
+
+
+class Decoding(Dataset):
+    """Ends a program and a process that it has started, in a worker or without one; their exit codes are the item."""
+
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        program = subprocess.Popen(["sleep", "600"])
+        pid = os.fork()
+        if pid == 0:
+            time.sleep(600)
+        time.sleep(0.2)
+        program.terminate()
+        os.kill(pid, signal.SIGTERM)
+        code = program.wait(10)
+        return code, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_what_a_dataset_starts_can_be_ended(num_workers):
+    watch_loader_workers()
+    loader = DataLoader(Decoding(), batch_size=None, num_workers=num_workers)
+    with Interrupts().heard():
+        assert [tuple(item) for item in loader] == [(-signal.SIGTERM, -signal.SIGTERM)] * 2

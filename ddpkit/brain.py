@@ -231,7 +231,6 @@ class Brain(Rehearsing):
                 self.end_epoch()
                 if self._is_done(epoch):
                     break
-            self.stop_if_asked()
 
     def evaluate(
         self,
@@ -261,9 +260,7 @@ class Brain(Rehearsing):
                 lambda: self._loader(test_set, Stage.TEST, {"ckpt_prefix": None, **(test_loader_kwargs or {})})
             )
             self.on_evaluate_start(max_key=max_key, min_key=min_key)
-            loss = self._evaluation_stage(loader, Stage.TEST, None, self._bar_enabled(progressbar))
-            self.stop_if_asked()
-            return loss
+            return self._evaluation_stage(loader, Stage.TEST, None, self._bar_enabled(progressbar))
 
     def print_trainable_parameters(self) -> None:
         """Log how many parameters there are, and how many of them are trained."""

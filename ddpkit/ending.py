@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddpkit.checkpoints import Checkpointer
-from ddpkit.distributed import run_on_main, sum_over_ranks
+from ddpkit.distributed import run_on_main
 from ddpkit.errors import RunStopped
 from ddpkit.failure import failure_notice
 from ddpkit.interrupts import Interrupts
@@ -19,7 +19,6 @@ from ddpkit.process_group import set_hang_limits, shorten_timeout
 from ddpkit.roll_call import POSITION, host_name, stage_of
 from ddpkit.saving import INTRA_EPOCH_KEY, Saving
 from ddpkit.stopping import (
-    CAUSES,
     MARKER,
     TIME_LIMIT,
     exit_code,
@@ -91,18 +90,6 @@ class Ending(Saving):
             return signal.Signals(self.interrupts.stop_signal).name
         over = self._seconds_allowed is not None and seconds_since_start() > self._seconds_allowed
         return TIME_LIMIT if over and self.rank == 0 else ""
-
-    def stop_if_asked(self) -> None:
-        """End the run here if any rank has been asked to since the last beat: where all ranks have done their work.
-
-        Raises:
-            RunStopped: one has been.
-        """
-        mine = self.stop_cause()
-        asked = sum_over_ranks([float(cause == mine) for cause in CAUSES])
-        cause = next((cause for cause, ranks in zip(CAUSES, asked, strict=True) if ranks), "")
-        if cause:
-            self.leave(RunStopped(exit_code(cause), cause))
 
     def stop_now(self, cause: str) -> None:
         """Save where training is, and end the run; between two optimizer steps, and on all ranks.

@@ -38,9 +38,13 @@ def _forget() -> None:
     if _Heard.pipe >= 0:
         _Heard.pipe = -1
         signal.set_wakeup_fd(-1)
-    for number, handler in _Heard.before.items():
-        signal.signal(number, handler)
+    _put_back(_Heard.before)
     _Heard.before = {}
+
+
+def _put_back(handlers: dict[signal.Signals, Any]) -> None:
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 
 
 def asked_twice() -> int:
@@ -125,8 +129,8 @@ class Interrupts:
     Example:
         >>> interrupts = Interrupts()
         >>> with interrupts.heard():
-        ...     signal.raise_signal(signal.SIGTERM)
-        >>> interrupts.stop_signal == signal.SIGTERM
+        ...     signal.raise_signal(signal.SIGUSR2)
+        >>> interrupts.save_wanted
         True
     """
 
@@ -152,22 +156,14 @@ class Interrupts:
         Ranks: local; outside of the main thread, where Python allows no handlers, it does nothing.
 
         State: the handlers, put back at the end; but where a run was stopped they stay until the process ends, because
-        launchers then end those that are left.
+        launchers then end those that are left. A signal that nobody has acted on is raised again at the end.
         """
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before: dict[signal.Signals, Any] = {}
+        outer, before = _Heard.before, self._listen()
+        _Heard.before = {**before, **outer}
         stopped = False
-        for number in (*self.stopping, *self.saving):
-            handler = signal.getsignal(number)
-            if handler in {signal.SIG_DFL, signal.default_int_handler} or _is_ours(handler):
-                before[number] = handler
-                signal.signal(number, self._hear)
-        outer, _Heard.before = _Heard.before, {**before, **_Heard.before}
-        if not _Heard.is_registered and hasattr(os, "register_at_fork"):
-            _Heard.is_registered = True
-            os.register_at_fork(after_in_child=_forget)
         try:
             with _writing_to_pipe():
                 yield
@@ -176,9 +172,25 @@ class Interrupts:
             raise
         finally:
             if not stopped:
-                for number, handler in before.items():
-                    signal.signal(number, handler)
+                _put_back(before)
                 _Heard.before = outer
+        came = self.stop_signal
+        if came in before and not _is_ours(before[signal.Signals(came)]):
+            self.stop_signal = 0
+            signal.raise_signal(came)  # after the last beat: it does what it does without ddpkit
+
+    def _listen(self) -> dict[signal.Signals, Any]:
+        """Take the place of the handlers that are the default ones; return those."""
+        before: dict[signal.Signals, Any] = {}
+        for number in (*self.stopping, *self.saving):
+            handler = signal.getsignal(number)
+            if handler in {signal.SIG_DFL, signal.default_int_handler} or _is_ours(handler):
+                before[number] = handler
+                signal.signal(number, self._hear)
+        if not _Heard.is_registered and hasattr(os, "register_at_fork"):
+            _Heard.is_registered = True
+            os.register_at_fork(after_in_child=_forget)
+        return before
 
     def _hear(self, number: int, _frame: Any) -> None:
         if number in self.saving:

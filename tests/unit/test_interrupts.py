@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -13,17 +14,33 @@ import time
 import pytest
 
 from ddpkit.errors import ConfigError, RunStopped
-from ddpkit.interrupts import REPEAT_SECONDS, Interrupts, asked_twice, signal_named
+from ddpkit.interrupts import REPEAT_SECONDS, Interrupts, _Heard, asked_twice, signal_named
+
+
+@contextlib.contextmanager
+def stopped(interrupts):
+    """Hear signals, and act on them in the end."""
+    handlers = {number: signal.getsignal(number) for number in (*interrupts.stopping, *interrupts.saving)}
+    try:
+        with contextlib.suppress(RunStopped), interrupts.heard():
+            yield
+            raise RunStopped(1, "test")
+    finally:
+        _Heard.before = {}
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1"])
 def test_a_signal_asks_for_the_end_and_the_handler_is_put_back(name, capfd):
     number, interrupts = signal_named(name), Interrupts()
     before = signal.getsignal(number)
-    with interrupts.heard():
+    with stopped(interrupts):
         signal.raise_signal(number)
         assert interrupts.stop_signal == number
         assert not interrupts.save_wanted
+    with Interrupts().heard():
+        assert signal.getsignal(number) != before
     assert signal.getsignal(number) is before
     assert f"{name}: stopping after this step" in capfd.readouterr().err
 
@@ -37,7 +54,7 @@ def test_a_signal_asks_for_a_checkpoint():
 
 def test_the_options_choose_the_signals():
     interrupts = Interrupts(["usr2"], [])
-    with interrupts.heard():
+    with stopped(interrupts):
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
         signal.raise_signal(signal.SIGUSR2)
     assert interrupts.stop_signal == signal.SIGUSR2
@@ -79,12 +96,29 @@ def test_outside_of_the_main_thread_nothing_is_heard():
 
 def test_contexts_may_be_nested():
     outer, inner = Interrupts(), Interrupts()
-    with outer.heard():
+    with stopped(outer):
         with inner.heard():
             signal.raise_signal(signal.SIGTERM)
         signal.raise_signal(signal.SIGTERM)
-    assert inner.stop_signal == outer.stop_signal == signal.SIGTERM
+    assert inner.stop_signal == outer.stop_signal == signal.SIGTERM, "the inner one leaves it to the outer one"
     assert asked_twice() == 0
+
+
+@pytest.mark.parametrize(("name", "code"), [("SIGTERM", -signal.SIGTERM), ("SIGUSR1", -signal.SIGUSR1), ("SIGINT", 1)])
+def test_a_signal_that_nobody_has_acted_on_is_not_swallowed(name, code):
+    script = f"""
+import signal, sys
+from ddpkit.interrupts import Interrupts
+try:
+    with Interrupts().heard():
+        signal.raise_signal(signal.{name})
+        print("the last step", flush=True)
+except KeyboardInterrupt:
+    sys.exit(1)
+print("not here", flush=True)
+"""
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert (run.returncode, run.stdout) == (code, "the last step\n"), run.stderr
 
 
 def test_after_a_stop_the_signals_of_a_launcher_do_no_harm(tmp_path):
@@ -143,7 +177,7 @@ def test_a_stop_is_no_exception_that_a_recipe_would_catch():
 
 def test_signals_wake_a_thread_beside_a_main_thread_that_is_busy_in_c():
     interrupts, found = Interrupts(), []
-    with interrupts.heard():
+    with stopped(interrupts):
         for pause in (REPEAT_SECONDS + 0.1, 0.0):
             os.kill(os.getpid(), signal.SIGUSR1)
             found.append(asked_twice())

@@ -374,6 +374,7 @@ def failure_notice() -> Iterator[None]:
         >>> with failure_notice():
         ...     pass
     """
+    _Here.place = ""
     try:
         yield
     except SystemExit as error:

@@ -21,6 +21,7 @@ LOST = RuntimeError("[third_party/gloo/gloo/transport/tcp/pair.cc:553] Connectio
 def _as_if_nothing_had_failed(monkeypatch):
     for name in ("last_words", "failed", "second_hand"):
         monkeypatch.setattr(failure._Here, name, None if name == "last_words" else False)
+    monkeypatch.setattr(failure._Here, "place", "")
 
 
 @pytest.fixture

@@ -202,6 +202,7 @@ class Brain(Rehearsing):
         if self.test_only:
             logger.info("test_only is set: fit does nothing.")
             return
+        # The notice once more, innermost: the others learn of a failure before anything is brought to safety here.
         with self.attended(), self._fit_session(), self.saving_session(epoch_counter), failure_notice():
             self.take_marker_away()
             if not self._ready:

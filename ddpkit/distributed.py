@@ -61,8 +61,10 @@ __all__ = [
 
 T = TypeVar("T")
 
-# 0: every rank is here. Above 0: this code runs on the main process (or on one process per node) alone.
+# See keep_awhile.
 _lately_used: deque[torch.Tensor] = deque(maxlen=64)
+
+# 0: every rank is here. Above 0: this code runs on the main process (or on one process per node) alone.
 _alone: ContextVar[int] = ContextVar("ddpkit_alone", default=0)
 
 

@@ -53,7 +53,7 @@ class Ending(Saving):
 
     interrupts: Interrupts
     _seconds_allowed: float | None = None
-    _is_marked = _is_settled = False
+    _is_settled = False
 
     def prepare_ending(self) -> None:
         """Read the options that say when to stop, and after how long without a step.
@@ -136,7 +136,7 @@ class Ending(Saving):
     def take_marker_away(self) -> None:
         """Take away the word that a stopped run has left: this one is running."""
         folder = self._folder()
-        if folder is not None and not self._is_marked:
+        if folder is not None:
             run_on_main(remove_marker, args=(folder,))
 
     def _finish(self, stopped: RunStopped) -> None:
@@ -170,7 +170,6 @@ class Ending(Saving):
                 write_marker(folder, facts)
             except OSError as error:
                 logger.warning("%s cannot be written: %s", folder / MARKER, error)
-            self._is_marked = True
 
     def _folder(self) -> Path | None:
         """Return the folder of the run: that of its outputs, or else of its checkpoints."""

@@ -269,7 +269,7 @@ def _attend(*, hosts_store: bool, destroy: bool) -> None:
     atexit.register(_leave, state, destroy=destroy)
     if destroy:
         info = find_launch()
-        near = range(info.first_on_node, info.first_on_node + info.local_world_size)
+        near = info.node_ranks or range(info.first_on_node, info.first_on_node + info.local_world_size)
         parent = os.getppid() if info.launcher == "torchrun" else None
         state.watch = Watch(state.handover.last_words, near, parent)
         state.watch.start()

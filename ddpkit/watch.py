@@ -94,20 +94,16 @@ HOLD = Hold()
 class Pulses:
     """What the ranks tell of themselves, and which of them have fallen silent.
 
-    Args:
-        world_size: number of ranks.
-
     Ranks: local.
 
     Example:
-        >>> pulses = Pulses(2)
+        >>> pulses = Pulses()
         >>> pulses.take(Whereabouts(rank=1, beats=5), now=10.0); pulses.take(Whereabouts(rank=1, beats=5), now=16.0)
         >>> pulses.silent(now=16.0)
         {1: 6.0}
     """
 
-    def __init__(self, world_size: int) -> None:
-        self.world_size = world_size
+    def __init__(self) -> None:
         self.latest: dict[int, Whereabouts] = {}
         self._changed: dict[int, float] = {}
 
@@ -159,7 +155,7 @@ class Watch:
         self.neighbours = [rank for rank in self._near if rank != self.rank]
         self.parent, self.position = parent, position
         self.hang_warning = self.hang_timeout = 0.0
-        self.pulses = Pulses(self.world_size)
+        self.pulses = Pulses()
         self._store_lost: str | None = None
         self._answered = self._moved = time.monotonic()
         self._mark = position.mark()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,6 +18,8 @@ from ddpkit.logger import get_logger
 __all__ = ["BackgroundSave", "wait_for_folder"]
 
 logger = get_logger(__name__)
+
+HEAD_START_SECONDS = 0.001  # for training: a thread that has just begun keeps Python's lock for up to 5 ms
 
 # Who writes in which folder. A thread takes itself out when it is done.
 _writers: dict[str, threading.Thread] = {}
@@ -95,6 +98,8 @@ class BackgroundSave:
 
     def _run(self, work: Callable[[], object], folder: str) -> None:
         try:
+            if threading.current_thread() is self._thread:
+                time.sleep(HEAD_START_SECONDS)
             work()
         except BaseException as error:  # noqa: BLE001 -- raised in `wait`
             self._error = error

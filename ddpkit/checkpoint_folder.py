@@ -7,6 +7,7 @@ Nothing here speaks to other ranks. A save has two parts, so that savers on ever
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 import logging
@@ -34,7 +35,7 @@ from ddpkit.checkpoint_records import (
 )
 from ddpkit.errors import CheckpointError, ConfigError, FolderInUseError
 from ddpkit.logger import get_logger
-from ddpkit.plain_yaml import dump_plain_yaml
+from ddpkit.plain_yaml import dump_plain_yaml, simple_yaml
 from ddpkit.run_lock import FolderLock
 from ddpkit.snapshot import Snapshot, SnapshotMemory, state_bytes
 from ddpkit.storage import (
@@ -104,8 +105,8 @@ class SaveRequest:
     Ranks: local.
 
     Example:
-        >>> "end-of-epoch: true" in SaveRequest({}, True, None, logging.INFO, {}, {}).meta_text()
-        True
+        >>> SaveRequest({"loss": 0.5}, True, None, logging.INFO, {}, {}).all_meta()
+        {'unixtime': ..., 'end-of-epoch': True, 'loss': 0.5}
     """
 
     meta: Mapping[str, Any]
@@ -120,11 +121,10 @@ class SaveRequest:
         """Return the hooks that run on every rank, or on the main process alone."""
         return {name: hook for name, hook in self.hooks.items() if saves_on_every_rank(hook) == every_rank}
 
-    def meta_text(self, after: float = 0.0) -> str:
-        """Return the content of ``CKPT.yaml``; a clock that was set back makes it no older than ``after``."""
+    def all_meta(self, after: float = 0.0) -> dict[str, Any]:
+        """Return what ``CKPT.yaml`` says; a clock that was set back makes it no older than ``after``."""
         now = max(time.time(), math.nextafter(after, math.inf))
-        meta = {"unixtime": now, "end-of-epoch": self.end_of_epoch, **self.meta}
-        return META_HEAD + META_MARK + dump_plain_yaml(meta)
+        return {"unixtime": now, "end-of-epoch": self.end_of_epoch, **self.meta}
 
     def states(self, hooks: Mapping[str, Any]) -> dict[str, Any]:
         """Return the states of the objects that some hooks would save with ``torch.save``."""
@@ -316,8 +316,12 @@ class CheckpointFolder:
         return PreparedSave(coming, functools.partial(self._commit, rest, staging, final, write, needed), refusal)
 
     def _write_meta(self, save: SaveRequest, staging: Path) -> dict[str, Any]:
-        text = save.meta_text(self.ledger.latest)
+        meta = save.all_meta(self.ledger.latest)
+        simple = simple_yaml(meta)
+        text = META_HEAD + META_MARK + (simple or dump_plain_yaml(meta))
         write_file(staging / META_NAME, lambda handle: handle.write(text.encode()))
+        if simple and "unixtime" not in save.meta:
+            return copy.deepcopy(meta)
         return read_checkpoint(staging).meta  # what could not be found again is not saved
 
     def _commit(

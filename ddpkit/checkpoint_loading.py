@@ -13,6 +13,7 @@ import functools
 import io
 import time
 import uuid
+import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple, TypeVar, cast
@@ -190,6 +191,18 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
     return memoryview(cast("Any", tensor.numpy()))
 
 
+def _block_bytes(file: BinaryIO, size: int) -> int:
+    """Return how much of a file is sent at once: all blocks together take no more memory than its largest tensor."""
+    wanted = size // BLOCKS_PER_FILE
+    try:
+        with zipfile.ZipFile(file) as archive:
+            largest = max((record.file_size for record in archive.infolist()), default=0)
+        wanted = largest // NUM_BLOCKS
+    except (zipfile.BadZipFile, NotImplementedError, ValueError, EOFError):
+        pass  # no file of torch.save: whoever reads it will say so, if it has to be one
+    return max(LEAST_BLOCK_BYTES, min(wanted, MOST_BLOCK_BYTES))
+
+
 class RelayedFile(io.RawIOBase):
     """A file for reading on every rank, which rank 0 alone opens: what it reads there is sent to the others.
 
@@ -222,21 +235,20 @@ class RelayedFile(io.RawIOBase):
         self._file: BinaryIO | None = None
         self.failure: Exception | None = None
         failure: OSError | None = None
-        size = 0
+        size = block_bytes = 0
         if self._is_source:
             try:
                 self._file = path.open("rb", buffering=0)
                 size = self._file.seek(0, io.SEEK_END)
+                block_bytes = _block_bytes(self._file, size)
             except OSError as error:
                 failure = error
-        start = torch.tensor([size, failure is None])
+        start = torch.tensor([size, failure is None, block_bytes])
         self._wait(self._begin(start))
-        self._size = int(start[0])
-        could_open = bool(start[1])
+        self._size, self._block_bytes, could_open = int(start[0]), int(start[2]), bool(start[1])
         if not could_open:
             self._ended = True
             raise failure or OSError(f"{path} could not be opened on rank 0")
-        self._block_bytes = max(LEAST_BLOCK_BYTES, min(self._size // BLOCKS_PER_FILE, MOST_BLOCK_BYTES))
         self._turn = 0
         self._buffers: list[torch.Tensor] = []
         self._works: list[list[Any]] = [[] for _ in range(NUM_BLOCKS)]  # that still need a buffer

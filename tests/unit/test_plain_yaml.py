@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from hypothesis import example, given
+from hypothesis import strategies as st
 from yaml.constructor import SafeConstructor
 
 from ddpkit.errors import CheckpointError
-from ddpkit.plain_yaml import UnreadableValue, dump_plain_yaml, load_plain_yaml
+from ddpkit.plain_yaml import UnreadableValue, _dump, dump_plain_yaml, load_plain_yaml, simple_yaml
 
 
 def round_trip(value):
@@ -171,3 +173,39 @@ def test_k7_reading_and_writing_leaves_yaml_as_it_was():
 def test_k2_text_that_is_no_yaml_is_one_kind_of_error(text):
     with pytest.raises(CheckpointError, match="is no readable YAML"):
         load_plain_yaml(text)
+
+
+WORDS = st.text("aeoynstfAEN0123456789_./+-", max_size=45)
+SCALARS = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), WORDS)
+VALUES = st.recursive(
+    st.one_of(SCALARS, st.lists(SCALARS, max_size=3)), lambda inner: st.dictionaries(WORDS, inner, max_size=3)
+)
+
+
+@given(st.dictionaries(WORDS, VALUES, max_size=4))
+@example({"no": "yes", "off": "1e3", "1": ".5", "a": "2026-01-02", "b": "0x1F", "c": "1_000", "d": "~", "e": "-"})
+@example({"a": 1e22, "b": -0.0, "c": 5e-324, "d": float("-inf"), "e": 1 << 63, "f": "a/b.c", "g": {}, "h": [], "i": ""})
+@example({"null": None, "True": "null", "k": "Null", "m": ".nan", "n": "---", "o": "...", "p": "12e03", "q": "+"})
+def test_what_is_written_fast_is_what_the_library_writes(value):
+    text = simple_yaml(value)
+    assert text is None or text == _dump(value)
+    assert dump_plain_yaml(value) == _dump(value)
+
+
+def test_the_meta_of_most_checkpoints_is_written_fast():
+    value = {"unixtime": 1e9, "end-of-epoch": True, "WER": 3.5, "epoch": 4, "of": {"a": [1, 2.0, "x"], "b": {}}}
+    assert load_plain_yaml(simple_yaml(value)) == value
+
+
+@pytest.mark.parametrize(
+    "value",
+    [{}, [1], 3, {1: 2}, {"a": "two words"}, {"a": {"b": [[1]]}}, {"a": (1,)}, {"a": Kind.A}, {"a": np.float64(1.0)}],
+)
+def test_what_is_less_simple_is_left_to_the_library(value):
+    assert simple_yaml(value) is None
+
+
+def test_values_inside_of_each_other_without_end_are_left_to_the_library():
+    value: dict = {}
+    value["itself"] = value
+    assert simple_yaml(value) is None

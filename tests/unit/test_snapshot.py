@@ -101,6 +101,30 @@ def test_values_of_all_kinds_come_back_as_they_were():
             assert copy[name] == value
 
 
+@pytest.mark.filterwarnings("ignore:.*quantize", "ignore:TypedStorage")
+def test_a_tensor_that_is_there_twice_is_one_tensor_with_what_it_has():
+    shared, grown = torch.arange(6.0), torch.zeros(2, requires_grad=True)
+    with_words = torch.ones(2)
+    with_words.note = "kept"
+    state = {
+        "a": shared, "b": shared, "turned": shared.view(2, 3).t(), "tail": shared[4:], "grown": grown,
+        "derived": (grown * 2).detach(), "with_words": with_words, "negative": torch.view_as_real(torch.ones(1) * 1j)[..., 1:],
+        "integers": torch.quantize_per_tensor(torch.ones(2), 0.5, 0, torch.qint8),
+    }  # fmt: skip
+    copy = SnapshotMemory().take({"state": state}).state("state")
+    assert copy["a"] is copy["b"]
+    assert copy["turned"].stride() == (1, 3)
+    assert copy["grown"].requires_grad
+    assert copy["grown"].is_leaf
+    copy["a"][5] = 9.0
+    assert copy["tail"].tolist() == [4.0, 9.0]
+    assert copy["turned"][2, 1] == 9.0
+    assert shared[5] == 5.0
+    assert copy["with_words"].note == "kept"
+    assert torch.equal(copy["negative"], state["negative"])
+    assert torch.equal(copy["integers"].dequantize(), torch.ones(2))
+
+
 @pytest.mark.filterwarnings("ignore:Sparse")
 def test_tensors_of_several_storages_come_back():
     copy = SnapshotMemory().take({"state": sparse()}).state("state")

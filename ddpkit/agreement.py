@@ -17,6 +17,7 @@ import torch
 from ddpkit.distributed import exchange, get_world_size
 from ddpkit.errors import DataError, RankFailedError, RankMismatchError
 from ddpkit.logger import get_logger
+from ddpkit.sameness import describe_differences, own_place
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -27,7 +28,6 @@ logger = get_logger(__name__)
 
 T = TypeVar("T")
 
-MOST_SHOWN = 8
 OWN_OF_EACH_RANK = frozenset({"device", "local_rank", "param_file", "log_config"})
 
 
@@ -211,11 +211,16 @@ def together(work: Callable[[], T]) -> T:
     return value
 
 
-def require_agreement(facts: Mapping[str, str]) -> None:
+def require_agreement(facts: Mapping[str, str], *, about: T | None = None, site: str | None = None) -> list[T | None]:
     """Compare this rank's facts with those of all others.
 
     Args:
         facts: what must be the same everywhere, in words.
+        about: what this rank tells of itself besides; it may differ.
+        site: names the call where the ranks may come from different lines of a script; None: from the same one.
+
+    Returns:
+        ``about`` of every rank.
 
     Raises:
         RankMismatchError: on every rank, naming what differs and on which rank.
@@ -223,57 +228,19 @@ def require_agreement(facts: Mapping[str, str]) -> None:
     Ranks: collective (over the store).
 
     Example:
-        >>> require_agreement({"train batches": "12"})
+        >>> require_agreement({"train batches": "12"}, about="here")
+        ['here']
     """
     if get_world_size() == 1:
-        return
-    digest = hashlib.blake2b(repr(list(facts.items())).encode(), digest_size=16).hexdigest()
-    if len(set(exchange(digest))) == 1:
-        return
-    everybody = exchange(dict(facts))
-    raise RankMismatchError(describe_differences(everybody))
+        return [about]
+    values = exchange((_digest(facts), about), site)
+    if len({digest for digest, _ in values}) > 1:
+        everybody = exchange((dict(facts), own_place()), None if site is None else f"{site}, in detail")
+        message = describe_differences([own for own, _ in everybody], [place for _, place in everybody])
+        if message:
+            raise RankMismatchError(message)
+    return [one for _, one in values]
 
 
-def describe_differences(everybody: list[dict[str, str]]) -> str:
-    """Say in which facts the ranks differ.
-
-    Args:
-        everybody: the facts of every rank.
-
-    Returns:
-        A message with one line per fact that differs.
-
-    Ranks: local.
-
-    Example:
-        >>> print(describe_differences([{"train batches": "12"}, {"train batches": "11"}]))
-        The ranks are not about to run the same training:
-          train batches: 12 on rank 0; 11 on rank 1
-        Start every rank with the same script, the same command line and the same data.
-    """
-    names = {name: None for facts in everybody for name in facts}
-    lines = []
-    for name in names:
-        values: dict[str, list[int]] = {}
-        for rank, facts in enumerate(everybody):
-            values.setdefault(facts.get(name, "missing"), []).append(rank)
-        if len(values) > 1:
-            lines.append(f"  {name}: " + "; ".join(f"{value} on {_ranks(where)}" for value, where in values.items()))
-    if not lines:
-        lines = ["  the order of the parameters"]
-    if len(lines) > MOST_SHOWN:
-        lines = [*lines[:MOST_SHOWN], f"  and {len(lines) - MOST_SHOWN} more"]
-    return "\n".join(
-        [
-            "The ranks are not about to run the same training:",
-            *lines,
-            "Start every rank with the same script, the same command line and the same data.",
-        ]
-    )
-
-
-def _ranks(ranks: list[int]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    shown = ", ".join(str(rank) for rank in ranks[:MOST_SHOWN])
-    return f"ranks {shown}" + (" ..." if len(ranks) > MOST_SHOWN else "")
+def _digest(facts: Mapping[str, str]) -> str:
+    return hashlib.blake2b(repr(list(facts.items())).encode(), digest_size=16).hexdigest()

@@ -497,12 +497,15 @@ def _misfit(obj: Any, path: Path, error: Exception) -> CheckpointError:
     return CheckpointError(f"{path} does not fit this {type(_unwrap(obj)).__name__}: {error}")
 
 
+_PLAIN = frozenset({bool, int, float, str, bytes, type(None)})
+
+
 def _without_numpy_numbers(state: Any) -> Any:
     if isinstance(state, np.generic):
         return state.item()
     if type(state) in {dict, OrderedDict}:
         return type(state)((key, _without_numpy_numbers(value)) for key, value in state.items())
-    if type(state) in {list, tuple}:
+    if type(state) in {list, tuple} and not _PLAIN.issuperset(map(type, state)):  # long ones of numbers are many
         return type(state)(_without_numpy_numbers(value) for value in state)
     return state
 

@@ -368,7 +368,7 @@ def run_once_per_node(
     return value
 
 
-def exchange(value: T) -> list[T]:
+def exchange(value: T, site: str | None = None) -> list[T]:
     """Give every rank the list of all ranks' values, in rank order, over the store.
 
     Unlike a collective it works between ranks that are about to discover that they differ: the sizes need not
@@ -376,6 +376,7 @@ def exchange(value: T) -> list[T]:
 
     Args:
         value: anything that pickles.
+        site: names the call; None: the lines of code that lead to it do, which must be the same on every rank.
 
     Returns:
         One value per rank; ``[value]`` without a process group or in main-only code.
@@ -388,7 +389,7 @@ def exchange(value: T) -> list[T]:
     """
     if ddp_prevent_block():
         return [value]
-    site = call_site(outside_frame())
+    site = call_site(outside_frame()) if site is None else site
     handover = group_state().handover
     rank, world = handover.rank, handover.world_size
 

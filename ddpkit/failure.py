@@ -138,12 +138,20 @@ class LastWords:
         """
         self.tell_reason(Reason.of(self.rank, error, is_final=is_final))
 
-    def tell_reason(self, reason: Reason) -> None:
-        """Note which rank has failed, unless another one has before it."""
+    def tell_reason(self, reason: Reason) -> bool:
+        """Note which rank has failed, unless another one has before it; say whether it was noted."""
         key = _reason_key(None if reason.is_final else reason.session)
         with self._asking():
             if self.store.add(f"{key}/count", 1) == 1:
                 self.store.set(key, json.dumps(asdict(reason)))
+                return True
+        return False
+
+    def tell_gone(self, reason: Reason) -> None:
+        """Note that a rank has disappeared, unless one has failed before it; who waits for it need not."""
+        if self.tell_reason(reason):
+            with self._asking():
+                self.store.add(LEFT_KEY, 1)
 
     def first_failure(self) -> Reason | None:
         """Return what another rank has noted, in this call of ``fit`` or ``evaluate`` or for good; or None."""

@@ -25,6 +25,7 @@ from ddpkit.handover import Handover
 from ddpkit.launchers import find_launch
 from ddpkit.loader_workers import kill_workers
 from ddpkit.meeting import open_store
+from ddpkit.sameness import compare_at_meeting, script_facts, software_facts
 from ddpkit.watch import Watch
 
 if TYPE_CHECKING:
@@ -148,6 +149,8 @@ def ddp_init_group(run_opts: Mapping[str, Any] | Any) -> None:
         ConfigError: the backend is unknown, or not built into this torch, or does not fit the device.
         LaunchError: the environment contradicts itself or does not say where to meet, the port is taken, or the other
             processes do not come or cannot be reached.
+        RankMismatchError: the processes have other versions of Python, torch, numpy or ddpkit, another script or another
+            backend; on every rank.
 
     Ranks: collective.
 
@@ -171,6 +174,9 @@ def ddp_init_group(run_opts: Mapping[str, Any] | Any) -> None:
         torch.cuda.set_device(torch.device(device))
         arguments["device_id"] = torch.device(device)
     store, hosts = open_store(info, timeout)
+    if info.world_size > 1:
+        facts = {"number of processes": str(info.world_size), "backend": backend, **software_facts(), **script_facts()}
+        compare_at_meeting(store, info.rank, info.world_size, facts, timeout.total_seconds())
     try:
         dist.init_process_group(
             backend, rank=info.rank, world_size=info.world_size, store=store, timeout=timeout, **arguments

@@ -47,18 +47,6 @@ REASON_SECONDS = 3.0  # for the reason of a lost connection to become known
 JOIN_SECONDS = 2.0
 
 
-def pulse_key(rank: int) -> str:
-    """Return the key under which a rank tells where it is.
-
-    Ranks: local.
-
-    Example:
-        >>> pulse_key(3)
-        'ddpkit/pulse/3'
-    """
-    return f"ddpkit/pulse/{rank}"
-
-
 class Hold:
     """Whether something is being brought to safety, for which the end of the process has to wait.
 
@@ -89,35 +77,6 @@ class Hold:
 
 
 HOLD = Hold()
-
-
-class Pulses:
-    """What the ranks tell of themselves, and which of them have fallen silent.
-
-    Ranks: local.
-
-    Example:
-        >>> pulses = Pulses()
-        >>> pulses.take(Whereabouts(rank=1, beats=5), now=10.0); pulses.take(Whereabouts(rank=1, beats=5), now=16.0)
-        >>> pulses.silent(now=16.0)
-        {1: 6.0}
-    """
-
-    def __init__(self) -> None:
-        self.latest: dict[int, Whereabouts] = {}
-        self._changed: dict[int, float] = {}
-
-    def take(self, one: Whereabouts, now: float) -> None:
-        """Note what a rank has told."""
-        known = self.latest.get(one.rank)
-        if known is None or known.beats != one.beats:
-            self._changed[one.rank] = now
-        self.latest[one.rank] = one
-
-    def silent(self, now: float) -> dict[int, float]:
-        """Return the seconds for which ranks have told nothing new, of those that should have."""
-        gaps = {rank: now - changed for rank, changed in list(self._changed.items())}
-        return {rank: gap for rank, gap in gaps.items() if gap > SILENT_SECONDS}
 
 
 class Watch:
@@ -203,93 +162,6 @@ class Watch:
             if rank != self.rank:
                 return self._gone(self.pulses.latest[rank], f"has told nothing for {silent[rank]:.0f} s")
         return None
-
-    # ------------------------------------------------------------------ the thread that talks
-
-    def _talk(self) -> None:
-        try:
-            store = _own_connection(self.words.store)
-            words = LastWords(store, self.rank, self.world_size)
-            machine = "/".join(this_place())
-            store.set(f"{pulse_key(self.rank)}/machine", machine)
-            while not self._over.is_set():
-                self._beats += 1
-                self._tell(store)
-                self._meet(store, machine)
-                self._learn(words, machine)
-                if self._is_in_trouble():
-                    self._call_the_roll(store)
-                self._answered = time.monotonic()
-                self._over.wait(PULSE_SECONDS if self._beats > FIRST_BEATS else PULSE_SECONDS / FIRST_BEATS)
-        except RuntimeError as error:  # torch.distributed.DistError derives from it
-            if not self._over.is_set():
-                self._store_lost = (str(error).splitlines() or [""])[0][:200]
-        except Exception as error:  # noqa: BLE001 -- not the store's fault, and the run goes on without pulses
-            self._complain(error)
-            self._answered = float("inf")
-
-    def _tell(self, store: Store) -> None:
-        here = self.position.whereabouts(self.rank, self.still_for, look=self._is_in_trouble())
-        here.beats = self._beats
-        self.pulses.take(here, time.monotonic())
-        store.set(pulse_key(self.rank), here.to_json())
-
-    def _meet(self, store: Store, machine: str) -> None:
-        """Read the pulses of the neighbours; whom this process cannot see by its number is none."""
-        for rank in list(self.neighbours):
-            known = f"{pulse_key(rank)}/machine"
-            if rank not in self.pulses.latest:
-                if not store.check([known, pulse_key(rank)]):
-                    continue
-                if store.get(known).decode() != machine:
-                    self.neighbours.remove(rank)
-                    continue
-            self._read(store, rank)
-
-    def _learn(self, words: LastWords, machine: str) -> None:
-        """Learn whether a rank has failed, or a neighbour has disappeared; and who shall say so on this machine."""
-        if self._failure is not None and self._failure.is_final:
-            return
-        reason = words.first_failure()
-        for rank in list(self.neighbours) if reason is None else []:
-            known = self.pulses.latest.get(rank)
-            if known is None or not has_ended(known.pid, known.started):
-                continue
-            self.neighbours.remove(rank)
-            reason = None if words.has_left(rank) else words.first_failure()
-            if reason is None and not words.has_left(rank):
-                words.tell_reason(self._gone(known, "was killed, or has crashed (out of memory? a signal?)"))
-                reason = words.first_failure()
-        if reason is None or not self._concerns(reason):
-            return
-        is_near = self.pulses.latest.get(reason.rank) is not None and reason.rank in self._near
-        if reason != self._failure:
-            says_it_itself = reason.is_final and bool(reason.trace) and is_near
-            told = f"{machine}/{reason.session}/{reason.is_final}"
-            self._is_said = says_it_itself or not words.claim_telling(told)
-            self._failure = reason
-
-    def _concerns(self, reason: Reason) -> bool:
-        """Say whether this process can not go on after another one's failure."""
-        inside = self.position.progress is not None
-        return inside and (reason.is_final or reason.session == self.position.sessions)
-
-    def _read(self, store: Store, rank: int) -> None:
-        if store.check([pulse_key(rank)]):
-            self.pulses.take(Whereabouts.read(store.get(pulse_key(rank))), time.monotonic())
-
-    def _call_the_roll(self, store: Store) -> None:
-        """Read where all ranks are; only the first rank that still tells does so."""
-        for rank in range(self.rank):
-            self._read(store, rank)
-            if rank not in self.pulses.silent(time.monotonic()):
-                return
-        for rank in range(self.rank + 1, self.world_size):
-            self._read(store, rank)
-
-    def _leads(self) -> bool:
-        silent = self.pulses.silent(time.monotonic())
-        return all(rank in silent for rank in range(self.rank))
 
     # ------------------------------------------------------------------ the thread that looks
 
@@ -398,12 +270,6 @@ class Watch:
                 os.write(2, f"\n[ddpkit] {text}\n".encode())
         kill_workers()
         os._exit(1)
-
-
-def _own_connection(store: Store) -> Store:
-    """Return a connection of one's own to a store: whoever waits on the shared one keeps all others waiting."""
-    clone = getattr(store, "clone", None)
-    return store if clone is None else clone()
 
 
 def _obey_signals() -> None:

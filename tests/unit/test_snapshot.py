@@ -108,7 +108,8 @@ def test_a_tensor_that_is_there_twice_is_one_tensor_with_what_it_has():
     with_words.note = "kept"
     state = {
         "a": shared, "b": shared, "turned": shared.view(2, 3).t(), "tail": shared[4:], "grown": grown,
-        "derived": (grown * 2).detach(), "with_words": with_words, "negative": torch.view_as_real(torch.ones(1) * 1j)[..., 1:],
+        "derived": (grown * 2).detach(), "with_words": with_words,
+        "negative": torch.view_as_real(torch.ones(1) * 1j)[..., 1:],
         "integers": torch.quantize_per_tensor(torch.ones(2), 0.5, 0, torch.qint8),
     }  # fmt: skip
     copy = SnapshotMemory().take({"state": state}).state("state")

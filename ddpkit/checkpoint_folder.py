@@ -231,6 +231,7 @@ class CheckpointFolder:
         warns: a save that fails is warned of and training goes on.
         world_size: number of processes of the run; goes into the manifest.
         lock: of the folder; held while anything is saved or deleted.
+        apart: directories of checkpoints that are another run's: not counted and not deleted.
 
     Ranks: main only.
 
@@ -252,6 +253,7 @@ class CheckpointFolder:
     verify_mode: VerifyMode = "full"
     warns: bool = False
     world_size: int = 1
+    apart: frozenset[Path] = frozenset()
 
     # ------------------------------------------------------------------------------------ saving
 
@@ -410,7 +412,7 @@ class CheckpointFolder:
         """
         ledger = self.ledger
         mode: VerifyMode = "off" if self.verify_mode == "off" else "size"
-        readable = ledger.scan(self.path, self.verify_mode)
+        readable = [each for each in ledger.scan(self.path, self.verify_mode) if each.path not in self.apart]
         counted = [each for each in readable if each.path not in ledger.reasons and ledger.is_whole(each, mode)]
         for checkpoint in deletable(counted, retention):
             self.lock.remove(checkpoint.path)

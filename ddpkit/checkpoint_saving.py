@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
@@ -61,6 +61,7 @@ class CheckpointSaving:
         self._background = BackgroundSave()
         self._finalizer: weakref.finalize[..., CheckpointSaving] | None = None
         self._told_refusal = False
+        self._apart: frozenset[Path] = frozenset()
         self._has_prepared = False
 
     def _save(
@@ -120,7 +121,17 @@ class CheckpointSaving:
     def _folder(self) -> CheckpointFolder:
         warns = self.on_error == "warn"
         folder, mode = self.checkpoints_dir, self.verify_mode
-        return CheckpointFolder(folder, self._ledger, self._folder_lock(), mode, warns, get_world_size())
+        return CheckpointFolder(folder, self._ledger, self._folder_lock(), mode, warns, get_world_size(), self._apart)
+
+    def leave_alone(self, paths: Iterable[Path]) -> None:
+        """Name the checkpoints of other runs: retention does not count them, and does not delete them.
+
+        Args:
+            paths: their directories; those that were named before are not meant any more.
+
+        Ranks: main only.
+        """
+        self._apart = frozenset(paths)
 
     def _folder_lock(self) -> FolderLock:
         lock: FolderLock | None = self._lock

@@ -198,9 +198,16 @@ class Continuing(Hooks):
             return
         self._trains_in = Path(checkpointer.checkpoints_dir)
         if self._start is None:
-            self._start = on_main(choose_start, checkpointer, self.resume, get_world_size())
+            self._start = on_main(self._choose, checkpointer)
         else:
             self._start = on_main(start_again, checkpointer, self.resume, self._start.lineage)
+
+    def _choose(self, checkpointer: Checkpointer) -> Start:
+        """Decide what the run starts from; the checkpoints of other runs are left alone from now on."""
+        start = choose_start(checkpointer, self.resume, get_world_size())
+        found = checkpointer.list_checkpoints()
+        checkpointer.leave_alone(each.path for each in found if not start.lineage.includes(each))
+        return start
 
     def _pace_before(self) -> Pace | None:
         """Return what an optimizer step was made of in the checkpoint that will be resumed."""

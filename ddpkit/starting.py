@@ -151,8 +151,9 @@ def choose_start(checkpointer: Checkpointer, resume: str, world_size: int) -> St
         return _start_at(own)
     if found:
         logger.warning(
-            "--resume=%s, and %s holds %d checkpoint(s) of another run: what is kept is chosen among those too, what "
-            "evaluate finds best is not. Better give this run an output folder of its own.",
+            "--resume=%s, and %s holds %d checkpoint(s) of another run. They stay, and count neither for what this run "
+            "keeps nor for what evaluate finds best; what a recipe itself finds may be one of them. Better give this "
+            "run an output folder of its own.",
             resume,
             checkpointer.checkpoints_dir,
             len(found),

@@ -193,11 +193,19 @@ def _with_states(hooks: Mapping[str, SaveHook]) -> dict[str, SaveHook]:
     return {name: hook for name, hook in hooks.items() if hook is torch_save}
 
 
-def _run_all(hooks: Mapping[str, SaveHook], objects: Mapping[str, Any], staging: Path) -> None:
+def _write_text(text: str, staging: Path) -> None:
+    """Write ``CKPT.yaml``, unless its text is empty because it is there already."""
+    if text:
+        write_file(staging / META_NAME, lambda handle: handle.write(text.encode()))
+
+
+def _run_all(hooks: Mapping[str, SaveHook], objects: Mapping[str, Any], staging: Path, text: str) -> None:
+    _write_text(text, staging)
     _raise(run_savers(hooks, objects, staging))
 
 
-def _write_snapshot(snapshot: Snapshot, owners: Mapping[str, str], staging: Path) -> None:
+def _write_snapshot(snapshot: Snapshot, owners: Mapping[str, str], staging: Path, text: str) -> None:
+    _write_text(text, staging)
     for name, owner in owners.items():
         try:
             write_state(snapshot.state(name), staging / f"{name}{SUFFIX}", owner)
@@ -294,37 +302,45 @@ class CheckpointFolder:
         meta: dict[str, Any] = {}
         snapshot: Snapshot | None = None
         refusal = ""
+        text = ""
 
-        def copy() -> None:
-            nonlocal snapshot, refusal
-            meta.update(self._write_meta(save, staging))
+        def copy_states() -> None:
+            nonlocal snapshot, refusal, text
+            text = self._meta_for_later(save, meta)
+            if not text:
+                meta.update(self._write_meta(save, staging))
             _raise(run_savers({name: hook for name, hook in hooks.items() if name not in later}, save.objects, staging))
             try:
                 snapshot = memory.take(save.states(later))
             except MemoryError as error:
                 refusal = str(error)
 
-        fill_staging(staging, final, copy)
+        fill_staging(staging, final, copy_states)
         files = sorted({*(f"{name}{SUFFIX}" for name in later), *(path.name for path in staging.glob(f"*{SUFFIX}"))})
         coming = Checkpoint(final, meta, {name.removesuffix(SUFFIX): final / name for name in files})
         if snapshot is None:
             rest = save
-            write = functools.partial(_run_all, later, save.objects, staging)
+            write = functools.partial(_run_all, later, save.objects, staging, text)
             needed = functools.partial(_needed, save, later)
         else:
             rest = replace(save, objects={}, hooks={}, meta={})  # a thread must not keep the training's objects
-            write = functools.partial(_write_snapshot, snapshot, owners, staging)
+            write = functools.partial(_write_snapshot, snapshot, owners, staging, text)
             needed = functools.partial(getattr, snapshot, "nbytes")
         return PreparedSave(coming, functools.partial(self._commit, rest, staging, final, write, needed), refusal)
 
     def _write_meta(self, save: SaveRequest, staging: Path) -> dict[str, Any]:
         meta = save.all_meta(self.ledger.latest)
-        simple = simple_yaml(meta)
-        text = META_HEAD + META_MARK + (simple or dump_plain_yaml(meta))
-        write_file(staging / META_NAME, lambda handle: handle.write(text.encode()))
-        if simple and "unixtime" not in save.meta:
-            return copy.deepcopy(meta)
+        _write_text(META_HEAD + META_MARK + dump_plain_yaml(meta), staging)
         return read_checkpoint(staging).meta  # what could not be found again is not saved
+
+    def _meta_for_later(self, save: SaveRequest, meta: dict[str, Any]) -> str:
+        """Return the text of a ``CKPT.yaml`` that can only be found again as it is, and fill ``meta``; or nothing."""
+        found = save.all_meta(self.ledger.latest)
+        text = None if "unixtime" in save.meta else simple_yaml(found)
+        if text is None:
+            return ""
+        meta.update(copy.deepcopy(found))
+        return META_HEAD + META_MARK + text
 
     def _commit(
         self,

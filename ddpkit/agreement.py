@@ -28,7 +28,10 @@ logger = get_logger(__name__)
 
 T = TypeVar("T")
 
-OWN_OF_EACH_RANK = frozenset({"device", "local_rank", "param_file", "log_config"})
+# A path, or what only the main process shows: a rank may have its own.
+OWN_OF_EACH_RANK = frozenset(
+    {"device", "local_rank", "param_file", "log_config", "noprogressbar", "tqdm_colored_bar", "tqdm_barcolor"}
+)
 
 
 def model_facts(modules: Mapping[str, nn.Module] | nn.ModuleDict) -> dict[str, str]:
@@ -136,7 +139,7 @@ def data_facts(name: str, loader: Any, batches: int | None, *, sharded: bool) ->
         if hasattr(sampler, attribute) and hasattr(sampler, "count"):
             facts[f"{name} {words}"] = str(getattr(sampler, attribute))
     dataset = getattr(loader, "dataset", None)
-    if sampler is not None and isinstance(dataset, Sized):
+    if hasattr(sampler, "count") and isinstance(dataset, Sized):  # else a recipe may give each rank a set of its own
         facts[f"{name} samples"] = str(len(dataset))
     return facts
 
@@ -211,7 +214,7 @@ def together(work: Callable[[], T]) -> T:
     return value
 
 
-def require_agreement(facts: Mapping[str, str], *, about: T | None = None, site: str | None = None) -> list[T | None]:
+def require_agreement(facts: Mapping[str, str], *, about: Any = None, site: str | None = None) -> list[Any]:
     """Compare this rank's facts with those of all others.
 
     Args:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ddpkit import agreement
-from ddpkit.batch_sizes import batch_sizes
+from ddpkit.batch_sizes import BatchSizes, batch_sizes
 from ddpkit.compilation import compile_modules
 from ddpkit.distributed import ddp_init_group, get_rank, get_world_size, is_distributed_initialized
 from ddpkit.ema import require_average, weight_average
@@ -54,7 +54,7 @@ class Brain(Rehearsing):
 
     Every hook is called on every rank. What a recipe may override for one batch is in :mod:`ddpkit.hooks`,
     ``make_dataloader`` in :mod:`ddpkit.loaders`, ``gather`` and ``predict`` in :mod:`ddpkit.results`, ``rehearse`` in
-    :mod:`ddpkit.parity`.
+    :mod:`ddpkit.parity`. How the ranks are compared before either begins is in :mod:`ddpkit.beginning`.
 
     Args:
         modules: name -> ``torch.nn.Module``; each is moved to the device, and wrapped when training starts.
@@ -197,6 +197,7 @@ class Brain(Rehearsing):
             NonFiniteLossError: too many steps of an epoch were not finite.
             ParityError: with the option ``check_parity``, nothing is trained, and :meth:`rehearse` found a difference.
         """
+        self.compare_ranks("fit")
         if self._rehearses(train_set, train_loader_kwargs or {}):
             return
         if self.test_only:
@@ -214,7 +215,7 @@ class Brain(Rehearsing):
                     self._loader(valid_set, Stage.VALID, {"ckpt_prefix": None, **(valid_loader_kwargs or {})}),
                 )
             )
-            self._require_agreement(train_set, valid_set)
+            sizes = self._require_agreement(train_set, valid_set)
             with self.choosing_start():
                 self.on_fit_start()
             self.take_up()
@@ -222,6 +223,7 @@ class Brain(Rehearsing):
             self._start_once()
             if self.is_done_before(train_set):
                 return
+            self.report_training(sizes)
             if self._step_limit_reached() and not self.step:
                 logger.info("optimizer_step_limit=%s has been reached before: fit is done.", self.optimizer_step_limit)
                 return
@@ -254,13 +256,16 @@ class Brain(Rehearsing):
             The mean loss over the whole set, the same on every rank; NaN with the option ``check_parity``, which
             evaluates nothing.
         """
+        self.compare_ranks("evaluate")
         if self._rehearses(None):
             return math.nan
         with self.attended():
             loader = agreement.together(
                 lambda: self._loader(test_set, Stage.TEST, {"ckpt_prefix": None, **(test_loader_kwargs or {})})
             )
+            self.compare_data(test=loader)
             self.on_evaluate_start(max_key=max_key, min_key=min_key)
+            self.report_evaluation(loader)
             return self._evaluation_stage(loader, Stage.TEST, None, self._bar_enabled(progressbar))
 
     def print_trainable_parameters(self) -> None:
@@ -279,29 +284,21 @@ class Brain(Rehearsing):
 
     # ------------------------------------------------------------------ wiring
 
-    def _require_agreement(self, train_set: Any, valid_set: Any) -> None:
-        facts = agreement.option_facts(self.run_opts) | agreement.model_facts(self.modules)
-        for name, loader in (("train", train_set), ("valid", valid_set)):
-            facts |= agreement.data_facts(name, loader, length_of(loader), sharded=name == "train")
-        agreement.require_agreement(facts)
+    def _require_agreement(self, train_set: Any, valid_set: Any) -> BatchSizes:
+        self.compare_data(train=train_set, valid=valid_set)
         length, world_size = length_of(train_set), get_world_size()
         agreement.check_train_data(train_set, length)
         sizes = batch_sizes(train_set, length, self.grad_accumulation_factor, world_size)
-        logger.announce("Training: %s.", sizes)
         self._pace = Pace.of(sizes, train_set)
         self._lr_scaling = LrScaling.of(self.run_opts, train_set, world_size)
+        return sizes
 
     def _start_once(self) -> None:
-        """Do what follows the first ``on_fit_start``: compare optimizers, say how evaluation goes."""
+        """Do what follows the first ``on_fit_start``: compare optimizers."""
         if self._ready:
             return
         self._ready = True
         agreement.require_agreement(agreement.optimizer_facts(self.optimizers_dict or {}))
-        if get_world_size() > 1:
-            if self.shard_evaluation:
-                logger.announce("Every rank evaluates its part of a set: count with ddpkit.metrics or Brain.gather.")
-            else:
-                logger.announce("Every rank evaluates the whole set. --shard_evaluation divides it over the ranks.")
 
     def _compile(self) -> None:
         compile_modules(self.modules, self.run_opts)

@@ -121,6 +121,8 @@ class Checkpointer(CheckpointSaving):
         resume: what :meth:`recover_if_possible` loads if it is not asked for anything else: ``"auto"`` (the newest that
             is whole), ``"never"`` (none), or the path of a checkpoint, in whatever folder. The Brain sets it from the
             option while ``fit`` begins.
+        level_of_nothing: logging level of the line that says that there is nothing to load; the Brain lowers it while
+            ``fit`` begins, and reports it itself.
         load_mode: ``"all"``: every rank reads the files. ``"broadcast"``: rank 0 reads and sends, and all ranks must
             load together; the main process alone reads by itself, after half a minute.
 
@@ -158,6 +160,7 @@ class Checkpointer(CheckpointSaving):
         self.allow_partial_load = allow_partial_load
         self.load_mode: LoadMode = "all"
         self.resume = "auto"
+        self.level_of_nothing = logging.INFO
         if recoverables is not None:
             self.add_recoverables(recoverables)
         if if_main_process():
@@ -369,7 +372,7 @@ class Checkpointer(CheckpointSaving):
         """
         asked = (importance_key, max_key, min_key, ckpt_predicate)
         if self.resume == "never" and not any(asked):
-            logger.info("resume='never': nothing is loaded from %s.", self.checkpoints_dir)
+            logger.log(self.level_of_nothing, "resume='never': nothing is loaded from %s.", self.checkpoints_dir)
             return None
         if self.resume == "auto" or any(asked):
             checkpoint = self.find_checkpoint(*asked)
@@ -384,7 +387,8 @@ class Checkpointer(CheckpointSaving):
                 key,
             )
         else:
-            logger.info("No checkpoint to load in %s: starting from scratch.", self.checkpoints_dir)
+            words = "No checkpoint to load in %s: starting from scratch."
+            logger.log(self.level_of_nothing, words, self.checkpoints_dir)
         return checkpoint
 
     def load_checkpoint(self, checkpoint: Checkpoint) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -215,16 +216,17 @@ class Continuing(Hooks):
 
     @contextlib.contextmanager
     def choosing_start(self) -> Iterator[None]:
-        """Have the checkpointer recover what was decided, whoever asks it to."""
+        """Have the checkpointer recover what was decided, whoever asks it to. The Brain reports what that is."""
         checkpointer = self.checkpointer
         if not isinstance(checkpointer, Checkpointer) or self._start is None:
             yield
             return
-        checkpointer.resume = self._start.resume
+        level = checkpointer.level_of_nothing
+        checkpointer.resume, checkpointer.level_of_nothing = self._start.resume, logging.DEBUG
         try:
             yield
         finally:
-            checkpointer.resume = NEWEST
+            checkpointer.resume, checkpointer.level_of_nothing = NEWEST, level
 
     def recover_for_evaluation(self, max_key: str | None, min_key: str | None) -> Any:
         """Recover the best of this run's own checkpoints, or the one that was asked for.

@@ -602,25 +602,6 @@ def sum_over_ranks(values: list[float]) -> list[float]:
     return sums
 
 
-def smallest_of_ranks(value: int) -> int:
-    """Return the smallest of the ranks' numbers, on every rank.
-
-    Args:
-        value: a whole number.
-
-    Ranks: collective.
-
-    Example:
-        >>> smallest_of_ranks(3)
-        3
-    """
-    if not is_distributed_initialized():
-        return value
-    tensor = keep_awhile(torch.tensor([value], dtype=torch.int64))
-    with group_state().handover.forgetting():
-        return int(ddp_all_reduce(tensor, ReduceOp.MIN))
-
-
 def start_sum_over_ranks(values: list[float]) -> Callable[[], list[float]]:
     """Start to add up a few numbers over all ranks, as :func:`sum_over_ranks` does, and do not wait for the sums.
 

@@ -56,7 +56,7 @@ class GroupState:
         # the process would abort at exit.
         self.control_group: Callable[[], dist.ProcessGroup | None] = lambda: None
         self.attended = self.hosts_store = False
-        self.watch: Watch | None = None  # none over a group that somebody else started
+        self.watch: Watch | None = None
 
 
 _state: GroupState | None = None
@@ -89,7 +89,8 @@ def set_hang_limits(warning: float, timeout: float) -> None:
         warning: seconds; 0: never.
         timeout: seconds; 0: never.
 
-    Ranks: local; does nothing without a process group, or for one that somebody else has started.
+    Ranks: local; does nothing without a process group. One that somebody else has started does not end, whatever the
+    timeout.
 
     Example:
         >>> set_hang_limits(30.0, 1800.0)
@@ -149,8 +150,8 @@ def ddp_init_group(run_opts: Mapping[str, Any] | Any) -> None:
         ConfigError: the backend is unknown, or not built into this torch, or does not fit the device.
         LaunchError: the environment contradicts itself or does not say where to meet, the port is taken, or the other
             processes do not come or cannot be reached.
-        RankMismatchError: the processes have other versions of Python, torch, numpy or ddpkit, another script or another
-            backend; on every rank.
+        RankMismatchError: the processes differ in their versions of Python, torch, numpy or ddpkit, in their script or
+            in the backend; on every rank.
 
     Ranks: collective.
 
@@ -278,12 +279,29 @@ def _attend(*, hosts_store: bool, destroy: bool) -> None:
         near = info.node_ranks or range(info.first_on_node, info.first_on_node + info.local_world_size)
         parent = os.getppid() if info.launcher == "torchrun" else None
         state.watch = Watch(state.handover.last_words, near, parent)
+    elif _can_be_shared(state.store):
+        everyone = range(state.handover.world_size)  # who is on this machine shows when they tell where they are
+
+        def is_there() -> bool:
+            return is_distributed_initialized() and _state is state
+
+        state.watch = Watch(state.handover.last_words, everyone, guest=is_there)
+    if state.watch is not None:
         state.watch.start()
+
+
+def _can_be_shared(store: Any) -> bool:
+    """Say whether a thread can talk to a store over a connection of its own, and so keep nobody waiting."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return isinstance(store, dist.TCPStore) and hasattr(store, "clone")
 
 
 def _leave(state: GroupState, *, destroy: bool) -> None:
     """Say goodbye at exit, and destroy the group if :func:`ddp_init_group` started it."""
     if not is_distributed_initialized() or group_state() is not state:
+        if state.watch is not None:
+            state.watch.stop()
         return
     failed, last_words = has_failed(), state.handover.last_words
     kill_workers()

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ddpkit import agreement
+from ddpkit.beginning import Beginning
 from ddpkit.distributed import get_world_size, if_main_process
 from ddpkit.errors import BatchError, ConfigError
 from ddpkit.gathering import Seen, gather_results, is_divided, on_cpu, row_count, rows_of
-from ddpkit.loaders import Loaders
 from ddpkit.metrics import begin_stage
 from ddpkit.progress import ProgressBar
 from ddpkit.stages import counts_of, length_of
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 BAR_SECONDS = 1.0
 
 
-class Results(Loaders):
+class Results(Beginning):
     """The half of the Brain that knows of single samples; :class:`~ddpkit.brain.Brain` runs the stages.
 
     Ranks: collective.
 
     Example:
-        >>> issubclass(Results, Loaders)
+        >>> issubclass(Results, Beginning)
         True
     """
 

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ddpkit.agreement import require_agreement
 from ddpkit.checkpoint_hooks import mark_as_loader, mark_as_saver, register_checkpoint_hooks
 from ddpkit.checkpoints import Checkpointer
 from ddpkit.continuing import Continuing
@@ -53,6 +52,7 @@ class Recovering(Continuing):
     _pace: Pace = Pace(None, None)
     _asked_pace: Pace | None = None
     _rates: dict[str, list[float]] | None = None
+    _taken_from: Path | None = None  # the checkpoint that was recovered in this call of fit or evaluate
 
     def before_recovery(self) -> None:
         """Note the learning rates that the script has set, and name the modules that no checkpoint will hold."""
@@ -194,12 +194,8 @@ class Saving(Recovering):
 
         Args:
             epoch_counter: of this call of ``fit``.
-
-        Raises:
-            RankMismatchError: some ranks have a checkpointer and others have none; on every rank.
         """
         checkpointer = self.checkpointer
-        require_agreement({"checkpointer": "none" if checkpointer is None else type(checkpointer).__name__})
         self.choose_seed()
         self._takes_place = True
         if not isinstance(checkpointer, Checkpointer):
@@ -347,6 +343,7 @@ class Saving(Recovering):
 
     @mark_as_loader
     def _recover(self, path: Path, end_of_epoch: bool) -> None:
+        self._taken_from = Path(path).parent
         if not self._fitting:
             return
         state = load_plain_yaml(Path(path).read_text(encoding="utf-8"))

@@ -148,7 +148,7 @@ def test_a_batch_that_is_divided_unevenly(tmp_path):
     run = Run(torchrun(2, *COMMAND, *sizes), tmp_path, warm=True).wait()
     closing_line(run)
     assert (
-        "Training: 2 processes x batch 7 to 8 x accumulation 3 = 45 samples per optimizer step; 32 steps, 1437 samples"
+        "  batch      2 processes x batch 7 to 8 x accumulation 3 = 45 samples per optimizer step; 32 steps, 1437 samples"
         in run.err
     )
 

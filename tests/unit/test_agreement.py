@@ -8,13 +8,12 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 from ddpkit import agreement
 from ddpkit.agreement import (
-    MOST_SHOWN,
     check_train_data,
     data_facts,
-    describe_differences,
     model_facts,
     optimizer_facts,
     option_facts,
@@ -33,11 +32,13 @@ class Ranks:
         self.world_size = world_size
         self.rank = threading.local()
         self.brought = [None] * world_size
+        self.sites = [[] for _ in range(world_size)]
         self.barrier = threading.Barrier(world_size)
         monkeypatch.setattr(agreement, "exchange", self.exchange)
         monkeypatch.setattr(agreement, "get_world_size", lambda: world_size)
 
-    def exchange(self, value):
+    def exchange(self, value, site=None):
+        self.sites[self.rank.value].append(site)
         self.brought[self.rank.value] = value
         self.barrier.wait(10)
         values = list(self.brought)
@@ -75,7 +76,8 @@ def test_option_facts_leave_out_what_is_a_ranks_own():
     options = RunOptions.from_dictionary({"device": "cpu", "precision": "bf16"}).resolved({})
     facts = option_facts(options)
     assert facts["option precision"] == "'bf16'"
-    assert not {"option device", "option local_rank", "option param_file", "option log_config"} & set(facts)
+    own = {"device", "local_rank", "param_file", "log_config", "noprogressbar", "tqdm_colored_bar", "tqdm_barcolor"}
+    assert not {f"option {name}" for name in own} & set(facts)
     assert facts == option_facts({name: options[name] for name in options} | {"device": "cuda:1"})
 
 
@@ -115,6 +117,8 @@ def test_data_facts():
     }
     assert "valid batches" not in data_facts("valid", loader, 3, sharded=False)
     assert data_facts("valid", None, None, sharded=False) == {}
+    own = DataLoader(range(7), batch_size=2)
+    assert data_facts("valid", own, 4, sharded=False) == {}, "a set that a recipe may have divided itself"
     dealt = data_facts("train", shard(range(4), Sharding(), batch_sampler=[[0], [1]]), 2, sharded=True)
     assert set(dealt) == {"train batches", "train shuffling seed", "train samples"}
 
@@ -134,50 +138,32 @@ def test_data_that_cannot_feed_the_ranks(caplog):
         check_train_data([], 0)
 
 
-# ------------------------------------------------------------------------------------------- messages
-
-
-def test_differences_in_words():
-    everybody = [
-        {"option precision": "'bf16'", "train batches": "12"},
-        {"option precision": "'bf16'", "train batches": "11"},
-        {"option precision": "'bf16'", "train batches": "12", "train samples": "9"},
-    ]
-    assert describe_differences(everybody).splitlines() == [
-        "The ranks are not about to run the same training:",
-        "  train batches: 12 on ranks 0, 2; 11 on rank 1",
-        "  train samples: missing on ranks 0, 1; 9 on rank 2",
-        "Start every rank with the same script, the same command line and the same data.",
-    ]
-
-
-def test_the_order_is_a_difference():
-    one, other = {"a": "1", "b": "2"}, {"b": "2", "a": "1"}
-    assert describe_differences([one, other]).splitlines()[1] == "  the order of the parameters"
-
-
-def test_long_lists_are_cut():
-    many = [{f"parameter {number}": str(rank % 2) for number in range(20)} for rank in range(40)]
-    lines = describe_differences(many).splitlines()
-    assert len(lines) == MOST_SHOWN + 3
-    assert lines[-2] == f"  and {20 - MOST_SHOWN} more"
-    assert (
-        lines[1] == "  parameter 0: 0 on ranks 0, 2, 4, 6, 8, 10, 12, 14 ...; 1 on ranks 1, 3, 5, 7, 9, 11, 13, 15 ..."
-    )
-
-
 # ---------------------------------------------------------------------------------------- over the ranks
 
 
 def test_agreement_of_one_process_is_not_asked_for(monkeypatch):
     monkeypatch.setattr(agreement, "exchange", None)
-    require_agreement({"a": "1"})
+    assert require_agreement({"a": "1"}, about="own") == ["own"]
     assert together(lambda: 3) == 3
 
 
 def test_all_ranks_agree(monkeypatch):
     ranks = Ranks(3, monkeypatch)
-    assert ranks.run(lambda rank: require_agreement({"a": "1", "b": "2"})) == [None] * 3
+    assert ranks.run(lambda rank: require_agreement({"a": "1", "b": "2"})) == [[None] * 3] * 3
+
+
+def test_what_each_rank_tells_of_itself_may_differ(monkeypatch):
+    ranks = Ranks(3, monkeypatch)
+    assert ranks.run(lambda rank: require_agreement({"a": "1"}, about=rank * 10, site="here")) == [[0, 10, 20]] * 3
+    assert ranks.sites == [["here"]] * 3
+
+
+def test_a_file_that_one_rank_alone_has_imported_is_no_difference(monkeypatch):
+    """The digests differ then, and the ranks look closer; and go on."""
+    ranks = Ranks(2, monkeypatch)
+    facts = [{"a": "1"}, {"a": "1", "file plots.py": "code 0a"}]
+    assert ranks.run(lambda rank: require_agreement(facts[rank], about=rank, site="x")) == [[0, 1]] * 2
+    assert ranks.sites == [["x", "x, in detail"]] * 2
 
 
 def test_all_ranks_raise_the_same(monkeypatch):

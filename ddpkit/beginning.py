@@ -1,0 +1,137 @@
+"""How ``fit`` and ``evaluate`` begin: all ranks mean the same, and a person sees what is about to run."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from ddpkit import agreement
+from ddpkit.distributed import get_world_size, is_distributed_initialized
+from ddpkit.failure import failure_notice
+from ddpkit.handover import call_site, outside_frame
+from ddpkit.launchers import find_launch
+from ddpkit.loaders import Loaders
+from ddpkit.sameness import recipe_facts, script_facts, software_facts
+from ddpkit.stages import length_of
+from ddpkit.start_report import Seat, StartReport, evaluation_row, place_rows, precision_row, start_row
+
+if TYPE_CHECKING:
+    from ddpkit.batch_sizes import BatchSizes
+
+AT_START = "the start of fit or evaluate"  # one name for both: ranks that call different ones must meet
+
+
+class Beginning(Loaders):
+    """The half of the Brain that compares the ranks, and reports what begins.
+
+    Ranks: collective.
+
+    Example:
+        >>> issubclass(Beginning, Loaders)
+        True
+    """
+
+    training_ctx: Any
+    evaluation_ctx: Any
+    _seats: tuple[Seat, ...] = ()
+    _report: StartReport | None = None
+
+    def compare_ranks(self, call: str) -> None:
+        """Compare code, options, model and the place in the script, before anything else is done together.
+
+        Args:
+            call: ``"fit"`` or ``"evaluate"``, which calls this.
+
+        Raises:
+            RankMismatchError: on every rank, naming what differs and on which rank.
+        """
+        self._taken_from = None
+        seat = Seat.here(find_launch().node_rank, self.device)
+        if get_world_size() == 1:
+            self._seats = (seat,)
+            return
+        checkpointer = self.checkpointer
+        with failure_notice():
+            facts = {
+                "call": f"{call} at {call_site(outside_frame(2))}",
+                **software_facts(),
+                **script_facts(),
+                **recipe_facts(type(self), self.param_file),
+                "checkpointer": "none" if checkpointer is None else type(checkpointer).__name__,
+                **agreement.option_facts(self.run_opts),
+                **agreement.model_facts(self.modules),
+            }
+            self._seats = tuple(agreement.require_agreement(facts, about=seat, site=AT_START))
+
+    def compare_data(self, **loaders: Any) -> None:
+        """Compare what the loaders give.
+
+        Args:
+            loaders: by stage; the ranks must have as many batches as each other in that of ``train``.
+
+        Raises:
+            RankMismatchError: on every rank, naming what differs and on which rank.
+        """
+        facts: dict[str, str] = {}
+        for name, loader in loaders.items():
+            facts |= agreement.data_facts(name, loader, length_of(loader), sharded=name == "train")
+        agreement.require_agreement(facts)
+
+    def report_training(self, sizes: BatchSizes) -> None:
+        """Show what is about to be trained, as far as it has not been shown.
+
+        Args:
+            sizes: what the training loader and the options come to.
+        """
+        folder = getattr(self.checkpointer, "checkpoints_dir", None)
+        is_first = self._fits == 1 or self._taken_from is not None
+        start = start_row(self._taken_from, folder, self.resume, self._place_in_words()) if is_first else ""
+        self._show("Training", {"batch": str(sizes)}, {"start": start})
+
+    def report_evaluation(self, loader: Any) -> None:
+        """Show what is about to be evaluated, as far as it has not been shown.
+
+        Args:
+            loader: of this rank.
+        """
+        if self._taken_from is not None:
+            weights = f"from {self._taken_from}"
+        else:
+            weights = "as training has left them" if self._fits else "the initial ones: no checkpoint was loaded"
+        self._show("Evaluation", {"test set": _in_words(loader)}, {"weights": weights})
+
+    def _show(self, what: str, first: dict[str, str], last: dict[str, str]) -> None:
+        if self.rank:
+            return
+        if self._report is None:
+            self._report = StartReport()
+        trains = what == "Training"
+        backend = str(dist.get_backend()) if is_distributed_initialized() else None
+        rows = {
+            **place_rows(self._seats, find_launch(), backend),
+            **first,
+            "precision": precision_row(self.training_ctx, self.evaluation_ctx, self.scaler, trains=trains),
+            "evaluation": evaluation_row(get_world_size(), divided=self.shard_evaluation),
+            **last,
+        }
+        self._report.announce(what, rows)
+
+    def _place_in_words(self) -> str:
+        done = f"{self.optimizer_step} optimizer step{'' if self.optimizer_step == 1 else 's'} done"
+        if self._expected_epoch is None:
+            return done
+        if self.step:
+            return f"{done}, goes on after batch {self.step} of epoch {self._expected_epoch}"
+        return f"{done}, epoch {self._expected_epoch} comes next"
+
+
+def _in_words(loader: Any) -> str:
+    """Say how much a test set is."""
+    length = length_of(loader)
+    facts = agreement.data_facts("test", loader, length, sharded=False)
+    samples, size = facts.get("test samples"), facts.get("test batch size")
+    if length is None:
+        return "a stream"
+    words = f"{length} batch{'' if length == 1 else 'es'}" + ("" if size is None else f" of {size}") + " per process"
+    return words if samples is None else f"{samples} samples, {words}"

@@ -1,0 +1,439 @@
+"""How fit and evaluate begin on real ranks: every difference is told on all of them, and a person sees one block."""
+
+from __future__ import annotations
+
+import textwrap
+import time
+
+import pytest
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader
+
+from ddpkit import beginning, distributed
+from ddpkit.distributed import exchange
+from ddpkit.roll_call import host_name
+from ddpkit.sameness import own_place
+from tests.contract.recipes import QUIET, Regression, make, points, sgd
+from tests.launching import Run, free_port, python, torchrun
+
+LIMIT_SECONDS = 20
+WORLDS = [(2, 0), (2, 1), (3, 1), (3, 2)]
+
+
+def assert_told(outcomes, *words):
+    """Every rank raised the same, and says these words."""
+    assert [outcome.error_type for outcome in outcomes] == ["RankMismatchError"] * len(outcomes), outcomes
+    assert len({outcome.error for outcome in outcomes}) == 1
+    for word in (*words, "The ranks are not about to run the same training:", "Start every rank with the same script"):
+        assert word in outcomes[0].error, outcomes[0].error
+
+
+def on(world, odd):
+    """Write where most are, and where the odd one is, as the message does."""
+    most = [rank for rank in range(world) if rank != odd]
+    return f"rank {most[0]}" if len(most) == 1 else f"ranks {', '.join(map(str, most))}", f"rank {odd}"
+
+
+# -------------------------------------------------------------------------------- differences in one process group
+
+
+class Untouched(Regression):
+    """Nothing of a recipe may have run when the ranks find out that they differ."""
+
+    def make_dataloader(self, *args, **kwargs):
+        raise AssertionError("too late")
+
+    def on_fit_start(self):
+        raise AssertionError("too late")
+
+
+def other_model(odd):
+    width = 4 if dist.get_rank() == odd else 3
+    brain = Untouched({"net": nn.Linear(width, 1)}, sgd(), run_opts=QUIET)
+    brain.fit([1], points(4))
+
+
+@pytest.mark.parametrize(("world", "odd"), WORLDS)
+def test_f14_another_model(ranks, world, odd):
+    most, one = on(world, odd)
+    outcomes = ranks.outcomes(other_model, odd, world_size=world, timeout=LIMIT_SECONDS)
+    assert_told(outcomes, "(1, 3) torch.float32 trained on " + most, "(1, 4) torch.float32 trained on " + one)
+    assert f"rank {odd} is on {own_place().split(' ', maxsplit=1)[0]} (pid " in outcomes[0].error
+
+
+def other_option(odd, option, value):
+    brain = make(Untouched, **({option: value} if dist.get_rank() == odd else {}))
+    brain.fit([1], points(4))
+    brain.evaluate(points(4))
+
+
+@pytest.mark.parametrize(("world", "odd"), WORLDS)
+@pytest.mark.parametrize(("option", "value"), [("max_grad_norm", 1.0), ("test_only", True), ("global_batch_size", 8)])
+def test_f14_another_option(ranks, world, odd, option, value):
+    """With test_only the rank does not even train: its evaluate meets the others' fit, where they compare."""
+    outcomes = ranks.outcomes(other_option, odd, option, value, world_size=world, timeout=LIMIT_SECONDS)
+    assert_told(outcomes, f"  option {option}: ", f"{value} on rank {odd}")
+
+
+def shown_on_main_only():
+    brain = make(noprogressbar=dist.get_rank() > 0, tqdm_colored_bar=dist.get_rank() == 0)
+    brain.fit([1], points(4), train_loader_kwargs={"batch_size": 2})
+    return brain.optimizer_step
+
+
+def test_what_only_the_main_process_shows_may_differ(ranks):
+    assert ranks.run(shown_on_main_only) == [1, 1]
+
+
+def other_class(odd):
+    brain = make(Other if dist.get_rank() == odd else Untouched)
+    brain.fit([1], points(4))
+
+
+class Other(Untouched):
+    pass
+
+
+@pytest.mark.parametrize(("world", "odd"), [(2, 1), (3, 0)])
+def test_f14_another_brain(ranks, world, odd):
+    outcomes = ranks.outcomes(other_class, odd, world_size=world, timeout=LIMIT_SECONDS)
+    assert_told(outcomes, "  Brain: ", f"Other on rank {odd}")
+
+
+def other_checkpointer(folder):
+    brain = make(Untouched, folder=folder if dist.get_rank() else None)
+    brain.fit([1], points(4))
+
+
+def test_f14_a_checkpointer_on_one_rank(ranks, tmp_path):
+    outcomes = ranks.outcomes(other_checkpointer, str(tmp_path), timeout=LIMIT_SECONDS)
+    assert_told(outcomes, "checkpointer: none on rank 0; Checkpointer on rank 1")
+
+
+def other_path(odd):
+    brain = make(Untouched)
+    if dist.get_rank() == odd:
+        brain.fit([1], points(4))
+    else:
+        brain.fit([1], points(4))
+
+
+@pytest.mark.parametrize(("world", "odd"), [(2, 0), (3, 2)])
+def test_f14_another_path_through_the_script(ranks, world, odd):
+    """All that follows in fit is called from another line, and would wait for the others for ever."""
+    most, one = on(world, odd)
+    outcomes = ranks.outcomes(other_path, odd, world_size=world, timeout=LIMIT_SECONDS)
+    assert_told(outcomes, "  call: fit at test_start_report.py:", "in other_path", f"on {most}", f"on {one}")
+
+
+def other_data(odd, where):
+    data = points(8)
+    own = points(10) if dist.get_rank() == odd else data
+    brain = make()
+    sets = {"train": data, "valid": data, "test": data, where: own}
+    if where != "test":
+        brain.fit([1], sets["train"], sets["valid"], train_loader_kwargs={"batch_size": 2})
+    brain.evaluate(sets["test"])
+
+
+@pytest.mark.parametrize(("world", "odd"), WORLDS)
+@pytest.mark.parametrize("where", ["train", "valid", "test"])
+def test_f14_a_dataset_of_another_length(ranks, world, odd, where):
+    most, one = on(world, odd)
+    outcomes = ranks.outcomes(other_data, odd, where, world_size=world, timeout=LIMIT_SECONDS)
+    values = [f"8 on {most}", f"10 on {one}"]
+    assert_told(outcomes, f"  {where} samples: " + "; ".join(values if odd else values[::-1]))
+
+
+class DividedByHand(Regression):
+    """A recipe that gives each rank a loader of its own, over samples of its own."""
+
+    def make_dataloader(self, dataset, stage, **kwargs):
+        kwargs.pop("ckpt_prefix", None)
+        return DataLoader(dataset, **kwargs)
+
+
+def divided_by_hand():
+    rank, world = dist.get_rank(), dist.get_world_size()
+    brain = make(DividedByHand, shard_evaluation=True)
+    data, valid = points(9)[rank::world], points(7)[rank::world]
+    brain.fit([1], data[:4], valid, train_loader_kwargs={"batch_size": 2})
+    return brain.optimizer_step, len(valid), brain.evaluate(valid)
+
+
+def test_sets_that_a_recipe_has_divided_itself_may_have_other_lengths(ranks):
+    results = ranks.run(divided_by_hand)
+    assert [result[:2] for result in results] == [(2, 4), (2, 3)]
+    assert results[0][2] == results[1][2]
+
+
+# ---------------------------------------------------------------------------------------------- what it costs
+
+
+def counted():
+    calls = []
+    real = distributed.exchange
+
+    def count(value, site=None):
+        calls.append(site)
+        return real(value, site)
+
+    import ddpkit.agreement
+
+    ddpkit.agreement.exchange = count
+    try:
+        brain = make()
+        brain.fit([1], points(4), train_loader_kwargs={"batch_size": 1})
+        brain.fit([1], points(4), train_loader_kwargs={"batch_size": 1})
+    finally:
+        ddpkit.agreement.exchange = real
+    return calls.count(beginning.AT_START), sum(site is not None and "detail" in site for site in calls), brain._seats
+
+
+def test_the_ranks_exchange_one_digest_and_where_they_are(ranks):
+    """Once per call of fit; and nothing longer as long as they agree."""
+    for found, details, seats in ranks.run(counted, world_size=3):
+        assert (found, details) == (2, 0)
+        assert [(seat.node, seat.host, seat.device.split()[0]) for seat in seats] == [(0, host_name(), "cpu")] * 3
+
+
+def seconds_of_a_start():
+    brain = make()
+    exchange("all are here", "warm")
+    started = time.perf_counter()
+    brain.compare_ranks("fit")
+    return time.perf_counter() - started
+
+
+def test_a_start_is_not_held_up(ranks):
+    """Measured 4 ms; the limit leaves room for a busy machine."""
+    best = min(max(ranks.run(seconds_of_a_start)) for _ in range(5))
+    assert best < 0.1
+
+
+# ------------------------------------------------------------------------------------------- what a person sees
+
+RECIPE = """
+    import sys
+    import torch
+    import ddpkit as sb
+    from nets import Net
+
+    class Line(sb.Brain):
+        def compute_forward(self, batch, stage):
+            return self.modules.net(batch[0])
+
+        def compute_objectives(self, predictions, batch, stage):
+            return (predictions - batch[1]).square().mean()
+
+    if __name__ == "__main__":
+        file, run_opts, _ = sb.parse_arguments(["h.yaml", "--device=cpu", *sys.argv[1:]])
+        if "early" in open("when").read():
+            sb.ddp_init_group(run_opts)
+            sb.run_on_main(print, args=["prepared"])
+        data = [(torch.tensor([float(x)]), torch.tensor([2.0 * x])) for x in range(12)]
+        net = Net()
+        checkpointer = sb.checkpoints.Checkpointer("save", {"net": net})
+        brain = Line({"net": net}, lambda p: torch.optim.SGD(p, lr=0.001), {"lr": 1}, run_opts, checkpointer)
+        counter = sb.epoch_loop.EpochCounter(2)
+        checkpointer.add_recoverable("counter", counter)
+        brain.fit(counter, data, data, train_loader_kwargs={"batch_size": 3}, progressbar=False)
+        checkpointer.save_checkpoint()
+        brain.evaluate(data, progressbar=False, test_loader_kwargs={"batch_size": 5})
+        brain.evaluate(data, progressbar=False, test_loader_kwargs={"batch_size": 5})
+"""
+NET = """
+    import torch
+
+    class Net(torch.nn.Linear):
+        def __init__(self):
+            super().__init__(1, 1)
+"""
+
+
+def write(folder, *, when="early", script=RECIPE, net=NET, yaml="lr: 1\n"):
+    folder.mkdir(exist_ok=True)
+    for name, text in (("train.py", script), ("nets.py", net), ("h.yaml", yaml), ("when", when)):
+        (folder / name).write_text(textwrap.dedent(text))
+    return folder
+
+
+def blocks(text):
+    """Return the blocks of a run, and how many other lines there are."""
+    found = {}
+    rest = []
+    for line in text.splitlines():
+        if line.endswith(":") and " with ddpkit " in line:
+            title = found.setdefault(line.split()[0], {})
+        elif line.startswith("  ") and found:
+            assert line[2:13].strip() not in title, "once"
+            title[line[2:13].strip()] = line[13:]
+        else:
+            rest.append(line)
+    return found, rest
+
+
+def test_one_block_on_two_processes_then_resumed_on_one(tmp_path):
+    write(tmp_path)
+    run = Run(torchrun(2, "train.py", "--precision=bf16"), tmp_path, warm=True).wait()
+    assert run.code == 0, run.err
+    found, rest = blocks(run.err)
+    assert not rest, run.err
+    host = own_place().split()[0]
+    assert {name: row for name, row in found["Training"].items() if name != "versions"} == {
+        "launcher": f"torchrun, 2 processes on {host}",
+        "devices": "2 x cpu (1 thread), backend gloo",
+        "batch": "2 processes x batch 3 x accumulation 1 = 6 samples per optimizer step; 2 steps, 12 samples per epoch",
+        "precision": "bf16, evaluation fp32",
+        "evaluation": "every rank the whole set; --shard_evaluation divides it",
+        "start": "from scratch: there is no checkpoint in save",
+    }
+    (saved,) = (tmp_path / "save").glob("CKPT+*")
+    assert found["Evaluation"] == {
+        "test set": "12 samples, 3 batches of 5 per process",
+        "precision": "fp32",
+        "weights": f"from save/{saved.name}",
+    }
+    assert run.out == "prepared\n"
+    assert len(run.err.splitlines()) <= 12
+
+    (tmp_path / "train.py").write_text(
+        (tmp_path / "train.py").read_text().replace("EpochCounter(2)", "EpochCounter(3)")
+    )
+    run = Run(python("train.py", "--shard_evaluation"), tmp_path, warm=True).wait()
+    assert run.code == 0, run.err
+    found, _ = blocks(run.err)
+    assert found["Training"]["launcher"] == f"none, one process on {host}"
+    assert found["Training"]["devices"] == "cpu (1 thread)"
+    assert found["Training"]["start"] == f"from save/{saved.name}: 4 optimizer steps done, epoch 3 comes next"
+    assert "evaluation" not in found["Training"]
+
+
+def test_a_second_fit_says_what_has_changed_and_nothing_else(caplog):
+    """In one process; nothing is compared there, and the place of a Brain that trains on is no news."""
+    caplog.set_level("INFO", logger="ddpkit.start_report")
+
+    def said():
+        blocks = [record.getMessage() for record in caplog.records if record.name == "ddpkit.start_report"]
+        caplog.clear()
+        return [block.splitlines() for block in blocks]
+
+    brain, data = make(), points(8)
+    for batch_size in (2, 2, 4):
+        brain.fit([1], data, train_loader_kwargs={"batch_size": batch_size})
+    first, second = said()
+    assert first[-1] == "  start      from scratch, and no checkpointer to save with"
+    assert not any(line.startswith("  evaluation") for line in first)
+    assert second[1:] == [
+        "  batch      1 process x batch 4 x accumulation 1 = 4 samples per optimizer step; 2 steps, 8 samples per epoch"
+    ]
+    for _ in range(2):
+        brain.evaluate(data, test_loader_kwargs={"batch_size": 3})
+    (only,) = said()
+    assert only[1:] == [
+        "  test set   8 samples, 3 batches of 3 per process",
+        "  weights    as training has left them",
+    ]
+    make().evaluate(iter(data))
+    (only,) = said()
+    assert only[1:] == [
+        "  test set   a stream",
+        "  precision  fp32",
+        "  weights    the initial ones: no checkpoint was loaded",
+    ]
+
+
+def start_two(first, second, *words):
+    """Start two ranks by hand, each in a folder of its own; rank 0 keeps the store."""
+    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    command = python("train.py", *words)
+    runs = [
+        Run(command, folder, {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}, warm=True)
+        for rank, folder in enumerate((first, second))
+    ]
+    return [run.wait(30) for run in runs]
+
+
+@pytest.mark.parametrize(
+    ("what", "when", "line"),
+    [
+        ({"script": RECIPE + "    # as it was yesterday\n"}, "early", "  script: train.py (code "),
+        ({"script": RECIPE + "    # as it was yesterday\n"}, "late", "  script: train.py (code "),
+        ({"net": NET + "    # as it was yesterday\n"}, "early", "  file nets.py: code "),
+        ({"yaml": "lr: 2\n"}, "early", "  hyperparameter file: content "),
+    ],
+    ids=["script", "script of a Brain alone", "module", "yaml"],
+)
+def test_f14_two_versions_of_a_recipe(tmp_path, what, when, line):
+    """Told on both, within seconds and as the last thing on the screen, whether they would have waited or not."""
+    runs = start_two(write(tmp_path / "one", when=when), write(tmp_path / "two", when=when, **what))
+    for run in runs:
+        assert run.code == 1, run.err
+        tail = run.tail(6)
+        assert f"{line}" in tail
+        assert " on rank 0; " in tail
+        assert f"rank 0 is on {own_place().split()[0]} (pid {runs[0].process.pid})" in tail
+        assert tail.endswith("Start every rank with the same script, the same command line and the same data.")
+        assert run.seconds < 20
+
+
+def test_f14_two_versions_of_a_script_in_a_group_of_the_users_own(tmp_path):
+    """Nobody has compared them before fit."""
+    own = "import torch.distributed as dist; dist.init_process_group('gloo'); file, run_opts,"
+    script = RECIPE.replace("file, run_opts,", own)
+    other = write(tmp_path / "two", when="late", script=script + "    # as it was yesterday\n")
+    for run in start_two(write(tmp_path / "one", when="late", script=script), other):
+        assert run.code == 1
+        assert "  script: train.py (code " in run.tail(6)
+
+
+def test_f14_two_versions_of_torch(tmp_path):
+    """Of numpy, too, and of Python: as if one machine had another environment."""
+    lie = "import torch, numpy; torch.__version__ = '1.13.1'; numpy.__version__ = '1.20'\n"
+    other = {"script": RECIPE}
+    first, second = write(tmp_path / "one"), write(tmp_path / "two", **other)
+    (second / "nets.py").write_text(lie + textwrap.dedent(NET))
+    for run in start_two(first, second):
+        assert run.code == 1
+        assert "  torch: 2." in run.tail(8)
+        assert " on rank 0; 1.13.1 on rank 1" in run.tail(8)
+        assert "  numpy: " in run.tail(8)
+        assert "Install the same versions on every machine" in run.tail(8)
+
+
+def test_f14_two_backends_and_two_numbers_of_processes(tmp_path):
+    """Found before the process group is made, which would not come about."""
+    script = textwrap.dedent(RECIPE).replace(
+        "file, run_opts,",
+        'import os; os.environ["WORLD_SIZE"] = str(2 + int(os.environ["RANK"])); file, run_opts,',
+    )
+    script = script.replace("sb.ddp_init_group(run_opts)", 'sb.ddp_init_group({"distributed_backend": BACKEND[rank]})')
+    script = script.replace(
+        "file, run_opts,", 'BACKEND = ["gloo", "cpu:gloo"]; rank = int(os.environ["RANK"]); file, run_opts,'
+    )
+    first, second = write(tmp_path / "one", script=script), write(tmp_path / "two", script=script)
+    for run in start_two(first, second):
+        assert run.code == 1
+        assert "  number of processes: 2 on rank 0; 3 on rank 1" in run.tail(8)
+        assert "  backend: gloo on rank 0; cpu:gloo on rank 1" in run.tail(8)
+
+
+def test_a_file_that_the_main_process_alone_imports_is_no_difference(tmp_path):
+    script = RECIPE.replace("net = Net()", "net = Net()\n        if sb.if_main_process():\n            import plots")
+    write(tmp_path, script=script)
+    (tmp_path / "plots.py").write_text("")
+    run = Run(torchrun(2, "train.py"), tmp_path, warm=True).wait()
+    assert run.code == 0, run.err
+    assert "Training with ddpkit" in run.err
+
+
+@pytest.mark.parametrize("processes", [2, 3])
+def test_f14_under_torchrun_the_reason_stands_in_its_summary(tmp_path, processes):
+    script = RECIPE.replace("x in range(12)", "x in range(12 + (sb.distributed.get_rank() == 1))")
+    write(tmp_path, script=script)
+    run = Run(torchrun(processes, "train.py"), tmp_path, warm=True).wait()
+    assert run.code == 1
+    most = "rank 0" if processes == 2 else "ranks 0, 2"
+    assert f"  train samples: 12 on {most}; 13 on rank 1" in run.tail(8)
+    assert "Training with ddpkit" not in run.err, "nothing is announced that does not begin"

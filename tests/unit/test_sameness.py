@@ -1,0 +1,284 @@
+"""What is compared before ranks work together, and what they say when they differ; with made-up ranks."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed import HashStore, PrefixStore, TCPStore
+
+import ddpkit
+from ddpkit import sameness
+from ddpkit.brain import Brain
+from ddpkit.errors import LaunchError, RankMismatchError
+from ddpkit.sameness import (
+    LARGEST_FILE_BYTES,
+    MOST_FILES,
+    MOST_SHOWN,
+    code_digest,
+    compare_at_meeting,
+    describe_differences,
+    file_digest,
+    recipe_facts,
+    software_facts,
+    strict_part,
+)
+
+# ---------------------------------------------------------------------------------------------- facts
+
+
+def test_versions_are_those_that_run():
+    facts = software_facts()
+    assert facts["Python"] == f"{sys.version_info[0]}.{sys.version_info[1]}"
+    assert facts["torch"] == torch.__version__
+    assert facts["ddpkit"] == ddpkit.__version__
+    assert facts["file ddpkit/*.py"] == f"code {code_digest(str(Path(ddpkit.__file__).parent))}"
+
+
+def test_every_byte_and_name_of_a_package_counts(tmp_path):
+    def digest(**files):
+        folder = tmp_path / str(time.monotonic_ns())
+        (folder / "inner").mkdir(parents=True)
+        for name, text in files.items():
+            (folder / name.replace("__", "/")).with_suffix(".py").write_text(text)
+        return code_digest(str(folder))
+
+    same = digest(a="1", inner__b="2")
+    assert len(same) == 8
+    assert same == digest(a="1", inner__b="2")
+    others = [digest(a="1", inner__b="3"), digest(a="1", inner__c="2"), digest(a="12", inner__b=""), digest(a="1")]
+    assert len({same, *others}) == 5
+
+
+def test_what_cannot_be_read_has_no_digest(tmp_path):
+    """Neither is a reason to fail: a file that is gone or huge, a folder that is none."""
+    huge = tmp_path / "huge.py"
+    huge.write_bytes(b"#" * (LARGEST_FILE_BYTES + 1))
+    fits = tmp_path / "fits.py"
+    fits.write_bytes(b"#" * LARGEST_FILE_BYTES)
+    assert [file_digest(str(path)) for path in (huge, tmp_path, tmp_path / "none.py", "\0")] == [""] * 4
+    assert len(file_digest(str(fits))) == 8
+    assert code_digest(str(tmp_path)) == "", "of a package with a file like that nothing is known"
+
+
+def of_script(folder, script, *modules):
+    """Run a script that imports modules of its folder; return the facts that it finds."""
+    (folder / "train.py").write_text(textwrap.dedent(script))
+    for module in modules:
+        (folder / module).parent.mkdir(exist_ok=True)
+        (folder / module).write_text("class Net:\n    pass\n")
+    run = subprocess.run([sys.executable, "train.py"], cwd=folder, capture_output=True, text=True, check=True)
+    return eval(run.stdout)
+
+
+FACTS = """
+    from ddpkit.sameness import recipe_facts, script_facts
+
+    class Mine:
+        pass
+
+    print({**script_facts(), **recipe_facts(Mine, "h.yaml")})
+"""
+
+
+def test_the_code_of_a_recipe_is_what_was_imported_from_its_folder(tmp_path):
+    (tmp_path / "h.yaml").write_text("lr: 1\n")
+    names = ("nets.py", "parts/conv.py", "unused.py", "lib/site-packages/other.py")
+    (tmp_path / "lib/site-packages").mkdir(parents=True)
+    script = "import sys; sys.path.append('lib/site-packages'); import nets, parts.conv, other, json, numpy\n"
+    facts = of_script(tmp_path, script + textwrap.dedent(FACTS), *names)
+    assert set(facts) == {"script", "Brain", "hyperparameter file", "file nets.py", "file parts/conv.py"}
+    assert facts["script"] == f"train.py (code {file_digest(str(tmp_path / 'train.py'))})"
+    assert facts["Brain"] == "Mine"
+    assert facts["file nets.py"] == facts["file parts/conv.py"]
+
+
+def test_a_script_that_has_gone_is_not_compared(tmp_path):
+    """It was started and deleted, or the working folder is another one now: that is no difference to other ranks."""
+    facts = of_script(tmp_path, "import os; os.unlink('train.py')\n" + textwrap.dedent(FACTS))
+    assert facts == {"Brain": "Mine"}
+    (tmp_path / "elsewhere").mkdir()
+    moved = of_script(tmp_path, "import os; os.chdir('elsewhere')\n" + textwrap.dedent(FACTS))
+    assert set(moved) == {"Brain", "script"}
+
+
+def test_a_brain_may_be_written_elsewhere():
+    file = Path(sameness.__file__).parent / "brain.py"
+    assert recipe_facts(Brain) == {"Brain": "Brain", "file brain.py": f"code {file_digest(str(file))}"}
+
+
+def test_there_is_no_script_on_the_command_line_or_in_a_notebook():
+    command = "from ddpkit.sameness import *; print(script_facts(), recipe_facts(type('Mine', (), {}), 'none.yaml'))"
+    run = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "{} {'Brain': 'Mine'}"
+
+
+def test_no_more_files_than_can_be_read_in_a_moment(tmp_path, monkeypatch):
+    script = tmp_path / "train.py"
+    script.write_text("")
+    monkeypatch.setattr(sameness, "_script", lambda: script)
+    for number in range(MOST_FILES + 5):
+        path = tmp_path / f"part{number}.py"
+        path.write_text("")
+        monkeypatch.setitem(sys.modules, f"part{number}", type(sys)(f"part{number}"))
+        monkeypatch.setattr(sys.modules[f"part{number}"], "__file__", str(path), raising=False)
+    assert sum(name.startswith("file ") for name in recipe_facts(dict)) == MOST_FILES
+
+
+def test_a_module_that_makes_its_attributes_when_asked_is_not_asked(monkeypatch, tmp_path):
+    class Lazy(type(sys)):
+        def __getattr__(self, name):
+            raise RuntimeError(name)
+
+    monkeypatch.setattr(sameness, "_script", lambda: tmp_path / "train.py")
+    monkeypatch.setitem(sys.modules, "lazy", Lazy("lazy"))
+    monkeypatch.setitem(sys.modules, "nothing", None)
+    assert recipe_facts(dict) == {"Brain": "dict"}
+
+
+# ------------------------------------------------------------------------------------------- messages
+
+
+def test_differences_in_words():
+    everybody = [
+        {"option precision": "'bf16'", "train batches": "12"},
+        {"option precision": "'bf16'", "train batches": "11"},
+        {"option precision": "'bf16'", "train batches": "12", "train samples": "9"},
+    ]
+    assert describe_differences(everybody).splitlines() == [
+        "The ranks are not about to run the same training:",
+        "  train batches: 12 on ranks 0, 2; 11 on rank 1",
+        "  train samples: missing on ranks 0, 1; 9 on rank 2",
+        "Start every rank with the same script, the same command line and the same data.",
+    ]
+
+
+def test_only_those_who_differ_from_most_are_shown_with_their_place():
+    places = [f"gpu0{rank} (pid {rank})" for rank in range(4)]
+    everybody = [{"torch": "2.13"}, {"torch": "2.13"}, {"torch": "2.12"}, {"torch": "2.13"}]
+    lines = describe_differences(everybody, places).splitlines()
+    assert lines[2] == "  rank 2 is on gpu02 (pid 2)"
+    everybody[3] = {"torch": "2.12"}
+    lines = describe_differences(everybody, places).splitlines()
+    assert lines[2] == "  " + "; ".join(f"rank {rank} is on gpu0{rank} (pid {rank})" for rank in range(4))
+
+
+@pytest.mark.parametrize(
+    ("fact", "advice"),
+    [
+        ("torch", "Install the same versions on every machine"),
+        ("script", "Give every machine the same files of code"),
+        ("file nets.py", "Give every machine the same files of code"),
+        ("hyperparameter file", "belongs on the command line: --name=value"),
+    ],
+)
+def test_what_to_do(fact, advice):
+    lines = describe_differences([{fact: "1"}, {fact: "2"}]).splitlines()
+    assert lines[1] == f"  {fact}: 1 on rank 0; 2 on rank 1"
+    assert advice in lines[2]
+    assert lines[3].startswith("Start every rank with the same script")
+
+
+def test_a_fact_that_a_rank_cannot_know_is_no_difference():
+    known = {"script": "train.py", "file nets.py": "code 0a", "hyperparameter file": "content 1b"}
+    assert describe_differences([{"torch": "2"}, {"torch": "2", **known}]) == ""
+    assert describe_differences([{}, {"torch": "2"}]) != ""
+    assert strict_part({"torch": "2", **known}) == [("torch", "2")]
+
+
+def test_the_order_is_a_difference():
+    one, other = {"a": "1", "b": "2"}, {"b": "2", "a": "1"}
+    assert describe_differences([one, other], ["x", "y"]).splitlines()[1:2] == ["  the order of the parameters"]
+
+
+def test_long_lists_are_cut():
+    many = [{f"parameter {number}": str(rank % 2) for number in range(20)} for rank in range(40)]
+    lines = describe_differences(many, ["gpu01 (pid 1)"] * 40).splitlines()
+    assert len(lines) == MOST_SHOWN + 4
+    assert lines[-3] == f"  and {20 - MOST_SHOWN} more"
+    assert lines[-2].count("rank ") == MOST_SHOWN
+    assert lines[-2].endswith("; ...")
+    assert (
+        lines[1] == "  parameter 0: 0 on ranks 0, 2, 4, 6, 8, 10, 12, 14 ...; 1 on ranks 1, 3, 5, 7, 9, 11, 13, 15 ..."
+    )
+
+
+# ---------------------------------------------------------------------------------------- over the store
+
+
+@pytest.fixture
+def store():
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=10))
+    return lambda rank: (
+        PrefixStore("one", server)
+        if rank == 0
+        else PrefixStore("one", TCPStore("127.0.0.1", server.port, is_master=False, timeout=timedelta(seconds=10)))
+    )
+
+
+def compare(store, everybody, seconds=10.0):
+    def one(rank):
+        try:
+            return compare_at_meeting(store(rank), rank, len(everybody), everybody[rank], seconds)
+        except LaunchError as error:
+            return error
+
+    with ThreadPoolExecutor(len(everybody)) as pool:
+        return list(pool.map(one, range(len(everybody))))
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_ranks_that_are_alike_go_on(store, world):
+    assert compare(store, [{"torch": "2"}] * world) == [None] * world
+
+
+@pytest.mark.parametrize("odd", [0, 1, 2])
+def test_every_rank_raises_the_same(store, odd):
+    everybody = [{"torch": "2.12" if rank == odd else "2.13"} for rank in range(3)]
+    errors = compare(store, everybody)
+    assert [type(error) for error in errors] == [RankMismatchError] * 3
+    assert len(set(map(str, errors))) == 1
+    assert f"2.12 on rank {odd}" in str(errors[0])
+    assert f"  rank {odd} is on {sameness.own_place()}" in str(errors[0])
+
+
+def test_rank_0_stays_until_the_others_have_read_why(monkeypatch):
+    """It may host the store; but not for ever, if one of them has died."""
+    monkeypatch.setattr(sameness, "LAST_WORD_SECONDS", 1.0)
+    store = HashStore()
+    store.set("ddpkit/start/1", '[{"a": "2"}, "there"]')
+    reader = threading.Timer(0.3, lambda: store.add("ddpkit/start/read", 1))
+    reader.start()
+    began = time.monotonic()
+    with pytest.raises(RankMismatchError):
+        compare_at_meeting(store, 0, 2, {"a": "1"}, 5.0)
+    assert 0.3 <= time.monotonic() - began < 0.9
+    reader.join()
+    began = time.monotonic()
+    store.set("ddpkit/start/2", '[{"a": "2"}, "there"]')
+    with pytest.raises(RankMismatchError):
+        compare_at_meeting(store, 0, 3, {"a": "1"}, 5.0)
+    assert 1.0 <= time.monotonic() - began < 3
+
+
+@pytest.mark.parametrize(("rank", "missing"), [(0, 1), (1, 0)])
+def test_a_rank_that_does_not_come_is_named(rank, missing):
+    with pytest.raises(LaunchError, match=f"rank {missing} has met the others, and has not come any further"):
+        compare_at_meeting(HashStore(), rank, 2, {"a": "1"}, 0.05)
+
+
+def test_a_store_that_has_gone_is_told():
+    class Gone(HashStore):
+        def check(self, keys):
+            raise RuntimeError("Connection reset by peer")
+
+    with pytest.raises(LaunchError, match=r"rank 1 of 2 lost the connection .*: Connection reset by peer"):
+        compare_at_meeting(Gone(), 1, 2, {"a": "1"}, 5.0)

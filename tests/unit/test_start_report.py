@@ -1,0 +1,165 @@
+"""The block that a run prints when it begins, from made-up processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from ddpkit import start_report
+from ddpkit.launch_variables import LaunchInfo
+from ddpkit.logger import close_logging, setup_logging
+from ddpkit.precision import TorchAutocast
+from ddpkit.start_report import Seat, StartReport, evaluation_row, place_rows, precision_row, start_row
+
+
+def seats(*per_node, device="cuda (NVIDIA H200)"):
+    return [Seat(node, f"gpu{node:02d}", device) for node, count in enumerate(per_node) for _ in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("places", "info", "launcher", "devices"),
+    [
+        (
+            seats(4, 4),
+            LaunchInfo("torchrun"),
+            "torchrun, 2 nodes x 4 processes (gpu00, gpu01)",
+            "4 x cuda (NVIDIA H200) per node",
+        ),
+        (
+            seats(1, 1),
+            LaunchInfo("slurm"),
+            "srun, 2 nodes x 1 process (gpu00, gpu01)",
+            "1 x cuda (NVIDIA H200) per node",
+        ),
+        (
+            seats(2),
+            LaunchInfo("spawn"),
+            "ddpkit (--nproc or ddpkit.spawn), 2 processes on gpu00",
+            "2 x cuda (NVIDIA H200)",
+        ),
+        (
+            seats(2, 1),
+            LaunchInfo("openmpi"),
+            "mpirun (Open MPI), 2 nodes with 2 + 1 processes (gpu00, gpu01)",
+            "gpu00: 2 x cuda (NVIDIA H200); gpu01: 1 x cuda (NVIDIA H200)",
+        ),
+        (
+            seats(*[8] * 100),
+            LaunchInfo("torchrun", restart_count=2),
+            "torchrun (restart 2), 100 nodes x 8 processes (gpu00, gpu01, gpu02, gpu03, and 96 more)",
+            "8 x cuda (NVIDIA H200) per node",
+        ),
+        (
+            [Seat(0, "a", "cuda (A)"), Seat(0, "a", "cuda (B)"), Seat(0, "a", "cuda (A)")],
+            LaunchInfo("environment"),
+            "plain variables (RANK, WORLD_SIZE), 3 processes on a",
+            "2 x cuda (A) and 1 x cuda (B)",
+        ),
+        (
+            seats(1, device="cpu"),
+            LaunchInfo(),
+            "a process group that the script has started, one process on gpu00",
+            "cpu",
+        ),
+    ],
+)
+def test_who_runs_where(places, info, launcher, devices):
+    rows = place_rows(places, info, "nccl")
+    assert rows["launcher"] == launcher
+    assert rows["devices"] == f"{devices}, backend nccl"
+    assert rows["versions"].startswith("Python 3.")
+    assert f"torch {torch.__version__}, numpy " in rows["versions"]
+
+
+def test_one_process_without_a_launcher():
+    rows = place_rows(seats(1, device="cpu"), LaunchInfo(), None)
+    assert rows["launcher"] == "none, one process on gpu00"
+    assert rows["devices"] == "cpu"
+
+
+def test_two_nodes_with_one_name_are_two():
+    """Containers may all be called alike; the launcher knows better."""
+    rows = place_rows([Seat(0, "box", "cpu"), Seat(1, "box", "cpu")], LaunchInfo("torchrun"), "gloo")
+    assert rows["launcher"] == "torchrun, 2 nodes x 1 process (box, box)"
+
+
+def test_the_seat_of_a_cpu_tells_its_threads(monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    assert Seat.here(1, "cpu").device == "cpu (3 threads)"
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"card of {device}")
+    assert Seat.here(1, "cuda:1").device == "cuda (card of cuda:1)"
+
+
+@pytest.mark.parametrize(
+    ("options", "scaled", "trains", "words"),
+    [
+        (("fp32", "fp32"), False, True, "fp32"),
+        (("bf16", "fp32"), False, True, "bf16, evaluation fp32"),
+        (("fp16", "fp16"), True, True, "fp16 with scaled gradients, evaluation fp16"),
+        (("bf16", "fp32"), False, False, "fp32"),
+    ],
+)
+def test_formats_that_are_in_force(options, scaled, trains, words):
+    dtypes = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+    training, evaluation = (TorchAutocast("cuda", dtypes[name]) for name in options)
+    scaler = SimpleNamespace(is_enabled=lambda: scaled)
+    assert precision_row(training, evaluation, scaler, trains=trains) == words
+
+
+def test_a_context_of_a_recipes_own_may_not_tell_its_format():
+    scaler = SimpleNamespace(is_enabled=lambda: False)
+    assert precision_row(object(), SimpleNamespace(dtype=torch.float64), scaler, trains=True) == (
+        "unknown, evaluation float64"
+    )
+
+
+def test_how_evaluation_goes():
+    assert evaluation_row(1, divided=False) == ""
+    assert evaluation_row(2, divided=False) == "every rank the whole set; --shard_evaluation divides it"
+    assert "ddpkit.metrics or Brain.gather" in evaluation_row(2, divided=True)
+
+
+def test_what_training_starts_from():
+    found = Path("save/CKPT+1")
+    assert start_row(found, "save", "auto", "7 optimizer steps done") == "from save/CKPT+1: 7 optimizer steps done"
+    assert start_row(None, None, "auto", "") == "from scratch, and no checkpointer to save with"
+    assert start_row(None, "save", "auto", "") == "from scratch: there is no checkpoint in save"
+    assert start_row(None, "save", "never", "") == "from scratch, as --resume=never says; checkpoints go to save"
+
+
+def test_the_block_is_aligned_and_says_nothing_twice(monkeypatch):
+    monkeypatch.setattr(StartReport, "_of_the_process", {})
+    monkeypatch.setattr(start_report, "__version__", "1.2")
+    rows = {"launcher": "none", "precision": "fp32", "evaluation": "", "start": "from scratch"}
+    first, second = StartReport(), StartReport()
+    assert first.block("Training", rows).splitlines() == [
+        "Training with ddpkit 1.2:",
+        "  launcher   none",
+        "  precision  fp32",
+        "  start      from scratch",
+    ]
+    assert first.block("Training", rows) == ""
+    assert first.block("Training", rows | {"precision": "bf16"}).splitlines()[1:] == ["  precision  bf16"]
+    assert first.block("Training", rows).splitlines()[1:] == ["  precision  fp32"], "it has changed back"
+    assert second.block("Training", rows).splitlines()[1:] == ["  precision  fp32", "  start      from scratch"], (
+        "another Brain; the process is the same"
+    )
+
+
+@pytest.mark.parametrize("with_logging", [False, True])
+def test_the_block_comes_out_with_and_without_logging(monkeypatch, capfd, tmp_path, with_logging):
+    monkeypatch.setattr(StartReport, "_of_the_process", {})
+    if with_logging:
+        setup_logging(tmp_path / "log.txt")
+    else:
+        monkeypatch.setattr(start_report.logger.logger, "hasHandlers", lambda: False)  # pytest has some
+    StartReport().announce("Training", {"precision": "fp32", "start": "from 10 %"})
+    StartReport().announce("Training", {"precision": ""})
+    close_logging()
+    err = capfd.readouterr().err
+    assert err.splitlines()[1:] == ["  precision  fp32", "  start      from 10 %"]
+    if with_logging:
+        assert "  precision  fp32\n" in (tmp_path / "log.txt").read_text()

@@ -91,14 +91,19 @@ class Ending(Saving):
         over = self._seconds_allowed is not None and seconds_since_start() > self._seconds_allowed
         return TIME_LIMIT if over and self.rank == 0 else ""
 
-    def stop_now(self, cause: str) -> None:
+    def stop_now(self, cause: str, *, is_saved: bool = False) -> None:
         """Save where training is, and end the run; between two optimizer steps, and on all ranks.
+
+        Args:
+            cause: what has asked for it, one of :data:`ddpkit.stopping.CAUSES`.
+            is_saved: whether a checkpoint of this very step is there already.
 
         Raises:
             RunStopped: always.
         """
-        with self._between_batches():
-            self._save_intra_epoch_ckpt()
+        if not is_saved:
+            with self._between_batches():
+                self._save_intra_epoch_ckpt()
         self.leave(RunStopped(exit_code(cause), cause))
 
     def stop_in_evaluation(self, stopped: RunStopped) -> None:

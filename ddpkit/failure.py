@@ -41,6 +41,9 @@ LOST_CONNECTION = (
     "Connection closed by peer",
     "Connection reset by peer",
     "Connection refused",
+    "Connection timed out",
+    "No route to host",
+    "is unreachable",
     "Connection was likely closed",
     "Broken pipe",
     "Socket closed",
@@ -110,7 +113,8 @@ class LastWords:
         world_size: number of processes.
 
     Attributes:
-        store_is_lost: whether the store has gone with the process that held it.
+        store_is_lost: whether the store has gone with the process that held it. It is not asked again: torch logs each
+            attempt to reach it at length.
 
     Ranks: local; only :meth:`await_goodbyes` waits for others.
 
@@ -141,6 +145,8 @@ class LastWords:
     def tell_reason(self, reason: Reason) -> bool:
         """Note which rank has failed, unless another one has before it; say whether it was noted."""
         key = _reason_key(None if reason.is_final else reason.session)
+        if self.store_is_lost:
+            return False
         with self._asking():
             if self.store.add(f"{key}/count", 1) == 1:
                 self.store.set(key, json.dumps(asdict(reason)))
@@ -155,6 +161,8 @@ class LastWords:
 
     def first_failure(self) -> Reason | None:
         """Return what another rank has noted, in this call of ``fit`` or ``evaluate`` or for good; or None."""
+        if self.store_is_lost:
+            return None
         with self._asking():
             for key in (_reason_key(None), _reason_key(POSITION.sessions)):
                 if self.store.check([key]):
@@ -173,6 +181,8 @@ class LastWords:
 
     def note_trouble(self, *, failed: bool) -> None:
         """Note that fit or evaluate has failed on this rank, or that it has worked again since."""
+        if self.store_is_lost:
+            return
         with self._asking():
             if failed:
                 self.store.set(_trouble_key(self.rank), "1")
@@ -185,7 +195,7 @@ class LastWords:
 
     def say_goodbye(self) -> None:
         """Tell ranks that wait for this one that nothing more will come from it."""
-        if self.store_is_lost:  # torch logs each attempt to reach it at length
+        if self.store_is_lost:
             return
         with self._asking():
             self.store.set(_left_key(self.rank), "1")
@@ -205,6 +215,8 @@ class LastWords:
     def others_that_left(self) -> list[int]:
         """Return the other ranks that have said goodbye."""
         left: list[int] = []
+        if self.store_is_lost:
+            return left
         with self._asking():
             left += [rank for rank in range(self.world_size) if rank != self.rank and self.has_left(rank)]
         return left

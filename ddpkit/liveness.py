@@ -10,11 +10,14 @@ import contextlib
 import os
 import signal
 import socket
+import sys
+import time
 from pathlib import Path
 
-__all__ = ["has_ended", "is_ending", "state_and_start", "this_place"]
+__all__ = ["end_when_deserted", "has_ended", "is_ending", "leave_a_guard", "state_and_start", "this_place"]
 
 DEAD_STATES = "ZXx"
+NAP_SECONDS = 0.1
 PF_EXITING = 0x4  # among the flags of /proc/PID/stat, see include/linux/sched.h
 
 
@@ -128,3 +131,64 @@ def is_killed(status: str) -> bool:
     """
     pending = (line.split()[1] for line in status.splitlines() if line.startswith(("SigPnd:", "ShdPnd:")))
     return any(int(signals, 16) >> (signal.SIGKILL - 1) & 1 for signals in pending)
+
+
+def end_when_deserted(pid: int, started: int, seconds: float) -> bool:
+    """Wait until a process has ended; kill it if it has not after a while in which no other ran under it.
+
+    Args:
+        pid: its number.
+        started: its start, of :func:`state_and_start`.
+        seconds: without a living child, after which it is killed.
+
+    Returns:
+        Whether it had to be killed.
+
+    Ranks: local; of a process that is left behind for it, see :func:`leave_a_guard`.
+
+    Example:
+        >>> end_when_deserted(os.getpid(), started=0, seconds=5.0)  # another process had that number
+        False
+    """
+    deserted = time.monotonic()
+    while not has_ended(pid, started):
+        if _has_children(pid):
+            deserted = time.monotonic()
+        if time.monotonic() - deserted > seconds:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+            return True
+        time.sleep(NAP_SECONDS)
+    return False
+
+
+def _has_children(pid: int) -> bool:
+    """Say whether a process has a child that lives."""
+    every = (_stat(path) for path in Path("/proc").glob("[0-9]*/stat"))
+    return any(words[1] == str(pid) and words[0] not in DEAD_STATES for words in every if words)
+
+
+def leave_a_guard(pid: int, seconds: float) -> None:
+    """Leave a process behind that calls :func:`end_when_deserted` after this one has ended.
+
+    It is a small one, in a session of its own, and ends with the process that it guards.
+
+    Args:
+        pid: number of the process to be guarded.
+        seconds: without a living child, after which that one is killed.
+
+    Ranks: local; Linux only, elsewhere nothing happens.
+
+    Example:
+        >>> leave_a_guard(pid=0, seconds=5.0)  # no process
+    """
+    started = state_and_start(pid)[1]
+    if not started or not hasattr(os, "posix_spawn"):
+        return
+    root = str(Path(__file__).resolve().parents[1])
+    code = (
+        f"import sys; sys.path.insert(0, {root!r}); from ddpkit.liveness import end_when_deserted; "
+        f"end_when_deserted({pid}, {started}, {seconds})"
+    )
+    with contextlib.suppress(OSError):
+        os.posix_spawn(sys.executable, [sys.executable, "-I", "-S", "-c", code], os.environ, setsid=True)

@@ -4,6 +4,10 @@ A launcher and a terminal signal whole groups of processes. A worker that dies o
 its rank needs to come to the end of a step; so it hears none of the signals that its rank acts on. Python's garbage
 collector leaves alone what a worker has inherited: going through all of it would copy the rank's memory page by page,
 and could destroy objects that wait for threads which a forked process does not have.
+
+A worker is deaf from its first moment because signals are blocked in the thread that starts it, whether by a fork, by
+``spawn``, or through a forkserver. That server is one for loaders alone: what it has blocked it hands down to all that
+it forks, and a script's own processes shall hear signals.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ import atexit
 import contextlib
 import ctypes
 import faulthandler
+import functools
 import gc
 import multiprocessing
 import os
@@ -21,12 +26,12 @@ import sys
 import tempfile
 import threading
 import time
-from multiprocessing import resource_tracker
+from multiprocessing import forkserver, util
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from types import FrameType
 
 PR_SET_PDEATHSIG = 1
@@ -46,6 +51,8 @@ class _Here:
     by_main_thread = False  # whether that is the main thread
     is_worker = False
     stacks: Any = None  # a file without a name, into which workers write where they are
+    server: Any = None  # the forkserver for loaders
+    torchs_loop: Any = None  # what a worker runs, while ours is in its place
 
 
 def deaf_signals() -> set[signal.Signals]:
@@ -79,29 +86,90 @@ def watch_loader_workers() -> None:
 
 @contextlib.contextmanager
 def starting_workers() -> Iterator[None]:
-    """Return a context in which a loader may start workers that are not forked: those inherit the blocked signals.
+    """Return a context in which a loader may start workers that are not forked from this process.
 
-    A signal that comes to this process meanwhile is delivered at the end.
+    Ranks: local.
 
-    Ranks: local; outside of the main thread it does nothing.
-
-    State: the thread's signal mask, put back at the end.
+    State: functions of ``multiprocessing`` and torch, put back at the end; they do for other threads what they did.
 
     Example:
         >>> with starting_workers():
         ...     workers_would_start_here = True
     """
-    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "pthread_sigmask"):
+    torchs = sys.modules.get("torch.utils.data._utils.worker")
+    if torchs is None or not hasattr(signal, "pthread_sigmask") or _Here.torchs_loop is not None:
         yield
         return
     watch_loader_workers()
-    if multiprocessing.get_start_method(allow_none=True) not in {None, "fork"}:
-        resource_tracker.ensure_running()  # it unblocks SIGINT and SIGTERM when it starts
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, deaf_signals())
+    before = util.spawnv_passfds, forkserver.connect_to_new_process, torchs._worker_loop  # noqa: SLF001 -- as below
+    owner, spawn, connect = threading.get_ident(), before[0], before[1]
+
+    def spawn_deaf(*arguments: Any) -> Any:
+        return _deafly(spawn, *arguments) if threading.get_ident() == owner else spawn(*arguments)
+
+    def connect_to_ours(fds: Any) -> Any:
+        return _server().connect_to_new_process(fds) if threading.get_ident() == owner else connect(fds)
+
+    _Here.torchs_loop = before[2]
+    util.spawnv_passfds, forkserver.connect_to_new_process = spawn_deaf, connect_to_ours  # type: ignore[assignment]
+    torchs._worker_loop = functools.partial(_work, _stacks_path())  # type: ignore[attr-defined]  # noqa: SLF001 -- its target
     try:
         yield
     finally:
+        util.spawnv_passfds, forkserver.connect_to_new_process = before[:2]
+        torchs._worker_loop, _Here.torchs_loop = before[2], None  # type: ignore[attr-defined]  # noqa: SLF001
+
+
+def _deafly(spawn: Callable[..., Any], *arguments: Any) -> Any:
+    """Start a process that inherits blocked signals. What comes to this one meanwhile is delivered afterwards."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, deaf_signals())
+    try:
+        return spawn(*arguments)
+    finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _server() -> Any:
+    """Return the forkserver for loaders, which imports beforehand what the script wants its own to."""
+    if _Here.server is None:
+        _Here.server = forkserver.ForkServer()
+    scripts: Any = forkserver._forkserver  # noqa: SLF001 -- there is no other way to ask it
+    _Here.server.set_forkserver_preload(list(scripts._preload_modules))  # noqa: SLF001
+    return _Here.server
+
+
+def _stacks_path() -> str:
+    return "" if sys.platform != "linux" else f"/proc/{os.getpid()}/fd/{_Here.stacks.fileno()}"
+
+
+def _work(stacks: str, *arguments: Any) -> None:
+    """Be a worker: what a forked one has become at the fork, another one becomes here."""
+    if not _Here.is_worker:
+        _become_worker(stacks)
+    loop = _Here.torchs_loop  # a forked worker has that from its rank
+    if loop is None:
+        from torch.utils.data._utils.worker import _worker_loop as loop
+    loop(*arguments)
+
+
+def _become_worker(stacks: str) -> None:
+    _Here.is_worker = True
+    os.register_at_fork(after_in_child=_in_child)
+    _hear_nothing_after_torch()
+    number = _dump_signal()
+    if number is not None:
+        with contextlib.suppress(OSError):
+            _Here.stacks = Path(stacks).open("ab")  # noqa: SIM115 -- as long as the process lives
+        faulthandler.register(number, file=_Here.stacks or sys.stderr, all_threads=False, chain=False)
+    rank = multiprocessing.parent_process()
+    if rank is not None:
+        threading.Thread(target=_end_with, args=(rank,), name="ddpkit-worker", daemon=True).start()
+
+
+def _end_with(rank: Any) -> None:
+    """End this worker when its rank has ended: through a forkserver it is not the one that the system would tell."""
+    rank.join()
+    os._exit(1)
 
 
 def _before_fork() -> None:
@@ -131,6 +199,7 @@ def _in_parent() -> None:
 
 
 def _in_child() -> None:
+    _Here.server = None  # is its parent's
     if _Here.mask is None:
         if _Here.is_worker:  # a process that a worker forks for itself is to be ended as any other
             _Here.is_worker = False
@@ -176,8 +245,8 @@ def where_workers_are() -> list[str]:
     """Ask the workers of this process's loaders where they are.
 
     Returns:
-        For each forked worker ``"worker (pid 12): data.py:30 in __getitem__"``: the innermost line that is not of a
-        library. Workers that were not forked, or that do not answer, are left out.
+        For each worker ``"worker (pid 12): data.py:30 in __getitem__"``: the innermost line that is not of a library.
+        Workers that do not answer are left out.
 
     Ranks: local.
 

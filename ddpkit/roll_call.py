@@ -8,7 +8,7 @@ import os
 import socket
 import sys
 import threading
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
@@ -68,7 +68,7 @@ class Whereabouts:
 
     def to_json(self) -> str:
         """Return a text that :meth:`read` understands."""
-        return json.dumps(asdict(self))
+        return json.dumps(vars(self))
 
     @classmethod
     def read(cls, text: str | bytes) -> Whereabouts:
@@ -96,27 +96,30 @@ class Position:
         sessions: how many of those have begun.
         excused: how many calls are running in which there is no limit of time: work of the main process alone, and
             waiting for it.
+        moves: how often it has learnt, where it makes no steps of its own, that others do.
         main_thread: whose stack is looked at.
 
     Ranks: local.
 
     Example:
         >>> Position().mark()
-        (0, 0, '', 0, 0, 0)
+        (0, 0, 0, '', 0, 0, 0)
     """
 
     progress: Any = None
     sessions: int = 0
     excused: int = 0
+    moves: int = 0
     main_thread: int = field(default_factory=lambda: threading.main_thread().ident or 0)
 
     def mark(self) -> tuple[Any, ...]:
         """Return what changes with every batch, stage and session."""
         progress = self.progress
         if progress is None:
-            return (self.sessions, 0, "", 0, 0, 0)
+            return (self.sessions, self.moves, 0, "", 0, 0, 0)
         return (
             self.sessions,
+            self.moves,
             id(progress),
             stage_of(progress),
             progress.epoch,
@@ -158,17 +161,24 @@ class Position:
         """
         progress = self.progress
         pid, session = os.getpid(), self.sessions
-        started = state_and_start(pid)[1]
+        started = _start_of(pid)
         found = Whereabouts(rank, host_name(), pid, seconds=round(seconds, 1), started=started, session=session)
         if progress is not None:
             found.inside = True
-            found.stage, found.epoch, found.step = stage_of(progress), progress.epoch, progress.step
+            found.stage, found.epoch, found.step = stage_of(progress), int(progress.epoch or 0), progress.step
         if look:
             found.where, found.waits = look_at(sys._current_frames().get(self.main_thread))  # noqa: SLF001 -- documented
         return found
 
 
 POSITION = Position()
+_started: dict[int, int] = {}  # this process, and when that was: looked up once, and again in a process that was forked
+
+
+def _start_of(pid: int) -> int:
+    if not _started.get(pid):
+        _started[pid] = state_and_start(pid)[1]
+    return _started[pid]
 
 
 def stage_of(progress: Any) -> str:

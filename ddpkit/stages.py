@@ -17,7 +17,6 @@ from ddpkit.dataloader import LoopedLoader, plan_of, set_epoch
 from ddpkit.distributed import (
     get_world_size,
     if_main_process,
-    smallest_of_ranks,
     start_sum_over_ranks,
     sum_over_ranks,
 )
@@ -29,6 +28,7 @@ from ddpkit.logger import get_logger
 from ddpkit.loop import LoopHost, evaluate_epoch, train_epoch
 from ddpkit.metrics import LossMeter, begin_stage
 from ddpkit.progress import COLOURS, ProgressBar
+from ddpkit.roll_call import POSITION
 from ddpkit.stopping import exit_code
 from ddpkit.stream_feed import StreamFeed
 from ddpkit.streams import StreamLoader, guess_batch_size
@@ -81,8 +81,8 @@ class StageHost(LoopHost, Protocol):
         """Return what has asked this rank to stop, or nothing."""
         ...
 
-    def stop_now(self, cause: str) -> None:
-        """Save, and raise :class:`~ddpkit.errors.RunStopped`."""
+    def stop_now(self, cause: str, *, is_saved: bool) -> None:
+        """Save, unless that was done at this very step, and raise :class:`~ddpkit.errors.RunStopped`."""
         ...
 
     def save_intra_epoch(self, seconds_since_ckpt: float, steps_since_ckpt: int) -> bool:
@@ -219,9 +219,10 @@ def run_evaluation(host: StageHost, loader: Any, stage: Stage, epoch: int | None
     with _bar(stage, epoch, length, options, enable=enable_bar) as bar:
         plan, beat = plan_of(loader), Beat(list, 1, is_main=True)
         bar.partial = plan is not None and plan.world_size > 1
-        confer = _StopsOfEvaluation(host, length)
+        confer = _StopsOfEvaluation(host)
         batches = loader if limit is None else _First(loader, limit)
         evaluate_epoch(host, batches, stage, bar, count=_counting(loader), beat=beat, confer=confer)
+        confer.await_others()
         return _finish(host, stage, epoch, time.monotonic() - started, bar)
 
 
@@ -365,23 +366,33 @@ def _finish(host: StageHost, stage: Stage, epoch: int | None, seconds: float, ba
 
 
 class _StopsOfEvaluation:
-    """Has the ranks agree about once a second on whether to stop, as long as all of them have batches.
+    """Has the ranks agree about once a second on whether to stop.
 
-    Their numbers may differ by one; and of a stream nobody knows them, so there is no stop before its end.
+    They may have different numbers of batches, and of a stream nobody knows them. So a rank whose batches are used up
+    goes on agreeing, at the steps that it does not make, until those of all are.
     """
 
-    def __init__(self, host: StageHost, length: int | None) -> None:
+    def __init__(self, host: StageHost) -> None:
         self.host = host
-        self.common = smallest_of_ranks(length or 0)
         self.beat = Beat(sum_over_ranks, get_world_size(), is_main=if_main_process())
         self.beat.start(host.progress.step)
 
     def __call__(self, step: int) -> None:
         """Stop at this step if any rank has been asked to."""
-        if self.beat.due <= step <= self.common:
-            report = self.beat(step, 0.0, 0.0, 0, Wishes(stop=self.host.stop_cause()))
-            if report.stop:
-                raise RunStopped(exit_code(report.stop), report.stop)
+        if step >= self.beat.due:
+            self._confer(step, has_more=True)
+
+    def await_others(self) -> None:
+        """Agree with those that still have batches."""
+        while self._confer(self.beat.due, has_more=False):
+            POSITION.moves += 1  # the others'
+
+    def _confer(self, step: int, *, has_more: bool) -> int:
+        """Return how many ranks have more batches; if none has, there is nothing to be stopped."""
+        report = self.beat(step, 0.0, 0.0, int(has_more), Wishes(stop=self.host.stop_cause()))
+        if report.stop and report.samples:
+            raise RunStopped(exit_code(report.stop), report.stop)
+        return report.samples
 
 
 class _IntraEpochSaves:
@@ -400,7 +411,7 @@ class _IntraEpochSaves:
     def on_beat(self, report: BeatReport) -> None:
         """Stop or save if any rank has been asked to, or save if the main process's clock says so."""
         if report.stop and not self._is_pending():
-            self.host.stop_now(report.stop)
+            self.host.stop_now(report.stop, is_saved=self.last_step == self.host.progress.step)
         if report.save_wanted and not self._is_pending():
             self.host.interrupts.save_wanted = False
             self.host.save_now()

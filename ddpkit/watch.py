@@ -1,9 +1,9 @@
 """The watch of a process: it tells the others that it lives, learns of their failures, and ends what would hang.
 
-Two threads, and the store that the launcher hosts. One talks to the store, about once a second, and may be kept waiting
-there by a network that is cut. The other never waits for anything: it looks at the clock, at the process that started
-this one, at its neighbours on the same machine, and at what the first thread has learnt. No collective is used, because
-after a failure none can be trusted to end.
+Two threads, and the store that the launcher hosts. One talks to the store, about once a second (:mod:`ddpkit.pulse`),
+and may be kept waiting there by a network that is cut. The other never waits for anything: it looks at the clock, at
+the process that started this one, and at what the first thread has learnt. No collective is used, because after a
+failure none can be trusted to end.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
-from ddpkit.errors import RankFailedError
+from ddpkit.errors import LaunchError, RankFailedError
 from ddpkit.failure import (
     LastWords,
     Reason,
@@ -24,27 +24,26 @@ from ddpkit.failure import (
     set_reason_finder,
 )
 from ddpkit.interrupts import asked_twice
-from ddpkit.liveness import has_ended, this_place
+from ddpkit.launchers import find_launch
+from ddpkit.liveness import leave_a_guard
 from ddpkit.loader_workers import kill_workers
 from ddpkit.logger import get_logger
-from ddpkit.roll_call import POSITION, Position, Whereabouts, table
+from ddpkit.pulse import Pulse, Survey, tell_once
+from ddpkit.roll_call import POSITION, Position, Whereabouts, host_name, table
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
-    from torch.distributed import Store
+    from collections.abc import Callable, Iterable, Iterator
 
 logger = get_logger(__name__)
 
-PULSE_SECONDS = 1.0  # between two talks with the store
-FIRST_BEATS = 8  # that are quicker: so that the ranks soon know each other
 LOOK_SECONDS = 0.25  # between two looks at the clock
-SILENT_SECONDS = 4.0  # without a pulse
 GRACE_SECONDS = 1.5  # for the main thread to end by itself, once another rank has failed
 EXIT_SECONDS = 3.5  # for a process to end by itself, once it has failed
+LAUNCHER_SECONDS = 5.0  # for torchrun's agent to end, once its processes have
 HOLD_SECONDS = 25.0  # for what is brought to safety; launchers kill after 30
 REASON_SECONDS = 3.0  # for the reason of a lost connection to become known
 JOIN_SECONDS = 2.0
+OUT_OF_REACH = ("timed out", "No route to host", "unreachable")  # so the system says of a connection
 
 
 class Hold:
@@ -87,8 +86,11 @@ class Watch:
         neighbours: the ranks on this machine.
         parent: process number of the launcher that this process shall not outlive; None: of no one.
         position: where this process is.
+        guest: of a group that somebody else has started: tells whether it is still there. Then the watch only says what
+            it finds, ends no process, talks to the store in ``fit`` and ``evaluate`` alone, and ends with the group.
 
     Attributes:
+        pulse: the thread that talks.
         hang_warning: seconds without a step after which it is said where the ranks are; 0: never.
         hang_timeout: seconds without a step after which the process ends; 0: never.
 
@@ -107,29 +109,32 @@ class Watch:
         parent: int | None = None,
         *,
         position: Position = POSITION,
+        guest: Callable[[], bool] | None = None,
     ) -> None:
-        self.words = words
-        self.rank, self.world_size = words.rank, words.world_size
-        self._near = frozenset(neighbours)
-        self.neighbours = [rank for rank in self._near if rank != self.rank]
-        self.parent, self.position = parent, position
+        self.words, self.rank = words, words.rank
+        self.parent, self.position, self.guest = parent, position, guest
         self.hang_warning = self.hang_timeout = 0.0
-        self.pulses = Pulses()
-        self._store_lost: str | None = None
-        self._answered = self._moved = time.monotonic()
+        self.pulse = Pulse(words, neighbours, lambda: self.still_for, self._is_in_trouble, position=position)
+        self._moved = time.monotonic()
         self._mark = position.mark()
-        self._failure: Reason | None = None
         self._failure_since = self._failing_since = 0.0
-        self._is_said = False
+        self._told: Reason | None = None
         self._next_warning = 0.0
-        self._beats = 0
         self._over = threading.Event()
         self._threads: list[threading.Thread] = []
 
     def start(self) -> None:
         """Begin to watch."""
         set_reason_finder(self.await_reason)
-        for work, name in ((self._talk, "ddpkit-pulse"), (self._look, "ddpkit-watch")):
+
+        def is_wanted() -> bool:
+            # A process that has failed says no more: of a store that is gone torch logs at length.
+            return not has_failed() and (self.guest is None or self.position.progress is not None)
+
+        def talk() -> None:
+            self.pulse.beat_until(self._over, is_wanted)
+
+        for work, name in ((talk, "ddpkit-pulse"), (self._look, "ddpkit-watch")):
             thread = threading.Thread(target=work, name=name, daemon=True)
             self._threads.append(thread)
             thread.start()
@@ -149,18 +154,17 @@ class Watch:
 
     def await_reason(self) -> Reason | None:
         """Wait a little for it to become known which rank has failed or disappeared."""
-        end = time.monotonic() + REASON_SECONDS
-        while time.monotonic() < end:
-            reason = self._failure or self.words.first_failure()
+        pulse, end = self.pulse, time.monotonic() + REASON_SECONDS
+        survey = Survey(pulse) if pulse.store_lost is None else None
+        while time.monotonic() < end and not self._over.is_set():
+            if survey is not None:
+                survey.take(time.monotonic())
+            reason = pulse.failure or self.words.first_failure()
             if reason is not None:
                 return reason
-            if self._store_lost is not None:
-                return self._lost_store_reason()
+            if pulse.store_lost is not None:
+                return self._lost_store_reason(pulse.store_lost)
             time.sleep(0.05)
-        silent = self.pulses.silent(time.monotonic())
-        for rank in sorted(silent):
-            if rank != self.rank:
-                return self._gone(self.pulses.latest[rank], f"has told nothing for {silent[rank]:.0f} s")
         return None
 
     # ------------------------------------------------------------------ the thread that looks
@@ -168,15 +172,17 @@ class Watch:
     def _look(self) -> None:
         looks = (self._notice_steps, self._mind_launcher, self._mind_failure, self._mind_store, self._mind_clock)
         while not self._over.wait(LOOK_SECONDS):
-            _obey_signals()
-            try:
-                for look in looks:
+            if self.guest is None:
+                _obey_signals()
+            elif not self.guest():
+                self._over.set()
+                return
+            for look in looks:
+                try:
                     look()
-            except Exception as error:  # noqa: BLE001 -- who watches must go on
-                self._complain(error)
-
-    def _complain(self, error: Exception) -> None:
-        logger.warning_once("The watch of rank %d: %s: %s", self.rank, type(error).__name__, error)
+                except Exception as error:  # noqa: BLE001 -- who watches must go on
+                    self._moved = time.monotonic()  # what cannot be seen shall not be taken for a standstill
+                    tell_once(self.rank, look.__name__.strip("_").replace("_", " "), error)
 
     def _notice_steps(self) -> None:
         mark = self.position.mark()
@@ -185,77 +191,103 @@ class Watch:
             self._next_warning = self.hang_warning
 
     def _is_in_trouble(self) -> bool:
-        return 0 < self.hang_warning / 2 <= self.still_for
+        limits = [limit for limit in (self.hang_warning, self.hang_timeout) if limit > 0]
+        return bool(limits) and self.still_for >= min(limits) / 2
 
     def _mind_launcher(self) -> None:
         if self.parent is not None and os.getppid() != self.parent:
             self._end(f"the launcher (pid {self.parent}) that started rank {self.rank} is gone: the process ends.")
 
-    def _gone(self, one: Whereabouts, how: str) -> Reason:
-        here = self.position.whereabouts(self.rank, 0.0, look=False)
-        told = here.place() or one.place()  # all ranks are at the same step, and this one knows its own to the moment
-        place = f" {told}" if told else ""
-        return Reason(one.rank, f"disappeared{place}: it {how}.", one.host, one.pid, session=one.session, is_final=True)
-
     def _mind_failure(self) -> None:
         now = time.monotonic()
         if has_failed() and self.position.progress is None:
             self._failing_since = self._failing_since or now
-            if now - self._failing_since > EXIT_SECONDS and not HOLD.is_held:
+            if now - self._failing_since > EXIT_SECONDS and not HOLD.is_held and self.guest is None:
                 self._end(None)
             return
-        reason = self._failure
-        if reason is None or not self._concerns(reason):
-            self._failure, self._failure_since = None, 0.0
+        reason = self.pulse.failure
+        if reason is None or not self.pulse.concerns(reason):
+            self.pulse.failure, self._failure_since = None, 0.0
             return
         if not reason.is_final and not self.position.is_waiting():
             self._failure_since = 0.0  # all ranks may be about to raise, and to catch, the same
             return
         self._failure_since = self._failure_since or now
         if now - self._failure_since > GRACE_SECONDS and not HOLD.is_held:
-            said = f"rank {self.rank} ends: {reason.summary()}"
-            self._end(said if self._is_said else f"{said}\n{reason.trace}".rstrip())
+            self._act_on(reason)
+
+    def _act_on(self, reason: Reason) -> None:
+        """End the process after another one's failure; or, as a guest, say that it waits in vain."""
+        trace = "" if self.pulse.is_said else f"\n{reason.trace}".rstrip()
+        if self.guest is None:
+            self._end(f"rank {self.rank} ends: {reason.summary()}{trace}")
+        elif reason != self._told:
+            self._told = reason
+            text = f"rank {self.rank} may wait in vain, and is not ended because others started the process group: "
+            logger.error("%s%s%s", text, reason.summary(), trace, main_process_only=False)
 
     def _mind_store(self) -> None:
-        if self._store_lost is not None and self.position.progress is not None and not has_failed():
-            self._failure = self._failure or self._lost_store_reason()
+        inside, lost = self.position.progress is not None, self.pulse.store_lost
+        if self.guest is not None:
             return
-        silent = time.monotonic() - self._answered
-        if self.position.progress is not None and 0 < self.hang_timeout < silent and not self.position.excused:
+        if lost is not None and inside and not has_failed():
+            self.pulse.failure = self.pulse.failure or self._lost_store_reason(lost)
+            return
+        silent = time.monotonic() - self.pulse.answered
+        if inside and 0 < self.hang_timeout < silent and not self._works_alone():
+            self._leave_launcher()
             self._end(
-                f"rank {self.rank}: no answer for {silent:.0f} s from the store on {os.environ.get('MASTER_ADDR')}, "
-                "the machine of the first rank: it is silent, or the network to it is cut."
+                f"rank {self.rank} ({host_name()}): no answer for {silent:.0f} s from the store on {_store_place()}: "
+                "that machine is silent, or the network to it is cut."
             )
 
-    def _lost_store_reason(self) -> Reason:
-        known = self.pulses.latest.get(0)
-        address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-        text = f"the store on {address} is gone with the process that held it ({self._store_lost})."
+    def _works_alone(self) -> bool:
+        """Say whether this process does something for the others; who waits for that hears of them by the store."""
+        return bool(self.position.excused) and not self.position.is_waiting()
+
+    def _leave_launcher(self) -> None:
+        """See to it that torchrun's agent ends too, unless it may start this rank again.
+
+        An agent that meets the others at a c10d rendezvous asks the store once a second who else is there. If the
+        network is cut it waits for the answer as long as TCP tries, a quarter of an hour, and hears no signal.
+        """
+        most, used = (os.environ.get(f"TORCHELASTIC_{name}") for name in ("MAX_RESTARTS", "RESTART_COUNT"))
+        if self.parent is not None and most is not None and most == used:
+            leave_a_guard(self.parent, LAUNCHER_SECONDS)
+
+    def _lost_store_reason(self, how: str) -> Reason:
+        known, place = self.pulse.pulses.latest.get(0), _store_place()
+        if any(words in how for words in OUT_OF_REACH):
+            text = f"is out of reach: the store on {place} is silent, or the network to it is cut ({how})."
+            return Reason(0, text, is_final=True)
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            text = f"the store on {place} is gone with the process that held it, or the network to it is cut ({how})."
             return Reason(0, f"lost its launcher: {text}", is_final=True)
         known = known or Whereabouts(0)  # it was gone before it could say where it is
-        return self._gone(known, text.replace("the store", "was lost with the store", 1))
+        text = f"was lost with the store on {place}, which it held, or the network to it is cut ({how})"
+        return self.pulse.gone(known, text)
 
     def _mind_clock(self) -> None:
         still = self.still_for
-        if self.position.progress is None or self._failure is not None or has_failed():
+        if self.position.progress is None or self.pulse.failure is not None or has_failed():
             return
-        if 0 < self.hang_timeout <= still:
+        if 0 < self.hang_timeout <= still and self.guest is None:
             self._end_hang(still)
         elif 0 < self.hang_warning <= still and still >= self._next_warning:
             self._next_warning = 2 * max(self._next_warning, self.hang_warning)
-            if self._leads():
+            if self.pulse.leads():
                 logger.warning("%s", self._roll(still), main_process_only=False)
 
     def _roll(self, still: float) -> str:
-        silent = {rank: gap for rank, gap in self.pulses.silent(time.monotonic()).items() if rank != self.rank}
-        end = f" After {self.hang_timeout:.0f} s the run ends (--hang_timeout)." if self.hang_timeout else ""
-        lines = table(sorted(self.pulses.latest.values(), key=lambda one: one.rank), silent)
+        pulses, ends = self.pulse.pulses, self.hang_timeout and self.guest is None
+        silent = {rank: gap for rank, gap in pulses.silent(time.monotonic()).items() if rank != self.rank}
+        end = f" After {self.hang_timeout:.0f} s the run ends (--hang_timeout)." if ends else ""
+        lines = table(sorted([*pulses.latest.values()], key=lambda one: one.rank), silent)
         return f"No step for {still:.0f} s.{end} Where the ranks are:\n{lines}"
 
     def _end_hang(self, still: float) -> None:
         text = f"rank {self.rank} has made no step for {still:.0f} s (--hang_timeout={self.hang_timeout:.0f})."
-        if self._leads():
+        if self.pulse.leads():
             text = f"{text} {self._roll(still)}"
         os.write(2, f"\nrank {self.rank}: where all threads are:\n".encode())
         with contextlib.suppress(OSError):
@@ -270,6 +302,14 @@ class Watch:
                 os.write(2, f"\n[ddpkit] {text}\n".encode())
         kill_workers()
         os._exit(1)
+
+
+def _store_place() -> str:
+    """Return the machine that keeps the store, and the port if there is one that was told."""
+    host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+    with contextlib.suppress(LaunchError):
+        host = host or find_launch().address
+    return f"{host}:{port}" if host and port else host or "another machine"
 
 
 def _obey_signals() -> None:

@@ -8,6 +8,9 @@ where a script could be written in several ways:
 - The signal before the time limit goes to the batch shell (``--signal=B:``). It passes the signal on to the training
   processes and, when these have ended, requeues the job. It need not know why they ended: torchrun makes 1 of every
   exit code.
+- When a node fails, Slurm requeues the job, but only after ``SlurmdTimeout`` (300 s is usual), and not if the script
+  has ended before. The processes on the other nodes end within seconds, and ``srun`` gives up ``--wait`` seconds
+  later. So the script waits as long as Slurm still counts tasks of that step.
 - Port and rendezvous carry the number of the job and of the attempt. After a failure of the network Slurm may start a
   job again while a part of the old attempt lives: the two cannot meet. The folder of checkpoints is fenced by its lock
   (:mod:`ddpkit.run_lock`).
@@ -254,7 +257,7 @@ def _surroundings(plan: Plan) -> str:
         "# Python on the nodes: the interpreter that wrote this script. It has to be there on every node.",
         f"python={shlex.quote(plan.python)}",
         f"export OMP_NUM_THREADS=${{OMP_NUM_THREADS:-{threads}}}",
-        "# Without it restarted workers read the addresses of dead ones: torchrun keeps the store of the last attempt.",
+        "# Without it torch 2.13 keeps a node that joins again after a restart waiting for a store that is gone.",
         "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1",
         "# Where the nodes have several networks, name the fast one:",
         "# export NCCL_SOCKET_IFNAME=ib0 GLOO_SOCKET_IFNAME=ib0",
@@ -283,14 +286,19 @@ def _signals(plan: Plan) -> str:
     return f"""\
 # {plan.notice} s before the limit Slurm sends USR1 to this shell alone, which passes it on.{after}{why}
 # scancel and preemption send TERM to the processes and to this shell, which waits for them: Slurm does the rest.
-asked_to_stop=0
+asked_to_stop=0 asked_to_end=0
 pass_on() {{
     asked_to_stop=1
     echo "$(date '+%F %T') the time limit is near"
     scancel --signal={number} "$SLURM_JOB_ID"
 }}
 trap pass_on USR1
-trap ':' TERM
+trap 'asked_to_end=1' TERM
+{_STILL if plan.requeue else ""}"""
+
+
+_STILL = """\
+still_counted() { scontrol show step "$SLURM_JOB_ID" 2> /dev/null | grep -q ' Name=ranks '; }
 """
 
 
@@ -321,7 +329,7 @@ def _training(plan: Plan) -> str:
 # others {_grace(plan)} s: they may still be saving.
 export python head port restart
 srun --export=ALL --nodes={plan.nodes} --ntasks={plan.nodes} --ntasks-per-node=1 --cpus-per-task={plan.cpus} \\
-    --kill-on-bad-exit=0 --wait={_grace(plan)} \\
+    --job-name=ranks --kill-on-bad-exit=0 --wait={_grace(plan)} \\
     bash -c 'exec {inner}' train \\
     {recipe} &
 training=$!
@@ -346,6 +354,14 @@ echo "$(date '+%F %T') ended with status $status"
 
 
 _AGAIN = """\
+# If a node is lost, srun gives up, and Slurm still counts the tasks there. It finds out later (SlurmdTimeout, often
+# 300 s), and queues the job again, but not one that has ended before. So this shell waits for it.
+if [ "$status" != 0 ] && still_counted; then
+    echo "$(date '+%F %T') a node does not answer; Slurm will queue the job again if it stays so"
+    while [ "$asked_to_stop$asked_to_end" = 00 ] && still_counted; do
+        sleep 1
+    done
+fi
 if [ "$asked_to_stop" = 1 ] && [ "$status" != 0 ]; then
     echo "$(date '+%F %T') queued again: the next attempt goes on from the newest checkpoint"
     scontrol requeue "$SLURM_JOB_ID" && exit 0  # Slurm ends this shell

@@ -25,6 +25,7 @@ FAULT, _, WHERE = WORDS.get("fault", "@").partition("@")
 RANK, STEP = int(WORDS.get("rank", 0)), int(WORDS.get("step", 5))
 SIZE, PAUSE = int(WORDS.get("size", 400)), float(WORDS.get("pause", 0.02))
 WORKERS = int(WORDS.get("workers", 0))
+CONTEXT = {"multiprocessing_context": WORDS["context"]} if "context" in WORDS else {}
 
 
 def happen():
@@ -60,6 +61,13 @@ class Data(torch.utils.data.Dataset):
         if here("worker" if in_worker else "dataset", self.read / 4):
             happen()
         return torch.tensor([index / SIZE])
+
+
+class Stream(torch.utils.data.IterableDataset):
+    """The same, of which nobody knows how many there are."""
+
+    def __iter__(self):
+        return (torch.tensor([index / SIZE]) for index in range(SIZE))
 
 
 class Faulty(sb.Brain):
@@ -119,8 +127,9 @@ def main():
     )
     if here("before", 10**6):
         happen()
-    loader = {"batch_size": 4, "num_workers": WORKERS, "shuffle": True}
-    brain.fit(counter, Data(), Data(), train_loader_kwargs=loader, valid_loader_kwargs={"batch_size": 4})
+    loader = {"batch_size": 4, "num_workers": WORKERS, "shuffle": True, **CONTEXT}
+    valid = Stream() if WORDS.get("stream") else Data()
+    brain.fit(counter, Data(), valid, train_loader_kwargs=loader, valid_loader_kwargs={"batch_size": 4})
     torch.save(net.state_dict(), FOLDER / f"final-{brain.rank}.pt")
     print("finished", brain.optimizer_step, flush=True)
 

@@ -5,6 +5,7 @@ What is measured is from the fault on; starting takes seconds of its own.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -205,6 +206,7 @@ def uninterrupted(tmp_path_factory):
         ("SIGTERM", "launcher", "TRAIN", 0, False),
         ("SIGTERM", 1, "TRAIN", 2, False),
         ("SIGTERM", 1, "VALID", 0, True),
+        ("SIGTERM", 1, "VALID of a stream", 0, True),
         ("SIGUSR1", 0, "TRAIN", 2, True),
         ("SIGUSR1", 1, "VALID", 2, False),
         ("SIGINT", "launcher", "TRAIN", 2, False),
@@ -214,9 +216,9 @@ def uninterrupted(tmp_path_factory):
 def test_f9_f10_a_signal_stops_all_ranks_at_one_step_and_the_run_goes_on(
     tmp_path, uninterrupted, name, target, stage, workers, by_hand
 ):
-    words = ["epochs=2", "size=240", f"workers={workers}"]
+    words = ["epochs=2", "size=240", f"workers={workers}", f"stream={'yes' * ('stream' in stage)}"]
     runs = start(tmp_path, *words, by_hand=by_hand)
-    until(tmp_path, stage, 4)
+    until(tmp_path, stage.partition(" ")[0], 4)
     number = signal.Signals[name]
     began = time.monotonic()
     if target == "launcher":
@@ -245,6 +247,38 @@ def test_f9_f10_a_signal_stops_all_ranks_at_one_step_and_the_run_goes_on(
     assert trained == list(range(60)), "every step once"
     for key, value in uninterrupted.items():
         assert torch.equal(final(tmp_path)[key], value)
+
+
+def workers_of(run):
+    """Return the processes of a run but for its rank: the workers, and what has started them."""
+    return [pid for pid in run.alive() if pid != run.process.pid]
+
+
+@pytest.mark.parametrize("context", ["fork", "spawn", "forkserver"])
+def test_f9_workers_are_deaf_from_their_first_moment(tmp_path, context):
+    """The whole group is signalled while they start, which takes those that are not forked seconds."""
+    [run] = start(tmp_path, "workers=2", f"context={context}", "epochs=2", processes=1, by_hand=True, warm=False)
+    assert wait_until(lambda: workers_of(run), START_SECONDS)
+    run.signal(signal.SIGTERM)
+    end = time.monotonic() + START_SECONDS
+    while run.process.poll() is None and time.monotonic() < end:
+        for pid in workers_of(run):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)
+        time.sleep(0.02)
+    run.wait(GONE_SECONDS)
+    assert run.code == 143, run.err
+    marker = json.loads((tmp_path / "out" / "stopped.json").read_text())
+    assert (marker["reason"], marker["step"]) == ("SIGTERM", 1), "it took the first step, which needs a worker's batch"
+
+
+@pytest.mark.parametrize("context", ["spawn", "forkserver"])
+def test_f4_workers_do_not_outlive_their_rank(tmp_path, context):
+    [run] = start(tmp_path, "workers=2", f"context={context}", processes=1, by_hand=True, warm=False)
+    until(tmp_path, "TRAIN", 3, ranks=1)
+    assert len(workers_of(run)) >= 3
+    run.signal(signal.SIGKILL)
+    run.wait(GONE_SECONDS)
 
 
 def test_the_time_limit_stops_all_ranks(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import time
 from collections import Counter
 
 import pytest
@@ -11,10 +12,16 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset
 
+from ddpkit import stages
 from ddpkit.dataloader import LoopedLoader
 from ddpkit.distributed import start_sum_over_ranks, sum_over_ranks
+from ddpkit.errors import RunStopped
+from ddpkit.roll_call import POSITION
+from ddpkit.stages import run_evaluation
 from ddpkit.testing import RankPoolError
+from ddpkit.types import Stage
 from tests.contract.recipes import Regression, make, points, seen_in, sgd, weights
+from tests.unit.test_stages import Host
 
 CLOSE = {"rtol": 0, "atol": 1e-10}
 JOINED = 12
@@ -329,3 +336,66 @@ def test_sums_that_are_awaited_later(ranks):
     for sums, between in ranks.run(sums_under_way, world_size=3):
         assert sums == [[3.0 * number, 3.0] for number in reversed(range(20))]
         assert between == [3.0]
+
+
+# --------------------------------------------------------------------------------------------- asked to stop
+
+
+class Asked(Host):
+    """Takes its time over a batch; one rank is asked to stop after a while."""
+
+    def __init__(self, who, after):
+        super().__init__()
+        self.is_asked, self.due, self.sums = rank() == who, time.monotonic() + after, 0
+
+    def evaluate_batch(self, batch, stage):
+        time.sleep(0.005)
+        return super().evaluate_batch(batch, stage)
+
+    def stop_cause(self):
+        return "SIGTERM" if self.is_asked and time.monotonic() > self.due else ""
+
+    def counted(self, values):
+        self.sums += 1
+        return sum_over_ranks(values)
+
+
+def stop_an_evaluation(sizes, who, after=0.2):
+    data = points(sum(sizes))
+    host, began = Asked(who, after), time.monotonic()
+    stages.sum_over_ranks, moves = host.counted, POSITION.moves
+    try:
+        loader = DataLoader(Uneven([torch.full((1,), float(number)) for number in range(len(data))], sizes))
+        loss = run_evaluation(host, loader, Stage.VALID, 1, enable_bar=False)
+    except RunStopped as stopped:
+        return stopped.cause, host.progress.step, time.monotonic() - began, None
+    finally:
+        stages.sum_over_ranks = sum_over_ranks
+    return "", host.progress.step, host.sums, (loss, POSITION.moves - moves)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "who"), [([700, 700], 1), ([700, 20], 0), ([700, 20], 1), ([700, 0], 1), ([20, 700, 30], 2)]
+)
+def test_f9_a_stop_in_the_evaluation_of_a_stream_is_agreed_on(ranks, sizes, who):
+    """Also if that rank, or another one, has no batch left: all raise, at one beat, and nobody goes on to the end."""
+    results = ranks.run(stop_an_evaluation, sizes, who, world_size=len(sizes))
+    assert [cause for cause, *_ in results] == ["SIGTERM"] * len(sizes)
+    assert all(seconds < 3.0 for _, _, seconds, _ in results)
+    longest = [step for (_, step, *_), size in zip(results, sizes, strict=True) if size == 700]
+    assert len(set(longest)) == 1, "at the same step, of those that make it"
+    assert longest[0] < 700
+    assert all(step == size for (_, step, *_), size in zip(results, sizes, strict=True) if size < 700)
+
+
+@pytest.mark.parametrize("sizes", [[120, 7], [0, 60], [25, 25]])
+def test_an_evaluation_that_nobody_stops_takes_all_batches_and_confers_about_once_a_second(ranks, sizes):
+    results = ranks.run(stop_an_evaluation, sizes, -1)
+    assert [step for _, step, *_ in results] == sizes
+    total = sum(sizes)
+    assert {loss for *_, (loss, _) in results} == {(total - 1) / 2}
+    sums = {number for _, _, number, _ in results}
+    assert len(sums) == 1
+    assert sums.pop() <= 11, "the first of them double their distance; the last is that of the loss"
+    waits = [moves for *_, (_, moves) in results]
+    assert (max(waits) > 0) == (sizes[0] != sizes[1]), "a rank that waits for others that move is not standing still"

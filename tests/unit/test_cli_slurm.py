@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 
 import pytest
 
@@ -291,17 +292,29 @@ def test_a_port_that_is_taken_is_passed_over():
         assert int(bash(text=f"head=127.0.0.1 port={number}\n{loop}\necho $port")) > number
 
 
-def waiting(text, training):
-    """Run the script from its traps on, with stand-ins for the training and for Slurm's commands."""
+def waiting(text, training, counted=0):
+    """Run the script from its traps on, with stand-ins for the training and for Slurm's commands.
+
+    So often Slurm says, after srun has ended, that it counts tasks of the step.
+    """
     traps, rest = text[text.index("asked_to_stop=0") : text.index("# One task")], text[text.index("training=$!") :]
-    stand_ins = 'scancel() { echo "scancel $*"; kill -USR1 "$training"; }\nscontrol() { echo "scontrol $*"; }\n'
-    done = subprocess.run(
-        ["bash", "-c", f"{stand_ins}{traps}{training} &\n{rest}"],
-        env={**os.environ, "SLURM_JOB_ID": "77"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    stand_ins = f"""
+        scancel() {{ echo "scancel $*"; kill -USR1 "$training"; }}
+        scontrol() {{
+            [ "$1" = show ] || {{ echo "scontrol $*"; return; }}
+            echo >> "$asked"
+            [ "$*" != "show step 77" ] || [ $(wc -l < "$asked") -gt {counted} ] || echo "  X=1 Name=ranks Y=2"
+        }}
+        sleep() {{ [ "$1" = 1 ] && command sleep 0.05 || command sleep "$1"; }}
+    """
+    with tempfile.NamedTemporaryFile() as asked:
+        done = subprocess.run(
+            ["bash", "-c", f"{stand_ins}{traps}{training} &\n{rest}"],
+            env={**os.environ, "SLURM_JOB_ID": "77", "asked": asked.name},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
     return done.returncode, re.sub(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d ", "", done.stdout).splitlines()
 
 
@@ -326,6 +339,20 @@ def test_the_shell_waits_and_requeues_after_the_signal(write):
     assert waiting(text, STOPS.replace("exit 3", "exit 0"))[1][-1] == "ended with status 0", "it was done anyway"
     code, said = waiting(write(*USUAL, "--no-requeue"), STOPS)
     assert (code, said[-1]) == (3, "ended with status 3")
+
+
+def test_the_shell_waits_for_slurm_to_find_out_that_a_node_is_lost(write):
+    """Slurm queues the job again, but none that has ended."""
+    text, failure = write(*USUAL), "(exit 7)"
+    waits = "a node does not answer; Slurm will queue the job again if it stays so"
+    assert waiting(text, failure, counted=4) == (7, ["ended with status 7", waits])
+    assert waiting(text, "(exit 0)", counted=4) == (0, ["ended with status 0"])
+    late = "bash -c '(sleep 0.7; kill -USR1 $PPID) & exit 7'"
+    code, said = waiting(text, late, counted=1000)
+    assert (code, said[1:3], said[-1]) == (0, [waits, "the time limit is near"], "scontrol requeue 77")
+    ended = waiting(text, late.replace("USR1", "TERM"), counted=1000)
+    assert ended == (7, ["ended with status 7", waits]), "scancel ends it for good"
+    assert waiting(write(*USUAL, "--no-requeue"), failure, counted=1000) == (7, ["ended with status 7"])
 
 
 def test_term_does_not_end_the_shell_before_the_training(write):

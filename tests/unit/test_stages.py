@@ -65,7 +65,7 @@ class Host:
     def stop_cause(self):
         return "SIGTERM" if self.interrupts.stop_signal else ""
 
-    def stop_now(self, cause):
+    def stop_now(self, cause, *, is_saved):
         self.stopped_by.append((cause, self.progress.step))
 
     def fit_batch(self, batch):

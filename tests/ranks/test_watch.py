@@ -1,0 +1,176 @@
+"""Real ranks under the watch: it sees who stands still, ends with the group, and keeps out of how a training ends."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ddpkit import pulse, watch
+from ddpkit.epoch_loop import EpochCounter, EpochCounterWithStopper
+from ddpkit.errors import NonFiniteLossError
+from ddpkit.process_group import group_state
+from ddpkit.types import Stage
+from tests.contract.recipes import Regression, make, points
+
+WATCHING = {"ddpkit-pulse", "ddpkit-watch"}
+
+
+def watching():
+    return {thread.name for thread in threading.enumerate()} & WATCHING
+
+
+def none_is_left(seconds=5.0):
+    """Wait for the threads to end, and say whether they did."""
+    end = time.monotonic() + seconds
+    while watching() and time.monotonic() < end:
+        time.sleep(0.02)
+    return not watching()
+
+
+# ------------------------------------------------------------------------------------------ a group of somebody else
+
+
+class Slow(Regression):
+    """Is stuck for a while on rank 1."""
+
+    def on_fit_batch_end(self, batch, outputs, loss, should_step):
+        if dist.get_rank() == 1 and self.step == 2:
+            time.sleep(3.0)
+
+
+def stand_still():
+    lines = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("ddpkit.watch").addHandler(handler)
+    try:
+        brain = make(Slow, hang_warning=1.0, hang_timeout=2.0)
+        before = watching()
+        brain.fit([1], points(16), train_loader_kwargs={"batch_size": 2})
+    finally:
+        logging.getLogger("ddpkit.watch").removeHandler(handler)
+    began = time.monotonic()
+    dist.destroy_process_group()
+    return before, lines, brain.optimizer_step, time.monotonic() - began, none_is_left()
+
+
+def test_a_group_that_others_started_is_watched_ended_by_nobody_and_not_outlived(ranks):
+    for before, lines, steps, seconds, is_left_alone in ranks.run(stand_still):
+        assert before == WATCHING
+        assert steps == 4
+        assert seconds < 1.0, "the watch does not hold it up"
+        assert is_left_alone
+        if lines:
+            text = lines[-1]
+    assert " s. Where the ranks are:" in text
+    assert "rank 1 (" in text.splitlines()[1]
+    assert "in TRAIN of epoch 1 at step 2, for" in text.splitlines()[1]
+    assert "test_watch.py" in text.splitlines()[1]
+    assert "rank 0: in TRAIN of epoch 1" in text
+    assert "waiting for other ranks" in text
+
+
+def fail_alone():
+    lines = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("ddpkit.watch").addHandler(handler)
+
+    class Failing(Regression):
+        def on_fit_batch_end(self, batch, outputs, loss, should_step):
+            if dist.get_rank() == 1 and self.step == 2:
+                raise ValueError("boom")
+
+    try:
+        make(Failing).fit([1], points(16), train_loader_kwargs={"batch_size": 2})
+    except ValueError:
+        time.sleep(watch.GRACE_SECONDS + 2.5)  # a notebook, in which somebody reads what has happened
+        dist.destroy_process_group()
+        return "boom", lines
+    except RuntimeError as error:
+        return str(error), lines
+
+
+def test_who_waits_in_vain_in_such_a_group_says_for_whom_and_lives(ranks):
+    (waited, lines), (failed, _) = ranks.run(fail_alone)
+    assert failed == "boom"
+    [text] = [line for line in lines if "may wait in vain" in line]
+    assert "rank 1 (" in text
+    assert "failed first, in TRAIN of epoch 1 at step 2: ValueError: boom" in text
+    assert "boom" in waited, "once the connection is lost, the error names the rank"
+
+
+# ------------------------------------------------------------------------------------------ a group of ddpkit's own
+
+
+@contextlib.contextmanager
+def busy_watch():
+    """Have the watch do in a blink what takes it seconds."""
+    before = pulse.PULSE_SECONDS, watch.LOOK_SECONDS
+    pulse.PULSE_SECONDS, watch.LOOK_SECONDS = 0.01, 0.003
+    try:
+        yield
+    finally:
+        pulse.PULSE_SECONDS, watch.LOOK_SECONDS = before
+        if dist.is_initialized():
+            group_state().watch.stop()
+
+
+class Poisoned(Regression):
+    """The loss of some batches is not finite on rank 1."""
+
+    bad = (2, 3, 5)
+
+    def compute_objectives(self, predictions, batch, stage):
+        loss = super().compute_objectives(predictions, batch, stage)
+        is_bad = stage is Stage.TRAIN and dist.get_rank() == 1 and self.step in self.bad
+        return loss * torch.nan if is_bad else loss
+
+
+def end(how):
+    """Train until something that all ranks agree on ends it; return where this rank was then."""
+    with busy_watch():
+        epochs, message = EpochCounter(20), ""
+        if how == "early":
+            epochs = EpochCounterWithStopper(20, limit_to_stop=1, limit_warmup=0, direction="min")
+
+        class Stopping(Poisoned):
+            bad = Poisoned.bad if how == "patience" else ()
+
+            def on_stage_end(self, stage, stage_loss, epoch=None):
+                if how == "early" and stage is Stage.VALID:
+                    epochs.update_metric(1.0 / epoch if dist.get_rank() or epoch < 4 else 9.0)
+
+        options = {"patience": {"nonfinite_patience": 2}, "limit": {"optimizer_step_limit": 13}}
+        brain = make(Stopping, **options.get(how, {}))
+        try:
+            brain.fit(epochs, points(24), points(4), train_loader_kwargs={"batch_size": 2})
+        except NonFiniteLossError as error:
+            message = str(error)
+        watched = group_state().watch
+        time.sleep(0.1)
+        end_of_pulse = watched.pulse.beats > pulse.FIRST_BEATS and watched.pulse.failure is None
+        return brain.progress.epoch, brain.step, brain.optimizer_step, message.partition(" had")[0], end_of_pulse
+
+
+@pytest.mark.parametrize(
+    ("how", "epoch", "step", "steps", "message"),
+    [
+        ("patience", 1, 5, 2, "3 steps of epoch 1"),
+        ("early", 4, 0, 24, ""),
+        ("limit", 3, 1, 13, ""),
+    ],
+)
+def test_d8_d10_all_ranks_end_at_one_step_under_the_watch(ranks, how, epoch, step, steps, message):
+    results = ranks.run(end, how, init=False)
+    assert results[0] == results[1]
+    found = results[0]
+    assert found[0] == epoch
+    assert found[2:] == (steps, message, True)
+    assert how == "limit" or found[1] == step

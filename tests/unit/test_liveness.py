@@ -1,0 +1,101 @@
+"""Processes that nobody is left to work for."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from ddpkit.liveness import end_when_deserted, has_ended, state_and_start
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="there is no /proc to look at")
+
+
+@pytest.fixture
+def start():
+    started = []
+
+    def start(*command):
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def born(process):
+    return state_and_start(process.pid)[1]
+
+
+def test_a_process_with_no_children_is_killed_after_a_while(start):
+    process, began = start("sleep", "60"), time.monotonic()
+    assert end_when_deserted(process.pid, born(process), 0.3)
+    assert process.wait(5) == -9
+    assert 0.3 < time.monotonic() - began < 5
+
+
+def test_a_process_is_left_alone_as_long_as_it_has_a_child(start):
+    process = start("sh", "-c", "sleep 1; exec sleep 60")
+    time.sleep(0.2)
+    began = time.monotonic()
+    assert end_when_deserted(process.pid, born(process), 0.3)
+    assert time.monotonic() - began > 0.9, "the child had to end first"
+
+
+def test_nothing_happens_to_one_that_ends_by_itself_or_is_another_one(start):
+    process = start("sleep", "0.2")
+    assert not end_when_deserted(process.pid, born(process), 30.0)
+    other = start("sleep", "60")
+    assert not end_when_deserted(other.pid, born(other) - 1, 0.0)
+    assert other.poll() is None
+
+
+GUARDED = """
+import os, subprocess, sys
+from ddpkit.liveness import leave_a_guard
+rank = subprocess.Popen([sys.executable, "-c", "import os; from ddpkit.liveness import leave_a_guard; "
+                         "leave_a_guard(os.getppid(), 0.5)"])
+rank.wait()
+print("gone", flush=True)
+sys.stdin.read()  # it does not end
+"""
+
+
+def test_a_guard_stays_behind_and_ends_a_process_that_hangs(start):
+    process = start(sys.executable, "-c", GUARDED)
+    assert process.stdout.readline() == "gone\n"
+    assert process.wait(10) == -9
+
+
+def test_a_guard_ends_with_the_process_that_it_guards(start):
+    text = GUARDED.replace("0.5", "30.0").replace("sys.stdin.read()", "pass")
+    process = start(sys.executable, "-c", text)
+    assert process.wait(20) == 0
+    wanted = f"end_when_deserted({process.pid}, "
+
+    def guards():
+        return [path for path in Path("/proc").glob("[0-9]*/cmdline") if wanted in _text(path)]
+
+    end = time.monotonic() + 5
+    while guards() and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not guards()
+
+
+def _text(path):
+    try:
+        return path.read_bytes().decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def test_a_zombie_has_ended(start):
+    process = start("true")
+    time.sleep(0.3)
+    assert has_ended(process.pid, born(process)), "nobody has asked for its exit code yet"

@@ -1,0 +1,677 @@
+"""The watch and its pulse, with a clock that the test moves and a store in memory: who is named, when, and who ends."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+from torch.distributed import HashStore
+
+from ddpkit import pulse as pulse_module
+from ddpkit.failure import LastWords, Reason
+from ddpkit.liveness import state_and_start
+from ddpkit.loop import Progress
+from ddpkit.pulse import FIRST_BEATS, MOST_RESTS, PULSE_SECONDS, SILENT_SECONDS, SURVEY_SECONDS, Survey, pulse_key
+from ddpkit.roll_call import Position, Whereabouts
+from ddpkit.types import Stage
+from ddpkit.watch import GRACE_SECONDS, LAUNCHER_SECONDS, LOOK_SECONDS, Watch
+
+
+class Clock:
+    now = 1000.0
+
+    def monotonic(self):
+        return self.now
+
+    def sleep(self, seconds):
+        self.now += seconds
+
+
+class Asked:
+    """Passes on to a store, and counts what it is asked; fails on what it is told to."""
+
+    def __init__(self, store):
+        self.store, self.counts, self.fails = store, Counter(), {}
+
+    def __getattr__(self, name):
+        def ask(*arguments):
+            self.counts[name] += 1
+            if name in self.fails:
+                raise self.fails[name]
+            return getattr(self.store, name)(*arguments)
+
+        return ask
+
+
+class Here(Position):
+    """A place in a run that the test moves."""
+
+    waiting = True
+
+    def is_waiting(self):
+        return self.waiting
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    for module in ("watch", "pulse"):
+        monkeypatch.setattr(f"ddpkit.{module}.time", clock)
+    monkeypatch.setattr(pulse_module, "_told", set())
+    monkeypatch.setattr("ddpkit.failure.POSITION", Position(sessions=1))
+    return clock
+
+
+@pytest.fixture
+def store():
+    return HashStore()
+
+
+def position(*, inside=True, session=1):
+    progress = Progress()
+    progress.epoch, progress.seen = 1, SimpleNamespace(stage=Stage.TRAIN)
+    return Here(progress=progress if inside else None, sessions=session)
+
+
+class Watched(Watch):
+    """One rank of some, whose end is only noted."""
+
+    def __init__(self, store, rank=0, world_size=2, near=None, where=None, **options):
+        near = range(world_size) if near is None else near
+        where = position() if where is None else where
+        super().__init__(LastWords(store, rank, world_size), near, position=where, **options)
+        self.ended = []
+        self.hang_warning, self.hang_timeout = 30.0, 1800.0
+
+    def _end(self, text):
+        self.ended.append(text)
+
+    def beat(self):
+        self.pulse.beat(self.words.store)
+
+    def look(self):
+        """Look at everything once, as the thread does."""
+        for look in (self._notice_steps, self._mind_launcher, self._mind_failure, self._mind_store, self._mind_clock):
+            look()
+
+    def step(self):
+        self.position.progress.step += 1
+        self.look()
+
+
+def pass_time(clock, seconds, *watches, beating=()):
+    """Let the clock run, a pulse and four looks a second."""
+    for quarter in range(int(seconds / LOOK_SECONDS)):
+        clock.now += LOOK_SECONDS
+        for one in beating:
+            if quarter % 4 == 3:
+                one.beat()
+        for one in watches:
+            one.look()
+
+
+@pytest.fixture
+def ended_process():
+    """A process that has been, and the moment of its start."""
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    started = state_and_start(process.pid)[1]
+    process.kill()
+    process.communicate()
+    return process.pid, started
+
+
+def warnings_in(caplog, words):
+    return [record.getMessage() for record in caplog.records if words in record.getMessage()]
+
+
+# ------------------------------------------------------------------------------------------ silence
+
+
+def test_a_rank_is_silent_after_four_seconds_without_a_new_pulse(clock, store):
+    one, other = Watched(store, 0), Watched(store, 1)
+    other.beat()
+    one.beat()
+    for _ in range(int(SILENT_SECONDS)):
+        clock.now += 1
+        one.beat()
+        assert one.pulse.pulses.silent(clock.now) == {}
+    clock.now += 1
+    one.beat()
+    assert one.pulse.pulses.silent(clock.now) == {1: SILENT_SECONDS + 1}
+    other.beat()
+    one.beat()
+    assert one.pulse.pulses.silent(clock.now) == {}, "it is heard again"
+
+
+def test_a_rank_that_has_never_told_anything_is_not_silent(clock, store):
+    one = Watched(store, 0, 3)
+    pass_time(clock, 60, beating=[one])
+    assert one.pulse.pulses.silent(clock.now) == {}
+
+
+def test_the_first_rank_that_still_tells_leads(clock, store):
+    ranks = [Watched(store, rank, 3) for rank in range(3)]
+    for one in ranks * 2:
+        one.beat()
+    assert [one.pulse.leads() for one in ranks] == [True, False, False]
+    pass_time(clock, 6, beating=ranks[1:])
+    assert [one.pulse.leads() for one in ranks[1:]] == [True, False]
+    pass_time(clock, 6, beating=ranks[2:])
+    assert ranks[2].pulse.leads()
+
+
+@pytest.mark.parametrize("near", [range(2), range(1)], ids=["neighbour", "elsewhere"])
+def test_who_lost_a_connection_learns_of_a_rank_that_is_silent(clock, store, near):
+    one, other = Watched(store, 0, near=near), Watched(store, 1)
+    other.beat()
+    began = clock.now
+    reason = one.await_reason()
+    assert (reason.rank, reason.pid, reason.is_final) == (1, os.getpid(), True)
+    assert reason.text.startswith("disappeared in TRAIN of epoch 1 at step 0: it has told nothing for 2 s")
+    assert clock.now - began < 2.5
+
+
+def test_ranks_of_a_machine_that_is_gone_are_all_named_and_nobody_else(clock, store):
+    ranks = [Watched(store, rank, 5) for rank in range(5)]
+    for one in ranks:
+        one.beat()
+    ranks[4].words.say_goodbye()
+    survey, second = Survey(ranks[0].pulse), Survey(ranks[1].pulse)
+    ranks[1].beat()
+    clock.now += SURVEY_SECONDS - 0.1
+    survey.take(clock.now)
+    assert ranks[1].words.first_failure() is None, "too early"
+    clock.now += 0.1
+    for one in (second, survey):
+        one.take(clock.now)
+    reason = ranks[1].words.first_failure()
+    assert reason.rank == 2
+    assert f"So have rank 3 ({reason.host}, pid {os.getpid()})." in reason.text
+    assert "rank 4" not in reason.text, "it has said goodbye"
+    ranks[0].words.await_goodbyes(0.0)
+    assert store.add("ddpkit/left", 0) == 2, "rank 4's own, and one for a rank that is gone: nobody waits for that"
+
+
+def test_nobody_is_accused_who_still_tells(clock, store):
+    one, other = Watched(store, 0), Watched(store, 1)
+    other.beat()
+    survey = Survey(one.pulse)
+    other.beat()
+    clock.now += SURVEY_SECONDS
+    survey.take(clock.now)
+    assert one.await_reason() is None
+
+
+# ------------------------------------------------------------------------------------------ the pulse
+
+
+def test_the_first_pulses_come_quicker(clock, store):
+    pauses = []
+
+    class Over:
+        def is_set(self):
+            return False
+
+        def wait(self, pause):
+            pauses.append(pause)
+            clock.now += pause
+            return len(pauses) > FIRST_BEATS + 4
+
+    Watched(store).pulse.beat_until(Over())
+    assert pauses == [0.0] + [PULSE_SECONDS / FIRST_BEATS] * FIRST_BEATS + [PULSE_SECONDS] * 4
+    assert sum(pauses[: FIRST_BEATS + 1]) == pytest.approx(PULSE_SECONDS)
+    assert Whereabouts.read(store.get(pulse_key(0))).beats == FIRST_BEATS + 4
+
+
+@pytest.mark.parametrize("world_size", [2, 9])
+def test_a_pulse_asks_the_store_four_times_however_many_neighbours_there_are(clock, store, world_size):
+    ranks = [Watched(store, rank, world_size) for rank in range(world_size)]
+    for one in ranks * 2:
+        one.beat()
+    asked = Asked(store)
+    ranks[0].pulse.beat(asked)
+    assert sum(number for name, number in asked.counts.items() if name != "has_extended_api") == 4
+    assert asked.counts["set"] == 1
+
+
+class Boom(Exception):
+    pass
+
+
+@pytest.mark.parametrize("error", [Boom("boom"), RuntimeError("boom"), KeyError("boom")])
+def test_an_error_of_its_own_neither_ends_the_pulse_nor_is_taken_for_the_store_s(clock, store, caplog, error):
+    """Nor for the death of this rank, by the others."""
+    one, other = Watched(store, 0), Watched(store, 1)
+
+    def fail(*_arguments, **_options):
+        error.args = (f"boom at {clock.now}",)
+        raise error
+
+    one.position.whereabouts = fail
+    one.pulse._errands[0].work = fail
+    over = SimpleNamespace(is_set=lambda: False, wait=lambda _: clock.now > 1060)
+
+    def wait(pause):
+        clock.now += pause
+        other.beat()
+        other.look()
+        one.look()
+        return clock.now > 1060
+
+    over.wait = wait
+    one.pulse.beat_until(over)
+    assert one.pulse.store_lost is None
+    assert one.pulse.beats > 60
+    assert one.ended == other.ended == []
+    assert other.pulse.pulses.silent(clock.now) == {}
+    assert other.pulse.pulses.latest[0].pid == os.getpid()
+    assert len(warnings_in(caplog, "cannot fail")) == 1
+    assert len(warnings_in(caplog, "cannot say where it is")) == 1
+
+
+def test_an_errand_that_fails_is_tried_less_and_less_often_and_as_ever_once_it_works(clock, store):
+    one, tried = Watched(store), []
+
+    def errand(_store):
+        tried.append(one.pulse.beats)
+        if one.pulse.beats < 40:
+            raise Boom
+
+    one.pulse._errands[0].work = errand
+    for _ in range(50):
+        one.beat()
+    apart = [later - earlier for earlier, later in itertools.pairwise(tried)]
+    assert apart == [2, 3, 5, *[1 + MOST_RESTS] * 4, *[1] * (len(apart) - 7)]
+    assert tried[-1] == 50
+
+
+def test_what_a_neighbour_has_told_and_nobody_understands_stops_nothing_else(clock, store, caplog):
+    one = Watched(store, 0, 2)
+    Watched(store, 1).beat()
+    one.beat()
+    store.set(pulse_key(1), "no json")
+    LastWords(store, 1, 2).tell_failure(Boom("elsewhere"))
+    one.beat()
+    assert one.pulse.failure.text.endswith("Boom: elsewhere")
+    assert len(warnings_in(caplog, "cannot meet")) == 1
+
+
+def test_numbers_of_any_kind_are_told(clock, store):
+    np = pytest.importorskip("numpy")
+    one = Watched(store)
+    one.position.progress.epoch = np.int64(3)
+    one.beat()
+    assert json.loads(store.get(pulse_key(0)))["epoch"] == 3
+
+
+@pytest.mark.parametrize("operation", ["set", "multi_get", "check"])
+def test_a_store_that_is_gone_ends_the_pulse_and_then_the_run(clock, store, operation, monkeypatch):
+    monkeypatch.setenv("MASTER_ADDR", "node7")
+    monkeypatch.setenv("MASTER_PORT", "1234")
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    asked = Asked(store)
+    one = Watched(asked, 2, 3)
+    for rank in range(2):
+        Watched(store, rank, 3).beat()
+    one.beat()
+    asked.clone = lambda: asked
+    asked.fails = {name: RuntimeError("Broken pipe\nand a stack") for name in (operation, "check")}
+    one.pulse.beat_until(threading.Event())
+    assert one.pulse.store_lost == "Broken pipe"
+    pass_time(clock, GRACE_SECONDS + 1, one)
+    assert "was lost with the store on node7:1234, which it held, or the network to it" in one.ended[0]
+    assert "is cut (Broken pipe)." in one.ended[0]
+    assert "rank 0 (" in one.ended[0]
+
+
+def test_a_store_that_was_closed_because_all_is_over_is_not_lost(clock, store):
+    one, over = Watched(store), threading.Event()
+
+    def clone():
+        over.set()
+        raise RuntimeError("closed")
+
+    one.pulse.words.store = SimpleNamespace(clone=clone)
+    one.pulse.beat_until(over)
+    assert one.pulse.store_lost is None
+
+
+def test_a_store_that_does_not_answer_ends_the_run_after_the_time_for_that(clock, store, monkeypatch):
+    monkeypatch.setenv("MASTER_ADDR", "node7")
+    one = Watched(store)
+    one.hang_timeout = 20.0
+    for _ in range(20):
+        clock.now += 1
+        one.step()
+    assert one.ended == []
+    clock.now += 1
+    one.step()
+    assert "no answer for 21 s from the store on node7" in one.ended[0]
+
+
+def test_who_waits_for_the_main_process_ends_too_if_the_store_does_not_answer(clock, store):
+    one = Watched(store)
+    one.position.excused, one.hang_timeout = 1, 20.0
+    pass_time(clock, 19, one)
+    assert one.ended == []
+    pass_time(clock, 2, one)
+    assert "no answer for 20 s from the store on" in one.ended[0]
+
+
+def test_a_store_out_of_reach_is_not_called_gone(clock, store, monkeypatch):
+    monkeypatch.setenv("MASTER_ADDR", "node7")
+    one = Watched(store, 1)
+    one.pulse.store_lost = "recvValue failed: Connection timed out"
+    reason = one.await_reason()
+    assert "the store on node7 is silent, or the network to it is cut (recvValue failed" in reason.summary()
+
+
+@pytest.mark.parametrize(("most", "used", "is_left"), [("0", "0", True), ("3", "1", False), (None, None, False)])
+def test_the_launcher_is_ended_only_if_it_cannot_start_the_rank_again(clock, store, monkeypatch, most, used, is_left):
+    guards = []
+    monkeypatch.setattr("ddpkit.watch.leave_a_guard", lambda *arguments: guards.append(arguments))
+    for name, value in (("MAX_RESTARTS", most), ("RESTART_COUNT", used)):
+        monkeypatch.delenv(f"TORCHELASTIC_{name}", raising=False)
+        if value is not None:
+            monkeypatch.setenv(f"TORCHELASTIC_{name}", value)
+    one = Watched(store, parent=os.getppid())
+    one.hang_timeout = 20.0
+    clock.now += 21
+    one.step()
+    assert len(one.ended) == 1
+    assert guards == ([(os.getppid(), LAUNCHER_SECONDS)] if is_left else [])
+
+
+@pytest.mark.parametrize(("warning", "timeout", "seconds"), [(30, 1800, 15), (30, 10, 5), (0, 20, 10), (30, 0, 15)])
+def test_the_roll_is_called_in_time(clock, store, warning, timeout, seconds):
+    one = Watched(store)
+    one.hang_warning, one.hang_timeout = float(warning), float(timeout)
+    clock.now += seconds - 0.5
+    assert not one.pulse.is_in_trouble()
+    clock.now += 0.5
+    assert one.pulse.is_in_trouble()
+
+
+# ------------------------------------------------------------------------------------------ launcher and neighbours
+
+
+def test_without_its_launcher_the_process_ends(clock, store):
+    one = Watched(store, parent=os.getppid())
+    pass_time(clock, 3, one)
+    assert one.ended == []
+    one.parent = 1 if os.getppid() != 1 else 2
+    one.look()
+    assert "is gone: the process ends" in one.ended[0]
+
+
+def test_a_process_that_no_launcher_has_started_outlives_any(clock, store):
+    one = Watched(store, parent=None)
+    pass_time(clock, 3, one)
+    assert one.ended == []
+
+
+def test_a_neighbour_that_was_killed_is_named_and_the_others_end(clock, store, ended_process):
+    ranks = [Watched(store, rank, 3) for rank in range(3)]
+    for one in ranks:
+        one.beat()
+    gone = Whereabouts(2, "node7", *ended_process[:1], started=ended_process[1], stage="TRAIN", beats=9, session=1)
+    store.set(pulse_key(2), gone.to_json())
+    ranks[0].position.progress.step = 12
+    pass_time(clock, GRACE_SECONDS + 1.5, *ranks[:2], beating=ranks[:2])
+    for one in ranks[:2]:
+        assert f"rank 2 (node7, pid {ended_process[0]}) disappeared in TRAIN of epoch 1 at step 12" in one.ended[0]
+        assert one.ended[0].startswith(f"rank {one.rank} ends: ")
+
+
+def test_a_neighbour_that_has_left_is_not_missed(clock, store, ended_process):
+    one = Watched(store)
+    Watched(store, 1).beat()
+    one.beat()
+    store.set(pulse_key(1), Whereabouts(1, "a", *ended_process[:1], started=ended_process[1]).to_json())
+    LastWords(store, 1, 2).say_goodbye()
+    pass_time(clock, 10, one, beating=[one])
+    assert one.ended == []
+    assert one.pulse.failure is None
+
+
+def test_a_rank_of_another_machine_is_no_neighbour_though_its_number_is_near(clock, store, ended_process):
+    """Its process number means another process here, or none."""
+    one = Watched(store)
+    Watched(store, 1).beat()
+    store.set(f"{pulse_key(1)}/machine", "another")
+    store.set(pulse_key(1), Whereabouts(1, "another", *ended_process[:1], started=ended_process[1]).to_json())
+    pass_time(clock, 10, one, beating=[one])
+    assert one.pulse.neighbours == []
+    assert one.ended == []
+    assert one.pulse.failure is None
+
+
+def test_neighbours_are_met_when_they_come(clock, store):
+    one = Watched(store, near=[0, 1])
+    pass_time(clock, 3, beating=[one])
+    assert one.pulse.neighbours == [1]
+    assert 1 not in one.pulse.pulses.latest
+    Watched(store, 1).beat()
+    one.beat()
+    assert one.pulse.pulses.latest[1].beats == 1
+
+
+# ------------------------------------------------------------------------------------------ standing still
+
+
+def test_a_standstill_is_told_once_and_after_twice_that_time_and_so_on(clock, store, caplog):
+    one, other = Watched(store, 0), Watched(store, 1)
+    told = []
+    for _ in range(130):
+        pass_time(clock, 1, one, other, beating=[one, other])
+        told.append(len(warnings_in(caplog, "Where the ranks are")))
+    assert [second + 1 for second, number in enumerate(told) if number != (told[second - 1] if second else 0)] == [
+        30,
+        60,
+        120,
+    ], "by the rank that leads alone"
+    text = caplog.records[-1].getMessage()
+    assert "No step for 120 s. After 1800 s the run ends" in text
+    assert text.count("in TRAIN of epoch 1 at step 0") == 2
+    assert one.ended == other.ended == []
+
+
+def test_the_next_standstill_is_told_again(clock, store, caplog):
+    one = Watched(store)
+    for stalls in (1, 2):
+        pass_time(clock, 40, one, beating=[one])
+        assert len(warnings_in(caplog, "No step for 30 s")) == stalls
+        one.step()
+        pass_time(clock, 20, one, beating=[one])
+        assert len(warnings_in(caplog, "No step for")) == stalls, "steps that take their time are none"
+        one.step()
+
+
+def test_a_silent_rank_is_shown_as_such_and_another_one_tells(clock, store, caplog):
+    ranks = [Watched(store, rank, 3, near=[rank]) for rank in range(3)]
+    pass_time(clock, 16, beating=ranks)
+    pass_time(clock, 16, *ranks[1:], beating=ranks[1:])
+    [text] = [record.getMessage() for record in caplog.records if "No step" in record.getMessage()]
+    assert "rank 0 (" in text.splitlines()[1]
+    assert "silent for 1" in text.splitlines()[1]
+
+
+@pytest.mark.parametrize("warning", [0.0, 30.0])
+def test_the_timeout_ends_the_run_and_zero_switches_it_off(clock, store, warning, capfd):
+    one, never = Watched(store), Watched(HashStore())
+    for two in (one, never):
+        two.hang_warning, two.hang_timeout = warning, 45.0 if two is one else 0.0
+    pass_time(clock, 44, one, never, beating=[one, never])
+    assert one.ended == []
+    pass_time(clock, 2, one, beating=[one])
+    pass_time(clock, 5000, never, beating=[never])
+    assert "rank 0 has made no step for 45 s (--hang_timeout=45)" in one.ended[0]
+    assert never.ended == []
+    assert "where all threads are" in capfd.readouterr().err
+
+
+def test_no_warning_if_none_is_asked_for(clock, store, caplog):
+    one = Watched(store)
+    one.hang_warning = one.hang_timeout = 0.0
+    pass_time(clock, 5000, one, beating=[one])
+    assert not warnings_in(caplog, "No step")
+
+
+@pytest.mark.parametrize("how", ["excused", "outside"])
+def test_the_clock_stands_still_in_work_of_the_main_process_and_outside_of_fit(clock, store, caplog, how):
+    one = Watched(store, where=position(inside=how != "outside"))
+    one.position.excused, one.position.waiting = int(how == "excused"), False
+    pass_time(clock, 5000, one, beating=[one])
+    assert one.ended == []
+    assert not warnings_in(caplog, "No step")
+
+
+def test_what_the_watch_cannot_see_is_not_taken_for_a_standstill(clock, store, caplog):
+    one = Watched(store)
+    one.hang_timeout = 40.0
+    ends = []
+
+    def mark():
+        raise Boom(f"at {clock.now}")
+
+    one.position.mark = mark
+
+    class Over(threading.Event):
+        def wait(self, timeout):
+            clock.now += timeout
+            one.pulse.answered = clock.now
+            return clock.now > 1200
+
+    one._over = Over()
+    one._look()
+    assert one.ended == ends == []
+    assert len(warnings_in(caplog, "cannot notice steps")) == 1
+
+
+# ------------------------------------------------------------------------------------------ failures of others
+
+
+@pytest.mark.parametrize(
+    ("theirs", "final", "inside", "heard"),
+    [(1, False, True, True), (2, False, True, False), (2, True, True, True), (1, True, False, False)],
+)
+def test_a_failure_is_heard_by_those_in_the_same_session_or_by_all_if_it_is_final(
+    clock, store, theirs, final, inside, heard
+):
+    one = Watched(store, where=position(inside=inside))
+    Watched(store, 1).beat()
+    LastWords(store, 1, 2).tell_reason(Reason(1, "Boom: b", "node7", 5, "", "Trace", theirs, is_final=final))
+    pass_time(clock, GRACE_SECONDS + 2, one, beating=[one])
+    assert bool(one.ended) == heard
+    if heard:
+        assert "rank 1 (node7, pid 5) failed first: Boom: b" in one.ended[0]
+
+
+def test_a_failure_that_all_may_catch_ends_only_who_waits_for_others(clock, store):
+    one = Watched(store)
+    one.position.waiting = False
+    LastWords(store, 1, 2).tell_reason(Reason(1, "Boom: b", trace="T", session=1))
+    pass_time(clock, 20, one, beating=[one])
+    assert one.ended == []
+    one.position.waiting = True
+    pass_time(clock, GRACE_SECONDS, one, beating=[one])
+    assert one.ended == []
+    pass_time(clock, 2 * LOOK_SECONDS, one, beating=[one])
+    assert one.ended
+
+
+def test_the_next_session_has_forgotten_the_failure_of_the_last(clock, store, monkeypatch):
+    one = Watched(store)
+    one.position.waiting = False
+    LastWords(store, 1, 2).tell_reason(Reason(1, "Boom: b", trace="T", session=1))
+    pass_time(clock, 2, one, beating=[one])
+    assert one.pulse.failure is not None
+    one.position.sessions, one.position.waiting = 2, True
+    monkeypatch.setattr("ddpkit.failure.POSITION", one.position)
+    pass_time(clock, 20, one, beating=[one])
+    assert one.pulse.failure is None
+    assert one.ended == []
+
+
+def test_one_rank_of_a_machine_shows_the_traceback_of_one_that_could_not_itself(clock, store):
+    ranks = [Watched(store, rank, 4, near=[0, 1, 2]) for rank in range(3)]
+    LastWords(store, 3, 4).tell_reason(Reason(3, "Boom: b", trace="Traceback of rank 3", is_final=True))
+    pass_time(clock, GRACE_SECONDS + 2, *ranks, beating=ranks)
+    assert sorted("Traceback of rank 3" in one.ended[0] for one in ranks) == [False, False, True]
+
+
+# ------------------------------------------------------------------------------------------ as a guest
+
+
+def test_a_guest_says_what_it_finds_and_ends_nothing(clock, store, caplog):
+    one, other = Watched(store, guest=lambda: True), Watched(store, 1, guest=lambda: True)
+    one.hang_timeout = 40.0
+    pass_time(clock, 70, one, other, beating=[one, other])
+    told = warnings_in(caplog, "Where the ranks are")
+    assert [text.split(". ")[0] for text in told] == ["No step for 30 s", "No step for 60 s"]
+    assert not any("the run ends" in text for text in told)
+    LastWords(store, 1, 2).tell_reason(Reason(1, "Boom: b", "node7", 5, trace="Trace", is_final=True))
+    pass_time(clock, 10, one, beating=[one])
+    [text] = warnings_in(caplog, "may wait in vain")
+    assert "rank 1 (node7, pid 5) failed first: Boom: b" in text
+    one.pulse.failure, one.pulse.store_lost = None, "Broken pipe"
+    pass_time(clock, 10, one)
+    assert one.ended == []
+
+
+def test_a_guest_talks_in_fit_alone_and_ends_with_the_group():
+    store, there = HashStore(), [True]
+    watch = Watch(LastWords(store, 0, 1), [0], position=position(inside=False), guest=lambda: there[0])
+    threads = set(threading.enumerate())
+    watch.start()
+    try:
+        time.sleep(3 * PULSE_SECONDS / FIRST_BEATS)
+        assert not store.check([pulse_key(0)])
+        watch.position.progress = Progress()
+        time.sleep(3 * PULSE_SECONDS / FIRST_BEATS)
+        assert store.check([pulse_key(0)])
+        there[0] = False
+        end = time.monotonic() + 5
+        while set(threading.enumerate()) - threads and time.monotonic() < end:
+            time.sleep(0.02)
+        assert set(threading.enumerate()) == threads
+        assert watch.await_reason() is None
+    finally:
+        watch.stop()
+
+
+def test_the_threads_themselves(caplog):
+    """They start, beat, look and end; an error in them is said, and they go on."""
+    store = HashStore()
+    watch = Watch(LastWords(store, 0, 1), [0], position=position())
+    watch.pulse._errands[1].work = lambda _: json.loads("no json")
+    with caplog.at_level(logging.WARNING):
+        watch.start()
+        time.sleep(4 * PULSE_SECONDS / FIRST_BEATS)
+        first = Whereabouts.read(store.get(pulse_key(0))).beats
+        time.sleep(4 * PULSE_SECONDS / FIRST_BEATS)
+        assert Whereabouts.read(store.get(pulse_key(0))).beats > first > 0
+        watch.stop()
+    assert not any(thread.name.startswith("ddpkit-") for thread in threading.enumerate())
+
+
+def test_a_process_that_has_failed_says_no_more(monkeypatch):
+    """Its last lines are its error, and not what torch logs of a store that has gone with another process."""
+    store = HashStore()
+    monkeypatch.setattr("ddpkit.watch.has_failed", lambda: True)
+    watch = Watch(LastWords(store, 0, 1), [0], position=position())
+    watch.start()
+    try:
+        time.sleep(3 * PULSE_SECONDS / FIRST_BEATS)
+        assert not store.check([pulse_key(0)])
+    finally:
+        watch.stop()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 import pytest
 
@@ -42,13 +42,24 @@ class Clusters:
             except CannotSetUpError as error:
                 reasons[name] = str(error)
         if name in reasons:
-            self._give_up(f"{name} cannot be set up here: {reasons[name]}")
+            _give_up(f"{name} cannot be set up here: {reasons[name]}")
         return self.ready[name]
 
-    def _give_up(self, reason: str) -> None:
-        if os.environ.get(REQUIRE, "") not in {"", "0"}:
-            pytest.fail(f"{reason}\n({REQUIRE} is set, so this is a failure and no skip.)", pytrace=False)
-        pytest.skip(reason)
+
+def _give_up(reason: str) -> NoReturn:
+    if os.environ.get(REQUIRE, "") not in {"", "0"}:
+        pytest.fail(f"{reason}\n({REQUIRE} is set, so this is a failure and no skip.)", pytrace=False)
+    pytest.skip(reason)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """Treat what only one test needs, such as a TUN device, as a cluster that cannot be set up."""
+    try:
+        return (yield)
+    except CannotSetUpError as error:
+        item.config.stash.setdefault(NOT_SET_UP, {})[item.name] = str(error)
+        _give_up(str(error))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

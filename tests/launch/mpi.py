@@ -13,6 +13,7 @@ __all__ = ["have_mpich", "have_openmpi", "mpich", "openmpi", "openmpi_on"]
 
 # Debian lets several MPIs live side by side under these names.
 OPENMPI, MPICH = "mpirun.openmpi", "mpirun.mpich"
+PROGRAMS = {OPENMPI: "openmpi-bin", MPICH: "mpich"}
 
 
 def have_openmpi() -> None:
@@ -21,7 +22,7 @@ def have_openmpi() -> None:
     Raises:
         CannotSetUpError: it is not, and cannot be installed.
     """
-    need({OPENMPI: "openmpi-bin"})
+    need({OPENMPI: PROGRAMS[OPENMPI]})
 
 
 def have_mpich() -> None:
@@ -30,7 +31,7 @@ def have_mpich() -> None:
     Raises:
         CannotSetUpError: it is not, and cannot be installed.
     """
-    need({MPICH: "mpich"})
+    need({MPICH: PROGRAMS[MPICH]})
 
 
 def openmpi(processes: int, *command: str, options: Sequence[str] = ()) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +13,10 @@ from pathlib import Path
 __all__ = ["CannotSetUpError", "need"]
 
 INSTALL_SECONDS = 100
+ATTEMPTS = 4
+PAUSE_SECONDS = 3.0  # after the first attempt, twice that after the second, and so on
+LOCK_SECONDS = 60
+APT_GET = ("apt-get", "-q", "-o", "Acquire::Retries=2", "-o", "Acquire::http::Timeout=20")
 POLICY = Path("/usr/sbin/policy-rc.d")
 NO_SERVICES = "#!/bin/sh\nexit 101\n"  # the tests start their own daemons, with their own settings
 
@@ -20,11 +25,12 @@ class CannotSetUpError(Exception):
     """This machine has not got what a cluster needs; the message says what is missing."""
 
 
-def need(packages: Mapping[str, str]) -> None:
+def need(packages: Mapping[str, str], seconds: float = INSTALL_SECONDS) -> None:
     """See to it that programs are there, as root by installing their packages.
 
     Args:
         packages: name of a program: the Debian package that brings it.
+        seconds: for the installation.
 
     Raises:
         CannotSetUpError: a program is missing and cannot be installed.
@@ -35,7 +41,7 @@ def need(packages: Mapping[str, str]) -> None:
     if os.geteuid() != 0 or not _there("apt-get"):
         raise CannotSetUpError(f"not installed: {', '.join(missing)}, and only root with apt-get could do that")
     with _no_services_started():
-        said = _install(missing)
+        said = _install(missing, seconds)
     still = sorted(program for program in packages if not _there(program))
     if still:
         raise CannotSetUpError(f"apt-get install {' '.join(missing)} did not bring {', '.join(still)}: {said[-1000:]}")
@@ -45,30 +51,37 @@ def _there(program: str) -> bool:
     return shutil.which(program, path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin") is not None
 
 
-def _install(packages: list[str]) -> str:
-    install = ["install", "--yes", "--no-install-recommends", "-o", "DPkg::Lock::Timeout=60", *packages]
-    status, said = _apt_get(*install)
-    if status != 0:  # perhaps there are no lists of packages yet, or they are old
-        _, more = _apt_get("update")
-        said += more + _apt_get(*install)[1]
+def _install(packages: list[str], seconds: float) -> str:
+    """Try until it works or the time is over: mirrors fail for a moment, and somebody else may be installing."""
+    end, said = time.monotonic() + seconds, ""
+    for attempt in range(ATTEMPTS):
+        lock = ["-o", f"DPkg::Lock::Timeout={max(1, round(min(LOCK_SECONDS, end - time.monotonic())))}"]
+        if attempt:
+            time.sleep(min(PAUSE_SECONDS * attempt, max(0.0, end - time.monotonic())))
+            if "dpkg --configure -a" in said:  # somebody has been interrupted
+                said += _run("dpkg", "--configure", "-a", end=end)[1]
+            said += _run(*APT_GET, "update", end=end)[1]  # no lists of packages yet, or old ones; or it failed
+        status, more = _run(*APT_GET, *lock, "install", "--yes", "--no-install-recommends", *packages, end=end)
+        said += more
+        if status == 0 or time.monotonic() > end:
+            break
     return said
 
 
-def _apt_get(*words: str) -> tuple[int, str]:
-    environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
+def _run(*command: str, end: float) -> tuple[int, str]:
     try:
         done = subprocess.run(
-            ["apt-get", "-q", *words],
-            env=environment,
+            command,
+            env={**os.environ, "DEBIAN_FRONTEND": "noninteractive"},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            timeout=INSTALL_SECONDS,
+            timeout=max(1.0, end - time.monotonic()),
             check=False,
         )
     except subprocess.TimeoutExpired as error:
-        return 1, f"apt-get {words[0]}: {error}\n"
+        return 1, f"{command}: {error}\n"
     return done.returncode, done.stdout
 
 

@@ -27,6 +27,7 @@ from ddpkit.distributed import get_rank, get_world_size
 SCRIPT = Path(__file__)
 HPARAMS = SCRIPT.with_name("hparams.yaml")
 SAMPLES = 240
+MAIN_STEP = 2
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ class Step:
     time: float
     restart: int  # how often Slurm, or torchrun, has started the run again
     weights: str  # a digest: equal where the weights are
+    samples: list[int]  # that this rank had in the step
 
     def key(self) -> tuple[int, str]:
         return self.step, self.weights
@@ -76,6 +78,11 @@ def _gate(folder: Path) -> float:
         return math.inf
 
 
+def _work_alone(folder: Path, seconds: float) -> None:
+    (folder / "main_works").touch()
+    time.sleep(seconds)
+
+
 class Line(ddpkit.Brain):
     """Fits a line, slowly."""
 
@@ -100,10 +107,13 @@ class Line(ddpkit.Brain):
             time=time.time(),
             restart=int(os.environ.get("SLURM_RESTART_COUNT") or os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0),
             weights=digest(self.raw_modules),
+            samples=((batch[0].flatten() + 1) / 2 * (SAMPLES - 1)).round().int().tolist(),
         )
         _append(folder / "steps.jsonl", json.dumps(asdict(step)))
         while step.step >= _gate(folder):
             time.sleep(0.02)
+        if self.hparams.main_seconds and step.step == MAIN_STEP:
+            ddpkit.run_on_main(_work_alone, args=[folder, self.hparams.main_seconds])
 
     def on_stage_end(self, stage, stage_loss, epoch=None):
         if stage is ddpkit.Stage.VALID:

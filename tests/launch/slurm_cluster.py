@@ -77,7 +77,7 @@ SlurmdParameters=config_overrides
 SchedulerParameters=batch_sched_delay=0,sched_min_interval=100000,sched_interval=1,bf_interval=1
 MpiDefault=none
 ReturnToService=2
-SlurmdTimeout=30
+SlurmdTimeout=15
 KillWait=6
 {nodes}
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
@@ -145,13 +145,16 @@ class Job:
         return "\n".join([state, "processes:", *left, self.output, *logs])
 
 
-@dataclass(frozen=True)
+@dataclass
 class SlurmCluster:
     """The cluster while it is up."""
 
     folder: Path
     machines: Sequence[Machine]  # none where both nodes are on the loopback
     mark: str
+
+    def __post_init__(self) -> None:
+        self.daemons = _Daemons(self)
 
     def command(self, *words: str, node: int = 0, folder: Path | None = None) -> list[str]:
         return self.machines[node].enter(*words, folder=folder) if self.machines else list(words)
@@ -200,6 +203,15 @@ class SlurmCluster:
         mend(self.machines)
         assert wait_until(self._is_idle, 60), self.run("sinfo", "-N", "-l")
 
+    def lose(self, node: int) -> None:
+        """Kill all that runs on a node, its slurmd too: it has crashed. Not the first, which has the controller."""
+        assert node > 0
+        kill(self.machines[node].processes)
+
+    def bring_back(self, node: int) -> None:
+        """Start a node again that was lost."""
+        self.daemons.start_node(node)
+
     def _is_idle(self) -> bool:
         time.sleep(0.1)
         states = self.run("sinfo", "--noheader", "--Node", "--partition=main", "--format=%T").split()
@@ -224,9 +236,8 @@ def slurm_cluster() -> Iterator[SlurmCluster]:
             mark = machines[0].mark if machines else owner_mark()
             stack.callback(kill, lambda: find(OWNER, mark) if not machines else [])
             cluster = SlurmCluster(folder, machines, mark)
-            daemons = _Daemons(cluster)
-            stack.callback(daemons.stop)
-            daemons.start()
+            stack.callback(cluster.daemons.stop)
+            cluster.daemons.start()
             yield cluster
     finally:
         shutil.rmtree(folder)
@@ -245,12 +256,16 @@ class _Daemons:
         self._write_settings()
         self._start_munge()
         self._start("slurmctld", "-D", "-i")
-        for number, name in enumerate(NODES):
-            (self.folder / f"spool.{name}").mkdir()
-            self._start("slurmd", "-D", "-N", name, node=number)
+        for number in range(len(NODES)):
+            self.start_node(number)
         if not wait_until(self._are_up, START_SECONDS):
             logs = "\n".join(tail(path, 10) for path in sorted(self.folder.glob("*.log")))
             raise CannotSetUpError(f"Slurm does not start here:\n{logs}")
+
+    def start_node(self, number: int) -> None:
+        name = NODES[number]
+        (self.folder / f"spool.{name}").mkdir(exist_ok=True)
+        self._start("slurmd", "-D", "-N", name, node=number)
 
     def stop(self) -> None:
         for daemon in reversed(self.running):

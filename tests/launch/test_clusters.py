@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import subprocess
@@ -90,6 +91,42 @@ def test_programs_that_are_missing(monkeypatch):
     need({"sh": "dash"})
     with pytest.raises(CannotSetUpError, match="not installed: no-such-package, and only root"):
         need({"sh": "dash", "no-such-program": "no-such-package"})
+
+
+class AptGet:
+    """Stands in for apt-get and dpkg: it answers by turns, and brings the program with its last answer."""
+
+    def __init__(self, monkeypatch, *answers):
+        self.answers, self.called = list(answers), []
+        monkeypatch.setattr(packages.os, "geteuid", lambda: 0)
+        monkeypatch.setattr(packages, "_there", lambda program: program == "apt-get" or not self.answers)
+        monkeypatch.setattr(packages, "_no_services_started", contextlib.nullcontext)
+        monkeypatch.setattr(packages, "_run", self.run)
+        monkeypatch.setattr(packages.time, "sleep", lambda seconds: None)
+
+    def run(self, *command, end):
+        self.called.append(next(word for word in command[1:] if word in {"install", "update", "--configure"}))
+        return self.answers.pop(0)
+
+
+def test_a_mirror_that_fails_once_and_a_lock_that_somebody_has(monkeypatch):
+    no, yes = (100, "E: Unable to locate package; Temporary failure resolving"), (0, "")
+    apt = AptGet(monkeypatch, no, no, (100, "E: Could not get lock"), yes, yes)
+    need({"prog": "package"})
+    assert apt.called == ["install", "update", "install", "update", "install"]
+
+
+def test_an_installation_that_was_interrupted_is_completed(monkeypatch):
+    apt = AptGet(monkeypatch, (100, "you must manually run 'dpkg --configure -a'"), (0, ""), (0, ""), (0, ""))
+    need({"prog": "package"})
+    assert apt.called == ["install", "--configure", "update", "install"]
+
+
+def test_it_is_given_up_at_last_and_told_why(monkeypatch):
+    apt = AptGet(monkeypatch, *[(100, "E: no space left\n")] * 99)
+    with pytest.raises(CannotSetUpError, match=r"did not bring prog: (?s:.*)no space left"):
+        need({"prog": "package"})
+    assert apt.called.count("install") == packages.ATTEMPTS
 
 
 def cannot():

@@ -64,8 +64,8 @@ def held(folder: Path, after: int = 1) -> Path:
     return gate
 
 
-def both_at(folder: Path, step: int = 1) -> bool:
-    return len({one.rank for one in read_steps(folder / "results") if one.step >= step}) == 2
+def both_at(folder: Path, step: int = 1, ranks: int = 2) -> bool:
+    return len({one.rank for one in read_steps(folder / "results") if one.step >= step}) == ranks
 
 
 def test_sbatch_of_torchrun_on_two_nodes(slurm, tmp_path):
@@ -112,6 +112,22 @@ def test_bare_srun(slurm, tmp_path):
     agreed(tmp_path, 4)
 
 
+def test_neighbours_of_a_cyclic_distribution(slurm, tmp_path):
+    """Ranks 1 and 3 are on the second node: when one is killed, it is the other that sees it."""
+    held(tmp_path)
+    text = BARE.replace("srun", "srun --distribution=cyclic")
+    with slurm.submit(tmp_path, "--nodes=2", "--ntasks-per-node=2", script(tmp_path, text)) as job:
+        job.until(lambda: both_at(tmp_path, ranks=4), 60, "the first step of all ranks")
+        hosts = {one.rank: one.host for one in read_steps(tmp_path / "results")}
+        assert hosts == {0: "node1", 1: "node2", 2: "node1", 3: "node2"}
+        killed = job.ranks()[3]
+        killed.signal(signal.SIGKILL)
+        job.until(lambda: not job.ranks(), 5, "the end of all ranks, which are in the user's code")
+        assert job.wait() == "FAILED"
+        said = f"rank 3 (node2, pid {killed.pid}) disappeared in TRAIN of epoch 1 at step 1: it was killed"
+        assert said in job.output, job.report()
+
+
 def test_two_steps_of_one_job_beside_each_other(slurm, tmp_path):
     """They share the job's variables and must not meet on one port."""
     step = f"srun --exact -N2 -n2 {PYTHON} {SCRIPT} {HPARAMS}"
@@ -135,7 +151,9 @@ def test_a_rank_that_is_killed_ends_the_job(slurm, tmp_path):
     gate = held(tmp_path)
     with slurm.submit(tmp_path, "--nodes=2", "--ntasks-per-node=1", script(tmp_path, TORCHRUN)) as job:
         job.until(lambda: both_at(tmp_path), 60, "the first step of both ranks")
-        job.ranks()[1].signal(signal.SIGKILL)
+        killed = job.ranks()[1]
+        killed.signal(signal.SIGKILL)
         gate.unlink()
         assert wait_until(lambda: not job.ranks(), 10), job.report()
         assert job.wait() == "FAILED"
+        assert f"rank 1 (node2, pid {killed.pid}) disappeared in TRAIN of epoch 1 at step" in job.output, job.report()

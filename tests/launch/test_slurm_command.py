@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from .recipe import HPARAMS, SCRIPT, read_steps
-from .test_slurm import agreed, both_at, held, results
+from tests.launching import Run, torchrun
+
+from .recipe import HPARAMS, SCRIPT, read_ends, read_steps
+from .test_slurm import agreed, both_at, held, results, script
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -92,6 +96,43 @@ def test_the_signal_before_the_limit_ends_the_attempt_and_queues_the_job_again(s
     agreed(tmp_path, 2)
     taken = [one.step for one in read_steps(tmp_path / "results") if one.rank == 0]
     assert taken == list(range(1, len(taken) + 1)), "no step is lost and none is taken twice"
+
+
+def test_a_node_that_is_lost_and_comes_back(slurm, tmp_path, written):
+    """A bare srun and the written script at the same time: the node is lost to both, and both go on by themselves.
+
+    The script has to wait for Slurm to find out: its srun gives up after 5 s here, and Slurm knows after 15 s.
+    """
+    if not slurm.machines:
+        pytest.skip("no namespaces here: both nodes are this machine, and cannot be lost one by one")
+    text = f"#!/bin/bash\nexec srun {sys.executable} {SCRIPT} {HPARAMS} --output_folder=bare/results\n"
+    (tmp_path / "bare").mkdir()
+    bare, own = script(tmp_path, text), written("--signal-before=10", time="3:00")
+    gates = [held(folder, after=12) for folder in (tmp_path / "bare", tmp_path)]
+    options = ["--nodes=2", "--ntasks-per-node=1", "--requeue", "--open-mode=append"]
+    with slurm.submit(tmp_path, *options, bare) as one, slurm.submit(tmp_path, own) as other:
+        jobs = {tmp_path / "bare": one, tmp_path: other}
+        for folder, job in jobs.items():
+            job.until(lambda folder=folder: both_at(folder, 12), 90, "the second epoch")
+        survivors = [Path(f"/proc/{job.ranks()[0].pid}") for job in jobs.values()]
+        slurm.lose(1)
+        for gate in gates:
+            gate.unlink()
+        one.until(lambda: not any(path.exists() for path in survivors), 10, "the end of the other ranks")
+        (tmp_path / "uninterrupted").mkdir()
+        reference = Run(torchrun(2, str(SCRIPT), str(HPARAMS)), tmp_path / "uninterrupted").wait()
+        assert reference.code == 0, reference.tail()
+        [weights] = {end["weights"] for end in read_ends(reference.folder / "results")}
+        for job in jobs.values():
+            job.until(lambda job=job: job.facts()["Restarts"] == "1", 60, "its being queued again")
+        slurm.bring_back(1)
+        for folder, job in jobs.items():
+            assert job.wait(90) == "COMPLETED", job.report()
+            assert re.search(r"rank 1 \(node2, pid \d+\) disappeared in TRAIN of epoch 2 at step \d", job.output)
+            assert {end["weights"] for end in results(folder, 2, {"node1", "node2"})} == {weights}
+            again = [step.step for step in read_steps(folder / "results") if step.restart == 1]
+            assert min(again) == 11, f"it goes on after the first epoch, where it saved: {again}"
+    assert "a node does not answer" in other.output
 
 
 def test_a_failure_is_not_queued_again(slurm, tmp_path, written):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import re
+import signal
 import sys
 import textwrap
 import time
@@ -12,14 +14,21 @@ import pytest
 from tests.launching import wait_until
 
 from .harness import MARKER, find, rank_of, tail
-from .recipe import HPARAMS, SCRIPT, read_steps
+from .recipe import HPARAMS, SAMPLES, SCRIPT, read_ends, read_steps
 from .test_slurm import agreed, both_at, held, results
 
 pytestmark = pytest.mark.timeout(240)
 
+HANG_SECONDS = 10
 HOSTS = {"host1", "host2"}
 STATIC = ("--nproc-per-node=1", "--node-rank={rank}", "--master-addr=host1", "--master-port=29500")
 C10D = ("--nproc-per-node=1", "--rdzv-backend=c10d", "--rdzv-id=test", "--rdzv-endpoint=host1:29500")
+ELASTIC = (
+    *C10D,
+    "--nnodes=1:2",
+    "--max-restarts=2",
+    "--rdzv-conf=last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3",
+)
 
 
 @contextlib.contextmanager
@@ -40,23 +49,16 @@ def to_the_end(runs, folder, seconds=90):
     agreed(folder, 2)
 
 
-@pytest.mark.parametrize("options", [STATIC, C10D], ids=["static", "c10d"])
-def test_two_hosts_train(hosts, tmp_path, options):
-    gate = held(tmp_path)
-    with training(hosts, tmp_path, options) as runs:
-        assert wait_until(lambda: both_at(tmp_path), 60), "the first step of both ranks"
+def test_a_cable_that_is_out_for_ten_seconds_does_not_end_the_run(hosts, tmp_path):
+    gate = held(tmp_path, after=3)
+    with training(hosts, tmp_path, C10D) as runs:
+        assert wait_until(lambda: both_at(tmp_path, 3), 60), "the third step of both ranks"
         found = {}
         for run in runs:
             found |= {rank: one.pid for rank, one in rank_of(find(MARKER, run.marker), SCRIPT.name).items()}
         assert found == {one.rank: one.pid for one in read_steps(tmp_path / "results")}, "the harness finds them"
-        gate.unlink()
-        to_the_end(runs, tmp_path)
-
-
-def test_a_cable_that_is_out_for_ten_seconds_does_not_end_the_run(hosts, tmp_path):
-    with training(hosts, tmp_path, STATIC, "--step_seconds=0.1") as runs:
-        assert wait_until(lambda: both_at(tmp_path, 3), 60), "the third step of both ranks"
         hosts.cut()
+        gate.unlink()
         cut_at = time.time()
         time.sleep(10)
         assert all(run.process.poll() is None for run in runs)
@@ -64,6 +66,68 @@ def test_a_cable_that_is_out_for_ten_seconds_does_not_end_the_run(hosts, tmp_pat
         assert not silent, "the cable was cut: nobody can take a step"
         hosts.mend()
         to_the_end(runs, tmp_path)
+
+
+def ends(run, seconds):
+    """Wait until a host has no process of the run any more, torchrun included, and return what was said there."""
+    assert run.wait(seconds).code != 0
+    return run.err
+
+
+def test_a_cable_that_stays_cut_ends_both_sides(hosts, tmp_path):
+    """In the middle of an epoch; also torchrun ends, which at a c10d rendezvous would wait for TCP to give up."""
+    with training(hosts, tmp_path, C10D, "--step_seconds=0.1", f"--hang_timeout={HANG_SECONDS}") as runs:
+        assert wait_until(lambda: both_at(tmp_path, 3), 60), "the third step of both ranks"
+        hosts.cut()
+        end = time.monotonic() + HANG_SECONDS + 10
+        said = [ends(run, end - time.monotonic()) for run in runs]
+    assert re.search(r"rank \d \(host2, pid \d+\): silent for \d+ s, last ", said[0]), said[0]
+    assert f"no answer for {HANG_SECONDS} s from the store on host1" in said[1]
+    assert not read_ends(tmp_path / "results")
+
+
+def test_a_cable_that_is_cut_while_the_main_process_works_alone(hosts, tmp_path):
+    """Who waits for it learns that the network is gone; the main process has its time, and then as long as others."""
+    words = ["--main_seconds=4", f"--hang_timeout={HANG_SECONDS}"]
+    with training(hosts, tmp_path, STATIC, *words) as runs:
+        assert wait_until((tmp_path / "results" / "main_works").exists, 60), "the work of the main process"
+        time.sleep(0.5)
+        hosts.cut()
+        start = time.monotonic()
+        waiting = ends(runs[1], HANG_SECONDS + 10)
+        working = ends(runs[0], start + 4 + HANG_SECONDS + 10 - time.monotonic())
+    assert f"rank 1 (host2): no answer for {HANG_SECONDS} s from the store on host1" in waiting
+    assert re.search(r"rank 1 \(host2, pid \d+\): silent for \d+ s", working), working
+
+
+@pytest.mark.parametrize("how", ["its torchrun is killed", "it is cut off"])
+def test_the_other_host_goes_on_alone_with_the_same_batches(hosts, tmp_path, how):
+    """Of ``--nnodes=1:2``; and a host that is cut off keeps its torchrun, which may come back."""
+    gate = held(tmp_path, after=6)
+    words = ["--ckpt_interval_steps=4", f"--hang_timeout={HANG_SECONDS}"]
+    with training(hosts, tmp_path, ELASTIC, *words) as runs:
+        assert wait_until(lambda: both_at(tmp_path, 6), 90), "the sixth step of both ranks"
+        if how == "it is cut off":
+            hosts.cut()
+        else:
+            runs[1].signal(signal.SIGKILL)
+            runs[1].wait(5)  # its rank goes with it
+        gate.unlink()
+        assert runs[0].wait(90).code == 0
+        assert (runs[1].process.poll() is None) == (how == "it is cut off")
+    [end] = read_ends(tmp_path / "results")
+    assert (end["host"], end["world_size"], end["step"]) == ("host1", 1, 20)
+    batches: dict[int, dict[int, set[int]]] = {1: {}, 2: {}}
+    for one in read_steps(tmp_path / "results"):
+        batches[one.world_size].setdefault(one.step, set()).update(one.samples)
+    alone, together = batches[1], batches[2]
+    assert sorted(alone | together) == list(range(1, 21))
+    assert {5, 6} <= set(alone) & set(together), "taken again, after the checkpoint of the fourth step"
+    for step in set(alone) & set(together) - {max(together)}:
+        assert alone[step] == together[step], f"step {step} has the same samples"
+    for epoch in (range(1, 11), range(11, 21)):
+        samples = [sample for step in epoch for sample in (alone.get(step) or together[step])]
+        assert sorted(samples) == list(range(SAMPLES)), "each once"
 
 
 def test_a_slow_and_lossy_cable_does_not_end_the_run(hosts, tmp_path):

@@ -113,11 +113,6 @@ class TwoHosts:
         for machine in self.machines:
             machine.run("ip", "address", "replace", f"{machine.address}/24", "dev", cable)
 
-    def give_up_after(self, retries: int) -> None:
-        """Set how often TCP sends again before it takes a connection for lost: 15 (a quarter of an hour) by default."""
-        for machine in self.machines:
-            machine.run("sh", "-c", f"echo {retries} > /proc/sys/net/ipv4/tcp_retries2")
-
 
 @contextlib.contextmanager
 def two_hosts(folder: Path) -> Iterator[TwoHosts]:

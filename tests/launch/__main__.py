@@ -1,0 +1,23 @@
+"""``python -m tests.launch``: install what the clusters are made of, with more time than a test has for it."""
+
+from __future__ import annotations
+
+import sys
+
+from . import mpi, slurm_cluster, two_hosts
+from .packages import CannotSetUpError, need
+
+SECONDS = 600.0
+
+
+def main() -> int:
+    try:
+        need({**slurm_cluster.PROGRAMS, **two_hosts.PROGRAMS, **mpi.PROGRAMS}, SECONDS)
+    except CannotSetUpError as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

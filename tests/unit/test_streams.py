@@ -410,7 +410,9 @@ def divide_in_worker(worker):
     stream.size = stream.size // 2
 
 
-def test_a_worker_init_fn_that_would_divide_it_again_is_told():
+def test_a_worker_init_fn_that_would_divide_it_again_is_told(monkeypatch):
+    # torch gives a worker that has failed so many seconds to end before it terminates it
+    monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.2)
     loader = shard(Stream(8), Sharding(), batch_size=2, num_workers=1, worker_init_fn=divide_in_worker)
     batches = iter(loader)
     with pytest.raises(AttributeError, match=r"StreamShard has no attribute 'size'.*has nothing to divide"):

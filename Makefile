@@ -10,7 +10,7 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c co
 MARKS  ?= not slow and not faults and not launch
 # More for pytest: make test PYTEST_ARGS="-k sampler -x"
 PYTEST_ARGS ?=
-# For the fault campaign: --kills N, --seed S, --variant V (python -m tests.faults.campaign --help).
+# For the table of faults: --rows F1,F9, --trials N, --kills N, --seed S (python -m tests.faults.table --help).
 FAULTS_ARGS ?=
 
 # Several processes share the cores in most of what runs here: one thread each is several times faster.
@@ -30,9 +30,9 @@ demo: $(VENV)/.installed-examples  ## train examples/digits on two processes of 
 test: $(VENV)/.installed-dev  ## run the tests (GPU tests skip by themselves where there is none)
 	$(BIN)/python -m pytest -m "$(MARKS)" $(PYTEST_ARGS)
 
-faults: $(VENV)/.installed-dev  ## 200 random kill -9: a resumed run is the uninterrupted one (FAULTS_ARGS="--kills 50 --seed 1")
-	$(BIN)/python -m tests.faults.campaign $(FAULTS_ARGS)
+faults: $(VENV)/.installed-dev  ## the table of faults, with measured seconds: hours (FAULTS_ARGS="--rows F1,F9 --trials 5")
 	$(BIN)/python -m tests.faults.campaign --sizes
+	$(BIN)/python -m tests.faults.table $(FAULTS_ARGS)
 
 lint: $(VENV)/.installed-dev  ## ruff
 	$(BIN)/ruff check .

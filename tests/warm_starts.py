@@ -110,7 +110,7 @@ class _Server:
 
 
 _server = _Server()
-close = _server.close
+prepare, close = _server.path, _server.close
 
 
 # ------------------------------------------------------------------------------- the process that is forked

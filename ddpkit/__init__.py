@@ -36,6 +36,7 @@ __all__ = [
     "MissingFileError",
     "NonFiniteLossError",
     "ParityError",
+    "RankCheckpointError",
     "RankFailedError",
     "RankMismatchError",
     "RunOptions",
@@ -161,6 +162,7 @@ if TYPE_CHECKING:
         MissingFileError,
         NonFiniteLossError,
         ParityError,
+        RankCheckpointError,
         RankFailedError,
         RankMismatchError,
     )

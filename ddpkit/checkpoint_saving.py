@@ -23,7 +23,7 @@ from ddpkit.checkpoint_records import (
     read_checkpoint,
 )
 from ddpkit.distributed import exchange, get_world_size, if_main_process, run_on_main
-from ddpkit.errors import CheckpointError, MainCheckpointError, MainProcessError
+from ddpkit.errors import CheckpointError, MainCheckpointError, MainProcessError, RankCheckpointError
 from ddpkit.logger import get_logger
 from ddpkit.run_lock import FolderLock
 from ddpkit.snapshot import SnapshotMemory
@@ -99,7 +99,8 @@ class CheckpointSaving:
             if if_main_process():
                 discard_staging(staging)
                 self._folder_lock().release()
-            self._give_up(CheckpointError(f"cannot save {final}: {'; '.join(failures)}."), own)
+            kind = RankCheckpointError if own is None else CheckpointError
+            self._give_up(kind(f"cannot save {final}: {'; '.join(failures)}."), own)
             return None
         return on_main(self._folder().attempt, self._finish, save, staging, final)
 

@@ -17,6 +17,7 @@
         ├── NonFiniteLossError (ValueError)      too many steps of an epoch were not finite
         ├── ParityError (AssertionError)         a rehearsal found that ranks would not train as one process does
         └── RankFailedError (RuntimeError)       another rank failed; carries that rank's own words
+            ├── RankCheckpointError (CheckpointError)        and what failed there was a save
             └── MainProcessError                 the main process failed inside a main-only call
                 └── MainCheckpointError (CheckpointError)    and that call was about checkpoints
 
@@ -101,6 +102,10 @@ class MainProcessError(RankFailedError):
 
 class MainCheckpointError(CheckpointError, MainProcessError):
     """The main process failed in a call about checkpoints, and says why; raised on every other rank."""
+
+
+class RankCheckpointError(CheckpointError, RankFailedError):
+    """What another rank had to save could not be saved; raised on the ranks where it could."""
 
 
 class RunStopped(SystemExit):

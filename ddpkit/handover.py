@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import pickle
+import re
 import sys
 import time
 import traceback
@@ -26,7 +27,7 @@ from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 from ddpkit.errors import MainProcessError, RankFailedError
-from ddpkit.failure import LastWords
+from ddpkit.failure import LastWords, explained
 from ddpkit.logger import get_logger
 
 if TYPE_CHECKING:
@@ -125,10 +126,10 @@ def place(site: str) -> str:
     Ranks: local.
 
     Example:
-        >>> place("train.py:12 in prepare #0a1b")
+        >>> place("from rank 1 train.py:12 in prepare #0a1b")
         'train.py:12 in prepare'
     """
-    return site.partition(" #")[0]
+    return re.sub(r"^(from rank \d+ |all )+", "", site.partition(" #")[0])
 
 
 class Handover:
@@ -185,12 +186,18 @@ class Handover:
             RankFailedError: the poster's process ended without making this call.
         """
         key = _key(site, count)
-        self._wait(key, site, poster)
-        pieces = int(self.store.get(key))
-        payload = b"".join(self.store.get(f"{key}/{number}") for number in range(pieces))
-        if self.store.add(f"{key}/read", 1) >= readers:
-            for name in _names(key, pieces):
-                self.store.delete_key(name)
+        try:
+            self._wait(key, site, poster)
+            pieces = int(self.store.get(key))
+            payload = b"".join(self.store.get(f"{key}/{number}") for number in range(pieces))
+            if self.store.add(f"{key}/read", 1) >= readers:
+                for name in _names(key, pieces):
+                    self.store.delete_key(name)
+        except RankFailedError:
+            raise
+        except RuntimeError as error:
+            news = self._why_lost(error, site, poster)
+            raise news from news.__cause__
         return self._unpickled(site, payload)
 
     @contextlib.contextmanager
@@ -244,29 +251,33 @@ class Handover:
         started = time.monotonic()
         next_warning = started + FIRST_WARNING_SECONDS
         nap = 0.0005
-        try:
-            while not self.store.check([key]):
-                if self.last_words.has_left(poster) and not self.store.check([key]):
-                    raise RankFailedError(self._why_gone(site, poster))
-                if time.monotonic() - started > TROUBLE_SECONDS and self.last_words.is_alone_in_trouble(poster):
-                    raise RankFailedError(
-                        f"rank {self.rank} waits at {place(site)} for rank {poster}, which does not come: an exception "
-                        f"ended fit or evaluate on rank {self.rank} alone, the script has caught it and gone on, and "
-                        f"rank {poster} is still in there. Let the exception end the process."
-                    )
-                if time.monotonic() >= next_warning:
-                    next_warning += WARNING_INTERVAL_SECONDS
-                    self._warn_waiting(site, poster, time.monotonic() - started)
-                time.sleep(nap)
-                nap = min(nap * 1.5, LONGEST_NAP_SECONDS)
-        except RankFailedError:
-            raise
-        except RuntimeError as error:
-            self.last_words.store_is_lost = True
-            raise RankFailedError(
-                f"rank {self.rank} waited at {place(site)} for rank {poster} and lost the connection to the "
-                f"launcher's store: {error}. Some process of the run has died; look for the first error above."
-            ) from error
+        while not self.store.check([key]):
+            if self.last_words.has_left(poster) and not self.store.check([key]):
+                raise RankFailedError(self._why_gone(site, poster))
+            if time.monotonic() - started > TROUBLE_SECONDS and self.last_words.is_alone_in_trouble(poster):
+                raise RankFailedError(
+                    f"rank {self.rank} waits at {place(site)} for rank {poster}, which does not come: an exception "
+                    f"ended fit or evaluate on rank {self.rank} alone, the script has caught it and gone on, and "
+                    f"rank {poster} is still in there. Let the exception end the process."
+                )
+            if time.monotonic() >= next_warning:
+                next_warning += WARNING_INTERVAL_SECONDS
+                self._warn_waiting(site, poster, time.monotonic() - started)
+            time.sleep(nap)
+            nap = min(nap * 1.5, LONGEST_NAP_SECONDS)
+
+    def _why_lost(self, error: RuntimeError, site: str, poster: int) -> RankFailedError:
+        """Say which rank was lost with the connection to the store, if that becomes known soon."""
+        self.last_words.store_is_lost = True
+        news = explained(error)
+        if isinstance(news, RankFailedError) and news.__cause__ is None:
+            return RankFailedError(f"{news}\n(rank {self.rank} was waiting at {place(site)} for rank {poster})")
+        news = RankFailedError(
+            f"rank {self.rank} waited at {place(site)} for rank {poster} and lost the connection to the "
+            f"launcher's store: {error}. Some process of the run has died; look for the first error above."
+        )
+        news.__cause__ = error
+        return news
 
     def _why_gone(self, site: str, poster: int) -> str:
         reason = self.last_words.first_failure()

@@ -18,6 +18,7 @@ from ddpkit.failure import LastWords, Reason
 from ddpkit.liveness import has_ended, state_and_start, this_place
 from ddpkit.logger import get_logger
 from ddpkit.roll_call import POSITION, Position, Whereabouts, host_name
+from ddpkit.types import Stage
 
 if TYPE_CHECKING:
     import threading
@@ -271,9 +272,11 @@ class Pulse:
             how: is known of it, such as ``"was killed"``.
         """
         here = self.position.whereabouts(self.rank, 0.0, look=False)
-        told = here.place() or one.place()  # all ranks are at the same step, and this one knows its own to the moment
-        place = f" {told}" if told else ""
-        return Reason(one.rank, f"disappeared{place}: it {how}.", one.host, one.pid, session=one.session, is_final=True)
+        # In training all ranks are at the same step, and this one knows its own to the moment; else each has its own.
+        at_once = here.stage == one.stage == Stage.TRAIN.name or not one.stage
+        place = f" {told}" if (told := here.place() if at_once else one.place()) else ""
+        text = f"disappeared{place}: it {how.rstrip('.')}."
+        return Reason(one.rank, text, one.host, one.pid, session=one.session, is_final=True)
 
     def _told(self) -> str:
         try:

@@ -129,7 +129,9 @@ class Watch:
 
         def is_wanted() -> bool:
             # A process that has failed says no more: of a store that is gone torch logs at length.
-            return not has_failed() and (self.guest is None or self.position.progress is not None)
+            if has_failed() or self.words.store_is_lost:
+                return False
+            return self.guest is None or self.position.progress is not None
 
         def talk() -> None:
             self.pulse.beat_until(self._over, is_wanted)
@@ -155,6 +157,8 @@ class Watch:
     def await_reason(self) -> Reason | None:
         """Wait a little for it to become known which rank has failed or disappeared."""
         pulse, end = self.pulse, time.monotonic() + REASON_SECONDS
+        if self.words.store_is_lost:  # who has found that out has asked it; the pulse need not
+            pulse.store_lost = pulse.store_lost or "the connection broke"
         survey = Survey(pulse) if pulse.store_lost is None else None
         while time.monotonic() < end and not self._over.is_set():
             if survey is not None:
@@ -237,9 +241,17 @@ class Watch:
         if inside and 0 < self.hang_timeout < silent and not self._works_alone():
             self._leave_launcher()
             self._end(
-                f"rank {self.rank} ({host_name()}): no answer for {silent:.0f} s from the store on {_store_place()}: "
-                "that machine is silent, or the network to it is cut."
+                f"rank {self.rank} ({host_name()}): no answer for {silent:.0f} s from the store on {_store_place()}"
+                f"{self._store_keeper()} is silent, or the network to it is cut."
             )
+
+    def _store_keeper(self) -> str:
+        """Say whose store it is, at the end of a clause: where no launcher keeps it, the first rank does."""
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            return ": that machine"
+        known = self.pulse.pulses.latest.get(0)
+        seen = "" if known is None else f", last seen {known.place()}".removesuffix(", last seen ")
+        return f": {'rank 0' if known is None else known.name()}, which keeps it{seen},"
 
     def _works_alone(self) -> bool:
         """Say whether this process does something for the others; who waits for that hears of them by the store."""

@@ -16,7 +16,7 @@ from ddpkit.checkpoints import (
     register_checkpoint_hooks,
 )
 from ddpkit.distributed import if_main_process, run_on_main
-from ddpkit.errors import CheckpointError
+from ddpkit.errors import CheckpointError, RankCheckpointError, RankFailedError
 
 
 class Value:
@@ -203,20 +203,24 @@ def fail_per_rank(folder):
     try:
         checkpointer.save_checkpoint()
     except CheckpointError as error:
-        message = str(error)
+        message, kind = str(error), type(error)
     dist.barrier()
     left = names(folder)
     dist.barrier()
     del checkpointer.recoverables["odd"]
     checkpointer.save_checkpoint()
-    return message, left
+    return message, left, kind
 
 
 def test_a_saver_that_fails_on_one_rank_fails_on_all_and_names_it(ranks, tmp_path):
-    for message, left in ranks.run(fail_per_rank, tmp_path):
+    """Only where it failed is it at first hand: torchrun calls that rank the root cause."""
+    kinds = []
+    for message, left, kind in ranks.run(fail_per_rank, tmp_path):
+        kinds.append((kind, issubclass(kind, RankFailedError)))
         assert "rank 1: saving the recoverable 'odd': OSError: [Errno 28] No space left" in message
         assert "rank 0" not in message
         assert left == []
+    assert kinds == [(RankCheckpointError, True), (CheckpointError, False)]
     assert len(names(tmp_path)) == 1
 
 

@@ -570,7 +570,7 @@ finally:
     [
         ("sys.exit(0)", "waits at train.py:13 in <module> for rank 0, whose process has ended without making this"),
         ("raise ValueError('the reason')", "rank 0 failed first: ValueError: the reason"),
-        ("os._exit(1)", "waited at train.py:13 in <module> for rank 0 and lost the connection"),
+        ("os._exit(1)", "disappeared: it was lost with the store on 127.0.0.1"),
     ],
     ids=["exit", "error", "killed"],
 )

@@ -28,6 +28,7 @@ SCRIPT = Path(__file__)
 HPARAMS = SCRIPT.with_name("hparams.yaml")
 SAMPLES = 240
 MAIN_STEP = 2
+FAILS_AT = 13
 
 
 @dataclass(frozen=True)
@@ -112,6 +113,9 @@ class Line(ddpkit.Brain):
         _append(folder / "steps.jsonl", json.dumps(asdict(step)))
         while step.step >= _gate(folder):
             time.sleep(0.02)
+        if self.hparams.fails_on == (get_rank() or 0) and step.step == FAILS_AT:
+            (folder / "failed").write_text(str(time.time()))
+            raise ValueError("so it was asked for")
         if self.hparams.main_seconds and step.step == MAIN_STEP:
             ddpkit.run_on_main(_work_alone, args=[folder, self.hparams.main_seconds])
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import sys
+import time
 
 import pytest
 
@@ -59,6 +60,21 @@ def test_a_rank_that_fails_ends_an_openmpi_run(openmpi_here, tmp_path):
     text = "import os, sys, time; os.environ['OMPI_COMM_WORLD_RANK'] == '1' and sys.exit(7); time.sleep(60)"
     run = Run(openmpi(2, sys.executable, "-c", text), tmp_path, clean_environment())
     assert run.wait(20).code == 7, run.tail()
+
+
+@pytest.mark.parametrize("launcher", ["openmpi", "mpich"])
+def test_an_exception_under_mpirun(request, launcher, tmp_path):
+    request.getfixturevalue(f"{launcher}_here")
+    command = {"openmpi": openmpi, "mpich": mpich}[launcher](2, *RECIPE, "--fails_on=1")
+    with run_on([(command, "mpirun")], tmp_path, **clean_environment()) as [run]:
+        run.wait(60)
+        gone = time.time() - float((tmp_path / "results" / "failed").read_text())
+    assert run.code != 0
+    assert gone < 10, gone
+    text = "\n".join(tail(path) for path in run.paths)
+    assert "ValueError: so it was asked for" in text
+    assert "rank 1 (" in text
+    assert "in TRAIN of epoch 2 at step" in text
 
 
 def test_mpich(mpich_here, tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 import textwrap
+import time
 from pathlib import Path
 
 import pytest
@@ -157,3 +158,26 @@ def test_a_rank_that_is_killed_ends_the_job(slurm, tmp_path):
         assert wait_until(lambda: not job.ranks(), 10), job.report()
         assert job.wait() == "FAILED"
         assert f"rank 1 (node2, pid {killed.pid}) disappeared in TRAIN of epoch 1 at step" in job.output, job.report()
+
+
+def names_the_failure(text: str, rank: int) -> None:
+    """Check that the last lines name the rank, its host, where it was, and show its own traceback."""
+    last = text.rstrip().splitlines()[-30:]
+    shown = "\n".join(last)
+    assert "ValueError: so it was asked for" in shown, text
+    assert "in on_fit_batch_end" in shown, text
+    assert f"rank {rank} (" in shown, text
+    assert "in TRAIN of epoch 2 at step" in shown, text
+    assert "Connection" not in shown, text
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_exception_under_bare_srun(slurm, tmp_path, rank):
+    """All are gone within 5 s, here 10: neither srun nor Slurm ends the other task, which would wait for ever."""
+    job_script = script(tmp_path, f"{BARE.rstrip()} --fails_on={rank}\n")
+    with slurm.submit(tmp_path, "--nodes=2", "--ntasks-per-node=1", job_script) as job:
+        assert job.wait() == "FAILED", job.report()
+        assert wait_until(lambda: not job.ranks(), 1), job.report()
+        gone = time.time() - float((tmp_path / "results" / "failed").read_text())
+        assert gone < 10, gone
+        names_the_failure(job.output, rank)

@@ -90,10 +90,14 @@ class BatchSizes:
         batch = "batches of changing size" if self.per_process is None else f"batch {size}"
         line = f"{processes} x {batch} x accumulation {self.factor}"
         if self.per_step is not None:
-            line += f" = {self.per_step} samples per optimizer step"
-        steps = "an unknown number of" if self.steps is None else str(self.steps)
-        samples = "" if self.samples is None else f", {self.samples} samples"
-        return f"{line}; {steps} steps{samples} per epoch"
+            line += f" = {_number_of(self.per_step, 'sample')} per optimizer step"
+        steps = "an unknown number of steps" if self.steps is None else _number_of(self.steps, "step")
+        samples = "" if self.samples is None else f", {_number_of(self.samples, 'sample')}"
+        return f"{line}; {steps}{samples} per epoch"
+
+
+def _number_of(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def batch_sizes(loader: Any, length: int | None, factor: int, world_size: int) -> BatchSizes:

@@ -8,8 +8,9 @@ import torch.distributed as dist
 
 from ddpkit import agreement
 from ddpkit.distributed import get_world_size, is_distributed_initialized
+from ddpkit.errors import RankFailedError
 from ddpkit.failure import failure_notice
-from ddpkit.handover import call_site, outside_frame
+from ddpkit.handover import call_path, outside_frame
 from ddpkit.launchers import find_launch
 from ddpkit.loaders import Loaders
 from ddpkit.sameness import recipe_facts, script_facts, software_facts
@@ -17,6 +18,8 @@ from ddpkit.stages import length_of
 from ddpkit.start_report import Seat, StartReport, evaluation_row, place_rows, precision_row, start_row
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from ddpkit.batch_sizes import BatchSizes
 
 AT_START = "the start of fit or evaluate"  # one name for both: ranks that call different ones must meet
@@ -32,6 +35,7 @@ class Beginning(Loaders):
         True
     """
 
+    on_evaluate_start: Callable[..., None]
     training_ctx: Any
     evaluation_ctx: Any
     _seats: tuple[Seat, ...] = ()
@@ -53,8 +57,9 @@ class Beginning(Loaders):
             return
         checkpointer = self.checkpointer
         with failure_notice():
+            path = call_path(outside_frame(2))
             facts = {
-                "call": f"{call} at {call_site(outside_frame(2))}",
+                "call": f"{call} at {path}",
                 **software_facts(),
                 **script_facts(),
                 **recipe_facts(type(self), self.param_file),
@@ -62,7 +67,10 @@ class Beginning(Loaders):
                 **agreement.option_facts(self.run_opts),
                 **agreement.model_facts(self.modules),
             }
-            self._seats = tuple(agreement.require_agreement(facts, about=seat, site=AT_START))
+            try:
+                self._seats = tuple(agreement.require_agreement(facts, about=seat, site=AT_START))
+            except RankFailedError as error:  # a rank has not come here
+                raise type(error)(f"{error}\n(rank {self.rank} called {call} at {path})") from error.__cause__
 
     def compare_data(self, **loaders: Any) -> None:
         """Compare what the loaders give.
@@ -85,8 +93,11 @@ class Beginning(Loaders):
             sizes: what the training loader and the options come to.
         """
         folder = getattr(self.checkpointer, "checkpoints_dir", None)
-        is_first = self._fits == 1 or self._taken_from is not None
-        start = start_row(self._taken_from, folder, self.resume, self._place_in_words()) if is_first else ""
+        found, start = self._taken_from, ""
+        if self._fits == 1:
+            found = found or getattr(self.checkpointer, "last_loaded", None)
+        if self._fits == 1 or found is not None:
+            start = start_row(found, folder, self.resume, self._place_in_words(), others=self._num_found)
         self._show("Training", {"batch": str(sizes)}, {"start": start})
 
     def report_evaluation(self, loader: Any) -> None:
@@ -95,10 +106,15 @@ class Beginning(Loaders):
         Args:
             loader: of this rank.
         """
-        if self._taken_from is not None:
-            weights = f"from {self._taken_from}"
+        found = self._taken_from
+        if not self._fits:
+            found = found or getattr(self.checkpointer, "last_loaded", None)
+        if found is not None:
+            weights = f"from {found}"
         else:
             weights = "as training has left them" if self._fits else "the initial ones: no checkpoint was loaded"
+        if not type(self).on_evaluate_start.__module__.startswith("ddpkit."):
+            weights += f"; {type(self).__name__}.on_evaluate_start may have changed them"
         self._show("Evaluation", {"test set": _in_words(loader)}, {"weights": weights})
 
     def _show(self, what: str, first: dict[str, str], last: dict[str, str]) -> None:

@@ -15,7 +15,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -261,7 +261,7 @@ class CheckpointFolder:
     verify_mode: VerifyMode = "full"
     warns: bool = False
     world_size: int = 1
-    apart: frozenset[Path] = frozenset()
+    apart: set[Path] = field(default_factory=set)
 
     # ------------------------------------------------------------------------------------ saving
 
@@ -314,6 +314,8 @@ class CheckpointFolder:
                 snapshot = memory.take(save.states(later))
             except MemoryError as error:
                 refusal = str(error)
+            except Exception as error:
+                raise _saver_error(", ".join(later), error) from error
 
         fill_staging(staging, final, copy_states)
         files = sorted({*(f"{name}{SUFFIX}" for name in later), *(path.name for path in staging.glob(f"*{SUFFIX}"))})
@@ -354,6 +356,7 @@ class CheckpointFolder:
             staging, final, write, self.world_size, before_rename=self.lock.require, bytes_needed=bytes_needed
         )
         self.ledger.reasons.pop(final, None)
+        self.apart.discard(final)  # whose name this run has taken
         kind = "an end-of-epoch" if save.end_of_epoch else "an intra-epoch"
         logger.log(save.verbosity, "Saved %s checkpoint in %s", kind, final)
         checkpoint = read_checkpoint(final)

@@ -61,7 +61,7 @@ class CheckpointSaving:
         self._background = BackgroundSave()
         self._finalizer: weakref.finalize[..., CheckpointSaving] | None = None
         self._told_refusal = False
-        self._apart: frozenset[Path] = frozenset()
+        self._apart: set[Path] = set()
         self._has_prepared = False
 
     def _save(
@@ -132,7 +132,7 @@ class CheckpointSaving:
 
         Ranks: main only.
         """
-        self._apart = frozenset(paths)
+        self._apart = set(paths)
 
     def _folder_lock(self) -> FolderLock:
         lock: FolderLock | None = self._lock

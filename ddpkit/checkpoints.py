@@ -123,6 +123,7 @@ class Checkpointer(CheckpointSaving):
             option while ``fit`` begins.
         level_of_nothing: logging level of the line that says that there is nothing to load; the Brain lowers it while
             ``fit`` begins, and reports it itself.
+        last_loaded: the directory from which was loaded last; None: none yet.
         load_mode: ``"all"``: every rank reads the files. ``"broadcast"``: rank 0 reads and sends, and all ranks must
             load together; the main process alone reads by itself, after half a minute.
 
@@ -161,6 +162,7 @@ class Checkpointer(CheckpointSaving):
         self.load_mode: LoadMode = "all"
         self.resume = "auto"
         self.level_of_nothing = logging.INFO
+        self.last_loaded: Path | None = None
         if recoverables is not None:
             self.add_recoverables(recoverables)
         if if_main_process():
@@ -495,6 +497,7 @@ class Checkpointer(CheckpointSaving):
             elif not self.allow_partial_load and not (ended and getattr(obj, "is_of_inside_an_epoch", False)):
                 _accept_missing(name, checkpoint, optional=self.optional_recoverables.get(name, False))
         load_recoverables(hooks, self.recoverables, checkpoint, self.load_mode)
+        self.last_loaded = checkpoint.path
 
 
 def _make_folder(folder: Path) -> None:

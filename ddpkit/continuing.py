@@ -57,6 +57,7 @@ class Continuing(Hooks):
     _left_over: tuple[Any, dict[str, Any]] | None = None
     _fit_loader: Any = None
     _trains_in: Path | None = None
+    _num_found = 0  # checkpoints in the folder when the start was chosen; known to the main process
     _done: int | None = None  # batches that a checkpoint holds, where a recipe saves before the current one is trained
     _is_inside_batch = False  # while a recipe saves in a hook of a training batch
 
@@ -207,7 +208,8 @@ class Continuing(Hooks):
         """Decide what the run starts from; the checkpoints of other runs are left alone from now on."""
         start = choose_start(checkpointer, self.resume, get_world_size())
         found = checkpointer.list_checkpoints()
-        checkpointer.leave_alone(each.path for each in found if not start.lineage.includes(each))
+        self._num_found = len(found)
+        checkpointer.leave_alone(each.path for each in found if not start.lineage.owns(each, self.resume))
         return start
 
     def _pace_before(self) -> Pace | None:

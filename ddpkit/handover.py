@@ -93,19 +93,36 @@ def call_site(frame: FrameType | None) -> str:
         >>> call_site(sys._getframe()) == call_site(sys._getframe())
         True
     """
-    digest = hashlib.blake2b(digest_size=8)
-    where = "?"
-    first = True
+    steps = list(_steps(frame))
+    digest = hashlib.blake2b("".join(steps).encode(), digest_size=8)
+    return f"{steps[0] if steps else '?'} #{digest.hexdigest()}"
+
+
+def call_path(frame: FrameType | None) -> str:
+    """Name the code path that leads to ``frame``, whole and for a person: what :func:`call_site` is a digest of.
+
+    Args:
+        frame: the innermost frame that counts.
+
+    Returns:
+        ``"file.py:12 in prepare, from file.py:40 in main, from file.py:44 in <module>"``.
+
+    Ranks: local.
+
+    Example:
+        >>> call_path(sys._getframe()).endswith("in <module>")
+        True
+    """
+    return ", from ".join(_steps(frame)) or "?"
+
+
+def _steps(frame: FrameType | None) -> Iterator[str]:
     while frame is not None:
         code = frame.f_code
-        line = f"{PurePath(code.co_filename).name}:{frame.f_lineno} in {code.co_name}"
-        if first:
-            where, first = line, False
-        digest.update(line.encode())
+        yield f"{PurePath(code.co_filename).name}:{frame.f_lineno} in {code.co_name}"
         if code.co_name == "<module>":
             break
         frame = frame.f_back
-    return f"{where} #{digest.hexdigest()}"
 
 
 def outside_frame(depth: int = 1) -> FrameType | None:

@@ -300,8 +300,7 @@ def _can_be_shared(store: Any) -> bool:
 def _leave(state: GroupState, *, destroy: bool) -> None:
     """Say goodbye at exit, and destroy the group if :func:`ddp_init_group` started it."""
     if not is_distributed_initialized() or group_state() is not state:
-        if state.watch is not None:
-            state.watch.stop()
+        _leave_without_group(state)
         return
     failed, last_words = has_failed(), state.handover.last_words
     kill_workers()
@@ -314,6 +313,17 @@ def _leave(state: GroupState, *, destroy: bool) -> None:
         last_words.await_goodbyes(LAST_WORDS_SECONDS if failed else GOODBYE_SECONDS)
     if failed_second_hand() and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         time.sleep(LAST_WORDS_SECONDS)  # torchrun blames who ends first, and ends the others: let it see the culprit
+    if state.watch is not None:
+        state.watch.stop()
+
+
+def _leave_without_group(state: GroupState) -> None:
+    """Say goodbye where the script has destroyed the group itself: else this rank would be missed, and sought."""
+    if state.watch is not None and state.watch.guest is None and not has_failed():
+        with contextlib.suppress(RuntimeError):  # the store may have gone with the rank that held it
+            state.handover.last_words.say_goodbye()
+            if state.hosts_store:
+                state.handover.last_words.await_goodbyes(GOODBYE_SECONDS)
     if state.watch is not None:
         state.watch.stop()
 

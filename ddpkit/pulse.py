@@ -272,10 +272,7 @@ class Pulse:
             how: is known of it, such as ``"was killed"``.
         """
         here = self.position.whereabouts(self.rank, 0.0, look=False)
-        # In training all ranks are at the same step, and this one knows its own to the moment; else each has its own.
-        at_once = here.stage == one.stage == Stage.TRAIN.name or not one.stage
-        place = f" {told}" if (told := here.place() if at_once else one.place()) else ""
-        text = f"disappeared{place}: it {how.rstrip('.')}."
+        text = f"disappeared{_place_of(one, here)}: it {how.rstrip('.')}."
         return Reason(one.rank, text, one.host, one.pid, session=one.session, is_final=True)
 
     def _told(self) -> str:
@@ -362,6 +359,19 @@ class Pulse:
         texts = store.multi_get(keys) if len(keys) > 1 and can_at_once() else [store.get(key) for key in keys]
         for text in texts:
             self.pulses.take(Whereabouts.read(text), time.monotonic())
+
+
+def _place_of(one: Whereabouts, here: Whereabouts) -> str:
+    """Return where a rank was that is gone, with a space before it.
+
+    In training all ranks are at the same step, and this one knows its own to the moment. In an evaluation each has its
+    own, and what the other has told is up to a second old.
+    """
+    place = here.place() or one.place()
+    if here.stage not in {"", Stage.TRAIN.name}:
+        knows = (one.stage, one.epoch) == (here.stage, here.epoch)
+        place = f"{one.place()} or later" if knows else place.partition(" at step")[0]
+    return f" {place}" if place else ""
 
 
 class Survey:

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 MOST_SHOWN = 8
+LONGEST_VALUE = 200
 MOST_FILES = 256
 LARGEST_FILE_BYTES = 1 << 20
 LAST_WORD_SECONDS = 5.0
@@ -242,10 +243,7 @@ def describe_differences(everybody: Sequence[Mapping[str, str]], places: Sequenc
         Start every rank with the same script, the same command line and the same data.
     """
     found = {name: groups for name in _names(everybody) if len(groups := _groups(name, everybody)) > 1}
-    lines = [
-        f"  {name}: " + "; ".join(f"{value} on {_ranks(where)}" for value, where in groups.items())
-        for name, groups in found.items()
-    ]
+    lines = [f"  {name}: {_values(groups)}" for name, groups in found.items()]
     if not lines and len({tuple(strict_part(facts)) for facts in everybody}) > 1:
         lines = ["  the order of the parameters"]
     if not lines:
@@ -258,6 +256,21 @@ def describe_differences(everybody: Sequence[Mapping[str, str]], places: Sequenc
         lines.append(f"  {shown}{'; ...' if len(odd) > MOST_SHOWN else ''}")
     advice = [words for names, words in _ADVICE.items() if any(name.startswith(names) for name in found)]
     return "\n".join(["The ranks are not about to run the same training:", *lines, *advice, _DEFAULT_ADVICE])
+
+
+def _values(groups: Mapping[str, list[int]]) -> str:
+    """Say who has what; long values are shown around the place where the first two part."""
+    first, second = list(groups)[:2]
+    pairs = enumerate(zip(first, second))  # noqa: B905 -- up to the end of the shorter one
+    common = next((place for place, (one, other) in pairs if one != other), min(len(first), len(second)))
+    start = max(0, common - LONGEST_VALUE // 2) if max(len(first), len(second)) > LONGEST_VALUE else 0
+    words = []
+    for value, where in list(groups.items())[:MOST_SHOWN]:
+        part = value[start : start + LONGEST_VALUE]
+        before, after = "..." if start else "", "..." if len(value) > start + LONGEST_VALUE else ""
+        words.append(f"{before}{part}{after} on {_ranks(where)}")
+    more = len(groups) - MOST_SHOWN
+    return "; ".join(words) + (f"; and {more} more values" if more > 0 else "")
 
 
 def own_place() -> str:

@@ -161,8 +161,10 @@ class SnapshotMemory:
 
     def _copy(self, storage: torch.UntypedStorage, offset: int) -> torch.UntypedStorage:
         size = storage.nbytes()
-        if size == 0 or storage.device.type == "meta":
+        if storage.device.type == "meta":
             return storage
+        if size == 0:
+            return torch.empty(0).untyped_storage()  # on the CPU, as the copies are
         copy = torch.frombuffer(self._memory, dtype=torch.uint8, count=size, offset=offset)
         source = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
         copy.copy_(source, non_blocking=storage.device.type == "cuda")
@@ -330,7 +332,8 @@ def _is_plain(tensor: torch.Tensor) -> bool:
         tensor.layout is torch.strided
         and tensor.device.type in {"cpu", "cuda"}
         and tensor.is_leaf
-        and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg() or tensor.__dict__)
+        and not (tensor.is_quantized or tensor.is_nested or tensor.is_conj() or tensor.is_neg())
+        and not (tensor._is_zerotensor() or tensor.__dict__)  # noqa: SLF001 -- torch has no other name for it
         and tensor._backward_hooks is None  # noqa: SLF001 -- which torch pickles
     )
 

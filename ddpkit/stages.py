@@ -349,6 +349,8 @@ def _finish(host: StageHost, stage: Stage, epoch: int | None, seconds: float, ba
     bad, samples = bad // copies, samples // copies
     bar.partial = False
     bar.show(host.progress.step, mean, int(samples))
+    if not samples and not count:
+        logger.warning("%s: there was nothing to evaluate: the mean loss is NaN.", stage.name)
     if bad:
         logger.warning(
             "%s: %d batches had a loss that is not finite; they are left out of the mean.", stage.name, int(bad)

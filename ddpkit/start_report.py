@@ -166,7 +166,7 @@ def evaluation_row(world_size: int, *, divided: bool) -> str:
     return "every rank the whole set; --shard_evaluation divides it"
 
 
-def start_row(found: Path | None, folder: Any, resume: str, place: str) -> str:
+def start_row(found: Path | None, folder: Any, resume: str, place: str, *, others: int = 0) -> str:
     """Say what training starts from.
 
     Args:
@@ -174,6 +174,7 @@ def start_row(found: Path | None, folder: Any, resume: str, place: str) -> str:
         folder: that of the checkpoints; None without a checkpointer.
         resume: the option.
         place: how far that checkpoint had come.
+        others: how many checkpoints there are of which none was loaded.
 
     Ranks: local.
 
@@ -187,6 +188,8 @@ def start_row(found: Path | None, folder: Any, resume: str, place: str) -> str:
         return "from scratch, and no checkpointer to save with"
     if resume == "never":
         return f"from scratch, as --resume=never says; checkpoints go to {folder}"
+    if others:
+        return f"no checkpoint was loaded, of {others} in {folder}"
     return f"from scratch: there is no checkpoint in {folder}"
 
 

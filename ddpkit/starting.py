@@ -93,10 +93,21 @@ class Lineage:
         Args:
             checkpoint: one that says nothing of its run counts if it was made since this one began.
         """
-        known, saved = Lineage.read(_state_of(checkpoint.path)), ckpt_recency(checkpoint)
+        known, saved = _lineage_at(checkpoint), ckpt_recency(checkpoint)
         if known is None:
             return saved >= self.since or saved <= self.before.get(UNKNOWN, -math.inf)
         return known.run == self.run or saved <= self.before.get(known.run, -math.inf)
+
+    def owns(self, checkpoint: Checkpoint, resume: str) -> bool:
+        """Say whether this run made a checkpoint itself, and may delete it.
+
+        Args:
+            checkpoint: one that says nothing of its run is taken for its own only where it goes on by itself.
+            resume: the option. Under a path, that one and those beside it were there before, and the same command needs
+                them again.
+        """
+        known = _lineage_at(checkpoint)
+        return (resume == NEWEST and self.includes(checkpoint)) if known is None else known.run == self.run
 
 
 @dataclass(frozen=True)
@@ -202,7 +213,7 @@ def lineage_of(checkpoints: Iterable[Checkpoint]) -> Lineage | None:
         True
     """
     for checkpoint in sorted(checkpoints, key=ckpt_recency, reverse=True):
-        known = Lineage.read(_state_of(checkpoint.path))
+        known = _lineage_at(checkpoint)
         if known is not None:
             return Lineage(known.run, -math.inf, known.before)  # what says nothing of its run is not left out
     return None
@@ -253,6 +264,10 @@ def _asked(state: Mapping[str, Any]) -> Pace:
     """Return the pace that was asked for, and not what it came to on some number of processes in between."""
     asked = state.get("asked")
     return Pace.read(asked if isinstance(asked, Mapping) else state)
+
+
+def _lineage_at(checkpoint: Checkpoint) -> Lineage | None:
+    return Lineage.read(_state_of(checkpoint.path))
 
 
 def _state_of(path: Path) -> dict[str, Any]:

@@ -39,3 +39,10 @@ def test_training_on_the_gpu_goes_on_while_its_state_is_written(tmp_path):
     checkpointer.wait()
     for number, weight in enumerate(expected):
         assert torch.equal(safe_load(tmp_path / f"CKPT+{number}" / "model.ckpt")["weight"], weight)
+
+
+def test_an_empty_tensor_on_the_gpu_comes_back_on_the_cpu():
+    copy = SnapshotMemory().take({"a": {"none": torch.empty(0, 3, device="cuda"), "one": torch.ones(1, device="cuda")}})
+    state = copy.state("a")
+    assert (state["none"].device.type, state["none"].shape) == ("cpu", (0, 3))
+    assert state["one"].tolist() == [1.0]

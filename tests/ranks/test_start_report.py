@@ -62,6 +62,25 @@ def test_f14_another_model(ranks, world, odd):
     assert f"rank {odd} is on {own_place().split(' ', maxsplit=1)[0]} (pid " in outcomes[0].error
 
 
+def two_paths(odd):
+    brain = make(Untouched)
+
+    def go():
+        brain.fit([1], points(4))
+
+    if dist.get_rank() == odd:
+        go()
+    else:
+        go()
+
+
+def test_f14_another_path_to_the_same_line(ranks):
+    outcomes = ranks.outcomes(two_paths, 1, world_size=2, timeout=LIMIT_SECONDS)
+    first = two_paths.__code__.co_firstlineno
+    paths = [f"fit at test_start_report.py:{first + 4} in go, from test_start_report.py:{first + n} in" for n in (9, 7)]
+    assert_told(outcomes, *paths)
+
+
 def other_option(odd, option, value):
     brain = make(Untouched, **({option: value} if dist.get_rank() == odd else {}))
     brain.fit([1], points(4))

@@ -203,3 +203,28 @@ def test_f10_ctrl_c(tmp_path):
     )
     assert len(re.findall(told, run.err, re.MULTILINE)) == 1, run.err
     assert "[rank" not in run.err
+
+
+LEAVING = """
+    import time
+
+    import torch.distributed as dist
+
+    class Slow(Line):
+        def on_stage_end(self, stage, loss, epoch=None):
+            if stage is sb.Stage.TEST and self.rank == 0:
+                time.sleep(4)
+                print("results are written")
+
+    sb.ddp_init_group({"device": "cpu"})
+    data = [(torch.ones(1), torch.ones(1))] * 4
+    Slow({"net": torch.nn.Linear(1, 1)}, run_opts={"device": "cpu", "noprogressbar": True}).evaluate(data)
+    dist.destroy_process_group()
+"""
+
+
+def test_a_rank_that_has_destroyed_the_group_and_ended_is_not_missed(tmp_path):
+    """The main process is still in ``evaluate`` then, with work of its own."""
+    run = Run(torchrun(2, write(tmp_path, LEAVING)), tmp_path, warm=True).wait()
+    assert run.code == 0, run.err
+    assert "results are written" in run.out

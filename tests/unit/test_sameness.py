@@ -282,3 +282,15 @@ def test_a_store_that_has_gone_is_told():
 
     with pytest.raises(LaunchError, match=r"rank 1 of 2 lost the connection .*: Connection reset by peer"):
         compare_at_meeting(Gone(), 1, 2, {"a": "1"}, 5.0)
+
+
+def test_long_values_and_many_of_them_are_cut():
+    one = "x" * 3000 + "a" + "y" * 3000
+    text = describe_differences([{"option": one}, {"option": one.replace("a", "b")}])
+    assert len(text) < 1000
+    assert "xxa" in text
+    assert "xxb" in text
+    text = describe_differences([{"samples": str(rank)} for rank in range(500)])
+    assert len(text) < 1000
+    assert "and 492 more values" in text
+    assert "12 on rank 0; 123 on rank 1" in describe_differences([{"n": "12"}, {"n": "123"}])

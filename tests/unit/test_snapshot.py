@@ -3,6 +3,7 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import warnings
 from collections import OrderedDict
 from pathlib import Path
 
@@ -372,3 +373,12 @@ MEMINFO = {"proc/meminfo": "MemTotal:  33554432 kB\nMemFree: 1 kB\nMemAvailable:
 def test_the_memory_that_may_still_be_taken(tmp_path, files, expected):
     write(tmp_path, files)
     assert available_bytes(tmp_path) == expected
+
+
+def test_what_has_no_plain_storage_is_saved_all_the_same():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+        copy = SnapshotMemory().take({"a": {"nested": nested, "empty": torch.empty(0, 3)}}).state("a")
+    assert [part.tolist() for part in copy["nested"].unbind()] == [[1, 1], [1, 1, 1]]
+    assert copy["empty"].shape == (0, 3)

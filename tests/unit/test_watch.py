@@ -20,7 +20,16 @@ from ddpkit import pulse as pulse_module
 from ddpkit.failure import LastWords, Reason
 from ddpkit.liveness import state_and_start
 from ddpkit.loop import Progress
-from ddpkit.pulse import FIRST_BEATS, MOST_RESTS, PULSE_SECONDS, SILENT_SECONDS, SURVEY_SECONDS, Survey, pulse_key
+from ddpkit.pulse import (
+    FIRST_BEATS,
+    MOST_RESTS,
+    PULSE_SECONDS,
+    SILENT_SECONDS,
+    SURVEY_SECONDS,
+    Survey,
+    _place_of,
+    pulse_key,
+)
 from ddpkit.roll_call import Position, Whereabouts
 from ddpkit.types import Stage
 from ddpkit.watch import GRACE_SECONDS, LAUNCHER_SECONDS, LOOK_SECONDS, Watch
@@ -675,3 +684,18 @@ def test_a_process_that_has_failed_says_no_more(monkeypatch):
         assert not store.check([pulse_key(0)])
     finally:
         watch.stop()
+
+
+@pytest.mark.parametrize(
+    ("here", "there", "says"),
+    [
+        (("TRAIN", 2, 9), ("TRAIN", 2, 3), " in TRAIN of epoch 2 at step 9"),  # what it told is old
+        (("TRAIN", 2, 1), ("VALID", 1, 3), " in TRAIN of epoch 2 at step 1"),
+        (("VALID", 2, 13), ("VALID", 2, 8), " in VALID of epoch 2 at step 8 or later"),
+        (("VALID", 2, 13), ("TRAIN", 2, 8), " in VALID of epoch 2"),
+        (("", 0, 0), ("TRAIN", 2, 8), " in TRAIN of epoch 2 at step 8"),
+        (("", 0, 0), ("", 0, 0), ""),
+    ],
+)
+def test_where_a_lost_rank_was(here, there, says):
+    assert _place_of(*(Whereabouts(stage=a, epoch=b, step=c) for a, b, c in (there, here))) == says

@@ -27,7 +27,8 @@ PAUSE_SECONDS = 0.02
 SAVING_SECONDS = 0.3  # of a save that a fault is meant for
 STUCK_SECONDS = 1000
 
-FOLDER, TRIAL = Path(sys.argv[1]), SimpleNamespace(**json.loads(sys.argv[2]))
+IS_RUN = Path(sys.argv[0]).name == Path(__file__).name  # else pytest looks for doctests in it
+FOLDER, TRIAL = (Path(sys.argv[1]), SimpleNamespace(**json.loads(sys.argv[2]))) if IS_RUN else (Path(), None)
 RANK = int(os.environ.get("RANK", "0"))
 LIVE = SimpleNamespace(epoch=0, count=0)
 

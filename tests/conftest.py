@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,12 @@ def pytest_runtest_setup(item):
 
 def pytest_sessionfinish():
     warm_starts.close()
+
+
+def pytest_configure() -> None:
+    """Hear SIGINT, and so let what is started hear it: a background command of a shell begins with it ignored."""
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)

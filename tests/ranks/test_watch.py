@@ -90,7 +90,7 @@ def fail_alone():
     try:
         make(Failing).fit([1], points(16), train_loader_kwargs={"batch_size": 2})
     except ValueError:
-        time.sleep(watch.GRACE_SECONDS + 2.5)  # a notebook, in which somebody reads what has happened
+        time.sleep(watch.GRACE_SECONDS + 6)  # a notebook, in which somebody reads what has happened
         dist.destroy_process_group()
         return "boom", lines
     except RuntimeError as error:

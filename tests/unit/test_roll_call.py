@@ -102,7 +102,9 @@ def test_a_worker_that_is_stuck_says_where_and_is_deaf_but_ends_with_its_rank():
     for worker in batches._workers:
         worker.terminate()  # SIGTERM, as a launcher sends to all
     numbers = [f"(pid {worker.pid})" for worker in batches._workers]
-    said = [line for line in where_workers_are() if any(number in line for number in numbers)]
+    end, said = time.monotonic() + 10, []
+    while time.monotonic() < end and not any("in __getitem__" in line for line in said):  # it may come there late
+        said = [line for line in where_workers_are() if any(number in line for number in numbers)]
     assert len(said) == 2
     assert any("test_roll_call.py:" in line and "in __getitem__" in line for line in said), said
     kill_workers()

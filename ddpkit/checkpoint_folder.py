@@ -310,8 +310,9 @@ class CheckpointFolder:
             if not text:
                 meta.update(self._write_meta(save, staging))
             _raise(run_savers({name: hook for name, hook in hooks.items() if name not in later}, save.objects, staging))
+            states = save.states(later)
             try:
-                snapshot = memory.take(save.states(later))
+                snapshot = memory.take(states)
             except MemoryError as error:
                 refusal = str(error)
             except Exception as error:

@@ -243,6 +243,8 @@ class RelayedFile(io.RawIOBase):
                 block_bytes = _block_bytes(self._file, size)
             except OSError as error:
                 failure = error
+            except Exception as error:  # noqa: BLE001 -- whatever is in a file: the others wait to be told
+                failure = OSError(f"{path} cannot be looked into: {type(error).__name__}: {error}")
         start = torch.tensor([size, failure is None, block_bytes])
         self._wait(self._begin(start))
         self._size, self._block_bytes, could_open = int(start[0]), int(start[2]), bool(start[1])

@@ -349,7 +349,7 @@ def _finish(host: StageHost, stage: Stage, epoch: int | None, seconds: float, ba
     bad, samples = bad // copies, samples // copies
     bar.partial = False
     bar.show(host.progress.step, mean, int(samples))
-    if not samples and not count:
+    if stage is not Stage.TRAIN and not samples and not count:
         logger.warning("%s: there was nothing to evaluate: the mean loss is NaN.", stage.name)
     if bad:
         logger.warning(

@@ -7,6 +7,7 @@ import errno
 import gc
 import os
 import re
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -235,6 +236,10 @@ def fail_after_a_while(self, view, real=RelayedFile._some):
     return real(self, view)
 
 
+def cannot_list(file):
+    raise OverflowError("an offset beyond all files")
+
+
 def load_with_a_fault(folder, fault):
     on_one = dist.get_rank() == 1
     model = nn.Linear(300, 7 if on_one and fault == "misfit" else 300)
@@ -246,15 +251,17 @@ def load_with_a_fault(folder, fault):
         damage(found.paramfiles["model"], fault)
     dist.barrier()
     checkpointer.verify_mode, checkpointer.load_mode = "off", "broadcast"
-    real = RelayedFile._some
+    real, archive = RelayedFile._some, zipfile.ZipFile
     if fault == "receiver" and on_one:
         RelayedFile._some = fail_after_a_while
+    if fault == "listing" and not on_one:
+        zipfile.ZipFile = cannot_list
     try:
         checkpointer.load_checkpoint(found)
     except CheckpointError as error:
         return str(error)
     finally:
-        RelayedFile._some = real
+        RelayedFile._some, zipfile.ZipFile = real, archive
         dist.barrier()
     return "loaded"
 
@@ -264,6 +271,7 @@ def load_with_a_fault(folder, fault):
     [
         ("gone", "rank 0: .*No such file.*rank 1: .*could not be opened on rank 0"),
         ("short", "^cannot load .*model.ckpt: .*zip archive"),  # the same on both
+        ("listing", "rank 0: .*OverflowError: an offset.*rank 1: .*could not be opened on rank 0"),
         ("misfit", "rank 1: .* does not fit this Linear"),
         ("receiver", "rank 1: .*no room here"),
         ("loader", "rank 1: .*ZeroDivisionError"),

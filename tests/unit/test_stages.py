@@ -312,12 +312,14 @@ def test_saves_by_minutes_follow_the_main_process(monkeypatch):
 # ------------------------------------------------------------------------------------------ evaluation
 
 
-def test_evaluation():
+def test_evaluation(caplog):
     host = Host()
     host.progress.meter.append(100.0, 5)
     assert run_evaluation(host, shard(range(5), Sharding(), batch_size=2), Stage.VALID, 1, enable_bar=False) == 2.0
     assert host.progress.step == 3
+    assert not caplog.records
     assert math.isnan(run_evaluation(Host(), [], Stage.TEST, None, enable_bar=False))
+    assert "TEST: there was nothing to evaluate: the mean loss is NaN." in caplog.messages
 
 
 def test_stages_are_written_to_the_log_of_the_run(tmp_path):

@@ -25,6 +25,7 @@ from ddpkit.handover import Handover
 from ddpkit.launchers import find_launch
 from ddpkit.loader_workers import kill_workers
 from ddpkit.meeting import open_store
+from ddpkit.roll_call import POSITION
 from ddpkit.sameness import compare_at_meeting, script_facts, software_facts
 from ddpkit.watch import Watch
 
@@ -79,6 +80,7 @@ def group_state() -> GroupState:
     store = dist.distributed_c10d._get_default_store()  # noqa: SLF001 -- the only way to a group made by others
     if _state is None or _state.store is not store:
         _state = GroupState(store)
+        POSITION.join_group()
     return _state
 
 

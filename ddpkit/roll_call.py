@@ -93,7 +93,7 @@ class Position:
 
     Attributes:
         progress: of the Brain in whose ``fit`` or ``evaluate`` the process is; None outside.
-        sessions: how many of those have begun.
+        sessions: how many of those have begun since the process group was made: the same number on all its ranks.
         excused: how many calls are running in which there is no limit of time: work of the main process alone, and
             waiting for it.
         moves: how often it has learnt, where it makes no steps of its own, that others do.
@@ -126,6 +126,10 @@ class Position:
             progress.step,
             progress.optimizer_step,
         )
+
+    def join_group(self) -> None:
+        """Count anew: what a process did by itself, before its group was made, the other ranks have not done."""
+        self.sessions = int(self.progress is not None)
 
     @contextlib.contextmanager
     def inside(self, progress: Any) -> Iterator[None]:

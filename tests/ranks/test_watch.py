@@ -97,7 +97,12 @@ def fail_alone():
         return str(error), lines
 
 
+def fit_alone():
+    make(Regression).fit([1], points(4), train_loader_kwargs={"batch_size": 2})
+
+
 def test_who_waits_in_vain_in_such_a_group_says_for_whom_and_lives(ranks):
+    ranks.run(fit_alone, world_size=1)  # before there is the group: calls of fit that rank 1 knows nothing of
     (waited, lines), (failed, _) = ranks.run(fail_alone)
     assert failed == "boom"
     [text] = [line for line in lines if "may wait in vain" in line]

@@ -118,6 +118,7 @@ if TYPE_CHECKING:
         pulse,
         rank_states,
         recipe_samplers,
+        registering,
         rehearsal,
         results,
         resuming,

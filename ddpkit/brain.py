@@ -216,6 +216,7 @@ class Brain(Rehearsing):
                 )
             )
             sizes = self._require_agreement(train_set, valid_set)
+            self.note_flags()
             with self.choosing_start():
                 self.on_fit_start()
             self.take_up()
@@ -223,6 +224,7 @@ class Brain(Rehearsing):
             self._start_once()
             if self.is_done_before(train_set):
                 return
+            self.tell_not_taken()
             self.report_training(sizes)
             if self._step_limit_reached() and not self.step:
                 logger.info("optimizer_step_limit=%s has been reached before: fit is done.", self.optimizer_step_limit)
@@ -255,7 +257,13 @@ class Brain(Rehearsing):
         Returns:
             The mean loss over the whole set, the same on every rank; NaN with the option ``check_parity``, which
             evaluates nothing.
+
+        Raises:
+            ConfigError: called inside ``fit`` of the same Brain, where it would recover other weights, unless
+                ``on_evaluate_start`` is overridden.
         """
+        if type(self).on_evaluate_start is Brain.on_evaluate_start:
+            self.require_no_training("evaluate")
         self.compare_ranks("evaluate")
         if self._rehearses(None):
             return math.nan

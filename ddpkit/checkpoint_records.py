@@ -37,6 +37,7 @@ __all__ = [
     "ckpt_recency",
     "damage_of",
     "deletable",
+    "is_code",
     "ranked",
     "read_checkpoint",
 ]
@@ -450,10 +451,11 @@ def average_state_dicts(state_dicts: Iterable[Mapping[str, Any]]) -> dict[str, A
 
     Returns:
         A state whose floating-point and complex tensors are the means, in their own dtype (summed in at least
-        float32). All else (counters, masks) is that of the first state.
+        float32). All else (counters, masks) is that of the first state. So is a tensor of 8 bits or less, whose scale
+        is elsewhere: it has to be the same in all states.
 
     Raises:
-        ConfigError: there is no state, or the names or shapes differ.
+        ConfigError: there is no state, or the names or shapes differ, or a tensor of 8 bits or less does.
 
     Ranks: local.
 
@@ -473,6 +475,7 @@ def average_state_dicts(state_dicts: Iterable[Mapping[str, Any]]) -> dict[str, A
             sums = {name: _wide_copy(value) for name, value in state.items() if _can_be_averaged(value)}
             continue
         _add_state(sums, state, first)
+        _require_same_codes(state, first)
     if first is None:
         raise ConfigError("average_state_dicts was given no state; at least one is needed.")
     return first | {name: (total / count).to(first[name].dtype) for name, total in sums.items()}
@@ -492,8 +495,46 @@ def _add_state(sums: Mapping[str, torch.Tensor], state: Mapping[str, Any], first
         total.add_(value.detach().to(total.device, total.dtype))
 
 
+def _require_same_codes(state: Mapping[str, Any], first: Mapping[str, Any]) -> None:
+    """Refuse quantized weights that were trained: what their mean is depends on scales that are kept elsewhere."""
+    for name, own in first.items():
+        value = state[name]
+        codes = [one.dtype for one in (own, value) if is_code(one)]
+        if codes and not _are_same_codes(own, value):
+            raise ConfigError(
+                f"{name} is {codes[0]} and not the same in all states: the mean of such codes means nothing without "
+                "their scales. Average states in which it is float32, float16 or bfloat16, and quantize the average."
+            )
+
+
+def _are_same_codes(one: Any, other: Any) -> bool:
+    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor) or one.dtype != other.dtype:
+        return False
+    return torch.equal(one.detach().cpu().view(torch.uint8), other.detach().cpu().view(torch.uint8))
+
+
+def is_code(value: Any) -> bool:
+    """Say whether a tensor holds floating-point numbers of 8 bits or less, such as ``float8_e4m3fn``.
+
+    Args:
+        value: anything.
+
+    Returns:
+        Whether it does; such weights are quantized, and what they are worth is told by a scale of their own.
+
+    Ranks: local.
+
+    Example:
+        >>> is_code(torch.ones(2)), is_code(torch.ones(2).to(torch.float8_e5m2))
+        (False, True)
+    """
+    return isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype.itemsize == 1
+
+
 def _can_be_averaged(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
+    if not isinstance(value, torch.Tensor) or is_code(value):
+        return False
+    return value.is_floating_point() or value.is_complex()
 
 
 def _copy_of(value: Any) -> Any:

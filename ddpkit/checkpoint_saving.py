@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -45,7 +46,7 @@ class CheckpointSaving:
         False
     """
 
-    checkpoints_dir: Path
+    _given_dir: Path
     _lock: FolderLock | None
     recoverables: dict[str, Any]
     custom_save_hooks: dict[str, SaveHook]
@@ -63,6 +64,39 @@ class CheckpointSaving:
         self._told_refusal = False
         self._apart: set[Path] = set()
         self._has_prepared = False
+
+    @property
+    def checkpoints_dir(self) -> Path:
+        """The folder. An absolute path, wherever the working directory is by now."""
+        return self._absolute_dir
+
+    @checkpoints_dir.setter
+    def checkpoints_dir(self, folder: str | os.PathLike[str]) -> None:
+        self._given_dir = Path(folder)
+        try:
+            self._absolute_dir = self._given_dir.absolute()  # links stay, and ".." too, which may follow one
+        except OSError as error:
+            raise CheckpointError(
+                f"checkpoints_dir={str(folder)!r} is nowhere: the working directory is gone ({error}). Give an "
+                "absolute path."
+            ) from error
+
+    def _path_here(self, path: Path) -> Path:
+        """Return where this process has what the main process has in its folder.
+
+        A relative folder is that of the own working directory, and hosts may have the same one in different places.
+        """
+        given = self._given_dir
+        if given.is_absolute() or path.parent.parts[-len(given.parts) :] != given.parts or path.exists():
+            return path
+        return self.checkpoints_dir / path.name
+
+    def _here(self, checkpoint: Checkpoint) -> Checkpoint:
+        path = self._path_here(checkpoint.path).absolute()
+        if path == checkpoint.path:
+            return checkpoint
+        files = {name: path / file.name for name, file in checkpoint.paramfiles.items()}
+        return Checkpoint(path, checkpoint.meta, files)
 
     def _save(
         self,
@@ -93,7 +127,7 @@ class CheckpointSaving:
         if begun is None:
             return None
         staging, final = begun
-        own = run_savers(everywhere, self.recoverables, staging)
+        own = run_savers(everywhere, self.recoverables, self._path_here(staging))
         failures = [f"rank {rank}: {text}" for rank, text in enumerate(exchange(own and str(own))) if text]
         if failures:
             if if_main_process():

@@ -106,7 +106,7 @@ class Checkpointer(CheckpointSaving):
         allow_partial_load: load what a checkpoint has and skip recoverables that it does not have.
 
     Attributes:
-        checkpoints_dir: as given, a ``Path``; may be changed.
+        checkpoints_dir: as given, an absolute ``Path``: the working directory may change. May be set.
         recoverables: as given; may be changed.
         optional_recoverables: whether a checkpoint may lack a recoverable, by name.
         custom_load_hooks: as given.
@@ -124,6 +124,7 @@ class Checkpointer(CheckpointSaving):
         level_of_nothing: logging level of the line that says that there is nothing to load; the Brain lowers it while
             ``fit`` begins, and reports it itself.
         last_loaded: the directory from which was loaded last; None: none yet.
+        not_taken: names of what is in there and no recoverable has loaded, sorted.
         load_mode: ``"all"``: every rank reads the files. ``"broadcast"``: rank 0 reads and sends, and all ranks must
             load together; the main process alone reads by itself, after half a minute.
 
@@ -163,6 +164,7 @@ class Checkpointer(CheckpointSaving):
         self.resume = "auto"
         self.level_of_nothing = logging.INFO
         self.last_loaded: Path | None = None
+        self.not_taken: tuple[str, ...] = ()
         if recoverables is not None:
             self.add_recoverables(recoverables)
         if if_main_process():
@@ -247,7 +249,8 @@ class Checkpointer(CheckpointSaving):
 
         Ranks: all, or the main process alone. All, if a saver is registered with ``saveon_main_only=False``.
         """
-        return self._save(meta, end_of_epoch, name, verbosity)
+        saved = self._save(meta, end_of_epoch, name, verbosity)
+        return None if saved is None else self._here(saved)
 
     def save_and_keep_only(  # noqa: PLR0913, PLR0917 -- the recipe contract fixes these ten
         self,
@@ -345,7 +348,7 @@ class Checkpointer(CheckpointSaving):
         selection = Selection(importance_key, max_key, min_key, ckpt_predicate)
         if max_num_checkpoints is not None and max_num_checkpoints < 0:
             raise ConfigError(f"max_num_checkpoints={max_num_checkpoints!r} cannot be negative.")
-        return on_main(self._find, selection, max_num_checkpoints)
+        return [self._here(found) for found in on_main(self._find, selection, max_num_checkpoints)]
 
     def recover_if_possible(
         self,
@@ -379,7 +382,7 @@ class Checkpointer(CheckpointSaving):
         if self.resume == "auto" or any(asked):
             checkpoint = self.find_checkpoint(*asked)
         else:
-            checkpoint = on_main(self._named, Path(self.resume))
+            checkpoint = self._here(on_main(self._named, Path(self.resume)))
         if checkpoint is not None:
             self._load(checkpoint)
         elif key := max_key or min_key:
@@ -405,6 +408,7 @@ class Checkpointer(CheckpointSaving):
         Ranks: local; do it on every rank. With ``asynchronous`` as :meth:`wait`.
         """
         self._wait_if_asynchronous()
+        checkpoint = self._here(checkpoint)
         if self.load_mode == "broadcast":
             on_main(self._require_whole, checkpoint)
         else:
@@ -497,7 +501,10 @@ class Checkpointer(CheckpointSaving):
             elif not self.allow_partial_load and not (ended and getattr(obj, "is_of_inside_an_epoch", False)):
                 _accept_missing(name, checkpoint, optional=self.optional_recoverables.get(name, False))
         load_recoverables(hooks, self.recoverables, checkpoint, self.load_mode)
-        self.last_loaded = checkpoint.path
+        left = checkpoint.paramfiles.keys() - hooks.keys()
+        if checkpoint.path == self.last_loaded:  # once more, for what was not there the first time
+            left &= set(self.not_taken)
+        self.last_loaded, self.not_taken = checkpoint.path, tuple(sorted(left))
 
 
 def _make_folder(folder: Path) -> None:

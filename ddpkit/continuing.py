@@ -21,7 +21,7 @@ from ddpkit.hooks import Hooks
 from ddpkit.logger import get_logger
 from ddpkit.metrics import LossMeter
 from ddpkit.seed import RngState, global_seed, seed_epoch_streams
-from ddpkit.starting import NEWEST, Lineage, Start, choose_start, lineage_of, start_again
+from ddpkit.starting import NEWEST, Lineage, Start, choose_start, lineage_of, saved_last, start_again
 from ddpkit.streams import StreamShard
 
 if TYPE_CHECKING:
@@ -44,11 +44,13 @@ class Continuing(Hooks):
         True
     """
 
+    take_checkpointer: Callable[[], None]
     _rank_states: RankStates | None = None
     _base_seed: int | None = None
     _own_stream: int | None = None
     _resumed_step = 0
     _start: Start | None = None
+    _evaluated: Lineage | None = None  # whose checkpoints a process that does not train looks at; known to rank 0
     _fits = 0  # calls of fit so far, this one included
     _finished: tuple[int | None, ...] = ()  # optimizer steps after each call of fit that is over
     _counters: tuple[str | None, ...] = ()  # which recoverable counted the epochs of each call
@@ -240,6 +242,7 @@ class Continuing(Hooks):
         Returns:
             What was loaded, or None.
         """
+        self.take_checkpointer()
         checkpointer = self.checkpointer
         if not isinstance(checkpointer, Checkpointer):
             return checkpointer.recover_if_possible(max_key=max_key, min_key=min_key)
@@ -260,7 +263,7 @@ class Continuing(Hooks):
         if self._start is not None and Path(checkpointer.checkpoints_dir) == self._trains_in:
             lineage: Lineage | None = self._start.lineage
         else:
-            lineage = lineage_of(found)
+            lineage, self._evaluated = lineage_of(found), saved_last(found)
         return None if lineage is None or all(map(lineage.includes, found)) else lineage
 
     # ------------------------------------------------------------------ several calls of fit

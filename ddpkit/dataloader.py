@@ -14,7 +14,7 @@ from ddpkit.checkpoint_hooks import mark_as_loader, mark_as_saver, register_chec
 from ddpkit.distributed import get_rank, get_world_size
 from ddpkit.errors import DataError
 from ddpkit.logger import get_logger
-from ddpkit.sampler import PlannedBatchSampler
+from ddpkit.sampler import DealtBatchSampler, PlannedBatchSampler
 from ddpkit.sharded_loader import (
     DECIDED,
     DEFAULT_SEED,
@@ -27,14 +27,13 @@ from ddpkit.sharded_loader import (
     set_epoch,
     shard,
 )
-from ddpkit.streams import BatchShard, StreamLoader, guess_batch_size
+from ddpkit.streams import BatchShard, StreamLoader, StreamShard, guess_batch_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from ddpkit.bookmarks import Bookmarks
-    from ddpkit.sampler import DealtBatchSampler
 
 __all__ = [
     "DEFAULT_SEED",
@@ -177,6 +176,7 @@ class LoopedLoader:
         return {
             "pass": self._passes,
             "in_pass": self._in_pass,
+            "done": _done_in(self.loader, self._in_pass),
             "has_begun": self._inner is not None,
             "loader": None if marks is None else marks.around(self._in_pass),
         }
@@ -184,18 +184,40 @@ class LoopedLoader:
     def go_on_in_pass(self, state: dict[str, Any] | None) -> None:
         """Go on from there, instead of from what the numbers alone say; without a state nothing is changed.
 
+        Where batches are of another size than they were, the place is that of the samples, and what is done of a batch
+        that is not whole is done again.
+
         Args:
             state: what :meth:`state_in_pass` returned.
         """
         if state is None or not state["has_begun"]:
             return
         self._again, self._inner = 0, None
-        self._passes, self._skip = state["pass"] - 1, state["in_pass"]
+        self._passes = state["pass"] - 1
         marks = _marks(self.loader)
+        if self.has_counts:
+            set_epoch(self.loader, state["pass"])  # of which the length is asked
+        before, done = state["in_pass"], state.get("done")
+        self._skip = _batches_after(self.loader, done, before)
         if marks is not None and state["loader"] is not None:
             number, place = state["loader"]["again"]
-            marks.go_on(number, place)
-            self._skip -= number
+            first, self._skip = _batches_from(self.loader, done, before, number)
+            marks.go_on(first, place)
+        if self.has_counts:  # whose numbers follow from the batches of all passes
+            self.total_steps = self._passes * len(self.loader) + self._skip
+
+    def go_on_at(self, step: int, state: dict[str, Any] | None) -> None:
+        """Have the next iteration go on after so many batches of the nominal epoch.
+
+        Args:
+            step: batches of this epoch that are done, of the sizes that batches have now.
+            state: what :meth:`state_in_pass` returned when the checkpoint was made, or None.
+        """
+        if self._recovered and step != self.step:
+            if self.step and (state is None or not state["has_begun"]):
+                self._go_to(self.total_steps * step // self.step)
+            self.step = step
+        self.go_on_in_pass(state)
 
     @mark_as_saver
     def save(self, path: Path) -> None:
@@ -210,8 +232,13 @@ class LoopedLoader:
         the Brain knows more of it (:meth:`go_on_in_pass`).
         """
         numbers = [int(line) for line in path.read_text(encoding="utf-8").split()]
-        self.step, self.total_steps, self.total_samples = numbers
-        self._inner, self._recovered = None, not end_of_epoch
+        self.step, total_steps, self.total_samples = numbers
+        self._recovered = not end_of_epoch
+        self._go_to(total_steps)
+
+    def _go_to(self, total_steps: int) -> None:
+        """Go on after so many batches of all epochs."""
+        self.total_steps, self._inner = total_steps, None
         if isinstance(getattr(self.loader, "dataset", None), IterableDataset) or not hasattr(self.loader, "__len__"):
             self._passes, self._again = 0, self.total_steps
         else:
@@ -238,7 +265,8 @@ def state_at(loader: Any, step: int) -> Any:
     if isinstance(loader, LoopedLoader):
         return loader.state_in_pass()
     marks = _marks(loader)
-    return None if marks is None else marks.around(step)
+    around = None if marks is None else marks.around(step)
+    return None if around is None else {**around, "step": step, "batch": _batch_size(loader)}
 
 
 def go_on_at(loader: Any, step: int, state: Any, *, same_batches: bool = True) -> int:
@@ -260,7 +288,7 @@ def go_on_at(loader: Any, step: int, state: Any, *, same_batches: bool = True) -
         1
     """
     if isinstance(loader, LoopedLoader):
-        loader.go_on_in_pass(state)
+        loader.go_on_at(step, state)
         return 0
     if isinstance(loader, SaveableDataLoader):
         loader.skip_next(step)
@@ -268,6 +296,8 @@ def go_on_at(loader: Any, step: int, state: Any, *, same_batches: bool = True) -
     marks = _marks(loader)
     if marks is None or state is None or not step:
         return step
+    size = _batch_size(loader)
+    same_batches = same_batches and (state.get("step", step), state.get("batch", size)) == (step, size)
     number, place = state["again"] if same_batches else (step, state["next"])
     if place is None:
         return step
@@ -328,6 +358,51 @@ def go_on_after_end(loader: Any, state: Any) -> None:
 
 def _marks(loader: Any) -> Bookmarks | None:
     return loader.marks if isinstance(loader, (StreamLoader, BatchShard)) else None
+
+
+def _batch_size(loader: Any) -> list[Any] | None:
+    """Return in what the batches of a loader are counted over all ranks, and how many one has; None if unknown."""
+    plan, dataset, own = plan_of(loader), getattr(loader, "dataset", None), getattr(loader, "batch_size", None)
+    if isinstance(plan, DealtBatchSampler) or isinstance(loader, BatchShard):
+        return ["batches", (plan or loader).world_size]
+    if isinstance(plan, PlannedBatchSampler):
+        return None  # not all are alike
+    if isinstance(dataset, StreamShard):
+        return ["batches" if own is None else "samples", dataset.block_size]
+    return ["samples of a rank", own] if isinstance(own, int) else None
+
+
+def _done_in(loader: Any, batches: int) -> list[Any] | None:
+    """Return what is done of a pass after so many of its batches, in what does not depend on their size."""
+    plan, size = plan_of(loader), _batch_size(loader)
+    if isinstance(plan, PlannedBatchSampler):
+        return ["samples", plan.plan.done_before(batches)]
+    return None if size is None else [size[0], size[1] * batches]
+
+
+def _batches_after(loader: Any, done: list[Any] | None, batches: int) -> int:
+    """Return the batches that are done of a pass, of the size they have now; those they were if that is unknown."""
+    plan, size = plan_of(loader), _batch_size(loader)
+    unit, number = done or ("", 0)
+    if isinstance(plan, PlannedBatchSampler) and unit == "samples":
+        return plan.plan.batch_after(number)
+    return batches if size is None or unit != size[0] else int(number // size[1])
+
+
+def _batches_from(loader: Any, done: list[Any] | None, batches: int, mark: int) -> tuple[int, int]:
+    """Say which batch a mark is before, and how many come from there to what is done, both of the size they have now.
+
+    Args:
+        loader: a stream, or a source of batches.
+        done: what :func:`_done_in` returned for ``batches``.
+        batches: done then.
+        mark: the batch then that it was before; at most ``batches``.
+    """
+    size = _batch_size(loader)
+    if size is None or done is None or done[0] != size[0] or not mark:
+        return mark, _batches_after(loader, done, batches) - mark
+    before = done[1] * mark // batches
+    return max(before // size[1], 1), int((done[1] - before) // size[1])
 
 
 def make_dataloader(dataset: Any, looped_nominal_epoch: int | None = None, **loader_kwargs: Any) -> Any:

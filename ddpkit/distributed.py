@@ -14,9 +14,11 @@ from __future__ import annotations
 import functools
 import os
 import pickle
+import weakref
 from collections import deque
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import torch
@@ -26,7 +28,8 @@ from torch.distributed import ReduceOp
 from ddpkit.errors import LaunchError, RankFailedError
 from ddpkit.handover import Outcome, call_site, outside_frame, raise_as_reader
 from ddpkit.launchers import find_launch, rank_if_known
-from ddpkit.process_group import control_group, ddp_init_group, group_state, is_distributed_initialized
+from ddpkit.liveness import this_place
+from ddpkit.process_group import GroupState, control_group, ddp_init_group, group_state, is_distributed_initialized
 from ddpkit.roll_call import POSITION
 
 if TYPE_CHECKING:
@@ -68,6 +71,18 @@ _lately_used: deque[torch.Tensor] = deque(maxlen=64)
 _alone: ContextVar[int] = ContextVar("ddpkit_alone", default=0)
 
 
+@dataclass(frozen=True)
+class _Machine:
+    """The ranks of this process's machine, by their number on it, and what tells the machine from the others."""
+
+    number: int
+    ranks: tuple[int, ...]
+
+
+# Where a group was made without a launcher: what its ranks have told each other.
+_machines: weakref.WeakKeyDictionary[GroupState, _Machine] = weakref.WeakKeyDictionary()
+
+
 def get_rank() -> int | None:
     """Return this process's rank: from the process group, else from the launcher's environment, else None.
 
@@ -85,12 +100,18 @@ def get_rank() -> int | None:
 def get_local_rank() -> int | None:
     """Return this process's number on its machine, as the launcher has it, or None without a launcher.
 
+    In a process group that was made without a launcher (``mp.spawn`` and ``init_process_group``) nothing tells it: the
+    answer is None until the first :func:`run_once_per_node`, in which the ranks tell each other where they are.
+
     Ranks: local.
 
     Example:
         >>> get_local_rank() is None
         True
     """
+    machine = _machines.get(group_state()) if is_distributed_initialized() else None
+    if machine is not None:
+        return machine.ranks.index(dist.get_rank())
     rank = os.environ.get("LOCAL_RANK")
     if rank:
         return int(rank)
@@ -137,6 +158,9 @@ def if_main_process() -> bool:
 
 def is_local_rank_zero() -> bool:
     """Say whether this is the first process of its machine.
+
+    Where :func:`get_local_rank` does not know, every process takes itself for the first. In a group that was made
+    without a launcher use :func:`run_once_per_node`, or ask after it.
 
     Ranks: local.
 
@@ -207,10 +231,22 @@ def _main_call(call: Callable[[], T], site: str) -> T | None:
 
 
 def _node_call(call: Callable[[], T], site: str) -> T | None:
-    info = find_launch()
-    first = info.first_on_node
-    mine = info.local_rank == 0
-    return _on_one_rank(call, first, info.local_world_size - 1, mine=mine, site=f"node{info.node_rank} {site}")
+    machine = _machine()
+    first, others = machine.ranks[0], len(machine.ranks) - 1
+    return _on_one_rank(call, first, others, mine=dist.get_rank() == first, site=f"node{machine.number} {site}")
+
+
+def _machine() -> _Machine:
+    """Return the ranks of this machine: the launcher's, or else, once per group, what the ranks tell each other."""
+    info, state = find_launch(), group_state()
+    if info.is_distributed and info.world_size == dist.get_world_size():
+        near = info.node_ranks or range(info.first_on_node, info.first_on_node + info.local_world_size)
+        return _Machine(info.node_rank, tuple(near))
+    if state not in _machines:
+        places = exchange(this_place(), site="the machine of each rank")
+        here = places[dist.get_rank()]
+        _machines[state] = _Machine(places.index(here), tuple(n for n, place in enumerate(places) if place == here))
+    return _machines[state]
 
 
 def run_on_main(
@@ -309,7 +345,8 @@ def main_process_only(function: Callable[..., T] | None = None, *, hand_over: bo
 def once_per_node(function: Callable[..., T]) -> Callable[..., T | None]:
     """Make a function run on the first process of every machine; the others get None. Nobody waits.
 
-    Ranks: local.
+    Ranks: local. Which process is the first, :func:`is_local_rank_zero` tells: in a group that was made without a
+    launcher every one, until the first :func:`run_once_per_node`.
 
     Example:
         >>> @once_per_node
@@ -355,7 +392,11 @@ def run_once_per_node(
     Raises:
         RankFailedError: on the machine's other processes, when ``func`` raised on its first.
 
-    Ranks: all processes of a machine, or its first alone.
+    Ranks: all processes of a machine, or its first alone. In a group that was made without a launcher, or inside of a
+    single process of one, the first call is collective: in it the ranks find out which of them share a machine (host,
+    boot, and namespace of processes).
+
+    State: what they have found out, kept as long as the group.
 
     Example:
         >>> run_once_per_node(len, args=["four"])

@@ -18,6 +18,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from ddpkit.checkpoint_hooks import plain_key
+from ddpkit.checkpoint_records import is_code
 from ddpkit.errors import CheckpointError, ConfigError
 from ddpkit.logger import get_logger
 from ddpkit.types import Stage
@@ -61,7 +62,8 @@ class WeightAverage:
 
     Averaged are the parameters that are trained, or were since this was made, and the running statistics of
     normalisation layers (``running_mean``, ``running_var``). All else, frozen parameters and other buffers, has the
-    value that it has in the modules. What is narrower than float32 is averaged in float32.
+    value that it has in the modules. What is narrower than float32 is averaged in float32. Parameters of 8 bits or less
+    are quantized: they have to be frozen.
 
     Args:
         modules: name -> module, wrapped or not. What is in it is looked at when it is needed, not now.
@@ -277,7 +279,7 @@ class WeightAverage:
             for attribute, buffer in part.named_buffers(recurse=False):
                 if attribute in STATISTICS and buffer.is_floating_point():
                     statistics.setdefault(id(buffer), self._weight(part, attribute, names[id(buffer)]))
-        return [weight for weight in (*found.values(), *statistics.values()) if _can_be_averaged(weight.now())]
+        return [weight for weight in (*found.values(), *statistics.values()) if _can_be_averaged(weight)]
 
     def _weight(self, owner: nn.Module, attribute: str, keys: list[str]) -> _Weight:
         return _Weight(owner, attribute, tuple(plain_key(self._modules, key) for key in keys))
@@ -302,8 +304,17 @@ class WeightAverage:
         return {plain_key(self._modules, key): value for key, value in self._modules.state_dict().items()}
 
 
-def _can_be_averaged(value: torch.Tensor) -> bool:
-    return (value.is_floating_point() or value.is_complex()) and not is_lazy(value)
+def _can_be_averaged(weight: _Weight) -> bool:
+    value = weight.now()
+    if is_lazy(value) or not is_code(value):
+        return (value.is_floating_point() or value.is_complex()) and not is_lazy(value)
+    if value.requires_grad:
+        raise ConfigError(
+            f"ema_decay is set, and {weight.names[0]} is {value.dtype} and trained: the average of such codes means "
+            "nothing without their scales. Freeze it (requires_grad_(False)), train it in float32, float16 or "
+            "bfloat16, or leave ema_decay out."
+        )
+    return False
 
 
 def _is_count(value: Any) -> bool:

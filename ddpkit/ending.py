@@ -5,17 +5,18 @@ from __future__ import annotations
 import contextlib
 import datetime as dt
 import signal
+import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddpkit.checkpoints import Checkpointer
-from ddpkit.distributed import run_on_main
+from ddpkit.distributed import is_distributed_initialized, run_on_main
 from ddpkit.errors import RunStopped
 from ddpkit.failure import failure_notice
 from ddpkit.interrupts import Interrupts
 from ddpkit.loader_workers import watch_loader_workers
 from ddpkit.logger import get_logger
-from ddpkit.process_group import set_hang_limits, shorten_timeout
+from ddpkit.process_group import GroupState, group_state, set_hang_limits, shorten_timeout
 from ddpkit.roll_call import POSITION, host_name, stage_of
 from ddpkit.saving import INTRA_EPOCH_KEY, Saving
 from ddpkit.stopping import (
@@ -36,6 +37,9 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 AFTER_WATCH_SECONDS = 30.0  # so that it is the watch that says why
+
+# How long the collectives of a group wait since a Brain has shortened that.
+_shortened: weakref.WeakKeyDictionary[GroupState, float] = weakref.WeakKeyDictionary()
 
 
 class Ending(Saving):
@@ -64,7 +68,6 @@ class Ending(Saving):
         require_stop_signals(self.stop_signals)
         self.interrupts = Interrupts(self.stop_signals, self.save_signals)
         self._seconds_allowed = None if self.time_limit is None else parse_duration(self.time_limit)
-        set_hang_limits(self.hang_warning, self.hang_timeout)
         watch_loader_workers()
 
     @contextlib.contextmanager
@@ -74,14 +77,43 @@ class Ending(Saving):
         Raises:
             RunStopped: the run was asked to stop.
         """
-        with POSITION.inside(self.progress), self.interrupts.heard(), failure_notice():
+        with self._own_limits(), POSITION.inside(self.progress), self.interrupts.heard(), failure_notice():
             yield
 
+    @contextlib.contextmanager
+    def _own_limits(self) -> Iterator[None]:
+        """Have this Brain's limits of time count, and those of a Brain around it again afterwards."""
+        if not is_distributed_initialized():
+            yield
+            return
+        state, is_settled = group_state(), self._is_settled
+        watch, seconds = state.watch, _shortened.get(state)
+        limits = None if watch is None else (watch.hang_warning, watch.hang_timeout)
+        set_hang_limits(self.hang_warning, self.hang_timeout)
+        self._wait_at_most(None)  # a start may take long, whatever one has set that is done with it
+        self._is_settled = False
+        try:
+            yield
+        finally:
+            self._is_settled = is_settled
+            if is_distributed_initialized() and group_state() is state:
+                if limits is not None:
+                    set_hang_limits(*limits)
+                self._wait_at_most(seconds)
+
+    def _wait_at_most(self, seconds: float | None) -> None:
+        """Have collectives wait so long, or as long as the option says that they may."""
+        state, at_most = group_state(), self.distributed_timeout_minutes * 60
+        if seconds != _shortened.get(state):
+            shorten_timeout(at_most if seconds is None else min(seconds, at_most))
+            _shortened.pop(state, None)
+        if seconds is not None:
+            _shortened[state] = seconds
+
     def settle(self) -> None:
-        """Shorten the time for which collectives wait, once every rank has made its first steps."""
-        if self.hang_timeout and not self._is_settled:
-            at_most = self.distributed_timeout_minutes * 60
-            shorten_timeout(min(self.hang_timeout + AFTER_WATCH_SECONDS, at_most))
+        """Shorten the time for which collectives wait in this call, once every rank has made its first steps."""
+        if self.hang_timeout and not self._is_settled and is_distributed_initialized():
+            self._wait_at_most(self.hang_timeout + AFTER_WATCH_SECONDS)
         self._is_settled = True
 
     def stop_cause(self) -> str:

@@ -35,6 +35,7 @@ LEFT_KEY = "ddpkit/left"
 NAP_SECONDS = 0.02
 LONGEST_REASON = 4000
 LONGEST_TRACE = 20_000
+PLACE = "_ddpkit_place"  # attribute of an exception: where in the run it has left fit or evaluate
 
 # How gloo, NCCL and torch's store say that the other side has gone.
 LOST_CONNECTION = (
@@ -63,7 +64,7 @@ class Reason:
         pid: its process.
         place: such as ``"in TRAIN of epoch 3 at step 1204"``.
         trace: its traceback; empty where it could not tell itself.
-        session: how many calls of ``fit`` and ``evaluate`` it had begun.
+        session: in which call of ``fit`` or ``evaluate`` it was, from 1; 0: in none.
         is_final: whether its process has ended with it.
 
     Ranks: local.
@@ -87,7 +88,7 @@ class Reason:
         """Describe an exception of this process."""
         here = POSITION.whereabouts(rank, 0.0, look=False)
         trace = "".join(traceback.format_exception(error))[-LONGEST_TRACE:]
-        place = here.place() or _Here.place
+        place = here.place() or _place_of(error)
         return cls(rank, short_text(error), here.host, here.pid, place, trace, here.session, is_final)
 
     def who(self) -> str:
@@ -154,9 +155,17 @@ class LastWords:
         return False
 
     def tell_gone(self, reason: Reason) -> None:
-        """Note that a rank has disappeared, unless one has failed before it; who waits for it need not."""
-        if self.tell_reason(reason):
-            with self._asking():
+        """Note that a rank has disappeared: as the failure, unless one came before it, and for who waits for it."""
+        self.tell_reason(reason)
+        self.note_gone(reason.rank)
+
+    def note_gone(self, rank: int) -> None:
+        """Note that nothing more will come from a rank that can say no goodbye itself."""
+        if self.store_is_lost:
+            return
+        with self._asking():
+            if not self.has_left(rank) and self.store.add(f"{_left_key(rank)}/gone", 1) == 1:
+                self.store.set(_left_key(rank), "1")
                 self.store.add(LEFT_KEY, 1)
 
     def first_failure(self) -> Reason | None:
@@ -164,8 +173,9 @@ class LastWords:
         if self.store_is_lost:
             return None
         with self._asking():
-            for key in (_reason_key(None), _reason_key(POSITION.sessions)):
-                if self.store.check([key]):
+            for session in (None, POSITION.session):
+                key = _reason_key(session)
+                if session != 0 and self.store.check([key]):  # 0: outside of any, where a failure counts only for good
                     reason = Reason(**json.loads(self.store.get(key)))
                     if reason.rank != self.rank:
                         return reason
@@ -252,7 +262,8 @@ class _Here:
     failed = False
     second_hand = False
     in_trouble = False
-    place = ""  # in the run, when an exception left fit or evaluate
+    process = 0  # the rank's own, whose group this is; one that it forks inherits all of this, and must not use it
+    report: Path | None = None  # what was written for the launcher
 
 
 def short_text(error: BaseException) -> str:
@@ -379,11 +390,23 @@ def record_for_launcher(error: BaseException) -> None:
     with contextlib.suppress(OSError):  # a full disk must not hide the error itself
         temporary.write_text(json.dumps(report), encoding="utf-8")
         temporary.replace(path)
+        _Here.report = Path(path)
+
+
+def _take_report_back() -> None:
+    """Remove what was written for the launcher, because the script has caught it and gone on."""
+    if _Here.report is not None:
+        with contextlib.suppress(OSError):
+            _Here.report.unlink(missing_ok=True)
+        _Here.report = None
 
 
 @contextlib.contextmanager
 def failure_notice() -> Iterator[None]:
     """Record an exception that passes through for the launcher; let it go on, or say which rank is behind it.
+
+    If none passes through, one that was recorded before has been caught: the record is removed. A process that a rank
+    has forked records nothing.
 
     Raises:
         RankFailedError: instead of the loss of a connection.
@@ -394,28 +417,49 @@ def failure_notice() -> Iterator[None]:
         >>> with failure_notice():
         ...     pass
     """
-    _Here.place = ""
     try:
         yield
     except SystemExit as error:
-        if error.code not in {None, 0}:  # Python tells no hook of it
-            record_for_launcher(error)
-            if not isinstance(error, RunStopped):
-                _note_trouble(failed=True)
-                _tell(error, is_final=True)
+        if error.code not in {None, 0} and not _is_forked():
+            _note_exit(error)
         raise
     except (Exception, KeyboardInterrupt) as error:
-        if POSITION.progress is not None:
-            _Here.place = POSITION.whereabouts(0, 0.0, look=False).place()
-        news = explained(error)
-        if not is_second_hand(news):
-            _tell(news, is_final=False)
-        record_for_launcher(news)
-        _note_trouble(failed=True)
+        news = error if _is_forked() else _noted(error)
         if news is error:
             raise
         raise news from news.__cause__
-    _note_trouble(failed=False)
+    if not _is_forked():
+        _note_trouble(failed=False)
+        _take_report_back()
+
+
+def _note_exit(error: SystemExit) -> None:
+    """Note that the script ends this process with an exit code, of which Python tells no hook."""
+    record_for_launcher(error)
+    if not isinstance(error, RunStopped):
+        _note_trouble(failed=True)
+        _tell(error, is_final=True)
+
+
+def _noted(error: BaseException) -> BaseException:
+    """Note an exception that leaves ``fit`` or ``evaluate``, which the script may catch; return what is behind it."""
+    news = explained(error)
+    if POSITION.progress is not None:
+        vars(news)[PLACE] = POSITION.whereabouts(0, 0.0, look=False).place()
+    if not is_second_hand(news):
+        _tell(news, is_final=False)
+    record_for_launcher(news)
+    _note_trouble(failed=True)
+    return news
+
+
+def _is_forked() -> bool:
+    return _Here.process not in {0, os.getpid()}
+
+
+def _place_of(error: BaseException) -> str:
+    """Return where in the run an exception has left ``fit`` or ``evaluate``, or nothing."""
+    return str(vars(error).get(PLACE, ""))
 
 
 def _tell(error: BaseException, *, is_final: bool) -> None:
@@ -489,6 +533,22 @@ def set_reason_finder(find: Callable[[], Reason | None] | None) -> None:
     _Here.find_reason = find
 
 
+def forget_words(last_words: LastWords) -> None:
+    """Leave a process group behind: nobody of it is told, or asked, of a failure any more.
+
+    Args:
+        last_words: what the ranks of that group tell each other; nothing happens if it is not in use.
+
+    Ranks: local.
+
+    Example:
+        >>> from torch.distributed import HashStore
+        >>> forget_words(LastWords(HashStore(), rank=0, world_size=1))
+    """
+    if _Here.last_words is last_words:
+        _Here.last_words, _Here.find_reason, _Here.in_trouble = None, None, False
+
+
 def watch_uncaught(last_words: LastWords | None = None) -> None:
     """Take note of the exception that ends this process: for torchrun's summary, and for the other ranks.
 
@@ -506,9 +566,13 @@ def watch_uncaught(last_words: LastWords | None = None) -> None:
         >>> sys.excepthook = before
     """
     if last_words is not None:
-        _Here.last_words = last_words
+        if last_words is not _Here.last_words:
+            _Here.in_trouble = False  # which nobody has been told in this group
+        _Here.last_words, _Here.process = last_words, os.getpid()
     hook = sys.excepthook
     while not isinstance(hook, UncaughtHook) and hasattr(hook, "previous"):
         hook = hook.previous
     if not isinstance(hook, UncaughtHook):
         sys.excepthook = UncaughtHook(sys.excepthook)
+    elif last_words is not None:
+        hook.process = os.getpid()  # a process that was forked, and is a rank itself

@@ -31,10 +31,12 @@ from ddpkit.failure import LastWords, explained
 from ddpkit.logger import get_logger
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from types import FrameType
 
     from torch.distributed import Store
+
+    from ddpkit.pulse import Absence
 
 logger = get_logger(__name__)
 
@@ -157,6 +159,11 @@ class Handover:
         rank: this process, ``0 <= rank < world_size``.
         world_size: number of processes.
 
+    Attributes:
+        last_words: what the ranks tell each other when they end.
+        absence_of: makes what is looked at while this rank waits for another one, and finds that it is gone; None: that
+            is left to others.
+
     Ranks: local; each method says which ranks take part.
 
     Example:
@@ -172,6 +179,7 @@ class Handover:
         self.rank = rank
         self.world_size = world_size
         self.last_words = LastWords(store, rank, world_size)
+        self.absence_of: Callable[[int], Absence] | None = None
         self._counts: dict[str, int] = {}
         self._collectives = 0
         self._posted: list[list[str]] = []
@@ -200,7 +208,7 @@ class Handover:
         """Wait until ``poster`` has posted call number ``count`` of ``site`` and return its outcome.
 
         Raises:
-            RankFailedError: the poster's process ended without making this call.
+            RankFailedError: the poster's process has ended without making this call, or has been silent for too long.
         """
         key = _key(site, count)
         try:
@@ -268,20 +276,28 @@ class Handover:
         started = time.monotonic()
         next_warning = started + FIRST_WARNING_SECONDS
         nap = 0.0005
+        absence = None if self.absence_of is None else self.absence_of(poster)
         while not self.store.check([key]):
             if self.last_words.has_left(poster) and not self.store.check([key]):
                 raise RankFailedError(self._why_gone(site, poster))
-            if time.monotonic() - started > TROUBLE_SECONDS and self.last_words.is_alone_in_trouble(poster):
-                raise RankFailedError(
-                    f"rank {self.rank} waits at {place(site)} for rank {poster}, which does not come: an exception "
-                    f"ended fit or evaluate on rank {self.rank} alone, the script has caught it and gone on, and "
-                    f"rank {poster} is still in there. Let the exception end the process."
-                )
-            if time.monotonic() >= next_warning:
+            now = time.monotonic()
+            if now - started > TROUBLE_SECONDS:
+                self._require_no_trouble(site, poster)
+                if absence is not None:
+                    absence.look(now)
+            if now >= next_warning:
                 next_warning += WARNING_INTERVAL_SECONDS
-                self._warn_waiting(site, poster, time.monotonic() - started)
+                self._warn_waiting(site, poster, now - started)
             time.sleep(nap)
             nap = min(nap * 1.5, LONGEST_NAP_SECONDS)
+
+    def _require_no_trouble(self, site: str, poster: int) -> None:
+        if self.last_words.is_alone_in_trouble(poster):
+            raise RankFailedError(
+                f"rank {self.rank} waits at {place(site)} for rank {poster}, which does not come: an exception "
+                f"ended fit or evaluate on rank {self.rank} alone, the script has caught it and gone on, and "
+                f"rank {poster} is still in there. Let the exception end the process."
+            )
 
     def _why_lost(self, error: RuntimeError, site: str, poster: int) -> RankFailedError:
         """Say which rank was lost with the connection to the store, if that becomes known soon."""
@@ -299,7 +315,7 @@ class Handover:
     def _why_gone(self, site: str, poster: int) -> str:
         reason = self.last_words.first_failure()
         if reason is not None:
-            return f"rank {reason.rank} failed first: {reason.text}\n(rank {self.rank} was waiting at {place(site)})"
+            return f"{reason.summary()}\n(rank {self.rank} was waiting at {place(site)} for rank {poster})"
         return (
             f"rank {self.rank} waits at {place(site)} for rank {poster}, whose process has ended without making this "
             f"call. Look for the reason in the output of rank {poster}, or for a path through the script that it did "

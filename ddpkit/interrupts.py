@@ -156,7 +156,8 @@ class Interrupts:
         Ranks: local; outside of the main thread, where Python allows no handlers, it does nothing.
 
         State: the handlers, put back at the end; but where a run was stopped they stay until the process ends, because
-        launchers then end those that are left. A signal that nobody has acted on is raised again at the end.
+        launchers then end those that are left. A signal that nobody has acted on is raised again at the end; in a
+        context inside of another one, it is handed to that.
         """
         if threading.current_thread() is not threading.main_thread():
             yield
@@ -174,10 +175,30 @@ class Interrupts:
             if not stopped:
                 _put_back(before)
                 _Heard.before = outer
+                self._hand_on(before)
         came = self.stop_signal
         if came in before and not _is_ours(before[signal.Signals(came)]):
             self.stop_signal = 0
             signal.raise_signal(came)  # after the last beat: it does what it does without ddpkit
+
+    def _hand_on(self, before: dict[signal.Signals, Any]) -> None:
+        """Leave what nobody has acted on to those whose handlers are in place again: they are of contexts around."""
+        others = {number: one.__self__ for number, one in before.items() if _is_ours(one) and one.__self__ is not self}
+        saving = next((number for number in self.saving if number in others), None)
+        if self.save_wanted and saving is not None:
+            self.save_wanted = False
+            others[saving]._take(saving, self._since)  # noqa: SLF001 -- of this class
+        stopping = next((number for number in others if number == self.stop_signal), None)
+        if stopping is not None:
+            since, self.stop_signal, self._since = self._since, 0, 0.0
+            others[stopping]._take(stopping, since)  # noqa: SLF001 -- of this class
+
+    def _take(self, number: int, since: float) -> None:
+        """Note what a signal asks for that came a while ago."""
+        if number in self.saving:
+            self.save_wanted = True
+        elif not self.stop_signal:
+            self.stop_signal, self._since = number, since
 
     def _listen(self) -> dict[signal.Signals, Any]:
         """Take the place of the handlers that are the default ones; return those."""

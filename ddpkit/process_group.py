@@ -20,11 +20,12 @@ import torch.distributed as dist
 
 from ddpkit.device import resolve_device
 from ddpkit.errors import ConfigError, LaunchError
-from ddpkit.failure import failed_second_hand, has_failed, watch_uncaught
+from ddpkit.failure import failed_second_hand, forget_words, has_failed, watch_uncaught
 from ddpkit.handover import Handover
 from ddpkit.launchers import find_launch
 from ddpkit.loader_workers import kill_workers
 from ddpkit.meeting import open_store
+from ddpkit.pulse import Absence
 from ddpkit.roll_call import POSITION
 from ddpkit.sameness import compare_at_meeting, script_facts, software_facts
 from ddpkit.watch import Watch
@@ -43,6 +44,10 @@ class GroupState:
     Args:
         store: the store of the default process group.
 
+    Attributes:
+        process: the process that it was made in; one that is forked from it is no rank, and says nothing at its end.
+        timeout: how long the group's collectives wait at its start; None: it does not say.
+
     Ranks: local.
 
     Example:
@@ -56,8 +61,27 @@ class GroupState:
         # torch keeps the group; whoever else held it would keep its threads running after it has been destroyed, and
         # the process would abort at exit.
         self.control_group: Callable[[], dist.ProcessGroup | None] = lambda: None
-        self.attended = self.hosts_store = False
+        self.process = os.getpid()
+        self.timeout = _timeout_of(dist.group.WORLD)
+        self.attended = self.hosts_store = self.is_over = False
         self.watch: Watch | None = None
+
+    @property
+    def is_forked(self) -> bool:
+        """Say whether this process is not the rank, but was forked from it."""
+        return self.process != os.getpid()
+
+    def leave_behind(self) -> None:
+        """End all that belongs to the group, because another one takes its place.
+
+        The store stays for those who host it: other ranks may be a moment behind, and still talk to it.
+        """
+        words, watch, self.is_over = self.handover.last_words, self.watch, True
+        if watch is not None and not self.is_forked:
+            watch.stop()
+            if watch.guest is None and watch.pulse.store_lost is None:
+                words.say_goodbye()
+        forget_words(words)
 
 
 _state: GroupState | None = None
@@ -71,6 +95,8 @@ def group_state() -> GroupState:
 
     Ranks: local.
 
+    State: what belonged to the group before it ends, with its watch.
+
     Example:
         >>> group_state()
         Traceback (most recent call last):
@@ -79,6 +105,8 @@ def group_state() -> GroupState:
     global _state  # noqa: PLW0603 -- shadows torch's own global, the default process group
     store = dist.distributed_c10d._get_default_store()  # noqa: SLF001 -- the only way to a group made by others
     if _state is None or _state.store is not store:
+        if _state is not None:
+            _state.leave_behind()
         _state = GroupState(store)
         POSITION.join_group()
     return _state
@@ -118,6 +146,9 @@ def is_distributed_initialized() -> bool:
 def control_group() -> dist.ProcessGroup | None:
     """Return the gloo group for small CPU tensors, apart from the one that gradients travel on.
 
+    Its collectives wait as long as those of the default group do at its start: with ``distributed_timeout_minutes``, or
+    as others have said who started that. :func:`shorten_timeout` does not change it.
+
     Returns:
         The group, or None where no process group is initialised.
 
@@ -132,7 +163,7 @@ def control_group() -> dist.ProcessGroup | None:
     state = group_state()
     group = state.control_group()
     if group is None:
-        group = dist.new_group(backend="gloo")
+        group = dist.new_group(backend="gloo", timeout=state.timeout)
         state.control_group = weakref.ref(group)
     return group
 
@@ -145,8 +176,8 @@ def ddp_init_group(run_opts: Mapping[str, Any] | Any) -> None:
     exception that ends a rank is told to the other ranks, and to torchrun's summary.
 
     Args:
-        run_opts: anything with ``["distributed_backend"]``; ``["device"]`` and ``["distributed_timeout_minutes"]``
-            are read where present.
+        run_opts: anything with ``["distributed_backend"]``; ``["device"]``, ``["distributed_timeout_minutes"]`` and
+            ``["hang_timeout"]`` are read where present.
 
     Raises:
         ConfigError: the backend is unknown, or not built into this torch, or does not fit the device.
@@ -191,7 +222,9 @@ def ddp_init_group(run_opts: Mapping[str, Any] | Any) -> None:
             "Check that the machines reach each other by the network that the backend takes (GLOO_SOCKET_IFNAME, "
             "NCCL_SOCKET_IFNAME)."
         ) from error
+    group_state().timeout = timeout
     _attend(hosts_store=hosts, destroy=True)
+    set_hang_limits(0.0, float(_get(run_opts, "hang_timeout") or 0.0))
     control_group()
 
 
@@ -280,7 +313,8 @@ def _attend(*, hosts_store: bool, destroy: bool) -> None:
         info = find_launch()
         near = info.node_ranks or range(info.first_on_node, info.first_on_node + info.local_world_size)
         parent = os.getppid() if info.launcher == "torchrun" else None
-        state.watch = Watch(state.handover.last_words, near, parent)
+        watch = state.watch = Watch(state.handover.last_words, near, parent)
+        state.handover.absence_of = lambda rank: Absence(watch.pulse, rank, lambda: watch.hang_timeout)
     elif _can_be_shared(state.store):
         everyone = range(state.handover.world_size)  # who is on this machine shows when they tell where they are
 
@@ -292,6 +326,16 @@ def _attend(*, hosts_store: bool, destroy: bool) -> None:
         state.watch.start()
 
 
+def _timeout_of(group: dist.ProcessGroup | None) -> timedelta | None:
+    """Return how long a group's collectives wait, or None if its backend does not say (``mpi``)."""
+    for device in getattr(group, "_device_types", ()):
+        backend = group._get_backend(device)  # type: ignore[union-attr]  # noqa: SLF001 -- torch has no other way to ask
+        limit = getattr(getattr(backend, "options", None), "_timeout", None)
+        if isinstance(limit, timedelta):
+            return limit
+    return None
+
+
 def _can_be_shared(store: Any) -> bool:
     """Say whether a thread can talk to a store over a connection of its own, and so keep nobody waiting."""
     while isinstance(store, dist.PrefixStore):
@@ -301,6 +345,8 @@ def _can_be_shared(store: Any) -> bool:
 
 def _leave(state: GroupState, *, destroy: bool) -> None:
     """Say goodbye at exit, and destroy the group if :func:`ddp_init_group` started it."""
+    if state.is_forked:
+        return
     if not is_distributed_initialized() or group_state() is not state:
         _leave_without_group(state)
         return
@@ -321,6 +367,8 @@ def _leave(state: GroupState, *, destroy: bool) -> None:
 
 def _leave_without_group(state: GroupState) -> None:
     """Say goodbye where the script has destroyed the group itself: else this rank would be missed, and sought."""
+    if state.is_over:
+        return
     if state.watch is not None and state.watch.guest is None and not has_failed():
         with contextlib.suppress(RuntimeError):  # the store may have gone with the rank that held it
             state.handover.last_words.say_goodbye()

@@ -262,7 +262,7 @@ class Pulse:
     def concerns(self, reason: Reason) -> bool:
         """Say whether this process can not go on after another one's failure."""
         inside = self.position.progress is not None
-        return inside and (reason.is_final or reason.session == self.position.sessions)
+        return inside and (reason.is_final or reason.session == self.position.session)
 
     def gone(self, one: Whereabouts, how: str) -> Reason:
         """Describe that a rank has disappeared.
@@ -313,7 +313,8 @@ class Pulse:
         reason = words.first_failure()
         if words.store_is_lost:
             store.check([pulse_key(self.rank)])  # raises
-        reason = reason or self._missed(words)
+        missed = self._missed(words)
+        reason = reason or missed
         if reason is None or not self.concerns(reason):
             return
         if reason != self.failure:
@@ -332,7 +333,9 @@ class Pulse:
                 continue
             if not words.has_left(rank):
                 reason = words.first_failure()
-                if reason is None and not words.has_left(rank):  # it may have done both meanwhile
+                if reason is not None:  # that is what to blame, here too
+                    words.note_gone(rank)
+                elif not words.has_left(rank):  # it may have done both meanwhile
                     words.tell_gone(self.gone(known, "was killed, or has crashed (out of memory? a signal?)"))
                     reason = words.first_failure()
             self.neighbours.remove(rank)
@@ -428,4 +431,60 @@ class Survey:
         return (
             f"has told nothing for {SURVEY_SECONDS:.0f} s: it was killed, or its machine is gone, or the network to it "
             f"is cut{likewise}"
+        )
+
+
+class Absence:
+    """Finds that a rank that this one waits for tells nothing any more: it may be where nobody sees its process.
+
+    A process that lives tells about once a second, whatever its main thread is doing. Only time in which the store
+    answers counts: neither that of a network that is cut, nor that in which this process itself was stopped.
+
+    Args:
+        pulse: of this process.
+        rank: the one that it waits for.
+        limit: tells for how many seconds a rank may be silent; 0: for ever.
+
+    Ranks: local; asks the store.
+
+    Example:
+        >>> from torch.distributed import HashStore
+        >>> pulse = Pulse(LastWords(HashStore(), rank=0, world_size=2), [])
+        >>> absence = Absence(pulse, 1, lambda: 6.0)
+        >>> for second in range(8):
+        ...     absence.look(now=float(second))
+        >>> pulse.words.first_failure().summary()
+        'rank 1 disappeared: it has told nothing for 6 s (--hang_timeout=6): it was killed or stopped, or its ...'
+    """
+
+    def __init__(self, pulse: Pulse, rank: int, limit: Callable[[], float]) -> None:
+        self._pulse, self._rank, self._limit = pulse, rank, limit
+        self._known = pulse.pulses.latest.get(rank) or Whereabouts(rank)
+        self._looked: float | None = None
+        self._silent = 0.0
+
+    def look(self, now: float) -> None:
+        """Look, once a second at most, whether the rank has told anything; tell that it is gone if that is too long.
+
+        Raises:
+            RuntimeError: the store does not answer.
+        """
+        since = PULSE_SECONDS if self._looked is None else now - self._looked
+        if since < PULSE_SECONDS:
+            return
+        store, key, is_first = self._pulse.words.store, pulse_key(self._rank), self._looked is None
+        latest = Whereabouts.read(store.get(key)) if store.check([key]) else self._known
+        self._looked = now
+        self._silent = (
+            0.0 if is_first or latest.beats != self._known.beats else self._silent + min(since, SILENT_SECONDS)
+        )
+        self._known = latest
+        limit = self._limit()
+        if 0 < limit <= self._silent:
+            self._pulse.words.tell_gone(self._pulse.gone(latest, self._how(limit)))
+
+    def _how(self, limit: float) -> str:
+        return (
+            f"has told nothing for {self._silent:.0f} s (--hang_timeout={limit:.0f}): it was killed or stopped, or its "
+            "machine is gone, or the network to it is cut"
         )

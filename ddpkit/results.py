@@ -10,12 +10,12 @@ import torch
 
 from ddpkit import agreement
 from ddpkit.beginning import Beginning
-from ddpkit.distributed import get_world_size, if_main_process
-from ddpkit.errors import BatchError, ConfigError
+from ddpkit.distributed import exchange, get_world_size, if_main_process
+from ddpkit.errors import BatchError, ConfigError, RunStopped
 from ddpkit.gathering import Seen, gather_results, is_divided, on_cpu, row_count, rows_of
 from ddpkit.metrics import begin_stage
 from ddpkit.progress import ProgressBar
-from ddpkit.stages import counts_of, length_of
+from ddpkit.stages import StopsOfEvaluation, counts_of, length_of
 from ddpkit.types import Stage
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ class Results(Beginning):
     """
 
     on_evaluate_start: Callable[..., None]
+    profiler: Any
     _bar_enabled: Callable[[bool | None], bool]
 
     def gather(self, results: Any) -> Any:
@@ -101,7 +102,8 @@ class Results(Beginning):
 
         The set is divided over all ranks, whatever ``shard_evaluation`` says. The hooks ``on_stage_start`` and
         ``on_stage_end`` are not called, since there is no loss; :meth:`predict_batch` is. With ``debug`` only
-        ``debug_batches`` batches are run.
+        ``debug_batches`` batches are run. Every batch is a step: ``hang_timeout`` is for a single one, and asked to
+        stop, all ranks end within about a second and a batch.
 
         Args:
             data: dataset or loader.
@@ -117,29 +119,46 @@ class Results(Beginning):
         Raises:
             BatchError: the output of a batch cannot be divided into those of its samples.
             ConfigError: called inside ``fit`` of a Brain with a checkpointer, where it would recover other weights.
+            RunStopped: a signal or the time limit has asked for the end.
 
         Ranks: collective.
         """
         with self.attended():
-            if self._fitting and self.checkpointer is not None:
-                raise ConfigError(
-                    "predict was called inside fit: it recovers a checkpoint, which would replace the weights that "
-                    "are being trained. Call it after fit."
-                )
+            self.require_no_training("predict")
             kwargs = {"ckpt_prefix": None, **(loader_kwargs or {})}
             loader = agreement.together(lambda: self._divided_loader(data, kwargs))
             self.on_evaluate_start(max_key=max_key, min_key=min_key)
             self.modules.eval()
-            before = self.progress.seen
+            before = self.progress.seen, self.step
             self.progress.seen = Seen(Stage.TEST, loader, divided=get_world_size() > 1 and is_divided(loader))
             begin_stage(divided=self.progress.seen.divided)
+            self.step = 0
             try:
                 with self._evaluated_weights(Stage.TEST):
                     outputs = self._outputs(loader, self._bar_enabled(progressbar))
                 gathered: list[Any] = gather_results(self.progress.seen, outputs)
+            except RunStopped as stopped:
+                self.stop_in_evaluation(stopped)
+                raise
             finally:
-                self.progress.seen = before
+                self.progress.seen, self.step = before
             return gathered
+
+    def require_no_training(self, call: str) -> None:
+        """Refuse what recovers a checkpoint where that would replace the weights, and the place, of a training.
+
+        Args:
+            call: such as ``"evaluate"``.
+
+        Raises:
+            ConfigError: ``fit`` of this Brain runs, and it has a checkpointer.
+        """
+        if self._fitting and self.checkpointer is not None:
+            raise ConfigError(
+                f"{call} was called inside fit: it recovers a checkpoint, which would replace the weights that are "
+                "being trained, and the place in the training. Call it after fit; what is to be known of every epoch "
+                "comes from a valid_set."
+            )
 
     def _divided_loader(self, data: Any, kwargs: Mapping[str, Any]) -> Any:
         self._dividing = True
@@ -154,20 +173,23 @@ class Results(Beginning):
         counts, limit, length = counts_of(loader), self.debug_batches if self.debug else None, length_of(loader)
         makes_batches = getattr(loader, "batch_size", 0) is None and getattr(loader, "batch_sampler", None) is None
         outputs: list[Any] = []
-        batches, due = 0, time.monotonic() + BAR_SECONDS
+        # An output may be wrong on one rank alone, which has to be noticed: in a collective it would be waited for.
+        due, confer = time.monotonic() + BAR_SECONDS, StopsOfEvaluation(self, _added_over_store)
         total = length if limit is None or length is None else min(length, limit)
         with ProgressBar("predict", total, enable=enable_bar and if_main_process()) as bar:
-            for batches, batch in enumerate(itertools.islice(loader, limit), 1):
+            for self.step, batch in enumerate(itertools.islice(loader, limit), 1):
                 with self.evaluation_ctx:
                     output = on_cpu(self.predict_batch(batch))
-                count = None if counts is None else counts.count(batches - 1)
+                count = None if counts is None else counts.count(self.step - 1)
                 outputs += [output] if makes_batches else self._divided_output(output, count)
                 if time.monotonic() >= due:
                     due = time.monotonic() + BAR_SECONDS
-                    bar.show(batches, None, len(outputs))
-            bar.show(batches, None, len(outputs))
+                    bar.show(self.step, None, len(outputs))
+                confer(self.step)
+            confer.await_others()
+            bar.show(self.step, None, len(outputs))
         if self.progress.seen is not None:
-            self.progress.seen.close(batches)
+            self.progress.seen.close(self.step)
         return outputs
 
     def _divided_output(self, output: Any, count: int | None) -> list[Any]:
@@ -180,6 +202,11 @@ class Results(Beginning):
                 "whose first dimension is the samples', a list of one entry per sample, or a tuple or a dict of such."
             )
         return rows_of(output)
+
+
+def _added_over_store(values: list[float]) -> list[float]:
+    """Add up a few numbers over all ranks; other than in a collective, a rank that fails is not waited for."""
+    return [sum(numbers) for numbers in zip(*exchange(values, site="predict"), strict=True)]
 
 
 def _shown(output: Any) -> str:

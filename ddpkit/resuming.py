@@ -8,15 +8,18 @@ and the place in the epoch, which was counted in batches of one process, is coun
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+
+from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data.distributed import DistributedSampler
 
 from ddpkit.dataloader import LoopedLoader, plan_of
 from ddpkit.errors import CheckpointError, ConfigError
 from ddpkit.options import BATCHES, GRADIENTS, OPTIONS
 from ddpkit.plain_yaml import load_plain_yaml
-from ddpkit.sampler import DealtBatchSampler
-from ddpkit.streams import BatchShard
+from ddpkit.sampler import DealtBatchSampler, PlannedBatchSampler, layers
+from ddpkit.streams import BatchShard, StreamShard
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -24,6 +27,7 @@ if TYPE_CHECKING:
     from ddpkit.batch_sizes import BatchSizes
 
 BRAIN_FILE = "brain.ckpt"
+NOMINAL = "nominal epoch"
 #: Options that bear on the numbers of a run; those that follow from the number of processes are left out.
 TELLING = tuple(
     option.name
@@ -43,6 +47,8 @@ class Pace:
         per_step: samples of a full optimizer step over all ranks; None where it is not known, or where whole batches
             are dealt out, which nobody can divide.
         per_process: samples of a full batch of one process; None likewise.
+        data: what the order of an epoch follows from (:func:`order_of`); None in a checkpoint that does not tell. Two
+            that differ in nothing else are equal.
 
     Ranks: local; equal on all ranks.
 
@@ -57,6 +63,7 @@ class Pace:
     factor: int | None
     per_step: int | None = None
     per_process: int | None = None
+    data: Mapping[str, str | int] | None = field(default=None, compare=False)
 
     @classmethod
     def of(cls, sizes: BatchSizes, loader: Any) -> Pace:
@@ -66,11 +73,11 @@ class Pace:
             sizes: what its training loader and options come to.
             loader: that loader.
         """
-        inner = loader.loader if isinstance(loader, LoopedLoader) else loader
+        inner, data = loader.loader if isinstance(loader, LoopedLoader) else loader, order_of(loader)
         if isinstance(plan_of(inner), DealtBatchSampler) or isinstance(inner, BatchShard):
-            return cls(sizes.world_size, sizes.factor)  # whole batches are dealt out, whatever their sizes
+            return cls(sizes.world_size, sizes.factor, data=data)  # whole batches are dealt out, whatever their sizes
         largest = None if sizes.per_process is None else sizes.per_process[1]
-        return cls(sizes.world_size, sizes.factor, sizes.per_step, largest)
+        return cls(sizes.world_size, sizes.factor, sizes.per_step, largest, data)
 
     @classmethod
     def read(cls, state: Mapping[str, Any]) -> Pace:
@@ -82,15 +89,17 @@ class Pace:
         world_size, factor, per_step, per_process = (
             _whole(state.get(key)) for key in ("world_size", "grad_accumulation_factor", "per_step", "per_process")
         )
-        return cls(world_size, factor, per_step, per_process)
+        data = state.get("data")
+        return cls(world_size, factor, per_step, per_process, data if isinstance(data, Mapping) else None)
 
-    def state_dict(self) -> dict[str, int | None]:
+    def state_dict(self) -> dict[str, Any]:
         """Return what :meth:`read` reads."""
         return {
             "world_size": self.world_size,
             "grad_accumulation_factor": self.factor,
             "per_step": self.per_step,
             "per_process": self.per_process,
+            "data": None if self.data is None else dict(self.data),
         }
 
     def on(self, world_size: int, *, is_looped: bool = False) -> dict[str, int]:
@@ -141,6 +150,8 @@ class Pace:
         """
         changed = None not in {before.per_step, self.per_step} and before.per_step != self.per_step
         factor = self.factor or 1
+        if NOMINAL in (self.data or {}) and before.per_step and before.factor:
+            samples = step * before.per_step // before.factor  # such an epoch counts batches, whatever is in them
         if changed and self.per_step and samples:
             steps = samples // self.per_step
             words = (
@@ -149,9 +160,127 @@ class Pace:
                 "done, and the run will not be the one that was never stopped."
             )
             return steps * factor, words
+        if self._deals_others(before):
+            return self._place_of_batches(before, step)
         if before.factor in {None, factor}:
             return step, None
         return -(-step // (before.factor or 1)) * factor, None  # it stood at the end of a step
+
+    def _deals_others(self, before: Pace) -> bool:
+        """Say whether whole batches are dealt out, and another number of them makes a step."""
+        is_counted = self.per_step is None or before.per_step is None
+        return is_counted and None not in {_dealt(self), _dealt(before)} and _dealt(self) != _dealt(before)
+
+    def _place_of_batches(self, before: Pace, step: int) -> tuple[int, str]:
+        """Go on at the same batch of the data, though it may be inside of a step: the first step is then a shorter one.
+
+        On another number of ranks the batches of a round that is not whole are done again.
+        """
+        done = step * (before.world_size or 1)
+        own, again = divmod(done, self.world_size or 1)
+        repeated = f" ({again} of them are done again)" if again else ""
+        return own, (
+            f"The checkpoint was saved with {_dealt(before)} batches per optimizer step, and now there are "
+            f"{_dealt(self)}: the epoch goes on after {done - again} of the {done} batches that were done{repeated}, "
+            "and the run will not be the one that was never stopped."
+        )
+
+    def changes(self, before: Pace) -> list[str]:
+        """Say whether a step is made of something else than it was.
+
+        Args:
+            before: how the run went that saved the checkpoint.
+
+        Returns:
+            One text, or none.
+        """
+        if self._deals_others(before):
+            return [f"{_dealt(self)} batches per optimizer step, before {_dealt(before)}"]
+        if None in {before.per_step, self.per_step} or before.per_step == self.per_step:
+            return []
+        return [f"{self.per_step} samples per optimizer step, before {before.per_step}"]
+
+    def other_data(self, before: Pace) -> str | None:
+        """Say that the rest of an epoch will not be the rest of what was begun, because the data is another.
+
+        Args:
+            before: how the run went that stopped in the middle of an epoch.
+
+        Returns:
+            A sentence for the user; None where nothing has changed, or the checkpoint does not tell.
+        """
+        was, now = before.data or {}, self.data or {}
+        changed = [f"{name} {now[name]}, before {was[name]}" for name in now if name in was and was[name] != now[name]]
+        if not changed:
+            return None
+        return (
+            "The checkpoint was made in the middle of an epoch, and the data is not what it was then: "
+            f"{'; '.join(changed)}. The rest of the epoch is that of the new order: samples may come twice in it, and "
+            "others not at all. Go on with the data as it was, or from the end of an epoch."
+        )
+
+
+def _dealt(pace: Pace) -> int | None:
+    """Return the batches of all ranks per optimizer step."""
+    return None if pace.world_size is None or pace.factor is None else pace.world_size * pace.factor
+
+
+def order_of(loader: Any) -> dict[str, str | int]:
+    """Describe what the order of an epoch follows from, besides the seed.
+
+    Args:
+        loader: of this rank.
+
+    Returns:
+        Under ``order`` how the data is ordered, or what gives it; where they are known, the ``samples`` of the dataset,
+        ``drop_last``, the ``length`` and the ``batch_size`` of a recipe's sampler, and the batches of a
+        ``nominal epoch``. Equal on all ranks, and on any number of them; nothing is drawn.
+
+    Ranks: local.
+
+    Example:
+        >>> from ddpkit.dataloader import Sharding, shard
+        >>> order_of(shard(range(5), Sharding(rank=1, world_size=2), batch_size=2, shuffle=True))
+        {'order': 'shuffled', 'drop_last': False, 'samples': 5}
+    """
+    if isinstance(loader, LoopedLoader):
+        return {**order_of(loader.loader), NOMINAL: int(loader.epoch_length)}
+    plan, dataset = plan_of(loader), getattr(loader, "dataset", None)
+    if isinstance(plan, PlannedBatchSampler):
+        if isinstance(plan.source, int):
+            order = "shuffled" if plan.shuffle else "as it stands"
+            return {"order": order, "drop_last": bool(plan.drop_last), "samples": plan.source}
+        return {**_order_by(plan.source), "drop_last": bool(plan.drop_last), **_length("samples", dataset)}
+    if isinstance(plan, DealtBatchSampler):
+        return {**_order_by(plan.batch_sampler), "drop_last": bool(plan.drop_last), **_length("samples", dataset)}
+    if isinstance(dataset, StreamShard):
+        return {"order": f"of {type(dataset.dataset).__name__}", "drop_last": bool(dataset.drop_last)}
+    if isinstance(loader, BatchShard):
+        return {"order": f"of {type(loader.loader).__name__}"}
+    if isinstance(loader, DataLoader) and not isinstance(dataset, IterableDataset):  # divided by its maker
+        names = [type(one).__name__ for one in layers(loader)][1:]
+        is_whole = any(isinstance(one, DistributedSampler) for one in layers(loader))
+        return {"order": f"by {' of '.join(names)}", **(_length("samples", dataset) if is_whole else {})}
+    return {"order": f"of {type(loader if dataset is None else dataset).__name__}"}
+
+
+def _order_by(sampler: Any) -> dict[str, str | int]:
+    """Describe a recipe's sampler; its length only where that is the same in every epoch."""
+    inside = list(layers(sampler))
+    size = _whole(getattr(sampler, "batch_size", None))
+    has_length = type(inside[-1]).__module__.split(".")[0] in {"torch", "builtins"}
+    return {
+        "order": f"by {' of '.join(type(one).__name__ for one in inside)}",
+        **(_length("length", inside[-1]) if has_length else {}),
+        **({} if size is None else {"batch_size": size}),
+    }
+
+
+def _length(name: str, data: Any) -> dict[str, int]:
+    try:
+        return {name: len(data)}
+    except (TypeError, NotImplementedError, AttributeError):
+        return {}
 
 
 def read_brain_file(checkpoint: Path) -> dict[str, Any]:

@@ -41,7 +41,7 @@ class Whereabouts:
         where: file, line and function, once that has become long.
         waits: whether that is a place where ranks wait for each other.
         started: when that was started, in clock ticks since boot; 0: unknown.
-        session: how many calls of ``fit`` and ``evaluate`` it has begun.
+        session: which call of ``fit`` or ``evaluate`` it is in, from 1; 0: outside.
         inside: whether it is in one now.
         beats: how often it has told.
 
@@ -94,6 +94,7 @@ class Position:
     Attributes:
         progress: of the Brain in whose ``fit`` or ``evaluate`` the process is; None outside.
         sessions: how many of those have begun since the process group was made: the same number on all its ranks.
+        session: the number of the one in which the process is; of several that are nested the innermost. 0 outside.
         excused: how many calls are running in which there is no limit of time: work of the main process alone, and
             waiting for it.
         moves: how often it has learnt, where it makes no steps of its own, that others do.
@@ -103,11 +104,12 @@ class Position:
 
     Example:
         >>> Position().mark()
-        (0, 0, 0, '', 0, 0, 0)
+        (0, 0, 0, 0, '', 0, 0, 0)
     """
 
     progress: Any = None
     sessions: int = 0
+    session: int = 0
     excused: int = 0
     moves: int = 0
     main_thread: int = field(default_factory=lambda: threading.main_thread().ident or 0)
@@ -116,9 +118,10 @@ class Position:
         """Return what changes with every batch, stage and session."""
         progress = self.progress
         if progress is None:
-            return (self.sessions, self.moves, 0, "", 0, 0, 0)
+            return (self.sessions, self.session, self.moves, 0, "", 0, 0, 0)
         return (
             self.sessions,
+            self.session,
             self.moves,
             id(progress),
             stage_of(progress),
@@ -129,18 +132,18 @@ class Position:
 
     def join_group(self) -> None:
         """Count anew: what a process did by itself, before its group was made, the other ranks have not done."""
-        self.sessions = int(self.progress is not None)
+        self.sessions = self.session = int(self.progress is not None)
 
     @contextlib.contextmanager
     def inside(self, progress: Any) -> Iterator[None]:
         """Return a context that is a call of ``fit`` or ``evaluate``."""
-        before = self.progress, self.main_thread
-        self.progress, self.main_thread = progress, threading.get_ident()
+        before = self.progress, self.session, self.main_thread
         self.sessions += 1
+        self.progress, self.session, self.main_thread = progress, self.sessions, threading.get_ident()
         try:
             yield
         finally:
-            self.progress, self.main_thread = before
+            self.progress, self.session, self.main_thread = before
 
     @contextlib.contextmanager
     def no_limit(self) -> Iterator[None]:
@@ -164,7 +167,7 @@ class Position:
             look: look at the stack, too.
         """
         progress = self.progress
-        pid, session = os.getpid(), self.sessions
+        pid, session = os.getpid(), self.session
         started = _start_of(pid)
         found = Whereabouts(rank, host_name(), pid, seconds=round(seconds, 1), started=started, session=session)
         if progress is not None:

@@ -482,7 +482,7 @@ class FolderLock:
         renewal_seconds: how often the lock is renewed; the same for all runs that share a folder.
 
     Attributes:
-        folder: as given, a ``Path``.
+        folder: as given, an absolute ``Path``: the working directory may change while it is held.
 
     Ranks: main only (one process of a run).
 
@@ -501,7 +501,7 @@ class FolderLock:
     """
 
     def __init__(self, folder: str | os.PathLike[str], *, renewal_seconds: float = RENEWAL_SECONDS) -> None:
-        self.folder = Path(folder)
+        self.folder = Path(folder).absolute()
         self._renewal_seconds = renewal_seconds
         self._holds: list[_Hold] = []
 

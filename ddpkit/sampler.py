@@ -126,6 +126,18 @@ class SamplingPlan:
         own_start, own_stop = part(stop - start, self.world_size, rank)
         return start + own_start, start + own_stop
 
+    def done_before(self, batch: int) -> int:
+        """Return how many samples of the epoch come before a batch, over all ranks; all of them at the end."""
+        return self._span(batch)[0] if batch < len(self) else self.used_samples
+
+    def batch_after(self, samples: int) -> int:
+        """Return the batch that comes next when so many samples are done; it may have some of them once more."""
+        length = len(self)
+        batch = min(samples // self.global_batch_size * self.micro_batches, length)
+        while batch < length and self.done_before(batch + 1) <= samples:
+            batch += 1
+        return batch
+
     def _span(self, batch: int) -> tuple[int, int]:
         """Return the positions of a batch, of all ranks together."""
         number, piece = divmod(batch, self.micro_batches)

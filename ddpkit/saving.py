@@ -4,33 +4,34 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
-import tempfile
-import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddpkit.checkpoint_hooks import mark_as_loader, mark_as_saver, register_checkpoint_hooks
 from ddpkit.checkpoints import Checkpointer
-from ddpkit.continuing import Continuing
 from ddpkit.control import terminating_later
-from ddpkit.distributed import alone, get_world_size, run_on_main, sum_over_ranks
-from ddpkit.errors import CheckpointError, ConfigError
+from ddpkit.distributed import alone, get_world_size, sum_over_ranks
+from ddpkit.errors import CheckpointError
 from ddpkit.hooks import Hooks
 from ddpkit.logger import get_logger
-from ddpkit.options import OPTION_BY_NAME
 from ddpkit.plain_yaml import dump_plain_yaml, load_plain_yaml
-from ddpkit.rank_states import RankStates
+from ddpkit.registering import Registering
 from ddpkit.resuming import TELLING, Pace, changed_options
-from ddpkit.starting import changed_rates, learning_rates, modules_not_saved
+from ddpkit.starting import (
+    EVALUATED,
+    TrainedFlags,
+    changed_rates,
+    learning_rates,
+    modules_not_saved,
+    optimizers_not_saved,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 logger = get_logger(__name__)
 
-RANKS = "ranks"  # the recoverable with what every rank has of its own
 INTRA_EPOCH_KEY = "brain_intra_epoch_ckpt"
 EARLIER = (
     "The checkpoint was made in the middle of an epoch, in call %s of fit, and this is call %d: its weights are taken, "
@@ -38,13 +39,13 @@ EARLIER = (
 )
 
 
-class Recovering(Continuing):
+class Recovering(Registering):
     """The half of the Brain that takes its place up again, and says what is otherwise than it was.
 
     Ranks: local; every rank recovers.
 
     Example:
-        >>> issubclass(Recovering, Continuing)
+        >>> issubclass(Recovering, Registering)
         True
     """
 
@@ -53,6 +54,26 @@ class Recovering(Continuing):
     _asked_pace: Pace | None = None
     _rates: dict[str, list[float]] | None = None
     _taken_from: Path | None = None  # the checkpoint that was recovered in this call of fit or evaluate
+    _flags: TrainedFlags | None = None
+    _recalled: Mapping[str, Any] | None = None  # what the checkpoint said that was recovered outside of fit
+
+    def _recall(self, path: Path) -> None:
+        """Note how far a training had come that is not this process's, for a save of what is made of it."""
+        with contextlib.suppress(CheckpointError, OSError, UnicodeDecodeError):
+            state = load_plain_yaml(path.read_text(encoding="utf-8"))
+            self._recalled = state if isinstance(state, Mapping) and "step" in state else None
+
+    def _as_recalled(self) -> dict[str, Any]:
+        """Return what a save says otherwise where nothing was trained: all is as in what was recovered."""
+        if self._fitting or self._fits or self.optimizers_dict or self.optimizer_step:
+            return {}
+        lineage = {} if self._evaluated is None else self._evaluated.state_dict()
+        return {**(self._recalled or {}), **lineage, EVALUATED: True}
+
+    def note_flags(self) -> None:
+        """Note which parameters are trained as the first call of ``fit`` begins."""
+        if self._flags is None:
+            self._flags = TrainedFlags(self.modules)
 
     def before_recovery(self) -> None:
         """Note the learning rates that the script has set, and name the modules that no checkpoint will hold."""
@@ -68,6 +89,30 @@ class Recovering(Continuing):
                 "stopped and goes on. Give them to it: checkpointer.add_recoverable(name, module).",
                 ", ".join(lost),
             )
+        forgotten = optimizers_not_saved(self.optimizers_dict, recoverables)
+        if forgotten:
+            logger.warning(
+                "The checkpointer saves nothing of the optimizer(s) %s: when the run stops and goes on, they start "
+                "anew. Give them to it in init_optimizers: self.checkpointer.add_recoverable(name, optimizer).",
+                ", ".join(forgotten),
+            )
+
+    def tell_not_taken(self) -> None:
+        """Name what is in the checkpoint that the training goes on from, and nothing has taken up."""
+        checkpointer = self.checkpointer
+        if self._taken_from is None or self._taken_from != getattr(checkpointer, "last_loaded", None):
+            return
+        # Without fp16 there is nothing to scale, and a loader's place is in the Brain's own file as well.
+        lost = [name for name in checkpointer.not_taken if name != "scaler" and "dataloader" not in name]
+        if lost:
+            logger.warning(
+                "%s holds %s, and no recoverable of this name has taken that up: the training goes on without it. What "
+                "is made in a later hook, such as on_stage_start, comes too late: make it, and add it to the "
+                "checkpointer, in init_optimizers or before fit.%s",
+                self._taken_from,
+                ", ".join(map(repr, lost)),
+                " 'ema' is the average of the weights, which is kept with ema_decay." if "ema" in lost else "",
+            )
 
     def _recover_place(self, state: Mapping[str, Any]) -> None:
         """Go on in the middle of an epoch."""
@@ -78,9 +123,11 @@ class Recovering(Continuing):
                 state["lacks"],
             )
         samples = state.get("samples", 0)
-        self.step, words = self._pace.place(Pace.read(state), state["step"], samples)
-        if words is not None:
-            logger.warning("%s", words)
+        before = Pace.read(state)
+        self.step, words = self._pace.place(before, state["step"], samples)
+        for told in (words, self._pace.other_data(before) if state["step"] else None):
+            if told is not None:
+                logger.warning("%s", told)
         if "loss_sum" not in state and self.step:
             logger.warning(
                 "This checkpoint was made by SpeechBrain in the middle of an epoch, and the order of the data is "
@@ -96,12 +143,18 @@ class Recovering(Continuing):
             loss_sum = state.get("loss_sum", self.avg_train_loss * count)
             self.progress.meter.restore(loss_sum, count, samples=samples)
 
+    def _recover_flags(self, state: Mapping[str, Any]) -> None:
+        """Freeze and set free the parameters that the run had since it began: hooks of earlier epochs do not run."""
+        if self._flags is None:
+            return
+        count = self._flags.restore(state.get("trained", {}), exactly=self._fits > 1)
+        if count:
+            logger.info("%d parameter(s) are frozen, or trained, as they were when the checkpoint was saved.", count)
+
     def _tell_changes(self, state: Mapping[str, Any]) -> None:
         options = state.get("options")
         changes = changed_options(options, self.run_opts) if isinstance(options, Mapping) else []
-        before, now = Pace.read(state).per_step, self._pace.per_step
-        if None not in {before, now} and before != now:
-            changes.append(f"{now} samples per optimizer step, before {before}")
+        changes += self._pace.changes(Pace.read(state))
         seed = state.get("seed")
         if None not in {seed, self._base_seed} and seed != self._base_seed:
             changes.append(f"seed {self._base_seed}, before {seed}")
@@ -144,49 +197,8 @@ class Saving(Recovering):
     """
 
     avg_train_loss: float
-    _fitting: bool
     _saved_sums: list[float] | None = None
-    _takes_place = True
-    _is_between_batches = False
     _lacks: int | None = None  # the batch whose loss no checkpoint that is made in it can know
-
-    def register_with(self, checkpointer: Any) -> None:
-        """Give the checkpointer what the loop needs to continue; when debugging, a temporary folder as well."""
-        if self.debug and not self.debug_persistently and hasattr(checkpointer, "checkpoints_dir"):
-            folder = run_on_main(tempfile.mkdtemp, kwargs={"prefix": "ddpkit-debug-"}) or ""
-            checkpointer.checkpoints_dir = Path(folder)
-            if self.rank == 0:
-                weakref.finalize(checkpointer, shutil.rmtree, folder, ignore_errors=True)
-        taken = getattr(checkpointer, "recoverables", {}).get(RANKS)
-        if taken is not None and not isinstance(taken, RankStates):
-            raise ConfigError(
-                f"a recoverable of the recipe is named {RANKS!r}, and so is what the Brain saves of every rank. Give "
-                "yours another name."
-            )
-        checkpointer.add_recoverable("brain", self)
-        # The checkpointer may outlive the Brain, and the Brain holds the checkpointer.
-        host = weakref.ref(self)
-        self._rank_states = RankStates(lambda: _own_state(host()))
-        checkpointer.add_recoverable(
-            RANKS, self._rank_states, custom_load_hook=lambda *where: _load_ranks(host(), *where), optional_load=True
-        )
-        if self.scaler.is_enabled():
-            checkpointer.add_recoverable("scaler", self.scaler, optional_load=True)
-        if self.ema is not None:
-            self.ema.add_to(checkpointer)
-        if isinstance(checkpointer, Checkpointer):
-            checkpointer.around_save = lambda end_of_epoch: _around_save(host(), end_of_epoch)
-        self.follow_options()
-
-    def follow_options(self) -> None:
-        """Give the checkpointer what the options say of it; what is left at its default is left alone there, too."""
-        checkpointer, options = self.checkpointer, self.run_opts
-        if not isinstance(checkpointer, Checkpointer):
-            return
-        attributes = {"ckpt_verify": "verify_mode", "ckpt_load": "load_mode", "ckpt_errors": "on_error"}
-        for option, attribute in attributes.items():
-            if options[option] != OPTION_BY_NAME[option].default:
-                setattr(checkpointer, attribute, options[option])
 
     @contextlib.contextmanager
     def saving_session(self, epoch_counter: Any) -> Iterator[None]:
@@ -196,6 +208,9 @@ class Saving(Recovering):
             epoch_counter: of this call of ``fit``.
         """
         checkpointer = self.checkpointer
+        self.take_checkpointer()
+        if self._rank_states is not None:
+            self._rank_states.require_no_other(self)
         self.choose_seed()
         self._takes_place = True
         if not isinstance(checkpointer, Checkpointer):
@@ -223,6 +238,8 @@ class Saving(Recovering):
         """Leave this call of ``fit`` as any run leaves it that has come here, whether it was stopped before or not."""
         self.end_streams()
         self._finished = (*self._finished, self.optimizer_step)
+        if self._rank_states is not None:
+            self._rank_states.note_trainer(self)
 
     def _bring_to_safety(self, checkpointer: Checkpointer, error: BaseException) -> None:
         """Finish what is being written, and save once more if asked; on the main process alone, whoever has failed."""
@@ -335,9 +352,11 @@ class Saving(Recovering):
             "lacks": self._lacks,
             "seed": self._base_seed,
             "rates": self._rates,
+            "trained": {} if self._flags is None else self._flags.changes(),
             "launch": os.environ.get("TORCHELASTIC_RUN_ID"),
             "grad_accumulation_factor": self.grad_accumulation_factor,
             "options": {name: self.run_opts[name] for name in TELLING},
+            **self._as_recalled(),
         }
         Path(path).write_text(dump_plain_yaml(state), encoding="utf-8")
 
@@ -345,6 +364,7 @@ class Saving(Recovering):
     def _recover(self, path: Path, end_of_epoch: bool) -> None:
         self._taken_from = Path(path).parent
         if not self._fitting:
+            self._recall(Path(path))
             return
         state = load_plain_yaml(Path(path).read_text(encoding="utf-8"))
         if not isinstance(state, Mapping) or "step" not in state:
@@ -356,6 +376,7 @@ class Saving(Recovering):
                 logger.warning(EARLIER, state["fit"], self._fits)
             return
         self._tell_changes(state)
+        self._recover_flags(state)
         if isinstance(state.get("epoch"), int):
             self._expected_epoch = state["epoch"] + int(end_of_epoch)
         if not end_of_epoch:
@@ -391,20 +412,3 @@ class Saving(Recovering):
         """Return this rank's sum of losses, what it counts, and the samples seen."""
         meter = self.losses_so_far()
         return [*meter.sums()[:2], meter.samples]
-
-
-def _own_state(host: Saving | None) -> dict[str, Any]:
-    return {} if host is None else host.collect_own_state()
-
-
-@contextlib.contextmanager
-def _around_save(host: Saving | None, end_of_epoch: bool) -> Iterator[None]:
-    """Return a context for every save of a checkpointer; it does something for those inside of a training batch."""
-    is_inside = host is not None and not end_of_epoch and host.progress.is_in_pass and not host._is_between_batches  # noqa: SLF001 -- a part of the class
-    with host.saving_inside() if host is not None and is_inside else contextlib.nullcontext():
-        yield
-
-
-def _load_ranks(host: Saving | None, states: RankStates, path: Path, end_of_epoch: bool) -> None:
-    if host is not None and host._fitting and host._takes_place:  # noqa: SLF001 -- a part of the class
-        states.load(path, end_of_epoch)

@@ -259,7 +259,7 @@ def spawn(
 
     Raises:
         RankFailedError: a rank raised, was killed or ended early; with the traceback of the first. All others are
-            ended: by SIGTERM, and four seconds later by SIGKILL.
+            ended: by SIGTERM, and thirty seconds later by SIGKILL.
         ConfigError: the number makes no sense, or the function can be neither sent nor forked.
         LaunchError: this process is a rank already.
         KeyboardInterrupt: after Ctrl-C, when all have ended.

@@ -219,7 +219,7 @@ def run_evaluation(host: StageHost, loader: Any, stage: Stage, epoch: int | None
     with _bar(stage, epoch, length, options, enable=enable_bar) as bar:
         plan, beat = plan_of(loader), Beat(list, 1, is_main=True)
         bar.partial = plan is not None and plan.world_size > 1
-        confer = _StopsOfEvaluation(host)
+        confer = StopsOfEvaluation(host)
         batches = loader if limit is None else _First(loader, limit)
         evaluate_epoch(host, batches, stage, bar, count=_counting(loader), beat=beat, confer=confer)
         confer.await_others()
@@ -367,16 +367,28 @@ def _finish(host: StageHost, stage: Stage, epoch: int | None, seconds: float, ba
     return mean
 
 
-class _StopsOfEvaluation:
+class StopsOfEvaluation:
     """Has the ranks agree about once a second on whether to stop.
 
     They may have different numbers of batches, and of a stream nobody knows them. So a rank whose batches are used up
     goes on agreeing, at the steps that it does not make, until those of all are.
+
+    Args:
+        host: the Brain.
+        add_up: adds up a few numbers over all ranks; None: in a collective.
+
+    Ranks: collective, but for making one.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> host = SimpleNamespace(progress=SimpleNamespace(step=0), stop_cause=lambda: "")
+        >>> confer = StopsOfEvaluation(host)
+        >>> confer(1); confer.await_others()
     """
 
-    def __init__(self, host: StageHost) -> None:
+    def __init__(self, host: StageHost, add_up: Callable[[list[float]], list[float]] | None = None) -> None:
         self.host = host
-        self.beat = Beat(sum_over_ranks, get_world_size(), is_main=if_main_process())
+        self.beat = Beat(add_up or sum_over_ranks, get_world_size(), is_main=if_main_process())
         self.beat.start(host.progress.step)
 
     def __call__(self, step: int) -> None:

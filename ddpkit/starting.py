@@ -33,6 +33,7 @@ logger = get_logger(__name__)
 
 NEWEST, NEVER = "auto", "never"  # what the option `resume` says, or else a path
 UNKNOWN = ""  # the run of a checkpoint that does not say
+EVALUATED = "only_evaluated"  # said by a checkpoint if the Brain that saved it had trained nothing
 
 
 @dataclass(frozen=True)
@@ -194,10 +195,13 @@ def start_again(checkpointer: Checkpointer, resume: str, lineage: Lineage) -> St
         >>> start_again(Checkpointer(tempfile.mkdtemp()), "never", Lineage.new()).resume
         'never'
     """
+    found = sorted(checkpointer.list_checkpoints(), key=ckpt_recency, reverse=True)
     if resume == NEWEST:
-        return Start(NEWEST, lineage)
-    own = list(filter(lineage.includes, checkpointer.list_checkpoints()))
-    return Start(str(max(own, key=ckpt_recency).path) if own else resume, lineage)
+        trained = _trained_before(checkpointer, found[0], found) if found else None
+        return Start(NEWEST if trained is None else str(trained.path), lineage)
+    own = list(filter(lineage.includes, found))
+    own = [each for each in own if not _is_of_evaluation(each)] or own
+    return Start(str(own[0].path) if own else resume, lineage)
 
 
 def lineage_of(checkpoints: Iterable[Checkpoint]) -> Lineage | None:
@@ -212,11 +216,24 @@ def lineage_of(checkpoints: Iterable[Checkpoint]) -> Lineage | None:
         >>> lineage_of([]) is None
         True
     """
-    for checkpoint in sorted(checkpoints, key=ckpt_recency, reverse=True):
-        known = _lineage_at(checkpoint)
-        if known is not None:
-            return Lineage(known.run, -math.inf, known.before)  # what says nothing of its run is not left out
-    return None
+    known = saved_last(checkpoints)  # what says nothing of its run is not left out
+    return None if known is None else Lineage(known.run, -math.inf, known.before)
+
+
+def saved_last(checkpoints: Iterable[Checkpoint]) -> Lineage | None:
+    """Return the lineage of the run that has saved last, as its newest checkpoint tells it.
+
+    Args:
+        checkpoints: in any order.
+
+    Ranks: local.
+
+    Example:
+        >>> saved_last([]) is None
+        True
+    """
+    newest_first = sorted(checkpoints, key=ckpt_recency, reverse=True)
+    return next((known for known in map(_lineage_at, newest_first) if known is not None), None)
 
 
 def _newest(checkpointer: Checkpointer, found: list[Checkpoint], world_size: int) -> Start:
@@ -226,7 +243,10 @@ def _newest(checkpointer: Checkpointer, found: list[Checkpoint], world_size: int
         if verify(path, "size") or verify(path, "full", only=BRAIN_FILE):
             continue
         with contextlib.suppress(CheckpointError):  # who loads it will say what is wrong with it
-            start = _start_at(checkpoint)
+            trained = _trained_before(checkpointer, checkpoint, found)
+            start = _start_at(trained or checkpoint)
+            if trained is not None:
+                return start
             if start.pace is None or start.pace.world_size in {None, world_size}:
                 return Start(NEWEST, start.lineage, start.pace)
             newest = checkpointer.find_checkpoint()
@@ -234,8 +254,33 @@ def _newest(checkpointer: Checkpointer, found: list[Checkpoint], world_size: int
     return Start(NEWEST, Lineage.new())
 
 
+def _trained_before(checkpointer: Checkpointer, newest: Checkpoint, found: list[Checkpoint]) -> Checkpoint | None:
+    """Return what a training goes on from instead of a checkpoint that an evaluation saved; None: from that."""
+    if not _is_of_evaluation(newest):
+        return None
+    lineage = _lineage_at(newest)
+
+    def counts(checkpoint: Checkpoint) -> bool:
+        return not _is_of_evaluation(checkpoint) and (lineage is None or lineage.includes(checkpoint))
+
+    if not any(map(counts, found)):
+        return None
+    trained = None
+    with contextlib.suppress(CheckpointError):  # of those none is whole
+        trained = checkpointer.find_checkpoint(ckpt_predicate=counts)
+    if trained is not None:
+        logger.info(
+            "%s was saved by a process that only evaluated: the training goes on from %s.", newest.path, trained.path
+        )
+    return trained
+
+
+def _is_of_evaluation(checkpoint: Checkpoint) -> bool:
+    return _state_of(checkpoint.path).get(EVALUATED) is True
+
+
 def _start_at(checkpoint: Checkpoint) -> Start:
-    state = read_brain_file(checkpoint.path)
+    state = _state_of(checkpoint.path)  # of a Brain that saves itself in another way, nothing
     lineage = Lineage.read(state) or Lineage.new({}, ckpt_recency(checkpoint))
     return Start(str(checkpoint.path), lineage, _asked(state))
 
@@ -246,7 +291,8 @@ def _of_this_launch(checkpointer: Checkpointer, found: list[Checkpoint]) -> Chec
         return None
 
     def is_own(checkpoint: Checkpoint) -> bool:
-        return _state_of(checkpoint.path).get("launch") == launch
+        state = _state_of(checkpoint.path)
+        return state.get("launch") == launch and state.get(EVALUATED) is not True
 
     return checkpointer.find_checkpoint(ckpt_predicate=is_own) if any(map(is_own, found)) else None
 
@@ -310,14 +356,84 @@ def modules_not_saved(modules: Mapping[str, nn.Module] | nn.ModuleDict, recovera
     return found
 
 
+def optimizers_not_saved(optimizers: Mapping[str, Any] | None, recoverables: Mapping[str, Any]) -> list[str]:
+    """Name the optimizers that no recoverable holds: after a restart their moments would be those of a new one.
+
+    Args:
+        optimizers: by name, or None.
+        recoverables: of a checkpointer; one may have the optimizer among its attributes.
+
+    Returns:
+        Names.
+
+    Ranks: local.
+
+    Example:
+        >>> sgd = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.5)
+        >>> optimizers_not_saved({"opt_class": sgd}, {"net": nn.Linear(1, 1)})
+        ['opt_class']
+    """
+    held = {id(one) for one in recoverables.values()}
+    for one in recoverables.values():
+        held.update(map(id, _parts_of(one)))
+    return [name for name, optimizer in (optimizers or {}).items() if id(optimizer) not in held]
+
+
+class TrainedFlags:
+    """Which parameters have been frozen, or set free, since training began: a restart does not do that again.
+
+    Args:
+        modules: as they are when training begins.
+
+    Ranks: local; equal on all ranks.
+
+    Example:
+        >>> net = nn.Linear(1, 1)
+        >>> flags = TrainedFlags(net)
+        >>> net.bias.requires_grad_(False).requires_grad, flags.changes()
+        (False, {'bias': False})
+    """
+
+    def __init__(self, modules: nn.Module) -> None:
+        self._begun = [(name, one, one.requires_grad) for name, one in modules.named_parameters()]
+
+    def changes(self) -> dict[str, bool]:
+        """Return whether a parameter is trained, by its name; only for those of which that has changed."""
+        return {name: one.requires_grad for name, one, begun in self._begun if one.requires_grad is not begun}
+
+    def restore(self, changes: Any, *, exactly: bool) -> int:
+        """Freeze and set free what had been when a checkpoint was saved.
+
+        Args:
+            changes: from the checkpoint; anything but a mapping says nothing.
+            exactly: the other parameters, too, shall be as they were: as training began.
+
+        Returns:
+            Of how many parameters it has been changed.
+        """
+        if not isinstance(changes, Mapping):
+            return 0
+        count = 0
+        for name, one, begun in self._begun:
+            wanted = bool(changes.get(name, begun if exactly else one.requires_grad))
+            count += wanted is not one.requires_grad
+            one.requires_grad_(wanted)
+        return count
+
+
 def _modules_in(one: Any) -> Iterator[nn.Module]:
     """Yield an object if it is a module, else the modules among its attributes, and in the containers among those."""
     if isinstance(one, nn.Module):
         yield one
         return
+    yield from (part for part in _parts_of(one) if isinstance(part, nn.Module))
+
+
+def _parts_of(one: Any) -> Iterator[Any]:
+    """Yield the attributes of an object, and what is in the containers among those."""
     for value in getattr(one, "__dict__", {}).values():
         inner = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else (value,)
-        yield from (part for part in inner if isinstance(part, nn.Module))
+        yield from inner
 
 
 def _place(parameter: torch.Tensor) -> int:

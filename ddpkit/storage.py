@@ -115,8 +115,14 @@ class FileOperations:
 
     def sync_file(self, path: Path) -> None:
         """Wait until a file's content is on the disk."""
-        with path.open("rb+") as handle:
-            os.fsync(handle.fileno())
+        try:
+            handle = os.open(path, os.O_RDWR)  # SMB asks its server for nothing where a file is open for reading alone
+        except PermissionError:  # copied with its mode; for fsync, Linux does not ask how a file is open
+            handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
 
     def sync_directory(self, path: Path) -> None:
         """Wait until a directory's entries are on the disk (where the file system can promise it)."""

@@ -17,14 +17,17 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ddpkit.interrupts import REPEAT_SECONDS
 from ddpkit.launch_variables import LOOPBACK, SPAWNED_BY
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-KILL_SECONDS = 4.0
+KILL_SECONDS = 30.0  # as with torchrun; a rank may be saving, and the watch of one that waits ends it long before
 STOP_SECONDS = 30.0
+AGAIN_SECONDS = 2.0  # for a rank to end by itself, once the parent has been told twice to end
 FORWARDED = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2")
+_ENDING = (signal.SIGTERM, signal.SIGINT)
 
 _PR_SET_PDEATHSIG = 1
 _FIRST_SIGNAL_CODE = 128
@@ -83,8 +86,9 @@ class Ending(NamedTuple):
 class Supervisor:
     """Waits for processes; when one fails, it ends the others.
 
-    They get SIGTERM at once and SIGKILL four seconds later. After a signal that was passed on, a rank that ends by it
-    has not failed: the others have thirty seconds more to end by themselves, such as for saving.
+    They get SIGTERM at once and SIGKILL thirty seconds later: one of them may be saving. After a signal that was passed
+    on, a rank that ends by it has not failed: the others have thirty seconds more to end by themselves. A second SIGINT
+    or SIGTERM, more than a second after the first, is passed on too, and what it does not end is killed.
 
     Args:
         children: the processes.
@@ -109,6 +113,7 @@ class Supervisor:
         self._alive = list(children)
         self._pause = pause
         self._waiting_signals: list[int] = []
+        self._asked_at = float("inf")
         self._end_at = self._kill_at = float("inf")
 
     def run(self) -> Ending | None:
@@ -162,6 +167,13 @@ class Supervisor:
             self.forwarded.append(number)
             for child in self._alive:
                 _send(child.pid, number)
+            if number in _ENDING:
+                self._mind_repetition(time.monotonic())
+
+    def _mind_repetition(self, now: float) -> None:
+        self._asked_at = min(self._asked_at, now)
+        if now - self._asked_at > REPEAT_SECONDS:
+            self._kill_at = min(self._kill_at, now + AGAIN_SECONDS)
 
     def _look(self) -> None:
         """Take note of those that have ended; of several at once a killed one counts as the first."""

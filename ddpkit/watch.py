@@ -38,7 +38,7 @@ logger = get_logger(__name__)
 
 LOOK_SECONDS = 0.25  # between two looks at the clock
 GRACE_SECONDS = 1.5  # for the main thread to end by itself, once another rank has failed
-EXIT_SECONDS = 3.5  # for a process to end by itself, once it has failed
+EXIT_SECONDS = 3.0  # for a process to end by itself, once it has failed
 LAUNCHER_SECONDS = 5.0  # for torchrun's agent to end, once its processes have
 HOLD_SECONDS = 25.0  # for what is brought to safety; launchers kill after 30
 REASON_SECONDS = 3.0  # for the reason of a lost connection to become known

@@ -309,3 +309,86 @@ def test_a_checkpoint_of_speechbrain_without_optimizer_step_is_continued(tmp_pat
     (folder / "manifest.json").unlink()
     brain = run(tmp_path, points(10), ckpt_interval_steps=3)
     assert brain.optimizer_step == 15
+
+
+class Late(Regression):
+    """Makes a second optimizer when epoch ``late_at`` begins; at 0, with the first one, as it should."""
+
+    late_at = 0
+
+    def init_optimizers(self):
+        super().init_optimizers()
+        if not self.late_at:
+            self.make_second()
+
+    def make_second(self):
+        self.optimizers_dict["second"] = torch.optim.Adam(self.modules.parameters(), lr=0.01)
+        self.checkpointer.add_recoverable("second", self.optimizers_dict["second"])
+
+    def on_stage_start(self, stage, epoch=None):
+        if stage is Stage.TRAIN and self.late_at == epoch and "second" not in self.optimizers_dict:
+            self.make_second()
+
+    def on_stage_end(self, stage, stage_loss, epoch=None):
+        if stage is Stage.TRAIN:
+            self.checkpointer.save_and_keep_only()
+
+
+def train_late(folder, epochs, late_at, fits=1, more=(), **options):
+    counter, net, data = EpochCounter(epochs), linear(), points(4)
+    checkpointer = Checkpointer(folder, {"net": net, "counter": counter, **dict(more)})
+    brain = Late({"net": net}, sgd(), None, {**QUIET, **options}, checkpointer)
+    brain.late_at = late_at
+    for _ in range(fits):
+        brain.fit(counter, data, None, train_loader_kwargs={"batch_size": 2})
+    return brain
+
+
+def told(caplog):
+    return [text for text in caplog.messages if "no recoverable of this name" in text]
+
+
+@pytest.mark.parametrize(("late_at", "number"), [(0, 0), (2, 1)])
+def test_what_comes_too_late_for_its_state_is_named_once(tmp_path, caplog, late_at, number):
+    train_late(tmp_path, 2, late_at)
+    assert told(caplog) == [], "nothing was recovered"
+    train_late(tmp_path, 3, late_at, fits=2)
+    assert len(told(caplog)) == number
+    assert all("holds 'second', and no recoverable" in text for text in told(caplog))
+
+
+def test_an_evaluation_needs_no_optimizer(tmp_path, caplog):
+    train_late(tmp_path, 1, 0)
+    net = linear()
+    brain = Regression({"net": net}, None, None, QUIET, Checkpointer(tmp_path, {"net": net}))
+    brain.evaluate(points(4), test_loader_kwargs={"batch_size": 2})
+    assert told(caplog) == []
+
+
+def test_an_average_that_is_no_longer_kept_is_named_and_a_scaler_and_a_loader_are_not(tmp_path, caplog):
+    others = {"scaler": linear(), "dataloader-TRAIN": linear()}
+    train_late(tmp_path, 1, 0, more=others, ema_decay=0.9)
+    train_late(tmp_path, 2, 0)
+    [text] = told(caplog)
+    assert "holds 'ema', and no recoverable" in text
+    assert "kept with ema_decay" in text
+
+
+def test_what_a_later_call_of_fit_takes_up_is_not_named(tmp_path, caplog):
+    """A script that makes its second optimizer between two calls, and was stopped in the second."""
+
+    def script(epochs, late):
+        first, second, net, data = EpochCounter(1), EpochCounter(epochs), linear(), points(4)
+        checkpointer = Checkpointer(tmp_path, {"net": net, "first": first, "second_counter": second})
+        brain = Late({"net": net}, sgd(), None, QUIET, checkpointer)
+        brain.late_at = -1
+        brain.fit(first, data, None, train_loader_kwargs={"batch_size": 2})
+        if late:
+            brain.make_second()
+        brain.fit(second, data, None, train_loader_kwargs={"batch_size": 2})
+
+    script(1, late=True)
+    script(2, late=True)
+    assert told(caplog) == []
+    script(3, late=False)
+    assert len(told(caplog)) == 1

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from ddpkit import process_group
 from ddpkit.errors import ConfigError
 from ddpkit.launchers import find_launch
-from ddpkit.process_group import shorten_timeout
+from ddpkit.process_group import control_group, ddp_init_group, shorten_timeout
 from tests.launching import Run, free_port, python
 
 SCRIPT = """
@@ -150,6 +150,27 @@ def test_f3_a_shortened_timeout_counts(ranks):
     seconds, text = ranks.run(late_for_a_barrier)[0]
     assert "Timed out" in text or "timeout" in text.lower(), text
     assert 1 < seconds < 4.5
+
+
+def limits_of_the_control_group(minutes):
+    """Return the limit of the group of the CPU, of one that the library has started or that was there."""
+    if minutes is not None:
+        ddp_init_group({"device": "cpu", "distributed_timeout_minutes": minutes})
+    shorten_timeout(20)  # of steps, and not of what is done at the end of a stage
+    return control_group()._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+
+
+def test_f3_the_control_group_waits_as_long_as_the_option_says(ranks):
+    assert ranks.run(limits_of_the_control_group, 0.75, init=False) == [45.0, 45.0]
+
+
+def guest_limits():
+    ddp_init_group({"device": "cpu", "distributed_timeout_minutes": 7})  # which is not the one who decides
+    return limits_of_the_control_group(None)
+
+
+def test_f3_the_control_group_waits_as_long_as_a_group_of_somebody_else(ranks):
+    assert ranks.run(guest_limits) == [30.0, 30.0]
 
 
 def senseless_timeouts():

@@ -526,6 +526,65 @@ def test_a_group_over_a_file(ranks, tmp_path):
     assert everybody == [0, 1]
 
 
+def once_per_machine(path):
+    """In a group without a launcher; of three ranks the first and the last are on one machine."""
+    rank = int(os.environ["RANK"])
+    launched = {name: os.environ.pop(name) for name in [*os.environ] if name in LAUNCHED}
+    place, ddp.this_place = ddp.this_place, lambda: (f"host{rank % 2}", "", "")
+    try:
+        dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=3)
+        before = ddp.get_local_rank()
+        values = [ddp.run_once_per_node(dist.get_rank, post_func=post) for post in (None, lambda: "after")]
+        error = outcome_of(lambda: ddp.run_once_per_node(fail_on_the_second))
+        in_step()
+        local = ddp.get_local_rank(), ddp.is_local_rank_zero()
+        dist.destroy_process_group()
+        return before, values, error, *local, ddp.get_local_rank()
+    finally:
+        ddp.this_place = place
+        os.environ.update(launched)
+
+
+LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK")
+
+
+def fail_on_the_second():
+    if dist.get_rank() == 1:
+        raise KeyError("full")
+    return "fine"
+
+
+def outcome_of(call):
+    try:
+        return call()
+    except (KeyError, RankFailedError) as error:
+        return type(error).__name__
+
+
+def test_d3_in_a_group_without_a_launcher_the_ranks_find_out_who_shares_a_machine(ranks, tmp_path):
+    assert ranks.run(once_per_machine, str(tmp_path / "store"), init=False, world_size=3) == [
+        (None, [0, 0], "fine", 0, True, None),
+        (None, [1, 1], "KeyError", 0, True, None),
+        (None, [0, "after"], "fine", 1, False, None),
+    ]
+
+
+def alone_in_its_launcher():
+    """A launcher has started one process, and that one the ranks."""
+    launched = {name: os.environ.get(name) for name in LAUNCHED}
+    os.environ.update({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"})
+    try:
+        return ddp.run_once_per_node(dist.get_rank), ddp.get_local_rank()
+    finally:
+        for name, value in launched.items():
+            os.environ.pop(name, None)
+            os.environ.update({} if value is None else {name: value})
+
+
+def test_d3_ranks_inside_of_a_single_process_of_a_launcher(ranks):
+    assert ranks.run(alone_in_its_launcher) == [(0, 0), (0, 1)]
+
+
 def peer_dies():
     if dist.get_rank() == 0:
         os._exit(3)
@@ -569,7 +628,7 @@ finally:
     ("leaves", "says"),
     [
         ("sys.exit(0)", "waits at train.py:13 in <module> for rank 0, whose process has ended without making this"),
-        ("raise ValueError('the reason')", "rank 0 failed first: ValueError: the reason"),
+        ("raise ValueError('the reason')", ") failed first: ValueError: the reason"),
         ("os._exit(1)", "disappeared: it was lost with the store on 127.0.0.1"),
     ],
     ids=["exit", "error", "killed"],

@@ -181,11 +181,13 @@ def test_f10_ctrl_c_at_the_terminal(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_rank_that_hangs_when_another_fails(tmp_path):
+def test_a_rank_that_hangs_when_another_fails_is_ended_when_one_loses_patience(tmp_path):
+    """It is outside of fit, where there is no limit of time, and hears no signal; it may be saving."""
     body = """
         import signal
         if rank == 0:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
             Path("deaf").touch()
             while True:
                 time.sleep(1)
@@ -195,9 +197,36 @@ def test_a_rank_that_hangs_when_another_fails(tmp_path):
     """
     run = Run(python(write(tmp_path, body), *WORDS, "--nproc=2"), tmp_path)
     assert wait_until((tmp_path / "deaf").exists, 60)
+    assert wait_until(lambda: len(run.alive()) < 3, 20), "the one that has failed"
+    run.signal(signal.SIGINT)
+    time.sleep(1.5)
+    assert len(run.alive()) == 2
     began = time.monotonic()
+    run.signal(signal.SIGINT)
     assert run.wait(20).code == 3
     assert time.monotonic() - began < 10, "exactly: in tests/unit/test_supervision.py"
+
+
+@pytest.mark.faults
+def test_f1_a_save_that_takes_a_while_is_ended_when_another_rank_fails(tmp_path):
+    body = """
+        from ddpkit.control import terminating_later
+        if rank == 0:
+            with terminating_later():
+                Path("saving").touch()
+                time.sleep(6)
+                Path("saved").touch()
+            time.sleep(60)
+        while not Path("saving").exists():
+            time.sleep(0.05)
+        os._exit(3)
+    """
+    run = Run(python(write(tmp_path, body), *WORDS, "--nproc=2"), tmp_path)
+    assert wait_until((tmp_path / "saving").exists, 60)
+    began = time.monotonic()
+    assert run.wait(30).code == 3, run.err
+    assert (tmp_path / "saved").exists()
+    assert time.monotonic() - began < 16, "and no longer"
 
 
 @pytest.mark.slow

@@ -13,10 +13,11 @@ import torch.distributed as dist
 
 from ddpkit import pulse, watch
 from ddpkit.epoch_loop import EpochCounter, EpochCounterWithStopper
-from ddpkit.errors import NonFiniteLossError
+from ddpkit.errors import NonFiniteLossError, RankFailedError
 from ddpkit.process_group import group_state
 from ddpkit.types import Stage
 from tests.contract.recipes import Regression, make, points
+from tests.launching import python, start_by_hand
 
 WATCHING = {"ddpkit-pulse", "ddpkit-watch"}
 
@@ -117,12 +118,12 @@ def test_who_waits_in_vain_in_such_a_group_says_for_whom_and_lives(ranks):
 @contextlib.contextmanager
 def busy_watch():
     """Have the watch do in a blink what takes it seconds."""
-    before = pulse.PULSE_SECONDS, watch.LOOK_SECONDS
-    pulse.PULSE_SECONDS, watch.LOOK_SECONDS = 0.01, 0.003
+    before = pulse.PULSE_SECONDS, watch.LOOK_SECONDS, watch.GRACE_SECONDS
+    pulse.PULSE_SECONDS, watch.LOOK_SECONDS, watch.GRACE_SECONDS = 0.01, 0.003, 0.3
     try:
         yield
     finally:
-        pulse.PULSE_SECONDS, watch.LOOK_SECONDS = before
+        pulse.PULSE_SECONDS, watch.LOOK_SECONDS, watch.GRACE_SECONDS = before
         if dist.is_initialized():
             group_state().watch.stop()
 
@@ -179,3 +180,127 @@ def test_d8_d10_all_ranks_end_at_one_step_under_the_watch(ranks, how, epoch, ste
     assert found[0] == epoch
     assert found[2:] == (steps, message, True)
     assert how == "limit" or found[1] == step
+
+
+# ------------------------------------------------------------------------------------------ a failure that was caught
+
+
+class Failing(Regression):
+    """Fails on every rank, on rank 0 a little later."""
+
+    def compute_forward(self, batch, stage):
+        if dist.get_rank() == 0:
+            time.sleep(0.05)
+        raise ValueError("boom")
+
+
+class Late(Regression):
+    """Keeps rank 0 waiting in an epoch, for longer than the watch lets a rank wait for one that has failed."""
+
+    epoch = 1
+
+    def fit_batch(self, batch):
+        if dist.get_rank() == 1 and self.step == 1 and self.progress.epoch == self.epoch:
+            time.sleep(1.2)
+        return super().fit_batch(batch)
+
+
+def fail_and_catch(call, *arguments):
+    with contextlib.suppress(ValueError, RankFailedError):
+        call(*arguments)
+        return False
+    return True
+
+
+def try_again_in_a_new_group():
+    with busy_watch():
+        brain = make(Failing)
+        first = group_state()
+        caught = fail_and_catch(brain.fit, [1], points(8))
+        del brain
+        dist.barrier()
+        dist.destroy_process_group()
+        brain = make(Late)
+        threads = sorted(thread.name for thread in threading.enumerate() if thread.name in WATCHING)
+        brain.fit([1], points(8), train_loader_kwargs={"batch_size": 2})
+        words = group_state().handover.last_words
+        assert group_state() is not first
+        return caught, threads, brain.optimizer_step, first.handover.last_words.has_left(words.rank), words.has_left(0)
+
+
+def test_f1_what_failed_in_one_group_does_not_end_the_next(ranks):
+    found = ranks.run(try_again_in_a_new_group, init=False)
+    assert found == [(True, sorted(WATCHING), 2, True, False)] * 2
+
+
+def catch_in_a_nested_call():
+    with busy_watch():
+        judge, caught = make(Failing), []
+
+        class Outer(Late):
+            epoch = 2
+
+            def on_stage_end(self, stage, stage_loss, epoch=None):
+                if stage is Stage.VALID and epoch == 1:
+                    caught.append(fail_and_catch(judge.evaluate, points(4)))
+
+        brain = make(Outer)
+        brain.fit(range(1, 4), points(8), points(4), train_loader_kwargs={"batch_size": 2})
+        return caught, brain.optimizer_step
+
+
+def test_f1_a_failure_that_was_caught_in_a_nested_call_does_not_end_the_outer_one(ranks):
+    assert ranks.run(catch_in_a_nested_call, init=False) == [([True], 6)] * 2
+
+
+# ------------------------------------------------------------------------------------------ waiting outside of fit
+
+WAITING = """\
+import atexit, os, signal, time
+from ddpkit import handover
+from ddpkit.distributed import ddp_init_group, exchange, get_rank
+
+handover.TROUBLE_SECONDS = 0.2
+if os.environ["LOCAL_WORLD_SIZE"] == "1":
+    os.environ.update(LOCAL_RANK="0", GROUP_RANK=os.environ["RANK"])
+ddp_init_group({"device": "cpu", "hang_timeout": 3.0})
+assert exchange("met")[1] == "met"
+if get_rank() == WHO:
+    WHAT
+print(exchange("here"))
+"""
+
+
+def wait_outside(folder, rank, what, near="2"):
+    script = folder / "train.py"
+    script.write_text(WAITING.replace("WHO", str(rank)).replace("WHAT", what))
+    return start_by_hand(python(str(script)), folder, 2, warm=True, LOCAL_WORLD_SIZE=near)
+
+
+@pytest.mark.parametrize(
+    ("near", "says"),
+    [
+        ("2", "disappeared: it was killed, or has crashed"),
+        ("1", "disappeared: it has told nothing for 3 s (--hang_timeout=3)"),
+    ],
+    ids=["one machine", "two machines"],
+)
+def test_f4_who_waits_for_a_killed_rank_outside_of_fit_ends_and_names_it(tmp_path, near, says):
+    main, other = wait_outside(tmp_path, 1, "os.kill(os.getpid(), signal.SIGKILL)", near)
+    other.wait(30)
+    began = time.monotonic()
+    main.wait(30)
+    assert time.monotonic() - began < 10
+    assert (main.code, other.code) == (1, -9), other.err
+    assert f"rank 1 ({pulse.host_name()}, pid " in main.tail(2), main.err
+    assert says in main.tail(2)
+    assert "(rank 0 was waiting at train.py:12 in <module> for rank 1)" in main.tail(1)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_f4_a_child_that_a_rank_forks_does_not_say_goodbye_for_it(tmp_path, rank):
+    forked = "child = os.fork() or (atexit._run_exitfuncs(), os._exit(0)); os.waitpid(child, 0); time.sleep(0.5)"
+    for run in wait_outside(tmp_path, rank, forked):
+        run.wait(30)
+        assert run.code == 0, run.err
+        assert "['here', 'here']" in run.out

@@ -115,6 +115,19 @@ def test_without_a_thread_the_work_is_done_at_once(monkeypatch, caplog):
 # ------------------------------------------------------------------------------------------------ saving
 
 
+def test_the_working_directory_may_change_while_a_relative_folder_is_written(tmp_path, monkeypatch, model, gate):
+    monkeypatch.chdir(tmp_path)
+    checkpointer = Checkpointer("save", {"model": model})
+    checkpointer.asynchronous = True
+    saved = checkpointer.save_checkpoint()
+    assert gate.waiting.wait(20)
+    monkeypatch.chdir("/")
+    gate.open.set()
+    checkpointer.wait()
+    assert saved.path.parent == tmp_path / "save"
+    assert [found.path for found in checkpointer.list_checkpoints()] == [saved.path]
+
+
 def test_a_save_returns_before_anything_large_is_written(checkpointer, gate):
     saved = checkpointer.save_checkpoint(meta={"loss": 0.5})
     assert gate.waiting.wait(20)

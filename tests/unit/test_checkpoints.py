@@ -854,3 +854,117 @@ def test_what_a_replacement_has_left_does_not_stop_a_deletion(tmp_path):
     (old / "value.ckpt").touch()
     checkpointer.delete_checkpoints(num_to_keep=0)
     assert list(tmp_path.iterdir()) == []
+
+
+# ------------------------------------------------------------------------------------------------ relative folders
+
+
+def test_a_relative_folder_stays_where_it_was_when_the_working_directory_changes(tmp_path, monkeypatch):
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    value = Value(1)
+    checkpointer = Checkpointer("save", {"value": value})
+    assert checkpointer.checkpoints_dir == tmp_path / "save"
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    saved = checkpointer.save_checkpoint(name="a")
+    assert saved.path == tmp_path / "save" / "CKPT+a"
+    value.value = 2
+    checkpointer.checkpoints_dir = Path("other")
+    assert checkpointer.checkpoints_dir == tmp_path / "elsewhere" / "other"
+    assert checkpointer.recover_if_possible() is None
+    checkpointer.checkpoints_dir = "../save"
+    assert checkpointer.recover_if_possible().path.samefile(saved.path)
+    assert value.value == 1
+    assert names(checkpointer) == ["CKPT+a"]
+
+
+def test_a_folder_keeps_its_links(tmp_path, monkeypatch):
+    (tmp_path / "far" / "run").mkdir(parents=True)
+    (tmp_path / "run").symlink_to(tmp_path / "far" / "run")
+    monkeypatch.chdir(tmp_path)
+    assert Checkpointer("run/save").checkpoints_dir == tmp_path / "run" / "save"
+    beside = Checkpointer("run/../save")
+    assert beside.checkpoints_dir.samefile(tmp_path / "far" / "save"), "as the system reads it: beside what it links to"
+
+
+def test_a_relative_path_to_resume_from_is_found_once_more_from_elsewhere(tmp_path, monkeypatch):
+    value = Value(1)
+    Checkpointer(tmp_path / "old", {"value": value}).save_checkpoint(name="a")
+    monkeypatch.chdir(tmp_path)
+    checkpointer = Checkpointer("new", {"value": value})
+    checkpointer.resume = "old/CKPT+a"
+    found = checkpointer.recover_if_possible()
+    monkeypatch.chdir("/")
+    checkpointer.load_checkpoint(found)
+    assert checkpointer.last_loaded == tmp_path / "old" / "CKPT+a"
+
+
+def test_a_relative_folder_in_no_directory_says_so(tmp_path, monkeypatch):
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    with pytest.raises(CheckpointError, match="checkpoints_dir='save' is nowhere: the working directory is gone"):
+        Checkpointer("save")
+
+
+@pytest.mark.parametrize(("folder", "found"), [("save", "here/save"), ("results/save", "there/save")])
+def test_a_host_with_the_relative_folder_in_another_place_reads_its_own(tmp_path, monkeypatch, folder, found):
+    """What the main process tells is a path of its host."""
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    checkpointer = Checkpointer(folder, {"value": Value()})
+    there = tmp_path / "there" / "save"  # not on this host
+    told = Checkpoint(there / "CKPT+a", {}, {"value": there / "CKPT+a" / "value.ckpt"})
+    monkeypatch.setattr(checkpoints, "on_main", lambda *_: [told])
+    [mine] = checkpointer.find_checkpoints()
+    assert mine.path == tmp_path / found / "CKPT+a"
+    assert mine.paramfiles == {"value": tmp_path / found / "CKPT+a" / "value.ckpt"}
+    (there / "CKPT+a").mkdir(parents=True)
+    assert checkpointer.find_checkpoints()[0].path == told.path, "it is here as well, and another run's perhaps"
+
+
+# ------------------------------------------------------------------------------------------------ what is not taken up
+
+
+def test_what_no_recoverable_has_taken_up_is_known(tmp_path):
+    everything = {name: Value(number) for number, name in enumerate("abc")}
+    Checkpointer(tmp_path, everything).save_checkpoint(name="one")
+    checkpointer = Checkpointer(tmp_path, {"a": Value()})
+    assert checkpointer.not_taken == ()
+    found = checkpointer.recover_if_possible()
+    assert checkpointer.not_taken == ("b", "c")
+    checkpointer.recoverables = {"b": Value()}
+    checkpointer.load_checkpoint(found)
+    assert checkpointer.not_taken == ("c",), "a was taken up before"
+    checkpointer.save_checkpoint(name="two")
+    checkpointer.recover_if_possible()
+    assert checkpointer.not_taken == ()
+
+
+# ------------------------------------------------------------------------------------------------ 8 bits
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_quantized_weights_are_kept_where_they_were_frozen(dtype):
+    codes = torch.tensor([[1.0, -2.0], [0.5, math.nan]]).to(dtype)
+    states = [{"w": torch.tensor([value]), "codes": codes.clone()} for value in (1.0, 3.0)]
+    average = average_state_dicts(iter(states))
+    assert average["w"].item() == 2
+    assert average["codes"].dtype == dtype
+    assert torch.equal(average["codes"].view(torch.uint8), codes.view(torch.uint8))
+
+
+@pytest.mark.parametrize("other", [torch.tensor([1.0, 4.0]), torch.tensor([1.0]), torch.ones(2).bool(), "x"])
+def test_quantized_weights_that_were_trained_are_refused_by_name(other):
+    codes = torch.tensor([1.0, 2.0]).to(torch.float8_e4m3fn)
+    other = other.to(codes.dtype) if isinstance(other, torch.Tensor) and other.is_floating_point() else other
+    for states in ([codes, other], [other, codes]):
+        with pytest.raises(ConfigError, match=r"net\.codes is torch.float8_e4m3fn and not the same in all states"):
+            average_state_dicts({"net.codes": one} for one in states)
+
+
+def test_quantized_weights_are_not_mixed_with_others():
+    codes = torch.tensor([1.0, 2.0]).to(torch.float8_e4m3fn)
+    with pytest.raises(ConfigError, match="w is torch.float8_e4m3fn and not the same in all states"):
+        average_state_dicts([{"w": torch.ones(2)}, {"w": codes}])

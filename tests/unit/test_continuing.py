@@ -9,6 +9,8 @@ from torch import nn
 from ddpkit.brain import Brain
 from ddpkit.checkpoints import Checkpointer
 from ddpkit.epoch_loop import EpochCounter
+from ddpkit.resuming import read_brain_file
+from ddpkit.starting import EVALUATED
 from ddpkit.types import Stage
 
 
@@ -79,6 +81,78 @@ def test_a_name_that_the_run_has_taken_over_counts_as_its_own(tmp_path):
     train(tmp_path, "a", [4.0, 3.0], "never", Named)
     train(tmp_path, "b", [4.0, 3.0, 2.0], "never", Named)
     assert sorted(path.name for path in tmp_path.glob("CKPT+*")) == ["CKPT+epoch3"]
+
+
+# ------------------------------------------------------------------------------------ savers of another kind
+
+
+class Averaged(Scored):
+    """Saves once more when it has been evaluated, as recipes do with averaged weights."""
+
+    def on_stage_end(self, stage, stage_loss, epoch=None):
+        super().on_stage_end(stage, stage_loss, epoch)
+        if stage == Stage.TEST:
+            self.checkpointer.save_checkpoint(meta={"score": 0.5, "who": "test"})
+
+
+class OwnFile(Scored):
+    """Saves itself in its own way, of which ddpkit understands nothing."""
+
+    def _save(self, path):
+        torch.save({"steps": self.optimizer_step}, path)
+
+    def _recover(self, path, end_of_epoch):
+        self.optimizer_step = torch.load(path)["steps"]
+
+
+def process(folder, kind, scores, *, test_only=False, **given):
+    counter, model = EpochCounter(len(scores)), nn.Linear(2, 1)
+    brain = kind(
+        modules={"model": model},
+        opt_class=lambda parameters: torch.optim.Adam(parameters, lr=0.1),
+        hparams={"scores": scores, "who": "a"},
+        run_opts={"device": "cpu", "noprogressbar": True, "test_only": test_only},
+        checkpointer=Checkpointer(folder, {"model": model, "counter": counter}, **given),
+    )
+    data = [torch.ones(1, 2)] * 2
+    brain.fit(counter, data)
+    if test_only:
+        brain.evaluate(data, min_key="score")
+    return brain
+
+
+def scores_in(checkpointer):
+    return sorted(each.meta["score"] for each in checkpointer.list_checkpoints())
+
+
+@pytest.mark.parametrize("partly", [False, True])
+def test_what_a_process_saves_that_only_evaluates_does_not_disturb_the_training(tmp_path, partly):
+    """It has no optimizer to save and no place in the training; and it would be the newest."""
+    process(tmp_path, Averaged, [1.0, 2.0], allow_partial_load=partly)
+    tested = process(tmp_path, Averaged, [1.0, 2.0], test_only=True, allow_partial_load=partly)
+    assert scores_in(tested.checkpointer) == [0.5, 1.0, 2.0]
+    brain = process(tmp_path, Averaged, [1.0, 2.0, 3.0, 4.0], allow_partial_load=partly)
+    assert brain.optimizer_step == 8
+    assert brain._taken_from.name < tested.checkpointer.find_checkpoint(min_key="score").path.name
+    last = brain.checkpointer.find_checkpoint()
+    assert (last.meta["score"], read_brain_file(last.path)["optimizer_step"]) == (4.0, 8)
+    assert EVALUATED not in read_brain_file(last.path)
+    best = brain.checkpointer.find_checkpoint(min_key="score")
+    assert best.meta["score"] == 0.5
+    tested = process(tmp_path, Averaged, [], test_only=True)
+    assert tested.checkpointer.last_loaded == best.path
+    assert read_brain_file(tested.checkpointer.find_checkpoint().path)["run"] == read_brain_file(last.path)["run"]
+
+
+def test_a_brain_that_saves_itself_in_its_own_way_goes_on_with_its_own_checkpoints(tmp_path):
+    """They cannot say of which run they are, and are not taken for another's when the run goes on."""
+    process(tmp_path, OwnFile, [1.0, 2.0])
+    process(tmp_path, OwnFile, [1.0, 2.0, 3.0])
+    brain = process(tmp_path, OwnFile, [1.0, 2.0, 3.0, 4.0])
+    assert brain.optimizer_step == 8
+    assert scores_in(brain.checkpointer) == [1.0, 4.0], "what is neither the best nor the newest is deleted"
+    brain.evaluate([torch.ones(1, 2)], min_key="score")
+    assert brain.checkpointer.last_loaded == brain.checkpointer.find_checkpoint(min_key="score").path
 
 
 # ------------------------------------------------------------------------------------ what is said of the start

@@ -571,6 +571,31 @@ def test_a_looped_stream_goes_on_where_it_was(tmp_path, drawn, state):
     assert draw(again, 20 - drawn) == expected[drawn:]
 
 
+@pytest.mark.parametrize("state", [True, False], ids=["with state", "numbers alone"])
+@pytest.mark.parametrize("drawn", [1, 2, 5, 7])
+@pytest.mark.parametrize(("before", "now"), [(2, 1), (4, 2), (1, 2)])
+def test_a_looped_loader_of_dealt_batches_on_another_number_of_ranks(tmp_path, before, now, drawn, state):
+    """Its place is that of the batches of all ranks, in the pass as in the nominal epoch."""
+
+    def looped(rank, world_size):
+        batches = [[2 * index, 2 * index + 1] for index in range(12)]
+        return LoopedLoader(shard(range(24), Sharding(rank, world_size), batch_sampler=batches), 20)
+
+    place, expected = drawn * before, plain(looped(0, 1))
+    found = []
+    for rank in range(now):
+        whole, again = looped(0, before), looped(rank, now)
+        list(itertools.islice(whole, drawn))
+        whole.save(tmp_path / "looped.ckpt")
+        again.load(tmp_path / "looped.ckpt", end_of_epoch=False)
+        again.go_on_at(place // now, whole.state_in_pass() if state else None)
+        found.append(plain(again))
+        assert len(found[-1]) == 20 - place // now
+    read = [batch for one in zip(*found, strict=True) for batch in one]
+    start = place // now * now % 12
+    assert read[: 12 - start] == expected[start:12][: len(read)]
+
+
 def test_a_looped_loader_counts_samples():
     """Law 1 for looped loaders: a filler counts nothing, a short batch counts what it holds."""
     loaders = [LoopedLoader(shard(Numbers(9), Sharding(rank, 2), batch_size=2), 4) for rank in range(2)]

@@ -176,6 +176,31 @@ def test_half_precision_weights_have_an_average_that_moves():
 # ---------------------------------------------------------------------------------------------- which weights
 
 
+def test_quantized_weights_that_are_frozen_stay_as_they_are():
+    modules = nn.ModuleDict({"net": nn.Linear(2, 1, bias=False), "base": nn.Linear(2, 1, bias=False)})
+    codes = torch.tensor([[1.0, -2.0]]).to(torch.float8_e4m3fn)
+    modules.base.weight = nn.Parameter(codes, requires_grad=False)
+    average = WeightAverage(modules, 0.5)
+    for value in (1.0, 3.0):
+        nn.init.constant_(modules.net.weight, value)
+        average.update()
+    state = average.state_dict()
+    assert state["net.weight"].tolist() == [[2.0, 2.0]]
+    assert torch.equal(state["base.weight"].view(torch.uint8), codes.view(torch.uint8))
+    again = WeightAverage(modules, 0.5)
+    again.load_state_dict(state)
+    with again.applied():
+        assert modules.net.weight.tolist() == [[2.0, 2.0]]
+        assert modules.base.weight.dtype is codes.dtype
+
+
+def test_quantized_weights_that_are_trained_are_refused_by_name():
+    modules = nn.ModuleDict({"net": nn.Linear(2, 1, bias=False)})
+    modules.net.weight = nn.Parameter(modules.net.weight.detach().to(torch.float8_e5m2))
+    with pytest.raises(ConfigError, match=r"net\.weight is torch.float8_e5m2 and trained"):
+        WeightAverage(modules, 0.5).follow()
+
+
 def test_frozen_layers_cost_nothing_and_one_that_is_trained_later_is_averaged_as_if_it_always_had_been():
     modules, always = nn.ModuleDict({"net": Net()}), nn.ModuleDict({"net": Net()})
     for parameter in always.parameters():

@@ -7,12 +7,14 @@ import os
 import re
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
 
 from ddpkit import failure
 from ddpkit.errors import MainProcessError, RankFailedError
+from ddpkit.roll_call import Position
 
 LOST = RuntimeError("[third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1")
 
@@ -21,7 +23,9 @@ LOST = RuntimeError("[third_party/gloo/gloo/transport/tcp/pair.cc:553] Connectio
 def _as_if_nothing_had_failed(monkeypatch):
     for name in ("last_words", "failed", "second_hand"):
         monkeypatch.setattr(failure._Here, name, None if name == "last_words" else False)
-    monkeypatch.setattr(failure._Here, "place", "")
+    for name, value in (("report", None), ("process", 0), ("in_trouble", False), ("find_reason", None)):
+        monkeypatch.setattr(failure._Here, name, value)
+    monkeypatch.setattr(failure, "POSITION", Position())
 
 
 @pytest.fixture
@@ -199,6 +203,9 @@ def test_the_hook_of_a_forked_child_tells_nobody(words, monkeypatch):
     sys.excepthook(ValueError, ValueError("in a child"), None)
     assert words[1].first_failure() is None
     assert not failure.has_failed()
+    failure.watch_uncaught(words[0])  # the child is a rank itself
+    sys.excepthook(ValueError, ValueError("in a rank"), None)
+    assert words[1].first_failure().text == "ValueError: in a rank"
 
 
 def test_a_hook_below_another_one_is_found(monkeypatch):
@@ -212,3 +219,111 @@ def test_a_hook_below_another_one_is_found(monkeypatch):
     monkeypatch.setattr(sys, "excepthook", above)
     failure.watch_uncaught()
     assert sys.excepthook is above
+
+
+# ------------------------------------------------------------------------------------- what has been caught is over
+
+
+def progress(step):
+    return SimpleNamespace(
+        epoch=1, step=step, optimizer_step=step, seen=SimpleNamespace(stage=SimpleNamespace(name="TRAIN"))
+    )
+
+
+def fail_in_fit(error, step=4):
+    with pytest.raises(type(error)), failure.POSITION.inside(progress(step)), failure.failure_notice():
+        raise error
+
+
+def fit():
+    with failure.POSITION.inside(progress(9)), failure.failure_notice():
+        pass
+
+
+def test_the_place_of_a_failure_is_told_of_that_one_alone():
+    first = ValueError("first")
+    fail_in_fit(first)
+    assert failure.Reason.of(0, first, is_final=True).place == "in TRAIN of epoch 1 at step 4"
+    assert failure.Reason.of(0, KeyError("later, in the script's own code"), is_final=True).place == ""
+
+
+def test_the_place_of_a_lost_connection_goes_to_what_is_raised_instead(words):
+    failure.watch_uncaught(words[0])
+    words[2].tell_failure(ValueError("boom"))
+    with pytest.raises(RankFailedError) as caught, failure.POSITION.inside(progress(7)), failure.failure_notice():
+        raise LOST
+    assert failure.Reason.of(0, caught.value, is_final=True).place == "in TRAIN of epoch 1 at step 7"
+
+
+def test_a_report_of_what_was_caught_is_taken_back_when_the_run_goes_on(report):
+    fail_in_fit(ValueError("caught by the recipe"))
+    assert "caught by the recipe" in report.read_text()
+    fit()
+    assert not report.exists()
+    report.write_text("of somebody else")
+    fit()
+    assert report.read_text() == "of somebody else"
+    fail_in_fit(ValueError("the end"))
+    assert "the end" in report.read_text()
+
+
+def test_trouble_in_one_group_is_none_in_the_next(words):
+    failure.watch_uncaught(words[0])
+    fail_in_fit(ValueError("in the first"))
+    assert words[0].is_alone_in_trouble(1)
+    [second, _] = [failure.LastWords(dist.HashStore(), 0, 2)] * 2
+    failure.watch_uncaught(second)
+    fail_in_fit(ValueError("in the second"))
+    assert second.is_alone_in_trouble(1)
+    failure.watch_uncaught(second)
+    fit()
+    assert not second.is_alone_in_trouble(1)
+
+
+def test_who_has_left_a_group_behind_tells_it_nothing_and_asks_nobody_of_it(words):
+    failure.watch_uncaught(words[0])
+    failure.set_reason_finder(lambda: failure.Reason(2, "found"))
+    failure.forget_words(words[1])
+    assert "found" in str(failure.explained(LOST)), "another one's is left alone"
+    failure.forget_words(words[0])
+    fail_in_fit(ValueError("afterwards"))
+    assert words[1].first_failure() is None
+    assert "no rank has left a reason" in str(failure.explained(LOST))
+
+
+@pytest.mark.parametrize("error", [ValueError("in a child"), SystemExit(3)])
+def test_a_forked_child_tells_nothing_of_what_ends_it(report, words, monkeypatch, error):
+    failure.watch_uncaught(words[0])
+    monkeypatch.setattr(failure._Here, "process", os.getpid() + 1)  # as if this process were a child of the rank
+    fail_in_fit(error)
+    assert words[1].first_failure() is None
+    assert not report.exists()
+    report.write_text("of the rank")
+    failure._Here.report = report
+    fit()
+    assert report.exists()
+
+
+def test_a_caught_failure_of_a_nested_call_is_none_of_the_outer_one(words):
+    failure.watch_uncaught(words[0])
+    with failure.POSITION.inside(progress(1)):
+        fail_in_fit(ValueError("nested"))
+        with failure.POSITION.inside(progress(1)):
+            other = words[1].first_failure()
+            assert other is None, "that is the third call"
+        assert words[1].first_failure() is None
+    failure.POSITION.session = 2
+    assert words[1].first_failure().text == "ValueError: nested"
+    failure.POSITION.session = 0
+    assert words[1].first_failure() is None
+
+
+def test_a_rank_that_is_gone_is_gone_for_who_waits_for_it(words):
+    words[0].tell_gone(failure.Reason(2, "disappeared", is_final=True))
+    assert words[1].has_left(2)
+    assert words[1].first_failure().text == "disappeared"
+    for one in words[:2]:
+        one.say_goodbye()
+    began = time.monotonic()
+    words[0].await_goodbyes(10.0)
+    assert time.monotonic() - began < 5

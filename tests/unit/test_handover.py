@@ -14,7 +14,7 @@ from torch.distributed import HashStore, TCPStore
 
 from ddpkit import handover
 from ddpkit.errors import MainProcessError, RankFailedError
-from ddpkit.failure import LastWords
+from ddpkit.failure import LastWords, Reason
 from ddpkit.handover import Handover, Outcome, call_site, outside_frame, place, raise_as_reader
 
 SITE = "train.py:12 in prepare #0a1b"
@@ -222,8 +222,43 @@ def test_a_poster_that_left_because_of_a_failure(boxes):
     words = LastWords(main.store, 0, 2)
     words.tell_failure(ValueError("boom"))
     words.say_goodbye()
-    with pytest.raises(RankFailedError, match=r"^rank 0 failed first: ValueError: boom\n\(rank 1 was waiting at train"):
+    with pytest.raises(RankFailedError, match=r"^rank 0 \(.*\) failed first: ValueError: boom\n\(rank 1 was waiting"):
         read(other)
+
+
+def test_f4_a_poster_that_was_killed_is_named_as_that(boxes):
+    other = boxes[1]
+    other.last_words.tell_gone(Reason(0, "disappeared: it was killed.", "node7", 5, is_final=True))
+    with pytest.raises(
+        RankFailedError, match=r"^rank 0 \(node7, pid 5\) disappeared: it was killed.\n\(rank 1 was wai"
+    ):
+        read(other)
+
+
+@pytest.mark.parametrize("looks", [True, False])
+def test_f4_what_looks_for_a_silent_poster_is_asked_after_some_seconds(boxes, monkeypatch, looks):
+    """A watch of its own lends it; in a group that others have started, nobody does."""
+    monkeypatch.setattr(handover, "TROUBLE_SECONDS", 0.05)
+    main, other = boxes
+
+    class Absence:
+        def look(self, now):
+            assert now - began > 0.05
+            other.last_words.tell_gone(Reason(0, "disappeared.", is_final=True))
+
+    if looks:
+        other.absence_of = {0: Absence()}.get
+    began = time.monotonic()
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(read, other)
+        time.sleep(0.3)
+        assert waiting.done() == looks
+        post(main, Outcome(ok=True, value="late"))
+        if looks:
+            with pytest.raises(RankFailedError, match=r"^rank 0 disappeared\."):
+                waiting.result(5)
+        else:
+            assert waiting.result(5).value == "late"
 
 
 def test_a_lost_store():

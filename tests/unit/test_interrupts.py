@@ -100,8 +100,41 @@ def test_contexts_may_be_nested():
         with inner.heard():
             signal.raise_signal(signal.SIGTERM)
         signal.raise_signal(signal.SIGTERM)
-    assert inner.stop_signal == outer.stop_signal == signal.SIGTERM, "the inner one leaves it to the outer one"
+    assert (inner.stop_signal, outer.stop_signal) == (0, signal.SIGTERM), "the inner one hands it to the outer one"
     assert asked_twice() == 0
+
+
+@pytest.mark.parametrize("error", [None, ValueError])
+def test_what_an_inner_context_has_heard_and_not_acted_on_is_not_lost(error):
+    """Such as the evaluation of another Brain inside of fit, which has no beat any more."""
+    outer, inner, third = Interrupts(), Interrupts(), Interrupts(["SIGUSR1"], [])
+    with stopped(outer):
+        with contextlib.suppress(ValueError), third.heard(), inner.heard():
+            signal.raise_signal(signal.SIGUSR2)
+            signal.raise_signal(signal.SIGTERM)
+            if error is not None:
+                raise error
+        assert (inner.stop_signal, inner.save_wanted) == (0, False)
+        assert (outer.stop_signal, outer.save_wanted) == (signal.SIGTERM, True)
+        assert third.stop_signal == 0, "which had no use for that one"
+        time.sleep(REPEAT_SECONDS / 4)
+        signal.raise_signal(signal.SIGTERM)  # the echo of the one that the inner context has heard: does no harm
+
+
+def test_a_signal_means_what_it_means_to_the_one_who_gets_it():
+    outer, inner = Interrupts(["SIGTERM"], ["SIGUSR1"]), Interrupts(["SIGUSR1"], [])
+    with outer.heard(), inner.heard():
+        signal.raise_signal(signal.SIGUSR1)
+    assert (outer.stop_signal, outer.save_wanted, inner.stop_signal) == (0, True, 0)
+
+
+def test_contexts_of_one_brain_have_one_memory():
+    interrupts = Interrupts()
+    with stopped(interrupts):
+        with interrupts.heard():
+            signal.raise_signal(signal.SIGTERM)
+            signal.raise_signal(signal.SIGUSR2)
+        assert (interrupts.stop_signal, interrupts.save_wanted) == (signal.SIGTERM, True)
 
 
 @pytest.mark.parametrize(("name", "code"), [("SIGTERM", -signal.SIGTERM), ("SIGUSR1", -signal.SIGUSR1), ("SIGINT", 1)])

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+)
 
 from ddpkit.batch_sizes import BatchSizes
-from ddpkit.dataloader import LoopedLoader, Sharding, deal_batches, shard
+from ddpkit.dataloader import LoopedLoader, Sharding, deal_batches, reshard, shard
 from ddpkit.errors import CheckpointError, ConfigError
 from ddpkit.options import OPTION_BY_NAME
-from ddpkit.resuming import TELLING, Pace, changed_options, read_brain_file
+from ddpkit.plain_yaml import dump_plain_yaml, load_plain_yaml
+from ddpkit.resuming import TELLING, Pace, changed_options, order_of, read_brain_file
 from ddpkit.run_opts import RunOptions
 
 FOUR = Pace(world_size=4, factor=2, per_step=64, per_process=8)
@@ -71,6 +84,173 @@ def test_another_batch_goes_on_after_the_samples_that_were_done():
     assert step == 6
     assert "64 samples per optimizer step, and now there are 100" in words
     assert "after 300 of the 320 samples" in words
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "step", "expected", "said"),
+    [
+        (
+            Pace(1, 2),
+            Pace(1, 4),
+            6,
+            6,
+            "2 batches per optimizer step, and now there are 4: the epoch goes on after 6",
+        ),
+        (Pace(1, 4), Pace(1, 2), 4, 4, "after 4 of the 4 batches that were done, and"),
+        (Pace(2, 3), Pace(4, 1), 3, 1, r"after 4 of the 6 batches that were done \(2 of them are done again\)"),
+    ],
+)
+def test_dealt_batches_go_on_at_the_same_batch(before, now, step, expected, said):
+    """Whole batches have a place of their own: another number of them per step skips none and repeats no round."""
+    found, words = now.place(before, step, 10 * step)
+    assert found == expected
+    assert re.search(said, words)
+    (change,) = now.changes(before)
+    assert (
+        change
+        == f"{now.world_size * now.factor} batches per optimizer step, before {before.world_size * before.factor}"
+    )
+
+
+@pytest.mark.parametrize(("step", "expected"), [(0, 0), (6, 12), (5, 10)])
+def test_dealt_batches_on_another_number_of_ranks_keep_their_exact_place(step, expected):
+    before = Pace(4, 1)
+    now = Pace(2, before.on(2)["grad_accumulation_factor"])
+    assert now.place(before, step, 10) == (expected, None)
+    assert now.changes(before) == []
+    # the last round of an epoch may be short, and the last step too
+    assert before.place(now, 2 * step - 1 if step else 0, 10) == (step, None)
+
+
+def test_what_changes_in_a_step():
+    assert FOUR.changes(FOUR) == FOUR.changes(Pace(None, None)) == []
+    assert Pace(2, 2, 48, 12).changes(FOUR) == ["48 samples per optimizer step, before 64"]
+
+
+# ------------------------------------------------------------------------------------- the order of the data
+
+
+class Own(Sampler):
+    """Another length in every epoch, and it tells by drawing."""
+
+    def __iter__(self):
+        raise AssertionError("nothing is drawn")
+
+    def __len__(self):
+        raise AssertionError("nothing is drawn")
+
+
+class Lines(IterableDataset):
+    def __iter__(self):
+        return iter(range(7))
+
+    def __len__(self):
+        raise AssertionError("a length that may be one rank's")
+
+
+class Items(Dataset):
+    def __len__(self):
+        return 11
+
+
+def batches(number=5):
+    return [[index] for index in range(number)]
+
+
+KINDS = {
+    "plan": (
+        lambda one: shard(Items(), one, batch_size=2),
+        {"order": "as it stands", "drop_last": False, "samples": 11},
+    ),
+    "shuffled": (
+        lambda one: shard(Items(), one, batch_size=2, shuffle=True, drop_last=True),
+        {"order": "shuffled", "drop_last": True, "samples": 11},
+    ),
+    "ready-made": (
+        lambda one: reshard(DataLoader(Items(), batch_size=2, shuffle=True), one),
+        {"order": "shuffled", "drop_last": False, "samples": 11},
+    ),
+    "global": (
+        lambda one: shard(
+            Items(), Sharding(one.rank, one.world_size, global_batch_size=7, micro_batches=2), shuffle=True
+        ),
+        {"order": "shuffled", "drop_last": False, "samples": 11},
+    ),
+    "sampler": (
+        lambda one: shard(Items(), one, sampler=range(3), batch_size=2),
+        {"order": "by range", "length": 3, "drop_last": False, "samples": 11},
+    ),
+    "own sampler": (
+        lambda one: shard(Items(), one, sampler=Own(), batch_size=2),
+        {"order": "by Own", "drop_last": False, "samples": 11},
+    ),
+    "batches": (
+        lambda one: shard(Items(), one, batch_sampler=batches()),
+        {"order": "by list", "length": 5, "drop_last": False, "samples": 11},
+    ),
+    "batch sampler": (
+        lambda one: shard(Items(), one, batch_sampler=BatchSampler(RandomSampler(range(9)), 3, drop_last=False)),
+        {
+            "order": "by BatchSampler of RandomSampler",
+            "length": 9,
+            "batch_size": 3,
+            "drop_last": False,
+            "samples": 11,
+        },
+    ),
+    "stream": (lambda one: shard(Lines(), one, batch_size=2), {"order": "of Lines", "drop_last": False}),
+    "loader of one's own": (lambda one: deal_batches([[1]], one), {"order": "of list"}),
+    "divided": (
+        lambda one: shard(Items(), one, sampler=DistributedSampler(Items(), one.world_size, one.rank)),
+        {"order": "by BatchSampler of DistributedSampler", "samples": 11},
+    ),
+    "looped": (
+        lambda one: LoopedLoader(shard(Items(), one, batch_size=2), 4),
+        {"order": "as it stands", "drop_last": False, "samples": 11, "nominal epoch": 4},
+    ),
+    "looped stream": (
+        lambda one: LoopedLoader(shard(Lines(), one, batch_size=2), 4),
+        {"order": "of Lines", "drop_last": False, "nominal epoch": 4},
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_order_is_described_alike_on_every_rank_of_any_number(kind):
+    make, expected = KINDS[kind]
+    for world_size in (1, 2, 3):
+        for rank in range(world_size):
+            assert order_of(make(Sharding(rank, world_size))) == expected
+
+
+def test_a_stream_that_divides_itself_may_have_lengths_of_its_own():
+    class Part(Lines):
+        is_sharded = True
+
+    assert order_of(shard(Part(), Sharding(1, 2), batch_size=2)) == {"order": "of Part"}
+    mine = SequentialSampler(range(4))
+    mine.is_sharded = True
+    assert order_of(shard(Items(), Sharding(1, 2), sampler=mine)) == {"order": "by BatchSampler of SequentialSampler"}
+
+
+def test_other_data_in_the_middle_of_an_epoch():
+    sizes = BatchSizes(1, (2, 2), 1, 2, None, None)
+
+    def pace(number, **options):
+        found = Pace.of(sizes, shard(range(number), Sharding(), batch_size=2, **options))
+        return Pace.read(load_plain_yaml(dump_plain_yaml(found.state_dict())))
+
+    before = pace(40, shuffle=True)
+    assert pace(40, shuffle=True).other_data(before) is None
+    words = pace(100).other_data(before)
+    assert "order as it stands, before shuffled; samples 100, before 40" in words
+    assert "drop_last True, before False" in pace(40, shuffle=True, drop_last=True).other_data(before)
+    assert pace(100).other_data(Pace(1, 1, 2, 2)) is None, "a checkpoint that does not tell"
+    assert pace(100).other_data(Pace.read({"data": [3]})) is None
+    by_list = Pace.of(sizes, shard(range(40), Sharding(), batch_sampler=batches()))
+    assert "order by list, before shuffled" in by_list.other_data(before)
+    more = Pace.of(sizes, shard(range(40), Sharding(), batch_sampler=batches(6)))
+    assert "length 6, before 5" in more.other_data(by_list)
 
 
 def test_options_that_bear_on_the_numbers():

@@ -334,6 +334,22 @@ def test_it_is_renewed_while_it_is_held(tmp_path, lock):
         assert int(after.splitlines()[1]) >= 1
 
 
+def test_a_relative_folder_is_renewed_wherever_the_working_directory_is(tmp_path, monkeypatch):
+    (tmp_path / "save").mkdir()
+    monkeypatch.chdir(tmp_path)
+    lock = FolderLock("save", renewal_seconds=RENEWAL)
+    assert lock.folder == tmp_path / "save"
+    with lock.hold():
+        monkeypatch.chdir("/")
+        time.sleep(4 * RENEWAL)
+        lock.require()
+        (path,) = (tmp_path / "save" / LOCK_NAME).iterdir()
+        assert int(path.read_bytes().splitlines()[1]) >= 1
+        monkeypatch.chdir(tmp_path)
+        lock.require()
+    assert names(tmp_path / "save") == []
+
+
 def lose(folder, how):
     (path,) = (folder / LOCK_NAME).iterdir()
     path.unlink()

@@ -122,6 +122,12 @@ def test_global_batches_of_several_micro_batches(samples, world_size, whole, pie
         assert step == min(whole, samples - batch // pieces * whole), "an optimizer step is a global batch"
     assert found == list(range(samples - samples % whole if drop_last else samples))
     assert len(found) == plan.used_samples
+    ends = [0, *itertools.accumulate(plan.total(batch) for batch in range(len(plan)))]
+    assert [plan.done_before(batch) for batch in range(len(plan) + 1)] == ends
+    for done in range(samples + 1):
+        after = plan.batch_after(done)
+        assert ends[after] <= done, "nothing is left out"
+        assert after == len(plan) or done < ends[after + 1], "no more than a part of one batch is done again"
     rank = data.draw(st.integers(0, world_size - 1))
     if not samples:
         return

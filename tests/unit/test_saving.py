@@ -16,8 +16,10 @@ from ddpkit.checkpoints import Checkpointer
 from ddpkit.errors import ConfigError
 from ddpkit.loop import Progress
 from ddpkit.plain_yaml import load_plain_yaml
+from ddpkit.resuming import Pace
 from ddpkit.run_opts import RunOptions
 from ddpkit.saving import INTRA_EPOCH_KEY, Saving
+from ddpkit.starting import EVALUATED, Lineage, Start
 from ddpkit.strategy import SingleDevice
 
 
@@ -49,10 +51,10 @@ def test_the_midst_of_an_epoch_comes_back(tmp_path):
     in_epoch(Brain())._save(tmp_path / "brain.ckpt")
     state = load_plain_yaml((tmp_path / "brain.ckpt").read_text())
     assert state.pop("options")["precision"] == "fp32"
-    assert set(state.pop("asked")) == {"world_size", "grad_accumulation_factor", "per_step", "per_process"}
+    assert set(state.pop("asked")) == set(Pace(1, 1).state_dict())
     assert [state.pop(name) for name in ("nonfinite", "fit", "launch")] == [0, 0, None]
     assert [state.pop(name) for name in ("epoch", "finished", "counters", "lacks")] == [0, [], [], None]
-    assert [state.pop(name) for name in ("seed", "rates")] == [None, None]
+    assert [state.pop(name) for name in ("seed", "rates", "data", "trained")] == [None, None, None, {}]
     assert state == {
         "step": 5,
         "avg_train_loss": 2.25,
@@ -89,6 +91,54 @@ def test_outside_of_fit_nothing_comes_back(tmp_path):
     for end_of_epoch in (False, True):
         brain._recover(tmp_path / "brain.ckpt", end_of_epoch=end_of_epoch)
         assert (brain.step, brain.optimizer_step) == (9, 99)
+
+
+def test_a_process_that_only_evaluates_writes_again_what_it_has_recovered(tmp_path):
+    """A recipe that saves in on_stage_end(TEST) has no place in the training of its own."""
+    trained = in_epoch(Brain())
+    trained._start = Start("auto", Lineage("first", 3.0))
+    trained._fits, trained._finished, trained._counters, trained._base_seed = 2, (7,), ("a", "b"), 5
+    trained._pace, trained._rates = Pace(4, 2, 64, 8), {"sgd": [0.5]}
+    trained._save(tmp_path / "brain.ckpt")
+    brain = Brain(precision="bf16")
+    brain._fitting = False
+    brain._recover(tmp_path / "brain.ckpt", end_of_epoch=True)
+    assert brain.optimizer_step == 0
+    brain._save(tmp_path / "again.ckpt")
+    before, again = (load_plain_yaml((tmp_path / f"{name}.ckpt").read_text()) for name in ("brain", "again"))
+    assert again.pop(EVALUATED) is True
+    assert again == before
+    assert (again["optimizer_step"], again["fit"], again["run"]) == (20, 2, "first")
+    assert again["options"]["precision"] == "fp32"
+    brain._evaluated = Lineage("second", 4.0, {"first": 5.0})  # that of the run which has saved last, in the folder
+    brain._save(tmp_path / "again.ckpt")
+    assert Lineage.read(load_plain_yaml((tmp_path / "again.ckpt").read_text())) == brain._evaluated
+
+
+@pytest.mark.parametrize("content", ["[", "- 1", "other: 2"])
+def test_what_an_evaluation_cannot_read_it_does_not_write_again(tmp_path, content):
+    (tmp_path / "brain.ckpt").write_text(content)
+    brain = Brain()
+    brain._fitting = False
+    brain._recover(tmp_path / "brain.ckpt", end_of_epoch=True)
+    brain._save(tmp_path / "again.ckpt")
+    again = load_plain_yaml((tmp_path / "again.ckpt").read_text())
+    assert (again[EVALUATED], again["optimizer_step"], "other" in again) == (True, 0, False)
+
+
+def test_what_has_been_trained_is_no_evaluation(tmp_path):
+    """After fit, and in a loop of a recipe's own that never calls fit."""
+    in_epoch(Brain(), optimizer_step=3)._save(tmp_path / "brain.ckpt")
+    for change in ({"_fits": 1}, {"optimizer_step": 9}, {"optimizers_dict": {"sgd": None}}):
+        brain = Brain()
+        brain._fitting = False
+        brain._recover(tmp_path / "brain.ckpt", end_of_epoch=True)
+        for name, value in change.items():
+            setattr(brain, name, value)
+        brain._save(tmp_path / "again.ckpt")
+        again = load_plain_yaml((tmp_path / "again.ckpt").read_text())
+        assert EVALUATED not in again
+        assert again["optimizer_step"] == change.get("optimizer_step", 0)
 
 
 def test_the_sums_of_all_ranks_come_back_once(tmp_path):

@@ -13,12 +13,14 @@ from ddpkit.checkpoint_records import Checkpoint
 from ddpkit.checkpoints import Checkpointer
 from ddpkit.plain_yaml import dump_plain_yaml
 from ddpkit.starting import (
+    EVALUATED,
     Lineage,
     changed_rates,
     choose_start,
     learning_rates,
     lineage_of,
     modules_not_saved,
+    saved_last,
     start_again,
 )
 
@@ -100,7 +102,62 @@ def test_a_later_call_goes_on_with_the_run_s_own(tmp_path):
     assert start_again(checkpointer, "never", run).resume == str(own.path)
 
 
+# ------------------------------------------------------------------------------- saved by who only evaluated
+
+
+def test_a_training_does_not_go_on_from_what_an_evaluation_has_saved(tmp_path, caplog):
+    caplog.set_level("INFO")
+    run, other = Lineage.new(), Lineage.new()
+    own = save(tmp_path, {**run.state_dict(), "asked": FOUR})
+    save(tmp_path, {**other.state_dict(), "asked": TWO})
+    state = {**run.state_dict(), "asked": FOUR, EVALUATED: True}
+    evaluated = [save(tmp_path, state), save(tmp_path, state)]
+    start = choose_start(Checkpointer(tmp_path), "auto", 4)
+    assert (start.resume, start.lineage, start.pace.per_step) == (str(own.path), run, 64)
+    assert f"{evaluated[-1].path} was saved by a process that only evaluated" in caplog.text
+    assert all(map(run.includes, evaluated))
+    assert start_again(Checkpointer(tmp_path), "auto", run).resume == str(own.path)
+    assert start_again(Checkpointer(tmp_path), "never", run).resume == str(own.path)
+    named = choose_start(Checkpointer(tmp_path), str(evaluated[0].path), 4)
+    assert named.resume == str(evaluated[0].path), "what is asked for"
+
+
+def test_an_evaluation_s_is_taken_where_the_run_has_no_other(tmp_path, caplog):
+    run = Lineage.new()
+    evaluated = save(tmp_path, {**run.state_dict(), "asked": FOUR, EVALUATED: True})
+    caplog.set_level("INFO")
+    start = choose_start(Checkpointer(tmp_path), "auto", 4)
+    assert (start.resume, start.lineage) == ("auto", run)
+    damaged = save(tmp_path, {**run.state_dict(), "asked": FOUR})
+    text = damaged.path / "CKPT.yaml"
+    text.write_bytes(text.read_bytes().replace(b"unixtime: 1", b"unixtime: 0"))  # as long, and older
+    assert choose_start(Checkpointer(tmp_path), "auto", 4).resume == "auto"
+    assert start_again(Checkpointer(tmp_path), "never", run).resume in {str(evaluated.path), str(damaged.path)}
+    assert "only evaluated" not in caplog.text
+
+
+def test_a_restarted_launch_does_not_go_on_from_what_it_has_evaluated(tmp_path, restarted):
+    own = save(tmp_path, {"launch": "mine", "asked": FOUR})
+    save(tmp_path, {"launch": "mine", "asked": FOUR, EVALUATED: True})
+    assert choose_start(Checkpointer(tmp_path), "never", 4).resume == str(own.path)
+
+
 # ------------------------------------------------------------------------------------------ whose checkpoints
+
+
+@pytest.mark.parametrize("content", [b"PK\x03\x04\xff\xfe", b"a: [", b"- 1"])
+def test_a_brain_that_saves_itself_otherwise_goes_on_with_all_that_was_there(tmp_path, content):
+    """Nothing can be known of its run: it is taken for a run that does not say."""
+    for _ in range(2):
+        checkpointer = Checkpointer(tmp_path)
+        write = lambda obj, path: Path(path).write_bytes(content)
+        checkpointer.add_recoverable("brain", Brain({}), custom_save_hook=write, custom_load_hook=lambda *where: None)
+        checkpointer.save_checkpoint()
+    start = choose_start(Checkpointer(tmp_path), "auto", 1)
+    found = Checkpointer(tmp_path).list_checkpoints()
+    assert (start.resume, len(found)) == ("auto", 2)
+    assert all(map(start.lineage.includes, found))
+    assert all(start.lineage.owns(each, "auto") for each in found)
 
 
 def record(folder, time, state):
@@ -134,6 +191,7 @@ def test_the_run_that_saved_last(tmp_path):
     checkpoints.append(record(tmp_path, 6, {}))
     found = lineage_of(checkpoints)
     assert list(map(found.includes, checkpoints)) == [False, True, True]
+    assert saved_last(checkpoints) == second
     assert lineage_of(checkpoints[2:]) is None
 
 

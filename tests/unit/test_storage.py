@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import random
+import shutil
 from pathlib import Path
 
 import pytest
@@ -361,3 +362,21 @@ def test_files_of_another_library_are_checked_by_their_own_checksums(tmp_path):
 def test_an_unknown_mode_is_an_error(tmp_path):
     with pytest.raises(ConfigError, match="'full', 'size' and 'off'"):
         verify(tmp_path, "quick")
+
+
+def test_a_file_that_may_not_be_written_any_more_is_saved(tmp_path, monkeypatch):
+    """As `shutil.copy` makes it, of a file of mode 0444; root alone could open it for writing."""
+    source, is_root = tmp_path / "spm.model", os.geteuid() == 0
+    source.write_text("a tokenizer")
+    source.chmod(0o444)
+    tmp_path.chmod(0o777)
+    monkeypatch.chdir(tmp_path)  # the folders above are root's
+    if is_root:
+        os.seteuid(65534)
+    try:
+        commit_directory(Path("CKPT+a"), lambda folder: shutil.copy(source.name, folder / "spm.ckpt"))
+    finally:
+        if is_root:
+            os.seteuid(0)
+    assert (tmp_path / "CKPT+a" / "spm.ckpt").read_text() == "a tokenizer"
+    assert verify(tmp_path / "CKPT+a") == []

@@ -14,6 +14,7 @@ import pytest
 
 from ddpkit import supervision
 from ddpkit.supervision import Child, Ending, Supervisor, cores, end_with_parent, rank_environment
+from ddpkit.watch import HOLD_SECONDS
 from tests.launching import wait_until
 
 
@@ -80,6 +81,42 @@ def test_who_ignores_sigterm_is_killed(start, monkeypatch):
     failure = Supervisor(start("trap '' TERM; while true; do sleep 0.1; done", "sleep 0.3; exit 1"), nap).run()
     assert failure.rank == 1
     assert 0.5 < time.monotonic() - began < 4
+
+
+def test_a_save_has_the_time_that_the_watch_gives_it():
+    assert supervision.KILL_SECONDS > HOLD_SECONDS
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_who_is_deaf_is_killed_when_the_parent_is_told_twice(start, monkeypatch, tmp_path, fails):
+    """Also while the others are given time because one has failed."""
+    monkeypatch.setattr(supervision, "REPEAT_SECONDS", 0.4)
+    monkeypatch.setattr(supervision, "AGAIN_SECONDS", 0.3)
+    first, second = tmp_path / "first", tmp_path / "second"
+    deaf = f"trap '' TERM INT; touch {first}; while [ ! -e {second} ]; do sleep 0.05; done; sleep 60"
+    children = start(deaf, f"while [ ! -e {first} ]; do sleep 0.05; done; {'exit 3' if fails else 'sleep 60'}")
+    began = time.monotonic()
+    threads = [send_when_ready(signal.SIGINT, first)]
+
+    def again():
+        threads[0].join()
+        time.sleep(0.1)
+        os.kill(os.getpid(), signal.SIGINT)  # the echo of the first
+        time.sleep(0.2)
+        second.touch()
+        alive.append(children[0].poll() is None)
+        time.sleep(0.4)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    alive = []
+    threads.append(threading.Thread(target=again))
+    threads[1].start()
+    failure = Supervisor(children, nap).run()
+    for thread in threads:
+        thread.join()
+    assert alive == [True], "one signal and its echo are not enough"
+    assert failure.rank == 1
+    assert 0.6 < time.monotonic() - began < 8
 
 
 def test_the_workers_of_a_killed_rank_go_too(start, tmp_path):

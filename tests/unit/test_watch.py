@@ -26,6 +26,7 @@ from ddpkit.pulse import (
     PULSE_SECONDS,
     SILENT_SECONDS,
     SURVEY_SECONDS,
+    Absence,
     Survey,
     _place_of,
     pulse_key,
@@ -76,7 +77,7 @@ def clock(monkeypatch):
     for module in ("watch", "pulse"):
         monkeypatch.setattr(f"ddpkit.{module}.time", clock)
     monkeypatch.setattr(pulse_module, "_told", set())
-    monkeypatch.setattr("ddpkit.failure.POSITION", Position(sessions=1))
+    monkeypatch.setattr("ddpkit.failure.POSITION", Position(session=1))
     return clock
 
 
@@ -88,7 +89,7 @@ def store():
 def position(*, inside=True, session=1):
     progress = Progress()
     progress.epoch, progress.seen = 1, SimpleNamespace(stage=Stage.TRAIN)
-    return Here(progress=progress if inside else None, sessions=session)
+    return Here(progress=progress if inside else None, session=session if inside else 0)
 
 
 class Watched(Watch):
@@ -452,6 +453,64 @@ def test_a_neighbour_that_has_left_is_not_missed(clock, store, ended_process):
     assert one.pulse.failure is None
 
 
+def test_f4_who_is_killed_after_another_has_failed_is_noted_as_gone_too(clock, store, ended_process):
+    """A rank that waits for it outside of fit must not wait for ever, whoever is named as the reason."""
+    ranks = [Watched(store, rank, 3, where=position(inside=False)) for rank in range(2)]
+    for one in ranks:
+        one.beat()
+    store.set(pulse_key(1), Whereabouts(1, "a", *ended_process[:1], started=ended_process[1]).to_json())
+    LastWords(store, 2, 3).tell_reason(Reason(2, "Boom: b", trace="T", is_final=True))
+    pass_time(clock, 3, ranks[0], beating=[ranks[0]])
+    assert ranks[0].words.has_left(1)
+    assert ranks[0].words.first_failure().rank == 2
+    assert store.add("ddpkit/left", 0) == 1
+    ranks[0].words.tell_gone(Reason(1, "disappeared", is_final=True))
+    assert store.add("ddpkit/left", 0) == 1, "it is counted once"
+
+
+# ------------------------------------------------------------------------------------------ a silent rank, waited for
+
+
+def listen(store, beats, limit, seconds=40, step=1.0):
+    """Wait for rank 1, which tells in those seconds; return when it was told as gone, or None."""
+    one, other = Watched(store), Watched(store, 1)
+    absence, now = Absence(one.pulse, 1, lambda: limit), 0.0
+    while now < seconds:
+        if now in beats:
+            other.beat()
+        absence.look(now)
+        if one.words.has_left(1):
+            return now
+        now += step
+    return None
+
+
+@pytest.mark.parametrize(
+    ("beats", "limit", "when"),
+    [
+        ((0, 1, 2), 10.0, 12.0),
+        ((), 10.0, 10.0),  # killed before it told anything
+        ((0, 1, 9, 18), 10.0, 28.0),
+        (range(100), 10.0, None),
+        ((0, 1, 2), 0.0, None),
+    ],
+)
+def test_f4_a_rank_that_is_waited_for_and_tells_nothing_is_gone_after_the_hang_timeout(
+    clock, store, beats, limit, when
+):
+    assert listen(store, beats, limit) == when
+    reason = LastWords(store, 0, 2).first_failure()
+    if when is None:
+        assert reason is None
+    else:
+        assert f"it has told nothing for 10 s (--hang_timeout={limit:.0f})" in reason.summary()
+        assert reason.is_final
+
+
+def test_time_in_which_the_store_did_not_answer_is_nobodys_silence(clock, store):
+    assert listen(store, (0,), 100.0, seconds=1000, step=200.0) is None
+
+
 def test_a_rank_of_another_machine_is_no_neighbour_though_its_number_is_near(clock, store, ended_process):
     """Its process number means another process here, or none."""
     one = Watched(store)
@@ -604,7 +663,7 @@ def test_the_next_session_has_forgotten_the_failure_of_the_last(clock, store, mo
     LastWords(store, 1, 2).tell_reason(Reason(1, "Boom: b", trace="T", session=1))
     pass_time(clock, 2, one, beating=[one])
     assert one.pulse.failure is not None
-    one.position.sessions, one.position.waiting = 2, True
+    one.position.session, one.position.waiting = 2, True
     monkeypatch.setattr("ddpkit.failure.POSITION", one.position)
     pass_time(clock, 20, one, beating=[one])
     assert one.pulse.failure is None

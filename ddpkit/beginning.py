@@ -13,6 +13,7 @@ from ddpkit.failure import failure_notice
 from ddpkit.handover import call_path, outside_frame
 from ddpkit.launchers import find_launch
 from ddpkit.loaders import Loaders
+from ddpkit.logger import shown_path
 from ddpkit.sameness import recipe_facts, script_facts, software_facts
 from ddpkit.stages import length_of
 from ddpkit.start_report import Seat, StartReport, evaluation_row, place_rows, precision_row, start_row
@@ -110,7 +111,7 @@ class Beginning(Loaders):
         if not self._fits:
             found = found or getattr(self.checkpointer, "last_loaded", None)
         if found is not None:
-            weights = f"from {found}"
+            weights = f"from {shown_path(found)}"
         else:
             weights = "as training has left them" if self._fits else "the initial ones: no checkpoint was loaded"
         if not type(self).on_evaluate_start.__module__.startswith("ddpkit."):

@@ -216,10 +216,10 @@ class Brain(Rehearsing):
                 )
             )
             sizes = self._require_agreement(train_set, valid_set)
-            self.note_flags()
             with self.choosing_start():
                 self.on_fit_start()
             self.take_up()
+            self.take_flags(self.raw_modules)
             self._scale_learning_rates()
             self._start_once()
             if self.is_done_before(train_set):

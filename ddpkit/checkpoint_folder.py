@@ -34,7 +34,7 @@ from ddpkit.checkpoint_records import (
     read_checkpoint,
 )
 from ddpkit.errors import CheckpointError, ConfigError, FolderInUseError
-from ddpkit.logger import get_logger
+from ddpkit.logger import get_logger, shown_path
 from ddpkit.plain_yaml import dump_plain_yaml, simple_yaml
 from ddpkit.run_lock import FolderLock
 from ddpkit.snapshot import Snapshot, SnapshotMemory, state_bytes
@@ -359,7 +359,7 @@ class CheckpointFolder:
         self.ledger.reasons.pop(final, None)
         self.apart.discard(final)  # whose name this run has taken
         kind = "an end-of-epoch" if save.end_of_epoch else "an intra-epoch"
-        logger.log(save.verbosity, "Saved %s checkpoint in %s", kind, final)
+        logger.log(save.verbosity, "Saved %s checkpoint in %s", kind, shown_path(final))
         checkpoint = read_checkpoint(final)
         self.ledger.note_time(checkpoint)
         if save.retention is not None:
@@ -436,4 +436,4 @@ class CheckpointFolder:
         counted = [each for each in readable if each.path not in ledger.reasons and ledger.is_whole(each, mode)]
         for checkpoint in deletable(counted, retention):
             self.lock.remove(checkpoint.path)
-            logger.log(min(verbosity, logging.DEBUG), "Deleted checkpoint in %s", checkpoint.path)
+            logger.log(min(verbosity, logging.DEBUG), "Deleted checkpoint in %s", shown_path(checkpoint.path))

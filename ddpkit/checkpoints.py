@@ -58,7 +58,7 @@ from ddpkit.checkpoint_records import (
 from ddpkit.checkpoint_saving import CheckpointSaving, hook_for, on_main
 from ddpkit.distributed import if_main_process
 from ddpkit.errors import CheckpointError, ConfigError
-from ddpkit.logger import get_logger
+from ddpkit.logger import get_logger, shown_path
 
 __all__ = [
     "DEFAULT_LOAD_HOOKS",
@@ -388,12 +388,12 @@ class Checkpointer(CheckpointSaving):
         elif key := max_key or min_key:
             logger.warning(
                 "No checkpoint in %s has %r in its meta: nothing is loaded, and all stays as it is.",
-                self.checkpoints_dir,
+                shown_path(self.checkpoints_dir),
                 key,
             )
         else:
             words = "No checkpoint to load in %s: starting from scratch."
-            logger.log(self.level_of_nothing, words, self.checkpoints_dir)
+            logger.log(self.level_of_nothing, words, shown_path(self.checkpoints_dir))
         return checkpoint
 
     def load_checkpoint(self, checkpoint: Checkpoint) -> None:
@@ -492,7 +492,7 @@ class Checkpointer(CheckpointSaving):
             raise CheckpointError(f"{checkpoint.path} is damaged: {reason}. Load another checkpoint.")
 
     def _load(self, checkpoint: Checkpoint) -> None:
-        logger.info("Loading a checkpoint from %s", checkpoint.path)
+        logger.info("Loading a checkpoint from %s", shown_path(checkpoint.path))
         hooks: dict[str, LoadHook] = {}
         ended = bool(checkpoint.meta.get("end-of-epoch", True))
         for name, obj in self.recoverables.items():

@@ -364,7 +364,7 @@ def _batch_size(loader: Any) -> list[Any] | None:
     """Return in what the batches of a loader are counted over all ranks, and how many one has; None if unknown."""
     plan, dataset, own = plan_of(loader), getattr(loader, "dataset", None), getattr(loader, "batch_size", None)
     if isinstance(plan, DealtBatchSampler) or isinstance(loader, BatchShard):
-        return ["batches", (plan or loader).world_size]
+        return ["batches", (loader if plan is None else plan).world_size]
     if isinstance(plan, PlannedBatchSampler):
         return None  # not all are alike
     if isinstance(dataset, StreamShard):

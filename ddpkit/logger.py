@@ -151,6 +151,23 @@ class MultiProcessLoggerAdapter(_LoggerAdapter):
 
 
 @functools.cache
+def shown_path(path: str | os.PathLike[str]) -> str:
+    """Return a path as a person wants to read it: without the working directory, where it is in there.
+
+    Args:
+        path: of a file or a folder, there or not.
+
+    Ranks: local.
+
+    Example:
+        >>> shown_path(os.path.join(os.getcwd(), "results", "1")), shown_path("/elsewhere/1")
+        ('results/1', '/elsewhere/1')
+    """
+    with contextlib.suppress(OSError, ValueError):  # the working directory is gone; or the path is not in it
+        return str(Path(path).relative_to(Path.cwd()))
+    return str(path)
+
+
 def get_logger(name: str) -> MultiProcessLoggerAdapter:
     """Return the logger of a module; the same object for the same name.
 

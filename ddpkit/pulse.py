@@ -437,8 +437,9 @@ class Survey:
 class Absence:
     """Finds that a rank that this one waits for tells nothing any more: it may be where nobody sees its process.
 
-    A process that lives tells about once a second, whatever its main thread is doing. Only time in which the store
-    answers counts: neither that of a network that is cut, nor that in which this process itself was stopped.
+    A process that lives tells about once a second, whatever its main thread is doing, unless that keeps Python's
+    interpreter lock; one on this machine is looked at before it is taken for gone. Only time in which the store answers
+    counts: neither that of a network that is cut, nor that in which this process itself was stopped.
 
     Args:
         pulse: of this process.
@@ -480,11 +481,19 @@ class Absence:
         )
         self._known = latest
         limit = self._limit()
-        if 0 < limit <= self._silent:
+        if 0 < limit <= self._silent and not self._is_at_work():
             self._pulse.words.tell_gone(self._pulse.gone(latest, self._how(limit)))
+
+    def _is_at_work(self) -> bool:
+        """Say whether the process is on this machine, and neither gone nor stopped."""
+        pulse = self._pulse
+        if self._rank not in pulse.neighbours or self._rank not in pulse.pulses.latest:  # there, but not met yet
+            return False
+        state, started = state_and_start(self._known.pid)
+        return started == self._known.started and state in {"R", "S", "D"}
 
     def _how(self, limit: float) -> str:
         return (
             f"has told nothing for {self._silent:.0f} s (--hang_timeout={limit:.0f}): it was killed or stopped, or its "
-            "machine is gone, or the network to it is cut"
+            "machine is gone, or the network to it is cut, or one call of its code keeps Python's interpreter lock"
         )

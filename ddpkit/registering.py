@@ -67,12 +67,10 @@ class Registering(Continuing):
         states = self._rank_states
         if states is None:
             return
-        scaler = self.scaler if self.scaler.is_enabled() else None
-        own = {"brain": self, RANKS: states, "ema": self.ema, "scaler": scaler}
         taken = getattr(self.checkpointer, "recoverables", {})
-        if all(one is None or name not in taken or taken[name] is one for name, one in own.items()):
-            return
         other = taken.get("brain")
+        if taken.get("brain", self) is self and taken.get(RANKS, states) is states:
+            return
         if other is not self and isinstance(other, Registering) and other._fitting:  # noqa: SLF001 -- a Brain, too
             raise ConfigError(
                 "fit, evaluate or predict was called inside fit of another Brain with the same Checkpointer: it "

@@ -30,6 +30,8 @@ from ddpkit.starting import (
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from torch import nn
+
 logger = get_logger(__name__)
 
 INTRA_EPOCH_KEY = "brain_intra_epoch_ckpt"
@@ -55,6 +57,7 @@ class Recovering(Registering):
     _rates: dict[str, list[float]] | None = None
     _taken_from: Path | None = None  # the checkpoint that was recovered in this call of fit or evaluate
     _flags: TrainedFlags | None = None
+    _wanted_flags: Any = None  # those of the checkpoint that was recovered, until they are restored
     _recalled: Mapping[str, Any] | None = None  # what the checkpoint said that was recovered outside of fit
 
     def _recall(self, path: Path) -> None:
@@ -70,10 +73,20 @@ class Recovering(Registering):
         lineage = {} if self._evaluated is None else self._evaluated.state_dict()
         return {**(self._recalled or {}), **lineage, EVALUATED: True}
 
-    def note_flags(self) -> None:
-        """Note which parameters are trained as the first call of ``fit`` begins."""
+    def take_flags(self, modules: nn.ModuleDict) -> None:
+        """Note which parameters are trained as the first call of ``fit`` begins; freeze and set free what had been.
+
+        What a recipe does in ``on_fit_start`` it does at every start. Hooks of earlier epochs do not run again.
+
+        Args:
+            modules: without any wrapper.
+        """
         if self._flags is None:
-            self._flags = TrainedFlags(self.modules)
+            self._flags = TrainedFlags(modules)
+        wanted, self._wanted_flags = self._wanted_flags, None
+        count = self._flags.restore(wanted, exactly=self._fits > 1)
+        if count:
+            logger.info("%d parameter(s) are frozen, or trained, as they were when the checkpoint was saved.", count)
 
     def before_recovery(self) -> None:
         """Note the learning rates that the script has set, and name the modules that no checkpoint will hold."""
@@ -143,14 +156,6 @@ class Recovering(Registering):
             loss_sum = state.get("loss_sum", self.avg_train_loss * count)
             self.progress.meter.restore(loss_sum, count, samples=samples)
 
-    def _recover_flags(self, state: Mapping[str, Any]) -> None:
-        """Freeze and set free the parameters that the run had since it began: hooks of earlier epochs do not run."""
-        if self._flags is None:
-            return
-        count = self._flags.restore(state.get("trained", {}), exactly=self._fits > 1)
-        if count:
-            logger.info("%d parameter(s) are frozen, or trained, as they were when the checkpoint was saved.", count)
-
     def _tell_changes(self, state: Mapping[str, Any]) -> None:
         options = state.get("options")
         changes = changed_options(options, self.run_opts) if isinstance(options, Mapping) else []
@@ -210,7 +215,7 @@ class Saving(Recovering):
         checkpointer = self.checkpointer
         self.take_checkpointer()
         if self._rank_states is not None:
-            self._rank_states.require_no_other(self)
+            self._rank_states.require_no_other(self, getattr(checkpointer, "checkpoints_dir", None))
         self.choose_seed()
         self._takes_place = True
         if not isinstance(checkpointer, Checkpointer):
@@ -239,7 +244,7 @@ class Saving(Recovering):
         self.end_streams()
         self._finished = (*self._finished, self.optimizer_step)
         if self._rank_states is not None:
-            self._rank_states.note_trainer(self)
+            self._rank_states.note_trainer(self, getattr(self.checkpointer, "checkpoints_dir", None))
 
     def _bring_to_safety(self, checkpointer: Checkpointer, error: BaseException) -> None:
         """Finish what is being written, and save once more if asked; on the main process alone, whoever has failed."""
@@ -376,7 +381,7 @@ class Saving(Recovering):
                 logger.warning(EARLIER, state["fit"], self._fits)
             return
         self._tell_changes(state)
-        self._recover_flags(state)
+        self._wanted_flags = state.get("trained")
         if isinstance(state.get("epoch"), int):
             self._expected_epoch = state["epoch"] + int(end_of_epoch)
         if not end_of_epoch:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ddpkit import __version__
-from ddpkit.logger import get_logger
+from ddpkit.logger import get_logger, shown_path
 from ddpkit.roll_call import host_name
 from ddpkit.sameness import software_facts
 
@@ -183,9 +183,10 @@ def start_row(found: Path | None, folder: Any, resume: str, place: str, *, other
         'from scratch: there is no checkpoint in results/save'
     """
     if found is not None:
-        return f"from {found}: {place}"
+        return f"from {shown_path(found)}: {place}"
     if folder is None:
         return "from scratch, and no checkpointer to save with"
+    folder = shown_path(folder)
     if resume == "never":
         return f"from scratch, as --resume=never says; checkpoints go to {folder}"
     if others:

@@ -11,6 +11,7 @@ from torch import nn
 from ddpkit.checkpoints import Checkpointer
 from ddpkit.epoch_loop import EpochCounter
 from ddpkit.errors import ConfigError
+from ddpkit.plain_yaml import dump_plain_yaml
 from ddpkit.types import Stage
 
 from .recipes import QUIET, Regression, assert_same, linear, make, points, sgd, weights
@@ -90,6 +91,56 @@ def test_what_the_script_freezes_otherwise_from_the_start_counts(tmp_path):
     brain.on_fit_start()
     assert not torch.equal(net.weight, before), "it was recovered"
     assert not net.weight.requires_grad
+
+
+class FreezingByOption(Freezing):
+    """Freezes a part of its model at every start, if its option says so."""
+
+    freezes = True
+
+    def on_fit_start(self):
+        super().on_fit_start()
+        if self.freezes:
+            self.modules.head.requires_grad_(False)
+
+
+def test_what_a_recipe_freezes_at_every_start_follows_its_options(tmp_path):
+    net, head = linear(), nn.Linear(1, 1).double()
+    for freezes, epochs in ((True, 2), (False, 3)):
+        counter = EpochCounter(epochs)
+        checkpointer = Checkpointer(tmp_path, {"net": net, "head": head, "counter": counter})
+        brain = FreezingByOption({"net": net, "head": head}, sgd(), None, QUIET, checkpointer)
+        brain.freezes = freezes
+        head.requires_grad_(True)
+        brain.fit(counter, DATA, train_loader_kwargs=KWARGS)
+        assert head.weight.requires_grad is not freezes
+
+
+def test_of_a_checkpoint_that_does_not_tell_nothing_is_frozen(tmp_path, monkeypatch):
+    """An earlier ddpkit has made it; and the script sets a part free between two calls of fit."""
+
+    def script(folder, dies_at=None):
+        net, head = linear(), nn.Linear(1, 1).double()
+        counters = [EpochCounter(2), EpochCounter(3)]
+        recoverables = {"net": net, "head": head, "one": counters[0], "two": counters[1]}
+        brain = Freezing({"net": net, "head": head}, sgd(), None, QUIET, Checkpointer(folder, recoverables))
+        head.requires_grad_(False)
+        brain.fit(counters[0], DATA, train_loader_kwargs=KWARGS)
+        head.requires_grad_(True)
+        brain.dies_at = dies_at
+        brain.fit(counters[1], DATA, train_loader_kwargs=KWARGS)
+        return weights(brain)
+
+    def without_flags(state):
+        return dump_plain_yaml({name: value for name, value in state.items() if name != "trained"})
+
+    whole = script(tmp_path / "whole")
+    assert_same(script(tmp_path / "whole"), whole)
+    monkeypatch.setattr("ddpkit.saving.dump_plain_yaml", without_flags)
+    with pytest.raises(Killed):
+        script(tmp_path / "killed", (3, 1))
+    monkeypatch.undo()
+    assert_same(script(tmp_path / "killed"), whole)
 
 
 def train_on_ranks(folder, plan, dies_at):

@@ -127,6 +127,31 @@ def test_two_brains_are_not_trained_with_one_checkpointer(tmp_path):
         brain(checkpointer, model).fit(counter, DATA)
 
 
+def test_one_brain_per_fold_each_with_a_folder_of_its_own(tmp_path):
+    """One Checkpointer, whose folder is set for each; also where debugging sets it."""
+    model, _, checkpointer = make(tmp_path / "0")
+    for fold in range(3):
+        checkpointer.checkpoints_dir = tmp_path / str(fold)
+        checkpointer.checkpoints_dir.mkdir(exist_ok=True)
+        one = brain(checkpointer, model)
+        one.fit(EpochCounter(1), DATA)
+        assert one.optimizer_step == len(DATA)
+    checkpointer.checkpoints_dir = tmp_path / "1"
+    with pytest.raises(ConfigError, match="another Brain has trained"):
+        one.fit(EpochCounter(1), DATA)
+    for _ in range(2):
+        brain(checkpointer, model, debug=True).fit(EpochCounter(1), DATA)
+
+
+def test_a_scaler_of_the_recipe_that_comes_later_stays(tmp_path):
+    model, _, checkpointer = make(tmp_path)
+    one, own = brain(checkpointer, model), torch.amp.GradScaler("cpu", enabled=True)
+    one.scaler = torch.amp.GradScaler("cpu", enabled=True)
+    checkpointer.add_recoverable("scaler", own)
+    one.take_checkpointer()
+    assert checkpointer.recoverables["scaler"] is own
+
+
 def test_after_a_failure_another_brain_takes_the_run_over(tmp_path):
     """As a script does that tries again by itself."""
     model, counter, checkpointer = make(tmp_path)

@@ -471,9 +471,12 @@ def test_f4_who_is_killed_after_another_has_failed_is_noted_as_gone_too(clock, s
 # ------------------------------------------------------------------------------------------ a silent rank, waited for
 
 
-def listen(store, beats, limit, seconds=40, step=1.0):
+def listen(store, beats, limit, seconds=40, step=1.0, met=False):
     """Wait for rank 1, which tells in those seconds; return when it was told as gone, or None."""
     one, other = Watched(store), Watched(store, 1)
+    if met:  # it is known to be on this machine
+        other.beat()
+        one.beat()
     absence, now = Absence(one.pulse, 1, lambda: limit), 0.0
     while now < seconds:
         if now in beats:
@@ -505,6 +508,13 @@ def test_f4_a_rank_that_is_waited_for_and_tells_nothing_is_gone_after_the_hang_t
     else:
         assert f"it has told nothing for 10 s (--hang_timeout={limit:.0f})" in reason.summary()
         assert reason.is_final
+
+
+def test_a_process_of_this_machine_that_works_is_not_gone_though_it_tells_nothing(clock, store, monkeypatch):
+    """One call of its code may keep the interpreter lock for long, and is waited for like any other."""
+    assert listen(store, (0, 1, 2), 10.0, met=True) is None
+    monkeypatch.setattr("ddpkit.pulse.state_and_start", lambda pid: ("T", state_and_start(pid)[1]))
+    assert listen(store, (0, 1, 2), 10.0, met=True) == 12.0, "one that is stopped is not waited for"
 
 
 def test_time_in_which_the_store_did_not_answer_is_nobodys_silence(clock, store):

@@ -150,7 +150,6 @@ class MultiProcessLoggerAdapter(_LoggerAdapter):
             self.log(logging.WARNING, msg, *args, **kwargs)
 
 
-@functools.cache
 def shown_path(path: str | os.PathLike[str]) -> str:
     """Return a path as a person wants to read it: without the working directory, where it is in there.
 
@@ -168,6 +167,7 @@ def shown_path(path: str | os.PathLike[str]) -> str:
     return str(path)
 
 
+@functools.cache
 def get_logger(name: str) -> MultiProcessLoggerAdapter:
     """Return the logger of a module; the same object for the same name.
 

@@ -495,5 +495,5 @@ class Absence:
     def _how(self, limit: float) -> str:
         return (
             f"has told nothing for {self._silent:.0f} s (--hang_timeout={limit:.0f}): it was killed or stopped, or its "
-            "machine is gone, or the network to it is cut, or one call of its code keeps Python's interpreter lock"
+            "machine is gone, or the network to it is cut, or a call of its code keeps the interpreter lock"
         )

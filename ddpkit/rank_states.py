@@ -11,7 +11,6 @@ from __future__ import annotations
 import pickle
 import time
 import uuid
-import weakref
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +28,7 @@ from ddpkit.distributed import (
     require_all_ranks,
     run_on_main,
 )
-from ddpkit.errors import CheckpointError, ConfigError, RankFailedError
+from ddpkit.errors import CheckpointError, RankFailedError
 from ddpkit.logger import get_logger
 from ddpkit.process_group import group_state
 
@@ -54,8 +53,6 @@ class RankStates:
         loaded: this rank's state from the checkpoint that was loaded last, until it is used; else None.
         is_of_as_many: whether that checkpoint was made by as many ranks.
         is_complete: whether it also had the state of every one.
-        trainers: for each folder a weak reference to the Brain that has first come to the end of a call of ``fit``
-            with the checkpointer; one list for all that were registered with that.
 
     Ranks: local, but for :meth:`gather` and :meth:`gather_if_all_come`.
 
@@ -75,39 +72,6 @@ class RankStates:
         self.loaded: dict[str, Any] | None = None
         self.is_of_as_many = self.is_complete = False
         self._have_been_waited_for = False
-        self.trainers: list[tuple[weakref.ref[Any], Path | None]] = []
-
-    def note_trainer(self, brain: Any, folder: Path | None) -> None:
-        """Note that a Brain has come to the end of a call of ``fit``.
-
-        Args:
-            brain: held weakly.
-            folder: where it has saved.
-
-        Ranks: local.
-        """
-        if all(known != folder for _, known in self.trainers):
-            self.trainers.append((weakref.ref(brain), folder))
-
-    def require_no_other(self, brain: Any, folder: Path | None) -> None:
-        """Refuse to train with a checkpointer with which another Brain has trained in the same folder.
-
-        Args:
-            brain: that is about to train.
-            folder: where it will save.
-
-        Raises:
-            ConfigError: there was another.
-
-        Ranks: local; equal on all ranks.
-        """
-        if any(known == folder and trainer() is not brain for trainer, known in self.trainers):
-            raise ConfigError(
-                "another Brain has trained with this Checkpointer. This one would go on from the other's checkpoint, "
-                "and the script, started again, would take this one's for the other's. Give each Brain a Checkpointer "
-                "of its own, with a folder of its own. To train on with the same one, as in a notebook, call fit of "
-                "that Brain again, or make the Checkpointer anew."
-            )
 
     def gather(self) -> None:
         """Collect the states of all ranks, for the saves that follow until :meth:`forget`.

@@ -44,6 +44,7 @@ class Registering(Continuing):
     _fitting: bool
     _takes_place = True
     _is_between_batches = False
+    _trainers: list[tuple[weakref.ref[Any], Path | None]]  # the first to end fit in each folder
 
     def register_with(self, checkpointer: Any) -> None:
         """Give the checkpointer what the loop needs to continue; when debugging, a temporary folder as well."""
@@ -55,6 +56,7 @@ class Registering(Continuing):
         # The checkpointer may outlive the Brain, and the Brain holds the checkpointer.
         host = weakref.ref(self)
         self._rank_states = RankStates(lambda: _own_state(host()))
+        self._trainers = []
         self._add_to(checkpointer, self._rank_states)
         self.follow_options()
 
@@ -80,14 +82,39 @@ class Registering(Continuing):
         self._add_to(self.checkpointer, states)
         self.follow_options()
 
+    def note_trainer(self) -> None:
+        """Note that this Brain has come to the end of a call of ``fit``."""
+        if self._rank_states is not None and all(known != self._saves_in for _, known in self._trainers):
+            self._trainers.append((weakref.ref(self), self._saves_in))
+
+    def require_no_other(self) -> None:
+        """Refuse to train with a checkpointer with which another Brain has trained in the same folder.
+
+        Raises:
+            ConfigError: there was another; on every rank.
+        """
+        if self._rank_states is None:
+            return
+        if any(known == self._saves_in and trainer() is not self for trainer, known in self._trainers):
+            raise ConfigError(
+                "another Brain has trained with this Checkpointer. This one would go on from the other's checkpoint, "
+                "and the script, started again, would take this one's for the other's. Give each Brain a Checkpointer "
+                "of its own, with a folder of its own. To train on with the same one, as in a notebook, call fit of "
+                "that Brain again, or make the Checkpointer anew."
+            )
+
+    @property
+    def _saves_in(self) -> Path | None:
+        return getattr(self.checkpointer, "checkpoints_dir", None)
+
     def _add_to(self, checkpointer: Any, states: RankStates) -> None:
         taken = getattr(checkpointer, "recoverables", {})
         require_free(taken, "brain", Registering, "the place of the training")
         require_free(taken, RANKS, RankStates, "what the Brain saves of every rank")
         if self.scaler.is_enabled():
             require_free(taken, "scaler", torch.amp.GradScaler, f"the gradient scaler of precision={self.precision!r}")
-        if RANKS in taken:
-            states.trainers = taken[RANKS].trainers
+        if "brain" in taken:
+            self._trainers = taken["brain"]._trainers  # noqa: SLF001 -- a Brain, too
         host = weakref.ref(self)
         checkpointer.add_recoverable("brain", self)
         checkpointer.add_recoverable(

@@ -214,8 +214,7 @@ class Saving(Recovering):
         """
         checkpointer = self.checkpointer
         self.take_checkpointer()
-        if self._rank_states is not None:
-            self._rank_states.require_no_other(self, getattr(checkpointer, "checkpoints_dir", None))
+        self.require_no_other()
         self.choose_seed()
         self._takes_place = True
         if not isinstance(checkpointer, Checkpointer):
@@ -243,8 +242,7 @@ class Saving(Recovering):
         """Leave this call of ``fit`` as any run leaves it that has come here, whether it was stopped before or not."""
         self.end_streams()
         self._finished = (*self._finished, self.optimizer_step)
-        if self._rank_states is not None:
-            self._rank_states.note_trainer(self, getattr(self.checkpointer, "checkpoints_dir", None))
+        self.note_trainer()
 
     def _bring_to_safety(self, checkpointer: Checkpointer, error: BaseException) -> None:
         """Finish what is being written, and save once more if asked; on the main process alone, whoever has failed."""

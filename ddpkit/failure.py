@@ -261,6 +261,7 @@ class _Here:
     find_reason: Callable[[], Reason | None] | None = None  # may wait a little
     failed = False
     second_hand = False
+    culprit: Reason | None = None  # if so, as far as it is known
     in_trouble = False
     process = 0  # the rank's own, whose group this is; one that it forks inherits all of this, and must not use it
     report: Path | None = None  # what was written for the launcher
@@ -301,6 +302,20 @@ def failed_second_hand() -> bool:
         False
     """
     return _Here.second_hand
+
+
+def culprit() -> Reason | None:
+    """Return which other rank's failure this process has met with, if it has and knows.
+
+    Ranks: local; may ask the process group's store.
+
+    Example:
+        >>> culprit() is None
+        True
+    """
+    if _Here.culprit is None and _Here.last_words is not None:
+        return _Here.last_words.first_failure()
+    return _Here.culprit
 
 
 def is_second_hand(error: BaseException) -> bool:
@@ -348,6 +363,7 @@ def explained(error: BaseException) -> BaseException:
     if reason is None and not ended and _Here.find_reason is not None:
         reason = _Here.find_reason()
     if reason is not None:
+        _Here.culprit = reason
         return RankFailedError(reason.summary())
     if ended:
         return RankFailedError(
@@ -546,7 +562,7 @@ def forget_words(last_words: LastWords) -> None:
         >>> forget_words(LastWords(HashStore(), rank=0, world_size=1))
     """
     if _Here.last_words is last_words:
-        _Here.last_words, _Here.find_reason, _Here.in_trouble = None, None, False
+        _Here.last_words, _Here.find_reason, _Here.culprit, _Here.in_trouble = None, None, None, False
 
 
 def watch_uncaught(last_words: LastWords | None = None) -> None:

@@ -82,15 +82,18 @@ def _writing_to_pipe() -> Iterator[None]:
     before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     if before != -1:
         signal.set_wakeup_fd(before, warn_on_full_buffer=False)
-    _Heard.pipe, _Heard.first = reader, 0.0
+    _Heard.pipe, _Heard.first, _Heard.number = reader, 0.0, 0
     try:
         yield
     finally:
+        number = asked_twice()  # while the main thread was where it runs no handler: two signals are one to it
         _Heard.pipe = -1
         if before == -1:
             signal.set_wakeup_fd(-1)
         os.close(reader)
         os.close(writer)
+        if number:
+            _end_by(number)
 
 
 def signal_named(name: str) -> signal.Signals:
@@ -222,10 +225,15 @@ class Interrupts:
             self.stop_signal, self._since = number, now
             _say(f"{signal.Signals(number).name}: stopping after this step. Once more ends the process at once.")
         elif signal.Signals(number).name in _ENDING and now - self._since > REPEAT_SECONDS:
-            if hasattr(sys, "ps1"):  # a notebook, which shall not die
-                raise KeyboardInterrupt
-            signal.signal(number, signal.SIG_DFL)
-            signal.raise_signal(number)
+            _end_by(number)
+
+
+def _end_by(number: int) -> None:
+    """End this process as the signal does that has come twice."""
+    if hasattr(sys, "ps1"):  # a notebook, which shall not die
+        raise KeyboardInterrupt
+    signal.signal(number, signal.SIG_DFL)
+    signal.raise_signal(number)
 
 
 def _is_ours(handler: Any) -> bool:

@@ -23,7 +23,8 @@ LOST = RuntimeError("[third_party/gloo/gloo/transport/tcp/pair.cc:553] Connectio
 def _as_if_nothing_had_failed(monkeypatch):
     for name in ("last_words", "failed", "second_hand"):
         monkeypatch.setattr(failure._Here, name, None if name == "last_words" else False)
-    for name, value in (("report", None), ("process", 0), ("in_trouble", False), ("find_reason", None)):
+    facts = {"report": None, "process": 0, "in_trouble": False, "find_reason": None, "culprit": None}
+    for name, value in facts.items():
         monkeypatch.setattr(failure._Here, name, value)
     monkeypatch.setattr(failure, "POSITION", Position())
 
@@ -138,6 +139,7 @@ def test_a_lost_connection_is_explained(words):
     assert "rank 1 came to the end of its script" in str(failure.explained(LOST))
     words[2].tell_failure(ValueError("boom"))
     assert re.fullmatch(r"rank 2 \(.*, pid \d+\) failed first: ValueError: boom", str(failure.explained(LOST)))
+    assert failure.culprit().pid == os.getpid()
     for own in (ValueError("own"), RuntimeError("shapes"), MainProcessError("Connection closed by peer"), KeyError()):
         assert failure.explained(own) is own
 

@@ -201,6 +201,39 @@ def test_the_second_signal_ends_the_process_at_once_but_not_its_echo(number):
         run.communicate()
 
 
+DEAF = f"""
+import ctypes, os, signal, threading, time
+from ddpkit.interrupts import Interrupts, asked_twice
+system, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(256)
+
+def send(number):
+    for pause in (0.1, {REPEAT_SECONDS + 0.2}):
+        time.sleep(pause)
+        asked_twice()  # as the watch does, now and then
+        os.kill(os.getpid(), number)
+        time.sleep(0.1)
+        if pause < 1:
+            asked_twice()
+    system.pthread_mutex_unlock(mutex)
+
+with Interrupts().heard():
+    system.pthread_mutex_lock(mutex)
+    threading.Thread(target=send, args=(signal.%s,)).start()
+    system.pthread_mutex_lock(mutex)  # where no signal calls the main thread back
+    raise ValueError("the connection to another rank was lost")
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a lock of Linux's C library")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_the_second_signal_is_not_lost_that_came_while_the_main_thread_was_busy_in_c(number):
+    """Python tells a main thread of two signals as of one, and the watch may not have looked since."""
+    script = DEAF % number.name
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert run.returncode == -number, run.stderr
+    assert "ValueError" not in run.stderr
+
+
 def test_a_stop_is_no_exception_that_a_recipe_would_catch():
     stopped = RunStopped(143, "SIGTERM")
     assert isinstance(stopped, SystemExit)

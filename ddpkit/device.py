@@ -1,7 +1,7 @@
 """On which device this process computes: a concrete name for each rank.
 
-:func:`count_devices` and :func:`is_built_for` are the only places that ask torch about the hardware, so
-everything else here is tested on any machine.
+:func:`count_devices`, :func:`is_built_for` and :func:`current_index` are the only places that ask torch about the
+hardware, so everything else here is tested on any machine.
 
 Source: https://docs.pytorch.org/docs/stable/torch.html#accelerators .
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 
 import torch
+import torch.distributed as dist
 
 from ddpkit.errors import ConfigError
 from ddpkit.launch_variables import LaunchInfo
@@ -64,6 +65,26 @@ def is_built_for(kind: str) -> bool:
     if kind == "mps":
         return torch.backends.mps.is_built()
     return kind == "cpu" or hasattr(torch, kind)
+
+
+def current_index(kind: str) -> int:
+    """Return the number of the device that the script has chosen: for its process group, or as the current one.
+
+    Args:
+        kind: a torch device type of which there are devices.
+
+    Ranks: local.
+
+    Example:
+        >>> current_index("cpu")
+        0
+    """
+    group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    bound = getattr(group, "bound_device_id", None)
+    if bound is not None and bound.type == kind:
+        return int(bound.index or 0)
+    chosen = getattr(getattr(torch, kind, None), "current_device", None)
+    return int(chosen()) if callable(chosen) and kind not in {"cpu", *_SINGLE_DEVICES} else 0
 
 
 def accelerator_kind() -> str:
@@ -149,7 +170,7 @@ def resolve_device(requested: str | torch.device | None, info: LaunchInfo) -> st
             f"Run with --device={_name(kind, count - 1)}, or leave --device out."
         )
     if not info.is_distributed:
-        return _numbered(kind, index or 0)
+        return _numbered(kind, _own_index(kind, info) if index is None else index)
     bound = _numbered(kind, _own_index(kind, info))
     is_heard = info.local_rank == (1 if index == 0 else 0)  # one process of the node says it
     if index is not None and is_heard and not info.own_devices:
@@ -162,7 +183,12 @@ def resolve_device(requested: str | torch.device | None, info: LaunchInfo) -> st
 
 
 def _own_index(kind: str, info: LaunchInfo) -> int:
-    """Number this process's device: by its place on the node, unless the launcher shows it no other than its own."""
+    """Number this process's device: by its place on the node, unless the launcher shows it no other than its own.
+
+    In a process group that was made without a launcher (``mp.spawn``) nothing tells that place, and the script chooses.
+    """
+    if not info.is_distributed and dist.is_available() and dist.is_initialized():
+        return current_index(kind)
     return 0 if info.own_devices and count_devices(kind) < info.local_world_size else info.local_rank
 
 

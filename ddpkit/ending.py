@@ -117,7 +117,12 @@ class Ending(Saving):
         self._is_settled = True
 
     def stop_cause(self) -> str:
-        """Return what has asked this rank to stop, one of :data:`ddpkit.stopping.CAUSES`, or nothing."""
+        """Return what has asked this rank to stop, one of :data:`ddpkit.stopping.CAUSES`, or nothing.
+
+        An evaluation inside of another Brain's ``fit`` comes to its end first: only that one can save where it is.
+        """
+        if self.interrupts.is_inner and not self._fitting:
+            return ""
         if self.interrupts.stop_signal:
             return signal.Signals(self.interrupts.stop_signal).name
         over = self._seconds_allowed is not None and seconds_since_start() > self._seconds_allowed

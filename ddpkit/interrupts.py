@@ -126,6 +126,7 @@ class Interrupts:
     Attributes:
         stop_signal: the number of the signal that has asked for an end; 0: none has.
         save_wanted: whether a checkpoint has been asked for and not been made since.
+        is_inner: whether another one hears around this one, and is handed what this one does not act on.
 
     Ranks: local.
 
@@ -149,7 +150,7 @@ class Interrupts:
                 "either ends the run or only saves. Name it in one of them."
             )
         self.stop_signal = 0
-        self.save_wanted = False
+        self.save_wanted = self.is_inner = False
         self._since = 0.0
 
     @contextlib.contextmanager
@@ -167,7 +168,8 @@ class Interrupts:
             return
         outer, before = _Heard.before, self._listen()
         _Heard.before = {**before, **outer}
-        stopped = False
+        was_inner, stopped = self.is_inner, False
+        self.is_inner = was_inner or any(_is_ours(one) and one.__self__ is not self for one in before.values())
         try:
             with _writing_to_pipe():
                 yield
@@ -175,6 +177,7 @@ class Interrupts:
             stopped = True
             raise
         finally:
+            self.is_inner = was_inner
             if not stopped:
                 _put_back(before)
                 _Heard.before = outer

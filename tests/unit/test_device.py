@@ -4,6 +4,7 @@ import logging
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from ddpkit import device
 from ddpkit.device import default_backend, infer_device, resolve_device
@@ -206,3 +207,34 @@ def test_a_launcher_that_shows_each_process_its_own_gpu(machine):
     machine(cuda=1)
     with pytest.raises(ConfigError, match="Not enough GPUs"):
         resolve_device("cuda", LaunchInfo("slurm", 2, 2, 4, 4))
+
+
+@pytest.fixture
+def group():
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("group")
+def test_in_a_group_without_a_launcher_the_script_chooses_the_gpu(machine, monkeypatch):
+    machine(cuda=4)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
+    assert (resolve_device(None, ALONE), resolve_device("cuda", ALONE), infer_device()) == ("cuda:2",) * 3
+    assert resolve_device("cuda:1", ALONE) == "cuda:1"
+    assert resolve_device("cuda", ranks(3)) == "cuda:3"
+    assert resolve_device("cpu", ALONE) == "cpu"
+    monkeypatch.setattr(dist.group.WORLD, "bound_device_id", torch.device("cuda:3"))
+    assert resolve_device(None, ALONE) == "cuda:3"
+
+
+@pytest.mark.usefixtures("group")
+def test_in_a_group_without_a_launcher_and_without_gpus_it_is_the_cpu(machine):
+    machine(cuda=0)
+    assert infer_device() == "cpu"
+
+
+def test_without_a_group_it_is_the_first_gpu_as_ever(machine, monkeypatch):
+    machine(cuda=4)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
+    assert (resolve_device(None, ALONE), resolve_device("cuda", ALONE)) == ("cuda:0", "cuda:0")

@@ -121,10 +121,11 @@ class Ending(Saving):
 
         An evaluation inside of another Brain's ``fit`` comes to its end first: only that one can save where it is.
         """
-        if self.interrupts.is_inner and not self._fitting:
+        came, around = self.interrupts.stop_signal, self.interrupts.around
+        if came and (self._fitting or came not in around):
+            return signal.Signals(came).name
+        if around and not self._fitting:
             return ""
-        if self.interrupts.stop_signal:
-            return signal.Signals(self.interrupts.stop_signal).name
         over = self._seconds_allowed is not None and seconds_since_start() > self._seconds_allowed
         return TIME_LIMIT if over and self.rank == 0 else ""
 

@@ -126,7 +126,7 @@ class Interrupts:
     Attributes:
         stop_signal: the number of the signal that has asked for an end; 0: none has.
         save_wanted: whether a checkpoint has been asked for and not been made since.
-        is_inner: whether another one hears around this one, and is handed what this one does not act on.
+        around: numbers of the signals that another one hears around this one, and is handed if this one does not act.
 
     Ranks: local.
 
@@ -150,7 +150,8 @@ class Interrupts:
                 "either ends the run or only saves. Name it in one of them."
             )
         self.stop_signal = 0
-        self.save_wanted = self.is_inner = False
+        self.save_wanted = False
+        self.around: frozenset[int] = frozenset()
         self._since = 0.0
 
     @contextlib.contextmanager
@@ -168,8 +169,8 @@ class Interrupts:
             return
         outer, before = _Heard.before, self._listen()
         _Heard.before = {**before, **outer}
-        was_inner, stopped = self.is_inner, False
-        self.is_inner = was_inner or any(_is_ours(one) and one.__self__ is not self for one in before.values())
+        around, stopped = self.around, False
+        self.around = around | {n for n, one in before.items() if _is_ours(one) and one.__self__ is not self}
         try:
             with _writing_to_pipe():
                 yield
@@ -177,7 +178,7 @@ class Interrupts:
             stopped = True
             raise
         finally:
-            self.is_inner = was_inner
+            self.around = around
             if not stopped:
                 _put_back(before)
                 _Heard.before = outer

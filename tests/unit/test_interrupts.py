@@ -121,6 +121,16 @@ def test_what_an_inner_context_has_heard_and_not_acted_on_is_not_lost(error):
         signal.raise_signal(signal.SIGTERM)  # the echo of the one that the inner context has heard: does no harm
 
 
+def test_a_context_knows_which_signals_it_leaves_to_the_one_around_it():
+    outer, inner = Interrupts(stopping=["SIGTERM"], saving=[]), Interrupts(saving=[])
+    with outer.heard(), inner.heard():
+        assert inner.around == {signal.SIGTERM}, "not SIGINT, which the other one does not hear"
+        assert outer.around == set()
+        with inner.heard():
+            assert inner.around == {signal.SIGTERM}
+    assert inner.around == set()
+
+
 def test_a_signal_means_what_it_means_to_the_one_who_gets_it():
     outer, inner = Interrupts(["SIGTERM"], ["SIGUSR1"]), Interrupts(["SIGUSR1"], [])
     with outer.heard(), inner.heard():

@@ -92,7 +92,9 @@ def terminating_later() -> Iterator[None]:
             yield
     finally:
         signal.signal(signal.SIGTERM, before)
-        if come:
+        if come and callable(before):
+            before(signal.SIGTERM, None)  # raised again it would be counted twice by who reads the signals from a pipe
+        elif come:
             signal.raise_signal(signal.SIGTERM)
 
 

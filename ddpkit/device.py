@@ -83,8 +83,9 @@ def current_index(kind: str) -> int:
     bound = getattr(group, "bound_device_id", None)
     if bound is not None and bound.type == kind:
         return int(bound.index or 0)
-    chosen = getattr(getattr(torch, kind, None), "current_device", None)
-    return int(chosen()) if callable(chosen) and kind not in {"cpu", *_SINGLE_DEVICES} else 0
+    module = None if kind == "cpu" else getattr(torch, kind, None)
+    is_in_use = getattr(module, "is_initialized", None)  # never in a forked process, which may not ask for more
+    return int(module.current_device()) if module is not None and callable(is_in_use) and is_in_use() else 0
 
 
 def accelerator_kind() -> str:

@@ -117,15 +117,9 @@ class Ending(Saving):
         self._is_settled = True
 
     def stop_cause(self) -> str:
-        """Return what has asked this rank to stop, one of :data:`ddpkit.stopping.CAUSES`, or nothing.
-
-        An evaluation inside of another Brain's ``fit`` comes to its end first: only that one can save where it is.
-        """
-        came, around = self.interrupts.stop_signal, self.interrupts.around
-        if came and (self._fitting or came not in around):
-            return signal.Signals(came).name
-        if around and not self._fitting:
-            return ""
+        """Return what has asked this rank to stop, one of :data:`ddpkit.stopping.CAUSES`, or nothing."""
+        if self.interrupts.stop_signal:
+            return signal.Signals(self.interrupts.stop_signal).name
         over = self._seconds_allowed is not None and seconds_since_start() > self._seconds_allowed
         return TIME_LIMIT if over and self.rank == 0 else ""
 

@@ -126,7 +126,6 @@ class Interrupts:
     Attributes:
         stop_signal: the number of the signal that has asked for an end; 0: none has.
         save_wanted: whether a checkpoint has been asked for and not been made since.
-        around: numbers of the signals that another one hears around this one, and is handed if this one does not act.
 
     Ranks: local.
 
@@ -151,8 +150,7 @@ class Interrupts:
             )
         self.stop_signal = 0
         self.save_wanted = False
-        self.around: frozenset[int] = frozenset()
-        self._since = 0.0
+        self._since, self._save_signal = 0.0, 0
 
     @contextlib.contextmanager
     def heard(self) -> Iterator[None]:
@@ -169,8 +167,7 @@ class Interrupts:
             return
         outer, before = _Heard.before, self._listen()
         _Heard.before = {**before, **outer}
-        around, stopped = self.around, False
-        self.around = around | {n for n, one in before.items() if _is_ours(one) and one.__self__ is not self}
+        stopped = False
         try:
             with _writing_to_pipe():
                 yield
@@ -178,7 +175,6 @@ class Interrupts:
             stopped = True
             raise
         finally:
-            self.around = around
             if not stopped:
                 _put_back(before)
                 _Heard.before = outer
@@ -191,7 +187,7 @@ class Interrupts:
     def _hand_on(self, before: dict[signal.Signals, Any]) -> None:
         """Leave what nobody has acted on to those whose handlers are in place again: they are of contexts around."""
         others = {number: one.__self__ for number, one in before.items() if _is_ours(one) and one.__self__ is not self}
-        saving = next((number for number in self.saving if number in others), None)
+        saving = next((number for number in others if number == self._save_signal), None)
         if self.save_wanted and saving is not None:
             self.save_wanted = False
             others[saving]._take(saving, self._since)  # noqa: SLF001 -- of this class
@@ -203,7 +199,7 @@ class Interrupts:
     def _take(self, number: int, since: float) -> None:
         """Note what a signal asks for that came a while ago."""
         if number in self.saving:
-            self.save_wanted = True
+            self.save_wanted, self._save_signal = True, number
         elif not self.stop_signal:
             self.stop_signal, self._since = number, since
 
@@ -222,13 +218,14 @@ class Interrupts:
 
     def _hear(self, number: int, _frame: Any) -> None:
         if number in self.saving:
-            self.save_wanted = True
+            self.save_wanted, self._save_signal = True, number
             return
         now = time.monotonic()
         if not self.stop_signal:
             self.stop_signal, self._since = number, now
             _say(f"{signal.Signals(number).name}: stopping after this step. Once more ends the process at once.")
         elif signal.Signals(number).name in _ENDING and now - self._since > REPEAT_SECONDS:
+            self.stop_signal = 0  # in a notebook there is a next call
             _end_by(number)
 
 

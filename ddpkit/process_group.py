@@ -20,14 +20,14 @@ import torch.distributed as dist
 
 from ddpkit.device import resolve_device
 from ddpkit.errors import ConfigError, LaunchError
-from ddpkit.failure import Reason, culprit, failed_second_hand, forget_words, has_failed, watch_uncaught
+from ddpkit.failure import culprit, failed_second_hand, forget_words, has_failed, watch_uncaught
 from ddpkit.handover import Handover
 from ddpkit.launchers import find_launch
 from ddpkit.liveness import has_ended, state_and_start
 from ddpkit.loader_workers import kill_workers
 from ddpkit.meeting import open_store
 from ddpkit.pulse import Absence
-from ddpkit.roll_call import POSITION, host_name
+from ddpkit.roll_call import POSITION, Whereabouts, host_name
 from ddpkit.sameness import compare_at_meeting, script_facts, software_facts
 from ddpkit.watch import Watch
 
@@ -363,25 +363,32 @@ def _leave(state: GroupState, *, destroy: bool) -> None:
     if state.hosts_store:  # the others may still look something up: who failed, or who has left
         last_words.await_goodbyes(LAST_WORDS_SECONDS if failed else GOODBYE_SECONDS)
     if failed_second_hand() and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        _let_launcher_see(culprit())
+        _let_launcher_see(_who_failed(state))
     if state.watch is not None:
         state.watch.stop()
 
 
-def _let_launcher_see(reason: Reason | None) -> None:
+def _who_failed(state: GroupState) -> Whereabouts | None:
+    """Return where the process was that is behind this one's failure, as far as it is known."""
+    reason = culprit()
+    return None if reason is None or state.watch is None else state.watch.pulse.pulses.latest.get(reason.rank)
+
+
+def _let_launcher_see(other: Whereabouts | None) -> None:
     """Wait until torchrun has seen the end of the process behind this one's failure: it blames who ends first.
 
     While this one waits, so do ranks that are in a collective with it: gloo closes no connection before its end.
 
     Args:
-        reason: which process that is; one that is not known, or not here, is given a while.
+        other: that process; one that is not known, or was started by another process than this one, is given a while.
     """
-    pid = reason.pid if reason is not None and reason.host == host_name() else 0
+    is_sibling = other is not None and (other.host, other.parent) == (host_name(), os.getppid())
+    pid, started = (other.pid, other.started) if other is not None and is_sibling else (0, 0)
     end = time.monotonic() + LAST_WORDS_SECONDS
-    while time.monotonic() < end and not (pid and has_ended(pid, state_and_start(pid)[1])):
+    while time.monotonic() < end and not (pid and has_ended(pid, started)):
         time.sleep(NAP_SECONDS)
     end = min(end, time.monotonic() + SEEN_SECONDS)
-    while time.monotonic() < end and state_and_start(pid)[0]:  # a zombie: nobody has asked for its exit code yet
+    while time.monotonic() < end and state_and_start(pid) == ("Z", started):  # nobody has asked for its exit code yet
         time.sleep(NAP_SECONDS)
 
 

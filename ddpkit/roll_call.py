@@ -41,6 +41,7 @@ class Whereabouts:
         where: file, line and function, once that has become long.
         waits: whether that is a place where ranks wait for each other.
         started: when that was started, in clock ticks since boot; 0: unknown.
+        parent: the process that has started it.
         session: which call of ``fit`` or ``evaluate`` it is in, from 1; 0: outside.
         inside: whether it is in one now.
         beats: how often it has told.
@@ -62,6 +63,7 @@ class Whereabouts:
     where: str = ""
     waits: bool = False
     started: int = 0
+    parent: int = 0
     session: int = 0
     inside: bool = False
     beats: int = 0
@@ -168,8 +170,8 @@ class Position:
         """
         progress = self.progress
         pid, session = os.getpid(), self.session
-        started = _start_of(pid)
-        found = Whereabouts(rank, host_name(), pid, seconds=round(seconds, 1), started=started, session=session)
+        found = Whereabouts(rank, host_name(), pid, seconds=round(seconds, 1), started=_start_of(pid), session=session)
+        found.parent = os.getppid()
         if progress is not None:
             found.inside = True
             found.stage, found.epoch, found.step = stage_of(progress), int(progress.epoch or 0), progress.step

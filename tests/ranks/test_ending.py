@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import signal
 import time
 
 import torch.distributed as dist
 
 from ddpkit import ending
-from ddpkit.epoch_loop import EpochCounter
 from ddpkit.errors import RunStopped
-from ddpkit.interrupts import _Heard, _is_ours, _put_back
 from ddpkit.process_group import ddp_init_group, group_state, shorten_timeout
 from ddpkit.types import Stage
-from tests.contract.recipes import Regression, assert_same, make, points, weights
+from tests.contract.recipes import Regression, make, points
 
 
 class Predicting(Regression):
@@ -44,53 +41,6 @@ def test_f9_if_one_rank_is_asked_predict_stops_on_all_at_one_step(ranks):
     assert (code, step) == other
     assert code == 143
     assert 3 <= step <= 8
-
-
-class Slow(Regression):
-    """An evaluation in which rank 1 is signalled."""
-
-    def compute_forward(self, batch, stage):
-        time.sleep(0.01)
-        if self.rank == 1 and self.step == 3:
-            signal.raise_signal(signal.SIGTERM)
-        return super().compute_forward(batch, stage)
-
-
-class Judged(Regression):
-    """Has another Brain evaluate in the middle of an epoch."""
-
-    def on_fit_batch_end(self, batch, outputs, loss, should_step):
-        time.sleep(0.01)
-        if self.step == 2 and self.judge is not None:
-            self.judged = self.judge.evaluate(points(12), test_loader_kwargs={"batch_size": 1})
-
-
-def train_judged(folder, judge=None):
-    counter = EpochCounter(1)
-    brain = make(Judged, folder=folder, recoverables={"counter": counter})
-    brain.judge, brain.judged, code = judge, None, 0
-    try:
-        brain.fit(counter, points(400), train_loader_kwargs={"batch_size": 1})
-    except RunStopped as stopped:
-        code = stopped.code
-        _put_back({number: one for number, one in _Heard.before.items() if not _is_ours(one)})
-        _Heard.before = {}
-    return code, brain.judged, brain.optimizer_step, weights(brain)
-
-
-def stop_judged(folder):
-    stopped = train_judged(folder / "stopped", make(Slow))
-    return stopped, train_judged(folder / "stopped"), train_judged(folder / "whole")
-
-
-def test_f9_who_is_asked_to_stop_in_another_brains_evaluation_saves_its_place(ranks, tmp_path):
-    for stopped, resumed, whole in ranks.run(stop_judged, tmp_path):
-        code, judged, steps, _ = stopped
-        assert code == 143
-        assert judged > 0, "the evaluation came to its end"
-        assert 2 <= steps < 200
-        assert (resumed[0], resumed[2]) == (whole[0], whole[2]) == (0, 200)
-        assert_same(resumed[3], whole[3])
 
 
 # ------------------------------------------------------------------------------------------------ limits of time

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 import signal
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -12,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 from ddpkit.control import Beat, Wishes, terminating_later
+from ddpkit.interrupts import REPEAT_SECONDS
 from ddpkit.stopping import CAUSES, TIME_LIMIT
 
 
@@ -193,6 +196,28 @@ def test_termination_is_put_off():
         assert heard == [1]
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+PUT_OFF = f"""
+import os, signal, time
+from ddpkit.control import terminating_later
+from ddpkit.errors import RunStopped
+from ddpkit.interrupts import Interrupts, asked_twice
+interrupts = Interrupts(saving=[])
+with interrupts.heard():
+    with terminating_later():
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert asked_twice() == 0
+        time.sleep({REPEAT_SECONDS + 0.1})
+        assert interrupts.stop_signal == 0
+    assert interrupts.stop_signal == signal.SIGTERM
+    raise RunStopped(143, "SIGTERM")
+"""
+
+
+def test_termination_that_is_put_off_is_counted_once():
+    run = subprocess.run([sys.executable, "-c", PUT_OFF], capture_output=True, text=True, timeout=60, check=False)
+    assert run.returncode == 143, run.stderr
 
 
 def test_a_wish_of_any_rank_is_told_to_all():

@@ -220,6 +220,8 @@ def group():
 def test_in_a_group_without_a_launcher_the_script_chooses_the_gpu(machine, monkeypatch):
     machine(cuda=4)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
+    assert infer_device() == "cuda:0", "CUDA is not in use yet, or not to be used in this process"
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     assert (resolve_device(None, ALONE), resolve_device("cuda", ALONE), infer_device()) == ("cuda:2",) * 3
     assert resolve_device("cuda:1", ALONE) == "cuda:1"
     assert resolve_device("cuda", ranks(3)) == "cuda:3"
@@ -237,4 +239,5 @@ def test_in_a_group_without_a_launcher_and_without_gpus_it_is_the_cpu(machine):
 def test_without_a_group_it_is_the_first_gpu_as_ever(machine, monkeypatch):
     machine(cuda=4)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     assert (resolve_device(None, ALONE), resolve_device("cuda", ALONE)) == ("cuda:0", "cuda:0")

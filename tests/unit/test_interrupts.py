@@ -121,21 +121,20 @@ def test_what_an_inner_context_has_heard_and_not_acted_on_is_not_lost(error):
         signal.raise_signal(signal.SIGTERM)  # the echo of the one that the inner context has heard: does no harm
 
 
-def test_a_context_knows_which_signals_it_leaves_to_the_one_around_it():
-    outer, inner = Interrupts(stopping=["SIGTERM"], saving=[]), Interrupts(saving=[])
-    with outer.heard(), inner.heard():
-        assert inner.around == {signal.SIGTERM}, "not SIGINT, which the other one does not hear"
-        assert outer.around == set()
-        with inner.heard():
-            assert inner.around == {signal.SIGTERM}
-    assert inner.around == set()
-
-
 def test_a_signal_means_what_it_means_to_the_one_who_gets_it():
     outer, inner = Interrupts(["SIGTERM"], ["SIGUSR1"]), Interrupts(["SIGUSR1"], [])
     with outer.heard(), inner.heard():
         signal.raise_signal(signal.SIGUSR1)
     assert (outer.stop_signal, outer.save_wanted, inner.stop_signal) == (0, True, 0)
+
+
+def test_of_two_signals_that_save_the_one_is_handed_on_that_came():
+    outer, inner = Interrupts(stopping=["SIGUSR1"], saving=["SIGUSR2"]), Interrupts([], saving=["SIGUSR1", "SIGUSR2"])
+    with outer.heard():
+        with inner.heard():
+            signal.raise_signal(signal.SIGUSR2)
+            assert inner.save_wanted
+        assert (outer.save_wanted, outer.stop_signal) == (True, 0)
 
 
 def test_contexts_of_one_brain_have_one_memory():

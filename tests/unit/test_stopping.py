@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 import subprocess
 import sys
 
@@ -11,7 +10,6 @@ import pytest
 
 from ddpkit.errors import ConfigError
 from ddpkit.stopping import CAUSES, MARKER, exit_code, parse_duration, remove_marker, require_stop_signals, write_marker
-from tests.contract.recipes import make
 
 
 @pytest.mark.parametrize(
@@ -60,29 +58,3 @@ def test_time_counts_from_the_start_of_the_process():
     script = "import time; time.sleep(0.5); from ddpkit.stopping import seconds_since_start as s; print(s())"
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
     assert 0.5 <= float(run.stdout) < 60
-
-
-@pytest.mark.parametrize(
-    ("name", "is_fitting", "expected"),
-    [("SIGTERM", False, ""), ("SIGTERM", True, "SIGTERM"), ("SIGINT", False, "SIGINT"), ("SIGINT", True, "SIGINT")],
-)
-def test_an_evaluation_in_another_brains_fit_leaves_to_that_what_it_hears(name, is_fitting, expected):
-    outer, inner = make(stop_signals=["SIGTERM"]), make()
-    inner._fitting = is_fitting
-    with outer.interrupts.heard(), inner.interrupts.heard():
-        inner.interrupts.stop_signal = signal.Signals[name]
-        assert inner.stop_cause() == expected
-        inner.interrupts.stop_signal = 0
-    inner.interrupts.stop_signal = signal.Signals[name]
-    assert inner.stop_cause() == name
-
-
-def test_a_time_limit_ends_no_evaluation_in_another_brains_fit():
-    outer, inner = make(), make(time_limit="0:00:01")
-    inner._seconds_allowed = 0.0
-    with outer.interrupts.heard(), inner.interrupts.heard():
-        assert inner.stop_cause() == ""
-        inner._fitting = True
-        assert inner.stop_cause() == "time limit"
-    inner._fitting = False
-    assert inner.stop_cause() == "time limit"

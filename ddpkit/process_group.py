@@ -211,9 +211,12 @@ def ddp_init_group(run_opts: Mapping[str, Any] | Any) -> None:
         torch.cuda.set_device(torch.device(device))
         arguments["device_id"] = torch.device(device)
     store, hosts = open_store(info, timeout)
+    keeper: Whereabouts | None = None
     if info.world_size > 1:
         facts = {"number of processes": str(info.world_size), "backend": backend, **software_facts(), **script_facts()}
-        compare_at_meeting(store, info.rank, info.world_size, facts, timeout.total_seconds())
+        me = POSITION.whereabouts(info.rank, 0.0, look=False).to_json()
+        wait = timeout.total_seconds()
+        keeper = Whereabouts.read(compare_at_meeting(store, info.rank, info.world_size, facts, wait, me))
     try:
         dist.init_process_group(
             backend, rank=info.rank, world_size=info.world_size, store=store, timeout=timeout, **arguments
@@ -226,7 +229,7 @@ def ddp_init_group(run_opts: Mapping[str, Any] | Any) -> None:
             "NCCL_SOCKET_IFNAME)."
         ) from error
     group_state().timeout = timeout
-    _attend(hosts_store=hosts, destroy=True)
+    _attend(hosts_store=hosts, destroy=True, keeper=keeper)
     set_hang_limits(0.0, float(_get(run_opts, "hang_timeout") or 0.0))
     control_group()
 
@@ -304,8 +307,14 @@ def shorten_timeout(seconds: float) -> None:
             set_timeout(timedelta(seconds=seconds))
 
 
-def _attend(*, hosts_store: bool, destroy: bool) -> None:
-    """Make sure, once per group, that its end and its failures are told to the other ranks."""
+def _attend(*, hosts_store: bool, destroy: bool, keeper: Whereabouts | None = None) -> None:
+    """Make sure, once per group, that its end and its failures are told to the other ranks.
+
+    Args:
+        hosts_store: whether this process keeps the store.
+        destroy: whether the group ends with it.
+        keeper: the first rank, which keeps the store where no launcher does.
+    """
     state = group_state()
     if state.attended:
         return
@@ -317,6 +326,7 @@ def _attend(*, hosts_store: bool, destroy: bool) -> None:
         near = info.node_ranks or range(info.first_on_node, info.first_on_node + info.local_world_size)
         parent = os.getppid() if info.launcher == "torchrun" else None
         watch = state.watch = Watch(state.handover.last_words, near, parent)
+        watch.pulse.keeper = keeper
         state.handover.absence_of = lambda rank: Absence(watch.pulse, rank, lambda: watch.hang_timeout)
     elif _can_be_shared(state.store):
         everyone = range(state.handover.world_size)  # who is on this machine shows when they tell where they are

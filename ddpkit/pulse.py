@@ -164,6 +164,7 @@ class Pulse:
     Attributes:
         pulses: what is known of the ranks.
         neighbours: the other ranks whose processes can be looked for.
+        keeper: the first rank, as it was when the ranks met; None: unknown.
         failure: which rank has failed, as far as it concerns this one.
         is_said: whether that is told on this machine without this rank's help.
         store_lost: why the store cannot be asked any more; None: it can.
@@ -195,6 +196,7 @@ class Pulse:
         self.neighbours = [rank for rank in sorted(self._near) if rank != self.rank]
         self.still_for, self.is_in_trouble, self.position = still_for, is_in_trouble, position
         self.pulses = Pulses()
+        self.keeper: Whereabouts | None = None
         self.failure: Reason | None = None
         self.is_said = False
         self.store_lost: str | None = None
@@ -253,6 +255,10 @@ class Pulse:
                 store.check([pulse_key(self.rank)])  # raises if, after all, the store was it
                 errand.failed(self.beats)
                 tell_once(self.rank, errand.work.__name__.strip("_").replace("_", " "), error)
+
+    def first_rank(self) -> Whereabouts | None:
+        """Return what is known of the first rank, which keeps the store where no launcher does."""
+        return self.pulses.latest.get(0) or self.keeper
 
     def leads(self) -> bool:
         """Say whether this is the first rank that still tells where it is."""

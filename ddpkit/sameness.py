@@ -316,7 +316,9 @@ def _ranks(ranks: list[int]) -> str:
 # --------------------------------------------------------------------------------------- over the store
 
 
-def compare_at_meeting(store: Store, rank: int, world_size: int, facts: Mapping[str, str], seconds: float) -> None:
+def compare_at_meeting(
+    store: Store, rank: int, world_size: int, facts: Mapping[str, str], seconds: float, word: str = ""
+) -> str:
     """Compare facts between processes that have met at a store, and are no process group yet.
 
     Args:
@@ -325,6 +327,10 @@ def compare_at_meeting(store: Store, rank: int, world_size: int, facts: Mapping[
         world_size: number of processes.
         facts: of this process.
         seconds: how long to wait for the others.
+        word: what this process would have the others know; that of rank 0 they are told.
+
+    Returns:
+        The word of rank 0.
 
     Raises:
         RankMismatchError: on every rank, naming what differs and on which rank.
@@ -334,7 +340,8 @@ def compare_at_meeting(store: Store, rank: int, world_size: int, facts: Mapping[
 
     Example:
         >>> from torch.distributed import HashStore
-        >>> compare_at_meeting(HashStore(), 0, 1, {"torch": "2.13.0"}, 1.0)
+        >>> compare_at_meeting(HashStore(), 0, 1, {"torch": "2.13.0"}, 1.0, "hello")
+        'hello'
     """
     end = time.monotonic() + seconds
     try:
@@ -343,11 +350,11 @@ def compare_at_meeting(store: Store, rank: int, world_size: int, facts: Mapping[
             found = [json.loads(_get(store, f"ddpkit/start/{other}", end, other)) for other in range(world_size)]
             everybody, places = zip(*found, strict=True)
             message = describe_differences(everybody, places)
-            store.set("ddpkit/start/verdict", message)
+            store.set("ddpkit/start/verdict", json.dumps([message, word]))
             if message:
                 _await_readers(store, world_size - 1)
         else:
-            message = _get(store, "ddpkit/start/verdict", end, 0)
+            message, word = json.loads(_get(store, "ddpkit/start/verdict", end, 0))
             store.add("ddpkit/start/read", 1)
     except LaunchError:
         raise
@@ -358,6 +365,7 @@ def compare_at_meeting(store: Store, rank: int, world_size: int, facts: Mapping[
         ) from error
     if message:
         raise RankMismatchError(message)
+    return word
 
 
 def _get(store: Store, key: str, end: float, other: int) -> str:

@@ -249,7 +249,7 @@ class Watch:
         """Say whose store it is, at the end of a clause: where no launcher keeps it, the first rank does."""
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             return ": that machine"
-        known = self.pulse.pulses.latest.get(0)
+        known = self.pulse.first_rank()
         seen = "" if known is None else f", last seen {known.place()}".removesuffix(", last seen ")
         return f": {'rank 0' if known is None else known.name()}, which keeps it{seen},"
 
@@ -268,14 +268,14 @@ class Watch:
             leave_a_guard(self.parent, LAUNCHER_SECONDS)
 
     def _lost_store_reason(self, how: str) -> Reason:
-        known, place = self.pulse.pulses.latest.get(0), _store_place()
+        place = _store_place()
         if any(words in how for words in OUT_OF_REACH):
             text = f"is out of reach: the store on {place} is silent, or the network to it is cut ({how})."
             return Reason(0, text, is_final=True)
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             text = f"the store on {place} is gone with the process that held it, or the network to it is cut ({how})."
             return Reason(0, f"lost its launcher: {text}", is_final=True)
-        known = known or Whereabouts(0)  # it was gone before it could say where it is
+        known = self.pulse.first_rank() or Whereabouts(0)
         text = f"was lost with the store on {place}, which it held, or the network to it is cut ({how})"
         return self.pulse.gone(known, text)
 

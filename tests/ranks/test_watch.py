@@ -304,3 +304,26 @@ def test_f4_a_child_that_a_rank_forks_does_not_say_goodbye_for_it(tmp_path, rank
         run.wait(30)
         assert run.code == 0, run.err
         assert "['here', 'here']" in run.out
+
+
+UNKNOWN = """\
+import os, signal
+from ddpkit import pulse
+from ddpkit.distributed import ddp_barrier, ddp_init_group, get_rank
+
+pulse.Pulse.beat = lambda self, store: store.check(["as if the first pulse was still to come"])
+ddp_init_group({"device": "cpu"})
+if get_rank() == 0:
+    os.kill(os.getpid(), signal.SIGKILL)
+ddp_barrier()
+"""
+
+
+def test_f4_a_first_rank_that_is_killed_before_its_first_pulse_is_known_by_its_process(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(UNKNOWN)
+    main, other = start_by_hand(python(str(script)), tmp_path, 2, warm=True)
+    for run in (main, other):
+        run.wait(30)
+    assert (main.code, other.code) == (-9, 1), other.err
+    assert f"rank 0 ({pulse.host_name()}, pid {main.process.pid}) disappeared: it was lost with the store" in other.err

@@ -227,7 +227,8 @@ def store():
 def compare(store, everybody, seconds=10.0):
     def one(rank):
         try:
-            return compare_at_meeting(store(rank), rank, len(everybody), everybody[rank], seconds)
+            word = f"the word of rank {rank}"
+            return compare_at_meeting(store(rank), rank, len(everybody), everybody[rank], seconds, word)
         except LaunchError as error:
             return error
 
@@ -236,8 +237,8 @@ def compare(store, everybody, seconds=10.0):
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_ranks_that_are_alike_go_on(store, world):
-    assert compare(store, [{"torch": "2"}] * world) == [None] * world
+def test_ranks_that_are_alike_go_on_and_know_the_word_of_rank_0(store, world):
+    assert compare(store, [{"torch": "2"}] * world) == ["the word of rank 0"] * world
 
 
 @pytest.mark.parametrize("odd", [0, 1, 2])

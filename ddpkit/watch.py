@@ -240,6 +240,7 @@ class Watch:
         silent = time.monotonic() - self.pulse.answered
         if inside and 0 < self.hang_timeout < silent and not self._works_alone():
             self._leave_launcher()
+            self._dump_stacks()
             self._end(
                 f"rank {self.rank} ({host_name()}): no answer for {silent:.0f} s from the store on {_store_place()}"
                 f"{self._store_keeper()} is silent, or the network to it is cut."
@@ -301,10 +302,13 @@ class Watch:
         text = f"rank {self.rank} has made no step for {still:.0f} s (--hang_timeout={self.hang_timeout:.0f})."
         if self.pulse.leads():
             text = f"{text} {self._roll(still)}"
-        os.write(2, f"\nrank {self.rank}: where all threads are:\n".encode())
-        with contextlib.suppress(OSError):
-            faulthandler.dump_traceback(file=2, all_threads=True)
+        self._dump_stacks()
         self._end(text)
+
+    def _dump_stacks(self) -> None:
+        with contextlib.suppress(OSError):
+            os.write(2, f"\nrank {self.rank}: where all threads are:\n".encode())
+            faulthandler.dump_traceback(file=2, all_threads=True)
 
     def _end(self, text: str | None) -> None:
         """End the process, whatever its main thread is doing."""

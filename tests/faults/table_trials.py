@@ -20,7 +20,7 @@ from tests.launching import Run, python, start_by_hand, torchrun, wait_until
 RECIPE = str(Path(__file__).with_name("table_recipe.py"))
 START_SECONDS = 60.0
 LONGEST_SECONDS = 90.0
-TOLD = "has made no step for"  # before a rank that waits ends
+TOLD = re.compile(r"has made no step for|no answer for \d+ s from the store")  # before a rank that waits ends
 SIGNALS_OF_TORCHRUN = "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1,SIGUSR2"
 Facts = list[Any]  # of a diary: time, pid, kind, and what belongs to it
 
@@ -227,7 +227,7 @@ def await_end(outcome: Outcome) -> None:
     began = time.time()
 
     def left() -> bool:
-        if trial.hang and "told" not in outcome.other and TOLD in outcome.text:
+        if trial.hang and "told" not in outcome.other and TOLD.search(outcome.text):
             outcome.other["told"] = time.time() - began
         runs = [run for rank, run in enumerate(outcome.runs) if not (stopped and rank == trial.rank)]
         return any(run.process.poll() is None for run in runs) or any(run.alive() for run in runs)

@@ -355,7 +355,7 @@ def test_a_store_that_was_closed_because_all_is_over_is_not_lost(clock, store):
     assert one.pulse.store_lost is None
 
 
-def test_a_store_that_does_not_answer_ends_the_run_after_the_time_for_that(clock, store, monkeypatch):
+def test_a_store_that_does_not_answer_ends_the_run_after_the_time_for_that(clock, store, monkeypatch, capfd):
     monkeypatch.setenv("MASTER_ADDR", "node7")
     one = Watched(store)
     one.hang_timeout = 20.0
@@ -366,6 +366,7 @@ def test_a_store_that_does_not_answer_ends_the_run_after_the_time_for_that(clock
     clock.now += 1
     one.step()
     assert "no answer for 21 s from the store on node7" in one.ended[0]
+    assert "rank 0: where all threads are:" in capfd.readouterr().err
 
 
 def test_who_waits_for_the_main_process_ends_too_if_the_store_does_not_answer(clock, store):

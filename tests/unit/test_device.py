@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 
 import pytest
 import torch
@@ -210,7 +211,8 @@ def test_a_launcher_that_shows_each_process_its_own_gpu(machine):
 
 
 @pytest.fixture
-def group():
+def group(monkeypatch):
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # torch puts its own in the place, to stay
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     yield
     dist.destroy_process_group()

@@ -33,7 +33,7 @@ SECOND_HAND = (
     "terminate called", "Aborted", "Segmentation fault",
 )  # fmt: skip
 # What torch's store writes by itself, with all its frames, whenever it is asked after its end.
-OF_STORE = re.compile(r"^\[rank\d+\]:\[W[^\n]*TCPStore\.cpp.*?\n\n", re.MULTILINE | re.DOTALL)
+OF_STORE = re.compile(r"^(\[rank\d+\]:)?\[W[^\n]*TCPStore\.cpp.*?\n\n", re.MULTILINE | re.DOTALL)
 REASON = re.compile(r"^.*rank \d+ .* disappeared.*$", re.MULTILINE)  # which may say how it was noticed
 MOST_OF_STORE = 3  # of each rank
 TRACE_OF_TORCHRUN = f'Traceback (most recent call last):\n  File "{BIN / "torchrun"}"'

@@ -241,6 +241,12 @@ def test_ranks_that_are_alike_go_on_and_know_the_word_of_rank_0(store, world):
     assert compare(store, [{"torch": "2"}] * world) == ["the word of rank 0"] * world
 
 
+def test_the_verdict_is_understood_whatever_else_another_version_tells(store):
+    store(0).set("ddpkit/start/verdict", "ddpkit is 0.2 on rank 0")
+    with pytest.raises(RankMismatchError, match=r"ddpkit is 0\.2 on rank 0"):
+        compare_at_meeting(store(1), 1, 2, {"a": "1"}, 5.0, "hello")
+
+
 @pytest.mark.parametrize("odd", [0, 1, 2])
 def test_every_rank_raises_the_same(store, odd):
     everybody = [{"torch": "2.12" if rank == odd else "2.13"} for rank in range(3)]

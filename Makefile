@@ -15,9 +15,11 @@ FAULTS_ARGS ?=
 
 # Several processes share the cores in most of what runs here: one thread each is several times faster.
 export OMP_NUM_THREADS ?= 1
+# Without __pycache__ every process compiles all it imports again, and pytest rewrites all tests on each run.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test faults lint format types layers docs check bench clean
+.PHONY: help venv demo test quick faults lint format types layers docs check bench clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
@@ -29,6 +31,13 @@ demo: $(VENV)/.installed-examples  ## train examples/digits on two processes of 
 
 test: $(VENV)/.installed-dev  ## run the tests (GPU tests skip by themselves where there is none)
 	$(BIN)/python -m pytest -m "$(MARKS)" $(PYTEST_ARGS)
+
+QUICK = $(wildcard $(foreach folder,unit contract ranks,tests/$(folder)/test_$(PKG)*.py) ddpkit/$(PKG).py)
+quick: $(VENV)/.installed-dev  ## ruff and the tests of one area, in about half a minute: make quick PKG=sampler
+	@test -n "$(PKG)" || { echo "Name an area, as in: make quick PKG=sampler" >&2; exit 2; }
+	@test -n "$(QUICK)" || { echo "There is no tests/*/test_$(PKG)*.py and no ddpkit/$(PKG).py for PKG=$(PKG)" >&2; exit 2; }
+	$(BIN)/ruff check ddpkit tests
+	$(BIN)/python -m pytest -m "$(MARKS)" $(PYTEST_ARGS) $(QUICK)
 
 faults: $(VENV)/.installed-dev  ## the table of faults, with measured seconds: hours (FAULTS_ARGS="--rows F1,F9 --trials 5")
 	$(BIN)/python -m tests.faults.campaign --sizes

@@ -154,7 +154,7 @@ class Trained:
     def seconds_per_step(self, *, attended: bool = True) -> float:
         """Train a pass, and return what a step took on the whole."""
         sum_over_ranks([0.0])
-        with self.brain.attended() if attended else contextlib.nullcontext():
+        with self.brain._attended() if attended else contextlib.nullcontext():
             began = time.perf_counter()
             self.brain._fit_train(self.loader, 1, enable=False)
             return (time.perf_counter() - began) / self.loader.__len__()
@@ -228,7 +228,7 @@ def loop_alone() -> dict[str, float]:
     def run(kind: type[Beat]) -> float:
         nothing = Nothing()
         began = time.perf_counter()
-        train_epoch(nothing, nothing, kind(list, 1, is_main=True), lambda _: None, float("inf"))
+        train_epoch(nothing, nothing, kind(list, 1, is_main=True), lambda *_: None, float("inf"))
         return (time.perf_counter() - began) / STUB_STEPS * 1e6
 
     kinds: dict[str, Callable[[], float]] = {

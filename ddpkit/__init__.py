@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 __all__ = [
+    "AMPConfig",
     "BatchError",
     "Brain",
     "BucketingError",
@@ -28,6 +29,7 @@ __all__ = [
     "ConfigError",
     "DataError",
     "DdpkitError",
+    "FitResult",
     "FolderInUseError",
     "LaunchError",
     "MainCheckpointError",
@@ -92,6 +94,7 @@ if TYPE_CHECKING:
         interrupts,
         launch_variables,
         launchers,
+        likeness,
         liveness,
         loader_workers,
         loaders,
@@ -168,15 +171,18 @@ if TYPE_CHECKING:
         RankMismatchError,
     )
     from ddpkit.experiment import create_experiment_directory
+    from ddpkit.precision import AMPConfig
     from ddpkit.run_opts import RunOptions, parse_arguments
     from ddpkit.seed import seed_everything
     from ddpkit.spawning import spawn
-    from ddpkit.types import Stage
+    from ddpkit.types import FitResult, Stage
 else:
     # Where each name of `__all__` that is no error lives. Type checkers read the imports above instead: with
     # a module `__getattr__` in sight they would take any misspelt name for good.
     _HOMES = {
+        "AMPConfig": "precision",
         "Brain": "brain",
+        "FitResult": "types",
         "RunOptions": "run_opts",
         "Stage": "types",
         "create_experiment_directory": "experiment",

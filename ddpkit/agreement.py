@@ -17,6 +17,7 @@ import torch
 from ddpkit.distributed import exchange, get_world_size
 from ddpkit.errors import DataError, RankFailedError, RankMismatchError
 from ddpkit.logger import get_logger
+from ddpkit.roll_call import POSITION
 from ddpkit.sameness import describe_differences, own_place
 
 if TYPE_CHECKING:
@@ -214,6 +215,7 @@ def together(work: Callable[[], T]) -> T:
     return value
 
 
+@POSITION.at("comparing the ranks")
 def require_agreement(facts: Mapping[str, str], *, about: Any = None, site: str | None = None) -> list[Any]:
     """Compare this rank's facts with those of all others.
 

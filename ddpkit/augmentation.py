@@ -18,16 +18,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 import torch
-from torch.utils.data import Subset, get_worker_info
+from torch.utils.data import DataLoader, Subset, get_worker_info
 
 from ddpkit.errors import DataError
+from ddpkit.loader_workers import starting_workers
 from ddpkit.permutation import mix, mix_key
 from ddpkit.sampler import PlannedBatchSampler, count_repeats, index_number, set_epoch_inside
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
-
-    from torch.utils.data import DataLoader
 
     from ddpkit.sampler import DealtBatchSampler
 
@@ -157,6 +156,44 @@ def keyed_parts(loader: DataLoader[Any], place: Place | PlannedBatchSampler | De
         "collate_fn": _as_it_is,
         "worker_init_fn": functools.partial(_start_worker, loader.worker_init_fn),
     }
+
+
+def load_keyed(
+    loader: DataLoader[Any], indices: Sequence[Any], collate_fn: Callable[[Any], Any], seed: int
+) -> list[Any]:
+    """Load some samples of a loader's dataset as the loader does: keyed, and in a worker if it has any.
+
+    So nothing of this process changes: no random stream, and nothing that the dataset opens when it is first asked.
+
+    Args:
+        loader: whose dataset and kind of workers it is.
+        indices: of the samples, one by one.
+        collate_fn: makes of a list of one sample what is returned of it; can be pickled.
+        seed: of the randomness.
+
+    Returns:
+        What ``collate_fn`` made of each.
+
+    Ranks: local.
+
+    Example:
+        >>> load_keyed(DataLoader("abc"), [2, 0], "".join, 3)
+        ['c', 'a']
+    """
+    batches = [KeyedBatch(mix_key(seed, 1), 1, [index]) for index in indices]
+    own: DataLoader[Any] = DataLoader(
+        cast("Any", KeyedDataset(loader.dataset, collate_fn)),
+        batch_size=None,
+        sampler=batches,
+        collate_fn=_as_it_is,
+        num_workers=min(loader.num_workers, 1),
+        worker_init_fn=functools.partial(_start_worker, loader.worker_init_fn),
+        multiprocessing_context=loader.multiprocessing_context,
+        generator=torch.Generator(),
+    )
+    with starting_workers():
+        loaded = iter(own)
+    return list(loaded)
 
 
 class KeyedSampler:

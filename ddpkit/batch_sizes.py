@@ -7,6 +7,7 @@ the samples of one optimizer step over all processes, so that the number of proc
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -67,6 +68,8 @@ class BatchSizes:
         per_step: samples of a full optimizer step over all ranks; None where it is not known.
         steps: optimizer steps per epoch; None where it is not known.
         samples: samples per epoch over all ranks; None where it is not known.
+        alone: samples of a full optimizer step of one process with the same ``batch_size``; None where
+            ``global_batch_size`` cannot be used, because others make the batches.
 
     Ranks: local; equal on all ranks.
 
@@ -81,6 +84,7 @@ class BatchSizes:
     per_step: int | None
     steps: int | None
     samples: int | None
+    alone: int | None = None
 
     def __str__(self) -> str:
         """Say it in one line."""
@@ -95,9 +99,89 @@ class BatchSizes:
         samples = "" if self.samples is None else f", {_number_of(self.samples, 'sample')}"
         return f"{line}; {steps}{samples} per epoch"
 
+    def advice(self) -> str:
+        """Say how several processes train as one does, where ``batch_size`` was given; nothing for one process."""
+        if self.world_size == 1 or self.alone is None:
+            return ""
+        return (
+            f"{_number_of(self.per_step or 0, 'sample')}; one process has {self.alone}: "
+            f"--global_batch_size={self.alone} keeps the training the same"
+        )
+
 
 def _number_of(number: int, what: str) -> str:
     return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+@dataclass(frozen=True)
+class RunLength:
+    """How long a call of ``fit`` trains, from its first epoch on, as far as that is known beforehand.
+
+    Attributes:
+        epochs: of the call; an upper bound where a counter may stop early.
+        steps_per_epoch: optimizer steps.
+        total_steps: optimizer steps, at most ``optimizer_step_limit``.
+
+    Ranks: local; equal on all ranks.
+    """
+
+    epochs: int | None = None
+    steps_per_epoch: int | None = None
+    total_steps: int | None = None
+
+    @classmethod
+    def of(cls, length: int | None, factor: int, epochs: int | None, options: RunOptions) -> RunLength:
+        """Work it out.
+
+        Args:
+            length: batches of the training loader; None where that is not known.
+            factor: batches per optimizer step.
+            epochs: as :func:`count_epochs` returned them.
+            options: ``debug``, ``debug_batches`` and ``optimizer_step_limit`` count.
+        """
+        limit = options.optimizer_step_limit
+        if length is not None and options.debug:
+            length = min(length, options.debug_batches)
+        steps = None if length is None else -(-length // factor)
+        total = limit if steps is None or epochs is None else min(steps * epochs, limit or steps * epochs)
+        if steps and total is not None:
+            epochs = -(-total // steps)
+        return cls(epochs, steps, total)
+
+
+def count_epochs(epoch_counter: Any, options: RunOptions) -> int | None:
+    """Return how many epochs an epoch counter yields from its first one on.
+
+    Args:
+        epoch_counter: one with a ``limit``, such as :class:`~ddpkit.epoch_loop.EpochCounter`, or with a length.
+        options: ``debug`` and ``debug_epochs`` count.
+
+    Returns:
+        The number, an upper bound where the counter may stop early; None where nobody knows it, as of a generator.
+
+    Ranks: local; equal on all ranks.
+
+    Example:
+        >>> from ddpkit.epoch_loop import EpochCounter
+        >>> from ddpkit.run_opts import RunOptions
+        >>> options = RunOptions(debug=True, debug_epochs=2)
+        >>> [count_epochs(each, RunOptions()) for each in (EpochCounter(5), range(10, 15), iter([1]))]
+        [5, 5, None]
+        >>> [count_epochs(each, options) for each in (EpochCounter(5), range(5), range(10, 15))]
+        [2, 3, 1]
+    """
+    number = getattr(epoch_counter, "limit", None)
+    if not isinstance(number, int):
+        try:
+            number = len(epoch_counter)
+        except TypeError:
+            number = None
+    last = options.debug_epochs if options.debug else 0
+    if last <= 0:
+        return number
+    if isinstance(epoch_counter, Sequence):
+        return next((count for count, epoch in enumerate(epoch_counter, 1) if epoch >= last), number)
+    return last if number is None else min(number, last)
 
 
 def batch_sizes(loader: Any, length: int | None, factor: int, world_size: int) -> BatchSizes:
@@ -121,12 +205,14 @@ def batch_sizes(loader: Any, length: int | None, factor: int, world_size: int) -
     inner = loader.loader if isinstance(loader, LoopedLoader) else loader
     per_process, per_step = _sizes(inner, factor, world_size)
     planned, samples = plan_of(inner), None
+    is_divided = isinstance(planned, PlannedBatchSampler) or isinstance(getattr(inner, "dataset", None), StreamShard)
+    alone = per_step // world_size if is_divided and per_step is not None else None
     if inner is loader and getattr(inner, "batch_sampler", None) is not None:  # else not a whole pass, or of batches
         if isinstance(planned, PlannedBatchSampler):
             samples = planned.plan.used_samples
         elif isinstance(planned, DealtBatchSampler) and length is not None:
             samples = sum(planned.total(batch) for batch in range(length))
-    return BatchSizes(world_size, per_process, factor, per_step, steps, samples)
+    return BatchSizes(world_size, per_process, factor, per_step, steps, samples, alone)
 
 
 def _sizes(loader: Any, factor: int, world_size: int) -> tuple[tuple[int, int] | None, int | None]:

@@ -13,10 +13,22 @@ from ddpkit.failure import failure_notice
 from ddpkit.handover import call_path, outside_frame
 from ddpkit.launchers import find_launch
 from ddpkit.loaders import Loaders
-from ddpkit.logger import shown_path
+from ddpkit.logger import log_files, shown_path
 from ddpkit.sameness import recipe_facts, script_facts, software_facts
-from ddpkit.stages import length_of
-from ddpkit.start_report import Seat, StartReport, evaluation_row, place_rows, precision_row, start_row
+from ddpkit.stages import compare_first_samples, length_of
+from ddpkit.start_report import (
+    Seat,
+    StartReport,
+    clipping_row,
+    evaluation_row,
+    loss_row,
+    optimizer_row,
+    place_rows,
+    precision_row,
+    records_row,
+    start_row,
+)
+from ddpkit.train_logger import run_log
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -41,8 +53,9 @@ class Beginning(Loaders):
     evaluation_ctx: Any
     _seats: tuple[Seat, ...] = ()
     _report: StartReport | None = None
+    _looked_in = 0  # the epoch in which a batch was looked at
 
-    def compare_ranks(self, call: str) -> None:
+    def _compare_ranks(self, call: str) -> None:
         """Compare code, options, model and the place in the script, before anything else is done together.
 
         Args:
@@ -73,7 +86,7 @@ class Beginning(Loaders):
             except RankFailedError as error:  # a rank has not come here
                 raise type(error)(f"{error}\n(rank {self.rank} called {call} at {path})") from error.__cause__
 
-    def compare_data(self, **loaders: Any) -> None:
+    def _compare_data(self, **loaders: Any) -> None:
         """Compare what the loaders give.
 
         Args:
@@ -86,12 +99,15 @@ class Beginning(Loaders):
         for name, loader in loaders.items():
             facts |= agreement.data_facts(name, loader, length_of(loader), sharded=name == "train")
         agreement.require_agreement(facts)
+        for name, loader in loaders.items():
+            compare_first_samples(name, loader)
 
-    def report_training(self, sizes: BatchSizes) -> None:
+    def _report_training(self, sizes: BatchSizes, valid_set: Any) -> None:
         """Show what is about to be trained, as far as it has not been shown.
 
         Args:
             sizes: what the training loader and the options come to.
+            valid_set: the loader of the validation, or None.
         """
         folder = getattr(self.checkpointer, "checkpoints_dir", None)
         found, start = self._taken_from, ""
@@ -99,9 +115,33 @@ class Beginning(Loaders):
             found = found or getattr(self.checkpointer, "last_loaded", None)
         if self._fits == 1 or found is not None:
             start = start_row(found, folder, self.resume, self._place_in_words(), others=self._num_found)
-        self._show("Training", {"batch": str(sizes)}, {"start": start})
+        is_asked = self.global_batch_size is not None or self.lr_scaling != "none"  # someone has thought about it
+        optimizers, log = self._known_optimizers(), run_log()
+        first = {
+            "batch": str(sizes),
+            "per step": "" if is_asked or self.optimizer_step else sizes.advice(),
+            "valid set": "" if valid_set is None else _in_words(valid_set),
+            "optimizer": optimizer_row(optimizers),
+            "schedule": "" if self._schedule is None else str(self._schedule),
+            "clipping": clipping_row(self.max_grad_norm) if optimizers else "",
+        }
+        records = records_row([*log_files(), *([] if log is None else [log.path])])
+        self._show("Training", first, {"records": records, "start": start})
 
-    def report_evaluation(self, loader: Any) -> None:
+    def _look_at(self, batch: Any) -> None:
+        """On several ranks, say how a mean over tokens is returned, where samples differ in length and it may be one.
+
+        Args:
+            batch: that was trained on. One is looked at in every epoch, about a second after its beginning.
+        """
+        progress = self.progress
+        if self._report is None or get_world_size() == 1 or self._looked_in == progress.epoch:
+            return
+        self._looked_in = progress.epoch
+        if progress.result_at == progress.step and progress.result.__class__ is not tuple:
+            self._report.announce("Training", {"loss": loss_row(batch)})
+
+    def _report_evaluation(self, loader: Any) -> None:
         """Show what is about to be evaluated, as far as it has not been shown.
 
         Args:
@@ -134,6 +174,11 @@ class Beginning(Loaders):
         }
         self._report.announce(what, rows)
 
+    def _known_optimizers(self) -> dict[str, Any]:
+        """Return all optimizers by name, also one that a recipe has made and put nowhere else."""
+        single = getattr(self, "optimizer", None)
+        return self.optimizers_dict or ({} if single is None else {"optimizer": single})
+
     def _place_in_words(self) -> str:
         done = f"{self.optimizer_step} optimizer step{'' if self.optimizer_step == 1 else 's'} done"
         if self._expected_epoch is None:
@@ -151,4 +196,6 @@ def _in_words(loader: Any) -> str:
     if length is None:
         return "a stream"
     words = f"{length} batch{'' if length == 1 else 'es'}" + ("" if size is None else f" of {size}") + " per process"
-    return words if samples is None else f"{samples} samples, {words}"
+    if samples is None:
+        return words
+    return f"1 sample, {words}" if samples == "1" else f"{samples} samples, {words}"

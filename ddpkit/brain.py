@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -12,24 +11,25 @@ import torch
 from torch import nn
 
 from ddpkit import agreement
-from ddpkit.batch_sizes import BatchSizes, batch_sizes
-from ddpkit.compilation import compile_modules
+from ddpkit.batch_sizes import BatchSizes, batch_sizes, count_epochs
+from ddpkit.compilation import compile_modules, require_module_keys
 from ddpkit.distributed import ddp_init_group, get_rank, get_world_size, is_distributed_initialized
 from ddpkit.ema import require_average, weight_average
 from ddpkit.errors import RunStopped
-from ddpkit.failure import failure_notice
+from ddpkit.failure import failure_notice, usage_errors
 from ddpkit.logger import format_order_of_magnitude, get_logger
 from ddpkit.loop import Progress
-from ddpkit.lr_scaling import LrScaling
+from ddpkit.lr_scaling import LrScaling, require_reference
 from ddpkit.metrics import LossMeter
 from ddpkit.parity import Rehearsing
 from ddpkit.precision import Precision
 from ddpkit.profiler import prepare_profiler
 from ddpkit.resuming import Pace
+from ddpkit.roll_call import POSITION
 from ddpkit.run_opts import RunOptions
 from ddpkit.stages import length_of, run_evaluation, run_training
-from ddpkit.strategy import make_strategy, modules_on_device, unwrap
-from ddpkit.types import Stage
+from ddpkit.strategy import make_strategy, modules_on_device, take_device, unwrap
+from ddpkit.types import FitResult, Stage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -61,7 +61,12 @@ class Brain(Rehearsing):
         opt_class: called with the trainable parameters, returns an optimizer.
         hparams: whatever the YAML holds; reachable as ``self.hparams.name``. Run options in it count as defaults.
         run_opts: a :class:`~ddpkit.run_opts.RunOptions` or a dict; wins over ``hparams``.
-        checkpointer: a :class:`~ddpkit.checkpoints.Checkpointer`; the Brain adds itself and its optimizers to it.
+        checkpointer: a :class:`~ddpkit.checkpoints.Checkpointer`; the Brain adds itself, its optimizers and the
+            scheduler of ``scheduler_class`` to it.
+        scheduler_class: called with the optimizer and the total number of optimizer steps (of epochs, with
+            ``scheduler_every=epoch``; None where that is not known), returns a scheduler. A function is called with
+            both; a class with the optimizer, and with the number if it has a parameter ``total_steps`` or ``T_max``
+            (:func:`~ddpkit.optim.make_schedule`). It is made once, with the optimizer, and the Brain steps it.
 
     Attributes:
         modules: ``torch.nn.ModuleDict``; under a wrapper, the module's own attributes can still be reached.
@@ -70,13 +75,18 @@ class Brain(Rehearsing):
         optimizers_dict: name -> optimizer, once :meth:`init_optimizers` has run.
         step: batches of the current stage so far; counts from 1 while a batch is worked on.
         optimizer_step: updates since the run began.
+        steps_per_epoch: optimizer steps of an epoch on this number of processes, with accumulation; known before
+            :meth:`init_optimizers`. None where the length of the data is not known, as of a stream.
+        total_steps: optimizer steps of this call of :meth:`fit`, from the first epoch that its counter counts, those
+            before a restart included; at most ``optimizer_step_limit``. None where the epochs, or their steps, are not
+            known and there is no limit. Fewer are made where steps are skipped or a counter stops early.
         nonfinite_count: steps of this epoch that were skipped because a gradient was not finite.
         avg_train_loss: mean training loss of the epoch so far, over all ranks, about a second old.
         ema: the average of the weights, a :class:`~ddpkit.ema.WeightAverage`, or None without ``ema_decay``.
 
     Raises:
         ConfigError: options or modules that cannot work.
-        LaunchError: the launcher's environment contradicts itself.
+        LaunchError: the launcher's environment contradicts itself, or two ranks have one GPU.
 
     Ranks: collective; every rank makes the same Brain.
 
@@ -89,7 +99,8 @@ class Brain(Rehearsing):
         >>> data = [(torch.tensor([x / 8]), torch.tensor([x / 4])) for x in range(8)]
         >>> opts = {"device": "cpu", "noprogressbar": True}
         >>> line = Line({"net": nn.Linear(1, 1)}, lambda p: torch.optim.SGD(p, lr=0.5), run_opts=opts)
-        >>> line.fit(range(1, 51), data, train_loader_kwargs={"batch_size": 4})
+        >>> line.fit(range(1, 51), data, train_loader_kwargs={"batch_size": 4}).optimizer_steps
+        100
         >>> line.evaluate(data, test_loader_kwargs={"batch_size": 8}) < 0.1
         True
     """
@@ -101,34 +112,41 @@ class Brain(Rehearsing):
         hparams: Mapping[str, Any] | None = None,
         run_opts: RunOptions | Mapping[str, Any] | None = None,
         checkpointer: Any = None,
+        scheduler_class: Callable[..., Any] | None = None,
     ) -> None:
         self.opt_class = opt_class
+        self.scheduler_class = scheduler_class
         self.checkpointer = checkpointer
         self.optimizers_dict: dict[str, torch.optim.Optimizer] | None = None
         self.hparams = SimpleNamespace(**(hparams or {}))
         self.run_opts = RunOptions.from_dictionary(run_opts or {}).resolved(hparams)
         ddp_init_group(self.run_opts)
         self.rank = get_rank() or 0
-        self.strategy = make_strategy(
+        self._strategy = make_strategy(
             self.device,
             distributed_launch=is_distributed_initialized(),  # also where the group is the user's own
             data_parallel=self.data_parallel_backend,
             find_unused_parameters=self.find_unused_parameters,
+            decides_late=type(self).fit_batch is not Brain.fit_batch,
         )
+        take_device(self.device)
         self.modules = modules_on_device(modules or {}, self.device)
         self.ema = weight_average(self.modules, self.ema_decay, evaluate=self.evaluate_ema)
-        numbers = Precision(self.precision, self.eval_precision, self.device)
+        with usage_errors():
+            numbers = Precision(self.precision, self.eval_precision, self.device)
+            require_module_keys(self.modules, self.run_opts)
+            require_reference(self.run_opts)
+            self._prepare_ending()
         self.training_ctx, self.evaluation_ctx = numbers.training_ctx, numbers.evaluation_ctx
         self.scaler = numbers.scaler
         self.progress = Progress()
-        self.prepare_ending()
         self.avg_train_loss = 0.0
         self.train_sampler: Any = None
         self.profiler: Any = None
         self.tot_prof_steps = self.profile_warmup + self.profile_steps if self.profile_training else None
         self._fitting = self._ready = False
         if checkpointer is not None:
-            self.register_with(checkpointer)
+            self._register_with(checkpointer)
         self.print_trainable_parameters()
 
     @property
@@ -144,7 +162,7 @@ class Brain(Rehearsing):
         self._wrap_distributed()
         self.init_optimizers()
         if self.checkpointer is not None:
-            self.before_recovery()
+            self._before_recovery()
             self.checkpointer.recover_if_possible()
 
     def on_evaluate_start(self, max_key: str | None = None, min_key: str | None = None) -> None:
@@ -159,7 +177,7 @@ class Brain(Rehearsing):
         """
         found = None
         if self.checkpointer is not None:
-            found = self.recover_for_evaluation(max_key, min_key)
+            found = self._recover_for_evaluation(max_key, min_key)
         if found is not None and self.evaluate_ema:
             require_average(found)
         if found is None and self.optimizers_dict is None and self.opt_class is not None:
@@ -177,7 +195,7 @@ class Brain(Rehearsing):
         progressbar: bool | None = None,
         train_loader_kwargs: Mapping[str, Any] | None = None,
         valid_loader_kwargs: Mapping[str, Any] | None = None,
-    ) -> None:
+    ) -> FitResult:
         """Train, and validate after every epoch.
 
         It may be called several times. When a script that was stopped in a later call is started again, the earlier
@@ -191,24 +209,30 @@ class Brain(Rehearsing):
             train_loader_kwargs: for :meth:`make_dataloader`; not changed.
             valid_loader_kwargs: likewise.
 
+        Returns:
+            The last losses, the epochs and optimizer steps, why it ended, and where the best and the newest checkpoint
+            are; the same on every rank.
+
         Raises:
             DataError: the data cannot feed the run.
             RankMismatchError: the ranks are not about to run the same training.
             NonFiniteLossError: too many steps of an epoch were not finite.
             ParityError: with the option ``check_parity``, nothing is trained, and :meth:`rehearse` found a difference.
+            RunStopped: a signal or the time limit has asked for the end.
         """
-        self.compare_ranks("fit")
+        self._compare_ranks("fit")
+        self._epochs_of_call = count_epochs(epoch_counter, self.run_opts)
         if self._rehearses(train_set, train_loader_kwargs or {}):
-            return
+            return FitResult("check_parity", optimizer_steps=self.optimizer_step)
         if self.test_only:
             logger.info("test_only is set: fit does nothing.")
-            return
+            return FitResult("test_only", optimizer_steps=self.optimizer_step)
         # The notice once more, innermost: the others learn of a failure before anything is brought to safety here.
-        with self.attended(), self._fit_session(), self.saving_session(epoch_counter), failure_notice():
-            self.take_marker_away()
+        with self._attended("fit"), self._fit_session(), self._saving_session(epoch_counter), failure_notice():
+            self._take_marker_away()
             if not self._ready:
-                self.keep_global_batch(train_set, train_loader_kwargs or {})
-            self.grad_accumulation_factor = self.accumulation(get_world_size())
+                self._keep_global_batch(train_set, train_loader_kwargs or {})
+            self.grad_accumulation_factor = self._accumulate_over(get_world_size())
             train_set, valid_set = agreement.together(
                 lambda: (
                     self._loader(train_set, Stage.TRAIN, train_loader_kwargs or {}),
@@ -216,26 +240,18 @@ class Brain(Rehearsing):
                 )
             )
             sizes = self._require_agreement(train_set, valid_set)
-            with self.choosing_start():
+            with POSITION.at("on_fit_start"), self._choosing_start():
                 self.on_fit_start()
-            self.take_up()
-            self.take_flags(self.raw_modules)
+            self._take_up()
+            self._take_flags(self.raw_modules)
             self._scale_learning_rates()
-            self._start_once()
-            if self.is_done_before(train_set):
-                return
-            self.tell_not_taken()
-            self.report_training(sizes)
-            if self._step_limit_reached() and not self.step:
-                logger.info("optimizer_step_limit=%s has been reached before: fit is done.", self.optimizer_step_limit)
-                return
-            enable = self._bar_enabled(progressbar)
-            for epoch in epoch_counter:
-                self._fit_train(train_set, epoch, enable)
-                self._fit_valid(valid_set, epoch, enable)
-                self.end_epoch()
-                if self._is_done(epoch):
-                    break
+            self._start_once(validates=valid_set is not None)
+            if self._is_done_before(train_set):
+                return self._fit_result("done_before")
+            self._tell_not_taken()
+            self._report_training(sizes, valid_set)
+            reason = self._run_epochs(epoch_counter, train_set, valid_set, self._bar_enabled(progressbar))
+            return self._fit_result(reason)
 
     def evaluate(
         self,
@@ -263,17 +279,17 @@ class Brain(Rehearsing):
                 ``on_evaluate_start`` is overridden.
         """
         if type(self).on_evaluate_start is Brain.on_evaluate_start:
-            self.require_no_training("evaluate")
-        self.compare_ranks("evaluate")
+            self._require_no_training("evaluate")
+        self._compare_ranks("evaluate")
         if self._rehearses(None):
             return math.nan
-        with self.attended():
+        with self._attended("evaluate"):
             loader = agreement.together(
                 lambda: self._loader(test_set, Stage.TEST, {"ckpt_prefix": None, **(test_loader_kwargs or {})})
             )
-            self.compare_data(test=loader)
+            self._compare_data(test=loader)
             self.on_evaluate_start(max_key=max_key, min_key=min_key)
-            self.report_evaluation(loader)
+            self._report_evaluation(loader)
             return self._evaluation_stage(loader, Stage.TEST, None, self._bar_enabled(progressbar))
 
     def print_trainable_parameters(self) -> None:
@@ -286,23 +302,25 @@ class Brain(Rehearsing):
             format_order_of_magnitude(trained),
             format_order_of_magnitude(total),
             self.device,
-            self.strategy.name,
+            self._strategy.name,
             get_world_size(),
         )
 
     # ------------------------------------------------------------------ wiring
 
     def _require_agreement(self, train_set: Any, valid_set: Any) -> BatchSizes:
-        self.compare_data(train=train_set, valid=valid_set)
+        self._compare_data(train=train_set, valid=valid_set)
         length, world_size = length_of(train_set), get_world_size()
         agreement.check_train_data(train_set, length)
+        self._take_length(length, self.grad_accumulation_factor)
         sizes = batch_sizes(train_set, length, self.grad_accumulation_factor, world_size)
         self._pace = Pace.of(sizes, train_set)
         self._lr_scaling = LrScaling.of(self.run_opts, train_set, world_size)
         return sizes
 
-    def _start_once(self) -> None:
-        """Do what follows the first ``on_fit_start``: compare optimizers."""
+    def _start_once(self, *, validates: bool) -> None:
+        """Check what ``on_fit_start`` has made; after its first call, compare optimizers."""
+        self._require_schedule(validates=validates)
         if self._ready:
             return
         self._ready = True
@@ -312,31 +330,47 @@ class Brain(Rehearsing):
         compile_modules(self.modules, self.run_opts)
 
     def _wrap_distributed(self) -> None:
-        self.strategy.wrap(self.modules)
+        self._strategy.wrap(self.modules)
 
     def _bar_enabled(self, progressbar: bool | None) -> bool:
         return not self.noprogressbar if progressbar is None else progressbar
 
-    def _is_done(self, epoch: int) -> bool:
-        return (self.debug and 0 < self.debug_epochs <= epoch) or self._step_limit_reached()
+    def _run_epochs(self, epoch_counter: Iterable[int], train_set: Any, valid_set: Any, enable: bool) -> str:
+        """Train and validate in every epoch; return why it ends, a ``FitResult.reason``."""
+        if self._step_limit_reached() and not self.step:
+            logger.info("optimizer_step_limit=%s has been reached before: fit is done.", self.optimizer_step_limit)
+            return "optimizer_step_limit"
+        for epoch in epoch_counter:
+            self._fit_train(train_set, epoch, enable)
+            self._fit_valid(valid_set, epoch, enable)
+            self._end_epoch()
+            if self.debug and 0 < self.debug_epochs <= epoch:
+                return "debug"
+            if self._step_limit_reached():
+                return "optimizer_step_limit"
+        if self.optimizer_step and not self.progress.epochs:
+            return "done_before"
+        return "early_stop" if getattr(epoch_counter, "should_stop", False) is True else "epochs"
 
     def _step_limit_reached(self) -> bool:
         limit = self.optimizer_step_limit
         return limit is not None and self.optimizer_step >= limit
 
     def _fit_train(self, train_set: Any, epoch: int, enable: bool) -> None:
-        self.begin_epoch(epoch)
+        self._begin_epoch(epoch)
         self.on_stage_start(Stage.TRAIN, epoch)
-        self.strategy.follow(self.modules)
+        self._strategy.follow(self.modules)
         if self.ema is not None:
             self.ema.follow()
         self.modules.train()
         self.zero_grad()
         if not self.step:
             self.nonfinite_count = 0
-        self.avg_train_loss = run_training(self, train_set, epoch, enable_bar=enable)
+        self.avg_train_loss = self.progress.train_loss = run_training(self, train_set, epoch, enable_bar=enable)
         self.zero_grad(set_to_none=True)
-        with self.no_failure_saved():
+        if self._schedule is not None:
+            self._schedule.after_stage(Stage.TRAIN, self.avg_train_loss, self.optimizer_step)
+        with self._no_failure_saved():
             self.on_stage_end(Stage.TRAIN, self.avg_train_loss, epoch)
         self.avg_train_loss = 0.0
         self.step = 0
@@ -354,11 +388,13 @@ class Brain(Rehearsing):
             with self._evaluated_weights(stage):
                 loss = run_evaluation(self, loader, stage, epoch, enable_bar=enable)
         except RunStopped as stopped:
-            self.stop_in_evaluation(stopped)
+            self._stop_in_evaluation(stopped)
             raise
         if stage is Stage.VALID:
-            self.step = 0
-        with torch.no_grad(), self.no_failure_saved():
+            self.step, self.progress.valid_loss = 0, loss
+            if self._schedule is not None:
+                self._schedule.after_stage(stage, loss, self.optimizer_step)
+        with torch.no_grad(), self._no_failure_saved():
             self.on_stage_end(stage, loss, epoch)
         self.step = 0
         self.progress.meter = LossMeter()
@@ -371,10 +407,15 @@ class Brain(Rehearsing):
         self.progress.restart()
         try:
             if self.profile_training:
-                folder = Path(getattr(self.hparams, "output_folder", "results"), "profiler_logs")
-                self.profiler = prepare_profiler(self.profile_warmup, self.profile_steps, str(folder))
+                folder = getattr(self.hparams, "output_folder", "results")
+                self.profiler = prepare_profiler(self.profile_warmup, self.profile_steps, folder)
             with self.profiler or contextlib.nullcontext():
                 yield
+            if self.profiler is not None and self.profiler.step_num < self.profile_warmup:
+                logger.warning(
+                    "profile_training: training ended in the profiler's warm-up, so nothing was recorded. Train for "
+                    "longer than --profile_warmup=%d batches, or give fewer.", self.profile_warmup,
+                )  # fmt: skip
         finally:
             self._fitting = False
             self.profiler = None

@@ -35,7 +35,7 @@ from ddpkit.checkpoint_records import (
 )
 from ddpkit.errors import CheckpointError, ConfigError, FolderInUseError
 from ddpkit.logger import get_logger, shown_path
-from ddpkit.plain_yaml import dump_plain_yaml, simple_yaml
+from ddpkit.plain_yaml import dump_plain_yaml, is_plain
 from ddpkit.run_lock import FolderLock
 from ddpkit.snapshot import Snapshot, SnapshotMemory, state_bytes
 from ddpkit.storage import (
@@ -101,6 +101,7 @@ class SaveRequest:
         objects: what is saved, by name.
         hooks: what saves each.
         retention: what to delete afterwards, or None.
+        epoch: for the line that tells of it; None where it is not known.
 
     Ranks: local.
 
@@ -116,6 +117,7 @@ class SaveRequest:
     objects: Mapping[str, Any]
     hooks: Mapping[str, SaveHook]
     retention: Retention | None = None
+    epoch: int | None = None
 
     def hooks_where(self, *, every_rank: bool) -> dict[str, SaveHook]:
         """Return the hooks that run on every rank, or on the main process alone."""
@@ -339,11 +341,10 @@ class CheckpointFolder:
     def _meta_for_later(self, save: SaveRequest, meta: dict[str, Any]) -> str:
         """Return the text of a ``CKPT.yaml`` that can only be found again as it is, and fill ``meta``; or nothing."""
         found = save.all_meta(self.ledger.latest)
-        text = None if "unixtime" in save.meta else simple_yaml(found)
-        if text is None:
+        if "unixtime" in save.meta or not is_plain(found):
             return ""
         meta.update(copy.deepcopy(found))
-        return META_HEAD + META_MARK + text
+        return META_HEAD + META_MARK + dump_plain_yaml(found)
 
     def _commit(
         self,
@@ -359,7 +360,8 @@ class CheckpointFolder:
         self.ledger.reasons.pop(final, None)
         self.apart.discard(final)  # whose name this run has taken
         kind = "an end-of-epoch" if save.end_of_epoch else "an intra-epoch"
-        logger.log(save.verbosity, "Saved %s checkpoint in %s", kind, shown_path(final))
+        epoch = "" if save.epoch is None else f" of epoch {save.epoch}"
+        logger.log(save.verbosity, "Saved %s checkpoint%s in %s", kind, epoch, shown_path(final))
         checkpoint = read_checkpoint(final)
         self.ledger.note_time(checkpoint)
         if save.retention is not None:

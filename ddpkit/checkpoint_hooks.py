@@ -3,8 +3,9 @@
 A *hook* saves or loads one object: ``save(obj, path)``, ``load(obj, path, end_of_epoch)``,
 ``transfer(obj, path)``. The tables :data:`DEFAULT_SAVE_HOOKS`, :data:`DEFAULT_LOAD_HOOKS` and
 :data:`DEFAULT_TRANSFER_HOOKS` map classes to hooks; any code may add to them, and an object's hook is that of
-the first class in its method resolution order that has one. Anything with ``state_dict`` and
-``load_state_dict`` needs no hook.
+the first class in its method resolution order that has one. Methods that SpeechBrain's own ``mark_as_saver``,
+``mark_as_loader`` and ``mark_as_transfer`` have marked count at their class as well, so that its modules keep their
+state. Anything with ``state_dict`` and ``load_state_dict`` needs no hook.
 
 A save hook runs on the main process. One whose attribute ``save_on_main_only`` is False runs on every rank,
 always with the same path, and decides itself which rank writes what.
@@ -18,11 +19,12 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar, overload
+from typing import Any, BinaryIO, TypeVar, cast, overload
 
 import numpy as np
 import torch
@@ -35,7 +37,6 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from ddpkit.distributed import main_process_only
 from ddpkit.errors import CheckpointError, ConfigError
 from ddpkit.logger import get_logger
-from ddpkit.snapshot import cpu_storages
 from ddpkit.storage import write_file
 from ddpkit.types import Stateful
 
@@ -49,7 +50,9 @@ __all__ = [
     "find_load_hook",
     "find_save_hook",
     "find_transfer_hook",
+    "get_default_hook",
     "load_state",
+    "map_old_state_dict_weights",
     "mark_as_loader",
     "mark_as_saver",
     "mark_as_transfer",
@@ -206,16 +209,64 @@ def register_checkpoint_hooks(cls: Any = None, save_on_main_only: bool = True) -
     """
     if cls is None:
         return lambda decorated: register_checkpoint_hooks(decorated, save_on_main_only)
-    tables: tuple[tuple[str, dict[type, Any]], ...] = (
-        ("saver", DEFAULT_SAVE_HOOKS),
-        ("loader", DEFAULT_LOAD_HOOKS),
-        ("transfer", DEFAULT_TRANSFER_HOOKS),
-    )
-    for role, table in tables:
+    for role, table in _tables():
         name = _marked_method(cls, role)
         if name is not None:
             table[cls] = _MethodHook(name, save_on_main_only)
     return cls
+
+
+# What SpeechBrain's decorators leave behind is read where it is loaded already; nothing of it is imported.
+_SB_DISTRIBUTED = "speechbrain.utils.distributed"
+_SB_CHECKPOINTS = "speechbrain.utils.checkpoints"
+
+
+class _SpeechBrainSaver(_MethodHook):
+    """Calls a saver of SpeechBrain on the main process alone, as its own Checkpointer does.
+
+    Its ``main_process_only`` broadcasts to all ranks, and would wait for those that do not call: the decorator is left
+    out where it is the outermost, and has no effect further inside.
+    """
+
+    def __call__(self, obj: Any, *arguments: Any) -> object:
+        if not self.save_on_main_only:
+            return super().__call__(obj, *arguments)
+        method = getattr(obj, self.name)
+        function = getattr(method, "__func__", None)
+        while getattr(function, "__globals__", {}).get("__name__") == _SB_DISTRIBUTED:
+            inner = getattr(function, "__wrapped__", None)
+            if inner is None:
+                break
+            function, method = inner, inner.__get__(obj)
+        with _alone_in_speechbrain():
+            return method(*arguments)
+
+
+@contextlib.contextmanager
+def _alone_in_speechbrain() -> Iterator[None]:
+    """Have SpeechBrain's collectives do nothing, as inside of its own main-only code."""
+    module: Any = sys.modules.get(_SB_DISTRIBUTED)
+    if not hasattr(module, "MAIN_PROC_ONLY"):
+        yield
+        return
+    module.MAIN_PROC_ONLY += 1
+    try:
+        yield
+    finally:
+        module.MAIN_PROC_ONLY -= 1
+
+
+def _speechbrain_hook(cls: type, role: str) -> _MethodHook | None:
+    """Return the hook for a method of this very class that SpeechBrain's decorators have marked, or None."""
+    mark = f"_speechbrain_{role}"
+    names = [name for name, value in vars(cls).items() if callable(value) and getattr(value, mark, None) is True]
+    if not names:
+        return None
+    name = names[-1]  # that one SpeechBrain would use
+    if role != "saver":
+        return _MethodHook(name)
+    registered = getattr(sys.modules.get(_SB_CHECKPOINTS), "DEFAULT_SAVE_HOOKS", {}).get(cls)
+    return _SpeechBrainSaver(name, save_on_main_only=registered is not vars(cls)[name])  # unwrapped: for every rank
 
 
 def _marked_method(cls: type, role: str) -> str | None:
@@ -240,7 +291,7 @@ def find_save_hook(obj: Any) -> SaveHook | None:
         >>> find_save_hook(nn.Linear(1, 1)) is torch_save
         True
     """
-    return _find(obj, DEFAULT_SAVE_HOOKS) or (torch_save if isinstance(obj, Stateful) else None)
+    return get_default_hook(obj, DEFAULT_SAVE_HOOKS) or (torch_save if isinstance(obj, Stateful) else None)
 
 
 def find_load_hook(obj: Any) -> LoadHook | None:
@@ -252,7 +303,7 @@ def find_load_hook(obj: Any) -> LoadHook | None:
         >>> find_load_hook(object()) is None
         True
     """
-    return _find(obj, DEFAULT_LOAD_HOOKS) or (torch_recovery if isinstance(obj, Stateful) else None)
+    return get_default_hook(obj, DEFAULT_LOAD_HOOKS) or (torch_recovery if isinstance(obj, Stateful) else None)
 
 
 def find_transfer_hook(obj: Any) -> TransferHook | None:
@@ -264,7 +315,7 @@ def find_transfer_hook(obj: Any) -> TransferHook | None:
         >>> find_transfer_hook(nn.Linear(1, 1)) is torch_parameter_transfer
         True
     """
-    return _find(obj, DEFAULT_TRANSFER_HOOKS)
+    return get_default_hook(obj, DEFAULT_TRANSFER_HOOKS)
 
 
 def saves_on_every_rank(hook: SaveHook) -> bool:
@@ -279,8 +330,34 @@ def saves_on_every_rank(hook: SaveHook) -> bool:
     return not getattr(hook, "save_on_main_only", True)
 
 
-def _find(obj: Any, table: Mapping[type, HookT]) -> HookT | None:
-    return next((table[cls] for cls in type(obj).__mro__ if cls in table), None)
+def get_default_hook(obj: Any, default_hooks: Mapping[type, HookT]) -> HookT | None:
+    """Return the hook that a table has for an object, as SpeechBrain's function of this name does.
+
+    Args:
+        obj: the object.
+        default_hooks: classes and their hooks, such as :data:`DEFAULT_SAVE_HOOKS`. For the three tables of this module
+            SpeechBrain's marks count as well.
+
+    Returns:
+        That of the nearest class in the method resolution order; None if none has one. Unlike :func:`find_save_hook`
+        and :func:`find_load_hook` it does not take ``state_dict`` and ``load_state_dict`` for one.
+
+    Ranks: local.
+
+    Example:
+        >>> get_default_hook(nn.Linear(1, 1), DEFAULT_SAVE_HOOKS) is torch_save
+        True
+    """
+    role = next((role for role, known in _tables() if known is default_hooks), None)
+    for cls in type(obj).__mro__:
+        hook = default_hooks.get(cls) or (role and _speechbrain_hook(cls, role))
+        if hook:
+            return cast("HookT", hook)
+    return None
+
+
+def _tables() -> tuple[tuple[str, dict[type, Any]], ...]:
+    return ("saver", DEFAULT_SAVE_HOOKS), ("loader", DEFAULT_LOAD_HOOKS), ("transfer", DEFAULT_TRANSFER_HOOKS)
 
 
 # ---------------------------------------------------------------------------------------- torch's objects
@@ -350,9 +427,7 @@ def write_state(state: Any, path: Path, owner: str) -> None:
         >>> safe_load(path)
         {'step': 3}
     """
-    storages = cpu_storages(state)  # held, so that their addresses stay theirs
-    lasting = {storage.data_ptr() for storage in storages}
-    write_file(path, lambda handle: torch.save(state, handle), lasting)
+    write_file(path, lambda handle: torch.save(state, handle))
     refused = torch.serialization.get_unsafe_globals_in_checkpoint(path)  # reads the pickle alone, not the tensors
     if refused:
         raise CheckpointError(
@@ -445,6 +520,45 @@ def torch_parameter_transfer(obj: nn.Module, path: Path) -> None:
         logger.warning("%s has no %s: this parameter of the %s keeps its value.", path, key, name)
     for key in keys.unexpected_keys:
         logger.warning("%s has %s, which the %s does not have: not used.", path, key, name)
+
+
+def map_old_state_dict_weights(
+    state_dict: MutableMapping[str, torch.Tensor], mapping: Mapping[str, str]
+) -> MutableMapping[str, torch.Tensor]:
+    """Rename the entries of an old ``state_dict``: wherever a name has a text, put another one in its place.
+
+    Args:
+        state_dict: tensors by name; changed in place.
+        mapping: the new text for each old one, in the order in which they are applied. A text may stand anywhere in a
+            name, also inside of a word.
+
+    Returns:
+        ``state_dict``, in the same order.
+
+    Raises:
+        CheckpointError: two entries would have the same name; nothing is changed then.
+
+    Ranks: local.
+
+    Example:
+        >>> map_old_state_dict_weights({"enc.atn.weight": torch.ones(1)}, {".atn": ".attn"})
+        {'enc.attn.weight': tensor([1.])}
+    """
+    names: dict[str, str] = {}  # the old ones, by the new
+    for old in state_dict:
+        new = old
+        for before, after in mapping.items():
+            new = new.replace(before, after)
+        if new in names:
+            raise CheckpointError(f"{names[new]!r} and {old!r} of a state_dict would both be named {new!r}: {mapping}.")
+        names[new] = old
+    for new, old in names.items():
+        if new != old:
+            logger.info("%r of the state_dict is now named %r.", old, new)
+    state = {new: state_dict[old] for new, old in names.items()}
+    state_dict.clear()
+    state_dict.update(state)
+    return state_dict
 
 
 def safe_load(path: Path, map_location: Any = "cpu", handle: BinaryIO | None = None) -> Any:

@@ -204,6 +204,10 @@ class Retention:
         recent = [(Selection(importance_key=ckpt_recency, ckpt_predicate=predicate), newest)]
         return [(one, number) for one in found] + (recent if self.keep_recent else [])
 
+    def rankings(self) -> list[Selection]:
+        """Return one selection per key that ranks by something else than age."""
+        return [one for one, _ in self.selections() if one.importance_key is not ckpt_recency]
+
 
 def _check_count(name: str, value: Any, words: str) -> None:
     """Refuse a count of checkpoints that is negative, a float or a text."""
@@ -306,7 +310,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
         meta = load_plain_yaml(read_text(path / META_NAME))
         files = {file.name.removesuffix(SUFFIX): file for file in sorted(path.iterdir()) if file.suffix == SUFFIX}
     except CheckpointError as error:
-        raise CheckpointError(f"{META_NAME} {error}") from error
+        raise CheckpointError(f"{META_NAME}: {error}") from error
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{META_NAME} cannot be read: {error}") from error
     if not isinstance(meta, dict) or _number(meta.get("unixtime")) is None:

@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar, cast
 
 from ddpkit.async_save import BackgroundSave, wait_for_folder
 from ddpkit.checkpoint_folder import CheckpointFolder, PreparedSave, SaveRequest, check_file_name, run_savers
-from ddpkit.checkpoint_hooks import SaveHook, find_save_hook, saved_state, torch_save
+from ddpkit.checkpoint_hooks import LoadHook, SaveHook, find_load_hook, find_save_hook, saved_state, torch_save
 from ddpkit.checkpoint_records import (
     DIRECTORY_PREFIX,
     META_NAME,
@@ -21,6 +21,7 @@ from ddpkit.checkpoint_records import (
     DamageLedger,
     Retention,
     Selection,
+    ranked,
     read_checkpoint,
 )
 from ddpkit.distributed import exchange, get_world_size, if_main_process, run_on_main
@@ -50,7 +51,9 @@ class CheckpointSaving:
     _lock: FolderLock | None
     recoverables: dict[str, Any]
     custom_save_hooks: dict[str, SaveHook]
+    custom_load_hooks: dict[str, LoadHook]
     around_save: Callable[[bool], AbstractContextManager[None]] | None = None  # told whether an epoch has ended
+    tell_epoch: Callable[[], int | None] | None = None  # says of which epoch a save is
 
     def __init__(self) -> None:
         self.verify_mode: VerifyMode = "full"
@@ -64,6 +67,7 @@ class CheckpointSaving:
         self._told_refusal = False
         self._apart: set[Path] = set()
         self._has_prepared = False
+        self._rankings: list[Selection] = []  # of the last retention that had a key
 
     @property
     def checkpoints_dir(self) -> Path:
@@ -106,6 +110,8 @@ class CheckpointSaving:
         verbosity: int,
         retention: Retention | None = None,
     ) -> Checkpoint | None:
+        if retention is not None:
+            self._rankings = retention.rankings() or self._rankings
         with contextlib.nullcontext() if self.around_save is None else self.around_save(end_of_epoch):
             return self._save_all(meta, end_of_epoch, name, verbosity, retention)
 
@@ -119,7 +125,9 @@ class CheckpointSaving:
     ) -> Checkpoint | None:
         if name is not None:
             check_file_name(name, "the name of a checkpoint,")
-        save = SaveRequest(meta or {}, end_of_epoch, name, verbosity, self.recoverables, self._save_hooks(), retention)
+        objects, hooks = self.recoverables, self._save_hooks()
+        epoch = None if self.tell_epoch is None else self.tell_epoch()
+        save = SaveRequest(meta or {}, end_of_epoch, name, verbosity, objects, hooks, retention, epoch)
         everywhere = save.hooks_where(every_rank=True)
         if not everywhere:
             return on_main(self._folder().attempt, self._save_on_main, save)
@@ -138,12 +146,39 @@ class CheckpointSaving:
             return None
         return on_main(self._folder().attempt, self._finish, save, staging, final)
 
+    def require_hooks(self) -> None:
+        """Make sure that all recoverables can be saved and loaded, those too that were put in by hand.
+
+        Raises:
+            CheckpointError: one cannot.
+            ConfigError: the name of one cannot be a file name.
+
+        Ranks: local.
+
+        Example:
+            >>> from ddpkit.checkpoints import Checkpointer
+            >>> import tempfile
+            >>> checkpointer = Checkpointer(tempfile.mkdtemp())
+            >>> checkpointer.recoverables["a"] = object()
+            >>> checkpointer.require_hooks()
+            Traceback (most recent call last):
+            ddpkit.errors.CheckpointError: the recoverable 'a', of type object, cannot be saved. ...
+        """
+        self._save_hooks()
+
     def _save_hooks(self) -> dict[str, SaveHook]:
         hooks = {}
         for name, obj in self.recoverables.items():
             check_file_name(name, "the name of a recoverable,")
-            hooks[name] = hook_for(name, obj, self.custom_save_hooks.get(name) or find_save_hook(obj))
+            hooks[name] = self._save_hook(name, obj)
+            self._load_hook(name, obj)  # a checkpoint that nothing can load is of no use
         return hooks
+
+    def _save_hook(self, name: str, obj: Any) -> SaveHook:
+        return _known(name, obj, self.custom_save_hooks.get(name) or find_save_hook(obj), "saved")
+
+    def _load_hook(self, name: str, obj: Any) -> LoadHook:
+        return _known(name, obj, self.custom_load_hooks.get(name) or find_load_hook(obj), "loaded")
 
     def _give_up(self, error: CheckpointError, cause: CheckpointError | None) -> None:
         if self.on_error != "warn":
@@ -300,7 +335,24 @@ class CheckpointSaving:
             raise CheckpointError(f"resume={str(path)!r} is damaged: {self._ledger.reasons[path]}. Name another one.")
         return checkpoint
 
+    def best_of(self, checkpoints: Iterable[Checkpoint]) -> Checkpoint | None:
+        """Return the best checkpoint by the keys of the last retention that had any.
+
+        Args:
+            checkpoints: in any order.
+
+        Returns:
+            None where no retention had a key in this process, no checkpoint has a number under it, or the keys differ.
+
+        Ranks: main only.
+        """
+        found = list(checkpoints)
+        best = [(one, ranked(found, one)[:1]) for one in self._rankings]
+        paths = {first.path: first for one, firsts in best for first in firsts if one.importance(first) is not None}
+        return next(iter(paths.values())) if len(paths) == 1 else None
+
     def _delete(self, retention: Retention, verbosity: int) -> None:
+        self._rankings = retention.rankings() or self._rankings
         self._settle()
         folder = self._folder()
         with folder.lock.hold():
@@ -329,29 +381,13 @@ def on_main(function: Callable[..., T], *arguments: Any) -> T:
         raise MainCheckpointError(str(error).partition("\n--- traceback of rank 0 ---")[0]) from None
 
 
-def hook_for(name: str, obj: Any, hook: HookT | None) -> HookT:
-    """Return the hook of a recoverable, or say that there is none.
-
-    Args:
-        name: of the recoverable.
-        obj: the recoverable.
-        hook: what was found for it.
-
-    Raises:
-        CheckpointError: nothing was found.
-
-    Ranks: local.
-
-    Example:
-        >>> hook_for("a", object(), None)
-        Traceback (most recent call last):
-        ddpkit.errors.CheckpointError: the recoverable 'a', a object, can be neither saved nor loaded. ...
-    """
+def _known(name: str, obj: Any, hook: HookT | None, done: str) -> HookT:
+    """Return the hook of a recoverable, or say that there is none."""
     if hook is None:
         raise CheckpointError(
-            f"the recoverable {name!r}, a {type(obj).__name__}, can be neither saved nor loaded. Give it "
-            "state_dict and load_state_dict, or mark its methods with register_checkpoint_hooks, or pass "
-            "custom hooks."
+            f"the recoverable {name!r}, of type {type(obj).__name__}, cannot be {done}. Give its class state_dict and "
+            "load_state_dict, or mark two of its methods with mark_as_saver and mark_as_loader and the class with "
+            "register_checkpoint_hooks, or pass custom_save_hook and custom_load_hook to add_recoverable."
         )
     return hook
 

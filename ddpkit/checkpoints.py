@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -34,6 +35,8 @@ from ddpkit.checkpoint_hooks import (
     find_load_hook,
     find_save_hook,
     find_transfer_hook,
+    get_default_hook,
+    map_old_state_dict_weights,
     mark_as_loader,
     mark_as_saver,
     mark_as_transfer,
@@ -46,6 +49,8 @@ from ddpkit.checkpoint_hooks import (
 )
 from ddpkit.checkpoint_loading import LoadMode, load_recoverables
 from ddpkit.checkpoint_records import (
+    META_NAME,
+    SUFFIX,
     Checkpoint,
     ImportanceKey,
     Predicate,
@@ -55,15 +60,18 @@ from ddpkit.checkpoint_records import (
     average_state_dicts,
     ckpt_recency,
 )
-from ddpkit.checkpoint_saving import CheckpointSaving, hook_for, on_main
+from ddpkit.checkpoint_saving import CheckpointSaving, on_main
 from ddpkit.distributed import if_main_process
 from ddpkit.errors import CheckpointError, ConfigError
 from ddpkit.logger import get_logger, shown_path
+from ddpkit.roll_call import POSITION
 
 __all__ = [
     "DEFAULT_LOAD_HOOKS",
     "DEFAULT_SAVE_HOOKS",
     "DEFAULT_TRANSFER_HOOKS",
+    "METAFNAME",
+    "PARAMFILE_EXT",
     "Checkpoint",
     "Checkpointer",
     "LoadHook",
@@ -72,9 +80,12 @@ __all__ = [
     "average_checkpoints",
     "average_state_dicts",
     "ckpt_recency",
+    "convert_torch_save_hooks_to_once_per_node",
     "find_load_hook",
     "find_save_hook",
     "find_transfer_hook",
+    "get_default_hook",
+    "map_old_state_dict_weights",
     "mark_as_loader",
     "mark_as_saver",
     "mark_as_transfer",
@@ -90,6 +101,26 @@ logger = get_logger(__name__)
 
 T = TypeVar("T")
 HookT = TypeVar("HookT", bound=Callable[..., object])
+
+#: The file of a checkpoint that holds its meta, and what the names of the recoverables' files end in.
+METAFNAME = META_NAME
+PARAMFILE_EXT = SUFFIX
+
+_nodes_have_own_disks = threading.Event()
+
+
+def convert_torch_save_hooks_to_once_per_node() -> None:
+    """Say that the nodes do not share the folder of checkpoints.
+
+    SpeechBrain's function of this name has every node write files of its own. Here the main process goes on to write
+    them all, and whatever any Checkpointer loads from then on is read by rank 0 and sent to the others, as with the
+    option ``ckpt_load=broadcast``. So a run of several nodes can go on where only rank 0's has the folder.
+
+    Ranks: local; call it on every rank. Afterwards all ranks must load together.
+
+    State: for the whole process.
+    """
+    _nodes_have_own_disks.set()
 
 
 # ---------------------------------------------------------------------------------------- the checkpointer
@@ -107,7 +138,8 @@ class Checkpointer(CheckpointSaving):
 
     Attributes:
         checkpoints_dir: as given, an absolute ``Path``: the working directory may change. May be set.
-        recoverables: as given; may be changed.
+        recoverables: as given; may be changed. What is put in here by hand is looked at when ``fit`` begins, and
+            at every save.
         optional_recoverables: whether a checkpoint may lack a recoverable, by name.
         custom_load_hooks: as given.
         custom_save_hooks: as given.
@@ -129,7 +161,7 @@ class Checkpointer(CheckpointSaving):
             load together; the main process alone reads by itself, after half a minute.
 
     Raises:
-        CheckpointError: the folder cannot be made.
+        CheckpointError: the folder cannot be made, or a recoverable cannot be saved, or cannot be loaded.
         ConfigError: the name of a recoverable cannot be a file name.
 
     Ranks: every rank makes its own, of the same recoverables; the methods say more.
@@ -182,24 +214,27 @@ class Checkpointer(CheckpointSaving):
 
         Args:
             name: becomes the file's name.
-            obj: a module, optimizer, scheduler, scaler, an object of a class with checkpoint hooks, or
-                anything with ``state_dict`` and ``load_state_dict``.
+            obj: a module, optimizer, scheduler, scaler, an object of a class with checkpoint hooks, ddpkit's or
+                SpeechBrain's, or anything with ``state_dict`` and ``load_state_dict``.
             custom_load_hook: called with ``(obj, path, end_of_epoch)`` instead of the class's hook.
             custom_save_hook: called with ``(obj, path)`` instead of the class's hook, on the main process.
             optional_load: a checkpoint without it can be loaded, with a warning.
 
         Raises:
+            CheckpointError: nothing can save it, or nothing can load it.
             ConfigError: the name cannot be a file name.
 
         Ranks: local; do it on every rank.
         """
         check_file_name(name, "the name of a recoverable,")
-        self.recoverables[name] = obj
-        self.optional_recoverables[name] = optional_load
         if custom_load_hook is not None:
             self.custom_load_hooks[name] = custom_load_hook
         if custom_save_hook is not None:
             self.custom_save_hooks[name] = custom_save_hook
+        self._save_hook(name, obj)
+        self._load_hook(name, obj)
+        self.recoverables[name] = obj
+        self.optional_recoverables[name] = optional_load
 
     def add_recoverables(self, recoverables: Mapping[str, Any]) -> None:
         """Add several objects by name, each as :meth:`add_recoverable` does.
@@ -209,6 +244,7 @@ class Checkpointer(CheckpointSaving):
 
         Raises:
             AttributeError: ``recoverables`` is no mapping.
+            CheckpointError: nothing can save one of them, or nothing can load it.
             ConfigError: a name cannot be a file name.
 
         Ranks: local; do it on every rank.
@@ -244,7 +280,8 @@ class Checkpointer(CheckpointSaving):
 
         Raises:
             CheckpointError: it, or the one before it if that was ``asynchronous``, could not be saved, or there is no
-                way to save some recoverable; on every rank that made the call. What was there before is untouched.
+                way to save or load some recoverable; on every rank that made the call. What was there before is
+                untouched.
             ConfigError: ``name``, or that of a recoverable, cannot be a file name.
 
         Ranks: all, or the main process alone. All, if a saver is registered with ``saveon_main_only=False``.
@@ -350,6 +387,7 @@ class Checkpointer(CheckpointSaving):
             raise ConfigError(f"max_num_checkpoints={max_num_checkpoints!r} cannot be negative.")
         return [self._here(found) for found in on_main(self._find, selection, max_num_checkpoints)]
 
+    @POSITION.at("recovering a checkpoint")
     def recover_if_possible(
         self,
         importance_key: ImportanceKey | None = None,
@@ -409,7 +447,7 @@ class Checkpointer(CheckpointSaving):
         """
         self._wait_if_asynchronous()
         checkpoint = self._here(checkpoint)
-        if self.load_mode == "broadcast":
+        if self._mode == "broadcast":
             on_main(self._require_whole, checkpoint)
         else:
             self._require_whole(checkpoint)
@@ -486,6 +524,10 @@ class Checkpointer(CheckpointSaving):
 
     # ------------------------------------------------------------------------------------ loading
 
+    @property
+    def _mode(self) -> LoadMode:
+        return "broadcast" if _nodes_have_own_disks.is_set() else self.load_mode
+
     def _require_whole(self, checkpoint: Checkpoint) -> None:
         if not self._ledger.is_whole(checkpoint, self.verify_mode):
             reason = self._ledger.reasons[checkpoint.path]
@@ -497,10 +539,10 @@ class Checkpointer(CheckpointSaving):
         ended = bool(checkpoint.meta.get("end-of-epoch", True))
         for name, obj in self.recoverables.items():
             if name in checkpoint.paramfiles:
-                hooks[name] = hook_for(name, obj, self.custom_load_hooks.get(name) or find_load_hook(obj))
+                hooks[name] = self._load_hook(name, obj)
             elif not self.allow_partial_load and not (ended and getattr(obj, "is_of_inside_an_epoch", False)):
                 _accept_missing(name, checkpoint, optional=self.optional_recoverables.get(name, False))
-        load_recoverables(hooks, self.recoverables, checkpoint, self.load_mode)
+        load_recoverables(hooks, self.recoverables, checkpoint, self._mode)
         left = checkpoint.paramfiles.keys() - hooks.keys()
         if checkpoint.path == self.last_loaded:  # once more, for what was not there the first time
             left &= set(self.not_taken)

@@ -13,7 +13,7 @@ from ddpkit.logger import get_logger
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["CompileOptions", "compile_modules"]
+__all__ = ["CompileOptions", "compile_modules", "require_module_keys"]
 
 logger = get_logger(__name__)
 
@@ -96,6 +96,22 @@ def compile_modules(modules: torch.nn.ModuleDict, options: CompileOptions | Any)
         )
     compiled = {key for key in to_compile if _compile(key, modules[key], options)}
     _script(modules, [key for key in to_script if key not in compiled])
+
+
+def require_module_keys(modules: torch.nn.ModuleDict, options: Any) -> None:
+    """Make sure that the options name modules that there are.
+
+    Args:
+        modules: the entries.
+        options: any object with the attributes of :class:`CompileOptions`.
+
+    Raises:
+        ConfigError: a key that is not in ``modules``.
+
+    Ranks: local.
+    """
+    _chosen(modules, "compile_module_keys", options.compile_module_keys, every=False)
+    _chosen(modules, "jit_module_keys", options.jit_module_keys, every=False)
 
 
 def _chosen(modules: torch.nn.ModuleDict, option: str, keys: Iterable[str] | None, *, every: bool) -> list[str]:

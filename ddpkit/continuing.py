@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from ddpkit.bookmarks import is_stateful
-from ddpkit.checkpoint_records import read_checkpoint
+from ddpkit.checkpoint_records import ckpt_recency, read_checkpoint
 from ddpkit.checkpoint_saving import on_main
 from ddpkit.checkpoints import Checkpointer
 from ddpkit.dataloader import LoopedLoader, go_on_after_end, go_on_at, state_at, state_at_end, want_states
@@ -23,6 +23,7 @@ from ddpkit.metrics import LossMeter
 from ddpkit.seed import RngState, global_seed, seed_epoch_streams
 from ddpkit.starting import NEWEST, Lineage, Start, choose_start, lineage_of, saved_last, start_again
 from ddpkit.streams import StreamShard
+from ddpkit.types import FitResult
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -44,7 +45,7 @@ class Continuing(Hooks):
         True
     """
 
-    take_checkpointer: Callable[[], None]
+    _take_checkpointer: Callable[[], None]
     _rank_states: RankStates | None = None
     _base_seed: int | None = None
     _own_stream: int | None = None
@@ -63,7 +64,7 @@ class Continuing(Hooks):
     _done: int | None = None  # batches that a checkpoint holds, where a recipe saves before the current one is trained
     _is_inside_batch = False  # while a recipe saves in a hook of a training batch
 
-    def begin_epoch(self, epoch: int) -> None:
+    def _begin_epoch(self, epoch: int) -> None:
         """Give this rank the random streams of an epoch; those of its beginning also where it goes on in the middle."""
         self.progress.epoch = epoch
         expected, self._expected_epoch = self._expected_epoch, None
@@ -75,10 +76,10 @@ class Continuing(Hooks):
                 epoch,
             )
         if not self.step:
-            self.progress.began_at = self.optimizer_step
+            self.progress.began_at, self.progress.clipped = self.optimizer_step, 0
         self._own_stream = seed_epoch_streams(self._base_seed or 0, epoch, self.progress.began_at)
 
-    def choose_seed(self) -> None:
+    def _choose_seed(self) -> None:
         """Fix the run's seed when ``fit`` begins: that of ``seed_everything``, or what the script has given to torch.
 
         What a hook gives to torch afterwards is for the rest of that epoch.
@@ -89,7 +90,7 @@ class Continuing(Hooks):
             seed = self._base_seed if self._base_seed is not None and seed == self._own_stream else seed
         self._base_seed = seed
 
-    def begin_pass(self, loader: Any) -> tuple[int, Callable[[], object]]:
+    def _begin_pass(self, loader: Any) -> tuple[int, Callable[[], object]]:
         """Put a training loader where a recovered checkpoint says, if one was recovered.
 
         Args:
@@ -110,7 +111,7 @@ class Continuing(Hooks):
             own, states.loaded = states.loaded or self._from_before(loader), None
             self._left_over = None
             if states.is_complete:
-                self.strategy.show_gradient_orders(self.modules, own.get("gradients", {}))
+                self._strategy.show_gradient_orders(self.modules, own.get("gradients", {}))
         if not self.step:
             go_on_after_end(loader, own.get("loader_end"))
             return go_on_at(loader, 0, None), bool
@@ -129,18 +130,45 @@ class Continuing(Hooks):
             own["loader_end"] = left.get("loader_end")
         return own
 
-    def end_epoch(self) -> None:
+    def _end_epoch(self) -> None:
         """Note that an epoch is over, its evaluation and its checkpoint too."""
         self.progress.trained, self.progress.closed = None, 0
+        self.progress.epochs += 1
+
+    def _fit_result(self, reason: str) -> FitResult:
+        """Say what this call of ``fit`` did.
+
+        Args:
+            reason: why it ends.
+        """
+        progress, checkpointer, newest, best = self.progress, self.checkpointer, None, None
+        if isinstance(checkpointer, Checkpointer):
+            newest, best = on_main(self._newest_and_best, checkpointer)
+        return FitResult(
+            reason,
+            epochs=progress.epochs,
+            optimizer_steps=progress.optimizer_step,
+            train_loss=progress.train_loss,
+            valid_loss=progress.valid_loss,
+            best_checkpoint=best,
+            newest_checkpoint=newest,
+        )
+
+    def _newest_and_best(self, checkpointer: Checkpointer) -> tuple[Path | None, Path | None]:
+        """Return where the newest and the best of this run's own checkpoints are."""
+        lineage = None if self._start is None else self._start.lineage
+        own = [one for one in checkpointer.list_checkpoints() if lineage is None or lineage.includes(one)]
+        newest, best = max(own, key=ckpt_recency, default=None), checkpointer.best_of(own)
+        return None if newest is None else newest.path, None if best is None else best.path
 
     @contextlib.contextmanager
-    def no_failure_saved(self) -> Iterator[None]:
+    def _no_failure_saved(self) -> Iterator[None]:
         """Return a context for a hook: what it changes before it fails must not be changed again by a resumed run."""
         trained, self.progress.trained = self.progress.trained, None
         yield
         self.progress.trained = trained
 
-    def end_streams(self) -> None:
+    def _end_streams(self) -> None:
         """Leave the random streams as any run leaves them that has come here, whether it was stopped before or not."""
         self._own_stream = seed_epoch_streams(self._base_seed or 0, 0, self.optimizer_step)
 
@@ -148,17 +176,17 @@ class Continuing(Hooks):
         """Go on in the middle of an epoch with other random numbers than at its beginning, where the true are lost."""
         self._own_stream = seed_epoch_streams(self._base_seed or 0, self.progress.epoch, self.optimizer_step)
 
-    def end_pass(self) -> None:
+    def _end_pass(self) -> None:
         """Collect what a save after the epoch will need of every rank."""
         if self._rank_states is not None and self.checkpointer is not None:
             self._rank_states.gather()
 
     @property
-    def step_to_save(self) -> int:
+    def _step_to_save(self) -> int:
         """How many batches of the current stage a checkpoint holds."""
         return self.progress.step if self._done is None else self._done
 
-    def losses_so_far(self) -> LossMeter:
+    def _losses_so_far(self) -> LossMeter:
         """Return the losses of this rank, that of the current batch included, if it has been trained on."""
         progress = self.progress
         if not self._is_inside_batch or progress.result is None or progress.result_at != progress.step:
@@ -172,20 +200,20 @@ class Continuing(Hooks):
         meter.samples += window.count
         return meter
 
-    def collect_own_state(self) -> dict[str, Any]:
+    def _collect_own_state(self) -> dict[str, Any]:
         """Return what a checkpoint needs of this rank by itself."""
         progress = self.progress
         return {
             "random": RngState.capture().state_dict(),
-            "loss": self.losses_so_far().state_dict(),
-            "loader": state_at(progress.loader, self.step_to_save),
+            "loss": self._losses_so_far().state_dict(),
+            "loader": state_at(progress.loader, self._step_to_save),
             "loader_end": state_at_end(progress.loader),
-            "gradients": self.strategy.gradient_orders(),
+            "gradients": self._strategy.gradient_orders(),
         }
 
     # ------------------------------------------------------------------ what a run goes on from
 
-    def choose_start(self, epoch_counter: Any) -> None:
+    def _choose_start(self, epoch_counter: Any) -> None:
         """Decide, once for all ranks, what this call of ``fit`` starts from.
 
         Args:
@@ -219,7 +247,7 @@ class Continuing(Hooks):
         return None if self._start is None else self._start.pace
 
     @contextlib.contextmanager
-    def choosing_start(self) -> Iterator[None]:
+    def _choosing_start(self) -> Iterator[None]:
         """Have the checkpointer recover what was decided, whoever asks it to. The Brain reports what that is."""
         checkpointer = self.checkpointer
         if not isinstance(checkpointer, Checkpointer) or self._start is None:
@@ -232,7 +260,7 @@ class Continuing(Hooks):
         finally:
             checkpointer.resume, checkpointer.level_of_nothing = NEWEST, level
 
-    def recover_for_evaluation(self, max_key: str | None, min_key: str | None) -> Any:
+    def _recover_for_evaluation(self, max_key: str | None, min_key: str | None) -> Any:
         """Recover the best of this run's own checkpoints, or the one that was asked for.
 
         Args:
@@ -242,7 +270,7 @@ class Continuing(Hooks):
         Returns:
             What was loaded, or None.
         """
-        self.take_checkpointer()
+        self._take_checkpointer()
         checkpointer = self.checkpointer
         if not isinstance(checkpointer, Checkpointer):
             return checkpointer.recover_if_possible(max_key=max_key, min_key=min_key)
@@ -268,7 +296,7 @@ class Continuing(Hooks):
 
     # ------------------------------------------------------------------ several calls of fit
 
-    def place_in_calls(self, path: Path, state: Mapping[str, Any]) -> bool:
+    def _place_in_calls(self, path: Path, state: Mapping[str, Any]) -> bool:
         """Say whether a checkpoint that is being recovered was made in this call of ``fit``.
 
         Args:
@@ -292,7 +320,7 @@ class Continuing(Hooks):
         self._later = path, state
         return False
 
-    def take_up(self) -> None:
+    def _take_up(self) -> None:
         """Load a checkpoint that was made in this call, where it was found in an earlier one."""
         if self._later is None or self._later[1]["fit"] > self._fits:
             return
@@ -302,7 +330,7 @@ class Continuing(Hooks):
         else:
             self.checkpointer.recover_if_possible()
 
-    def is_done_before(self, train_set: Any) -> bool:
+    def _is_done_before(self, train_set: Any) -> bool:
         """Say whether nothing is left to do in this call of ``fit``, because the checkpoint was made in a later one.
 
         Args:
@@ -324,7 +352,7 @@ class Continuing(Hooks):
         )
         return True
 
-    def let_go(self) -> None:
+    def _let_go(self) -> None:
         """Drop what was recovered or gathered for this call, but for what the next one takes over from its end."""
         states, loader, self._fit_loader = self._rank_states, self._fit_loader, None
         self._expected_epoch = None

@@ -262,6 +262,23 @@ def _cpu_remedy(info: LaunchInfo) -> str:
     return f"Run with --device=cpu{backend}, or leave --device out."
 
 
+def own_first(device: str) -> list[int]:
+    """Number the devices of a kind that this process can see: first its own, then the others in their order.
+
+    Args:
+        device: its own, such as ``"cuda:1"``.
+
+    Ranks: local.
+
+    Example:
+        >>> own_first("cpu")
+        [0]
+    """
+    kind, index = _parse(device)
+    own = index or 0
+    return [own, *(other for other in range(count_devices(kind)) if other != own)]
+
+
 def widest_float(device: str | torch.device) -> torch.dtype:
     """Return the widest float of a device: float64 but on mps, which has none.
 

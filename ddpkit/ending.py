@@ -16,7 +16,14 @@ from ddpkit.failure import failure_notice
 from ddpkit.interrupts import Interrupts
 from ddpkit.loader_workers import watch_loader_workers
 from ddpkit.logger import get_logger
-from ddpkit.process_group import GroupState, group_state, set_hang_limits, shorten_timeout
+from ddpkit.process_group import (
+    AFTER_WATCH_SECONDS,
+    GroupState,
+    group_state,
+    longest_wait,
+    set_hang_limits,
+    shorten_timeout,
+)
 from ddpkit.roll_call import POSITION, host_name, stage_of
 from ddpkit.saving import INTRA_EPOCH_KEY, Saving
 from ddpkit.stopping import (
@@ -36,8 +43,6 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-AFTER_WATCH_SECONDS = 30.0  # so that it is the watch that says why
-
 # How long the collectives of a group wait since a Brain has shortened that.
 _shortened: weakref.WeakKeyDictionary[GroupState, float] = weakref.WeakKeyDictionary()
 
@@ -55,29 +60,32 @@ class Ending(Saving):
         True
     """
 
-    interrupts: Interrupts
+    _interrupts: Interrupts
     _seconds_allowed: float | None = None
     _is_settled = False
 
-    def prepare_ending(self) -> None:
+    def _prepare_ending(self) -> None:
         """Read the options that say when to stop, and after how long without a step.
 
         Raises:
             ConfigError: one of them cannot work.
         """
         require_stop_signals(self.stop_signals)
-        self.interrupts = Interrupts(self.stop_signals, self.save_signals)
+        self._interrupts = Interrupts(self.stop_signals, self.save_signals)
         self._seconds_allowed = None if self.time_limit is None else parse_duration(self.time_limit)
         watch_loader_workers()
 
     @contextlib.contextmanager
-    def attended(self) -> Iterator[None]:
+    def _attended(self, call: str) -> Iterator[None]:
         """Return a context for ``fit`` or ``evaluate``: others learn where this rank is, and why it fails.
+
+        Args:
+            call: its name.
 
         Raises:
             RunStopped: the run was asked to stop.
         """
-        with self._own_limits(), POSITION.inside(self.progress), self.interrupts.heard(), failure_notice():
+        with self._own_limits(), POSITION.inside(self.progress, call), self._interrupts.heard(), failure_notice():
             yield
 
     @contextlib.contextmanager
@@ -103,27 +111,27 @@ class Ending(Saving):
 
     def _wait_at_most(self, seconds: float | None) -> None:
         """Have collectives wait so long, or as long as the option says that they may."""
-        state, at_most = group_state(), self.distributed_timeout_minutes * 60
+        state, at_most = group_state(), longest_wait(self.distributed_timeout_minutes, self.hang_timeout)
         if seconds != _shortened.get(state):
             shorten_timeout(at_most if seconds is None else min(seconds, at_most))
             _shortened.pop(state, None)
         if seconds is not None:
             _shortened[state] = seconds
 
-    def settle(self) -> None:
+    def _settle(self) -> None:
         """Shorten the time for which collectives wait in this call, once every rank has made its first steps."""
         if self.hang_timeout and not self._is_settled and is_distributed_initialized():
             self._wait_at_most(self.hang_timeout + AFTER_WATCH_SECONDS)
         self._is_settled = True
 
-    def stop_cause(self) -> str:
+    def _stop_cause(self) -> str:
         """Return what has asked this rank to stop, one of :data:`ddpkit.stopping.CAUSES`, or nothing."""
-        if self.interrupts.stop_signal:
-            return signal.Signals(self.interrupts.stop_signal).name
+        if self._interrupts.stop_signal:
+            return signal.Signals(self._interrupts.stop_signal).name
         over = self._seconds_allowed is not None and seconds_since_start() > self._seconds_allowed
         return TIME_LIMIT if over and self.rank == 0 else ""
 
-    def stop_now(self, cause: str, *, is_saved: bool = False) -> None:
+    def _stop_now(self, cause: str, *, is_saved: bool = False) -> None:
         """Save where training is, and end the run; between two optimizer steps, and on all ranks.
 
         Args:
@@ -136,9 +144,9 @@ class Ending(Saving):
         if not is_saved:
             with self._between_batches():
                 self._save_intra_epoch_ckpt()
-        self.leave(RunStopped(exit_code(cause), cause))
+        self._leave(RunStopped(exit_code(cause), cause))
 
-    def stop_in_evaluation(self, stopped: RunStopped) -> None:
+    def _stop_in_evaluation(self, stopped: RunStopped) -> None:
         """Save where training ended before this evaluation, and end the run.
 
         Raises:
@@ -159,24 +167,25 @@ class Ending(Saving):
                     )
             finally:
                 progress.step, progress.meter, self._saved_sums = step, meter, None
-        self.leave(stopped)
+        self._leave(stopped)
 
-    def leave(self, stopped: RunStopped) -> None:
+    def _leave(self, stopped: RunStopped) -> None:
         """End the run once its checkpoint is there: no rank before, because launchers end all when one has ended.
 
         Raises:
             RunStopped: always.
         """
-        run_on_main(self._finish, args=(stopped,))
+        stopped.words = str(run_on_main(self._finish, args=(stopped,)) or "")
         raise stopped
 
-    def take_marker_away(self) -> None:
+    def _take_marker_away(self) -> None:
         """Take away the word that a stopped run has left: this one is running."""
         folder = self._folder()
         if folder is not None:
             run_on_main(remove_marker, args=(folder,))
 
-    def _finish(self, stopped: RunStopped) -> None:
+    def _finish(self, stopped: RunStopped) -> str:
+        """Write down that the run has stopped, and where; return that in words."""
         checkpointer, folder = self.checkpointer, self._folder()
         if isinstance(checkpointer, Checkpointer):
             checkpointer.wait()
@@ -193,20 +202,18 @@ class Ending(Saving):
             "time": dt.datetime.now(dt.timezone.utc).isoformat(timespec="seconds"),
         }
         run_event("stopped", **facts)
-        logger.warning(
-            "Stopped by %s in %s of epoch %s at step %s, after %s optimizer steps. %s",
-            stopped.cause,
-            facts["stage"],
-            facts["epoch"],
-            facts["step"],
-            facts["optimizer_step"],
-            "There is no checkpoint." if newest is None else f"The run goes on from {newest.path}.",
+        words = (
+            f"Stopped by {stopped.cause} in {facts['stage']} of epoch {facts['epoch']} at step {facts['step']}, after "
+            f"{facts['optimizer_step']} optimizer steps. "
+            f"{'There is no checkpoint.' if newest is None else f'The run goes on from {newest.path}.'}"
         )
+        logger.warning("%s", words)
         if folder is not None:
             try:
                 write_marker(folder, facts)
             except OSError as error:
                 logger.warning("%s cannot be written: %s", folder / MARKER, error)
+        return words
 
     def _folder(self) -> Path | None:
         """Return the folder of the run: that of its outputs, or else of its checkpoints."""

@@ -114,7 +114,10 @@ class RunStopped(SystemExit):
     Attributes:
         code: what the process exits with: 128 plus the number of the signal, or 75 at the time limit.
         cause: one of :data:`ddpkit.stopping.CAUSES`.
+        words: where it has stopped, and where it goes on from.
     """
+
+    words = ""
 
     def __init__(self, code: int, cause: str) -> None:
         super().__init__(code)

@@ -10,6 +10,7 @@ import platform
 import subprocess
 import sys
 from collections.abc import Mapping
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,10 +19,13 @@ from hyperpyyaml import resolve_references
 from ruamel.yaml.error import YAMLError
 
 from ddpkit.distributed import get_world_size, if_main_process, run_on_main
-from ddpkit.errors import ConfigError, MissingFileError
-from ddpkit.failure import record_for_launcher
+from ddpkit.errors import CheckpointError, ConfigError, DdpkitError, FolderInUseError, MissingFileError
+from ddpkit.failure import record_for_launcher, tell_plainly, told_plainly
+from ddpkit.liveness import is_relative
 from ddpkit.logger import close_logging, get_logger, setup_logging
 from ddpkit.plain_yaml import to_plain
+from ddpkit.run_lock import FolderLock, Holder, holder
+from ddpkit.run_opts import RunOptions, command_line_options
 from ddpkit.seed import global_seed
 from ddpkit.train_logger import run_event, set_run_log
 
@@ -32,6 +36,9 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 RULE = "=" * 80
+RUN_FOLDER = ".run"  # in the experiment's folder, for the lock that says which run lives there
+TEST_SUFFIX = ".test_only"
+_IN_USE = "is in use by another run"
 GIT_TIMEOUT_SECONDS = 5
 
 
@@ -46,8 +53,12 @@ def create_experiment_directory(
 
     The main process writes ``hyperparams.yaml`` (references resolved), a copy of the calling script,
     ``env.log`` and, from then on, ``log.txt`` (everything from DEBUG on) and ``metrics.jsonl`` (see
-    :class:`ddpkit.train_logger.RunLog`). A second start in the same folder overwrites the first three and
-    appends to the others. A rank above 0 that has a warning to log writes ``log.rank<r>.txt`` as well.
+    :class:`ddpkit.train_logger.RunLog`). A rank above 0 that has a warning to log writes ``log.rank<r>.txt`` as well.
+
+    The folder belongs to one run at a time, until its main process ends. While it lives, a second start is refused
+    before anything is written; so call this before data is prepared. Later starts overwrite the first three files and
+    append to the others. Whoever starts with ``--test_only`` leaves those three as they are, and is not refused: where
+    a run lives, it logs to ``log.test_only.txt`` and ``metrics.test_only.jsonl``.
 
     From then on every rank also logs the exception that ends it, before Python prints it as usual, and leaves
     it for the summary that torchrun prints.
@@ -61,16 +72,19 @@ def create_experiment_directory(
         overrides: values that replace some of that file's: a mapping (it is not changed), or YAML text.
         log_config: YAML file in the form of :func:`logging.config.dictConfig` to use instead of the built-in
             logging; the ``filename`` of its handler ``file_handler``, if there is one, becomes ``log.txt``.
+            ``--log_config``, where :func:`ddpkit.run_opts.parse_arguments` has read one, wins over it.
         save_env_desc: write ``env.log``.
 
     Raises:
         ConfigError: the folder cannot be made or written to, or the YAML file cannot be understood. Raised on
             every rank.
         MissingFileError: ``hyperparams_to_save`` or ``log_config`` does not exist.
+        FolderInUseError: another run lives in the folder; raised on every rank.
 
     Ranks: all, or the main process alone.
 
-    State: the root logger's handlers, ``sys.excepthook`` and the run's log; see :func:`close_experiment`.
+    State: the root logger's handlers, ``sys.excepthook``, the run's log, and a lock in ``.run`` below the folder with
+    the thread that renews it; see :func:`close_experiment`.
 
     Example:
         >>> import tempfile
@@ -78,33 +92,34 @@ def create_experiment_directory(
         ...     create_experiment_directory(f"{parent}/results/1234", save_env_desc=False)
         ...     close_experiment()
         ...     sorted(os.listdir(f"{parent}/results/1234"))
-        ['log.txt', 'metrics.jsonl']
+        ['.run', 'log.txt', 'metrics.jsonl']
     """
     folder = Path(experiment_directory)
     script = _script_of(sys._getframe(1))  # noqa: SLF001 -- the documented way to learn who calls
-    failures: list[ConfigError] = []
+    options = command_line_options() or RunOptions()
+    log_config = options.log_config or log_config
+    failures: list[DdpkitError] = []
 
-    def prepare() -> str | None:
+    def prepare() -> tuple[str, str]:
         if not if_main_process():  # without a process group every rank comes here
-            return None
+            return "", ""
         try:
             files = _files_to_write(hyperparams_to_save, overrides, script, save_env_desc)
-            _write_files(folder, files)
-            setup_logging(folder / "log.txt", config_path=log_config)
-        except ConfigError as error:
+            suffix = _claim(folder, options.test_only)
+            _write_files(folder, files, f"log{suffix}.txt", keep=options.test_only)
+            setup_logging(log_config, log_file=folder / f"log{suffix}.txt")
+        except (ConfigError, FolderInUseError) as error:
             failures.append(error)
-            return str(error)
-        return None
+            return "", str(error)
+        return suffix, ""
 
-    problem = run_on_main(prepare)
-    if failures:
-        raise failures[0]
-    if problem is not None:
-        raise ConfigError(problem)
+    suffix, problem = run_on_main(prepare) or ("", "")
+    if problem:
+        raise _refused(failures[0] if failures else None, problem)
     if not if_main_process():
-        setup_logging(folder / "log.txt", config_path=log_config)
+        setup_logging(log_config, log_file=folder / f"log{suffix}.txt")
     _log_uncaught_exceptions()
-    set_run_log(folder / "metrics.jsonl")
+    set_run_log(folder / f"metrics{suffix}.jsonl")
     run_event("start", arguments=sys.argv, world_size=get_world_size(), torch=torch.__version__)
     seed = global_seed()
     logger.info("Experiment folder: %s%s", folder, "" if seed is None else f" (seed {seed})")
@@ -117,11 +132,13 @@ def close_experiment() -> None:
 
     Ranks: local.
 
-    State: the root logger's handlers, ``sys.excepthook`` and the run's log are as before.
+    State: the root logger's handlers, ``sys.excepthook`` and the run's log are as before; the folder may be another
+    run's.
 
     Example:
         >>> close_experiment()
     """
+    _Claim.give_up()
     close_logging()
     set_run_log(None)
     if isinstance(sys.excepthook, _LoggingExceptHook):
@@ -156,6 +173,79 @@ def get_environment_description(folder: str | os.PathLike[str] | None = None) ->
         "\n".join(_describe_torch()),
     ]
     return f"\n{RULE}\n".join(sections) + "\n"
+
+
+# --------------------------------------------------------------------------------------- whose folder it is
+
+
+class _Claim:
+    """The lock of the experiment's folder, as long as it is this process's."""
+
+    lock: FolderLock | None = None
+    at_exit: Any = None  # a Finalize: unlike atexit, also at the end of ranks of multiprocessing
+
+    @classmethod
+    def take(cls, lock: FolderLock) -> None:
+        lock.acquire()
+        cls.give_up()
+        cls.lock, cls.at_exit = lock, Finalize(None, lock.release, exitpriority=0)
+
+    @classmethod
+    def give_up(cls) -> None:
+        if cls.lock is not None and cls.at_exit is not None:
+            cls.at_exit.cancel()
+            cls.lock.release()
+            cls.lock = None
+
+
+def _claim(folder: Path, only_tests: bool) -> str:
+    """Make a folder this run's; return what its log files have in their names, where they are not the run's own."""
+    lock = FolderLock(folder / RUN_FOLDER)
+    owner = holder(lock.folder)
+    lives = owner is not None and owner.pid != os.getpid() and not owner.has_ended()
+    if only_tests:
+        return TEST_SUFFIX if lives else ""
+    if lives and _is_family(owner):
+        return ""  # it is this run that has the folder
+    try:
+        lock.folder.mkdir(parents=True, exist_ok=True)
+        _Claim.take(lock)
+    except OSError as error:
+        raise _unwritable(folder, error) from error
+    except FolderInUseError as error:
+        owner = holder(lock.folder)
+        if _is_family(owner):  # and was faster
+            return ""
+        raise FolderInUseError(_refusal(folder, owner)) from error
+    except CheckpointError as error:
+        if isinstance(error.__cause__, OSError):
+            raise _unwritable(folder, error.__cause__) from error
+        raise ConfigError(f"experiment_directory={str(folder)!r} cannot be used: {error}") from error
+    return ""
+
+
+def _is_family(owner: Holder | None) -> bool:
+    return owner is not None and owner.is_here() and is_relative(owner.pid)
+
+
+def _refused(own: DdpkitError | None, problem: str) -> DdpkitError:
+    """Return the error to raise: the main process's own, or on the other ranks one like it."""
+    if _IN_USE not in problem:
+        return own or ConfigError(problem)
+    error = own or FolderInUseError(problem)
+    tell_plainly(error, code=1)  # unlike a mistake in the command line, it passes
+    return error
+
+
+def _refusal(folder: Path, owner: Holder | None) -> str:
+    is_here = owner is not None and owner.is_here()
+    end = f"end it (kill {owner.pid})" if is_here and owner is not None else "end it"
+    rest = "" if is_here else f" If it is certain that it has ended, remove {folder / RUN_FOLDER}."
+    return (
+        f"experiment_directory={str(folder)!r} {_IN_USE}: {owner or 'it cannot be told which'}. Its files and logs "
+        f"would be overwritten, so nothing was written. Wait for it, {end}, or give this run a folder of its "
+        f"own.{rest}"
+    )
 
 
 # ---------------------------------------------------------------------------------------------- the files
@@ -203,24 +293,31 @@ def _resolved_hyperparams(path: Path, overrides: Mapping[str, Any] | str | None)
     return f"# Generated {today} from:\n# {path.resolve()}\n# yamllint disable\n{resolved}"
 
 
-def _write_files(folder: Path, files: Mapping[str, bytes | Path]) -> None:
+def _write_files(folder: Path, files: Mapping[str, bytes | Path], log_name: str, *, keep: bool) -> None:
+    """Write the files, or with ``keep`` those that are not there; part what the log has from what it will get."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, content in files.items():
             target = folder / name
+            if keep and target.exists():
+                continue
             if isinstance(content, bytes):
                 _replace(target, content)
             elif not (target.exists() and target.samefile(content)):
                 _replace(target, content.read_bytes())
-        log_file = folder / "log.txt"
+        log_file = folder / log_name
         if log_file.exists() and log_file.stat().st_size > 0:
             with log_file.open("a", encoding="utf-8") as log:
                 log.write(f"\n{RULE}\n")
     except OSError as error:
-        raise ConfigError(
-            f"experiment_directory={str(folder)!r} cannot be written to: {error.strerror or error} "
-            f"({error.filename or folder}). Choose another output folder, or make room or get permission."
-        ) from error
+        raise _unwritable(folder, error) from error
+
+
+def _unwritable(folder: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"experiment_directory={str(folder)!r} cannot be written to: {error.strerror or error} "
+        f"({error.filename or folder}). Choose another output folder, or make room or get permission."
+    )
 
 
 def _replace(path: Path, content: bytes) -> None:
@@ -243,11 +340,15 @@ class _LoggingExceptHook:
         self.previous = previous
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        # The console shows no traceback here: the previous hook prints it, so that the reason stands last.
-        logger.error("Uncaught %s:", kind.__name__, exc_info=(kind, error, trace), extra={"traceback_follows": True})
+        if told_plainly(error):  # on the console by the previous hook alone
+            logger.debug("Uncaught %s: %s", kind.__name__, error)
+        else:  # The console shows no traceback here: the previous hook prints it, so that the reason stands last.
+            logger.error(
+                "Uncaught %s:", kind.__name__, exc_info=(kind, error, trace), extra={"traceback_follows": True}
+            )
+            record_for_launcher(error)
         with contextlib.suppress(ConfigError):  # a full disk must not hide the reason
             run_event("exception", type=kind.__name__, message=str(error))
-        record_for_launcher(error)
         self.previous(kind, error, trace)
 
 

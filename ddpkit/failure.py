@@ -13,17 +13,21 @@ from __future__ import annotations
 
 import contextlib
 import json
+import multiprocessing
 import os
+import re
+import signal
 import sys
 import time
 import traceback
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
-from ddpkit.errors import FolderInUseError, RankFailedError, RunStopped
+from ddpkit.errors import ConfigError, FolderInUseError, LaunchError, RankFailedError, RunStopped
+from ddpkit.launchers import rank_if_known
 from ddpkit.logger import get_logger
-from ddpkit.roll_call import POSITION
+from ddpkit.roll_call import POSITION, line_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -36,6 +40,14 @@ NAP_SECONDS = 0.02
 LONGEST_REASON = 4000
 LONGEST_TRACE = 20_000
 PLACE = "_ddpkit_place"  # attribute of an exception: where in the run it has left fit or evaluate
+PLAIN = "_ddpkit_plain"  # attribute of an exception: it is told in a sentence, and the process exits with this code
+USAGE_CODE = 2  # that of argparse
+FIRST_WORD_SECONDS = 5.0  # for the first rank of a machine to say what all of them are about to say
+TURN_SECONDS = 0.5  # and for each of the next
+STORE_WAIT_SECONDS = 2.0  # the same where it can be asked for; the watch gives a failed process three
+
+# How torch raises in a rank what was raised in a worker of its loader.
+OF_WORKER = re.compile(r"Caught \w+ in (?P<worker>\w+ worker process \d+)\.\nOriginal (?P<trace>.*)", re.DOTALL)
 
 # How gloo, NCCL and torch's store say that the other side has gone.
 LOST_CONNECTION = (
@@ -66,6 +78,7 @@ class Reason:
         trace: its traceback; empty where it could not tell itself.
         session: in which call of ``fit`` or ``evaluate`` it was, from 1; 0: in none.
         is_final: whether its process has ended with it.
+        line: of the user's code that it has left, such as ``"train.py:12 in compute_forward"``.
 
     Ranks: local.
 
@@ -82,6 +95,7 @@ class Reason:
     trace: str = ""
     session: int = 0
     is_final: bool = False
+    line: str = ""
 
     @classmethod
     def of(cls, rank: int, error: BaseException, *, is_final: bool) -> Reason:
@@ -89,7 +103,8 @@ class Reason:
         here = POSITION.whereabouts(rank, 0.0, look=False)
         trace = "".join(traceback.format_exception(error))[-LONGEST_TRACE:]
         place = here.place() or _place_of(error)
-        return cls(rank, short_text(error), here.host, here.pid, place, trace, here.session, is_final)
+        text, line = _text_and_line(error)
+        return cls(rank, text, here.host, here.pid, place, trace, here.session, is_final, line)
 
     def who(self) -> str:
         """Return ``"rank 1 (node7, pid 4711)"``."""
@@ -101,8 +116,10 @@ class Reason:
 
     def summary(self) -> str:
         """Return one line."""
-        place = f", {self.place}" if self.place else ""
-        return f"{self.who()} failed first{place}: {self.text}" if self.trace else f"{self.who()} {self.text}"
+        if not self.trace:
+            return f"{self.who()} {self.text}"
+        where = "".join(f", {words}" for words in (self.place, self.line and f"at {self.line}") if words)
+        return f"{self.who()} failed first{where}: {self.text}"
 
 
 class LastWords:
@@ -280,6 +297,20 @@ def short_text(error: BaseException) -> str:
     return text if len(text) <= LONGEST_REASON else f"{text[:LONGEST_REASON]} ..."
 
 
+def _text_and_line(error: BaseException) -> tuple[str, str]:
+    """Return what was raised, without the traceback of a loader's worker, and the line of the user's that it has left.
+
+    The whole is printed by the rank itself; what others say of it shall not be as long.
+    """
+    of_worker = OF_WORKER.search(str(error))
+    if of_worker is None:
+        return short_text(error), line_of(traceback.extract_tb(error.__traceback__))
+    last = of_worker["trace"].rstrip().splitlines()[-1]
+    found = re.findall(r'File "([^"]+)", line (\d+), in (\S+)', of_worker["trace"])
+    frames = [traceback.FrameSummary(file, int(line), name, lookup_line=False) for file, line, name in found]
+    return f"{last} (in {of_worker['worker']})", line_of(frames)
+
+
 def has_failed() -> bool:
     """Say whether an exception that nobody caught is ending this process.
 
@@ -367,8 +398,8 @@ def explained(error: BaseException) -> BaseException:
         return RankFailedError(reason.summary())
     if ended:
         return RankFailedError(
-            f"rank {', '.join(map(str, ended))} came to the end of its script, while this one still waits for it: they "
-            "took different paths. Do all ranks run the same number of epochs and of collective calls?"
+            f"rank {', '.join(map(str, ended))} came to the end of its script or function, while this one still waits "
+            "for it: they took different paths. Do all ranks run the same number of epochs and of collective calls?"
         )
     news = RankFailedError(
         "the connection to another rank was lost, and no rank has left a reason: a process has ended early, or was "
@@ -376,6 +407,112 @@ def explained(error: BaseException) -> BaseException:
     )
     news.__cause__ = error
     return news
+
+
+def tell_plainly(error: BaseException, code: int = USAGE_CODE) -> None:
+    """Have an exception, if nobody catches it, told in its own words alone: once, and without a traceback.
+
+    Args:
+        error: it is not raised here.
+        code: what the process then exits with.
+
+    Ranks: local.
+
+    State: ``sys.excepthook``, see :func:`watch_uncaught`.
+
+    Example:
+        >>> before = sys.excepthook
+        >>> error = ConfigError("precision='fp8' is no format")
+        >>> tell_plainly(error)
+        >>> told_plainly(error)
+        True
+        >>> sys.excepthook = before
+    """
+    vars(error)[PLAIN] = code
+    watch_uncaught()
+
+
+def told_plainly(error: BaseException) -> bool:
+    """Say whether :func:`tell_plainly` was called for an exception, and this process is a script's.
+
+    Ranks: local.
+
+    Example:
+        >>> told_plainly(ValueError("a bug"))
+        False
+    """
+    return PLAIN in vars(error) and not hasattr(sys, "ps1") and not sys.flags.interactive
+
+
+@contextlib.contextmanager
+def usage_errors() -> Iterator[None]:
+    """Have what is raised over options and the launcher's variables told as a command line's errors are.
+
+    A caller may still catch them. If nobody does, the process says ``train.py: error: ...`` and exits with 2.
+
+    Ranks: local.
+
+    Example:
+        >>> before = sys.excepthook
+        >>> try:
+        ...     with usage_errors():
+        ...         raise ConfigError("precision='fp8' is no format")
+        ... except ValueError as error:
+        ...     told_plainly(error)
+        True
+        >>> sys.excepthook = before
+    """
+    try:
+        yield
+    except (ConfigError, LaunchError) as error:
+        tell_plainly(error)
+        raise
+
+
+def _end_plainly(error: BaseException) -> NoReturn:
+    """Say the words of an exception, unless another rank does, and end the process."""
+    _Here.failed = True
+    words, is_first, launcher_tells = _Here.last_words, _is_first_of_machine(), _launcher_tells()
+    if not is_first:
+        _await_first(launcher_tells)
+    if words is not None and not words.tell_reason(Reason.of(words.rank, error, is_final=True)):
+        _Here.culprit = words.first_failure()
+        _Here.second_hand = _Here.culprit is not None
+    if not _Here.second_hand or (is_first and launcher_tells):
+        on_rank = "" if is_first else f" on rank {rank_if_known()}"
+        text = f"{Path(sys.argv[0]).name}: error{on_rank}: {error}"
+        if not (launcher_tells and _report(text, text, time.time(), plain=True)):
+            sys.stderr.write(f"{text}\n")
+    raise SystemExit(vars(error)[PLAIN])
+
+
+def _is_first_of_machine() -> bool:
+    if "TORCHELASTIC_ERROR_FILE" in os.environ:  # the launcher of this machine ends the other ranks
+        return os.environ.get("LOCAL_RANK", "0") == "0"
+    return not rank_if_known()
+
+
+def _await_first(launcher_tells: bool) -> None:
+    """Wait a little to be ended by the launcher, or for another rank to tell: all may be about to say the same."""
+    words, local_rank = _Here.last_words, os.environ.get("LOCAL_RANK", "0")
+    turn = TURN_SECONDS * (int(local_rank) if local_rank.isdecimal() else 0)
+    end = time.monotonic() + (STORE_WAIT_SECONDS if words is not None else FIRST_WORD_SECONDS + turn)
+    if launcher_tells:  # what ends with another code than 0 it lists as a failure of its own, without a reason
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+    while time.monotonic() < end and (words is None or words.first_failure() is None):
+        time.sleep(NAP_SECONDS)
+
+
+def _launcher_tells() -> bool:
+    """Say whether this process's parent shows what is in its error file: one who inherits its name does not."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path:
+        return False
+    try:
+        inherited = Path(f"/proc/{os.getppid()}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return False
+    return f"TORCHELASTIC_ERROR_FILE={path}".encode() not in inherited
 
 
 def record_for_launcher(error: BaseException) -> None:
@@ -392,21 +529,31 @@ def record_for_launcher(error: BaseException) -> None:
     Example:
         >>> record_for_launcher(ValueError("nothing happens without torchrun"))
     """
+    if isinstance(error, RunStopped):
+        words = error.words or f"Stopped by {error.cause}."
+        _report(words, words, time.time(), plain=True)
+        return
+    rank, lines = os.environ.get("RANK", "?"), "".join(traceback.format_exception(error)).rstrip().splitlines()
+    if rank.isdecimal() and not is_second_hand(error):
+        lines += Reason.of(int(rank), error, is_final=True).summary().splitlines()  # what one sees last of all
+    trace = "\n".join(f"[rank{rank}]: {line}" for line in lines)
+    _report(_text_and_line(error)[0], trace, time.time() + is_second_hand(error))
+
+
+def _report(message: str, trace: str, timestamp: float, *, plain: bool = False) -> bool:
+    """Write the launcher's error file; say whether there is one, and it has been written."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
-        return
-    lines = "".join(traceback.format_exception(error)).rstrip().splitlines()
-    prefix = f"[rank{os.environ.get('RANK', '?')}]: "
-    info = {
-        "py_callstack": "\n".join(prefix + line for line in lines),
-        "timestamp": str(int(time.time()) + is_second_hand(error)),
-    }
-    report = {"message": {"message": short_text(error), "extraInfo": info}}
+        return False
+    info = {"py_callstack": trace, "timestamp": str(int(timestamp)), "plain": plain}
+    report = {"message": {"message": message, "extraInfo": info}}
     temporary = Path(f"{path}.{os.getpid()}")
     with contextlib.suppress(OSError):  # a full disk must not hide the error itself
         temporary.write_text(json.dumps(report), encoding="utf-8")
         temporary.replace(path)
         _Here.report = Path(path)
+        return True
+    return False
 
 
 def _take_report_back() -> None:
@@ -436,7 +583,7 @@ def failure_notice() -> Iterator[None]:
     try:
         yield
     except SystemExit as error:
-        if error.code not in {None, 0} and not _is_forked():
+        if not _is_forked():
             _note_exit(error)
         raise
     except (Exception, KeyboardInterrupt) as error:
@@ -451,10 +598,64 @@ def failure_notice() -> Iterator[None]:
 
 def _note_exit(error: SystemExit) -> None:
     """Note that the script ends this process with an exit code, of which Python tells no hook."""
+    if error.code in {None, 0}:
+        _tell_reason(_way_out(error))
+        return
     record_for_launcher(error)
     if not isinstance(error, RunStopped):
         _note_trouble(failed=True)
         _tell(error, is_final=True)
+
+
+def _way_out(error: SystemExit) -> Reason:
+    """Describe that this rank leaves ``fit`` or ``evaluate`` as if it had come to its end; all may be about to."""
+    here = POSITION.whereabouts(0, 0.0, look=False)
+    place = f" {here.place()}" if here.place() else ""
+    code = "" if error.code is None else error.code
+    text = (
+        f"called sys.exit({code}){place}, at {line_of(traceback.extract_tb(error.__traceback__))}, and others wait for "
+        "it: all ranks have to leave at the same place. An exception ends them all."
+    )
+    rank = 0 if _Here.last_words is None else _Here.last_words.rank
+    return Reason(rank, text, here.host, here.pid, session=here.session)
+
+
+def note_end_of_child(handled: BaseException | None = None) -> None:
+    """Take note of the exception that ends a process of ``multiprocessing``: it reaches no ``sys.excepthook`` there.
+
+    Args:
+        handled: an exception that may still be being handled around all of this, and is not what ends the process.
+
+    Ranks: local; called while the process ends.
+
+    Example:
+        >>> note_end_of_child()  # this process was started by hand
+    """
+    error = sys.exc_info()[1]
+    if multiprocessing.parent_process() is None or error is None or error is handled or _Here.failed:
+        return
+    if isinstance(error, RunStopped) or (isinstance(error, SystemExit) and error.code in {None, 0}):
+        return
+    if isinstance(error, SystemExit) and error.__context__ is not None and error.__context__ is not handled:
+        error = error.__context__  # as torch.multiprocessing ends a process
+    news = _note_uncaught(error)
+    if _Here.last_words is not None and not _Here.second_hand:
+        logger.error("%s", Reason.of(_Here.last_words.rank, news, is_final=True).summary(), main_process_only=False)
+
+
+def _note_uncaught(error: BaseException) -> BaseException:
+    """Note an exception that ends this process; return what is behind it, as it is to be shown."""
+    _Here.failed = True
+    news = explained(error)
+    _Here.second_hand = is_second_hand(news)
+    if isinstance(news, KeyboardInterrupt):
+        news = KeyboardInterrupt(f"at {_path_to(news)}")
+    elif isinstance(news, FolderInUseError) or (_Here.second_hand and news.__cause__ is None):
+        news.__suppress_context__, news.__traceback__ = True, None
+    record_for_launcher(news)
+    if not _Here.second_hand:
+        _tell(news, is_final=True)
+    return news
 
 
 def _noted(error: BaseException) -> BaseException:
@@ -481,6 +682,11 @@ def _place_of(error: BaseException) -> str:
 def _tell(error: BaseException, *, is_final: bool) -> None:
     if _Here.last_words is not None:
         _Here.last_words.tell_failure(error, is_final=is_final)
+
+
+def _tell_reason(reason: Reason) -> None:
+    if _Here.last_words is not None and _Here.last_words.world_size > 1:
+        _Here.last_words.tell_reason(reason)
 
 
 def _note_trouble(*, failed: bool) -> None:
@@ -519,20 +725,17 @@ class UncaughtHook:
         if os.getpid() != self.process or _Here.failed:
             self.previous(kind, error, trace)
             return
-        _Here.failed = True
-        news = explained(error)
-        _Here.second_hand = is_second_hand(news)
-        if isinstance(news, KeyboardInterrupt):
-            news = KeyboardInterrupt(f"at {_path_to(news)}")
-        elif isinstance(news, FolderInUseError) or (_Here.second_hand and news.__cause__ is None):
-            news.__suppress_context__, news.__traceback__ = True, None
-        record_for_launcher(news)
-        if not _Here.second_hand:
-            _tell(news, is_final=True)
+        if told_plainly(error):
+            _end_plainly(error)
+        news = _note_uncaught(error)
         is_short = isinstance(news, (KeyboardInterrupt, FolderInUseError))
-        if _Here.last_words is not None and not _Here.second_hand and not is_short:
-            logger.error("%s", Reason.of(_Here.last_words.rank, news, is_final=True).heading(), main_process_only=False)
+        if _Here.last_words is None or _Here.second_hand or is_short:
+            self.previous(type(news), news, news.__traceback__)
+            return
+        reason = Reason.of(_Here.last_words.rank, news, is_final=True)
+        logger.error("%s", reason.heading(), main_process_only=False)
         self.previous(type(news), news, news.__traceback__)
+        logger.error("%s", reason.summary(), main_process_only=False)  # nobody looks for it above a long traceback
 
 
 def set_reason_finder(find: Callable[[], Reason | None] | None) -> None:

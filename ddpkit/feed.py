@@ -30,14 +30,20 @@ class Window:
         closes: whether the current micro-batch is the last of its window, after which the optimizer steps.
         count: this rank's samples in the current micro-batch; 0 for a repeated one.
         weight: what its loss counts in the mean of the epoch: the samples, or its part of a batch.
-        scale: what the current loss is multiplied by before its backward pass.
+        scale: what the current loss is multiplied by before its backward pass. Reading it says that this is done.
+        is_weighed: whether ``scale`` was read since the window began.
         correction: what the gradients of the window must be multiplied by, where the weights were not known in advance.
-        multiplier: what the next optimizer step multiplies the gradients by: the correction, if ``scale`` was used.
-        deferred: micro-batches in a row, up to step ``deferred_at``, that were accumulated under ``no_sync``.
+        multiplier: what else the next optimizer step multiplies the gradients by.
+        deferred: micro-batches in a row, up to step ``deferred_at``, whose gradients wait for a step.
         deferred_at: the last such step; -1 once the optimizers have stepped.
+        is_asked: whether the recipe knows that the current micro-batch closes the window.
 
-        counted: what ``compute_objectives`` has counted in this window, where it returns sums; None where it does not.
-        average: gives, at the window's end, the average of that over the ranks.
+        has_means: whether gradients of means wait for a step.
+        counted: what the sums count whose gradients wait for a step; None where there are none.
+        counted_at: the last step that has added to that.
+        divisor: what these sums were divided by.
+        average: gives, at the window's end, the average of what they count over the ranks.
+        is_overdue: whether a window with sums has ended without a step.
 
     Ranks: local; ``closes``, ``correction`` and what is deferred is equal on all ranks.
 
@@ -50,13 +56,34 @@ class Window:
     closes: bool = True
     count: int = 1
     weight: float = 1.0
-    scale: float = 1.0
+    _scale: float = 1.0
+    is_weighed: bool = False
     correction: float = 1.0
     multiplier: float | Tensor = 1.0
     deferred: int = 0
     deferred_at: int = -1
+    is_asked: bool = False
+    has_means: bool = False
     counted: float | Tensor | None = None
+    counted_at: int = -1
+    divisor: float = 1.0
     average: Callable[[], float | Tensor] | None = None
+    is_overdue: bool = False
+
+    @property
+    def scale(self) -> float:
+        """What the current loss is multiplied by before its backward pass. Reading it says that this is done."""
+        self.is_weighed = True
+        return self._scale
+
+    @scale.setter
+    def scale(self, value: float) -> None:
+        self._scale = value
+
+    def begin(self) -> None:
+        """Note that the coming micro-batch is the first of a window."""
+        self.is_weighed = self.is_asked = False
+        self.is_overdue = self.counted is not None
 
     def defer(self, step: int) -> None:
         """Note that the gradients of a step are only accumulated; a step may say so more than once."""
@@ -70,8 +97,11 @@ class Window:
 
     def stepped(self) -> float | Tensor:
         """Note that the optimizers step now; return what the gradients are multiplied by first."""
-        multiplier, self.multiplier, self.deferred, self.deferred_at = self.multiplier, 1.0, 0, -1
-        self.counted = self.average = None
+        multiplier = self.multiplier
+        if self.is_weighed and self.counted is None:
+            multiplier *= self.correction
+        self.multiplier, self.deferred, self.deferred_at = 1.0, 0, -1
+        self.counted, self.average, self.has_means, self.is_overdue = None, None, False, False
         return multiplier
 
 
@@ -160,6 +190,7 @@ class Feed:
         for number, batch in enumerate(itertools.islice(source, max(length - self.start, 0)), self.start):
             place = number % self.factor
             if place == 0 or number == self.start:
+                window.begin()
                 total = self._total(range(number, min(number - place + self.factor, length)))
             self._weigh(window, number)
             window.scale = window.weight * self.world_size / total

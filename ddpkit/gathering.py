@@ -214,6 +214,7 @@ class _Rows:
         numbers: of the batch, for each sample.
         counted: False for one that was repeated to keep step.
         sizes: of each batch.
+        counted_sizes: of those that were not repeated to keep step.
         has_indices: whether ``indices`` says where a sample stands in the dataset.
     """
 
@@ -222,6 +223,7 @@ class _Rows:
     counted: NDArray[np.bool_]
     sizes: list[int]
     has_indices: bool
+    counted_sizes: list[int] = field(default_factory=list)
 
 
 def _rows_seen(seen: Seen) -> _Rows:
@@ -234,7 +236,8 @@ def _rows_seen(seen: Seen) -> _Rows:
         places, has_indices = np.zeros(len(flat), dtype=np.int64), False
     numbers = np.repeat(np.array([number for number, _, _ in batches], dtype=np.int64), sizes)
     counted = np.repeat(np.array([not is_repeated for _, _, is_repeated in batches], dtype=np.bool_), sizes)
-    return _Rows(places, numbers, counted, sizes, has_indices)
+    counted_sizes = [len(indices) for _, indices, is_repeated in batches if not is_repeated]
+    return _Rows(places, numbers, counted, sizes, has_indices, counted_sizes)
 
 
 def _rows_given(seen: Seen, size: int) -> _Rows:
@@ -293,8 +296,9 @@ def gather_results(seen: Seen, results: Any) -> Any:
     claim = _Claim(
         problem,
         skeleton,
-        rows=len(rows.numbers),
-        batches=len(rows.sizes),
+        rows=int(rows.counted.sum()),
+        repeated=int((~rows.counted).sum()),
+        batches=len(rows.counted_sizes),
         lengths=[len(column) for column in columns],
         forms=[_forms(column, rows) for column in columns],
         has_indices=rows.has_indices,
@@ -346,6 +350,7 @@ class _Claim:
     problem: str | None
     skeleton: Any
     rows: int
+    repeated: int
     batches: int
     lengths: list[int]
     forms: list[set[str]]
@@ -389,11 +394,14 @@ def _rebuilt(skeleton: Any, columns: Iterator[Any]) -> Any:
 
 
 def _forms(column: Any, rows: _Rows) -> set[str]:
-    """Say what the entries of a column may stand for: a sample each, a batch each, or neither."""
-    forms = {"sample"} if len(column) == len(rows.numbers) else set()
-    if isinstance(column, list) and len(column) == len(rows.sizes):
+    """Say what the entries of a column may stand for: a sample each, a batch each, or neither.
+
+    What was repeated to keep step may be among them, or have been left out.
+    """
+    forms = {"sample"} if len(column) in {len(rows.numbers), int(rows.counted.sum())} else set()
+    if isinstance(column, list) and len(column) in {len(rows.sizes), len(rows.counted_sizes)}:
         found = [row_count(entry) for entry in column]
-        forms |= {"batch"} if found == rows.sizes else set()
+        forms |= {"batch"} if found in (rows.sizes, rows.counted_sizes) else set()
     return forms
 
 
@@ -441,7 +449,7 @@ def _counted(column: Any, by_batch: bool, counted: NDArray[np.bool_]) -> Any:
     if by_batch:
         column = [row for batch in column for row in rows_of(batch)]
     column = on_cpu(column)
-    if counted.all():
+    if len(column) == counted.sum():  # nothing was repeated, or that was left out
         return column
     if isinstance(column, list):
         return [entry for entry, counts in zip(column, counted.tolist(), strict=True) if counts]

@@ -22,12 +22,12 @@ import re
 import sys
 import time
 import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 from ddpkit.errors import MainProcessError, RankFailedError
-from ddpkit.failure import LastWords, explained
+from ddpkit.failure import LastWords, Reason, explained
 from ddpkit.logger import get_logger
 
 if TYPE_CHECKING:
@@ -56,6 +56,7 @@ class Outcome:
         value: what it returned.
         error: type and message of what it raised.
         trace: the traceback as text.
+        reason: the same, and where that was; its rank is not known here.
 
     Ranks: local.
 
@@ -68,12 +69,14 @@ class Outcome:
     value: Any = None
     error: str = ""
     trace: str = ""
+    reason: Reason | None = None
 
     @staticmethod
     def of_error(error: BaseException) -> Outcome:
         """Describe a raised exception so that other ranks can show it."""
         text = "".join(traceback.format_exception_only(type(error), error)).strip()
-        return Outcome(ok=False, error=text, trace="".join(traceback.format_exception(error)))
+        reason = Reason.of(0, error, is_final=False)
+        return Outcome(ok=False, error=text, trace="".join(traceback.format_exception(error)), reason=reason)
 
 
 def call_site(frame: FrameType | None) -> str:
@@ -208,7 +211,7 @@ class Handover:
         """Wait until ``poster`` has posted call number ``count`` of ``site`` and return its outcome.
 
         Raises:
-            RankFailedError: the poster's process has ended without making this call, or has been silent for too long.
+            RankFailedError: the poster has come to its end without making this call, or has been silent for too long.
         """
         key = _key(site, count)
         try:
@@ -317,7 +320,7 @@ class Handover:
         if reason is not None:
             return f"{reason.summary()}\n(rank {self.rank} was waiting at {place(site)} for rank {poster})"
         return (
-            f"rank {self.rank} waits at {place(site)} for rank {poster}, whose process has ended without making this "
+            f"rank {self.rank} waits at {place(site)} for rank {poster}, which has come to its end without making this "
             f"call. Look for the reason in the output of rank {poster}, or for a path through the script that it did "
             "not take."
         )
@@ -352,9 +355,10 @@ def raise_as_reader(outcome: Outcome, site: str, poster: int) -> None:
         ...
     """
     kind = MainProcessError if poster == 0 else RankFailedError
+    last = "" if outcome.reason is None else f"\n{replace(outcome.reason, rank=poster).summary()}"
     raise kind(
         f"rank {poster} failed in the call at {place(site)}: {outcome.error}\n"
-        f"--- traceback of rank {poster} ---\n{outcome.trace.rstrip()}"
+        f"--- traceback of rank {poster} ---\n{outcome.trace.rstrip()}{last}"
     )
 
 

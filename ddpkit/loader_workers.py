@@ -39,6 +39,7 @@ DUMP_SECONDS = 0.1
 MOST_ASKED = 8
 NAP_SECONDS = 0.001
 DEEPEST_CALL = 12  # from a loader to the fork
+FIRST_AT_EXIT = 100  # of the hooks of multiprocessing, of which its own have 15 at most
 _LOADER_FILE = "torch/utils/data/dataloader.py"
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<name>\S+)')
 _NOT_THE_USERS = (os.path.dirname(os.__file__), "site-packages", os.path.dirname(__file__), "<")  # noqa: PTH120
@@ -53,6 +54,7 @@ class _Here:
     stacks: Any = None  # a file without a name, into which workers write where they are
     server: Any = None  # the forkserver for loaders
     torchs_loop: Any = None  # what a worker runs, while ours is in its place
+    process = 0  # at whose end its workers are killed
 
 
 def deaf_signals() -> set[signal.Signals]:
@@ -73,15 +75,40 @@ def watch_loader_workers() -> None:
 
     Ranks: local.
 
-    State: ``os.register_at_fork`` hooks, once per process.
+    State: ``os.register_at_fork`` hooks, and hooks at the end of the process, once per process.
 
     Example:
         >>> watch_loader_workers()
     """
-    if hasattr(os, "register_at_fork") and _Here.stacks is None:
+    if not hasattr(os, "register_at_fork"):
+        return
+    if _Here.stacks is None:
         _Here.stacks = tempfile.TemporaryFile()  # noqa: SIM115 -- as long as the process lives
         os.register_at_fork(before=_before_fork, after_in_parent=_in_parent, after_in_child=_in_child)
-        atexit.register(kill_workers)  # Python would wait for them, after a SIGTERM that they do not hear
+    if _Here.process != os.getpid():  # one that was forked has inherited the former hooks, and not the latter
+        _Here.process = os.getpid()
+        at_exit(kill_workers)  # Python would wait for them, after a SIGTERM that they do not hear
+
+
+def at_exit(call: Callable[[], object]) -> None:
+    """Have something done when this process ends, and before ``multiprocessing`` waits for its children.
+
+    A process that ``multiprocessing`` has forked ends without ``atexit``; one that it has spawned waits for its
+    children before that.
+
+    Args:
+        call: must bear to be called twice.
+
+    Ranks: local.
+
+    Source: ``multiprocessing.process.BaseProcess._bootstrap`` and ``multiprocessing.util._exit_function``.
+
+    Example:
+        >>> at_exit(kill_workers)
+    """
+    atexit.register(call)
+    if multiprocessing.parent_process() is not None:
+        util.Finalize(None, call, exitpriority=FIRST_AT_EXIT)
 
 
 @contextlib.contextmanager

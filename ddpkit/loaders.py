@@ -20,7 +20,8 @@ from ddpkit.distributed import get_world_size, run_on_main
 from ddpkit.ending import Ending
 from ddpkit.errors import ConfigError, DataError
 from ddpkit.logger import get_logger
-from ddpkit.streams import is_ordered
+from ddpkit.roll_call import POSITION
+from ddpkit.streams import is_batches, is_ordered
 from ddpkit.types import Stage
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ class Loaders(Ending):
     _dividing = False
     _accumulation: tuple[int, int] | None = None  # what a recipe asked for, and what that came to
 
-    def accumulation(self, world_size: int) -> int:
+    def _accumulate_over(self, world_size: int) -> int:
         """Return how many batches each process works on per optimizer step, on so many processes.
 
         Args:
@@ -64,7 +65,7 @@ class Loaders(Ending):
         self._accumulation = (asked, found)
         return found
 
-    def keep_global_batch(self, train_set: Any, loader_kwargs: Mapping[str, Any]) -> None:
+    def _keep_global_batch(self, train_set: Any, loader_kwargs: Mapping[str, Any]) -> None:
         """Where a checkpoint of another number of processes is resumed, take steps of as many samples as those did.
 
         Args:
@@ -100,9 +101,12 @@ class Loaders(Ending):
             stage: TRAIN is divided over the ranks; VALID and TEST only with ``shard_evaluation``.
             ckpt_prefix: the loader is saved under this and the stage's name; None: not at all.
             loader_kwargs: as for ``torch.utils.data.DataLoader`` (``batch_size`` counts per process), and
-                ``looped_nominal_epoch``.
+                ``looped_nominal_epoch``. On a GPU ``pin_memory`` is on unless it is given: without it, a batch that is
+                moved with ``non_blocking=True`` is waited for.
         """
         looped = loader_kwargs.pop("looped_nominal_epoch", None)
+        if self.device.startswith("cuda") and (loader_kwargs or not is_batches(dataset)):
+            loader_kwargs.setdefault("pin_memory", True)
         if stage is Stage.TRAIN:
             loader_kwargs = self._train_loader_specifics(dataset, loader_kwargs)
         loader: Any = shard(dataset, self._sharding(stage), **loader_kwargs)
@@ -148,7 +152,8 @@ class Loaders(Ending):
     def _loader(self, data: Any, stage: Stage, loader_kwargs: Mapping[str, Any]) -> Any:
         """Make the loader of a stage; an error says of which."""
         try:
-            return self._loader_of(data, stage, loader_kwargs)
+            with POSITION.at(f"making the loader of {stage.name}"):
+                return self._loader_of(data, stage, loader_kwargs)
         except DataError as error:
             raise DataError(f"{stage.name}: {error}") from error
 

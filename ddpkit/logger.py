@@ -250,12 +250,12 @@ class _Installed:
 
 
 def setup_logging(
-    log_file: str | os.PathLike[str] | None = None,
-    level: int | str | None = None,
-    *,
     config_path: str | os.PathLike[str] | None = None,
     overrides: Mapping[str, Any] | None = None,
     default_level: int | str = logging.INFO,
+    *,
+    log_file: str | os.PathLike[str] | None = None,
+    level: int | str | None = None,
 ) -> None:
     """Attach a console handler (stderr) and, if asked, a log file to the root logger.
 
@@ -264,13 +264,12 @@ def setup_logging(
     file is ``<name>.rank<r><suffix>``, made when there is a first warning to put into it.
 
     Args:
-        log_file: gets everything from DEBUG on, appended. A name that ends in ``.yaml`` is taken as
-            ``config_path``.
-        level: of the console: a number or a name. ``DDPKIT_LOG_LEVEL`` in the environment wins over it.
         config_path: a YAML file in the form of :func:`logging.config.dictConfig` to use instead of all this;
             ``log_file`` then becomes the ``filename`` of its handler ``file_handler``, if it has one.
         overrides: nested values to put into that configuration.
         default_level: of the console where ``level`` is not given.
+        log_file: gets everything from DEBUG on, appended.
+        level: of the console: a number or a name. ``DDPKIT_LOG_LEVEL`` in the environment wins over it.
 
     Raises:
         ConfigError: a level or the configuration cannot be understood, or the file cannot be written.
@@ -284,8 +283,6 @@ def setup_logging(
         >>> setup_logging(level="WARNING")
         >>> close_logging()
     """
-    if config_path is None and log_file is not None and Path(log_file).suffix in {".yaml", ".yml"}:
-        log_file, config_path = None, log_file
     close_logging()
     if config_path is not None:
         _apply_config(Path(config_path), overrides or {}, None if log_file is None else Path(log_file))
@@ -308,6 +305,19 @@ def setup_logging(
     for name, wanted in levels.items():
         _Installed.levels[name] = logging.getLogger(name).level
         logging.getLogger(name).setLevel(wanted)
+
+
+def log_files() -> list[str]:
+    """Return the files into which this process logs.
+
+    Ranks: local.
+
+    Example:
+        >>> log_files()
+        []
+    """
+    handlers = (one for one in logging.getLogger().handlers if isinstance(one, logging.FileHandler))
+    return [handler.baseFilename for handler in handlers if handler.baseFilename != os.devnull]
 
 
 def close_logging() -> None:
@@ -374,6 +384,8 @@ def _apply_config(path: Path, overrides: Mapping[str, Any], log_file: Path | Non
         config = yaml.safe_load(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise MissingFileError(f"config_path={str(path)!r}: there is no such file.") from error
+    except OSError as error:
+        raise ConfigError(f"config_path={str(path)!r} cannot be read: {error.strerror}.") from error
     except yaml.YAMLError as error:
         raise ConfigError(f"config_path={str(path)!r} is not YAML: {error}") from error
     try:

@@ -19,6 +19,7 @@ from ddpkit.feed import Window
 from ddpkit.loader_workers import starting_workers
 from ddpkit.logger import get_logger
 from ddpkit.metrics import LossMeter, nothing_counts
+from ddpkit.syncbn import left_out
 from ddpkit.types import Stage
 
 if TYPE_CHECKING:
@@ -46,12 +47,17 @@ class Progress:
         trained: losses of the training stage of this epoch on this rank; None before it.
         sums: sum of those over all ranks, what it counts, and the samples; None until that stage is over.
         nonfinite: steps skipped in the current epoch because a gradient was not finite.
+        clipped: updates of the current epoch whose gradients were scaled down to ``max_grad_norm``; equal on all ranks.
+        has_told_clipping: whether a line has said that gradients are clipped.
         window: the current accumulation window.
         meter: losses of the current stage on this rank.
         seen: which samples this rank has seen in the current or last stage; None before the first.
         loader: of the current or last training stage.
         result: what ``fit_batch`` is about to return, while ``on_fit_batch_end`` runs; may be that of an older batch.
         result_at: the batch that it is of.
+        epochs: that have ended in this call of ``fit``.
+        train_loss: mean over the last of their training stages, over all ranks; None before the first.
+        valid_loss: likewise of the validation.
 
     Ranks: local.
 
@@ -66,6 +72,8 @@ class Progress:
     began_at: int = 0
     closed: int = 0
     nonfinite: int = 0
+    clipped: int = 0
+    has_told_clipping: bool = False
     window: Window = field(default_factory=Window)
     meter: LossMeter = field(default_factory=LossMeter)
     trained: LossMeter | None = None
@@ -74,17 +82,27 @@ class Progress:
     loader: Any = None
     result: Any = None
     result_at: int = 0
+    epochs: int = 0
+    train_loss: float | None = None
+    valid_loss: float | None = None
 
     def restart(self) -> None:
         """Forget where a pass that was interrupted had come to."""
         self.step, self.window, self.meter = 0, Window(), LossMeter()
         self.closed, self.trained, self.sums, self.loader = 0, None, None, None
         self.result, self.result_at = None, 0
+        self.epochs, self.train_loss, self.valid_loss = 0, None, None
 
     @property
     def is_in_pass(self) -> bool:
         """Whether a training stage goes through its batches."""
         return self.sums is None and self.trained is not None and self.trained is self.meter
+
+    @property
+    def clipped_share(self) -> float:
+        """The share of the current epoch's updates whose gradients were clipped, 0 to 1; equal on all ranks."""
+        made = self.optimizer_step - self.began_at
+        return self.clipped / made if made else 0.0
 
     def close_window(self) -> None:
         """Note that all batches up to the current one are in the weights."""
@@ -138,7 +156,7 @@ def train_epoch(
     host: LoopHost,
     feed: Feed | StreamFeed,
     beat: Beat,
-    on_beat: Callable[[BeatReport], None],
+    on_beat: Callable[[BeatReport, Any], None],
     stop_at: float,
     *,
     on_window: Callable[[], None] | None = None,
@@ -150,7 +168,7 @@ def train_epoch(
         host: whose hooks do the work.
         feed: the batches.
         beat: when the ranks confer.
-        on_beat: called with what they learnt, at the same step on every rank.
+        on_beat: called with what they learnt, and the batch, at the same step on every rank.
         stop_at: end the pass when this many optimizer steps have been made since the run began.
         on_window: called after every optimizer step, if given; at the same step on every rank.
         tell: returns what this rank tells at a beat, beyond its losses.
@@ -170,7 +188,8 @@ def train_epoch(
         progress.step += 1
         loss = host.fit_batch(batch) if window.count else _fit_repeated(host, batch)
         if loss.__class__ is tuple:
-            meter.append_sum(*sum_and_count(loss, host, "fit_batch"))
+            loss_sum, count = sum_and_count(loss, host, "fit_batch")
+            meter.append_sum(loss_sum, count if window.count else 0.0)
         else:
             meter.append(one_number(loss, host, "fit_batch"), window.weight)
         meter.samples += window.count
@@ -181,14 +200,14 @@ def train_epoch(
             on_window()
         if progress.step >= beat.due:
             loss_sum, count, _ = meter.sums()
-            on_beat(beat(progress.step, loss_sum, count, meter.samples, tell()))
+            on_beat(beat(progress.step, loss_sum, count, meter.samples, tell()), batch)
         if progress.optimizer_step >= stop_at:
             return
 
 
 def _fit_repeated(host: LoopHost, batch: Any) -> Any:
-    """Take part in a step with a batch that counts nothing, in metrics either."""
-    with nothing_counts():
+    """Take part in a step with a batch that counts nothing, neither in metrics nor in batch statistics."""
+    with nothing_counts(), left_out():
         return host.fit_batch(batch)
 
 
@@ -241,7 +260,16 @@ def evaluate_epoch(
                 confer(progress.step)
 
 
-def backward(loss: Any, scale: float, scaler: torch.amp.GradScaler, host: object) -> None:
+PARTS = (
+    "{}.fit_batch called backward() twice on losses that share a part of one module, but not all of it, and DDP "
+    'averages each gradient once: "{}". Add the losses up and call self.backward once; or put all forward and backward '
+    "passes under `with self.no_sync():`, so that self.optimizers_step() averages the gradients."
+)
+
+
+def backward(
+    loss: Any, scale: float, scaler: torch.amp.GradScaler, host: object, *, retain_graph: bool = False
+) -> None:
     """Back-propagate a weighted loss; if that cannot be done, say what is wrong with the loss.
 
     Args:
@@ -249,9 +277,11 @@ def backward(loss: Any, scale: float, scaler: torch.amp.GradScaler, host: object
         scale: its weight in the window.
         scaler: multiplies it further when it is enabled.
         host: whose ``compute_objectives`` made it, for the message.
+        retain_graph: keep the graph for another backward pass.
 
     Raises:
-        BatchError: the loss is no tensor, no single number, or does not depend on any parameter.
+        BatchError: the loss is no tensor, no single number, or does not depend on any parameter; or DDP has averaged a
+            part of the gradients already.
 
     Ranks: collective under DDP.
 
@@ -262,8 +292,10 @@ def backward(loss: Any, scale: float, scaler: torch.amp.GradScaler, host: object
     """
     try:
         scaled = loss if scale == 1.0 else loss * scale
-        (scaler.scale(scaled) if scaler.is_enabled() else scaled).backward()
+        (scaler.scale(scaled) if scaler.is_enabled() else scaled).backward(retain_graph=retain_graph)
     except (AttributeError, TypeError, ValueError, RuntimeError) as error:
+        if "mark a variable ready only once" in str(error):
+            raise BatchError(PARTS.format(type(host).__name__, str(error).partition(".")[0])) from error
         problem = loss_problem(loss)
         if problem is None:
             raise

@@ -40,6 +40,25 @@ _GROUP_RATES = ("lr", "initial_lr", "max_lr", "min_lr", "swa_lr")
 _SCHEDULER_RATES = ("base_lrs", "_last_lr", "eta_min", "min_lrs", "default_min_lr", "max_lrs")
 
 
+def require_reference(options: Any) -> None:
+    """Make sure that there is a batch size that learning rates are scaled from.
+
+    Args:
+        options: ``lr_scaling`` and ``reference_batch_size`` count.
+
+    Raises:
+        ConfigError: otherwise.
+
+    Ranks: local.
+    """
+    if options.lr_scaling != "none" and options.reference_batch_size is None:
+        raise ConfigError(
+            f"lr_scaling={options.lr_scaling} needs reference_batch_size: how many samples, over all processes, an "
+            "optimizer step had in the run that the learning rates are meant for. Give --reference_batch_size=N, or "
+            "use --lr_scaling=none."
+        )
+
+
 @dataclass(frozen=True)
 class LrScaling:
     """What the learning rates of a run are multiplied by, and why.
@@ -77,14 +96,9 @@ class LrScaling:
             ConfigError: there is no reference, or nobody knows how many samples a step has.
         """
         rule, reference = options.lr_scaling, options.reference_batch_size
-        if rule == "none":
+        require_reference(options)
+        if rule == "none" or reference is None:
             return cls()
-        if reference is None:
-            raise ConfigError(
-                f"lr_scaling={rule} needs reference_batch_size: how many samples, over all processes, an optimizer "
-                "step had in the run that the learning rates are meant for. Give --reference_batch_size=N, or use "
-                "--lr_scaling=none."
-            )
         accumulated = options.grad_accumulation_factor
         samples = batch_sizes(loader, None, accumulated, world_size).per_step
         if samples is None:
@@ -167,7 +181,7 @@ def scale_learning_rates(host: Any, scaling: LrScaling) -> None:
 
     Args:
         host: its optimizers are those of ``optimizers_dict`` and its attributes; schedulers are looked for in its
-            attributes, in ``hparams`` and among what its checkpointer recovers.
+            attributes, in ``hparams`` and among what its checkpointer recovers, besides that of ``scheduler_class``.
         scaling: what by.
 
     Ranks: local; alike on every rank.
@@ -185,7 +199,8 @@ def scale_learning_rates(host: Any, scaling: LrScaling) -> None:
         if isinstance(value, torch.optim.Optimizer) and not any(value is one for one in optimizers.values()):
             optimizers[name] = value
     recoverables = getattr(own.get("checkpointer"), "recoverables", {})
-    changed = scaling.apply(optimizers, [own, vars(own.get("hparams", scaling)), recoverables])
+    made = {"schedule": getattr(own.get("_schedule"), "scheduler", None)}
+    changed = scaling.apply(optimizers, [own, vars(own.get("hparams", scaling)), recoverables, made])
     if changed:
         logger.announce("Learning rates (%s): %s.", scaling.reason, "; ".join(changed))
     elif scaling.asked:

@@ -8,19 +8,25 @@ Source: the clip coefficient is that of :func:`torch.nn.utils.clip_grad_norm_`, 
 
 from __future__ import annotations
 
+import inspect
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from ddpkit.errors import ConfigError
+from ddpkit.logger import get_logger
+from ddpkit.types import Stage
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from torch.optim import Optimizer
+
+logger = get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -31,6 +37,7 @@ class StepResult:
         stepped: False when it was skipped.
         norm: the gradients' norm before clipping; not finite, or negative with the multiplier, when the step was
             skipped.
+        clipped: whether the gradients were scaled down to the largest norm that was allowed.
 
     Ranks: local; equal on every rank when the gradients are.
 
@@ -41,6 +48,7 @@ class StepResult:
 
     stepped: bool
     norm: float
+    clipped: bool = False
 
 
 def gradients(optimizers: Sequence[Optimizer]) -> list[torch.Tensor]:
@@ -81,6 +89,8 @@ def take_step(
     max_norm: float | None,
     scaler: torch.amp.GradScaler | None = None,
     multiplier: float | torch.Tensor = 1.0,
+    *,
+    updates: bool = True,
 ) -> StepResult:
     """Update the parameters with the gradients that have been accumulated, and drop these.
 
@@ -90,17 +100,18 @@ def take_step(
         scaler: the loss scaler of fp16 training, if it is enabled.
         multiplier: applied to the gradients, in the same pass as the clipping: a number, or a tensor of shape ``()``
             on their device, which nobody then waits for. It divides by what was not known during the window.
+        updates: let the scaler choose its next scale; not while other gradients wait that have the present one.
 
     Returns:
-        Whether the step was taken, and the norm. A step is skipped, and its gradients dropped, when a gradient is not
-        finite.
+        Whether the step was taken, the norm, and whether that was clipped. A step is skipped, and its gradients
+        dropped, when a gradient is not finite.
 
     Ranks: local; gradients must have been averaged over the ranks before.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.zeros(1)); (3 * weight).sum().backward()
         >>> take_step([torch.optim.SGD([weight], lr=1.0)], max_norm=None), weight.item()
-        (StepResult(stepped=True, norm=3.0), -3.0)
+        (StepResult(stepped=True, norm=3.0, clipped=False), -3.0)
     """
     if scaler is not None:
         optimizers = _unscale(optimizers, scaler)
@@ -116,14 +127,14 @@ def take_step(
     if is_plain and clips:
         clip_grads_with_norm_(parameters, cast("float", max_norm), total_norm)
     elif finite and not is_plain:
-        torch._foreach_mul_(found, _factor(multiplier, total_norm, max_norm if clips else None))
+        _multiply(found, _factor(multiplier, total_norm, max_norm if clips else None))
     if finite:
         for optimizer in optimizers:
             optimizer.step() if scaler is None else scaler.step(optimizer)
-    if scaler is not None and optimizers:
+    if scaler is not None and optimizers and updates:
         scaler.update()
     zero_gradients(optimizers, set_to_none=True)
-    return StepResult(stepped=finite, norm=norm)
+    return StepResult(stepped=finite, norm=norm, clipped=clips and norm > cast("float", max_norm))
 
 
 def _factor(multiplier: float | torch.Tensor, total_norm: torch.Tensor, max_norm: float | None) -> float | torch.Tensor:
@@ -131,6 +142,13 @@ def _factor(multiplier: float | torch.Tensor, total_norm: torch.Tensor, max_norm
     if max_norm is None:
         return multiplier
     return multiplier * torch.clamp(max_norm / (total_norm + 1e-6), max=1.0)
+
+
+def _multiply(gradients: list[torch.Tensor], factor: float | torch.Tensor) -> None:
+    """Multiply gradients in one pass, which on a GPU is one kernel only where the factor has their dtype."""
+    if isinstance(factor, torch.Tensor) and {gradient.dtype for gradient in gradients} == {torch.float32}:
+        factor = factor.to(torch.float32)  # not half precision: a factor may be smaller than that can say
+    torch._foreach_mul_(gradients, factor)
 
 
 def _unscale(optimizers: Sequence[Optimizer], scaler: torch.amp.GradScaler) -> list[Optimizer]:
@@ -189,6 +207,158 @@ def make_optimizer(
             "opt_class: !name:torch.optim.Adam with lr: 0.001."
         )
     return optimizer
+
+
+class Schedule:
+    """Steps a learning-rate scheduler, and keeps in the checkpoint what it has done.
+
+    Args:
+        scheduler: torch's, or an object with ``step``, ``state_dict`` and ``load_state_dict``.
+        optimizer: the scheduler's.
+        every: ``"step"`` or ``"epoch"``.
+        total_steps: how many steps it was made for; None where that is not known.
+
+    Attributes:
+        stepped_at: the optimizer step after which the last epoch's step was made.
+
+    Ranks: local; alike on every rank.
+
+    State: that of the scheduler, ``total_steps`` and ``stepped_at``.
+    """
+
+    def __init__(self, scheduler: Any, optimizer: Optimizer, every: str, total_steps: int | None) -> None:
+        self.scheduler, self.optimizer, self.every, self.total_steps = scheduler, optimizer, every, total_steps
+        self.stepped_at = 0
+
+    def __str__(self) -> str:
+        """Say it in one line."""
+        number = "" if self.total_steps is None else f"of {self.total_steps} "
+        what = "optimizer step" if self.every == "step" else "epoch"
+        return f"{type(self.scheduler).__name__}, after each {number}{what}{'s' if number else ''}"
+
+    @property
+    def follows_loss(self) -> bool:
+        """Whether each step needs the valid loss."""
+        return isinstance(self.scheduler, ReduceLROnPlateau)
+
+    def after_step(self, stepped: Iterable[Optimizer]) -> None:
+        """Step after an optimizer step, if that is when, and if the scheduler's own optimizer has stepped.
+
+        Args:
+            stepped: the optimizers that have.
+        """
+        if self.every == "step" and any(one is self.optimizer for one in stepped):
+            self._step()
+
+    def after_stage(self, stage: Stage, loss: float, optimizer_step: int) -> None:
+        """Step after an epoch, if that is when: after training, or after validation where its loss is needed.
+
+        An epoch counts once, also where a resumed run ends it again; one without an optimizer step does not count.
+
+        Args:
+            stage: that has ended.
+            loss: its mean loss.
+            optimizer_step: optimizer steps so far.
+        """
+        if self.every != "epoch" or stage is not (Stage.VALID if self.follows_loss else Stage.TRAIN):
+            return
+        if optimizer_step != self.stepped_at:
+            self.stepped_at = optimizer_step
+            self._step(*([loss] if self.follows_loss else []))
+
+    def _step(self, *loss: float) -> None:
+        try:
+            self.scheduler.step(*loss)
+        except ValueError as error:
+            raise ConfigError(
+                f"{type(self.scheduler).__name__} was made for {self.total_steps} {self.every}s and cannot go on: "
+                f"{error}. A schedule is made once, in the first fit, and a resumed run goes on with that of its "
+                "checkpoint: train for as long as it was made for, or use one that has no end."
+            ) from error
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the scheduler's state, and what it was made for."""
+        state = self.scheduler.state_dict()
+        return {"scheduler": state, "total_steps": self.total_steps, "stepped_at": self.stepped_at}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state; say so where the schedule was made for another number of steps."""
+        before, now = state["total_steps"], self.total_steps
+        if before != now:
+            logger.warning(
+                "The %s of the checkpoint was made for %s %ss, and this run has %s: it goes on as it was made.",
+                type(self.scheduler).__name__,
+                before,
+                self.every,
+                now,
+            )
+        self.scheduler.load_state_dict(state["scheduler"])
+        self.total_steps, self.stepped_at = before, state["stepped_at"]
+
+
+def make_schedule(
+    scheduler_class: Callable[..., Any], optimizer: Optimizer, every: str, total_steps: int | None
+) -> Schedule:
+    """Call a recipe's ``scheduler_class``.
+
+    Args:
+        scheduler_class: a function, called with ``(optimizer, total_steps)``; or a class (or a ``functools.partial`` of
+            one), called with ``(optimizer)`` and, by name, with the number of steps if it has a parameter
+            ``total_steps`` or ``T_max`` that is not given yet.
+        optimizer: the scheduler's.
+        every: ``"step"`` or ``"epoch"``.
+        total_steps: how many steps the schedule will make; None where that is not known.
+
+    Raises:
+        ConfigError: the call failed, or returned something that is no scheduler.
+
+    Ranks: local; alike on every rank.
+    """
+    arguments, keywords = _arguments_for(scheduler_class, total_steps)
+    name = getattr(getattr(scheduler_class, "func", scheduler_class), "__name__", "")
+    call = f"scheduler_class ({name}), called with (optimizer{''.join(f', {one}' for one in arguments)}"
+    call += "".join(f", {key}={value}" for key, value in keywords.items()) + "),"
+    try:
+        scheduler = scheduler_class(optimizer, *arguments, **keywords)
+    except (TypeError, ValueError) as error:
+        hint = (
+            "A class is given the number of steps as total_steps or T_max, if it has such a parameter; give its other "
+            "arguments beforehand (!name: in YAML, functools.partial in Python), or pass a function "
+            "(optimizer, total_steps) -> scheduler."
+        )
+        if total_steps is None:
+            hint = (
+                "The number of steps is not known: of a stream nobody knows it, nor of an epoch counter that has "
+                "neither limit nor length. Give optimizer_step_limit, or total_steps in scheduler_class. " + hint
+            )
+        raise ConfigError(f"{call} makes no scheduler: {type(error).__name__}: {error}. {hint}") from error
+    missing = [one for one in ("step", "state_dict", "load_state_dict") if not hasattr(scheduler, one)]
+    if missing:
+        raise ConfigError(
+            f"{call} returned a {type(scheduler).__name__}, which is no scheduler (it has no {', '.join(missing)}). "
+            "Return one of torch.optim.lr_scheduler, or an object with step, state_dict and load_state_dict."
+        )
+    schedule = Schedule(scheduler, optimizer, every, total_steps)
+    if schedule.follows_loss and every != "epoch":
+        raise ConfigError(
+            "ReduceLROnPlateau follows the valid loss, which is known once per epoch: use it with "
+            "scheduler_every=epoch (--scheduler_every=epoch)."
+        )
+    return schedule
+
+
+def _arguments_for(scheduler_class: Any, total_steps: int | None) -> tuple[list[Any], dict[str, Any]]:
+    """Return how the number of steps is handed over: by position, by name, or not at all."""
+    try:
+        parameters: Mapping[str, Any] = inspect.signature(scheduler_class).parameters
+    except (TypeError, ValueError):  # a callable that tells nothing
+        parameters = {}
+    given = getattr(scheduler_class, "keywords", {})
+    is_class = isinstance(getattr(scheduler_class, "func", scheduler_class), type)
+    names = [name for name in (("total_steps", "T_max") if is_class else ("total_steps",)) if name in parameters]
+    if (is_class and (total_steps is None or not names)) or any(name in given for name in names):
+        return [], {}
+    return ([], {names[0]: total_steps}) if names else ([total_steps], {})
 
 
 def rm_vector_weight_decay(modules: torch.nn.Module) -> list[dict[str, Any]]:

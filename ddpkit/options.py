@@ -5,6 +5,7 @@ To add an option, add a row to :data:`OPTIONS` and its type to :class:`OptionTyp
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -105,7 +106,8 @@ class Option:
     def _error(self, value: Any, where: str, reason: str) -> ConfigError:
         example = f"--{self.name}={_EXAMPLES[self.type]}"
         if self.choices:
-            example = f"--{self.name}={self.default or self.choices[0]}"
+            close = difflib.get_close_matches(str(value).lower(), self.choices, n=1, cutoff=0.5)
+            example = f"--{self.name}={(close or [self.default or self.choices[0]])[0]}"
         elif self.default not in (None, False) and self.type is not dict:
             example = f"--{self.name}={self.default}"
         if where != ON_COMMAND_LINE:
@@ -253,6 +255,8 @@ OPTIONS: tuple[Option, ...] = (
            is_optional=True),
     Option("optimizer_step_limit", None, int, GRADIENTS, "stop after N optimizer steps", form="N", minimum=1,
            is_optional=True),
+    Option("scheduler_every", "step", str, GRADIENTS, "step scheduler_class's schedule after each", form="step|epoch",
+           choices=("step", "epoch")),
     Option("nonfinite_patience", 3, int, GRADIENTS, "non-finite steps to skip per epoch", form="N",
            minimum=0),
     Option("skip_nonfinite_grads", False, bool, GRADIENTS, "drop single gradients that are not finite"),
@@ -355,6 +359,7 @@ class OptionTypes:
     reference_batch_size: int | None
     check_parity: int | None
     optimizer_step_limit: int | None
+    scheduler_every: str
     nonfinite_patience: int
     skip_nonfinite_grads: bool
     remove_vector_weight_decay: bool

@@ -27,13 +27,14 @@ from ddpkit.failure import failure_notice
 from ddpkit.hooks import Hooks
 from ddpkit.logger import get_logger
 from ddpkit.noise import noisy_layers
-from ddpkit.parity_causes import find_causes
+from ddpkit.parity_causes import accumulation_cause, find_causes
 from ddpkit.parity_report import ParityCause, ParityReport
 from ddpkit.parity_sides import Sides
 from ddpkit.parity_windows import ParityWindow, ParityWindows
 from ddpkit.rehearsal import all_optimizers
 from ddpkit.results import Results
 from ddpkit.seed import RngState
+from ddpkit.stages import length_of
 from ddpkit.strategy import refuse_shared_parameters
 from ddpkit.types import Stage
 
@@ -156,6 +157,7 @@ class Rehearsing(Results):
             for rank in range(world_size):
                 one = self._pretend(rank, world_size)
                 loaders.append(one._loader(copy.copy(train_set), Stage.TRAIN, train_loader_kwargs or {}))  # noqa: SLF001 -- a Brain, too
+            self._take_length(length_of(loaders[0]), one.grad_accumulation_factor)
             self.on_fit_start()
             return check_parity(self, loaders, factor=one.grad_accumulation_factor, windows=windows)
 
@@ -164,7 +166,7 @@ class Rehearsing(Results):
         one = copy.copy(self)
         one.checkpointer = None
         one.run_opts = self.run_opts.copy()
-        one.grad_accumulation_factor = one.accumulation(world_size)
+        one.grad_accumulation_factor = one._accumulate_over(world_size)  # noqa: SLF001 -- a Brain, too
 
         usual = one._sharding  # noqa: SLF001 -- as above
         vars(one)["_sharding"] = lambda stage: dataclasses.replace(usual(stage), rank=rank, world_size=world_size)
@@ -209,6 +211,9 @@ def _report(sides: Sides, windows: Sequence[ParityWindow]) -> ParityReport:
         passing = [window for window, is_equal in zip(windows, equal, strict=True) if is_equal]
         if sides.outside:
             causes.append(_outside(sides.outside))
+        accumulation = accumulation_cause(sides, windows) if own_fit_batch else None
+        if accumulation is not None:
+            causes.append(accumulation)
         if failing and not any(cause.spoils for cause in causes):
             causes += find_causes(sides, failing, passing, own_fit_batch=own_fit_batch)
         notes = _notes(sides, windows[0])

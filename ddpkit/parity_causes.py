@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -59,6 +60,76 @@ def find_causes(
         if failing:
             causes.append(_of_the_loss_or_the_model(sides, failing, passing, own_fit_batch=own_fit_batch))
     return causes
+
+
+def accumulation_cause(sides: Sides, windows: Sequence[ParityWindow]) -> ParityCause | None:
+    """See whether a recipe's own ``fit_batch`` weighs the micro-batches of a window as it should.
+
+    One process works on the samples of a window twice: in micro-batches, and as one batch. Gradients that are a
+    multiple of what they should be were weighed twice, or not at all; on all ranks alike, so that parity holds.
+
+    Args:
+        sides: both, with their noise switched off.
+        windows: to try.
+
+    Returns:
+        None where nothing was found; also where this cannot be tried, or a batch is more than its samples.
+
+    Ranks: local.
+    """
+    if not sides.windows.can_join or sides.windows.joined_factor == 1:
+        return None
+    wrong = [found for found in (_times_too_much(sides, window) for window in windows) if found is not None]
+    if not wrong:
+        return None
+    factor = sides.windows.joined_factor
+    times, batches, uses_backward = wrong[0]
+    cause = (
+        "self.backward weighs the loss already. Pass it the mean loss as it is, neither multiplied by "
+        "self.progress.window.scale nor divided by grad_accumulation_factor."
+        if uses_backward
+        else "Call self.backward(loss) with the mean loss, and optimizers_step() where self.should_step is true, which "
+        "weigh every window right."
+    )
+    if all(found[1] < factor for found in wrong):
+        words = (
+            "fit_batch of the recipe corrects the short last window of an epoch twice, or not at all: its gradients "
+            f"are {times:.3g} times what they should be ({batches} instead of {factor} micro-batches). Where fit_batch "
+            f"does not make the step of this window, the library makes it, with a correction of its own. {cause}"
+        )
+    else:
+        words = (
+            f"fit_batch of the recipe weighs the micro-batches of a window twice, or not at all: the gradients of "
+            f"{batches} are {times:.3g} times those of one batch of the same samples. {cause}"
+        )
+    return ParityCause("accumulation", words)
+
+
+def _times_too_much(sides: Sides, window: ParityWindow) -> tuple[float, int, bool] | None:
+    """Compare the gradients of micro-batches with those of one batch of the same samples.
+
+    Returns:
+        What they are multiplied by, how many micro-batches there were, and whether they came from ``self.backward``.
+        None where they are equal, or no multiple.
+    """
+    host = sides.joined.hosts[0]
+    apart, together = sides.windows.small(window)
+    outcome = sides.joined.run([apart], window.number * sides.windows.joined_factor)
+    factor, host.grad_accumulation_factor = host.grad_accumulation_factor, 1
+    try:
+        expected = sides.joined.run([together], 0).steps
+    finally:
+        host.grad_accumulation_factor = factor
+    if len(outcome.steps) != 1 or len(expected) != 1:
+        return None  # a step in every micro-batch, or several: what they come to is another question
+    (one,), (other,) = outcome.steps, expected
+    names = [name for name in other if one.get(name) is not None and other[name] is not None]
+    if not names:
+        return None
+    ours, theirs = _flat(one, other, names), _flat(other, other, names)
+    times = float(ours @ theirs / (theirs @ theirs)) if theirs.any() else math.nan
+    is_multiple = (ours - times * theirs).norm() <= NEAR * ours.norm()  # never of what is not finite
+    return (times, len(apart.batches), outcome.uses_backward) if is_multiple and abs(times - 1) > NEAR else None
 
 
 def layers_used(sides: Sides, window: ParityWindow, layers: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
@@ -234,8 +305,8 @@ def _of_the_loss_or_the_model(
         return ParityCause(
             "fit_batch",
             "fit_batch of the recipe counts every rank's batch the same, also the smaller ones at the end of an epoch. "
-            "Multiply the loss by self.progress.window.scale before backward() (instead of dividing by "
-            "grad_accumulation_factor), or set drop_last.",
+            "Call self.backward(loss) with the mean loss, not divided by grad_accumulation_factor (or multiply the "
+            "loss by self.progress.window.scale before its own backward()), or set drop_last.",
         )
     window = (even or failing)[0]
     with contextlib.ExitStack() as stack:

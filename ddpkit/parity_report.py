@@ -57,8 +57,8 @@ class ParityCause:
 
     Attributes:
         kind: ``"batch norm"``, ``"sum loss"``, ``"own weights"``, ``"batch-dependent model"``,
-            ``"batch-dependent loss"``, ``"counted loss"``, ``"fit_batch"``, ``"outside modules"``, ``"not finite"``,
-            ``"randomness"`` or ``"unknown"``.
+            ``"batch-dependent loss"``, ``"counted loss"``, ``"fit_batch"``, ``"accumulation"``, ``"outside modules"``,
+            ``"not finite"``, ``"randomness"`` or ``"unknown"``.
         words: what it is, what it means and what to do.
         spoils: whether parity cannot be said to hold while it is there.
 
@@ -143,6 +143,8 @@ class ParityReport:
             return f"Parity holds: {sides} have the same gradients."
         if {cause.kind for cause in self.causes if cause.spoils} == {"randomness"}:
             return f"Parity is not proven for {sides}."
+        if {cause.kind for cause in self.causes if cause.spoils} == {"accumulation"}:
+            return f"Parity holds for {sides}, but an optimizer step is not that of its samples."
         if all(row.is_equal for row in self.rows):
             return f"Parity does not hold: {sides} have the same gradients, but real ranks would not."
         return f"Parity does not hold: {sides} have different gradients."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -30,6 +30,7 @@ class ParityWindow:
         joined: what one process works on: the ranks' batches, each joined into one; or one after the other, where
             they cannot be joined.
         indices: of the samples of the first micro-batch, over all ranks.
+        batches: indices of the samples of each micro-batch of one process.
 
     Ranks: local.
 
@@ -44,6 +45,7 @@ class ParityWindow:
     ranks: list[Share]
     joined: Share
     indices: list[Any]
+    batches: list[list[Any]] = field(default_factory=list)
 
     @property
     def is_even(self) -> bool:
@@ -141,8 +143,26 @@ class ParityWindows:
             for place in range(len(places))
         ]
         joined = self._joined(present, shares)
-        first = [index for batch in present[0] for index in batch]
-        return ParityWindow(number, places[0], shares, joined, first)
+        batches = [[index for batch in place for index in batch] for place in present]
+        return ParityWindow(number, places[0], shares, joined, batches[0], batches)
+
+    def small(self, window: ParityWindow) -> tuple[Share, Share]:
+        """Take a few samples from each micro-batch of a window; batches must be of the kind that can be joined.
+
+        Args:
+            window: of these.
+
+        Returns:
+            What one process works on: as many micro-batches, of equal sizes; and one batch of the same samples.
+        """
+        size = min(2, *(len(batch) for batch in window.batches))
+        apart = [batch[:size] for batch in window.batches]
+        return self._alone(apart), self._alone([[index for batch in apart for index in batch]])
+
+    def _alone(self, batches: list[list[Any]]) -> Share:
+        """Return what one process works on."""
+        counts, ones = [len(batch) for batch in batches], [1.0] * len(batches)
+        return Share([partial(self.batch_of, batch) for batch in batches], counts, counts, ones, ones, self.is_weighed)
 
     def _joined(self, present: list[list[list[Any]]], shares: Sequence[Share]) -> Share:
         """Join the ranks' batches of each place, or line them up."""

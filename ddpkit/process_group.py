@@ -7,9 +7,10 @@ Source: torch's trap list in ``docs/explanation/architecture.md``.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
+import functools
 import os
+import sys
 import time
 import weakref
 from datetime import timedelta
@@ -20,11 +21,11 @@ import torch.distributed as dist
 
 from ddpkit.device import resolve_device
 from ddpkit.errors import ConfigError, LaunchError
-from ddpkit.failure import culprit, failed_second_hand, forget_words, has_failed, watch_uncaught
+from ddpkit.failure import culprit, failed_second_hand, forget_words, has_failed, note_end_of_child, watch_uncaught
 from ddpkit.handover import Handover
 from ddpkit.launchers import find_launch
 from ddpkit.liveness import has_ended, state_and_start
-from ddpkit.loader_workers import kill_workers
+from ddpkit.loader_workers import at_exit, kill_workers
 from ddpkit.meeting import open_store
 from ddpkit.pulse import Absence
 from ddpkit.roll_call import POSITION, Whereabouts, host_name
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
 DEFAULT_TIMEOUT_MINUTES = 30.0
+AFTER_WATCH_SECONDS = 30.0  # that collectives wait longer, so that it is the watch that says why
+SHARED_GPU = "Duplicate GPU detected"  # in NCCL's own words
 GOODBYE_SECONDS = 5.0
 LAST_WORDS_SECONDS = 2.0
 SEEN_SECONDS = 0.3  # in which torchrun's agent looks at its processes three times, unless it waits for one
@@ -66,7 +69,7 @@ class GroupState:
         self.control_group: Callable[[], dist.ProcessGroup | None] = lambda: None
         self.process = os.getpid()
         self.timeout = _timeout_of(dist.group.WORLD)
-        self.attended = self.hosts_store = self.is_over = False
+        self.attended = self.hosts_store = self.is_over = self.has_left = False
         self.watch: Watch | None = None
 
     @property
@@ -191,7 +194,8 @@ def ddp_init_group(run_opts: Mapping[str, Any] | Any) -> None:
 
     Ranks: collective.
 
-    State: ``sys.excepthook`` (see :func:`ddpkit.failure.watch_uncaught`) and an ``atexit`` hook, once per group.
+    State: ``sys.excepthook`` (see :func:`ddpkit.failure.watch_uncaught`) and a hook at the end of the process, once per
+    group.
 
     Example:
         >>> ddp_init_group({"distributed_backend": "gloo"})  # no launcher: nothing happens
@@ -204,8 +208,8 @@ def ddp_init_group(run_opts: Mapping[str, Any] | Any) -> None:
         return
     device = resolve_device(_get(run_opts, "device"), info)
     backend = check_backend(_get(run_opts, "distributed_backend"), device)
-    minutes = float(_get(run_opts, "distributed_timeout_minutes") or DEFAULT_TIMEOUT_MINUTES)
-    timeout = timedelta(minutes=minutes)
+    hang_timeout = float(_get(run_opts, "hang_timeout") or 0.0)
+    timeout = timedelta(seconds=longest_wait(_get(run_opts, "distributed_timeout_minutes"), hang_timeout))
     arguments: dict[str, Any] = {}
     if device.startswith("cuda"):
         torch.cuda.set_device(torch.device(device))
@@ -224,14 +228,48 @@ def ddp_init_group(run_opts: Mapping[str, Any] | Any) -> None:
     except RuntimeError as error:  # torch.distributed.DistError derives from it
         raise LaunchError(
             f"rank {info.rank} of {info.world_size} could not join the process group "
-            f"(backend={backend!r}, met at {info.address}:{info.port}): {error}. "
-            "Check that the machines reach each other by the network that the backend takes (GLOO_SOCKET_IFNAME, "
-            "NCCL_SOCKET_IFNAME)."
+            f"(backend={backend!r}, met at {info.address}:{info.port}): {error}. {_what_to_do(str(error), device)}"
         ) from error
     group_state().timeout = timeout
     _attend(hosts_store=hosts, destroy=True, keeper=keeper)
-    set_hang_limits(0.0, float(_get(run_opts, "hang_timeout") or 0.0))
+    set_hang_limits(0.0, hang_timeout)
     control_group()
+
+
+def _what_to_do(error: str, device: str) -> str:
+    """Say what helps against an error of a backend that has not come together."""
+    if SHARED_GPU in error:
+        return (
+            f"Two ranks use one GPU, this one has {device!r}, or slices (MIG) of one, between which NCCL cannot work. "
+            "Start one process per GPU, and leave every process all GPUs of its machine (CUDA_VISIBLE_DEVICES, "
+            "--device, srun --gpu-bind=none); or run with --distributed_backend=gloo."
+        )
+    return (
+        "Check that the machines reach each other by the network that the backend takes (GLOO_SOCKET_IFNAME, "
+        "NCCL_SOCKET_IFNAME)."
+    )
+
+
+def longest_wait(minutes: float | None, hang_timeout: float) -> float:
+    """Return how long collectives wait: longer than the watch, which says why, unless the user wants something else.
+
+    Args:
+        minutes: the option ``distributed_timeout_minutes``; None: its default.
+        hang_timeout: seconds; 0: never.
+
+    Returns:
+        Seconds.
+
+    Ranks: local; every rank must give the same.
+
+    Example:
+        >>> longest_wait(30.0, 1800.0), longest_wait(None, 0.0), longest_wait(5.0, 1800.0)
+        (1830.0, 1800.0, 300.0)
+    """
+    seconds = 60.0 * float(minutes or DEFAULT_TIMEOUT_MINUTES)
+    if seconds != 60.0 * DEFAULT_TIMEOUT_MINUTES:
+        return seconds
+    return max(seconds, hang_timeout + AFTER_WATCH_SECONDS)
 
 
 def check_backend(backend: str | None, device: str) -> str:
@@ -320,12 +358,14 @@ def _attend(*, hosts_store: bool, destroy: bool, keeper: Whereabouts | None = No
         return
     state.attended, state.hosts_store = True, hosts_store
     watch_uncaught(state.handover.last_words)
-    atexit.register(_leave, state, destroy=destroy)
+    POSITION.waits_for_device = "nccl" in dist.get_backend()
+    at_exit(functools.partial(_leave, state, destroy=destroy, handled=sys.exc_info()[1]))
     if destroy:
         info = find_launch()
         near = info.node_ranks or range(info.first_on_node, info.first_on_node + info.local_world_size)
         parent = os.getppid() if info.launcher == "torchrun" else None
-        watch = state.watch = Watch(state.handover.last_words, near, parent)
+        is_guarded = info.launcher not in {"torchrun", "spawn"}  # whose parents end what does not end itself
+        watch = state.watch = Watch(state.handover.last_words, near, parent, guarded=is_guarded)
         watch.pulse.keeper = keeper
         state.handover.absence_of = lambda rank: Absence(watch.pulse, rank, lambda: watch.hang_timeout)
     elif _can_be_shared(state.store):
@@ -356,10 +396,18 @@ def _can_be_shared(store: Any) -> bool:
     return isinstance(store, dist.TCPStore) and hasattr(store, "clone")
 
 
-def _leave(state: GroupState, *, destroy: bool) -> None:
-    """Say goodbye at exit, and destroy the group if :func:`ddp_init_group` started it."""
-    if state.is_forked:
+def _leave(state: GroupState, *, destroy: bool, handled: BaseException | None) -> None:
+    """Say goodbye at exit, and destroy the group if :func:`ddp_init_group` started it.
+
+    Args:
+        state: of the group.
+        destroy: whether it was started here.
+        handled: the exception that was being handled when this was registered.
+    """
+    if state.is_forked or state.has_left:
         return
+    state.has_left = True
+    note_end_of_child(handled)
     if not is_distributed_initialized() or group_state() is not state:
         _leave_without_group(state)
         return
@@ -368,8 +416,8 @@ def _leave(state: GroupState, *, destroy: bool) -> None:
     last_words.say_goodbye()
     if failed and destroy:
         _abort_groups()
-    if destroy and not (failed and "nccl" in dist.get_backend()):  # NCCL would wait for the others' kernels
-        dist.destroy_process_group()
+    if destroy:
+        _destroy_groups(failed=failed)
     if state.hosts_store:  # the others may still look something up: who failed, or who has left
         last_words.await_goodbyes(LAST_WORDS_SECONDS if failed else GOODBYE_SECONDS)
     if failed_second_hand() and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
@@ -420,6 +468,16 @@ def _abort_groups() -> None:
     for group in list(dist.distributed_c10d._world.pg_map):  # noqa: SLF001 -- all groups of this process
         with contextlib.suppress(RuntimeError, AttributeError):  # a backend, or a torch, that cannot
             group.abort()
+
+
+def _destroy_groups(*, failed: bool) -> None:
+    """Destroy all groups of this process; after a failure not those of NCCL, which would wait for others' kernels."""
+    if not (failed and "nccl" in dist.get_backend()):
+        dist.destroy_process_group()
+        return
+    for group in list(dist.distributed_c10d._world.pg_map):  # noqa: SLF001 -- as above
+        if "nccl" not in dist.get_backend(group):  # the process would abort at exit: it has threads of its own
+            dist.destroy_process_group(group)
 
 
 def _get(run_opts: Any, name: str) -> Any:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from torch.profiler import ProfilerActivity, profile, schedule, tensorboard_trace_handler
+from torch.profiler import ProfilerActivity, profile, schedule
 
 from ddpkit.distributed import get_rank
 from ddpkit.errors import ConfigError
+from ddpkit.logger import get_logger, shown_path
+
+logger = get_logger(__name__)
 
 __all__ = ["prepare_profiler"]
 
@@ -21,7 +26,7 @@ def prepare_profiler(
     Enter it as a context, or call ``start()``; call ``step()`` after each training step; leave it, or call
     ``stop()``, at the end. The trace is written when the last recorded step ends:
     ``<logdir>/profiler_logs/rank<r>.<time>.pt.trace.json``, one file per rank, readable by
-    ``chrome://tracing``, Perfetto and TensorBoard. No extra package is needed to write it.
+    ``chrome://tracing``, Perfetto and TensorBoard; the main process says where. No extra package is needed to write it.
 
     Args:
         profile_warmup: steps before recording starts, during which the profiler runs and its overhead
@@ -55,9 +60,18 @@ def prepare_profiler(
     return profile(
         activities=activities,
         schedule=schedule(wait=0, warmup=profile_warmup, active=profile_steps, repeat=1),
-        on_trace_ready=tensorboard_trace_handler(
-            str(Path(logdir) / "profiler_logs"), worker_name=f"rank{get_rank() or 0}"
-        ),
+        on_trace_ready=_trace_writer(Path(logdir) / "profiler_logs"),
         record_shapes=True,
         with_stack=True,
     )
+
+
+def _trace_writer(folder: Path) -> Callable[[profile], None]:
+    def write(profiler: profile) -> None:
+        # The name is that of torch.profiler.tensorboard_trace_handler, by which TensorBoard finds it.
+        path = folder / f"rank{get_rank() or 0}.{time.time_ns()}.pt.trace.json"
+        folder.mkdir(parents=True, exist_ok=True)
+        profiler.export_chrome_trace(str(path))
+        logger.announce("Profile: %s (for ui.perfetto.dev, chrome://tracing or TensorBoard)", shown_path(path))
+
+    return write

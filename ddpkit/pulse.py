@@ -157,7 +157,7 @@ class Pulse:
     Args:
         words: what the ranks tell each other when they end.
         neighbours: the ranks on this machine.
-        still_for: tells for how many seconds this rank has made no step.
+        still_for: tells for how many seconds this rank has been where it is.
         is_in_trouble: tells whether that is long.
         position: where this process is.
 
@@ -283,7 +283,9 @@ class Pulse:
 
     def _told(self) -> str:
         try:
-            here = self.position.whereabouts(self.rank, self.still_for(), look=self.is_in_trouble())
+            seconds = self.still_for()
+            is_away = self.position.has_no_limit() and seconds >= SILENT_SECONDS
+            here = self.position.whereabouts(self.rank, seconds, look=is_away or self.is_in_trouble())
             here.beats = self.beats
             text = here.to_json()
         except Exception as error:  # noqa: BLE001 -- that it lives matters more than where it is
@@ -316,6 +318,8 @@ class Pulse:
         if self.failure is not None and self.failure.is_final:
             return
         words = LastWords(store, self.rank, self.world_size)
+        if self.position.progress is None and self.position.has_returned():
+            words.note_gone(self.rank)
         reason = words.first_failure()
         if words.store_is_lost:
             store.check([pulse_key(self.rank)])  # raises
@@ -377,7 +381,9 @@ def _place_of(one: Whereabouts, here: Whereabouts) -> str:
     own, and what the other has told is up to a second old.
     """
     place = here.place() or one.place()
-    if here.stage not in {"", Stage.TRAIN.name}:
+    if here.doing:
+        place = one.place()  # what comes before the first stage takes each rank as long as it takes
+    elif here.stage not in {"", Stage.TRAIN.name}:
         knows = (one.stage, one.epoch) == (here.stage, here.epoch)
         place = f"{one.place()} or later" if knows else place.partition(" at step")[0]
     return f" {place}" if place else ""

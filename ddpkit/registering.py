@@ -33,20 +33,20 @@ class Registering(Continuing):
 
     Of several Brains with one checkpointer the one whose ``fit`` or ``evaluate`` runs stands there.
 
-    Ranks: local, but for :meth:`register_with`.
+    Ranks: local, but for :meth:`_register_with`.
 
     Example:
         >>> issubclass(Registering, Continuing)
         True
     """
 
-    saving_inside: Callable[[], AbstractContextManager[None]]
+    _saving_inside: Callable[[], AbstractContextManager[None]]
     _fitting: bool
     _takes_place = True
     _is_between_batches = False
     _trainers: list[tuple[weakref.ref[Any], Path | None]]  # the first to end fit in each folder
 
-    def register_with(self, checkpointer: Any) -> None:
+    def _register_with(self, checkpointer: Any) -> None:
         """Give the checkpointer what the loop needs to continue; when debugging, a temporary folder as well."""
         if self.debug and not self.debug_persistently and hasattr(checkpointer, "checkpoints_dir"):
             folder = run_on_main(tempfile.mkdtemp, kwargs={"prefix": "ddpkit-debug-"}) or ""
@@ -58,9 +58,9 @@ class Registering(Continuing):
         self._rank_states = RankStates(lambda: _own_state(host()))
         self._trainers = []
         self._add_to(checkpointer, self._rank_states)
-        self.follow_options()
+        self._follow_options()
 
-    def take_checkpointer(self) -> None:
+    def _take_checkpointer(self) -> None:
         """Register once more, where another Brain has put itself in the place of this one.
 
         Raises:
@@ -73,21 +73,21 @@ class Registering(Continuing):
         other = taken.get("brain")
         if taken.get("brain", self) is self and taken.get(RANKS, states) is states:
             return
-        if other is not self and isinstance(other, Registering) and other._fitting:  # noqa: SLF001 -- a Brain, too
+        if other is not self and isinstance(other, Registering) and other._fitting:
             raise ConfigError(
                 "fit, evaluate or predict was called inside fit of another Brain with the same Checkpointer: it "
                 "recovers a checkpoint, which would replace what is being trained. Call it after that fit, or make "
                 "this Brain without a checkpointer."
             )
         self._add_to(self.checkpointer, states)
-        self.follow_options()
+        self._follow_options()
 
-    def note_trainer(self) -> None:
+    def _note_trainer(self) -> None:
         """Note that this Brain has come to the end of a call of ``fit``."""
         if self._rank_states is not None and all(known != self._saves_in for _, known in self._trainers):
             self._trainers.append((weakref.ref(self), self._saves_in))
 
-    def require_no_other(self) -> None:
+    def _require_no_other(self) -> None:
         """Refuse to train with a checkpointer with which another Brain has trained in the same folder.
 
         Raises:
@@ -114,7 +114,7 @@ class Registering(Continuing):
         if self.scaler.is_enabled():
             require_free(taken, "scaler", torch.amp.GradScaler, f"the gradient scaler of precision={self.precision!r}")
         if "brain" in taken:
-            self._trainers = taken["brain"]._trainers  # noqa: SLF001 -- a Brain, too
+            self._trainers = taken["brain"]._trainers
         host = weakref.ref(self)
         checkpointer.add_recoverable("brain", self)
         checkpointer.add_recoverable(
@@ -126,8 +126,9 @@ class Registering(Continuing):
             self.ema.add_to(checkpointer)
         if isinstance(checkpointer, Checkpointer):
             checkpointer.around_save = lambda end_of_epoch: _around_save(host(), end_of_epoch)
+            checkpointer.tell_epoch = lambda: _epoch_of(host())
 
-    def follow_options(self) -> None:
+    def _follow_options(self) -> None:
         """Give the checkpointer what the options say of it; what is left at its default is left alone there, too."""
         checkpointer, options = self.checkpointer, self.run_opts
         if not isinstance(checkpointer, Checkpointer):
@@ -166,7 +167,12 @@ def require_free(taken: Mapping[str, Any], name: str, kind: type, what: str) -> 
 
 
 def _own_state(host: Registering | None) -> dict[str, Any]:
-    return {} if host is None else host.collect_own_state()
+    return {} if host is None else host._collect_own_state()
+
+
+def _epoch_of(host: Registering | None) -> int | None:
+    """Return the epoch that is trained, or was trained last; None where nothing has been trained yet."""
+    return (host.progress.epoch or None) if host is not None else None
 
 
 @contextlib.contextmanager
@@ -178,11 +184,11 @@ def _around_save(host: Registering | None, end_of_epoch: bool) -> Iterator[None]
             "A checkpoint of the end of an epoch is made in the middle of one (end_of_epoch=True is the default): who "
             "goes on from it leaves out the rest of this epoch's data. Save with end_of_epoch=False."
         )
-    is_inside = host is not None and not end_of_epoch and is_in_pass and not host._is_between_batches  # noqa: SLF001 -- a part of the class
-    with host.saving_inside() if host is not None and is_inside else contextlib.nullcontext():
+    is_inside = host is not None and not end_of_epoch and is_in_pass and not host._is_between_batches
+    with host._saving_inside() if host is not None and is_inside else contextlib.nullcontext():
         yield
 
 
 def _load_ranks(host: Registering | None, states: RankStates, path: Path, end_of_epoch: bool) -> None:
-    if host is not None and host._fitting and host._takes_place:  # noqa: SLF001 -- a part of the class
+    if host is not None and host._fitting and host._takes_place:
         states.load(path, end_of_epoch)

@@ -103,6 +103,7 @@ class Outcome:
         steps: the gradients of every optimizer step, by parameter, multiplied by what the step would multiply them by.
         apart: if asked for, the gradient of every rank's own loss, of every backward pass.
         has_counts: whether ``compute_objectives`` returned sums with what they count.
+        uses_backward: whether losses were passed to ``self.backward``.
         moved: names of the buffers, other than batch statistics, that have changed.
         has_drawn: whether one of the global random streams has moved.
 
@@ -116,6 +117,7 @@ class Outcome:
     steps: list[Gradients] = field(default_factory=list)
     apart: list[list[Gradients]] = field(default_factory=list)
     has_counts: bool = False
+    uses_backward: bool = False
     moved: list[str] = field(default_factory=list)
     has_drawn: bool = False
 
@@ -333,7 +335,7 @@ class _Run:
                 for batch in feed.batches(host.progress.window):
                     host.progress.step += 1
                     host.fit_batch(batch)
-                host.flush_window()
+                host._flush_window()
             self.meet("the end of the window", None, list)
             self.lockstep.pass_on(rank)
         except BaseException:
@@ -357,7 +359,7 @@ class _Run:
             epoch=host.progress.epoch, step=self.first, optimizer_step=host.progress.optimizer_step
         )
         host.run_opts = host.run_opts.copy()
-        host.strategy = _PretendedStrategy(self.meet, self.size)
+        host._strategy = _PretendedStrategy(self.meet, self.size)
         host.scaler = torch.amp.GradScaler(enabled=False)
         host.optimizers_step = functools.partial(self._step, host)
         host.on_fit_batch_end = lambda *_, **__: None  # after the step: schedules, logs
@@ -366,7 +368,9 @@ class _Run:
     # ---------------------------------------------------------------- where the ranks meet
 
     def _backward(self, loss: Tensor, gradient: Tensor | None = None, **options: Any) -> None:
-        self.outcome.has_counts = self.outcome.has_counts or self.here.window.counted is not None
+        has_counts = self.here.window.counted is not None
+        self.outcome.has_counts = self.outcome.has_counts or has_counts
+        self.outcome.uses_backward = self.outcome.uses_backward or has_counts or self.here.window.has_means
         self.meet("loss.backward()", (loss, gradient, options), self._backward_of_all)
 
     def _backward_of_all(self, passes: list[tuple[Tensor, Tensor | None, dict[str, Any]]]) -> list[None]:
@@ -395,7 +399,7 @@ class _Run:
 
     def _step(self, host: Any) -> None:
         """Stand in for ``optimizers_step``: keep the gradients, and drop them as a step does."""
-        multiplier = host.progress.window.stepped()
+        multiplier = host._multiplier()
         active = active_optimizers(host)
         self._keep(active, multiplier)
         host.progress.optimizer_step += 1

@@ -15,7 +15,8 @@ from ddpkit.errors import BatchError, ConfigError, RunStopped
 from ddpkit.gathering import Seen, gather_results, is_divided, on_cpu, row_count, rows_of
 from ddpkit.metrics import begin_stage
 from ddpkit.progress import ProgressBar
-from ddpkit.stages import StopsOfEvaluation, counts_of, length_of
+from ddpkit.roll_call import POSITION
+from ddpkit.stages import StopsOfEvaluation, compared, counts_of, length_of
 from ddpkit.types import Stage
 
 if TYPE_CHECKING:
@@ -50,7 +51,8 @@ class Results(Beginning):
         where it is dealt out by counting, and else (shards, a stream that divides itself, a loader of which only the
         batches are known) rank by rank; nobody can check that they are complete. After a resume in the middle of an
         epoch they are those of the batches since.
-        A sample repeated to keep step, which counts nothing in training, is left out.
+        A sample repeated to keep step, which counts nothing in training, is left out; the recipe may have done so
+        itself.
 
         Args:
             results: one entry per sample this rank has seen, in the order it saw them: a list of anything that
@@ -123,28 +125,30 @@ class Results(Beginning):
 
         Ranks: collective.
         """
-        with self.attended():
-            self.require_no_training("predict")
+        with self._attended("predict"):
+            self._require_no_training("predict")
             kwargs = {"ckpt_prefix": None, **(loader_kwargs or {})}
             loader = agreement.together(lambda: self._divided_loader(data, kwargs))
+            self._compare_data(predict=loader)
             self.on_evaluate_start(max_key=max_key, min_key=min_key)
             self.modules.eval()
             before = self.progress.seen, self.step
             self.progress.seen = Seen(Stage.TEST, loader, divided=get_world_size() > 1 and is_divided(loader))
             begin_stage(divided=self.progress.seen.divided)
+            POSITION.stage_begins()
             self.step = 0
             try:
                 with self._evaluated_weights(Stage.TEST):
                     outputs = self._outputs(loader, self._bar_enabled(progressbar))
                 gathered: list[Any] = gather_results(self.progress.seen, outputs)
             except RunStopped as stopped:
-                self.stop_in_evaluation(stopped)
+                self._stop_in_evaluation(stopped)
                 raise
             finally:
                 self.progress.seen, self.step = before
             return gathered
 
-    def require_no_training(self, call: str) -> None:
+    def _require_no_training(self, call: str) -> None:
         """Refuse what recovers a checkpoint where that would replace the weights, and the place, of a training.
 
         Args:
@@ -177,7 +181,7 @@ class Results(Beginning):
         due, confer = time.monotonic() + BAR_SECONDS, StopsOfEvaluation(self, _added_over_store)
         total = length if limit is None or length is None else min(length, limit)
         with ProgressBar("predict", total, enable=enable_bar and if_main_process()) as bar:
-            for self.step, batch in enumerate(itertools.islice(loader, limit), 1):
+            for self.step, batch in enumerate(itertools.islice(compared(loader, Stage.TEST), limit), 1):
                 with self.evaluation_ctx:
                     output = on_cpu(self.predict_batch(batch))
                 count = None if counts is None else counts.count(self.step - 1)

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from ddpkit.batch_sizes import BatchSizes
 
 BRAIN_FILE = "brain.ckpt"
+DAMAGED = "The checkpoint is damaged; delete it or start with --resume=<an older one>."
 NOMINAL = "nominal epoch"
 #: Options that bear on the numbers of a run; those that follow from the number of processes are left out.
 TELLING = tuple(
@@ -290,7 +291,7 @@ def read_brain_file(checkpoint: Path) -> dict[str, Any]:
         checkpoint: its directory.
 
     Raises:
-        CheckpointError: the file cannot be read.
+        CheckpointError: the file cannot be read, or is damaged.
 
     Ranks: local.
 
@@ -299,13 +300,42 @@ def read_brain_file(checkpoint: Path) -> dict[str, Any]:
         >>> read_brain_file(Path("nowhere"))
         {}
     """
-    path = checkpoint / BRAIN_FILE
+    try:
+        return read_brain_state(checkpoint / BRAIN_FILE)
+    except FileNotFoundError:
+        return {}
+
+
+def read_brain_state(path: Path) -> dict[str, Any]:
+    """Return what a file says that a Brain has saved; empty if that is nothing.
+
+    Args:
+        path: of the file.
+
+    Raises:
+        CheckpointError: it cannot be read, or is damaged.
+        FileNotFoundError: there is no such file.
+
+    Ranks: local.
+
+    Example:
+        >>> from pathlib import Path
+        >>> import tempfile
+        >>> path = Path(tempfile.mkdtemp()) / "brain.ckpt"
+        >>> _ = path.write_text("step: 3")
+        >>> read_brain_state(path)
+        {'step': 3}
+    """
     try:
         state = load_plain_yaml(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        return {}
-    except (OSError, UnicodeDecodeError) as error:
+        raise
+    except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{path}: it is no text ({error}). {DAMAGED}") from error
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}. {DAMAGED}") from error
     return dict(state) if isinstance(state, Mapping) else {}
 
 

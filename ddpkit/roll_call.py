@@ -16,14 +16,22 @@ from ddpkit.liveness import state_and_start
 from ddpkit.loader_workers import is_library, where_workers_are
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
+    from traceback import FrameSummary
     from types import FrameType
 
 # Where a rank that waits for others is, and not itself at fault: file of torch or of this package, function.
 _WAITING_FILES = ("torch/distributed/", "torch/autograd/", "torch/nn/parallel/")
 _WAITING_OWN = {"handover.py", "distributed.py", "gathering.py"}
+# Where Python reads a number from a GPU. With NCCL, whose collectives return at once, that is where a rank waits.
+_DEVICE_READS = (
+    "ddpkit/optim.py", "ddpkit/metrics.py", "ddpkit/distributed.py", "ddpkit/syncbn.py",
+    "torch/nn/modules/_functions.py", "torch/amp/grad_scaler.py", "torch/cuda/__init__.py", "torch/cuda/streams.py",
+)  # fmt: skip
 _LOADER_FILE = "torch/utils/data/dataloader.py"
 AT_LOADER = "waiting for its loader"
+# Where a rank of an elastic agent's, whose function has returned, waits until those of all ranks have; inner and outer.
+_WAITING_FOR_AGENT = ("multiprocessing/synchronize.py", "torch/distributed/elastic/multiprocessing/api.py")
 
 
 @dataclass
@@ -45,6 +53,7 @@ class Whereabouts:
         session: which call of ``fit`` or ``evaluate`` it is in, from 1; 0: outside.
         inside: whether it is in one now.
         beats: how often it has told.
+        doing: what that call does before its first stage, such as ``"fit, before the first stage"``; empty otherwise.
 
     Ranks: local.
 
@@ -67,6 +76,7 @@ class Whereabouts:
     session: int = 0
     inside: bool = False
     beats: int = 0
+    doing: str = ""
 
     def to_json(self) -> str:
         """Return a text that :meth:`read` understands."""
@@ -82,7 +92,9 @@ class Whereabouts:
         return f"rank {self.rank} ({self.host}, pid {self.pid})"
 
     def place(self) -> str:
-        """Return ``"in TRAIN of epoch 3 at step 1204"``, or nothing outside of any stage."""
+        """Return ``"in TRAIN of epoch 3 at step 1204"``, what comes before the first stage, or nothing outside."""
+        if self.doing:
+            return f"in {self.doing}"
         if not self.stage:
             return ""
         epoch = f" of epoch {self.epoch}" if self.epoch else ""
@@ -100,6 +112,9 @@ class Position:
         excused: how many calls are running in which there is no limit of time: work of the main process alone, and
             waiting for it.
         moves: how often it has learnt, where it makes no steps of its own, that others do.
+        call: which of those it is in, such as ``"fit"``, until a stage has begun in it; empty from then on.
+        part: what of it is done, where that has a name.
+        waits_for_device: whether a rank that reads a number from its GPU may wait there for other ranks: with NCCL.
         main_thread: whose stack is looked at.
 
     Ranks: local.
@@ -114,6 +129,9 @@ class Position:
     session: int = 0
     excused: int = 0
     moves: int = 0
+    call: str = ""
+    part: str = ""
+    waits_for_device: bool = False
     main_thread: int = field(default_factory=lambda: threading.main_thread().ident or 0)
 
     def mark(self) -> tuple[Any, ...]:
@@ -132,20 +150,38 @@ class Position:
             progress.optimizer_step,
         )
 
+    def has_no_limit(self) -> bool:
+        """Say whether time does not count: outside of ``fit`` and ``evaluate``, and where :meth:`no_limit` says so."""
+        return self.progress is None or bool(self.excused)
+
     def join_group(self) -> None:
         """Count anew: what a process did by itself, before its group was made, the other ranks have not done."""
         self.sessions = self.session = int(self.progress is not None)
 
     @contextlib.contextmanager
-    def inside(self, progress: Any) -> Iterator[None]:
+    def inside(self, progress: Any, call: str = "") -> Iterator[None]:
         """Return a context that is a call of ``fit`` or ``evaluate``."""
-        before = self.progress, self.session, self.main_thread
+        before = self.progress, self.session, self.main_thread, self.call, self.part
         self.sessions += 1
         self.progress, self.session, self.main_thread = progress, self.sessions, threading.get_ident()
+        self.call, self.part = call, ""
         try:
             yield
         finally:
-            self.progress, self.session, self.main_thread = before
+            self.progress, self.session, self.main_thread, self.call, self.part = before
+
+    def stage_begins(self) -> None:
+        """Note that a stage says from now on where this process is."""
+        self.call = ""
+
+    @contextlib.contextmanager
+    def at(self, part: str) -> Iterator[None]:
+        """Return a context for a part of what comes before the first stage, such as ``"recovering a checkpoint"``."""
+        before, self.part = self.part, part
+        try:
+            yield
+        finally:
+            self.part = before
 
     @contextlib.contextmanager
     def no_limit(self) -> Iterator[None]:
@@ -156,9 +192,24 @@ class Position:
         finally:
             self.excused -= 1
 
+    def has_returned(self) -> bool:
+        """Say whether the function that an elastic agent has started has returned: its process waits for the others."""
+        frame = sys._current_frames().get(self.main_thread)  # noqa: SLF001 -- documented
+        while frame is not None and not frame.f_code.co_filename.endswith(_WAITING_FOR_AGENT[1]):
+            if not frame.f_code.co_filename.endswith(_WAITING_FOR_AGENT[0]):
+                return False
+            frame = frame.f_back
+        return frame is not None
+
     def is_waiting(self) -> bool:
         """Say whether the process waits for other ranks."""
-        return look_at(sys._current_frames().get(self.main_thread), ask_workers=False)[1]  # noqa: SLF001 -- documented
+        return self._look(ask_workers=False)[1]
+
+    def _look(self, *, ask_workers: bool = True) -> tuple[str, bool]:
+        frame = sys._current_frames().get(self.main_thread)  # noqa: SLF001 -- documented
+        where, waits = look_at(frame, ask_workers=ask_workers)
+        file = "" if frame is None else PurePath(frame.f_code.co_filename).as_posix()
+        return where, waits or (self.waits_for_device and file.endswith(_DEVICE_READS))
 
     def whereabouts(self, rank: int, seconds: float, *, look: bool) -> Whereabouts:
         """Describe where this process is.
@@ -174,9 +225,11 @@ class Position:
         found.parent = os.getppid()
         if progress is not None:
             found.inside = True
+            if self.call:
+                found.doing = f"{self.call}, before the first stage{self.part and f': {self.part}'}"
             found.stage, found.epoch, found.step = stage_of(progress), int(progress.epoch or 0), progress.step
         if look:
-            found.where, found.waits = look_at(sys._current_frames().get(self.main_thread))  # noqa: SLF001 -- documented
+            found.where, found.waits = self._look()
         return found
 
 
@@ -249,6 +302,28 @@ def look_at(frame: FrameType | None, *, ask_workers: bool = True) -> tuple[str, 
     if any(_LOADER_FILE in file for file, _, _, _ in lines[:12]):
         return "; ".join([f"{AT_LOADER} at {where}", *(where_workers_are() if ask_workers else ())]), False
     return where, waits
+
+
+def line_of(frames: Sequence[FrameSummary]) -> str:
+    """Return the innermost line of the user's own code in a traceback, or at all.
+
+    Args:
+        frames: of a traceback, the innermost last.
+
+    Returns:
+        Such as ``"train.py:12 in compute_forward"``; empty without frames.
+
+    Ranks: local.
+
+    Example:
+        >>> import traceback
+        >>> line_of([traceback.FrameSummary("/home/me/train.py", 12, "forward", lookup_line=False)])
+        'train.py:12 in forward'
+    """
+    if not frames:
+        return ""
+    frame = next((one for one in reversed(frames) if not is_library(one.filename)), frames[-1])
+    return f"{PurePath(frame.filename).name}:{frame.lineno} in {frame.name}"
 
 
 def _is_waiting(file: str, name: str) -> bool:

@@ -280,7 +280,7 @@ class _Watch:
         if self.seen is None or self.seen.path != found.path:
             self.seen, self.since, self.changes = found, now, 0
             if not found.holder.has_ended():
-                logger.info("%s is held by %s: waiting to see whether it lives.", self.folder, found.holder)
+                logger.announce("%s is held by %s: waiting to see whether it lives.", self.folder, found.holder)
         if found.holder.is_here():
             if found.holder.has_ended():
                 return True

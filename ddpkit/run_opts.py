@@ -10,12 +10,13 @@ import difflib
 import os
 import sys
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from ddpkit.command_line import CommandLine, read_command_line
 from ddpkit.device import count_devices, default_backend, resolve_device
-from ddpkit.errors import ConfigError, LaunchError
-from ddpkit.failure import record_for_launcher, watch_uncaught
+from ddpkit.errors import ConfigError, LaunchError, MissingFileError
+from ddpkit.failure import usage_errors, watch_uncaught
 from ddpkit.launch_variables import LaunchInfo
 from ddpkit.launchers import find_launch
 from ddpkit.logger import get_logger
@@ -199,7 +200,8 @@ class RunOptions(OptionTypes, MutableMapping[str, Any]):
             logger.info("Run options from the YAML: %s", ", ".join(set_by_yaml) or "none that count")
         if self.overridden_args:
             logger.info("Run options that were given: %r", self)
-        return self._merged(hparams or {}, find_launch())
+        with usage_errors():
+            return self._merged(hparams or {}, find_launch())
 
     def _merged(self, hparams: Mapping[str, Any], info: LaunchInfo) -> RunOptions:
         from_yaml = {
@@ -291,18 +293,22 @@ def parse_arguments(arg_list: Sequence[str] | None = None) -> tuple[str, RunOpti
         SystemExit: with code 0, after ``--help`` or ``--version`` has been printed. After ``--nproc``, when the
             processes that it has started have ended, with the code of the first that failed, or 0.
 
+    An error that nobody catches ends the process with exit code 2 and one sentence, ``train.py: error: ...``, which the
+    first rank of a machine says, and under torchrun its summary.
+
     Ranks: local.
 
-    State: sets ``LOCAL_RANK`` in the environment for an old ``--local_rank=N`` where the launcher did not.
-        Under torchrun an error, here or later, is recorded for its summary (``sys.excepthook``).
+    State: sets ``LOCAL_RANK`` in the environment for an old ``--local_rank=N`` where the launcher did not. After an
+        error, and under a launcher, ``sys.excepthook``.
 
     Example:
         >>> parse_arguments(["--precision=fp8", "hparams.yaml"])
         Traceback (most recent call last):
         ddpkit.errors.ConfigError: precision='fp8' on the command line is not one of fp32, fp16, bf16...
     """
-    try:
-        line = read_command_line(sys.argv[1:] if arg_list is None else arg_list)
+    words = list(sys.argv[1:] if arg_list is None else arg_list)
+    with usage_errors():
+        line = read_command_line(words)
         given = dict(line.given)
         _adopt_local_rank(given.pop("local_rank", None))
         if given.pop("distributed_launch", False):
@@ -315,10 +321,29 @@ def parse_arguments(arg_list: Sequence[str] | None = None) -> tuple[str, RunOpti
             watch_uncaught()
         run_opts = RunOptions(**given)
         run_opts._values["param_file"] = line.param_file  # noqa: SLF001 -- not among the options that were given
-        return line.param_file, run_opts._merged(line.in_yaml, info), line.overrides  # noqa: SLF001 -- own class
-    except Exception as error:
-        record_for_launcher(error)
-        raise
+        run_opts = run_opts._merged(line.in_yaml, info)  # noqa: SLF001 -- own class
+    if words == sys.argv[1:]:
+        _OwnCommandLine.words, _OwnCommandLine.run_opts = words, run_opts.copy()
+    return line.param_file, run_opts, line.overrides
+
+
+class _OwnCommandLine:
+    """What :func:`parse_arguments` has read from this process's own command line."""
+
+    words: list[str] | None = None
+    run_opts: RunOptions | None = None
+
+
+def command_line_options() -> RunOptions | None:
+    """Return the options of this process's own command line; None where :func:`parse_arguments` has not read it.
+
+    Ranks: local.
+
+    Example:
+        >>> command_line_options() is None
+        True
+    """
+    return _OwnCommandLine.run_opts if _OwnCommandLine.words == sys.argv[1:] else None
 
 
 def _start_ranks(nproc: str, line: CommandLine, arg_list: Sequence[str] | None) -> NoReturn:
@@ -340,7 +365,13 @@ def _fold_precision(source: dict[str, Any]) -> None:
 
 
 def _check_together(values: Mapping[str, Any], info: LaunchInfo) -> None:
-    """Refuse options that do not go together."""
+    """Refuse options that do not go together, or name what is not there."""
+    log_config = values["log_config"]
+    if log_config is not None and not Path(log_config).is_file():
+        raise MissingFileError(
+            f"log_config={log_config!r}: there is no such file. Give a YAML file in the form of "
+            "logging.config.dictConfig, or leave the option out."
+        )
     minutes, steps = values["ckpt_interval_minutes"], values["ckpt_interval_steps"]
     if minutes > 0 and steps > 0:
         raise ConfigError(

@@ -9,15 +9,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddpkit.checkpoint_hooks import mark_as_loader, mark_as_saver, register_checkpoint_hooks
+from ddpkit.checkpoint_records import SUFFIX
 from ddpkit.checkpoints import Checkpointer
 from ddpkit.control import terminating_later
 from ddpkit.distributed import alone, get_world_size, sum_over_ranks
 from ddpkit.errors import CheckpointError
 from ddpkit.hooks import Hooks
 from ddpkit.logger import get_logger
-from ddpkit.plain_yaml import dump_plain_yaml, load_plain_yaml
+from ddpkit.plain_yaml import dump_plain_yaml
 from ddpkit.registering import Registering
-from ddpkit.resuming import TELLING, Pace, changed_options
+from ddpkit.resuming import DAMAGED, TELLING, Pace, changed_options, read_brain_state
 from ddpkit.starting import (
     EVALUATED,
     TrainedFlags,
@@ -25,6 +26,7 @@ from ddpkit.starting import (
     learning_rates,
     modules_not_saved,
     optimizers_not_saved,
+    rates_in_use,
 )
 
 if TYPE_CHECKING:
@@ -38,6 +40,11 @@ INTRA_EPOCH_KEY = "brain_intra_epoch_ckpt"
 EARLIER = (
     "The checkpoint was made in the middle of an epoch, in call %s of fit, and this is call %d: its weights are taken, "
     "its place in the data is not."
+)
+OTHER_RATES = (
+    "The learning rate is not that with which the checkpoint's run began (%s), and has no effect: the optimizer goes "
+    "on with the checkpoint's. To change it, set it in the optimizer's param_groups after on_fit_start, or begin anew "
+    "with --resume=never."
 )
 
 
@@ -54,7 +61,8 @@ class Recovering(Registering):
     avg_train_loss: float
     _pace: Pace = Pace(None, None)
     _asked_pace: Pace | None = None
-    _rates: dict[str, list[float]] | None = None
+    _rates: dict[str, Any] | None = None  # with which the training of each optimizer has begun
+    _set_rates: dict[str, list[float]] | None = None  # by the script, at this start
     _taken_from: Path | None = None  # the checkpoint that was recovered in this call of fit or evaluate
     _flags: TrainedFlags | None = None
     _wanted_flags: Any = None  # those of the checkpoint that was recovered, until they are restored
@@ -62,9 +70,9 @@ class Recovering(Registering):
 
     def _recall(self, path: Path) -> None:
         """Note how far a training had come that is not this process's, for a save of what is made of it."""
-        with contextlib.suppress(CheckpointError, OSError, UnicodeDecodeError):
-            state = load_plain_yaml(path.read_text(encoding="utf-8"))
-            self._recalled = state if isinstance(state, Mapping) and "step" in state else None
+        with contextlib.suppress(CheckpointError, OSError):
+            state = read_brain_state(path)
+            self._recalled = state if "step" in state else None
 
     def _as_recalled(self) -> dict[str, Any]:
         """Return what a save says otherwise where nothing was trained: all is as in what was recovered."""
@@ -73,7 +81,7 @@ class Recovering(Registering):
         lineage = {} if self._evaluated is None else self._evaluated.state_dict()
         return {**(self._recalled or {}), **lineage, EVALUATED: True}
 
-    def take_flags(self, modules: nn.ModuleDict) -> None:
+    def _take_flags(self, modules: nn.ModuleDict) -> None:
         """Note which parameters are trained as the first call of ``fit`` begins; freeze and set free what had been.
 
         What a recipe does in ``on_fit_start`` it does at every start. Hooks of earlier epochs do not run again.
@@ -88,13 +96,16 @@ class Recovering(Registering):
         if count:
             logger.info("%d parameter(s) are frozen, or trained, as they were when the checkpoint was saved.", count)
 
-    def before_recovery(self) -> None:
-        """Note the learning rates that the script has set, and name the modules that no checkpoint will hold."""
-        self._rates = learning_rates(self.optimizers_dict)
-        own = (self, self.ema)
-        recoverables = {
-            name: one for name, one in self.checkpointer.recoverables.items() if all(one is not other for other in own)
-        }
+    def _before_recovery(self) -> None:
+        """Note the learning rates that the script has set, and name the modules that no checkpoint will hold.
+
+        Raises:
+            CheckpointError: a recoverable cannot be saved, or cannot be loaded: it is told before an epoch is spent.
+        """
+        self._rates = self._set_rates = learning_rates(self.optimizers_dict)
+        if isinstance(self.checkpointer, Checkpointer):
+            self.checkpointer.require_hooks()
+        recoverables = self._others_saved()
         lost = modules_not_saved(self.modules, recoverables)
         if lost:
             logger.warning(
@@ -110,7 +121,12 @@ class Recovering(Registering):
                 ", ".join(forgotten),
             )
 
-    def tell_not_taken(self) -> None:
+    def _others_saved(self) -> dict[str, Any]:
+        """Return what the checkpointer saves, but for the Brain itself and its averages."""
+        own, saved = (self, self.ema), getattr(self.checkpointer, "recoverables", {})
+        return {name: one for name, one in saved.items() if all(one is not other for other in own)}
+
+    def _tell_not_taken(self) -> None:
         """Name what is in the checkpoint that the training goes on from, and nothing has taken up."""
         checkpointer = self.checkpointer
         if self._taken_from is None or self._taken_from != getattr(checkpointer, "last_loaded", None):
@@ -150,6 +166,7 @@ class Recovering(Registering):
             )
         self.progress.began_at = state.get("epoch_began_at", self.optimizer_step)
         self.nonfinite_count = state.get("nonfinite", 0)
+        self.progress.clipped = state.get("clipped", 0)
         self.avg_train_loss = state["avg_train_loss"]
         if self.rank == 0:
             count = state.get("loss_count", self.step)
@@ -163,7 +180,6 @@ class Recovering(Registering):
         seed = state.get("seed")
         if None not in {seed, self._base_seed} and seed != self._base_seed:
             changes.append(f"seed {self._base_seed}, before {seed}")
-        self._tell_rates(state)
         if changes:
             logger.warning(
                 "The run goes on with other options than those of its checkpoint: %s. It will not be the run that was "
@@ -171,15 +187,17 @@ class Recovering(Registering):
                 "; ".join(changes),
             )
 
-    def _tell_rates(self, state: Mapping[str, Any]) -> None:
-        rates = changed_rates(state.get("rates"), self._rates or learning_rates(self.optimizers_dict))
-        if rates:
-            logger.warning(
-                "The learning rate is not that with which the checkpoint's run began (%s), and has no effect: the "
-                "optimizer goes on with the checkpoint's. To change it, set it in the optimizer's param_groups after "
-                "on_fit_start, or begin anew with --resume=never.",
-                "; ".join(rates),
-            )
+    def _take_rates(self, state: Mapping[str, Any], folder: Path) -> list[str]:
+        """Note the learning rates that the optimizers go on with; return which of the script's have no effect.
+
+        Args:
+            state: what the checkpoint holds of the Brain.
+            folder: the checkpoint; an optimizer that has no file in it goes on with the script's.
+        """
+        given = self._set_rates or learning_rates(self.optimizers_dict)
+        taken = {name: one for name, one in self._others_saved().items() if (folder / f"{name}{SUFFIX}").exists()}
+        self._rates = rates_in_use(state.get("rates"), given, optimizers_not_saved(self.optimizers_dict, taken))
+        return changed_rates(self._rates, given)
 
 
 @register_checkpoint_hooks
@@ -206,25 +224,25 @@ class Saving(Recovering):
     _lacks: int | None = None  # the batch whose loss no checkpoint that is made in it can know
 
     @contextlib.contextmanager
-    def saving_session(self, epoch_counter: Any) -> Iterator[None]:
+    def _saving_session(self, epoch_counter: Any) -> Iterator[None]:
         """Keep the folder while ``fit`` runs, save in the background, finish what is begun.
 
         Args:
             epoch_counter: of this call of ``fit``.
         """
         checkpointer = self.checkpointer
-        self.take_checkpointer()
-        self.require_no_other()
-        self.choose_seed()
+        self._take_checkpointer()
+        self._require_no_other()
+        self._choose_seed()
         self._takes_place = True
         if not isinstance(checkpointer, Checkpointer):
-            self.choose_start(epoch_counter)
+            self._choose_start(epoch_counter)
             yield
             self._end_call()
             return
         before = checkpointer.asynchronous
         with checkpointer.hold_folder():
-            self.choose_start(epoch_counter)
+            self._choose_start(epoch_counter)
             checkpointer.asynchronous = self.ckpt_async
             try:
                 yield
@@ -236,13 +254,13 @@ class Saving(Recovering):
                 raise
             finally:
                 checkpointer.asynchronous = before
-                self.let_go()
+                self._let_go()
 
     def _end_call(self) -> None:
         """Leave this call of ``fit`` as any run leaves it that has come here, whether it was stopped before or not."""
-        self.end_streams()
+        self._end_streams()
         self._finished = (*self._finished, self.optimizer_step)
-        self.note_trainer()
+        self._note_trainer()
 
     def _bring_to_safety(self, checkpointer: Checkpointer, error: BaseException) -> None:
         """Finish what is being written, and save once more if asked; on the main process alone, whoever has failed."""
@@ -266,7 +284,7 @@ class Saving(Recovering):
             return
         step, meter = progress.step, progress.meter
         progress.step, progress.meter = progress.closed, progress.trained
-        own = self.collect_own_state() | {"random": None}  # which has been drawn from since
+        own = self._collect_own_state() | {"random": None}  # which has been drawn from since
         if progress.sums is not None:  # the pass is over: the sums of all ranks are known
             self._saved_sums = list(progress.sums)
             own["loss"] = None
@@ -282,7 +300,7 @@ class Saving(Recovering):
             progress.step, progress.meter, self._saved_sums = step, meter, None
             states.forget()
 
-    def save_now(self) -> None:
+    def _save_now(self) -> None:
         """Save in the middle of an epoch, as a signal has asked for."""
         with self._between_batches():
             self._save_intra_epoch_ckpt()
@@ -301,7 +319,7 @@ class Saving(Recovering):
         minutes, steps = self.ckpt_interval_minutes, self.ckpt_interval_steps
         return 0 < minutes * 60 <= seconds_since_ckpt or 0 < steps <= steps_since_ckpt
 
-    def save_intra_epoch(self, seconds_since_ckpt: float, steps_since_ckpt: int) -> bool:
+    def _save_intra_epoch(self, seconds_since_ckpt: float, steps_since_ckpt: int) -> bool:
         """Save in the middle of an epoch if it is time, and say whether it was."""
         due = self._should_save_intra_epoch_ckpt(seconds_since_ckpt, steps_since_ckpt)
         if due:
@@ -337,12 +355,14 @@ class Saving(Recovering):
         ranks = get_world_size() if self.modules.training else 0
         loss_sum, loss_count, samples = self._saved_sums or [one * ranks for one in self._own_sums()]
         state = {
-            "step": self.step_to_save,
+            "step": self._step_to_save,
             "epoch": self.progress.epoch,
             "avg_train_loss": float(self.avg_train_loss),
             "optimizer_step": self.optimizer_step,
             "epoch_began_at": self.progress.began_at,
             "nonfinite": self.nonfinite_count,
+            "clipped": self.progress.clipped,
+            **({} if self._sum_divisor is None else {"sum_divisor": self._sum_divisor}),
             "loss_sum": loss_sum,
             "loss_count": loss_count,
             "samples": int(samples),
@@ -369,15 +389,19 @@ class Saving(Recovering):
         if not self._fitting:
             self._recall(Path(path))
             return
-        state = load_plain_yaml(Path(path).read_text(encoding="utf-8"))
-        if not isinstance(state, Mapping) or "step" not in state:
-            raise CheckpointError(f"{path} does not say how far the run had come: it has no 'step'.")
+        state = read_brain_state(Path(path))
+        if "step" not in state:
+            raise CheckpointError(f"{path} does not say how far the run had come: it has no 'step'. {DAMAGED}")
         self.optimizer_step = state.get("optimizer_step", state["step"])
-        self._takes_place = self.place_in_calls(Path(path).parent, state)
+        other_rates = self._take_rates(state, Path(path).parent)
+        self._sum_divisor = state.get("sum_divisor")
+        self._takes_place = self._place_in_calls(Path(path).parent, state)
         if not self._takes_place:
             if self._later is None and not end_of_epoch:
                 logger.warning(EARLIER, state["fit"], self._fits)
             return
+        if other_rates:
+            logger.warning(OTHER_RATES, "; ".join(other_rates))
         self._tell_changes(state)
         self._wanted_flags = state.get("trained")
         if isinstance(state.get("epoch"), int):
@@ -386,7 +410,7 @@ class Saving(Recovering):
             self._recover_place(state)
 
     @contextlib.contextmanager
-    def saving_inside(self) -> Iterator[None]:
+    def _saving_inside(self) -> Iterator[None]:
         """Return a context for a save that a recipe makes in a hook of a training batch, with what that lacks."""
         progress, step = self.progress, self.progress.step
         own_fit_batch = type(self).fit_batch is not Hooks.fit_batch
@@ -413,5 +437,5 @@ class Saving(Recovering):
 
     def _own_sums(self) -> list[float]:
         """Return this rank's sum of losses, what it counts, and the samples seen."""
-        meter = self.losses_so_far()
+        meter = self._losses_so_far()
         return [*meter.sums()[:2], meter.samples]

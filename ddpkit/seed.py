@@ -12,23 +12,26 @@ import contextlib
 import hashlib
 import os
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
+from ddpkit.device import count_devices, own_first
 from ddpkit.distributed import get_rank
 from ddpkit.errors import CheckpointError, ConfigError
 from ddpkit.logger import get_logger
 from ddpkit.permutation import mix_key
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
 
 logger = get_logger(__name__)
 
 SEED_VARIABLES = ("DDPKIT_GLOBAL_SEED", "SB_GLOBAL_SEED")
+_ACCELERATORS: dict[str, Any] = {"cuda": torch.cuda, "xpu": torch.xpu}  # those with a random state per device
 MAX_SEED = 2**32 - 1  # numpy takes nothing larger
 
 
@@ -143,7 +146,7 @@ def stream_seed(seed: int, *place: int) -> int:
 
 @dataclass(frozen=True)
 class RngState:
-    """The random states of this process: Python, numpy, torch on the CPU and on every CUDA device.
+    """The random states of this process: Python, numpy, torch on the CPU and on the accelerator that it computes on.
 
     Making the iterator of a ``DataLoader`` draws from torch's generator: restore after that.
 
@@ -151,7 +154,10 @@ class RngState:
         python: what ``random.getstate`` gives, as lists.
         numpy: what ``numpy.random.get_state`` gives, the key as an int64 tensor of shape ``(624,)``.
         torch_cpu: uint8 tensor, as torch gives it.
-        cuda: one such tensor per CUDA device; empty while CUDA has not been used.
+        cuda: one such tensor per CUDA device, by their numbers, of which older versions made their checkpoints.
+        accelerators: by kind (``"cuda"``, ``"xpu"``) the state of the current device, whatever its number: a resumed
+            run may see other devices, or its own by another number. Without a process group those of the other devices
+            follow, for ``nn.DataParallel``. Empty while no accelerator has been used.
 
     Ranks: local; every rank has its own.
 
@@ -169,7 +175,8 @@ class RngState:
     python: list[Any]
     numpy: dict[str, Any]
     torch_cpu: torch.Tensor
-    cuda: list[torch.Tensor]
+    cuda: list[torch.Tensor] = field(default_factory=list)
+    accelerators: dict[str, list[torch.Tensor]] = field(default_factory=dict)
 
     @classmethod
     def capture(cls) -> RngState:
@@ -192,13 +199,18 @@ class RngState:
                 "gauss": float(legacy["gauss"]),
             },
             torch_cpu=torch.get_rng_state(),
-            cuda=torch.cuda.get_rng_state_all() if _cuda_is_in_use() else [],
+            accelerators={
+                kind: [module.get_rng_state(index) for index in _own_first(kind, module)]
+                for kind, module in _ACCELERATORS.items()
+                if module.is_initialized()
+            },
         )
 
     def restore(self) -> None:
         """Put the states back.
 
-        A run that moves to another number of CUDA devices restores those that are there.
+        The current device gets the state of the one that was current. Of the others, if there are fewer now, the first
+        get theirs.
 
         Raises:
             CheckpointError: the state does not fit the generators of this process.
@@ -222,22 +234,17 @@ class RngState:
                 f"the saved random state does not fit this process: {error}. It was saved by another version "
                 "of Python, numpy or torch; delete it to continue with fresh random numbers."
             ) from error
-        available = torch.cuda.device_count() if self.cuda and torch.cuda.is_available() else 0
-        for device, state in enumerate(self.cuda[:available]):
-            torch.cuda.set_rng_state(state.cpu(), device)
-        if available < len(self.cuda):
-            logger.warning_once(
-                "The saved random state covers %d CUDA devices, here are %d; the others are left out.",
-                len(self.cuda),
-                available,
-            )
+        for kind, states in self.accelerators.items():
+            present = _own_first(kind, _ACCELERATORS[kind]) if count_devices(kind) else []
+            _restore_devices(kind, states, present)
+        _restore_devices("cuda", self.cuda, range(count_devices("cuda")))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states as plain containers, numbers, strings and tensors.
 
         Ranks: local.
         """
-        return {"python": self.python, "numpy": self.numpy, "torch_cpu": self.torch_cpu, "cuda": self.cuda}
+        return {one.name: getattr(self, one.name) for one in fields(self)}
 
     @classmethod
     def from_state_dict(cls, state_dict: dict[str, Any]) -> RngState:
@@ -259,12 +266,26 @@ class RngState:
         except TypeError as error:
             raise CheckpointError(
                 f"keys {sorted(map(str, state_dict))} are no saved random state; expected "
-                "cuda, numpy, python, torch_cpu."
+                f"{', '.join(one.name for one in fields(cls))}."
             ) from error
 
 
-def _cuda_is_in_use() -> bool:
-    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+def _own_first(kind: str, module: Any) -> list[int]:
+    """Number the devices of this process: the current one, and those that ``nn.DataParallel`` would take besides."""
+    numbers = own_first(f"{kind}:{module.current_device()}")
+    return numbers[:1] if dist.is_available() and dist.is_initialized() else numbers
+
+
+def _restore_devices(kind: str, states: Sequence[torch.Tensor], devices: Sequence[int]) -> None:
+    for device, state in zip(devices, states, strict=False):
+        _ACCELERATORS[kind].set_rng_state(state.cpu(), device)
+    if len(devices) < len(states):
+        logger.warning_once(
+            "The saved random state covers %d %s devices, here are %d; the others are left out.",
+            len(states),
+            kind.upper(),
+            len(devices),
+        )
 
 
 def _seed_generators(seed: int, seed_32_bits: int) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+from collections.abc import Sized
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -15,9 +16,10 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
-from ddpkit.augmentation import Place, keyed_parts
+from ddpkit.augmentation import Place, keyed_parts, load_keyed
 from ddpkit.checkpoint_hooks import mark_as_loader, mark_as_saver, register_checkpoint_hooks
 from ddpkit.errors import ConfigError, DataError
+from ddpkit.likeness import sketch
 from ddpkit.logger import get_logger
 from ddpkit.permutation import mix_key
 from ddpkit.sampler import (
@@ -32,6 +34,8 @@ from ddpkit.streams import BatchShard, is_batches, is_sharded, stream_loader
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+
+    from ddpkit.likeness import Sketch, Sketches
 
 logger = get_logger(__name__)
 
@@ -334,6 +338,41 @@ def plan_of(loader: Any) -> PlannedBatchSampler | DealtBatchSampler | None:
     sampler = getattr(loader, "sampler", None)
     source = sampler.planned if isinstance(sampler, _Single) else getattr(loader, "batch_sampler", None)
     return source if isinstance(source, (PlannedBatchSampler, DealtBatchSampler)) else None
+
+
+def first_samples(loader: Any, number: int = 1, times: int = 1) -> list[Sketches] | None:
+    """Look at samples of a dataset of which every rank takes its part, for a comparison with the other ranks.
+
+    Args:
+        loader: any.
+        number: of samples, beginning with sample 0 and going on over the whole set.
+        times: how often each is loaded.
+
+    Returns:
+        Sketches of them, each time; None where the loader has no such dataset, or they cannot be loaded.
+
+    Ranks: local.
+
+    State: nothing of this process changes but what loading sample 0 changes in the dataset, without workers.
+
+    Example:
+        >>> first_samples(shard(range(5), Sharding(0, 2))), first_samples([1, 2])
+        ([[{'': ('number', 0)}]], None)
+    """
+    plan, dataset = plan_of(loader), getattr(loader, "dataset", None)
+    if plan is None or plan.world_size == 1 or not isinstance(dataset, Sized):
+        return None
+    indices = sorted({place * len(dataset) // number for place in range(number)})
+    try:
+        found = load_keyed(loader, indices * times, _sketch_one, plan.seed)
+    except Exception:  # what is wrong with it comes up where it is needed; perhaps it never is
+        logger.debug("Sample 0 of %s cannot be loaded.", type(dataset).__name__, exc_info=True)
+        return None
+    return [found[start : start + len(indices)] for start in range(0, len(found), len(indices))]
+
+
+def _sketch_one(samples: list[Any]) -> Sketch:
+    return sketch(samples[0])
 
 
 def set_epoch(loader: Any, epoch: int) -> None:

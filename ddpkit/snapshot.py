@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["Snapshot", "SnapshotMemory", "available_bytes", "cpu_storages", "state_bytes"]
+__all__ = ["Snapshot", "SnapshotMemory", "available_bytes", "state_bytes"]
 
 ALIGNMENT_BYTES = 64  # of a copied storage: what torch's own allocator gives
 SPARE_BYTES = 256 << 20  # left to the process when a snapshot is made
@@ -143,9 +143,9 @@ class SnapshotMemory:
         return Snapshot(pickles, copies, storages.nbytes)
 
     def clear(self) -> None:
-        """Give the memory back, as soon as no snapshot is in it."""
+        """Give the memory back, as soon as no snapshot is in it; pinned memory to the system only if none is now."""
         self._stop_preparing()
-        self._memory = None
+        self._drop()
 
     def _stop_preparing(self) -> None:
         if self._preparing is not None:
@@ -156,8 +156,16 @@ class SnapshotMemory:
         present = 0 if self._memory is None else len(self._memory)
         if size <= present <= max(2 * size, mmap.PAGESIZE) and pinned == self._pinned:
             return
-        self._memory, self._pinned = None, pinned
+        self._drop()
+        self._pinned = pinned
         self._memory = _pinned_memory(size) if pinned else _pageable_memory(size)
+
+    def _drop(self) -> None:
+        was_pinned = self._memory is not None and self._pinned
+        self._memory = None
+        empty_cache = getattr(torch._C, "_host_emptyCache", None)  # noqa: SLF001 -- torch.cuda.empty_cache has no twin
+        if was_pinned and empty_cache is not None:
+            empty_cache()  # torch would keep what it has pinned for whoever asks for as much again
 
     def _copy(self, storage: torch.UntypedStorage, offset: int) -> torch.UntypedStorage:
         size = storage.nbytes()
@@ -221,30 +229,6 @@ def state_bytes(states: Mapping[str, Any]) -> int:
         storages.pickle(state)
         total += storages.nbytes
     return total
-
-
-def cpu_storages(state: Any) -> list[torch.UntypedStorage]:
-    """Return the storages of a state that ``torch.save`` writes from where they are.
-
-    Args:
-        state: what ``torch.save`` could store.
-
-    Returns:
-        Those on the CPU, each once. While they are held, their addresses are nobody else's.
-
-    Raises:
-        Exception: what pickling the state raises.
-
-    Ranks: local.
-
-    Example:
-        >>> weight = torch.zeros(4)
-        >>> [storage.nbytes() for storage in cpu_storages({"w": weight, "view": weight[:2]})]
-        [16]
-    """
-    storages = _Storages()
-    storages.pickle(state)
-    return [storage for storage in storages.found if storage.device.type == "cpu"]
 
 
 # ---------------------------------------------------------------------------------------- pickling

@@ -38,7 +38,7 @@ import torch.distributed as dist
 
 from ddpkit.device import accelerator_kind, count_devices
 from ddpkit.errors import ConfigError, LaunchError, RankFailedError
-from ddpkit.failure import explained, is_second_hand
+from ddpkit.failure import PLAIN, explained, is_second_hand
 from ddpkit.launch_variables import LOOPBACK, describe_environment, given_port
 from ddpkit.launchers import find_launch
 from ddpkit.logger import get_logger
@@ -226,11 +226,14 @@ def _start_script(environment: dict[str, str]) -> subprocess.Popen[bytes]:
 
 def _tell(failure: Ending, number: int, report: Path, forwarded: Sequence[int]) -> None:
     """Say which rank failed first, with the reason that it has left."""
-    reason = ""
+    reason, is_plain = "", False
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        reason = f": {json.loads(report.read_text(encoding='utf-8'))['message']['message']}"
+        message = json.loads(report.read_text(encoding="utf-8"))["message"]
+        reason, is_plain = f": {message['message']}", message["extraInfo"]["plain"]
     text = f"Rank {failure.rank} of {number} (process {failure.pid}) {failure.words}{reason}"
-    if failure.code - 128 in forwarded:
+    if is_plain:
+        sys.stderr.write(f"{reason.removeprefix(': ')}\n")
+    elif failure.code - 128 in forwarded:
         logger.info("%s", text)
     else:
         logger.error("%s. It was the first; the others were ended.", text)
@@ -430,6 +433,7 @@ def _failure(error: BaseException) -> _Message:
     """Tell the other ranks of an exception, and put it into words for the parent."""
     trace = "".join(traceback.format_exception(error))
     news = explained(error)
+    vars(error).pop(PLAIN, None)  # the parent raises it
     sys.excepthook(type(error), error, error.__traceback__)  # by ddp_init_group: what tells the others
     words = "".join(traceback.format_exception_only(type(news), news)).strip()
     return _Message(None, words, trace, is_second_hand(news))
@@ -503,6 +507,8 @@ def _is_harmless(thread: threading.Thread) -> bool:
         return True
     work = getattr(thread, "_target", None)
     homes = (type(thread).__module__, getattr(work, "__module__", None) or "")
+    if "ddpkit.run_lock" in homes:  # renews the lock of the experiment's folder, which stays with this process
+        return True
     return any(home.split(".")[0].startswith(_HARMLESS_THREADS) for home in homes)
 
 

@@ -7,18 +7,28 @@
       devices    4 x cuda (NVIDIA H200) per node, backend nccl
       versions   Python 3.12, torch 2.13.0+cu130, numpy 2.3.1
       batch      8 processes x batch 4 x accumulation 1 = 32 samples per optimizer step; 15 steps, 480 samples per epoch
+      per step   32 samples; one process has 4: --global_batch_size=4 keeps the training the same
+      valid set  90 samples, 12 batches of 1 per process
+      optimizer  AdamW, lr 0.002
+      schedule   OneCycleLR, after each of 600 optimizer steps
+      clipping   gradient norm at most 5.0 (--max_grad_norm)
       precision  bf16, evaluation fp32
       evaluation every rank its part of a set: count with ddpkit.metrics or Brain.gather
+      records    log.txt and metrics.jsonl in results
       start      from results/save/CKPT+2026-11-21+04-20-12+00: 480 optimizer steps done, epoch 33 comes next
 """
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+from torch.nn.utils.rnn import PackedSequence
 
 from ddpkit import __version__
 from ddpkit.logger import get_logger, shown_path
@@ -26,14 +36,13 @@ from ddpkit.roll_call import host_name
 from ddpkit.sameness import software_facts
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, MutableMapping, Sequence
-    from pathlib import Path
+    from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 
     from ddpkit.launch_variables import LaunchInfo
 
 logger = get_logger(__name__)
 
-MOST_NODES = 4
+MOST_SHOWN = 4
 ABOUT_THE_PROCESS = ("launcher", "devices", "versions")
 
 _LAUNCHERS = {
@@ -44,6 +53,9 @@ _LAUNCHERS = {
     "jsm": "jsrun",
     "environment": "plain variables (RANK, WORLD_SIZE)",
 }
+# How a field of a batch is called that says how long its samples are, where they were padded.
+_LENGTHS = re.compile(r"(^|_)(lengths?|lens?|attention_mask|padding_mask|pad_mask)$", re.IGNORECASE)
+_DEEPEST, _MOST_PARTS = 3, 64  # so far a batch is looked into
 _FORMATS = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
@@ -166,6 +178,85 @@ def evaluation_row(world_size: int, *, divided: bool) -> str:
     return "every rank the whole set; --shard_evaluation divides it"
 
 
+def clipping_row(max_norm: float | None) -> str:
+    """Say to which norm gradients are clipped.
+
+    Args:
+        max_norm: the option ``max_grad_norm``; None or <= 0: not at all.
+
+    Ranks: local.
+
+    Example:
+        >>> clipping_row(5.0)
+        'gradient norm at most 5.0 (--max_grad_norm)'
+    """
+    if max_norm is None or max_norm <= 0:
+        return f"none, as max_grad_norm={max_norm} says"
+    return f"gradient norm at most {max_norm} (--max_grad_norm)"
+
+
+def optimizer_row(optimizers: Mapping[str, Any]) -> str:
+    """Say what optimizes, and with which learning rates.
+
+    Args:
+        optimizers: by name.
+
+    Ranks: local.
+
+    Example:
+        >>> groups = [{"params": [torch.nn.Parameter(torch.ones(1))], "lr": lr} for lr in (0.1, 0.01, 0.1)]
+        >>> optimizer_row({"opt_class": torch.optim.SGD(groups)})
+        'SGD, lr 0.1, 0.01'
+    """
+    shown = []
+    for name, optimizer in optimizers.items():
+        rates = dict.fromkeys(f"{float(group['lr']):.6g}" for group in optimizer.param_groups if "lr" in group)
+        words = type(optimizer).__name__ + (f", lr {', '.join(_shortened(list(rates)))}" if rates else "")
+        shown.append(words if len(optimizers) == 1 else f"{name}: {words}")
+    return "; ".join(_shortened(shown))
+
+
+def records_row(files: Iterable[Any]) -> str:
+    """Say where a run writes down what happens.
+
+    Args:
+        files: such as its log and its numbers.
+
+    Ranks: local.
+
+    Example:
+        >>> records_row([Path("results/1/log.txt"), Path("results/1/metrics.jsonl")])
+        'log.txt and metrics.jsonl in results/1'
+    """
+    paths = [Path(shown_path(file)) for file in files]
+    if len(paths) > 1 and len({path.parent for path in paths}) == 1:
+        return f"{' and '.join(path.name for path in paths)} in {paths[0].parent}"
+    return " and ".join(map(str, paths))
+
+
+def loss_row(batch: Any) -> str:
+    """Say how a mean over tokens is returned, if samples of a batch have different lengths.
+
+    Args:
+        batch: as the loader yields it. It is looked at on the host alone: a tensor on another device is not read.
+
+    Returns:
+        Nothing where no field is called like lengths or a mask of padding, and no list has parts of different lengths.
+
+    Ranks: local.
+
+    Example:
+        >>> loss_row({"tokens": torch.zeros(2, 3), "attention_mask": torch.tensor([[1, 1, 1], [1, 0, 0]])})
+        'one number, and samples differ in length (attention_mask): return a mean over tokens as (loss_sum, count)'
+        >>> loss_row([torch.zeros(2, 3), torch.zeros(2)])
+        ''
+    """
+    sign = _sign_of_lengths(batch, _DEEPEST)
+    if not sign:
+        return ""
+    return f"one number, and samples differ in length ({sign}): return a mean over tokens as (loss_sum, count)"
+
+
 def start_row(found: Path | None, folder: Any, resume: str, place: str, *, others: int = 0) -> str:
     """Say what training starts from.
 
@@ -264,10 +355,68 @@ def _counted(kinds: Counter[str], *, alone: bool) -> str:
 
 
 def _shortened(words: list[str]) -> list[str]:
-    left = len(words) - MOST_NODES
-    return words if left <= 0 else [*words[:MOST_NODES], f"and {left} more"]
+    left = len(words) - MOST_SHOWN
+    return words if left <= 0 else [*words[:MOST_SHOWN], f"and {left} more"]
 
 
 def _format(context: Any) -> str:
     dtype: Any = getattr(context, "dtype", "unknown")  # a recipe may have set a context of its own
     return _FORMATS.get(dtype, str(dtype).removeprefix("torch."))
+
+
+def _sign_of_lengths(batch: Any, depth: int) -> str:
+    """Return what in a batch shows that its samples have different lengths, or nothing."""
+    if isinstance(batch, torch.Tensor):
+        return "a nested tensor" if batch.is_nested else ""
+    if isinstance(batch, PackedSequence):
+        return "a PackedSequence"
+    fields = _fields(batch)
+    for name, value in fields.items():
+        if isinstance(name, str) and _LENGTHS.search(name) and _varies(value):
+            return name
+    if isinstance(batch, (list, tuple)) and any(map(_is_ragged, [batch, *_columns(batch)])):
+        return f"a {type(batch).__name__} of different lengths"
+    parts = list(fields.values()) if fields or not isinstance(batch, (list, tuple)) else batch
+    signs = (_sign_of_lengths(part, depth - 1) for part in parts[: _MOST_PARTS if depth else 0])
+    return next((sign for sign in signs if sign), "")
+
+
+def _fields(batch: Any) -> dict[Any, Any]:
+    """Return what a batch, or a sample, has under a name."""
+    if isinstance(batch, dict):
+        return batch
+    if isinstance(batch, tuple):
+        return dict(zip(getattr(batch, "_fields", ()), batch, strict=False))
+    return {} if isinstance(batch, (list, np.ndarray)) else dict(getattr(batch, "__dict__", {}))
+
+
+def _columns(samples: Sequence[Any]) -> list[list[Any]]:
+    """Return the fields of a list of samples, each over all of them."""
+    kinds = {(type(one), len(one)) if isinstance(one, (dict, tuple)) else None for one in samples}
+    if len(kinds) != 1 or None in kinds:
+        return []
+    return [list(column) for column in zip(*(_fields(one).values() or one for one in samples), strict=True)]
+
+
+def _is_ragged(parts: Sequence[Any]) -> bool:
+    """Say whether parts are of one kind, and of different lengths."""
+    kinds, lengths = set(), set()
+    for part in parts:
+        if isinstance(part, list):
+            kinds.add(("list",))
+            lengths.add(len(part))
+        elif isinstance(part, (torch.Tensor, np.ndarray)) and part.ndim:
+            kinds.add((str(part.dtype), *part.shape[1:]))
+            lengths.add(int(part.shape[0]))
+        else:
+            return False
+    return len(kinds) == 1 and len(lengths) > 1
+
+
+def _varies(value: Any) -> bool:
+    """Say whether lengths, or a mask, are not all the same; of what is not on the host nobody knows."""
+    if isinstance(value, torch.Tensor) and value.device.type != "cpu":
+        return value.dim() > 0
+    if isinstance(value, (torch.Tensor, np.ndarray)):
+        value = value.reshape(-1).tolist()
+    return isinstance(value, (list, tuple)) and any(one != value[0] for one in value)

@@ -463,11 +463,33 @@ def learning_rates(optimizers: Mapping[str, Any] | None) -> dict[str, list[float
     return rates
 
 
-def changed_rates(before: Any, now: Mapping[str, list[float]]) -> list[str]:
-    """Say which learning rates a script has set otherwise than the one that made a checkpoint.
+def rates_in_use(before: Any, now: Mapping[str, Any], anew: Iterable[str]) -> dict[str, Any]:
+    """Return the learning rates with which the trainings began that the optimizers go on with.
 
     Args:
-        before: as :func:`learning_rates` had returned them when that run began; anything else tells nothing.
+        before: as a checkpoint tells them; anything but a mapping tells nothing.
+        now: those that the script has set, by the optimizer's name.
+        anew: the optimizers that take up no state of the checkpoint.
+
+    Returns:
+        By the optimizer's name; None where a checkpoint does not tell.
+
+    Ranks: local.
+
+    Example:
+        >>> rates_in_use({"sgd": [0.5]}, {"sgd": [0.1], "adam": [0.2]}, anew=["adam"])
+        {'sgd': [0.5], 'adam': [0.2]}
+    """
+    known = before if isinstance(before, Mapping) else {}
+    fresh = set(anew)
+    return {name: rates if name in fresh else known.get(name) for name, rates in now.items()}
+
+
+def changed_rates(before: Any, now: Mapping[str, list[float]]) -> list[str]:
+    """Say which learning rates a script has set otherwise than those that its optimizers go on with.
+
+    Args:
+        before: as :func:`rates_in_use` returns them; anything but a mapping of lists tells nothing.
         now: those of the present run, before the checkpoint's are loaded.
 
     Returns:

@@ -28,7 +28,7 @@ import stat
 import uuid
 import zipfile
 import zlib
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, Literal, NamedTuple, cast
@@ -109,10 +109,6 @@ class FileOperations:
                 with contextlib.suppress(OSError):  # it saves time later, no more
                     os.posix_fadvise(handle.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
-    def write_at(self, descriptor: int, data: memoryview, offset: int) -> int:
-        """Write a part of a large file, which :meth:`write` has opened; return how much was written."""
-        return os.pwrite(descriptor, data, offset)
-
     def sync_file(self, path: Path) -> None:
         """Wait until a file's content is on the disk."""
         try:
@@ -155,7 +151,7 @@ FILES = FileOperations()
 # ---------------------------------------------------------------------------------------- committing
 
 
-def write_file(path: Path, writer: Callable[[BinaryIO], object], lasting: Container[int] = frozenset()) -> None:
+def write_file(path: Path, writer: Callable[[BinaryIO], object]) -> None:
     """Write one file of a save through a Python handle, which keeps the reason when the disk is full.
 
     Inside of what :func:`commit_staging` calls, the file is also hashed.
@@ -163,7 +159,6 @@ def write_file(path: Path, writer: Callable[[BinaryIO], object], lasting: Contai
     Args:
         path: the file; one that exists is overwritten.
         writer: called with the open binary handle.
-        lasting: addresses of memory that ``writer`` writes from and that stays as it is until it returns.
 
     Raises:
         OSError: the file cannot be opened or written.
@@ -181,21 +176,17 @@ def write_file(path: Path, writer: Callable[[BinaryIO], object], lasting: Contai
     if hashed is None:
         FILES.write(path, writer)
         return
-    handles: list[HashedHandle] = []
+    digests: list[str | None] = []
 
     def write(handle: BinaryIO) -> None:
-        handles.append(HashedHandle(handle, lasting, path, FILES.write_at))
-        writer(cast("BinaryIO", handles[-1]))
-        handles[-1].flush()
+        hashing = HashedHandle(handle)
+        writer(cast("BinaryIO", hashing))
+        hashing.flush()
+        digests.append(hashing.sha256())
 
-    digest: str | None = None
-    try:
-        FILES.write(path, write)
-    finally:
-        for handle in handles:
-            digest = handle.finish()
-    if digest is not None:
-        hashed[path] = _Written(digest, _file_state(path))
+    FILES.write(path, write)
+    if digests and digests[0] is not None:
+        hashed[path] = _Written(digests[0], _file_state(path))
 
 
 def _file_state(path: Path) -> tuple[int, int, int]:

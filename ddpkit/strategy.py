@@ -8,23 +8,28 @@ so far.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
+import os
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpkit import distributed
-from ddpkit.device import widest_float
-from ddpkit.errors import ConfigError
+from ddpkit.device import own_first, widest_float
+from ddpkit.errors import ConfigError, LaunchError
 from ddpkit.gradient_order import GradientOrder, show_order
+from ddpkit.launchers import find_launch
 from ddpkit.logger import get_logger
+from ddpkit.roll_call import host_name
 from ddpkit.syncbn import convert_sync_batchnorm
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
 
 logger = get_logger(__name__)
@@ -73,7 +78,7 @@ class _Reaching(nn.Module):
 
 
 class WrappedDataParallel(_Reaching, nn.DataParallel[nn.Module]):
-    """``nn.DataParallel`` through which the module's own attributes can be reached.
+    """``nn.DataParallel`` through which attributes can be reached; its replicas compute in the caller's precision.
 
     Ranks: local (one process, several GPUs).
 
@@ -86,14 +91,58 @@ class WrappedDataParallel(_Reaching, nn.DataParallel[nn.Module]):
         super().__init__(module, **options)
         self._is_made = True
 
+    def parallel_apply(self, replicas: Sequence[nn.Module], inputs: Sequence[Any], kwargs: Any) -> list[Any]:
+        """Run each replica in a thread, which torch tells that autocast is on, but not in which dtype: that is ours.
+
+        Source: ``torch/nn/parallel/parallel_apply.py`` of torch 2.13; the dtype of autocast is kept per thread.
+        """
+        kind = self.src_device_obj.type
+        dtype = torch.get_autocast_dtype(kind)
+        in_dtype: Any = [functools.partial(_run_in, kind, dtype, replica) for replica in replicas]
+        return super().parallel_apply(in_dtype, inputs, kwargs)
+
+
+def _run_in(kind: str, dtype: torch.dtype, module: nn.Module, *inputs: Any, **kwargs: Any) -> Any:
+    """Run a module in the dtype that autocast, if it is on here, shall compute in."""
+    with torch.autocast(kind, dtype=dtype, enabled=torch.is_autocast_enabled(kind)):
+        return module(*inputs, **kwargs)
+
 
 class _Reduction:
-    """Whether gradients are being averaged; no attribute of the module, where writing costs a microsecond."""
+    """Whether gradients are being averaged; no attribute of the module, where writing costs a microsecond.
 
-    __slots__ = ("reduced",)
+    Attributes:
+        reduced: whether the gradients present are, or are about to be, averages over the ranks.
+        armed: whether the next backward pass through the module averages.
+        watched: whether DDP asks when a backward pass has come (:func:`_average_or_defer`).
+        defers: whether it is told then not to.
+        fired: whether it has averaged since that was last looked at.
+    """
+
+    __slots__ = ("armed", "defers", "fired", "reduced", "watched")
 
     def __init__(self) -> None:
-        self.reduced = False
+        self.reduced = self.armed = self.watched = self.defers = self.fired = False
+
+    def after_backward(self) -> None:
+        """Take note of what a backward pass has done, which may have touched this module or not."""
+        if self.fired:
+            self.reduced, self.armed, self.fired = True, False, False
+        elif self.defers or not self.armed:
+            self.reduced = self.armed = False
+
+
+def _average_or_defer(state: _Reduction, bucket: torch.distributed.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Average a bucket of gradients over the ranks, as DDP does it by itself; or leave them as they are."""
+    if not state.defers:
+        state.fired = True
+        return allreduce_hook(None, bucket)  # type: ignore[arg-type]  # torch takes its default group then
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
+_average_or_defer.__annotations__.clear()  # DDP compares them with types, and here they are strings
 
 
 class WrappedDDP(_Reaching, DistributedDataParallel):
@@ -123,6 +172,8 @@ class WrappedDDP(_Reaching, DistributedDataParallel):
         """Be copied: DDP makes its own parts anew."""
         super().__setstate__({**state, "_is_made": False})  # type: ignore[no-untyped-call]
         self._is_made = True
+        if self.gradient_reduction.watched:
+            self.watch_reduction()
 
     def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module; where nothing is trained, without a detour through this one, unless it has hooks."""
@@ -134,21 +185,37 @@ class WrappedDDP(_Reaching, DistributedDataParallel):
         """Run the module; with gradients, through DDP."""
         if not (self.training and torch.is_grad_enabled()):
             return self.module(*inputs, **kwargs)
-        self.gradient_reduction.reduced = self.require_backward_grad_sync
+        self.gradient_reduction.reduced = self.gradient_reduction.armed = self.require_backward_grad_sync
         return DistributedDataParallel.forward(self, *inputs, **kwargs)  # type: ignore[no-untyped-call]
 
+    def watch_reduction(self) -> None:
+        """Have DDP decide when a backward pass comes, not in the forward pass before it, whether it averages."""
+        self.register_comm_hook(self.gradient_reduction, _average_or_defer)
+        self.gradient_reduction.watched = True
+
     def reduce_leftovers(self) -> None:
-        """Average gradients that DDP has not: accumulated under ``no_sync``, or made past its ``forward``."""
+        """Average gradients that DDP has not: accumulated under ``no_sync``, or made past its ``forward``.
+
+        The ranks may have taken different branches, as long as each has some gradient, or none has any.
+        """
         if self.gradient_reduction.reduced:
             self.gradient_reduction.reduced = False
             return
-        gradients = [parameter.grad for parameter in self.module.parameters() if parameter.grad is not None]
+        parameters = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         if gradients:
-            flat = torch.cat([gradient.flatten() for gradient in gradients])
+            sums = [torch.zeros_like(one) if one.grad is None else one.grad for one in parameters]
+            present = torch.tensor([one.grad is not None for one in parameters], dtype=gradients[0].dtype)
+            # One length on all ranks, whatever each has: NCCL does not notice where they differ.
+            flat = torch.cat([one.flatten() for one in (*sums, present.to(gradients[0].device, non_blocking=True))])
             torch.distributed.all_reduce(flat, group=self.process_group)
             flat /= torch.distributed.get_world_size(self.process_group)
-            for gradient, average in zip(gradients, torch.split(flat, [one.numel() for one in gradients]), strict=True):
-                gradient.copy_(average.view_as(gradient))
+            *averages, present = torch.split(flat, [one.numel() for one in (*sums, present)])
+            exists = [True] * len(parameters) if len(gradients) == len(parameters) else present.tolist()
+            for parameter, own, average, anywhere in zip(parameters, sums, averages, exists, strict=True):
+                if anywhere:  # a rank that took another branch gets what the others have
+                    own.copy_(average.view_as(own))
+                    parameter.grad = own
 
 
 class Strategy(Protocol):
@@ -172,6 +239,10 @@ class Strategy(Protocol):
     def no_sync(self) -> AbstractContextManager[None]:
         """Return a context in which gradients are accumulated without being averaged over ranks."""
 
+    def backward_pass(self, modules: nn.Module, *, closes: bool, counts: bool) -> AbstractContextManager[None]:
+        """Return a context for one backward pass of a window."""
+        ...
+
     def gradient_orders(self) -> dict[str, list[int]]:
         """Return the order in which each entry's gradients became ready, where that bears on their sums."""
         ...
@@ -182,6 +253,10 @@ class Strategy(Protocol):
 
     def finish_gradients(self) -> None:
         """Make sure that the gradients present are averages over the ranks."""
+
+    def noting_use(self, *, counts: bool) -> AbstractContextManager[None]:
+        """Return a context for a micro-batch that does not count on all ranks: what only others use has no gradient."""
+        ...
 
     def start_average(self, count: torch.Tensor | float, device: str) -> Callable[[], torch.Tensor | float]:
         """Start averaging a number over the ranks, before the backward pass; what is returned gives the average."""
@@ -209,8 +284,16 @@ class SingleDevice:
         """Return a context that does nothing."""
         return NOTHING
 
+    def backward_pass(self, modules: nn.Module, *, closes: bool, counts: bool) -> AbstractContextManager[None]:
+        """Return a context that does nothing: no other rank is waiting."""
+        return NOTHING
+
     def finish_gradients(self) -> None:
         """Do nothing: the gradients of one process are complete."""
+
+    def noting_use(self, *, counts: bool) -> AbstractContextManager[None]:
+        """Return a context that does nothing."""
+        return NOTHING
 
     def gradient_orders(self) -> dict[str, list[int]]:
         """Return nothing: no gradients are added up over ranks."""
@@ -226,7 +309,10 @@ class SingleDevice:
 
 
 class DataParallel(SingleDevice):
-    """One process, ``nn.DataParallel`` around every trainable entry of the modules.
+    """One process, ``nn.DataParallel`` around every trainable entry of the modules, on all GPUs.
+
+    Args:
+        device: where the modules are, such as ``"cuda:1"``; its GPU comes first, as ``nn.DataParallel`` wants it.
 
     Raises:
         ConfigError: there is no GPU.
@@ -248,12 +334,13 @@ class DataParallel(SingleDevice):
                 f"({torch.cuda.device_count()} GPUs found). Leave the flag out to train on one CPU, or use several CPU "
                 "processes: torchrun --standalone --nproc_per_node=2 train.py hparams.yaml --device=cpu"
             )
+        self.device = device
 
     def wrap(self, modules: nn.ModuleDict) -> None:
         """Put ``nn.DataParallel`` around every trainable entry."""
         for name, module in modules.items():
             if is_trainable(module) and not isinstance(module, nn.DataParallel):
-                modules[name] = WrappedDataParallel(module)
+                modules[name] = WrappedDataParallel(module, device_ids=own_first(self.device))
 
 
 class _Deferred:
@@ -279,6 +366,8 @@ class DDP:
     Args:
         device: of this rank, such as ``"cuda:1"`` or ``"cpu"``.
         find_unused_parameters: let a forward pass leave parameters out.
+        decides_late: a backward pass is told whether to average, whatever the forward pass before it expected: for a
+            ``fit_batch`` that does not say so before (see :meth:`backward_pass`).
 
     Ranks: collective.
 
@@ -289,13 +378,14 @@ class DDP:
 
     name = "DistributedDataParallel"
 
-    def __init__(self, device: str, *, find_unused_parameters: bool = False) -> None:
+    def __init__(self, device: str, *, find_unused_parameters: bool = False, decides_late: bool = False) -> None:
         self.device = device
-        self.find_unused_parameters = find_unused_parameters
+        self.find_unused_parameters, self.decides_late = find_unused_parameters, decides_late
         self.wrapped: list[WrappedDDP] = []
         self._trained: dict[str, frozenset[int]] = {}
         self._orders: dict[str, GradientOrder] = {}
         self._are_noting = False
+        self._used: set[int] | None = None  # parameters with a gradient that counts; None: all that have one
 
     def wrap(self, modules: nn.ModuleDict) -> None:
         """Convert BatchNorm and put DDP around every trainable entry that has none yet.
@@ -315,6 +405,8 @@ class DDP:
                 wrapped = WrappedDDP(self._converted(module), **self._options(module))
                 modules[name] = wrapped
                 self.wrapped.append(wrapped)
+                if self.decides_late:
+                    wrapped.watch_reduction()
                 self._note_order(name, wrapped)
             else:
                 self._spread(module)
@@ -344,12 +436,80 @@ class DDP:
         """Return a context in which gradients are accumulated without being averaged over ranks."""
         return _Deferred(self.wrapped)
 
+    @contextlib.contextmanager
+    def backward_pass(self, modules: nn.Module, *, closes: bool, counts: bool) -> Iterator[None]:
+        """Return a context for one backward pass of a window.
+
+        Args:
+            modules: what is trained.
+            closes: whether the micro-batch is the last of its window. Before that nothing is averaged.
+            counts: whether this rank's gradients count. If not they become zero, whatever the loss is: also where it
+                is infinite, of which a weight of 0 would make NaN.
+        """
+        parameters = [] if counts else [one for one in modules.parameters() if one.requires_grad]
+        handles = [one.register_hook(torch.zeros_like) for one in parameters]  # type: ignore[no-untyped-call]
+        watched = [module.gradient_reduction for module in self.wrapped if module.gradient_reduction.watched]
+        for reduction in watched:
+            reduction.defers = not closes
+        try:
+            yield
+            for reduction in watched:
+                reduction.after_backward()
+        finally:
+            for reduction in watched:
+                reduction.defers = False
+            for handle in handles:
+                handle.remove()
+
     def finish_gradients(self) -> None:
-        """Average what DDP has not averaged."""
+        """Average what DDP has not averaged; drop what is of no batch that counts."""
         for module in self.wrapped:
             module.reduce_leftovers()
+        if self._used is not None:
+            used, self._used = self._used, None
+            self._drop_unused(used)
         if self._are_noting:
             self._close_orders()
+
+    @contextlib.contextmanager
+    def noting_use(self, *, counts: bool) -> Iterator[None]:
+        """Return a context for a micro-batch that does not count on all ranks.
+
+        A rank that works on one which counts nothing gives zeros to all parameters that it uses. Those that nobody uses
+        besides shall have no gradient, as on one process: an optimizer may move what has a gradient of zero.
+
+        Args:
+            counts: whether it counts on this rank.
+        """
+        if not self.find_unused_parameters:  # then all parameters are used by every batch
+            yield
+            return
+        parameters = self._parameters()
+        if self._used is None:
+            self._used = {id(one) for one in parameters if one.grad is not None}  # of the window's earlier ones
+        handles = [
+            one.register_post_accumulate_grad_hook(self._note_use)  # type: ignore[no-untyped-call]
+            for one in (parameters if counts else [])
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _note_use(self, parameter: torch.Tensor) -> None:
+        if self._used is not None:
+            self._used.add(id(parameter))
+
+    def _drop_unused(self, used: set[int]) -> None:
+        parameters = self._parameters()
+        sums = distributed.sum_over_ranks([float(id(one) in used) for one in parameters])
+        for parameter, number in zip(parameters, sums, strict=True):
+            if not number:
+                parameter.grad = None
+
+    def _parameters(self) -> list[nn.Parameter]:
+        return [one for module in self.wrapped for one in module.module.parameters() if one.requires_grad]
 
     def _close_orders(self) -> None:
         done = [order.close() for order in self._orders.values()]
@@ -389,7 +549,7 @@ class DDP:
         """
         wide = widest_float(device)
         if isinstance(count, torch.Tensor):
-            total = count.detach().reshape(()).to(device, wide, copy=True)
+            total = count.detach().reshape(()).to(device, wide, copy=True, non_blocking=True)
         else:
             total = torch.full((), count, dtype=wide, device=device)
         work = torch.distributed.all_reduce(total, async_op=True)
@@ -404,7 +564,10 @@ class DDP:
         """Give every rank the parameters and buffers of rank 0, so that frozen random layers are equal everywhere."""
         for tensor in [*module.parameters(), *module.buffers()]:
             if tensor.device.type == torch.device(self.device).type:
-                torch.distributed.broadcast(tensor.detach(), src=0)
+                sent = tensor.detach().contiguous()  # else NCCL refuses it, and gloo sends it in the order of memory
+                torch.distributed.broadcast(sent, src=0)
+                if sent.data_ptr() != tensor.data_ptr():
+                    tensor.detach().copy_(sent)
 
     def _converted(self, module: nn.Module) -> nn.Module:
         for part in module.modules():
@@ -428,7 +591,12 @@ class DDP:
 
 
 def make_strategy(
-    device: str, *, distributed_launch: bool, data_parallel: bool, find_unused_parameters: bool = False
+    device: str,
+    *,
+    distributed_launch: bool,
+    data_parallel: bool,
+    find_unused_parameters: bool = False,
+    decides_late: bool = False,
 ) -> SingleDevice | DDP:
     """Choose the way to run from what the launcher and the options say.
 
@@ -437,6 +605,7 @@ def make_strategy(
         distributed_launch: whether a launcher started several processes.
         data_parallel: the option ``data_parallel_backend``.
         find_unused_parameters: passed on to DDP.
+        decides_late: likewise.
 
     Raises:
         ConfigError: both at once, or DataParallel without a GPU.
@@ -455,8 +624,52 @@ def make_strategy(
             "    torchrun --standalone --nproc_per_node=N train.py hparams.yaml"
         )
     if distributed_launch:
-        return DDP(device, find_unused_parameters=find_unused_parameters)
+        return DDP(device, find_unused_parameters=find_unused_parameters, decides_late=decides_late)
     return DataParallel(device) if data_parallel else SingleDevice()
+
+
+def take_device(device: str) -> None:
+    """Make a device the current one of this process: what asks for "cuda" without a number then gets the rank's own.
+
+    Else memory that is pinned, kernels that recipes bring along, and tensors on ``"cuda"`` would each open a context of
+    this process on the first GPU, half a gigabyte large.
+
+    Args:
+        device: of this rank, such as ``"cuda:1"``; nothing is done for one without a number.
+
+    Raises:
+        LaunchError: in a process group that the script has started, two ranks have the same GPU, and NCCL can not
+            connect them; on every rank.
+
+    Ranks: collective in such a group, else local.
+
+    State: the current device.
+
+    Example:
+        >>> take_device("cpu")
+    """
+    kind, _, number = device.partition(":")
+    set_device = getattr(getattr(torch, kind, None), "set_device", None)
+    if number and callable(set_device):
+        set_device(torch.device(device))
+    if distributed.is_distributed_initialized() and not find_launch().is_distributed:
+        _refuse_shared_gpu(device)
+
+
+def _refuse_shared_gpu(device: str) -> None:
+    if "nccl" not in torch.distributed.get_backend():
+        return
+    host, visible = host_name(), os.environ.get("CUDA_VISIBLE_DEVICES")
+    first: dict[Any, int] = {}
+    for rank, place in enumerate(distributed.exchange((host, visible, device), "the device of each rank")):
+        other = first.setdefault(place, rank)
+        if other != rank and place[2].startswith("cuda"):
+            raise LaunchError(
+                f"rank {other} and rank {rank} on host {place[0]} both use device={place[2]!r}, and NCCL needs a GPU "
+                "for each rank. The process group was started by the script, so the script chooses: call "
+                "torch.cuda.set_device(...) in each process, or init_process_group(..., device_id=...), or give the "
+                'Brain run_opts={"device": "cuda:<number>"}.'
+            )
 
 
 def modules_on_device(modules: Mapping[str, Any], device: str) -> nn.ModuleDict:

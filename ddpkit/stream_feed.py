@@ -1,12 +1,13 @@
 """What a pass of training takes its batches from where nobody knows how many there are, and how many samples each has.
 
 The ranks tell each other, one or two batches ahead of the one that is worked on, how many samples the coming one has.
-So they end together; a rank whose batches are used up repeats its last one, which weighs nothing; and every sample
-weighs the same, as in :mod:`ddpkit.feed`.
+So they end together; a rank whose batches are used up works on one that weighs nothing (one of the others', where it
+has read that too, else its own last one); and every sample weighs the same, as in :mod:`ddpkit.feed`.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -17,12 +18,17 @@ from ddpkit.streams import guess_batch_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
+    from contextlib import AbstractContextManager
 
     from ddpkit.feed import Window
 
 
 def _alone(numbers: list[float]) -> Callable[[], list[float]]:
     return lambda: numbers
+
+
+def _nothing(**_: bool) -> AbstractContextManager[None]:
+    return contextlib.nullcontext()
 
 
 @dataclass
@@ -46,7 +52,8 @@ class StreamFeed:
         left_out: how many of those the loader yields again, to be left out.
         ready: called once, when all that was done before is behind and as much has been read ahead as always is.
         start_sum: starts to add up a few numbers over the ranks, and returns what waits for the sums.
-        size_of: tells the number of samples of a batch.
+        size_of: tells the number of samples of a batch; None of one that another rank has, which counts nothing here.
+        uneven: makes a context for a batch that does not count on all ranks, from whether it does on this one.
         length: None: nobody knows.
 
     Ranks: collective; every rank must have a first batch.
@@ -66,7 +73,8 @@ class StreamFeed:
     start: int = 0
     whole_batches: bool = False
     start_sum: Callable[[list[float]], Callable[[], list[float]]] = _alone
-    size_of: Callable[[Any], int] = guess_batch_size
+    size_of: Callable[[Any], int | None] = guess_batch_size
+    uneven: Callable[..., AbstractContextManager[None]] = _nothing
     length: int | None = None
     left_out: int = 0
     ready: Callable[[], object] = bool  # does nothing
@@ -92,6 +100,8 @@ class StreamFeed:
             turn = ahead.popleft()
             while len(ahead) < min(self.factor, 2):
                 ahead.append(reader.read())
+            if place == 0:
+                window.begin()
             place += 1
             window.count = turn.count
             window.weight, total = self._weigh(turn)
@@ -102,7 +112,8 @@ class StreamFeed:
             window.correction = whole / done if window.closes and done else 1.0
             if window.closes:
                 place, done, whole = 0, 0.0, 0.0
-            yield turn.batch
+            with self.uneven(counts=turn.count > 0) if turn.ranks < self.world_size else _nothing():
+                yield turn.batch
 
     def _weigh(self, turn: _Turn) -> tuple[float, float]:
         """Return what a batch counts on this rank, and on all of them."""
@@ -156,7 +167,7 @@ class _Reader:
     def __init__(
         self,
         batches: Iterator[Any],
-        size_of: Callable[[Any], int],
+        size_of: Callable[[Any], int | None],
         start_sum: Callable[[list[float]], Callable[[], list[float]]],
     ) -> None:
         self.batches, self.size_of, self.start_sum = batches, size_of, start_sum
@@ -170,8 +181,8 @@ class _Reader:
 
     def read(self) -> _Turn:
         """Take a batch, and start telling the other ranks of it."""
-        present = int(self._take())
-        count = self.size_of(self.last) if present else 0
+        size = self.size_of(self.last) if self._take() else None
+        present, count = int(size is not None), size or 0
         return _Turn(self.last, present, count, self.start_sum([float(present), float(count), float(self.able)]))
 
     def _take(self) -> bool:

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import copy
 import itertools
+import sys
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
@@ -19,13 +21,17 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 from ddpkit.bookmarks import END, READ, Bookmarks, ReadApart, Reading, is_stateful
+from ddpkit.distributed import get_world_size
 from ddpkit.errors import ConfigError
+from ddpkit.likeness import MOST_ITEMS, FirstItems, sketch
 from ddpkit.logger import get_logger
 from ddpkit.permutation import mix_key
 from ddpkit.sampler import SamplingPlan, set_epoch_inside
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
+
+    from ddpkit.likeness import Sketch, Sketches
 
 logger = get_logger(__name__)
 
@@ -39,7 +45,8 @@ class StreamShard(IterableDataset[Any]):
     in blocks, block ``n`` being the items ``[n * block_size, (n + 1) * block_size)``: it is worker ``n % num_workers``
     that reads it, so that the loader's ``n``-th batch comes from it whatever the workers; and rank ``r`` takes the
     items of it at ``r``, ``r + world_size`` and so on. So the blocks, which are the global batches, do not depend on
-    ranks or workers, and the last one is divided to within one item.
+    ranks or workers, and the last one is divided to within one item. In training a rank without an item of it is given
+    the last item again, which counts nothing: so its gradient is of what the others work on.
 
     While the stream is read, ``torch.utils.data.get_worker_info()`` returns None, so that a stream that minds its
     workers does not divide itself again. A stream that is dealt out draws its random numbers (Python's, numpy's and
@@ -54,6 +61,10 @@ class StreamShard(IterableDataset[Any]):
         drop_last: leave out an incomplete last block; only where the stream is dealt out.
         num_workers: of the loader.
         seed: of the experiment.
+
+    Attributes:
+        keep_step: whether a rank without an item of the last block is given one that counts nothing.
+        shows_first: whether the first thing that is read comes with a sketch of the undivided stream's first items.
 
     Ranks: local; all ranks must give the same arguments but ``rank``.
 
@@ -81,6 +92,7 @@ class StreamShard(IterableDataset[Any]):
         self.rank, self.world_size = rank, world_size
         self.block_size = block_size or world_size
         self.drop_last = drop_last
+        self.keep_step = self.shows_first = False
         self.seed = seed
         self.epoch = torch.zeros((), dtype=torch.int64)
         if num_workers:  # workers that outlive an epoch have a copy of this object, and must learn which epoch comes
@@ -169,11 +181,16 @@ class StreamShard(IterableDataset[Any]):
             items = iter(self.dataset)
         for block in itertools.count(first):
             self._block = block
+            is_mine = block % workers == worker
+            sketches: list[Sketch] | None = [] if self.shows_first and is_mine and block == first else None
             with reading:
-                own, read = self._read_block(items, is_mine=block % workers == worker)
+                own, read = self._read_block(items, sketches, is_mine=is_mine)
             self._block = block + 1
-            if read == self.block_size or not self.drop_last:
-                yield from own
+            if read < self.block_size and self.drop_last:
+                own = []
+            if sketches is not None:
+                own = _with_sketches(own, FirstItems((int(self.epoch), block), sketches))
+            yield from own
             if read < self.block_size:
                 return
 
@@ -188,15 +205,66 @@ class StreamShard(IterableDataset[Any]):
         reading.load_state_dict(state["random"])
         return int(state["block"])
 
-    def _read_block(self, items: Iterator[Any], *, is_mine: bool) -> tuple[list[Any], int]:
+    def _read_block(
+        self, items: Iterator[Any], sketches: list[Sketch] | None, *, is_mine: bool
+    ) -> tuple[list[Any], int]:
         """Read one block; return this rank's items of it, and how many it had for all."""
         own: list[Any] = []
-        read = 0
+        read, item = 0, None
         for item in itertools.islice(items, self.block_size):
+            if sketches is not None and read < MOST_ITEMS:
+                sketches.append(sketch(item))
             if is_mine and read % self.world_size == self.rank:
                 own.append(item)
             read += 1
+        if is_mine and self.keep_step and read and not own:
+            own.append(_Marked(item, is_again=True))
         return own, read
+
+    def read_again(self) -> list[Sketches] | None:
+        """Read the first items twice more, of a copy; return sketches of them, or None where that cannot be done."""
+        key, number = mix_key(self.seed, int(self.epoch), READ), min(MOST_ITEMS, self.block_size)
+        return _read_twice(self.dataset, key, number)
+
+
+def _read_twice(data: Any, key: int, number: int) -> list[Sketches] | None:
+    try:
+        with Reading(key):
+            whole = copy.deepcopy(data)
+        found = []
+        for _ in range(2):
+            with Reading(key):
+                found.append([sketch(item) for item in itertools.islice(iter(whole), number)])
+    except Exception:  # a file or a connection that cannot be copied, whatever that raises
+        logger.debug("%s cannot be read once more, of a copy.", type(data).__name__, exc_info=True)
+        return None
+    return found
+
+
+@dataclass
+class _Marked:
+    """An item of which more is known.
+
+    Attributes:
+        item: itself.
+        is_again: it is another rank's: only to keep step with, it counts nothing.
+        first: what was read first, which comes with it.
+        is_nothing: there is no item; what was read first comes alone.
+    """
+
+    item: Any
+    is_again: bool = False
+    first: FirstItems | None = None
+    is_nothing: bool = False
+
+
+def _with_sketches(items: list[Any], first: FirstItems) -> list[Any]:
+    """Send what was read first along with the first of some items, or alone."""
+    if not items:
+        return [_Marked(None, first=first, is_nothing=True)]
+    if isinstance(items[0], _Marked):
+        return [replace(items[0], first=first), *items[1:]]
+    return [_Marked(items[0], first=first), *items[1:]]
 
 
 class StreamLoader(DataLoader[Any]):
@@ -204,6 +272,8 @@ class StreamLoader(DataLoader[Any]):
 
     Attributes:
         last_size: items of the batch that was yielded last; None where the stream makes the batches.
+        first: what was read first of a stream that is dealt out to several ranks; None if nothing was.
+        keep_step: whether a rank without a share of the last batch is given one that counts nothing, as in training.
 
     Args:
         dataset: this rank's part of the stream.
@@ -223,6 +293,8 @@ class StreamLoader(DataLoader[Any]):
             options["generator"] = torch.Generator()
         super().__init__(dataset, **options)
         self.last_size: int | None = None
+        self.first: FirstItems | None = None
+        self.keep_step = self._is_again = False
         self._reader = dataset if isinstance(dataset, StreamShard) else ReadApart(dataset, key)
         self.marks = Bookmarks(self._reader if self.num_workers == 0 and self._reader.has_state else None)
         self.set_epoch(1)
@@ -234,51 +306,92 @@ class StreamLoader(DataLoader[Any]):
         if self.key is not None and self.generator is not None:
             self.generator.manual_seed(mix_key(self.key, epoch) >> 1)
 
-    def size_of(self, batch: Any) -> int:
-        """Return the number of items of the batch that was yielded last."""
+    @property
+    def whole(self) -> Any:
+        """The user's own stream."""
+        return self._reader.whole
+
+    @property
+    def is_dealt(self) -> bool:
+        """Whether every rank reads the whole, and keeps its own items of it."""
+        reader = self._reader
+        return (
+            isinstance(reader, StreamShard)
+            and reader.world_size > 1
+            and not reader.divides_itself(max(self.num_workers, 1))
+        )
+
+    def read_again(self) -> list[Sketches] | None:
+        """Read the first items twice more; return sketches of them, or None where that cannot be done."""
+        return self._reader.read_again() if isinstance(self._reader, StreamShard) else None
+
+    def size_of(self, batch: Any) -> int | None:
+        """Return the number of items of the batch that was yielded last; None if it is one that another rank has."""
+        if self._is_again:
+            return None
         return guess_batch_size(batch) if self.last_size is None else self.last_size
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        begin = super().__iter__ if self.batch_size is None else self._counted
+        is_counted = self.batch_size is not None
+        if isinstance(self._reader, StreamShard):
+            self._reader.keep_step, self._reader.shows_first, is_counted = self.keep_step, self.is_dealt, True
+        begin = self._counted if is_counted else super().__iter__
         if self.num_workers == 0 and isinstance(self._reader, ReadApart):
             reader = self._reader
             batches = self.marks.marked(lambda: reader.read(begin))
         else:
             batches = self.marks.marked(begin)
-        return batches if self.batch_size is None else self._sized(batches)
+        return self._sized(batches) if is_counted else batches
 
     def _counted(self) -> Iterator[Any]:
         view = copy.copy(self)
-        vars(view)["collate_fn"] = _Counting(self.collate_fn)
+        vars(view)["collate_fn"] = _Counting(self.collate_fn, makes_batches=self.batch_size is not None)
         inner: Iterator[Any] = super(StreamLoader, view).__iter__()
         self._iterator = view._iterator  # noqa: SLF001 -- persistent workers stay with this loader
         return inner
 
     def _sized(self, inner: Iterator[Any]) -> Iterator[Any]:
-        for self.last_size, batch in inner:
-            yield batch
+        self.first = None
+        for self.last_size, mark, batch in inner:
+            self._is_again = mark is not None and mark.is_again
+            if mark is not None and mark.first is not None:
+                self.first = mark.first
+            if mark is None or not mark.is_nothing:
+                yield batch
 
 
 class _Counting:
-    """Collates, and counts what it is given."""
+    """Collates, counts what it is given, and tells what counts nothing."""
 
-    def __init__(self, collate_fn: Callable[[Any], Any]) -> None:
-        self.collate_fn = collate_fn
+    def __init__(self, collate_fn: Callable[[Any], Any], *, makes_batches: bool) -> None:
+        self.collate_fn, self.makes_batches = collate_fn, makes_batches
 
-    def __call__(self, items: list[Any]) -> tuple[int, Any]:
-        return len(items), self.collate_fn(items)
+    def __call__(self, given: Any) -> tuple[int | None, _Marked | None, Any]:
+        first = given[0] if self.makes_batches else given
+        mark, size = None, len(given) if self.makes_batches else None
+        if isinstance(first, _Marked):
+            mark, first = replace(first, item=None), first.item
+            if mark.is_nothing:
+                return size, mark, None
+            given = [first, *given[1:]] if self.makes_batches else first
+        return size, mark, self.collate_fn(given)
 
 
 class BatchShard:
     """One rank's part of a loader that cannot be asked for anything but its batches: every ``world_size``-th of them.
 
-    Every rank reads all batches, with random numbers that follow from seed and epoch, and keeps its own.
+    Every rank reads all batches, with random numbers that follow from seed and epoch, and keeps its own. In training a
+    rank that has none of the last ones is given the very last, which counts nothing there.
 
     Args:
         loader: yields batches; anew whenever it is iterated.
         rank: this rank.
         world_size: number of ranks.
         seed: of the experiment.
+
+    Attributes:
+        keep_step: whether a rank that has none of the last batches is given one that counts nothing.
+        first: the first batch that was read, if there are several ranks; None if none was.
 
     Ranks: local; all ranks must give the same arguments but ``rank``.
 
@@ -292,6 +405,8 @@ class BatchShard:
         self.rank, self.world_size = rank, world_size
         self.seed = seed
         self.epoch = 0
+        self.first: FirstItems | None = None
+        self.keep_step = self._is_again = False
         self._reading = Reading()
         self._batch = 0
         self._goes_on: dict[str, Any] | None = None
@@ -316,6 +431,19 @@ class BatchShard:
         """Have the next iteration go on from a state."""
         self._goes_on = state
 
+    @property
+    def is_dealt(self) -> bool:
+        """Whether every rank reads all, and keeps its own batches."""
+        return self.world_size > 1
+
+    def read_again(self) -> list[Sketches] | None:
+        """Read the first batch twice more, of a copy; return sketches of it, or None where that cannot be done."""
+        return _read_twice(self.loader, mix_key(self.seed, self.epoch, _BATCHES), 1)
+
+    def size_of(self, batch: Any) -> int | None:
+        """Return the number of samples of the batch that was yielded last; None if it is one that another rank has."""
+        return None if self._is_again else guess_batch_size(batch)
+
     def set_epoch(self, epoch: int) -> None:
         """Tell the loader, and what is inside it, which epoch comes."""
         self.epoch = epoch
@@ -336,14 +464,20 @@ class BatchShard:
             first = state["batch"]
         with reading:
             batches = iter(self.loader)
+        before, self._is_again, self.first = END, False, None
         for number in itertools.count(first):
             with reading:
                 batch = next(batches, END)
             if batch is END:
-                return
-            self._batch = number + 1
+                break
+            self._batch, before = number + 1, batch
+            if self.is_dealt and number == first:
+                self.first = FirstItems((self.epoch, first), [sketch(batch)])
             if number % self.world_size == self.rank:
                 yield batch
+        if self.keep_step and before is not END and 0 < number % self.world_size <= self.rank:
+            self._is_again = True
+            yield before
 
 
 def stream_loader(
@@ -359,7 +493,8 @@ def stream_loader(
 
     Args:
         dataset: the whole stream. One that divides itself, over ranks and workers, is left as it is: it says
-            ``is_sharded = True``, or is a pipeline of ``webdataset``, or one of ``datasets`` that was split by node.
+            ``is_sharded = True``, or is a pipeline of ``webdataset``, or one of ``datasets`` that was split by node. A
+            pipeline of ``webdataset`` without a node splitter is given one.
         rank: this rank.
         world_size: number of ranks that divide the stream.
         options: as for ``torch.utils.data.DataLoader``; used up.
@@ -392,6 +527,7 @@ def stream_loader(
         dataset = dataset.dataset
     if _is_webdataset(dataset):
         options.setdefault("batch_size", None)
+        dataset = _divisible(dataset, world_size, max(options.get("num_workers") or 0, 1))
     block_size = _block_size(rank, world_size, options, global_batch_size)
     if is_sharded(dataset):
         logger.info("%s divides itself over ranks and workers: it is left as it is.", type(dataset).__name__)
@@ -527,6 +663,52 @@ def _tell(stream: Any, epoch: int) -> None:
 
 def _is_webdataset(data: Any) -> bool:
     return _comes_from(data, "webdataset")
+
+
+def _divisible(pipeline: Any, world_size: int, workers: int) -> Any:
+    """Return a pipeline of ``webdataset`` that does not refuse several processes, as one without a node splitter does.
+
+    Its shards are divided, or, if there are too few of them or every rank takes the whole, it is handed out as it is.
+    """
+    stages = getattr(pipeline, "pipeline", [])
+    refusing = next((stage for stage in stages if _refuses(stage)), None)
+    if refusing is None or get_world_size() == 1:
+        _require_splitter_inside(stages)
+        return pipeline
+    urls = getattr(stages[0], "urls", None)
+    found = copy.copy(pipeline)
+    if world_size > 1 and urls is not None and len(urls) >= world_size * workers:
+        logger.info("%s has no nodesplitter: its %d shards are divided by node.", type(pipeline).__name__, len(urls))
+        split = sys.modules[refusing.__module__].split_by_node
+        found.pipeline = [split if stage is refusing else stage for stage in stages]
+        return found
+    found.pipeline = [stage for stage in stages if stage is not refusing]
+    return _Items(found)
+
+
+def _refuses(stage: Any) -> bool:
+    return getattr(stage, "__name__", "") == "single_node_only" and stage.__module__.startswith("webdataset.")
+
+
+def _require_splitter_inside(stages: list[Any]) -> None:
+    """Refuse a ``WebLoader`` whose pipeline would fail in the loader's workers."""
+    inner = getattr(stages[0], "dataset", None) if stages and get_world_size() > 1 else None
+    if any(map(_refuses, getattr(inner, "pipeline", []))):
+        raise ConfigError(
+            f"the {type(inner).__name__} inside a WebLoader has no node splitter, and there are {get_world_size()} "
+            "processes, each of which needs shards of its own. Give it nodesplitter=webdataset.split_by_node, or give "
+            "the WebDataset itself instead of the WebLoader."
+        )
+
+
+class _Items(IterableDataset[Any]):
+    """What a pipeline yields, as nothing more than a stream."""
+
+    def __init__(self, pipeline: Any) -> None:
+        self.pipeline = pipeline
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.pipeline)
 
 
 def _comes_from(data: Any, package: str) -> bool:

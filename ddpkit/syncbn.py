@@ -2,7 +2,9 @@
 
 torch's own ``torch.nn.SyncBatchNorm`` refuses CPU tensors, and ``DistributedDataParallel`` refuses a CPU
 module that holds one. :class:`SyncBatchNorm` here has neither limit; :func:`convert_sync_batchnorm` puts it
-(or, on CUDA, torch's with its fast kernels) where a model has BatchNorm.
+where a model has BatchNorm. On CUDA it computes with the kernels of torch's layer, but what the ranks send each
+other is the same everywhere: torch's layer sends float32 for rows in half precision, and half precision for no
+rows, which NCCL does not notice and cannot match; and it waits for the GPU in every forward pass.
 
 What is computed, for one channel with values x[i] over all rows and positions of *all* ranks, N of them::
 
@@ -27,7 +29,7 @@ the layer every parameter gets the rank's share of dL, above it too, so that aft
 
 Source: T. F. Chan, G. H. Golub, R. J. LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing
 Sample Variances", 1979; S. Ioffe, C. Szegedy, "Batch Normalization", 2015, https://arxiv.org/abs/1502.03167,
-section 3.
+section 3. The CUDA kernels are called as ``torch/nn/modules/_functions.py`` of torch 2.13 does it.
 """
 
 from __future__ import annotations
@@ -47,11 +49,12 @@ from torch.nn.utils import parametrize
 from ddpkit.device import widest_float
 from ddpkit.errors import ConfigError, DataError, LaunchError
 from ddpkit.logger import get_logger
+from ddpkit.process_group import group_state
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["CudaSyncBatchNorm", "SyncBatchNorm", "convert_sync_batchnorm", "is_convertible", "left_out"]
+__all__ = ["SyncBatchNorm", "convert_sync_batchnorm", "is_convertible", "left_out"]
 
 logger = get_logger(__name__)
 
@@ -153,7 +156,8 @@ class SyncBatchNorm(_BatchNorm):
                 f"input of shape {tuple(input.shape)} has {input.shape[1]} channels in dimension 1, and this "
                 f"layer was made for num_features={self.num_features}."
             )
-        joined = _join(input.detach(), group)
+        input = _packed(input)  # noqa: A001 -- torch's name
+        joined = _join(input.detach(), self.eps, group)
         if joined is None:
             return self._alone(input)  # no rank has any row: empty in, empty out
         if self.track_running_stats:
@@ -171,52 +175,13 @@ class SyncBatchNorm(_BatchNorm):
         """Move the running statistics towards the joined batch's: the mean, and the unbiased variance."""
         if self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
-        momentum = self.momentum
-        if momentum is None:  # the average of all batches so far
-            momentum = 0.0 if self.num_batches_tracked is None else 1.0 / float(self.num_batches_tracked)
+        momentum: Any = self.momentum
+        if momentum is None:  # the average of all batches so far; as a tensor, which nobody waits for
+            momentum = 0.0 if self.num_batches_tracked is None else self.num_batches_tracked.to(joined.var).reciprocal()
         if self.running_mean is not None:
-            self.running_mean.lerp_(joined.mean.to(self.running_mean.dtype), momentum)
+            _move(self.running_mean, joined.mean, momentum)
         if self.running_var is not None:
-            unbiased = joined.var * (joined.total / (joined.total - 1))
-            self.running_var.lerp_(unbiased.to(self.running_var.dtype), momentum)
-
-
-class CudaSyncBatchNorm(torch.nn.SyncBatchNorm):
-    """torch's own layer with its fast kernels, which also knows of rows that are left out (:func:`left_out`).
-
-    A rank that leaves its rows out takes part in the collectives with none, which torch's layer understands, and
-    normalises them by the running statistics: their loss counts nothing, so it only matters that they are finite.
-
-    Args:
-        args: as for ``torch.nn.SyncBatchNorm``.
-        kwargs: likewise.
-
-    Ranks: collective in training.
-
-    Example:
-        >>> CudaSyncBatchNorm(3).num_features
-        3
-    """
-
-    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 -- torch's name
-        """Normalise, in training over the rows of all ranks that are not left out.
-
-        Args:
-            input: shape ``(rows, C, ...)``, on CUDA.
-
-        Returns:
-            A tensor of the input's shape and dtype.
-
-        Ranks: collective in training, else local.
-        """
-        if not (_left_out and self.training and dist.is_available() and dist.is_initialized()):
-            return super().forward(input)
-        nothing: Tensor = super().forward(input[:0])
-        own = self.running_mean is None or self.running_var is None
-        output = F.batch_norm(
-            input, self.running_mean, self.running_var, self.weight, self.bias, training=own, momentum=0.0, eps=self.eps
-        )
-        return output + nothing.sum()  # zero; it takes the backward pass to the collectives
+            _move(self.running_var, joined.var * (joined.total / (joined.total - 1)), momentum)
 
 
 class _GroupReference:
@@ -251,12 +216,38 @@ class _GroupReference:
 
 
 class _Joined(NamedTuple):
-    """The joined batch: float64 ``mean`` and biased ``var`` (C,), ``total`` (), and who joined it."""
+    """The joined batch: float64 ``mean`` and biased ``var`` (C,), ``total`` (), that of each rank, and who they are."""
 
     mean: Tensor
     var: Tensor
     total: Tensor
+    counts: Tensor
     group: Any
+
+
+def _move(statistic: Tensor, towards: Tensor, momentum: Tensor | float) -> None:
+    part = momentum.to(statistic.dtype) if isinstance(momentum, Tensor) else momentum
+    statistic.lerp_(towards.to(statistic.dtype), part)
+
+
+def _has_kernels(x: Tensor) -> bool:
+    """Say whether the kernels of torch's own layer compute on a tensor: they are for CUDA only (AMD's GPUs too)."""
+    return x.is_cuda
+
+
+def _packed(x: Tensor, like: Tensor | None = None) -> Tensor:
+    """Lay a tensor out as the kernels want it: channels last if it is so already, else contiguous.
+
+    Args:
+        x: as it came.
+        like: one whose layout it has to take; the kernels look at one of the two only.
+    """
+    if not _has_kernels(x):
+        return x
+    for layout in (torch.channels_last, torch.channels_last_3d):
+        if (x if like is None else like).is_contiguous(memory_format=layout):
+            return x.contiguous(memory_format=layout)
+    return x.contiguous()
 
 
 def _over(x: Tensor) -> tuple[list[int], list[int]]:
@@ -269,7 +260,7 @@ def _statistics_dtype(x: Tensor) -> torch.dtype:
     return torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
 
 
-def _local_moments(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _local_moments(x: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """Return this rank's mean, sum of squared distances from it, and count, per channel: (C,), (C,), (1,).
 
     The one place to change for rows that must not count (padding): they enter through these three alone.
@@ -281,6 +272,9 @@ def _local_moments(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     if count == 0:
         nothing = torch.zeros(channels, dtype=wide, device=x.device)
         return nothing, nothing, counted
+    if _has_kernels(x):
+        mean, inverse_std = torch.batch_norm_stats(x, eps)
+        return mean.to(wide), (inverse_std.to(wide).square().reciprocal() - eps) * count, counted
     spans, shape = _over(x)
     values = x.to(_statistics_dtype(x))
     # Two passes, the second over distances from the mean: as sound as Welford's, and 10 to 20 times as fast
@@ -291,14 +285,14 @@ def _local_moments(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @torch.no_grad()
-def _join(x: Tensor, group: Any) -> _Joined | None:
+def _join(x: Tensor, eps: float, group: Any) -> _Joined | None:
     """Gather every rank's moments, in one collective, and combine them: the same bits on every rank.
 
     Returns None where no rank has any value.
     """
-    local = torch.cat(_local_moments(x))
+    local = torch.cat(_local_moments(x, eps))
     gathered = local.new_empty(dist.get_world_size(group), local.numel())
-    dist.all_gather(list(gathered.unbind(0)), local, group=group)
+    _gather(gathered, local, group)
     means, squares, counts = torch.split(gathered, [x.shape[1], x.shape[1], 1], dim=1)
     total = counts.sum()
     if _left_out or x.numel() <= x.shape[1]:
@@ -314,7 +308,16 @@ def _join(x: Tensor, group: Any) -> _Joined | None:
             )
     mean = (means * counts).sum(0) / total
     var = (squares + counts * (means - mean).square()).sum(0) / total
-    return _Joined(mean, var, total, group)
+    return _Joined(mean, var, total, counts.squeeze(1), group)
+
+
+def _gather(gathered: Tensor, local: Tensor, group: Any) -> None:
+    """Gather a row of each rank; NCCL into one piece, as else it would copy row by row."""
+    if "nccl" in dist.get_backend(group):
+        into_one: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the older name
+        into_one(gathered.view(-1), local, group=group)
+    else:
+        dist.all_gather(list(gathered.unbind(0)), local, group=group)
 
 
 class _Normalise(torch.autograd.Function):
@@ -327,52 +330,79 @@ class _Normalise(torch.autograd.Function):
         scale = None if weight is None else weight.detach().to(dtype)
         shift = None if bias is None else bias.detach().to(dtype)
         inverse_std = (joined.var + eps).rsqrt().to(dtype)
-        ctx.save_for_backward(x, scale, mean, inverse_std, joined.total)
+        ctx.save_for_backward(x, scale, mean, inverse_std, joined.counts)
         ctx.group = joined.group
         ctx.left_out = _left_out
         ctx.dtypes = (None if weight is None else weight.dtype, None if bias is None else bias.dtype)
-        return F.batch_norm(x, mean, var, scale, shift, training=False, eps=eps)
+        if not _has_kernels(x):
+            return F.batch_norm(x, mean, var, scale, shift, training=False, eps=eps)
+        return torch.batch_norm_elemt(x, scale, shift, mean, inverse_std, eps) if x.numel() else torch.empty_like(x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        x, scale, mean, inverse_std, total = ctx.saved_tensors
-        spans, shape = _over(x)
-        grad = grad_output.to(mean.dtype)
-        centred = x - mean.view(shape)
-        sum_grad = grad.sum(spans)
-        sum_product = (grad * centred).sum(spans)
+        x, scale, mean, inverse_std, counts = ctx.saved_tensors
+        grad = _packed(grad_output, like=x)
+        sum_grad, sum_product, values = _local_sums(x, grad, mean, inverse_std)
         grad_input = None
         if ctx.needs_input_grad[0]:
-            sums = torch.cat([sum_grad, sum_product]).to(total.dtype)
+            sums = torch.cat([sum_grad, sum_product]).to(counts.dtype)
             dist.all_reduce(sums, group=ctx.group)
-            mean_grad, mean_product = (sums / total).to(mean.dtype).chunk(2)
-            slope = -mean_product * inverse_std.square()
-            factor = inverse_std if scale is None else inverse_std * scale
             if ctx.left_out:  # the statistics do not depend on these rows
-                centred = grad * factor.view(shape)
+                factor = inverse_std if scale is None else inverse_std * scale
+                grad_input = grad.to(mean.dtype) * factor.view(_over(x)[1])
             else:
-                centred.mul_(slope.view(shape)).add_(grad).sub_(mean_grad.view(shape)).mul_(factor.view(shape))
-            grad_input = centred.to(x.dtype)
+                grad_input = _through_statistics(values, grad, scale, mean, inverse_std, sums, counts)
+            grad_input = grad_input.to(x.dtype)
         weight_dtype, bias_dtype = ctx.dtypes
         grad_weight = (sum_product * inverse_std).to(weight_dtype) if ctx.needs_input_grad[1] else None
         grad_bias = sum_grad.to(bias_dtype) if ctx.needs_input_grad[2] else None
         return grad_input, grad_weight, grad_bias, None, None
 
 
+def _local_sums(x: Tensor, grad: Tensor, mean: Tensor, inverse_std: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return two sums over this rank's rows, and the values that :func:`_through_statistics` is to be given.
+
+    The sums are those of the gradient, and of its product with the distance from the mean. The values are the rows
+    themselves for the kernels, and else these distances.
+    """
+    if _has_kernels(x) and x.numel():
+        wanted = (True, False, False)  # the two sums; the gradients of weight and bias follow from them
+        sum_grad, sum_product, _, _ = torch.batch_norm_backward_reduce(grad, x, mean, inverse_std, None, *wanted)
+        return sum_grad, sum_product, x
+    spans, shape = _over(x)
+    wide, centred = grad.to(mean.dtype), x - mean.view(shape)
+    return wide.sum(spans), (wide * centred).sum(spans), centred
+
+
+def _through_statistics(
+    values: Tensor, grad: Tensor, scale: Tensor | None, mean: Tensor, inverse_std: Tensor, sums: Tensor, counts: Tensor
+) -> Tensor:
+    """Return the gradient of the input: ``sums`` are those of all ranks, ``counts`` the values of each."""
+    if _has_kernels(values) and values.numel():
+        sum_grad, sum_product = sums.to(mean.dtype).chunk(2)
+        whole = counts.to(torch.int32)
+        return torch.batch_norm_backward_elemt(grad, values, mean, inverse_std, scale, sum_grad, sum_product, whole)
+    shape = _over(values)[1]
+    mean_grad, mean_product = (sums / counts.sum()).to(mean.dtype).chunk(2)
+    slope = -mean_product * inverse_std.square()
+    factor = inverse_std if scale is None else inverse_std * scale
+    wide = grad.to(mean.dtype)
+    return values.mul_(slope.view(shape)).add_(wide).sub_(mean_grad.view(shape)).mul_(factor.view(shape))
+
+
 def convert_sync_batchnorm(module: torch.nn.Module, process_group: Any = None) -> torch.nn.Module:
     """Replace every BatchNorm of a model by one that normalises over the rows of all ranks.
 
-    A layer on CUDA becomes :class:`CudaSyncBatchNorm`, torch's own; any other :class:`SyncBatchNorm`. Parameters,
-    buffers, mode, hooks and state-dict keys stay: the very objects, so an optimizer made before still holds
-    them. Left as they are: InstanceNorm, layers that are synchronised already (a second call changes
+    Parameters, buffers, mode, hooks and state-dict keys stay: the very objects, so an optimizer made before still
+    holds them. Left as they are: InstanceNorm, layers that are synchronised already (a second call changes
     nothing), scripted modules, and, with a warning, subclasses with a ``forward`` of their own or
     parametrised layers, whose meaning a replacement would lose.
 
     Args:
         module: the model; its children are replaced in place.
-        process_group: the ranks that share statistics. None: all of them, on CPU over a gloo group that is
-            made for this purpose, once per default group.
+        process_group: the ranks that share statistics. None: all of them, over a group that is made for this
+            purpose, once per default group.
 
     Returns:
         The module, or its replacement where it is a BatchNorm itself.
@@ -444,15 +474,11 @@ def is_convertible(layer: torch.nn.Module, name: str) -> bool:
 
 def _twin(layer: torch.nn.Module, device: torch.device, process_group: Any) -> torch.nn.Module:
     """Return a synchronised layer that holds another's very parameters, buffers, hooks and attributes."""
-    kind: type[torch.nn.Module] = CudaSyncBatchNorm if device.type == "cuda" else SyncBatchNorm
-    twin: torch.nn.Module = kind.__new__(kind)
+    twin = SyncBatchNorm.__new__(SyncBatchNorm)
     twin.__dict__.update(layer.__dict__)
     twin.__dict__.pop("_compiled_call_impl", None)  # it is bound to the old layer
-    if isinstance(twin, SyncBatchNorm):
-        given = None if process_group is None else _GroupReference(process_group)
-        twin._group = given or _statistics_group(device)  # noqa: SLF001 -- made here instead of in __init__
-    else:
-        twin.process_group = process_group
+    given = None if process_group is None else _GroupReference(process_group)
+    twin._group = given or _statistics_group(device)  # noqa: SLF001 -- made here instead of in __init__
     return twin
 
 
@@ -466,12 +492,12 @@ def _statistics_group(device: torch.device) -> _GroupReference:
     leaves parameters out (``find_unused_parameters``: they count as ready when backward begins), takes
     another branch, or has several wrapped modules finish in another order. Then one rank's statistics would
     be added to another's gradients. In two groups nothing can mix, and as each group makes progress on
-    threads of its own, waiting for statistics never waits for a bucket.
+    threads of its own (NCCL: on a stream of its own), waiting for statistics never waits for a bucket.
     """
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return _GroupReference(None)
     backend = "gloo" if device.type == "cpu" and dist.is_gloo_available() else None
     groups = _statistics_groups.setdefault(dist.group.WORLD, {})
     if backend not in groups or groups[backend].find() is None:
-        groups[backend] = _GroupReference(dist.new_group(backend=backend))
+        groups[backend] = _GroupReference(dist.new_group(backend=backend, timeout=group_state().timeout))
     return groups[backend]

@@ -1,7 +1,9 @@
 """Real ranks for tests: processes that start once and run many functions.
 
-Starting a process and importing torch costs seconds; running a function on ranks that are there already costs
-milliseconds. Every run gets a process group of its own on a store that the pool hosts, as torchrun's agent does.
+Importing torch costs each process seconds; running a function on ranks that are there already costs milliseconds. On
+Linux the ranks are forked from a process that has imported torch, so that a pool which starts again is back at once;
+they share its hash seed. Every run gets a process group of its own on a store that the pool hosts, as torchrun's agent
+does.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -39,6 +42,9 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 CLOSE_SECONDS = 3.0
+START_SECONDS = 300.0
+READY = "ready"
+PRELOADED = ["ddpkit.testing", "torch._dynamo"]  # the first optimizer imports the second
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +95,8 @@ class RankPool:
     """Processes that run functions as the ranks of a distributed run (gloo, on the CPU).
 
     Args:
-        timeout: seconds after which a run counts as hung; its processes are killed and replaced.
+        timeout: seconds after which a run counts as hung; its processes are killed and replaced. The start of the
+            processes does not count.
 
     Ranks: local; the functions run on ranks of their own.
 
@@ -101,7 +108,10 @@ class RankPool:
 
     def __init__(self, timeout: float = 60.0) -> None:
         self.timeout = timeout
-        self._context = multiprocessing.get_context("spawn")
+        # Elsewhere than on Linux a fork is unsafe with the libraries of the system.
+        get = multiprocessing.get_context
+        self._context = get("forkserver") if sys.platform == "linux" else get("spawn")
+        self._context.set_forkserver_preload(PRELOADED)
         self._workers: list[tuple[BaseProcess, Connection]] = []
         self._store: dist.TCPStore | None = None
         self._runs = 0
@@ -228,13 +238,34 @@ class RankPool:
             self._store = dist.TCPStore(
                 "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30)
             )
-        while len(self._workers) < world_size:
+        new = range(len(self._workers), world_size)
+        for _ in new:
             ours, theirs = self._context.Pipe()
             like_here = multiprocessing.get_start_method()
-            process = self._context.Process(target=_serve, args=(theirs, list(sys.path), like_here), daemon=True)
+            here = (list(sys.path), dict(os.environ), like_here)
+            process = self._context.Process(target=_serve, args=(theirs, *here), daemon=True)
             process.start()
             theirs.close()
             self._workers.append((process, ours))
+        for rank in new:  # all of them import at the same time
+            self._await_start(rank)
+
+    def _await_start(self, rank: int) -> None:
+        """Wait until a process has imported what it needs."""
+        process, connection = self._workers[rank]
+        with contextlib.suppress(EOFError):  # it has ended
+            if connection.poll(START_SECONDS) and connection.recv() == READY:
+                return
+        process.join(timeout=CLOSE_SECONDS)
+        code = process.exitcode
+        self.close()
+        raise RankPoolError(
+            [
+                RankOutcome(
+                    ok=False, error_type="Died", error=f"process {rank} of the pool did not start: exit code {code}"
+                )
+            ]
+        )
 
 
 def _children(pid: int) -> list[int]:
@@ -242,9 +273,12 @@ def _children(pid: int) -> list[int]:
     return [int(child) for task in Path(f"/proc/{pid}/task").glob("*/children") for child in task.read_text().split()]
 
 
-def _serve(connection: Connection, path: list[str], start_method: str) -> None:
+def _serve(connection: Connection, path: list[str], environment: dict[str, str], start_method: str) -> None:
     """Run functions until the pool closes the connection."""
     sys.path[:] = path
+    os.environ.clear()  # that of the process which was forked may be older
+    os.environ.update(environment)
+    np.random.seed()  # noqa: NPY002 -- the process that was forked has one state for all ranks
     # A daemon ends with the process that holds the pool; but the ranks of a launcher are none, and their loaders may
     # have workers, started as Python does it on this platform and not as this process was.
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # noqa: SLF001
@@ -255,13 +289,14 @@ def _serve(connection: Connection, path: list[str], start_method: str) -> None:
     torch.optim.SGD([torch.zeros(1)], lr=0.1)  # the first optimizer imports much
     gc.collect()
     gc.freeze()  # what has been imported stays: no collection has to walk it
+    connection.send(READY)
     while True:
         try:
             function, args, environment, init = connection.recv()
         except EOFError:
             return
         outcome = _outcome(function, args, environment, init=init)
-        if not _destroy_group():
+        if not _destroy_group() or outcome.is_spent:
             connection.send(dataclasses.replace(outcome, is_spent=True))
             os._exit(1)
         # What is left of models holds process groups: other ranks may wait at their connections; and a loader's worker
@@ -273,12 +308,17 @@ def _serve(connection: Connection, path: list[str], start_method: str) -> None:
 def _outcome(
     function: Callable[..., Any], args: tuple[Any, ...], environment: dict[str, str], *, init: bool
 ) -> RankOutcome:
+    has_begun = False
     try:
         with _rank(environment, init=init):
+            has_begun = True
             return RankOutcome(ok=True, value=function(*args))
     except Exception as error:  # noqa: BLE001 -- handed to the caller, who raises it
         trace = "".join(traceback.format_exception(error))
-        return RankOutcome(ok=False, error_type=type(error).__name__, error=str(error), trace=trace)
+        # Without a process group torch has counted a group that the other ranks do not know: its keys would differ.
+        return RankOutcome(
+            ok=False, error_type=type(error).__name__, error=str(error), trace=trace, is_spent=not has_begun
+        )
 
 
 @contextlib.contextmanager
@@ -319,10 +359,9 @@ def _init_group() -> None:
     client = dist.TCPStore(
         os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=timedelta(seconds=30)
     )
-    dist.init_process_group(
-        "gloo",
-        rank=int(os.environ["RANK"]),
-        world_size=int(os.environ["WORLD_SIZE"]),
-        store=dist.PrefixStore(f"run{os.environ['TORCHELASTIC_RESTART_COUNT']}", client),
-        timeout=timedelta(seconds=30),
-    )
+    store = dist.PrefixStore(f"run{os.environ['TORCHELASTIC_RESTART_COUNT']}", client)
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo", rank=rank, world_size=world_size, store=store, timeout=timedelta(seconds=30))
+    # A rank that is done at once must not close its connections while another still makes its own.
+    store.set(f"connected{rank}", "")
+    store.wait([f"connected{other}" for other in range(world_size)], timedelta(seconds=30))

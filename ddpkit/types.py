@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 class Stage(Enum):
@@ -17,6 +21,48 @@ class Stage(Enum):
     TRAIN = auto()
     VALID = auto()
     TEST = auto()
+
+
+@dataclass(frozen=True, repr=False)
+class FitResult:
+    """What a call of ``fit`` did; the same on every rank.
+
+    A run that is asked to stop, or that fails, raises and returns none.
+
+    Attributes:
+        reason: why it ended. ``"epochs"``: the epoch counter had no more; ``"early_stop"``: it stopped because its
+            metric did not improve (``should_stop``); ``"optimizer_step_limit"``; ``"debug"``: ``debug_epochs`` are
+            over. Without any training: ``"done_before"``: a checkpoint says that the epochs, or this call, were over
+            already; ``"test_only"``; ``"check_parity"``: the ranks were rehearsed.
+        epochs: that ended in this call; not those before a restart.
+        optimizer_steps: updates since the run began, those before a restart and of earlier calls included.
+        train_loss: mean over the last epoch's training, over all ranks; None if none ended in this call.
+        valid_loss: mean over the last validation, over all ranks; None if there was none.
+        best_checkpoint: the checkpoint of this run that is best by the key (``min_keys``, ``max_keys``,
+            ``importance_keys``) with which ``save_and_keep_only`` or ``delete_checkpoints`` was called last in this
+            process. None without such a key, or where several keys do not agree.
+        newest_checkpoint: the one that was saved last; None without any. Paths are those of the main process.
+
+    Ranks: local.
+
+    Example:
+        >>> FitResult("epochs", epochs=3, optimizer_steps=12, train_loss=0.25)
+        FitResult(reason='epochs', epochs=3, optimizer_steps=12, train_loss=0.25)
+    """
+
+    reason: str
+    epochs: int = 0
+    optimizer_steps: int = 0
+    train_loss: float | None = None
+    valid_loss: float | None = None
+    best_checkpoint: Path | None = None
+    newest_checkpoint: Path | None = None
+
+    def __repr__(self) -> str:
+        """Leave out what there is not."""
+        given = {name: value for name, value in vars(self).items() if value is not None}
+        shown = [f"{name}={(str(one) if 'checkpoint' in name else one)!r}" for name, one in given.items()]
+        return f"FitResult({', '.join(shown)})"
 
 
 @runtime_checkable

@@ -25,10 +25,10 @@ from ddpkit.failure import (
 )
 from ddpkit.interrupts import asked_twice
 from ddpkit.launchers import find_launch
-from ddpkit.liveness import leave_a_guard
+from ddpkit.liveness import Guard, leave_a_guard
 from ddpkit.loader_workers import kill_workers
 from ddpkit.logger import get_logger
-from ddpkit.pulse import Pulse, Survey, tell_once
+from ddpkit.pulse import SILENT_SECONDS, Pulse, Survey, tell_once
 from ddpkit.roll_call import POSITION, Position, Whereabouts, host_name, table
 
 if TYPE_CHECKING:
@@ -88,6 +88,7 @@ class Watch:
         position: where this process is.
         guest: of a group that somebody else has started: tells whether it is still there. Then the watch only says what
             it finds, ends no process, talks to the store in ``fit`` and ``evaluate`` alone, and ends with the group.
+        guarded: have a process beside this one end it where no thread can: for ranks that no launcher would end.
 
     Attributes:
         pulse: the thread that talks.
@@ -110,12 +111,15 @@ class Watch:
         *,
         position: Position = POSITION,
         guest: Callable[[], bool] | None = None,
+        guarded: bool = False,
     ) -> None:
         self.words, self.rank = words, words.rank
         self.parent, self.position, self.guest = parent, position, guest
         self.hang_warning = self.hang_timeout = 0.0
-        self.pulse = Pulse(words, neighbours, lambda: self.still_for, self._is_in_trouble, position=position)
-        self._moved = time.monotonic()
+        self.pulse = Pulse(words, neighbours, self._seconds_here, self._is_in_trouble, position=position)
+        self._moved = self._changed = self._looked = time.monotonic()
+        self._guarded = guarded
+        self._guard: Guard | None = None
         self._mark = position.mark()
         self._failure_since = self._failing_since = 0.0
         self._told: Reason | None = None
@@ -148,6 +152,8 @@ class Watch:
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(JOIN_SECONDS)
+        if self._guard is not None:
+            self._guard.close()
 
     @property
     def still_for(self) -> float:
@@ -174,7 +180,14 @@ class Watch:
     # ------------------------------------------------------------------ the thread that looks
 
     def _look(self) -> None:
-        looks = (self._notice_steps, self._mind_launcher, self._mind_failure, self._mind_store, self._mind_clock)
+        looks = (
+            self._tell_guard,
+            self._notice_steps,
+            self._mind_launcher,
+            self._mind_failure,
+            self._mind_store,
+            self._mind_clock,
+        )
         while not self._over.wait(LOOK_SECONDS):
             if self.guest is None:
                 _obey_signals()
@@ -188,11 +201,28 @@ class Watch:
                     self._moved = time.monotonic()  # what cannot be seen shall not be taken for a standstill
                     tell_once(self.rank, look.__name__.strip("_").replace("_", " "), error)
 
+    def _tell_guard(self) -> None:
+        limit = 0.0 if self.position.has_no_limit() else self.hang_timeout
+        if self._guard is None and self._guarded and limit > 0:
+            self._guard = Guard(f"rank {self.rank} ({host_name()}, pid {os.getpid()})")
+        if self._guard is not None:
+            self._guard.hear(limit)
+
     def _notice_steps(self) -> None:
-        mark = self.position.mark()
-        if mark != self._mark or self.position.excused or self.position.progress is None:
-            self._mark, self._moved = mark, time.monotonic()
+        mark, now = self.position.mark(), time.monotonic()
+        gap, self._looked = now - self._looked, now
+        if gap > SILENT_SECONDS:  # all of this process was stopped
+            self._moved = min(self._moved + gap, now)
+            self.pulse.answered = min(self.pulse.answered + gap, now)
+        if mark != self._mark:
+            self._changed = now
+        if mark != self._mark or self.position.has_no_limit():
+            self._mark, self._moved = mark, now
             self._next_warning = self.hang_warning
+
+    def _seconds_here(self) -> float:
+        """Return the seconds since this rank's last step, or since it has left ``fit`` or ``evaluate``."""
+        return time.monotonic() - self._changed
 
     def _is_in_trouble(self) -> bool:
         limits = [limit for limit in (self.hang_warning, self.hang_timeout) if limit > 0]
@@ -222,13 +252,13 @@ class Watch:
 
     def _act_on(self, reason: Reason) -> None:
         """End the process after another one's failure; or, as a guest, say that it waits in vain."""
-        trace = "" if self.pulse.is_said else f"\n{reason.trace}".rstrip()
+        trace = "" if self.pulse.is_said else reason.trace.rstrip()
         if self.guest is None:
-            self._end(f"rank {self.rank} ends: {reason.summary()}{trace}")
+            self._end(f"rank {self.rank} ends: {reason.summary()}", trace)
         elif reason != self._told:
             self._told = reason
             text = f"rank {self.rank} may wait in vain, and is not ended because others started the process group: "
-            logger.error("%s%s%s", text, reason.summary(), trace, main_process_only=False)
+            logger.error("%s%s%s", f"{trace}\n".lstrip(), text, reason.summary(), main_process_only=False)
 
     def _mind_store(self) -> None:
         inside, lost = self.position.progress is not None, self.pulse.store_lost
@@ -282,7 +312,8 @@ class Watch:
 
     def _mind_clock(self) -> None:
         still = self.still_for
-        if self.position.progress is None or self.pulse.failure is not None or has_failed():
+        failure = self.pulse.failure
+        if self.position.progress is None or has_failed() or (failure is not None and failure.is_final):
             return
         if 0 < self.hang_timeout <= still and self.guest is None:
             self._end_hang(still)
@@ -300,8 +331,11 @@ class Watch:
 
     def _end_hang(self, still: float) -> None:
         text = f"rank {self.rank} has made no step for {still:.0f} s (--hang_timeout={self.hang_timeout:.0f})."
+        here = self.pulse.pulses.latest.get(self.rank)
         if self.pulse.leads():
             text = f"{text} {self._roll(still)}"
+        elif here is not None:
+            text = f"{text} Where it is, and the first rank tells where all are:\n{table([here])}"
         self._dump_stacks()
         self._end(text)
 
@@ -310,14 +344,25 @@ class Watch:
             os.write(2, f"\nrank {self.rank}: where all threads are:\n".encode())
             faulthandler.dump_traceback(file=2, all_threads=True)
 
-    def _end(self, text: str | None) -> None:
-        """End the process, whatever its main thread is doing."""
+    def _end(self, text: str | None, trace: str = "") -> None:
+        """End the process, whatever its main thread is doing.
+
+        Args:
+            text: is said last; None: nothing.
+            trace: of another rank, that is said before.
+        """
+        if trace:
+            _write(trace)
         if text is not None:
             record_for_launcher(RankFailedError(text))
-            with contextlib.suppress(OSError):
-                os.write(2, f"\n[ddpkit] {text}\n".encode())
+            _write(text)
         kill_workers()
         os._exit(1)
+
+
+def _write(text: str) -> None:
+    with contextlib.suppress(OSError):
+        os.write(2, f"\n[ddpkit] {text}\n".encode())
 
 
 def _store_place() -> str:

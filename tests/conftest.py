@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from pathlib import Path
 
@@ -12,6 +13,11 @@ from tests.guards import Picture
 
 # A folder whose tests all carry the mark of its name.
 MARKED_FOLDERS = ("faults", "launch", "gpu")
+
+# What a test says that hung: of RankPool, of tests.launching, of pytest-timeout.
+HUNG = re.compile(r"^--- rank \d+: Hang|^still there after \d+ s|^Timeout \(?>", re.MULTILINE)
+HUNG_TESTS = pytest.StashKey[list]()
+MAX_HUNG = 3
 
 
 def pytest_collection_modifyitems(items):
@@ -29,14 +35,26 @@ def pytest_runtest_setup(item):
             pytest.skip("needs a GPU")
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    """Give up where tests hang, which each takes its whole limit: a barrier that is missing would stop the suite."""
+    report = yield
+    if report.failed and HUNG.search(str(call.excinfo.value) if call.excinfo else ""):
+        hung = item.session.stash[HUNG_TESTS] = [*item.session.stash.get(HUNG_TESTS, []), item.nodeid]
+        if len(hung) >= MAX_HUNG:
+            item.session.shouldfail = f"{len(hung)} tests hung, which is enough: {', '.join(hung)}"
+    return report
+
+
 def pytest_sessionfinish():
     warm_starts.close()
 
 
 def pytest_configure() -> None:
-    """Hear SIGINT, and so let what is started hear it: a background command of a shell begins with it ignored."""
-    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    """Hear SIGINT and SIGHUP, and so let what is started hear them: a background command, or nohup, ignores them."""
+    for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+        if signal.getsignal(number) == signal.SIG_IGN:
+            signal.signal(number, usual)
 
 
 @pytest.fixture(autouse=True)
@@ -54,6 +72,6 @@ def ranks():
     """Real ranks, started once: ``ranks.run(fn, *args, world_size=2)`` returns what each rank returned."""
     from ddpkit.testing import RankPool
 
-    pool = RankPool()
+    pool = RankPool(timeout=300)  # for a run that hangs; a loaded machine takes its time
     yield pool
     pool.close()

@@ -26,7 +26,7 @@ from ddpkit.experiment import close_experiment, create_experiment_directory
 from ddpkit.launchers import find_launch
 from ddpkit.run_opts import parse_arguments
 from ddpkit.types import Stage
-from tests.launching import Run, python, start_by_hand, torchrun
+from tests.launching import PATIENCE, Run, python, start_by_hand, torchrun
 
 # Ten seconds on a machine of one's own; more where others keep its cores busy.
 LIMIT_SECONDS = 10.0 * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
@@ -174,15 +174,6 @@ def test_empty_stream():
     with pytest.raises(DataError) as caught:
         fit(make(), Stream([]))
     assert_told(caught.value, "the stream gives a first batch to 0 of 1 rank(s) only", "it is empty", "Look at the")
-
-
-def stream_of_one():
-    fit(make(), Stream(DATA[:1]))
-
-
-def test_stream_smaller_than_the_world(ranks):
-    outcomes = ranks.outcomes(stream_of_one, timeout=LIMIT_SECONDS)
-    assert_all_told(outcomes, ["DataError"] * 2, "a first batch to 1 of 2 rank(s) only", "start fewer processes")
 
 
 def test_drop_last_that_leaves_nothing():
@@ -589,7 +580,7 @@ def test_the_classes_are_what_a_caller_catches():
 # Either by the main thread, which has lost a connection, or by the watch, which ends it where it still waits.
 SECOND_HAND = (
     r"(\[rank0\]: ddpkit.errors.RankFailedError|\[ddpkit\] rank 0 ends): rank 1 \(.*, pid \d+\) failed first, "
-    r"in TRAIN of epoch 1 at step \d+: OverflowError: boom in forward"
+    r"in TRAIN of epoch 1 at step \d+, at train.py:\d+ in boom: OverflowError: boom in forward"
 )
 
 RECIPE = """
@@ -683,7 +674,9 @@ def launch(folder, *words, fault="", ranks=2, warm=True):
     (folder / "hparams.yaml").write_text(YAML)
     command = torchrun(ranks, "train.py", *words) if ranks > 1 else python("train.py", *words)
     run = Run(command, folder, {"FAULT": fault}, warm=warm).wait(60)
-    assert time.time() - max(float(path.read_text()) for path in folder.glob("time.*")) < LIMIT_SECONDS, run.err
+    assert time.time() - max(float(path.read_text()) for path in folder.glob("time.*")) < LIMIT_SECONDS * PATIENCE, (
+        run.err
+    )
     return run
 
 
@@ -713,8 +706,8 @@ def test_real_run_of_the_recipe_itself(tmp_path):
 @pytest.mark.parametrize(
     ("words", "fault", "says", "rank"),
     [
-        (["nowhere.yaml"], "", ["MissingFileError: There is no file 'nowhere.yaml'"], None),
-        (["hparams.yaml", "--precision=fp8"], "", ["ConfigError: precision='fp8'", "fp32, fp16, bf16"], None),
+        (["nowhere.yaml"], "", ["train.py: error: There is no file 'nowhere.yaml'"], None),
+        (["hparams.yaml", "--precision=fp8"], "", ["train.py: error: precision='fp8'", "fp32, fp16, bf16"], None),
         (["hparams.yaml"], "before", ["OverflowError: boom before the group"], None),
         (["hparams.yaml"], "recipe", ["OverflowError: boom in the recipe"], 1),
         (["hparams.yaml"], "forward", ["OverflowError: boom in forward"], 1),
@@ -759,7 +752,8 @@ def test_f1_without_torchrun(tmp_path):
     command = python("train.py", "hparams.yaml", "--device=cpu", "--noprogressbar")
     main, other = (run.wait(30) for run in start_by_hand(command, tmp_path, 2, warm=True, FAULT="forward"))
     assert (main.code, other.code) == (1, 1)
-    assert other.err.rstrip().endswith("[rank1]: OverflowError: boom in forward")
+    assert "[rank1]: OverflowError: boom in forward\n" in other.err
+    assert re.search(SECOND_HAND.partition("rank 1")[2], other.err.rstrip().splitlines()[-1])
     assert re.fullmatch(SECOND_HAND, main.err.rstrip().splitlines()[-1])
 
 
@@ -779,8 +773,8 @@ def test_the_environment_of_a_failing_rank_is_not_needed(tmp_path):
     (tmp_path / "train.py").write_text(RECIPE)
     (tmp_path / "hparams.yaml").write_text(YAML)
     run = Run(python("train.py", "hparams.yaml"), tmp_path, {"LOCAL_RANK": "0"}, warm=True).wait(30)
-    assert run.code == 1
-    assert "LaunchError: LOCAL_RANK is set, but RANK is not" in run.tail(15)
+    assert run.code == 2
+    assert "train.py: error: LOCAL_RANK is set, but RANK is not" in run.tail(15)
     assert "unset RANK LOCAL_RANK WORLD_SIZE" in run.tail(1)
     assert os.environ.get("LOCAL_RANK") is None
 

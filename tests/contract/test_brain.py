@@ -27,7 +27,7 @@ from .recipes import QUIET, Regression, assert_same, linear, make, points, seen_
 # ---------------------------------------------------------------------------------------------- surface
 
 SIGNATURES = {
-    "__init__": ["modules", "opt_class", "hparams", "run_opts", "checkpointer"],
+    "__init__": ["modules", "opt_class", "hparams", "run_opts", "checkpointer", "scheduler_class"],  # the last is ours
     "compute_forward": ["batch", "stage"],
     "compute_objectives": ["predictions", "batch", "stage"],
     "on_stage_start": ["stage", "epoch"],
@@ -60,6 +60,7 @@ SIGNATURES = {
     "_recover": ["path", "end_of_epoch"],
 }
 DEFAULTS = {
+    ("__init__", "scheduler_class"): None,
     ("on_stage_start", "epoch"): None,
     ("on_stage_end", "epoch"): None,
     ("make_dataloader", "ckpt_prefix"): "dataloader-",
@@ -665,6 +666,20 @@ def test_profile_training_writes_a_trace_and_ends_cleanly(tmp_path):
     assert len(brain.trained_on) == 10
     assert len(list(tmp_path.rglob("*.pt.trace.json"))) == 1
     assert brain.profiler is None
+
+
+def test_the_profiler_says_where_its_trace_is_and_when_there_is_none(tmp_path, caplog):
+    caplog.set_level("INFO")
+    options = {"hparams": {"output_folder": str(tmp_path)}, "profile_training": True, "profile_warmup": 1}
+    make(profile_steps=2, **options).fit([1], points(5))
+    (trace,) = (tmp_path / "profiler_logs").iterdir()
+    assert f"Profile: {trace} (for ui.perfetto.dev" in caplog.text
+    make(**{**options, "profile_warmup": 9}).fit([1], points(5))
+    assert (
+        "ended in the profiler's warm-up, so nothing was recorded. Train for longer than --profile_warmup=9"
+        in caplog.text
+    )
+    assert list((tmp_path / "profiler_logs").iterdir()) == [trace]
 
 
 @pytest.mark.slow

@@ -173,6 +173,28 @@ def test_a_loader_with_a_state_goes_on_without_reading_again(tmp_path, dies_at):
     assert made[-1].stream.read - sum(len(batch) for batch in resumed.trained_on) in {0, 2}
 
 
+class Gaussian(Noisy):
+    """Draws one normal number of every kind per batch; Python, numpy and torch make them in pairs and store one."""
+
+    def compute_forward(self, batch, stage):
+        drawn = np.random.randn() + random.gauss(0, 1)  # noqa: NPY002 -- as recipes do
+        return super().compute_forward([batch[0] + drawn + torch.randn(1, dtype=torch.float64), batch[1]], stage)
+
+
+class GaussianStream(Remembering):
+    """The same in the data."""
+
+    def __iter__(self):
+        for inputs, target in super().__iter__():
+            yield inputs + np.random.randn() + random.gauss(0, 1), target  # noqa: NPY002 -- as recipes do
+
+
+@pytest.mark.parametrize("make", [lambda: points(20), GaussianStream], ids=["map", "stream"])
+def test_the_second_normal_number_of_a_pair_goes_through_a_resume(tmp_path, make):
+    """The checkpoint is made after three batches, so that the fourth draws what is in store."""
+    assert_exact(tmp_path, make, (2, 4), cls=Gaussian, ckpt_interval_steps=1)
+
+
 @pytest.mark.parametrize("saves", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dies_at", [(1, 4), (2, 1), (2, 3), (3, 4)])
 @pytest.mark.parametrize("kind", ["state", "stream", "plan", "loader"])

@@ -178,11 +178,15 @@ REFUSED = {
 @pytest.mark.parametrize("kind", REFUSED)
 def test_what_cannot_be_scaled_is_refused_before_anything_starts(kind):
     kwargs, data, run_opts, match = REFUSED[kind]
-    brain = make(Tracing, **run_opts)
+    made = []
+
+    def run():
+        made.append(make(Tracing, **run_opts))
+        made[0].fit([1], data, train_loader_kwargs=kwargs)
+
     with pytest.raises(ConfigError, match=match):
-        brain.fit([1], data, train_loader_kwargs=kwargs)
-    assert brain.optimizers_dict is None
-    assert brain.trained_on == []
+        run()
+    assert all(brain.optimizers_dict is None and brain.trained_on == [] for brain in made)
 
 
 def test_a_stream_with_a_batch_size_is_scaled():

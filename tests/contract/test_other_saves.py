@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
 
 import numpy as np
@@ -16,6 +17,7 @@ from ddpkit.checkpoints import Checkpointer
 from ddpkit.epoch_loop import EpochCounter
 from ddpkit.errors import CheckpointError, FolderInUseError
 from ddpkit.plain_yaml import load_plain_yaml
+from ddpkit.resuming import read_brain_file
 from ddpkit.run_lock import FolderLock
 from ddpkit.types import Stage
 
@@ -76,7 +78,7 @@ def test_a_signal_asks_for_a_checkpoint_and_the_training_goes_on(tmp_path):
     assert_same(weights(asked), weights(plain))
     [meta] = metas(tmp_path / "asked")
     assert meta["brain_intra_epoch_ckpt"]
-    assert not asked.interrupts.save_wanted
+    assert not asked._interrupts.save_wanted
     assert signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL
     again = run(tmp_path / "asked")
     assert 0 < len(again.trained_on) < len(plain.trained_on)
@@ -119,7 +121,7 @@ def test_without_being_asked_a_failure_makes_no_checkpoint(tmp_path):
 
 def test_a_checkpoint_of_a_failure_that_fails_hides_nothing(tmp_path, caplog):
     brain, fit = recipe(tmp_path, fails_at=("TRAIN", 2, 7), ckpt_on_error=True)
-    brain.checkpointer.add_recoverable("bad", object(), custom_save_hook=lambda obj, path: 1 / 0)
+    brain.checkpointer.add_recoverable("bad", linear(), custom_save_hook=lambda obj, path: 1 / 0)
     with caplog.at_level(logging.WARNING), pytest.raises(OSError, match="the disk with the data is gone"):
         fit()
     assert "saving the recoverable 'bad': ZeroDivisionError" in caplog.text
@@ -327,6 +329,37 @@ def test_the_folder_is_said_to_be_another_run_s_at_the_first_call_only(tmp_path,
     assert "another run" not in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("step: [3\noptimizer_step: 6\n", "invalid YAML at line 2: .*"),
+        ("loss: 3\n", "does not say how far the run had come.*"),
+    ],
+)
+def test_a_damaged_brain_file_without_a_manifest_is_named_with_what_to_do(tmp_path, content, words):
+    saved = run(tmp_path, saves=True).checkpointer.find_checkpoint().path
+    (saved / "manifest.json").unlink()
+    (saved / "CKPT.yaml").write_text("unixtime: 1.0\nend-of-epoch: true\n")  # as SpeechBrain writes it
+    (saved / "brain.ckpt").write_text(content)
+    file = re.escape(str(saved / "brain.ckpt"))
+    hint = "The checkpoint is damaged; delete it or start with --resume=<an older one>."
+    with pytest.raises(CheckpointError, match=f"^{file}:? {words} {re.escape(hint)}$"):
+        run(tmp_path)
+
+
+def test_the_line_of_a_saved_checkpoint_names_its_epoch(tmp_path, caplog):
+    with caplog.at_level(logging.INFO):
+        run(tmp_path, saves=True, ckpt_interval_steps=7)
+    lines = [record.message for record in caplog.records if record.message.startswith("Saved ")]
+    for epoch in range(1, EPOCHS + 1):
+        for kind in ("an end-of-epoch", "an intra-epoch"):
+            assert any(line.startswith(f"Saved {kind} checkpoint of epoch {epoch} in ") for line in lines), lines
+    caplog.clear()
+    with caplog.at_level(logging.INFO):
+        Checkpointer(tmp_path / "none").save_checkpoint()
+    assert "Saved an end-of-epoch checkpoint in " in caplog.text
+
+
 def test_a_learning_rate_that_has_no_effect_is_told_once(tmp_path, caplog):
     def start(lr, number=2):
         counter, net = EpochCounter(number), linear()
@@ -343,6 +376,42 @@ def test_a_learning_rate_that_has_no_effect_is_told_once(tmp_path, caplog):
     assert start(0.3, 4) == 0.1
     assert caplog.text.count("The learning rate is not that with which the checkpoint's run began") == 1
     assert "opt_class 0.3, before 0.1" in caplog.text
+
+
+def test_the_learning_rate_in_use_is_recorded_so_that_every_start_with_another_one_is_told(tmp_path, caplog):
+    def start(lr, number):
+        caplog.clear()
+        counter, net = EpochCounter(number), linear()
+        brain = Rating({"net": net}, sgd(lr=lr), None, QUIET, Checkpointer(tmp_path, {"net": net, "counter": counter}))
+        with caplog.at_level(logging.WARNING):
+            brain.fit(counter, points(6), points(5))
+        recorded = read_brain_file(brain.checkpointer.find_checkpoint().path)["rates"]
+        return recorded, [lr for lr in ("0.5", "0.1") if f"opt_class {lr}, before" in caplog.text]
+
+    assert start(0.1, 1) == ({"opt_class": [0.1]}, [])
+    for number in (2, 3, 4):  # as a requeued job, with the same command
+        assert start(0.5, number) == ({"opt_class": [0.1]}, ["0.5"])
+    assert start(0.1, 5) == ({"opt_class": [0.1]}, [])
+
+
+def test_an_optimizer_that_no_checkpoint_holds_goes_on_with_the_rate_of_the_script(tmp_path, caplog):
+    class Forgetful(Rating):
+        def init_optimizers(self):
+            super().init_optimizers()
+            del self.checkpointer.recoverables["optimizer"]
+
+    def start(lr, number):
+        counter, net = EpochCounter(number), linear()
+        checkpointer = Checkpointer(tmp_path, {"net": net, "counter": counter})
+        brain = Forgetful({"net": net}, sgd(lr=lr), None, QUIET, checkpointer)
+        with caplog.at_level(logging.WARNING):
+            brain.fit(counter, points(6), points(5))
+        return brain.optimizer.param_groups[0]["lr"], read_brain_file(checkpointer.find_checkpoint().path)["rates"]
+
+    assert start(0.1, 1) == (0.1, {"opt_class": [0.1]})
+    assert start(0.5, 2) == (0.5, {"opt_class": [0.5]})
+    assert "saves nothing of the optimizer(s) opt_class" in caplog.text
+    assert "has no effect" not in caplog.text
 
 
 def test_a_module_that_no_checkpoint_holds_is_named(tmp_path, caplog):

@@ -63,7 +63,8 @@ def test_it_leaves_the_run_directory(trained):
     results = trained.folder / "results" / "digits" / "1234"
     files = {path.name for path in results.iterdir()}
     assert files == {
-        "digits.pt", "env.log", "hyperparams.yaml", "log.txt", "metrics.jsonl", "save", "train.py", "train_log.txt",
+        ".run", "digits.pt", "env.log", "hyperparams.yaml", "log.txt", "metrics.jsonl", "save", "train.py",
+        "train_log.txt",
     }  # fmt: skip
     assert (results / "train.py").read_text() == (EXAMPLE / "train.py").read_text()
     assert "seed: 1234" in (results / "hyperparams.yaml").read_text()
@@ -136,7 +137,7 @@ def test_flags_of_the_contract(tmp_path):
 def test_a_wrong_flag_ends_with_what_may_have_been_meant(tmp_path):
     copy_of_the_example(tmp_path)
     run = Run(python(*COMMAND, "--epochs=3"), tmp_path, warm=True).wait(30)
-    assert run.code == 1
+    assert run.code == 2
     assert "--epochs is no run option, and matches no key of 'hparams.yaml'" in run.tail(2)
     assert "did you mean the key 'number_of_epochs'" in run.tail(2)
     assert not run.out

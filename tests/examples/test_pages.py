@@ -9,12 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.launching import BIN, Run
+from tests.launching import BIN, Run, python, torchrun
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow]
 
 ROOT = Path(__file__).parents[2]
-PAGES = ("README.md", "docs/tutorial/from-one-process-to-several.md", "docs/how-to/evaluation.md")
+PAGES = (
+    "README.md",
+    "docs/tutorial/from-one-process-to-several.md",
+    "docs/how-to/evaluation.md",
+    "docs/how-to/schedules.md",
+)
 
 BLOCK = re.compile(r"^```(?P<language>yaml|python|console)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
 FILE = re.compile(r"# (?P<name>[\w.]+)(?P<end>, at the end)?(, from `(?P<start>.+)` on)?\n")
@@ -68,6 +73,43 @@ def test_a_page_is_true(page, tmp_path):
                 run(words, shown, tmp_path)
                 commands += 1
     assert commands
+
+
+# Every process kills itself after optimizer step 26 of 40: in the third epoch, two steps after a checkpoint.
+KILLED = """
+import os, runpy, signal
+import ddpkit
+
+def die(self, *arguments):
+    if self.optimizer_step == 26:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+ddpkit.Brain.on_fit_batch_end = die
+runpy.run_path("train.py", run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_the_schedule_of_the_page_goes_on_after_a_kill(processes, tmp_path):
+    launcher = python() if processes == 1 else torchrun(processes)
+    folders = {name: tmp_path / name for name in ("whole", "killed")}
+    for folder in folders.values():
+        folder.mkdir()
+        (folder / "killed.py").write_text(KILLED)
+        for block in BLOCK.finditer((ROOT / "docs/how-to/schedules.md").read_text(encoding="utf-8")):
+            if block["language"] != "console":
+                write(block["text"], folder)
+    at_once = "--ckpt_async=False"  # what is being written in the background is lost with the process
+    whole = Run([*launcher, "train.py", "hparams.yaml"], folders["whole"]).wait()
+    killed = Run([*launcher, "killed.py", "hparams.yaml", at_once], folders["killed"], name="first").wait()
+    resumed = Run([*launcher, "train.py", "hparams.yaml"], folders["killed"], name="second").wait()
+    assert (whole.code, resumed.code) == (0, 0), whole.tail() + resumed.tail()
+    assert killed.code != 0
+    assert "24 optimizer steps done" in resumed.err
+    assert [*killed.out.splitlines(), *resumed.out.splitlines()] == whole.out.splitlines()
+    for name in ("net", "optimizer", "scheduler"):
+        files = [next(folder.glob(f"results/save/*/{name}.ckpt")) for folder in folders.values()]
+        assert files[0].read_bytes() == files[1].read_bytes(), name
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/porting.md"])

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
@@ -38,6 +39,8 @@ def happen():
         os.kill(os.getpid(), signal.SIGKILL if FAULT == "kill" else signal.SIGSTOP)
     if FAULT == "sleep":
         time.sleep(float(WORDS.get("seconds", 1000)))
+    while FAULT == "gil":  # a signal ends a sleep
+        ctypes.PyDLL(None).sleep(1000)  # which keeps the interpreter lock
     if FAULT == "spin":
         while True:
             pass
@@ -93,6 +96,8 @@ class Faulty(sb.Brain):
             happen()
 
     def on_stage_end(self, stage, stage_loss, epoch):
+        if here("end", 10**6):
+            happen()
         if stage == sb.Stage.VALID:
             sb.run_on_main(self.save)
 
@@ -110,7 +115,8 @@ class Faulty(sb.Brain):
 def main():
     FOLDER.mkdir(parents=True, exist_ok=True)
     hparams = Path(__file__).with_name("control.yaml")
-    _, run_opts, _ = sb.parse_arguments([str(hparams), *(word for word in ARGUMENTS[1:] if word.startswith("-"))])
+    sys.argv[1:] = [str(hparams), *(word for word in ARGUMENTS[1:] if word.startswith("-"))]
+    _, run_opts, _ = sb.parse_arguments()
     torch.manual_seed(0)
     torch.set_num_threads(1)
     net = torch.nn.Linear(1, 1)

@@ -175,6 +175,19 @@ def test_f11_a_stopped_process_is_named(tmp_path):
     wait(runs)
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_f11_a_rank_that_keeps_the_interpreter_lock_ends_without_a_launcher_too(tmp_path, rank):
+    words = [f"rank={rank}", "--hang_warning=3", "--hang_timeout=8"]
+    runs = start(tmp_path, "fault=gil@forward", *words, by_hand=True, warm=False)
+    assert wait_until((tmp_path / "out" / "fault").exists, START_SECONDS)
+    wait(runs, 8 + 2 * GONE_SECONDS)
+    assert runs[rank].code == -signal.SIGKILL
+    stacks = runs[rank].err.partition(f"rank {rank} (")[2]
+    assert re.search(r"control_recipe.py\", line \d+ in happen", stacks), runs[rank].err
+    assert "a call of its code keeps Python's interpreter lock" in runs[rank].tail(3)
+    assert f"rank {rank} (" in runs[1 - rank].tail(30)
+
+
 def test_work_of_the_main_process_has_no_limit_of_time(tmp_path):
     words = ["--hang_warning=1", "--hang_timeout=3", "fault=sleep@main", "seconds=8", "size=40", "epochs=1"]
     [run] = start(tmp_path, *words)

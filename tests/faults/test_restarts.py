@@ -159,7 +159,6 @@ def uninterrupted(tmp_path_factory):
 
 
 @pytest.mark.parametrize("number", range(RUNS))
-@pytest.mark.timeout(400)
 def test_f4_torchrun_comes_back_after_every_kill(tmp_path, uninterrupted, number):
     plan = plan_of(number)
     run = train(tmp_path, plan)

@@ -29,7 +29,6 @@ def campaign(*words):
     return subprocess.run(command, cwd=ROOT, env=found, capture_output=True, text=True, timeout=280, check=False)
 
 
-@pytest.mark.timeout(300)
 def test_f4_twenty_random_kills_change_nothing(tmp_path):
     table = tmp_path / "table.json"
     run = campaign("--kills", str(KILLS), "--seed", "4", "--json", str(table))
@@ -51,7 +50,6 @@ def test_the_campaign_sees_what_is_not_restored(broken):
     assert lacking.returncode == 1, lacking.stdout + lacking.stderr
 
 
-@pytest.mark.timeout(200)
 def test_another_number_of_processes_takes_the_same_steps():
     run = campaign("--sizes", "2:1", "1:2", "2:3")
     assert run.returncode == 0, run.stdout + run.stderr
@@ -156,7 +154,6 @@ def assert_same_run(reference, folder, number):
     assert not found, "\n".join(f"{one.what}: {one.words}" for one in found[:10])
 
 
-@pytest.mark.timeout(200)
 def test_f4_torchrun_restarts_what_was_killed_and_it_is_the_same_run(tmp_path, uninterrupted):
     """Twice in one epoch, once in the validation of the next: each rank, all by itself."""
     kills = [
@@ -172,7 +169,6 @@ def test_f4_torchrun_restarts_what_was_killed_and_it_is_the_same_run(tmp_path, u
     assert_same_run(uninterrupted, tmp_path / "killed", 4)
 
 
-@pytest.mark.timeout(200)
 @pytest.mark.parametrize("at", [(1, TRAIN, 6, STEPPED), (2, VALID_END, 0, 0)])
 def test_f4_torchrun_and_all_it_started_is_killed_and_started_by_hand(tmp_path, uninterrupted, at):
     """kill -9 of the launcher while a rank stands still at the moment that is asked for, then of its workers."""

@@ -464,7 +464,6 @@ def late_at_every_point(events, saves_before):
     raise AssertionError("no end")
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("events", "saves_before", "at_least"),
     [(EVERYTHING, True, 60), ({"os.rename"}, False, 8)],

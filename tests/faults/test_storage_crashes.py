@@ -12,11 +12,9 @@ import threading
 import time
 from dataclasses import dataclass
 from itertools import count
-from unittest import mock
 
 import pytest
 
-from ddpkit import hashing
 from ddpkit.distributed import ddp_barrier
 from ddpkit.snapshot import SnapshotMemory
 from ddpkit.testing import RankPool, RankPoolError
@@ -29,7 +27,6 @@ from tests.faults.storage_tools import (
     forked,
     leftovers,
     names,
-    reach,
     recovered,
     save,
     steps_of,
@@ -136,33 +133,6 @@ def test_f5_death_at_every_point_of_a_save(zygote, tmp_path, title, mode):
     found = {steps for steps, _ in outcomes}
     assert found == {frozenset(steps) for steps in SCENARIOS[title].allowed}, "some state of the save was never hit"
     assert sum(unfinished for _, unfinished in outcomes) > len(outcomes) / 2
-
-
-class DirectFiles(WatchedFiles):
-    """Reaches a point before and after each operation; what is written past the page cache, in two halves."""
-
-    def around(self, name, operation, args):
-        reach(f"before {name}")
-        if name == "write_at" and len(args[1]) > hashing.DIRECT_UNIT:
-            args = (args[0], args[1][: hashing.DIRECT_UNIT], args[2])  # the rest is another write
-        result = operation(*args)
-        reach(f"after {name}")
-        return result
-
-
-def crash_past_the_cache(folder, title, mode, stride):
-    """Die at points of a save whose files are large enough, as it is told, to be written past the page cache."""
-    with mock.patch.object(hashing, "INLINE_BYTES", 1024), mock.patch.object(Run, "width", 64):
-        return crash_everywhere(folder, title, mode, stride, DirectFiles)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_f5_death_at_every_point_of_a_save_past_the_page_cache(zygote, tmp_path, mode):
-    points, outcomes = zygote(crash_past_the_cache, tmp_path, "in place, and one deleted", mode, 3)
-    assert {"before write_at", "after write_at"} <= set(points), "does this file system know O_DIRECT?"
-    assert {frozenset(steps) for steps in SCENARIOS["in place, and one deleted"].allowed} == {
-        steps for steps, _ in outcomes
-    }
 
 
 class CopyingFiles(CrashingFiles):

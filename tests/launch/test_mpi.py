@@ -16,8 +16,6 @@ from .mpi import mpich, openmpi, openmpi_on
 from .recipe import HPARAMS, SCRIPT
 from .test_slurm import agreed, results
 
-pytestmark = pytest.mark.timeout(240)
-
 RECIPE = (sys.executable, str(SCRIPT), str(HPARAMS))
 
 

@@ -14,8 +14,6 @@ from tests.launching import BIN, wait_until
 
 from .recipe import HPARAMS, SCRIPT, read_ends, read_steps
 
-pytestmark = pytest.mark.timeout(240)  # on two cores with nothing else to do none takes more than 30 s
-
 PYTHON = sys.executable
 STEPS = 20
 

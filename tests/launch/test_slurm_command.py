@@ -16,8 +16,6 @@ from tests.launching import Run, torchrun
 from .recipe import HPARAMS, SCRIPT, read_ends, read_steps
 from .test_slurm import agreed, both_at, held, results, script
 
-pytestmark = pytest.mark.timeout(240)
-
 
 @pytest.fixture
 def written(tmp_path):

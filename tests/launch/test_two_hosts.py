@@ -17,8 +17,6 @@ from .harness import MARKER, find, rank_of, tail
 from .recipe import HPARAMS, SAMPLES, SCRIPT, read_ends, read_steps
 from .test_slurm import agreed, both_at, held, results
 
-pytestmark = pytest.mark.timeout(240)
-
 HANG_SECONDS = 10
 HOSTS = {"host1", "host2"}
 STATIC = ("--nproc-per-node=1", "--node-rank={rank}", "--master-addr=host1", "--master-port=29500")

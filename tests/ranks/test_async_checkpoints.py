@@ -7,7 +7,6 @@ import errno
 import gc
 import os
 import re
-import zipfile
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,6 @@ import torch.distributed as dist
 from torch import nn
 
 from ddpkit import checkpoint_loading, handover, storage
-from ddpkit.checkpoint_loading import RelayedFile
 from ddpkit.checkpoints import Checkpointer
 from ddpkit.distributed import if_main_process, run_on_main
 from ddpkit.errors import CheckpointError
@@ -230,14 +228,8 @@ def damage(path, fault):
         os.truncate(path, 200_000)
 
 
-def fail_after_a_while(self, view, real=RelayedFile._some):
-    if self._position > 1000:
-        raise MemoryError("no room here")
-    return real(self, view)
-
-
-def cannot_list(file):
-    raise OverflowError("an offset beyond all files")
+def no_room(*_):
+    raise MemoryError("no room here")
 
 
 def load_with_a_fault(folder, fault):
@@ -251,17 +243,15 @@ def load_with_a_fault(folder, fault):
         damage(found.paramfiles["model"], fault)
     dist.barrier()
     checkpointer.verify_mode, checkpointer.load_mode = "off", "broadcast"
-    real, archive = RelayedFile._some, zipfile.ZipFile
+    real = checkpoint_loading.load_state
     if fault == "receiver" and on_one:
-        RelayedFile._some = fail_after_a_while
-    if fault == "listing" and not on_one:
-        zipfile.ZipFile = cannot_list
+        checkpoint_loading.load_state = no_room
     try:
         checkpointer.load_checkpoint(found)
     except CheckpointError as error:
         return str(error)
     finally:
-        RelayedFile._some, zipfile.ZipFile = real, archive
+        checkpoint_loading.load_state = real
         dist.barrier()
     return "loaded"
 
@@ -269,9 +259,8 @@ def load_with_a_fault(folder, fault):
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
-        ("gone", "rank 0: .*No such file.*rank 1: .*could not be opened on rank 0"),
+        ("gone", "rank 0: .*No such file.*rank 1: .*rank 0 failed in .*No such file"),
         ("short", "^cannot load .*model.ckpt: .*zip archive"),  # the same on both
-        ("listing", "rank 0: .*OverflowError: an offset.*rank 1: .*could not be opened on rank 0"),
         ("misfit", "rank 1: .* does not fit this Linear"),
         ("receiver", "rank 1: .*no room here"),
         ("loader", "rank 1: .*ZeroDivisionError"),
@@ -371,10 +360,13 @@ def peak_of_a_load(folder, mode, number):
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [8, 128])
 @pytest.mark.parametrize("mode", ["all", "broadcast"])
-def test_no_rank_holds_more_than_the_state_and_its_largest_tensor(ranks, tmp_path, mode, number):
-    state, largest, slack = 128, 128 // number, 6
+def test_no_rank_holds_more_than_the_state_and_its_largest_tensor_or_the_file_it_was_sent(
+    ranks, tmp_path, mode, number
+):
+    state, slack = 128, 6
+    more = 128 // number if mode == "all" else 128 + 128 // number + 16  # and a block
     for peak in ranks.run(peak_of_a_load, tmp_path, mode, number):
-        assert 0.5 * state < peak <= state + largest + slack
+        assert 0.5 * state < peak <= state + more + slack
 
 
 def saved_files_are_whole(folder):

@@ -575,6 +575,26 @@ def test_d7_stage_losses_are_one_number_on_all_ranks(ranks):
     assert sharded[0][1:] == [(name, pytest.approx(5 / 3)) for name in ("VALID", "TEST", "returned")]
 
 
+class Clipped(Regression):
+    """Only the joined gradient of some steps is beyond the norm; by itself each rank would count otherwise."""
+
+    def on_stage_end(self, stage, stage_loss, epoch=None):
+        self.told = [*getattr(self, "told", []), (self.progress.clipped, self.progress.clipped_share)]
+
+
+def clipped_steps(per_step):
+    brain = make(Clipped, opt=sgd(lr=0.01), global_batch_size=per_step, max_grad_norm=1.5)
+    brain.fit([1, 2], points(37), train_loader_kwargs={"shuffle": True})
+    return brain.told
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_the_share_of_clipped_steps_is_one_number_on_all_ranks_and_that_of_one_process(ranks, world):
+    expected = clipped_steps(6)
+    assert all(0 < clipped < 7 and share == clipped / 7 for clipped, share in expected)
+    assert ranks.run(clipped_steps, 6, world_size=world) == [expected] * world
+
+
 def stop_early():
     counter = EpochCounterWithStopper(20, limit_to_stop=1, limit_warmup=0, direction="min")
 
@@ -717,11 +737,12 @@ def test_d4_d5_streams_give_every_item_once_and_end_together(ranks, number, worl
     results = ranks.run(train_on_stream, kind, number, factor, world_size=world)
     rounds = math.ceil(number / world)
     seen = [Counter() for _ in range(2)]
-    for items, steps, _, _ in results:
+    for rank, (items, steps, _, _) in enumerate(results):
         assert len(items) == 2 * rounds
         assert steps == 2 * math.ceil(rounds / factor)
+        own = rounds - (rank >= number - world * (rounds - 1)) if not kind.startswith("Shardable") else rounds
         for epoch in range(2):
-            seen[epoch].update(set(items[epoch * rounds : (epoch + 1) * rounds]))
+            seen[epoch].update(set(items[epoch * rounds :][:own]))
     assert seen == [Counter(range(number))] * 2
     assert_alike([result[2] for result in results])
     for _, _, _, found in results[1:]:
@@ -741,20 +762,28 @@ def test_a_stream_under_an_overridden_fit_batch(ranks):
     assert_close(first[3], second[3])
     brain = make(grad_accumulation_factor=2)
     data = points(30)
-    brain.fit([1, 2], [data[0], data[1], data[2], data[1]])
+    brain.fit([1, 2], [data[0], data[1], data[2], data[2]])
     assert_close(first[3], weights(brain))
 
 
-def too_few():
-    train_on_stream("Stream", 1, 1)
+def too_few(kind):
+    train_on_stream(kind, 1, 1)
 
 
 def test_d4_a_stream_too_short_for_the_ranks_ends_all_of_them(ranks):
     with pytest.raises(RankPoolError) as caught:
-        ranks.run(too_few, timeout=20)
+        ranks.run(too_few, "ShardableStream", timeout=20)
     for outcome in caught.value.outcomes:
         assert outcome.error_type == "DataError"
         assert "a first batch to 1 of 2 rank(s) only" in outcome.error
+
+
+def test_d4_a_stream_of_fewer_items_than_ranks_is_dealt_out_like_a_dataset(ranks):
+    losses, expected = sample_losses(1, 1, 2)
+    for _, steps, reported, found in ranks.run(train_on_stream, "Stream", 1, 1):
+        assert_close(found, expected)
+        assert reported == losses
+        assert steps == 2
 
 
 def train_looped(number, length):
@@ -810,7 +839,7 @@ def save_one_sided(folder):
 
 
 def test_d1_one_sided_calls_in_on_stage_end(ranks, tmp_path):
-    assert_alike(ranks.run(save_one_sided, tmp_path, timeout=30))
+    assert_alike(ranks.run(save_one_sided, tmp_path))
     assert sorted(path.name for path in (tmp_path / "save").glob("CKPT*")) == ["CKPT+epoch1", "CKPT+epoch2"]
     assert len((tmp_path / "log.txt").read_text().splitlines()) == 10
 
@@ -971,7 +1000,7 @@ def caught_on_one_rank():
 
 def test_an_exception_that_one_rank_catches_ends_all_of_them(ranks):
     """The other rank is in a collective that nobody joins any more: the one that went on must notice, and end."""
-    outcomes = ranks.outcomes(caught_on_one_rank, world_size=2, timeout=40)
+    outcomes = ranks.outcomes(caught_on_one_rank, world_size=2)
     assert [outcome.ok for outcome in outcomes] == [False, False]
     assert outcomes[1].error_type == "RankFailedError"
     assert "an exception ended fit or evaluate on rank 1 alone" in outcomes[1].error
@@ -992,7 +1021,7 @@ def caught_on_all_ranks():
 
 
 def test_an_exception_that_all_ranks_catch_ends_nobody(ranks):
-    assert ranks.run(caught_on_all_ranks, world_size=2, timeout=40) == [True, True]
+    assert ranks.run(caught_on_all_ranks, world_size=2) == [True, True]
 
 
 def test_a_scripted_batch_norm_is_refused_rather_than_left_to_each_rank(ranks):

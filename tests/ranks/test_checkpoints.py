@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -16,7 +18,10 @@ from ddpkit.checkpoints import (
     register_checkpoint_hooks,
 )
 from ddpkit.distributed import if_main_process, run_on_main
+from ddpkit.epoch_loop import EpochCounter
 from ddpkit.errors import CheckpointError, RankCheckpointError, RankFailedError
+from tests import speechbrain_marks
+from tests.contract.recipes import QUIET, Regression, linear, points, sgd, weights
 
 
 class Value:
@@ -256,3 +261,136 @@ def through_ddp(folder):
 
 def test_a_model_in_ddp_is_stored_unwrapped_and_loads_anywhere(ranks, tmp_path):
     assert ranks.run(through_ddp, tmp_path) == [(["bias", "weight"], True, True)] * 2
+
+
+def save_as_speechbrain(folder, rank_variable):
+    library = speechbrain_marks.main_only_module()
+    mark, main_process_only = speechbrain_marks.mark, library.main_process_only
+
+    class Outside(speechbrain_marks.Scheduler):
+        @mark("saver")
+        @main_process_only
+        def save(self, path):
+            path.write_text(str(self.rate))
+
+    class Inside(speechbrain_marks.Scheduler):
+        @mark("saver")
+        def save(self, path):
+            library.broadcast(path.write_text(str(self.rate)))
+
+    rank = dist.get_rank()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, speechbrain_marks.DISTRIBUTED, library)
+        patch.setenv("RANK", str(rank)) if rank_variable else patch.delenv("RANK", raising=False)
+        objects = {"outside": Outside(rank + 1), "inside": Inside(rank + 1)}
+        checkpointer = Checkpointer(folder, objects)
+        if if_main_process():
+            checkpointer.save_checkpoint()
+        checkpointer.recover_if_possible()
+        alone = [one.rate for one in objects.values()]
+        for one in objects.values():
+            one.rate = rank + 5
+        checkpointer.save_checkpoint()
+        checkpointer.recover_if_possible()
+        return alone, [one.rate for one in objects.values()], library.MAIN_PROC_ONLY
+
+
+@pytest.mark.parametrize("rank_variable", [True, False])
+def test_savers_under_speechbrain_s_main_process_only_hang_nobody(ranks, tmp_path, rank_variable):
+    assert ranks.run(save_as_speechbrain, tmp_path, rank_variable) == [([1, 1], [5, 5], 0)] * 2
+
+
+def saved_by_each(folder, asynchronous, every_rank):
+    def saver(obj, path):
+        path.with_name(f"{path.name}.{dist.get_rank()}").write_text("")
+
+    saver.save_on_main_only = not every_rank
+    checkpointer = Checkpointer(folder, {"value": Value()})
+    checkpointer.add_recoverable("odd", Value(), custom_save_hook=saver)
+    checkpointer.asynchronous = asynchronous
+    saved = checkpointer.save_checkpoint({"loss": 0.5})
+    checkpointer.wait()
+    return saved, saved == checkpointer.find_checkpoint()
+
+
+@pytest.mark.parametrize("every_rank", [False, True])
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_save_checkpoint_returns_the_checkpoint_on_every_rank(ranks, tmp_path, asynchronous, every_rank):
+    (saved, is_newest), other = ranks.run(saved_by_each, tmp_path, asynchronous, every_rank)
+    assert is_newest
+    assert saved.meta["loss"] == 0.5
+    assert other == (saved, True)
+
+
+class Text:
+    """Saved through a hook of its own, which broadcasts nothing."""
+
+    text = ""
+
+    @speechbrain_marks.mark("saver")
+    def _save(self, path):
+        path.write_text(self.text)
+
+    @speechbrain_marks.mark("loader")
+    def _load(self, path, end_of_epoch):
+        self.text = f"{path.parent.name}/{path.name}: {path.read_text()}"
+
+
+def resume_on_own_disks(folder, converts):
+    """Rank 1 stands for a host that has no such folder."""
+    model, text = torch.nn.Linear(2, 1), Text()
+    torch.nn.init.constant_(model.weight, dist.get_rank() + 1.0)
+    text.text = f"of rank {dist.get_rank()}"
+    checkpointer = Checkpointer(folder, {"model": model, "text": text})
+    if dist.get_rank() == 1:
+        checkpointer._path_here = lambda path: Path("/nowhere", path.name)
+    checkpointer.save_checkpoint(name="a")
+    if converts:
+        checkpoints.convert_torch_save_hooks_to_once_per_node()
+    try:
+        checkpointer.recover_if_possible()
+        checkpointer.load_checkpoint(checkpointer.find_checkpoint())
+    except CheckpointError as error:
+        return str(error)
+    finally:
+        checkpoints._nodes_have_own_disks.clear()
+    return model.weight.tolist(), text.text
+
+
+def test_nodes_that_do_not_share_the_folder_get_its_files_from_rank_0(ranks, tmp_path):
+    assert ranks.run(resume_on_own_disks, tmp_path / "a", True) == [([[1.0, 1.0]], "CKPT+a/text.ckpt: of rank 0")] * 2
+
+
+def test_without_the_word_for_it_such_a_node_says_what_it_lacks(ranks, tmp_path):
+    _, lacking = ranks.run(resume_on_own_disks, tmp_path / "a", False)
+    assert lacking.startswith("cannot load /nowhere/CKPT+a/model.ckpt")
+
+
+class Stopping(Regression):
+    def on_fit_batch_end(self, batch, outputs, loss, should_step):
+        if self.stops and self.step == 3:
+            raise KeyboardInterrupt
+
+
+def train_on_own_disks(folder, stops):
+    checkpoints.convert_torch_save_hooks_to_once_per_node()
+    net, counter = linear(), EpochCounter(1)
+    checkpointer = Checkpointer(folder, {"net": net, "counter": counter})
+    if dist.get_rank() == 1:
+        checkpointer._path_here = lambda path: Path("/nowhere", path.name)
+    options = {**QUIET, "ckpt_interval_steps": 2}
+    brain = Stopping({"net": net}, sgd(momentum=0.9), None, options, checkpointer)
+    brain.stops = stops
+    try:
+        brain.fit(counter, points(20), train_loader_kwargs={"batch_size": 2, "shuffle": True})
+    except KeyboardInterrupt:
+        assert stops
+    finally:
+        checkpoints._nodes_have_own_disks.clear()
+    return brain.optimizer_step, weights(brain)["net.weight"].tolist()
+
+
+def test_a_run_goes_on_exactly_where_only_rank_0_s_node_has_the_folder(ranks, tmp_path):
+    whole = ranks.run(train_on_own_disks, tmp_path / "whole", False)
+    assert ranks.run(train_on_own_disks, tmp_path / "stopped", True)[0][0] == 3
+    assert ranks.run(train_on_own_disks, tmp_path / "stopped", False) == whole

@@ -19,12 +19,12 @@ class Predicting(Regression):
     def predict_batch(self, batch):
         time.sleep(0.01)
         if self.rank == 1 and self.step == 3:
-            self.interrupts.stop_signal = 15
+            self._interrupts.stop_signal = 15
         return super().predict_batch(batch)
 
-    def stop_in_evaluation(self, stopped):
+    def _stop_in_evaluation(self, stopped):
         self.stopped_at = self.step
-        super().stop_in_evaluation(stopped)
+        super()._stop_in_evaluation(stopped)
 
 
 def stop_predicting(size):

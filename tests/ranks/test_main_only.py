@@ -16,7 +16,7 @@ import torch.distributed as dist
 from ddpkit import distributed as ddp
 from ddpkit.errors import LaunchError, MainProcessError, RankFailedError
 from ddpkit.testing import RankPoolError
-from tests.launching import Run, python, start_by_hand, torchrun
+from tests.launching import PATIENCE, Run, python, start_by_hand, torchrun
 
 WORLD = 3
 
@@ -172,7 +172,7 @@ def test_d2_f2_an_error_reaches_every_rank_at_once(ranks):
     results = ranks.run(failing, world_size=WORLD)
     assert results[0][:2] == ("KeyError", "'the reason'")
     for kind, text, seconds in results:
-        assert seconds < 1.0
+        assert seconds < 1.0 * PATIENCE
         if kind != "KeyError":
             assert kind == "MainProcessError"
             assert text.startswith("rank 0 failed in the call at test_main_only.py:")
@@ -483,7 +483,7 @@ def long_work(seconds):
 def test_main_only_work_longer_than_the_timeout_of_the_group(ranks):
     for value, waited in ranks.run(long_work, 6.0, init=False):
         assert value == "done"
-        assert 6.0 <= waited < 8.0
+        assert 6.0 <= waited < 8.0 * PATIENCE
 
 
 def keys_after(calls):
@@ -627,8 +627,8 @@ finally:
 @pytest.mark.parametrize(
     ("leaves", "says"),
     [
-        ("sys.exit(0)", "waits at train.py:13 in <module> for rank 0, whose process has ended without making this"),
-        ("raise ValueError('the reason')", ") failed first: ValueError: the reason"),
+        ("sys.exit(0)", "waits at train.py:13 in <module> for rank 0, which has come to its end without making this"),
+        ("raise ValueError('the reason')", ") failed first, at train.py:9 in <module>: ValueError: the reason"),
         ("os._exit(1)", "disappeared: it was lost with the store on 127.0.0.1"),
     ],
     ids=["exit", "error", "killed"],
@@ -644,7 +644,7 @@ def test_a_main_that_goes_away_is_noticed(tmp_path, leaves, says):
     assert other.code == 1
     assert says in other.tail(3), other.err
     assert "RankFailedError" in other.tail(3)
-    assert float((tmp_path / "seconds").read_text()) < 2.0
+    assert float((tmp_path / "seconds").read_text()) < 2.0 * PATIENCE
     assert len(other.err.splitlines()) < 50
 
 
@@ -668,4 +668,4 @@ def _one_sided_first():
 
 def test_d1_a_one_sided_call_does_not_shift_the_calls_after_a_collective(ranks):
     """One line, first for the main process alone and then for all: the values must not lag behind."""
-    assert ranks.run(_one_sided_first, timeout=30) == [["epoch 2", "epoch 3"]] * 2
+    assert ranks.run(_one_sided_first) == [["epoch 2", "epoch 3"]] * 2

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launching import Run, python, wait_until
+from tests.launching import Run, python, soon, wait_until
 
 TRAIN = """
     import os, sys, time
@@ -93,7 +93,7 @@ def test_f1_an_exception_on_one_rank(tmp_path):
     last = run.err.splitlines()[-1]
     assert last.startswith("Rank 1 of 2 (process "), run.err
     assert last.endswith("ended with exit code 1: ValueError: boom. It was the first; the others were ended.")
-    assert run.err.count("ValueError: boom") == 2, "its own traceback, and the last line"
+    assert run.err.count("ValueError: boom") == 3, "its own traceback, where that was, and the last line"
 
 
 @pytest.mark.slow
@@ -115,7 +115,7 @@ def test_f1_a_rank_is_killed(tmp_path):
     began = time.monotonic()
     os.kill(int(facts(tmp_path, 2)[1][0]), signal.SIGKILL)
     run.wait(20)
-    assert time.monotonic() - began < 5
+    assert soon(began, 5)
     assert run.code == 137
     assert "was killed by SIGKILL" in run.tail(1)
 
@@ -127,7 +127,7 @@ def test_f2_the_parent_is_killed(tmp_path):
     began = time.monotonic()
     run.signal(signal.SIGKILL)
     run.wait(20)
-    assert time.monotonic() - began < 5
+    assert soon(began, 5)
 
 
 @pytest.mark.faults
@@ -175,7 +175,7 @@ def test_f10_ctrl_c_at_the_terminal(tmp_path):
     began = time.monotonic()
     os.killpg(parent, signal.SIGINT)
     run.wait(20)
-    assert time.monotonic() - began < 8
+    assert soon(began, 8)
     assert run.code in {1, 130}, run.err
     assert run.err.count("KeyboardInterrupt") <= 3, run.err
 
@@ -204,7 +204,7 @@ def test_a_rank_that_hangs_when_another_fails_is_ended_when_one_loses_patience(t
     began = time.monotonic()
     run.signal(signal.SIGINT)
     assert run.wait(20).code == 3
-    assert time.monotonic() - began < 10, "exactly: in tests/unit/test_supervision.py"
+    assert soon(began, 10), "exactly: in tests/unit/test_supervision.py"
 
 
 @pytest.mark.faults
@@ -226,7 +226,7 @@ def test_f1_a_save_that_takes_a_while_is_ended_when_another_rank_fails(tmp_path)
     began = time.monotonic()
     assert run.wait(30).code == 3, run.err
     assert (tmp_path / "saved").exists()
-    assert time.monotonic() - began < 16, "and no longer"
+    assert soon(began, 16), "and no longer"
 
 
 @pytest.mark.slow
@@ -237,7 +237,7 @@ def test_nproc_under_a_launcher_is_refused(tmp_path):
         "SLURM_GTIDS": "0,1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "1",
     }  # fmt: skip
     run = Run(python(script, *WORDS, "--nproc=2"), tmp_path, step).wait()
-    assert run.code == 1
+    assert run.code == 2
     assert "--nproc starts the processes itself, but slurm has started this one already, as rank 1 of 2" in run.err
     assert "SLURM_PROCID" in run.err
     step |= {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_GTIDS": "0"}
@@ -268,9 +268,8 @@ def test_a_port_that_is_taken(tmp_path):
     with socket.create_server(("", 0)) as stranger:
         port = str(stranger.getsockname()[1])
         run = Run(python(write(tmp_path), *WORDS, "--nproc=2"), tmp_path, {"MASTER_PORT": port}).wait()
-    assert run.code == 1
-    assert f"the store of the run cannot be kept at port {port} of MASTER_PORT" in run.err
-    assert "LaunchError" in run.err
+    assert run.code == 2
+    assert f"train.py: error: the store of the run cannot be kept at port {port} of MASTER_PORT" in run.err
 
 
 # ------------------------------------------------------------------------------------------------- spawn
@@ -379,7 +378,7 @@ def test_f1_spawn_ends_all_when_one_fails(tmp_path, notebook, function, words):
     assert ready(tmp_path, 2), run.err
     began = time.monotonic()
     run.wait(30)
-    assert time.monotonic() - began < 8
+    assert soon(began, 8)
     assert run.code == 1
     assert words in run.err, run.err
 
@@ -392,7 +391,7 @@ def test_f2_spawned_ranks_end_with_their_parent(tmp_path, notebook):
     began = time.monotonic()
     run.signal(signal.SIGKILL)
     run.wait(20)
-    assert time.monotonic() - began < 5
+    assert soon(began, 5)
 
 
 @pytest.mark.faults

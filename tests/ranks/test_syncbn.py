@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+from unittest import mock
 
 import pytest
 import torch
@@ -11,7 +13,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from ddpkit.errors import DataError, LaunchError
-from ddpkit.syncbn import SyncBatchNorm, convert_sync_batchnorm
+from ddpkit.process_group import _timeout_of
+from ddpkit.syncbn import SyncBatchNorm, convert_sync_batchnorm, left_out
+from tests.cuda_kernels import as_on_cuda
 
 CLOSE = {"rtol": 0.0, "atol": 1e-10}
 KINDS = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
@@ -97,6 +101,72 @@ def test_options(ranks, options):
     assert max(ranks.run(against_joined, (4, 1), (2,), options)) <= 1e-10
 
 
+def against_joined_as_on_cuda(*args):
+    with as_on_cuda():
+        return against_joined(*args)
+
+
+@pytest.mark.parametrize("options", [{}, {"momentum": None}, {"affine": False}], ids=str)
+@pytest.mark.parametrize("rows", [(4, 4), (7, 1), (0, 2)], ids=str)
+def test_with_the_kernels_for_cuda_it_is_the_same(ranks, rows, options):
+    assert max(ranks.run(against_joined_as_on_cuda, rows, (2,), options)) <= 1e-10
+
+
+@contextlib.contextmanager
+def messages():
+    """Note the dtype and the size of what this rank sends."""
+    sent = []
+
+    def noted(name, place):
+        real = getattr(dist, name)
+
+        def call(*args, **kwargs):
+            sent.append((name, str(args[place].dtype), args[place].numel()))
+            return real(*args, **kwargs)
+
+        return mock.patch.object(dist, name, call)
+
+    with noted("all_gather", 1), noted("all_reduce", 0):
+        yield sent
+
+
+def without_rows(dtype, on_cuda, repeats):
+    """Train a step in which rank 1 has no rows, or repeats some that count nothing; return what was sent, and errors.
+
+    Under autocast a convolution gives rows in half precision, the parameters and statistics are in float32.
+    """
+    with as_on_cuda() if on_cuda else contextlib.nullcontext(), messages() as sent:
+        torch.manual_seed(5)
+        rows = torch.randn(4, 3, 2).to(dtype)
+        joined, layer = nn.BatchNorm1d(3), convert_sync_batchnorm(nn.BatchNorm1d(3))
+        whole, has_none = rows.to(torch.float32, copy=True).requires_grad_(), dist.get_rank() == 1
+        mine = (rows if not has_none else rows[:2] if repeats else rows[:0]).clone().requires_grad_()
+        with left_out() if has_none and repeats else contextlib.nullcontext():
+            output = layer(mine)
+        (output.float() * (0.0 if has_none else 1.0)).square().sum().backward()
+        joined(whole).square().sum().backward()
+    assert output.dtype == mine.grad.dtype == dtype
+    assert output.shape == mine.shape
+    torch.testing.assert_close(layer.running_mean, joined.running_mean)
+    torch.testing.assert_close(layer.running_var, joined.running_var)
+    if not has_none:
+        torch.testing.assert_close(mine.grad.float(), whole.grad, rtol=2e-2, atol=2e-2)
+        torch.testing.assert_close(layer.weight.grad, joined.weight.grad, rtol=2e-2, atol=2e-2)
+    else:
+        assert not mine.grad.any()
+        assert not layer.weight.grad.any()
+    return sent
+
+
+@pytest.mark.parametrize("repeats", [True, False], ids=["a repeated batch", "no rows"])
+@pytest.mark.parametrize("on_cuda", [True, False], ids=["cuda", "cpu"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_b1_the_messages_of_all_ranks_are_alike_where_one_has_no_rows_in_half_precision(ranks, dtype, on_cuda, repeats):
+    first, second = ranks.run(without_rows, dtype, on_cuda, repeats)
+    assert first == second
+    assert [name for name, _, _ in first] == ["all_gather", "all_reduce"]
+
+
 def exact_where_the_mean_is_large():
     layer = SyncBatchNorm(1)
     generator = torch.Generator().manual_seed(3)
@@ -131,17 +201,19 @@ def test_half_precision_inputs_have_float32_statistics(ranks, dtype):
     assert ranks.run(half, dtype) == [(dtype, dtype, torch.float32)] * 2
 
 
-def too_small(rows):
-    layer = SyncBatchNorm(3)
-    try:
-        layer(torch.zeros(rows[dist.get_rank()], 3))
-    except DataError as error:
-        return str(error)
+def too_small(rows, on_cuda):
+    with as_on_cuda() if on_cuda else contextlib.nullcontext():
+        layer = convert_sync_batchnorm(nn.BatchNorm1d(3))
+        try:
+            layer(torch.zeros(rows[dist.get_rank()], 3))
+        except DataError as error:
+            return str(error)
     return "no error"
 
 
-def test_one_value_over_all_ranks_is_an_error_on_every_rank(ranks):
-    for rank, message in enumerate(ranks.run(too_small, (1, 0))):
+@pytest.mark.parametrize("on_cuda", [False, True], ids=["cpu", "cuda"])
+def test_one_value_over_all_ranks_is_an_error_on_every_rank(ranks, on_cuda):
+    for rank, message in enumerate(ranks.run(too_small, (1, 0), on_cuda)):
         assert f"Expected more than 1 value per channel when training, got input size [{1 - rank}, 3]" in message
         assert "1 value per channel over all 2 ranks" in message
 
@@ -262,7 +334,12 @@ def test_statistics_never_mix_with_gradients_when_the_graphs_differ(ranks):
     ranks.run(different_graphs)
 
 
-def groups():
+def groups(on_cuda):
+    with as_on_cuda() if on_cuda else contextlib.nullcontext():
+        return groups_of_layers()
+
+
+def groups_of_layers():
     first, second = (convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(2))) for _ in range(2))
     own = dist.new_group(backend="gloo")
     given = convert_sync_batchnorm(nn.BatchNorm1d(2), own)
@@ -277,8 +354,18 @@ def groups():
     )
 
 
-def test_one_group_of_its_own_for_all_models_unless_one_is_given(ranks):
-    assert ranks.run(groups) == [(True, True, True, True)] * 2
+@pytest.mark.parametrize("on_cuda", [False, True], ids=["cpu", "cuda"])
+def test_one_group_of_its_own_for_all_models_unless_one_is_given(ranks, on_cuda):
+    assert ranks.run(groups, on_cuda) == [(True, True, True, True)] * 2
+
+
+def limit_of_the_statistics():
+    group = convert_sync_batchnorm(nn.BatchNorm1d(2))._group.find()
+    return _timeout_of(group) == _timeout_of(dist.group.WORLD)
+
+
+def test_statistics_wait_for_a_rank_as_long_as_gradients_do(ranks):
+    assert ranks.run(limit_of_the_statistics) == [True, True]
 
 
 def subset():

@@ -493,7 +493,7 @@ SCRIPT = """
 def test_a_process_that_ends_finishes_its_save_and_one_that_is_killed_loses_that_alone(tmp_path, end, code, kept):
     script = textwrap.dedent(SCRIPT) + end + "\n"
     ended = subprocess.run(
-        [sys.executable, "-c", script, tmp_path / "save"], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", script, tmp_path / "save"], capture_output=True, text=True, timeout=500, check=False
     )
     assert ended.returncode == code, ended.stderr
     assert sorted(p.name for p in (tmp_path / "save").glob("CKPT*")) == kept

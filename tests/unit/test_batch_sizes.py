@@ -81,6 +81,16 @@ def test_what_is_said_where_less_is_known():
     assert said([1, 2], 2) == "2 processes x batches of changing size x accumulation 1; 2 steps per epoch"
 
 
+def test_what_keeps_the_training_of_one_process():
+    words = "64 samples; one process has 32: --global_batch_size=32 keeps the training the same"
+    loader = shard(range(100), Sharding(0, 2), batch_size=16)
+    for one in (loader, LoopedLoader(loader, 4)):
+        assert batch_sizes(one, 4, 2, 2).advice() == words
+    assert batch_sizes(shard(range(100), Sharding(), batch_size=16), 7, 2, 1).advice() == ""
+    dealt = shard(range(10), Sharding(0, 2), batch_sampler=BatchSampler(SequentialSampler(range(10)), 3, False))
+    assert batch_sizes(dealt, 2, 1, 2).advice() == "", "there global_batch_size is refused"
+
+
 def test_a_stream_that_is_divided_unevenly_is_described_alike_on_every_rank():
     """Learning rates are scaled by this number: it must not be the rank's own."""
 

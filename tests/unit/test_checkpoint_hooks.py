@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import functools
+import sys
+import types
 import warnings
 from pathlib import Path
 
@@ -8,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from ddpkit import checkpoints
 from ddpkit.checkpoint_hooks import (
     DEFAULT_LOAD_HOOKS,
     DEFAULT_SAVE_HOOKS,
@@ -15,6 +19,8 @@ from ddpkit.checkpoint_hooks import (
     find_load_hook,
     find_save_hook,
     find_transfer_hook,
+    get_default_hook,
+    map_old_state_dict_weights,
     mark_as_loader,
     mark_as_saver,
     mark_as_transfer,
@@ -26,6 +32,7 @@ from ddpkit.checkpoint_hooks import (
     torch_save,
 )
 from ddpkit.errors import CheckpointError, ConfigError
+from tests.speechbrain_marks import CHECKPOINTS, Normalization, Scheduler, mark
 
 
 @pytest.fixture(autouse=True)
@@ -75,6 +82,53 @@ def test_marked_methods_become_the_hooks_of_the_class(tmp_path, options):
     find_transfer_hook(loaded)(loaded, path)
     assert loaded.count == -3
     assert saves_on_every_rank(find_save_hook(loaded)) == (options.get("save_on_main_only") is False)
+
+
+def test_the_nearest_class_with_a_hook_or_speechbrain_s_mark_decides(tmp_path):
+    class Sub(Normalization):
+        def _save(self, path):  # not marked: the base's mark names it
+            path.write_text(f"sub {self.count}")
+
+    class State(Scheduler):
+        def state_dict(self):
+            raise AssertionError
+
+        load_state_dict = state_dict
+
+    @register_checkpoint_hooks
+    class Own(Normalization):
+        @mark_as_saver
+        def own(self, path):
+            path.write_text("own")
+
+    class Below(Own):
+        @mark("saver")
+        def below(self, path):
+            path.write_text("below")
+
+    path = tmp_path / "a.ckpt"
+    for one, text in ((Sub(), "sub 0"), (State(2), "2"), (Own(), "own"), (Below(), "below")):
+        find_save_hook(one)(one, path)
+        assert path.read_text() == text
+    assert find_save_hook(nn.Linear(1, 1)) is torch_save
+    DEFAULT_SAVE_HOOKS[Sub] = torch_save
+    assert find_save_hook(Sub()) is torch_save
+
+
+def test_speechbrain_s_mark_for_a_transfer_counts(tmp_path):
+    torch.save({"count": 7}, tmp_path / "a.ckpt")
+    norm = Normalization()
+    find_transfer_hook(norm)(norm, tmp_path / "a.ckpt")
+    assert norm.count == 7
+
+
+@pytest.mark.parametrize("every_rank", [False, True])
+def test_a_saver_that_speechbrain_runs_on_every_rank_is_run_on_every_rank(monkeypatch, every_rank):
+    method = vars(Scheduler)["save"]
+    library = types.ModuleType(CHECKPOINTS)
+    library.DEFAULT_SAVE_HOOKS = {Scheduler: method if every_rank else functools.partial(method)}
+    monkeypatch.setitem(sys.modules, CHECKPOINTS, library)
+    assert saves_on_every_rank(find_save_hook(Scheduler())) is every_rank
 
 
 def test_the_decorator_works_plain_and_as_a_call():
@@ -486,3 +540,37 @@ def test_types_that_the_user_allows_are_loaded(tmp_path):
     allowed = [np._core.multiarray.scalar, np.dtype, np.dtypes.Float64DType]
     with torch.serialization.safe_globals(allowed):
         assert safe_load(path) == {"path": 3.0}
+
+
+# ------------------------------------------------------------------------------------------------ SpeechBrain's names
+
+
+def test_the_default_hook_is_that_of_the_nearest_class():
+    assert get_default_hook(nn.Linear(1, 1), DEFAULT_SAVE_HOOKS) is torch_save
+    assert get_default_hook(nn.Linear(1, 1), {nn.Module: 1, nn.Linear: 2}) == 2
+    assert get_default_hook(nn.Linear(1, 1), {}) is None
+    assert get_default_hook(object(), DEFAULT_LOAD_HOOKS) is None
+    assert get_default_hook(Normalization(), DEFAULT_LOAD_HOOKS).name == "_load"
+    assert get_default_hook(Normalization(), {nn.Module: torch_save}) is torch_save
+
+
+def test_names_of_an_old_state_dict_are_replaced_wherever_the_text_stands():
+    old = {"a.atn.0.weight": torch.ones(1), "b.weight": torch.zeros(1), "matnx.atn.bias": torch.ones(2)}
+    expected = dict(zip(("a.head.0.weight", "b.weight", "matnx.head.bias"), old.values(), strict=True))
+    found = map_old_state_dict_weights(old, {".atn": ".attn", ".attn": ".head"})
+    assert found is old
+    assert list(found) == list(expected)
+    assert all(found[name] is value for name, value in expected.items())
+
+
+def test_two_entries_of_an_old_state_dict_do_not_become_one():
+    old = {"a.old": torch.ones(1), "a.new": torch.zeros(1)}
+    with pytest.raises(CheckpointError, match="'a.old' and 'a.new' of a state_dict would both be named 'a.new'"):
+        map_old_state_dict_weights(old, {"old": "new"})
+    assert list(old) == ["a.old", "a.new"]
+
+
+def test_the_names_of_files_are_those_of_a_checkpoint(tmp_path):
+    saved = checkpoints.Checkpointer(tmp_path, {"net": nn.Linear(1, 1)}).save_checkpoint()
+    assert (saved.path / checkpoints.METAFNAME).is_file()
+    assert saved.paramfiles["net"].name == f"net{checkpoints.PARAMFILE_EXT}"

@@ -157,8 +157,8 @@ def test_a_folder_that_vanished_is_named(checkpointer):
 
 
 def test_an_object_that_nothing_can_save_is_named_before_anything_is_written(checkpointer):
-    checkpointer.add_recoverable("thing", object())
-    with pytest.raises(RuntimeError, match="recoverable 'thing', a object, can be neither saved nor loaded"):
+    checkpointer.recoverables["thing"] = object()
+    with pytest.raises(RuntimeError, match="recoverable 'thing', of type object, cannot be saved"):
         checkpointer.save_checkpoint()
     assert names(checkpointer) == []
 

@@ -11,7 +11,7 @@ import tempfile
 import pytest
 
 from ddpkit.cli import main, slurm
-from ddpkit.cli.slurm import Plan, batch_script, run, seconds_of
+from ddpkit.cli.slurm import run, seconds_of
 from ddpkit.errors import ConfigError
 
 USUAL = ("train.py", "hparams.yaml", "--nodes=2", "--gpus-per-node=4", "--time=20:00:00")
@@ -146,7 +146,7 @@ def test_every_option_is_in_the_script(write):
     assert (found["job-name"], found["signal"], found["constraint"]) == ("big-1", "B:USR1@120", "a100")
     assert (found["mem"], found["no-requeue"]) == ("0", "")
     assert "requeue" not in found
-    assert "scontrol requeue" not in text
+    assert "\nrequeues=0 " in text
     assert text.index("module load cuda\nulimit -n 65536\n") < text.index("srun ")
     assert "--shutdown-timeout=90" in text
 
@@ -207,8 +207,8 @@ def test_the_signal_comes_early_enough(write, time, notice):
         ("--account=$(id)", "--account="),
         ("--job-name=my job", "--job-name="),
         ("--job-name=-x", "--job-name="),
-        ("--sbatch=constraint=a100", "is no option of sbatch"),
-        ("--sbatch=--mem=0\nid", "is no option of sbatch"),
+        ("--sbatch=constraint=a100", "is not an option of sbatch"),
+        ("--sbatch=--mem=0\nid", "is not an option of sbatch"),
         ("--sbatch=--time=1", "sets --time itself"),
         ("--sbatch=--signal=TERM@1", "sets --signal itself"),
         ("--setup=a\nb", "cannot be printed"),
@@ -266,10 +266,9 @@ def test_a_file_is_not_replaced_unless_asked_to(recipe, capsys):
     assert "--job-name=other" in (recipe / "job.sbatch").read_text()
 
 
-def test_ports_differ_between_jobs_and_attempts():
+def test_ports_differ_between_jobs_and_attempts(write):
     """By the very lines of the script, with a head on which nobody listens."""
-    plan = Plan("train.py", (), nodes=1, processes=1, gpus=1, time="90", notice=300)
-    [lines] = re.findall(r"^(port=(?:.|\n)*?done)$", batch_script(plan), re.MULTILINE)
+    [lines] = re.findall(r"^(port=(?:.|\n)*?done)$", write(*USUAL), re.MULTILINE)
 
     def port(job, restart):
         text = f"head=127.0.0.1; SLURM_JOB_ID={job}; restart={restart}\n{lines}\necho $port"
@@ -280,11 +279,10 @@ def test_ports_differ_between_jobs_and_attempts():
     assert all(20000 <= one < 30000 for one in ports)
 
 
-def test_a_port_that_is_taken_is_passed_over():
+def test_a_port_that_is_taken_is_passed_over(write):
     import socket
 
-    plan = Plan("train.py", (), nodes=1, processes=1, gpus=1, time="90", notice=300)
-    [loop] = re.findall(r"^(while \(: (?:.|\n)*?done)$", batch_script(plan), re.MULTILINE)
+    [loop] = re.findall(r"^(while \(: (?:.|\n)*?done)$", write(*USUAL), re.MULTILINE)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -297,6 +295,7 @@ def waiting(text, training, counted=0):
 
     So often Slurm says, after srun has ended, that it counts tasks of the step.
     """
+    [requeues] = re.findall(r"^requeues=.", text, re.MULTILINE)
     traps, rest = text[text.index("asked_to_stop=0") : text.index("# One task")], text[text.index("training=$!") :]
     stand_ins = f"""
         scancel() {{ echo "scancel $*"; kill -USR1 "$training"; }}
@@ -309,7 +308,7 @@ def waiting(text, training, counted=0):
     """
     with tempfile.NamedTemporaryFile() as asked:
         done = subprocess.run(
-            ["bash", "-c", f"{stand_ins}{traps}{training} &\n{rest}"],
+            ["bash", "-c", f"{requeues}\n{stand_ins}{traps}{training} &\n{rest}"],
             env={**os.environ, "SLURM_JOB_ID": "77", "asked": asked.name},
             capture_output=True,
             text=True,

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 import logging
 import os
 
@@ -11,7 +10,7 @@ from hyperpyyaml import load_hyperpyyaml
 import ddpkit
 from ddpkit import device, run_opts
 from ddpkit.command_line import help_parser, override_line
-from ddpkit.errors import ConfigError, DdpkitError, LaunchError, MissingFileError
+from ddpkit.errors import ConfigError, LaunchError, MissingFileError
 from ddpkit.options import OPTIONS
 from ddpkit.run_opts import RunOptions, parse_arguments
 
@@ -385,17 +384,6 @@ def test_data_parallel_in_the_yaml_under_a_launcher(launched, tmp_path):
         parse("h.yaml")
     with pytest.raises(ConfigError, match="under a launcher"):
         RunOptions().resolved({"data_parallel_backend": True})
-
-
-def test_an_error_is_recorded_for_torchrun(tmp_path, monkeypatch):
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
-    with pytest.raises(ConfigError):
-        parse("h.yaml", "--precision=fp8")
-    record = json.loads((tmp_path / "error.json").read_text())
-    assert "precision='fp8'" in json.dumps(record)
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "no" / "folder" / "error.json"))
-    with pytest.raises(DdpkitError):
-        parse("h.yaml", "--precision=fp8")
 
 
 # ----------------------------------------------------------------------------------- help and version

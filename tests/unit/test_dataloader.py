@@ -35,6 +35,7 @@ from ddpkit.dataloader import (
 )
 from ddpkit.errors import ConfigError, DataError
 from ddpkit.sampler import DealtBatchSampler, PlannedBatchSampler
+from ddpkit.sharded_loader import deal_batches
 from ddpkit.streams import guess_batch_size
 from tests.unit.test_streams import Stream
 
@@ -282,7 +283,7 @@ def test_resharding_keeps_the_other_settings():
         num_workers=2,
         prefetch_factor=3,
         persistent_workers=True,
-        timeout=20,
+        timeout=500,
         worker_init_fn=print,
         multiprocessing_context=context,
     )
@@ -344,6 +345,27 @@ def test_workers_get_a_seed_per_epoch(monkeypatch):
         loader.set_epoch(epoch)
         seeds.append(plain(loader)[0][0])
     assert seeds[0] == seeds[2] != seeds[1]
+
+
+class Noise(torch.utils.data.IterableDataset):
+    """Divides itself, and draws numbers as it is read."""
+
+    is_sharded = True
+
+    def __iter__(self):
+        return (torch.rand(1).item() for _ in range(3))
+
+
+@pytest.mark.parametrize("kind", ["stream", "stream with a worker", "loader"])
+def test_ranks_of_data_that_divides_itself_draw_numbers_of_their_own(kind):
+    def drawn(rank):
+        sharding = Sharding(rank=rank, world_size=2)
+        if kind == "loader":
+            return list(deal_batches(Noise(), sharding))
+        return plain(shard(Noise(), sharding, num_workers=int(kind != "stream")))
+
+    assert drawn(0) == drawn(0)
+    assert not {str(one) for one in drawn(0)} & {str(one) for one in drawn(1)}
 
 
 def test_a_generator_of_the_user_stays():

@@ -213,7 +213,7 @@ def test_a_poster_that_has_left(boxes):
     post(main, Outcome(ok=True, value="before it left"))
     LastWords(main.store, 0, 2).say_goodbye()
     assert read(other).value == "before it left"
-    with pytest.raises(RankFailedError, match=r"rank 1 waits at train.py:12 in prepare for rank 0, whose process has"):
+    with pytest.raises(RankFailedError, match=r"rank 1 waits at train.py:12 in prepare for rank 0, which has come"):
         read(other)
 
 

@@ -32,7 +32,7 @@ class Line(Hooks):
         self.checkpointer = None
         self.opt_class = lambda those: torch.optim.SGD(those, lr=0.1)
         self.optimizers_dict = None
-        self.strategy = SingleDevice()
+        self._strategy = SingleDevice()
         self.progress = Progress(epoch=1, step=1)
         self.scaler = scaler or torch.amp.GradScaler("cpu", enabled=False)
         self.training_ctx = self.evaluation_ctx = contextlib.nullcontext()
@@ -343,10 +343,10 @@ def test_frozen_optimizers_do_not_step_and_what_a_window_gave_them_ends_with_it(
     brain.optimizers_dict["other"] = torch.optim.SGD([other], lr=1.0)
     other.grad = torch.ones(1)
     brain.fit_batch(ONE)
-    assert brain.freezes
-    assert not line().freezes
+    assert brain._freezes
+    assert not line()._freezes
     assert other.grad is not None, "another step of the same batch may be to come"
-    brain.drop_frozen_gradients()
+    brain._drop_frozen_gradients()
     assert other.item() == 1.0
     assert other.grad is None
     assert brain.weight == pytest.approx(1.8)
@@ -398,10 +398,10 @@ def test_an_epochs_short_last_window_is_stepped(batches, updates):
         if step % 2 == 0 or step == batches:
             weight -= 0.1 * weight
             expected.append(weight)
-    brain.flush_window()
+    brain._flush_window()
     assert brain.optimizer_step == updates == len(expected)
     assert brain.weight == pytest.approx(weight), "with the divisor of the short window"
-    brain.flush_window()
+    brain._flush_window()
     assert brain.optimizer_step == updates, "once"
 
 
@@ -410,7 +410,7 @@ def test_nothing_is_flushed_without_gradients():
     brain.init_optimizers()
     with brain.no_sync():
         pass
-    brain.flush_window()
+    brain._flush_window()
     assert brain.optimizer_step == 0
     assert brain.progress.window.pending(1) == 0
 
@@ -443,3 +443,84 @@ def test_counters_are_the_progress():
     brain.step, brain.optimizer_step, brain.nonfinite_count = 3, 4, 5
     assert (brain.progress.step, brain.progress.optimizer_step, brain.progress.nonfinite) == (3, 4, 5)
     assert Hooks.step.__doc__
+
+
+class Named(Line):
+    """Uses the two public names; ``losses`` are what it passes to backward, in order."""
+
+    losses = ()
+
+    def fit_batch(self, batch):
+        rows = self.modules.net(batch)
+        for place, make in enumerate(self.losses):
+            self.backward(make(rows), retain_graph=place + 1 < len(self.losses))
+        if self.should_step:
+            self.optimizers_step()
+
+
+def named(*losses, **given):
+    made = Named(**given)
+    made.init_optimizers()
+    made.losses = losses
+    return made
+
+
+def mean(rows):
+    return (rows**2).mean() / 2
+
+
+def with_count(rows):
+    return (rows**2).sum() / 2 * 3.0, 3
+
+
+def test_gradients_of_several_losses_add_up():
+    brain = named(mean, lambda rows: rows.sum())
+    brain.fit_batch(ONE)
+    assert brain.weight == pytest.approx(2.0 - 0.1 * 3.0)
+
+
+def test_two_sums_before_one_step_are_refused():
+    brain = named(with_count, with_count)
+    with pytest.raises(BatchError, match=r"^Named\.fit_batch passed two \(loss_sum, count\) to backward\(\)"):
+        brain.fit_batch(ONE)
+
+
+@pytest.mark.parametrize("losses", [(mean, with_count), (with_count, mean)])
+def test_means_and_sums_do_not_mix_in_an_own_fit_batch(losses):
+    with pytest.raises(BatchError, match="for some micro-batches of an optimizer step and"):
+        named(*losses).fit_batch(ONE)
+
+
+def test_sums_that_nothing_divides_are_told():
+    brain = named(with_count)
+    brain.optimizers_step = brain.optimizer.step
+    window = brain.progress.window
+    window.begin()
+    brain.fit_batch(ONE)
+    window.begin()
+    brain.step = 2
+    with pytest.raises(BatchError, match=r"let the window end without optimizers_step\(\)"):
+        brain.fit_batch(ONE)
+
+
+def test_sums_may_be_stepped_before_the_window_closes():
+    brain = named(with_count)
+    brain.progress.window.closes = False
+    brain.fit_batch(ONE)
+    brain.optimizers_step()
+    assert brain.weight == pytest.approx(1.8)
+
+
+def test_gradients_wait_until_the_recipe_is_told_that_the_window_closes():
+    brain = Named(grad_accumulation_factor=2)
+    brain.init_optimizers()
+    brain.losses = (mean,)
+    window = brain.progress.window
+    window.begin()
+    for step, closes in enumerate([False, True], 1):
+        brain.step, window.closes, window.scale = step, closes, 0.5
+        rows = brain.modules.net(ONE)
+        brain.backward(mean(rows))
+        assert window.pending(step) == step
+    assert brain.should_step
+    assert window.pending(2) == 0, "it makes the step itself"

@@ -15,6 +15,7 @@ import pytest
 
 from ddpkit.errors import ConfigError, RunStopped
 from ddpkit.interrupts import REPEAT_SECONDS, Interrupts, _Heard, asked_twice, signal_named
+from tests.launching import soon
 
 
 @contextlib.contextmanager
@@ -159,7 +160,7 @@ except KeyboardInterrupt:
     sys.exit(1)
 print("not here", flush=True)
 """
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=500, check=False)
     assert (run.returncode, run.stdout) == (code, "the last step\n"), run.stderr
 
 
@@ -176,7 +177,7 @@ finally:
     signal.raise_signal(signal.SIGTERM)
     print("still here", flush=True)
 """
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=500, check=False)
     assert (run.returncode, run.stdout) == (143, "still here\n"), run.stderr
 
 
@@ -204,7 +205,7 @@ def test_the_second_signal_ends_the_process_at_once_but_not_its_echo(number):
         run.send_signal(number)
         began = time.monotonic()
         assert run.wait(20) == -number
-        assert time.monotonic() - began < 2
+        assert soon(began, 2)
     finally:
         run.kill()
         run.communicate()
@@ -238,7 +239,7 @@ with Interrupts().heard():
 def test_the_second_signal_is_not_lost_that_came_while_the_main_thread_was_busy_in_c(number):
     """Python tells a main thread of two signals as of one, and the watch may not have looked since."""
     script = DEAF % number.name
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=500, check=False)
     assert run.returncode == -number, run.stderr
     assert "ValueError" not in run.stderr
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import time
@@ -9,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from ddpkit.liveness import end_when_deserted, has_ended, state_and_start
+from ddpkit.liveness import LATER_SECONDS, end_when_deserted, has_ended, state_and_start
+from tests.launching import soon
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="there is no /proc to look at")
 
@@ -37,7 +39,8 @@ def test_a_process_with_no_children_is_killed_after_a_while(start):
     process, began = start("sleep", "60"), time.monotonic()
     assert end_when_deserted(process.pid, born(process), 0.3)
     assert process.wait(5) == -9
-    assert 0.3 < time.monotonic() - began < 5
+    assert time.monotonic() - began > 0.3
+    assert soon(began, 5)
 
 
 def test_a_process_is_left_alone_as_long_as_it_has_a_child(start):
@@ -99,3 +102,60 @@ def test_a_zombie_has_ended(start):
     process = start("true")
     time.sleep(0.3)
     assert has_ended(process.pid, born(process)), "nobody has asked for its exit code yet"
+
+
+SILENT = """
+import ctypes, sys, time
+from ddpkit.liveness import Guard
+
+def hold_the_lock():
+    while True:
+        ctypes.PyDLL(None).sleep(1000)  # a signal ends a sleep
+
+guard = Guard("rank 3 (here)")
+for number in range(20):
+    guard.hear(float(sys.argv[1]))
+    time.sleep(0.05)
+print("silent", flush=True)
+if sys.argv[2] == "lock":
+    hold_the_lock()
+sys.stdin.read()
+"""
+
+
+def guards_of(process):
+    wanted = f"end_when_silent({process.pid}, "
+    return [path for path in Path("/proc").glob("[0-9]*/cmdline") if wanted in _text(path)]
+
+
+def wait_for(condition, seconds=10.0):
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.05)
+    return condition()
+
+
+def test_a_process_that_keeps_the_interpreter_lock_is_ended_by_its_guard(tmp_path):
+    with (tmp_path / "stderr").open("wb") as file:
+        process = subprocess.Popen([sys.executable, "-c", SILENT, "2", "lock"], stdout=subprocess.PIPE, stderr=file)
+    assert process.stdout.readline() == b"silent\n"
+    assert process.wait(20) == -9
+    process.stdout.close()
+    text = (tmp_path / "stderr").read_text()
+    assert "in hold_the_lock" in text.partition("rank 3 (here): where all threads are:")[2]
+    assert "rank 3 (here) has shown no sign of life for " in text.splitlines()[-1]
+    assert wait_for(lambda: not guards_of(process))
+
+
+def test_a_guard_lets_a_stopped_process_be_and_one_that_has_no_limit(start):
+    stopped, free = start(sys.executable, "-c", SILENT, "2", "wait"), start(sys.executable, "-c", SILENT, "0", "wait")
+    for process in (stopped, free):
+        assert process.stdout.readline() == "silent\n"
+    stopped.send_signal(signal.SIGSTOP)
+    time.sleep(LATER_SECONDS + 4)
+    assert (stopped.poll(), free.poll()) == (None, None)
+    assert state_and_start(stopped.pid)[0] == "T"
+    stopped.send_signal(signal.SIGCONT)
+    assert stopped.wait(20) == -9, "it goes on, and tells nothing"
+    free.kill()
+    assert wait_for(lambda: not guards_of(free))

@@ -95,7 +95,7 @@ def test_the_caller_s_extra_is_kept(caplog):
 
 
 def test_console_and_file(tmp_path, capsys):
-    setup_logging(tmp_path / "log.txt")
+    setup_logging(log_file=tmp_path / "log.txt")
     log.debug("detail")
     log.info("news")
     log.warning("odd")
@@ -113,8 +113,8 @@ def test_a_second_set_up_replaces_the_first_and_leaves_others_handlers(tmp_path,
     mine = logging.StreamHandler(io.StringIO())
     logging.getLogger().addHandler(mine)
     try:
-        setup_logging(tmp_path / "a.txt")
-        setup_logging(tmp_path / "b.txt")
+        setup_logging(log_file=tmp_path / "a.txt")
+        setup_logging(log_file=tmp_path / "b.txt")
         log.info("once")
         assert capsys.readouterr().err == "once\n"
         assert (tmp_path / "a.txt").read_text() == ""
@@ -126,7 +126,7 @@ def test_a_second_set_up_replaces_the_first_and_leaves_others_handlers(tmp_path,
 def test_closing_puts_levels_back(tmp_path):
     names = ("", "ddpkit", "__main__")
     before = [logging.getLogger(name).level for name in names]
-    setup_logging(tmp_path / "log.txt", level="ERROR")
+    setup_logging(log_file=tmp_path / "log.txt", level="ERROR")
     setup_logging(level="DEBUG")
     close_logging()
     assert [logging.getLogger(name).level for name in names] == before
@@ -149,7 +149,7 @@ def test_an_unknown_level_is_an_error(monkeypatch):
 
 def test_other_ranks_show_warnings_of_libraries_and_what_is_meant_for_all(tmp_path, capsys, as_rank):
     as_rank(1)
-    setup_logging(tmp_path / "log.txt")
+    setup_logging(log_file=tmp_path / "log.txt")
     library = logging.getLogger("other.library")
     library.info("not shown")
     library.warning("library's warning")
@@ -166,14 +166,14 @@ def test_other_ranks_show_warnings_of_libraries_and_what_is_meant_for_all(tmp_pa
 
 def test_another_rank_whose_folder_is_not_there_logs_to_the_console(tmp_path, capsys, as_rank):
     as_rank(1)
-    setup_logging(tmp_path / "elsewhere" / "log.txt")
+    setup_logging(log_file=tmp_path / "elsewhere" / "log.txt")
     log.error("error")
     assert capsys.readouterr().err == "ERROR: [rank: 1] error\n"
 
 
 def test_a_log_file_that_cannot_be_opened(tmp_path):
     with pytest.raises(ConfigError, match="log_file='.*log.txt' cannot be opened for writing: No such file"):
-        setup_logging(tmp_path / "elsewhere" / "log.txt")
+        setup_logging(log_file=tmp_path / "elsewhere" / "log.txt")
 
 
 # ------------------------------------------------------------------------------------- own configuration
@@ -206,9 +206,9 @@ def test_a_configuration_file(tmp_path, capsys, way):
     path.write_text(CONFIG)
     file = tmp_path / "log.txt"
     if way == "keyword":
-        setup_logging(file, config_path=path)
+        setup_logging(config_path=path, log_file=file)
     elif way == "first argument":
-        setup_logging(path, overrides={"handlers": {"file_handler": {"filename": str(file)}}})
+        setup_logging(path, {"handlers": {"file_handler": {"filename": str(file)}}}, logging.INFO)
     else:
         setup_logging(
             config_path=path, overrides={"handlers": {"file_handler": {"filename": str(file), "delay": True}}}
@@ -237,6 +237,8 @@ def test_a_bad_configuration_file(tmp_path, text, reason):
 def test_a_missing_configuration_file(tmp_path):
     with pytest.raises(MissingFileError, match="there is no such file"):
         setup_logging(config_path=tmp_path / "log-config.yaml")
+    with pytest.raises(ConfigError, match="cannot be read: Is a directory"):
+        setup_logging(config_path=tmp_path)
 
 
 # ------------------------------------------------------------------------------------------- progress bars

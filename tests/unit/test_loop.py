@@ -206,7 +206,7 @@ def one(number, batch):
 def run(host, feed, stop_at=math.inf, beat=None, **options):
     beat = beat or Beats()
     reports = []
-    train_epoch(host, feed, beat, reports.append, stop_at, **options)
+    train_epoch(host, feed, beat, lambda report, _: reports.append(report), stop_at, **options)
     return beat, reports
 
 

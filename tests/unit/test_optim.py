@@ -72,7 +72,8 @@ def test_clipping_is_that_of_torch_bit_for_bit(seed, max_norm, size, dtype, grou
     recorders = [Recorder([{"params": mine[:1]}, {"params": mine[1:3]}])] if groups > 1 else [Recorder(mine[:3])]
     recorders.append(Recorder(mine[3:]))
     result = take_step(recorders, max_norm)
-    assert result == StepResult(stepped=True, norm=expected_norm.item())
+    norm = expected_norm.item()
+    assert result == StepResult(stepped=True, norm=norm, clipped=norm > max_norm)
     given_gradients = [gradient for recorder in recorders for gradient in recorder.given[0]]
     for gradient, other in zip(given_gradients, theirs, strict=True):
         assert torch.equal(gradient, other.grad)
@@ -95,7 +96,8 @@ def test_no_clipping(max_norm):
     mine = parameters(1)
     before = [one.grad.clone() for one in mine]
     recorder = Recorder(mine)
-    assert take_step([recorder], max_norm).stepped
+    result = take_step([recorder], max_norm)
+    assert (result.stepped, result.clipped) == (True, False)
     assert all(torch.equal(one, other) for one, other in zip(recorder.given[0], before, strict=True))
 
 
@@ -322,3 +324,17 @@ def test_an_opt_class_that_cannot_be_called_is_named_with_what_it_was_given():
     opt_class = functools.partial(torch.optim.SGD, lr="fast")
     with pytest.raises(ConfigError, match=r"opt_class with lr='fast' makes no optimizer: TypeError"):
         make_optimizer(opt_class, nn.Linear(1, 1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16], ids=str)
+def test_minor_1_the_count_multiplies_gradients_in_their_own_dtype_which_is_one_kernel_on_a_gpu(monkeypatch, dtype):
+    """``_foreach_mul_`` falls back to a kernel per parameter where the factor is of another dtype."""
+    factors = []
+    real = torch._foreach_mul_
+    monkeypatch.setattr(torch, "_foreach_mul_", lambda ones, factor: factors.append(factor.dtype) or real(ones, factor))
+    weight = torch.nn.Parameter(torch.ones(3, dtype=dtype))
+    for max_norm in (None, 0.01):
+        weight.grad = torch.full((3,), 8.0, dtype=dtype)
+        take_step([torch.optim.SGD([weight], lr=0.0)], max_norm, multiplier=torch.tensor(0.25, dtype=torch.float64))
+    own = torch.float64 if dtype is torch.float16 else dtype  # a small factor would be nothing in half precision
+    assert factors == [own, own]

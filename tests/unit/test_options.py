@@ -1,6 +1,9 @@
 from __future__ import annotations
 
-from ddpkit.options import OPTION_BY_NAME, OPTIONS, PARSER_ONLY, OptionTypes, options_markdown
+import pytest
+
+from ddpkit.errors import ConfigError
+from ddpkit.options import ON_COMMAND_LINE, OPTION_BY_NAME, OPTIONS, PARSER_ONLY, OptionTypes, options_markdown
 from ddpkit.run_opts import OptionAttributes, RunOptions
 
 
@@ -38,6 +41,7 @@ def test_the_table_is_whole():
         "ckpt_interval_steps",
         "grad_accumulation_factor",
         "optimizer_step_limit",
+        "scheduler_every",
         "tqdm_colored_bar",
         "tqdm_barcolor",
         "remove_vector_weight_decay",
@@ -78,3 +82,11 @@ def test_the_documentation_has_every_option():
     text = options_markdown()
     for option in OPTIONS:
         assert (f"`--{option.name}" in text) == bool(option.group)
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"), [("bfloat16", "bf16"), ("float16", "fp16"), ("BF16-mixed", "bf16"), ("half", "fp32")]
+)
+def test_a_precision_by_another_name_is_recognised(given, meant):
+    with pytest.raises(ConfigError, match=f"precision='{given}' .* Give --precision={meant} "):
+        OPTION_BY_NAME["precision"].coerce(given, ON_COMMAND_LINE)

@@ -487,7 +487,7 @@ def test_an_old_fit_batch_counts_small_batches_as_much_as_large_ones(factor):
     assert rehearse(OldFitBatch, samples=40, grad_accumulation_factor=factor).holds, "all batches are full"
     report = rehearse(OldFitBatch, samples=37 if factor == 1 else 53, grad_accumulation_factor=factor)
     assert report.kinds == ("fit_batch",), report
-    assert "self.progress.window.scale" in report.causes[0].words
+    assert "Call self.backward(loss)" in report.causes[0].words
 
 
 @pytest.mark.parametrize(
@@ -699,3 +699,75 @@ def test_a_comparison_is_relative_to_the_gradient_of_the_parameter_with_a_floor(
     assert not Comparison().add_all([{"a": large}], [{"a": large}, {"a": large}])
     assert Comparison(torch.bfloat16).add({"a": large}, {"a": 1.03 * large})
     assert not Comparison().add({"a": large}, {"a": 1.03 * large})
+
+
+# ------------------------------------------------------------------------------------------- accumulation
+
+
+def accumulating(weigh, *, closes, back=False):
+    """Make a recipe whose fit_batch weighs its losses in some way, and steps where ``closes`` says so."""
+
+    class Own(Regression):
+        def fit_batch(self, batch):
+            with self.no_sync(not closes(self)):
+                loss = self.compute_objectives(self.compute_forward(batch, Stage.TRAIN), batch, Stage.TRAIN)
+                self.backward(weigh(self, loss)) if back else weigh(self, loss).backward()
+            if closes(self):
+                self.optimizers_step()
+            return loss.detach()
+
+    return Own
+
+
+def by_modulo(brain):
+    return brain.step % brain.grad_accumulation_factor == 0
+
+
+def by_name(brain):
+    return brain.should_step
+
+
+def by_factor(brain, loss):
+    return loss / brain.grad_accumulation_factor
+
+
+def by_scale(brain, loss):
+    return loss * brain.progress.window.scale
+
+
+def by_length(brain, loss):
+    """32 samples on two ranks of four each, in windows of 3: 3 micro-batches, and then one."""
+    return loss / (1 if brain.step == 4 else brain.grad_accumulation_factor)
+
+
+def as_it_is(brain, loss):
+    return loss
+
+
+RIGHT = [(by_factor, by_modulo, False), (by_scale, by_modulo, False), (by_scale, by_name, False)]
+RIGHT += [(as_it_is, by_name, True), (as_it_is, by_modulo, True), (by_length, by_name, False)]
+
+
+@pytest.mark.parametrize(("weigh", "closes", "back"), RIGHT)
+def test_a_fit_batch_that_weighs_its_windows_once_holds(weigh, closes, back):
+    report = rehearse(accumulating(weigh, closes=closes, back=back), samples=32, grad_accumulation_factor=3)
+    assert report.holds, report
+    assert report.kinds == ()
+
+
+@pytest.mark.parametrize(
+    ("weigh", "closes", "back", "words"),
+    [
+        (by_length, by_modulo, False, "corrects the short last window of an epoch twice"),
+        (by_factor, by_name, False, "corrects the short last window of an epoch twice, or not at all"),
+        (by_factor, by_name, True, "weighs the micro-batches of a window twice.*self.backward weighs the loss already"),
+        (by_scale, by_name, True, "weighs the micro-batches of a window twice.*self.backward weighs the loss already"),
+        (as_it_is, by_modulo, False, r"or not at all: the gradients of 3 are 3 times .* Call self.backward\(loss\)"),
+    ],
+)
+def test_a_double_correction_is_told(weigh, closes, back, words):
+    report = rehearse(accumulating(weigh, closes=closes, back=back), samples=32, grad_accumulation_factor=3)
+    assert not report.holds
+    assert report.kinds == ("accumulation",), report
+    assert re.search(words, report.causes[0].words), report
+    assert "but an optimizer step is not that of its samples" in str(report)

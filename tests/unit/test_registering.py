@@ -107,7 +107,7 @@ def test_scaler_and_average_are_the_own_ones_too(tmp_path):
     for one in (first, second):
         one.scaler = torch.amp.GradScaler("cpu", enabled=True)
     for one in (first, second, first):
-        one.take_checkpointer()
+        one._take_checkpointer()
         taken = checkpointer.recoverables
         assert [taken[name] for name in ("brain", "ema", "scaler")] == [one, one.ema, one.scaler]
 
@@ -148,7 +148,7 @@ def test_a_scaler_of_the_recipe_that_comes_later_stays(tmp_path):
     one, own = brain(checkpointer, model), torch.amp.GradScaler("cpu", enabled=True)
     one.scaler = torch.amp.GradScaler("cpu", enabled=True)
     checkpointer.add_recoverable("scaler", own)
-    one.take_checkpointer()
+    one._take_checkpointer()
     assert checkpointer.recoverables["scaler"] is own
 
 
@@ -202,8 +202,8 @@ def test_the_gradient_scaler_does_not_take_the_place_of_a_recipe_s_scaler(tmp_pa
     assert checkpointer.recoverables["scaler"] is normaliser
     one.scaler = torch.amp.GradScaler("cpu", enabled=True)
     with pytest.raises(ConfigError, match="named 'scaler', and so is the gradient scaler of precision="):
-        one.register_with(checkpointer)
+        one._register_with(checkpointer)
     assert checkpointer.recoverables["scaler"] is normaliser
     checkpointer.add_recoverable("scaler", torch.amp.GradScaler("cpu", enabled=True))
-    one.register_with(checkpointer)
+    one._register_with(checkpointer)
     assert checkpointer.recoverables["scaler"] is one.scaler

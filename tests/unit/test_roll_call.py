@@ -13,8 +13,10 @@ from types import SimpleNamespace
 import pytest
 from torch.utils.data import DataLoader, Dataset
 
+from ddpkit import optim
 from ddpkit.interrupts import Interrupts
 from ddpkit.loader_workers import kill_workers, watch_loader_workers, where_workers_are
+from ddpkit.optim import take_step
 from ddpkit.roll_call import Position, Whereabouts, look_at, table
 
 
@@ -46,6 +48,28 @@ def test_a_thread_that_waits_in_a_library_is_shown_with_both_lines():
         thread.join()
     assert "in wait_here, which is in threading.py:" in where
     assert not waits
+
+
+@pytest.mark.parametrize("with_nccl", [True, False])
+def test_a_rank_that_reads_a_number_from_its_gpu_waits_for_others_under_nccl(monkeypatch, with_nccl):
+    """NCCL's collectives return at once; where Python waits is ``.item()``, which has no frame of its own."""
+    lock = threading.Lock()
+    monkeypatch.setattr(optim, "get_total_norm", lambda _: SimpleNamespace(item=lock.acquire))
+    lock.acquire()
+    thread = threading.Thread(target=take_step, args=([], None))
+    thread.start()
+    try:
+        position = Position(main_thread=thread.ident, waits_for_device=with_nccl)
+        end = time.monotonic() + 10
+        while "optim.py" not in position.whereabouts(0, 1.0, look=True).where and time.monotonic() < end:
+            time.sleep(0.01)
+        found = position.whereabouts(0, 1.0, look=True)
+    finally:
+        lock.release()
+        thread.join()
+    assert "in take_step" in found.where
+    assert found.waits is with_nccl
+    assert ("waiting for other ranks" in table([found])) is with_nccl
 
 
 def test_a_dead_thread_is_nowhere():
@@ -86,6 +110,40 @@ def test_f1_a_nested_session_has_its_own_number_and_gives_the_outer_one_back():
     assert len(set(marks)) == 3
     position.join_group()
     assert (position.session, position.sessions) == (0, 0)
+
+
+def test_before_the_first_stage_a_call_says_which_it_is_and_what_it_does():
+    position, places = Position(), []
+
+    def note():
+        places.append(position.whereabouts(0, 0.0, look=False).place())
+
+    stage = SimpleNamespace(stage=SimpleNamespace(name="VALID"))
+    progress = SimpleNamespace(epoch=3, step=7, optimizer_step=0, seen=stage)  # of a call of fit that is over
+    note()
+    with position.inside(progress, "fit"):
+        note()
+        with position.at("on_fit_start"):
+            with position.at("recovering a checkpoint"):
+                note()
+            note()
+        position.stage_begins()
+        with position.at("comparing the ranks"):
+            note()
+        with position.inside(progress, "evaluate"):
+            note()
+        note()
+    note()
+    assert places == [
+        "",
+        "in fit, before the first stage",
+        "in fit, before the first stage: recovering a checkpoint",
+        "in fit, before the first stage: on_fit_start",
+        "in VALID of epoch 3 at step 7",
+        "in evaluate, before the first stage",
+        "in VALID of epoch 3 at step 7",
+        "",
+    ]
 
 
 def test_the_table_names_the_guilty_first_and_the_waiting_in_one_line():

@@ -19,6 +19,7 @@ from ddpkit.errors import CheckpointError
 from ddpkit.liveness import is_killed, state_and_start
 from ddpkit.run_lock import LOCK_NAME, FolderLock, Holder, holder
 from ddpkit.storage import FileOperations
+from tests.launching import soon
 
 RENEWAL = 0.05  # seconds: a lease is 0.15 s
 
@@ -184,7 +185,7 @@ def test_the_lock_of_a_dead_process_of_this_host_is_taken_over_at_once(tmp_path,
     assert holder(tmp_path).has_ended()
     start = time.monotonic()
     with caplog.at_level(logging.INFO), FolderLock(tmp_path).hold():
-        assert time.monotonic() - start < 2
+        assert soon(start, 2)
         assert len(names(tmp_path / LOCK_NAME)) == 1
     assert [record.getMessage() for record in caplog.records if "taking over" in record.getMessage()] == [
         f"{tmp_path}: taking over the lock of {dead}, which has ended."
@@ -208,7 +209,8 @@ def test_a_live_process_of_this_host_is_refused_long_before_a_renewal(tmp_path):
     start = time.monotonic()
     with pytest.raises(CheckpointError, match="it is alive"):
         FolderLock(tmp_path, renewal_seconds=30).acquire()
-    assert 2 <= time.monotonic() - start < 4
+    assert time.monotonic() - start >= 2
+    assert soon(start, 4)
 
 
 @pytest.mark.parametrize(
@@ -288,7 +290,6 @@ def test_a_plain_file_of_its_name_is_watched_and_replaced(tmp_path, lock):
     assert names(tmp_path) == []
 
 
-@pytest.mark.timeout(30)
 @pytest.mark.parametrize("where", [LOCK_NAME, f"{LOCK_NAME}/0123"])
 def test_a_pipe_in_its_place_is_not_opened(tmp_path, lock, where):
     path = tmp_path / where
@@ -490,7 +491,7 @@ def test_a_lock_that_may_not_be_looked_into_is_told_at_once(tmp_path, lock):
             lock.acquire()
     finally:
         os.seteuid(0)
-    assert time.monotonic() - start < RENEWAL
+    assert soon(start, RENEWAL)
     assert names(tmp_path / LOCK_NAME) == ["0123"]
 
 

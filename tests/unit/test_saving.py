@@ -31,16 +31,16 @@ class Brain(Saving):
         self.progress = Progress()
         self.scaler = scaler or torch.amp.GradScaler("cpu", enabled=False)
         self.avg_train_loss = 0.0
-        self.strategy = SingleDevice()
+        self._strategy = SingleDevice()
         self.optimizers_dict = None
         self.rank = 0
         self._fitting = True
         if checkpointer is not None:
-            self.register_with(checkpointer)
+            self._register_with(checkpointer)
 
 
 def in_epoch(brain, step=5, optimizer_step=20, losses=((2.0, 3), (4.0, 1))):
-    brain.step, brain.optimizer_step, brain.avg_train_loss = step, optimizer_step, 2.25
+    brain.step, brain.optimizer_step, brain.avg_train_loss, brain.progress.clipped = step, optimizer_step, 2.25, 4
     for loss, count in losses:
         brain.progress.meter.append(loss, count)
         brain.progress.meter.samples += 10
@@ -60,6 +60,7 @@ def test_the_midst_of_an_epoch_comes_back(tmp_path):
         "avg_train_loss": 2.25,
         "optimizer_step": 20,
         "epoch_began_at": 0,
+        "clipped": 4,
         "world_size": None,
         "grad_accumulation_factor": 1,
         "per_step": None,
@@ -72,7 +73,7 @@ def test_the_midst_of_an_epoch_comes_back(tmp_path):
     brain._recover(tmp_path / "brain.ckpt", end_of_epoch=False)
     assert (brain.step, brain.optimizer_step, brain.avg_train_loss) == (5, 20, 2.25)
     assert brain.progress.meter.sums() == (10.0, 4.0, 0)
-    assert brain.progress.meter.samples == 20
+    assert (brain.progress.meter.samples, brain.progress.clipped) == (20, 4)
 
 
 def test_of_the_end_of_an_epoch_only_the_updates_come_back(tmp_path):
@@ -195,7 +196,7 @@ def test_a_mean_that_is_not_a_number(tmp_path):
 def test_when_it_is_time(options, seconds, steps, due):
     brain = Brain(**options)
     assert brain._should_save_intra_epoch_ckpt(seconds, steps) is due
-    assert brain.save_intra_epoch(seconds, steps) is due, "without a checkpointer nothing is saved, but it was time"
+    assert brain._save_intra_epoch(seconds, steps) is due, "without a checkpointer nothing is saved, but it was time"
 
 
 def test_only_the_newest_is_kept_and_others_are_left_alone(tmp_path):
@@ -204,7 +205,7 @@ def test_only_the_newest_is_kept_and_others_are_left_alone(tmp_path):
     kept = checkpointer.save_checkpoint(name="mine")
     for step in (2, 4, 6):
         brain.step = step
-        assert brain.save_intra_epoch(0.0, 2)
+        assert brain._save_intra_epoch(0.0, 2)
     found = {checkpoint.path: checkpoint.meta for checkpoint in checkpointer.list_checkpoints()}
     assert len(found) == 2
     assert kept.path in found

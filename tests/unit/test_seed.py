@@ -6,10 +6,12 @@ from __future__ import annotations
 
 import os
 import random
+import sys
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from ddpkit.errors import CheckpointError, ConfigError
 from ddpkit.seed import RngState, global_seed, seed_epoch_streams, seed_everything, stream_seed
@@ -134,6 +136,85 @@ def test_a_state_from_more_devices_restores_what_is_there(caplog):
     state = RngState.capture().state_dict() | {"cuda": [torch.zeros(16, dtype=torch.uint8)] * 2}
     RngState.from_state_dict(state).restore()
     assert "covers 2 CUDA devices, here are 0" in caplog.text
+
+
+class Devices:
+    """Some GPUs: each has a random state, which is the number of its draws and who has drawn."""
+
+    def __init__(self, monkeypatch, count, current, kind="cuda"):
+        self.states = [torch.tensor([100 + number], dtype=torch.uint8) for number in range(count)]
+        module = getattr(torch, kind)
+        for name, function in {
+            "is_available": lambda: count > 0,
+            "is_initialized": lambda: count > 0,
+            "device_count": lambda: count,
+            "current_device": lambda: current,
+            "get_rng_state": lambda number: self.states[number].clone(),
+            "get_rng_state_all": lambda: [state.clone() for state in self.states],
+            "set_rng_state": self.restore,
+        }.items():
+            monkeypatch.setattr(module, name, function)
+
+    def restore(self, state, number):
+        self.states[number] = state
+
+    @property
+    def numbers(self):
+        return [int(state) for state in self.states]
+
+
+@pytest.fixture
+def _in_a_group(monkeypatch):
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # torch puts its own in the place, to stay
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("_in_a_group")
+@pytest.mark.parametrize("kind", ["cuda", "xpu"])
+@pytest.mark.parametrize(("before", "after"), [((8, 3), (1, 0)), ((1, 0), (8, 3)), ((8, 3), (8, 5)), ((8, 3), (8, 3))])
+def test_m4_a_rank_goes_on_with_the_random_numbers_of_its_own_gpu_by_whatever_number_it_sees_it(
+    before, after, kind, monkeypatch, tmp_path, caplog
+):
+    """Under torchrun a rank sees all GPUs of its node; under ``srun --gpus-per-task=1`` its own alone, as number 0."""
+    Devices(monkeypatch, *before, kind).states[before[1]][0] = 7
+    torch.save(RngState.capture().state_dict(), tmp_path / "rng.pt")
+    now = Devices(monkeypatch, *after, kind)
+    expected = now.numbers
+    expected[after[1]] = 7
+    RngState.from_state_dict(torch.load(tmp_path / "rng.pt", weights_only=True)).restore()
+    assert now.numbers == expected, "its own has the state; those of other ranks are left alone"
+    assert not caplog.records
+
+
+def test_m4_without_a_group_the_other_gpus_follow_for_data_parallel(monkeypatch, caplog):
+    Devices(monkeypatch, 3, 1).states[1][0] = 7
+    state = RngState.capture()
+    again = Devices(monkeypatch, 3, 1)
+    again.states = [torch.tensor([0], dtype=torch.uint8)] * 3
+    state.restore()
+    assert again.numbers == [100, 7, 102]
+    fewer = Devices(monkeypatch, 2, 0)
+    state.restore()
+    assert fewer.numbers == [7, 100]
+    assert "covers 3 CUDA devices, here are 2; the others are left out" in caplog.text
+
+
+def test_m4_a_checkpoint_of_an_older_version_is_restored_by_the_numbers_of_its_gpus(monkeypatch):
+    now = Devices(monkeypatch, 3, 1)
+    older = RngState.capture().state_dict() | {"cuda": [torch.tensor([n], dtype=torch.uint8) for n in (4, 5, 6)]}
+    del older["accelerators"]
+    RngState.from_state_dict(older).restore()
+    assert now.numbers == [4, 5, 6]
+
+
+def test_m4_a_run_that_goes_on_without_gpus_says_so(monkeypatch, caplog):
+    Devices(monkeypatch, 1, 0)
+    state = RngState.capture()
+    Devices(monkeypatch, 0, 0)
+    state.restore()
+    assert "covers 1 CUDA devices, here are 0" in caplog.text
 
 
 def test_a_state_that_does_not_fit():

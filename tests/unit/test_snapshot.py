@@ -382,3 +382,27 @@ def test_what_has_no_plain_storage_is_saved_all_the_same():
         copy = SnapshotMemory().take({"a": {"nested": nested, "empty": torch.empty(0, 3)}}).state("a")
     assert [part.tolist() for part in copy["nested"].unbind()] == [[1, 1], [1, 1, 1]]
     assert copy["empty"].shape == (0, 3)
+
+
+def test_minor_3_pinned_memory_is_given_back_to_the_system_and_not_kept_by_torch(monkeypatch):
+    """torch keeps pinned memory that nobody uses, for whoever asks for as much again."""
+    events = []
+
+    class Pinned(bytearray):
+        def __del__(self):
+            events.append("dropped")
+
+    monkeypatch.setattr(snapshot, "_pinned_memory", Pinned)
+    monkeypatch.setattr(torch._C, "_host_emptyCache", lambda: events.append("given back"), raising=False)
+    memory = SnapshotMemory()
+    memory._make_room(10, pinned=True)
+    memory._make_room(10, pinned=True)
+    assert events == [], "there is room"
+    memory._make_room(1000, pinned=True)
+    assert events == ["dropped", "given back"], "before as much again is asked for"
+    memory.clear()
+    memory.clear()
+    assert events == ["dropped", "given back"] * 2
+    memory._make_room(10, pinned=False)
+    memory.clear()
+    assert events == ["dropped", "given back"] * 2, "other memory is the system's at once"

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from ddpkit import spawning
 from ddpkit.errors import ConfigError, LaunchError, RankFailedError
+from ddpkit.run_lock import FolderLock
 from ddpkit.run_opts import parse_arguments
 from ddpkit.spawning import count_processes, run_script, spawn
 from ddpkit.supervision import Ending
@@ -247,3 +248,9 @@ def test_a_crash_after_the_values(caplog):
     with caplog.at_level(logging.WARNING):
         assert said((0, VALUE), (1, VALUE)).values(Ending(1, 11, 134)) == [None, None]
     assert "Rank 1 was killed by SIGABRT after it had returned its value." in caplog.text
+
+
+def test_the_lock_of_an_experiment_is_no_reason_not_to_fork(tmp_path):
+    with FolderLock(tmp_path).hold():
+        renewers = [thread for thread in threading.enumerate() if thread.name.startswith("lock of")]
+        assert [spawning._is_harmless(thread) for thread in renewers] == [True]

@@ -19,6 +19,7 @@ from ddpkit.interrupts import Interrupts
 from ddpkit.loop import Progress
 from ddpkit.run_opts import RunOptions
 from ddpkit.stages import counts_of, length_of, run_evaluation, run_training, set_epoch
+from ddpkit.strategy import SingleDevice
 from ddpkit.train_logger import set_run_log
 from ddpkit.types import Stage
 
@@ -53,19 +54,23 @@ class Host:
         self.profiler = None
         self.batches, self.asked, self.flushed = [], [], 0
         self.due = lambda seconds, steps: False
-        self.interrupts, self.saved_at, self.freezes = Interrupts(), [], False
+        self._interrupts, self.saved_at, self._freezes = Interrupts(), [], False
+        self._strategy = SingleDevice()
         self.stopped_by = []
 
-    def save_now(self):
+    def _save_now(self):
         self.saved_at.append(self.progress.step)
 
-    def settle(self):
+    def _settle(self):
         self.settled = True
 
-    def stop_cause(self):
-        return "SIGTERM" if self.interrupts.stop_signal else ""
+    def _look_at(self, batch):
+        self.looked_at = torch.as_tensor(batch).flatten().tolist()
 
-    def stop_now(self, cause, *, is_saved):
+    def _stop_cause(self):
+        return "SIGTERM" if self._interrupts.stop_signal else ""
+
+    def _stop_now(self, cause, *, is_saved):
         self.stopped_by.append((cause, self.progress.step))
 
     def fit_batch(self, batch):
@@ -76,19 +81,19 @@ class Host:
     def evaluate_batch(self, batch, stage):
         return torch.as_tensor(batch, dtype=torch.float64).mean()
 
-    def save_intra_epoch(self, seconds, steps):
+    def _save_intra_epoch(self, seconds, steps):
         due = self.due(seconds, steps)
         self.asked.append((self.progress.step, steps, due))
         return due
 
-    def flush_window(self):
+    def _flush_window(self):
         self.flushed += 1
 
-    def begin_pass(self, loader):
+    def _begin_pass(self, loader):
         self.passes = [loader]
         return go_on_at(loader, self.progress.step, None), lambda: self.passes.append("ready")
 
-    def end_pass(self):
+    def _end_pass(self):
         self.passes.append("over")
 
 
@@ -336,6 +341,7 @@ def test_stages_are_written_to_the_log_of_the_run(tmp_path):
         {"stage": "TRAIN", "epoch": 5, "loss": 1.5, "samples": 4},
         {"stage": "TEST", "epoch": None, "loss": 8.0, "samples": 1},
     ]
+    assert ["clipped_share" in event for event in events] == [True, False]
 
 
 class Bars:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections import UserDict
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NamedTuple
 
+import numpy as np
 import pytest
 import torch
 
@@ -12,7 +15,17 @@ from ddpkit import start_report
 from ddpkit.launch_variables import LaunchInfo
 from ddpkit.logger import close_logging, setup_logging
 from ddpkit.precision import TorchAutocast
-from ddpkit.start_report import Seat, StartReport, evaluation_row, place_rows, precision_row, start_row
+from ddpkit.start_report import (
+    Seat,
+    StartReport,
+    evaluation_row,
+    loss_row,
+    optimizer_row,
+    place_rows,
+    precision_row,
+    records_row,
+    start_row,
+)
 
 
 def seats(*per_node, device="cuda (NVIDIA H200)"):
@@ -130,6 +143,87 @@ def test_what_training_starts_from():
     assert start_row(None, "save", "never", "") == "from scratch, as --resume=never says; checkpoints go to save"
 
 
+class Padded(NamedTuple):
+    data: torch.Tensor
+    lengths: torch.Tensor
+
+
+TWO, ONE = torch.zeros(2, 4), torch.zeros(1, 4)
+
+
+class OwnBatch:
+    def __init__(self, tokens):
+        self.id, self.tokens = ["a", "bcd"], tokens
+
+
+@pytest.mark.parametrize(
+    ("batch", "sign"),
+    [
+        ({"input_ids": TWO, "attention_mask": torch.tensor([[1, 1], [1, 0]])}, "attention_mask"),
+        (UserDict({"input_ids": TWO, "attention_mask": torch.tensor([[1, 1], [1, 0]])}), "attention_mask"),
+        ({"x": TWO, "src_key_padding_mask": torch.tensor([[False, True]])}, "src_key_padding_mask"),
+        ({"x": TWO, "seq_lens": [3, 4]}, "seq_lens"),
+        ({"x": TWO, "lengths": np.array([3, 4])}, "lengths"),
+        (OwnBatch(Padded(TWO, torch.tensor([1.0, 0.5]))), "lengths"),
+        ((Padded(TWO, torch.tensor([1.0, 0.5])), torch.zeros(2)), "lengths"),
+        ({"x": TWO, "length": torch.zeros(2, device="meta")}, "length"),
+        ([ONE, TWO], "a list of different lengths"),
+        ([[1, 2, 3], [4]], "a list of different lengths"),
+        (([np.zeros(3), np.zeros(2)], torch.zeros(2)), "a list of different lengths"),
+        ([(ONE, 3), (TWO, 4)], "a list of different lengths"),
+        ([{"x": [1, 2], "y": 1}, {"x": [1], "y": 2}], "a list of different lengths"),
+        (torch.nn.utils.rnn.pack_sequence([TWO, ONE]), "a PackedSequence"),
+        ((torch.nested.nested_tensor([TWO, ONE], layout=torch.jagged), torch.zeros(2)), "a nested tensor"),
+    ],
+)
+def test_samples_of_different_lengths_are_seen(batch, sign):
+    assert loss_row(batch) == (
+        f"one number, and samples differ in length ({sign}): return a mean over tokens as (loss_sum, count)"
+    )
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        TWO,
+        [TWO, torch.zeros(2)],
+        {"x": TWO, "y": torch.zeros(2, dtype=torch.int64)},
+        {"input_ids": TWO, "attention_mask": torch.ones(2, 4)},
+        {"x": TWO, "lengths": torch.tensor([4, 4]), "mask": torch.tensor([[0, 1], [1, 1]])},
+        {"x": TWO, "seq_len": 4},
+        OwnBatch(TWO),
+        ["a cat", "dogs"],
+        [(TWO, 3), (TWO, 4)],
+        [torch.zeros(3, 8, 8), torch.zeros(3, 8, 9)],
+        [torch.zeros(()), TWO, ONE],
+        None,
+        3.0,
+        [],
+        {},
+        {"lengths": torch.zeros(0)},
+    ],
+)
+def test_where_all_samples_are_as_long_nothing_is_said_of_the_loss(batch):
+    assert loss_row(batch) == ""
+
+
+def test_learning_rates_are_shortened():
+    weights = [torch.nn.Parameter(torch.ones(1)) for _ in range(6)]
+    groups = [{"params": [weight], "lr": 0.1 / 2**n} for n, weight in enumerate(weights)]
+    sgd, adam = torch.optim.SGD(groups), torch.optim.Adam(weights[:1], lr=torch.tensor(1e-4))
+    assert optimizer_row({"one": sgd}) == "SGD, lr 0.1, 0.05, 0.025, 0.0125, and 2 more"
+    assert optimizer_row({"generator": adam, "critic": adam}) == "generator: Adam, lr 0.0001; critic: Adam, lr 0.0001"
+    assert optimizer_row({"own": SimpleNamespace(param_groups=[{"params": []}])}) == "SimpleNamespace"
+    assert optimizer_row({}) == ""
+
+
+def test_where_the_records_are():
+    assert records_row([]) == ""
+    assert records_row(["one/log.txt"]) == "one/log.txt"
+    assert records_row([Path.cwd() / "one/log.txt", "one/metrics.jsonl"]) == "log.txt and metrics.jsonl in one"
+    assert records_row(["/logs/own.log", "one/metrics.jsonl"]) == "/logs/own.log and one/metrics.jsonl"
+
+
 def test_the_block_is_aligned_and_says_nothing_twice(monkeypatch):
     monkeypatch.setattr(StartReport, "_of_the_process", {})
     monkeypatch.setattr(start_report, "__version__", "1.2")
@@ -153,7 +247,7 @@ def test_the_block_is_aligned_and_says_nothing_twice(monkeypatch):
 def test_the_block_comes_out_with_and_without_logging(monkeypatch, capfd, tmp_path, with_logging):
     monkeypatch.setattr(StartReport, "_of_the_process", {})
     if with_logging:
-        setup_logging(tmp_path / "log.txt")
+        setup_logging(log_file=tmp_path / "log.txt")
     else:
         monkeypatch.setattr(start_report.logger.logger, "hasHandlers", lambda: False)  # pytest has some
     StartReport().announce("Training", {"precision": "fp32", "start": "from 10 %"})

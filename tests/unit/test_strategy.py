@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import sys
+import threading
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ddpkit.errors import ConfigError
 from ddpkit.strategy import (
@@ -210,6 +214,67 @@ def test_copies_stand_alone(group, wrapper):
     assert copied(torch.ones(1, 2)).shape == (1, 1)
 
 
+# ------------------------------------------------------------------------------------- nn.DataParallel
+
+
+def test_m2_data_parallel_begins_with_the_gpu_of_the_modules(monkeypatch):
+    """``nn.DataParallel`` wants the parameters on the first of its devices."""
+    given = {}
+
+    def note(self, module, **options):
+        nn.Module.__init__(self)
+        self.module = module
+        given.update(options)
+
+    monkeypatch.setattr(nn.DataParallel, "__init__", note)
+    monkeypatch.setattr("ddpkit.device.count_devices", lambda kind: {"cuda": 3}.get(kind, 0))
+    for device, expected in (("cuda:1", [1, 0, 2]), ("cuda:0", [0, 1, 2]), ("cuda:2", [2, 0, 1])):
+        strategy = make_strategy(device, distributed_launch=False, data_parallel=True)
+        strategy.wrap(nn.ModuleDict({"net": Net()}))
+        assert given["device_ids"] == expected
+
+
+@pytest.fixture
+def accelerator(monkeypatch):
+    """A CPU as the accelerator of ``torch.nn.parallel``: its own threads run the replicas, with its own autocast."""
+    module = sys.modules["torch.nn.parallel.parallel_apply"]
+    monkeypatch.setattr(module, "_get_device_index", lambda device, optional: 0)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cpu"))
+    for name in ("current_stream", "device_index"):
+        monkeypatch.setattr(torch.accelerator, name, lambda device: contextlib.nullcontext())
+    real = torch.is_autocast_enabled
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda kind="cpu": real(kind))
+
+
+class Multiplied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.threads = []
+
+    def forward(self, x):
+        self.threads.append(threading.get_ident())
+        return x @ x
+
+
+@pytest.mark.usefixtures("accelerator")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_m1_replicas_compute_in_the_dtype_of_autocast_that_the_brain_has_entered(dtype):
+    """The dtype of autocast is kept per thread, and each replica has a thread; a thread begins with the default."""
+    net = Multiplied()
+    wrapped = WrappedDataParallel(net)
+    wrapped.src_device_obj, wrapped.device_ids = torch.device("cpu"), [0, 0]
+    x = torch.ones(2, 2)
+
+    def run():
+        return [output.dtype for output in wrapped.parallel_apply([net, net], [(x,), (x,)], [{}, {}])]
+
+    with torch.autocast("cpu", dtype=dtype):
+        assert run() == [dtype, dtype]
+    assert run() == [torch.float32, torch.float32], "autocast is off"
+    assert threading.get_ident() not in net.threads
+
+
 # ------------------------------------------------------------------------------------------------ DDP
 
 
@@ -313,11 +378,66 @@ def test_gradients_are_finished_only_where_ddp_has_not_averaged(group, monkeypat
         modules.net(batch).sum().backward()
     before = [parameter.grad.clone() for parameter in modules.net.parameters()]
     strategy.finish_gradients()
-    assert calls == [3], "a weight of two and a bias, in one piece"
+    assert calls == [3 + 2], "a weight of two and a bias, and which of them exist, in one piece"
     assert all(torch.equal(p.grad, old) for p, old in zip(modules.net.parameters(), before, strict=True))
     modules.net.module(batch).sum().backward()  # past DDP
     strategy.finish_gradients()
-    assert calls == [3, 3]
+    assert calls == [5, 5]
     modules.zero_grad()
     strategy.finish_gradients()
-    assert calls == [3, 3], "without gradients there is nothing to do"
+    assert calls == [5, 5], "without gradients there is nothing to do"
+
+
+class Copies(TorchDispatchMode):
+    """Notes how tensors are copied to a device that takes its time: whether somebody waits for it."""
+
+    def __init__(self):
+        super().__init__()
+        self.waits = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if function is torch.ops.aten._to_copy.default and str(kwargs.get("device")) == "meta":
+            self.waits.append(not kwargs.get("non_blocking"))
+        return function(*args, **kwargs)
+
+
+@pytest.mark.parametrize("count", [torch.tensor(3), torch.tensor([2.5])], ids=str)
+def test_minor_2_a_count_on_the_cpu_is_sent_to_the_gpu_without_waiting_for_it(group, monkeypatch, count):
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor, async_op: None)
+    with Copies() as copies:
+        DDP("meta").start_average(count, "meta")
+    assert copies.waits == [False]
+
+
+def test_a_backward_pass_decides_whether_to_average_also_in_a_copy(group, monkeypatch):
+    """DDP asks about each bucket, whatever the forward pass expected; in one process an average is the same number."""
+    averaged = []
+    real = torch.distributed.all_reduce
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda *a, **k: averaged.append(1) or real(*a, **k))
+    strategy = DDP("cpu", decides_late=True)
+    modules = nn.ModuleDict({"net": nn.Linear(1, 1)})
+    strategy.wrap(modules)
+    other = DDP("cpu")
+    other.wrapped = [copy.deepcopy(modules.net)]
+    for each in (strategy, other):
+        [net] = each.wrapped
+        for closes, messages in ((False, 0), (True, 1)):
+            averaged.clear()
+            loss = net(torch.ones(1, 1)).sum()
+            with each.backward_pass(net, closes=closes, counts=True):
+                loss.backward()
+            assert len(averaged) == messages
+        assert net.module.weight.grad.item() == 2.0
+
+
+def test_a_backward_pass_that_counts_nothing_leaves_zeros(group):
+    strategy = DDP("cpu")
+    modules = nn.ModuleDict({"net": nn.Linear(1, 1)})
+    strategy.wrap(modules)
+    loss = modules.net(torch.full((1, 1), float("inf"))).sum()
+    with strategy.backward_pass(modules, closes=True, counts=False):
+        (0.0 * loss).backward()
+    assert [one.grad.item() for one in modules.parameters()] == [0.0, 0.0]
+    modules.net(torch.ones(1, 1)).sum().backward()
+    assert [one.grad.item() for one in modules.parameters()] == [1.0, 1.0]

@@ -15,7 +15,7 @@ import pytest
 from ddpkit import supervision
 from ddpkit.supervision import Child, Ending, Supervisor, cores, end_with_parent, rank_environment
 from ddpkit.watch import HOLD_SECONDS
-from tests.launching import wait_until
+from tests.launching import soon, wait_until
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ def test_one_fails_and_the_others_are_ended(start):
     began = time.monotonic()
     failure = Supervisor(start("sleep 60", "exit 7", "sleep 60"), nap).run()
     assert (failure.rank, failure.code, failure.words) == (1, 7, "ended with exit code 7")
-    assert time.monotonic() - began < 3
+    assert soon(began, 3)
 
 
 def test_f1_a_killed_rank_is_named(start):
@@ -80,7 +80,8 @@ def test_who_ignores_sigterm_is_killed(start, monkeypatch):
     began = time.monotonic()
     failure = Supervisor(start("trap '' TERM; while true; do sleep 0.1; done", "sleep 0.3; exit 1"), nap).run()
     assert failure.rank == 1
-    assert 0.5 < time.monotonic() - began < 4
+    assert time.monotonic() - began > 0.5
+    assert soon(began, 4)
 
 
 def test_a_save_has_the_time_that_the_watch_gives_it():
@@ -116,7 +117,8 @@ def test_who_is_deaf_is_killed_when_the_parent_is_told_twice(start, monkeypatch,
         thread.join()
     assert alive == [True], "one signal and its echo are not enough"
     assert failure.rank == 1
-    assert 0.6 < time.monotonic() - began < 8
+    assert time.monotonic() - began > 0.6
+    assert soon(began, 8)
 
 
 def test_the_workers_of_a_killed_rank_go_too(start, tmp_path):
@@ -211,7 +213,7 @@ def test_f2_a_child_whose_parent_has_ended_already_ends():
         end_with_parent(1)
         return
     code = "from ddpkit.supervision import end_with_parent; end_with_parent(1); print('still there')"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=20)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=500)
     assert (done.returncode, done.stdout) == (-signal.SIGKILL, "")
 
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import nn
 
-from ddpkit import syncbn
 from ddpkit.errors import ConfigError
 from ddpkit.syncbn import SyncBatchNorm, convert_sync_batchnorm
 
@@ -121,20 +120,6 @@ def test_copies_and_pickles():
         assert "SyncBatchNorm(3, eps=1e-05" in repr(twin)
 
 
-def test_a_layer_on_cuda_becomes_torchs_own(monkeypatch):
-    monkeypatch.setattr(syncbn, "_device_of", lambda module, fallback: torch.device("cuda"))
-    net = nn.Sequential(nn.BatchNorm2d(2, momentum=None).eval())
-    weight, keys, x = net[0].weight, list(net.state_dict()), torch.randn(3, 2, 4, 4)
-    expected = net(x)
-    convert_sync_batchnorm(net, process_group="mine")
-    assert type(net[0]) is syncbn.CudaSyncBatchNorm
-    assert isinstance(net[0], nn.SyncBatchNorm)
-    assert (net[0].process_group, net[0].momentum, net[0].training) == ("mine", None, False)
-    assert net[0].weight is weight
-    assert list(net.state_dict()) == keys
-    assert torch.equal(net(x), expected)
-
-
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script")
 def test_scripted_modules_are_left():
     scripted = torch.jit.script(nn.Sequential(nn.BatchNorm1d(2)))
@@ -142,35 +127,3 @@ def test_scripted_modules_are_left():
     assert net[0] is scripted
     assert isinstance(net[0], torch.jit.ScriptModule)
     assert type(net[1]) is SyncBatchNorm
-
-
-@pytest.mark.parametrize("tracks", [True, False])
-def test_on_cuda_rows_that_are_left_out_take_part_as_none(monkeypatch, tracks):
-    """What torch's layer is given; that its collectives then agree is for a test on GPUs."""
-    given = []
-
-    def forward(self, rows):
-        given.append(rows.shape)
-        return rows * self.weight
-
-    monkeypatch.setattr(torch.nn.SyncBatchNorm, "forward", forward)
-    monkeypatch.setattr(syncbn.dist, "is_initialized", lambda: True)
-    layer = syncbn.CudaSyncBatchNorm(3, track_running_stats=tracks)
-    before = copy.deepcopy(layer.state_dict())
-    rows = torch.randn(4, 3, requires_grad=True)
-    with syncbn.left_out():
-        output = layer(rows)
-    assert given == [(0, 3)]
-    assert output.shape == rows.shape
-    output.sum().backward()
-    assert torch.isfinite(output).all()
-    assert torch.isfinite(rows.grad).all()
-    assert layer.weight.grad is not None
-    for name, value in layer.state_dict().items():
-        torch.testing.assert_close(value, before[name], rtol=0, atol=0)
-    layer(rows)
-    assert given[1:] == [(4, 3)], "all rows where none are left out"
-    layer.eval()
-    with syncbn.left_out():
-        layer(rows)
-    assert given[2:] == [(4, 3)], "an evaluation shares nothing"

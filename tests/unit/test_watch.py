@@ -102,8 +102,8 @@ class Watched(Watch):
         self.ended = []
         self.hang_warning, self.hang_timeout = 30.0, 1800.0
 
-    def _end(self, text):
-        self.ended.append(text)
+    def _end(self, text, trace=""):
+        self.ended.append(f"{trace}\n{text}" if trace else text)
 
     def beat(self):
         self.pulse.beat(self.words.store)
@@ -396,8 +396,9 @@ def test_the_launcher_is_ended_only_if_it_cannot_start_the_rank_again(clock, sto
             monkeypatch.setenv(f"TORCHELASTIC_{name}", value)
     one = Watched(store, parent=os.getppid())
     one.hang_timeout = 20.0
-    clock.now += 21
-    one.step()
+    for _ in range(21):
+        clock.now += 1
+        one.step()
     assert len(one.ended) == 1
     assert guards == ([(os.getppid(), LAUNCHER_SECONDS)] if is_left else [])
 
@@ -577,7 +578,7 @@ def test_the_next_standstill_is_told_again(clock, store, caplog):
 
 def test_a_silent_rank_is_shown_as_such_and_another_one_tells(clock, store, caplog):
     ranks = [Watched(store, rank, 3, near=[rank]) for rank in range(3)]
-    pass_time(clock, 16, beating=ranks)
+    pass_time(clock, 16, *ranks, beating=ranks)
     pass_time(clock, 16, *ranks[1:], beating=ranks[1:])
     [text] = [record.getMessage() for record in caplog.records if "No step" in record.getMessage()]
     assert "rank 0 (" in text.splitlines()[1]
@@ -603,6 +604,18 @@ def test_no_warning_if_none_is_asked_for(clock, store, caplog):
     one.hang_warning = one.hang_timeout = 0.0
     pass_time(clock, 5000, one, beating=[one])
     assert not warnings_in(caplog, "No step")
+
+
+def test_time_in_which_the_process_was_stopped_does_not_count(clock, store, caplog):
+    """By SIGSTOP, as schedulers suspend jobs."""
+    one = Watched(store)
+    one.hang_timeout = 60.0
+    pass_time(clock, 20, one, beating=[one])
+    clock.now += 5000
+    pass_time(clock, 38, one, beating=[one])
+    assert one.ended == []
+    pass_time(clock, 4, one, beating=[one])
+    assert "has made no step for 6" in one.ended[0]
 
 
 @pytest.mark.parametrize("how", ["excused", "outside"])

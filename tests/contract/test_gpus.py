@@ -1,0 +1,61 @@
+"""What a Brain does with GPUs, as far as it can be seen where there is none: what torch is told, and when."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ddpkit import device
+from ddpkit.brain import Brain
+from ddpkit.types import Stage
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Pretend to have four GPUs, and note what torch is asked to do with them."""
+    noted = []
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(device, "count_devices", lambda kind: {"cuda": 4, "xpu": 4, "cpu": 1}.get(kind, 0))
+    monkeypatch.setattr(device, "accelerator_kind", lambda: "cuda")
+    for kind in (torch.cuda, torch.xpu):
+        monkeypatch.setattr(kind, "set_device", lambda device: noted.append(("current", str(device))))
+    real = torch.nn.Module.to
+    monkeypatch.setattr(torch.nn.Module, "to", lambda module, to: noted.append(("moved", str(to))) or real(module, to))
+    return noted
+
+
+@pytest.mark.parametrize("asked", ["cuda:1", "cuda:0", "cuda", "xpu:2"])
+def test_m3_the_gpu_of_the_brain_is_the_current_one_before_anything_is_moved_to_it(calls, asked):
+    brain = Brain({}, run_opts={"device": asked})
+    assert calls[0] == ("current", brain.device)
+    assert calls[1:] == [("moved", brain.device)]
+
+
+def test_m3_so_it_is_in_a_process_group_that_the_script_has_started(calls, monkeypatch):
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    try:
+        monkeypatch.setattr(dist.group.WORLD, "bound_device_id", torch.device("cuda:3"))
+        assert Brain({}, run_opts={"noprogressbar": True}).device == "cuda:3"
+    finally:
+        dist.destroy_process_group()
+    assert calls == [("current", "cuda:3"), ("moved", "cuda:3")]
+
+
+def test_m3_a_cpu_is_nobodys_current_device(calls):
+    Brain({}, run_opts={"device": "cpu"})
+    assert calls == [("moved", "cpu")]
+
+
+def test_minor_15_batches_for_a_gpu_are_pinned_unless_the_recipe_says_otherwise(calls):
+    def pinned(asked, data=range(4), **loader_kwargs):
+        brain = Brain({}, run_opts={"device": asked})
+        return getattr(brain.make_dataloader(data, Stage.TRAIN, **loader_kwargs), "pin_memory", None)
+
+    assert pinned("cuda:1") is True
+    assert pinned("cuda:1", batch_size=2) is True
+    assert pinned("cuda:1", pin_memory=False) is False
+    assert pinned("cpu") is False
+    batches = {"a batch": 1, "another": 2}.keys()
+    assert pinned("cuda:1", batches) is None, "a source of batches is no dataset"

@@ -1,0 +1,414 @@
+"""The numbers of steps, where a scheduler is made, and the scheduler that the Brain makes and steps by itself."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch.optim.lr_scheduler import (
+    CosineAnnealingLR,
+    ExponentialLR,
+    LambdaLR,
+    OneCycleLR,
+    ReduceLROnPlateau,
+    StepLR,
+)
+from torch.utils.data import DataLoader, IterableDataset
+
+from ddpkit.checkpoints import Checkpointer
+from ddpkit.dataloader import LoopedLoader, make_dataloader
+from ddpkit.epoch_loop import EpochCounter, EpochCounterWithStopper
+from ddpkit.errors import CheckpointError, ConfigError
+from ddpkit.types import Stage
+
+from .recipes import QUIET, Regression, assert_same, linear, points, sgd, weights
+from .test_brain_resume import Killed
+
+DATA, VALID = points(22), points(5, seed=6)  # batches of 4: six, in three steps of two
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(DATA)
+
+
+class Tracing(Regression):
+    """Notes the numbers of steps in init_optimizers, and the learning rate of each step; dies where it is told to."""
+
+    dies_at = None
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.rates = []
+
+    def init_optimizers(self):
+        self.known = self.steps_per_epoch, self.total_steps
+        super().init_optimizers()
+
+    def on_fit_batch_start(self, batch, should_step):
+        if self.dies_at == (self.progress.epoch, self.step):
+            raise Killed
+        if should_step:
+            self.rates.append(self.optimizer.param_groups[0]["lr"])
+
+    def on_stage_end(self, stage, stage_loss, epoch=None):
+        super().on_stage_end(stage, stage_loss, epoch)
+        if self.checkpointer is not None and stage is Stage.VALID:
+            self.checkpointer.save_and_keep_only(meta={"loss": stage_loss}, min_keys=["loss"])
+
+
+def brain_with(scheduler_class, folder=None, *, counter=None, opt=None, **run_opts):
+    net = linear()
+    checkpointer = None if folder is None else Checkpointer(folder, {"net": net, "counter": counter})
+    return Tracing({"net": net}, opt or sgd(), None, {**QUIET, **run_opts}, checkpointer, scheduler_class)
+
+
+def fit(brain, epochs=(1, 2), train=DATA, valid=None, **kwargs):
+    return brain.fit(epochs, train, valid, train_loader_kwargs={"batch_size": 4, **kwargs})
+
+
+def torch_rates(scheduler_class, number, *, every=1):
+    """Return the rates of a plain torch loop of so many steps, where the scheduler steps after every few."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    scheduler, rates = scheduler_class(optimizer), []
+    for step in range(1, number + 1):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        if step % every == 0:
+            scheduler.step()
+    return rates
+
+
+# ------------------------------------------------------------------------------------------------ the numbers
+
+
+@pytest.mark.parametrize(
+    ("options", "epochs", "expected"),
+    [
+        ({}, range(1, 6), (6, 30)),
+        ({}, EpochCounter(5), (6, 30)),
+        ({}, EpochCounterWithStopper(5, 2, 0, "min"), (6, 30)),
+        ({}, [1, 2], (6, 12)),
+        ({}, iter([1]), (6, None)),
+        ({"grad_accumulation_factor": 4}, range(3), (2, 6)),
+        ({"global_batch_size": 8, "micro_batch_size": 4}, range(3), (3, 9)),
+        ({"optimizer_step_limit": 20}, range(1, 6), (6, 20)),
+        ({"optimizer_step_limit": 99}, range(1, 6), (6, 30)),
+        ({"optimizer_step_limit": 20}, iter([1]), (6, 20)),
+        ({"debug": True}, range(1, 6), (2, 4)),
+        ({"debug": True}, EpochCounter(5), (2, 4)),
+        ({"debug": True, "debug_batches": 3, "grad_accumulation_factor": 2}, range(1, 6), (2, 4)),
+        ({"debug": True, "debug_epochs": 0, "debug_batches": 100}, range(1, 6), (6, 30)),
+        ({"debug": True, "debug_epochs": 3}, range(5), (2, 8)),  # epochs 0 to 3
+    ],
+)
+def test_the_number_of_steps_is_known_where_a_scheduler_is_made(options, epochs, expected):
+    brain = brain_with(None, **options)
+    fit(brain, epochs)
+    assert brain.known == (brain.steps_per_epoch, brain.total_steps) == expected
+    if expected[1] is not None and not isinstance(epochs, type(iter([]))):
+        assert brain.optimizer_step == expected[1]
+
+
+def looped(number):
+    return LoopedLoader(make_dataloader(DATA, batch_size=4), number)
+
+
+@pytest.mark.parametrize(
+    ("data", "kwargs", "expected"),
+    [
+        (DataLoader(DATA, batch_size=3), {}, (4, 8)),
+        (DataLoader(DATA, batch_size=3, drop_last=True), {}, (4, 8)),
+        (looped(5), {}, (3, 6)),
+        (DATA, {"looped_nominal_epoch": 5}, (3, 6)),
+        (Stream(), {}, (None, None)),
+        (Stream(), {"looped_nominal_epoch": 5}, (3, 6)),
+        (DATA, {"drop_last": True}, (3, 6)),
+    ],
+)
+def test_the_number_of_steps_of_loaders_and_streams(data, kwargs, expected):
+    brain = brain_with(None, grad_accumulation_factor=2)
+    fit(brain, range(1, 3), data, **kwargs)
+    assert brain.known == expected
+    assert brain.optimizer_step == (expected[1] or 6)
+
+
+def test_a_stream_with_a_limit_has_that_many_steps():
+    brain = brain_with(lambda optimizer, total_steps: OneCycleLR(optimizer, 1.0, total_steps), optimizer_step_limit=9)
+    fit(brain, range(1, 100), Stream())
+    assert brain.known == (None, 9)
+    assert brain.rates == torch_rates(lambda one: OneCycleLR(one, 1.0, 9), 9)
+
+
+def test_the_numbers_are_those_of_the_current_call_of_fit():
+    brain = brain_with(None)
+    assert (brain.steps_per_epoch, brain.total_steps) == (None, None)
+    fit(brain, range(1, 4))
+    assert (brain.steps_per_epoch, brain.total_steps, brain.optimizer_step) == (6, 18, 18)
+    fit(brain, range(1, 3), points(9))
+    assert (brain.steps_per_epoch, brain.total_steps, brain.optimizer_step) == (3, 6, 24)
+
+
+# ------------------------------------------------------------------------------------------------ how it is made
+
+
+def warm(optimizer, total_steps, warmup=0.5):
+    return LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / (warmup * total_steps)))
+
+
+CYCLE = partial(OneCycleLR, max_lr=0.5)
+
+
+@pytest.mark.parametrize(
+    ("scheduler_class", "same"),
+    [
+        (CYCLE, partial(CYCLE, total_steps=12)),
+        (partial(CYCLE, total_steps=40), partial(CYCLE, total_steps=40)),
+        (CosineAnnealingLR, partial(CosineAnnealingLR, T_max=12)),
+        (partial(CosineAnnealingLR, T_max=5), partial(CosineAnnealingLR, T_max=5)),
+        (partial(StepLR, step_size=2, gamma=0.5), partial(StepLR, step_size=2, gamma=0.5)),
+        (warm, partial(warm, total_steps=12)),
+        (partial(warm, warmup=1.0), partial(warm, total_steps=12, warmup=1.0)),
+        (lambda optimizer, number: StepLR(optimizer, number // 4), partial(StepLR, step_size=3)),
+    ],
+    ids=["total_steps", "total given", "T_max", "T_max given", "no number", "function", "partial", "lambda"],
+)
+def test_a_scheduler_is_made_with_the_number_of_steps_and_stepped_after_each(scheduler_class, same):
+    brain = brain_with(scheduler_class)
+    fit(brain)
+    assert brain.rates == torch_rates(same, 12)
+    assert len(set(brain.rates)) > 3
+
+
+@pytest.mark.parametrize(
+    ("scheduler_class", "words"),
+    [
+        (OneCycleLR, r"scheduler_class \(OneCycleLR\).* makes no scheduler: TypeError: .*max_lr.*!name:"),
+        (ExponentialLR, r"scheduler_class \(ExponentialLR\).*called with \(optimizer\), makes no .*gamma.*beforehand"),
+        (lambda optimizer: None, r"called with \(optimizer, 12\), makes no scheduler.*function \(optimizer, total_st"),
+        (lambda optimizer, total_steps: None, r"total_steps=12\), returned a NoneType, which is no scheduler"),
+        (ReduceLROnPlateau, r"once per epoch: use it with scheduler_every=epoch"),
+    ],
+)
+def test_a_scheduler_that_cannot_be_made_is_told(scheduler_class, words):
+    with pytest.raises(ConfigError, match=words):
+        fit(brain_with(scheduler_class))
+
+
+@pytest.mark.parametrize(
+    "scheduler_class", [CYCLE, CosineAnnealingLR, lambda optimizer, total: StepLR(optimizer, total // 3)]
+)
+def test_a_schedule_over_a_stream_that_needs_the_number_is_refused(scheduler_class):
+    with pytest.raises(ConfigError, match=r"of a stream nobody knows it.*Give optimizer_step_limit, or total_steps"):
+        fit(brain_with(scheduler_class), train=Stream())
+
+
+def test_a_schedule_over_a_stream_that_needs_no_number_is_made():
+    given = []
+
+    def halve(optimizer, total_steps):
+        given.append(total_steps)
+        return ExponentialLR(optimizer, 0.5)
+
+    brain = brain_with(halve)
+    fit(brain, train=Stream())
+    assert given == [None]
+    assert brain.rates == [0.1 * 0.5**step for step in range(12)]
+
+
+@pytest.mark.parametrize("opt", [None, sgd()])
+def test_a_scheduler_class_that_nothing_uses_is_refused(opt):
+    class Own(Regression):
+        def init_optimizers(self):
+            if opt is not None:
+                self.optimizers_dict = {"mine": opt(self.modules.parameters())}
+
+    with pytest.raises(ConfigError, match=r"nothing has made a schedule of it: Own overrides init_optimizers"):
+        fit(Own({"net": linear()}, None, None, QUIET, None, CosineAnnealingLR))
+
+
+def test_the_name_in_the_checkpoint_is_not_taken_from_a_recipe(tmp_path):
+    brain = brain_with(CosineAnnealingLR, tmp_path, counter=EpochCounter(2))
+    brain.checkpointer.add_recoverable("scheduler", EpochCounter(3))
+    with pytest.raises(ConfigError, match="EpochCounter, is named 'scheduler', and so is the schedule"):
+        fit(brain)
+
+
+@pytest.mark.parametrize(
+    ("options", "data", "words"),
+    [
+        ({}, DATA, "CosineAnnealingLR, after each of 12 optimizer steps"),
+        ({"scheduler_every": "epoch"}, DATA, "CosineAnnealingLR, after each of 2 epochs"),
+        ({}, Stream(), "ExponentialLR, after each optimizer step"),
+    ],
+)
+def test_the_block_at_the_start_names_the_schedule(options, data, words, caplog):
+    caplog.set_level("INFO", logger="ddpkit")
+    halving = partial(ExponentialLR, gamma=0.5)
+    fit(brain_with(halving if data is not DATA else CosineAnnealingLR, **options), train=data)
+    assert f"  schedule   {words}\n" in caplog.text
+
+
+# ------------------------------------------------------------------------------------------------ when it steps
+
+
+def test_a_scheduler_steps_once_per_optimizer_step_and_not_for_a_skipped_one():
+    class Spoilt(Tracing):
+        def compute_objectives(self, predictions, batch, stage):
+            loss = super().compute_objectives(predictions, batch, stage)
+            return loss * float("nan") if self.step == 3 else loss
+
+    brain = Spoilt({"net": linear()}, sgd(), None, {**QUIET, "grad_accumulation_factor": 2}, None, CYCLE)
+    fit(brain)
+    expected = torch_rates(partial(CYCLE, total_steps=6), 4)
+    assert brain.optimizer_step == 4
+    assert brain.rates == [expected[0], expected[1], expected[1], expected[2], expected[3], expected[3]]
+
+
+def test_a_scheduler_steps_after_every_epoch_if_asked():
+    brain = brain_with(CosineAnnealingLR, scheduler_every="epoch")
+    fit(brain, range(1, 5))
+    assert brain.rates == torch_rates(partial(CosineAnnealingLR, T_max=4), 24, every=6)
+    assert len(set(brain.rates)) == 4
+
+
+def test_the_epochs_of_a_schedule_end_with_the_limit_of_steps():
+    brain = brain_with(CosineAnnealingLR, scheduler_every="epoch", optimizer_step_limit=14)
+    fit(brain, range(1, 50))
+    assert brain.rates == torch_rates(partial(CosineAnnealingLR, T_max=3), 14, every=6)
+
+
+def test_reduce_on_plateau_follows_the_valid_loss():
+    plateau = partial(ReduceLROnPlateau, factor=0.5, patience=0)
+    brain = brain_with(plateau, scheduler_every="epoch", opt=sgd(lr=1e-9))
+    fit(brain, range(1, 5), valid=VALID)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1e-9)
+    scheduler, expected = plateau(optimizer), []
+    for _, _, loss in (one for one in brain.losses if one[0] == "VALID"):
+        expected += [optimizer.param_groups[0]["lr"]] * 6
+        scheduler.step(loss)
+    assert brain.rates == expected
+    with pytest.raises(ConfigError, match="ReduceLROnPlateau follows the valid loss, and fit was given no valid_set"):
+        fit(brain_with(plateau, scheduler_every="epoch"))
+
+
+def test_a_schedule_of_frozen_optimizers_waits(monkeypatch):
+    brain = brain_with(CosineAnnealingLR)
+    other = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    monkeypatch.setattr(
+        Tracing,
+        "freeze_optimizers",
+        lambda self, optimizers: {"other": other} if self.step <= 3 else optimizers,
+    )
+    fit(brain, [1])
+    expected = torch_rates(partial(CosineAnnealingLR, T_max=6), 4)
+    assert brain.rates == [*expected[:1] * 3, *expected[:3]]
+
+
+def test_a_schedule_that_is_at_its_end_says_so():
+    brain = brain_with(CYCLE)
+    fit(brain)
+    with pytest.raises(ConfigError, match=r"OneCycleLR was made for 12 steps and cannot go on: .*13"):
+        fit(brain)
+
+
+def test_the_learning_rate_is_scaled_in_the_schedule_too():
+    found = brain_with(CYCLE, lr_scaling="linear", reference_batch_size=2)
+    fit(found)
+    assert found.rates == [pytest.approx(2 * rate) for rate in torch_rates(partial(CYCLE, total_steps=12), 12)]
+
+
+def test_a_rehearsal_makes_the_schedule_and_leaves_it_alone():
+    brain = brain_with(CYCLE)
+    report = brain.rehearse(DATA, 2, {"batch_size": 2})
+    assert report.holds
+    assert brain.known == (6, 6)
+    brain.rates.clear()
+    fit(brain)
+    assert brain.rates == torch_rates(partial(CYCLE, total_steps=12), 12)
+
+
+def test_check_parity_knows_the_steps_of_all_epochs():
+    brain = brain_with(CYCLE, check_parity=2)
+    fit(brain, range(1, 4))
+    assert brain.known == (3, 9)  # 22 samples, 4 on each of two ranks
+
+
+# ------------------------------------------------------------------------------------------------ resuming
+
+
+def train(folder, scheduler_class, dies_at=None, opt=None, **options):
+    counter = EpochCounter(3)
+    opt = opt or (lambda parameters: torch.optim.Adam(parameters, lr=0.05))
+    brain = brain_with(scheduler_class, folder, counter=counter, opt=opt, ckpt_interval_steps=2, **options)
+    brain.dies_at = dies_at
+    try:
+        fit(brain, counter, valid=VALID, shuffle=True)
+    except Killed:
+        return None
+    return brain
+
+
+KINDS = {
+    "one cycle": (CYCLE, {}),
+    "lambda": (warm, {}),
+    "accumulated": (CosineAnnealingLR, {"grad_accumulation_factor": 2}),
+    "every epoch": (CosineAnnealingLR, {"scheduler_every": "epoch"}),
+    "plateau": (
+        partial(ReduceLROnPlateau, factor=0.5, patience=0, threshold=0.5),
+        {"scheduler_every": "epoch"},
+    ),
+    "scaled": (CYCLE, {"lr_scaling": "linear", "reference_batch_size": 2}),
+}
+
+
+@pytest.mark.parametrize("dies_at", [(2, 1), (2, 5)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_killed_run_resumes_its_schedule_to_the_last_bit(kind, dies_at, tmp_path):
+    scheduler_class, options = KINDS[kind]
+    expected = train(tmp_path / "whole", scheduler_class, **options)
+    assert len(set(expected.rates)) > 1
+    assert train(tmp_path / "killed", scheduler_class, dies_at, **options) is None
+    found = train(tmp_path / "killed", scheduler_class, **options)
+    assert_same(weights(found), weights(expected))
+    assert found.rates == expected.rates[-len(found.rates) :]
+    assert found.known == expected.known
+    assert found.optimizer.param_groups[0]["lr"] == expected.optimizer.param_groups[0]["lr"]
+
+
+@pytest.mark.parametrize("where", [(Stage.VALID, "start"), (Stage.VALID, "end")])
+@pytest.mark.parametrize("kind", ["every epoch", "plateau"])
+def test_an_epoch_that_is_ended_again_is_counted_once(kind, where, tmp_path, monkeypatch):
+    """A failure after the training of an epoch is saved with ckpt_on_error, and the resumed run ends it again."""
+    scheduler_class, options = KINDS[kind]
+    expected = train(tmp_path / "whole", scheduler_class, **options)
+
+    def fail(self, stage, *arguments):
+        if (stage, self.progress.epoch) == (where[0], 2):
+            raise Killed
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Tracing, f"on_stage_{where[1]}", fail)
+        assert train(tmp_path / "killed", scheduler_class, ckpt_on_error=True, **options) is None
+    found = train(tmp_path / "killed", scheduler_class, **options)
+    assert_same(weights(found), weights(expected))
+    assert found.rates == expected.rates[-len(found.rates) :]
+
+
+def test_a_run_that_goes_on_for_longer_says_that_its_schedule_does_not(tmp_path, caplog):
+    counter = EpochCounter(2)
+    fit(brain_with(warm, tmp_path, counter=counter), counter, valid=VALID)
+    longer = EpochCounter(3)
+    brain = brain_with(warm, tmp_path, counter=longer)
+    fit(brain, longer, valid=VALID)
+    assert brain.total_steps == 18
+    words = "The LambdaLR of the checkpoint was made for 12 steps, and this run has 18: it goes on as it was made."
+    assert words in caplog.messages
+
+
+def test_a_checkpoint_without_the_schedule_is_refused(tmp_path):
+    counter = EpochCounter(2)
+    fit(brain_with(None, tmp_path, counter=counter), counter, valid=VALID)
+    with pytest.raises(CheckpointError, match="has no file for the recoverable 'scheduler'"):
+        train(tmp_path, CYCLE)

@@ -1,0 +1,123 @@
+"""Ranks that ``multiprocessing`` has started: ``mp.spawn``, ``start_processes``, ``elastic_launch`` with a function.
+
+Such a process ends without ``atexit``, or after it has waited for its children, and shows no hook what ended it.
+"""
+
+from __future__ import annotations
+
+import re
+import textwrap
+
+import pytest
+
+from tests.launching import Run, free_port, python, wait_until
+
+SCRIPT = """
+    import os, sys, time
+    from pathlib import Path
+
+    import torch
+    import torch.multiprocessing as mp
+
+    import ddpkit as sb
+
+    HOW, FAULT, PORT = sys.argv[1:4]
+
+
+    class Faulty(sb.Brain):
+        def compute_forward(self, batch, stage):
+            time.sleep(0.02)
+            if (self.rank == 1 or "on all" in FAULT) and self.step == 5 and FAULT.endswith("in fit"):
+                end()
+            return self.modules.net(batch)
+
+        def compute_objectives(self, predictions, batch, stage):
+            return (predictions - batch).square().mean()
+
+
+    def end():
+        Path("fault").touch()
+        if FAULT.startswith("raise"):
+            raise ValueError("boom from the fault")
+        sys.exit(0)
+
+
+    def train(rank=None):
+        if rank is not None:
+            os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
+            os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=PORT)
+        torch.manual_seed(0)
+        sb.ddp_init_group({"device": "cpu"})
+        brain = Faulty(
+            {"net": torch.nn.Linear(1, 1)},
+            lambda parameters: torch.optim.SGD(parameters, lr=0.001),
+            run_opts={"device": "cpu", "noprogressbar": True},
+        )
+        loader = {"batch_size": 2, "num_workers": 1, "persistent_workers": True}
+        data = torch.arange(400.0).view(-1, 1)
+        if FAULT.endswith("in fit"):
+            brain.fit(range(1, 50), data, train_loader_kwargs=loader)
+        brain.fit(range(1, 2), data[:8], train_loader_kwargs=loader)
+        if brain.rank == 1:
+            end()
+        brain.evaluate(data, test_loader_kwargs={"batch_size": 2})
+
+
+    def start():
+        if HOW == "elastic":
+            from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+            config = LaunchConfig(
+                1, 1, 2, run_id="test", rdzv_endpoint=f"127.0.0.1:{PORT}", rdzv_backend="c10d", max_restarts=0
+            )
+            elastic_launch(config, train)()
+        else:
+            mp.start_processes(train, nprocs=2, start_method=HOW)
+
+
+    if __name__ == "__main__":
+        start()
+"""
+
+
+def start(folder, how, fault):
+    script = folder / "train.py"
+    script.write_text(textwrap.dedent(SCRIPT))
+    run = Run(python(str(script), how, fault, str(free_port())), folder)
+    assert wait_until((folder / "fault").exists, 90.0), run.err
+    return run.wait(60.0)  # far from the hang timeout
+
+
+def each(faults, *quick):
+    """Every fault with every way to start; each cold start of ranks takes ten CPU seconds, so most only at length."""
+    return pytest.mark.parametrize(
+        ("how", "fault"),
+        [
+            pytest.param(how, fault, marks=() if how == "fork" or (how, fault) in quick else pytest.mark.slow)
+            for how in ("fork", "spawn", "elastic")
+            for fault in faults
+        ],
+    )
+
+
+@each(["raise in fit", "raise on all in fit", "raise"], ("spawn", "raise in fit"), ("elastic", "raise in fit"))
+def test_ranks_of_multiprocessing_with_persistent_workers_end_after_a_failure(tmp_path, how, fault):
+    run = start(tmp_path, how, fault)
+    assert run.code != 0
+    place = " in TRAIN of epoch 1 at step 5" if fault.endswith("in fit") else ""
+    who = "rank [01]" if "all" in fault else "rank 1"
+    assert re.search(rf"{who} \([^ ]+, pid \d+\) failed.*{place}.*: ValueError: boom from the fault", run.err), run.err
+    assert "Connection closed" not in run.err
+
+
+@each(["exit in fit", "exit"])
+def test_a_rank_of_multiprocessing_that_leaves_early_is_named_at_once(tmp_path, how, fault):
+    run = start(tmp_path, how, fault)
+    assert run.code != 0
+    if fault == "exit in fit":
+        words = r"rank 1 \([^ ]+, pid \d+\) called sys.exit\(0\) in TRAIN of epoch 1 at step 5, at train.py:\d+ in end"
+    else:
+        words = "rank 0 waits at .* for rank 1, which has come to its end without making this call"
+    assert re.search(words, run.err), run.err
+    assert "disappeared" not in run.err
+    assert "Connection closed" not in run.err

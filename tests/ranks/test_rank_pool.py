@@ -1,0 +1,66 @@
+"""The pool of ranks that tests run on: a run that went wrong leaves nothing to the next one."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from ddpkit.testing import RankPool, RankPoolError
+
+
+def sum_of_ranks():
+    total = torch.tensor([dist.get_rank() + 1.0])
+    dist.all_reduce(total)
+    return total.item()
+
+
+def end_the_process():
+    os._exit(3)
+
+
+class Misled(RankPool):
+    """Tells every rank something wrong: one fails before torch has counted the group, the other after it."""
+
+    wrong = True
+
+    def _environment(self, rank, world_size):
+        found = super()._environment(rank, world_size)
+        return found | ({"MASTER_PORT": "none"}, {"RANK": "7"})[rank] if self.wrong else found
+
+
+def test_a_failed_start_of_a_group_does_not_poison_the_runs_after_it():
+    with Misled() as pool:
+        outcomes = pool.outcomes(sum_of_ranks)
+        assert not any(outcome.ok for outcome in outcomes)
+        pool.wrong = False
+        assert pool.run(sum_of_ranks) == [3.0, 3.0]
+        assert pool.run(sum_of_ranks, world_size=3) == [6.0, 6.0, 6.0]
+
+
+def test_the_cold_start_of_ranks_does_not_count_against_the_first_run():
+    with RankPool(timeout=1.0) as pool:  # less than an import of torch takes, more than a function that does nothing
+        assert pool.run(os.getenv, "RANK", world_size=2, init=False) == ["0", "1"]
+
+
+def test_a_process_that_does_not_start_is_told(monkeypatch):
+    monkeypatch.setattr("ddpkit.testing._serve", end_the_process)  # it takes other arguments: a TypeError ends it
+    with RankPool() as pool, pytest.raises(RankPoolError, match="did not start: exit code 1"):
+        pool.run(sum_of_ranks)
+
+
+def environment_and_draw(name):
+    return os.environ.get(name), np.random.random()  # noqa: NPY002 -- the state that all of a process share
+
+
+def test_ranks_that_start_again_have_the_environment_of_now_and_draws_of_their_own(monkeypatch):
+    with RankPool() as pool:
+        pool.run(os.getenv, "RANK", init=False)
+        pool.close()
+        monkeypatch.setenv("DDPKIT_TEST_OF_THE_POOL", "now")
+        (first, one), (second, other) = pool.run(environment_and_draw, "DDPKIT_TEST_OF_THE_POOL", init=False)
+    assert first == second == "now"
+    assert one != other

@@ -1,0 +1,124 @@
+"""What a user mistypes is told in one sentence, once, with exit code 2, whoever has started the ranks."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from ddpkit.errors import ConfigError
+from ddpkit.run_opts import parse_arguments
+from tests.launching import Run, python, start_by_hand, torchrun
+
+SCRIPT = """
+import os
+import torch
+import ddpkit
+from ddpkit.distributed import ddp_barrier
+
+hparams_file, run_opts, overrides = ddpkit.parse_arguments()
+ddpkit.ddp_init_group(run_opts)
+ddpkit.create_experiment_directory("out", hparams_file, overrides, save_env_desc=False)
+if os.environ.get("RANK") == os.environ.get("WRONG_ON", "no rank"):
+    run_opts["precision"] = "fp16"
+ddpkit.Brain({"net": torch.nn.Linear(1, 1)}, run_opts=run_opts)
+ddp_barrier()
+"""
+
+# What is wrong with the words, and what is said of it.
+MISTAKES = {
+    "an unknown option": (["hparams.yaml", "--bogus=1"], "--bogus is no run option"),
+    "a wrong type": (["hparams.yaml", "--debug_batches=many"], "debug_batches='many' on the command line is no"),
+    "a missing YAML": (["nowhere.yaml"], "There is no file 'nowhere.yaml'"),
+    "no YAML": (["--debug"], "No hyperparameter YAML was given"),
+    "a contradiction": (
+        ["hparams.yaml", "--ckpt_interval_minutes=1", "--ckpt_interval_steps=1"],
+        "are both set, and only one can be",
+    ),
+    "a module that is not there": (
+        ["hparams.yaml", "--device=cpu", "--compile_module_keys=nett"],
+        "compile_module_keys=['nett'] names 'nett', and the modules are: 'net'",
+    ),
+    "no reference": (["hparams.yaml", "--device=cpu", "--lr_scaling=linear"], "needs reference_batch_size"),
+    "what the Brain refuses": (["hparams.yaml", "--precision=fp16", "--device=cpu"], "precision='fp16' does not work"),
+}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "train.py").write_text(SCRIPT)
+    (tmp_path / "hparams.yaml").write_text("lr: 0.1\n")
+    return tmp_path
+
+
+def own_lines(text):
+    """Return the lines that a person reads, less those of loggers and of the experiment's start."""
+    return [line for line in text.splitlines() if line and not line.startswith(("Experiment folder", "Run options"))]
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_one_process_says_one_sentence_and_exits_with_2(folder, mistake):
+    words, said = MISTAKES[mistake]
+    run = Run(python("train.py", *words), folder, warm=True).wait()
+    assert run.code == 2
+    lines = own_lines(run.err)
+    assert lines[0].startswith("train.py: error: ")
+    assert said in lines[0]
+    assert len(lines) == (2 if mistake == "an unknown option" else 1), run.err
+
+
+@pytest.mark.parametrize("mistake", ["an unknown option", "what the Brain refuses"])
+def test_torchrun_says_it_once_in_its_summary(folder, mistake):
+    words, said = MISTAKES[mistake]
+    run = Run(torchrun(2, "train.py", *words), folder).wait()
+    assert run.code == 1  # torchrun turns every code into 1
+    assert run.err.count(said) == 1, run.err
+    assert "exitcode  : 2" in run.err
+    assert "traceback : train.py: error: " in run.tail(5)
+    assert 'train.py", line' not in run.err
+    assert len(own_lines(run.err)) < 45, run.err
+
+
+@pytest.mark.parametrize("mistake", ["an unknown option", "what the Brain refuses"])
+def test_nproc_says_it_once(folder, mistake):
+    words, said = MISTAKES[mistake]
+    run = Run(python("train.py", *words, "--nproc=2"), folder).wait()
+    assert run.code == 2, run.err
+    lines = own_lines(run.err)
+    assert said in lines[0]
+    assert len(lines) == (2 if mistake == "an unknown option" else 1), run.err
+
+
+def test_by_hand_it_is_said_by_the_first_of_the_group(folder):
+    words, said = MISTAKES["what the Brain refuses"]
+    ranks = [run.wait() for run in start_by_hand(python("train.py", *words), folder, 2, warm=True)]
+    assert [run.code for run in ranks] == [2, 2], ranks[1].err
+    assert sum(run.err.count(said) for run in ranks) == 1
+    assert "Traceback" not in ranks[0].err + ranks[1].err
+
+
+def test_a_mistake_on_one_rank_is_said_by_that_rank(folder):
+    run = Run(torchrun(2, "train.py", "hparams.yaml", "--device=cpu"), folder, {"WRONG_ON": "1"}).wait()
+    assert run.code == 1
+    assert "train.py: error on rank 1: precision='fp16' does not work" in run.tail(15), run.err
+
+
+def test_whoever_inherits_the_launchers_variables_still_speaks(folder):
+    """A script that a rank starts is nobody's rank: no launcher shows its error file."""
+    (folder / "outer.py").write_text(
+        "import subprocess, sys\n"
+        "done = subprocess.run([sys.executable, 'train.py', 'hparams.yaml', '--bogus=1'])\n"
+        "print('inner', done.returncode)\n"
+    )
+    run = Run(torchrun(1, "outer.py"), folder).wait()
+    assert run.code == 0, run.err
+    assert "inner 2" in run.out
+    assert "train.py: error: --bogus is no run option" in run.err
+
+
+def test_a_caller_can_catch_it(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    hook = sys.excepthook
+    with pytest.raises(ConfigError, match="--bogus is no run option"):
+        parse_arguments(["hparams.yaml", "--bogus=1"])
+    sys.excepthook = hook

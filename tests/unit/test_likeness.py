@@ -1,0 +1,152 @@
+"""What can be told from the first items of every rank: the same, different, or nobody knows."""
+
+from __future__ import annotations
+
+import random
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from ddpkit.likeness import Likeness, judge, sketch
+
+
+def read(items):
+    return [sketch(item) for item in items]
+
+
+def verdict(*ranks, again=True):
+    """Each rank's items: those of the first reading, and those of two more; a single list is the same each time."""
+    readings = [one if isinstance(one, tuple) else (one, one, one) for one in ranks]
+    later = [[read(items) for items in one[1:]] if again else None for one in readings]
+    return judge([read(one[0]) for one in readings], later)[0]
+
+
+def noisy(items, seed):
+    """Three readings with noise that is another one every time."""
+    generator = torch.Generator().manual_seed(seed)
+    return tuple([add(item, torch.randn(20, generator=generator)) for item in items] for _ in range(3))
+
+
+def add(item, noise):
+    return {"x": 0.1 * noise + item["x"], **{name: value for name, value in item.items() if name != "x"}}
+
+
+def samples(first, step=1, number=8):
+    return [{"x": torch.full((20,), float(k)), "id": f"s{k}", "label": k % 2} for k in range(first, 99, step)][:number]
+
+
+@dataclass
+class Batch:
+    wave: torch.Tensor
+    names: list
+
+
+@pytest.mark.parametrize(
+    "item",
+    [
+        3,
+        2.5,
+        "text",
+        b"bytes",
+        None,
+        Path("a/b"),
+        np.float32(2),
+        np.arange(6).reshape(2, 3)[:, ::2],
+        torch.arange(6.0),
+        torch.zeros(0),
+        torch.tensor(float("nan")),
+        torch.tensor([1.0, float("inf")]),
+        torch.zeros(2, dtype=torch.bfloat16),
+        torch.ones(2, 2).to_sparse(),
+        torch.zeros(3, device="meta"),
+        {"b": 1, "a": [2, (3.0, "x")], ("a", "tuple"): 4},
+        Batch(torch.ones(3), ["a"]),
+        SimpleNamespace(lock=threading.Lock(), number=3),
+        np.array(["a", "b"]),
+        np.array([object(), None]),
+        {"set": {"a", "b", "c"}},
+    ],
+    ids=lambda item: type(item).__name__,
+)
+def test_an_item_of_any_kind_is_like_itself(item):
+    assert verdict([item] * 3, [item] * 3) is Likeness.SAME
+    assert verdict([item] * 3, [item] * 3, again=False) is Likeness.SAME
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        int,
+        float,
+        str,
+        lambda k: f"{k} " * 100,
+        lambda k: str(k).encode(),
+        torch.tensor,
+        lambda k: torch.full((30,), float(k)),
+        lambda k: torch.arange(5) + k,
+        lambda k: np.full(3, k, dtype=np.uint8),
+        lambda k: (torch.tensor([float(k)]), torch.tensor(0)),
+        lambda k: {"x": torch.tensor([float(k)]), "rate": 16000},
+        lambda k: Batch(torch.full((3,), float(k)), ["a"]),
+        lambda k: SimpleNamespace(inner=[SimpleNamespace(number=k)]),
+    ],
+)
+def test_ranks_that_read_parts_of_their_own_differ(make):
+    halves = [[make(k) for k in range(rank, 16, 2)] for rank in range(2)]
+    assert verdict(*halves) is Likeness.DIFFERENT
+    assert verdict(*[[make(k) for k in range(8 * rank, 8 * rank + 8)] for rank in range(2)]) is Likeness.DIFFERENT
+
+
+def test_a_part_is_told_though_labels_agree_by_chance():
+    """Every second sample, of which the labels are the same on both ranks."""
+    ranks = [[{"x": torch.full((3,), float(k)), "label": k // 2 % 2} for k in range(rank, 16, 2)] for rank in range(2)]
+    assert verdict(*ranks) is Likeness.DIFFERENT
+
+
+def test_noise_that_nobody_seeded_is_no_difference():
+    assert verdict(noisy(samples(0), 1), noisy(samples(0), 2)) is Likeness.SAME
+    assert verdict(noisy(samples(0), 1), noisy(samples(8), 2)) is Likeness.DIFFERENT, "other samples, noise or not"
+
+
+def test_noise_that_hides_everything_is_no_proof():
+    """Nothing tells the samples but what is drawn: it may be noise, or another order."""
+    bare = [{"x": one["x"], "rate": 16000} for one in samples(0)]
+    assert verdict(noisy(bare, 1), noisy(bare, 2)) is Likeness.OPEN
+
+
+def test_an_order_that_nobody_seeded_is_a_difference():
+    def shuffled(seed):
+        drawn = random.Random(seed)
+        return tuple(drawn.sample(samples(0, number=20), 8) for _ in range(3))
+
+    assert verdict(shuffled(1), shuffled(2)) is Likeness.DIFFERENT
+
+
+def test_what_rounds_in_another_way_is_the_same():
+    wave = torch.randn(100, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    assert verdict([{"x": wave}] * 2, [{"x": wave.float().double() * (1 + 1e-6)}] * 2) is Likeness.SAME
+
+
+def test_a_folder_of_each_machines_own_is_no_proof():
+    ranks = [[{**one, "path": f"/scratch/node{rank}/{one['id']}"} for one in samples(0)] for rank in range(2)]
+    assert verdict(*ranks) is Likeness.OPEN
+
+
+@pytest.mark.parametrize(
+    ("ranks", "answer"),
+    [
+        ([samples(0, 2), samples(1, 2)], Likeness.DIFFERENT),
+        ([[torch.ones(3)], [torch.zeros(3)]], Likeness.OPEN),
+        ([noisy(samples(0), 1)[0], noisy(samples(0), 2)[0]], Likeness.OPEN),
+        ([[1, 2, 3], [1, 2]], Likeness.DIFFERENT),
+        ([[1, 2, 3], []], Likeness.DIFFERENT),
+        ([[], []], Likeness.SAME),
+    ],
+)
+def test_what_cannot_be_read_again(ranks, answer):
+    assert verdict(*ranks, again=False) is answer

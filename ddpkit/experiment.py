@@ -322,7 +322,7 @@ def _unwritable(folder: Path, error: OSError) -> ConfigError:
 
 def _replace(path: Path, content: bytes) -> None:
     """Write a file so that its name stands for the old content or for the new one, never for a part."""
-    temporary = path.with_name(f".{path.name}.tmp")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")  # processes of one script may write at once
     try:
         temporary.write_bytes(content)
         temporary.replace(path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -62,6 +63,9 @@ def _environments() -> Iterator[tuple[int, bytes]]:
             continue
 
 
+CPP_LINE = re.compile(r"(frame #\d+: |\[[WE]\d+ .*\.cpp:\d+\]|Exception raised from .*\.[ch]pp:\d+ )")
+
+
 @dataclass
 class Run:
     """A command and all processes that come from it, known by a marker in their environment.
@@ -110,7 +114,9 @@ class Run:
         return sorted(marked)
 
     def tail(self, lines: int = 15) -> str:
-        return "\n".join(self.err.splitlines()[-lines:])
+        """Return the last lines, without those in which threads of torch tell where in C++ a connection ended."""
+        told = [line for line in self.err.splitlines() if line.strip() and not CPP_LINE.match(line)]
+        return "\n".join(told[-lines:])
 
     def signal(self, number: signal.Signals) -> None:
         self.process.send_signal(number)

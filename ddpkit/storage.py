@@ -457,11 +457,12 @@ def restore_replaced(parent: Path) -> None:
                 logger.warning("%s is back: the save that was to replace it did not end.", final)
 
 
-def clean_leftovers(parent: Path) -> None:
-    """Remove what interrupted saves and removals have left in a folder. Never raises: it is a courtesy.
+def clean_leftovers(parent: Path, check: Callable[[], object] = lambda: None) -> None:
+    """Remove what interrupted saves and removals have left in a folder. What resists stays: it is a courtesy.
 
     Args:
         parent: the folder that holds the directories; one that does not exist is no error.
+        check: called between the listing and the removals; raises if the folder is another run's.
 
     Ranks: main only, and only by the process that saves there.
 
@@ -473,9 +474,11 @@ def clean_leftovers(parent: Path) -> None:
         >>> list(parent.iterdir())
         []
     """
+    names = [name for name in _names(parent) if name.startswith((STAGING_PREFIX, TRASH_PREFIX))]
+    check()  # what another run makes from now on is not in the list
     restore_replaced(parent)
-    for name in _names(parent):
-        if name.startswith((STAGING_PREFIX, TRASH_PREFIX)) and (parent / name).is_dir():
+    for name in names:
+        if (parent / name).is_dir():
             with contextlib.suppress(CheckpointError):
                 remove_directory(parent / name)
 

@@ -16,7 +16,7 @@ import pytest
 
 from ddpkit import run_lock, storage
 from ddpkit.errors import CheckpointError
-from ddpkit.liveness import has_ended, state_and_start
+from ddpkit.liveness import has_ended, is_ending, state_and_start
 from ddpkit.run_lock import LOCK_NAME, FolderLock, holder
 from ddpkit.storage import commit_staging, make_staging, verify
 
@@ -310,7 +310,7 @@ def take_from_the_dying(seconds):
         wait_for(signs / "held")
         time.sleep(0.1)
         found = holder(folder)
-        seen = found.has_ended(), found.is_ending()
+        seen = found.has_ended(), is_ending(found.pid)
         start, said = time.monotonic(), ""
         lock = FolderLock(folder, renewal_seconds=RENEWAL)
         try:

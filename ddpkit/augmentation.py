@@ -21,7 +21,7 @@ import torch
 from torch.utils.data import DataLoader, Subset, get_worker_info
 
 from ddpkit.errors import DataError
-from ddpkit.loader_workers import starting_workers
+from ddpkit.loader_workers import start_loading
 from ddpkit.permutation import mix, mix_key
 from ddpkit.sampler import PlannedBatchSampler, count_repeats, index_number, set_epoch_inside
 
@@ -191,9 +191,7 @@ def load_keyed(
         multiprocessing_context=loader.multiprocessing_context,
         generator=torch.Generator(),
     )
-    with starting_workers():
-        loaded = iter(own)
-    return list(loaded)
+    return list(start_loading(own))
 
 
 class KeyedSampler:

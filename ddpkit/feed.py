@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ddpkit.errors import DataError
-from ddpkit.loader_workers import starting_workers
+from ddpkit.loader_workers import start_loading
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -181,8 +181,7 @@ class Feed:
         length = self.length
         total, done = 1.0, self.start
         window.correction = 1.0
-        with starting_workers():
-            batches = iter(self.loader)
+        batches = start_loading(self.loader)
         source = _each(batches)
         for _ in itertools.islice(source, self.left_out):
             pass

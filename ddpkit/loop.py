@@ -16,7 +16,7 @@ import torch
 from ddpkit.control import Wishes
 from ddpkit.errors import BatchError, NonFiniteLossError
 from ddpkit.feed import Window
-from ddpkit.loader_workers import starting_workers
+from ddpkit.loader_workers import start_loading
 from ddpkit.logger import get_logger
 from ddpkit.metrics import LossMeter, nothing_counts
 from ddpkit.syncbn import left_out
@@ -242,8 +242,7 @@ def evaluate_epoch(
     meter = progress.meter
     beat.start(progress.step)
     with torch.no_grad():
-        with starting_workers():
-            batches = iter(loader)
+        batches = start_loading(loader)
         for number, batch in enumerate(batches):
             progress.step += 1
             loss, samples = host.evaluate_batch(batch, stage), count(number, batch)

@@ -20,6 +20,7 @@ from ddpkit.augmentation import Place, keyed_parts, load_keyed
 from ddpkit.checkpoint_hooks import mark_as_loader, mark_as_saver, register_checkpoint_hooks
 from ddpkit.errors import ConfigError, DataError
 from ddpkit.likeness import sketch
+from ddpkit.loader_workers import start_loading
 from ddpkit.logger import get_logger
 from ddpkit.permutation import mix_key
 from ddpkit.sampler import (
@@ -136,10 +137,10 @@ class SaveableDataLoader(DataLoader[Any]):
     def _begin(self) -> Iterator[Any]:
         """Start torch's iterator, on a copy of this loader whose randomness is keyed (but for a stream)."""
         if isinstance(self.dataset, IterableDataset):
-            return super().__iter__()
+            return start_loading(self, super().__iter__)
         view, plan = copy.copy(self), plan_of(self)
         vars(view).update(keyed_parts(self, self._place if plan is None else plan))
-        inner = super(SaveableDataLoader, view).__iter__()
+        inner = start_loading(view, super(SaveableDataLoader, view).__iter__)
         self._iterator = view._iterator  # noqa: SLF001 -- persistent workers stay with this loader
         return inner
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ddpkit.errors import DataError
-from ddpkit.loader_workers import starting_workers
+from ddpkit.loader_workers import start_loading
 from ddpkit.streams import guess_batch_size
 
 if TYPE_CHECKING:
@@ -85,8 +85,7 @@ class StreamFeed:
         Raises:
             DataError: the stream has no first batch for every rank. On all ranks.
         """
-        with starting_workers():
-            batches = iter(self.loader)
+        batches = start_loading(self.loader)
         reader = _Reader(batches, self.size_of, self.start_sum)
         reader.leave_out(self.left_out)
         ahead = deque([reader.read()])

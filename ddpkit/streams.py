@@ -9,6 +9,7 @@ numbers of its own, that follow from seed and epoch, and without a look at the w
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import sys
 from collections.abc import Mapping
@@ -24,6 +25,7 @@ from ddpkit.bookmarks import END, READ, Bookmarks, ReadApart, Reading, is_statef
 from ddpkit.distributed import get_world_size
 from ddpkit.errors import ConfigError
 from ddpkit.likeness import MOST_ITEMS, FirstItems, sketch
+from ddpkit.loader_workers import start_loading
 from ddpkit.logger import get_logger
 from ddpkit.permutation import mix_key
 from ddpkit.sampler import SamplingPlan, set_epoch_inside
@@ -335,7 +337,7 @@ class StreamLoader(DataLoader[Any]):
         is_counted = self.batch_size is not None
         if isinstance(self._reader, StreamShard):
             self._reader.keep_step, self._reader.shows_first, is_counted = self.keep_step, self.is_dealt, True
-        begin = self._counted if is_counted else super().__iter__
+        begin = self._counted if is_counted else functools.partial(start_loading, self, super().__iter__)
         if self.num_workers == 0 and isinstance(self._reader, ReadApart):
             reader = self._reader
             batches = self.marks.marked(lambda: reader.read(begin))
@@ -346,7 +348,7 @@ class StreamLoader(DataLoader[Any]):
     def _counted(self) -> Iterator[Any]:
         view = copy.copy(self)
         vars(view)["collate_fn"] = _Counting(self.collate_fn, makes_batches=self.batch_size is not None)
-        inner: Iterator[Any] = super(StreamLoader, view).__iter__()
+        inner = start_loading(view, super(StreamLoader, view).__iter__)
         self._iterator = view._iterator  # noqa: SLF001 -- persistent workers stay with this loader
         return inner
 
@@ -463,7 +465,7 @@ class BatchShard:
             reading.load_state_dict(state["random"])
             first = state["batch"]
         with reading:
-            batches = iter(self.loader)
+            batches = start_loading(self.loader)
         before, self._is_again, self.first = END, False, None
         for number in itertools.count(first):
             with reading:

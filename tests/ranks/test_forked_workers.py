@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
-from ddpkit.loader_workers import watch_loader_workers
+from ddpkit.loader_workers import start_loading
 
 
 class Looking(Dataset):
@@ -26,14 +26,13 @@ class Looking(Dataset):
 
 def load_beside_garbage():
     """Leave a trained module behind that only the garbage collector can find, then start workers."""
-    watch_loader_workers()
     gc.disable()
     try:
         module = DistributedDataParallel(nn.Linear(2, 2))
         module(torch.ones(1, 2)).sum().backward()
         module.itself = [module]
         del module
-        found = [int(item) for item in DataLoader(Looking(), batch_size=None, num_workers=2)]
+        found = [int(item) for item in start_loading(DataLoader(Looking(), batch_size=None, num_workers=2))]
         own = sum(isinstance(thing, DistributedDataParallel) for thing in gc.get_objects())
     finally:
         gc.enable()

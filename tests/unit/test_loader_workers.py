@@ -1,4 +1,4 @@
-"""Workers that are not forked from their rank: deaf as those that are, and known to it."""
+"""Workers of every start method: deaf, known to their rank, and no example to a script's own processes."""
 
 from __future__ import annotations
 
@@ -6,15 +6,12 @@ import multiprocessing
 import os
 import signal
 import subprocess
-import threading
 import time
-from multiprocessing import forkserver, util
 
 import pytest
-from torch.utils.data import DataLoader, Dataset
-from torch.utils.data._utils import worker as torchs
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from ddpkit.loader_workers import deaf_signals, kill_workers, starting_workers, where_workers_are
+from ddpkit.loader_workers import deaf_signals, kill_workers, start_loading, where_workers_are
 
 
 class Looking(Dataset):
@@ -38,11 +35,10 @@ class Looking(Dataset):
         return os.getpid(), program.wait(10), os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-@pytest.mark.parametrize("context", ["spawn", "forkserver"])
-def test_workers_that_are_not_forked_are_deaf_answer_and_end(context):
+@pytest.mark.parametrize("context", ["fork", "spawn", "forkserver"])
+def test_workers_are_deaf_answer_and_end(context):
     loader = DataLoader(Looking(), batch_size=None, num_workers=1, multiprocessing_context=context)
-    with starting_workers():
-        batches = iter(loader)
+    batches = start_loading(loader)
     [process] = batches._workers
     assert next(batches) == [process.pid, -signal.SIGTERM, -signal.SIGTERM], "what a worker starts is not deaf"
     end = time.monotonic() + 20
@@ -65,36 +61,51 @@ def test_workers_that_are_not_forked_are_deaf_answer_and_end(context):
         helper.join()
 
 
-def functions():
-    return util.spawnv_passfds, forkserver.connect_to_new_process, torchs._worker_loop
+class Broken(DataLoader):
+    """Cannot start its workers."""
+
+    def __iter__(self):
+        raise OSError("no more processes")
 
 
-def start_some(before):
-    """Start something in the context, in another thread, and in a context in the context; then fail."""
-    with starting_workers():
-        util.spawnv_passfds("program", [], [])
-        other = threading.Thread(target=util.spawnv_passfds, args=("program", [], []))
-        other.start()
-        other.join()
-        with starting_workers():
-            util.spawnv_passfds("program", [], [])
-        assert forkserver.connect_to_new_process is not before[1]
-        raise ZeroDivisionError
-
-
-def test_what_starts_workers_is_put_back_and_does_for_other_threads_what_it_did():
-    before, masks = functions(), []
-
-    def spawn(*_arguments):
-        masks.append(deaf_signals() <= signal.pthread_sigmask(signal.SIG_BLOCK, []))
-        return 1
-
-    util.spawnv_passfds = spawn
-    try:
-        with pytest.raises(ZeroDivisionError):
-            start_some(before)
-    finally:
-        assert functions() == (spawn, *before[1:])
-        util.spawnv_passfds = before[0]
-    assert masks == [True, False, True]
+def test_the_mask_of_signals_and_the_worker_init_fn_are_those_of_before_also_if_no_worker_can_be_started():
+    loader = Broken(range(3), num_workers=1, worker_init_fn=print)
+    with pytest.raises(OSError, match="no more processes"):
+        start_loading(loader)
+    assert loader.worker_init_fn is print
     assert not deaf_signals() & signal.pthread_sigmask(signal.SIG_BLOCK, [])
+
+
+def test_signals_are_blocked_while_workers_start_and_come_afterwards():
+    heard, at_start = [], []
+    before = signal.signal(signal.SIGUSR1, lambda *_: heard.append(signal.SIGUSR1))
+
+    def begin():
+        os.kill(os.getpid(), signal.SIGUSR1)
+        at_start.extend(heard)
+        return iter(["a batch"])
+
+    try:
+        assert next(start_loading([], begin)) == "a batch"
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert (at_start, heard) == ([], [signal.SIGUSR1])
+
+
+def test_the_users_worker_init_fn_is_called():
+    loader = DataLoader(Numbered(), batch_size=None, num_workers=2, worker_init_fn=number_dataset)
+    assert sorted(int(item) for item in start_loading(loader)) == [100, 101]
+
+
+class Numbered(Dataset):
+    number = 0
+
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        return self.number
+
+
+def number_dataset(worker):
+    get_worker_info().dataset.number = 100 + worker

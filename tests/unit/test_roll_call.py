@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from ddpkit import optim
 from ddpkit.interrupts import Interrupts
-from ddpkit.loader_workers import kill_workers, watch_loader_workers, where_workers_are
+from ddpkit.loader_workers import kill_workers, start_loading, where_workers_are
 from ddpkit.optim import take_step
 from ddpkit.roll_call import Position, Whereabouts, look_at, table
 
@@ -170,8 +170,7 @@ class Sleepy(Dataset):
 
 
 def test_a_worker_that_is_stuck_says_where_and_is_deaf_but_ends_with_its_rank():
-    watch_loader_workers()
-    batches = iter(DataLoader(Sleepy(), batch_size=1, num_workers=2))
+    batches = start_loading(DataLoader(Sleepy(), batch_size=1, num_workers=2))
     for _ in range(3):
         next(batches)
     time.sleep(0.3)
@@ -209,7 +208,6 @@ class Decoding(Dataset):
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_what_a_dataset_starts_can_be_ended(num_workers):
-    watch_loader_workers()
     loader = DataLoader(Decoding(), batch_size=None, num_workers=num_workers)
     with Interrupts().heard():
-        assert [tuple(item) for item in loader] == [(-signal.SIGTERM, -signal.SIGTERM)] * 2
+        assert [tuple(item) for item in start_loading(loader)] == [(-signal.SIGTERM, -signal.SIGTERM)] * 2

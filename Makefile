@@ -6,10 +6,12 @@ VENV   := .venv
 BIN    := $(CURDIR)/$(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-# The tests that `make test` leaves out (`make check` runs all), as a pytest -m expression; MARKS= runs them all.
+# The tests that `make test` leaves out (`make check` runs all), as a pytest -m expression.
 MARKS  ?= not slow and not faults and not launch
 # More for pytest: make test PYTEST_ARGS="-k sampler -x"
 PYTEST_ARGS ?=
+# How many processes run tests side by side. Many tests start ranks of their own: more than two of them only add memory.
+JOBS ?= 2
 # For the table of faults: --rows F1,F9, --trials N, --kills N, --seed S (python -m tests.faults.table --help).
 FAULTS_ARGS ?=
 
@@ -19,7 +21,7 @@ export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test quick faults lint format types layers docs check bench clean
+.PHONY: help venv demo test launch quick faults lint format types layers docs check bench clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
@@ -30,7 +32,10 @@ demo: $(VENV)/.installed-examples  ## train examples/digits on two processes of 
 	cd examples/digits && $(BIN)/torchrun --standalone --nproc_per_node=2 train.py hparams.yaml
 
 test: $(VENV)/.installed-dev  ## run the tests (GPU tests skip by themselves where there is none)
-	$(BIN)/python -m pytest -m "$(MARKS)" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "$(MARKS)" $(PYTEST_ARGS)
+
+launch: $(VENV)/.installed-dev  ## run the tests with real launchers and clusters, of which there can be one at a time
+	$(BIN)/python -m pytest -m launch $(PYTEST_ARGS)
 
 QUICK = $(wildcard $(foreach folder,unit contract ranks,tests/$(folder)/test_$(PKG)*.py) ddpkit/$(PKG).py)
 quick: $(VENV)/.installed-dev  ## ruff and the tests of one area, in about half a minute: make quick PKG=sampler
@@ -59,8 +64,8 @@ layers: $(VENV)/.installed-dev  ## imports go downward only
 docs: $(VENV)/.installed-dev  ## build docs/_build/html, warnings are errors
 	$(BIN)/sphinx-build -q -b html -n -W --keep-going docs docs/_build/html
 
-check: MARKS :=
-check: lint types layers test docs  ## all of it, the slower tests too: what CI runs
+check: MARKS := not launch
+check: lint types layers test launch docs  ## all of it, the slower tests too: what CI runs
 
 bench: $(VENV)/.installed-dev  ## microseconds per step above a bare PyTorch loop
 	$(BIN)/python benchmarks/loop_overhead.py

@@ -25,6 +25,15 @@ def pytest_collection_modifyitems(items):
         for folder in MARKED_FOLDERS:
             if folder in Path(item.path).relative_to(item.config.rootpath).parts:
                 item.add_marker(folder)
+        if item.get_closest_marker("grid") and _first_values_but(item) > 1:
+            item.add_marker("slow")
+
+
+def _first_values_but(item):
+    """Count the parameters of a test that do not have the first of their values."""
+    names = [marker.args[0] for marker in item.iter_markers("parametrize")]
+    firsts = [name.partition(",")[0] if isinstance(name, str) else name[0] for name in names]
+    return sum(item.callspec.indices[first] > 0 for first in firsts)
 
 
 def pytest_runtest_setup(item):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import re
 import signal
 import socket
@@ -35,9 +37,12 @@ def python(*words: str) -> list[str]:
 
 
 def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
+    """Find a port that nobody listens at, below those that the system gives to whoever asks for any."""
+    while True:
+        port = random.SystemRandom().randrange(10_000, 32_000)
+        with contextlib.suppress(OSError), socket.socket() as sock:
+            sock.bind(("", port))
+            return port
 
 
 def soon(began: float, seconds: float) -> bool:
@@ -113,10 +118,13 @@ class Run:
             marked.add(self.process.pid)  # its environment cannot be read yet in the first moment after its start
         return sorted(marked)
 
+    @property
+    def lines(self) -> list[str]:
+        """What it told, without the lines in which threads of torch tell where in C++ a connection ended."""
+        return [line for line in self.err.splitlines() if line.strip() and not CPP_LINE.match(line)]
+
     def tail(self, lines: int = 15) -> str:
-        """Return the last lines, without those in which threads of torch tell where in C++ a connection ended."""
-        told = [line for line in self.err.splitlines() if line.strip() and not CPP_LINE.match(line)]
-        return "\n".join(told[-lines:])
+        return "\n".join(self.lines[-lines:])
 
     def signal(self, number: signal.Signals) -> None:
         self.process.send_signal(number)

@@ -753,8 +753,8 @@ def test_f1_without_torchrun(tmp_path):
     main, other = (run.wait(30) for run in start_by_hand(command, tmp_path, 2, warm=True, FAULT="forward"))
     assert (main.code, other.code) == (1, 1)
     assert "[rank1]: OverflowError: boom in forward\n" in other.err
-    assert re.search(SECOND_HAND.partition("rank 1")[2], other.err.rstrip().splitlines()[-1])
-    assert re.fullmatch(SECOND_HAND, main.err.rstrip().splitlines()[-1])
+    assert re.search(SECOND_HAND.partition("rank 1")[2], other.tail(1))
+    assert re.fullmatch(SECOND_HAND, main.tail(1))
 
 
 def test_f8_a_read_only_folder_for_real(tmp_path, read_only):
@@ -765,7 +765,7 @@ def test_f8_a_read_only_folder_for_real(tmp_path, read_only):
 def test_the_same_in_one_process(tmp_path):
     run = launch(tmp_path, "hparams.yaml", "--device=cpu", fault="no_grad", ranks=1)
     assert run.code == 1
-    assert run.err.rstrip().splitlines()[-1].startswith("ddpkit.errors.BatchError: Line.compute_objectives returned")
+    assert run.tail(1).startswith("ddpkit.errors.BatchError: Line.compute_objectives returned")
 
 
 def test_the_environment_of_a_failing_rank_is_not_needed(tmp_path):

@@ -100,9 +100,10 @@ def test_the_schedule_of_the_page_goes_on_after_a_kill(processes, tmp_path):
             if block["language"] != "console":
                 write(block["text"], folder)
     at_once = "--ckpt_async=False"  # what is being written in the background is lost with the process
-    whole = Run([*launcher, "train.py", "hparams.yaml"], folders["whole"]).wait()
-    killed = Run([*launcher, "killed.py", "hparams.yaml", at_once], folders["killed"], name="first").wait()
-    resumed = Run([*launcher, "train.py", "hparams.yaml"], folders["killed"], name="second").wait()
+    whole = Run([*launcher, "train.py", "hparams.yaml"], folders["whole"], warm=True).wait()
+    again = folders["killed"]
+    killed = Run([*launcher, "killed.py", "hparams.yaml", at_once], again, name="first", warm=True).wait()
+    resumed = Run([*launcher, "train.py", "hparams.yaml"], again, name="second", warm=True).wait()
     assert (whole.code, resumed.code) == (0, 0), whole.tail() + resumed.tail()
     assert killed.code != 0
     assert "24 optimizer steps done" in resumed.err

@@ -17,12 +17,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.launching import Run, start_by_hand, torchrun, wait_until
+from ddpkit.interrupts import REPEAT_SECONDS
+from tests.launching import PATIENCE, Run, start_by_hand, torchrun, wait_until
 
 pytestmark = pytest.mark.faults
 
 RECIPE = str(Path(__file__).with_name("control_recipe.py"))
-GONE_SECONDS = 10.0  # the machines of tests are slow; 5 is what is meant
+GONE_SECONDS = 5.0  # on an idle machine
 START_SECONDS = 60.0
 
 
@@ -68,7 +69,7 @@ def require_gone_soon(runs, folder):
     assert wait_until((folder / "out" / "fault").exists, START_SECONDS)
     for run in runs:
         run.wait(GONE_SECONDS + 2)
-    assert time.time() - fault_at(folder) < GONE_SECONDS
+    assert time.time() - fault_at(folder) < GONE_SECONDS * PATIENCE
 
 
 # ------------------------------------------------------------------------------------------ a rank that raises
@@ -134,9 +135,7 @@ def test_f12_without_their_launcher_the_workers_end(tmp_path):
     [run] = start(tmp_path, warm=False)
     until(tmp_path, "TRAIN", 5)
     run.signal(signal.SIGKILL)
-    began = time.monotonic()
     run.wait(GONE_SECONDS)
-    assert time.monotonic() - began < GONE_SECONDS
     assert "the launcher" in run.err
 
 
@@ -233,16 +232,13 @@ def test_f9_f10_a_signal_stops_all_ranks_at_one_step_and_the_run_goes_on(
     runs = start(tmp_path, *words, by_hand=by_hand)
     until(tmp_path, stage.partition(" ")[0], 4)
     number = signal.Signals[name]
-    began = time.monotonic()
     if target == "launcher":
         runs[0].signal(number)
     elif by_hand:
         runs[target].signal(number)
     else:
         os.kill(pid_of(tmp_path, target), number)
-    wait(runs, GONE_SECONDS + 10)
-    seconds = time.monotonic() - began
-    assert seconds < GONE_SECONDS + 5
+    wait(runs, 2 * GONE_SECONDS)
     marker = json.loads((tmp_path / "out" / "stopped.json").read_text())
     assert marker["reason"] == name
     assert marker["exit_code"] == 128 + number
@@ -306,10 +302,10 @@ def test_the_time_limit_stops_all_ranks(tmp_path):
 def test_a_second_signal_ends_a_rank_that_hangs_in_a_collective(tmp_path):
     runs = start(tmp_path, "fault=sleep@forward", "rank=1", by_hand=True)
     assert wait_until((tmp_path / "out" / "fault").exists, START_SECONDS)
-    time.sleep(0.5)
     runs[0].signal(signal.SIGINT)
-    time.sleep(1.5)
+    assert wait_until(lambda: "SIGINT: stopping after this step" in runs[0].err, GONE_SECONDS)
+    time.sleep(2 * REPEAT_SECONDS)  # what comes at once is the same signal, by another way
     runs[0].signal(signal.SIGINT)
-    assert wait_until(lambda: runs[0].process.poll() is not None, 5)
+    assert wait_until(lambda: runs[0].process.poll() is not None, GONE_SECONDS)
     assert runs[0].code in {130, -signal.SIGINT}
     wait(runs, GONE_SECONDS)

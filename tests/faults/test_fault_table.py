@@ -14,7 +14,7 @@ from .table_rows import PLACES, ROWS
 from .table_shown import SHOWN
 from .table_trials import Trial
 
-SLACK_SECONDS = 5.0  # 10 s where 5 s are meant: the machines of tests are slow
+SLACK_SECONDS = 20.0  # `make faults` measures; this sees to it that the rows are true
 SHORT = [
     "--trials",
     "2",

@@ -27,7 +27,9 @@ def compare(found, expected):
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == "plain" else pytest.mark.slow) for name in CASES]
+)
 def test_every_number_is_that_of_before(ranks, name, world_size):
     found = traces_of(ranks, name, world_size)
     for fresh, resumed in zip(found["fresh"], found[f"resumed on {world_size}"], strict=True):
@@ -35,6 +37,7 @@ def test_every_number_is_that_of_before(ranks, name, world_size):
     compare(found, GOLDEN["traces"][f"{name} on {world_size}"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", KEPT)
 def test_a_checkpoint_of_before_is_resumed_as_it_was(ranks, name):
     compare(traces_of_kept(ranks, name), GOLDEN["traces"][f"{name}: a checkpoint of before"])

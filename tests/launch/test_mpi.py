@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from tests.launching import Run
+from tests.launching import PATIENCE, Run
 
 from .harness import clean_environment, run_on, tail
 from .mpi import mpich, openmpi, openmpi_on
@@ -68,7 +68,7 @@ def test_an_exception_under_mpirun(request, launcher, tmp_path):
         run.wait(60)
         gone = time.time() - float((tmp_path / "results" / "failed").read_text())
     assert run.code != 0
-    assert gone < 10, gone
+    assert gone < 5 * PATIENCE, gone
     text = "\n".join(tail(path) for path in run.paths)
     assert "ValueError: so it was asked for" in text
     assert "rank 1 (" in text

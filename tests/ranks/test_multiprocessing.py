@@ -83,24 +83,21 @@ SCRIPT = """
 def start(folder, how, fault):
     script = folder / "train.py"
     script.write_text(textwrap.dedent(SCRIPT))
-    run = Run(python(str(script), how, fault, str(free_port())), folder)
+    run = Run(python(str(script), how, fault, str(free_port())), folder, warm=fault != "raise")
     assert wait_until((folder / "fault").exists, 90.0), run.err
     return run.wait(60.0)  # far from the hang timeout
 
 
-def each(faults, *quick):
-    """Every fault with every way to start; each cold start of ranks takes ten CPU seconds, so most only at length."""
+def each(fork, cold, quick=None):
+    """Every fault with forked ranks; those that start cold take ten CPU seconds, so they have one or two."""
+    cases = [("fork", fault) for fault in fork] + [(how, fault) for how in ("spawn", "elastic") for fault in cold]
     return pytest.mark.parametrize(
         ("how", "fault"),
-        [
-            pytest.param(how, fault, marks=() if how == "fork" or (how, fault) in quick else pytest.mark.slow)
-            for how in ("fork", "spawn", "elastic")
-            for fault in faults
-        ],
+        [pytest.param(*case, marks=() if case[0] == "fork" or case == quick else pytest.mark.slow) for case in cases],
     )
 
 
-@each(["raise in fit", "raise on all in fit", "raise"], ("spawn", "raise in fit"), ("elastic", "raise in fit"))
+@each(["raise in fit", "raise on all in fit", "raise"], ["raise in fit", "raise"], ("spawn", "raise in fit"))
 def test_ranks_of_multiprocessing_with_persistent_workers_end_after_a_failure(tmp_path, how, fault):
     run = start(tmp_path, how, fault)
     assert run.code != 0
@@ -110,7 +107,7 @@ def test_ranks_of_multiprocessing_with_persistent_workers_end_after_a_failure(tm
     assert "Connection closed" not in run.err
 
 
-@each(["exit in fit", "exit"])
+@each(["exit in fit", "exit"], ["exit in fit"])
 def test_a_rank_of_multiprocessing_that_leaves_early_is_named_at_once(tmp_path, how, fault):
     run = start(tmp_path, how, fault)
     assert run.code != 0

@@ -92,6 +92,7 @@ def train(name, number, joined, factor, streams=False, normalised=False):
 SIZES = [(13, 2), (13, 3), (11, 3), (5, 1)]
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(("number", "factor"), SIZES)
 @pytest.mark.parametrize("name", ["OneLoss", "TwoLosses", "Tokens", "Gan"])
 def test_a_documented_fit_batch_gives_the_same_answer_on_any_number_of_processes(ranks, name, number, factor):
@@ -176,6 +177,7 @@ def count_all_reduces(name, factor):
     return found, len(control), brain.optimizer_step - before
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("factor", [1, 3, 5])
 @pytest.mark.parametrize(("name", "messages"), [("OneLoss", 1), ("TwoLosses", 2), ("Tokens", 2), ("Gan", 1)])
 def test_a_documented_fit_batch_communicates_where_a_window_closes(ranks, name, messages, factor):
@@ -255,6 +257,7 @@ def train_odd(name, number, joined, factor, streams=False):
     return weights(brain)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(("number", "factor"), [(20, 2), (24, 4), (20, 1)])
 @pytest.mark.parametrize("name", ["Direct", "Both", "ByModulo", "Scaled"])
 def test_old_and_new_ways_may_be_mixed(ranks, name, number, factor):
@@ -263,6 +266,7 @@ def test_old_and_new_ways_may_be_mixed(ranks, name, number, factor):
         assert_close(found, expected)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("streams", [False, True])
 @pytest.mark.parametrize(("number", "factor"), [(13, 2), (10, 4), (18, 3)])
 @pytest.mark.parametrize("name", ["Scaled", "ByModulo", "OneLoss"])

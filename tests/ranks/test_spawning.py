@@ -49,7 +49,7 @@ def ready(folder: Path, processes: int) -> bool:
     return wait_until(lambda: all((folder / f"ready.{rank}").exists() for rank in range(processes)), 60)
 
 
-@pytest.mark.parametrize("processes", [1, 3])
+@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_nproc(tmp_path, processes):
     """More than there are cores, too."""
     run = Run(python(write(tmp_path), *WORDS, f"--nproc={processes}", "--lr=0.5"), tmp_path).wait()
@@ -60,7 +60,7 @@ def test_nproc(tmp_path, processes):
         assert parent == str(run.process.pid) != pid
         assert words == [*WORDS, f"--nproc={processes}", "--lr=0.5"], "the command line is handed on as it was"
     many = "3 processes share" if processes > len(os.sched_getaffinity(0)) else ""
-    assert all(many and line.startswith(many) for line in run.err.splitlines()), run.err
+    assert all(many and line.startswith(many) for line in run.lines), run.err
 
 
 @pytest.mark.slow
@@ -90,7 +90,7 @@ def test_f1_an_exception_on_one_rank(tmp_path):
     """
     run = Run(python(write(tmp_path, body), *WORDS, "--nproc=2"), tmp_path).wait(40)
     assert run.code == 1
-    last = run.err.splitlines()[-1]
+    last = run.tail(1)
     assert last.startswith("Rank 1 of 2 (process "), run.err
     assert last.endswith("ended with exit code 1: ValueError: boom. It was the first; the others were ended.")
     assert run.err.count("ValueError: boom") == 3, "its own traceback, where that was, and the last line"
@@ -333,7 +333,7 @@ def call(folder: Path, body: str, *, notebook: bool = False) -> Run:
     return Run(python("-c", kernel), folder)
 
 
-@pytest.mark.parametrize("notebook", [False, True], ids=["script", "notebook"])
+@pytest.mark.parametrize("notebook", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["script", "notebook"])
 def test_spawn_returns_what_all_ranks_returned(tmp_path, notebook):
     body = """
         threads = threading.active_count()
@@ -347,7 +347,7 @@ def test_spawn_returns_what_all_ranks_returned(tmp_path, notebook):
     """
     run = call(tmp_path, body, notebook=notebook).wait()
     assert run.code == 0, run.err
-    assert run.err.count("processes share") == run.err.count("\n"), run.err
+    assert all("processes share" in line for line in run.lines), run.err
 
 
 @pytest.mark.slow

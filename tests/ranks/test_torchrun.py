@@ -83,13 +83,13 @@ def assert_clean(run: Run, processes: int = 2, *, is_main: bool = True) -> None:
     assert run.out == ""
 
 
-@pytest.mark.parametrize(("processes", "starts"), [(1, 1), (2, 1), (3, 1), pytest.param(2, 5, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("processes", "starts"), [(1, 1), (2, 1), (3, 1), pytest.param(2, 3, marks=pytest.mark.slow)])
 def test_d22_d24_a_clean_start_and_exit(tmp_path, processes, starts):
     """A Brain made without ddp_init_group; no abort, no warning, nothing left, and the same weights each time."""
     script = write(tmp_path)
     weights = set()
     for _ in range(starts):
-        assert_clean(Run(torchrun(processes, script), tmp_path).wait(), processes)
+        assert_clean(Run(torchrun(processes, script), tmp_path, warm=processes != 2).wait(), processes)
         weights |= {report["weight"] for report in reports(tmp_path, processes)}
         for rank in range(processes):
             (tmp_path / f"report.{rank}.json").unlink()
@@ -98,7 +98,7 @@ def test_d22_d24_a_clean_start_and_exit(tmp_path, processes, starts):
 
 def test_plain_environment_variables_without_a_launcher(tmp_path):
     script = write(tmp_path, "dist.is_initialized() and sys.exit('already'); train()")
-    for rank, run in enumerate(start_by_hand(python(script), tmp_path, 2)):
+    for rank, run in enumerate(start_by_hand(python(script), tmp_path, 2, warm=True)):
         assert_clean(run.wait(), is_main=rank == 0)
     reports(tmp_path, 2)
 
@@ -117,7 +117,7 @@ def test_a_group_of_the_users_own_is_used_and_not_destroyed(tmp_path):
         dist.barrier()
         dist.destroy_process_group()
     """
-    assert_clean(Run(torchrun(2, write(tmp_path, body)), tmp_path).wait())
+    assert_clean(Run(torchrun(2, write(tmp_path, body)), tmp_path, warm=True).wait())
     reports(tmp_path, 2)
 
 
@@ -129,7 +129,7 @@ def test_a_group_made_without_a_launcher_is_used(tmp_path):
         dist.destroy_process_group()
     """
     script = write(tmp_path, body)
-    runs = [Run(python(script, str(rank)), tmp_path, name=f"rank{rank}") for rank in range(2)]
+    runs = [Run(python(script, str(rank)), tmp_path, name=f"rank{rank}", warm=True) for rank in range(2)]
     for rank, run in enumerate(runs):
         assert_clean(run.wait(), is_main=rank == 0)
     reports(tmp_path, 2)
@@ -141,7 +141,7 @@ def test_torch_distributed_launch(tmp_path):
     yaml.write_text("lr: 0.1\n")
     body = "file, run_opts, overrides = sb.parse_arguments(); train(**run_opts)"
     launcher = ("-m", "torch.distributed.launch", "--nproc_per_node=2", f"--master_port={free_port()}")
-    run = Run(python(*launcher, write(tmp_path, body), "h.yaml", "--device=cpu"), tmp_path).wait()
+    run = Run(python(*launcher, write(tmp_path, body), "h.yaml", "--device=cpu"), tmp_path, warm=True).wait()
     assert run.code == 0, run.err
     reports(tmp_path, 2)
     assert "train.py" not in run.err, "only the launcher itself may complain"
@@ -151,7 +151,7 @@ def test_torch_distributed_launch(tmp_path):
 def test_data_parallel_backend_under_torchrun_shows_both_commands(tmp_path):
     (tmp_path / "h.yaml").write_text("lr: 0.1\n")
     body = "sb.parse_arguments(); train()"
-    run = Run(torchrun(2, write(tmp_path, body), "h.yaml", "--data_parallel_backend"), tmp_path).wait()
+    run = Run(torchrun(2, write(tmp_path, body), "h.yaml", "--data_parallel_backend"), tmp_path, warm=True).wait()
     assert run.code == 1
     assert "python train.py hparams.yaml --data_parallel_backend" in run.tail()
     assert "torchrun --standalone --nproc_per_node=N train.py hparams.yaml" in run.tail()
@@ -174,7 +174,8 @@ def test_restarts_meet_again_on_gloo(tmp_path, restarts):
             dist.barrier()
         train()
     """
-    run = Run(torchrun(2, f"--max-restarts={restarts}", write(tmp_path, body), str(restarts)), tmp_path).wait(100)
+    command = torchrun(2, f"--max-restarts={restarts}", write(tmp_path, body), str(restarts))
+    run = Run(command, tmp_path, warm=True).wait(100)
     assert run.code == 0, run.err
     assert sorted((tmp_path / "attempts").read_text().split()) == [str(n) for n in range(restarts) for _ in range(2)]
     reports(tmp_path, 2)
@@ -192,7 +193,7 @@ def test_f10_ctrl_c(tmp_path):
         brain = Endless({"net": torch.nn.Linear(1, 1)}, lambda p: torch.optim.SGD(p, lr=0.0), run_opts=options)
         brain.fit(range(1, 10**9), data)
     """
-    run = Run(torchrun(2, write(tmp_path, body)), tmp_path)
+    run = Run(torchrun(2, write(tmp_path, body)), tmp_path, warm=True)
     assert wait_until(lambda: all((tmp_path / f"running.{rank}").exists() for rank in range(2)), 30), run.err
     stopped = time.monotonic()
     run.signal(signal.SIGINT)

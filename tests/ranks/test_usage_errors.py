@@ -51,9 +51,9 @@ def folder(tmp_path):
     return tmp_path
 
 
-def own_lines(text):
+def own_lines(run):
     """Return the lines that a person reads, less those of loggers and of the experiment's start."""
-    return [line for line in text.splitlines() if line and not line.startswith(("Experiment folder", "Run options"))]
+    return [line for line in run.lines if not line.startswith(("Experiment folder", "Run options"))]
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
@@ -61,7 +61,7 @@ def test_one_process_says_one_sentence_and_exits_with_2(folder, mistake):
     words, said = MISTAKES[mistake]
     run = Run(python("train.py", *words), folder, warm=True).wait()
     assert run.code == 2
-    lines = own_lines(run.err)
+    lines = own_lines(run)
     assert lines[0].startswith("train.py: error: ")
     assert said in lines[0]
     assert len(lines) == (2 if mistake == "an unknown option" else 1), run.err
@@ -70,13 +70,13 @@ def test_one_process_says_one_sentence_and_exits_with_2(folder, mistake):
 @pytest.mark.parametrize("mistake", ["an unknown option", "what the Brain refuses"])
 def test_torchrun_says_it_once_in_its_summary(folder, mistake):
     words, said = MISTAKES[mistake]
-    run = Run(torchrun(2, "train.py", *words), folder).wait()
+    run = Run(torchrun(2, "train.py", *words), folder, warm=True).wait()
     assert run.code == 1  # torchrun turns every code into 1
     assert run.err.count(said) == 1, run.err
     assert "exitcode  : 2" in run.err
     assert "traceback : train.py: error: " in run.tail(5)
     assert 'train.py", line' not in run.err
-    assert len(own_lines(run.err)) < 45, run.err
+    assert len(own_lines(run)) < 45, run.err
 
 
 @pytest.mark.parametrize("mistake", ["an unknown option", "what the Brain refuses"])
@@ -84,7 +84,7 @@ def test_nproc_says_it_once(folder, mistake):
     words, said = MISTAKES[mistake]
     run = Run(python("train.py", *words, "--nproc=2"), folder).wait()
     assert run.code == 2, run.err
-    lines = own_lines(run.err)
+    lines = own_lines(run)
     assert said in lines[0]
     assert len(lines) == (2 if mistake == "an unknown option" else 1), run.err
 
@@ -98,7 +98,8 @@ def test_by_hand_it_is_said_by_the_first_of_the_group(folder):
 
 
 def test_a_mistake_on_one_rank_is_said_by_that_rank(folder):
-    run = Run(torchrun(2, "train.py", "hparams.yaml", "--device=cpu"), folder, {"WRONG_ON": "1"}).wait()
+    command = torchrun(2, "train.py", "hparams.yaml", "--device=cpu")
+    run = Run(command, folder, {"WRONG_ON": "1"}, warm=True).wait()
     assert run.code == 1
     assert "train.py: error on rank 1: precision='fp16' does not work" in run.tail(15), run.err
 

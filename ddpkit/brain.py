@@ -21,9 +21,9 @@ from ddpkit.logger import format_order_of_magnitude, get_logger
 from ddpkit.loop import Progress
 from ddpkit.lr_scaling import LrScaling, require_reference
 from ddpkit.metrics import LossMeter
-from ddpkit.parity import Rehearsing
 from ddpkit.precision import Precision
 from ddpkit.profiler import prepare_profiler
+from ddpkit.results import Results
 from ddpkit.resuming import Pace
 from ddpkit.roll_call import POSITION
 from ddpkit.run_opts import RunOptions
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 
-class Brain(Rehearsing):
+class Brain(Results):
     """The training loop of a recipe: subclass it, say what a batch computes, call :meth:`fit` and :meth:`evaluate`.
 
     In the order of a run::
@@ -53,8 +53,8 @@ class Brain(Rehearsing):
         predict:   make_dataloader (TEST), on_evaluate_start, predict_batch for every batch
 
     Every hook is called on every rank. What a recipe may override for one batch is in :mod:`ddpkit.hooks`,
-    ``make_dataloader`` in :mod:`ddpkit.loaders`, ``gather`` and ``predict`` in :mod:`ddpkit.results`, ``rehearse`` in
-    :mod:`ddpkit.parity`. How the ranks are compared before either begins is in :mod:`ddpkit.beginning`.
+    ``make_dataloader`` in :mod:`ddpkit.loaders`, ``gather`` and ``predict`` in :mod:`ddpkit.results`. How the
+    ranks are compared before either begins is in :mod:`ddpkit.beginning`.
 
     Args:
         modules: name -> ``torch.nn.Module``; each is moved to the device, and wrapped when training starts.
@@ -217,12 +217,15 @@ class Brain(Rehearsing):
             DataError: the data cannot feed the run.
             RankMismatchError: the ranks are not about to run the same training.
             NonFiniteLossError: too many steps of an epoch were not finite.
-            ParityError: with the option ``check_parity``, nothing is trained, and :meth:`rehearse` found a difference.
+            ParityError: with the option ``check_parity``, nothing is trained, and a difference was found.
             RunStopped: a signal or the time limit has asked for the end.
         """
         self._compare_ranks("fit")
         self._epochs_of_call = count_epochs(epoch_counter, self.run_opts)
-        if self._rehearses(train_set, train_loader_kwargs or {}):
+        if self.check_parity is not None:
+            from ddpkit.parity import check_parity
+
+            check_parity(self, train_set, train_loader_kwargs or {})
             return FitResult("check_parity", optimizer_steps=self.optimizer_step)
         if self.test_only:
             logger.info("test_only is set: fit does nothing.")
@@ -281,7 +284,8 @@ class Brain(Rehearsing):
         if type(self).on_evaluate_start is Brain.on_evaluate_start:
             self._require_no_training("evaluate")
         self._compare_ranks("evaluate")
-        if self._rehearses(None):
+        if self.check_parity is not None:
+            logger.announce("check_parity=%d: nothing was trained, and nothing is evaluated.", self.check_parity)
             return math.nan
         with self._attended("evaluate"):
             loader = agreement.together(

@@ -307,7 +307,7 @@ class Continuing(Hooks):
         """
         self._later = None
         number, counters = state.get("fit"), tuple(state.get("counters") or ())
-        if not isinstance(number, int) or self._fits in {0, number}:  # 0: a rehearsal, before any call
+        if not isinstance(number, int) or self._fits in {0, number}:  # 0: before any call
             return True
         if number < self._fits:
             return False

@@ -15,7 +15,7 @@
         ├── CheckpointError (RuntimeError)       a checkpoint cannot be written, found or trusted
         │   └── FolderInUseError                 another run saves into the folder
         ├── NonFiniteLossError (ValueError)      too many steps of an epoch were not finite
-        ├── ParityError (AssertionError)         a rehearsal found that ranks would not train as one process does
+        ├── ParityError (AssertionError)         several processes would not train as one does
         └── RankFailedError (RuntimeError)       another rank failed; carries that rank's own words
             ├── RankCheckpointError (CheckpointError)        and what failed there was a save
             └── MainProcessError                 the main process failed inside a main-only call
@@ -89,7 +89,7 @@ class NonFiniteLossError(DdpkitError, ValueError):
 
 
 class ParityError(DdpkitError, AssertionError):
-    """A rehearsal found that several processes would not train as one does. The message is its report."""
+    """``--check_parity`` found that several processes would not train as one does. The message is its report."""
 
 
 class RankFailedError(DdpkitError, RuntimeError):

@@ -21,6 +21,7 @@ from ruamel.yaml.error import YAMLError
 from ddpkit.distributed import get_world_size, if_main_process, run_on_main
 from ddpkit.errors import CheckpointError, ConfigError, DdpkitError, FolderInUseError, MissingFileError
 from ddpkit.failure import record_for_launcher, tell_plainly, told_plainly
+from ddpkit.launch_variables import PARITY
 from ddpkit.liveness import is_relative
 from ddpkit.logger import close_logging, get_logger, setup_logging
 from ddpkit.plain_yaml import to_plain
@@ -94,6 +95,9 @@ def create_experiment_directory(
         ...     sorted(os.listdir(f"{parent}/results/1234"))
         ['.run', 'log.txt', 'metrics.jsonl']
     """
+    if PARITY in os.environ:  # the folder is that of the process which compares this one with itself
+        _log_uncaught_exceptions()
+        return
     folder = Path(experiment_directory)
     script = _script_of(sys._getframe(1))  # noqa: SLF001 -- the documented way to learn who calls
     options = command_line_options() or RunOptions()

@@ -100,7 +100,7 @@ class Hooks(OptionAttributes):
     steps_per_epoch: int | None = None
     total_steps: int | None = None
     _length = RunLength()
-    _epochs_of_call: int | None = 1  # a rehearsal that no fit has asked for
+    _epochs_of_call: int | None = 1
     _schedule: optim.Schedule | None = None
     _is_stepping = False
     _sum_divisor: float | None = None

@@ -13,6 +13,7 @@ from ddpkit.errors import LaunchError
 
 NO_LAUNCHER = "none"
 SPAWNED_BY = "DDPKIT_SPAWNED_BY"
+PARITY = "DDPKIT_PARITY"  # the folder of the parity check that this process is a rank of
 LOOPBACK = "127.0.0.1"
 
 # Ports that are made from a run's id: below those that systems give out by themselves, above most services.

@@ -24,6 +24,7 @@ from ddpkit.host_lists import expand_counts, expand_host_list
 from ddpkit.launch_variables import (
     LOOPBACK,
     NO_LAUNCHER,
+    PARITY,
     SPAWNED_BY,
     LaunchInfo,
     check_below,
@@ -130,6 +131,7 @@ class TorchVariables:
             address=environ.get("MASTER_ADDR", ""),
             port=given_port(environ),
             agent_hosts_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+            own_devices=PARITY in environ,  # these ranks share a GPU where there are not enough
         )
 
     @staticmethod

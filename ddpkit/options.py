@@ -215,7 +215,7 @@ OPTIONS: tuple[Option, ...] = (
     Option("debug_epochs", 2, int, RUNNING, "epochs when debugging; 0 or less: all", form="N"),
     Option("debug_persistently", False, bool, RUNNING, "keep the real checkpoint folder when debugging"),
     Option("shard_evaluation", False, bool, RUNNING, "divide validation and test sets over the processes"),
-    Option("check_parity", None, int, RUNNING, "rehearse N processes on one, compare gradients", form="N",
+    Option("check_parity", None, int, RUNNING, "compare the gradients of N processes with one", form="N",
            minimum=2, is_optional=True, default_words="off"),
     Option("log_config", None, str, RUNNING, "YAML with the logging set-up", form="FILE", is_optional=True),
     Option("noprogressbar", False, bool, RUNNING, "no progress bar"),

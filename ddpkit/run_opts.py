@@ -17,7 +17,7 @@ from ddpkit.command_line import CommandLine, read_command_line
 from ddpkit.device import count_devices, default_backend, resolve_device
 from ddpkit.errors import ConfigError, LaunchError, MissingFileError
 from ddpkit.failure import usage_errors, watch_uncaught
-from ddpkit.launch_variables import LaunchInfo
+from ddpkit.launch_variables import PARITY, LaunchInfo
 from ddpkit.launchers import find_launch
 from ddpkit.logger import get_logger
 from ddpkit.options import IN_RUN_OPTS, IN_YAML, OPTION_BY_NAME, OPTIONS, PARSER_ONLY, Option, OptionTypes
@@ -220,6 +220,8 @@ class RunOptions(OptionTypes, MutableMapping[str, Any]):
         chosen = "distributed_backend" in from_yaml or "distributed_backend" in given
         if values["distributed_backend"] is None or (device != self._values["device"] and not chosen):
             values["distributed_backend"] = default_backend(device)
+        if PARITY in os.environ:  # its ranks may share a GPU, which NCCL refuses
+            values["distributed_backend"] = "gloo"
         values.update(device=device, distributed_launch=info.is_distributed)
         _check_together(values, info)
         return self._with(values)

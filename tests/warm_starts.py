@@ -208,6 +208,7 @@ def _write_marker(marker):
 
 def _run_as_main(words):
     """Do what ``python words...`` does."""
+    sys.orig_argv = [sys.executable, *words]
     while words[0] == "-u":
         words = words[1:]
     if words[0] == "-m":

@@ -87,7 +87,6 @@ def test_a_second_call_tells_of_itself():
         ({"optimizer_step_limit": 8}, range(1, 9), ("optimizer_step_limit", 2, 8)),
         ({"debug": True}, range(1, 9), ("debug", 2, 4)),
         ({"test_only": True}, range(1, 9), ("test_only", 0, 0)),
-        ({"check_parity": 2}, range(1, 9), ("check_parity", 0, 0)),
         ({}, range(0), ("epochs", 0, 0)),
     ],
 )

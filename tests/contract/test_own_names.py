@@ -19,7 +19,7 @@ METHODS = {
     "backward", "check_gradients", "check_loss_isfinite", "compute_forward", "compute_objectives", "evaluate",
     "evaluate_batch", "fit", "fit_batch", "freeze_optimizers", "gather", "init_optimizers", "make_dataloader",
     "no_sync", "on_evaluate_start", "on_fit_batch_end", "on_fit_batch_start", "on_fit_start", "on_stage_end",
-    "on_stage_start", "optimizers_step", "predict", "predict_batch", "print_trainable_parameters", "rehearse",
+    "on_stage_start", "optimizers_step", "predict", "predict_batch", "print_trainable_parameters",
     "update_average", "zero_grad",
 }  # fmt: skip
 ATTRIBUTES = {

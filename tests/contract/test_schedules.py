@@ -319,22 +319,6 @@ def test_the_learning_rate_is_scaled_in_the_schedule_too():
     assert found.rates == [pytest.approx(2 * rate) for rate in torch_rates(partial(CYCLE, total_steps=12), 12)]
 
 
-def test_a_rehearsal_makes_the_schedule_and_leaves_it_alone():
-    brain = brain_with(CYCLE)
-    report = brain.rehearse(DATA, 2, {"batch_size": 2})
-    assert report.holds
-    assert brain.known == (6, 6)
-    brain.rates.clear()
-    fit(brain)
-    assert brain.rates == torch_rates(partial(CYCLE, total_steps=12), 12)
-
-
-def test_check_parity_knows_the_steps_of_all_epochs():
-    brain = brain_with(CYCLE, check_parity=2)
-    fit(brain, range(1, 4))
-    assert brain.known == (3, 9)  # 22 samples, 4 on each of two ranks
-
-
 # ------------------------------------------------------------------------------------------------ resuming
 
 

@@ -32,13 +32,13 @@ def change(path, old, new):
 
 
 def test_the_digits_hold_on_four_ranks(digits):
-    run = Run(python(*COMMAND, "--check_parity", "4"), digits).wait()
+    run = Run(python(*COMMAND, "--check_parity", "4"), digits).wait(180)
     assert run.code == 0, run.tail()
-    assert "Parity holds: 4 pretended ranks and one process with the joined batch have the same gradients." in run.err
+    assert "Parity holds: 4 processes and one with the joined batch have the same gradients." in run.err
     for name in ("net.0.weight", "net.1.weight", "net.5.bias", "net.8.weight"):
         assert re.search(rf"^  {re.escape(name)} .* equal$", run.err, re.MULTILINE), run.err
     assert "optimizer steps 1, 2, 30 of 30 in an epoch, 48 samples in the first" in run.err
-    assert not run.out, "a rehearsal has no test accuracy"
+    assert not run.out, "a parity check has no test accuracy"
     results = digits / "results" / "digits" / "1234"
     assert not list((results / "save").iterdir())
     assert not (results / "train_log.txt").exists()
@@ -50,9 +50,9 @@ def test_a_slip_ends_with_the_cause_and_an_exit_code(digits):
         "F.cross_entropy(predictions, labels)",
         'F.cross_entropy(predictions, labels, reduction="sum")',
     )
-    run = Run(python(*COMMAND, "--check_parity=3"), digits, warm=True).wait()
+    run = Run(python(*COMMAND, "--check_parity=3"), digits, warm=True).wait(180)
     assert run.code == 1
-    assert "ParityError: Parity does not hold: 3 pretended ranks and one process" in run.err
+    assert "ParityError: Parity does not hold: 3 processes and one" in run.err
     assert "The loss is a sum over the batch" in run.err
     assert re.search(r"^  net\.8\.weight .* differs$", run.err, re.MULTILINE), run.err
     assert not run.out
@@ -61,14 +61,14 @@ def test_a_slip_ends_with_the_cause_and_an_exit_code(digits):
 def test_dropout_is_no_error(digits):
     old = "  - !new:torch.nn.Flatten\n"
     change(digits / "hparams.yaml", old, old + "  - !new:torch.nn.Dropout [0.3]\n")
-    run = Run(python(*COMMAND, "--check_parity=2", "--precision=bf16"), digits, warm=True).wait()
+    run = Run(python(*COMMAND, "--check_parity=2", "--precision=bf16"), digits, warm=True).wait(180)
     assert run.code == 0, run.tail()
     assert "The training draws random numbers (net.8 (Dropout, 0.3))" in run.err
-    assert "Parity holds: 2 pretended ranks" in run.err
+    assert "Parity holds: 2 processes" in run.err
 
 
 def test_several_processes_are_told_to_be_one(digits):
-    run = Run(torchrun(2, *COMMAND, "--check_parity=4"), digits, warm=True).wait()
+    run = Run(torchrun(2, *COMMAND, "--check_parity=4"), digits, warm=True).wait(180)
     assert run.code == 1
-    assert "check_parity=4 rehearses on one process, and a launcher has started 2. Start one:" in run.err
+    assert "check_parity=4 starts the processes itself, and a launcher has started 2. Start one:" in run.err
     assert "python train.py hparams.yaml --check_parity=4" in run.err

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from ddpkit.noise import FunctionsWithoutNoise, layers_without_noise, noisy_layers
+from ddpkit.parity.noise import FunctionsWithoutNoise, layers_without_noise, noisy_layers
 
 HALF = torch.full((4, 5), 0.5)
 

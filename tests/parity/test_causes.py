@@ -1,0 +1,516 @@
+"""Real ranks against one process: verdicts that hold and that do not, and the causes that are named."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
+
+from ddpkit.dataloader import LoopedLoader
+from ddpkit.parity.causes import diagnose
+from ddpkit.parity.check import record, starting_point
+from ddpkit.types import Stage
+from tests.contract.recipes import Regression, make, points, sgd, weights
+
+TIGHT = 1e-9
+
+
+class OwnForward(nn.BatchNorm1d):
+    def forward(self, input):  # noqa: A002 -- torch's name
+        return super().forward(input)
+
+
+class Codebook(nn.Module):
+    """Moves a buffer by the rows it sees, and uses it: what ranks do not share."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("centre", torch.zeros(4, dtype=torch.float64))
+
+    def forward(self, rows):
+        if self.training:
+            self.centre.mul_(0.5).add_(rows.detach().mean(0))
+        return rows - self.centre.clone()
+
+
+NETS = {
+    "plain": list,
+    "batch norm": lambda: [nn.BatchNorm1d(4)],
+    "layer norm": lambda: [nn.LayerNorm(4)],
+    "spectral norm": lambda: [nn.utils.spectral_norm(nn.Linear(4, 4))],
+    "own batch norm": lambda: [OwnForward(4)],
+    "both batch norms": lambda: [OwnForward(4), nn.BatchNorm1d(4)],
+    "codebook": lambda: [Codebook()],
+    "dropout": lambda: [nn.Dropout(0.25), nn.BatchNorm1d(4)],
+}
+
+
+def net(kind):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), *NETS[kind](), nn.Tanh(), nn.Linear(4, 1)).double()
+
+
+# ------------------------------------------------------------------------------------------- recipes
+
+
+class Sum(Regression):
+    def compute_objectives(self, predictions, batch, stage):
+        return (predictions - batch[1]).square().sum()
+
+
+class Root(Regression):
+    """Grows with the root of the batch."""
+
+    def compute_objectives(self, predictions, batch, stage):
+        return F.mse_loss(predictions, batch[1]) * len(predictions) ** 0.5
+
+
+class TokenMean(Regression):
+    def compute_objectives(self, predictions, batch, stage):
+        weight = 0.2 + batch[1].sigmoid()
+        return ((predictions - batch[1]).square() * weight).sum() / weight.sum()
+
+
+class TokenSum(Regression):
+    def compute_objectives(self, predictions, batch, stage):
+        weight = 0.2 + batch[1].sigmoid()
+        return ((predictions - batch[1]).square() * weight).sum(), weight.sum()
+
+
+class Contrastive(Regression):
+    """Every other sample of the batch is a negative."""
+
+    def compute_objectives(self, predictions, batch, stage):
+        return F.cross_entropy(predictions @ batch[1].T, torch.arange(len(predictions)))
+
+
+class Centred(Regression):
+    """The model looks across the batch."""
+
+    def compute_forward(self, batch, stage):
+        return self.modules.net(batch[0] - batch[0].mean(0))
+
+
+class MeanOfMeans(Regression):
+    """Claims to return a sum, and returns a mean."""
+
+    def compute_objectives(self, predictions, batch, stage):
+        return F.mse_loss(predictions, batch[1]), len(predictions)
+
+
+class Masked(Regression):
+    """Divides by the number of targets above one, of which a rank may have none."""
+
+    def compute_objectives(self, predictions, batch, stage):
+        mask = (batch[1] > 1).double()
+        return ((predictions - batch[1]).square() * mask).sum() / mask.sum()
+
+
+class Outside(Regression):
+    def init_optimizers(self):
+        self.extra = nn.Parameter(torch.ones(1, dtype=torch.float64))
+        self.optimizer = torch.optim.SGD([*self.modules.parameters(), self.extra], lr=0.1)
+        self.optimizers_dict = {"all": self.optimizer}
+
+    def compute_objectives(self, predictions, batch, stage):
+        return F.mse_loss(predictions * self.extra, batch[1])
+
+
+class Partly(Regression):
+    def compute_forward(self, batch, stage):
+        return self.modules.net[0](batch[0]).mean(1, keepdim=True)
+
+
+class Checkpointed(Regression):
+    def compute_forward(self, batch, stage):
+        return checkpoint(self.modules.net, batch[0], use_reentrant=False)
+
+
+class FunctionalNoise(Regression):
+    def compute_forward(self, batch, stage):
+        rows = F.dropout(batch[0] + 0.1 * torch.randn_like(batch[0]), 0.1) * torch.rand(1)
+        return self.modules.net(rows[torch.randperm(len(rows))] * 0.0 + rows * torch.bernoulli(torch.full((3,), 0.7)))
+
+
+class ForeignNoise(Regression):
+    def compute_forward(self, batch, stage):
+        return self.modules.net(batch[0] * np.random.rand())  # noqa: NPY002 -- users do
+
+
+class LateNoise(Regression):
+    """It is drawn in every step, and makes a difference in the last one only."""
+
+    def compute_forward(self, batch, stage):
+        drawn = torch.rand(())
+        return self.modules.net(batch[0] * (1 + drawn if self.step > 5 else 1))
+
+
+class Shrinking(Regression):
+    """Changes the weights itself: every step is compared from the same ones all the same."""
+
+    def fit_batch(self, batch):
+        loss = super().fit_batch(batch)
+        self.modules.net[0].weight.data.mul_(0.5)
+        return loss
+
+
+class Adversarial(Regression):
+    """Two optimizers that step one after the other in each batch, through optimizers_step and by themselves."""
+
+    def init_optimizers(self):
+        self.optimizers_dict = {
+            "net": torch.optim.SGD(self.modules.net.parameters(), lr=0.1),
+            "critic": torch.optim.SGD(self.modules.critic.parameters(), lr=0.1),
+        }
+
+    def freeze_optimizers(self, optimizers):
+        return {"critic": optimizers["critic"]}
+
+    def fit_batch(self, batch):
+        made = self.modules.net(batch[0])
+        scale = self.progress.window.scale
+        critic_loss = (self.modules.critic(batch[1]) - self.modules.critic(made.detach())).mean()
+        (critic_loss * scale).backward()
+        self.optimizers_step()
+        self.modules.critic.requires_grad_(False)
+        loss = self.modules.critic(made).square().mean()
+        self.modules.critic.requires_grad_(True)
+        (loss * scale).backward()
+        self.optimizers_dict["net"].step()
+        self.optimizers_dict["net"].zero_grad()
+        return loss.detach()
+
+
+class PastDDP(Regression):
+    """Works on the inner module, of which DDP sees nothing, and steps by itself."""
+
+    def fit_batch(self, batch):
+        loss = self.compute_objectives(self.raw_modules.net(batch[0]), batch, Stage.TRAIN)
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+
+class OldFitBatch(Regression):
+    """As recipes write it that have never heard of weights."""
+
+    def fit_batch(self, batch):
+        should_step = self.step % self.grad_accumulation_factor == 0
+        with self.no_sync(not should_step):
+            loss = self.compute_objectives(self.compute_forward(batch, Stage.TRAIN), batch, Stage.TRAIN)
+            (loss / self.grad_accumulation_factor).backward()
+        if should_step:
+            self.optimizers_step()
+        return loss.detach()
+
+
+class OldSum(Sum, OldFitBatch):
+    """A sum in such a fit_batch."""
+
+
+class Accumulating(Regression):
+    """A fit_batch that weighs its losses in some way, and steps by the library's word or by counting."""
+
+    weigh, closes, back = "as it is", "by name", False
+
+    def fit_batch(self, batch):
+        factor, window = self.grad_accumulation_factor, self.progress.window
+        closes = self.should_step if self.closes == "by name" else self.step % factor == 0
+        with self.no_sync(not closes):
+            loss = self.compute_objectives(self.compute_forward(batch, Stage.TRAIN), batch, Stage.TRAIN)
+            if self.weigh in {"by factor", "twice"}:
+                weighed = loss / factor
+            elif self.weigh == "by length":  # 32 samples on two ranks of four each: 3 micro-batches, and then one
+                weighed = loss / (1 if self.step == 4 else factor)
+            else:
+                weighed = loss
+            if self.weigh in {"by scale", "twice"}:
+                weighed = weighed * window.scale
+            self.backward(weighed) if self.back else weighed.backward()
+        if closes:
+            self.optimizers_step()
+        return loss.detach()
+
+
+def accumulating(weigh, closes, back):
+    return type("Own", (Accumulating,), {"weigh": weigh, "closes": closes, "back": back})
+
+
+class Noisy(list):
+    """Augments with every global stream there is."""
+
+    def __getitem__(self, index):
+        inputs, target = super().__getitem__(index)
+        return inputs + random.random() + np.random.rand() + torch.rand(3, dtype=torch.float64), target  # noqa: NPY002 -- users do
+
+
+# ------------------------------------------------------------------------------------------- both sides
+
+
+def recipe(cls, kind, options):
+    if isinstance(cls, tuple):
+        cls = accumulating(*cls)
+    if cls is Adversarial:
+        return cls({"net": net(kind), "critic": nn.Linear(1, 1).double()}, run_opts={"device": "cpu", **options})
+    return make(cls, net=net(kind), opt=sgd(), max_grad_norm=None, **options)
+
+
+def training_set(kind, samples, batch_size):
+    data, kwargs = points(samples), {"batch_size": batch_size, "shuffle": True}
+    if kind == "augmented":
+        data = Noisy(data)
+    elif kind == "own order":
+        return data, {"batch_size": batch_size, "sampler": [*range(0, samples, 2), *range(1, samples, 2)]}
+    elif kind == "ready-made":
+        return DataLoader(data, batch_size=batch_size, shuffle=True), {}
+    elif kind == "looped":
+        return LoopedLoader(DataLoader(data, batch_size=batch_size), 3), {}
+    elif kind == "own batches":
+        sampler = BatchSampler(SequentialSampler(range(samples)), batch_size, drop_last=False)
+        return data, {"batch_sampler": sampler}
+    elif kind == "whole batches":
+        pairs = [points(batch_size, seed=seed) for seed in range(5)]
+        return [tuple(torch.stack(part) for part in zip(*pair, strict=True)) for pair in pairs], {"batch_size": None}
+    elif kind == "unsorted":
+        shift = int(os.environ.get("RANK", "-1")) + 1
+        data = data[shift:] + data[:shift]
+    return data, kwargs
+
+
+def on_rank(cls, kind, data, options, start):
+    train_set, kwargs = training_set(*data)
+    return record(recipe(cls, kind, options), train_set, kwargs, start)
+
+
+@pytest.fixture
+def check(ranks):
+    def run(cls=Regression, kind="plain", *, data="points", samples=44, world_size=2, batch_size=4, **options):
+        brain, data = recipe(cls, kind, options), (data, samples, batch_size)
+        side, start = starting_point(brain, *training_set(*data))
+        try:
+            return diagnose(side, ranks.run(on_rank, cls, kind, data, options, start, world_size=world_size))
+        finally:
+            side.release()
+
+    return run
+
+
+# ------------------------------------------------------------------------------------------- it holds
+
+
+@pytest.mark.parametrize("kind", ["plain", "batch norm", "layer norm", "spectral norm"])
+@pytest.mark.parametrize(("world_size", "factor"), [(2, 1), (2, 3), (3, 2)])
+def test_a_clean_model_holds_to_rounding(check, world_size, factor, kind):
+    """Also where the last window is short, and a rank has no sample left."""
+    samples = 5 * 2 * world_size + (3 if world_size == 2 else 2)
+    report = check(kind=kind, samples=samples, world_size=world_size, batch_size=2, grad_accumulation_factor=factor)
+    assert report.holds, report
+    assert report.kinds == ()
+    assert max(row.relative for row in report.rows) < TIGHT
+    assert {row.parameter for row in report.rows} == {f"net.{name}" for name, _ in net(kind).named_parameters()}
+    assert report.num_steps == -(-6 // factor)
+    assert report.steps == {1: (1, 2, 6), 2: (1, 2, 3), 3: (1, 2)}[factor]
+    assert report.samples == 2 * world_size * factor
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"global_batch_size": 10},
+        {"global_batch_size": 12, "micro_batch_size": 2},
+        {"loss_weighting": "batches"},
+        {"compile": True},
+        {"skip_nonfinite_grads": True},
+    ],
+)
+def test_options(check, options):
+    assert check(kind="batch norm", world_size=3, **options).holds
+
+
+@pytest.mark.parametrize("data", ["augmented", "own order", "ready-made", "looped", "own batches", "whole batches"])
+def test_all_ways_of_giving_data(check, data):
+    report = check(data=data, samples=23, batch_size=2, world_size=3)
+    assert report.holds, report
+    assert report.kinds == ()
+
+
+@pytest.mark.parametrize("cls", [TokenSum, Shrinking, Adversarial, Checkpointed])
+def test_recipes_that_hold(check, cls):
+    report = check(cls, "batch norm", samples=21)
+    assert report.holds, report
+    assert report.kinds == ()
+
+
+def test_tolerances_follow_what_the_model_computes_in(check):
+    assert {row.tolerance for row in check(precision="bf16").rows} == {5e-2}
+    assert {row.tolerance for row in check().rows} == {1e-9}
+
+
+def test_parameters_without_a_gradient_are_noted(check):
+    report = check(Partly)
+    assert report.holds, report
+    assert "net.2.weight gets no gradient (2 such in all)" in report.notes[0]
+    assert not check(Partly, find_unused_parameters=True).notes
+
+
+# ------------------------------------------------------------------------------------------- it does not
+
+
+CAUSES = [
+    (Sum, "sum loss", "is a sum over the batch: the gradients of 3 ranks, which are averaged, are 0.333 times"),
+    (Root, "sum loss", r"grows with the batch \(3 ranks' joined: 1.73 times\)"),
+    (TokenMean, "own weights", r"a mean over something else than samples.* Return \(loss_sum, count\)"),
+    (Contrastive, "batch-dependent loss", "in-batch negatives.* whatever the library"),
+    (Centred, "batch-dependent model", "changes with the other samples.* whatever the library"),
+    (MeanOfMeans, "counted loss", "Return the sum, not a mean"),
+    (Masked, "not finite", "of which a rank has none"),
+]
+
+
+@pytest.mark.parametrize("factor", [1, 2])
+@pytest.mark.parametrize(("cls", "cause", "words"), CAUSES)
+def test_a_cause_is_named(check, cls, cause, words, factor):
+    report = check(cls, world_size=3, grad_accumulation_factor=factor)
+    assert not report.holds
+    assert report.kinds == (cause,), report
+    assert str(report).startswith("Parity does not hold: 3 processes and one with the joined batch")
+    assert re.search(words, report.causes[0].words), report
+
+
+@pytest.mark.parametrize(
+    ("cls", "kind", "data", "causes", "words"),
+    [
+        (Regression, "own batch norm", "points", ("batch norm",), r"without synchronisation: net.1 \(OwnForward\)\."),
+        (Regression, "both batch norms", "points", ("batch norm",), r"without synchronisation: net.1 \(OwnForward\)\."),
+        (Regression, "batch norm", "own batches", ("batch norm",), "batches that are made already"),
+        (Sum, "own batch norm", "points", ("batch norm", "sum loss"), ""),
+        (Contrastive, "batch norm", "points", ("batch-dependent loss",), ""),
+        (Regression, "codebook", "points", ("batch-dependent model",), "net.1.centre"),
+        (Outside, "plain", "points", ("outside modules",), "parameter 4 of optimizer 'all'"),
+        (PastDDP, "plain", "points", ("not averaged",), "Rank 1 steps with other gradients"),
+        (Regression, "plain", "unsorted", ("data",), "Rank 0 has other data"),
+    ],
+)
+def test_other_causes_are_named(check, cls, kind, data, causes, words):
+    report = check(cls, kind, data=data)
+    assert not report.holds
+    assert report.kinds == causes, report
+    assert re.search(words, report.causes[0].words), report
+
+
+def test_what_the_users_batches_hold_together_is_the_same_everywhere(check):
+    assert check(Contrastive, data="own batches").holds
+
+
+@pytest.mark.parametrize(
+    ("cls", "kind", "holds", "kinds"),
+    [
+        (Regression, "dropout", True, ("randomness",)),
+        (Sum, "dropout", False, ("randomness", "sum loss")),
+        (FunctionalNoise, "plain", True, ("randomness",)),
+        (LateNoise, "plain", True, ("randomness",)),
+        (ForeignNoise, "plain", False, ("randomness",)),
+    ],
+)
+def test_noise_is_told_and_the_rest_is_compared_without_it(check, cls, kind, holds, kinds):
+    report = check(cls, kind)
+    assert report.holds is holds, report
+    assert report.kinds == kinds, report
+    if cls is ForeignNoise:
+        assert str(report).startswith("Parity is not proven")
+
+
+# ------------------------------------------------------------------------------------------- own fit_batch
+
+
+RIGHT = [("by factor", "by count", False), ("by scale", "by count", False), ("by scale", "by name", False)]
+RIGHT += [("as it is", "by name", True), ("as it is", "by count", True), ("by length", "by name", False)]
+
+
+@pytest.mark.parametrize("own", RIGHT)
+def test_a_fit_batch_that_weighs_its_windows_once_holds(check, own):
+    report = check(own, samples=32, grad_accumulation_factor=3)
+    assert report.holds, report
+    assert report.kinds == ()
+
+
+WRONG = [
+    (("by length", "by count", False), "corrects the short last window of an epoch twice"),
+    (("by factor", "by name", False), "corrects the short last window of an epoch twice, or not at all"),
+    (("by factor", "by name", True), "weighs the micro-batches of a window twice"),
+    (("by scale", "by name", True), "weighs the micro-batches of a window twice"),
+    (("as it is", "by count", False), "or not at all: the gradients of 3 are 3 times the mean of their own"),
+]
+
+
+@pytest.mark.parametrize(("own", "words"), WRONG)
+def test_a_double_correction_is_told(check, own, words):
+    report = check(own, samples=32, grad_accumulation_factor=3)
+    assert not report.holds
+    assert report.kinds == ("accumulation",), report
+    assert words in report.causes[0].words, report
+    assert "but an optimizer step is not that of its samples" in str(report)
+
+
+@pytest.mark.parametrize("closes", ["by count", "by name"])
+def test_a_double_correction_is_told_from_one_uneven_window(check, closes):
+    """13 samples on two ranks of four are one window, of eight and of five: no even one says that the loss is right."""
+    report = check(("twice", closes, False), samples=13, grad_accumulation_factor=2)
+    assert report.kinds == ("accumulation",), report
+    assert "weighs the micro-batches of a window twice" in report.causes[0].words
+
+
+@pytest.mark.parametrize("factor", [1, 2])
+@pytest.mark.parametrize("samples", [37, 53, 13, 7])
+def test_an_old_fit_batch_counts_small_batches_as_much_as_large_ones(check, samples, factor):
+    """Also where the epoch is a single uneven window."""
+    report = check(OldFitBatch, samples=samples, grad_accumulation_factor=factor)
+    assert report.kinds == ("fit_batch",), report
+    assert "Call self.backward(loss)" in report.causes[0].words
+
+
+@pytest.mark.parametrize("factor", [1, 2])
+@pytest.mark.parametrize("samples", [44, 13])
+def test_a_sum_in_an_old_fit_batch_is_a_sum(check, samples, factor):
+    assert check(OldSum, samples=samples, grad_accumulation_factor=factor).kinds == ("sum loss",)
+
+
+def test_an_old_fit_batch_with_full_batches_holds(check):
+    assert check(OldFitBatch, samples=48, grad_accumulation_factor=2).holds
+
+
+# ------------------------------------------------------------------------------------------- the verdict is true
+
+
+def train(cls, kind, batch_size, samples, factor):
+    brain = recipe(cls, kind, {"grad_accumulation_factor": factor})
+    brain.fit(range(1, 2), points(samples), train_loader_kwargs={"batch_size": batch_size, "shuffle": True})
+    return weights(brain)
+
+
+@pytest.mark.parametrize(
+    ("cls", "kind", "holds"),
+    [
+        (Regression, "batch norm", True),
+        (TokenSum, "batch norm", True),
+        (Regression, "own batch norm", False),
+        (TokenMean, "plain", False),
+        (Contrastive, "plain", False),
+        (OldFitBatch, "plain", False),  # only because of the last, uneven batch
+    ],
+)
+def test_the_verdict_is_that_of_a_training(check, ranks, cls, kind, holds):
+    assert check(cls, kind, samples=29).holds is holds
+    several = ranks.run(train, cls, kind, 4, 29, 1, world_size=2)[0]
+    one = train(cls, kind, 8, 29, 1)
+    distance = max(float((several[name].double() - one[name].double()).abs().max()) for name in one)
+    assert distance < 1e-10 if holds else distance > 1e-4

@@ -26,12 +26,13 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from ddpkit import pulse, stages, watch
 from ddpkit.brain import Brain
-from ddpkit.control import Beat, Wishes
+from ddpkit.comm.process_group import group_state, set_hang_limits
+from ddpkit.control import heartbeat, watchdog
+from ddpkit.control.periodic_sync import Beat, Wishes
 from ddpkit.distributed import get_world_size, if_main_process, sum_over_ranks
-from ddpkit.loop import Progress, train_epoch
-from ddpkit.process_group import group_state, set_hang_limits
+from ddpkit.training import stages
+from ddpkit.training.loop import Progress, train_epoch
 from ddpkit.types import Stage
 
 WIDTH, CLASSES, LAYERS = 256, 10, 3
@@ -104,7 +105,7 @@ def new_watch() -> None:
     """Start the threads anew, past their first, quicker pulses."""
     state = group_state()
     state.watch.stop()
-    state.watch = watch.Watch(state.handover.last_words, range(get_world_size()))
+    state.watch = watchdog.Watch(state.handover.last_words, range(get_world_size()))
     set_hang_limits(30.0, 1800.0)
     state.watch.start()
     time.sleep(SETTLING_SECONDS)
@@ -246,14 +247,14 @@ def loop_alone() -> dict[str, float]:
 
 def how_often(trained: Trained) -> list[tuple[str, str]]:
     """Count beats, other collectives, and what the store is asked."""
-    own, pulse.own_connection = pulse.own_connection, lambda store: CountedStore(own(store))
+    own, heartbeat.own_connection = heartbeat.own_connection, lambda store: CountedStore(own(store))
     new_watch()
     stages.Beat = Counted
     CountedStore.counts.clear()
     began = time.perf_counter()
     trained.seconds_per_step()
     seconds = time.perf_counter() - began
-    pulse.own_connection, counts = own, dict(CountedStore.counts)
+    heartbeat.own_connection, counts = own, dict(CountedStore.counts)
     beats = [moment - Counted.times[0] for moment in Counted.times]
     Counted.times.clear()
     later = sum(moment > 1 for moment in beats) / max(seconds - 1, 1e-9)

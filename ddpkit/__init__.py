@@ -56,92 +56,29 @@ __all__ = [
 
 if TYPE_CHECKING:
     from ddpkit import (
-        agreement,
-        async_save,
         augmentation,
-        batch_sizes,
-        beginning,
-        bookmarks,
         brain,
-        buckets,
-        checkpoint_folder,
-        checkpoint_hooks,
-        checkpoint_loading,
-        checkpoint_records,
-        checkpoint_saving,
         checkpoints,
         cli,
-        command_line,
-        compilation,
-        continuing,
-        control,
         dataloader,
         device,
         distributed,
         ema,
-        ending,
         epoch_loop,
         errors,
         experiment,
-        failure,
-        feed,
-        gathering,
-        gradient_order,
-        handover,
-        hashing,
-        hooks,
-        host_lists,
-        interrupts,
-        launch_variables,
-        launchers,
-        likeness,
-        liveness,
-        loader_workers,
-        loaders,
         logger,
-        loop,
-        lr_scaling,
-        meeting,
         metrics,
         optim,
-        options,
-        parity,
-        permutation,
-        plain_yaml,
         precision,
-        process_group,
         profiler,
-        progress,
-        pulse,
-        rank_states,
-        recipe_samplers,
-        registering,
-        results,
-        resuming,
-        roll_call,
-        run_lock,
         run_opts,
-        sameness,
         sampler,
-        saving,
         seed,
-        sharded_loader,
-        snapshot,
-        spawning,
-        stages,
-        start_report,
-        starting,
-        stopping,
-        storage,
-        strategy,
-        stream_feed,
-        streams,
-        supervision,
         syncbn,
         testing,
         train_logger,
         types,
-        watch,
     )
     from ddpkit.brain import Brain
     from ddpkit.distributed import ddp_init_group, if_main_process, main_process_only, run_on_main
@@ -164,10 +101,10 @@ if TYPE_CHECKING:
         RankMismatchError,
     )
     from ddpkit.experiment import create_experiment_directory
+    from ddpkit.launch.spawning import spawn
     from ddpkit.precision import AMPConfig
     from ddpkit.run_opts import RunOptions, parse_arguments
     from ddpkit.seed import seed_everything
-    from ddpkit.spawning import spawn
     from ddpkit.types import FitResult, Stage
 else:
     # Where each name of `__all__` that is no error lives. Type checkers read the imports above instead: with
@@ -185,7 +122,7 @@ else:
         "parse_arguments": "run_opts",
         "run_on_main": "distributed",
         "seed_everything": "seed",
-        "spawn": "spawning",
+        "spawn": "launch.spawning",
     }
 
     # Ported recipes say `sb.core.Stage` or `sb.utils.distributed.run_on_main`: here all of that is one floor.

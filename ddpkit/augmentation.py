@@ -20,9 +20,9 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Subset, get_worker_info
 
+from ddpkit.control.loader_workers import start_loading
+from ddpkit.data.permutation import mix, mix_key
 from ddpkit.errors import DataError
-from ddpkit.loader_workers import start_loading
-from ddpkit.permutation import mix, mix_key
 from ddpkit.sampler import PlannedBatchSampler, count_repeats, index_number, set_epoch_inside
 
 if TYPE_CHECKING:

@@ -10,25 +10,25 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ddpkit import agreement
-from ddpkit.batch_sizes import BatchSizes, batch_sizes, count_epochs
-from ddpkit.compilation import compile_modules, require_module_keys
+from ddpkit.comm import agreement
+from ddpkit.control.failure import failure_notice, usage_errors
+from ddpkit.control.rank_status import POSITION
 from ddpkit.distributed import ddp_init_group, get_rank, get_world_size, is_distributed_initialized
 from ddpkit.ema import require_average, weight_average
 from ddpkit.errors import RunStopped
-from ddpkit.failure import failure_notice, usage_errors
 from ddpkit.logger import format_order_of_magnitude, get_logger
-from ddpkit.loop import Progress
-from ddpkit.lr_scaling import LrScaling, require_reference
 from ddpkit.metrics import LossMeter
 from ddpkit.precision import Precision
 from ddpkit.profiler import prepare_profiler
-from ddpkit.results import Results
-from ddpkit.resuming import Pace
-from ddpkit.roll_call import POSITION
+from ddpkit.run.results import Results
+from ddpkit.run.resuming import Pace
 from ddpkit.run_opts import RunOptions
-from ddpkit.stages import length_of, run_evaluation, run_training
-from ddpkit.strategy import make_strategy, modules_on_device, take_device, unwrap
+from ddpkit.training.batch_sizes import BatchSizes, batch_sizes, count_epochs
+from ddpkit.training.compilation import compile_modules, require_module_keys
+from ddpkit.training.loop import Progress
+from ddpkit.training.lr_scaling import LrScaling, require_reference
+from ddpkit.training.stages import length_of, run_evaluation, run_training
+from ddpkit.training.strategy import make_strategy, modules_on_device, take_device, unwrap
 from ddpkit.types import FitResult, Stage
 
 if TYPE_CHECKING:
@@ -52,9 +52,9 @@ class Brain(Results):
                    on_stage_end(TEST)
         predict:   make_dataloader (TEST), on_evaluate_start, predict_batch for every batch
 
-    Every hook is called on every rank. What a recipe may override for one batch is in :mod:`ddpkit.hooks`,
-    ``make_dataloader`` in :mod:`ddpkit.loaders`, ``gather`` and ``predict`` in :mod:`ddpkit.results`. How the
-    ranks are compared before either begins is in :mod:`ddpkit.beginning`.
+    Every hook is called on every rank. What a recipe may override for one batch is in :mod:`ddpkit.run.hooks`,
+    ``make_dataloader`` in :mod:`ddpkit.run.loaders`, ``gather`` and ``predict`` in :mod:`ddpkit.run.results`. How the
+    ranks are compared before either begins is in :mod:`ddpkit.run.beginning`.
 
     Args:
         modules: name -> ``torch.nn.Module``; each is moved to the device, and wrapped when training starts.

@@ -7,8 +7,8 @@ A checkpoint is a directory::
         <recoverable>.ckpt  one file (or directory) per recoverable
         manifest.json       sizes and checksums of all files; missing in a checkpoint made by SpeechBrain
 
-It appears under its name only when it is complete (:mod:`ddpkit.storage`), and is verified before it is used.
-One that is damaged is reported, passed over and never deleted.
+It appears under its name only when it is complete (:mod:`ddpkit.checkpointing.storage`), and is verified before it is
+used. One that is damaged is reported, passed over and never deleted.
 
 With several ranks the main process saves, chooses and deletes; the others get its result. Any call may be
 made by all ranks, or by the main process alone under ``if if_main_process():``. But where a saver is
@@ -24,8 +24,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ddpkit.checkpoint_folder import check_file_name
-from ddpkit.checkpoint_hooks import (
+from ddpkit.base.marks import mark_as_loader, mark_as_saver, mark_as_transfer, register_checkpoint_hooks
+from ddpkit.checkpointing.folder import check_file_name
+from ddpkit.checkpointing.hooks import (
     DEFAULT_LOAD_HOOKS,
     DEFAULT_SAVE_HOOKS,
     DEFAULT_TRANSFER_HOOKS,
@@ -37,18 +38,13 @@ from ddpkit.checkpoint_hooks import (
     find_transfer_hook,
     get_default_hook,
     map_old_state_dict_weights,
-    mark_as_loader,
-    mark_as_saver,
-    mark_as_transfer,
-    register_checkpoint_hooks,
     safe_load,
     saves_on_every_rank,
     torch_parameter_transfer,
     torch_recovery,
     torch_save,
 )
-from ddpkit.checkpoint_loading import LoadMode, load_recoverables
-from ddpkit.checkpoint_records import (
+from ddpkit.checkpointing.index import (
     META_NAME,
     SUFFIX,
     Checkpoint,
@@ -60,11 +56,12 @@ from ddpkit.checkpoint_records import (
     average_state_dicts,
     ckpt_recency,
 )
-from ddpkit.checkpoint_saving import CheckpointSaving, on_main
+from ddpkit.checkpointing.loading import LoadMode, load_recoverables
+from ddpkit.checkpointing.saving import CheckpointSaving, on_main
+from ddpkit.control.rank_status import POSITION
 from ddpkit.distributed import if_main_process
 from ddpkit.errors import CheckpointError, ConfigError
 from ddpkit.logger import get_logger, shown_path
-from ddpkit.roll_call import POSITION
 
 __all__ = [
     "DEFAULT_LOAD_HOOKS",

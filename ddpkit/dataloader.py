@@ -1,6 +1,6 @@
 """Loaders as recipes make them: over a whole dataset, for one rank, or cut into epochs of a fixed length.
 
-What deals an epoch out to the ranks is in :mod:`ddpkit.sharded_loader`, whose names can be imported from here.
+What deals an epoch out to the ranks is in :mod:`ddpkit.data.sharded_loader`, whose names can be imported from here.
 """
 
 from __future__ import annotations
@@ -10,12 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import IterableDataset
 
-from ddpkit.checkpoint_hooks import mark_as_loader, mark_as_saver, register_checkpoint_hooks
-from ddpkit.distributed import get_rank, get_world_size
-from ddpkit.errors import DataError
-from ddpkit.logger import get_logger
-from ddpkit.sampler import DealtBatchSampler, PlannedBatchSampler
-from ddpkit.sharded_loader import (
+from ddpkit.base.marks import mark_as_loader, mark_as_saver, register_checkpoint_hooks
+from ddpkit.data.sharded_loader import (
     DECIDED,
     DEFAULT_SEED,
     SaveableDataLoader,
@@ -27,13 +23,17 @@ from ddpkit.sharded_loader import (
     set_epoch,
     shard,
 )
-from ddpkit.streams import BatchShard, StreamLoader, StreamShard, guess_batch_size
+from ddpkit.data.streams import BatchShard, StreamLoader, StreamShard, guess_batch_size
+from ddpkit.distributed import get_rank, get_world_size
+from ddpkit.errors import DataError
+from ddpkit.logger import get_logger
+from ddpkit.sampler import DealtBatchSampler, PlannedBatchSampler
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from ddpkit.bookmarks import Bookmarks
+    from ddpkit.data.stream_position import Bookmarks
 
 __all__ = [
     "DEFAULT_SEED",

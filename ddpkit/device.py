@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from ddpkit.errors import ConfigError
-from ddpkit.launch_variables import LaunchInfo
-from ddpkit.launchers import find_launch
+from ddpkit.launch.launchers import find_launch
+from ddpkit.launch.variables import LaunchInfo
 from ddpkit.logger import get_logger
 
 logger = get_logger(__name__)
@@ -140,7 +140,7 @@ def resolve_device(requested: str | torch.device | None, info: LaunchInfo) -> st
 
     Args:
         requested: such as ``"cpu"``, ``"cuda"``, ``"cuda:1"`` or ``torch.device("cuda")``; None chooses.
-        info: the place of this process, from :func:`ddpkit.launchers.find_launch`.
+        info: the place of this process, from :func:`ddpkit.launch.launchers.find_launch`.
 
     Returns:
         ``"cpu"``, or an accelerator with its number (``"cuda:1"``); ``"mps"`` has none.

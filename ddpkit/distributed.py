@@ -1,7 +1,7 @@
 """Ranks, the process group, main-only work and the few collectives that recipes use.
 
 Main-only work (:func:`run_on_main`, :func:`main_process_only`) is not built on collectives but on
-:mod:`ddpkit.handover`: a value or an error is left in the process group's store for whoever makes the same call.
+:mod:`ddpkit.comm.mailbox`: a value or an error is left in the process group's store for whoever makes the same call.
 So such calls may be made by all ranks or by the main process alone, may be nested, and have no time limit while
 the main process is alive.
 
@@ -25,12 +25,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp
 
+from ddpkit.base.process_probe import this_place
+from ddpkit.base.rank import rank_if_known
+from ddpkit.comm.mailbox import Outcome, call_site, outside_frame, raise_as_reader
+from ddpkit.comm.process_group import GroupState, control_group, ddp_init_group, group_state, is_distributed_initialized
+from ddpkit.control.rank_status import POSITION
 from ddpkit.errors import LaunchError, RankFailedError
-from ddpkit.handover import Outcome, call_site, outside_frame, raise_as_reader
-from ddpkit.launchers import find_launch, rank_if_known
-from ddpkit.liveness import this_place
-from ddpkit.process_group import GroupState, control_group, ddp_init_group, group_state, is_distributed_initialized
-from ddpkit.roll_call import POSITION
+from ddpkit.launch.launchers import find_launch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence

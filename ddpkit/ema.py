@@ -17,8 +17,8 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from ddpkit.checkpoint_hooks import plain_key
-from ddpkit.checkpoint_records import is_code
+from ddpkit.checkpointing.hooks import plain_key
+from ddpkit.checkpointing.index import is_code
 from ddpkit.errors import CheckpointError, ConfigError
 from ddpkit.logger import get_logger
 from ddpkit.types import Stage
@@ -113,8 +113,8 @@ class WeightAverage:
     def update(self) -> None:
         """Take the weights into the average; the first time, copy them. Waits for no device and for no rank.
 
-        The Brain calls it after every step that :meth:`~ddpkit.hooks.Hooks.optimizers_step` really made. A recipe that
-        steps its optimizers itself calls it after each step.
+        The Brain calls it after every step that :meth:`~ddpkit.run.hooks.Hooks.optimizers_step` really made. A recipe
+        that steps its optimizers itself calls it after each step.
 
         Raises:
             ConfigError: called inside :meth:`applied`, where the weights are the averages.
@@ -369,7 +369,7 @@ def require_average(checkpoint: Any) -> None:
     """Refuse a checkpoint without averaged weights.
 
     Args:
-        checkpoint: a :class:`~ddpkit.checkpoint_records.Checkpoint` whose average is about to be evaluated.
+        checkpoint: a :class:`~ddpkit.checkpointing.index.Checkpoint` whose average is about to be evaluated.
 
     Raises:
         CheckpointError: it holds none.

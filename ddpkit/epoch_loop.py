@@ -6,11 +6,11 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ddpkit.checkpoint_hooks import mark_as_loader, mark_as_saver, register_checkpoint_hooks
+from ddpkit.base.marks import mark_as_loader, mark_as_saver, register_checkpoint_hooks
+from ddpkit.base.plain_yaml import dump_plain_yaml, load_plain_yaml
 from ddpkit.distributed import run_on_main
 from ddpkit.errors import CheckpointError, ConfigError
 from ddpkit.logger import get_logger
-from ddpkit.plain_yaml import dump_plain_yaml, load_plain_yaml
 
 if TYPE_CHECKING:
     import os

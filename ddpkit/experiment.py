@@ -18,14 +18,14 @@ import torch
 from hyperpyyaml import resolve_references
 from ruamel.yaml.error import YAMLError
 
+from ddpkit.base.plain_yaml import to_plain
+from ddpkit.base.process_probe import is_relative
+from ddpkit.checkpointing.run_lock import FolderLock, Holder, holder
+from ddpkit.control.failure import record_for_launcher, tell_plainly, told_plainly
 from ddpkit.distributed import get_world_size, if_main_process, run_on_main
 from ddpkit.errors import CheckpointError, ConfigError, DdpkitError, FolderInUseError, MissingFileError
-from ddpkit.failure import record_for_launcher, tell_plainly, told_plainly
-from ddpkit.launch_variables import PARITY
-from ddpkit.liveness import is_relative
+from ddpkit.launch.variables import PARITY
 from ddpkit.logger import close_logging, get_logger, setup_logging
-from ddpkit.plain_yaml import to_plain
-from ddpkit.run_lock import FolderLock, Holder, holder
 from ddpkit.run_opts import RunOptions, command_line_options
 from ddpkit.seed import global_seed
 from ddpkit.train_logger import run_event, set_run_log

@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import yaml
 
+from ddpkit.base.rank import rank_if_known
 from ddpkit.errors import ConfigError, MissingFileError
-from ddpkit.launchers import rank_if_known
 
 if TYPE_CHECKING:
     _LoggerAdapter = logging.LoggerAdapter[logging.Logger]

@@ -1,6 +1,6 @@
 """The options of a run, from the command line, the YAML and code: one object that recipes read and write.
 
-The table of options is in :mod:`ddpkit.options`, the reading of words in :mod:`ddpkit.command_line`.
+The table of options is in :mod:`ddpkit.config.options`, the reading of words in :mod:`ddpkit.config.command_line`.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ddpkit.command_line import CommandLine, read_command_line
+from ddpkit.config.command_line import CommandLine, read_command_line
+from ddpkit.config.options import IN_RUN_OPTS, IN_YAML, OPTION_BY_NAME, OPTIONS, PARSER_ONLY, Option, OptionTypes
+from ddpkit.control.failure import usage_errors, watch_uncaught
 from ddpkit.device import count_devices, default_backend, resolve_device
 from ddpkit.errors import ConfigError, LaunchError, MissingFileError
-from ddpkit.failure import usage_errors, watch_uncaught
-from ddpkit.launch_variables import PARITY, LaunchInfo
-from ddpkit.launchers import find_launch
+from ddpkit.launch.launchers import find_launch
+from ddpkit.launch.spawning import run_script
+from ddpkit.launch.variables import PARITY, LaunchInfo
 from ddpkit.logger import get_logger
-from ddpkit.options import IN_RUN_OPTS, IN_YAML, OPTION_BY_NAME, OPTIONS, PARSER_ONLY, Option, OptionTypes
-from ddpkit.spawning import run_script
 
 __all__ = ["OPTIONS", "OptionAttributes", "RunOptions", "parse_arguments"]
 
@@ -35,7 +35,7 @@ _STORED = {name: option for name, option in OPTION_BY_NAME.items() if name not i
 class RunOptions(OptionTypes, MutableMapping[str, Any]):
     """The options of a run, as attributes and as items.
 
-    Every option of :data:`ddpkit.options.OPTIONS` is there. Keys of a recipe's own may be added; those are
+    Every option of :data:`ddpkit.config.options.OPTIONS` is there. Keys of a recipe's own may be added; those are
     not checked. What is passed here or assigned later counts as given, and so wins over the YAML.
 
     ``device`` and ``distributed_backend`` are concrete (``"cuda:1"``, ``"nccl"``) in what

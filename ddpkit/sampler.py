@@ -21,9 +21,8 @@ import numpy as np
 import torch
 from torch.utils.data import Sampler
 
-from ddpkit.errors import ConfigError, DataError
-from ddpkit.permutation import Order, mix_key
-from ddpkit.recipe_samplers import (  # noqa: F401 -- recipes look for them here
+from ddpkit.data.permutation import Order, mix_key
+from ddpkit.data.recipe_samplers import (  # noqa: F401 -- recipes look for them here
     BalancingDataSampler,
     ConcatDatasetBatchSampler,
     DistributedSamplerWrapper,
@@ -31,6 +30,7 @@ from ddpkit.recipe_samplers import (  # noqa: F401 -- recipes look for them here
     ReproducibleRandomSampler,
     ReproducibleWeightedRandomSampler,
 )
+from ddpkit.errors import ConfigError, DataError
 from ddpkit.seed import own_randomness
 
 if TYPE_CHECKING:

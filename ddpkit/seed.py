@@ -19,11 +19,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from ddpkit.data.permutation import mix_key
 from ddpkit.device import count_devices, own_first
 from ddpkit.distributed import get_rank
 from ddpkit.errors import CheckpointError, ConfigError
 from ddpkit.logger import get_logger
-from ddpkit.permutation import mix_key
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence

@@ -29,8 +29,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from ddpkit.comm.process_group import group_state
 from ddpkit.errors import DdpkitError
-from ddpkit.process_group import group_state
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

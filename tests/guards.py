@@ -55,7 +55,7 @@ def _restore_environment(before: dict[str, str]) -> None:
 def _excepthook() -> Any:
     """Return the hook below that of ddpkit; ``None`` for torch's. Both come with a process group, to stay."""
     hook = sys.excepthook
-    while type(hook).__module__ == "ddpkit.failure":
+    while type(hook).__module__ == "ddpkit.control.failure":
         hook = hook.previous
     installed_by_torch = (getattr(hook, "__module__", None) or "").startswith("torch.distributed")
     return None if installed_by_torch else hook

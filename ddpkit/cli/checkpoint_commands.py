@@ -25,8 +25,9 @@ from typing import Any
 
 import torch
 
-from ddpkit.checkpoint_hooks import safe_load
-from ddpkit.checkpoint_records import (
+from ddpkit.base.plain_yaml import load_plain_yaml
+from ddpkit.checkpointing.hooks import safe_load
+from ddpkit.checkpointing.index import (
     DIRECTORY_PREFIX,
     META_NAME,
     SUFFIX,
@@ -38,9 +39,8 @@ from ddpkit.checkpoint_records import (
     ranked,
     read_checkpoint,
 )
+from ddpkit.checkpointing.storage import MANIFEST_NAME, STAGING_PREFIX, TRASH_PREFIX, VerifyMode, read_text
 from ddpkit.errors import CheckpointError, ConfigError, MissingExtraError
-from ddpkit.plain_yaml import load_plain_yaml
-from ddpkit.storage import MANIFEST_NAME, STAGING_PREFIX, TRASH_PREFIX, VerifyMode, read_text
 
 __all__ = ["command_average", "command_export", "command_ls", "command_show", "command_verify"]
 

@@ -22,8 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddpkit.hooks import Hooks
-from ddpkit.likeness import sketch
+from ddpkit.data.likeness import sketch
 from ddpkit.parity.noise import noisy_layers
 from ddpkit.parity.report import (
     ROUGH,
@@ -38,6 +37,7 @@ from ddpkit.parity.report import (
 )
 from ddpkit.parity.side import Share, Side, batches_of
 from ddpkit.precision import TorchAutocast
+from ddpkit.run.hooks import Hooks
 
 #: Numbers of one parameter's gradient that are looked at when weights are fitted.
 SAMPLED = 4096

@@ -24,14 +24,14 @@ import torch
 
 from ddpkit.distributed import get_rank, get_world_size
 from ddpkit.errors import ConfigError, ParityError
-from ddpkit.launch_variables import PARITY
+from ddpkit.launch.variables import PARITY
 from ddpkit.logger import get_logger
 from ddpkit.parity.causes import diagnose
 from ddpkit.parity.report import ParityReport
 from ddpkit.parity.side import Side, epoch_length, joins, require_samples, share_of
 from ddpkit.seed import RngState
-from ddpkit.stages import counts_of, length_of
-from ddpkit.strategy import refuse_shared_parameters
+from ddpkit.training.stages import counts_of, length_of
+from ddpkit.training.strategy import refuse_shared_parameters
 from ddpkit.types import Stage
 
 logger = get_logger(__name__)

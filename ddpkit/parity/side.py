@@ -18,16 +18,16 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ddpkit import optim
+from ddpkit.data.likeness import Sketch, sketch
 from ddpkit.dataloader import LoopedLoader, SaveableDataLoader, plan_of
 from ddpkit.distributed import get_world_size
 from ddpkit.errors import ConfigError
-from ddpkit.feed import Counts, Feed
-from ddpkit.likeness import Sketch, sketch
 from ddpkit.metrics import nothing_counts
 from ddpkit.parity.noise import FunctionsWithoutNoise, layers_without_noise
 from ddpkit.parity.report import Gradients
 from ddpkit.sampler import DealtBatchSampler, PlannedBatchSampler
 from ddpkit.syncbn import SyncBatchNorm, left_out
+from ddpkit.training.feed import Counts, Feed
 from ddpkit.types import Stage
 
 

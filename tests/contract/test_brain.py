@@ -15,10 +15,10 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 
 from ddpkit.brain import Brain
 from ddpkit.checkpoints import Checkpointer
+from ddpkit.config.options import OPTIONS, PARSER_ONLY
 from ddpkit.dataloader import LoopedLoader, SaveableDataLoader, make_dataloader
 from ddpkit.epoch_loop import EpochCounter
 from ddpkit.errors import ConfigError
-from ddpkit.options import OPTIONS, PARSER_ONLY
 from ddpkit.run_opts import RunOptions
 from ddpkit.types import Stage
 

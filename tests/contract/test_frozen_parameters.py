@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
+from ddpkit.base.plain_yaml import dump_plain_yaml
 from ddpkit.checkpoints import Checkpointer
 from ddpkit.epoch_loop import EpochCounter
 from ddpkit.errors import ConfigError
-from ddpkit.plain_yaml import dump_plain_yaml
 from ddpkit.types import Stage
 
 from .recipes import QUIET, Regression, assert_same, linear, make, points, sgd, weights
@@ -137,7 +137,7 @@ def test_of_a_checkpoint_that_does_not_tell_nothing_is_frozen(tmp_path, monkeypa
 
     whole = script(tmp_path / "whole")
     assert_same(script(tmp_path / "whole"), whole)
-    monkeypatch.setattr("ddpkit.saving.dump_plain_yaml", without_flags)
+    monkeypatch.setattr("ddpkit.run.saving.dump_plain_yaml", without_flags)
     with pytest.raises(Killed):
         script(tmp_path / "killed", (3, 1))
     monkeypatch.undo()

@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset
 
-from ddpkit.bookmarks import Reading
+from ddpkit.base.plain_yaml import load_plain_yaml
+from ddpkit.checkpointing.run_lock import FolderLock
 from ddpkit.checkpoints import Checkpointer
+from ddpkit.data.stream_position import Reading
 from ddpkit.epoch_loop import EpochCounter
 from ddpkit.errors import CheckpointError, FolderInUseError
-from ddpkit.plain_yaml import load_plain_yaml
-from ddpkit.resuming import read_brain_file
-from ddpkit.run_lock import FolderLock
+from ddpkit.run.resuming import read_brain_file
 from ddpkit.types import Stage
 
 from .recipes import QUIET, Regression, assert_same, linear, points, sgd, weights

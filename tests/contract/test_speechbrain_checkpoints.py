@@ -18,6 +18,7 @@ import yaml
 from torch import nn
 from torch.nn.parallel import DataParallel
 
+from ddpkit.base.plain_yaml import UnreadableValue
 from ddpkit.checkpoints import (
     Checkpointer,
     average_checkpoints,
@@ -30,7 +31,6 @@ from ddpkit.cli import main
 from ddpkit.dataloader import LoopedLoader, make_dataloader
 from ddpkit.epoch_loop import EpochCounter, EpochCounterWithStopper
 from ddpkit.errors import CheckpointError
-from ddpkit.plain_yaml import UnreadableValue
 from ddpkit.types import Stage
 
 from .recipes import QUIET, Regression, assert_same, linear, points

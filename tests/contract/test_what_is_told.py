@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from ddpkit.control.rank_status import POSITION
 from ddpkit.epoch_loop import EpochCounter
 from ddpkit.experiment import close_experiment, create_experiment_directory
 from ddpkit.optim import take_step
-from ddpkit.roll_call import POSITION
 from ddpkit.train_logger import set_run_log
 from ddpkit.types import Stage
 from tests.launching import Run, python
@@ -33,7 +33,7 @@ def events(tmp_path):
 
 def rows(caplog):
     """Return the rows of all blocks that were printed, by name."""
-    texts = [record.getMessage() for record in caplog.records if record.name == "ddpkit.start_report"]
+    texts = [record.getMessage() for record in caplog.records if record.name == "ddpkit.reporting.start_report"]
     return {line[2:12].strip(): line[13:] for text in texts for line in text.splitlines()[1:]}
 
 

@@ -22,8 +22,8 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset, IterableDataset
 
-from ddpkit import storage
 from ddpkit.brain import Brain
+from ddpkit.checkpointing import storage
 from ddpkit.checkpoints import Checkpointer
 from ddpkit.distributed import get_rank, get_world_size, if_main_process
 from ddpkit.epoch_loop import EpochCounter, EpochCounterWithStopper

@@ -24,9 +24,9 @@ from unittest import mock
 import torch
 from torch import nn
 
-from ddpkit import storage
+from ddpkit.checkpointing import storage
+from ddpkit.checkpointing.storage import FileOperations
 from ddpkit.checkpoints import Checkpointer, mark_as_loader, mark_as_saver, register_checkpoint_hooks
-from ddpkit.storage import FileOperations
 
 MODES = ("sync", "async")
 NOT_COMMITTED = (".tmp-", ".trash-")

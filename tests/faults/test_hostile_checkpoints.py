@@ -18,12 +18,12 @@ import torch
 import yaml
 from torch import nn
 
-from ddpkit import storage
+from ddpkit.base.plain_yaml import UnreadableValue
+from ddpkit.checkpointing import storage
 from ddpkit.checkpoints import Checkpointer, average_checkpoints
 from ddpkit.dataloader import SaveableDataLoader
 from ddpkit.epoch_loop import EpochCounter
 from ddpkit.errors import CheckpointError, ConfigError
-from ddpkit.plain_yaml import UnreadableValue
 from tests.faults.storage_tools import Text
 from tests.launching import soon
 

@@ -26,7 +26,7 @@ RECIPE = """
     import torch
 
     import ddpkit as sb
-    from ddpkit import storage
+    from ddpkit.checkpointing import storage
     from ddpkit.checkpoints import Checkpointer
     from ddpkit.epoch_loop import EpochCounter
     from ddpkit.types import Stage

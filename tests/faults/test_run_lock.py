@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from ddpkit import run_lock, storage
+from ddpkit.base.process_probe import has_ended, is_ending, state_and_start
+from ddpkit.checkpointing import run_lock, storage
+from ddpkit.checkpointing.run_lock import LOCK_NAME, FolderLock, holder
+from ddpkit.checkpointing.storage import commit_staging, make_staging, verify
 from ddpkit.errors import CheckpointError
-from ddpkit.liveness import has_ended, is_ending, state_and_start
-from ddpkit.run_lock import LOCK_NAME, FolderLock, holder
-from ddpkit.storage import commit_staging, make_staging, verify
 
 from .storage_tools import names, new_folder
 

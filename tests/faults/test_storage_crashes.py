@@ -15,8 +15,8 @@ from itertools import count
 
 import pytest
 
+from ddpkit.checkpointing.snapshot import SnapshotMemory
 from ddpkit.distributed import ddp_barrier
-from ddpkit.snapshot import SnapshotMemory
 from ddpkit.testing import RankPool, RankPoolError
 from tests.faults.storage_tools import (
     MODES,

@@ -3,8 +3,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from ddpkit.checkpointing.snapshot import SnapshotMemory
 from ddpkit.checkpoints import Checkpointer, safe_load
-from ddpkit.snapshot import SnapshotMemory
 
 
 def test_a_state_on_the_gpu_is_copied_to_pinned_memory_that_is_used_again():

@@ -14,11 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddpkit import checkpoint_loading, handover, storage
+from ddpkit.checkpointing import loading, storage
+from ddpkit.checkpointing.storage import FileOperations, verify
 from ddpkit.checkpoints import Checkpointer
+from ddpkit.comm import mailbox
 from ddpkit.distributed import if_main_process, run_on_main
 from ddpkit.errors import CheckpointError
-from ddpkit.storage import FileOperations, verify
 
 
 def stamped(value, width=8):
@@ -48,12 +49,12 @@ def save_while_training(folder):
     checkpointer = Checkpointer(folder, {"model": model})
     checkpointer.asynchronous = True
     posts = []
-    real = handover.Handover.post
-    handover.Handover.post = lambda self, site, *args: (posts.append(site), real(self, site, *args))[1]
+    real = mailbox.Handover.post
+    mailbox.Handover.post = lambda self, site, *args: (posts.append(site), real(self, site, *args))[1]
     try:
         saved = checkpointer.save_checkpoint(meta={"n": 1})
     finally:
-        handover.Handover.post = real
+        mailbox.Handover.post = real
     with torch.no_grad():
         model.weight.fill_(100)
     checkpointer.wait()
@@ -243,15 +244,15 @@ def load_with_a_fault(folder, fault):
         damage(found.paramfiles["model"], fault)
     dist.barrier()
     checkpointer.verify_mode, checkpointer.load_mode = "off", "broadcast"
-    real = checkpoint_loading.load_state
+    real = loading.load_state
     if fault == "receiver" and on_one:
-        checkpoint_loading.load_state = no_room
+        loading.load_state = no_room
     try:
         checkpointer.load_checkpoint(found)
     except CheckpointError as error:
         return str(error)
     finally:
-        checkpoint_loading.load_state = real
+        loading.load_state = real
         dist.barrier()
     return "loaded"
 
@@ -301,15 +302,15 @@ def load_on_main_alone(folder, how):
     checkpointer.load_mode = "broadcast"
     with torch.no_grad():
         model.weight.fill_(0)
-    waits = checkpoint_loading.WAIT_SECONDS
-    checkpoint_loading.WAIT_SECONDS = 0.3
+    waits = loading.WAIT_SECONDS
+    loading.WAIT_SECONDS = 0.3
     try:
         if how == "run_on_main":
             run_on_main(checkpointer.load_checkpoint, [saved])
         elif if_main_process():
             checkpointer.recover_if_possible()
     finally:
-        checkpoint_loading.WAIT_SECONDS = waits
+        loading.WAIT_SECONDS = waits
     dist.barrier()
     return values_of(model)
 

@@ -21,19 +21,19 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset, SequentialSampler
 
-from ddpkit import stages
 from ddpkit.brain import Brain
 from ddpkit.checkpoints import Checkpointer
-from ddpkit.control import Wishes
+from ddpkit.control.periodic_sync import Wishes
 from ddpkit.dataloader import make_dataloader
 from ddpkit.distributed import control_group, if_main_process
 from ddpkit.epoch_loop import EpochCounter, EpochCounterWithStopper
 from ddpkit.errors import NonFiniteLossError
 from ddpkit.seed import seed_everything
-from ddpkit.strategy import DDP
 from ddpkit.syncbn import SyncBatchNorm
 from ddpkit.testing import RankPoolError
 from ddpkit.train_logger import FileTrainLogger
+from ddpkit.training import stages
+from ddpkit.training.strategy import DDP
 from ddpkit.types import Stage
 from tests.contract.recipes import QUIET, Regression, linear, make, points, seen_in, sgd, weights
 from tests.contract.test_brain_gradients import Gan, OwnFitBatch, gan_modules

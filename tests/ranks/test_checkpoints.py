@@ -9,14 +9,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpkit import checkpoints, handover
-from ddpkit.checkpoint_records import DamageLedger
+from ddpkit import checkpoints
+from ddpkit.checkpointing.index import DamageLedger
 from ddpkit.checkpoints import (
     Checkpointer,
     mark_as_loader,
     mark_as_saver,
     register_checkpoint_hooks,
 )
+from ddpkit.comm import mailbox
 from ddpkit.distributed import if_main_process, run_on_main
 from ddpkit.epoch_loop import EpochCounter
 from ddpkit.errors import CheckpointError, RankCheckpointError, RankFailedError
@@ -59,8 +60,8 @@ def test_all_ranks_get_the_checkpoint_and_load_the_state_of_main(ranks, tmp_path
 
 def count_handovers(folder):
     posts = []
-    real = handover.Handover.post
-    handover.Handover.post = lambda self, site, *args: (posts.append(site), real(self, site, *args))[1]
+    real = mailbox.Handover.post
+    mailbox.Handover.post = lambda self, site, *args: (posts.append(site), real(self, site, *args))[1]
     try:
         counts = []
         for number in (1, 5):
@@ -69,7 +70,7 @@ def count_handovers(folder):
             counts.append(len(posts))
             posts.clear()
     finally:
-        handover.Handover.post = real
+        mailbox.Handover.post = real
     return counts
 
 

@@ -6,9 +6,9 @@ import time
 
 import torch.distributed as dist
 
-from ddpkit import ending
+from ddpkit.comm.process_group import ddp_init_group, group_state, shorten_timeout
 from ddpkit.errors import RunStopped
-from ddpkit.process_group import ddp_init_group, group_state, shorten_timeout
+from ddpkit.run import ending
 from ddpkit.types import Stage
 from tests.contract.recipes import Regression, make, points
 

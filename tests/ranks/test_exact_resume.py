@@ -13,14 +13,14 @@ import torch
 from torch import nn
 from torch.utils.data import BatchSampler, IterableDataset, SequentialSampler
 
-from ddpkit import rank_states
 from ddpkit.brain import Brain
+from ddpkit.checkpointing import rank_states
+from ddpkit.checkpointing.rank_states import RankStates
 from ddpkit.checkpoints import Checkpointer
 from ddpkit.dataloader import LoopedLoader, make_dataloader
 from ddpkit.distributed import gather_objects, get_rank, if_main_process
 from ddpkit.epoch_loop import EpochCounter
 from ddpkit.errors import ConfigError, RankFailedError, RankMismatchError
-from ddpkit.rank_states import RankStates
 from ddpkit.types import Stage
 
 EPOCHS = 3

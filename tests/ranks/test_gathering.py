@@ -17,7 +17,7 @@ from ddpkit.brain import Brain
 from ddpkit.dataloader import Sharding, shard
 from ddpkit.distributed import gather_objects, run_on_main
 from ddpkit.errors import ConfigError, DataError, LaunchError
-from ddpkit.gathering import Seen
+from ddpkit.training.gathering import Seen
 from ddpkit.types import Stage
 from tests.contract.recipes import linear, make, points
 from tests.launching import PATIENCE
@@ -433,7 +433,7 @@ def calls_of_an_undivided_evaluation():
         setattr(
             dist, name, lambda *args, name=name, real=real, **kwargs: (calls.append(name), real(*args, **kwargs))[1]
         )
-    real_exchange, module = distributed.exchange, __import__("ddpkit.gathering", fromlist=["exchange"])
+    real_exchange, module = distributed.exchange, __import__("ddpkit.training.gathering", fromlist=["exchange"])
     module.exchange = lambda value: (calls.append("exchange"), real_exchange(value))[1]
     brain = make(Collect)
     brain.on_stage_end = lambda stage, stage_loss, epoch=None: None

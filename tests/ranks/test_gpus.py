@@ -13,7 +13,7 @@ from torch import nn
 from ddpkit import device
 from ddpkit.brain import Brain
 from ddpkit.errors import LaunchError
-from ddpkit.strategy import DDP
+from ddpkit.training.strategy import DDP
 
 
 def brain_in_a_group_of_the_script(backend, chosen):

@@ -16,10 +16,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ddpkit import process_group
+from ddpkit.comm import process_group
+from ddpkit.comm.process_group import control_group, ddp_init_group, shorten_timeout
 from ddpkit.errors import ConfigError, LaunchError
-from ddpkit.launchers import find_launch
-from ddpkit.process_group import control_group, ddp_init_group, shorten_timeout
+from ddpkit.launch.launchers import find_launch
 from tests.launching import Run, free_port, python
 
 SCRIPT = """

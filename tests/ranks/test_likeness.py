@@ -123,11 +123,11 @@ class ShortParts(DividesItself):
 
 def train_on(kind, num_workers, stage):
     """Run a stage over a stream; return the items that count, and what was warned of."""
-    get_logger("ddpkit.likeness")._said.clear()
+    get_logger("ddpkit.data.likeness")._said.clear()
     warnings = []
     handler = logging.Handler()
     handler.emit = lambda record: warnings.append(record.getMessage())
-    logger = logging.getLogger("ddpkit.likeness")
+    logger = logging.getLogger("ddpkit.data.likeness")
     logger.addHandler(handler)
     try:
         brain = make(Seen, net=torch.nn.Linear(1, 1).double(), shard_evaluation=True)

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from ddpkit import stages
 from ddpkit.brain import Brain
+from ddpkit.training import stages
 from ddpkit.types import Stage
 
 SAMPLES = 72

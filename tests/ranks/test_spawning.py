@@ -210,7 +210,7 @@ def test_a_rank_that_hangs_when_another_fails_is_ended_when_one_loses_patience(t
 @pytest.mark.faults
 def test_f1_a_save_that_takes_a_while_is_ended_when_another_rank_fails(tmp_path):
     body = """
-        from ddpkit.control import terminating_later
+        from ddpkit.control.periodic_sync import terminating_later
         if rank == 0:
             with terminating_later():
                 Path("saving").touch()

@@ -11,10 +11,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader
 
-from ddpkit import beginning, distributed
+from ddpkit import distributed
+from ddpkit.comm.consistency import own_place
+from ddpkit.control.rank_status import host_name
 from ddpkit.distributed import exchange
-from ddpkit.roll_call import host_name
-from ddpkit.sameness import own_place
+from ddpkit.run import beginning
 from tests.contract.recipes import QUIET, Regression, make, points, sgd, weights
 from tests.launching import PATIENCE, Run, free_port, python, torchrun
 
@@ -199,15 +200,15 @@ def counted():
         calls.append(site)
         return real(value, site)
 
-    import ddpkit.agreement
+    import ddpkit.comm.agreement
 
-    ddpkit.agreement.exchange = count
+    ddpkit.comm.agreement.exchange = count
     try:
         brain = make()
         brain.fit([1], points(4), train_loader_kwargs={"batch_size": 1})
         brain.fit([1], points(4), train_loader_kwargs={"batch_size": 1})
     finally:
-        ddpkit.agreement.exchange = real
+        ddpkit.comm.agreement.exchange = real
     return calls.count(beginning.AT_START), sum(site is not None and "detail" in site for site in calls), brain._seats
 
 
@@ -400,10 +401,10 @@ def test_a_mean_over_tokens_is_told_to_be_returned_as_sum_and_count(ranks, how, 
 
 def test_a_second_fit_says_what_has_changed_and_nothing_else(caplog):
     """In one process; nothing is compared there, and the place of a Brain that trains on is no news."""
-    caplog.set_level("INFO", logger="ddpkit.start_report")
+    caplog.set_level("INFO", logger="ddpkit.reporting.start_report")
 
     def said():
-        blocks = [record.getMessage() for record in caplog.records if record.name == "ddpkit.start_report"]
+        blocks = [record.getMessage() for record in caplog.records if record.name == "ddpkit.reporting.start_report"]
         caplog.clear()
         return [block.splitlines() for block in blocks]
 

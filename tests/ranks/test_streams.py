@@ -14,13 +14,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from ddpkit import stages
+from ddpkit.control.rank_status import POSITION
 from ddpkit.dataloader import LoopedLoader
 from ddpkit.distributed import start_sum_over_ranks, sum_over_ranks
 from ddpkit.errors import RunStopped
-from ddpkit.roll_call import POSITION
-from ddpkit.stages import run_evaluation
 from ddpkit.testing import RankPoolError
+from ddpkit.training import stages
+from ddpkit.training.stages import run_evaluation
 from ddpkit.types import Stage
 from tests.contract.recipes import Regression, make, points, seen_in, sgd, weights
 from tests.unit.test_stages import Host

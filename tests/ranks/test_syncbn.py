@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+from ddpkit.comm.process_group import _timeout_of
 from ddpkit.errors import DataError, LaunchError
-from ddpkit.process_group import _timeout_of
 from ddpkit.syncbn import SyncBatchNorm, convert_sync_batchnorm, left_out
 from tests.cuda_kernels import as_on_cuda
 

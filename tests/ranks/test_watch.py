@@ -12,10 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ddpkit import pulse, watch
+from ddpkit.comm.process_group import group_state
+from ddpkit.control import heartbeat, watchdog
 from ddpkit.epoch_loop import EpochCounter, EpochCounterWithStopper
 from ddpkit.errors import NonFiniteLossError, RankFailedError
-from ddpkit.process_group import group_state
 from ddpkit.types import Stage
 from tests.contract.recipes import Regression, make, points
 from tests.launching import python, soon, start_by_hand
@@ -50,13 +50,13 @@ def stand_still(kind=Slow):
     lines = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
-    logging.getLogger("ddpkit.watch").addHandler(handler)
+    logging.getLogger("ddpkit.control.watchdog").addHandler(handler)
     try:
         brain = make(kind, hang_warning=1.0, hang_timeout=2.0)
         before = watching()
         brain.fit([1], points(16), train_loader_kwargs={"batch_size": 2})
     finally:
-        logging.getLogger("ddpkit.watch").removeHandler(handler)
+        logging.getLogger("ddpkit.control.watchdog").removeHandler(handler)
     began = time.monotonic()
     dist.destroy_process_group()
     return before, lines, brain.optimizer_step, time.monotonic() - began, none_is_left()
@@ -113,7 +113,7 @@ def fail_alone():
     lines = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
-    logging.getLogger("ddpkit.watch").addHandler(handler)
+    logging.getLogger("ddpkit.control.watchdog").addHandler(handler)
 
     class Failing(Regression):
         def on_fit_batch_end(self, batch, outputs, loss, should_step):
@@ -123,7 +123,7 @@ def fail_alone():
     try:
         make(Failing).fit([1], points(16), train_loader_kwargs={"batch_size": 2})
     except ValueError:
-        time.sleep(watch.GRACE_SECONDS + 6)  # a notebook, in which somebody reads what has happened
+        time.sleep(watchdog.GRACE_SECONDS + 6)  # a notebook, in which somebody reads what has happened
         dist.destroy_process_group()
         return "boom", lines
     except RuntimeError as error:
@@ -151,12 +151,12 @@ def test_who_waits_in_vain_in_such_a_group_says_for_whom_and_lives(ranks):
 @contextlib.contextmanager
 def busy_watch():
     """Have the watch do in a blink what takes it seconds."""
-    before = pulse.PULSE_SECONDS, watch.LOOK_SECONDS, watch.GRACE_SECONDS
-    pulse.PULSE_SECONDS, watch.LOOK_SECONDS, watch.GRACE_SECONDS = 0.01, 0.003, 0.3
+    before = heartbeat.PULSE_SECONDS, watchdog.LOOK_SECONDS, watchdog.GRACE_SECONDS
+    heartbeat.PULSE_SECONDS, watchdog.LOOK_SECONDS, watchdog.GRACE_SECONDS = 0.01, 0.003, 0.3
     try:
         yield
     finally:
-        pulse.PULSE_SECONDS, watch.LOOK_SECONDS, watch.GRACE_SECONDS = before
+        heartbeat.PULSE_SECONDS, watchdog.LOOK_SECONDS, watchdog.GRACE_SECONDS = before
         if dist.is_initialized():
             group_state().watch.stop()
 
@@ -194,7 +194,7 @@ def end(how):
             message = str(error)
         watched = group_state().watch
         time.sleep(0.1)
-        end_of_pulse = watched.pulse.beats > pulse.FIRST_BEATS and watched.pulse.failure is None
+        end_of_pulse = watched.pulse.beats > heartbeat.FIRST_BEATS and watched.pulse.failure is None
         return brain.progress.epoch, brain.step, brain.optimizer_step, message.partition(" had")[0], end_of_pulse
 
 
@@ -292,7 +292,7 @@ def test_f1_a_failure_that_was_caught_in_a_nested_call_does_not_end_the_outer_on
 
 WAITING = """\
 import atexit, os, signal, time
-from ddpkit import handover
+from ddpkit.comm import mailbox as handover
 from ddpkit.distributed import ddp_init_group, exchange, get_rank
 
 handover.TROUBLE_SECONDS = 0.2
@@ -327,7 +327,7 @@ def test_f4_who_waits_for_a_killed_rank_outside_of_fit_ends_and_names_it(tmp_pat
     main.wait(30)
     assert soon(began, 10)
     assert (main.code, other.code) == (1, -9), other.err
-    assert f"rank 1 ({pulse.host_name()}, pid " in main.tail(2), main.err
+    assert f"rank 1 ({heartbeat.host_name()}, pid " in main.tail(2), main.err
     assert re.search(says, main.tail(2))
     assert "(rank 0 was waiting at train.py:12 in <module> for rank 1)" in main.tail(1)
 
@@ -343,7 +343,7 @@ def test_f4_a_child_that_a_rank_forks_does_not_say_goodbye_for_it(tmp_path, rank
 
 UNKNOWN = """\
 import os, signal
-from ddpkit import pulse
+from ddpkit.control import heartbeat as pulse
 from ddpkit.distributed import ddp_barrier, ddp_init_group, get_rank
 
 pulse.Pulse.beat = lambda self, store: store.check(["as if the first pulse was still to come"])
@@ -361,4 +361,6 @@ def test_f4_a_first_rank_that_is_killed_before_its_first_pulse_is_known_by_its_p
     for run in (main, other):
         run.wait(30)
     assert (main.code, other.code) == (-9, 1), other.err
-    assert f"rank 0 ({pulse.host_name()}, pid {main.process.pid}) disappeared: it was lost with the store" in other.err
+    assert (
+        f"rank 0 ({heartbeat.host_name()}, pid {main.process.pid}) disappeared: it was lost with the store" in other.err
+    )

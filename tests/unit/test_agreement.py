@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from ddpkit import agreement
-from ddpkit.agreement import (
+from ddpkit.comm import agreement
+from ddpkit.comm.agreement import (
     check_train_data,
     data_facts,
     model_facts,

@@ -19,12 +19,12 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from ddpkit import async_save, checkpoint_folder, snapshot, storage
-from ddpkit.async_save import BackgroundSave, wait_for_folder
+from ddpkit.checkpointing import async_save, folder, snapshot, storage
+from ddpkit.checkpointing.async_save import BackgroundSave, wait_for_folder
+from ddpkit.checkpointing.run_lock import FolderLock
+from ddpkit.checkpointing.storage import FileOperations, verify
 from ddpkit.checkpoints import Checkpointer, safe_load
 from ddpkit.errors import CheckpointError, FolderInUseError
-from ddpkit.run_lock import FolderLock
-from ddpkit.storage import FileOperations, verify
 
 
 class Gate(FileOperations):
@@ -201,7 +201,7 @@ def test_loading_waits_for_the_save_too(checkpointer, gate, model):
 
 
 def test_names_of_the_same_second_count_the_one_that_is_still_written(checkpointer, monkeypatch, gate):
-    monkeypatch.setattr(checkpoint_folder.time, "strftime", lambda *form: "2026-01-02+03-04-05")
+    monkeypatch.setattr(folder.time, "strftime", lambda *form: "2026-01-02+03-04-05")
     gate.open.set()
     saved = [checkpointer.save_checkpoint().path.name for _ in range(3)]
     checkpointer.wait()
@@ -461,7 +461,7 @@ def test_a_lost_error_is_logged_when_the_checkpointer_is_collected(tmp_path, mod
 SCRIPT = """
     import os, sys, threading, torch
     from ddpkit.checkpoints import Checkpointer
-    from ddpkit import storage
+    from ddpkit.checkpointing import storage
 
     class Slow(storage.FileOperations):
         def write(self, path, writer):

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 
-from ddpkit.batch_sizes import batch_sizes, micro_batches
 from ddpkit.dataloader import LoopedLoader, Sharding, shard
 from ddpkit.errors import ConfigError
 from ddpkit.run_opts import RunOptions
+from ddpkit.training.batch_sizes import batch_sizes, micro_batches
 
 
 @pytest.mark.parametrize(

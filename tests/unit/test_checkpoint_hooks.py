@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from ddpkit import checkpoints
-from ddpkit.checkpoint_hooks import (
+from ddpkit.base.marks import mark_as_loader, mark_as_saver, mark_as_transfer, register_checkpoint_hooks
+from ddpkit.checkpointing.hooks import (
     DEFAULT_LOAD_HOOKS,
     DEFAULT_SAVE_HOOKS,
     DEFAULT_TRANSFER_HOOKS,
@@ -21,10 +22,6 @@ from ddpkit.checkpoint_hooks import (
     find_transfer_hook,
     get_default_hook,
     map_old_state_dict_weights,
-    mark_as_loader,
-    mark_as_saver,
-    mark_as_transfer,
-    register_checkpoint_hooks,
     safe_load,
     saves_on_every_rank,
     torch_parameter_transfer,

@@ -13,7 +13,9 @@ import torch
 import yaml
 from torch import nn
 
-from ddpkit import checkpoint_folder, checkpoints, storage
+from ddpkit import checkpoints
+from ddpkit.checkpointing import folder as checkpoint_folder
+from ddpkit.checkpointing import storage
 from ddpkit.checkpoints import (
     Checkpoint,
     Checkpointer,

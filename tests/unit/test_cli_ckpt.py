@@ -17,7 +17,7 @@ import torch
 import yaml
 from torch import nn
 
-from ddpkit import storage
+from ddpkit.checkpointing import storage
 from ddpkit.checkpoints import Checkpointer
 from ddpkit.cli import main
 from ddpkit.cli.checkpoint_commands import plain, printable, size_text, value_text

@@ -9,9 +9,9 @@ from hyperpyyaml import load_hyperpyyaml
 
 import ddpkit
 from ddpkit import device, run_opts
-from ddpkit.command_line import help_parser, override_line
+from ddpkit.config.command_line import help_parser, override_line
+from ddpkit.config.options import OPTIONS
 from ddpkit.errors import ConfigError, LaunchError, MissingFileError
-from ddpkit.options import OPTIONS
 from ddpkit.run_opts import RunOptions, parse_arguments
 
 LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK")

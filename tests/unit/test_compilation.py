@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from ddpkit.compilation import compile_modules
 from ddpkit.errors import ConfigError
+from ddpkit.training.compilation import compile_modules
 
 
 def options(**given):

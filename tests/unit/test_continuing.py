@@ -9,8 +9,8 @@ from torch import nn
 from ddpkit.brain import Brain
 from ddpkit.checkpoints import Checkpointer
 from ddpkit.epoch_loop import EpochCounter
-from ddpkit.resuming import read_brain_file
-from ddpkit.starting import EVALUATED
+from ddpkit.run.resuming import read_brain_file
+from ddpkit.run.starting import EVALUATED
 from ddpkit.types import Stage
 
 

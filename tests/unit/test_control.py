@@ -13,9 +13,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from ddpkit.control import Beat, Wishes, terminating_later
-from ddpkit.interrupts import REPEAT_SECONDS
-from ddpkit.stopping import CAUSES, TIME_LIMIT
+from ddpkit.base.signals import REPEAT_SECONDS
+from ddpkit.control.periodic_sync import Beat, Wishes, terminating_later
+from ddpkit.control.stopping import CAUSES, TIME_LIMIT
 
 
 class Clock(threading.local):
@@ -27,7 +27,7 @@ class Clock(threading.local):
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr("ddpkit.control.time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr("ddpkit.control.periodic_sync.time", SimpleNamespace(monotonic=lambda: clock.now))
     return clock
 
 
@@ -200,9 +200,9 @@ def test_termination_is_put_off():
 
 PUT_OFF = f"""
 import os, signal, time
-from ddpkit.control import terminating_later
+from ddpkit.control.periodic_sync import terminating_later
 from ddpkit.errors import RunStopped
-from ddpkit.interrupts import Interrupts, asked_twice
+from ddpkit.base.signals import Interrupts, asked_twice
 interrupts = Interrupts(saving=[])
 with interrupts.heard():
     with terminating_later():

@@ -21,6 +21,8 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 from ddpkit.checkpoints import Checkpointer
+from ddpkit.data.sharded_loader import deal_batches
+from ddpkit.data.streams import guess_batch_size
 from ddpkit.dataloader import (
     DEFAULT_SEED,
     LoopedLoader,
@@ -35,8 +37,6 @@ from ddpkit.dataloader import (
 )
 from ddpkit.errors import ConfigError, DataError
 from ddpkit.sampler import DealtBatchSampler, PlannedBatchSampler
-from ddpkit.sharded_loader import deal_batches
-from ddpkit.streams import guess_batch_size
 from tests.unit.test_streams import Stream
 
 

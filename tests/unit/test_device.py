@@ -10,8 +10,8 @@ import torch.distributed as dist
 from ddpkit import device
 from ddpkit.device import default_backend, infer_device, resolve_device
 from ddpkit.errors import ConfigError, LaunchError
-from ddpkit.launch_variables import LaunchInfo
-from ddpkit.launchers import find_launch
+from ddpkit.launch.launchers import find_launch
+from ddpkit.launch.variables import LaunchInfo
 
 ALONE = LaunchInfo()
 

@@ -12,9 +12,9 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 
-from ddpkit import failure
+from ddpkit.control import failure
+from ddpkit.control.rank_status import Position
 from ddpkit.errors import MainProcessError, RankFailedError
-from ddpkit.roll_call import Position
 from tests.launching import soon
 
 LOST = RuntimeError("[third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1")

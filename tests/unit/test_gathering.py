@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
+from ddpkit.data.streams import BatchShard
 from ddpkit.dataloader import LoopedLoader, Sharding, make_dataloader, shard
 from ddpkit.errors import BatchError, ConfigError, DataError
-from ddpkit.gathering import Seen, gather_results, is_divided, on_cpu, row_count, rows_of
-from ddpkit.streams import BatchShard
+from ddpkit.training.gathering import Seen, gather_results, is_divided, on_cpu, row_count, rows_of
 from ddpkit.types import Stage
 from tests.contract.recipes import make, points
 

@@ -12,10 +12,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from torch.distributed import HashStore, TCPStore
 
-from ddpkit import handover
+from ddpkit.comm import mailbox
+from ddpkit.comm.mailbox import Handover, Outcome, call_site, outside_frame, place, raise_as_reader
+from ddpkit.control.failure import LastWords, Reason
 from ddpkit.errors import MainProcessError, RankFailedError
-from ddpkit.failure import LastWords, Reason
-from ddpkit.handover import Handover, Outcome, call_site, outside_frame, place, raise_as_reader
 
 SITE = "train.py:12 in prepare #0a1b"
 
@@ -105,7 +105,7 @@ def test_the_last_of_several_readers_tidies_up():
 
 
 def test_large_values_go_in_pieces(boxes, monkeypatch):
-    monkeypatch.setattr(handover, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(mailbox, "PIECE_BYTES", 1000)
     main, other = boxes
     value = list(range(5000))
     post(main, Outcome(ok=True, value=value))
@@ -238,7 +238,7 @@ def test_f4_a_poster_that_was_killed_is_named_as_that(boxes):
 @pytest.mark.parametrize("looks", [True, False])
 def test_f4_what_looks_for_a_silent_poster_is_asked_after_some_seconds(boxes, monkeypatch, looks):
     """A watch of its own lends it; in a group that others have started, nobody does."""
-    monkeypatch.setattr(handover, "TROUBLE_SECONDS", 0.05)
+    monkeypatch.setattr(mailbox, "TROUBLE_SECONDS", 0.05)
     main, other = boxes
 
     class Absence:
@@ -271,8 +271,8 @@ def test_a_lost_store():
 
 
 def test_long_waits_are_told(boxes, caplog, monkeypatch):
-    monkeypatch.setattr(handover, "FIRST_WARNING_SECONDS", 0.05)
-    monkeypatch.setattr(handover, "WARNING_INTERVAL_SECONDS", 0.1)
+    monkeypatch.setattr(mailbox, "FIRST_WARNING_SECONDS", 0.05)
+    monkeypatch.setattr(mailbox, "WARNING_INTERVAL_SECONDS", 0.1)
     main, other = boxes
     with caplog.at_level(logging.WARNING), ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(read, other)

@@ -10,9 +10,9 @@ import sys
 import pytest
 import torch
 
-from ddpkit import storage
-from ddpkit.hashing import HashedHandle
-from ddpkit.storage import FileOperations, commit_directory, verify, write_file
+from ddpkit.checkpointing import storage
+from ddpkit.checkpointing.hashing import HashedHandle
+from ddpkit.checkpointing.storage import FileOperations, commit_directory, verify, write_file
 
 MIB = 1 << 20
 
@@ -87,8 +87,8 @@ def test_a_kill_while_a_large_file_is_written_leaves_no_checkpoint_of_that_name(
     script = """
 import os, signal, sys, torch
 from pathlib import Path
-from ddpkit.checkpoint_hooks import torch_save
-from ddpkit.storage import commit_directory, write_file
+from ddpkit.checkpointing.hooks import torch_save
+from ddpkit.checkpointing.storage import commit_directory, write_file
 final = Path(sys.argv[1]) / "CKPT+a"
 commit_directory(final, lambda folder: torch_save(torch.nn.Linear(2048, 1024), folder / "model.ckpt"))
 def die(handle):

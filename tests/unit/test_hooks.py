@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import nn
 
-from ddpkit import hooks
 from ddpkit.errors import BatchError, NonFiniteLossError
-from ddpkit.hooks import Hooks
-from ddpkit.loop import Progress
+from ddpkit.run import hooks
+from ddpkit.run.hooks import Hooks
 from ddpkit.run_opts import RunOptions
-from ddpkit.strategy import SingleDevice
+from ddpkit.training.loop import Progress
+from ddpkit.training.strategy import SingleDevice
 from ddpkit.types import Stage
 
 

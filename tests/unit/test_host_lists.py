@@ -6,7 +6,7 @@ import subprocess
 import pytest
 
 from ddpkit.errors import LaunchError
-from ddpkit.host_lists import expand_counts, expand_host_list
+from ddpkit.launch.host_lists import expand_counts, expand_host_list
 
 LISTS = {
     "node1": ["node1"],

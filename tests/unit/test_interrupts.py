@@ -13,8 +13,8 @@ import time
 
 import pytest
 
+from ddpkit.base.signals import REPEAT_SECONDS, Interrupts, _Heard, asked_twice, signal_named
 from ddpkit.errors import ConfigError, RunStopped
-from ddpkit.interrupts import REPEAT_SECONDS, Interrupts, _Heard, asked_twice, signal_named
 
 
 @contextlib.contextmanager
@@ -150,7 +150,7 @@ def test_contexts_of_one_brain_have_one_memory():
 def test_a_signal_that_nobody_has_acted_on_is_not_swallowed(name, code):
     script = f"""
 import signal, sys
-from ddpkit.interrupts import Interrupts
+from ddpkit.base.signals import Interrupts
 try:
     with Interrupts().heard():
         signal.raise_signal(signal.{name})
@@ -167,7 +167,7 @@ def test_after_a_stop_the_signals_of_a_launcher_do_no_harm(tmp_path):
     script = """
 import signal, sys
 from ddpkit.errors import RunStopped
-from ddpkit.interrupts import Interrupts
+from ddpkit.base.signals import Interrupts
 try:
     with Interrupts().heard():
         signal.raise_signal(signal.SIGTERM)
@@ -182,7 +182,7 @@ finally:
 
 LOOP = """
 import signal, sys, time
-from ddpkit.interrupts import Interrupts
+from ddpkit.base.signals import Interrupts
 with Interrupts().heard():
     print("ready", flush=True)
     while True:
@@ -210,7 +210,7 @@ def test_the_second_signal_ends_the_process_at_once_but_not_its_echo(number):
 
 DEAF = f"""
 import ctypes, os, signal, threading, time
-from ddpkit.interrupts import Interrupts, asked_twice
+from ddpkit.base.signals import Interrupts, asked_twice
 system, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(256)
 
 def send(number):

@@ -6,9 +6,10 @@ import dataclasses
 
 import pytest
 
+from ddpkit.base.rank import rank_if_known
 from ddpkit.errors import LaunchError
-from ddpkit.launch_variables import DERIVED_PORTS, FIRST_DERIVED_PORT, LaunchInfo, derived_port
-from ddpkit.launchers import find_launch, rank_if_known
+from ddpkit.launch.launchers import find_launch
+from ddpkit.launch.variables import DERIVED_PORTS, FIRST_DERIVED_PORT, LaunchInfo, derived_port
 
 TORCHRUN = {
     "RANK": "3",
@@ -400,6 +401,7 @@ def test_ports_differ_and_stay():
 
 
 def test_d23_the_rank_is_known_before_the_group_is_there():
-    assert rank_if_known(SRUN) == 3
-    assert rank_if_known(OPEN_MPI) == 1
-    assert rank_if_known({**SRUN, "SLURM_LOCALID": "9"}) is None
+    for environ in (TORCHRUN, SRUN, *MPI.values()):
+        assert rank_if_known(environ) == find_launch(environ).rank
+    assert rank_if_known({**SRUN, "SLURM_LOCALID": "9"}) == 3, "also where the rest contradicts itself"
+    assert rank_if_known({**SRUN, "SLURM_NTASKS": "1", "SLURM_STEP_NUM_TASKS": "1"}) is None

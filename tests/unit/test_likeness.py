@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from ddpkit.likeness import Likeness, judge, sketch
+from ddpkit.data.likeness import Likeness, judge, sketch
 
 
 def read(items):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ddpkit.liveness import LATER_SECONDS, end_when_deserted, has_ended, state_and_start
+from ddpkit.base.process_probe import LATER_SECONDS, end_when_deserted, has_ended, state_and_start
 from tests.launching import soon, wait_until
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="there is no /proc to look at")
@@ -62,8 +62,8 @@ def test_nothing_happens_to_one_that_ends_by_itself_or_is_another_one(start):
 
 GUARDED = """
 import os, subprocess, sys
-from ddpkit.liveness import leave_a_guard
-rank = subprocess.Popen([sys.executable, "-c", "import os; from ddpkit.liveness import leave_a_guard; "
+from ddpkit.base.process_probe import leave_a_guard
+rank = subprocess.Popen([sys.executable, "-c", "import os; from ddpkit.base.process_probe import leave_a_guard; "
                          "leave_a_guard(os.getppid(), 0.5)"])
 rank.wait()
 print("gone", flush=True)
@@ -104,7 +104,7 @@ def test_a_zombie_has_ended(start):
 
 SILENT = """
 import ctypes, sys, time
-from ddpkit.liveness import Guard
+from ddpkit.base.process_probe import Guard
 
 def hold_the_lock():
     while True:

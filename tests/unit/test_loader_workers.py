@@ -11,7 +11,7 @@ import time
 import pytest
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from ddpkit.loader_workers import deaf_signals, kill_workers, start_loading, where_workers_are
+from ddpkit.control.loader_workers import deaf_signals, kill_workers, start_loading, where_workers_are
 
 
 class Looking(Dataset):

@@ -12,12 +12,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddpkit.control import Beat, BeatReport, Wishes
+from ddpkit.control.periodic_sync import Beat, BeatReport, Wishes
 from ddpkit.errors import BatchError, DataError, NonFiniteLossError
-from ddpkit.feed import Feed, Window
-from ddpkit.loop import Progress, backward, evaluate_epoch, loss_problem, one_number, train_epoch
 from ddpkit.sampler import DealtBatchSampler, PlannedBatchSampler
-from ddpkit.stream_feed import StreamFeed
+from ddpkit.training.feed import Feed, Window
+from ddpkit.training.loop import Progress, backward, evaluate_epoch, loss_problem, one_number, train_epoch
+from ddpkit.training.stream_feed import StreamFeed
 from ddpkit.types import Stage
 
 FAST = settings(max_examples=120, deadline=None, derandomize=True, database=None)

@@ -10,12 +10,12 @@ from torch.optim import lr_scheduler
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
-from ddpkit.batch_sizes import batch_sizes
 from ddpkit.dataloader import LoopedLoader, Sharding, make_dataloader, shard
 from ddpkit.errors import ConfigError
-from ddpkit.lr_scaling import MARK, LrScaling, scale_learning_rates, scaling_factor
 from ddpkit.run_opts import RunOptions
 from ddpkit.sampler import ConcatDatasetBatchSampler, DynamicBatchSampler
+from ddpkit.training.batch_sizes import batch_sizes
+from ddpkit.training.lr_scaling import MARK, LrScaling, scale_learning_rates, scaling_factor
 
 
 class Stream(IterableDataset):

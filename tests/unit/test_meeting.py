@@ -10,10 +10,10 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from ddpkit import meeting
+from ddpkit.comm import rendezvous
+from ddpkit.comm.rendezvous import Beacon, find_beacon, meet, open_store
 from ddpkit.errors import LaunchError
-from ddpkit.launch_variables import LaunchInfo, derived_port
-from ddpkit.meeting import Beacon, find_beacon, meet, open_store
+from ddpkit.launch.variables import LaunchInfo, derived_port
 from tests.launching import free_port, soon
 
 LIMIT = timedelta(seconds=20)
@@ -78,7 +78,7 @@ def test_a_derived_port(run_id):
 
 
 def test_a_derived_port_that_is_taken_gives_the_next(run_id, monkeypatch):
-    monkeypatch.setattr(meeting, "ANSWER_SECONDS", 0.3)
+    monkeypatch.setattr(rendezvous, "ANSWER_SECONDS", 0.3)
     with socket.create_server(("", derived_port(run_id))), socket.create_server(("", derived_port(run_id, 1))):
         place = {"port": derived_port(run_id), "run_id": run_id}
         found = all_of(2, lambda rank: open_store(info(rank, **place), LIMIT))
@@ -86,7 +86,7 @@ def test_a_derived_port_that_is_taken_gives_the_next(run_id, monkeypatch):
 
 
 def test_two_runs_with_the_same_derived_port_do_not_mix(run_id, monkeypatch):
-    monkeypatch.setattr(meeting, "derived_port", lambda _id, attempt=0: derived_port(run_id, attempt))
+    monkeypatch.setattr(rendezvous, "derived_port", lambda _id, attempt=0: derived_port(run_id, attempt))
     with Beacon("a", 11) as a, Beacon("b", 22) as b:
         assert (a.port, b.port) == (derived_port(run_id), derived_port(run_id, 1))
         for name, port in (("a", 11), ("b", 22)):
@@ -94,7 +94,7 @@ def test_two_runs_with_the_same_derived_port_do_not_mix(run_id, monkeypatch):
 
 
 def test_all_derived_ports_taken(run_id, monkeypatch):
-    monkeypatch.setattr(meeting, "PORTS_TO_TRY", 1)
+    monkeypatch.setattr(rendezvous, "PORTS_TO_TRY", 1)
     with socket.create_server(("", derived_port(run_id))), pytest.raises(LaunchError, match="all taken.*MASTER_PORT"):
         Beacon(run_id, 4000)
 
@@ -106,9 +106,9 @@ def test_the_port_of_the_user_is_taken(stranger):
 
 def test_a_stranger_that_does_not_answer_is_no_hang(stranger, monkeypatch):
     """torch alone waits for ever there, whatever its timeout."""
-    monkeypatch.setattr(meeting, "CONNECT_SECONDS", 1.0)
+    monkeypatch.setattr(rendezvous, "CONNECT_SECONDS", 1.0)
     made = []
-    monkeypatch.setattr(meeting.dist, "TCPStore", lambda *_, **__: made.append(1) or time.sleep(3))
+    monkeypatch.setattr(rendezvous.dist, "TCPStore", lambda *_, **__: made.append(1) or time.sleep(3))
     with pytest.raises(LaunchError, match="does not answer as torch's store does"):
         open_store(info(1, port=stranger), LIMIT)
     assert made
@@ -140,7 +140,7 @@ def test_nobody_listens():
 
 
 def test_an_unknown_host_is_not_waited_for_half_an_hour(monkeypatch, run_id):
-    monkeypatch.setattr(meeting, "UNKNOWN_HOST_SECONDS", 0.2)
+    monkeypatch.setattr(rendezvous, "UNKNOWN_HOST_SECONDS", 0.2)
     for place in ({"port": 29500}, {"port": derived_port(run_id), "run_id": run_id}):
         with pytest.raises(LaunchError, match="no-such-host.invalid"):
             open_store(info(1, address="no-such-host.invalid", **place), timedelta(minutes=30))
@@ -175,7 +175,7 @@ def test_a_rank_that_died_while_meeting_is_replaced():
 
 
 def test_ranks_that_do_not_come_are_named(caplog, monkeypatch):
-    monkeypatch.setattr(meeting, "WARNING_SECONDS", 0.1)
+    monkeypatch.setattr(rendezvous, "WARNING_SECONDS", 0.1)
     with pytest.raises(LaunchError, match=r"ranks 1, 2 \(2\) of 3 processes did not come to rank 0 at 127.0.0.1:5"):
         meet(dist.HashStore(), info(0, 3, port=5), time.monotonic() + 0.5, once=True)
     assert "Rank 0 waits for ranks 1, 2 (2) of 3 processes." in caplog.text
@@ -198,5 +198,5 @@ def test_the_same_process_may_start_a_group_again():
 
 
 def test_hydra_is_known_by_its_helper_only():
-    assert meeting._id_of_hydra(LaunchInfo("pmi", world_size=2, local_world_size=2)) == "", "no such ancestor here"
-    assert meeting._id_of_hydra(LaunchInfo("slurm")) == ""
+    assert rendezvous._id_of_hydra(LaunchInfo("pmi", world_size=2, local_world_size=2)) == "", "no such ancestor here"
+    assert rendezvous._id_of_hydra(LaunchInfo("slurm")) == ""

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
+from ddpkit.config.options import ON_COMMAND_LINE, OPTION_BY_NAME, OPTIONS, PARSER_ONLY, OptionTypes, options_markdown
 from ddpkit.errors import ConfigError
-from ddpkit.options import ON_COMMAND_LINE, OPTION_BY_NAME, OPTIONS, PARSER_ONLY, OptionTypes, options_markdown
 from ddpkit.run_opts import OptionAttributes, RunOptions
 
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddpkit.permutation import SMALL, Order, mix, mix_key
+from ddpkit.data.permutation import SMALL, Order, mix, mix_key
 from ddpkit.sampler import PlannedBatchSampler
 
 FAST = settings(max_examples=150, deadline=None, derandomize=True, database=None)

@@ -14,8 +14,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from yaml.constructor import SafeConstructor
 
+from ddpkit.base.plain_yaml import UnreadableValue, dump_plain_yaml, is_plain, load_plain_yaml
 from ddpkit.errors import CheckpointError
-from ddpkit.plain_yaml import UnreadableValue, dump_plain_yaml, is_plain, load_plain_yaml
 
 
 def round_trip(value):

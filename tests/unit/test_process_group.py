@@ -9,10 +9,10 @@ import time
 
 import pytest
 
-from ddpkit import process_group
-from ddpkit.liveness import state_and_start
-from ddpkit.process_group import SEEN_SECONDS, _let_launcher_see
-from ddpkit.roll_call import Whereabouts, host_name
+from ddpkit.base.process_probe import state_and_start
+from ddpkit.comm import process_group
+from ddpkit.comm.process_group import SEEN_SECONDS, _let_launcher_see
+from ddpkit.control.rank_status import Whereabouts, host_name
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddpkit.progress import COLOURS, LINE_SECONDS, ProgressBar, _clock, _short
+from ddpkit.reporting.progress import COLOURS, LINE_SECONDS, ProgressBar, _clock, _short
 
 FAST = settings(max_examples=200, deadline=None, derandomize=True, database=None)
 
@@ -24,7 +24,7 @@ FAST = settings(max_examples=200, deadline=None, derandomize=True, database=None
 @pytest.fixture
 def clock(monkeypatch):
     clock = SimpleNamespace(now=100.0)
-    monkeypatch.setattr("ddpkit.progress.time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr("ddpkit.reporting.progress.time", SimpleNamespace(monotonic=lambda: clock.now))
     return clock
 
 
@@ -34,7 +34,7 @@ def terminal(request, monkeypatch):
     master, slave = os.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40 if request.param else 0, request.param, 0, 0))
     stream = os.fdopen(slave, "w", encoding="utf-8", buffering=1)
-    monkeypatch.setattr("ddpkit.progress.sys", SimpleNamespace(stderr=stream))  # pytest replaces that of sys
+    monkeypatch.setattr("ddpkit.reporting.progress.sys", SimpleNamespace(stderr=stream))  # pytest replaces that of sys
 
     def read():
         stream.flush()
@@ -50,7 +50,7 @@ def terminal(request, monkeypatch):
 
 @pytest.fixture
 def lines(caplog):
-    caplog.set_level(logging.INFO, logger="ddpkit.progress")
+    caplog.set_level(logging.INFO, logger="ddpkit.reporting.progress")
     return lambda: [record.getMessage() for record in caplog.records]
 
 
@@ -116,7 +116,7 @@ def test_something_that_only_calls_itself_a_terminal(monkeypatch):
             return True
 
     console = Console()
-    monkeypatch.setattr("ddpkit.progress.sys", SimpleNamespace(stderr=console))
+    monkeypatch.setattr("ddpkit.reporting.progress.sys", SimpleNamespace(stderr=console))
     with ProgressBar("train", 10) as bar:
         bar.show(5)
     assert "5/10" in console.getvalue()
@@ -155,7 +155,7 @@ def test_nothing_when_disabled_or_without_a_stderr(clock, lines, monkeypatch):
         clock.now += 100
         bar.show(5, loss=1.0)
     assert lines() == []
-    monkeypatch.setattr("ddpkit.progress.sys", SimpleNamespace(stderr=None))  # as under pythonw
+    monkeypatch.setattr("ddpkit.reporting.progress.sys", SimpleNamespace(stderr=None))  # as under pythonw
     with ProgressBar("train", 10) as bar:
         bar.show(5)
 

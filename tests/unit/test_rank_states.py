@@ -7,10 +7,10 @@ import logging
 import pytest
 import torch
 
-from ddpkit import rank_states
-from ddpkit.checkpoint_hooks import torch_save
+from ddpkit.checkpointing import rank_states
+from ddpkit.checkpointing.hooks import torch_save
+from ddpkit.checkpointing.rank_states import RankStates
 from ddpkit.errors import CheckpointError
-from ddpkit.rank_states import RankStates
 
 
 def states(value=1):

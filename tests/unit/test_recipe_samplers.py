@@ -13,7 +13,16 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 import ddpkit
-from ddpkit import recipe_samplers, sampler
+from ddpkit import sampler
+from ddpkit.data import recipe_samplers
+from ddpkit.data.recipe_samplers import (
+    BalancingDataSampler,
+    ConcatDatasetBatchSampler,
+    DistributedSamplerWrapper,
+    DynamicBatchSampler,
+    ReproducibleRandomSampler,
+    ReproducibleWeightedRandomSampler,
+)
 from ddpkit.dataloader import (
     Sharding,
     default_seed,
@@ -24,14 +33,6 @@ from ddpkit.dataloader import (
     shard,
 )
 from ddpkit.errors import BucketingError, ConfigError, DataError
-from ddpkit.recipe_samplers import (
-    BalancingDataSampler,
-    ConcatDatasetBatchSampler,
-    DistributedSamplerWrapper,
-    DynamicBatchSampler,
-    ReproducibleRandomSampler,
-    ReproducibleWeightedRandomSampler,
-)
 from ddpkit.sampler import PlannedBatchSampler
 from ddpkit.seed import RngState
 from tests.launching import soon

@@ -12,7 +12,7 @@ from ddpkit.brain import Brain
 from ddpkit.checkpoints import Checkpointer
 from ddpkit.epoch_loop import EpochCounter
 from ddpkit.errors import ConfigError
-from ddpkit.resuming import read_brain_file
+from ddpkit.run.resuming import read_brain_file
 from ddpkit.types import Stage
 
 DATA = [torch.full((1, 2), float(x)) for x in range(4)]

@@ -8,10 +8,10 @@ import signal
 
 import pytest
 
+from ddpkit.base.signals import _Heard
+from ddpkit.control.rank_status import POSITION
+from ddpkit.control.stopping import MARKER
 from ddpkit.errors import RunStopped
-from ddpkit.interrupts import _Heard
-from ddpkit.roll_call import POSITION
-from ddpkit.stopping import MARKER
 from tests.contract.recipes import Regression, make, points
 
 

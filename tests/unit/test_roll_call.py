@@ -14,10 +14,10 @@ import pytest
 from torch.utils.data import DataLoader, Dataset
 
 from ddpkit import optim
-from ddpkit.interrupts import Interrupts
-from ddpkit.loader_workers import kill_workers, start_loading, where_workers_are
+from ddpkit.base.signals import Interrupts
+from ddpkit.control.loader_workers import kill_workers, start_loading, where_workers_are
+from ddpkit.control.rank_status import Position, Whereabouts, look_at, table
 from ddpkit.optim import take_step
-from ddpkit.roll_call import Position, Whereabouts, look_at, table
 
 
 def stuck():

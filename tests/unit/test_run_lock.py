@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from ddpkit import run_lock, storage
+from ddpkit.base.process_probe import is_killed, state_and_start
+from ddpkit.checkpointing import run_lock, storage
+from ddpkit.checkpointing.run_lock import LOCK_NAME, FolderLock, holder
+from ddpkit.checkpointing.storage import FileOperations
 from ddpkit.errors import CheckpointError
-from ddpkit.liveness import is_killed, state_and_start
-from ddpkit.run_lock import LOCK_NAME, FolderLock, holder
-from ddpkit.storage import FileOperations
 from tests.launching import PATIENCE, soon, wait_until
 
 RENEWAL = 0.05  # seconds: a lease is 0.15 s

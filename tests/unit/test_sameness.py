@@ -16,10 +16,9 @@ import torch
 from torch.distributed import HashStore, PrefixStore, TCPStore
 
 import ddpkit
-from ddpkit import sameness
 from ddpkit.brain import Brain
-from ddpkit.errors import LaunchError, RankMismatchError
-from ddpkit.sameness import (
+from ddpkit.comm import consistency
+from ddpkit.comm.consistency import (
     LARGEST_FILE_BYTES,
     MOST_FILES,
     MOST_SHOWN,
@@ -31,6 +30,7 @@ from ddpkit.sameness import (
     software_facts,
     strict_part,
 )
+from ddpkit.errors import LaunchError, RankMismatchError
 from tests.launching import soon
 
 # ---------------------------------------------------------------------------------------------- facts
@@ -81,7 +81,7 @@ def of_script(folder, script, *modules):
 
 
 FACTS = """
-    from ddpkit.sameness import recipe_facts, script_facts
+    from ddpkit.comm.consistency import recipe_facts, script_facts
 
     class Mine:
         pass
@@ -112,12 +112,14 @@ def test_a_script_that_has_gone_is_not_compared(tmp_path):
 
 
 def test_a_brain_may_be_written_elsewhere():
-    file = Path(sameness.__file__).parent / "brain.py"
+    file = Path(consistency.__file__).parent / "brain.py"
     assert recipe_facts(Brain) == {"Brain": "Brain", "file brain.py": f"code {file_digest(str(file))}"}
 
 
 def test_there_is_no_script_on_the_command_line_or_in_a_notebook():
-    command = "from ddpkit.sameness import *; print(script_facts(), recipe_facts(type('Mine', (), {}), 'none.yaml'))"
+    command = (
+        "from ddpkit.comm.consistency import *; print(script_facts(), recipe_facts(type('Mine', (), {}), 'none.yaml'))"
+    )
     run = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "{} {'Brain': 'Mine'}"
 
@@ -125,7 +127,7 @@ def test_there_is_no_script_on_the_command_line_or_in_a_notebook():
 def test_no_more_files_than_can_be_read_in_a_moment(tmp_path, monkeypatch):
     script = tmp_path / "train.py"
     script.write_text("")
-    monkeypatch.setattr(sameness, "_script", lambda: script)
+    monkeypatch.setattr(consistency, "_script", lambda: script)
     for number in range(MOST_FILES + 5):
         path = tmp_path / f"part{number}.py"
         path.write_text("")
@@ -139,7 +141,7 @@ def test_a_module_that_makes_its_attributes_when_asked_is_not_asked(monkeypatch,
         def __getattr__(self, name):
             raise RuntimeError(name)
 
-    monkeypatch.setattr(sameness, "_script", lambda: tmp_path / "train.py")
+    monkeypatch.setattr(consistency, "_script", lambda: tmp_path / "train.py")
     monkeypatch.setitem(sys.modules, "lazy", Lazy("lazy"))
     monkeypatch.setitem(sys.modules, "nothing", None)
     assert recipe_facts(dict) == {"Brain": "dict"}
@@ -255,12 +257,12 @@ def test_every_rank_raises_the_same(store, odd):
     assert [type(error) for error in errors] == [RankMismatchError] * 3
     assert len(set(map(str, errors))) == 1
     assert f"2.12 on rank {odd}" in str(errors[0])
-    assert f"  rank {odd} is on {sameness.own_place()}" in str(errors[0])
+    assert f"  rank {odd} is on {consistency.own_place()}" in str(errors[0])
 
 
 def test_rank_0_stays_until_the_others_have_read_why(monkeypatch):
     """It may host the store; but not for ever, if one of them has died."""
-    monkeypatch.setattr(sameness, "LAST_WORD_SECONDS", 1.0)
+    monkeypatch.setattr(consistency, "LAST_WORD_SECONDS", 1.0)
     store = HashStore()
     store.set("ddpkit/start/1", '[{"a": "2"}, "there"]')
     reader = threading.Timer(0.3, lambda: store.add("ddpkit/start/read", 1))

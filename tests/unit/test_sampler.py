@@ -21,8 +21,8 @@ from torch.utils.data import (
 )
 
 from ddpkit import sampler as sampler_module
+from ddpkit.data.permutation import SMALL, Order
 from ddpkit.errors import ConfigError, DataError
-from ddpkit.permutation import SMALL, Order
 from ddpkit.sampler import (
     CHUNK,
     ConcatDatasetBatchSampler,

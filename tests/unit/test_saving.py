@@ -12,15 +12,15 @@ import pytest
 import torch
 from torch import nn
 
+from ddpkit.base.plain_yaml import load_plain_yaml
 from ddpkit.checkpoints import Checkpointer
 from ddpkit.errors import ConfigError
-from ddpkit.loop import Progress
-from ddpkit.plain_yaml import load_plain_yaml
-from ddpkit.resuming import Pace
+from ddpkit.run.resuming import Pace
+from ddpkit.run.saving import INTRA_EPOCH_KEY, Saving
+from ddpkit.run.starting import EVALUATED, Lineage, Start
 from ddpkit.run_opts import RunOptions
-from ddpkit.saving import INTRA_EPOCH_KEY, Saving
-from ddpkit.starting import EVALUATED, Lineage, Start
-from ddpkit.strategy import SingleDevice
+from ddpkit.training.loop import Progress
+from ddpkit.training.strategy import SingleDevice
 
 
 class Brain(Saving):

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import nn
 
-from ddpkit import snapshot
-from ddpkit.checkpoint_hooks import saved_state
-from ddpkit.snapshot import SnapshotMemory, available_bytes, state_bytes
+from ddpkit.checkpointing import snapshot
+from ddpkit.checkpointing.hooks import saved_state
+from ddpkit.checkpointing.snapshot import SnapshotMemory, available_bytes, state_bytes
 
 GIB = 1 << 30
 

@@ -11,12 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ddpkit import spawning
+from ddpkit.checkpointing.run_lock import FolderLock
 from ddpkit.errors import ConfigError, LaunchError, RankFailedError
-from ddpkit.run_lock import FolderLock
+from ddpkit.launch import spawning
+from ddpkit.launch.process_monitor import Ending
+from ddpkit.launch.spawning import count_processes, run_script, spawn
 from ddpkit.run_opts import parse_arguments
-from ddpkit.spawning import count_processes, run_script, spawn
-from ddpkit.supervision import Ending
 
 
 @pytest.fixture

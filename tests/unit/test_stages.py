@@ -13,14 +13,14 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
-from ddpkit import stages
+from ddpkit.base.signals import Interrupts
 from ddpkit.dataloader import LoopedLoader, Sharding, go_on_at, make_dataloader, shard
-from ddpkit.interrupts import Interrupts
-from ddpkit.loop import Progress
 from ddpkit.run_opts import RunOptions
-from ddpkit.stages import counts_of, length_of, run_evaluation, run_training, set_epoch
-from ddpkit.strategy import SingleDevice
 from ddpkit.train_logger import set_run_log
+from ddpkit.training import stages
+from ddpkit.training.loop import Progress
+from ddpkit.training.stages import counts_of, length_of, run_evaluation, run_training, set_epoch
+from ddpkit.training.strategy import SingleDevice
 from ddpkit.types import Stage
 
 
@@ -298,7 +298,7 @@ def test_no_save_while_gradients_wait():
 def test_saves_by_minutes_follow_the_main_process(monkeypatch):
     now = [1000.0]
     monkeypatch.setattr(stages, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    monkeypatch.setattr("ddpkit.control.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr("ddpkit.control.periodic_sync.time", SimpleNamespace(monotonic=lambda: now[0]))
 
     class Slow(Host):
         def fit_batch(self, batch):

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from ddpkit import start_report
-from ddpkit.launch_variables import LaunchInfo
+from ddpkit.launch.variables import LaunchInfo
 from ddpkit.logger import close_logging, setup_logging
 from ddpkit.precision import TorchAutocast
-from ddpkit.start_report import (
+from ddpkit.reporting import start_report
+from ddpkit.reporting.start_report import (
     Seat,
     StartReport,
     evaluation_row,

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from ddpkit.checkpoint_records import Checkpoint
+from ddpkit.base.plain_yaml import dump_plain_yaml
+from ddpkit.checkpointing.index import Checkpoint
 from ddpkit.checkpoints import Checkpointer
-from ddpkit.plain_yaml import dump_plain_yaml
-from ddpkit.starting import (
+from ddpkit.run.starting import (
     EVALUATED,
     Lineage,
     changed_rates,

@@ -8,8 +8,16 @@ import sys
 
 import pytest
 
+from ddpkit.control.stopping import (
+    CAUSES,
+    MARKER,
+    exit_code,
+    parse_duration,
+    remove_marker,
+    require_stop_signals,
+    write_marker,
+)
 from ddpkit.errors import ConfigError
-from ddpkit.stopping import CAUSES, MARKER, exit_code, parse_duration, remove_marker, require_stop_signals, write_marker
 
 
 @pytest.mark.parametrize(
@@ -55,6 +63,6 @@ def test_the_marker(tmp_path):
 
 
 def test_time_counts_from_the_start_of_the_process():
-    script = "import time; time.sleep(0.5); from ddpkit.stopping import seconds_since_start as s; print(s())"
+    script = "import time; time.sleep(0.5); from ddpkit.control.stopping import seconds_since_start as s; print(s())"
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=500, check=True)
     assert 0.5 <= float(run.stdout) < 60

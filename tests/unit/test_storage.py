@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from ddpkit import storage
+from ddpkit.checkpointing import storage
+from ddpkit.checkpointing.storage import FileOperations, clean_leftovers, commit_directory, remove_directory, verify
 from ddpkit.errors import CheckpointError, ConfigError
-from ddpkit.storage import FileOperations, clean_leftovers, commit_directory, remove_directory, verify
 
 
 def names(folder):

@@ -14,7 +14,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ddpkit.errors import ConfigError
-from ddpkit.strategy import (
+from ddpkit.syncbn import SyncBatchNorm
+from ddpkit.training.strategy import (
     DDP,
     DataParallel,
     SingleDevice,
@@ -27,7 +28,6 @@ from ddpkit.strategy import (
     refuse_shared_parameters,
     unwrap,
 )
-from ddpkit.syncbn import SyncBatchNorm
 
 
 @pytest.fixture

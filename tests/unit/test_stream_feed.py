@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ddpkit.errors import DataError
-from ddpkit.feed import Feed, Window
-from ddpkit.stream_feed import StreamFeed
+from ddpkit.training.feed import Feed, Window
+from ddpkit.training.stream_feed import StreamFeed
 
 FAST = settings(max_examples=80, deadline=None, derandomize=True, database=None)
 SIZES = st.lists(st.lists(st.integers(1, 4), min_size=1, max_size=7), min_size=1, max_size=4)

@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
-from ddpkit import streams
+from ddpkit.data import streams
+from ddpkit.data.streams import BatchShard, StreamShard, is_batches, is_ordered, is_sharded
 from ddpkit.dataloader import Sharding, deal_batches, reshard, set_epoch, shard
 from ddpkit.errors import ConfigError, DataError
 from ddpkit.logger import get_logger
-from ddpkit.streams import BatchShard, StreamShard, is_batches, is_ordered, is_sharded
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")  # more workers than processors, for short
 
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")  #
 @pytest.fixture(autouse=True)
 def _nothing_said_yet():
     """What is said once in a process may be said again."""
-    get_logger("ddpkit.streams")._said.clear()
+    get_logger("ddpkit.data.streams")._said.clear()
 
 
 class Stream(IterableDataset):

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from ddpkit import supervision
-from ddpkit.supervision import Child, Ending, Supervisor, cores, end_with_parent, rank_environment
-from ddpkit.watch import HOLD_SECONDS
+from ddpkit.control.watchdog import HOLD_SECONDS
+from ddpkit.launch import process_monitor
+from ddpkit.launch.process_monitor import Child, Ending, Supervisor, cores, end_with_parent, rank_environment
 from tests.launching import soon, wait_until
 
 
@@ -76,7 +76,7 @@ def test_f1_a_killed_rank_is_named(start):
 
 
 def test_who_ignores_sigterm_is_killed(start, monkeypatch):
-    monkeypatch.setattr(supervision, "KILL_SECONDS", 0.5)
+    monkeypatch.setattr(process_monitor, "KILL_SECONDS", 0.5)
     began = time.monotonic()
     failure = Supervisor(start("trap '' TERM; while true; do sleep 0.1; done", "sleep 0.3; exit 1"), nap).run()
     assert failure.rank == 1
@@ -85,14 +85,14 @@ def test_who_ignores_sigterm_is_killed(start, monkeypatch):
 
 
 def test_a_save_has_the_time_that_the_watch_gives_it():
-    assert supervision.KILL_SECONDS > HOLD_SECONDS
+    assert process_monitor.KILL_SECONDS > HOLD_SECONDS
 
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_who_is_deaf_is_killed_when_the_parent_is_told_twice(start, monkeypatch, tmp_path, fails):
     """Also while the others are given time because one has failed."""
-    monkeypatch.setattr(supervision, "REPEAT_SECONDS", 1.0)
-    monkeypatch.setattr(supervision, "AGAIN_SECONDS", 0.3)
+    monkeypatch.setattr(process_monitor, "REPEAT_SECONDS", 1.0)
+    monkeypatch.setattr(process_monitor, "AGAIN_SECONDS", 0.3)
     first, second = tmp_path / "first", tmp_path / "second"
     deaf = f"trap '' TERM INT; touch {first}; while [ ! -e {second} ]; do sleep 0.05; done; sleep 60"
     children = start(deaf, f"while [ ! -e {first} ]; do sleep 0.05; done; {'exit 3' if fails else 'sleep 60'}")
@@ -150,8 +150,8 @@ def test_a_signal_is_passed_on_once_to_each(start, tmp_path, name):
 
 
 def test_who_does_not_end_after_a_signal_is_ended_at_last(start, monkeypatch, tmp_path):
-    monkeypatch.setattr(supervision, "STOP_SECONDS", 0.3)
-    monkeypatch.setattr(supervision, "KILL_SECONDS", 0.3)
+    monkeypatch.setattr(process_monitor, "STOP_SECONDS", 0.3)
+    monkeypatch.setattr(process_monitor, "KILL_SECONDS", 0.3)
     deaf = f"trap '' TERM; touch {tmp_path}/ready; while true; do sleep 0.05; done"
     children = start(deaf, "sleep 60")
     supervisor = Supervisor(children, nap)
@@ -193,7 +193,7 @@ def test_f2_a_child_ends_with_its_parent(tmp_path):
     child = """
 import os, sys, time
 from pathlib import Path
-from ddpkit.supervision import end_with_parent
+from ddpkit.launch.process_monitor import end_with_parent
 end_with_parent(int(sys.argv[1]))
 Path("ready").write_text(str(os.getpid()))
 time.sleep(60)
@@ -212,14 +212,14 @@ def test_f2_a_child_whose_parent_has_ended_already_ends():
     if sys.platform != "linux":
         end_with_parent(1)
         return
-    code = "from ddpkit.supervision import end_with_parent; end_with_parent(1); print('still there')"
+    code = "from ddpkit.launch.process_monitor import end_with_parent; end_with_parent(1); print('still there')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=500)
     assert (done.returncode, done.stdout) == (-signal.SIGKILL, "")
 
 
 def test_the_variables_of_a_rank(monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr(supervision, "cores", lambda: 8)
+    monkeypatch.setattr(process_monitor, "cores", lambda: 8)
     assert rank_environment(1, 3, port=5)["OMP_NUM_THREADS"] == "2"
     assert rank_environment(1, 99, port=5)["OMP_NUM_THREADS"] == "1"
     monkeypatch.setenv("OMP_NUM_THREADS", "5")

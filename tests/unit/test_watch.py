@@ -16,11 +16,10 @@ from types import SimpleNamespace
 import pytest
 from torch.distributed import HashStore
 
-from ddpkit import pulse as pulse_module
-from ddpkit.failure import LastWords, Reason
-from ddpkit.liveness import state_and_start
-from ddpkit.loop import Progress
-from ddpkit.pulse import (
+from ddpkit.base.process_probe import state_and_start
+from ddpkit.control import heartbeat as pulse_module
+from ddpkit.control.failure import LastWords, Reason
+from ddpkit.control.heartbeat import (
     FIRST_BEATS,
     MOST_RESTS,
     PULSE_SECONDS,
@@ -31,9 +30,10 @@ from ddpkit.pulse import (
     _place_of,
     pulse_key,
 )
-from ddpkit.roll_call import Position, Whereabouts
+from ddpkit.control.rank_status import Position, Whereabouts
+from ddpkit.control.watchdog import GRACE_SECONDS, LAUNCHER_SECONDS, LOOK_SECONDS, Watch
+from ddpkit.training.loop import Progress
 from ddpkit.types import Stage
-from ddpkit.watch import GRACE_SECONDS, LAUNCHER_SECONDS, LOOK_SECONDS, Watch
 
 
 class Clock:
@@ -74,10 +74,10 @@ class Here(Position):
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    for module in ("watch", "pulse"):
-        monkeypatch.setattr(f"ddpkit.{module}.time", clock)
+    for module in ("watchdog", "heartbeat"):
+        monkeypatch.setattr(f"ddpkit.control.{module}.time", clock)
     monkeypatch.setattr(pulse_module, "_told", set())
-    monkeypatch.setattr("ddpkit.failure.POSITION", Position(session=1))
+    monkeypatch.setattr("ddpkit.control.failure.POSITION", Position(session=1))
     return clock
 
 
@@ -389,7 +389,7 @@ def test_a_store_out_of_reach_is_not_called_gone(clock, store, monkeypatch):
 @pytest.mark.parametrize(("most", "used", "is_left"), [("0", "0", True), ("3", "1", False), (None, None, False)])
 def test_the_launcher_is_ended_only_if_it_cannot_start_the_rank_again(clock, store, monkeypatch, most, used, is_left):
     guards = []
-    monkeypatch.setattr("ddpkit.watch.leave_a_guard", lambda *arguments: guards.append(arguments))
+    monkeypatch.setattr("ddpkit.control.watchdog.leave_a_guard", lambda *arguments: guards.append(arguments))
     for name, value in (("MAX_RESTARTS", most), ("RESTART_COUNT", used)):
         monkeypatch.delenv(f"TORCHELASTIC_{name}", raising=False)
         if value is not None:
@@ -515,7 +515,7 @@ def test_f4_a_rank_that_is_waited_for_and_tells_nothing_is_gone_after_the_hang_t
 def test_a_process_of_this_machine_that_works_is_not_gone_though_it_tells_nothing(clock, store, monkeypatch):
     """One call of its code may keep the interpreter lock for long, and is waited for like any other."""
     assert listen(store, (0, 1, 2), 10.0, met=True) is None
-    monkeypatch.setattr("ddpkit.pulse.state_and_start", lambda pid: ("T", state_and_start(pid)[1]))
+    monkeypatch.setattr("ddpkit.control.heartbeat.state_and_start", lambda pid: ("T", state_and_start(pid)[1]))
     assert listen(store, (0, 1, 2), 10.0, met=True) == 12.0, "one that is stopped is not waited for"
 
 
@@ -688,7 +688,7 @@ def test_the_next_session_has_forgotten_the_failure_of_the_last(clock, store, mo
     pass_time(clock, 2, one, beating=[one])
     assert one.pulse.failure is not None
     one.position.session, one.position.waiting = 2, True
-    monkeypatch.setattr("ddpkit.failure.POSITION", one.position)
+    monkeypatch.setattr("ddpkit.control.failure.POSITION", one.position)
     pass_time(clock, 20, one, beating=[one])
     assert one.pulse.failure is None
     assert one.ended == []
@@ -759,7 +759,7 @@ def test_the_threads_themselves(caplog):
 def test_a_process_that_has_failed_says_no_more(monkeypatch):
     """Its last lines are its error, and not what torch logs of a store that has gone with another process."""
     store = HashStore()
-    monkeypatch.setattr("ddpkit.watch.has_failed", lambda: True)
+    monkeypatch.setattr("ddpkit.control.watchdog.has_failed", lambda: True)
     watch = Watch(LastWords(store, 0, 1), [0], position=position())
     watch.start()
     try:

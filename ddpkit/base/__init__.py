@@ -1,0 +1,1 @@
+"""What every other package may import, and what imports none of them."""

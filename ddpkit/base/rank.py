@@ -1,0 +1,75 @@
+"""The rank of this process by the launcher's variables alone, for messages that must be written whatever is wrong.
+
+What the variables mean in full, and whether they contradict each other, is said by :mod:`ddpkit.launch.launchers`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+__all__ = ["in_slurm_step", "rank_if_known", "size"]
+
+# Slurm numbers the batch script, the external step and the interactive step from the top of 32 bits downward.
+_FIRST_SPECIAL_SLURM_STEP = 0xFFFFFFF0
+# Rank and number of processes. The order counts: jsrun sets what Open MPI sets.
+_MPI = (
+    ("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("PMI_RANK", "PMI_SIZE"),
+)
+
+
+def rank_if_known(environ: Mapping[str, str] | None = None) -> int | None:
+    """Return the rank that the environment tells, and never raise.
+
+    Args:
+        environ: the environment; None reads ``os.environ``.
+
+    Returns:
+        The rank, or None where no launcher has started several processes.
+
+    Ranks: local.
+
+    Example:
+        >>> rank_if_known({"RANK": "2"}), rank_if_known({}), rank_if_known({"LOCAL_RANK": "1"})
+        (2, None, None)
+    """
+    environ = os.environ if environ is None else environ
+    if environ.get("RANK", "").isdecimal():
+        return int(environ["RANK"])
+    names = [rank for rank, number in _MPI if size(environ, number) > 1]
+    if in_slurm_step(environ):
+        names.append("SLURM_PROCID")
+    return next((int(environ[name]) for name in names if environ.get(name, "").isdecimal()), None)
+
+
+def in_slurm_step(environ: Mapping[str, str]) -> bool:
+    """Say whether this process is one of several tasks of one ``srun``.
+
+    Ranks: local.
+
+    Example:
+        >>> in_slurm_step({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"})  # the batch script itself
+        False
+    """
+    step = environ.get("SLURM_STEP_ID", "")
+    is_step = step.isdecimal() and int(step) < _FIRST_SPECIAL_SLURM_STEP
+    return is_step and "SLURM_PROCID" in environ and size(environ, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS") > 1
+
+
+def size(environ: Mapping[str, str], *names: str) -> int:
+    """Read the first of some variables that holds a number; 0 where none does.
+
+    Args:
+        environ: the environment.
+        names: the variables, the best first.
+
+    Ranks: local.
+
+    Example:
+        >>> size({"SLURM_NTASKS": "4"}, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+        4
+    """
+    found = (environ[name] for name in names if environ.get(name, "").isdecimal())
+    return int(next(found, "0"))

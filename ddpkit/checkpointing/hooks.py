@@ -1,0 +1,574 @@
+"""How one object is saved and loaded: marks for methods, tables for classes, and torch's own objects.
+
+A *hook* saves or loads one object: ``save(obj, path)``, ``load(obj, path, end_of_epoch)``,
+``transfer(obj, path)``. The tables :data:`DEFAULT_SAVE_HOOKS`, :data:`DEFAULT_LOAD_HOOKS` and
+:data:`DEFAULT_TRANSFER_HOOKS` map classes to hooks; any code may add to them, and an object's hook is that of
+the first class in its method resolution order that has one. Methods that SpeechBrain's own ``mark_as_saver``,
+``mark_as_loader`` and ``mark_as_transfer`` have marked count at their class as well, so that its modules keep their
+state. Anything with ``state_dict`` and ``load_state_dict`` needs no hook.
+
+A save hook runs on the main process. One whose attribute ``save_on_main_only`` is False runs on every rank,
+always with the same path, and decides itself which rank writes what.
+
+Source: https://pytorch.org/docs/stable/notes/serialization.html#weights-only says what
+``torch.load(weights_only=True)`` accepts; that the variable ``TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD`` changes only
+calls that leave ``weights_only`` out was read in torch 2.13's ``serialization.py`` and is tested.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from pathlib import Path
+from typing import Any, BinaryIO, TypeVar, cast
+
+import numpy as np
+import torch
+from torch import nn
+from torch.amp.grad_scaler import GradScaler
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from ddpkit.base.marks import (
+    DEFAULT_LOAD_HOOKS,
+    DEFAULT_SAVE_HOOKS,
+    DEFAULT_TRANSFER_HOOKS,
+    HOOKS_OF_ROLE,
+    LoadHook,
+    MethodHook,
+    SaveHook,
+    TransferHook,
+    mark_as_loader,
+    mark_as_saver,
+    mark_as_transfer,
+    register_checkpoint_hooks,
+)
+from ddpkit.checkpointing.storage import write_file
+from ddpkit.distributed import main_process_only
+from ddpkit.errors import CheckpointError
+from ddpkit.logger import get_logger
+from ddpkit.types import Stateful
+
+__all__ = [
+    "DEFAULT_LOAD_HOOKS",
+    "DEFAULT_SAVE_HOOKS",
+    "DEFAULT_TRANSFER_HOOKS",
+    "LoadHook",
+    "SaveHook",
+    "TransferHook",
+    "find_load_hook",
+    "find_save_hook",
+    "find_transfer_hook",
+    "get_default_hook",
+    "load_state",
+    "map_old_state_dict_weights",
+    "mark_as_loader",
+    "mark_as_saver",
+    "mark_as_transfer",
+    "plain_key",
+    "register_checkpoint_hooks",
+    "safe_load",
+    "saved_state",
+    "saves_on_every_rank",
+    "torch_parameter_transfer",
+    "torch_recovery",
+    "torch_save",
+    "write_state",
+]
+
+logger = get_logger(__name__)
+
+HookT = TypeVar("HookT", bound=Callable[..., object])
+
+# What SpeechBrain's decorators leave behind is read where it is loaded already; nothing of it is imported.
+_SB_DISTRIBUTED = "speechbrain.utils.distributed"
+_SB_CHECKPOINTS = "speechbrain.utils.checkpoints"
+
+
+class _SpeechBrainSaver(MethodHook):
+    """Calls a saver of SpeechBrain on the main process alone, as its own Checkpointer does.
+
+    Its ``main_process_only`` broadcasts to all ranks, and would wait for those that do not call: the decorator is left
+    out where it is the outermost, and has no effect further inside.
+    """
+
+    def __call__(self, obj: Any, *arguments: Any) -> object:
+        if not self.save_on_main_only:
+            return super().__call__(obj, *arguments)
+        method = getattr(obj, self.name)
+        function = getattr(method, "__func__", None)
+        while getattr(function, "__globals__", {}).get("__name__") == _SB_DISTRIBUTED:
+            inner = getattr(function, "__wrapped__", None)
+            if inner is None:
+                break
+            function, method = inner, inner.__get__(obj)
+        with _alone_in_speechbrain():
+            return method(*arguments)
+
+
+@contextlib.contextmanager
+def _alone_in_speechbrain() -> Iterator[None]:
+    """Have SpeechBrain's collectives do nothing, as inside of its own main-only code."""
+    module: Any = sys.modules.get(_SB_DISTRIBUTED)
+    if not hasattr(module, "MAIN_PROC_ONLY"):
+        yield
+        return
+    module.MAIN_PROC_ONLY += 1
+    try:
+        yield
+    finally:
+        module.MAIN_PROC_ONLY -= 1
+
+
+def _speechbrain_hook(cls: type, role: str) -> MethodHook | None:
+    """Return the hook for a method of this very class that SpeechBrain's decorators have marked, or None."""
+    mark = f"_speechbrain_{role}"
+    names = [name for name, value in vars(cls).items() if callable(value) and getattr(value, mark, None) is True]
+    if not names:
+        return None
+    name = names[-1]  # that one SpeechBrain would use
+    if role != "saver":
+        return MethodHook(name)
+    registered = getattr(sys.modules.get(_SB_CHECKPOINTS), "DEFAULT_SAVE_HOOKS", {}).get(cls)
+    return _SpeechBrainSaver(name, save_on_main_only=registered is not vars(cls)[name])  # unwrapped: for every rank
+
+
+# ---------------------------------------------------------------------------------------- lookup
+
+
+def find_save_hook(obj: Any) -> SaveHook | None:
+    """Return what saves an object, or None when nothing does.
+
+    Ranks: local.
+
+    Example:
+        >>> find_save_hook(nn.Linear(1, 1)) is torch_save
+        True
+    """
+    return get_default_hook(obj, DEFAULT_SAVE_HOOKS) or (torch_save if isinstance(obj, Stateful) else None)
+
+
+def find_load_hook(obj: Any) -> LoadHook | None:
+    """Return what loads an object, or None when nothing does.
+
+    Ranks: local.
+
+    Example:
+        >>> find_load_hook(object()) is None
+        True
+    """
+    return get_default_hook(obj, DEFAULT_LOAD_HOOKS) or (torch_recovery if isinstance(obj, Stateful) else None)
+
+
+def find_transfer_hook(obj: Any) -> TransferHook | None:
+    """Return what takes over pretrained parameters for an object, or None when nothing does.
+
+    Ranks: local.
+
+    Example:
+        >>> find_transfer_hook(nn.Linear(1, 1)) is torch_parameter_transfer
+        True
+    """
+    return get_default_hook(obj, DEFAULT_TRANSFER_HOOKS)
+
+
+def saves_on_every_rank(hook: SaveHook) -> bool:
+    """Say whether a save hook is to be called on every rank instead of on the main process.
+
+    Ranks: local.
+
+    Example:
+        >>> saves_on_every_rank(torch_save)
+        False
+    """
+    return not getattr(hook, "save_on_main_only", True)
+
+
+def get_default_hook(obj: Any, default_hooks: Mapping[type, HookT]) -> HookT | None:
+    """Return the hook that a table has for an object, as SpeechBrain's function of this name does.
+
+    Args:
+        obj: the object.
+        default_hooks: classes and their hooks, such as :data:`DEFAULT_SAVE_HOOKS`. For the three tables of this module
+            SpeechBrain's marks count as well.
+
+    Returns:
+        That of the nearest class in the method resolution order; None if none has one. Unlike :func:`find_save_hook`
+        and :func:`find_load_hook` it does not take ``state_dict`` and ``load_state_dict`` for one.
+
+    Ranks: local.
+
+    Example:
+        >>> get_default_hook(nn.Linear(1, 1), DEFAULT_SAVE_HOOKS) is torch_save
+        True
+    """
+    role = next((role for role, known in HOOKS_OF_ROLE.items() if known is default_hooks), None)
+    for cls in type(obj).__mro__:
+        hook = default_hooks.get(cls) or (role and _speechbrain_hook(cls, role))
+        if hook:
+            return cast("HookT", hook)
+    return None
+
+
+# ---------------------------------------------------------------------------------------- torch's objects
+
+
+@main_process_only(hand_over=False)
+def torch_save(obj: Any, path: Path) -> None:
+    """Save the ``state_dict`` of an object; a module's without the names that wrappers put in.
+
+    Args:
+        obj: a module, optimizer, scheduler, scaler, or anything else with ``state_dict``. NumPy numbers in
+            its state are stored as Python's.
+        path: the file to write.
+
+    Raises:
+        CheckpointError: the state holds objects that could not be loaded again without running code.
+        OSError: the file cannot be written.
+
+    Ranks: any; only the main process writes.
+
+    Example:
+        >>> import tempfile
+        >>> path = Path(tempfile.mkdtemp()) / "model.ckpt"
+        >>> torch_save(nn.Linear(2, 1), path)
+        >>> sorted(safe_load(path))
+        ['bias', 'weight']
+    """
+    write_state(saved_state(obj), path, type(obj).__name__)
+
+
+def saved_state(obj: Any) -> Any:
+    """Return what :func:`torch_save` stores of an object.
+
+    Args:
+        obj: as there.
+
+    Returns:
+        Its state. The tensors are those of the object, which may change them.
+
+    Ranks: local.
+
+    Example:
+        >>> sorted(saved_state(nn.DataParallel(nn.Linear(2, 1))))
+        ['bias', 'weight']
+    """
+    return _unwrapped_state(obj) if isinstance(obj, nn.Module) else _without_numpy_numbers(obj.state_dict())
+
+
+def write_state(state: Any, path: Path, owner: str) -> None:
+    """Write a file of ``torch.save`` that can be loaded without running code.
+
+    Args:
+        state: what to store.
+        path: the file.
+        owner: the class whose state it is, for the message.
+
+    Raises:
+        CheckpointError: the state holds objects that could not be loaded again without running code.
+        OSError: the file cannot be written.
+
+    Ranks: main only.
+
+    Example:
+        >>> import tempfile
+        >>> path = Path(tempfile.mkdtemp()) / "a.ckpt"
+        >>> write_state({"step": 3}, path, "Counter")
+        >>> safe_load(path)
+        {'step': 3}
+    """
+    write_file(path, lambda handle: torch.save(state, handle))
+    refused = torch.serialization.get_unsafe_globals_in_checkpoint(path)  # reads the pickle alone, not the tensors
+    if refused:
+        raise CheckpointError(
+            f"the state of this {owner} holds {', '.join(sorted(refused))}, which could not be "
+            "loaded again without running code. Let its state_dict return tensors, numbers, strings and "
+            "plain containers, or allow the type with torch.serialization.add_safe_globals."
+        )
+
+
+def torch_recovery(obj: Any, path: Path, end_of_epoch: bool) -> None:  # noqa: ARG001 -- every load hook has it
+    """Load what :func:`torch_save` wrote; a module must match exactly, wrapped or not.
+
+    Args:
+        obj: a module, or anything with ``load_state_dict``.
+        path: the file.
+        end_of_epoch: not needed here.
+
+    Raises:
+        CheckpointError: the file cannot be read, would run code, or does not fit the object.
+
+    Ranks: local.
+
+    Example:
+        >>> import tempfile
+        >>> path = Path(tempfile.mkdtemp()) / "model.ckpt"
+        >>> saved, loaded = nn.Linear(2, 1), nn.Linear(2, 1)
+        >>> torch_save(saved, path)
+        >>> torch_recovery(nn.DataParallel(loaded), path, end_of_epoch=True)
+        >>> torch.equal(saved.weight, loaded.weight)
+        True
+    """
+    load_state(obj, safe_load(path), path)
+
+
+def load_state(obj: Any, state: Any, path: Path) -> None:
+    """Give an object the state that a file holds.
+
+    Args:
+        obj: as in :func:`torch_recovery`.
+        state: what :func:`safe_load` returned.
+        path: the file, for the message.
+
+    Raises:
+        CheckpointError: the state does not fit the object.
+
+    Ranks: local.
+
+    Example:
+        >>> model = nn.Linear(1, 1)
+        >>> load_state(model, {"module.weight": torch.ones(1, 1), "module.bias": torch.ones(1)}, Path("model.ckpt"))
+        >>> model.weight.item()
+        1.0
+    """
+    try:
+        if isinstance(obj, nn.Module):
+            inner = _unwrap(obj)
+            inner.load_state_dict(_rename_for(inner, state))
+        else:
+            obj.load_state_dict(state)
+    except Exception as error:
+        raise _misfit(obj, path, error) from error
+
+
+def torch_parameter_transfer(obj: nn.Module, path: Path) -> None:
+    """Load the parameters of a module that the file has; say which are missing and which are not used.
+
+    Args:
+        obj: the module.
+        path: a file that holds a module's ``state_dict``.
+
+    Raises:
+        CheckpointError: the file cannot be read or would run code, or a shape differs.
+
+    Ranks: local.
+
+    Example:
+        >>> import tempfile
+        >>> path = Path(tempfile.mkdtemp()) / "model.ckpt"
+        >>> torch_save(nn.Linear(2, 1), path)
+        >>> torch_parameter_transfer(nn.Linear(2, 1), path)
+    """
+    state = safe_load(path)
+    inner = _unwrap(obj)
+    try:
+        keys = inner.load_state_dict(_rename_for(inner, state), strict=False)
+    except Exception as error:
+        raise _misfit(obj, path, error) from error
+    name = type(inner).__name__
+    for key in keys.missing_keys:
+        logger.warning("%s has no %s: this parameter of the %s keeps its value.", path, key, name)
+    for key in keys.unexpected_keys:
+        logger.warning("%s has %s, which the %s does not have: not used.", path, key, name)
+
+
+def map_old_state_dict_weights(
+    state_dict: MutableMapping[str, torch.Tensor], mapping: Mapping[str, str]
+) -> MutableMapping[str, torch.Tensor]:
+    """Rename the entries of an old ``state_dict``: wherever a name has a text, put another one in its place.
+
+    Args:
+        state_dict: tensors by name; changed in place.
+        mapping: the new text for each old one, in the order in which they are applied. A text may stand anywhere in a
+            name, also inside of a word.
+
+    Returns:
+        ``state_dict``, in the same order.
+
+    Raises:
+        CheckpointError: two entries would have the same name; nothing is changed then.
+
+    Ranks: local.
+
+    Example:
+        >>> map_old_state_dict_weights({"enc.atn.weight": torch.ones(1)}, {".atn": ".attn"})
+        {'enc.attn.weight': tensor([1.])}
+    """
+    names: dict[str, str] = {}  # the old ones, by the new
+    for old in state_dict:
+        new = old
+        for before, after in mapping.items():
+            new = new.replace(before, after)
+        if new in names:
+            raise CheckpointError(f"{names[new]!r} and {old!r} of a state_dict would both be named {new!r}: {mapping}.")
+        names[new] = old
+    for new, old in names.items():
+        if new != old:
+            logger.info("%r of the state_dict is now named %r.", old, new)
+    state = {new: state_dict[old] for new, old in names.items()}
+    state_dict.clear()
+    state_dict.update(state)
+    return state_dict
+
+
+def safe_load(path: Path, map_location: Any = "cpu", handle: BinaryIO | None = None) -> Any:
+    """Load a file of ``torch.save`` without running any code from it, whatever the environment says.
+
+    Args:
+        path: the file.
+        map_location: where tensors go, as in ``torch.load``.
+        handle: read this instead, which has the file's content; ``path`` is for the message then.
+
+    Returns:
+        What the file holds: tensors, numbers, strings, plain containers, and the types that were allowed with
+        ``torch.serialization.add_safe_globals``.
+
+    Raises:
+        CheckpointError: the file cannot be read, or holds something else. There is no second, unsafe, try.
+
+    Ranks: local.
+
+    Example:
+        >>> import tempfile
+        >>> path = Path(tempfile.mkdtemp()) / "a.ckpt"
+        >>> torch.save({"step": 3}, path)
+        >>> safe_load(path)
+        {'step': 3}
+    """
+    try:
+        with Path(path).open("rb") if handle is None else contextlib.nullcontext(handle) as file:
+            return torch.load(file, map_location=map_location, weights_only=True, mmap=False)
+    except Exception as error:
+        reason = str(error).strip().split("\n")[0] or type(error).__name__
+        refused = _refused_globals(Path(path))
+        if refused:
+            reason = (
+                f"it names {', '.join(refused)}, and loading those would run code. Only if you trust the "
+                "file, allow them by name with torch.serialization.add_safe_globals"
+            )
+        raise CheckpointError(f"cannot load {path}: {reason}.") from error
+
+
+def _refused_globals(path: Path) -> list[str]:
+    try:
+        return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path))
+    except (OSError, RuntimeError, ValueError, LookupError, TypeError, AttributeError, EOFError) as error:
+        logger.debug("%s: the names in the file cannot be listed: %s", path, error)
+        return []
+
+
+def _misfit(obj: Any, path: Path, error: Exception) -> CheckpointError:
+    return CheckpointError(f"{path} does not fit this {type(_unwrap(obj)).__name__}: {error}")
+
+
+_PLAIN = frozenset({bool, int, float, str, bytes, type(None)})
+
+
+def _without_numpy_numbers(state: Any) -> Any:
+    if isinstance(state, np.generic):
+        return state.item()
+    if type(state) in {dict, OrderedDict}:
+        return type(state)((key, _without_numpy_numbers(value)) for key, value in state.items())
+    if type(state) in {list, tuple} and not _PLAIN.issuperset(map(type, state)):  # long ones of numbers are many
+        return type(state)(_without_numpy_numbers(value) for value in state)
+    return state
+
+
+# ---------------------------------------------------------------------------------------- wrappers
+
+
+def _inner_name(module: nn.Module | None) -> str | None:
+    """Return the name under which a wrapper (DDP, DataParallel, torch.compile) holds its module, or None."""
+    if isinstance(module, (DistributedDataParallel, DataParallel)):
+        return "module"
+    return "_orig_mod" if module is not None and "_orig_mod" in _children(module) else None
+
+
+def _children(module: nn.Module) -> Mapping[str, nn.Module | None]:
+    """Return a module's direct submodules, past any forwarding of attributes."""
+    children: Mapping[str, nn.Module | None] = vars(module)["_modules"]
+    return children
+
+
+def _unwrap(obj: Any) -> Any:
+    while isinstance(obj, nn.Module) and (name := _inner_name(obj)) is not None:
+        obj = _children(obj)[name]
+    return obj
+
+
+def plain_key(module: nn.Module | None, key: str) -> str:
+    """Drop from a state's key the names that wrappers inside ``module`` put in, and no other.
+
+    Args:
+        module: whose state the key is of.
+        key: such as ``"net.module.weight"``.
+
+    Returns:
+        The key without what DDP, DataParallel and ``torch.compile`` put in.
+
+    Ranks: local.
+
+    Example:
+        >>> plain_key(nn.ModuleDict({"net": nn.DataParallel(nn.Linear(1, 1))}), "net.module.weight")
+        'net.weight'
+    """
+    kept = []
+    for part in key.split("."):
+        if part != _inner_name(module):
+            kept.append(part)
+        children = _children(module) if module is not None else {}
+        module = children[part] if part in children else None  # noqa: SIM401 -- those of a script module have no get
+    return ".".join(kept)
+
+
+def _loose_key(key: str) -> str:
+    """Drop whatever could be a wrapper's name, for files whose module is not at hand."""
+    return ".".join(part for part in key.split(".") if part not in {"module", "_orig_mod"})
+
+
+def _renamed(state: Any, names: Mapping[str, str]) -> Any:
+    renamed = OrderedDict((names.get(key, key), value) for key, value in state.items())
+    metadata = getattr(state, "_metadata", None)
+    if metadata is not None:
+        vars(renamed)["_metadata"] = {names.get(key, key): value for key, value in metadata.items()}
+    return renamed
+
+
+def _all_names(state: Any) -> Iterable[str]:
+    return [*state, *(getattr(state, "_metadata", None) or ())]
+
+
+def _unwrapped_state(module: nn.Module) -> Any:
+    inner = _unwrap(module)
+    state = inner.state_dict()
+    names = {name: plain_key(inner, name) for name in _all_names(state)}
+    return state if all(name == plain for name, plain in names.items()) else _renamed(state, names)
+
+
+def _rename_for(inner: nn.Module, state: Any) -> Any:
+    """Give the entries of a file's state the names that ``inner`` has for them, however either is wrapped."""
+    if not isinstance(state, Mapping):
+        raise CheckpointError(f"it holds a {type(state).__name__} where a module's state was expected")
+    own = inner.state_dict()
+    if all(name in own for name in state):
+        return state
+    own_names = _all_names(own)
+    plain = {plain_key(inner, name): name for name in own_names}
+    loose: dict[str, list[str]] = {}
+    for name in own_names:
+        loose.setdefault(_loose_key(name), []).append(name)
+    names = {}
+    for name in _all_names(state):
+        alike = loose.get(_loose_key(name), [])
+        guess = alike[0] if len(alike) == 1 and alike[0] not in state else name
+        names[name] = plain.get(name, guess)
+    return _renamed(state, names)
+
+
+_TORCHS_OWN = (nn.Module, Optimizer, LRScheduler, ReduceLROnPlateau, GradScaler)
+DEFAULT_SAVE_HOOKS.update(dict.fromkeys(_TORCHS_OWN, torch_save))
+DEFAULT_LOAD_HOOKS.update(dict.fromkeys(_TORCHS_OWN, torch_recovery))
+DEFAULT_TRANSFER_HOOKS[nn.Module] = torch_parameter_transfer

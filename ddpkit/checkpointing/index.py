@@ -1,0 +1,596 @@
+"""Checkpoints that exist: what they are, reading, ranking and averaging them.
+
+Nothing here writes, and all but :class:`DamageLedger` are values and pure functions of them.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from ddpkit.base.plain_yaml import load_plain_yaml
+from ddpkit.checkpointing.hooks import safe_load
+from ddpkit.checkpointing.storage import MANIFEST_NAME, VerifyMode, read_text, verify
+from ddpkit.errors import CheckpointError, ConfigError
+from ddpkit.logger import get_logger
+
+__all__ = [
+    "DIRECTORY_PREFIX",
+    "META_MARK",
+    "META_NAME",
+    "SUFFIX",
+    "Checkpoint",
+    "DamageLedger",
+    "ImportanceKey",
+    "Predicate",
+    "Retention",
+    "Selection",
+    "average_checkpoints",
+    "average_state_dicts",
+    "ckpt_recency",
+    "damage_of",
+    "deletable",
+    "is_code",
+    "ranked",
+    "read_checkpoint",
+]
+
+logger = get_logger(__name__)
+
+DIRECTORY_PREFIX = "CKPT"
+META_NAME = "CKPT.yaml"
+META_MARK = "# ddpkit: manifest.json lists the files beside this one\n"
+SUFFIX = ".ckpt"
+
+
+class Checkpoint(NamedTuple):
+    """One saved checkpoint; two are equal when their paths are.
+
+    Attributes:
+        path: its directory.
+        meta: what ``CKPT.yaml`` holds: ``unixtime`` (seconds), ``end-of-epoch`` and what the caller added.
+        paramfiles: the file of each recoverable, by name.
+
+    Ranks: local.
+
+    Example:
+        >>> path = Path("CKPT+a")
+        >>> Checkpoint(path, {"unixtime": 1.0}, {}) == Checkpoint(path, {"unixtime": 2.0}, {})
+        True
+    """
+
+    path: Path
+    meta: dict[str, Any]
+    paramfiles: dict[str, Path]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Checkpoint) and self.path == other.path
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return hash(self.path)
+
+
+ImportanceKey = Callable[[Checkpoint], Any]
+Predicate = Callable[[Checkpoint], bool]
+
+
+def ckpt_recency(ckpt: Checkpoint) -> float:
+    """Return when a checkpoint was saved, in seconds since 1970: the importance key for "the newest".
+
+    Args:
+        ckpt: the checkpoint.
+
+    Returns:
+        Its ``unixtime``.
+
+    Ranks: local.
+
+    Example:
+        >>> ckpt_recency(Checkpoint(Path("CKPT+a"), {"unixtime": 5.0}, {}))
+        5.0
+    """
+    return float(ckpt.meta["unixtime"])
+
+
+# ---------------------------------------------------------------------------------------- ranking
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Which checkpoints count, and what makes one better than another; by default the newest is best.
+
+    Attributes:
+        importance_key: gives a checkpoint's importance; the greatest is best.
+        max_key: a key of the meta whose greatest value is best. Checkpoints without it do not count.
+        min_key: a key of the meta whose smallest value is best. Checkpoints without it do not count.
+        ckpt_predicate: says whether a checkpoint counts.
+
+    Raises:
+        ConfigError: more than one kind of key is given.
+
+    Ranks: local.
+
+    Example:
+        >>> Selection(min_key="loss").importance(Checkpoint(Path("CKPT+a"), {"loss": 2}, {}))
+        -2.0
+    """
+
+    importance_key: ImportanceKey | None = None
+    max_key: str | None = None
+    min_key: str | None = None
+    ckpt_predicate: Predicate | None = None
+
+    def __post_init__(self) -> None:
+        keys = ("importance_key", "max_key", "min_key")
+        given = [name for name in keys if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise ConfigError(f"{' and '.join(given)} are given, but only one can decide which checkpoint is best.")
+
+    def counts(self, checkpoint: Checkpoint) -> bool:
+        """Say whether a checkpoint has the key and passes the predicate."""
+        keys = {self.max_key, self.min_key} - {None}
+        return keys <= checkpoint.meta.keys() and (self.ckpt_predicate is None or bool(self.ckpt_predicate(checkpoint)))
+
+    def importance(self, checkpoint: Checkpoint) -> Any:
+        """Return a value that is greater for a better checkpoint; None for one that ranks worst."""
+        if self.max_key is not None:
+            return _number(checkpoint.meta[self.max_key])
+        if self.min_key is not None:
+            value = _number(checkpoint.meta[self.min_key])
+            return None if value is None else -value
+        importance = (self.importance_key or ckpt_recency)(checkpoint)
+        if isinstance(importance, (tuple, list)):
+            return None if any(isinstance(part, float) and math.isnan(part) for part in importance) else importance
+        return _number(importance) if isinstance(importance, (float, torch.Tensor)) else importance
+
+
+@dataclass(frozen=True)
+class Retention:
+    """What a deletion leaves: the best few by each key, the newest, and whatever the predicate excludes.
+
+    Attributes:
+        num_to_keep: how many to keep for each key; 0 keeps none.
+        importance_keys: functions of a checkpoint whose greatest values are best.
+        max_keys: keys of the meta whose greatest values are best.
+        min_keys: keys of the meta whose smallest values are best.
+        ckpt_predicate: only checkpoints for which it is true may be deleted, or count as kept.
+        keep_recent: True keeps the newest ``num_to_keep`` as well; a number greater than 0 keeps so many of the newest,
+            whatever ``num_to_keep`` is and also where ``importance_keys`` name :func:`ckpt_recency`. With False or 0
+            the newest are kept only if ``importance_keys`` say so.
+
+    Raises:
+        ConfigError: ``num_to_keep`` or ``keep_recent`` is negative or no whole number.
+
+    Ranks: local.
+
+    Example:
+        >>> retention = Retention(3, min_keys=("loss",), keep_recent=1)
+        >>> [(selection.min_key, number) for selection, number in retention.selections()]
+        [('loss', 3), (None, 1)]
+    """
+
+    num_to_keep: int
+    importance_keys: Sequence[ImportanceKey] = ()
+    max_keys: Sequence[str] = ()
+    min_keys: Sequence[str] = ()
+    ckpt_predicate: Predicate | None = None
+    keep_recent: bool | int = False
+
+    def __post_init__(self) -> None:
+        _check_count("num_to_keep", self.num_to_keep, "0 keeps none")
+        _check_count("keep_recent", self.keep_recent, "True keeps the newest num_to_keep, a number so many, False none")
+
+    def selections(self) -> list[tuple[Selection, int]]:
+        """Return one selection per key, and how many of the best it keeps."""
+        predicate, number = self.ckpt_predicate, self.num_to_keep
+        importance_keys, newest = list(self.importance_keys), number if self.keep_recent is True else self.keep_recent
+        if self.keep_recent:
+            importance_keys = [key for key in importance_keys if key is not ckpt_recency]
+        found = [
+            *(Selection(importance_key=key, ckpt_predicate=predicate) for key in importance_keys),
+            *(Selection(max_key=key, ckpt_predicate=predicate) for key in self.max_keys),
+            *(Selection(min_key=key, ckpt_predicate=predicate) for key in self.min_keys),
+        ]
+        recent = [(Selection(importance_key=ckpt_recency, ckpt_predicate=predicate), newest)]
+        return [(one, number) for one in found] + (recent if self.keep_recent else [])
+
+    def rankings(self) -> list[Selection]:
+        """Return one selection per key that ranks by something else than age."""
+        return [one for one, _ in self.selections() if one.importance_key is not ckpt_recency]
+
+
+def _check_count(name: str, value: Any, words: str) -> None:
+    """Refuse a count of checkpoints that is negative, a float or a text."""
+    try:
+        negative = operator.index(value) < 0
+    except TypeError as error:
+        raise ConfigError(f"{name}={value!r} is no whole number: {words}.") from error
+    if negative:
+        raise ConfigError(f"{name}={value!r} cannot be negative: {words}.")
+
+
+def _number(value: Any) -> float | None:
+    """Return a metric as a number, or None for what cannot be compared: NaN, text, more than one number."""
+    if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex():
+        value = value.item()
+    try:
+        return float(value) if isinstance(value, (bool, int, float)) and not math.isnan(value) else None
+    except OverflowError:  # a whole number beyond all measure
+        return None
+
+
+def ranked(checkpoints: Iterable[Checkpoint], selection: Selection) -> list[Checkpoint]:
+    """Rank the checkpoints that count.
+
+    Args:
+        checkpoints: in any order.
+        selection: which count, and what is better.
+
+    Returns:
+        The best first; among equals the newest first; what has no number (NaN) last.
+
+    Ranks: local.
+
+    Example:
+        >>> metas = {"a": {"unixtime": 1, "loss": 3.0}, "b": {"unixtime": 2, "loss": float("nan")}}
+        >>> saved = [Checkpoint(Path(name), meta, {}) for name, meta in metas.items()]
+        >>> [checkpoint.path.name for checkpoint in ranked(saved, Selection(min_key="loss"))]
+        ['a', 'b']
+    """
+
+    def order(checkpoint: Checkpoint) -> tuple[Any, ...]:
+        value = selection.importance(checkpoint)
+        newest = (ckpt_recency(checkpoint), checkpoint.path.name)
+        return (0, 0, *newest) if value is None else (1, value, *newest)
+
+    return sorted(filter(selection.counts, checkpoints), key=order, reverse=True)
+
+
+def deletable(checkpoints: Sequence[Checkpoint], retention: Retention) -> list[Checkpoint]:
+    """Return those that some key ranks and no key protects.
+
+    Args:
+        checkpoints: in any order.
+        retention: what to keep.
+
+    Returns:
+        What may be deleted.
+
+    Ranks: local.
+
+    Example:
+        >>> two = [Checkpoint(Path(f"CKPT+{time}"), {"unixtime": time}, {}) for time in (1, 2)]
+        >>> [checkpoint.path.name for checkpoint in deletable(two, Retention(1, [ckpt_recency]))]
+        ['CKPT+1']
+    """
+    candidates: dict[Checkpoint, None] = {}
+    protected: set[Checkpoint] = set()
+    for selection, number in retention.selections():
+        order = ranked(checkpoints, selection)
+        candidates.update(dict.fromkeys(order))
+        protected.update(order[:number])
+    return [checkpoint for checkpoint in candidates if checkpoint not in protected]
+
+
+# ---------------------------------------------------------------------------------------- reading
+
+
+def read_checkpoint(path: Path) -> Checkpoint:
+    """Read what a checkpoint directory says of itself; its files are not looked into.
+
+    Args:
+        path: the directory.
+
+    Returns:
+        The checkpoint.
+
+    Raises:
+        CheckpointError: its ``CKPT.yaml`` cannot be read; the message does not repeat the path.
+
+    Ranks: local.
+
+    Example:
+        >>> import tempfile
+        >>> path = Path(tempfile.mkdtemp())
+        >>> _ = (path / "CKPT.yaml").write_text("unixtime: 1.5")
+        >>> read_checkpoint(path).meta
+        {'unixtime': 1.5}
+    """
+    try:
+        meta = load_plain_yaml(read_text(path / META_NAME))
+        files = {file.name.removesuffix(SUFFIX): file for file in sorted(path.iterdir()) if file.suffix == SUFFIX}
+    except CheckpointError as error:
+        raise CheckpointError(f"{META_NAME}: {error}") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{META_NAME} cannot be read: {error}") from error
+    if not isinstance(meta, dict) or _number(meta.get("unixtime")) is None:
+        raise CheckpointError(f"{META_NAME} is empty or does not say when the checkpoint was saved (unixtime)")
+    for file in files.values():
+        if not (file.is_file() or file.is_dir()):  # opening a pipe or a device may never end
+            raise CheckpointError(f"{file.name} is neither a file nor a directory")
+    return Checkpoint(path, meta, files)
+
+
+def _holds_a_checkpoint(path: Path) -> bool:
+    """Say whether a directory is a checkpoint, or what is left of one."""
+    try:
+        names = [entry.name for entry in path.iterdir()]
+    except NotADirectoryError:
+        return False
+    except OSError as error:
+        raise CheckpointError(f"it cannot be looked into: {error}") from error
+    return any(name in {META_NAME, MANIFEST_NAME} or name.endswith(SUFFIX) for name in names)
+
+
+def _read_checked(path: Path, mode: VerifyMode) -> Checkpoint:
+    checkpoint = read_checkpoint(path)
+    faults = verify(path, mode, only=META_NAME)
+    if faults:
+        raise CheckpointError("; ".join(faults))
+    return checkpoint
+
+
+def damage_of(path: Path, mode: VerifyMode) -> list[str]:
+    """Say why a checkpoint is not what was saved. Its manifest must be there.
+
+    Otherwise it is checked as by :func:`ddpkit.checkpointing.storage.verify`.
+
+    Args:
+        path: the directory.
+        mode: how closely to look.
+
+    Returns:
+        One reason per fault; empty when all is well.
+
+    Raises:
+        ConfigError: an unknown ``mode``.
+
+    Ranks: local.
+
+    Example:
+        >>> import tempfile
+        >>> path = Path(tempfile.mkdtemp())
+        >>> _ = (path / "CKPT.yaml").write_text(META_MARK)
+        >>> damage_of(path, "size")
+        ['manifest.json is missing']
+    """
+    try:
+        marked = META_MARK in read_text(path / META_NAME)
+    except (OSError, UnicodeDecodeError) as error:
+        return [f"{META_NAME} cannot be read: {error}"]
+    return verify(path, mode, expect_manifest=marked)
+
+
+class DamageLedger:
+    """Finds the checkpoints of a folder, and remembers which are damaged so that each is reported once.
+
+    Attributes:
+        reasons: why each damaged checkpoint is, by its path.
+        latest: the greatest ``unixtime`` of those that it has seen, in seconds since 1970.
+
+    Ranks: local.
+
+    State: what it has seen.
+
+    Example:
+        >>> import tempfile
+        >>> folder = Path(tempfile.mkdtemp())
+        >>> (folder / "CKPT+a").mkdir()
+        >>> _ = (folder / "CKPT+a" / "CKPT.yaml").write_text("")
+        >>> ledger = DamageLedger()
+        >>> ledger.scan(folder), [path.name for path in ledger.reasons]
+        ([], ['CKPT+a'])
+    """
+
+    def __init__(self) -> None:
+        self.reasons: dict[Path, str] = {}
+        self.latest = 0.0
+
+    def note_time(self, checkpoint: Checkpoint) -> None:
+        """Remember when a checkpoint was saved, for those that come after it (:attr:`latest`)."""
+        time = ckpt_recency(checkpoint)
+        if math.isfinite(time):
+            self.latest = max(self.latest, time)
+
+    def scan(self, folder: Path, mode: VerifyMode = "off") -> list[Checkpoint]:
+        """Read the checkpoints in a folder; report those that cannot be read and leave them out.
+
+        Args:
+            folder: where they are.
+            mode: how closely to look at ``CKPT.yaml``, by which they are ranked; see :func:`verify`.
+
+        Raises:
+            CheckpointError: the folder itself cannot be read.
+        """
+        found = []
+        try:
+            paths = sorted(path for path in folder.iterdir() if path.name.startswith(DIRECTORY_PREFIX))
+        except FileNotFoundError:
+            paths = []
+        except OSError as error:
+            raise CheckpointError(f"the checkpoint folder {folder} cannot be read: {error}") from error
+        self.reasons = {path: reason for path, reason in self.reasons.items() if path in paths}
+        for path in paths:
+            try:
+                if _holds_a_checkpoint(path):
+                    found.append(_read_checked(path, mode))
+                    self.note_time(found[-1])
+            except CheckpointError as error:
+                if os.path.lexists(path):  # else another process has deleted it meanwhile
+                    self.report(path, str(error))
+        return found
+
+    def is_whole(self, checkpoint: Checkpoint, mode: VerifyMode) -> bool:
+        """Verify a checkpoint; report one that is damaged, forget what was reported of one that is whole."""
+        faults = damage_of(checkpoint.path, mode)
+        if faults:
+            self.report(checkpoint.path, "; ".join(faults))
+        else:
+            self.reasons.pop(checkpoint.path, None)
+        return not faults
+
+    def report(self, path: Path, reason: str) -> None:
+        """Say, once for each reason, that a checkpoint is damaged."""
+        if self.reasons.get(path) != reason:
+            logger.warning("The checkpoint %s is damaged and passed over: %s", path, reason)
+        self.reasons[path] = reason
+
+
+# ---------------------------------------------------------------------------------------- averaging
+
+
+def average_state_dicts(state_dicts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Average the parameters of several states of one model.
+
+    Args:
+        state_dicts: states with the same names and shapes; none is changed, and one at a time is held.
+
+    Returns:
+        A state whose floating-point and complex tensors are the means, in their own dtype (summed in at least
+        float32). All else (counters, masks) is that of the first state. So is a tensor of 8 bits or less, whose scale
+        is elsewhere: it has to be the same in all states.
+
+    Raises:
+        ConfigError: there is no state, or the names or shapes differ, or a tensor of 8 bits or less does.
+
+    Ranks: local.
+
+    Example:
+        >>> average_state_dicts([{"w": torch.tensor([1.0])}, {"w": torch.tensor([3.0])}])
+        {'w': tensor([2.])}
+    """
+    first: dict[str, Any] | None = None
+    sums: dict[str, torch.Tensor] = {}
+    count = 0
+    for state in state_dicts:
+        count += 1
+        if not isinstance(state, Mapping):
+            raise ConfigError(f"a {type(state).__name__} cannot be averaged: states of modules are needed, by name.")
+        if first is None:
+            first = {name: _copy_of(value) for name, value in state.items()}
+            sums = {name: _wide_copy(value) for name, value in state.items() if _can_be_averaged(value)}
+            continue
+        _add_state(sums, state, first)
+        _require_same_codes(state, first)
+    if first is None:
+        raise ConfigError("average_state_dicts was given no state; at least one is needed.")
+    return first | {name: (total / count).to(first[name].dtype) for name, total in sums.items()}
+
+
+def _add_state(sums: Mapping[str, torch.Tensor], state: Mapping[str, Any], first: Mapping[str, Any]) -> None:
+    if state.keys() != first.keys():
+        different = sorted(map(str, state.keys() ^ first.keys()))
+        raise ConfigError(f"the states differ in {different}: they are of other models.")
+    for name, total in sums.items():
+        value = state[name]
+        if not isinstance(value, torch.Tensor):
+            raise ConfigError(f"{name} is a tensor in one of the states and a {type(value).__name__} in another.")
+        if value.shape != total.shape:
+            shapes = f"{tuple(value.shape)} and {tuple(total.shape)}"
+            raise ConfigError(f"{name} has different shapes in two of the states: {shapes}.")
+        total.add_(value.detach().to(total.device, total.dtype))
+
+
+def _require_same_codes(state: Mapping[str, Any], first: Mapping[str, Any]) -> None:
+    """Refuse quantized weights that were trained: what their mean is depends on scales that are kept elsewhere."""
+    for name, own in first.items():
+        value = state[name]
+        codes = [one.dtype for one in (own, value) if is_code(one)]
+        if codes and not _are_same_codes(own, value):
+            raise ConfigError(
+                f"{name} is {codes[0]} and not the same in all states: the mean of such codes means nothing without "
+                "their scales. Average states in which it is float32, float16 or bfloat16, and quantize the average."
+            )
+
+
+def _are_same_codes(one: Any, other: Any) -> bool:
+    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor) or one.dtype != other.dtype:
+        return False
+    return torch.equal(one.detach().cpu().view(torch.uint8), other.detach().cpu().view(torch.uint8))
+
+
+def is_code(value: Any) -> bool:
+    """Say whether a tensor holds floating-point numbers of 8 bits or less, such as ``float8_e4m3fn``.
+
+    Args:
+        value: anything.
+
+    Returns:
+        Whether it does; such weights are quantized, and what they are worth is told by a scale of their own.
+
+    Ranks: local.
+
+    Example:
+        >>> is_code(torch.ones(2)), is_code(torch.ones(2).to(torch.float8_e5m2))
+        (False, True)
+    """
+    return isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype.itemsize == 1
+
+
+def _can_be_averaged(value: Any) -> bool:
+    if not isinstance(value, torch.Tensor) or is_code(value):
+        return False
+    return value.is_floating_point() or value.is_complex()
+
+
+def _copy_of(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+
+
+def _wide_copy(value: torch.Tensor) -> torch.Tensor:
+    return value.detach().to(torch.promote_types(value.dtype, torch.float32), copy=True)
+
+
+def average_checkpoints(
+    checkpoint_list: Iterable[Checkpoint],
+    recoverable_name: str,
+    parameter_loader: Callable[..., Any] = safe_load,
+    averager: Callable[[Iterable[Any]], Any] = average_state_dicts,
+) -> Any:
+    """Average one recoverable over several checkpoints.
+
+    Args:
+        checkpoint_list: such as ``Checkpointer.find_checkpoints`` returns, best first.
+        recoverable_name: whose files to average.
+        parameter_loader: called with a path and ``map_location="cpu"``.
+        averager: called with the iterator of what was loaded.
+
+    Returns:
+        What ``averager`` returns: a ``state_dict``.
+
+    Raises:
+        CheckpointError: a checkpoint has no such recoverable, or its file cannot be loaded.
+        ConfigError: there is no checkpoint, or they are of different models.
+
+    Ranks: local.
+
+    Example:
+        >>> import tempfile
+        >>> folder = Path(tempfile.mkdtemp())
+        >>> for weight in (1.0, 3.0):
+        ...     torch.save({"w": torch.tensor([weight])}, folder / f"{weight}.ckpt")
+        >>> saved = [Checkpoint(folder, {}, {"model": path}) for path in sorted(folder.iterdir())]
+        >>> average_checkpoints(saved, "model")
+        {'w': tensor([2.])}
+    """
+
+    def states() -> Iterator[Any]:
+        for checkpoint in checkpoint_list:
+            path = checkpoint.paramfiles.get(recoverable_name)
+            if path is None:
+                raise CheckpointError(
+                    f"{checkpoint.path} has no file for {recoverable_name!r}; it has {sorted(checkpoint.paramfiles)}."
+                )
+            yield parameter_loader(path, map_location="cpu")
+
+    return averager(states())

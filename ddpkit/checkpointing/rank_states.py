@@ -1,0 +1,247 @@
+"""What a checkpoint holds of every rank by itself: random streams, running loss, and where its data goes on.
+
+Weights are the same on every rank, and these are not. A save in the middle of an epoch that the Brain makes gathers
+them from all ranks first. One that a recipe makes there, perhaps on the main process alone, has only those of the main
+process. One at the end of an epoch needs no random streams: every epoch begins with streams that follow from the seed
+(:func:`ddpkit.seed.seed_epoch_streams`).
+"""
+
+from __future__ import annotations
+
+import pickle
+import time
+import uuid
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from ddpkit.checkpointing.hooks import safe_load
+from ddpkit.comm.process_group import group_state
+from ddpkit.distributed import (
+    control_group,
+    ddp_prevent_block,
+    get_rank,
+    get_world_size,
+    if_main_process,
+    keep_awhile,
+    require_all_ranks,
+    run_on_main,
+)
+from ddpkit.errors import CheckpointError, RankFailedError
+from ddpkit.logger import get_logger
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+logger = get_logger(__name__)
+
+FORMAT = 1
+WAIT_SECONDS = 10.0  # for the other ranks, when a recipe saves inside an epoch for the first time
+SHORT_WAIT_SECONDS = 0.5  # once they have not come
+
+
+class RankStates:
+    """A recoverable that holds one state per rank.
+
+    Args:
+        collect: returns the state of this rank as plain containers, numbers and tensors.
+
+    Attributes:
+        loaded: this rank's state from the checkpoint that was loaded last, until it is used; else None.
+        is_of_as_many: whether that checkpoint was made by as many ranks.
+        is_complete: whether it also had the state of every one.
+
+    Ranks: local, but for :meth:`gather` and :meth:`gather_if_all_come`.
+
+    State: the states of all ranks where they were gathered, else that of the main process.
+
+    Example:
+        >>> states = RankStates(lambda: {"drawn": 3})
+        >>> states.gather(); states.state_dict()
+        {'format': 1, 'world_size': 1, 'ranks': [{'drawn': 3}]}
+    """
+
+    is_of_inside_an_epoch = True  # a checkpoint of the end of an epoch may lack it
+
+    def __init__(self, collect: Callable[[], dict[str, Any]]) -> None:
+        self._collect = collect
+        self._gathered: list[dict[str, Any] | None] | None = None
+        self.loaded: dict[str, Any] | None = None
+        self.is_of_as_many = self.is_complete = False
+        self._have_been_waited_for = False
+
+    def gather(self) -> None:
+        """Collect the states of all ranks, for the saves that follow until :meth:`forget`.
+
+        Raises:
+            RankFailedError: a rank could not tell its state; on every rank.
+
+        Ranks: collective.
+        """
+        self._gathered = _gather_to_main(self._collect)
+
+    def gather_if_all_come(self) -> bool:
+        """Collect the states as :meth:`gather` does, if every rank makes this call and not the main process alone.
+
+        Returns:
+            Whether every rank has come. The main process waits for them: some seconds at first, and for a moment once
+            they have not come.
+
+        Raises:
+            RankFailedError: as :meth:`gather`.
+
+        Ranks: all, or the main process alone.
+        """
+        if get_world_size() > 1:
+            if ddp_prevent_block():
+                return False
+            key = f"ddpkit/save/{run_on_main(lambda: uuid.uuid4().hex)}"
+            if not if_main_process():
+                group_state().store.add(key, 1)
+            if not run_on_main(self._await_others, [key]):
+                return False
+        self.gather()
+        return True
+
+    def _await_others(self, key: str) -> bool:
+        store = group_state().store
+        end = time.monotonic() + (SHORT_WAIT_SECONDS if self._have_been_waited_for else WAIT_SECONDS)
+        while store.add(key, 0) < get_world_size() - 1:
+            if time.monotonic() > end:
+                self._have_been_waited_for = True
+                return False
+            time.sleep(0.0005)
+        store.delete_key(key)
+        return True
+
+    def set_own(self, state: dict[str, Any]) -> None:
+        """Take a state for that of this rank, for the saves that follow until :meth:`forget`; the others have none.
+
+        Args:
+            state: instead of what this rank would tell now.
+
+        Ranks: local.
+        """
+        self._gathered = [None] * get_world_size()
+        self._gathered[get_rank() or 0] = state
+
+    def forget(self) -> None:
+        """Drop what was gathered.
+
+        Ranks: local.
+        """
+        self._gathered = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states of all ranks, None for one that is not known.
+
+        Ranks: local; the main process saves it.
+        """
+        ranks = self._gathered
+        if ranks is None:
+            ranks = [None] * get_world_size()
+            ranks[get_rank() or 0] = self._collect()
+        return {"format": FORMAT, "world_size": len(ranks), "ranks": list(ranks)}
+
+    def load(self, path: Path, end_of_epoch: bool) -> None:
+        """Take this rank's state from a file; of another number of ranks, only what was the same on all of them.
+
+        Args:
+            path: the file.
+            end_of_epoch: the states are those of the end of an epoch: nothing is missing if one is.
+
+        Raises:
+            CheckpointError: the file cannot be read or holds something else.
+
+        Ranks: local; every rank loads.
+        """
+        self.load_state_dict(safe_load(path), end_of_epoch=end_of_epoch)
+
+    def load_state_dict(self, state_dict: Any, *, end_of_epoch: bool = True) -> None:
+        """Take this rank's state from those of all ranks.
+
+        Args:
+            state_dict: as :meth:`state_dict` returns it.
+            end_of_epoch: as in :meth:`load`.
+
+        Raises:
+            CheckpointError: it is something else.
+
+        Ranks: local.
+        """
+        try:
+            known, ranks = state_dict["format"], list(state_dict["ranks"])
+        except (TypeError, KeyError) as error:
+            raise CheckpointError(
+                f"a {type(state_dict).__name__} without 'format' and 'ranks' holds no states of ranks. Was the file "
+                "ranks.ckpt written by something else?"
+            ) from error
+        if known != FORMAT:
+            raise CheckpointError(f"the states of ranks have format {known!r}; this ddpkit reads format {FORMAT}.")
+        rank, world_size = get_rank() or 0, get_world_size()
+        self.is_of_as_many = len(ranks) == world_size
+        self.loaded = ranks[rank] if self.is_of_as_many else _common(ranks)
+        self.is_complete = self.is_of_as_many and None not in ranks
+        unknown = [number for number, one in enumerate(ranks) if one is None or one.get("random", True) is None]
+        if unknown and self.is_of_as_many and not end_of_epoch:
+            logger.warning_once(
+                "The checkpoint does not have the random states of rank %s: a recipe, or ckpt_on_error, saved it in "
+                "the middle of an epoch. Until that ends they draw other numbers than the run that was never stopped.",
+                ", ".join(map(str, unknown)),
+            )
+
+
+def _gather_to_main(make: Callable[[], dict[str, Any]]) -> list[dict[str, Any] | None]:
+    """Make a state on every rank and bring them to the main process, one after the other; the others keep none."""
+    world_size, rank = get_world_size(), get_rank() or 0
+    if world_size == 1:
+        return [make()]
+    require_all_ranks("RankStates.gather")
+    failure: Exception | None = None
+    try:
+        data = pickle.dumps(make())
+    except Exception as error:  # noqa: BLE001 -- raised below, once the others know
+        failure, data = error, b""
+    facts = keep_awhile(torch.tensor([len(data), int(failure is not None)]))
+    everybody = [keep_awhile(torch.empty_like(facts)) for _ in range(world_size)]
+    group = control_group()
+    with group_state().handover.forgetting():
+        dist.all_gather(everybody, facts, group=group)
+    if failure is not None:
+        raise failure
+    failed = [str(number) for number, one in enumerate(everybody) if one[1]]
+    if failed:
+        raise RankFailedError(f"rank {', '.join(failed)} could not tell its state; its own log says why.")
+    states: list[dict[str, Any] | None] = [None] * world_size
+    if rank != 0:
+        dist.send(torch.frombuffer(bytearray(data), dtype=torch.uint8), dst=0, group=group)
+        return states
+    states[0] = pickle.loads(data)  # noqa: S301 -- a copy, as of the others
+    for source in range(1, world_size):
+        received = torch.empty(int(everybody[source][0]), dtype=torch.uint8)
+        dist.recv(received, src=source, group=group)
+        states[source] = pickle.loads(received.numpy().data)  # noqa: S301 -- a rank of this very job
+    return states
+
+
+def _common(ranks: list[dict[str, Any] | None]) -> dict[str, Any]:
+    """Return where the data goes on if all ranks say the same of it, as they do of a stream that all of them read."""
+    known = [one for one in ranks if one is not None]
+    if not known or len(known) < len(ranks):
+        return {}
+    first = known[0]
+    names = [name for name in ("loader", "loader_end") if name in first]
+    return {name: first[name] for name in names if all(_same(one.get(name), first[name]) for one in known)}
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
+        return isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) and torch.equal(one, other)
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+        return len(one) == len(other) and all(map(_same, one, other))
+    return bool(one == other)

@@ -1,0 +1,710 @@
+"""Directories that are complete or not there.
+
+Every file operation of a save stands behind :data:`FILES`, so that a crash test can stop or break each.
+The order that :func:`commit_directory` keeps is what makes a save atomic::
+
+    make .tmp-x -> write every file, fsync each -> manifest.json, fsync -> fsync .tmp-x
+                -> rename .tmp-x to its name -> fsync the parent
+
+Whatever has its final name is therefore complete, and :func:`verify` tells whether it still is
+what was written. The manifest guards against damage, not against forgery. A file that :func:`write_file` makes is
+hashed while it is written; only what others have made is read again for the manifest.
+
+Source: the order is that of Pillai et al., "All File Systems Are Not Created Equal", OSDI 2014
+(https://www.usenix.org/conference/osdi14/technical-sessions/presentation/pillai); that ``torch.save``
+keeps the error of a full disk only in ``__context__`` was measured with torch 2.13.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import platform
+import shutil
+import stat
+import uuid
+import zipfile
+import zlib
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
+from pathlib import Path, PurePosixPath
+from typing import Any, BinaryIO, Literal, NamedTuple, cast
+
+import torch
+
+from ddpkit import __version__
+from ddpkit.checkpointing.hashing import HashedHandle, file_sha256
+from ddpkit.errors import CheckpointError, ConfigError, FolderInUseError
+from ddpkit.logger import get_logger
+
+__all__ = [
+    "FILES",
+    "MANIFEST_NAME",
+    "FileOperations",
+    "VerifyMode",
+    "clean_leftovers",
+    "commit_directory",
+    "commit_staging",
+    "discard_staging",
+    "fill_staging",
+    "make_staging",
+    "read_text",
+    "remove_directory",
+    "restore_replaced",
+    "save_error",
+    "verify",
+    "write_file",
+]
+
+logger = get_logger(__name__)
+
+MANIFEST_NAME = "manifest.json"
+MANIFEST_FORMAT = 1
+STAGING_PREFIX = ".tmp-"
+TRASH_PREFIX = ".trash-"
+REPLACED_PREFIX = ".trash-of-"  # followed by the name whose place a new directory is about to take
+
+MOST_TEXT = 16 << 20  # bytes of a manifest or a CKPT.yaml; theirs are kilobytes
+
+VerifyMode = Literal["full", "size", "off"]
+
+
+class _Written(NamedTuple):
+    """What is known of a file that was hashed while it was written, and is on the disk: is it still that file?"""
+
+    sha256: str
+    state: tuple[int, int, int]
+
+
+# What `write_file` has hashed inside of the `commit_staging` that is going on, if one is.
+_hashed: ContextVar[dict[Path, _Written] | None] = ContextVar("ddpkit_hashed", default=None)
+
+
+class FileOperations:
+    """The file operations of a save, one method each: the one seam for tests that make them fail.
+
+    Ranks: local.
+
+    Example:
+        >>> import tempfile
+        >>> folder = Path(tempfile.mkdtemp())
+        >>> FileOperations().write(folder / "a", lambda handle: handle.write(b"x"))
+        >>> FileOperations().sync_file(folder / "a")
+        >>> FileOperations().remove_tree(folder)
+    """
+
+    def make_directory(self, path: Path) -> None:
+        """Make one directory; its parent must exist."""
+        path.mkdir()
+
+    def write(self, path: Path, writer: Callable[[BinaryIO], object]) -> None:
+        """Open a file for writing, let ``writer`` fill it, close it; the disk begins to write it."""
+        with path.open("wb") as handle:
+            writer(handle)
+            if hasattr(os, "posix_fadvise") and not handle.closed:
+                handle.flush()
+                with contextlib.suppress(OSError):  # it saves time later, no more
+                    os.posix_fadvise(handle.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def sync_file(self, path: Path) -> None:
+        """Wait until a file's content is on the disk."""
+        try:
+            handle = os.open(path, os.O_RDWR)  # SMB asks its server for nothing where a file is open for reading alone
+        except PermissionError:  # copied with its mode; for fsync, Linux does not ask how a file is open
+            handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+    def sync_directory(self, path: Path) -> None:
+        """Wait until a directory's entries are on the disk (where the file system can promise it)."""
+        if not hasattr(os, "O_DIRECTORY"):
+            return
+        handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(handle)
+        except OSError as error:
+            if error.errno not in {errno.EINVAL, errno.ENOTSUP}:
+                raise
+        finally:
+            os.close(handle)
+
+    def rename(self, source: Path, target: Path) -> None:
+        """Give a directory another name in the same parent."""
+        source.rename(target)
+
+    def remove_tree(self, path: Path) -> None:
+        """Remove a directory with all that is in it, or a link to one."""
+        if path.is_symlink() or not path.is_dir():
+            path.unlink()
+        else:
+            shutil.rmtree(path)
+
+
+FILES = FileOperations()
+
+
+# ---------------------------------------------------------------------------------------- committing
+
+
+def write_file(path: Path, writer: Callable[[BinaryIO], object]) -> None:
+    """Write one file of a save through a Python handle, which keeps the reason when the disk is full.
+
+    Inside of what :func:`commit_staging` calls, the file is also hashed.
+
+    Args:
+        path: the file; one that exists is overwritten.
+        writer: called with the open binary handle.
+
+    Raises:
+        OSError: the file cannot be opened or written.
+
+    Ranks: local.
+
+    Example:
+        >>> import tempfile
+        >>> path = Path(tempfile.mkdtemp()) / "weights.ckpt"
+        >>> write_file(path, lambda handle: torch.save({"w": torch.ones(2)}, handle))
+        >>> path.stat().st_size > 0
+        True
+    """
+    hashed = _hashed.get()
+    if hashed is None:
+        FILES.write(path, writer)
+        return
+    digests: list[str | None] = []
+
+    def write(handle: BinaryIO) -> None:
+        hashing = HashedHandle(handle)
+        writer(cast("BinaryIO", hashing))
+        hashing.flush()
+        digests.append(hashing.sha256())
+
+    FILES.write(path, write)
+    if digests and digests[0] is not None:
+        hashed[path] = _Written(digests[0], _file_state(path))
+
+
+def _file_state(path: Path) -> tuple[int, int, int]:
+    status = path.stat()
+    return status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def commit_directory(final: Path, write: Callable[[Path], object], world_size: int = 1) -> None:
+    """Make a directory that appears under its name only when it is complete and on the disk.
+
+    Args:
+        final: the directory's name. One that exists is replaced as a whole.
+        write: called with an empty directory of another name, in which it makes the files.
+        world_size: number of processes of the run; goes into the manifest.
+
+    Raises:
+        CheckpointError: anything went wrong; nothing of the new directory is left, and an old one of that
+            name is back in its place. The ``OSError`` behind it, if there is one, is its ``__cause__``.
+
+    Ranks: main only (any one process).
+
+    State: removes nothing but what it replaces.
+
+    Example:
+        >>> import tempfile
+        >>> final = Path(tempfile.mkdtemp()) / "CKPT+one"
+        >>> commit_directory(final, lambda folder: (folder / "a.ckpt").write_text("1"))
+        >>> sorted(path.name for path in final.iterdir()), verify(final)
+        (['a.ckpt', 'manifest.json'], [])
+    """
+    staging = make_staging(final)
+    commit_staging(staging, final, lambda: write(staging), world_size)
+
+
+def make_staging(final: Path) -> Path:
+    """Make the empty directory in which the files of ``final`` are to be written.
+
+    Args:
+        final: the name that :func:`commit_staging` will give it.
+
+    Returns:
+        A directory beside ``final``, invisible to whoever looks for checkpoints.
+
+    Raises:
+        CheckpointError: it cannot be made.
+
+    Ranks: main only (any one process).
+
+    Example:
+        >>> import tempfile
+        >>> staging = make_staging(Path(tempfile.mkdtemp()) / "CKPT+one")
+        >>> staging.name.startswith(".tmp-")
+        True
+    """
+    staging = final.with_name(f"{STAGING_PREFIX}{uuid.uuid4().hex[:12]}")
+    try:
+        FILES.make_directory(staging)
+    except OSError as error:
+        raise save_error(final, error) from error
+    return staging
+
+
+def fill_staging(staging: Path, final: Path, write: Callable[[], object]) -> None:
+    """Write files into a directory made by :func:`make_staging`, to be committed later.
+
+    Args:
+        staging: the directory.
+        final: the name that it is to have, for the message.
+        write: makes the files.
+
+    Raises:
+        CheckpointError: as :func:`commit_directory`; the directory is gone then.
+
+    Ranks: main only (any one process).
+
+    Example:
+        >>> import tempfile
+        >>> final = Path(tempfile.mkdtemp()) / "CKPT+one"
+        >>> staging = make_staging(final)
+        >>> fill_staging(staging, final, lambda: (staging / "a.ckpt").write_text("1"))
+        >>> commit_staging(staging, final)
+        >>> (final / "a.ckpt").exists()
+        True
+    """
+    try:
+        write()
+    except BaseException as error:
+        _give_up(staging, final, error)
+        raise
+
+
+def commit_staging(
+    staging: Path,
+    final: Path,
+    write: Callable[[], object] | None = None,
+    world_size: int = 1,
+    *,
+    before_rename: Callable[[], object] | None = None,
+    bytes_needed: Callable[[], int | None] | None = None,
+) -> None:
+    """Seal a directory made by :func:`make_staging` with a manifest and give it its final name.
+
+    Args:
+        staging: the directory; every file in it must be complete.
+        final: its name from now on. A directory of that name is replaced.
+        write: called first, to write what is not there yet.
+        world_size: number of processes of the run; goes into the manifest.
+        before_rename: called when all is on the disk; what it raises prevents the commit.
+        bytes_needed: says how much ``write`` had to write, about; called when the disk is full.
+
+    Raises:
+        CheckpointError: as :func:`commit_directory`.
+
+    Ranks: main only (any one process).
+
+    Example:
+        >>> import tempfile
+        >>> final = Path(tempfile.mkdtemp()) / "CKPT+one"
+        >>> staging = make_staging(final)
+        >>> commit_staging(staging, final)
+        >>> final.is_dir(), staging.exists()
+        (True, False)
+    """
+    hashed: dict[Path, _Written] = {}
+    token = _hashed.set(hashed)
+    try:
+        if write is not None:
+            write()
+        _seal(staging, world_size, hashed)
+        if before_rename is not None:
+            before_rename()
+        _publish(staging, final)
+    except BaseException as error:
+        _give_up(staging, final, error, bytes_needed)
+        raise
+    finally:
+        _hashed.reset(token)
+
+
+def discard_staging(staging: Path) -> None:
+    """Remove a directory made by :func:`make_staging`; one that resists is left for the next save to remove.
+
+    Ranks: main only (any one process).
+
+    Example:
+        >>> import tempfile
+        >>> staging = make_staging(Path(tempfile.mkdtemp()) / "CKPT+one")
+        >>> discard_staging(staging)
+        >>> staging.exists()
+        False
+    """
+    with contextlib.suppress(OSError):
+        FILES.remove_tree(staging)
+
+
+def _give_up(
+    staging: Path, final: Path, error: BaseException, bytes_needed: Callable[[], int | None] | None = None
+) -> None:
+    """Remove what was written. Raises for an ``Exception``; what means "stop now" is left to the caller."""
+    is_trouble = isinstance(error, Exception) and not isinstance(error, FolderInUseError)  # that says it all
+    failure = save_error(final, error, staging, bytes_needed) if is_trouble else None
+    discard_staging(staging)
+    if failure is not None:
+        raise failure from (_os_error(error) or error)
+
+
+def _seal(staging: Path, world_size: int, hashed: Mapping[Path, _Written]) -> None:
+    directories = [staging]
+    files: dict[str, dict[str, Any]] = {}
+    for path in sorted(staging.rglob("*")):
+        if path.is_dir():
+            directories.append(path)
+            continue
+        name = path.relative_to(staging).as_posix()
+        known, state = hashed.get(path), _file_state(path)
+        FILES.sync_file(path)
+        digest = known.sha256 if known is not None and known.state == state else file_sha256(path)
+        files[name] = {"size": state[1], "sha256": digest}
+    manifest: dict[str, Any] = {
+        "format": MANIFEST_FORMAT,
+        "ddpkit": __version__,
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+        "world_size": world_size,
+        "files": files,
+    }
+    manifest["digest"] = _manifest_digest(manifest)
+    text = json.dumps(manifest, indent=2) + "\n"
+    FILES.write(staging / MANIFEST_NAME, lambda handle: handle.write(text.encode()))
+    FILES.sync_file(staging / MANIFEST_NAME)
+    for directory in reversed(directories):
+        FILES.sync_directory(directory)
+
+
+def _publish(staging: Path, final: Path) -> None:
+    replaced = final.with_name(REPLACED_PREFIX + final.name)
+    replaces = os.path.lexists(final)
+    if replaces:
+        FILES.rename(final, replaced)
+    try:
+        FILES.rename(staging, final)
+    except BaseException:
+        if replaces:
+            FILES.rename(replaced, final)
+        raise
+    FILES.sync_directory(final.parent)
+    if replaces:
+        remove_directory(replaced)
+
+
+def remove_directory(path: Path) -> None:
+    """Remove a directory at once for whoever looks, and for the disk as fast as it can.
+
+    Args:
+        path: the directory. One that is gone already is no error.
+
+    Raises:
+        CheckpointError: it cannot be moved out of the way.
+
+    Ranks: main only (any one process).
+
+    Example:
+        >>> import tempfile
+        >>> path = Path(tempfile.mkdtemp()) / "CKPT+old"
+        >>> path.mkdir()
+        >>> remove_directory(path)
+        >>> path.exists()
+        False
+    """
+    trash = path.with_name(f"{TRASH_PREFIX}{uuid.uuid4().hex[:12]}")
+    try:
+        FILES.rename(path, trash)
+        FILES.sync_directory(path.parent)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot remove {path}: {error.strerror or error}. The folder {path.parent} must be writable."
+        ) from error
+    with contextlib.suppress(FileNotFoundError):
+        try:
+            FILES.remove_tree(trash)
+        except OSError as error:  # a network file system keeps files that somebody still reads
+            logger.debug("%s is left for the next save to remove: %s", trash, error)
+
+
+def restore_replaced(parent: Path) -> None:
+    """Give a directory its name back if the process that was replacing it died between the two renames.
+
+    Args:
+        parent: the folder that holds the directories; one that does not exist is no error.
+
+    Ranks: main only (any one process).
+
+    Example:
+        >>> import tempfile
+        >>> parent = Path(tempfile.mkdtemp())
+        >>> (parent / ".trash-of-CKPT+one").mkdir()
+        >>> restore_replaced(parent)
+        >>> [path.name for path in parent.iterdir()]
+        ['CKPT+one']
+    """
+    for name in _names(parent):
+        final = parent / name.removeprefix(REPLACED_PREFIX)
+        if name.startswith(REPLACED_PREFIX) and not os.path.lexists(final):
+            with contextlib.suppress(OSError):
+                FILES.rename(parent / name, final)
+                logger.warning("%s is back: the save that was to replace it did not end.", final)
+
+
+def clean_leftovers(parent: Path, check: Callable[[], object] = lambda: None) -> None:
+    """Remove what interrupted saves and removals have left in a folder. What resists stays: it is a courtesy.
+
+    Args:
+        parent: the folder that holds the directories; one that does not exist is no error.
+        check: called between the listing and the removals; raises if the folder is another run's.
+
+    Ranks: main only, and only by the process that saves there.
+
+    Example:
+        >>> import tempfile
+        >>> parent = Path(tempfile.mkdtemp())
+        >>> (parent / ".tmp-0123").mkdir()
+        >>> clean_leftovers(parent)
+        >>> list(parent.iterdir())
+        []
+    """
+    names = [name for name in _names(parent) if name.startswith((STAGING_PREFIX, TRASH_PREFIX))]
+    check()  # what another run makes from now on is not in the list
+    restore_replaced(parent)
+    for name in names:
+        if (parent / name).is_dir():
+            with contextlib.suppress(CheckpointError):
+                remove_directory(parent / name)
+
+
+def _names(parent: Path) -> list[str]:
+    try:
+        return sorted(path.name for path in parent.iterdir())
+    except OSError:
+        return []
+
+
+# ---------------------------------------------------------------------------------------- errors
+
+
+def save_error(
+    final: Path,
+    error: BaseException,
+    staging: Path | None = None,
+    bytes_needed: Callable[[], int | None] | None = None,
+    what: str = "",
+) -> CheckpointError:
+    """Say why a save failed, what was and was not lost, and what to do.
+
+    Args:
+        final: the directory that was to be made.
+        error: what went wrong. The ``OSError`` may hide in its ``__cause__`` or ``__context__``.
+        staging: the directory with what was written so far.
+        bytes_needed: says how much was to be written, about; called if the disk is full.
+        what: cannot be done; by default "cannot save" and ``final``.
+
+    Returns:
+        The error to raise.
+
+    Ranks: local.
+
+    Example:
+        >>> full = OSError(errno.ENOSPC, "No space left on device")
+        >>> "no space left" in str(save_error(Path("/tmp/CKPT+one"), full))
+        True
+    """
+    cause = _os_error(error)
+    number = cause.errno if cause is not None else None
+    text = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+    if number in {errno.ENOSPC, errno.EDQUOT}:
+        words = "no space left" if number == errno.ENOSPC else "disk quota exceeded, no space left"
+        needed = None if bytes_needed is None else bytes_needed()
+        wanted = "" if needed is None else f"about {needed} bytes needed, "
+        text = (
+            f"{words} ({wanted}{_free_before(final.parent, staging)} bytes free). Free some space, or keep fewer "
+            "checkpoints: a new one is written before an old one is deleted."
+        )
+    elif number in {errno.EROFS, errno.EACCES, errno.EPERM}:
+        text = f"{text}. The folder {final.parent} must be writable for this user."
+    elif number == errno.ENOENT and not final.parent.is_dir():
+        text = f"the folder {final.parent} does not exist. Was it removed, or its disk unmounted?"
+    elif cause is not None and str(cause) not in text:  # torch says where its file stood instead
+        text = f"{text}, because of {type(cause).__name__}: {cause}."
+    rest = " Checkpoints that were there before are untouched." if final.parent.is_dir() else " The folder is gone."
+    return CheckpointError(f"{what or f'cannot save {final}'}: {text}{rest}")
+
+
+def _os_error(error: BaseException | None) -> OSError | None:
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        if isinstance(error, OSError):
+            return error
+        seen.add(id(error))
+        error = error.__cause__ or error.__context__
+    return None
+
+
+def _free_before(folder: Path, staging: Path | None) -> int | str:
+    """Say how much was free before anything was written in ``staging``, which is about to be removed."""
+    try:
+        written = sum(path.stat().st_blocks for path in staging.rglob("*") if path.is_file()) * 512 if staging else 0
+        return shutil.disk_usage(folder).free + written
+    except OSError:
+        return "?"
+
+
+# ---------------------------------------------------------------------------------------- verifying
+
+
+def verify(
+    directory: Path, mode: VerifyMode = "full", *, expect_manifest: bool = False, only: str | None = None
+) -> list[str]:
+    """Say why a directory is not what was saved.
+
+    Args:
+        directory: a committed directory. One without a manifest (made by SpeechBrain) is checked as far as
+            its files allow: torch's files carry checksums of their own.
+        mode: ``"full"`` reads every byte, ``"size"`` looks at names and sizes, ``"off"`` looks at nothing.
+        expect_manifest: a missing manifest is damage, not the mark of another library.
+        only: look at this file alone.
+
+    Returns:
+        One reason per fault, each naming the file; empty when all is well. Files that were added later are no
+        fault.
+
+    Raises:
+        ConfigError: an unknown ``mode``.
+
+    Ranks: local.
+
+    Example:
+        >>> import tempfile
+        >>> final = Path(tempfile.mkdtemp()) / "CKPT+one"
+        >>> commit_directory(final, lambda folder: (folder / "a.ckpt").write_text("123"))
+        >>> _ = (final / "a.ckpt").write_text("12")
+        >>> verify(final)
+        ['a.ckpt has 2 bytes instead of 3']
+    """
+    if mode not in {"full", "size", "off"}:
+        raise ConfigError(f"verify(mode={mode!r}): the modes are 'full', 'size' and 'off'.")
+    if mode == "off":
+        return []
+    if not os.path.lexists(directory / MANIFEST_NAME):
+        if expect_manifest:
+            return [f"{MANIFEST_NAME} is missing"]
+        paths = sorted(path for path in directory.rglob("*.ckpt") if only in {None, path.name})
+        faults = [_fault_without_manifest(path, mode) for path in paths]
+    else:
+        try:
+            files = _read_manifest(directory / MANIFEST_NAME)
+        except CheckpointError as error:
+            return [str(error)]
+        faults = [_fault(directory, name, entry, mode) for name, entry in files.items() if only in {None, name}]
+    return [fault for fault in faults if fault is not None]
+
+
+def _fault(directory: Path, name: str, entry: Mapping[str, Any], mode: VerifyMode) -> str | None:
+    if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+        return f"{MANIFEST_NAME} names a file outside the directory: {name!r}"
+    path = directory / name
+    try:
+        size = _regular(path).st_size
+        if size != entry["size"]:
+            return f"{name} has {size} bytes instead of {entry['size']}"
+        if mode == "full" and file_sha256(path) != entry["sha256"]:
+            return f"{name} fails its checksum: its content has changed since it was saved"
+    except FileNotFoundError:
+        return f"{name} is missing"
+    except (OSError, ValueError) as error:
+        return f"{name!r} cannot be read: {error}"
+    return None
+
+
+def _regular(path: Path) -> os.stat_result:
+    """Look at a file, or at what a link leads to; opening what is no file (a pipe, a device) may never end."""
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(errno.EINVAL, "it is no regular file")
+    return status
+
+
+def _fault_without_manifest(path: Path, mode: VerifyMode) -> str | None:
+    if path.is_dir():
+        return None
+    try:
+        size = _regular(path).st_size
+        if size == 0:
+            return f"{path.name} is empty"
+        with path.open("rb") as handle:
+            if handle.read(2) != b"PK":  # not a file of torch.save, or one from before torch 1.6
+                return None
+        with zipfile.ZipFile(path) as archive:
+            if sum(member.file_size for member in archive.infolist()) > size:  # torch.save compresses nothing
+                return f"{path.name} is no file of torch.save: it would unpack to more than it holds"
+            broken = archive.testzip() if mode == "full" else None
+    except (OSError, EOFError, ValueError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
+        return f"{path.name} cannot be read: {error}"
+    return f"{path.name} fails its checksum in {broken}" if broken else None
+
+
+def read_text(path: Path, limit: int = MOST_TEXT) -> str:
+    """Read a small text file of a checkpoint; one that is none, or not small, is not opened.
+
+    Args:
+        path: the file.
+        limit: bytes that it may have.
+
+    Returns:
+        Its text.
+
+    Raises:
+        OSError: it cannot be read, is a pipe or a device, or has more than ``limit`` bytes.
+        ValueError: it is not UTF-8.
+
+    Ranks: local.
+
+    Example:
+        >>> import tempfile
+        >>> path = Path(tempfile.mkdtemp()) / "CKPT.yaml"
+        >>> _ = path.write_text("unixtime: 1.5")
+        >>> read_text(path)
+        'unixtime: 1.5'
+    """
+    size = _regular(path).st_size
+    if size > limit:
+        raise OSError(errno.EFBIG, f"it has {size} bytes; at most {limit} are read")
+    return path.read_text(encoding="utf-8")
+
+
+def _read_manifest(path: Path) -> dict[str, dict[str, Any]]:
+    try:
+        manifest = json.loads(read_text(path), object_pairs_hook=_unambiguous)
+        stated = manifest.pop("digest")
+        if manifest["format"] != MANIFEST_FORMAT:
+            raise CheckpointError(
+                f"{path.name} has format {manifest['format']!r}, this ddpkit reads format {MANIFEST_FORMAT}"
+            )
+        files: dict[str, Any] = dict(manifest["files"])
+        complete = all(isinstance(entry, dict) and {"size", "sha256"} <= set(entry) for entry in files.values())
+        if stated != _manifest_digest(manifest) or not complete:
+            raise CheckpointError(f"{path.name} fails its checksum")
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{path.name} cannot be read: {error}") from error
+    return files
+
+
+def _unambiguous(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a name stands twice in it")
+    return found
+
+
+def _manifest_digest(manifest: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()

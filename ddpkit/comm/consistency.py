@@ -1,0 +1,390 @@
+"""What must be the same on all ranks before they can work together, and how a difference is told.
+
+Ranks with other code take other paths through a script, and sooner or later one waits for ever for a call that the
+other does not make. So software, script and backend are compared over the launcher's store as soon as the processes
+have met, before they join a process group: each leaves its own under its rank, rank 0 reads all, and every rank raises
+what it has found. Nothing in that depends on what is compared.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import json
+import os
+import platform
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from ddpkit import __version__
+from ddpkit.control.loader_workers import is_library
+from ddpkit.control.rank_status import host_name
+from ddpkit.errors import LaunchError, RankMismatchError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from torch.distributed import Store
+
+MOST_SHOWN = 8
+LONGEST_VALUE = 200
+MOST_FILES = 256
+LARGEST_FILE_BYTES = 1 << 20
+LAST_WORD_SECONDS = 5.0
+SHORTEST_NAP, LONGEST_NAP = 0.0005, 0.02
+
+SCRIPT, YAML_FILE, FILE = "script", "hyperparameter file", "file "
+SOFTWARE = ("Python", "torch", "numpy", "ddpkit")
+_UNKNOWN_TO_SOME = (SCRIPT, YAML_FILE, FILE)  # a rank that does not know such a fact has no other one
+
+_DEFAULT_ADVICE = "Start every rank with the same script, the same command line and the same data."
+_ADVICE = {
+    SOFTWARE: "Install the same versions on every machine, best as one environment that all of them see.",
+    (SCRIPT, FILE, "Brain"): "Give every machine the same files of code.",
+    (YAML_FILE,): "Give every rank the same YAML; what differs between machines, such as a folder, belongs on the "
+    "command line: --name=value.",
+}
+
+
+# ------------------------------------------------------------------------------------------------ facts
+
+
+def software_facts() -> dict[str, str]:
+    """Name the versions of what computes, and a digest of this package's own code.
+
+    Returns:
+        One entry per part.
+
+    Ranks: local.
+
+    Example:
+        >>> list(software_facts())[:4]
+        ['Python', 'torch', 'numpy', 'ddpkit']
+    """
+    own = code_digest(str(Path(__file__).parents[1]))
+    return {
+        "Python": ".".join(platform.python_version_tuple()[:2]),
+        "torch": str(torch.__version__),
+        "numpy": np.__version__,
+        "ddpkit": __version__,
+        **({f"{FILE}ddpkit/*.py": f"code {own}"} if own else {}),
+    }
+
+
+def script_facts() -> dict[str, str]:
+    """Name the script that runs, and a digest of its text.
+
+    Returns:
+        One entry; none in a notebook, under ``python -c``, where an installed program runs, or where it cannot be read.
+
+    Ranks: local.
+
+    Example:
+        >>> len(script_facts()) <= 1
+        True
+    """
+    script = _script()
+    digest = "" if script is None else file_digest(str(script))
+    return {} if script is None or not digest else {SCRIPT: f"{script.name} (code {digest})"}
+
+
+def recipe_facts(brain_class: type, param_file: str = "") -> dict[str, str]:
+    """Describe the code of a recipe: the class of its Brain, what was imported from the script's folder, the YAML.
+
+    Args:
+        brain_class: the class; the file that it is written in is looked at.
+        param_file: the hyperparameter file, if there is one.
+
+    Returns:
+        One entry per file. What cannot be read, or is no file, has none.
+
+    Ranks: local.
+
+    Example:
+        >>> class Mine:
+        ...     pass
+        >>> recipe_facts(Mine)["Brain"]
+        'Mine'
+    """
+    facts = {"Brain": brain_class.__qualname__}
+    digest = file_digest(param_file) if param_file else ""
+    if digest:
+        facts[YAML_FILE] = f"content {digest}"
+    script, home = _script(), _file_of(sys.modules.get(brain_class.__module__))
+    files = {} if script is None else _files_beside(script)
+    if home is not None and home not in files and Path(home) != script:
+        files[home] = Path(home).name  # it may be written in a folder or a package of its own
+    digests = {name: file_digest(file) for file, name in files.items()}
+    return facts | {f"{FILE}{name}": f"code {digest}" for name, digest in digests.items() if digest}
+
+
+@functools.cache
+def file_digest(path: str) -> str:
+    """Return a short digest of a file's content, as it was when it was first looked at.
+
+    Args:
+        path: the file.
+
+    Returns:
+        Eight hexadecimal digits; nothing where the file cannot be read or is larger than a MiB.
+
+    Ranks: local.
+
+    Example:
+        >>> len(file_digest(__file__)), file_digest("/no/such/file")
+        (8, '')
+    """
+    content = _content(path)
+    return "" if content is None else hashlib.blake2b(content, digest_size=4).hexdigest()
+
+
+@functools.cache
+def code_digest(folder: str) -> str:
+    """Return a short digest of all Python files below a folder, as they were when they were first looked at.
+
+    Args:
+        folder: of a package.
+
+    Returns:
+        Eight hexadecimal digits; nothing where there is no file, or one cannot be read.
+
+    Ranks: local.
+
+    Example:
+        >>> len(code_digest(str(Path(__file__).parent))), code_digest("/no/such/folder")
+        (8, '')
+    """
+    digest = hashlib.blake2b(digest_size=4)
+    found = sorted(
+        os.path.join(parent, name)  # noqa: PTH118 -- a hundred paths, of which most of the time would go into Path
+        for parent, _, names in os.walk(folder)
+        for name in names
+        if name.endswith(".py")
+    )
+    for path in found:
+        content = _content(path)
+        if content is None:
+            return ""
+        digest.update(f"{path[len(folder) :]} {len(content)} ".encode())
+        digest.update(content)
+    return digest.hexdigest() if found else ""
+
+
+def _content(path: str) -> bytes | None:
+    with contextlib.suppress(OSError, ValueError), open(path, "rb", buffering=0) as file:  # noqa: PTH123 -- as above
+        content = file.read(LARGEST_FILE_BYTES + 1)
+        return content if len(content) <= LARGEST_FILE_BYTES else None
+    return None
+
+
+def _script() -> Path | None:
+    """Return the script that runs, if it is the user's own and a file."""
+    file = _file_of(sys.modules.get("__main__"))
+    return None if file is None or is_library(file) else Path(file).absolute()
+
+
+def _file_of(module: Any) -> str | None:
+    """Return the source file of a module by what it says itself: its attributes may be made when asked for."""
+    file = getattr(module, "__dict__", {}).get("__file__")
+    return file if isinstance(file, str) and file.endswith(".py") else None
+
+
+def _files_beside(script: Path) -> dict[str, str]:
+    """Return the files that have been imported from the folder of a script, or from below it, with short names."""
+    folder = f"{script.parent}{os.sep}"
+    files = {file for file in map(_file_of, list(sys.modules.values())) if file is not None and file.startswith(folder)}
+    own = sorted(file for file in files if not is_library(file) and file != str(script))
+    return {file: file[len(folder) :] for file in own[:MOST_FILES]}
+
+
+# ------------------------------------------------------------------------------------------- differences
+
+
+def strict_part(facts: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Return those facts that every rank must have, in their order.
+
+    Args:
+        facts: of one rank.
+
+    Ranks: local.
+
+    Example:
+        >>> strict_part({"torch": "2.13.0", "file nets.py": "code 0a1b2c3d"})
+        [('torch', '2.13.0')]
+    """
+    return [(name, value) for name, value in facts.items() if not name.startswith(_UNKNOWN_TO_SOME)]
+
+
+def describe_differences(everybody: Sequence[Mapping[str, str]], places: Sequence[str] = ()) -> str:
+    """Say in which facts the ranks differ.
+
+    A file of code that only some ranks have imported, or could read, is no difference.
+
+    Args:
+        everybody: the facts of every rank.
+        places: where each rank is, such as ``"gpu07 (pid 4711)"``; told of those that differ from most.
+
+    Returns:
+        A message with one line per fact that differs; nothing where none does.
+
+    Ranks: local.
+
+    Example:
+        >>> print(describe_differences([{"train batches": "12"}, {"train batches": "11"}], ["a (pid 7)", "b (pid 8)"]))
+        The ranks are not about to run the same training:
+          train batches: 12 on rank 0; 11 on rank 1
+          rank 0 is on a (pid 7); rank 1 is on b (pid 8)
+        Start every rank with the same script, the same command line and the same data.
+    """
+    found = {name: groups for name in _names(everybody) if len(groups := _groups(name, everybody)) > 1}
+    lines = [f"  {name}: {_values(groups)}" for name, groups in found.items()]
+    if not lines and len({tuple(strict_part(facts)) for facts in everybody}) > 1:
+        lines = ["  the order of the parameters"]
+    if not lines:
+        return ""
+    if len(lines) > MOST_SHOWN:
+        lines = [*lines[:MOST_SHOWN], f"  and {len(lines) - MOST_SHOWN} more"]
+    odd = sorted(set().union(*map(_odd_ones, found.values())))
+    if places and odd:
+        shown = "; ".join(f"rank {rank} is on {places[rank]}" for rank in odd[:MOST_SHOWN])
+        lines.append(f"  {shown}{'; ...' if len(odd) > MOST_SHOWN else ''}")
+    advice = [words for names, words in _ADVICE.items() if any(name.startswith(names) for name in found)]
+    return "\n".join(["The ranks are not about to run the same training:", *lines, *advice, _DEFAULT_ADVICE])
+
+
+def _values(groups: Mapping[str, list[int]]) -> str:
+    """Say who has what; long values are shown around the place where the first two part."""
+    first, second = list(groups)[:2]
+    pairs = enumerate(zip(first, second))  # noqa: B905 -- up to the end of the shorter one
+    common = next((place for place, (one, other) in pairs if one != other), min(len(first), len(second)))
+    start = max(0, common - LONGEST_VALUE // 2) if max(len(first), len(second)) > LONGEST_VALUE else 0
+    words = []
+    for value, where in list(groups.items())[:MOST_SHOWN]:
+        part = value[start : start + LONGEST_VALUE]
+        before, after = "..." if start else "", "..." if len(value) > start + LONGEST_VALUE else ""
+        words.append(f"{before}{part}{after} on {_ranks(where)}")
+    more = len(groups) - MOST_SHOWN
+    return "; ".join(words) + (f"; and {more} more values" if more > 0 else "")
+
+
+def own_place() -> str:
+    """Say where this process is, in the words of :func:`describe_differences`.
+
+    Ranks: local.
+
+    Example:
+        >>> own_place().endswith(f"(pid {os.getpid()})")
+        True
+    """
+    return f"{host_name()} (pid {os.getpid()})"
+
+
+def _names(everybody: Iterable[Mapping[str, str]]) -> list[str]:
+    return list(dict.fromkeys(name for facts in everybody for name in facts))
+
+
+def _groups(name: str, everybody: Sequence[Mapping[str, str]]) -> dict[str, list[int]]:
+    """Return the ranks by what they have; without those that may not know it, and do not."""
+    groups: dict[str, list[int]] = {}
+    for rank, facts in enumerate(everybody):
+        if name in facts or not name.startswith(_UNKNOWN_TO_SOME):
+            groups.setdefault(facts.get(name, "missing"), []).append(rank)
+    return groups
+
+
+def _odd_ones(groups: Mapping[str, list[int]]) -> list[int]:
+    """Return the ranks that do not have what most have; all, where there is no such thing."""
+    most = max(map(len, groups.values()))
+    of_most = [ranks for ranks in groups.values() if len(ranks) == most]
+    common = of_most[0] if len(of_most) == 1 else []
+    return [rank for ranks in groups.values() for rank in ranks if rank not in common]
+
+
+def _ranks(ranks: list[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    shown = ", ".join(str(rank) for rank in ranks[:MOST_SHOWN])
+    return f"ranks {shown}" + (" ..." if len(ranks) > MOST_SHOWN else "")
+
+
+# --------------------------------------------------------------------------------------- over the store
+
+
+def compare_at_meeting(
+    store: Store, rank: int, world_size: int, facts: Mapping[str, str], seconds: float, word: str = ""
+) -> str:
+    """Compare facts between processes that have met at a store, and are no process group yet.
+
+    Args:
+        store: with a name of this attempt.
+        rank: this process.
+        world_size: number of processes.
+        facts: of this process.
+        seconds: how long to wait for the others.
+        word: what this process would have the others know; that of rank 0 they are told.
+
+    Returns:
+        The word of rank 0.
+
+    Raises:
+        RankMismatchError: on every rank, naming what differs and on which rank.
+        LaunchError: a rank has met the others and does not come, or the store has gone.
+
+    Ranks: collective.
+
+    Example:
+        >>> from torch.distributed import HashStore
+        >>> compare_at_meeting(HashStore(), 0, 1, {"torch": "2.13.0"}, 1.0, "hello")
+        'hello'
+    """
+    end = time.monotonic() + seconds
+    try:
+        store.set(f"ddpkit/start/{rank}", json.dumps([dict(facts), own_place()]))
+        if rank == 0:
+            found = [json.loads(_get(store, f"ddpkit/start/{other}", end, other)) for other in range(world_size)]
+            everybody, places = zip(*found, strict=True)
+            message = describe_differences(everybody, places)
+            store.set("ddpkit/start/word", word)
+            store.set("ddpkit/start/verdict", message)
+            if message:
+                _await_readers(store, world_size - 1)
+        else:
+            message = _get(store, "ddpkit/start/verdict", end, 0)
+            word = word if message else _get(store, "ddpkit/start/word", end, 0)  # of another version there may be none
+            store.add("ddpkit/start/read", 1)
+    except LaunchError:
+        raise
+    except RuntimeError as error:  # torch.distributed.DistError derives from it
+        raise LaunchError(
+            f"rank {rank} of {world_size} lost the connection to the store while the processes compared their software "
+            f"and code: {error}. Some process of the run has died; look for the first error above."
+        ) from error
+    if message:
+        raise RankMismatchError(message)
+    return word
+
+
+def _get(store: Store, key: str, end: float, other: int) -> str:
+    nap = SHORTEST_NAP
+    while not store.check([key]):
+        if time.monotonic() > end:
+            raise LaunchError(
+                f"rank {other} has met the others, and has not come any further since. Look into its output. "
+                "--distributed_timeout_minutes says how long to wait."
+            )
+        time.sleep(nap)
+        nap = min(nap * 1.5, LONGEST_NAP)
+    return bytes(store.get(key)).decode()
+
+
+def _await_readers(store: Store, number: int) -> None:
+    """Wait until the others have read why nothing starts: rank 0 may host the store."""
+    end = time.monotonic() + LAST_WORD_SECONDS
+    while store.add("ddpkit/start/read", 0) < number and time.monotonic() < end:
+        time.sleep(LONGEST_NAP)

@@ -1,0 +1,371 @@
+"""Values and errors handed from one rank to the others through the process group's store.
+
+A collective is positional: the n-th call of one rank meets the n-th call of the others, so a call that only
+the main process makes leaves it waiting for ever. Here a value is *posted* under a key that says which call
+it belongs to, and whoever makes the same call reads it. The one who posts never waits, so a call that only one
+rank makes is legal; whoever reads waits as long as the poster is alive, however long its work takes.
+
+The key of a call is the path of code lines that led to it (the *call site*) and how often this rank has taken
+that path. A helper that is called both under ``if if_main_process():`` and by all ranks therefore has two
+call sites, and their counts cannot be mixed up.
+
+Source: the store's payload limit of 8 MiB is that of torch's libuv ``TCPStore`` backend (measured with
+torch 2.13: 7 MiB pass, 9 MiB break the connection); larger values are cut into pieces.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import pickle
+import re
+import sys
+import time
+import traceback
+from dataclasses import dataclass, replace
+from pathlib import PurePath
+from typing import TYPE_CHECKING, Any
+
+from ddpkit.control.failure import LastWords, Reason, explained
+from ddpkit.errors import MainProcessError, RankFailedError
+from ddpkit.logger import get_logger
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from types import FrameType
+
+    from torch.distributed import Store
+
+    from ddpkit.control.heartbeat import Absence
+
+logger = get_logger(__name__)
+
+PIECE_BYTES = 4 << 20
+FIRST_WARNING_SECONDS = 30.0
+TROUBLE_SECONDS = 5.0
+WARNING_INTERVAL_SECONDS = 60.0
+LONGEST_NAP_SECONDS = 0.02
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a call on the rank that made it: a value, or the text of its failure.
+
+    Attributes:
+        ok: whether it returned.
+        value: what it returned.
+        error: type and message of what it raised.
+        trace: the traceback as text.
+        reason: the same, and where that was; its rank is not known here.
+
+    Ranks: local.
+
+    Example:
+        >>> Outcome.of_error(ValueError("no")).error
+        'ValueError: no'
+    """
+
+    ok: bool
+    value: Any = None
+    error: str = ""
+    trace: str = ""
+    reason: Reason | None = None
+
+    @staticmethod
+    def of_error(error: BaseException) -> Outcome:
+        """Describe a raised exception so that other ranks can show it."""
+        text = "".join(traceback.format_exception_only(type(error), error)).strip()
+        reason = Reason.of(0, error, is_final=False)
+        return Outcome(ok=False, error=text, trace="".join(traceback.format_exception(error)), reason=reason)
+
+
+def call_site(frame: FrameType | None) -> str:
+    """Name the code path that leads to ``frame``, the same on every rank that takes the same path.
+
+    The path ends at the first module-level frame (the recipe script itself), so that a debugger or a profiler
+    that runs the script on one rank only does not change it.
+
+    Args:
+        frame: the innermost frame that counts.
+
+    Returns:
+        ``"file.py:12 in prepare"`` followed by a digest of the whole path.
+
+    Ranks: local.
+
+    Example:
+        >>> import sys
+        >>> call_site(sys._getframe()) == call_site(sys._getframe())
+        True
+    """
+    steps = list(_steps(frame))
+    digest = hashlib.blake2b("".join(steps).encode(), digest_size=8)
+    return f"{steps[0] if steps else '?'} #{digest.hexdigest()}"
+
+
+def call_path(frame: FrameType | None) -> str:
+    """Name the code path that leads to ``frame``, whole and for a person: what :func:`call_site` is a digest of.
+
+    Args:
+        frame: the innermost frame that counts.
+
+    Returns:
+        ``"file.py:12 in prepare, from file.py:40 in main, from file.py:44 in <module>"``.
+
+    Ranks: local.
+
+    Example:
+        >>> call_path(sys._getframe()).endswith("in <module>")
+        True
+    """
+    return ", from ".join(_steps(frame)) or "?"
+
+
+def _steps(frame: FrameType | None) -> Iterator[str]:
+    while frame is not None:
+        code = frame.f_code
+        yield f"{PurePath(code.co_filename).name}:{frame.f_lineno} in {code.co_name}"
+        if code.co_name == "<module>":
+            break
+        frame = frame.f_back
+
+
+def outside_frame(depth: int = 1) -> FrameType | None:
+    """Return the frame ``depth`` calls above the caller of this function.
+
+    Ranks: local.
+
+    Example:
+        >>> outside_frame(0).f_code.co_name
+        '<module>'
+    """
+    return sys._getframe(depth + 1)  # noqa: SLF001 -- inspect.currentframe() is the same, less the depth
+
+
+def place(site: str) -> str:
+    """Return the readable part of a call site.
+
+    Ranks: local.
+
+    Example:
+        >>> place("from rank 1 train.py:12 in prepare #0a1b")
+        'train.py:12 in prepare'
+    """
+    return re.sub(r"^(from rank \d+ |all )+", "", site.partition(" #")[0])
+
+
+class Handover:
+    """Posts and reads outcomes on one store; one object per process group.
+
+    Args:
+        store: the store of the process group.
+        rank: this process, ``0 <= rank < world_size``.
+        world_size: number of processes.
+
+    Attributes:
+        last_words: what the ranks tell each other when they end.
+        absence_of: makes what is looked at while this rank waits for another one, and finds that it is gone; None: that
+            is left to others.
+
+    Ranks: local; each method says which ranks take part.
+
+    Example:
+        >>> from torch.distributed import HashStore
+        >>> box = Handover(HashStore(), rank=0, world_size=1)
+        >>> box.post("site", box.next_count("site"), Outcome(ok=True, value=3), readers=1)
+        >>> box.read("site", "0.1", poster=0, readers=1).value
+        3
+    """
+
+    def __init__(self, store: Store, rank: int, world_size: int) -> None:
+        self.store = store
+        self.rank = rank
+        self.world_size = world_size
+        self.last_words = LastWords(store, rank, world_size)
+        self.absence_of: Callable[[int], Absence] | None = None
+        self._counts: dict[str, int] = {}
+        self._collectives = 0
+        self._posted: list[list[str]] = []
+
+    def next_count(self, site: str) -> str:
+        """Number this rank's visits to ``site`` since the last collective, which all ranks have passed alike."""
+        self._counts[site] = self._counts.get(site, 0) + 1
+        return f"{self._collectives}.{self._counts[site]}"
+
+    def post(self, site: str, count: str, outcome: Outcome, readers: int) -> None:
+        """Leave an outcome for those who make the same call; never waits.
+
+        A value that cannot be pickled is replaced by None with a warning that names the call.
+        """
+        if readers < 1:
+            return
+        payload = self._pickled(site, outcome)
+        key = _key(site, count)
+        pieces = range(0, max(len(payload), 1), PIECE_BYTES)
+        self._posted.append(_names(key, len(pieces)))
+        for number, start in enumerate(pieces):
+            self.store.set(f"{key}/{number}", payload[start : start + PIECE_BYTES])  # type: ignore[arg-type]
+        self.store.set(key, str(len(pieces)))
+
+    def read(self, site: str, count: str, *, poster: int, readers: int) -> Outcome:
+        """Wait until ``poster`` has posted call number ``count`` of ``site`` and return its outcome.
+
+        Raises:
+            RankFailedError: the poster has come to its end without making this call, or has been silent for too long.
+        """
+        key = _key(site, count)
+        try:
+            self._wait(key, site, poster)
+            pieces = int(self.store.get(key))
+            payload = b"".join(self.store.get(f"{key}/{number}") for number in range(pieces))
+            if self.store.add(f"{key}/read", 1) >= readers:
+                for name in _names(key, pieces):
+                    self.store.delete_key(name)
+        except RankFailedError:
+            raise
+        except RuntimeError as error:
+            news = self._why_lost(error, site, poster)
+            raise news from news.__cause__
+        return self._unpickled(site, payload)
+
+    @contextlib.contextmanager
+    def forgetting(self) -> Iterator[None]:
+        """Start afresh after a collective: delete what nobody has read, and number the visits from 1 again.
+
+        A rank that takes part in the collective is past every call that came before it, so nobody will read any more;
+        and a call that only one rank has made before it cannot shift the numbers of those that come after.
+        """
+        posted, self._posted = self._posted, []
+        yield
+        self._counts.clear()
+        self._collectives += 1
+        for names in posted:
+            if self.store.delete_key(names[0]):
+                for name in names[1:]:
+                    self.store.delete_key(name)
+
+    def _pickled(self, site: str, outcome: Outcome) -> bytes:
+        try:
+            return pickle.dumps(outcome)
+        except Exception as error:  # noqa: BLE001 -- the value's own code may raise anything, and others wait for an answer
+            logger.warning(
+                "%s: the value of this main-only call, a %s, cannot be handed to the other ranks (%s); "
+                "they get None. Return something that pickles, or nothing.",
+                place(site),
+                type(outcome.value).__name__,
+                error,
+                main_process_only=False,
+            )
+            return pickle.dumps(Outcome(ok=True))
+
+    def _unpickled(self, site: str, payload: bytes) -> Outcome:
+        try:
+            outcome = pickle.loads(payload)  # noqa: S301 -- written by a rank of this very job
+        except Exception as error:  # noqa: BLE001 -- as above: the work was done, only its value is lost
+            logger.warning(
+                "%s: the value of this main-only call cannot be read on rank %d (%s: %s), which gets None.",
+                place(site),
+                self.rank,
+                type(error).__name__,
+                error,
+                main_process_only=False,
+            )
+            return Outcome(ok=True)
+        if not isinstance(outcome, Outcome):
+            raise TypeError(f"{site}: the store holds a {type(outcome).__name__} where an Outcome was expected")
+        return outcome
+
+    def _wait(self, key: str, site: str, poster: int) -> None:
+        started = time.monotonic()
+        next_warning = started + FIRST_WARNING_SECONDS
+        nap = 0.0005
+        absence = None if self.absence_of is None else self.absence_of(poster)
+        while not self.store.check([key]):
+            if self.last_words.has_left(poster) and not self.store.check([key]):
+                raise RankFailedError(self._why_gone(site, poster))
+            now = time.monotonic()
+            if now - started > TROUBLE_SECONDS:
+                self._require_no_trouble(site, poster)
+                if absence is not None:
+                    absence.look(now)
+            if now >= next_warning:
+                next_warning += WARNING_INTERVAL_SECONDS
+                self._warn_waiting(site, poster, now - started)
+            time.sleep(nap)
+            nap = min(nap * 1.5, LONGEST_NAP_SECONDS)
+
+    def _require_no_trouble(self, site: str, poster: int) -> None:
+        if self.last_words.is_alone_in_trouble(poster):
+            raise RankFailedError(
+                f"rank {self.rank} waits at {place(site)} for rank {poster}, which does not come: an exception "
+                f"ended fit or evaluate on rank {self.rank} alone, the script has caught it and gone on, and "
+                f"rank {poster} is still in there. Let the exception end the process."
+            )
+
+    def _why_lost(self, error: RuntimeError, site: str, poster: int) -> RankFailedError:
+        """Say which rank was lost with the connection to the store, if that becomes known soon."""
+        self.last_words.store_is_lost = True
+        news = explained(error)
+        if isinstance(news, RankFailedError) and news.__cause__ is None:
+            return RankFailedError(f"{news}\n(rank {self.rank} was waiting at {place(site)} for rank {poster})")
+        news = RankFailedError(
+            f"rank {self.rank} waited at {place(site)} for rank {poster} and lost the connection to the "
+            f"launcher's store: {error}. Some process of the run has died; look for the first error above."
+        )
+        news.__cause__ = error
+        return news
+
+    def _why_gone(self, site: str, poster: int) -> str:
+        reason = self.last_words.first_failure()
+        if reason is not None:
+            return f"{reason.summary()}\n(rank {self.rank} was waiting at {place(site)} for rank {poster})"
+        return (
+            f"rank {self.rank} waits at {place(site)} for rank {poster}, which has come to its end without making this "
+            f"call. Look for the reason in the output of rank {poster}, or for a path through the script that it did "
+            "not take."
+        )
+
+    def _warn_waiting(self, site: str, poster: int, seconds: float) -> None:
+        logger.warning(
+            "rank %d has waited %.0f s at %s for rank %d. If rank %d is not working on that call, "
+            "the ranks have taken different paths through the script.",
+            self.rank,
+            seconds,
+            place(site),
+            poster,
+            poster,
+            main_process_only=False,
+        )
+
+
+def raise_as_reader(outcome: Outcome, site: str, poster: int) -> None:
+    """Raise the poster's failure on a rank that read it.
+
+    Raises:
+        MainProcessError: the poster is rank 0; the text holds its own traceback.
+        RankFailedError: the poster is another rank (once-per-node work); likewise.
+
+    Ranks: local.
+
+    Example:
+        >>> raise_as_reader(Outcome(ok=False, error="ValueError: no", trace="..."), "train.py:3 in prepare", 0)
+        Traceback (most recent call last):
+        ddpkit.errors.MainProcessError: rank 0 failed in the call at train.py:3 in prepare: ValueError: no
+        --- traceback of rank 0 ---
+        ...
+    """
+    kind = MainProcessError if poster == 0 else RankFailedError
+    last = "" if outcome.reason is None else f"\n{replace(outcome.reason, rank=poster).summary()}"
+    raise kind(
+        f"rank {poster} failed in the call at {place(site)}: {outcome.error}\n"
+        f"--- traceback of rank {poster} ---\n{outcome.trace.rstrip()}{last}"
+    )
+
+
+def _key(site: str, count: str) -> str:
+    return f"ddpkit/call/{site}/{count}"
+
+
+def _names(key: str, pieces: int) -> list[str]:
+    """List all that a posted outcome has in the store."""
+    return [key, f"{key}/read", *(f"{key}/{number}" for number in range(pieces))]

@@ -1,0 +1,492 @@
+"""The default process group: made from the launcher's environment, destroyed at exit.
+
+How the processes find each other is in :mod:`ddpkit.comm.rendezvous`.
+
+Source: torch's trap list in ``docs/explanation/architecture.md``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import sys
+import time
+import weakref
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from ddpkit.base.process_probe import has_ended, state_and_start
+from ddpkit.comm.consistency import compare_at_meeting, script_facts, software_facts
+from ddpkit.comm.mailbox import Handover
+from ddpkit.comm.rendezvous import open_store
+from ddpkit.control.failure import (
+    culprit,
+    failed_second_hand,
+    forget_words,
+    has_failed,
+    note_end_of_child,
+    watch_uncaught,
+)
+from ddpkit.control.heartbeat import Absence
+from ddpkit.control.loader_workers import at_exit, kill_workers
+from ddpkit.control.rank_status import POSITION, Whereabouts, host_name
+from ddpkit.control.watchdog import Watch
+from ddpkit.device import resolve_device
+from ddpkit.errors import ConfigError, LaunchError
+from ddpkit.launch.launchers import find_launch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+DEFAULT_TIMEOUT_MINUTES = 30.0
+AFTER_WATCH_SECONDS = 30.0  # that collectives wait longer, so that it is the watch that says why
+SHARED_GPU = "Duplicate GPU detected"  # in NCCL's own words
+GOODBYE_SECONDS = 5.0
+LAST_WORDS_SECONDS = 2.0
+SEEN_SECONDS = 0.3  # in which torchrun's agent looks at its processes three times, unless it waits for one
+NAP_SECONDS = 0.02
+
+
+class GroupState:
+    """What belongs to one process group: made when first needed, replaced when the group is.
+
+    Args:
+        store: the store of the default process group.
+
+    Attributes:
+        process: the process that it was made in; one that is forked from it is no rank, and says nothing at its end.
+        timeout: how long the group's collectives wait at its start; None: it does not say.
+
+    Ranks: local.
+
+    Example:
+        >>> GroupState.__name__
+        'GroupState'
+    """
+
+    def __init__(self, store: dist.Store) -> None:
+        self.store = store
+        self.handover = Handover(store, dist.get_rank(), dist.get_world_size())
+        # torch keeps the group; whoever else held it would keep its threads running after it has been destroyed, and
+        # the process would abort at exit.
+        self.control_group: Callable[[], dist.ProcessGroup | None] = lambda: None
+        self.process = os.getpid()
+        self.timeout = _timeout_of(dist.group.WORLD)
+        self.attended = self.hosts_store = self.is_over = self.has_left = False
+        self.watch: Watch | None = None
+
+    @property
+    def is_forked(self) -> bool:
+        """Say whether this process is not the rank, but was forked from it."""
+        return self.process != os.getpid()
+
+    def leave_behind(self) -> None:
+        """End all that belongs to the group, because another one takes its place.
+
+        The store stays for those who host it: other ranks may be a moment behind, and still talk to it.
+        """
+        words, watch, self.is_over = self.handover.last_words, self.watch, True
+        if watch is not None and not self.is_forked:
+            watch.stop()
+            if watch.guest is None and watch.pulse.store_lost is None:
+                words.say_goodbye()
+        forget_words(words)
+
+
+_state: GroupState | None = None
+
+
+def group_state() -> GroupState:
+    """Return what belongs to the current default process group, whoever made it.
+
+    Raises:
+        ValueError: there is no process group (torch's own error).
+
+    Ranks: local.
+
+    State: what belonged to the group before it ends, with its watch.
+
+    Example:
+        >>> group_state()
+        Traceback (most recent call last):
+        ValueError: Default process group has not been initialized, please make sure to call init_process_group.
+    """
+    global _state  # noqa: PLW0603 -- shadows torch's own global, the default process group
+    store = dist.distributed_c10d._get_default_store()  # noqa: SLF001 -- the only way to a group made by others
+    if _state is None or _state.store is not store:
+        if _state is not None:
+            _state.leave_behind()
+        _state = GroupState(store)
+        POSITION.join_group()
+    return _state
+
+
+def set_hang_limits(warning: float, timeout: float) -> None:
+    """Say after how long without a step the ranks are asked where they are, and after how long the run ends.
+
+    Args:
+        warning: seconds; 0: never.
+        timeout: seconds; 0: never.
+
+    Ranks: local; does nothing without a process group. One that somebody else has started does not end, whatever the
+    timeout.
+
+    Example:
+        >>> set_hang_limits(30.0, 1800.0)
+    """
+    if is_distributed_initialized():
+        watch = group_state().watch
+        if watch is not None:
+            watch.hang_warning, watch.hang_timeout = warning, timeout
+
+
+def is_distributed_initialized() -> bool:
+    """Say whether a default process group exists, whoever made it.
+
+    Ranks: local.
+
+    Example:
+        >>> is_distributed_initialized()
+        False
+    """
+    return dist.is_available() and dist.is_initialized()
+
+
+def control_group() -> dist.ProcessGroup | None:
+    """Return the gloo group for small CPU tensors, apart from the one that gradients travel on.
+
+    Its collectives wait as long as those of the default group do at its start: with ``distributed_timeout_minutes``, or
+    as others have said who started that. :func:`shorten_timeout` does not change it.
+
+    Returns:
+        The group, or None where no process group is initialised.
+
+    Ranks: collective on the first call, local afterwards.
+
+    Example:
+        >>> control_group() is None
+        True
+    """
+    if not is_distributed_initialized():
+        return None
+    state = group_state()
+    group = state.control_group()
+    if group is None:
+        group = dist.new_group(backend="gloo", timeout=state.timeout)
+        state.control_group = weakref.ref(group)
+    return group
+
+
+def ddp_init_group(run_opts: Mapping[str, Any] | Any) -> None:
+    """Start the default process group if a launcher started this process; otherwise do nothing.
+
+    The device is bound to the local rank first, and given to the group. A group that somebody else has started
+    already is accepted and will not be destroyed; one that is started here is destroyed at exit. From then on the
+    exception that ends a rank is told to the other ranks, and to torchrun's summary.
+
+    Args:
+        run_opts: anything with ``["distributed_backend"]``; ``["device"]``, ``["distributed_timeout_minutes"]`` and
+            ``["hang_timeout"]`` are read where present.
+
+    Raises:
+        ConfigError: the backend is unknown, or not built into this torch, or does not fit the device.
+        LaunchError: the environment contradicts itself or does not say where to meet, the port is taken, or the other
+            processes do not come or cannot be reached.
+        RankMismatchError: the processes differ in their versions of Python, torch, numpy or ddpkit, in their script or
+            in the backend; on every rank.
+
+    Ranks: collective.
+
+    State: ``sys.excepthook`` (see :func:`ddpkit.control.failure.watch_uncaught`) and a hook at the end of the process,
+    once per group.
+
+    Example:
+        >>> ddp_init_group({"distributed_backend": "gloo"})  # no launcher: nothing happens
+    """
+    if is_distributed_initialized():
+        _attend(hosts_store=False, destroy=False)
+        return
+    info = find_launch()
+    if not info.is_distributed:
+        return
+    device = resolve_device(_get(run_opts, "device"), info)
+    backend = check_backend(_get(run_opts, "distributed_backend"), device)
+    hang_timeout = float(_get(run_opts, "hang_timeout") or 0.0)
+    timeout = timedelta(seconds=longest_wait(_get(run_opts, "distributed_timeout_minutes"), hang_timeout))
+    arguments: dict[str, Any] = {}
+    if device.startswith("cuda"):
+        torch.cuda.set_device(torch.device(device))
+        arguments["device_id"] = torch.device(device)
+    store, hosts = open_store(info, timeout)
+    keeper: Whereabouts | None = None
+    if info.world_size > 1:
+        facts = {"number of processes": str(info.world_size), "backend": backend, **software_facts(), **script_facts()}
+        me = POSITION.whereabouts(info.rank, 0.0, look=False).to_json()
+        wait = timeout.total_seconds()
+        keeper = Whereabouts.read(compare_at_meeting(store, info.rank, info.world_size, facts, wait, me))
+    try:
+        dist.init_process_group(
+            backend, rank=info.rank, world_size=info.world_size, store=store, timeout=timeout, **arguments
+        )
+    except RuntimeError as error:  # torch.distributed.DistError derives from it
+        raise LaunchError(
+            f"rank {info.rank} of {info.world_size} could not join the process group "
+            f"(backend={backend!r}, met at {info.address}:{info.port}): {error}. {_what_to_do(str(error), device)}"
+        ) from error
+    group_state().timeout = timeout
+    _attend(hosts_store=hosts, destroy=True, keeper=keeper)
+    set_hang_limits(0.0, hang_timeout)
+    control_group()
+
+
+def _what_to_do(error: str, device: str) -> str:
+    """Say what helps against an error of a backend that has not come together."""
+    if SHARED_GPU in error:
+        return (
+            f"Two ranks use one GPU, this one has {device!r}, or slices (MIG) of one, between which NCCL cannot work. "
+            "Start one process per GPU, and leave every process all GPUs of its machine (CUDA_VISIBLE_DEVICES, "
+            "--device, srun --gpu-bind=none); or run with --distributed_backend=gloo."
+        )
+    return (
+        "Check that the machines reach each other by the network that the backend takes (GLOO_SOCKET_IFNAME, "
+        "NCCL_SOCKET_IFNAME)."
+    )
+
+
+def longest_wait(minutes: float | None, hang_timeout: float) -> float:
+    """Return how long collectives wait: longer than the watch, which says why, unless the user wants something else.
+
+    Args:
+        minutes: the option ``distributed_timeout_minutes``; None: its default.
+        hang_timeout: seconds; 0: never.
+
+    Returns:
+        Seconds.
+
+    Ranks: local; every rank must give the same.
+
+    Example:
+        >>> longest_wait(30.0, 1800.0), longest_wait(None, 0.0), longest_wait(5.0, 1800.0)
+        (1830.0, 1800.0, 300.0)
+    """
+    seconds = 60.0 * float(minutes or DEFAULT_TIMEOUT_MINUTES)
+    if seconds != 60.0 * DEFAULT_TIMEOUT_MINUTES:
+        return seconds
+    return max(seconds, hang_timeout + AFTER_WATCH_SECONDS)
+
+
+def check_backend(backend: str | None, device: str) -> str:
+    """Check that a process-group backend is known, built in, and fits the device.
+
+    Args:
+        backend: such as ``"nccl"``, ``"gloo"``, ``"mpi"`` or ``"cpu:gloo,cuda:nccl"``; None chooses by the device.
+        device: such as ``"cpu"`` or ``"cuda:1"``.
+
+    Returns:
+        The backend.
+
+    Raises:
+        ConfigError: it cannot work; the message says what was found and what to run instead.
+
+    Ranks: local.
+
+    Example:
+        >>> check_backend(None, "cpu")
+        'gloo'
+    """
+    on_gpu = device.startswith("cuda")
+    if backend is None:
+        return "nccl" if on_gpu else "gloo"
+    known = {"nccl": dist.is_nccl_available, "gloo": dist.is_gloo_available, "mpi": dist.is_mpi_available}
+    for part in str(backend).split(","):
+        name = part.split(":")[-1].strip().lower()
+        if name not in known and not hasattr(dist.Backend, name.upper()):
+            raise ConfigError(
+                f"distributed_backend={backend!r} is not a backend that torch knows "
+                f"(known: {', '.join(sorted(known))}). Use --distributed_backend=nccl on GPUs, gloo on CPUs."
+            )
+        if name in known and not known[name]():
+            raise ConfigError(
+                f"distributed_backend={backend!r}: this torch ({torch.__version__}) was built without {name}. "
+                f"Run with --distributed_backend=gloo{'' if on_gpu else ' --device=cpu'}, or install a torch with it."
+            )
+    if backend == "nccl" and not on_gpu:
+        raise ConfigError(
+            f"distributed_backend='nccl' works between GPUs only, and the device is {device!r} "
+            f"({torch.cuda.device_count()} GPUs found). Run with --distributed_backend=gloo."
+        )
+    return str(backend)
+
+
+def shorten_timeout(seconds: float) -> None:
+    """Set how long the collectives of the default process group wait from now on.
+
+    A start may take long: compiling, reading data, ranks that come late. A step does not; after the first one a rank
+    that does not come is better missed soon. Nothing happens without a process group, nor where this torch or the
+    backend cannot do it (``mpi``).
+
+    Args:
+        seconds: the new limit.
+
+    Raises:
+        ConfigError: it is not above zero.
+
+    Ranks: local; every rank should call it, with the same number.
+
+    State: the default process group's limit, on each of its backends.
+
+    Example:
+        >>> shorten_timeout(60.0)  # no process group: nothing happens
+    """
+    if not seconds > 0:
+        raise ConfigError(f"a timeout of {seconds!r} seconds would end every collective at once. Give one above 0.")
+    if not is_distributed_initialized():
+        return
+    set_timeout = getattr(dist.group.WORLD, "set_timeout", None)
+    if set_timeout is not None:
+        with contextlib.suppress(RuntimeError):  # a backend that has none says so by this
+            set_timeout(timedelta(seconds=seconds))
+
+
+def _attend(*, hosts_store: bool, destroy: bool, keeper: Whereabouts | None = None) -> None:
+    """Make sure, once per group, that its end and its failures are told to the other ranks.
+
+    Args:
+        hosts_store: whether this process keeps the store.
+        destroy: whether the group ends with it.
+        keeper: the first rank, which keeps the store where no launcher does.
+    """
+    state = group_state()
+    if state.attended:
+        return
+    state.attended, state.hosts_store = True, hosts_store
+    watch_uncaught(state.handover.last_words)
+    POSITION.waits_for_device = "nccl" in dist.get_backend()
+    at_exit(functools.partial(_leave, state, destroy=destroy, handled=sys.exc_info()[1]))
+    if destroy:
+        info = find_launch()
+        near = info.node_ranks or range(info.first_on_node, info.first_on_node + info.local_world_size)
+        parent = os.getppid() if info.launcher == "torchrun" else None
+        is_guarded = info.launcher not in {"torchrun", "spawn"}  # whose parents end what does not end itself
+        watch = state.watch = Watch(state.handover.last_words, near, parent, guarded=is_guarded)
+        watch.pulse.keeper = keeper
+        state.handover.absence_of = lambda rank: Absence(watch.pulse, rank, lambda: watch.hang_timeout)
+    elif _can_be_shared(state.store):
+        everyone = range(state.handover.world_size)  # who is on this machine shows when they tell where they are
+
+        def is_there() -> bool:
+            return is_distributed_initialized() and _state is state
+
+        state.watch = Watch(state.handover.last_words, everyone, guest=is_there)
+    if state.watch is not None:
+        state.watch.start()
+
+
+def _timeout_of(group: dist.ProcessGroup | None) -> timedelta | None:
+    """Return how long a group's collectives wait, or None if its backend does not say (``mpi``)."""
+    for device in getattr(group, "_device_types", ()):
+        backend = group._get_backend(device)  # type: ignore[union-attr]  # noqa: SLF001 -- torch has no other way to ask
+        limit = getattr(getattr(backend, "options", None), "_timeout", None)
+        if isinstance(limit, timedelta):
+            return limit
+    return None
+
+
+def _can_be_shared(store: Any) -> bool:
+    """Say whether a thread can talk to a store over a connection of its own, and so keep nobody waiting."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return isinstance(store, dist.TCPStore) and hasattr(store, "clone")
+
+
+def _leave(state: GroupState, *, destroy: bool, handled: BaseException | None) -> None:
+    """Say goodbye at exit, and destroy the group if :func:`ddp_init_group` started it.
+
+    Args:
+        state: of the group.
+        destroy: whether it was started here.
+        handled: the exception that was being handled when this was registered.
+    """
+    if state.is_forked or state.has_left:
+        return
+    state.has_left = True
+    note_end_of_child(handled)
+    if not is_distributed_initialized() or group_state() is not state:
+        _leave_without_group(state)
+        return
+    failed, last_words = has_failed(), state.handover.last_words
+    kill_workers()
+    last_words.say_goodbye()
+    if failed and destroy:
+        _abort_groups()
+    if destroy:
+        _destroy_groups(failed=failed)
+    if state.hosts_store:  # the others may still look something up: who failed, or who has left
+        last_words.await_goodbyes(LAST_WORDS_SECONDS if failed else GOODBYE_SECONDS)
+    if failed_second_hand() and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        _let_launcher_see(_who_failed(state))
+    if state.watch is not None:
+        state.watch.stop()
+
+
+def _who_failed(state: GroupState) -> Whereabouts | None:
+    """Return where the process was that is behind this one's failure, as far as it is known."""
+    reason = culprit()
+    return None if reason is None or state.watch is None else state.watch.pulse.pulses.latest.get(reason.rank)
+
+
+def _let_launcher_see(other: Whereabouts | None) -> None:
+    """Wait until torchrun has seen the end of the process behind this one's failure: it blames who ends first.
+
+    While this one waits, so do ranks that are in a collective with it: gloo closes no connection before its end.
+
+    Args:
+        other: that process; one that is not known, or was started by another process than this one, is given a while.
+    """
+    is_sibling = other is not None and (other.host, other.parent) == (host_name(), os.getppid())
+    pid, started = (other.pid, other.started) if other is not None and is_sibling else (0, 0)
+    end = time.monotonic() + LAST_WORDS_SECONDS
+    while time.monotonic() < end and not (pid and has_ended(pid, started)):
+        time.sleep(NAP_SECONDS)
+    end = min(end, time.monotonic() + SEEN_SECONDS)
+    while time.monotonic() < end and state_and_start(pid) == ("Z", started):  # nobody has asked for its exit code yet
+        time.sleep(NAP_SECONDS)
+
+
+def _leave_without_group(state: GroupState) -> None:
+    """Say goodbye where the script has destroyed the group itself: else this rank would be missed, and sought."""
+    if state.is_over:
+        return
+    if state.watch is not None and state.watch.guest is None and not has_failed():
+        with contextlib.suppress(RuntimeError):  # the store may have gone with the rank that held it
+            state.handover.last_words.say_goodbye()
+            if state.hosts_store:
+                state.handover.last_words.await_goodbyes(GOODBYE_SECONDS)
+    if state.watch is not None:
+        state.watch.stop()
+
+
+def _abort_groups() -> None:
+    """Close the connections to the other ranks, which wait: a module may hold a group that has been destroyed."""
+    for group in list(dist.distributed_c10d._world.pg_map):  # noqa: SLF001 -- all groups of this process
+        with contextlib.suppress(RuntimeError, AttributeError):  # a backend, or a torch, that cannot
+            group.abort()
+
+
+def _destroy_groups(*, failed: bool) -> None:
+    """Destroy all groups of this process; after a failure not those of NCCL, which would wait for others' kernels."""
+    if not (failed and "nccl" in dist.get_backend()):
+        dist.destroy_process_group()
+        return
+    for group in list(dist.distributed_c10d._world.pg_map):  # noqa: SLF001 -- as above
+        if "nccl" not in dist.get_backend(group):  # the process would abort at exit: it has threads of its own
+            dist.destroy_process_group(group)
+
+
+def _get(run_opts: Any, name: str) -> Any:
+    getter = getattr(run_opts, "get", None)
+    return getter(name) if getter is not None else getattr(run_opts, name, None)

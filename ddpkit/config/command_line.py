@@ -1,0 +1,350 @@
+"""Reading a recipe's command line: the YAML file, the run options, and overrides of YAML keys.
+
+What is not a run option overrides a key of the YAML. The file is read for its keys only: nothing in it is
+constructed or called here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import platform
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from ruamel.yaml import YAML  # a part of HyperPyYAML, which parses the overrides with it later
+from ruamel.yaml.error import MarkedYAMLError, YAMLError
+from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
+
+from ddpkit import __version__
+from ddpkit.base.rank import rank_if_known
+from ddpkit.config.options import IN_YAML, ON_COMMAND_LINE, OPTION_BY_NAME, OPTIONS, PARSER_ONLY, Option
+from ddpkit.errors import ConfigError, MissingFileError
+
+_YAML_TAG = "tag:yaml.org,2002:"
+_YAML_SUFFIXES = (".yaml", ".yml")
+_FLAG_EXITS = ("-h", "--help", "--version")
+_SHOWN_KEYS = 20
+_SHORTEST_PART = 4  # letters of a word that is looked for inside the keys: `epochs` in `number_of_epochs`
+
+_USAGE = """python train.py hparams.yaml [--option=value ...] [--yaml_key=value ...]
+
+  one device:                   python train.py hparams.yaml
+  N processes (best for GPUs):  python train.py hparams.yaml --nproc N
+  the same by torch's launcher: torchrun --standalone --nproc_per_node=N train.py hparams.yaml
+  GPUs of one process:          python train.py hparams.yaml --data_parallel_backend"""
+
+_EPILOG = """The default stands in brackets. A switch takes a value too: --debug=False turns off what the YAML
+turns on. Any other --name=value overrides the key `name` of the YAML, with a value in YAML syntax.
+Command line before YAML before default."""
+
+
+@dataclass(frozen=True)
+class CommandLine:
+    """What a command line says.
+
+    Args:
+        param_file: path of the hyperparameter YAML.
+        given: the run options on the command line, typed.
+        overrides: YAML text, one ``key: value`` per line, for ``load_hyperpyyaml``.
+        in_yaml: the run options that the YAML sets as plain values (not through tags), typed.
+
+    Ranks: local.
+
+    Example:
+        >>> CommandLine("hparams.yaml", {"debug": True}, "seed: 3", {}).given["debug"]
+        True
+    """
+
+    param_file: str
+    given: dict[str, Any]
+    overrides: str
+    in_yaml: dict[str, Any]
+
+
+@dataclass
+class _Argument:
+    """One ``--name`` with its values; ``is_open`` if they were taken from the words that follow by guess."""
+
+    name: str
+    values: list[str] = field(default_factory=list)
+    is_open: bool = False
+
+    @property
+    def option(self) -> Option | None:
+        option = OPTION_BY_NAME.get(self.name)
+        return option if option is not None and option.group else None
+
+
+def read_command_line(words: Sequence[str]) -> CommandLine:
+    """Read and check a command line.
+
+    Args:
+        words: the words after the script's name.
+
+    Returns:
+        What they say.
+
+    Raises:
+        MissingFileError: there is no such YAML file.
+        ConfigError: a word, a value or the YAML file cannot be used.
+        SystemExit: with code 0, after ``--help`` or ``--version`` has been printed.
+
+    Ranks: local; each rank reads the file.
+
+    Example:
+        >>> read_command_line(["nowhere.yaml"])
+        Traceback (most recent call last):
+        ddpkit.errors.MissingFileError: There is no file 'nowhere.yaml'...
+    """
+    arguments, loose = _split(words)
+    param_file = _take_param_file(arguments, loose)
+    given = {a.name: _value(a, a.option) for a in arguments if a.option is not None}
+    overrides = {a.name: a.values[0] if a.values else None for a in arguments if a.option is None}
+    nodes = _read_top_level(param_file, words)
+    if nodes is not None:
+        _check_overrides(overrides, nodes, param_file)
+    text = "\n".join(override_line(key, value) for key, value in overrides.items())
+    return CommandLine(param_file, given, text, _options_in(nodes or {}))
+
+
+def override_line(key: str, value: str | None) -> str:
+    """Write an override as a line of YAML.
+
+    The value stays YAML where it is YAML (numbers, null, lists, ``!ref <key>``); where it would break the
+    line, or lose a part, it is quoted.
+
+    Args:
+        key: a key of the YAML file.
+        value: the text from the command line; None for a flag without one, which means null.
+
+    Returns:
+        One line.
+
+    Ranks: local.
+
+    Example:
+        >>> print(override_line("lr", "0.1"), override_line("name", "a: b #1"), override_line("x", None))
+        lr: 0.1 name: "a: b #1" x:
+    """
+    if value is None:
+        return f"{key}:"
+    line = f"{key}: {value}"
+    return line if _is_kept(line, value) else f"{key}: {_quoted(value)}"
+
+
+def help_parser() -> argparse.ArgumentParser:
+    """Build the parser that prints ``--help`` and ``--version`` from the table of options.
+
+    Returns:
+        A parser whose help fits into 100 columns, one line per option.
+
+    Ranks: local.
+
+    Example:
+        >>> max(len(line) for line in help_parser().format_help().splitlines()) <= 100
+        True
+    """
+    parser = argparse.ArgumentParser(
+        prog="train.py",
+        usage=_USAGE,
+        epilog=_EPILOG,
+        allow_abbrev=False,
+        add_help=False,
+        formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=42, width=102),
+    )
+    general = parser.add_argument_group("General")
+    general.add_argument("param_file", metavar="hparams.yaml", help="the hyperparameter YAML, anywhere")
+    general.add_argument("-h", "--help", action="help", help="print this and stop")
+    version = f"ddpkit {__version__} (torch {torch.__version__}, Python {platform.python_version()})"
+    general.add_argument("--version", action="version", version=version, help="print the versions and stop")
+    for title in dict.fromkeys(option.group for option in OPTIONS if option.group):
+        group = parser.add_argument_group(title)
+        for option in (o for o in OPTIONS if o.group == title):
+            text = f"{option.help} [{option.shown_default}]".replace("%", "%%")
+            if option.form:
+                group.add_argument(f"--{option.name}", metavar=option.form, help=text)
+            else:
+                group.add_argument(f"--{option.name}", action="store_true", help=text)
+    return parser
+
+
+# ------------------------------------------------------------------------------------------ the words
+
+
+def _split(words: Sequence[str]) -> tuple[list[_Argument], list[str]]:
+    """Part the words into arguments with their values, and words that stand alone."""
+    arguments: list[_Argument] = []
+    loose: list[str] = []
+    rest = deque(words)
+    while rest:
+        word = rest.popleft()
+        if word in _FLAG_EXITS:
+            if rank_if_known():
+                raise SystemExit(0)  # once is enough: the main process prints it
+            help_parser().parse_args([word])  # prints and exits
+        elif word == "--":
+            loose.extend(rest)
+            break
+        elif word.startswith("--"):
+            arguments.append(_argument(word, rest))
+        else:
+            loose.append(word)
+    return arguments, loose
+
+
+def _argument(word: str, rest: deque[str]) -> _Argument:
+    """Read one ``--name`` or ``--name=value``, with the words that belong to it."""
+    name, equals, value = word[2:].partition("=")
+    argument = _Argument("local_rank" if name == "local-rank" else name)
+    if equals:
+        argument.values.append(value)
+        return argument
+    option = argument.option
+    if option is not None and option.type is bool:
+        return argument  # never swallows a word
+    is_list = option is not None and option.type is list
+    argument.is_open = option is None or is_list
+    while rest and not _is_flag(rest[0]) and (is_list or not argument.values):
+        argument.values.append(rest.popleft())
+    return argument
+
+
+def _is_flag(word: str) -> bool:
+    return word.startswith("--") or word in _FLAG_EXITS
+
+
+def _take_param_file(arguments: list[_Argument], loose: list[str]) -> str:
+    """Find the YAML file among the words that stand alone, or after a flag that took it for its value."""
+    if len(loose) == 1:
+        return loose[0]
+    if loose:
+        raise ConfigError(
+            f"{', '.join(map(repr, loose))} stand alone on the command line, but only the hyperparameter "
+            "YAML may. Write the others as --name=value (a switch too: --debug=False)."
+        )
+    places = [(a, word) for a in arguments if a.is_open for word in a.values]
+    found = [place for place in places if place[1].endswith(_YAML_SUFFIXES)]
+    found = found or [place for place in places if Path(place[1]).is_file()]
+    if not found:
+        raise ConfigError(
+            "No hyperparameter YAML was given. Run python train.py hparams.yaml; --help shows the options."
+        )
+    if len(found) > 1:
+        raise ConfigError(
+            f"Which one is the hyperparameter YAML: {' or '.join(repr(word) for _, word in found)}? "
+            "Put it first, and write the others as --name=value."
+        )
+    argument, word = found[0]
+    argument.values.remove(word)
+    return word
+
+
+def _value(argument: _Argument, option: Option | None) -> Any:
+    """Type the value of a run option."""
+    if option is None:
+        raise AssertionError(argument.name)
+    if option.type is bool and not argument.values:
+        return True
+    if option.type is list and argument.is_open:
+        return option.coerce(argument.values, ON_COMMAND_LINE)
+    if not argument.values:
+        raise ConfigError(f"--{option.name} needs a value. Write {option.usage}: {option.help}.")
+    return option.coerce(argument.values[0], ON_COMMAND_LINE)
+
+
+# ------------------------------------------------------------------------------------------- the YAML
+
+
+def _read_top_level(param_file: str, words: Sequence[str]) -> dict[str, Node] | None:
+    """Read the top-level keys; None for a pipe, which can be read only once."""
+    path = Path(param_file)
+    if not path.exists():
+        others = [word for word in words if word.endswith(_YAML_SUFFIXES) and word != param_file]
+        hint = f" Did you mean {others[0]!r}?" if others else f" The current folder is {str(Path.cwd())!r}."
+        raise MissingFileError(f"There is no file {param_file!r} to read hyperparameters from.{hint}")
+    if path.is_dir():
+        raise ConfigError(f"{param_file!r} is a folder. Name the hyperparameter YAML inside it.")
+    if not path.is_file():
+        return None
+    try:
+        root = YAML(typ="safe", pure=True).compose(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{param_file!r} cannot be read as a text file: {error}.") from error
+    except YAMLError as error:
+        raise ConfigError(f"{param_file!r} is no valid YAML: {_where_broken(error)}.") from error
+    if not isinstance(root, MappingNode):
+        raise ConfigError(f"{param_file!r} must hold `key: value` lines at its top level, and does not.")
+    return dict(_pairs(root))
+
+
+def _where_broken(error: YAMLError) -> str:
+    if not isinstance(error, MarkedYAMLError) or error.problem_mark is None:
+        return " ".join(str(error).split())
+    mark = error.problem_mark
+    return f"{error.problem} in line {mark.line + 1}, column {mark.column + 1}"
+
+
+def _pairs(mapping: MappingNode) -> Iterator[tuple[str, Node]]:
+    """Yield the keys of a mapping with their values, those merged by ``<<`` first."""
+    for key, value in mapping.value:
+        if key.tag == f"{_YAML_TAG}merge":
+            for part in value.value if isinstance(value, SequenceNode) else [value]:
+                yield from _pairs(part)
+    yield from ((key.value, value) for key, value in mapping.value if isinstance(key, ScalarNode))
+
+
+def _options_in(nodes: Mapping[str, Node]) -> dict[str, Any]:
+    """Type the run options that the YAML sets as plain values."""
+    values: dict[str, Any] = {}
+    for name, node in nodes.items():
+        option = OPTION_BY_NAME.get(name)
+        is_plain = isinstance(node, ScalarNode) and str(node.tag).startswith(_YAML_TAG)
+        if option is not None and is_plain and name not in {*PARSER_ONLY, "param_file"}:
+            value = None if node.tag == f"{_YAML_TAG}null" else node.value
+            values[name] = option.coerce(value, IN_YAML)
+    return values
+
+
+def _check_overrides(overrides: Mapping[str, str | None], nodes: Mapping[str, Node], param_file: str) -> None:
+    """Refuse overrides that match nothing, with the names that come close."""
+    unknown = [key for key in overrides if key not in nodes]
+    if not unknown:
+        return
+    lines = []
+    flags = {option.name: f"--{option.name}" for option in OPTIONS if option.group}
+    for key in unknown:
+        longer = [name for name in nodes if len(key) >= _SHORTEST_PART and key in name]
+        close = [*longer, *difflib.get_close_matches(key, [*nodes, *flags], n=3)]
+        names = [flags.get(name, f"the key {name!r}") for name in list(dict.fromkeys(close))[:3]]
+        meant = f"; did you mean {' or '.join(names)}?" if names else "."
+        lines.append(f"--{key} is no run option, and matches no key of {param_file!r}{meant}")
+    keys = ", ".join(list(nodes)[:_SHOWN_KEYS]) + (", ..." if len(nodes) > _SHOWN_KEYS else "")
+    lines.append(f"Its keys: {keys}. Correct the name, or add the key to the file; --help shows the options.")
+    raise ConfigError("\n".join(lines))
+
+
+def _is_kept(line: str, value: str) -> bool:
+    """Say whether a line of YAML means one key with the whole value."""
+    try:
+        root = YAML(typ="safe", pure=True).compose(line)
+    except (YAMLError, ValueError):
+        return False
+    if not isinstance(root, MappingNode) or len(root.value) != 1:
+        return False
+    node = root.value[0][1]
+    if not isinstance(node, ScalarNode) or value.lstrip().startswith("!"):
+        return True  # a list, a mapping or a tag
+    if node.style in ("'", '"'):
+        return value.rstrip().endswith(node.style)
+    return bool(node.value == value and node.anchor is None)
+
+
+def _quoted(text: str) -> str:
+    """Write text as a double-quoted YAML scalar."""
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
+    return '"' + "".join(c if c.isprintable() else f"\\U{ord(c):08x}" for c in escaped) + '"'

@@ -1,0 +1,1 @@
+"""A run never hangs: heartbeat, watchdog, failure report, signals, and the status of each rank."""

@@ -1,0 +1,290 @@
+"""What the worker processes of a loader need: to be deaf to signals meant for their rank, and to end with it.
+
+A launcher and a terminal signal whole groups of processes. A worker that dies of SIGTERM takes the batches with it that
+its rank needs to come to the end of a step; so it hears none of the signals that its rank acts on. It inherits them
+blocked from the thread that starts it, and then its ``worker_init_fn`` gives them handlers that do nothing: unlike a
+blocked signal, a handler is not inherited by the programs that a worker starts.
+
+Python's garbage collector leaves alone what a worker has inherited: going through all of it would copy the rank's
+memory page by page, and could destroy objects that wait for threads which a forked process does not have.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import faulthandler
+import functools
+import gc
+import multiprocessing
+import os
+import re
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing import forkserver, resource_tracker, util
+from pathlib import Path
+from typing import Any
+
+DUMP_SECONDS = 0.1
+MOST_ASKED = 8
+NAP_SECONDS = 0.001
+POLL_SECONDS = 0.5
+FIRST_AT_EXIT = 100  # of the hooks of multiprocessing, of which its own have 15 at most
+_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<name>\S+)')
+_NOT_THE_USERS = (str(Path(os.__file__).parent), "site-packages", str(Path(__file__).parents[1]), "<")
+
+
+class _Here:
+    """What this module knows about its own process."""
+
+    stacks: Any = None  # a file without a name, into which workers write where they are
+    process = 0  # at whose end its workers are killed
+    is_worker = False
+
+
+def deaf_signals() -> set[signal.Signals]:
+    """Return the signals that a rank acts on, and its loaders' workers do not.
+
+    Ranks: local.
+
+    Example:
+        >>> signal.SIGTERM in deaf_signals()
+        True
+    """
+    names = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2")
+    return {signal.Signals[name] for name in names if hasattr(signal, name)}
+
+
+def watch_loader_workers() -> None:
+    """See to it that the workers of this process's loaders can say where they are, and end with it.
+
+    Ranks: local.
+
+    State: a file without a name; hooks at the end of the process, once per process.
+
+    Example:
+        >>> watch_loader_workers()
+    """
+    if _Here.process != os.getpid():
+        _Here.process, _Here.stacks = os.getpid(), tempfile.TemporaryFile()  # noqa: SIM115 -- as long as the process
+        at_exit(kill_workers)  # Python would wait for them, after a SIGTERM that they do not hear
+
+
+def at_exit(call: Callable[[], object]) -> None:
+    """Have something done when this process ends, and before ``multiprocessing`` waits for its children.
+
+    A process that ``multiprocessing`` has forked ends without ``atexit``; one that it has spawned waits for its
+    children before that.
+
+    Args:
+        call: must bear to be called twice.
+
+    Ranks: local.
+
+    Source: ``multiprocessing.process.BaseProcess._bootstrap`` and ``multiprocessing.util._exit_function``.
+
+    Example:
+        >>> at_exit(kill_workers)
+    """
+    atexit.register(call)
+    if multiprocessing.parent_process() is not None:
+        util.Finalize(None, call, exitpriority=FIRST_AT_EXIT)
+
+
+def start_loading(loader: Any, begin: Callable[[], Iterator[Any]] | None = None) -> Iterator[Any]:
+    """Begin to iterate a loader. Its workers, if it starts any, are deaf and end with this process.
+
+    Args:
+        loader: a ``DataLoader``; or any iterable, whose workers are deaf, and so are programs that they start.
+        begin: what to call instead of ``iter(loader)``.
+
+    Returns:
+        The iterator.
+
+    Ranks: local.
+
+    Example:
+        >>> next(start_loading(["a batch"]))
+        'a batch'
+    """
+    begin = begin or functools.partial(iter, loader)
+    workers, init = getattr(loader, "num_workers", None), getattr(loader, "worker_init_fn", None)
+    if workers == 0:
+        return begin()
+    with _deaf_start(getattr(loader, "multiprocessing_context", None)):
+        if workers is None:
+            return begin()
+        loader.worker_init_fn = functools.partial(_start_worker, init, _stacks_path())
+        try:
+            return begin()
+        finally:
+            loader.worker_init_fn = init
+
+
+def _stacks_path() -> str:
+    watch_loader_workers()
+    return "" if sys.platform != "linux" else f"/proc/{os.getpid()}/fd/{_Here.stacks.fileno()}"
+
+
+@contextlib.contextmanager
+def _deaf_start(context: Any) -> Iterator[None]:
+    """Block the signals while workers are started. What comes to this process meanwhile is delivered afterwards.
+
+    A forkserver would hand down what it has blocked to a script's own processes as well: it is started before, and its
+    workers are deaf from :func:`_start_worker` on. The nap lets threads of C++ (of a process group, of autograd) come
+    to an end that are about to enter Python: one that a fork catches there would leave the worker a lock for ever.
+    """
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    method = (context or multiprocessing).get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[
+        0
+    ]
+    if method == "forkserver":
+        forkserver.ensure_running()
+    elif method == "spawn":
+        resource_tracker.ensure_running()  # its start unblocks SIGINT and SIGTERM
+    time.sleep(NAP_SECONDS)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, deaf_signals())
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _start_worker(init: Callable[[int], None] | None, stacks: str, worker: int) -> None:
+    """Make this process a worker of its rank, then call the user's ``worker_init_fn``."""
+    if not _Here.is_worker:  # else this loader is inside of another one
+        _Here.is_worker = True
+        gc.freeze()
+        for deaf in deaf_signals():
+            signal.signal(deaf, _do_nothing)
+        if hasattr(os, "register_at_fork"):
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, deaf_signals())
+            os.register_at_fork(after_in_child=_hear_again)
+        number = _dump_signal()
+        if number is not None:
+            with contextlib.suppress(OSError):
+                _Here.stacks = Path(stacks).open("ab")  # noqa: SIM115 -- as long as the process lives
+            faulthandler.register(number, file=_Here.stacks or sys.stderr, all_threads=False, chain=False)
+        threading.Thread(target=_end_with, args=(os.getppid(),), name="ddpkit-worker", daemon=True).start()
+    if init is not None:
+        init(worker)
+
+
+def _end_with(parent: int) -> None:
+    """End this worker when the process that started it has ended: its rank, or a forkserver, which ends with that."""
+    while os.getppid() == parent:
+        time.sleep(POLL_SECONDS)
+    os._exit(1)
+
+
+def _do_nothing(*_signal_and_frame: Any) -> None:
+    pass
+
+
+def _hear_again() -> None:
+    """Have a process that a worker forks for itself be ended as any other."""
+    for number in deaf_signals():
+        signal.signal(number, signal.SIG_DFL)
+
+
+def _dump_signal() -> int | None:
+    return None if sys.platform != "linux" else int(signal.SIGRTMIN) + 5
+
+
+def where_workers_are() -> list[str]:
+    """Ask the workers of this process's loaders where they are.
+
+    Returns:
+        For each worker ``"worker (pid 12): data.py:30 in __getitem__"``: the innermost line that is not of a library.
+        Workers that do not answer are left out.
+
+    Ranks: local.
+
+    Example:
+        >>> isinstance(where_workers_are(), list)
+        True
+    """
+    number = _dump_signal()
+    if number is None or _Here.stacks is None:
+        return []
+    answers: list[str] = []
+    asked = [
+        child for child in multiprocessing.active_children() if _has("SigCgt", child.pid, number)
+    ]  # others would die of it
+    for child in asked[:MOST_ASKED]:
+        stacks = Path(f"/proc/self/fd/{_Here.stacks.fileno()}")
+        start = stacks.stat().st_size
+        with contextlib.suppress(OSError):  # it may have ended meanwhile
+            os.kill(child.pid or 0, number)
+            time.sleep(DUMP_SECONDS)
+            with stacks.open(errors="replace") as file:
+                file.seek(start)
+                answers.append(f"worker (pid {child.pid}): {innermost(file.read())}")
+    if len(asked) > MOST_ASKED:
+        answers.append(f"{len(asked) - MOST_ASKED} more workers")
+    return answers
+
+
+def innermost(stack: str) -> str:
+    r"""Return the innermost line of the user's code, or at all, in a stack as ``faulthandler`` writes it.
+
+    Ranks: local.
+
+    Example:
+        >>> innermost('Stack (most recent call first):\n  File "/home/me/data.py", line 30 in __getitem__')
+        'data.py:30 in __getitem__'
+    """
+    frames = [match.groupdict() for match in _FRAME.finditer(stack)]
+    own = [frame for frame in frames if not is_library(frame["file"])] or frames
+    if not own:
+        return "does not answer"
+    return f"{Path(own[0]['file']).name}:{own[0]['line']} in {own[0]['name']}"
+
+
+def is_library(file: str) -> bool:
+    """Say whether a file of code belongs to Python, to an installed package, or to this one.
+
+    Ranks: local.
+
+    Example:
+        >>> is_library(os.__file__), is_library("/home/me/data.py")
+        (True, False)
+    """
+    return any(part in file if part == "site-packages" else file.startswith(part) for part in _NOT_THE_USERS)
+
+
+def _has(mask: str, pid: int | None, number: int) -> bool:
+    """Say whether a process catches (``SigCgt``) or blocks (``SigBlk``) a signal."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
+    except OSError:
+        return False
+    found = re.search(rf"^{mask}:\s*([0-9a-f]+)", status, re.MULTILINE)
+    return found is not None and bool(int(found[1], 16) >> (number - 1) & 1)
+
+
+def kill_workers() -> None:
+    """End the workers that are still there when their rank ends, whatever they are doing.
+
+    Ranks: local.
+
+    Example:
+        >>> kill_workers()
+    """
+    workers = [child for child in multiprocessing.active_children() if child.daemon and _is_worker(child.pid)]
+    if workers and threading.current_thread() is threading.main_thread() and hasattr(signal, "SIGCHLD"):
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would raise: a worker has died
+    for worker in workers:
+        worker.kill()
+
+
+def _is_worker(pid: int | None) -> bool:
+    """Say whether a process hears its rank's question where it is, or is about to become a worker."""
+    number = _dump_signal()
+    return (number is not None and _has("SigCgt", pid, number)) or _has("SigBlk", pid, signal.SIGTERM)

@@ -1,0 +1,175 @@
+"""The beat: what the ranks must agree on is agreed on about once a second, not once a step.
+
+Every ``k`` steps, with ``k`` itself agreed on at the previous beat, the ranks add up a few numbers in one small
+all-reduce on a group of their own (gloo, on the CPU). All of them act on the same sums at the same step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from ddpkit.control.stopping import CAUSES
+from ddpkit.control.watchdog import HOLD
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+INTERVAL_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class BeatReport:
+    """What all ranks learnt at a beat; every number is the same on every rank.
+
+    Attributes:
+        step: the step of the beat, within the epoch.
+        loss: weighted mean over all ranks since the epoch began; NaN before the first finite one.
+        samples: samples seen by all ranks since the epoch began, with those whose loss was not finite.
+        main_seconds: the main process's answer to how long ago it last saved an intra-epoch checkpoint.
+        save_wanted: whether some rank has been asked for a checkpoint, by a signal.
+        stop: what has asked some rank to stop, one of :data:`ddpkit.control.stopping.CAUSES`; empty: nothing has.
+
+    Ranks: local.
+
+    Example:
+        >>> BeatReport(step=4, loss=0.5, samples=32, main_seconds=1.0).loss
+        0.5
+    """
+
+    step: int
+    loss: float
+    samples: int
+    main_seconds: float
+    save_wanted: bool = False
+    stop: str = ""
+
+
+class Wishes(NamedTuple):
+    """What a rank tells at a beat, beyond its losses.
+
+    Attributes:
+        main_seconds: since the last intra-epoch checkpoint; that of the main process counts.
+        save: whether the rank has been asked for a checkpoint.
+        stop: what has asked it to stop, one of :data:`ddpkit.control.stopping.CAUSES`; empty: nothing has.
+
+    Ranks: local.
+
+    Example:
+        >>> Wishes(save=True).stop
+        ''
+    """
+
+    main_seconds: float = 0.0
+    save: bool = False
+    stop: str = ""
+
+
+@contextlib.contextmanager
+def terminating_later() -> Iterator[None]:
+    """Return a context in which SIGTERM has to wait: for the few seconds in which something is brought to safety.
+
+    Ranks: local; outside of the main thread it does nothing.
+
+    State: the handler of SIGTERM, put back at the end; a signal that has come is given to it then.
+
+    Example:
+        >>> with terminating_later():
+        ...     brought_to_safety = True
+    """
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if not in_main_thread or signal.getsignal(signal.SIGTERM) is None:  # which Python has not set
+        yield
+        return
+    come: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: come.append(number))
+    try:
+        with HOLD.held():
+            yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        if come and callable(before):
+            before(signal.SIGTERM, None)  # raised again it would be counted twice by who reads the signals from a pipe
+        elif come:
+            signal.raise_signal(signal.SIGTERM)
+
+
+class Beat:
+    """Decides at which steps the ranks confer, and confers.
+
+    Args:
+        add_up: sums a list of floats over the ranks, such as :func:`ddpkit.distributed.sum_over_ranks`.
+        world_size: number of ranks.
+        is_main: whether this is the main process.
+        interval: seconds between beats, about.
+
+    Ranks: collective; every rank must ask at the same steps, and does, because ``due`` is agreed on.
+
+    Example:
+        >>> beat = Beat(add_up=list, world_size=1, is_main=True)
+        >>> beat.start(step=0); beat.due
+        1
+        >>> beat(step=1, loss_sum=3.0, count=2, samples=2, wishes=Wishes()).loss
+        1.5
+    """
+
+    def __init__(
+        self,
+        add_up: Callable[[list[float]], list[float]],
+        world_size: int,
+        *,
+        is_main: bool,
+        interval: float = INTERVAL_SECONDS,
+    ) -> None:
+        self.add_up = add_up
+        self.world_size = world_size
+        self.is_main = is_main
+        self.interval = interval
+        self.due = 1
+        self._last_step = 0
+        self._last_time = 0.0
+        self._steps_apart = 1
+
+    def start(self, step: int) -> None:
+        """Begin an epoch, or go on with one, after ``step`` steps."""
+        self._last_step, self._last_time = step, time.monotonic()
+        self.due = step + 1
+
+    def __call__(
+        self,
+        step: int,
+        loss_sum: float,
+        count: float,
+        samples: int,
+        wishes: Wishes,
+    ) -> BeatReport:
+        """Confer with the other ranks and fix the step of the next beat.
+
+        Args:
+            step: the current step, equal on all ranks.
+            loss_sum: this rank's sum of losses since the epoch began.
+            count: what that sum counts on this rank.
+            samples: this rank's number of samples since the epoch began.
+            wishes: what this rank tells beyond that.
+
+        Returns:
+            What all ranks learnt.
+        """
+        now = time.monotonic()
+        per_step = (now - self._last_time) / max(step - self._last_step, 1)
+        main_seconds = wishes.main_seconds if self.is_main else 0.0
+        stops = [float(cause == wishes.stop) for cause in CAUSES]
+        total_loss, total, seen, seconds, main, wanted_by, *stopped_by = self.add_up(
+            [loss_sum, count, samples, per_step, main_seconds, float(wishes.save), *stops]
+        )
+        stop = next((cause for cause, ranks in zip(CAUSES, stopped_by, strict=True) if ranks), "")
+        wanted = int(self.interval * self.world_size / max(seconds, 1e-9))
+        self._steps_apart = max(1, min(wanted, 2 * self._steps_apart))
+        self.due = step + self._steps_apart
+        self._last_step, self._last_time = step, time.monotonic()
+        mean = total_loss / total if total else float("nan")
+        return BeatReport(step, mean, int(seen), main_seconds=main, save_wanted=wanted_by > 0, stop=stop)

@@ -1,0 +1,380 @@
+"""Where each rank is: what it tells of itself about once a second, and the table that is made of it in trouble."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import sys
+import threading
+from dataclasses import dataclass, field
+from pathlib import PurePath
+from typing import TYPE_CHECKING, Any
+
+from ddpkit.base.process_probe import state_and_start
+from ddpkit.control.loader_workers import is_library, where_workers_are
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+    from traceback import FrameSummary
+    from types import FrameType
+
+# Where a rank that waits for others is, and not itself at fault: file of torch or of this package, function.
+_WAITING_FILES = ("torch/distributed/", "torch/autograd/", "torch/nn/parallel/")
+_WAITING_OWN = {"mailbox.py", "distributed.py", "gathering.py"}
+# Where Python reads a number from a GPU. With NCCL, whose collectives return at once, that is where a rank waits.
+_DEVICE_READS = (
+    "ddpkit/optim.py", "ddpkit/metrics.py", "ddpkit/distributed.py", "ddpkit/syncbn.py",
+    "torch/nn/modules/_functions.py", "torch/amp/grad_scaler.py", "torch/cuda/__init__.py", "torch/cuda/streams.py",
+)  # fmt: skip
+_LOADER_FILE = "torch/utils/data/dataloader.py"
+AT_LOADER = "waiting for its loader"
+# Where a rank of an elastic agent's, whose function has returned, waits until those of all ranks have; inner and outer.
+_WAITING_FOR_AGENT = ("multiprocessing/synchronize.py", "torch/distributed/elastic/multiprocessing/api.py")
+
+
+@dataclass
+class Whereabouts:
+    """Where one rank is.
+
+    Attributes:
+        rank: its number.
+        host: name of its machine.
+        pid: its process.
+        stage: such as ``"TRAIN"``; empty outside of any.
+        epoch: from 1.
+        step: batches of the stage so far.
+        seconds: since it has begun a batch.
+        where: file, line and function, once that has become long.
+        waits: whether that is a place where ranks wait for each other.
+        started: when that was started, in clock ticks since boot; 0: unknown.
+        parent: the process that has started it.
+        session: which call of ``fit`` or ``evaluate`` it is in, from 1; 0: outside.
+        inside: whether it is in one now.
+        beats: how often it has told.
+        doing: what that call does before its first stage, such as ``"fit, before the first stage"``; empty otherwise.
+
+    Ranks: local.
+
+    Example:
+        >>> Whereabouts.read(Whereabouts(rank=1, host="a", pid=7).to_json()).pid
+        7
+    """
+
+    rank: int = 0
+    host: str = ""
+    pid: int = 0
+    stage: str = ""
+    epoch: int = 0
+    step: int = 0
+    seconds: float = 0.0
+    where: str = ""
+    waits: bool = False
+    started: int = 0
+    parent: int = 0
+    session: int = 0
+    inside: bool = False
+    beats: int = 0
+    doing: str = ""
+
+    def to_json(self) -> str:
+        """Return a text that :meth:`read` understands."""
+        return json.dumps(vars(self))
+
+    @classmethod
+    def read(cls, text: str | bytes) -> Whereabouts:
+        """Read what :meth:`to_json` wrote."""
+        return cls(**json.loads(text))
+
+    def name(self) -> str:
+        """Return ``"rank 2 (host, pid 4711)"``."""
+        return f"rank {self.rank} ({self.host}, pid {self.pid})"
+
+    def place(self) -> str:
+        """Return ``"in TRAIN of epoch 3 at step 1204"``, what comes before the first stage, or nothing outside."""
+        if self.doing:
+            return f"in {self.doing}"
+        if not self.stage:
+            return ""
+        epoch = f" of epoch {self.epoch}" if self.epoch else ""
+        return f"in {self.stage}{epoch} at step {self.step}"
+
+
+@dataclass
+class Position:
+    """What a process knows of its own place in a run; the loop only counts, and this reads what it counts.
+
+    Attributes:
+        progress: of the Brain in whose ``fit`` or ``evaluate`` the process is; None outside.
+        sessions: how many of those have begun since the process group was made: the same number on all its ranks.
+        session: the number of the one in which the process is; of several that are nested the innermost. 0 outside.
+        excused: how many calls are running in which there is no limit of time: work of the main process alone, and
+            waiting for it.
+        moves: how often it has learnt, where it makes no steps of its own, that others do.
+        call: which of those it is in, such as ``"fit"``, until a stage has begun in it; empty from then on.
+        part: what of it is done, where that has a name.
+        waits_for_device: whether a rank that reads a number from its GPU may wait there for other ranks: with NCCL.
+        main_thread: whose stack is looked at.
+
+    Ranks: local.
+
+    Example:
+        >>> Position().mark()
+        (0, 0, 0, 0, '', 0, 0, 0)
+    """
+
+    progress: Any = None
+    sessions: int = 0
+    session: int = 0
+    excused: int = 0
+    moves: int = 0
+    call: str = ""
+    part: str = ""
+    waits_for_device: bool = False
+    main_thread: int = field(default_factory=lambda: threading.main_thread().ident or 0)
+
+    def mark(self) -> tuple[Any, ...]:
+        """Return what changes with every batch, stage and session."""
+        progress = self.progress
+        if progress is None:
+            return (self.sessions, self.session, self.moves, 0, "", 0, 0, 0)
+        return (
+            self.sessions,
+            self.session,
+            self.moves,
+            id(progress),
+            stage_of(progress),
+            progress.epoch,
+            progress.step,
+            progress.optimizer_step,
+        )
+
+    def has_no_limit(self) -> bool:
+        """Say whether time does not count: outside of ``fit`` and ``evaluate``, and where :meth:`no_limit` says so."""
+        return self.progress is None or bool(self.excused)
+
+    def join_group(self) -> None:
+        """Count anew: what a process did by itself, before its group was made, the other ranks have not done."""
+        self.sessions = self.session = int(self.progress is not None)
+
+    @contextlib.contextmanager
+    def inside(self, progress: Any, call: str = "") -> Iterator[None]:
+        """Return a context that is a call of ``fit`` or ``evaluate``."""
+        before = self.progress, self.session, self.main_thread, self.call, self.part
+        self.sessions += 1
+        self.progress, self.session, self.main_thread = progress, self.sessions, threading.get_ident()
+        self.call, self.part = call, ""
+        try:
+            yield
+        finally:
+            self.progress, self.session, self.main_thread, self.call, self.part = before
+
+    def stage_begins(self) -> None:
+        """Note that a stage says from now on where this process is."""
+        self.call = ""
+
+    @contextlib.contextmanager
+    def at(self, part: str) -> Iterator[None]:
+        """Return a context for a part of what comes before the first stage, such as ``"recovering a checkpoint"``."""
+        before, self.part = self.part, part
+        try:
+            yield
+        finally:
+            self.part = before
+
+    @contextlib.contextmanager
+    def no_limit(self) -> Iterator[None]:
+        """Return a context in which time does not count."""
+        self.excused += 1
+        try:
+            yield
+        finally:
+            self.excused -= 1
+
+    def has_returned(self) -> bool:
+        """Say whether the function that an elastic agent has started has returned: its process waits for the others."""
+        frame = sys._current_frames().get(self.main_thread)  # noqa: SLF001 -- documented
+        while frame is not None and not frame.f_code.co_filename.endswith(_WAITING_FOR_AGENT[1]):
+            if not frame.f_code.co_filename.endswith(_WAITING_FOR_AGENT[0]):
+                return False
+            frame = frame.f_back
+        return frame is not None
+
+    def is_waiting(self) -> bool:
+        """Say whether the process waits for other ranks."""
+        return self._look(ask_workers=False)[1]
+
+    def _look(self, *, ask_workers: bool = True) -> tuple[str, bool]:
+        frame = sys._current_frames().get(self.main_thread)  # noqa: SLF001 -- documented
+        where, waits = look_at(frame, ask_workers=ask_workers)
+        file = "" if frame is None else PurePath(frame.f_code.co_filename).as_posix()
+        return where, waits or (self.waits_for_device and file.endswith(_DEVICE_READS))
+
+    def whereabouts(self, rank: int, seconds: float, *, look: bool) -> Whereabouts:
+        """Describe where this process is.
+
+        Args:
+            rank: its number.
+            seconds: since it has moved.
+            look: look at the stack, too.
+        """
+        progress = self.progress
+        pid, session = os.getpid(), self.session
+        found = Whereabouts(rank, host_name(), pid, seconds=round(seconds, 1), started=_start_of(pid), session=session)
+        found.parent = os.getppid()
+        if progress is not None:
+            found.inside = True
+            if self.call:
+                found.doing = f"{self.call}, before the first stage{self.part and f': {self.part}'}"
+            found.stage, found.epoch, found.step = stage_of(progress), int(progress.epoch or 0), progress.step
+        if look:
+            found.where, found.waits = self._look()
+        return found
+
+
+POSITION = Position()
+_started: dict[int, int] = {}  # this process, and when that was: looked up once, and again in a process that was forked
+
+
+def _start_of(pid: int) -> int:
+    if not _started.get(pid):
+        _started[pid] = state_and_start(pid)[1]
+    return _started[pid]
+
+
+def stage_of(progress: Any) -> str:
+    """Return the name of the stage that a :class:`~ddpkit.training.loop.Progress` is in, or nothing.
+
+    Ranks: local.
+
+    Example:
+        >>> from ddpkit.training.loop import Progress
+        >>> stage_of(Progress())
+        ''
+    """
+    seen = getattr(progress, "seen", None)
+    return "" if seen is None else str(seen.stage.name)
+
+
+def host_name() -> str:
+    """Return the name of this machine.
+
+    Ranks: local.
+
+    Example:
+        >>> host_name() == socket.gethostname()
+        True
+    """
+    return socket.gethostname()
+
+
+def look_at(frame: FrameType | None, *, ask_workers: bool = True) -> tuple[str, bool]:
+    """Say where a thread is, and whether it waits for other ranks there.
+
+    Args:
+        frame: the innermost.
+        ask_workers: if it waits for a loader, ask the workers of that where they are.
+
+    Returns:
+        The innermost line of the user's own code, and what it has called.
+
+    Ranks: local.
+
+    Example:
+        >>> look_at(sys._getframe())[1]
+        False
+    """
+    lines: list[tuple[str, str, int, str]] = []
+    while frame is not None:
+        code = frame.f_code
+        lines.append((code.co_filename, PurePath(code.co_filename).name, frame.f_lineno, code.co_name))
+        frame = frame.f_back
+    if not lines:
+        return "nowhere", False
+    depth = next((number for number, line in enumerate(lines) if not is_library(line[0])), None)
+    waits = any(_is_waiting(file, name) for file, name, _, _ in lines[: min(3, depth or 0)])
+    own = None if depth is None else lines[depth]
+    inner = lines[0]
+    where = f"{inner[1]}:{inner[2]} in {inner[3]}"
+    if own is not None and own is not inner:
+        where = f"{own[1]}:{own[2]} in {own[3]}, which is in {inner[1]}:{inner[2]} {inner[3]}"
+    if any(_LOADER_FILE in file for file, _, _, _ in lines[:12]):
+        return "; ".join([f"{AT_LOADER} at {where}", *(where_workers_are() if ask_workers else ())]), False
+    return where, waits
+
+
+def line_of(frames: Sequence[FrameSummary]) -> str:
+    """Return the innermost line of the user's own code in a traceback, or at all.
+
+    Args:
+        frames: of a traceback, the innermost last.
+
+    Returns:
+        Such as ``"train.py:12 in compute_forward"``; empty without frames.
+
+    Ranks: local.
+
+    Example:
+        >>> import traceback
+        >>> line_of([traceback.FrameSummary("/home/me/train.py", 12, "forward", lookup_line=False)])
+        'train.py:12 in forward'
+    """
+    if not frames:
+        return ""
+    frame = next((one for one in reversed(frames) if not is_library(one.filename)), frames[-1])
+    return f"{PurePath(frame.filename).name}:{frame.lineno} in {frame.name}"
+
+
+def _is_waiting(file: str, name: str) -> bool:
+    path = PurePath(file).as_posix()
+    return any(part in path for part in _WAITING_FILES) or (name in _WAITING_OWN and "ddpkit" in path)
+
+
+def table(ranks: Iterable[Whereabouts], silent: dict[int, float] | None = None) -> str:
+    """Write where the ranks are, those that do not just wait for others first.
+
+    Args:
+        ranks: where they said they are.
+        silent: for ranks that no longer tell: for how many seconds.
+
+    Returns:
+        A line per rank; of many that wait at the same place only one.
+
+    Ranks: local.
+
+    Example:
+        >>> stuck = Whereabouts(2, "a", 7, "TRAIN", 1, 30, 31.0, "data.py:12 in __getitem__")
+        >>> waiting = [Whereabouts(n, "a", n + 5, "TRAIN", 1, 30, 30.0, "train.py:3", True) for n in range(2)]
+        >>> print(table([*waiting, stuck]))
+        rank 2 (a, pid 7): in TRAIN of epoch 1 at step 30, for 31 s at data.py:12 in __getitem__
+        rank 0-1: in TRAIN of epoch 1 at step 30, for 30 s waiting for other ranks at train.py:3
+    """
+    silent = silent or {}
+    guilty: list[str] = []
+    waiting: dict[str, list[tuple[int, float]]] = {}
+    for one in ranks:
+        since = max(one.seconds, 0.0)
+        if one.rank in silent:
+            guilty.append(f"{one.name()}: silent for {silent[one.rank]:.0f} s, last {one.place() or 'outside of fit'}")
+        elif one.waits:
+            words = f"{one.place() or 'before the first stage'}, for {{}} s waiting for other ranks at {one.where}"
+            waiting.setdefault(words, []).append((one.rank, since))
+        else:
+            at = f" {one.where if one.where.startswith(AT_LOADER) else 'at ' + one.where}" if one.where else ""
+            guilty.append(f"{one.name()}: {one.place() or 'outside of fit and evaluate'}, for {since:.0f} s{at}")
+    for words, members in waiting.items():
+        numbers = _spans([rank for rank, _ in members])
+        guilty.append(f"rank {numbers}: {words.format(round(max(seconds for _, seconds in members)))}")
+    return "\n".join(guilty)
+
+
+def _spans(numbers: list[int]) -> str:
+    """Write numbers as ``0-3, 7``."""
+    spans: list[list[int]] = []
+    for number in sorted(numbers):
+        if spans and number == spans[-1][1] + 1:
+            spans[-1][1] = number
+        else:
+            spans.append([number, number])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)

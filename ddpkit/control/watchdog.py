@@ -1,0 +1,381 @@
+"""The watch of a process: it tells the others that it lives, learns of their failures, and ends what would hang.
+
+Two threads, and the store that the launcher hosts. One talks to the store, about once a second
+(:mod:`ddpkit.control.heartbeat`), and may be kept waiting there by a network that is cut. The other never waits for
+anything: it looks at the clock, at the process that started this one, and at what the first thread has learnt. No
+collective is used, because after a failure none can be trusted to end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import threading
+import time
+from typing import TYPE_CHECKING
+
+from ddpkit.base.process_probe import Guard, leave_a_guard
+from ddpkit.base.signals import asked_twice
+from ddpkit.control.failure import (
+    LastWords,
+    Reason,
+    has_failed,
+    record_for_launcher,
+    set_reason_finder,
+)
+from ddpkit.control.heartbeat import SILENT_SECONDS, Pulse, Survey, tell_once
+from ddpkit.control.loader_workers import kill_workers
+from ddpkit.control.rank_status import POSITION, Position, Whereabouts, host_name, table
+from ddpkit.errors import LaunchError, RankFailedError
+from ddpkit.launch.launchers import find_launch
+from ddpkit.logger import get_logger
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+logger = get_logger(__name__)
+
+LOOK_SECONDS = 0.25  # between two looks at the clock
+GRACE_SECONDS = 1.5  # for the main thread to end by itself, once another rank has failed
+EXIT_SECONDS = 3.0  # for a process to end by itself, once it has failed
+LAUNCHER_SECONDS = 5.0  # for torchrun's agent to end, once its processes have
+HOLD_SECONDS = 25.0  # for what is brought to safety; launchers kill after 30
+REASON_SECONDS = 3.0  # for the reason of a lost connection to become known
+JOIN_SECONDS = 2.0
+OUT_OF_REACH = ("timed out", "No route to host", "unreachable")  # so the system says of a connection
+
+
+class Hold:
+    """Whether something is being brought to safety, for which the end of the process has to wait.
+
+    Ranks: local.
+
+    Example:
+        >>> with HOLD.held():
+        ...     HOLD.is_held
+        True
+    """
+
+    def __init__(self) -> None:
+        self._since: float | None = None
+
+    @property
+    def is_held(self) -> bool:
+        """Say whether the end has to wait: not for ever."""
+        return self._since is not None and time.monotonic() - self._since < HOLD_SECONDS
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Return a context that the watch does not cut short."""
+        before, self._since = self._since, self._since or time.monotonic()
+        try:
+            yield
+        finally:
+            self._since = before
+
+
+HOLD = Hold()
+
+
+class Watch:
+    """Watches over this process and those it works with, from when its group is made until it says goodbye.
+
+    Args:
+        words: what the ranks tell each other when they end.
+        neighbours: the ranks on this machine.
+        parent: process number of the launcher that this process shall not outlive; None: of no one.
+        position: where this process is.
+        guest: of a group that somebody else has started: tells whether it is still there. Then the watch only says what
+            it finds, ends no process, talks to the store in ``fit`` and ``evaluate`` alone, and ends with the group.
+        guarded: have a process beside this one end it where no thread can: for ranks that no launcher would end.
+
+    Attributes:
+        pulse: the thread that talks.
+        hang_warning: seconds without a step after which it is said where the ranks are; 0: never.
+        hang_timeout: seconds without a step after which the process ends; 0: never.
+
+    Ranks: local; it talks to the others through the store.
+
+    Example:
+        >>> from torch.distributed import HashStore
+        >>> watch = Watch(LastWords(HashStore(), rank=0, world_size=1), range(1))
+        >>> watch.start(); watch.stop()
+    """
+
+    def __init__(
+        self,
+        words: LastWords,
+        neighbours: Iterable[int],
+        parent: int | None = None,
+        *,
+        position: Position = POSITION,
+        guest: Callable[[], bool] | None = None,
+        guarded: bool = False,
+    ) -> None:
+        self.words, self.rank = words, words.rank
+        self.parent, self.position, self.guest = parent, position, guest
+        self.hang_warning = self.hang_timeout = 0.0
+        self.pulse = Pulse(words, neighbours, self._seconds_here, self._is_in_trouble, position=position)
+        self._moved = self._changed = self._looked = time.monotonic()
+        self._guarded = guarded
+        self._guard: Guard | None = None
+        self._mark = position.mark()
+        self._failure_since = self._failing_since = 0.0
+        self._told: Reason | None = None
+        self._next_warning = 0.0
+        self._over = threading.Event()
+        self._threads: list[threading.Thread] = []
+
+    def start(self) -> None:
+        """Begin to watch."""
+        set_reason_finder(self.await_reason)
+
+        def is_wanted() -> bool:
+            # A process that has failed says no more: of a store that is gone torch logs at length.
+            if has_failed() or self.words.store_is_lost:
+                return False
+            return self.guest is None or self.position.progress is not None
+
+        def talk() -> None:
+            self.pulse.beat_until(self._over, is_wanted)
+
+        for work, name in ((talk, "ddpkit-pulse"), (self._look, "ddpkit-watch")):
+            thread = threading.Thread(target=work, name=name, daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    def stop(self) -> None:
+        """End the watch; the store may go afterwards."""
+        set_reason_finder(None)
+        self._over.set()
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(JOIN_SECONDS)
+        if self._guard is not None:
+            self._guard.close()
+
+    @property
+    def still_for(self) -> float:
+        """Seconds since this rank's last step, of those that count."""
+        return time.monotonic() - self._moved
+
+    def await_reason(self) -> Reason | None:
+        """Wait a little for it to become known which rank has failed or disappeared."""
+        pulse, end = self.pulse, time.monotonic() + REASON_SECONDS
+        if self.words.store_is_lost:  # who has found that out has asked it; the pulse need not
+            pulse.store_lost = pulse.store_lost or "the connection broke"
+        survey = Survey(pulse) if pulse.store_lost is None else None
+        while time.monotonic() < end and not self._over.is_set():
+            if survey is not None:
+                survey.take(time.monotonic())
+            reason = pulse.failure or self.words.first_failure()
+            if reason is not None:
+                return reason
+            if pulse.store_lost is not None:
+                return self._lost_store_reason(pulse.store_lost)
+            time.sleep(0.05)
+        return None
+
+    # ------------------------------------------------------------------ the thread that looks
+
+    def _look(self) -> None:
+        looks = (
+            self._tell_guard,
+            self._notice_steps,
+            self._mind_launcher,
+            self._mind_failure,
+            self._mind_store,
+            self._mind_clock,
+        )
+        while not self._over.wait(LOOK_SECONDS):
+            if self.guest is None:
+                _obey_signals()
+            elif not self.guest():
+                self._over.set()
+                return
+            for look in looks:
+                try:
+                    look()
+                except Exception as error:  # noqa: BLE001 -- who watches must go on
+                    self._moved = time.monotonic()  # what cannot be seen shall not be taken for a standstill
+                    tell_once(self.rank, look.__name__.strip("_").replace("_", " "), error)
+
+    def _tell_guard(self) -> None:
+        limit = 0.0 if self.position.has_no_limit() else self.hang_timeout
+        if self._guard is None and self._guarded and limit > 0:
+            self._guard = Guard(f"rank {self.rank} ({host_name()}, pid {os.getpid()})")
+        if self._guard is not None:
+            self._guard.hear(limit)
+
+    def _notice_steps(self) -> None:
+        mark, now = self.position.mark(), time.monotonic()
+        gap, self._looked = now - self._looked, now
+        if gap > SILENT_SECONDS:  # all of this process was stopped
+            self._moved = min(self._moved + gap, now)
+            self.pulse.answered = min(self.pulse.answered + gap, now)
+        if mark != self._mark:
+            self._changed = now
+        if mark != self._mark or self.position.has_no_limit():
+            self._mark, self._moved = mark, now
+            self._next_warning = self.hang_warning
+
+    def _seconds_here(self) -> float:
+        """Return the seconds since this rank's last step, or since it has left ``fit`` or ``evaluate``."""
+        return time.monotonic() - self._changed
+
+    def _is_in_trouble(self) -> bool:
+        limits = [limit for limit in (self.hang_warning, self.hang_timeout) if limit > 0]
+        return bool(limits) and self.still_for >= min(limits) / 2
+
+    def _mind_launcher(self) -> None:
+        if self.parent is not None and os.getppid() != self.parent:
+            self._end(f"the launcher (pid {self.parent}) that started rank {self.rank} is gone: the process ends.")
+
+    def _mind_failure(self) -> None:
+        now = time.monotonic()
+        if has_failed() and self.position.progress is None:
+            self._failing_since = self._failing_since or now
+            if now - self._failing_since > EXIT_SECONDS and not HOLD.is_held and self.guest is None:
+                self._end(None)
+            return
+        reason = self.pulse.failure
+        if reason is None or not self.pulse.concerns(reason):
+            self.pulse.failure, self._failure_since = None, 0.0
+            return
+        if not reason.is_final and not self.position.is_waiting():
+            self._failure_since = 0.0  # all ranks may be about to raise, and to catch, the same
+            return
+        self._failure_since = self._failure_since or now
+        if now - self._failure_since > GRACE_SECONDS and not HOLD.is_held:
+            self._act_on(reason)
+
+    def _act_on(self, reason: Reason) -> None:
+        """End the process after another one's failure; or, as a guest, say that it waits in vain."""
+        trace = "" if self.pulse.is_said else reason.trace.rstrip()
+        if self.guest is None:
+            self._end(f"rank {self.rank} ends: {reason.summary()}", trace)
+        elif reason != self._told:
+            self._told = reason
+            text = f"rank {self.rank} may wait in vain, and is not ended because others started the process group: "
+            logger.error("%s%s%s", f"{trace}\n".lstrip(), text, reason.summary(), main_process_only=False)
+
+    def _mind_store(self) -> None:
+        inside, lost = self.position.progress is not None, self.pulse.store_lost
+        if self.guest is not None:
+            return
+        if lost is not None and inside and not has_failed():
+            self.pulse.failure = self.pulse.failure or self._lost_store_reason(lost)
+            return
+        silent = time.monotonic() - self.pulse.answered
+        if inside and 0 < self.hang_timeout < silent and not self._works_alone():
+            self._leave_launcher()
+            self._dump_stacks()
+            self._end(
+                f"rank {self.rank} ({host_name()}): no answer for {silent:.0f} s from the store on {_store_place()}"
+                f"{self._store_keeper()} is silent, or the network to it is cut."
+            )
+
+    def _store_keeper(self) -> str:
+        """Say whose store it is, at the end of a clause: where no launcher keeps it, the first rank does."""
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            return ": that machine"
+        known = self.pulse.first_rank()
+        seen = "" if known is None else f", last seen {known.place()}".removesuffix(", last seen ")
+        return f": {'rank 0' if known is None else known.name()}, which keeps it{seen},"
+
+    def _works_alone(self) -> bool:
+        """Say whether this process does something for the others; who waits for that hears of them by the store."""
+        return bool(self.position.excused) and not self.position.is_waiting()
+
+    def _leave_launcher(self) -> None:
+        """See to it that torchrun's agent ends too, unless it may start this rank again.
+
+        An agent that meets the others at a c10d rendezvous asks the store once a second who else is there. If the
+        network is cut it waits for the answer as long as TCP tries, a quarter of an hour, and hears no signal.
+        """
+        most, used = (os.environ.get(f"TORCHELASTIC_{name}") for name in ("MAX_RESTARTS", "RESTART_COUNT"))
+        if self.parent is not None and most is not None and most == used:
+            leave_a_guard(self.parent, LAUNCHER_SECONDS)
+
+    def _lost_store_reason(self, how: str) -> Reason:
+        place = _store_place()
+        if any(words in how for words in OUT_OF_REACH):
+            text = f"is out of reach: the store on {place} is silent, or the network to it is cut ({how})."
+            return Reason(0, text, is_final=True)
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            text = f"the store on {place} is gone with the process that held it, or the network to it is cut ({how})."
+            return Reason(0, f"lost its launcher: {text}", is_final=True)
+        known = self.pulse.first_rank() or Whereabouts(0)
+        text = f"was lost with the store on {place}, which it held, or the network to it is cut ({how})"
+        return self.pulse.gone(known, text)
+
+    def _mind_clock(self) -> None:
+        still = self.still_for
+        failure = self.pulse.failure
+        if self.position.progress is None or has_failed() or (failure is not None and failure.is_final):
+            return
+        if 0 < self.hang_timeout <= still and self.guest is None:
+            self._end_hang(still)
+        elif 0 < self.hang_warning <= still and still >= self._next_warning:
+            self._next_warning = 2 * max(self._next_warning, self.hang_warning)
+            if self.pulse.leads():
+                logger.warning("%s", self._roll(still), main_process_only=False)
+
+    def _roll(self, still: float) -> str:
+        pulses, ends = self.pulse.pulses, self.hang_timeout and self.guest is None
+        silent = {rank: gap for rank, gap in pulses.silent(time.monotonic()).items() if rank != self.rank}
+        end = f" After {self.hang_timeout:.0f} s the run ends (--hang_timeout)." if ends else ""
+        lines = table(sorted([*pulses.latest.values()], key=lambda one: one.rank), silent)
+        return f"No step for {still:.0f} s.{end} Where the ranks are:\n{lines}"
+
+    def _end_hang(self, still: float) -> None:
+        text = f"rank {self.rank} has made no step for {still:.0f} s (--hang_timeout={self.hang_timeout:.0f})."
+        here = self.pulse.pulses.latest.get(self.rank)
+        if self.pulse.leads():
+            text = f"{text} {self._roll(still)}"
+        elif here is not None:
+            text = f"{text} Where it is, and the first rank tells where all are:\n{table([here])}"
+        self._dump_stacks()
+        self._end(text)
+
+    def _dump_stacks(self) -> None:
+        with contextlib.suppress(OSError):
+            os.write(2, f"\nrank {self.rank}: where all threads are:\n".encode())
+            faulthandler.dump_traceback(file=2, all_threads=True)
+
+    def _end(self, text: str | None, trace: str = "") -> None:
+        """End the process, whatever its main thread is doing.
+
+        Args:
+            text: is said last; None: nothing.
+            trace: of another rank, that is said before.
+        """
+        if trace:
+            _write(trace)
+        if text is not None:
+            record_for_launcher(RankFailedError(text))
+            _write(text)
+        kill_workers()
+        os._exit(1)
+
+
+def _write(text: str) -> None:
+    with contextlib.suppress(OSError):
+        os.write(2, f"\n[ddpkit] {text}\n".encode())
+
+
+def _store_place() -> str:
+    """Return the machine that keeps the store, and the port if there is one that was told."""
+    host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+    with contextlib.suppress(LaunchError):
+        host = host or find_launch().address
+    return f"{host}:{port}" if host and port else host or "another machine"
+
+
+def _obey_signals() -> None:
+    """End the process if it was asked to twice, and its main thread is where it cannot hear that."""
+    number = asked_twice()
+    if number:
+        kill_workers()
+        os._exit(128 + number)

@@ -1,0 +1,1 @@
+"""Which rank sees which sample: permutation, samplers, loaders, streams and their positions."""

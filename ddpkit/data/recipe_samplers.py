@@ -1,0 +1,527 @@
+"""The samplers that recipes name, each an order that is a function of its seed and the epoch.
+
+They work in any loader, and so outside of ddpkit as well. Given to ``Brain.fit`` as ``sampler`` or ``batch_sampler``
+they are dealt out to the ranks, so that nothing has to be divided by the recipe. ``ddpkit.sampler`` has them under the
+same names.
+
+An order follows a *hash* of seed and epoch. With their sum, as elsewhere, epoch 2 of seed 10 would be epoch 1 of seed
+11; so the orders are others than those that the same seed gives there. A seed that is left out is that of
+:func:`ddpkit.seed.seed_everything`, or a constant where that was not called. The epoch counts from 0 until somebody
+calls ``set_epoch``, as every loader of ddpkit does.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch.utils.data import RandomSampler, Sampler, WeightedRandomSampler
+from torch.utils.data.distributed import DistributedSampler
+
+from ddpkit.data.length_buckets import ask_items, positive_whole, sample_lengths, samples_that_fit, upper_boundaries
+from ddpkit.data.permutation import Order, mix_key
+from ddpkit.distributed import get_rank, get_world_size
+from ddpkit.errors import ConfigError, DataError
+from ddpkit.logger import get_logger
+from ddpkit.seed import global_seed, own_randomness
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from numpy.typing import NDArray
+
+logger = get_logger(__name__)
+
+CHUNK = 8192
+
+
+class ReproducibleRandomSampler(RandomSampler):
+    """A ``RandomSampler`` whose order is a function of the seed and the epoch.
+
+    Without replacement nothing is stored: the order is computed a few thousand positions at a time, and with the
+    experiment's seed it is that of ``shuffle=True``.
+
+    Args:
+        data_source: has a length, which may change between epochs.
+        seed: of the order; None: that of the experiment.
+        epoch: to begin with.
+        kwargs: ``replacement`` and ``num_samples``, as for ``torch.utils.data.RandomSampler``.
+
+    Raises:
+        ConfigError: a ``generator`` was given.
+        DataError: there is nothing to draw from.
+
+    Ranks: local; alike on every rank.
+
+    Example:
+        >>> sampler = ReproducibleRandomSampler(range(100), seed=3)
+        >>> first = list(sampler)
+        >>> sampler.set_epoch(1)
+        >>> sorted(first) == list(range(100)), first == list(sampler)
+        (True, False)
+    """
+
+    def __init__(self, data_source: Any, seed: int | None = None, epoch: int = 0, **kwargs: Any) -> None:
+        _refuse_generator(self, kwargs)
+        if not len(data_source):
+            raise DataError(f"{type(self).__name__}: data_source is empty. Check the paths and filters that made it.")
+        super().__init__(data_source, **kwargs)
+        self.seed = _seed_or(563375142, seed)
+        self.epoch = epoch
+        self.generator = torch.Generator()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch whose order the next iteration follows."""
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        if self.replacement:
+            self.generator.manual_seed(mix_key(self.seed, self.epoch) >> 1)
+            return super().__iter__()
+        return self._ordered()
+
+    def _ordered(self) -> Iterator[int]:
+        size, left = len(self.data_source), self.num_samples
+        for number in itertools.count():  # more samples than there are: the whole set again, in another order
+            order = Order(size, mix_key(self.seed, number) if number else self.seed, self.epoch)
+            for start in range(0, min(size, left), CHUNK):
+                yield from order.indices(start, min(start + CHUNK, size, left))
+            left -= size
+            if left <= 0:
+                return
+
+
+class ReproducibleWeightedRandomSampler(WeightedRandomSampler):
+    """A ``WeightedRandomSampler`` whose draws are a function of the seed and the epoch.
+
+    Args:
+        weights: one number per sample, not negative, shape ``(samples,)``; they need not add up to one.
+        num_samples: draws per epoch.
+        replacement: whether a sample may be drawn more than once.
+        seed: of the draws; None: that of the experiment.
+        epoch: to begin with.
+        kwargs: none is known; a ``generator`` is refused.
+
+    Raises:
+        ConfigError: a ``generator`` was given, or weights from which ``num_samples`` cannot be drawn.
+
+    Ranks: local; alike on every rank.
+
+    Example:
+        >>> sampler = ReproducibleWeightedRandomSampler([1.0, 0.0, 1.0], 4, replacement=True, seed=3)
+        >>> 1 in list(sampler), list(sampler) == list(sampler)
+        (False, True)
+    """
+
+    def __init__(
+        self,
+        weights: Sequence[float],
+        num_samples: int,
+        replacement: bool = True,
+        seed: int | None = None,
+        epoch: int = 0,
+        **kwargs: Any,
+    ) -> None:
+        _refuse_generator(self, kwargs)
+        try:
+            super().__init__(weights, num_samples, replacement, **kwargs)
+        except ValueError as error:
+            raise ConfigError(f"{type(self).__name__}: {error}.") from error
+        self._check_weights()
+        self.seed = _seed_or(129491412, seed)
+        self.epoch = epoch
+        self.generator = torch.Generator()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch whose draws the next iteration makes."""
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        self.generator.manual_seed(mix_key(self.seed, self.epoch) >> 1)
+        return super().__iter__()
+
+    def _check_weights(self) -> None:
+        bad = torch.nonzero(~(torch.isfinite(self.weights) & (self.weights >= 0))).flatten().tolist()
+        if bad:
+            raise ConfigError(
+                f"{type(self).__name__}: weights[{bad[0]}]={self.weights[bad[0]].item()} is negative or not finite "
+                f"({len(bad)} such weight(s)). A weight is how often a sample is wanted: 0 or more."
+            )
+        possible = int(torch.count_nonzero(self.weights))
+        if not possible or (not self.replacement and self.num_samples > possible):
+            raise ConfigError(
+                f"{type(self).__name__}: num_samples={self.num_samples} cannot be drawn from {possible} sample(s) of "
+                f"a weight above 0 with replacement={self.replacement}. Draw fewer, or with replacement=True."
+            )
+
+
+class ConcatDatasetBatchSampler(Sampler[list[int]]):
+    """Makes batches of a fixed number of samples from each part of a ``ConcatDataset``.
+
+    An epoch ends with the part that is used up first.
+
+    Args:
+        samplers: one per part, in the order of the parts. Each yields indices of its own part, from 0. The length of
+            the part is that of the sampler's ``data_source`` or ``weights`` where it has them, else that of the
+            sampler.
+        batch_sizes: samples of each part in a batch.
+        epoch: to begin with.
+
+    Attributes:
+        offsets: where each part begins in the concatenated dataset.
+        batch_size: samples of a batch.
+
+    Raises:
+        ConfigError: arguments that are no lists, of different lengths, or sizes below 1.
+
+    Ranks: local; alike on every rank.
+
+    Example:
+        >>> from torch.utils.data import SequentialSampler
+        >>> parts = [SequentialSampler(range(3)), SequentialSampler(range(9))]
+        >>> list(ConcatDatasetBatchSampler(parts, [1, 2]))
+        [[0, 3, 4], [1, 5, 6], [2, 7, 8]]
+    """
+
+    def __init__(self, samplers: Sequence[Any], batch_sizes: Sequence[int], epoch: int = 0) -> None:
+        for name, given in (("samplers", samplers), ("batch_sizes", batch_sizes)):
+            if not isinstance(given, (list, tuple)) or not given:
+                raise ConfigError(
+                    f"{name}={given!r} is not a list or tuple with something in it: give one sampler and one batch "
+                    "size for each part of the dataset."
+                )
+        if len(samplers) != len(batch_sizes):
+            raise ConfigError(
+                f"{len(samplers)} samplers and {len(batch_sizes)} batch_sizes were given: each part of the dataset "
+                "needs one of both."
+            )
+        for size in batch_sizes:
+            positive_whole("batch_sizes", size, "Every part gives at least one sample to a batch.")
+        self.samplers = samplers
+        self.batch_sizes = batch_sizes
+        self.offsets = [0, *itertools.accumulate(_part_length(one) for one in samplers[:-1])]
+        self.epoch = epoch
+        self.set_epoch(epoch)
+
+    @property
+    def batch_size(self) -> int:
+        """Samples of a batch."""
+        return sum(self.batch_sizes)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the samplers which epoch comes."""
+        self.epoch = epoch
+        for one in self.samplers:
+            _tell(one, epoch)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        iterators = [iter(one) for one in self.samplers]
+        while True:
+            batch: list[int] = []
+            for offset, size, iterator in zip(self.offsets, self.batch_sizes, iterators, strict=True):
+                drawn = [offset + index for index in itertools.islice(iterator, size)]
+                if len(drawn) < size:
+                    return
+                batch += drawn
+            yield batch
+
+    def __len__(self) -> int:
+        """Return the number of batches of an epoch."""
+        return min(len(one) // size for one, size in zip(self.samplers, self.batch_sizes, strict=True))
+
+
+class DynamicBatchSampler(Sampler[list[int]]):
+    """Makes batches of samples of similar length: many short ones, or a few long ones.
+
+    Samples of similar length share a bucket, and a bucket's batches have as many samples as fit into
+    ``max_batch_length`` at the bucket's upper boundary. Which samples meet in a batch changes with the epoch, how many
+    batches there are does not.
+
+    Args:
+        dataset: what is sampled from.
+        max_batch_length: how long the samples of a batch may be together, with their padding; in the unit of the
+            lengths. A sample that is longer is a batch by itself.
+        num_buckets: number of buckets, whose boundaries are then the quantiles of a log-normal distribution, the last
+            at ``max_batch_length``.
+        length_func: returns the length of a sample, given the dataset's entry for it (``dataset.data[id]``), which
+            costs no loading; where the entry lacks a key, that key alone is asked for through ``output_keys_as``.
+        shuffle: whether samples are put together anew in every epoch.
+        batch_ordering: ``"random"``, or ``"ascending"`` or ``"descending"`` by the longest sample of a batch.
+        max_batch_ex: samples of a batch, at most.
+        bucket_boundaries: upper boundaries of the buckets, ascending, in the unit of the lengths; instead of
+            ``num_buckets``. Samples above the last are batches by themselves.
+        lengths_list: the length of every sample; needed for a dataset without ``data`` and ``data_ids``.
+        seed: of the shuffling; None: that of the experiment.
+        epoch: to begin with.
+        drop_last: leave out the samples that do not fill a batch of their bucket.
+        verbose: log what is in every bucket.
+
+    Raises:
+        BucketingError: neither ``num_buckets`` nor ``bucket_boundaries``, or no way to know the lengths.
+        ConfigError: arguments that cannot work.
+        DataError: no sample, a length that is negative or no number, or no batch that is full with ``drop_last``.
+
+    Ranks: local; alike on every rank.
+
+    Source: the log-normal quantiles are ``exp(ndtri(k / (num_buckets + 1)))``, those of ``scipy.stats.lognorm`` with
+    ``s=1``.
+
+    Example:
+        >>> lengths = [1, 9, 2, 8, 10, 2]
+        >>> sampler = DynamicBatchSampler(
+        ...     lengths, 20, bucket_boundaries=[2, 10], lengths_list=lengths, shuffle=False, batch_ordering="ascending"
+        ... )
+        >>> list(sampler)
+        [[0, 2, 5], [1, 3], [4]]
+    """
+
+    def __init__(  # noqa: PLR0913, PLR0917 -- the contract's arguments
+        self,
+        dataset: Any,
+        max_batch_length: float,
+        num_buckets: int | None = None,
+        length_func: Callable[[Any], float] | None = None,
+        shuffle: bool = True,
+        batch_ordering: str = "random",
+        max_batch_ex: int | None = None,
+        bucket_boundaries: Sequence[float] = (),
+        lengths_list: Sequence[float] | None = None,
+        seed: int | None = None,
+        epoch: int = 0,
+        drop_last: bool = False,
+        verbose: bool = False,
+    ) -> None:
+        if not max_batch_length > 0 or math.isinf(max_batch_length):
+            raise ConfigError(f"max_batch_length={max_batch_length!r} is not a positive number: no sample fits.")
+        if batch_ordering not in {"random", "ascending", "descending"}:
+            raise ConfigError(f"batch_ordering={batch_ordering!r} is not known. Use random, ascending or descending.")
+        if max_batch_ex is not None:
+            positive_whole("max_batch_ex", max_batch_ex, "It limits the samples of a batch; leave it out for no limit")
+        self._lengths = sample_lengths(dataset, length_func, lengths_list)
+        self._bucket_boundaries = upper_boundaries(max_batch_length, num_buckets, bucket_boundaries)
+        self._bucket_lens = samples_that_fit(max_batch_length, self._bucket_boundaries, max_batch_ex)
+        self._bucket_of = np.searchsorted(self._bucket_boundaries, self._lengths)
+        self._in_bucket = np.bincount(self._bucket_of, minlength=len(self._bucket_lens))
+        self._shuffle_ex, self._batch_ordering, self._drop_last = shuffle, batch_ordering, drop_last
+        self._seed = _seed_or(42, seed)
+        self._made: tuple[int, list[list[int]]] | None = None
+        self.epoch = epoch
+        self._report(max_batch_length, verbose=verbose)
+
+    @property
+    def seed(self) -> int:
+        """The seed of the shuffling."""
+        return self._seed
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch whose batches the next iteration gives."""
+        self.epoch = epoch
+
+    def get_durations(self, batch: Sequence[int]) -> list[float]:
+        """Return the lengths of some samples, given their indices."""
+        durations: list[float] = self._lengths[list(batch)].tolist()
+        return durations
+
+    def __len__(self) -> int:
+        """Return the number of batches, which does not depend on their order."""
+        rounded = 0 if self._drop_last else self._bucket_lens - 1
+        return int(((self._in_bucket + rounded) // self._bucket_lens).sum())
+
+    def __iter__(self) -> Iterator[list[int]]:
+        if self._made is None or self._made[0] != self.epoch:
+            self._made = (self.epoch, self._make())
+        return iter(self._made[1])
+
+    def _make(self) -> list[list[int]]:
+        """Put the batches of this epoch together."""
+        number = len(self._lengths)
+        samples = Order(number, self._seed, self.epoch, shuffle=self._shuffle_ex).at(np.arange(number))
+        samples = samples[np.argsort(self._bucket_of[samples], kind="stable")]
+        buckets = self._bucket_of[samples]
+        place = np.arange(number) - (np.cumsum(self._in_bucket) - self._in_bucket)[buckets]
+        sizes = self._bucket_lens[buckets]
+        if self._drop_last:
+            kept = place < (self._in_bucket // self._bucket_lens * self._bucket_lens)[buckets]
+            samples, place, sizes = samples[kept], place[kept], sizes[kept]
+        begins = np.flatnonzero(place % sizes == 0)
+        ends = np.append(begins[1:], len(samples))
+        order = self._order(np.maximum.reduceat(self._lengths[samples], begins))
+        flat = samples.tolist()
+        return [flat[begin:end] for begin, end in zip(begins[order].tolist(), ends[order].tolist(), strict=True)]
+
+    def _order(self, longest: NDArray[np.float64]) -> NDArray[np.int64]:
+        """Return which batch comes when, from the longest length of each."""
+        if self._batch_ordering == "random":
+            return Order(len(longest), mix_key(self._seed, 1), self.epoch).at(np.arange(len(longest)))
+        return np.argsort(longest if self._batch_ordering == "ascending" else -longest, kind="stable")
+
+    def _report(self, max_batch_length: float, *, verbose: bool) -> None:
+        if not len(self):
+            raise DataError(
+                f"DynamicBatchSampler: drop_last=True leaves no batch of the {len(self._lengths)} sample(s): no bucket "
+                f"has as many as a batch of it takes ({self._bucket_lens.tolist()}). Leave drop_last out, or use a "
+                "smaller max_batch_length, max_batch_ex or num_buckets."
+            )
+        logger.info(
+            "DynamicBatchSampler: %d batches of %d samples, %d of %d buckets in use.",
+            *(len(self), len(self._lengths), np.count_nonzero(self._in_bucket), len(self._bucket_lens)),
+        )
+        longer = int((self._lengths > max_batch_length).sum())
+        if longer:
+            logger.warning(
+                "DynamicBatchSampler: %d sample(s) are longer than max_batch_length=%s (the longest: %s); each is a "
+                "batch by itself.",
+                *(longer, max_batch_length, self._lengths.max()),
+            )
+        if verbose:
+            low = 0.0
+            highs = [*self._bucket_boundaries.tolist(), math.inf]
+            for high, size, held in zip(highs, self._bucket_lens, self._in_bucket, strict=True):
+                logger.info("Lengths from %.2f to %.2f: %d samples, %d in a batch.", low, high, held, size)
+                low = high
+
+
+class DistributedSamplerWrapper(DistributedSampler[Any]):
+    """Gives one rank its share of what a sampler or a batch sampler yields, as ``DistributedSampler`` does.
+
+    As there, every rank gets the same number: without ``drop_last`` some indices are given out twice. **Given the inner
+    sampler itself, ddpkit's loaders divide it without repeating anything**; a wrapped one counts as divided already.
+
+    Args:
+        sampler: yields indices, or lists of them; its length may change between epochs. If it is random and has no
+            seed of its own, it is drawn alike on every rank.
+        num_replicas: number of ranks; None: that of the run.
+        rank: this rank; None: that of the process.
+        shuffle: whether what the sampler yields is reordered.
+        seed: of that; None: that of the experiment.
+        drop_last: leave out the remainder instead of repeating.
+
+    Ranks: local. All ranks must give the same arguments but ``rank``.
+
+    Example:
+        >>> batches = [[0, 1], [2], [3, 4], [5]]
+        >>> [list(DistributedSamplerWrapper(batches, 2, rank, shuffle=False)) for rank in range(2)]
+        [[[0, 1], [3, 4]], [[2], [5]]]
+    """
+
+    def __init__(
+        self,
+        sampler: Any,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        shuffle: bool = True,
+        seed: int | None = None,
+        drop_last: bool = False,
+    ) -> None:
+        unknown: Any = ()  # the length is that of the epoch
+        super().__init__(
+            unknown,
+            get_world_size() if num_replicas is None else num_replicas,
+            (get_rank() or 0) if rank is None else rank,
+            shuffle,
+            _seed_or(0, seed),
+            drop_last,
+        )
+        self.dataset = self.sampler = sampler
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell this sampler and the inner one which epoch comes."""
+        super().set_epoch(epoch)
+        _tell(self.sampler, epoch)
+
+    def __iter__(self) -> Iterator[Any]:
+        given = getattr(self.sampler, "generator", None)
+        with own_randomness(
+            mix_key(self.seed, self.epoch, 0xD157), [given] if isinstance(given, torch.Generator) else []
+        ):
+            drawn = list(self.sampler)
+        self._divide(len(drawn))
+        order = Order(len(drawn), self.seed, self.epoch, shuffle=self.shuffle)
+        positions = np.arange(self.rank, self.total_size, self.num_replicas) % max(len(drawn), 1)
+        return iter([drawn[index] for index in order.at(positions).tolist()])
+
+    def __len__(self) -> int:
+        """Return how many indices, or batches, this rank gets in this epoch."""
+        self._divide(len(self.sampler))
+        return self.num_samples
+
+    def _divide(self, length: int) -> None:
+        whole, rest = divmod(length, self.num_replicas)
+        self.num_samples = whole + (1 if rest and not self.drop_last else 0)
+        self.total_size = self.num_samples * self.num_replicas
+
+
+class BalancingDataSampler(ReproducibleWeightedRandomSampler):
+    """Draws every class of a dataset equally often, on average.
+
+    Args:
+        dataset: its items are dicts. Of one with ``data`` and ``data_ids``, or with ``output_keys_as``, ``key`` alone
+            is computed; the items of any other are loaded.
+        key: of an item: its class.
+        num_samples: draws per epoch; None: as many as the dataset has.
+        replacement: whether a sample may be drawn more than once.
+        seed: of the draws; None: that of the experiment.
+        epoch: to begin with.
+        kwargs: none is known; a ``generator`` is refused.
+
+    Raises:
+        ConfigError: a ``generator`` was given, or more samples without replacement than there are.
+        DataError: the dataset is empty, or an item lacks the key.
+
+    Ranks: local; alike on every rank.
+
+    Example:
+        >>> data = [{"label": "a"}] * 9 + [{"label": "b"}]
+        >>> drawn = list(BalancingDataSampler(data, "label", num_samples=1000, seed=1))
+        >>> 400 < drawn.count(9) < 600
+        True
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        key: str,
+        num_samples: int | None = None,
+        replacement: bool = True,
+        seed: int | None = None,
+        epoch: int = 0,
+        **kwargs: Any,
+    ) -> None:
+        self.dataset, self.key = dataset, key
+        classes = ask_items(dataset, lambda item: item[key], "BalancingDataSampler")
+        counts = Counter(classes)
+        weights = [1.0 / counts[one] for one in classes]
+        super().__init__(weights, num_samples or len(classes), replacement, seed, epoch, **kwargs)
+
+
+def _seed_or(default: int, seed: int | None) -> int:
+    if seed is None:
+        seed = global_seed()
+    return default if seed is None else int(seed)
+
+
+def _tell(sampler: Any, epoch: int) -> None:
+    setter = getattr(sampler, "set_epoch", None)
+    if setter is not None:
+        setter(epoch)
+
+
+def _refuse_generator(sampler: Any, kwargs: dict[str, Any]) -> None:
+    if "generator" in kwargs:
+        raise ConfigError(
+            f"generator={kwargs['generator']!r} was given to {type(sampler).__name__}, which has its own: the order is "
+            "a function of seed and epoch. Give seed instead."
+        )
+
+
+def _part_length(sampler: Any) -> int:
+    """Return the length of the dataset that a sampler draws from."""
+    for name in ("data_source", "weights"):
+        source = getattr(sampler, name, None)
+        if source is not None:
+            return len(source)
+    return len(sampler)

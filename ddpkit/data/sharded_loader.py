@@ -1,0 +1,490 @@
+"""A rank's part of a dataset as a loader, which remembers how far it has come.
+
+Every loader that the Brain makes follows the plan of :mod:`ddpkit.sampler`. A loader draws its workers' seeds from a
+generator of its own, so that making an iterator does not move the global random stream.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Sized
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data.distributed import DistributedSampler
+
+from ddpkit.augmentation import Place, keyed_parts, load_keyed
+from ddpkit.base.marks import mark_as_loader, mark_as_saver, register_checkpoint_hooks
+from ddpkit.control.loader_workers import start_loading
+from ddpkit.data.likeness import sketch
+from ddpkit.data.permutation import mix_key
+from ddpkit.data.streams import BatchShard, is_batches, is_sharded, stream_loader
+from ddpkit.errors import ConfigError, DataError
+from ddpkit.logger import get_logger
+from ddpkit.sampler import (
+    DealtBatchSampler,
+    PlannedBatchSampler,
+    layers,
+    set_epoch_inside,
+)
+from ddpkit.seed import global_seed
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from ddpkit.data.likeness import Sketch, Sketches
+
+logger = get_logger(__name__)
+
+DEFAULT_SEED = 563375142
+DECIDED = ("batch_size", "shuffle", "sampler", "batch_sampler", "drop_last")
+_RESHARDED = (
+    "num_workers",
+    "collate_fn",
+    "pin_memory",
+    "timeout",
+    "worker_init_fn",
+    "multiprocessing_context",
+    "prefetch_factor",
+    "persistent_workers",
+)
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """Which part of the data a loader gives to this process.
+
+    Attributes:
+        rank: this rank.
+        world_size: number of ranks that divide the data; 1 gives everything to everybody.
+        keep_step: whether every rank must yield the same number of batches, as training must.
+        seed: of the shuffling.
+        global_batch_size: samples of an optimizer step over all ranks; takes the place of ``batch_size``.
+        micro_batches: batches that those are worked on in, one after the other.
+
+    Ranks: local.
+
+    Example:
+        >>> Sharding(rank=0, world_size=2).keep_step
+        True
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    keep_step: bool = True
+    seed: int = DEFAULT_SEED
+    global_batch_size: int | None = None
+    micro_batches: int = 1
+
+
+@register_checkpoint_hooks
+class SaveableDataLoader(DataLoader[Any]):
+    """A ``DataLoader`` that is saved as the number of batches it has yielded, and continues after them.
+
+    Random augmentation is keyed on (seed, epoch, sample), by :mod:`ddpkit.augmentation`: it is the same on any number
+    of workers and ranks, and after a recovery.
+
+    The batches skipped after a recovery are not loaded if the sampler is ours, as it is in every loader that this
+    module makes: the sampler leaves them out. Of another one they are loaded and dropped.
+
+    Args:
+        args: as for ``torch.utils.data.DataLoader``.
+        kwargs: likewise.
+
+    Ranks: local.
+
+    Example:
+        >>> loader = SaveableDataLoader(range(4), batch_size=2)
+        >>> [batch.tolist() for batch in loader]
+        [[0, 1], [2, 3]]
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        if kwargs.get("generator") is None:
+            kwargs["generator"] = torch.Generator()
+        super().__init__(*args, **kwargs)
+        self.yielded: int | None = None
+        self._skip = 0
+        self._place = Place(default_seed())  # for batches that no plan of ours deals out
+        self.set_epoch(1)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch whose order and worker seeds the next iteration follows."""
+        self._place.seed, self._place.epoch = default_seed(), epoch
+        if self.generator is not None:
+            self.generator.manual_seed(mix_key(global_seed() or 0, epoch) >> 1)
+        set_epoch_inside(self.sampler if self.batch_sampler is None else self.batch_sampler, epoch)
+
+    def skip_next(self, batches: int) -> None:
+        """Leave out the first ``batches`` batches of the next iteration, without loading them."""
+        self._skip = batches
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        skip, self._skip = self._skip, 0
+        self.yielded = skip
+        plan = plan_of(self)
+        if plan is not None:
+            plan.skip = skip  # before the workers are started, which ask for their first batches
+        inner = self._begin()
+        if skip and plan is None:
+            inner = itertools.islice(inner, skip, None)
+        return self._counted(inner)
+
+    def _begin(self) -> Iterator[Any]:
+        """Start torch's iterator, on a copy of this loader whose randomness is keyed (but for a stream)."""
+        if isinstance(self.dataset, IterableDataset):
+            return start_loading(self, super().__iter__)
+        view, plan = copy.copy(self), plan_of(self)
+        vars(view).update(keyed_parts(self, self._place if plan is None else plan))
+        inner = start_loading(view, super(SaveableDataLoader, view).__iter__)
+        self._iterator = view._iterator  # noqa: SLF001 -- persistent workers stay with this loader
+        return inner
+
+    def _counted(self, inner: Iterator[Any]) -> Iterator[Any]:
+        for batch in inner:
+            self.yielded = (self.yielded or 0) + 1
+            yield batch
+
+    @mark_as_saver
+    def save(self, path: Path) -> None:
+        """Write the number of batches yielded, or None before the first iteration."""
+        path.write_text(str(self.yielded), encoding="utf-8")
+
+    @mark_as_loader
+    def load(self, path: Path, end_of_epoch: bool) -> None:
+        """Continue after the saved number of batches; start afresh after an end-of-epoch checkpoint.
+
+        Once the loader has been iterated nothing is loaded: the checkpoint is then wanted for its weights.
+        """
+        if self.yielded is not None:
+            logger.debug("The loader has been iterated before: its place in the checkpoint is ignored.")
+            return
+        text = path.read_text(encoding="utf-8").strip()
+        if not end_of_epoch and text not in {"", "None"}:
+            self.skip_next(int(text))
+
+    @property
+    def _speechbrain_recovery_skip_to(self) -> int | None:
+        return self._skip or None
+
+    def _speechbrain_save(self, path: Path) -> None:
+        self.save(path)
+
+    def _speechbrain_load(self, path: Path, end_of_epoch: bool) -> None:
+        self.load(path, end_of_epoch)
+
+
+def default_seed() -> int:
+    """Return the experiment's seed, or a fixed one where ``seed_everything`` was not called.
+
+    Ranks: local.
+
+    Example:
+        >>> isinstance(default_seed(), int)
+        True
+    """
+    seed = global_seed()
+    return DEFAULT_SEED if seed is None else seed
+
+
+def shard(dataset: Any, sharding: Sharding, **loader_kwargs: Any) -> Any:
+    """Make the loader that gives one process its part of a dataset.
+
+    Args:
+        dataset: map-style or iterable; or, without ``loader_kwargs``, anything else that yields batches.
+        sharding: which part.
+        loader_kwargs: as for ``torch.utils.data.DataLoader``; not changed.
+
+    Returns:
+        The loader; its ``batch_sampler`` is a :class:`~ddpkit.sampler.PlannedBatchSampler` or
+        :class:`~ddpkit.sampler.DealtBatchSampler`, but for iterable datasets, and where a ``DistributedSampler`` was
+        given, which has divided the data already.
+
+    Raises:
+        ConfigError: ``shuffle`` with a sampler, a bad batch size, or other arguments that exclude each other.
+        DataError: the dataset is empty.
+
+    Ranks: local; all ranks must give the same arguments but ``sharding.rank``.
+
+    Example:
+        >>> loader = shard(range(5), Sharding(rank=1, world_size=2), batch_size=2)
+        >>> [batch.tolist() for batch in loader]
+        [[2, 3], [4]]
+    """
+    options = dict(loader_kwargs)
+    if isinstance(dataset, IterableDataset):
+        whole = _batch_of_all_ranks(sharding)
+        return stream_loader(
+            dataset, sharding.rank, sharding.world_size, options, seed=sharding.seed, global_batch_size=whole
+        )
+    if is_batches(dataset) and not options:
+        return deal_batches(dataset, sharding)
+    _check_exclusive(options)
+    if _is_divided(options.get("batch_sampler"), options.get("sampler")) or _is_share(options):
+        _refuse_global_batch(sharding, "what a DistributedSampler has divided already")
+        return SaveableDataLoader(dataset, **options)
+    batch_sampler, sampler = options.pop("batch_sampler", None), options.pop("sampler", None)
+    shuffle, drop_last = bool(options.pop("shuffle", False)), bool(options.pop("drop_last", False))
+    common: dict[str, Any] = {"seed": sharding.seed, "drop_last": drop_last, "keep_step": sharding.keep_step}
+    if batch_sampler is not None or options.get("batch_size", 1) is None:
+        _refuse_global_batch(sharding, "batches that are made already, by a batch_sampler or by the dataset")
+    if batch_sampler is not None:
+        options.pop("batch_size", None)
+        planned: Any = DealtBatchSampler(batch_sampler, sharding.rank, sharding.world_size, **common)
+        return SaveableDataLoader(dataset, batch_sampler=planned, **options)
+    size = _length(dataset)
+    batch_size = options.pop("batch_size", 1)
+    planned = PlannedBatchSampler(
+        size if sampler is None else sampler,
+        1 if batch_size is None else batch_size,
+        sharding.rank,
+        sharding.world_size,
+        shuffle=shuffle,
+        global_batch_size=sharding.global_batch_size,
+        micro_batches=sharding.micro_batches,
+        **common,
+    )
+    if batch_size is None:  # the dataset gives whole batches: one index, one batch
+        return SaveableDataLoader(dataset, sampler=_Single(planned), batch_size=None, **options)
+    return SaveableDataLoader(dataset, batch_sampler=planned, **options)
+
+
+def reshard(loader: DataLoader[Any], sharding: Sharding) -> Any:
+    """Make the loader that gives one process its part of what a ready-made loader would give.
+
+    Args:
+        loader: its dataset, batch size, order, collate function and workers are kept.
+        sharding: which part.
+
+    Returns:
+        A new loader; the same one if a ``DistributedSampler`` is in it, for then its maker has divided the data, or if
+        it says ``is_sharded = True``, in which case its batches need not be as many on every rank.
+
+    Ranks: local.
+
+    Example:
+        >>> ready = DataLoader(range(5), batch_size=2)
+        >>> [batch.tolist() for batch in reshard(ready, Sharding(rank=0, world_size=2))]
+        [[0, 1], [4]]
+    """
+    options: dict[str, Any] = {name: getattr(loader, name) for name in _RESHARDED}
+    if is_sharded(loader) or _has_its_own_way(loader):
+        return deal_batches(loader, sharding)
+    if isinstance(loader.dataset, IterableDataset):
+        sizes = {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
+        return shard(loader.dataset, sharding, **sizes, **options)
+    if _is_divided(loader.batch_sampler, loader.sampler):
+        _refuse_global_batch(sharding, "a loader that a DistributedSampler has divided already")
+        return loader
+    return shard(loader.dataset, sharding, **_order_of(loader), **options)
+
+
+def deal_batches(loader: Any, sharding: Sharding) -> BatchShard:
+    """Make what gives one process its part of a loader that nothing is known of but that it yields batches.
+
+    Args:
+        loader: yields batches, anew whenever it is iterated. One that says ``is_sharded = True`` has been divided by
+            its maker, and gives all it has.
+        sharding: which part.
+
+    Ranks: local.
+
+    Example:
+        >>> list(deal_batches({"ab": 1, "cd": 2, "e": 3}.keys(), Sharding(rank=0, world_size=2)))
+        ['ab', 'e']
+    """
+    _refuse_global_batch(sharding, "the batches of a loader of one's own")
+    if isinstance(loader, BatchShard):
+        loader = loader.loader
+    name = type(loader).__name__
+    if is_sharded(loader):
+        logger.info("%s divides itself over the ranks (is_sharded): it is used as it is.", name)
+        return BatchShard(loader, 0, 1, seed=mix_key(sharding.seed, sharding.rank))
+    if sharding.world_size > 1:
+        logger.info(
+            "%s is dealt out by batches: every rank reads all of them, and trains on one in %d.",
+            name,
+            sharding.world_size,
+        )
+    return BatchShard(loader, sharding.rank, sharding.world_size, seed=sharding.seed)
+
+
+def _has_its_own_way(loader: DataLoader[Any]) -> bool:
+    """Say whether a loader's class iterates in a way of its own, which a loader made anew would lose."""
+    kind = next(one for one in type(loader).__mro__ if "__iter__" in vars(one))
+    return kind.__module__.split(".")[0] not in {"torch", "torchdata", "ddpkit"}
+
+
+def _refuse_global_batch(sharding: Sharding, what: str) -> None:
+    if sharding.global_batch_size is not None:
+        raise ConfigError(
+            f"global_batch_size={sharding.global_batch_size} cannot divide {what}. Leave global_batch_size out, or "
+            "give a dataset, with a sampler if you like."
+        )
+
+
+def plan_of(loader: Any) -> PlannedBatchSampler | DealtBatchSampler | None:
+    """Return what deals a loader's batches out to the ranks; None if that is none of ours.
+
+    Ranks: local.
+
+    Example:
+        >>> plan_of(shard(range(5), Sharding(), batch_size=2)).count(2), plan_of([1, 2])
+        (1, None)
+    """
+    sampler = getattr(loader, "sampler", None)
+    source = sampler.planned if isinstance(sampler, _Single) else getattr(loader, "batch_sampler", None)
+    return source if isinstance(source, (PlannedBatchSampler, DealtBatchSampler)) else None
+
+
+def first_samples(loader: Any, number: int = 1, times: int = 1) -> list[Sketches] | None:
+    """Look at samples of a dataset of which every rank takes its part, for a comparison with the other ranks.
+
+    Args:
+        loader: any.
+        number: of samples, beginning with sample 0 and going on over the whole set.
+        times: how often each is loaded.
+
+    Returns:
+        Sketches of them, each time; None where the loader has no such dataset, or they cannot be loaded.
+
+    Ranks: local.
+
+    State: nothing of this process changes but what loading sample 0 changes in the dataset, without workers.
+
+    Example:
+        >>> first_samples(shard(range(5), Sharding(0, 2))), first_samples([1, 2])
+        ([[{'': ('number', 0)}]], None)
+    """
+    plan, dataset = plan_of(loader), getattr(loader, "dataset", None)
+    if plan is None or plan.world_size == 1 or not isinstance(dataset, Sized):
+        return None
+    indices = sorted({place * len(dataset) // number for place in range(number)})
+    try:
+        found = load_keyed(loader, indices * times, _sketch_one, plan.seed)
+    except Exception:  # what is wrong with it comes up where it is needed; perhaps it never is
+        logger.debug("Sample 0 of %s cannot be loaded.", type(dataset).__name__, exc_info=True)
+        return None
+    return [found[start : start + len(indices)] for start in range(0, len(found), len(indices))]
+
+
+def _sketch_one(samples: list[Any]) -> Sketch:
+    return sketch(samples[0])
+
+
+def set_epoch(loader: Any, epoch: int) -> None:
+    """Tell a loader, and the samplers and the dataset inside it, which epoch comes.
+
+    Args:
+        loader: any; what does not know epochs is left alone.
+        epoch: which comes.
+
+    Ranks: local.
+
+    Example:
+        >>> set_epoch([1, 2], 3)
+    """
+    if isinstance(loader, SaveableDataLoader):
+        loader.set_epoch(epoch)
+    else:
+        set_epoch_inside(loader, epoch)
+    set_epoch_inside(getattr(loader, "dataset", None), epoch)
+
+
+def _is_divided(batch_sampler: Any, sampler: Any) -> bool:
+    """Say whether the user has divided the data already: with a ``DistributedSampler``, or one that says so."""
+    deciding = sampler if batch_sampler is None else batch_sampler
+    return any(isinstance(one, DistributedSampler) or is_sharded(one) for one in layers(deciding))
+
+
+def _is_share(options: dict[str, Any]) -> bool:
+    """Say whether loader arguments hold a rank's share already, from :func:`distributed_loader_specifics`."""
+    sampler = options.get("sampler")
+    planned = sampler.planned if isinstance(sampler, _Single) else options.get("batch_sampler")
+    return isinstance(planned, (PlannedBatchSampler, DealtBatchSampler)) and planned.world_size > 1
+
+
+def _order_of(loader: DataLoader[Any]) -> dict[str, Any]:
+    """Say in loader arguments how a ready-made loader orders its data."""
+    plan = plan_of(loader)
+    if isinstance(plan, DealtBatchSampler):
+        return {"batch_sampler": plan.batch_sampler, "drop_last": plan.drop_last}
+    if isinstance(plan, PlannedBatchSampler):
+        inner = {} if isinstance(plan.source, int) else {"sampler": plan.source}
+        batch_size = None if loader.batch_sampler is None else plan.batch_size
+        return {"batch_size": batch_size, "shuffle": plan.shuffle, "drop_last": plan.drop_last, **inner}
+    batches, sampler = loader.batch_sampler, cast("Any", loader.sampler)
+    sizes: dict[str, Any] = {"batch_size": None}
+    if type(batches) is BatchSampler:  # torch's own, made by the loader or by the user
+        sampler, sizes = batches.sampler, {"batch_size": batches.batch_size, "drop_last": batches.drop_last}
+    elif batches is not None:
+        return {"batch_sampler": batches}
+    whole = type(sampler) is SequentialSampler or (type(sampler) is RandomSampler and not sampler.replacement)
+    if whole and len(sampler) == _length(loader.dataset):
+        return {**sizes, "shuffle": type(sampler) is RandomSampler}
+    return {**sizes, "sampler": sampler}
+
+
+class _Single(torch.utils.data.Sampler[int]):
+    """Turns batches of one index into indices, for datasets that give whole batches."""
+
+    def __init__(self, planned: PlannedBatchSampler) -> None:
+        self.planned = planned
+
+    def set_epoch(self, epoch: int) -> None:
+        self.planned.set_epoch(epoch)
+
+    def __len__(self) -> int:
+        return len(self.planned)
+
+    def __iter__(self) -> Iterator[int]:
+        return (indices[0] for indices in self.planned)
+
+
+def _batch_of_all_ranks(sharding: Sharding) -> int | None:
+    """Return the size of a batch over all ranks, for a stream, whose batches must be alike; None if it is not given."""
+    if sharding.global_batch_size is None:
+        return None
+    size, rest = divmod(sharding.global_batch_size, sharding.micro_batches)
+    if rest:
+        raise ConfigError(
+            f"global_batch_size={sharding.global_batch_size} of a stream cannot be divided evenly into "
+            f"{sharding.micro_batches} batches per step: a stream has no positions to divide unevenly. Use a multiple "
+            f"of {sharding.micro_batches}."
+        )
+    return size
+
+
+def _check_exclusive(options: dict[str, Any]) -> None:
+    given = {name for name in ("sampler", "batch_sampler") if options.get(name) is not None}
+    if options.get("shuffle") and given:
+        raise ConfigError(
+            f"shuffle=True and {' and '.join(sorted(given))} were given to the loader: the sampler decides the order. "
+            "Leave shuffle out."
+        )
+    if len(given) > 1:
+        raise ConfigError("sampler and batch_sampler were both given to the loader: give one of them.")
+    if "batch_sampler" in given and options.get("batch_size") not in {None, 1}:
+        raise ConfigError(
+            f"batch_size={options['batch_size']!r} and batch_sampler were both given to the loader: the batch sampler "
+            "decides the size. Leave batch_size out."
+        )
+
+
+def _length(dataset: Any) -> int:
+    try:
+        size = len(dataset)
+    except TypeError as error:
+        raise DataError(
+            f"{type(dataset).__name__} has no len(): a map-style dataset needs __len__ and __getitem__, a stream must "
+            "derive from torch.utils.data.IterableDataset, and what yields whole batches takes no loader arguments."
+        ) from error
+    if size < 1:
+        raise DataError(
+            f"the dataset is empty: len({type(dataset).__name__}) is {size}. Check the paths and filters that made it."
+        )
+    return size

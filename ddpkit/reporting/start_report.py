@@ -1,0 +1,422 @@
+"""The block that a run prints once before it works: what runs where, with what, on how much, and from where it goes on.
+
+::
+
+    Training with ddpkit 0.1.0:
+      launcher   torchrun, 2 nodes x 4 processes (gpu07, gpu08)
+      devices    4 x cuda (NVIDIA H200) per node, backend nccl
+      versions   Python 3.12, torch 2.13.0+cu130, numpy 2.3.1
+      batch      8 processes x batch 4 x accumulation 1 = 32 samples per optimizer step; 15 steps, 480 samples per epoch
+      per step   32 samples; one process has 4: --global_batch_size=4 keeps the training the same
+      valid set  90 samples, 12 batches of 1 per process
+      optimizer  AdamW, lr 0.002
+      schedule   OneCycleLR, after each of 600 optimizer steps
+      clipping   gradient norm at most 5.0 (--max_grad_norm)
+      precision  bf16, evaluation fp32
+      evaluation every rank its part of a set: count with ddpkit.metrics or Brain.gather
+      records    log.txt and metrics.jsonl in results
+      start      from results/save/CKPT+2026-11-21+04-20-12+00: 480 optimizer steps done, epoch 33 comes next
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch.nn.utils.rnn import PackedSequence
+
+from ddpkit import __version__
+from ddpkit.comm.consistency import software_facts
+from ddpkit.control.rank_status import host_name
+from ddpkit.logger import get_logger, shown_path
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+
+    from ddpkit.launch.variables import LaunchInfo
+
+logger = get_logger(__name__)
+
+MOST_SHOWN = 4
+ABOUT_THE_PROCESS = ("launcher", "devices", "versions")
+
+_LAUNCHERS = {
+    "spawn": "ddpkit (--nproc or ddpkit.spawn)",
+    "slurm": "srun",
+    "openmpi": "mpirun (Open MPI)",
+    "pmi": "mpiexec (PMI)",
+    "jsm": "jsrun",
+    "environment": "plain variables (RANK, WORLD_SIZE)",
+}
+# How a field of a batch is called that says how long its samples are, where they were padded.
+_LENGTHS = re.compile(r"(^|_)(lengths?|lens?|attention_mask|padding_mask|pad_mask)$", re.IGNORECASE)
+_DEEPEST, _MOST_PARTS = 3, 64  # so far a batch is looked into
+_FORMATS = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+
+
+@dataclass(frozen=True)
+class Seat:
+    """Where one rank sits.
+
+    Attributes:
+        node: number of its node, as the launcher counts.
+        host: the name of that.
+        device: such as ``"cuda (NVIDIA H200)"``.
+
+    Ranks: local.
+
+    Example:
+        >>> Seat(0, "gpu07", "cuda (NVIDIA H200)").host
+        'gpu07'
+    """
+
+    node: int
+    host: str
+    device: str
+
+    @classmethod
+    def here(cls, node: int, device: str) -> Seat:
+        """Return that of this process.
+
+        Args:
+            node: number of its node.
+            device: such as ``"cuda:1"``.
+        """
+        kind = str(device).partition(":")[0]
+        if kind == "cuda":
+            kind = f"cuda ({torch.cuda.get_device_name(device)})"
+        elif kind == "cpu":
+            threads = torch.get_num_threads()
+            kind = f"cpu ({threads} thread{'' if threads == 1 else 's'})"
+        return cls(node, host_name(), kind)
+
+
+def place_rows(seats: Sequence[Seat], info: LaunchInfo, backend: str | None) -> dict[str, str]:
+    """Say who started the processes, and where they are.
+
+    Args:
+        seats: of all ranks.
+        info: what the launcher has told this one.
+        backend: of the process group; None without one.
+
+    Returns:
+        The rows ``launcher``, ``devices`` and ``versions``.
+
+    Ranks: local.
+
+    Example:
+        >>> from ddpkit.launch.variables import LaunchInfo
+        >>> seats = [Seat(0, "a", "cpu"), Seat(0, "a", "cpu"), Seat(1, "b", "cpu"), Seat(1, "b", "cpu")]
+        >>> rows = place_rows(seats, LaunchInfo("torchrun", 0, 0, 4, 2, restart_count=1), "gloo")
+        >>> rows["launcher"]
+        'torchrun (restart 1), 2 nodes x 2 processes (a, b)'
+        >>> rows["devices"]
+        '2 x cpu per node, backend gloo'
+    """
+    nodes: dict[tuple[int, str], list[str]] = {}
+    for seat in seats:
+        nodes.setdefault((seat.node, seat.host), []).append(seat.device)
+    hosts = [host for _, host in nodes]
+    devices = [_counted(Counter(found), alone=len(seats) == 1) for found in nodes.values()]
+    words = devices[0] + (" per node" if len(nodes) > 1 else "")
+    if len(set(devices)) > 1:
+        words = "; ".join(_shortened([f"{host}: {found}" for host, found in zip(hosts, devices, strict=True)]))
+    versions = software_facts()
+    return {
+        "launcher": f"{_launcher(info, backend)}, {_sizes([len(found) for found in nodes.values()], hosts)}",
+        "devices": words + ("" if backend is None else f", backend {backend}"),
+        "versions": ", ".join(f"{name} {versions[name]}" for name in ("Python", "torch", "numpy")),
+    }
+
+
+def precision_row(training: Any, evaluation: Any, scaler: Any, *, trains: bool) -> str:
+    """Say in which number formats a run computes.
+
+    Args:
+        training: the context of the forward pass in training, with its ``dtype``.
+        evaluation: likewise.
+        scaler: of the gradients.
+        trains: whether there is training.
+
+    Ranks: local.
+
+    Example:
+        >>> from ddpkit.precision import Precision
+        >>> numbers = Precision("bf16", "fp32", "cpu")
+        >>> precision_row(numbers.training_ctx, numbers.evaluation_ctx, numbers.scaler, trains=True)
+        'bf16, evaluation fp32'
+    """
+    evaluated = _format(evaluation)
+    if not trains:
+        return evaluated
+    trained = _format(training) + (" with scaled gradients" if scaler.is_enabled() else "")
+    return trained if trained == evaluated else f"{trained}, evaluation {evaluated}"
+
+
+def evaluation_row(world_size: int, *, divided: bool) -> str:
+    """Say what each rank evaluates; nothing for one process.
+
+    Args:
+        world_size: number of ranks.
+        divided: the option ``shard_evaluation``.
+
+    Ranks: local.
+
+    Example:
+        >>> evaluation_row(1, divided=True)
+        ''
+    """
+    if world_size == 1:
+        return ""
+    if divided:
+        return "every rank its part of a set: count with ddpkit.metrics or Brain.gather"
+    return "every rank the whole set; --shard_evaluation divides it"
+
+
+def clipping_row(max_norm: float | None) -> str:
+    """Say to which norm gradients are clipped.
+
+    Args:
+        max_norm: the option ``max_grad_norm``; None or <= 0: not at all.
+
+    Ranks: local.
+
+    Example:
+        >>> clipping_row(5.0)
+        'gradient norm at most 5.0 (--max_grad_norm)'
+    """
+    if max_norm is None or max_norm <= 0:
+        return f"none, as max_grad_norm={max_norm} says"
+    return f"gradient norm at most {max_norm} (--max_grad_norm)"
+
+
+def optimizer_row(optimizers: Mapping[str, Any]) -> str:
+    """Say what optimizes, and with which learning rates.
+
+    Args:
+        optimizers: by name.
+
+    Ranks: local.
+
+    Example:
+        >>> groups = [{"params": [torch.nn.Parameter(torch.ones(1))], "lr": lr} for lr in (0.1, 0.01, 0.1)]
+        >>> optimizer_row({"opt_class": torch.optim.SGD(groups)})
+        'SGD, lr 0.1, 0.01'
+    """
+    shown = []
+    for name, optimizer in optimizers.items():
+        rates = dict.fromkeys(f"{float(group['lr']):.6g}" for group in optimizer.param_groups if "lr" in group)
+        words = type(optimizer).__name__ + (f", lr {', '.join(_shortened(list(rates)))}" if rates else "")
+        shown.append(words if len(optimizers) == 1 else f"{name}: {words}")
+    return "; ".join(_shortened(shown))
+
+
+def records_row(files: Iterable[Any]) -> str:
+    """Say where a run writes down what happens.
+
+    Args:
+        files: such as its log and its numbers.
+
+    Ranks: local.
+
+    Example:
+        >>> records_row([Path("results/1/log.txt"), Path("results/1/metrics.jsonl")])
+        'log.txt and metrics.jsonl in results/1'
+    """
+    paths = [Path(shown_path(file)) for file in files]
+    if len(paths) > 1 and len({path.parent for path in paths}) == 1:
+        return f"{' and '.join(path.name for path in paths)} in {paths[0].parent}"
+    return " and ".join(map(str, paths))
+
+
+def loss_row(batch: Any) -> str:
+    """Say how a mean over tokens is returned, if samples of a batch have different lengths.
+
+    Args:
+        batch: as the loader yields it. It is looked at on the host alone: a tensor on another device is not read.
+
+    Returns:
+        Nothing where no field is called like lengths or a mask of padding, and no list has parts of different lengths.
+
+    Ranks: local.
+
+    Example:
+        >>> loss_row({"tokens": torch.zeros(2, 3), "attention_mask": torch.tensor([[1, 1, 1], [1, 0, 0]])})
+        'one number, and samples differ in length (attention_mask): return a mean over tokens as (loss_sum, count)'
+        >>> loss_row([torch.zeros(2, 3), torch.zeros(2)])
+        ''
+    """
+    sign = _sign_of_lengths(batch, _DEEPEST)
+    if not sign:
+        return ""
+    return f"one number, and samples differ in length ({sign}): return a mean over tokens as (loss_sum, count)"
+
+
+def start_row(found: Path | None, folder: Any, resume: str, place: str, *, others: int = 0) -> str:
+    """Say what training starts from.
+
+    Args:
+        found: the checkpoint that it goes on from, if there is one.
+        folder: that of the checkpoints; None without a checkpointer.
+        resume: the option.
+        place: how far that checkpoint had come.
+        others: how many checkpoints there are of which none was loaded.
+
+    Ranks: local.
+
+    Example:
+        >>> start_row(None, "results/save", "auto", "")
+        'from scratch: there is no checkpoint in results/save'
+    """
+    if found is not None:
+        return f"from {shown_path(found)}: {place}"
+    if folder is None:
+        return "from scratch, and no checkpointer to save with"
+    folder = shown_path(folder)
+    if resume == "never":
+        return f"from scratch, as --resume=never says; checkpoints go to {folder}"
+    if others:
+        return f"no checkpoint was loaded, of {others} in {folder}"
+    return f"from scratch: there is no checkpoint in {folder}"
+
+
+class StartReport:
+    r"""Prints a block of rows on the main process, each row once as long as it stays the same.
+
+    Args:
+        said: rows that have been printed; None: those of this process and of no Brain.
+
+    Ranks: local; speaks on the main process.
+
+    State: what has been said.
+
+    Example:
+        >>> StartReport({}).block("Training", {"precision": "fp32", "evaluation": ""})
+        'Training with ddpkit ...:\n  precision  fp32'
+    """
+
+    _of_the_process: dict[str, str] = {}  # noqa: RUF012 -- what is true of a process is said once in it
+
+    def __init__(self, said: MutableMapping[str, str] | None = None) -> None:
+        self._said: MutableMapping[str, str] = {} if said is None else said
+
+    def announce(self, what: str, rows: Mapping[str, str]) -> None:
+        """Print what has not been said yet.
+
+        Args:
+            what: that begins, such as ``"Training"``.
+            rows: by name; an empty one is left out.
+        """
+        text = self.block(what, rows)
+        if text:
+            logger.announce("%s", text)
+
+    def block(self, what: str, rows: Mapping[str, str]) -> str:
+        """Return the text of :meth:`announce`, and take it for said.
+
+        Args:
+            what: that begins.
+            rows: by name; an empty one is left out.
+        """
+        fresh = {name: value for name, value in rows.items() if value and self._memory(name).get(name) != value}
+        for name, value in fresh.items():
+            self._memory(name)[name] = value
+        lines = [f"  {name:<10} {value}" for name, value in fresh.items()]
+        return "\n".join([f"{what} with ddpkit {__version__}:", *lines]) if lines else ""
+
+    def _memory(self, name: str) -> MutableMapping[str, str]:
+        return self._of_the_process if name in ABOUT_THE_PROCESS else self._said
+
+
+def _launcher(info: LaunchInfo, backend: str | None) -> str:
+    if not info.is_distributed:
+        return "none" if backend is None else "a process group that the script has started"
+    restarts = f" (restart {info.restart_count})" if info.restart_count else ""
+    return f"{_LAUNCHERS.get(info.launcher, info.launcher)}{restarts}"
+
+
+def _sizes(sizes: list[int], hosts: list[str]) -> str:
+    """Write ``"2 nodes x 4 processes (gpu07, gpu08)"``."""
+    where = f" ({', '.join(_shortened(hosts))})"
+    if len(sizes) == 1:
+        return f"{'one process' if sizes[0] == 1 else f'{sizes[0]} processes'} on {hosts[0]}"
+    if len(set(sizes)) == 1:
+        return f"{len(sizes)} nodes x {sizes[0]} process{'' if sizes[0] == 1 else 'es'}{where}"
+    return f"{len(sizes)} nodes with {' + '.join(_shortened(list(map(str, sizes))))} processes{where}"
+
+
+def _counted(kinds: Counter[str], *, alone: bool) -> str:
+    return " and ".join(kind if alone else f"{number} x {kind}" for kind, number in kinds.items())
+
+
+def _shortened(words: list[str]) -> list[str]:
+    left = len(words) - MOST_SHOWN
+    return words if left <= 0 else [*words[:MOST_SHOWN], f"and {left} more"]
+
+
+def _format(context: Any) -> str:
+    dtype: Any = getattr(context, "dtype", "unknown")  # a recipe may have set a context of its own
+    return _FORMATS.get(dtype, str(dtype).removeprefix("torch."))
+
+
+def _sign_of_lengths(batch: Any, depth: int) -> str:
+    """Return what in a batch shows that its samples have different lengths, or nothing."""
+    if isinstance(batch, torch.Tensor):
+        return "a nested tensor" if batch.is_nested else ""
+    if isinstance(batch, PackedSequence):
+        return "a PackedSequence"
+    fields = _fields(batch)
+    for name, value in fields.items():
+        if isinstance(name, str) and _LENGTHS.search(name) and _varies(value):
+            return name
+    if isinstance(batch, (list, tuple)) and any(map(_is_ragged, [batch, *_columns(batch)])):
+        return f"a {type(batch).__name__} of different lengths"
+    parts = list(fields.values()) if fields or not isinstance(batch, (list, tuple)) else batch
+    signs = (_sign_of_lengths(part, depth - 1) for part in parts[: _MOST_PARTS if depth else 0])
+    return next((sign for sign in signs if sign), "")
+
+
+def _fields(batch: Any) -> dict[Any, Any]:
+    """Return what a batch, or a sample, has under a name."""
+    if isinstance(batch, dict):
+        return batch
+    if isinstance(batch, tuple):
+        return dict(zip(getattr(batch, "_fields", ()), batch, strict=False))
+    return {} if isinstance(batch, (list, np.ndarray)) else dict(getattr(batch, "__dict__", {}))
+
+
+def _columns(samples: Sequence[Any]) -> list[list[Any]]:
+    """Return the fields of a list of samples, each over all of them."""
+    kinds = {(type(one), len(one)) if isinstance(one, (dict, tuple)) else None for one in samples}
+    if len(kinds) != 1 or None in kinds:
+        return []
+    return [list(column) for column in zip(*(_fields(one).values() or one for one in samples), strict=True)]
+
+
+def _is_ragged(parts: Sequence[Any]) -> bool:
+    """Say whether parts are of one kind, and of different lengths."""
+    kinds, lengths = set(), set()
+    for part in parts:
+        if isinstance(part, list):
+            kinds.add(("list",))
+            lengths.add(len(part))
+        elif isinstance(part, (torch.Tensor, np.ndarray)) and part.ndim:
+            kinds.add((str(part.dtype), *part.shape[1:]))
+            lengths.add(int(part.shape[0]))
+        else:
+            return False
+    return len(kinds) == 1 and len(lengths) > 1
+
+
+def _varies(value: Any) -> bool:
+    """Say whether lengths, or a mask, are not all the same; of what is not on the host nobody knows."""
+    if isinstance(value, torch.Tensor) and value.device.type != "cpu":
+        return value.dim() > 0
+    if isinstance(value, (torch.Tensor, np.ndarray)):
+        value = value.reshape(-1).tolist()
+    return isinstance(value, (list, tuple)) and any(one != value[0] for one in value)

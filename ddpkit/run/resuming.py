@@ -1,0 +1,363 @@
+"""How a run goes on: with the same samples per optimizer step as before, at the same place in its data.
+
+A checkpoint says how many processes there were, and what a step of theirs was made of. On as many processes nothing is
+to be done. On another number the options that make a step of the same samples are worked out before any loader is made,
+and the place in the epoch, which was counted in batches of one process, is counted anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data.distributed import DistributedSampler
+
+from ddpkit.base.plain_yaml import load_plain_yaml
+from ddpkit.config.options import BATCHES, GRADIENTS, OPTIONS
+from ddpkit.data.streams import BatchShard, StreamShard
+from ddpkit.dataloader import LoopedLoader, plan_of
+from ddpkit.errors import CheckpointError, ConfigError
+from ddpkit.sampler import DealtBatchSampler, PlannedBatchSampler, layers
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from ddpkit.training.batch_sizes import BatchSizes
+
+BRAIN_FILE = "brain.ckpt"
+DAMAGED = "The checkpoint is damaged; delete it or start with --resume=<an older one>."
+NOMINAL = "nominal epoch"
+#: Options that bear on the numbers of a run; those that follow from the number of processes are left out.
+TELLING = tuple(
+    option.name
+    for option in OPTIONS
+    if option.group in {BATCHES, GRADIENTS}
+    and option.name not in {"grad_accumulation_factor", "global_batch_size", "micro_batch_size", "optimizer_step_limit"}
+)
+
+
+@dataclass(frozen=True)
+class Pace:
+    """What an optimizer step of a run is made of.
+
+    Attributes:
+        world_size: number of ranks; None in a checkpoint that does not tell.
+        factor: batches of each process per optimizer step; None in a checkpoint that does not tell.
+        per_step: samples of a full optimizer step over all ranks; None where it is not known, or where whole batches
+            are dealt out, which nobody can divide.
+        per_process: samples of a full batch of one process; None likewise.
+        data: what the order of an epoch follows from (:func:`order_of`); None in a checkpoint that does not tell. Two
+            that differ in nothing else are equal.
+
+    Ranks: local; equal on all ranks.
+
+    Example:
+        >>> Pace(world_size=4, factor=1, per_step=64, per_process=16).on(2)
+        {'global_batch_size': 64, 'micro_batch_size': 16, 'grad_accumulation_factor': 1}
+        >>> Pace(world_size=4, factor=1).on(2)
+        {'grad_accumulation_factor': 2}
+    """
+
+    world_size: int | None
+    factor: int | None
+    per_step: int | None = None
+    per_process: int | None = None
+    data: Mapping[str, str | int] | None = field(default=None, compare=False)
+
+    @classmethod
+    def of(cls, sizes: BatchSizes, loader: Any) -> Pace:
+        """Return that of the present run.
+
+        Args:
+            sizes: what its training loader and options come to.
+            loader: that loader.
+        """
+        inner, data = loader.loader if isinstance(loader, LoopedLoader) else loader, order_of(loader)
+        if isinstance(plan_of(inner), DealtBatchSampler) or isinstance(inner, BatchShard):
+            return cls(sizes.world_size, sizes.factor, data=data)  # whole batches are dealt out, whatever their sizes
+        largest = None if sizes.per_process is None else sizes.per_process[1]
+        return cls(sizes.world_size, sizes.factor, sizes.per_step, largest, data)
+
+    @classmethod
+    def read(cls, state: Mapping[str, Any]) -> Pace:
+        """Return that of the run that wrote a checkpoint.
+
+        Args:
+            state: of the Brain, as its file holds it.
+        """
+        world_size, factor, per_step, per_process = (
+            _whole(state.get(key)) for key in ("world_size", "grad_accumulation_factor", "per_step", "per_process")
+        )
+        data = state.get("data")
+        return cls(world_size, factor, per_step, per_process, data if isinstance(data, Mapping) else None)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what :meth:`read` reads."""
+        return {
+            "world_size": self.world_size,
+            "grad_accumulation_factor": self.factor,
+            "per_step": self.per_step,
+            "per_process": self.per_process,
+            "data": None if self.data is None else dict(self.data),
+        }
+
+    def on(self, world_size: int, *, is_looped: bool = False) -> dict[str, int]:
+        """Return the options that keep the samples of an optimizer step on another number of processes.
+
+        On more processes a step is made of as many batches as before; on fewer of more batches, so that none is larger
+        on a process than it was.
+
+        Args:
+            world_size: the number of ranks now.
+            is_looped: nominal epochs count batches, so that there must be as many of them per step as before.
+
+        Returns:
+            Values by the name of the option; empty where nothing is to be changed.
+
+        Raises:
+            ConfigError: so many processes cannot take a step of the same batches.
+        """
+        if self.world_size is None or self.factor is None or self.world_size == world_size:
+            return {}
+        if self.per_step is not None:
+            if is_looped or self.per_process is None or world_size > self.world_size:
+                return {"global_batch_size": self.per_step, "grad_accumulation_factor": self.factor}
+            return {
+                "global_batch_size": self.per_step,
+                "micro_batch_size": self.per_process,
+                "grad_accumulation_factor": 1,
+            }
+        batches = self.factor * self.world_size
+        if batches % world_size:
+            raise ConfigError(
+                f"this run was saved by {self.world_size} processes with {batches} batches per optimizer step, of "
+                f"sizes that a sampler decides, and {world_size} processes cannot divide those evenly. Start a number "
+                f"of processes that divides {batches}, or begin anew with --resume=never and another output folder."
+            )
+        return {"grad_accumulation_factor": batches // world_size}
+
+    def place(self, before: Pace, step: int, samples: int) -> tuple[int, str | None]:
+        """Say which batch of the epoch comes next.
+
+        Args:
+            before: how the run went that saved the place.
+            step: batches of one process that it had done.
+            samples: that all its ranks had seen.
+
+        Returns:
+            Batches of this process that are done, and what is to be said about it, or None.
+        """
+        changed = None not in {before.per_step, self.per_step} and before.per_step != self.per_step
+        factor = self.factor or 1
+        if NOMINAL in (self.data or {}) and before.per_step and before.factor:
+            samples = step * before.per_step // before.factor  # such an epoch counts batches, whatever is in them
+        if changed and self.per_step and samples:
+            steps = samples // self.per_step
+            words = (
+                f"The checkpoint was saved with {before.per_step} samples per optimizer step, and now there are "
+                f"{self.per_step}: the epoch goes on after {steps * self.per_step} of the {samples} samples that were "
+                "done, and the run will not be the one that was never stopped."
+            )
+            return steps * factor, words
+        if self._deals_others(before):
+            return self._place_of_batches(before, step)
+        if before.factor in {None, factor}:
+            return step, None
+        return -(-step // (before.factor or 1)) * factor, None  # it stood at the end of a step
+
+    def _deals_others(self, before: Pace) -> bool:
+        """Say whether whole batches are dealt out, and another number of them makes a step."""
+        is_counted = self.per_step is None or before.per_step is None
+        return is_counted and None not in {_dealt(self), _dealt(before)} and _dealt(self) != _dealt(before)
+
+    def _place_of_batches(self, before: Pace, step: int) -> tuple[int, str]:
+        """Go on at the same batch of the data, though it may be inside of a step: the first step is then a shorter one.
+
+        On another number of ranks the batches of a round that is not whole are done again.
+        """
+        done = step * (before.world_size or 1)
+        own, again = divmod(done, self.world_size or 1)
+        repeated = f" ({again} of them are done again)" if again else ""
+        return own, (
+            f"The checkpoint was saved with {_dealt(before)} batches per optimizer step, and now there are "
+            f"{_dealt(self)}: the epoch goes on after {done - again} of the {done} batches that were done{repeated}, "
+            "and the run will not be the one that was never stopped."
+        )
+
+    def changes(self, before: Pace) -> list[str]:
+        """Say whether a step is made of something else than it was.
+
+        Args:
+            before: how the run went that saved the checkpoint.
+
+        Returns:
+            One text, or none.
+        """
+        if self._deals_others(before):
+            return [f"{_dealt(self)} batches per optimizer step, before {_dealt(before)}"]
+        if None in {before.per_step, self.per_step} or before.per_step == self.per_step:
+            return []
+        return [f"{self.per_step} samples per optimizer step, before {before.per_step}"]
+
+    def other_data(self, before: Pace) -> str | None:
+        """Say that the rest of an epoch will not be the rest of what was begun, because the data is another.
+
+        Args:
+            before: how the run went that stopped in the middle of an epoch.
+
+        Returns:
+            A sentence for the user; None where nothing has changed, or the checkpoint does not tell.
+        """
+        was, now = before.data or {}, self.data or {}
+        changed = [f"{name} {now[name]}, before {was[name]}" for name in now if name in was and was[name] != now[name]]
+        if not changed:
+            return None
+        return (
+            "The checkpoint was made in the middle of an epoch, and the data is not what it was then: "
+            f"{'; '.join(changed)}. The rest of the epoch is that of the new order: samples may come twice in it, and "
+            "others not at all. Go on with the data as it was, or from the end of an epoch."
+        )
+
+
+def _dealt(pace: Pace) -> int | None:
+    """Return the batches of all ranks per optimizer step."""
+    return None if pace.world_size is None or pace.factor is None else pace.world_size * pace.factor
+
+
+def order_of(loader: Any) -> dict[str, str | int]:
+    """Describe what the order of an epoch follows from, besides the seed.
+
+    Args:
+        loader: of this rank.
+
+    Returns:
+        Under ``order`` how the data is ordered, or what gives it; where they are known, the ``samples`` of the dataset,
+        ``drop_last``, the ``length`` and the ``batch_size`` of a recipe's sampler, and the batches of a
+        ``nominal epoch``. Equal on all ranks, and on any number of them; nothing is drawn.
+
+    Ranks: local.
+
+    Example:
+        >>> from ddpkit.dataloader import Sharding, shard
+        >>> order_of(shard(range(5), Sharding(rank=1, world_size=2), batch_size=2, shuffle=True))
+        {'order': 'shuffled', 'drop_last': False, 'samples': 5}
+    """
+    if isinstance(loader, LoopedLoader):
+        return {**order_of(loader.loader), NOMINAL: int(loader.epoch_length)}
+    plan, dataset = plan_of(loader), getattr(loader, "dataset", None)
+    if isinstance(plan, PlannedBatchSampler):
+        if isinstance(plan.source, int):
+            order = "shuffled" if plan.shuffle else "as it stands"
+            return {"order": order, "drop_last": bool(plan.drop_last), "samples": plan.source}
+        return {**_order_by(plan.source), "drop_last": bool(plan.drop_last), **_length("samples", dataset)}
+    if isinstance(plan, DealtBatchSampler):
+        return {**_order_by(plan.batch_sampler), "drop_last": bool(plan.drop_last), **_length("samples", dataset)}
+    if isinstance(dataset, StreamShard):
+        return {"order": f"of {type(dataset.dataset).__name__}", "drop_last": bool(dataset.drop_last)}
+    if isinstance(loader, BatchShard):
+        return {"order": f"of {type(loader.loader).__name__}"}
+    if isinstance(loader, DataLoader) and not isinstance(dataset, IterableDataset):  # divided by its maker
+        names = [type(one).__name__ for one in layers(loader)][1:]
+        is_whole = any(isinstance(one, DistributedSampler) for one in layers(loader))
+        return {"order": f"by {' of '.join(names)}", **(_length("samples", dataset) if is_whole else {})}
+    return {"order": f"of {type(loader if dataset is None else dataset).__name__}"}
+
+
+def _order_by(sampler: Any) -> dict[str, str | int]:
+    """Describe a recipe's sampler; its length only where that is the same in every epoch."""
+    inside = list(layers(sampler))
+    size = _whole(getattr(sampler, "batch_size", None))
+    has_length = type(inside[-1]).__module__.split(".")[0] in {"torch", "builtins"}
+    return {
+        "order": f"by {' of '.join(type(one).__name__ for one in inside)}",
+        **(_length("length", inside[-1]) if has_length else {}),
+        **({} if size is None else {"batch_size": size}),
+    }
+
+
+def _length(name: str, data: Any) -> dict[str, int]:
+    try:
+        return {name: len(data)}
+    except (TypeError, NotImplementedError, AttributeError):
+        return {}
+
+
+def read_brain_file(checkpoint: Path) -> dict[str, Any]:
+    """Return what a checkpoint holds of the Brain; empty if it has no such file.
+
+    Args:
+        checkpoint: its directory.
+
+    Raises:
+        CheckpointError: the file cannot be read, or is damaged.
+
+    Ranks: local.
+
+    Example:
+        >>> from pathlib import Path
+        >>> read_brain_file(Path("nowhere"))
+        {}
+    """
+    try:
+        return read_brain_state(checkpoint / BRAIN_FILE)
+    except FileNotFoundError:
+        return {}
+
+
+def read_brain_state(path: Path) -> dict[str, Any]:
+    """Return what a file says that a Brain has saved; empty if that is nothing.
+
+    Args:
+        path: of the file.
+
+    Raises:
+        CheckpointError: it cannot be read, or is damaged.
+        FileNotFoundError: there is no such file.
+
+    Ranks: local.
+
+    Example:
+        >>> from pathlib import Path
+        >>> import tempfile
+        >>> path = Path(tempfile.mkdtemp()) / "brain.ckpt"
+        >>> _ = path.write_text("step: 3")
+        >>> read_brain_state(path)
+        {'step': 3}
+    """
+    try:
+        state = load_plain_yaml(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{path}: it is no text ({error}). {DAMAGED}") from error
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}. {DAMAGED}") from error
+    return dict(state) if isinstance(state, Mapping) else {}
+
+
+def changed_options(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Say which options that bear on the numbers of a run are not those that a checkpoint was made with.
+
+    Args:
+        before: from the checkpoint; what it does not tell is taken to be the same.
+        now: of the run.
+
+    Returns:
+        One text per option.
+
+    Ranks: local.
+
+    Example:
+        >>> changed_options({"precision": "bf16"}, {"precision": "fp32", "max_grad_norm": 5.0})
+        ["precision='fp32', before 'bf16'"]
+    """
+    changed = [name for name in TELLING if name in before and name in now and before[name] != now[name]]
+    return [f"{name}={now[name]!r}, before {before[name]!r}" for name in changed]
+
+
+def _whole(value: Any) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None

@@ -1,0 +1,511 @@
+"""What a run starts from, decided once and on the main process; and what a person should know of it before it trains.
+
+A run has a name of its own, which its checkpoints carry. So those of another run in the same folder can be told apart,
+also after the run was killed and has gone on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import time
+import uuid
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ddpkit.checkpointing.index import Checkpoint, ckpt_recency, read_checkpoint
+from ddpkit.checkpointing.storage import verify
+from ddpkit.errors import CheckpointError
+from ddpkit.launch.launchers import find_launch
+from ddpkit.logger import get_logger
+from ddpkit.run.resuming import BRAIN_FILE, Pace, read_brain_file
+
+if TYPE_CHECKING:
+    from ddpkit.checkpoints import Checkpointer
+
+logger = get_logger(__name__)
+
+NEWEST, NEVER = "auto", "never"  # what the option `resume` says, or else a path
+UNKNOWN = ""  # the run of a checkpoint that does not say
+EVALUATED = "only_evaluated"  # said by a checkpoint if the Brain that saved it had trained nothing
+
+
+@dataclass(frozen=True)
+class Lineage:
+    """Which checkpoints are a run's: its own, and those before the one that it went on from.
+
+    Attributes:
+        run: the run's name.
+        since: when it began, in seconds since 1970.
+        before: for each run that it goes on from, the time of the last checkpoint that is a part of it; those of an
+            unknown run under an empty name.
+
+    Ranks: local; the main process makes it.
+
+    Example:
+        >>> first = Lineage.new()
+        >>> Lineage.read(first.state_dict()) == first
+        True
+    """
+
+    run: str
+    since: float
+    before: dict[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def new(cls, state: Mapping[str, Any] | None = None, last: float = -math.inf) -> Lineage:
+        """Return that of a run that begins now.
+
+        Args:
+            state: what the Brain had saved in the checkpoint that it goes on from, if there is one.
+            last: when that was made, in seconds since 1970.
+        """
+        before: dict[str, float] = {}
+        if state is not None:
+            known = cls.read(state)
+            before = {UNKNOWN: last} if known is None else {**known.before, known.run: last}
+        return cls(uuid.uuid4().hex, time.time(), before)
+
+    @classmethod
+    def read(cls, state: Mapping[str, Any]) -> Lineage | None:
+        """Return that of the run that wrote a checkpoint; None if it does not say.
+
+        Args:
+            state: of the Brain, as its file holds it.
+        """
+        run, since, before = (state.get(key) for key in ("run", "run_since", "run_before"))
+        if not isinstance(run, str) or not isinstance(since, (int, float)):
+            return None
+        return cls(run, float(since), dict(before) if isinstance(before, Mapping) else {})
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what :meth:`read` reads."""
+        return {"run": self.run, "run_since": self.since, "run_before": dict(self.before)}
+
+    def includes(self, checkpoint: Checkpoint) -> bool:
+        """Say whether a checkpoint is one of this run's, or one that it goes on from.
+
+        Args:
+            checkpoint: one that says nothing of its run counts if it was made since this one began.
+        """
+        known, saved = _lineage_at(checkpoint), ckpt_recency(checkpoint)
+        if known is None:
+            return saved >= self.since or saved <= self.before.get(UNKNOWN, -math.inf)
+        return known.run == self.run or saved <= self.before.get(known.run, -math.inf)
+
+    def owns(self, checkpoint: Checkpoint, resume: str) -> bool:
+        """Say whether this run made a checkpoint itself, and may delete it.
+
+        Args:
+            checkpoint: one that says nothing of its run is taken for its own only where it goes on by itself.
+            resume: the option. Under a path, that one and those beside it were there before, and the same command needs
+                them again.
+        """
+        known = _lineage_at(checkpoint)
+        return (resume == NEWEST and self.includes(checkpoint)) if known is None else known.run == self.run
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a call of ``fit`` starts from.
+
+    Attributes:
+        resume: for the checkpointer: ``"auto"``, ``"never"`` or the path of a checkpoint.
+        lineage: of the run.
+        pace: what an optimizer step was made of in that checkpoint; None where there is none, or it does not tell.
+
+    Ranks: local; the main process makes it, all ranks use it.
+
+    Example:
+        >>> Start("never", Lineage.new()).pace is None
+        True
+    """
+
+    resume: str
+    lineage: Lineage
+    pace: Pace | None = None
+
+
+def choose_start(checkpointer: Checkpointer, resume: str, world_size: int) -> Start:
+    """Decide what a run starts from.
+
+    When the launcher itself has restarted the run, it goes on with the newest checkpoint of this launch, whatever the
+    option says.
+
+    Args:
+        checkpointer: its folder is looked into.
+        resume: the option: ``"auto"``, ``"never"`` or the path of a checkpoint.
+        world_size: number of ranks.
+
+    Raises:
+        CheckpointError: the folder cannot be read, or holds nothing that is whole.
+
+    Ranks: main only.
+
+    Example:
+        >>> import tempfile
+        >>> from ddpkit.checkpoints import Checkpointer
+        >>> choose_start(Checkpointer(tempfile.mkdtemp()), "auto", 1).resume
+        'auto'
+    """
+    found = sorted(checkpointer.list_checkpoints(), key=ckpt_recency, reverse=True)
+    if resume == NEWEST:
+        return _newest(checkpointer, found, world_size)
+    own = _of_this_launch(checkpointer, found)
+    if own is not None:
+        logger.info("The launcher has restarted this run: it goes on from %s.", own.path)
+        return _start_at(own)
+    if found:
+        logger.warning(
+            "--resume=%s, and %s holds %d checkpoint(s) of another run. They stay, and count neither for what this run "
+            "keeps nor for what evaluate finds best; what a recipe itself finds may be one of them. Better give this "
+            "run an output folder of its own.",
+            resume,
+            checkpointer.checkpoints_dir,
+            len(found),
+        )
+    if resume == NEVER:
+        return Start(NEVER, Lineage.new())
+    path = Path(resume)
+    state, last = _state_of(path), -math.inf
+    with contextlib.suppress(CheckpointError, KeyError, TypeError, ValueError):  # who loads it says what is wrong
+        last = ckpt_recency(read_checkpoint(path))
+    return Start(resume, Lineage.new(state, last), _pace_of(path))
+
+
+def start_again(checkpointer: Checkpointer, resume: str, lineage: Lineage) -> Start:
+    """Say what a later call of ``fit`` starts from, for a recipe that recovers something in every one.
+
+    Args:
+        checkpointer: its folder is looked into.
+        resume: the option.
+        lineage: of the run.
+
+    Ranks: main only.
+
+    Example:
+        >>> import tempfile
+        >>> from ddpkit.checkpoints import Checkpointer
+        >>> start_again(Checkpointer(tempfile.mkdtemp()), "never", Lineage.new()).resume
+        'never'
+    """
+    found = sorted(checkpointer.list_checkpoints(), key=ckpt_recency, reverse=True)
+    if resume == NEWEST:
+        trained = _trained_before(checkpointer, found[0], found) if found else None
+        return Start(NEWEST if trained is None else str(trained.path), lineage)
+    own = list(filter(lineage.includes, found))
+    own = [each for each in own if not _is_of_evaluation(each)] or own
+    return Start(str(own[0].path) if own else resume, lineage)
+
+
+def lineage_of(checkpoints: Iterable[Checkpoint]) -> Lineage | None:
+    """Return the lineage of the run that has saved last; None if none of the checkpoints tells.
+
+    Args:
+        checkpoints: in any order.
+
+    Ranks: local.
+
+    Example:
+        >>> lineage_of([]) is None
+        True
+    """
+    known = saved_last(checkpoints)  # what says nothing of its run is not left out
+    return None if known is None else Lineage(known.run, -math.inf, known.before)
+
+
+def saved_last(checkpoints: Iterable[Checkpoint]) -> Lineage | None:
+    """Return the lineage of the run that has saved last, as its newest checkpoint tells it.
+
+    Args:
+        checkpoints: in any order.
+
+    Ranks: local.
+
+    Example:
+        >>> saved_last([]) is None
+        True
+    """
+    newest_first = sorted(checkpoints, key=ckpt_recency, reverse=True)
+    return next((known for known in map(_lineage_at, newest_first) if known is not None), None)
+
+
+def _newest(checkpointer: Checkpointer, found: list[Checkpoint], world_size: int) -> Start:
+    """Start from the newest that is whole; where its samples per step must be kept, make sure of that beforehand."""
+    for checkpoint in found:
+        path = checkpoint.path
+        if verify(path, "size") or verify(path, "full", only=BRAIN_FILE):
+            continue
+        with contextlib.suppress(CheckpointError):  # who loads it will say what is wrong with it
+            trained = _trained_before(checkpointer, checkpoint, found)
+            start = _start_at(trained or checkpoint)
+            if trained is not None:
+                return start
+            if start.pace is None or start.pace.world_size in {None, world_size}:
+                return Start(NEWEST, start.lineage, start.pace)
+            newest = checkpointer.find_checkpoint()
+            return Start(NEWEST, start.lineage, start.pace) if newest is None else _start_at(newest)
+    return Start(NEWEST, Lineage.new())
+
+
+def _trained_before(checkpointer: Checkpointer, newest: Checkpoint, found: list[Checkpoint]) -> Checkpoint | None:
+    """Return what a training goes on from instead of a checkpoint that an evaluation saved; None: from that."""
+    if not _is_of_evaluation(newest):
+        return None
+    lineage = _lineage_at(newest)
+
+    def counts(checkpoint: Checkpoint) -> bool:
+        return not _is_of_evaluation(checkpoint) and (lineage is None or lineage.includes(checkpoint))
+
+    if not any(map(counts, found)):
+        return None
+    trained = None
+    with contextlib.suppress(CheckpointError):  # of those none is whole
+        trained = checkpointer.find_checkpoint(ckpt_predicate=counts)
+    if trained is not None:
+        logger.info(
+            "%s was saved by a process that only evaluated: the training goes on from %s.", newest.path, trained.path
+        )
+    return trained
+
+
+def _is_of_evaluation(checkpoint: Checkpoint) -> bool:
+    return _state_of(checkpoint.path).get(EVALUATED) is True
+
+
+def _start_at(checkpoint: Checkpoint) -> Start:
+    state = _state_of(checkpoint.path)  # of a Brain that saves itself in another way, nothing
+    lineage = Lineage.read(state) or Lineage.new({}, ckpt_recency(checkpoint))
+    return Start(str(checkpoint.path), lineage, _asked(state))
+
+
+def _of_this_launch(checkpointer: Checkpointer, found: list[Checkpoint]) -> Checkpoint | None:
+    launch = os.environ.get("TORCHELASTIC_RUN_ID")
+    if not find_launch().restart_count or launch in {None, "none"}:
+        return None
+
+    def is_own(checkpoint: Checkpoint) -> bool:
+        state = _state_of(checkpoint.path)
+        return state.get("launch") == launch and state.get(EVALUATED) is not True
+
+    return checkpointer.find_checkpoint(ckpt_predicate=is_own) if any(map(is_own, found)) else None
+
+
+def _pace_of(path: Path) -> Pace | None:
+    """Return the pace of a checkpoint that looks whole."""
+    if verify(path, "size") or verify(path, "full", only=BRAIN_FILE):
+        return None
+    with contextlib.suppress(CheckpointError):
+        return _asked(read_brain_file(path))
+    return None
+
+
+def _asked(state: Mapping[str, Any]) -> Pace:
+    """Return the pace that was asked for, and not what it came to on some number of processes in between."""
+    asked = state.get("asked")
+    return Pace.read(asked if isinstance(asked, Mapping) else state)
+
+
+def _lineage_at(checkpoint: Checkpoint) -> Lineage | None:
+    return Lineage.read(_state_of(checkpoint.path))
+
+
+def _state_of(path: Path) -> dict[str, Any]:
+    with contextlib.suppress(CheckpointError):
+        return read_brain_file(path)
+    return {}
+
+
+# ---------------------------------------------------------------------------------------- what should be known
+
+
+def modules_not_saved(modules: Mapping[str, nn.Module] | nn.ModuleDict, recoverables: Mapping[str, Any]) -> list[str]:
+    """Name the modules with trained parameters that no recoverable holds: after a restart they would be untrained.
+
+    Args:
+        modules: by name.
+        recoverables: of a checkpointer. One that is no module, and in whose attributes none is found, is taken to hold
+            nothing of them.
+
+    Returns:
+        Names, and how many of the parameters are in no checkpoint.
+
+    Ranks: local.
+
+    Example:
+        >>> net, head = nn.Linear(1, 1), nn.Linear(2, 1)
+        >>> modules_not_saved({"net": net, "head": head}, {"net": net})
+        ['head (2 of 2 parameters)']
+    """
+    held: set[int] = set()
+    for one in recoverables.values():
+        for module in _modules_in(one):
+            held.update(map(_place, module.parameters()))
+    found = []
+    for name, module in modules.items():
+        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        lost = [parameter for parameter in trained if _place(parameter) not in held]
+        if lost:
+            found.append(f"{name} ({len(lost)} of {len(trained)} parameters)")
+    return found
+
+
+def optimizers_not_saved(optimizers: Mapping[str, Any] | None, recoverables: Mapping[str, Any]) -> list[str]:
+    """Name the optimizers that no recoverable holds: after a restart their moments would be those of a new one.
+
+    Args:
+        optimizers: by name, or None.
+        recoverables: of a checkpointer; one may have the optimizer among its attributes.
+
+    Returns:
+        Names.
+
+    Ranks: local.
+
+    Example:
+        >>> sgd = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.5)
+        >>> optimizers_not_saved({"opt_class": sgd}, {"net": nn.Linear(1, 1)})
+        ['opt_class']
+    """
+    held = {id(one) for one in recoverables.values()}
+    for one in recoverables.values():
+        held.update(map(id, _parts_of(one)))
+    return [name for name, optimizer in (optimizers or {}).items() if id(optimizer) not in held]
+
+
+class TrainedFlags:
+    """Which parameters have been frozen, or set free, since training began: a restart does not do that again.
+
+    Args:
+        modules: as they are when training begins.
+
+    Ranks: local; equal on all ranks.
+
+    Example:
+        >>> net = nn.Linear(1, 1)
+        >>> flags = TrainedFlags(net)
+        >>> net.bias.requires_grad_(False).requires_grad, flags.changes()
+        (False, {'bias': False})
+    """
+
+    def __init__(self, modules: nn.Module) -> None:
+        self._begun = [(name, one, one.requires_grad) for name, one in modules.named_parameters()]
+
+    def changes(self) -> dict[str, bool]:
+        """Return whether a parameter is trained, by its name; only for those of which that has changed."""
+        return {name: one.requires_grad for name, one, begun in self._begun if one.requires_grad is not begun}
+
+    def restore(self, changes: Any, *, exactly: bool) -> int:
+        """Freeze and set free what had been when a checkpoint was saved.
+
+        Args:
+            changes: from the checkpoint; anything but a mapping says nothing.
+            exactly: the other parameters, too, shall be as they were: as training began.
+
+        Returns:
+            Of how many parameters it has been changed.
+        """
+        if not isinstance(changes, Mapping):
+            return 0
+        count = 0
+        for name, one, begun in self._begun:
+            wanted = bool(changes.get(name, begun if exactly else one.requires_grad))
+            count += wanted is not one.requires_grad
+            one.requires_grad_(wanted)
+        return count
+
+
+def _modules_in(one: Any) -> Iterator[nn.Module]:
+    """Yield an object if it is a module, else the modules among its attributes, and in the containers among those."""
+    if isinstance(one, nn.Module):
+        yield one
+        return
+    yield from (part for part in _parts_of(one) if isinstance(part, nn.Module))
+
+
+def _parts_of(one: Any) -> Iterator[Any]:
+    """Yield the attributes of an object, and what is in the containers among those."""
+    for value in getattr(one, "__dict__", {}).values():
+        inner = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else (value,)
+        yield from inner
+
+
+def _place(parameter: torch.Tensor) -> int:
+    """Return what a parameter and that of a scripted copy have in common."""
+    try:
+        return parameter.data_ptr() or id(parameter)
+    except RuntimeError:  # one without storage
+        return id(parameter)
+
+
+def learning_rates(optimizers: Mapping[str, Any] | None) -> dict[str, list[float]]:
+    """Return the learning rate of every parameter group.
+
+    Args:
+        optimizers: by name, or None.
+
+    Ranks: local.
+
+    Example:
+        >>> learning_rates({"sgd": torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.5)})
+        {'sgd': [0.5]}
+    """
+    rates = {}
+    for name, optimizer in (optimizers or {}).items():
+        groups = getattr(optimizer, "param_groups", [])
+        rates[name] = [float(group["lr"]) for group in groups if "lr" in group]
+    return rates
+
+
+def rates_in_use(before: Any, now: Mapping[str, Any], anew: Iterable[str]) -> dict[str, Any]:
+    """Return the learning rates with which the trainings began that the optimizers go on with.
+
+    Args:
+        before: as a checkpoint tells them; anything but a mapping tells nothing.
+        now: those that the script has set, by the optimizer's name.
+        anew: the optimizers that take up no state of the checkpoint.
+
+    Returns:
+        By the optimizer's name; None where a checkpoint does not tell.
+
+    Ranks: local.
+
+    Example:
+        >>> rates_in_use({"sgd": [0.5]}, {"sgd": [0.1], "adam": [0.2]}, anew=["adam"])
+        {'sgd': [0.5], 'adam': [0.2]}
+    """
+    known = before if isinstance(before, Mapping) else {}
+    fresh = set(anew)
+    return {name: rates if name in fresh else known.get(name) for name, rates in now.items()}
+
+
+def changed_rates(before: Any, now: Mapping[str, list[float]]) -> list[str]:
+    """Say which learning rates a script has set otherwise than those that its optimizers go on with.
+
+    Args:
+        before: as :func:`rates_in_use` returns them; anything but a mapping of lists tells nothing.
+        now: those of the present run, before the checkpoint's are loaded.
+
+    Returns:
+        One text per optimizer.
+
+    Ranks: local.
+
+    Example:
+        >>> changed_rates({"sgd": [0.5]}, {"sgd": [0.1]})
+        ['sgd 0.1, before 0.5']
+    """
+    if not isinstance(before, Mapping):
+        return []
+    names = [name for name in now if isinstance(before.get(name), list) and before[name] != now[name]]
+    return [f"{name} {_short(now[name])}, before {_short(before[name])}" for name in names]
+
+
+def _short(rates: list[float]) -> str:
+    return ", ".join(f"{rate:g}" for rate in dict.fromkeys(rates))

@@ -1,0 +1,514 @@
+"""Every sample's results once, in dataset order, on every rank.
+
+A rank knows from the sampling plan which samples it has seen, so that nothing needs to be written down while a stage
+runs: how many batches there were is enough. Only when results are gathered is the plan asked for their indices.
+"""
+
+from __future__ import annotations
+
+import copy
+import operator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data.distributed import DistributedSampler
+
+from ddpkit.data.streams import BatchShard, StreamShard, is_sharded
+from ddpkit.dataloader import LoopedLoader, plan_of
+from ddpkit.distributed import exchange, gather_objects, get_rank, require_all_ranks
+from ddpkit.errors import ConfigError, DataError
+from ddpkit.sampler import layers
+from ddpkit.types import Stage
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from numpy.typing import NDArray
+
+    from ddpkit.sampler import DealtBatchSampler, PlannedBatchSampler
+
+MOST_SHOWN = 8
+COLUMN = "column"
+
+
+def is_divided(loader: Any, *, unknown: bool = False) -> bool:
+    """Say whether each rank's loader yields a part of the data only.
+
+    Args:
+        loader: any.
+        unknown: the answer where the loader does not tell.
+
+    Ranks: local; alike on every rank.
+
+    Example:
+        >>> is_divided([1, 2])
+        False
+    """
+    inner = loader.loader if isinstance(loader, LoopedLoader) else loader
+    plan = plan_of(inner)
+    if plan is not None:
+        return plan.world_size > 1
+    dataset = getattr(inner, "dataset", None)
+    for one in (inner, dataset):
+        if isinstance(one, (BatchShard, StreamShard)):
+            return one.world_size > 1 or is_sharded(getattr(one, "loader", None))
+    if is_sharded(inner) or is_sharded(dataset):
+        return True
+    parts = [one.num_replicas for one in layers(inner) if isinstance(one, DistributedSampler)]
+    return max(parts) > 1 if parts else unknown
+
+
+@dataclass
+class Seen:
+    """What this rank has seen of a stage: so many batches of a loader.
+
+    Attributes:
+        stage: TRAIN, VALID or TEST.
+        loader: this rank's.
+        divided: whether each rank has seen a part only.
+        first: batches of the epoch done before this run began (after a resume).
+        last: batches done in the end; None while the stage runs.
+
+    Ranks: local.
+
+    Example:
+        >>> from ddpkit.dataloader import Sharding, shard
+        >>> from ddpkit.types import Stage
+        >>> seen = Seen(Stage.TEST, shard(range(5), Sharding(1, 2), batch_size=2), divided=True)
+        >>> seen.close(2)
+        >>> [indices for _, indices, is_repeated in seen.batches() if not is_repeated]
+        [[2, 3]]
+    """
+
+    stage: Stage
+    loader: Any
+    divided: bool
+    first: int = 0
+    last: int | None = None
+    _passes: list[tuple[Any, int, int]] | None = field(default=None, repr=False)
+
+    def close(self, last: int) -> None:
+        """End the stage: take hold of the plan of its epoch, before a later epoch changes it.
+
+        Args:
+            last: batches of the epoch done by now.
+        """
+        self.last = last
+        loader = self.loader
+        if isinstance(loader, LoopedLoader):
+            self._passes = list(_passes(loader, last - self.first)) if loader.has_counts else None
+        else:
+            plan = plan_of(loader)
+            self._passes = None if plan is None else [(copy.copy(plan), self.first, last)]
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the loader tells which samples it has yielded; a stream does not."""
+        return self._passes is not None
+
+    def batches(self) -> Iterator[tuple[int, list[Any], bool]]:
+        """Yield, for every batch seen: its number, its samples' indices, and whether it was repeated to keep step."""
+        number = 0
+        for plan, first, last in self._passes or []:
+            plan.skip = first
+            for place, indices in zip(range(first, last), plan, strict=False):
+                yield number, indices, plan.keep_step and plan.count(place) == 0
+                number += 1
+
+
+def _passes(loader: LoopedLoader, batches: int) -> Iterator[tuple[PlannedBatchSampler | DealtBatchSampler, int, int]]:
+    """Yield the passes over a looped loader that its last batches come from: plan, first batch, last batch."""
+    place, stop, length = loader.total_steps - batches, loader.total_steps, len(loader.loader)
+    while place < stop:
+        number, first = divmod(place, length)
+        last = min(length, first + stop - place)
+        plan = copy.copy(plan_of(loader.loader))
+        if plan is not None:
+            plan.set_epoch(number + 1)
+            yield plan, first, last
+        place += last - first
+
+
+# ---------------------------------------------------------------------------------------------- one batch's rows
+
+
+def row_count(value: Any) -> int | None:
+    """Return the number of samples in a batch of results, along the first dimension; None if it has none.
+
+    Args:
+        value: a tensor, an array or a list; a tuple or a dict of such, all of one length.
+
+    Ranks: local.
+
+    Example:
+        >>> row_count({"ids": ["a", "b"], "scores": torch.zeros(2, 5)}), row_count(torch.tensor(1.0))
+        (2, None)
+    """
+    if isinstance(value, (Tensor, np.ndarray)):
+        return int(value.shape[0]) if value.ndim else None
+    if isinstance(value, list):
+        return len(value)
+    if isinstance(value, (tuple, dict)):
+        counts = {row_count(one) for one in (value.values() if isinstance(value, dict) else value)}
+        return counts.pop() if len(counts) == 1 else None
+    return None
+
+
+def rows_of(value: Any) -> list[Any]:
+    """Divide a batch of results into those of its samples.
+
+    Args:
+        value: one that has a :func:`row_count`.
+
+    Returns:
+        One entry per sample; of a tuple or a dict of columns, a tuple or a dict each.
+
+    Ranks: local.
+
+    Example:
+        >>> rows_of({"ids": ["a", "b"], "scores": torch.tensor([1, 2])})
+        [{'ids': 'a', 'scores': tensor(1)}, {'ids': 'b', 'scores': tensor(2)}]
+    """
+    if isinstance(value, Tensor):
+        return list(value.unbind())
+    if isinstance(value, tuple):
+        return list(zip(*(rows_of(one) for one in value), strict=True))
+    if isinstance(value, dict):
+        return [dict(zip(value, row, strict=True)) for row in rows_of(tuple(value.values()))]
+    return list(value)
+
+
+def on_cpu(value: Any) -> Any:
+    """Return a result with its tensors detached and on the CPU.
+
+    Args:
+        value: a tensor, or lists, tuples and dicts with tensors somewhere in them; anything else is left as it is.
+
+    Ranks: local.
+
+    Example:
+        >>> on_cpu([torch.ones(1, requires_grad=True), "a"])
+        [tensor([1.]), 'a']
+    """
+    if isinstance(value, Tensor):
+        return value.detach().cpu()
+    if type(value) in {list, tuple}:
+        return type(value)(on_cpu(one) for one in value)
+    if type(value) is dict:
+        return {key: on_cpu(one) for key, one in value.items()}
+    return value
+
+
+# ---------------------------------------------------------------------------------------------- what was seen
+
+
+@dataclass
+class _Rows:
+    """The samples of the batches that this rank has seen.
+
+    Attributes:
+        indices: in the dataset; for samples without a number, or of a stream, zeros.
+        numbers: of the batch, for each sample.
+        counted: False for one that was repeated to keep step.
+        sizes: of each batch.
+        counted_sizes: of those that were not repeated to keep step.
+        has_indices: whether ``indices`` says where a sample stands in the dataset.
+    """
+
+    indices: NDArray[np.int64]
+    numbers: NDArray[np.int64]
+    counted: NDArray[np.bool_]
+    sizes: list[int]
+    has_indices: bool
+    counted_sizes: list[int] = field(default_factory=list)
+
+
+def _rows_seen(seen: Seen) -> _Rows:
+    batches = list(seen.batches())
+    sizes = [len(indices) for _, indices, _ in batches]
+    flat = [index for _, indices, _ in batches for index in indices]
+    try:
+        places, has_indices = np.array([operator.index(index) for index in flat], dtype=np.int64), True
+    except (TypeError, OverflowError):  # a dataset that is indexed by names
+        places, has_indices = np.zeros(len(flat), dtype=np.int64), False
+    numbers = np.repeat(np.array([number for number, _, _ in batches], dtype=np.int64), sizes)
+    counted = np.repeat(np.array([not is_repeated for _, _, is_repeated in batches], dtype=np.bool_), sizes)
+    counted_sizes = [len(indices) for _, indices, is_repeated in batches if not is_repeated]
+    return _Rows(places, numbers, counted, sizes, has_indices, counted_sizes)
+
+
+def _rows_given(seen: Seen, size: int) -> _Rows:
+    """Take so many samples of a stream as seen: in the stream's order where it was dealt out, else rank by rank."""
+    places, everything = _stream_places(seen.loader, size), np.ones(size, dtype=np.bool_)
+    if places is not None:
+        return _Rows(places, np.zeros_like(places), everything, [], has_indices=True)
+    numbers = np.full(size, (get_rank() or 0) if seen.divided else 0, dtype=np.int64)
+    return _Rows(numbers, numbers, everything, [], has_indices=False)
+
+
+def _stream_places(loader: Any, size: int) -> NDArray[np.int64] | None:
+    """Return where in the whole stream a rank's first items stand, if they were dealt out by counting."""
+    dataset = getattr(loader, "dataset", None)
+    if not isinstance(dataset, StreamShard) or dataset.divides_itself(max(getattr(loader, "num_workers", 0), 1)):
+        return None
+    each, more = divmod(dataset.block_size, dataset.world_size)
+    blocks, places = np.divmod(np.arange(size), each + (1 if dataset.rank < more else 0))
+    whole: NDArray[np.int64] = blocks * dataset.block_size + places * dataset.world_size + dataset.rank
+    return whole
+
+
+# ---------------------------------------------------------------------------------------------- gathering
+
+
+def gather_results(seen: Seen, results: Any) -> Any:
+    """Give every rank all ranks' results of a stage, each sample's once, in dataset order.
+
+    Args:
+        seen: the stage.
+        results: as for :meth:`ddpkit.run.results.Results.gather`.
+
+    Returns:
+        Of the form of ``results``, with the entries of all ranks.
+
+    Raises:
+        ConfigError: the stage still runs, ``results`` is of no such form, or nobody knows what was seen.
+        DataError: not one entry per sample. On every rank.
+
+    Ranks: collective if the stage was divided, else local.
+
+    Example:
+        >>> from ddpkit.dataloader import Sharding, shard
+        >>> from ddpkit.types import Stage
+        >>> from torch.utils.data import SequentialSampler
+        >>> seen = Seen(Stage.TEST, shard(range(3), Sharding(), sampler=[2, 0, 1], batch_size=2), divided=False)
+        >>> seen.close(2)
+        >>> gather_results(seen, ["two", "zero", "one"])
+        ['zero', 'one', 'two']
+    """
+    _check_seen(seen)
+    if seen.divided:
+        require_all_ranks("gather")
+    columns, skeleton, problem = _columns(results)
+    rows = _rows_seen(seen) if seen.is_known else _rows_given(seen, len(columns[0]) if columns else 0)
+    claim = _Claim(
+        problem,
+        skeleton,
+        rows=int(rows.counted.sum()),
+        repeated=int((~rows.counted).sum()),
+        batches=len(rows.counted_sizes),
+        lengths=[len(column) for column in columns],
+        forms=[_forms(column, rows) for column in columns],
+        has_indices=rows.has_indices,
+    )
+    claims = exchange(claim) if seen.divided else [claim]
+    by_batch = _agreed_forms(claims)
+
+    def own() -> _Part:
+        if not claim.rows:
+            return _Part(rows.indices, rows.numbers, [])
+        entries = [_counted(*pair, rows.counted) for pair in zip(columns, by_batch, strict=True)]
+        if seen.divided:
+            entries = [_pack(column) for column in entries]
+        return _Part(rows.indices[rows.counted], rows.numbers[rows.counted], entries)
+
+    parts = gather_objects(own) if seen.divided else [own()]
+    holders = [rank for rank, one in enumerate(claims) if one.rows]
+    if not holders:
+        return on_cpu(results)
+    ordered = all(claims[rank].has_indices for rank in holders)
+    return _joined([parts[rank] for rank in holders], claims[holders[0]].skeleton, ordered=ordered)
+
+
+def _check_seen(seen: Seen) -> None:
+    if seen.last is None:
+        raise ConfigError(
+            f"gather was called while the stage {seen.stage.name} runs: ranks may have different numbers of batches, "
+            "and some would wait for ever. Collect the results batch by batch and call gather in on_stage_end, or "
+            "after evaluate."
+        )
+    if getattr(seen.loader, "in_order", True) is False and getattr(seen.loader, "num_workers", 0) > 1:
+        raise ConfigError(
+            "gather cannot know which samples the batches held: the loader was made with in_order=False, so that its "
+            f"{seen.loader.num_workers} workers deliver in any order. Leave in_order out, or collect the ids as well."
+        )
+    foreign = any(isinstance(one, DistributedSampler) for one in layers(seen.loader))
+    if seen.divided and not seen.is_known and (seen.stage is Stage.TRAIN or foreign):
+        reason = "a DistributedSampler, which repeats samples," if foreign else "a stream in training"
+        raise ConfigError(
+            f"gather cannot know which results count once: the loader of {seen.stage.name} is divided by {reason} and "
+            "keeps no plan. Give the dataset itself, or gather in a stage whose data is map-style."
+        )
+
+
+@dataclass
+class _Claim:
+    """What a rank says of its results before they travel."""
+
+    problem: str | None
+    skeleton: Any
+    rows: int
+    repeated: int
+    batches: int
+    lengths: list[int]
+    forms: list[set[str]]
+    has_indices: bool
+
+
+@dataclass
+class _Part:
+    """The results of one rank: where they stand in the dataset, in which batch they were, and themselves."""
+
+    indices: NDArray[np.int64]
+    numbers: NDArray[np.int64]
+    columns: list[Any]
+
+
+def _columns(results: Any) -> tuple[list[Any], Any, str | None]:
+    """Return the columns of some results, what holds them together, and what is wrong with them, if anything is."""
+    if isinstance(results, list) or (isinstance(results, (Tensor, np.ndarray)) and results.ndim):
+        return [results], COLUMN, None
+    if not isinstance(results, (dict, tuple)):
+        shown = "a tensor without dimensions" if isinstance(results, Tensor) else f"a {type(results).__name__}"
+        return [], None, f"{shown} is given, which has no entry per sample"
+    columns: list[Any] = []
+    skeletons, problem = [], None
+    for one in results.values() if isinstance(results, dict) else results:
+        inner, skeleton, wrong = _columns(one)
+        columns += inner
+        skeletons.append(skeleton)
+        problem = problem or wrong
+    return (
+        columns,
+        dict(zip(results, skeletons, strict=True)) if isinstance(results, dict) else tuple(skeletons),
+        problem,
+    )
+
+
+def _rebuilt(skeleton: Any, columns: Iterator[Any]) -> Any:
+    if isinstance(skeleton, dict):
+        return {key: _rebuilt(one, columns) for key, one in skeleton.items()}
+    return tuple(_rebuilt(one, columns) for one in skeleton) if isinstance(skeleton, tuple) else next(columns)
+
+
+def _forms(column: Any, rows: _Rows) -> set[str]:
+    """Say what the entries of a column may stand for: a sample each, a batch each, or neither.
+
+    What was repeated to keep step may be among them, or have been left out.
+    """
+    forms = {"sample"} if len(column) in {len(rows.numbers), int(rows.counted.sum())} else set()
+    if isinstance(column, list) and len(column) in {len(rows.sizes), len(rows.counted_sizes)}:
+        found = [row_count(entry) for entry in column]
+        forms |= {"batch"} if found in (rows.sizes, rows.counted_sizes) else set()
+    return forms
+
+
+def _agreed_forms(claims: list[_Claim]) -> list[bool]:
+    """Say for every column whether its entries are batches; alike on all ranks, as are the errors.
+
+    Raises:
+        ConfigError: the results of some rank have no entries.
+        DataError: the ranks' results do not fit together, or not to what was seen.
+    """
+    wrong = {rank: claim.problem for rank, claim in enumerate(claims) if claim.problem}
+    if wrong:
+        raise ConfigError(
+            f"gather cannot use these results: {_by_rank(wrong)}. Give a list, a tensor or an array with one entry per "
+            "sample, or a dict or a tuple of such."
+        )
+    holders = [claim for claim in claims if claim.rows or any(claim.lengths)]
+    if any(claim.skeleton != holders[0].skeleton for claim in holders):
+        forms = {rank: repr(claim.skeleton) for rank, claim in enumerate(claims)}
+        raise DataError(f"gather was given results of different forms: {_by_rank(forms)}. Give the same on every rank.")
+    found = [set.intersection(*ones) for ones in zip(*(claim.forms for claim in holders), strict=True)]
+    if not all(found):
+        given = {
+            rank: f"{'/'.join(map(str, sorted(set(claim.lengths)))) or 0} entries for {claim.rows} samples in "
+            f"{claim.batches} batches"
+            for rank, claim in enumerate(claims)
+        }
+        raise DataError(
+            f"gather needs one entry per sample that a rank has seen (or one per batch, of as many rows as the batch "
+            f"has samples), and was given {_by_rank(given)}. Collect in every batch, and start afresh in "
+            "on_stage_start."
+        )
+    return ["sample" not in forms for forms in found]
+
+
+def _by_rank(words: dict[int, str]) -> str:
+    if len(words) == 1 and 0 in words:
+        return words[0]
+    shown = [f"rank {rank}: {text}" for rank, text in words.items()]
+    return "; ".join(shown[:MOST_SHOWN]) + (f"; and {len(shown) - MOST_SHOWN} more" if len(shown) > MOST_SHOWN else "")
+
+
+def _counted(column: Any, by_batch: bool, counted: NDArray[np.bool_]) -> Any:
+    """Return the entries of a column that count, on the CPU, one per sample."""
+    if by_batch:
+        column = [row for batch in column for row in rows_of(batch)]
+    column = on_cpu(column)
+    if len(column) == counted.sum():  # nothing was repeated, or that was left out
+        return column
+    if isinstance(column, list):
+        return [entry for entry, counts in zip(column, counted.tolist(), strict=True) if counts]
+    return column[torch.from_numpy(counted)] if isinstance(column, Tensor) else column[counted]
+
+
+@dataclass
+class _Packed:
+    """A list of tensors as one: a view alone would travel with all that it is a view of."""
+
+    flat: Tensor
+    shapes: list[torch.Size]
+
+    def unpacked(self) -> list[Tensor]:
+        """Return the list."""
+        pieces = torch.split(self.flat, [shape.numel() for shape in self.shapes])
+        return [piece.view(shape) for piece, shape in zip(pieces, self.shapes, strict=True)]
+
+
+def _pack(column: Any) -> Any:
+    """Make a column travel well."""
+    if isinstance(column, list):
+        if all(isinstance(entry, Tensor) for entry in column) and len({entry.dtype for entry in column}) == 1:
+            flat = torch.cat([entry.reshape(-1) for entry in column])
+            return _Packed(flat, [entry.shape for entry in column])
+        return [_own_memory(entry) for entry in column]
+    return _own_memory(column)
+
+
+def _own_memory(value: Any) -> Any:
+    """Copy the tensors that are views of larger ones."""
+    if isinstance(value, Tensor):
+        return value.clone() if value.untyped_storage().nbytes() > value.nbytes else value
+    if type(value) in {list, tuple}:
+        return type(value)(_own_memory(one) for one in value)
+    return {key: _own_memory(one) for key, one in value.items()} if type(value) is dict else value
+
+
+def _joined(parts: list[_Part], skeleton: Any, *, ordered: bool) -> Any:
+    """Put the ranks' results together: by index, and those of one sample by the batch they were in."""
+    numbers = np.concatenate([part.numbers for part in parts])
+    keys = [numbers, np.concatenate([part.indices for part in parts])] if ordered else [numbers]
+    order = np.lexsort(keys)  # the last key decides first; what is equal stays as it is: by rank
+    columns = zip(*([_unpacked(column) for column in part.columns] for part in parts), strict=True)
+    return _rebuilt(skeleton, (_in_order(list(pieces), order) for pieces in columns))
+
+
+def _unpacked(column: Any) -> Any:
+    return column.unpacked() if isinstance(column, _Packed) else column
+
+
+def _in_order(pieces: list[Any], order: NDArray[np.int64]) -> Any:
+    """Concatenate one column's pieces and put the entries in order; a list where they are no one tensor."""
+    kinds = {
+        (type(piece), tuple(piece.shape[1:]), piece.dtype) if hasattr(piece, "dtype") else None for piece in pieces
+    }
+    if len(kinds) == 1 and isinstance(pieces[0], Tensor):
+        return torch.cat(pieces)[torch.from_numpy(order)]
+    if len(kinds) == 1 and isinstance(pieces[0], np.ndarray):
+        return np.concatenate(pieces)[order]
+    entries = [entry for piece in pieces for entry in rows_of(piece)]
+    return [entries[place] for place in order]

@@ -1,0 +1,388 @@
+"""The loops: one pass of training, one pass of evaluation. They know nothing of files, models or ranks.
+
+What differs between ranks, and what the ranks must agree on, comes in through the :class:`LoopHost` and a few
+callables, so that a loop can be tested with a stub and no model.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from numbers import Real
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from ddpkit.control.loader_workers import start_loading
+from ddpkit.control.periodic_sync import Wishes
+from ddpkit.errors import BatchError, NonFiniteLossError
+from ddpkit.logger import get_logger
+from ddpkit.metrics import LossMeter, nothing_counts
+from ddpkit.syncbn import left_out
+from ddpkit.training.feed import Window
+from ddpkit.types import Stage
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from ddpkit.control.periodic_sync import Beat, BeatReport
+    from ddpkit.reporting.progress import ProgressBar
+    from ddpkit.training.feed import Feed
+    from ddpkit.training.gathering import Seen
+    from ddpkit.training.stream_feed import StreamFeed
+
+logger = get_logger(__name__)
+
+
+@dataclass
+class Progress:
+    """How far the run has come.
+
+    Attributes:
+        epoch: of the current or last stage.
+        step: batches of the current stage, on this rank.
+        optimizer_step: updates since the run began.
+        began_at: updates before the current epoch.
+        closed: batches of the current or last training stage up to the last update.
+        trained: losses of the training stage of this epoch on this rank; None before it.
+        sums: sum of those over all ranks, what it counts, and the samples; None until that stage is over.
+        nonfinite: steps skipped in the current epoch because a gradient was not finite.
+        clipped: updates of the current epoch whose gradients were scaled down to ``max_grad_norm``; equal on all ranks.
+        has_told_clipping: whether a line has said that gradients are clipped.
+        window: the current accumulation window.
+        meter: losses of the current stage on this rank.
+        seen: which samples this rank has seen in the current or last stage; None before the first.
+        loader: of the current or last training stage.
+        result: what ``fit_batch`` is about to return, while ``on_fit_batch_end`` runs; may be that of an older batch.
+        result_at: the batch that it is of.
+        epochs: that have ended in this call of ``fit``.
+        train_loss: mean over the last of their training stages, over all ranks; None before the first.
+        valid_loss: likewise of the validation.
+
+    Ranks: local.
+
+    Example:
+        >>> Progress().optimizer_step
+        0
+    """
+
+    epoch: int = 0
+    step: int = 0
+    optimizer_step: int = 0
+    began_at: int = 0
+    closed: int = 0
+    nonfinite: int = 0
+    clipped: int = 0
+    has_told_clipping: bool = False
+    window: Window = field(default_factory=Window)
+    meter: LossMeter = field(default_factory=LossMeter)
+    trained: LossMeter | None = None
+    sums: tuple[float, float, float] | None = None
+    seen: Seen | None = None
+    loader: Any = None
+    result: Any = None
+    result_at: int = 0
+    epochs: int = 0
+    train_loss: float | None = None
+    valid_loss: float | None = None
+
+    def restart(self) -> None:
+        """Forget where a pass that was interrupted had come to."""
+        self.step, self.window, self.meter = 0, Window(), LossMeter()
+        self.closed, self.trained, self.sums, self.loader = 0, None, None, None
+        self.result, self.result_at = None, 0
+        self.epochs, self.train_loss, self.valid_loss = 0, None, None
+
+    @property
+    def is_in_pass(self) -> bool:
+        """Whether a training stage goes through its batches."""
+        return self.sums is None and self.trained is not None and self.trained is self.meter
+
+    @property
+    def clipped_share(self) -> float:
+        """The share of the current epoch's updates whose gradients were clipped, 0 to 1; equal on all ranks."""
+        made = self.optimizer_step - self.began_at
+        return self.clipped / made if made else 0.0
+
+    def close_window(self) -> None:
+        """Note that all batches up to the current one are in the weights."""
+        if self.window.closes:
+            self.closed = self.step
+
+    def count_skipped(self, norm: float, patience: int) -> None:
+        """Count an optimizer step that was skipped because the gradients' norm was not finite.
+
+        Args:
+            norm: equal on all ranks, so all ranks count and give up alike.
+            patience: how many of them an epoch may have.
+
+        Raises:
+            NonFiniteLossError: one more than that.
+        """
+        self.nonfinite += 1
+        where = f"epoch {self.epoch}, batch {self.step}, after optimizer step {self.optimizer_step}"
+        if self.nonfinite > patience:
+            raise NonFiniteLossError(
+                f"{self.nonfinite} steps of epoch {self.epoch} had gradients that are not finite (norm={norm}; the "
+                f"last in {where}), and nonfinite_patience={patience}. All were skipped, so the weights are still "
+                "those before. Lower the learning rate, clip harder (--max_grad_norm), look at the data, or raise "
+                "--nonfinite_patience."
+            )
+        logger.warning("The gradients are not finite (norm=%s); step skipped on all ranks: %s.", norm, where)
+
+
+class LoopHost(Protocol):
+    """What a loop asks of the Brain.
+
+    Ranks: as the loops.
+
+    Example:
+        >>> LoopHost.__name__
+        'LoopHost'
+    """
+
+    progress: Progress
+
+    def fit_batch(self, batch: Any) -> Any:
+        """Train on one micro-batch and return its mean loss, or a sum and what it counts, detached."""
+        ...
+
+    def evaluate_batch(self, batch: Any, stage: Stage) -> Any:
+        """Evaluate one batch and return its mean loss, or a sum and what it counts."""
+        ...
+
+
+def train_epoch(
+    host: LoopHost,
+    feed: Feed | StreamFeed,
+    beat: Beat,
+    on_beat: Callable[[BeatReport, Any], None],
+    stop_at: float,
+    *,
+    on_window: Callable[[], None] | None = None,
+    tell: Callable[[], Wishes] = Wishes,
+) -> None:
+    """Train on every batch of a feed.
+
+    Args:
+        host: whose hooks do the work.
+        feed: the batches.
+        beat: when the ranks confer.
+        on_beat: called with what they learnt, and the batch, at the same step on every rank.
+        stop_at: end the pass when this many optimizer steps have been made since the run began.
+        on_window: called after every optimizer step, if given; at the same step on every rank.
+        tell: returns what this rank tells at a beat, beyond its losses.
+
+    Ranks: collective.
+
+    Example:
+        >>> train_epoch.__name__
+        'train_epoch'
+    """
+    progress = host.progress
+    window, meter = progress.window, progress.meter
+    beat.start(progress.step)
+    if progress.optimizer_step >= stop_at:
+        return
+    for batch in feed.batches(window):
+        progress.step += 1
+        loss = host.fit_batch(batch) if window.count else _fit_repeated(host, batch)
+        if loss.__class__ is tuple:
+            loss_sum, count = sum_and_count(loss, host, "fit_batch")
+            meter.append_sum(loss_sum, count if window.count else 0.0)
+        else:
+            meter.append(one_number(loss, host, "fit_batch"), window.weight)
+        meter.samples += window.count
+        if not window.closes:
+            continue
+        progress.closed = progress.step
+        if on_window is not None:
+            on_window()
+        if progress.step >= beat.due:
+            loss_sum, count, _ = meter.sums()
+            on_beat(beat(progress.step, loss_sum, count, meter.samples, tell()), batch)
+        if progress.optimizer_step >= stop_at:
+            return
+
+
+def _fit_repeated(host: LoopHost, batch: Any) -> Any:
+    """Take part in a step with a batch that counts nothing, neither in metrics nor in batch statistics."""
+    with nothing_counts(), left_out():
+        return host.fit_batch(batch)
+
+
+def evaluate_epoch(
+    host: LoopHost,
+    loader: Iterable[Any],
+    stage: Stage,
+    bar: ProgressBar,
+    *,
+    count: Callable[[int, Any], int],
+    beat: Beat,
+    confer: Callable[[int], None] | None = None,
+) -> None:
+    """Evaluate every batch of a loader. No collective but in ``confer``: ranks may have different numbers of batches.
+
+    Args:
+        host: whose hooks do the work.
+        loader: this rank's batches.
+        stage: VALID or TEST.
+        bar: told about once a second.
+        count: tells the number of samples from a batch's number and the batch.
+        beat: a beat of this rank alone.
+        confer: called with the step after each of them, if given; may confer with the other ranks where all come by.
+
+    Ranks: local.
+
+    Example:
+        >>> evaluate_epoch.__name__
+        'evaluate_epoch'
+    """
+    progress = host.progress
+    meter = progress.meter
+    beat.start(progress.step)
+    with torch.no_grad():
+        batches = start_loading(loader)
+        for number, batch in enumerate(batches):
+            progress.step += 1
+            loss, samples = host.evaluate_batch(batch, stage), count(number, batch)
+            if loss.__class__ is tuple:
+                meter.append_sum(*sum_and_count(loss, host, "evaluate_batch"))
+            else:
+                meter.append(one_number(loss, host, "evaluate_batch"), samples)
+            meter.samples += samples
+            if progress.step >= beat.due:
+                loss_sum, total, _ = meter.sums()
+                report = beat(progress.step, loss_sum, total, meter.samples, Wishes())
+                bar.show(report.step, report.loss, report.samples)
+            if confer is not None:
+                confer(progress.step)
+
+
+PARTS = (
+    "{}.fit_batch called backward() twice on losses that share a part of one module, but not all of it, and DDP "
+    'averages each gradient once: "{}". Add the losses up and call self.backward once; or put all forward and backward '
+    "passes under `with self.no_sync():`, so that self.optimizers_step() averages the gradients."
+)
+
+
+def backward(
+    loss: Any, scale: float, scaler: torch.amp.GradScaler, host: object, *, retain_graph: bool = False
+) -> None:
+    """Back-propagate a weighted loss; if that cannot be done, say what is wrong with the loss.
+
+    Args:
+        loss: mean over the micro-batch, shape ``()``.
+        scale: its weight in the window.
+        scaler: multiplies it further when it is enabled.
+        host: whose ``compute_objectives`` made it, for the message.
+        retain_graph: keep the graph for another backward pass.
+
+    Raises:
+        BatchError: the loss is no tensor, no single number, or does not depend on any parameter; or DDP has averaged a
+            part of the gradients already.
+
+    Ranks: collective under DDP.
+
+    Example:
+        >>> weight = torch.ones(1, requires_grad=True)
+        >>> backward(weight.sum(), 0.5, torch.amp.GradScaler(enabled=False), None); weight.grad
+        tensor([0.5000])
+    """
+    try:
+        scaled = loss if scale == 1.0 else loss * scale
+        (scaler.scale(scaled) if scaler.is_enabled() else scaled).backward(retain_graph=retain_graph)
+    except (AttributeError, TypeError, ValueError, RuntimeError) as error:
+        if "mark a variable ready only once" in str(error):
+            raise BatchError(PARTS.format(type(host).__name__, str(error).partition(".")[0])) from error
+        problem = loss_problem(loss)
+        if problem is None:
+            raise
+        raise BatchError(f"{type(host).__name__}.compute_objectives returned {problem}") from error
+
+
+def one_number(loss: Any, host: object, hook: str = "compute_objectives") -> torch.Tensor | float:
+    """Check that a loss is one number, and return it detached.
+
+    Args:
+        loss: tensor of one element, or float.
+        host: whose hook made it, for the message.
+        hook: which, for the message.
+
+    Raises:
+        BatchError: it is something else.
+
+    Ranks: local.
+
+    Example:
+        >>> one_number(torch.tensor(2.0), None)
+        tensor(2.)
+    """
+    if isinstance(loss, torch.Tensor):
+        if loss.numel() == 1:
+            return loss.detach() if loss.requires_grad else loss
+    elif isinstance(loss, (int, float)):
+        return float(loss)
+    raise BatchError(f"{type(host).__name__}.{hook} returned {loss_problem(loss)}")
+
+
+def sum_and_count(pair: Any, host: object, hook: str = "compute_objectives") -> tuple[Any, Any]:
+    """Check that a loss is a sum and what it counts, and return both.
+
+    Args:
+        pair: ``(loss_sum, count)``: a tensor of one element, and a tensor of one element or a number that is not
+            negative.
+        host: whose hook made it, for the message.
+        hook: which, for the message.
+
+    Returns:
+        The sum, attached as it was given; and the count, detached.
+
+    Raises:
+        BatchError: it is something else.
+
+    Ranks: local.
+
+    Example:
+        >>> sum_and_count((torch.tensor(6.0), 3), None)
+        (tensor(6.), 3)
+    """
+    problem = None
+    if len(pair) != 2:  # noqa: PLR2004 -- a pair
+        problem = f"a tuple of {len(pair)}: return the mean loss, or (loss_sum, count)."
+    else:
+        loss_sum, count = pair
+        if isinstance(count, torch.Tensor):
+            count = count.detach()
+            if count.numel() != 1:
+                problem = f"a count of shape {tuple(count.shape)}, not one number: return (loss_sum, count)."
+            elif count.dim():
+                count = count.reshape(())
+        elif isinstance(count, bool) or not isinstance(count, Real) or not 0 <= float(count) < math.inf:
+            problem = f"the count {count!r}, which is no number of things: return (loss_sum, count)."
+        if not isinstance(loss_sum, (torch.Tensor, float, int)) or getattr(loss_sum, "numel", int)() > 1:
+            problem = f"in (loss_sum, count) {loss_problem(loss_sum)}"
+    if problem is not None:
+        raise BatchError(f"{type(host).__name__}.{hook} returned {problem}")
+    return loss_sum, count
+
+
+def loss_problem(loss: Any) -> str | None:
+    """Say what is wrong with a loss, or return None.
+
+    Ranks: local.
+
+    Example:
+        >>> loss_problem(3.0)
+        'a float, not a tensor: return the loss itself, without .item().'
+    """
+    if not isinstance(loss, torch.Tensor):
+        return f"a {type(loss).__name__}, not a tensor: return the loss itself, without .item()."
+    if loss.numel() != 1:
+        return f"a tensor of shape {tuple(loss.shape)}, not one number: return its mean over the batch."
+    if not loss.requires_grad:
+        return (
+            "a loss that does not require a gradient: it does not depend on a trainable parameter. Look for "
+            "torch.no_grad(), .detach() or .item() on the way, and for frozen parameters."
+        )
+    return None

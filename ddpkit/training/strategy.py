@@ -1,0 +1,791 @@
+"""How the modules run: on one device, under ``nn.DataParallel``, or under ``DistributedDataParallel``.
+
+Source: what ``forward`` and ``no_sync`` of torch's DDP do was read in torch 2.13: only a forward pass through the
+wrapper with synchronisation on arms the reducer, and the backward pass after it reduces all gradients accumulated
+so far.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import os
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parallel import DistributedDataParallel
+
+from ddpkit import distributed
+from ddpkit.control.rank_status import host_name
+from ddpkit.device import own_first, widest_float
+from ddpkit.errors import ConfigError, LaunchError
+from ddpkit.launch.launchers import find_launch
+from ddpkit.logger import get_logger
+from ddpkit.syncbn import convert_sync_batchnorm
+from ddpkit.training.bucket_order import GradientOrder, show_order
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from contextlib import AbstractContextManager
+
+logger = get_logger(__name__)
+
+ORDER_MATTERS_ABOVE = 2  # ranks: a sum of two numbers is the same either way
+NOTHING: AbstractContextManager[None] = contextlib.nullcontext()
+
+
+class _Reaching(nn.Module):
+    """Makes the attributes of the wrapped ``module`` reachable through its wrapper, for reading and for writing.
+
+    What the wrapper has itself, or got while it was made, is its own; all else is the module's.
+    """
+
+    _is_made = False
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        own = self.__dict__
+        if value.__class__ is bool and name in own:
+            own[name] = value  # DDP writes one in every forward pass; torch's own way takes a microsecond
+        elif name in own or not self._is_made or name == "module" or hasattr(type(self), name):
+            super().__setattr__(name, value)
+        else:
+            setattr(self.module, name, value)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.module[key]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.module)
+
+    def __len__(self) -> int:
+        return len(self.module)
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            inner = self.__dict__.get("_modules", {}).get("module")
+            if inner is None:
+                raise
+            return getattr(inner, name)
+
+
+class WrappedDataParallel(_Reaching, nn.DataParallel[nn.Module]):
+    """``nn.DataParallel`` through which attributes can be reached; its replicas compute in the caller's precision.
+
+    Ranks: local (one process, several GPUs).
+
+    Example:
+        >>> WrappedDataParallel(torch.nn.Linear(2, 1)).in_features
+        2
+    """
+
+    def __init__(self, module: nn.Module, **options: Any) -> None:
+        super().__init__(module, **options)
+        self._is_made = True
+
+    def parallel_apply(self, replicas: Sequence[nn.Module], inputs: Sequence[Any], kwargs: Any) -> list[Any]:
+        """Run each replica in a thread, which torch tells that autocast is on, but not in which dtype: that is ours.
+
+        Source: ``torch/nn/parallel/parallel_apply.py`` of torch 2.13; the dtype of autocast is kept per thread.
+        """
+        kind = self.src_device_obj.type
+        dtype = torch.get_autocast_dtype(kind)
+        in_dtype: Any = [functools.partial(_run_in, kind, dtype, replica) for replica in replicas]
+        return super().parallel_apply(in_dtype, inputs, kwargs)
+
+
+def _run_in(kind: str, dtype: torch.dtype, module: nn.Module, *inputs: Any, **kwargs: Any) -> Any:
+    """Run a module in the dtype that autocast, if it is on here, shall compute in."""
+    with torch.autocast(kind, dtype=dtype, enabled=torch.is_autocast_enabled(kind)):
+        return module(*inputs, **kwargs)
+
+
+class _Reduction:
+    """Whether gradients are being averaged; no attribute of the module, where writing costs a microsecond.
+
+    Attributes:
+        reduced: whether the gradients present are, or are about to be, averages over the ranks.
+        armed: whether the next backward pass through the module averages.
+        watched: whether DDP asks when a backward pass has come (:func:`_average_or_defer`).
+        defers: whether it is told then not to.
+        fired: whether it has averaged since that was last looked at.
+    """
+
+    __slots__ = ("armed", "defers", "fired", "reduced", "watched")
+
+    def __init__(self) -> None:
+        self.reduced = self.armed = self.watched = self.defers = self.fired = False
+
+    def after_backward(self) -> None:
+        """Take note of what a backward pass has done, which may have touched this module or not."""
+        if self.fired:
+            self.reduced, self.armed, self.fired = True, False, False
+        elif self.defers or not self.armed:
+            self.reduced = self.armed = False
+
+
+def _average_or_defer(state: _Reduction, bucket: torch.distributed.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Average a bucket of gradients over the ranks, as DDP does it by itself; or leave them as they are."""
+    if not state.defers:
+        state.fired = True
+        return allreduce_hook(None, bucket)  # type: ignore[arg-type]  # torch takes its default group then
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
+_average_or_defer.__annotations__.clear()  # DDP compares them with types, and here they are strings
+
+
+class WrappedDDP(_Reaching, DistributedDataParallel):
+    """DDP through which attributes can be reached, and that stays out of the way when nothing is trained.
+
+    Without gradients, or in eval mode, the module runs by itself: no collective, so that ranks may evaluate
+    different numbers of batches. An attribute that DDP has itself (``device``, ``logger``, ``join``, ...) hides the
+    module's; ``Brain.raw_modules`` has those.
+
+    Attributes:
+        gradient_reduction: whether the last backward pass averages the gradients over the ranks.
+
+    Ranks: collective, in training mode.
+
+    Example:
+        >>> WrappedDDP.__bases__[-1].__name__
+        'DistributedDataParallel'
+    """
+
+    def __init__(self, module: nn.Module, **options: Any) -> None:
+        super().__init__(module, **options)
+        self.gradient_reduction = _Reduction()
+        self.__dict__.pop("dim", None)  # only for one process with several devices; a model's own `dim` is not hidden
+        self._is_made = True
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Be copied: DDP makes its own parts anew."""
+        super().__setstate__({**state, "_is_made": False})  # type: ignore[no-untyped-call]
+        self._is_made = True
+        if self.gradient_reduction.watched:
+            self.watch_reduction()
+
+    def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Run the module; where nothing is trained, without a detour through this one, unless it has hooks."""
+        if (self.training and torch.is_grad_enabled()) or self._forward_hooks or self._forward_pre_hooks:
+            return super().__call__(*inputs, **kwargs)
+        return self.__dict__["_modules"]["module"](*inputs, **kwargs)  # past __getattr__: this is every batch
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Run the module; with gradients, through DDP."""
+        if not (self.training and torch.is_grad_enabled()):
+            return self.module(*inputs, **kwargs)
+        self.gradient_reduction.reduced = self.gradient_reduction.armed = self.require_backward_grad_sync
+        return DistributedDataParallel.forward(self, *inputs, **kwargs)  # type: ignore[no-untyped-call]
+
+    def watch_reduction(self) -> None:
+        """Have DDP decide when a backward pass comes, not in the forward pass before it, whether it averages."""
+        self.register_comm_hook(self.gradient_reduction, _average_or_defer)
+        self.gradient_reduction.watched = True
+
+    def reduce_leftovers(self) -> None:
+        """Average gradients that DDP has not: accumulated under ``no_sync``, or made past its ``forward``.
+
+        The ranks may have taken different branches, as long as each has some gradient, or none has any.
+        """
+        if self.gradient_reduction.reduced:
+            self.gradient_reduction.reduced = False
+            return
+        parameters = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        if gradients:
+            sums = [torch.zeros_like(one) if one.grad is None else one.grad for one in parameters]
+            present = torch.tensor([one.grad is not None for one in parameters], dtype=gradients[0].dtype)
+            # One length on all ranks, whatever each has: NCCL does not notice where they differ.
+            flat = torch.cat([one.flatten() for one in (*sums, present.to(gradients[0].device, non_blocking=True))])
+            torch.distributed.all_reduce(flat, group=self.process_group)
+            flat /= torch.distributed.get_world_size(self.process_group)
+            *averages, present = torch.split(flat, [one.numel() for one in (*sums, present)])
+            exists = [True] * len(parameters) if len(gradients) == len(parameters) else present.tolist()
+            for parameter, own, average, anywhere in zip(parameters, sums, averages, exists, strict=True):
+                if anywhere:  # a rank that took another branch gets what the others have
+                    own.copy_(average.view_as(own))
+                    parameter.grad = own
+
+
+class Strategy(Protocol):
+    """What differs between the ways to run.
+
+    Ranks: as each member says.
+
+    Example:
+        >>> isinstance(SingleDevice(), object)
+        True
+    """
+
+    name: str
+
+    def wrap(self, modules: nn.ModuleDict) -> None:
+        """Wrap every trainable entry that is not wrapped yet, in place."""
+
+    def follow(self, modules: nn.ModuleDict) -> None:
+        """Wrap anew what a recipe has frozen or unfrozen since it was wrapped."""
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Return a context in which gradients are accumulated without being averaged over ranks."""
+
+    def backward_pass(self, modules: nn.Module, *, closes: bool, counts: bool) -> AbstractContextManager[None]:
+        """Return a context for one backward pass of a window."""
+        ...
+
+    def gradient_orders(self) -> dict[str, list[int]]:
+        """Return the order in which each entry's gradients became ready, where that bears on their sums."""
+        ...
+
+    def show_gradient_orders(self, modules: nn.ModuleDict, orders: Mapping[str, list[int]]) -> None:
+        """Have gradients added up in the order of the run that wrote a checkpoint."""
+        ...
+
+    def finish_gradients(self) -> None:
+        """Make sure that the gradients present are averages over the ranks."""
+
+    def noting_use(self, *, counts: bool) -> AbstractContextManager[None]:
+        """Return a context for a micro-batch that does not count on all ranks: what only others use has no gradient."""
+        ...
+
+    def start_average(self, count: torch.Tensor | float, device: str) -> Callable[[], torch.Tensor | float]:
+        """Start averaging a number over the ranks, before the backward pass; what is returned gives the average."""
+
+
+class SingleDevice:
+    """One process, one device: nothing to wrap.
+
+    Ranks: local.
+
+    Example:
+        >>> SingleDevice().name
+        'one device'
+    """
+
+    name = "one device"
+
+    def wrap(self, modules: nn.ModuleDict) -> None:
+        """Leave the modules as they are."""
+
+    def follow(self, modules: nn.ModuleDict) -> None:
+        """Do nothing: what is trained may change at any time."""
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Return a context that does nothing."""
+        return NOTHING
+
+    def backward_pass(self, modules: nn.Module, *, closes: bool, counts: bool) -> AbstractContextManager[None]:
+        """Return a context that does nothing: no other rank is waiting."""
+        return NOTHING
+
+    def finish_gradients(self) -> None:
+        """Do nothing: the gradients of one process are complete."""
+
+    def noting_use(self, *, counts: bool) -> AbstractContextManager[None]:
+        """Return a context that does nothing."""
+        return NOTHING
+
+    def gradient_orders(self) -> dict[str, list[int]]:
+        """Return nothing: no gradients are added up over ranks."""
+        return {}
+
+    def show_gradient_orders(self, modules: nn.ModuleDict, orders: Mapping[str, list[int]]) -> None:
+        """Do nothing."""
+
+    def start_average(self, count: torch.Tensor | float, device: str) -> Callable[[], torch.Tensor | float]:
+        """Return what gives the number itself; of a tensor, in the widest float of the device."""
+        average = count.detach().to(widest_float(device)) if isinstance(count, torch.Tensor) else count
+        return lambda: average
+
+
+class DataParallel(SingleDevice):
+    """One process, ``nn.DataParallel`` around every trainable entry of the modules, on all GPUs.
+
+    Args:
+        device: where the modules are, such as ``"cuda:1"``; its GPU comes first, as ``nn.DataParallel`` wants it.
+
+    Raises:
+        ConfigError: there is no GPU.
+
+    Ranks: local.
+
+    Example:
+        >>> DataParallel("cpu")
+        Traceback (most recent call last):
+        ddpkit.errors.ConfigError: data_parallel_backend=True needs a GPU, ...
+    """
+
+    name = "nn.DataParallel"
+
+    def __init__(self, device: str) -> None:
+        if not device.startswith("cuda"):
+            raise ConfigError(
+                f"data_parallel_backend=True needs a GPU, and the device is {device!r} "
+                f"({torch.cuda.device_count()} GPUs found). Leave the flag out to train on one CPU, or use several CPU "
+                "processes: torchrun --standalone --nproc_per_node=2 train.py hparams.yaml --device=cpu"
+            )
+        self.device = device
+
+    def wrap(self, modules: nn.ModuleDict) -> None:
+        """Put ``nn.DataParallel`` around every trainable entry."""
+        for name, module in modules.items():
+            if is_trainable(module) and not isinstance(module, nn.DataParallel):
+                modules[name] = WrappedDataParallel(module, device_ids=own_first(self.device))
+
+
+class _Deferred:
+    """Switches gradient averaging off on some DDP modules, and back to what it was, also after an exception."""
+
+    def __init__(self, modules: Iterable[WrappedDDP]) -> None:
+        self.modules = list(modules)
+        self.before: list[bool] = []
+
+    def __enter__(self) -> None:
+        self.before = [module.require_backward_grad_sync for module in self.modules]
+        for module in self.modules:
+            module.require_backward_grad_sync = False
+
+    def __exit__(self, *error: object) -> None:
+        for module, before in zip(self.modules, self.before, strict=True):
+            module.require_backward_grad_sync = before
+
+
+class DDP:
+    """Several processes: ``DistributedDataParallel`` around every trainable entry, BatchNorm synchronised.
+
+    Args:
+        device: of this rank, such as ``"cuda:1"`` or ``"cpu"``.
+        find_unused_parameters: let a forward pass leave parameters out.
+        decides_late: a backward pass is told whether to average, whatever the forward pass before it expected: for a
+            ``fit_batch`` that does not say so before (see :meth:`backward_pass`).
+
+    Ranks: collective.
+
+    Example:
+        >>> DDP("cpu").name
+        'DistributedDataParallel'
+    """
+
+    name = "DistributedDataParallel"
+
+    def __init__(self, device: str, *, find_unused_parameters: bool = False, decides_late: bool = False) -> None:
+        self.device = device
+        self.find_unused_parameters, self.decides_late = find_unused_parameters, decides_late
+        self.wrapped: list[WrappedDDP] = []
+        self._trained: dict[str, frozenset[int]] = {}
+        self._orders: dict[str, GradientOrder] = {}
+        self._are_noting = False
+        self._used: set[int] | None = None  # parameters with a gradient that counts; None: all that have one
+
+    def wrap(self, modules: nn.ModuleDict) -> None:
+        """Convert BatchNorm and put DDP around every trainable entry that has none yet.
+
+        The parameters and buffers of all entries are made equal to those of rank 0, as DDP does it for its own.
+
+        Raises:
+            ConfigError: two entries share a parameter, whose gradient would be averaged twice.
+        """
+        refuse_shared_parameters(modules)
+        for name, module in modules.items():
+            trained = trained_parameters(module)
+            if isinstance(module, DistributedDataParallel) or self._trained.get(name) == trained:
+                continue
+            self._trained[name] = trained
+            if trained:
+                wrapped = WrappedDDP(self._converted(module), **self._options(module))
+                modules[name] = wrapped
+                self.wrapped.append(wrapped)
+                if self.decides_late:
+                    wrapped.watch_reduction()
+                self._note_order(name, wrapped)
+            else:
+                self._spread(module)
+
+    def follow(self, modules: nn.ModuleDict) -> None:
+        """Wrap those entries anew in which other parameters are trained than when they were wrapped.
+
+        DDP averages the gradients of what was trainable when it was made, and waits for all of them.
+        """
+        self._close_orders()
+        changed = [
+            name
+            for name, before in self._trained.items()
+            if name in modules and trained_parameters(modules[name]) != before
+        ]
+        if not changed:
+            return
+        logger.info("Other parameters than before are trained in: %s.", ", ".join(changed))
+        for name in changed:
+            module = modules[name]
+            if isinstance(module, WrappedDDP):
+                self.wrapped.remove(module)
+                modules[name] = module.module
+        self.wrap(modules)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Return a context in which gradients are accumulated without being averaged over ranks."""
+        return _Deferred(self.wrapped)
+
+    @contextlib.contextmanager
+    def backward_pass(self, modules: nn.Module, *, closes: bool, counts: bool) -> Iterator[None]:
+        """Return a context for one backward pass of a window.
+
+        Args:
+            modules: what is trained.
+            closes: whether the micro-batch is the last of its window. Before that nothing is averaged.
+            counts: whether this rank's gradients count. If not they become zero, whatever the loss is: also where it
+                is infinite, of which a weight of 0 would make NaN.
+        """
+        parameters = [] if counts else [one for one in modules.parameters() if one.requires_grad]
+        handles = [one.register_hook(torch.zeros_like) for one in parameters]  # type: ignore[no-untyped-call]
+        watched = [module.gradient_reduction for module in self.wrapped if module.gradient_reduction.watched]
+        for reduction in watched:
+            reduction.defers = not closes
+        try:
+            yield
+            for reduction in watched:
+                reduction.after_backward()
+        finally:
+            for reduction in watched:
+                reduction.defers = False
+            for handle in handles:
+                handle.remove()
+
+    def finish_gradients(self) -> None:
+        """Average what DDP has not averaged; drop what is of no batch that counts."""
+        for module in self.wrapped:
+            module.reduce_leftovers()
+        if self._used is not None:
+            used, self._used = self._used, None
+            self._drop_unused(used)
+        if self._are_noting:
+            self._close_orders()
+
+    @contextlib.contextmanager
+    def noting_use(self, *, counts: bool) -> Iterator[None]:
+        """Return a context for a micro-batch that does not count on all ranks.
+
+        A rank that works on one which counts nothing gives zeros to all parameters that it uses. Those that nobody uses
+        besides shall have no gradient, as on one process: an optimizer may move what has a gradient of zero.
+
+        Args:
+            counts: whether it counts on this rank.
+        """
+        if not self.find_unused_parameters:  # then all parameters are used by every batch
+            yield
+            return
+        parameters = self._parameters()
+        if self._used is None:
+            self._used = {id(one) for one in parameters if one.grad is not None}  # of the window's earlier ones
+        handles = [
+            one.register_post_accumulate_grad_hook(self._note_use)  # type: ignore[no-untyped-call]
+            for one in (parameters if counts else [])
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _note_use(self, parameter: torch.Tensor) -> None:
+        if self._used is not None:
+            self._used.add(id(parameter))
+
+    def _drop_unused(self, used: set[int]) -> None:
+        parameters = self._parameters()
+        sums = distributed.sum_over_ranks([float(id(one) in used) for one in parameters])
+        for parameter, number in zip(parameters, sums, strict=True):
+            if not number:
+                parameter.grad = None
+
+    def _parameters(self) -> list[nn.Parameter]:
+        return [one for module in self.wrapped for one in module.module.parameters() if one.requires_grad]
+
+    def _close_orders(self) -> None:
+        done = [order.close() for order in self._orders.values()]
+        self._are_noting = not all(done)
+
+    def _note_order(self, name: str, module: WrappedDDP) -> None:
+        """Note the order of the gradients where DDP follows it, and where it makes a difference."""
+        if torch.distributed.get_world_size() > ORDER_MATTERS_ABOVE and not self.find_unused_parameters:
+            self._orders[name] = GradientOrder(module)
+            self._are_noting = True
+
+    def gradient_orders(self) -> dict[str, list[int]]:
+        """Return the order in which each entry's gradients became ready, where DDP follows it."""
+        return {name: list(noted.order) for name, noted in self._orders.items() if noted.is_complete}
+
+    def show_gradient_orders(self, modules: nn.ModuleDict, orders: Mapping[str, list[int]]) -> None:
+        """Have gradients added up in the order of the run that wrote a checkpoint.
+
+        Args:
+            modules: wrapped, and not trained yet.
+            orders: what :meth:`gradient_orders` returned there.
+        """
+        for name, order in orders.items():
+            noted = self._orders.get(name)
+            if noted is not None and not noted.order and show_order(modules[name], order):
+                noted.order[:] = order
+
+    def start_average(self, count: torch.Tensor | float, device: str) -> Callable[[], torch.Tensor]:
+        """Start averaging a number over the ranks, without waiting for it or for the device.
+
+        Args:
+            count: a number, or a tensor of one element.
+            device: of this rank.
+
+        Returns:
+            What waits for the others and gives the average, shape ``()``.
+        """
+        wide = widest_float(device)
+        if isinstance(count, torch.Tensor):
+            total = count.detach().reshape(()).to(device, wide, copy=True, non_blocking=True)
+        else:
+            total = torch.full((), count, dtype=wide, device=device)
+        work = torch.distributed.all_reduce(total, async_op=True)
+
+        def average() -> torch.Tensor:
+            work.wait()
+            return total / torch.distributed.get_world_size()
+
+        return average
+
+    def _spread(self, module: nn.Module) -> None:
+        """Give every rank the parameters and buffers of rank 0, so that frozen random layers are equal everywhere."""
+        for tensor in [*module.parameters(), *module.buffers()]:
+            if tensor.device.type == torch.device(self.device).type:
+                sent = tensor.detach().contiguous()  # else NCCL refuses it, and gloo sends it in the order of memory
+                torch.distributed.broadcast(sent, src=0)
+                if sent.data_ptr() != tensor.data_ptr():
+                    tensor.detach().copy_(sent)
+
+    def _converted(self, module: nn.Module) -> nn.Module:
+        for part in module.modules():
+            if str(getattr(part, "original_name", "")).startswith("BatchNorm"):  # what torch.jit.script leaves of it
+                raise ConfigError(
+                    "--jit has scripted a BatchNorm, which cannot share its statistics over the processes any more: "
+                    "each would follow its own. Leave --jit out, name other modules in --jit_module_keys, or --compile."
+                )
+        if any(isinstance(part, _BatchNorm) for part in module.modules()):
+            return convert_sync_batchnorm(module)
+        return module
+
+    def _options(self, module: nn.Module) -> dict[str, Any]:
+        accepted = inspect.signature(DistributedDataParallel).parameters
+        buffers = "forward_sync_buffers" if "forward_sync_buffers" in accepted else "broadcast_buffers"
+        return {
+            "device_ids": [torch.device(self.device)] if self.device.startswith("cuda") else None,
+            "find_unused_parameters": self.find_unused_parameters,
+            buffers: has_moving_buffers(module),
+        }
+
+
+def make_strategy(
+    device: str,
+    *,
+    distributed_launch: bool,
+    data_parallel: bool,
+    find_unused_parameters: bool = False,
+    decides_late: bool = False,
+) -> SingleDevice | DDP:
+    """Choose the way to run from what the launcher and the options say.
+
+    Args:
+        device: of this process.
+        distributed_launch: whether a launcher started several processes.
+        data_parallel: the option ``data_parallel_backend``.
+        find_unused_parameters: passed on to DDP.
+        decides_late: likewise.
+
+    Raises:
+        ConfigError: both at once, or DataParallel without a GPU.
+
+    Ranks: local.
+
+    Example:
+        >>> make_strategy("cpu", distributed_launch=False, data_parallel=False).name
+        'one device'
+    """
+    if distributed_launch and data_parallel:
+        raise ConfigError(
+            "data_parallel_backend=True uses several GPUs from one process, but a launcher has started "
+            f"{distributed.get_world_size()} processes. Use one of:\n"
+            "    python train.py hparams.yaml --data_parallel_backend\n"
+            "    torchrun --standalone --nproc_per_node=N train.py hparams.yaml"
+        )
+    if distributed_launch:
+        return DDP(device, find_unused_parameters=find_unused_parameters, decides_late=decides_late)
+    return DataParallel(device) if data_parallel else SingleDevice()
+
+
+def take_device(device: str) -> None:
+    """Make a device the current one of this process: what asks for "cuda" without a number then gets the rank's own.
+
+    Else memory that is pinned, kernels that recipes bring along, and tensors on ``"cuda"`` would each open a context of
+    this process on the first GPU, half a gigabyte large.
+
+    Args:
+        device: of this rank, such as ``"cuda:1"``; nothing is done for one without a number.
+
+    Raises:
+        LaunchError: in a process group that the script has started, two ranks have the same GPU, and NCCL can not
+            connect them; on every rank.
+
+    Ranks: collective in such a group, else local.
+
+    State: the current device.
+
+    Example:
+        >>> take_device("cpu")
+    """
+    kind, _, number = device.partition(":")
+    set_device = getattr(getattr(torch, kind, None), "set_device", None)
+    if number and callable(set_device):
+        set_device(torch.device(device))
+    if distributed.is_distributed_initialized() and not find_launch().is_distributed:
+        _refuse_shared_gpu(device)
+
+
+def _refuse_shared_gpu(device: str) -> None:
+    if "nccl" not in torch.distributed.get_backend():
+        return
+    host, visible = host_name(), os.environ.get("CUDA_VISIBLE_DEVICES")
+    first: dict[Any, int] = {}
+    for rank, place in enumerate(distributed.exchange((host, visible, device), "the device of each rank")):
+        other = first.setdefault(place, rank)
+        if other != rank and place[2].startswith("cuda"):
+            raise LaunchError(
+                f"rank {other} and rank {rank} on host {place[0]} both use device={place[2]!r}, and NCCL needs a GPU "
+                "for each rank. The process group was started by the script, so the script chooses: call "
+                "torch.cuda.set_device(...) in each process, or init_process_group(..., device_id=...), or give the "
+                'Brain run_opts={"device": "cuda:<number>"}.'
+            )
+
+
+def modules_on_device(modules: Mapping[str, Any], device: str) -> nn.ModuleDict:
+    """Gather a recipe's modules on a device; each through its own ``to``, in case it moves more than tensors.
+
+    Args:
+        modules: by name.
+        device: such as ``"cuda:1"``.
+
+    Raises:
+        ConfigError: an entry is no module.
+
+    Ranks: local.
+
+    Example:
+        >>> modules_on_device({"net": nn.Linear(1, 1)}, "cpu").net.weight.device
+        device(type='cpu')
+    """
+    for name, module in modules.items():
+        if not isinstance(module, nn.Module):
+            raise ConfigError(
+                f"modules[{name!r}] is a {type(module).__name__}, not a torch.nn.Module. Pass modules only, such as "
+                "{'model': model}; in YAML, modules: {model: !ref <model>}."
+            )
+        module.to(device)
+    return nn.ModuleDict(dict(modules)).to(device)
+
+
+def trained_parameters(module: nn.Module) -> frozenset[int]:
+    """Return the identities of the parameters of a module that require a gradient.
+
+    Ranks: local.
+
+    Example:
+        >>> len(trained_parameters(nn.Linear(1, 1)))
+        2
+    """
+    return frozenset(id(parameter) for parameter in module.parameters() if parameter.requires_grad)
+
+
+def is_trainable(module: nn.Module) -> bool:
+    """Say whether any parameter of a module requires a gradient.
+
+    Ranks: local.
+
+    Example:
+        >>> is_trainable(nn.Linear(1, 1)), is_trainable(nn.ReLU())
+        (True, False)
+    """
+    return any(parameter.requires_grad for parameter in module.parameters())
+
+
+def unwrap(module: nn.Module) -> nn.Module:
+    """Take DDP, DataParallel and ``torch.compile`` off a module.
+
+    Ranks: local.
+
+    Example:
+        >>> inner = nn.Linear(1, 1)
+        >>> unwrap(WrappedDataParallel(inner)) is inner
+        True
+    """
+    while True:
+        if isinstance(module, (DistributedDataParallel, nn.DataParallel)):
+            module = module.module
+        elif "_orig_mod" in dict(module.named_children()):
+            module = module.get_submodule("_orig_mod")
+        else:
+            return module
+
+
+def has_moving_buffers(module: nn.Module) -> bool:
+    """Say whether a module has saved floating-point buffers that are not batch statistics.
+
+    Such buffers (codebooks, running normalisers) may drift apart between ranks, so DDP sends those of rank 0 to all
+    before each training forward pass, as it does by default. Batch statistics are equal already.
+
+    Ranks: local.
+
+    Example:
+        >>> has_moving_buffers(nn.BatchNorm1d(3))
+        False
+    """
+    saved = module.state_dict(keep_vars=True)
+    batch_statistics = {
+        id(buffer)
+        for part in module.modules()
+        if isinstance(part, _BatchNorm)
+        for buffer in part.buffers(recurse=False)
+    }
+    return any(
+        name in saved and buffer.is_floating_point() and id(buffer) not in batch_statistics
+        for name, buffer in module.named_buffers()
+    )
+
+
+def refuse_shared_parameters(modules: nn.ModuleDict) -> None:
+    """Refuse two entries that share a trainable parameter.
+
+    Raises:
+        ConfigError: naming both entries and the parameter.
+
+    Ranks: local.
+
+    Example:
+        >>> refuse_shared_parameters(nn.ModuleDict({"a": nn.Linear(1, 1), "b": nn.Linear(1, 1)}))
+    """
+    owner: dict[int, tuple[str, str]] = {}
+    for entry, module in modules.items():
+        for name, parameter in unwrap(module).named_parameters():
+            if not parameter.requires_grad:
+                continue
+            other = owner.setdefault(id(parameter), (entry, name))
+            if other[0] != entry:
+                raise ConfigError(
+                    f"modules[{entry!r}] and modules[{other[0]!r}] share the trainable parameter {other[1]!r}: each "
+                    "entry is wrapped in DDP by itself, and a shared gradient would be averaged twice. Keep the "
+                    "parameter in one entry of modules only."
+                )

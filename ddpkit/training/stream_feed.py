@@ -1,0 +1,193 @@
+"""What a pass of training takes its batches from where nobody knows how many there are, and how many samples each has.
+
+The ranks tell each other, one or two batches ahead of the one that is worked on, how many samples the coming one has.
+So they end together; a rank whose batches are used up works on one that weighs nothing (one of the others', where it
+has read that too, else its own last one); and every sample weighs the same, as in :mod:`ddpkit.training.feed`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ddpkit.control.loader_workers import start_loading
+from ddpkit.data.streams import guess_batch_size
+from ddpkit.errors import DataError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+    from contextlib import AbstractContextManager
+
+    from ddpkit.training.feed import Window
+
+
+def _alone(numbers: list[float]) -> Callable[[], list[float]]:
+    return lambda: numbers
+
+
+def _nothing(**_: bool) -> AbstractContextManager[None]:
+    return contextlib.nullcontext()
+
+
+@dataclass
+class StreamFeed:
+    """What a pass of training takes its batches from if their number is not known.
+
+    The weights of a window's later batches are not known when the first one is worked on. So each is weighed against
+    as many batches as the window shall have, all with the samples of its first; what that is wrong by is corrected when
+    the window is closed. For equal batches nothing is to be corrected, to the last bit.
+
+    The sums are started before a batch is worked on, and waited for after it. They need a group of processes that
+    gradients do not travel on.
+
+    Attributes:
+        loader: yields this rank's micro-batches, however many.
+        factor: micro-batches per optimizer step.
+        weighting: ``"samples"``: every sample counts the same; ``"batches"``: every batch of all ranks together does.
+        whole_batches: whether the batches are the data's own, so that with ``"batches"`` that of every rank counts one.
+        world_size: number of ranks.
+        start: micro-batches of this epoch done before.
+        left_out: how many of those the loader yields again, to be left out.
+        ready: called once, when all that was done before is behind and as much has been read ahead as always is.
+        start_sum: starts to add up a few numbers over the ranks, and returns what waits for the sums.
+        size_of: tells the number of samples of a batch; None of one that another rank has, which counts nothing here.
+        uneven: makes a context for a batch that does not count on all ranks, from whether it does on this one.
+        length: None: nobody knows.
+
+    Ranks: collective; every rank must have a first batch.
+
+    Example:
+        >>> from ddpkit.training.feed import Window
+        >>> window = Window()
+        >>> feed = StreamFeed(iter(["abc", "def", "g"]), factor=2)
+        >>> [(batch, window.closes, window.scale, window.correction) for batch in feed.batches(window)]
+        [('abc', False, 0.5, 1.0), ('def', True, 0.5, 1.0), ('g', True, 0.5, 2.0)]
+    """
+
+    loader: Iterable[Any]
+    factor: int = 1
+    weighting: str = "samples"
+    world_size: int = 1
+    start: int = 0
+    whole_batches: bool = False
+    start_sum: Callable[[list[float]], Callable[[], list[float]]] = _alone
+    size_of: Callable[[Any], int | None] = guess_batch_size
+    uneven: Callable[..., AbstractContextManager[None]] = _nothing
+    length: int | None = None
+    left_out: int = 0
+    ready: Callable[[], object] = bool  # does nothing
+
+    def batches(self, window: Window) -> Iterator[Any]:
+        """Yield the batches, each after setting ``window`` for it.
+
+        Raises:
+            DataError: the stream has no first batch for every rank. On all ranks.
+        """
+        batches = start_loading(self.loader)
+        reader = _Reader(batches, self.size_of, self.start_sum)
+        reader.leave_out(self.left_out)
+        ahead = deque([reader.read()])
+        self._require_batches(ahead[0])
+        while len(ahead) < min(self.factor, 2):  # as many as at the moment of a save
+            ahead.append(reader.read())
+        self.ready()
+        place, done, whole = self.start % self.factor, 0.0, 0.0
+        window.correction = 1.0
+        while ahead[0].ranks:
+            turn = ahead.popleft()
+            while len(ahead) < min(self.factor, 2):
+                ahead.append(reader.read())
+            if place == 0:
+                window.begin()
+            place += 1
+            window.count = turn.count
+            window.weight, total = self._weigh(turn)
+            whole = whole or self.factor * total
+            done += total
+            window.scale = window.weight * self.world_size / whole if whole else 0.0
+            window.closes = place == self.factor or not ahead[0].ranks
+            window.correction = whole / done if window.closes and done else 1.0
+            if window.closes:
+                place, done, whole = 0, 0.0, 0.0
+            with self.uneven(counts=turn.count > 0) if turn.ranks < self.world_size else _nothing():
+                yield turn.batch
+
+    def _weigh(self, turn: _Turn) -> tuple[float, float]:
+        """Return what a batch counts on this rank, and on all of them."""
+        if self.weighting == "samples":
+            return turn.count, turn.samples
+        if self.whole_batches:
+            return turn.present, turn.ranks
+        return (turn.count / turn.samples, 1.0) if turn.samples else (0.0, 0.0)
+
+    def _require_batches(self, first: _Turn) -> None:
+        if first.able < self.world_size:
+            raise DataError(
+                f"the stream gives a first batch to {first.able} of {self.world_size} rank(s) only: it is empty, or "
+                "has too few items for this many processes and this batch size, or yields nothing when it is iterated "
+                "again. Look at the stream, start fewer processes, or use a smaller batch_size."
+            )
+
+
+class _Turn:
+    """One batch of every rank; what the ranks have told each other about it is waited for when it is asked."""
+
+    def __init__(self, batch: Any, present: int, count: int, sums: Callable[[], list[float]]) -> None:
+        self.batch, self.present, self.count = batch, present, count
+        self._await: Callable[[], list[float]] | None = sums
+        self._sums: list[float] = []
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks have a batch that is not a repeated one."""
+        return int(self._known()[0])
+
+    @property
+    def samples(self) -> float:
+        """Samples of all ranks."""
+        return self._known()[1]
+
+    @property
+    def able(self) -> int:
+        """How many ranks have a batch, if only one to repeat."""
+        return int(self._known()[2])
+
+    def _known(self) -> list[float]:
+        if self._await is not None:
+            self._sums, self._await = self._await(), None
+        return self._sums
+
+
+class _Reader:
+    """Reads batches to the end, and from then on gives the last one again."""
+
+    def __init__(
+        self,
+        batches: Iterator[Any],
+        size_of: Callable[[Any], int | None],
+        start_sum: Callable[[list[float]], Callable[[], list[float]]],
+    ) -> None:
+        self.batches, self.size_of, self.start_sum = batches, size_of, start_sum
+        self.last: Any = None
+        self.able = self.over = False
+
+    def leave_out(self, number: int) -> None:
+        """Read what was done before; the last of it may have to be repeated."""
+        for _ in range(number):
+            self._take()
+
+    def read(self) -> _Turn:
+        """Take a batch, and start telling the other ranks of it."""
+        size = self.size_of(self.last) if self._take() else None
+        present, count = int(size is not None), size or 0
+        return _Turn(self.last, present, count, self.start_sum([float(present), float(count), float(self.able)]))
+
+    def _take(self) -> bool:
+        if not self.over:
+            self.over = True
+            for batch in self.batches:
+                self.last, self.able, self.over = batch, True, False
+                break
+        return not self.over

@@ -1,4 +1,4 @@
-"""The house: lengths of functions, floors, the face of the package, and that importing it changes nothing.
+"""The house: lengths of functions, rooms and layers, the face of the package, and that importing it changes nothing.
 
 Docstrings do not count in any size. Cyclomatic complexity (C901) and the number of arguments (PLR0913) are
 ruff's to count, in ``make lint``, with the limits of pyproject.toml. Here ruff runs once more for the
@@ -23,13 +23,17 @@ import ddpkit
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "ddpkit"
 FILES = sorted(PACKAGE.rglob("*.py"))
+FOLDERS = sorted({path.parent for path in FILES} - {PACKAGE})
+FACE = sorted({path.stem for path in PACKAGE.glob("*.py")} - {"__init__", "__main__"})
 MODULES = sorted(
-    path.stem if path.suffix else path.name
-    for path in PACKAGE.iterdir()
-    if path.stem not in {"__init__", "__main__", "__pycache__"} and (path.suffix == ".py" or path.is_dir())
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+    for path in FILES
+    if path.name != "__main__.py"
 )
 
 MAX_FUNCTION_LINES = 50
+MAX_FILES_AT_THE_TOP = 28
+MAX_FILES_OF_A_PACKAGE = 12
 
 # Modules whose classes are no place for `Ranks:`: the exception tree is drawn and
 # explained in one docstring, and the types of `types.py` do nothing by themselves.
@@ -116,7 +120,13 @@ def test_more_arguments_only_with_a_reason():
     assert not wrong, "give the reason after ` -- `:\n" + "\n".join(wrong)
 
 
-# --------------------------------------------------------------------------------------------- floors
+# ----------------------------------------------------------------------------------- rooms and layers
+
+
+@pytest.mark.parametrize("folder", [PACKAGE, *FOLDERS], ids=named)
+def test_a_folder_is_small_enough_to_be_read(folder):
+    most = MAX_FILES_AT_THE_TOP if folder == PACKAGE else MAX_FILES_OF_A_PACKAGE
+    assert len(list(folder.glob("*.py"))) <= most
 
 
 def test_imports_go_downward_only():
@@ -131,7 +141,7 @@ def test_modules_import_from_modules_and_not_from_the_package(sources):
         for path, node in nodes
         if isinstance(node, ast.ImportFrom) and node.module == "ddpkit"
         for alias in node.names
-        if alias.name not in {"__version__", *MODULES}
+        if alias.name not in {"__version__", *FACE}
     ]
     wrong += [
         f"{named(path)}:{node.lineno}: import ddpkit"
@@ -168,22 +178,24 @@ def test_every_error_is_a_public_name():
     assert defined <= set(ddpkit.__all__)
 
 
-def test_every_module_is_reached_from_the_package_and_named_for_type_checkers():
+def test_every_module_of_the_face_is_reached_from_the_package_and_named_for_type_checkers():
     face = ast.parse((PACKAGE / "__init__.py").read_text(encoding="utf-8"))
     for_type_checkers = next(
-        {alias.name for alias in node.names}
+        [alias.name for alias in node.names]
         for node in ast.walk(face)
         if isinstance(node, ast.ImportFrom) and node.module == "ddpkit"
     )
-    missing = set(MODULES) - for_type_checkers
-    assert not missing, f"add {sorted(missing)} to the TYPE_CHECKING imports of ddpkit/__init__.py"
-    for module in MODULES:
+    assert for_type_checkers == sorted([*FACE, "cli"])
+    for module in [*FACE, *(folder.name for folder in FOLDERS)]:
         assert getattr(ddpkit, module) is importlib.import_module(f"ddpkit.{module}")
 
 
-def test_every_module_has_a_page_in_the_reference():
-    pages = {path.stem for path in (ROOT / "docs" / "reference").glob("*.md")} - {"index"}
-    assert pages == set(MODULES)
+def test_every_module_is_in_the_reference_on_the_page_of_its_package():
+    reference = ROOT / "docs" / "reference"
+    pages = {path.stem: path.read_text(encoding="utf-8").split() for path in reference.glob("*.md")}
+    assert set(pages) - {"index"} == {*FACE, *(folder.name for folder in FOLDERS)}
+    left_out = [name for name in MODULES if name != "ddpkit" and name not in pages[name.split(".")[1]]]
+    assert not left_out
 
 
 @pytest.mark.parametrize("name", ["nothing_of_that_name", "_private", "__wrapped__"])
@@ -324,7 +336,7 @@ WATCH_THE_IMPORT_OF_EVERYTHING = """
     before = picture()
     done_by_us.clear()
     for module in MODULES:
-        __import__(f"ddpkit.{{module}}")
+        __import__(module)
     done = list(done_by_us)
     after = picture()
     print(json.dumps({{"done": done, "changed": [key for key in before if before[key] != after[key]]}}))

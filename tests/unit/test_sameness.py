@@ -112,7 +112,7 @@ def test_a_script_that_has_gone_is_not_compared(tmp_path):
 
 
 def test_a_brain_may_be_written_elsewhere():
-    file = Path(consistency.__file__).parent / "brain.py"
+    file = Path(ddpkit.__file__).parent / "brain.py"
     assert recipe_facts(Brain) == {"Brain": "Brain", "file brain.py": f"code {file_digest(str(file))}"}
 
 

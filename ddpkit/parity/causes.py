@@ -117,10 +117,10 @@ class _Diagnosis:
     def _run(self, step: _Step, **options: Any) -> list[Gradients]:
         return self.side.run(step.share, factor=self.factor, counts=step.counts, **options)
 
-    def _alone(self, batch: list[Any], *, still: bool = True) -> Gradients:
+    def _alone(self, batch: list[Any], place: int) -> Gradients:
         """Return the gradients of a batch that is an optimizer step of its own; of its last call of an optimizer."""
-        share = Share([batch], [len(batch)])
-        return self.side.run(share, factor=1, counts=share, still=still)[-1]
+        share = Share([batch], [len(batch)], place)
+        return self.side.run(share, factor=1, counts=share, still=True)[-1]
 
     def _compare(self, step: _Step, expected: Sequence[Gradients], which: str) -> list[ParityRow]:
         return compare(step.ranks[0][which], expected, self._least(), step.number)
@@ -180,7 +180,7 @@ class _Diagnosis:
         batches = [batch[:size] for batch in step.share.batches]
         share = Share(batches, [size] * len(batches), step.share.first)
         found = self.side.run(share, factor=self.factor, counts=share, still=True)
-        alone = [self._alone(batch) for batch in batches]
+        alone = [self._alone(batch, place) for place, batch in enumerate(batches, step.share.first)]
         if len(found) != 1:
             return None
         names = [name for name, one in alone[0].items() if one is not None and found[0].get(name) is not None]
@@ -240,13 +240,13 @@ class _Diagnosis:
 
     def _explain_loss(self, failing: Sequence[_Step]) -> None:
         step = next((step for step in failing if step.is_even), failing[0])
-        parts = next((parts for parts in step.parts if len(parts) > 1), None)
-        if not self.is_joined or parts is None:
+        place = next((place for place, parts in enumerate(step.parts) if len(parts) > 1), None)
+        if not self.is_joined or place is None:
             self._unknown()
             return
-        joined = [index for part in parts for index in part]
-        target = self._alone(joined)
-        weights = fitted_weights([self._alone(part) for part in parts], target)
+        parts, joined = step.parts[place], step.share.batches[place]
+        place += step.share.first
+        weights = fitted_weights([self._alone(part, place) for part in parts], self._alone(joined, place))
         expected = [len(part) / len(joined) for part in parts]
         if weights is None:
             self._unknown()

@@ -102,7 +102,7 @@ def record(brain: Any, train_set: Any, loader_kwargs: Mapping[str, Any], start: 
         brain: of this process; it is good for nothing else afterwards.
         train_set: as for ``fit``.
         loader_kwargs: likewise.
-        start: what :func:`starting_point` returned in the one process.
+        start: what :func:`one_process` gave.
 
     Returns:
         The samples and the gradients of each step, and what else tells the cause of a difference.
@@ -113,13 +113,17 @@ def record(brain: Any, train_set: Any, loader_kwargs: Mapping[str, Any], start: 
     brain._strategy.find_unused_parameters = brain._strategy.find_unused_parameters or start["leaves_out"]
     loader = _begin(brain, train_set, loader_kwargs, factor)
     brain.raw_modules.load_state_dict(start["modules"])
-    side = Side(brain, loader)
+    with Side(brain, loader) as side:
+        return _record(side, loader, factor)
+
+
+def _record(side: Side, loader: Any, factor: int) -> dict[str, Any]:
     length = -(-epoch_length(loader) // factor)
     found: dict[str, Any] = {"factor": factor, "length": length, "joins": joins(loader), "steps": []}
     counts = counts_of(loader)
     for number in sorted({*range(min(STEPS - 1, length)), length - 1}):
         share = share_of(loader, number, factor)
-        seed = RANDOM_SEED + brain.rank
+        seed = RANDOM_SEED + side.brain.rank
         grads = side.run(share, factor=factor, counts=counts, seed=seed)
         step = {"number": number, "batches": share.batches, "counts": share.counts, "first": share.first}
         step |= {"weighs": counts is not None, "gradients": grads, "sketches": side.sketches}
@@ -128,10 +132,11 @@ def record(brain: Any, train_set: Any, loader_kwargs: Mapping[str, Any], start: 
     return found | {"norms": side.norms, "moved": list(side.moved)}
 
 
-def starting_point(brain: Any, train_set: Any, loader_kwargs: Mapping[str, Any]) -> tuple[Side, dict[str, Any]]:
+@contextlib.contextmanager
+def one_process(brain: Any, train_set: Any, loader_kwargs: Mapping[str, Any]) -> Iterator[tuple[Side, dict[str, Any]]]:
     """Get ready as the one process, and try a step: what is wrong with the recipe alone, it says here.
 
-    Returns:
+    Yields:
         The side of the one process, and what the ranks start from.
 
     Ranks: local; one process.
@@ -141,11 +146,12 @@ def starting_point(brain: Any, train_set: Any, loader_kwargs: Mapping[str, Any])
     loader = _begin(brain, train_set, loader_kwargs, factor)
     require_samples(loader)
     state = {name: value.detach().cpu().clone() for name, value in brain.raw_modules.state_dict().items()}
-    side, began = Side(brain, loader), time.monotonic()
-    grads = side.run(share_of(loader, 0, factor), factor=factor, counts=counts_of(loader))
-    seconds = 30.0 + 60.0 * (time.monotonic() - began)
-    left_out = not brain.find_unused_parameters and any(one is None for step in grads for one in step.values())
-    return side, {"modules": state, "seconds": seconds, "leaves_out": left_out}
+    with Side(brain, loader) as side:
+        began = time.monotonic()
+        grads = side.run(share_of(loader, 0, factor), factor=factor, counts=counts_of(loader))
+        seconds = 30.0 + 60.0 * (time.monotonic() - began)
+        leaves_out = any(one is None for step in grads for one in step.values())
+        yield side, {"modules": state, "seconds": seconds, "leaves_out": leaves_out}
 
 
 def _begin(brain: Any, train_set: Any, loader_kwargs: Mapping[str, Any], factor: int) -> Any:
@@ -161,22 +167,21 @@ def _check(brain: Any, train_set: Any, loader_kwargs: Mapping[str, Any], call: i
     world_size = brain.check_parity
     require_one_process(world_size, data_parallel=brain.data_parallel_backend)
     _require_script()
-    with _unchanged(brain), brain._fit_session(), tempfile.TemporaryDirectory(prefix="ddpkit-parity-") as folder:
-        side, start = starting_point(brain, train_set, loader_kwargs)
-        try:
-            target = Path(folder, str(call))
-            target.mkdir()
-            torch.save(start, target / "start.pt")
-            _run_ranks(world_size, target)
-            paths = [target / f"rank{rank}.pt" for rank in range(world_size)]
-            if not all(path.exists() for path in paths):
-                raise ParityError(
-                    f"the {world_size} processes have ended without calling fit for the {call}. time, as one process "
-                    "did: the script takes another way under a launcher, so parity cannot hold."
-                )
-            return diagnose(side, [torch.load(path, map_location="cpu", weights_only=True) for path in paths])
-        finally:
-            side.release()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_unchanged(brain))
+        stack.enter_context(brain._fit_session())
+        side, start = stack.enter_context(one_process(brain, train_set, loader_kwargs))
+        target = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ddpkit-parity-")), str(call))
+        target.mkdir()
+        torch.save(start, target / "start.pt")
+        _run_ranks(world_size, target)
+        paths = [target / f"rank{rank}.pt" for rank in range(world_size)]
+        if not all(path.exists() for path in paths):
+            raise ParityError(
+                f"parity does not hold: call {call} of fit, which one process has reached, was not reached by "
+                f"{world_size}: the script takes another way under a launcher."
+            )
+        return diagnose(side, [torch.load(path, map_location="cpu", weights_only=True) for path in paths])
 
 
 def _require_script() -> None:

@@ -60,7 +60,7 @@ class Side:
     """Works on single optimizer steps of a Brain; every one starts from the same weights.
 
     Args:
-        brain: after ``on_fit_start``. It is good for nothing else until :meth:`release`.
+        brain: after ``on_fit_start``. It is good for nothing else inside of this context.
         loader: of its training set, which gives the samples.
 
     Attributes:
@@ -87,20 +87,26 @@ class Side:
         self.names, self.outside = self._names()
         brain.on_stage_start(Stage.TRAIN, 1)
         brain.modules.train()
-        brain.optimizers_step, brain.on_fit_batch_end = self._step, _nothing
-        self._before = {name: vars(one).get("step") for name, one in self.optimizers.items()}
-        for optimizer in self.optimizers.values():
-            optimizer.step = functools.partial(self._keep, [optimizer], 1.0)
         tensors = {**dict(brain.raw_modules.named_parameters()), **dict(brain.raw_modules.named_buffers())}
         self._values = {name: (tensor, tensor.detach().clone()) for name, tensor in tensors.items()}
+        self._stand_ins = contextlib.ExitStack()
 
-    def release(self) -> None:
-        """Give the Brain its own methods back."""
-        del self.brain.optimizers_step, self.brain.on_fit_batch_end
-        for name, optimizer in self.optimizers.items():
-            del optimizer.step
-            if self._before[name] is not None:
-                optimizer.step = self._before[name]
+    def __enter__(self) -> Side:
+        """Keep gradients where the optimizers would step."""
+        stand_ins = [(self.brain, "optimizers_step", self._step), (self.brain, "on_fit_batch_end", _nothing)]
+        for optimizer in self.optimizers.values():
+            stand_ins.append((optimizer, "step", functools.partial(self._keep, [optimizer], 1.0)))
+        for owner, name, stand_in in stand_ins:
+            before = vars(owner).get(name)
+            self._stand_ins.callback(delattr, owner, name) if before is None else self._stand_ins.callback(
+                setattr, owner, name, before
+            )
+            setattr(owner, name, stand_in)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Give the Brain and its optimizers their own methods back."""
+        self._stand_ins.close()
 
     def run(
         self, share: Share, *, factor: int, counts: Counts | None, seed: int = 0, calm: bool = True, still: bool = False
@@ -139,14 +145,13 @@ class Side:
             start=share.first,
             weighting=brain.run_opts.loss_weighting,
         )
-        with self._quiet(calm=calm, still=still):
+        with self._unchanged(), self._quiet(calm=calm, still=still):
             for batch in feed.batches(progress.window):
                 self.sketches.append(sketch(batch))
                 progress.step += 1
                 with contextlib.nullcontext() if progress.window.count else _repeated():
                     brain.fit_batch(batch)
             brain._flush_window()
-        self._restore()
         if not self._kept:
             raise ConfigError(
                 f"{type(brain).__name__}.fit_batch made no optimizer step in a window of {len(share.batches)} "
@@ -157,11 +162,10 @@ class Side:
 
     def rows_of(self, batch: list[Any]) -> list[torch.Tensor]:
         """Return what ``compute_forward`` gives for a batch: the tensors that have one row per sample."""
-        with self._quiet(calm=True, still=True), torch.no_grad(), self.brain.training_ctx:
+        quiet = self._quiet(calm=True, still=True)
+        with self._unchanged(), quiet, torch.no_grad(), self.brain.training_ctx:
             [loaded] = batches_of(self.loader, [batch])
-            found = list(_rows(self.brain.compute_forward(loaded, Stage.TRAIN), len(batch)))
-        self._restore()
-        return found
+            return list(_rows(self.brain.compute_forward(loaded, Stage.TRAIN), len(batch)))
 
     @contextlib.contextmanager
     def _quiet(self, *, calm: bool, still: bool) -> Iterator[None]:
@@ -224,14 +228,18 @@ class Side:
             }
         )
 
-    @torch.no_grad()
-    def _restore(self) -> None:
-        optim.zero_gradients(list(self.optimizers.values()), set_to_none=True)
-        for name, (tensor, value) in self._values.items():
-            if tensor.requires_grad or not torch.equal(tensor, value):
-                if not tensor.requires_grad and not self._is_of_norm(name):
-                    self.moved[name] = None
-                tensor.copy_(value)
+    @contextlib.contextmanager
+    def _unchanged(self) -> Iterator[None]:
+        """Drop gradients, put weights and buffers back, and note which buffers have moved."""
+        try:
+            yield
+        finally:
+            optim.zero_gradients(list(self.optimizers.values()), set_to_none=True)
+            for name, (tensor, value) in self._values.items():
+                if not torch.equal(tensor, value):
+                    if not isinstance(tensor, nn.Parameter) and not self._is_of_norm(name):
+                        self.moved[name] = None
+                    tensor.detach().copy_(value)
 
     def _is_of_norm(self, name: str) -> bool:
         return isinstance(self.brain.raw_modules.get_submodule(name.rpartition(".")[0]), _BatchNorm)
@@ -252,7 +260,8 @@ def share_of(loader: Any, number: int, factor: int) -> Share:
     batches, counts = [], []
     for place in range(first, min(first + factor, epoch_length(loader))):
         plan.skip = place
-        batches.append(list(next(iter(plan))))
+        indices = next(iter(plan))
+        batches.append([index.item() if isinstance(index, np.generic) else index for index in indices])
         counts.append(plan.count(place))
     return Share(batches, counts, first)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import random
 import re
@@ -12,13 +13,14 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 
 from ddpkit.dataloader import LoopedLoader
+from ddpkit.errors import ConfigError
 from ddpkit.parity.causes import diagnose
-from ddpkit.parity.check import record, starting_point
+from ddpkit.parity.check import one_process, record, require_one_process
 from ddpkit.types import Stage
-from tests.contract.recipes import Regression, make, points, sgd, weights
+from tests.contract.recipes import Regression, assert_same, make, points, sgd, weights
 
 TIGHT = 1e-9
 
@@ -269,7 +271,7 @@ def training_set(kind, samples, batch_size):
     if kind == "augmented":
         data = Noisy(data)
     elif kind == "own order":
-        return data, {"batch_size": batch_size, "sampler": [*range(0, samples, 2), *range(1, samples, 2)]}
+        return data, {"batch_size": batch_size, "sampler": np.random.default_rng(3).permutation(samples)}
     elif kind == "ready-made":
         return DataLoader(data, batch_size=batch_size, shuffle=True), {}
     elif kind == "looped":
@@ -288,18 +290,21 @@ def training_set(kind, samples, batch_size):
 
 def on_rank(cls, kind, data, options, start):
     train_set, kwargs = training_set(*data)
-    return record(recipe(cls, kind, options), train_set, kwargs, start)
+    found = io.BytesIO()
+    torch.save(record(recipe(cls, kind, options), train_set, kwargs, start), found)
+    return found.getvalue()
 
 
 @pytest.fixture
 def check(ranks):
     def run(cls=Regression, kind="plain", *, data="points", samples=44, world_size=2, batch_size=4, **options):
         brain, data = recipe(cls, kind, options), (data, samples, batch_size)
-        side, start = starting_point(brain, *training_set(*data))
-        try:
-            return diagnose(side, ranks.run(on_rank, cls, kind, data, options, start, world_size=world_size))
-        finally:
-            side.release()
+        with one_process(brain, *training_set(*data)) as (side, start):
+            records = ranks.run(on_rank, cls, kind, data, options, start, world_size=world_size)
+            report = diagnose(side, [torch.load(io.BytesIO(one), weights_only=True) for one in records])
+        assert "step" not in vars(brain.optimizers_dict.popitem()[1])
+        assert not {"optimizers_step", "on_fit_batch_end"} & vars(brain).keys()
+        return report
 
     return run
 
@@ -486,6 +491,63 @@ def test_a_sum_in_an_old_fit_batch_is_a_sum(check, samples, factor):
 
 def test_an_old_fit_batch_with_full_batches_holds(check):
     assert check(OldFitBatch, samples=48, grad_accumulation_factor=2).holds
+
+
+class WarmsUp(Regression):
+    """Weighs its loss by how far the epoch has come."""
+
+    def fit_batch(self, batch):
+        self.backward(self.step * self.compute_objectives(self.compute_forward(batch, Stage.TRAIN), batch, Stage.TRAIN))
+        if self.should_step:
+            self.optimizers_step()
+        return torch.zeros(())
+
+
+def test_a_loss_that_changes_with_the_step_is_no_double_correction(check):
+    report = check(WarmsUp, samples=32, grad_accumulation_factor=2)
+    assert report.holds, report
+
+
+# ------------------------------------------------------------------------------------------- what is refused
+
+
+class NoStep(Regression):
+    def fit_batch(self, batch):
+        return torch.zeros(())
+
+
+class Broken(Regression):
+    def compute_forward(self, batch, stage):
+        raise KeyError("no such thing")
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(points(8))
+
+
+@pytest.mark.parametrize(
+    ("cls", "train_set", "error", "words"),
+    [
+        (NoStep, points(8), ConfigError, "NoStep.fit_batch made no optimizer step in a window of 1 micro-batch"),
+        (Broken, points(8), KeyError, "no such thing"),
+        (Regression, Stream(), ConfigError, "nobody can say which samples make up the joined batch"),
+    ],
+)
+def test_what_is_wrong_with_the_recipe_alone_is_said_before_anything_is_started(cls, train_set, error, words):
+    brain = recipe(cls, "batch norm", {})
+    before = weights(brain)
+    with pytest.raises(error, match=words), one_process(brain, train_set, {"batch_size": 2}):
+        pass
+    assert_same(weights(brain), before)
+    assert not {"optimizers_step", "on_fit_batch_end"} & vars(brain).keys()
+
+
+def test_what_cannot_be_checked_is_refused():
+    with pytest.raises(ConfigError, match="check_parity=1: compare at least 2 processes"):
+        require_one_process(1, data_parallel=False)
+    with pytest.raises(ConfigError, match=r"(?s)data_parallel_backend=True.*python train.py hparams.yaml --check_par"):
+        require_one_process(2, data_parallel=True)
 
 
 # ------------------------------------------------------------------------------------------- the verdict is true

@@ -76,8 +76,8 @@ def layers_without_noise(modules: nn.Module) -> Iterator[None]:
 class FunctionsWithoutNoise(TorchFunctionMode):
     """While it is entered, torch's random functions return a fixed value in this thread, and dropout does nothing.
 
-    Uniform numbers become the middle of their range, normal ones their mean, whole ones the lowest, coins fall on the
-    likelier side, permutations change nothing. What draws from elsewhere (numpy, Python, a custom kernel) stays random.
+    Uniform numbers are 0.5, normal ones 0, exponential ones 1, whole ones the lowest, coins fall on the likelier side,
+    permutations change nothing. What draws from elsewhere (numpy, Python, a custom kernel) stays random.
 
     Ranks: local.
 
@@ -106,17 +106,14 @@ def _filled(value: float) -> Callable[..., Tensor]:
 
     def fill(func: Any, *args: Any, **kwargs: Any) -> Tensor:
         made: Tensor = func(*args, **kwargs)
-        with torch.no_grad():
-            return made.fill_(value)
+        return made.detach().fill_(value)
 
     return fill
 
 
 def _attention(func: Any, *args: Any, **kwargs: Any) -> Any:
-    where = 4  # query, key, value, attn_mask, dropout_p
-    if len(args) > where:
-        args = (*args[:where], 0.0, *args[where + 1 :])
-    return func(*args, **({**kwargs, "dropout_p": 0.0} if len(args) <= where else kwargs))
+    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+    return func(**{**dict(zip(names, args, strict=False)), **kwargs, "dropout_p": 0.0})
 
 
 def _lowest(func: Any, *args: Any, **kwargs: Any) -> Tensor:
@@ -132,55 +129,19 @@ def _in_order(func: Any, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def _likelier(func: Any, input: Tensor, p: Any = None, **kwargs: Any) -> Tensor:  # noqa: A002 -- torch's name
-    if func is Tensor.bernoulli_:
-        return input.fill_(0.5 if p is None else p).round_() if not isinstance(p, Tensor) else input.copy_(p).round_()
-    return (input if p is None else torch.full_like(input, p)).detach().round()
-
-
-def _mean(func: Any, mean: Any = 0.0, std: Any = 1.0, *args: Any, **kwargs: Any) -> Tensor:
-    made: Tensor = func(mean, std, *args, **kwargs)
-    return made.detach().copy_(mean) if isinstance(mean, Tensor) else made.fill_(mean)
-
-
-def _normal(func: Any, input: Tensor, mean: float = 0.0, *args: Any, **kwargs: Any) -> Tensor:  # noqa: A002
-    return input.fill_(mean)
-
-
-def _uniform(func: Any, input: Tensor, *args: float, **bounds: Any) -> Tensor:  # noqa: A002
-    low, high = (*args, *(0.0, 1.0)[len(args) :])[:2]
-    return input.fill_((bounds.get("from", low) + bounds.get("to", high)) / 2)
-
-
-def _exponential(func: Any, input: Tensor, lambd: float = 1.0, **kwargs: Any) -> Tensor:  # noqa: A002
-    return input.fill_(1 / lambd)
+    p = 0.5 if p is None and func is Tensor.bernoulli_ else p
+    chances = input if p is None else torch.zeros_like(input) + p
+    return input.copy_(chances.round()) if func is Tensor.bernoulli_ else chances.detach().round()
 
 
 _STAND_INS: dict[Any, Callable[..., Any]] = {
-    **dict.fromkeys(
-        (
-            F.dropout,
-            F.dropout1d,
-            F.dropout2d,
-            F.dropout3d,
-            F.alpha_dropout,
-            F.feature_alpha_dropout,
-            torch.dropout,
-        ),
-        _nothing,
-    ),
+    **dict.fromkeys((F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, torch.dropout), _nothing),
+    **dict.fromkeys((F.alpha_dropout, F.feature_alpha_dropout), _nothing),
     F.scaled_dot_product_attention: _attention,
-    torch.rand: _filled(0.5),
-    torch.rand_like: _filled(0.5),
-    torch.randn: _filled(0.0),
-    torch.randn_like: _filled(0.0),
-    torch.randint: _lowest,
-    torch.randint_like: _lowest,
+    **dict.fromkeys((torch.rand, torch.rand_like, Tensor.uniform_), _filled(0.5)),
+    **dict.fromkeys((torch.randn, torch.randn_like, torch.normal, Tensor.normal_), _filled(0.0)),
+    Tensor.exponential_: _filled(1.0),
+    **dict.fromkeys((torch.randint, torch.randint_like), _lowest),
     torch.randperm: _in_order,
-    torch.bernoulli: _likelier,
-    Tensor.bernoulli: _likelier,
-    Tensor.bernoulli_: _likelier,
-    torch.normal: _mean,
-    Tensor.normal_: _normal,
-    Tensor.uniform_: _uniform,
-    Tensor.exponential_: _exponential,
+    **dict.fromkeys((torch.bernoulli, Tensor.bernoulli, Tensor.bernoulli_), _likelier),
 }

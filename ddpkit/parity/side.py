@@ -10,7 +10,7 @@ import functools
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -29,6 +29,9 @@ from ddpkit.sampler import DealtBatchSampler, PlannedBatchSampler
 from ddpkit.syncbn import SyncBatchNorm, left_out
 from ddpkit.training.feed import Counts, Feed
 from ddpkit.types import Stage
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 @dataclass
@@ -91,16 +94,15 @@ class Side:
         self._values = {name: (tensor, tensor.detach().clone()) for name, tensor in tensors.items()}
         self._stand_ins = contextlib.ExitStack()
 
-    def __enter__(self) -> Side:
+    def __enter__(self) -> Self:
         """Keep gradients where the optimizers would step."""
-        stand_ins = [(self.brain, "optimizers_step", self._step), (self.brain, "on_fit_batch_end", _nothing)]
-        for optimizer in self.optimizers.values():
-            stand_ins.append((optimizer, "step", functools.partial(self._keep, [optimizer], 1.0)))
-        for owner, name, stand_in in stand_ins:
+        stand_ins = {(self.brain, "optimizers_step"): self._step, (self.brain, "on_fit_batch_end"): _nothing}
+        for one in self.optimizers.values():
+            stand_ins[one, "step"] = functools.partial(self._keep, [one], 1.0)
+        for (owner, name), stand_in in stand_ins.items():
             before = vars(owner).get(name)
-            self._stand_ins.callback(delattr, owner, name) if before is None else self._stand_ins.callback(
-                setattr, owner, name, before
-            )
+            undo = (delattr, owner, name) if before is None else (setattr, owner, name, before)
+            self._stand_ins.callback(*undo)
             setattr(owner, name, stand_in)
         return self
 

@@ -12,6 +12,7 @@ from ddpkit.device import default_backend, infer_device, resolve_device
 from ddpkit.errors import ConfigError, LaunchError
 from ddpkit.launch.launchers import find_launch
 from ddpkit.launch.variables import LaunchInfo
+from ddpkit.run_opts import RunOptions
 
 ALONE = LaunchInfo()
 
@@ -243,3 +244,12 @@ def test_without_a_group_it_is_the_first_gpu_as_ever(machine, monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     assert (resolve_device(None, ALONE), resolve_device("cuda", ALONE)) == ("cuda:0", "cuda:0")
+
+
+def test_processes_of_a_parity_check_share_a_gpu_where_there_are_not_enough(machine, monkeypatch):
+    for name, value in (("RANK", "1"), ("LOCAL_RANK", "1"), ("WORLD_SIZE", "2"), ("DDPKIT_PARITY", "/tmp/1")):
+        monkeypatch.setenv(name, value)
+    for gpus, expected in ((1, "cuda:0"), (2, "cuda:1")):
+        machine(cuda=gpus)
+        options = RunOptions(device="cuda").resolved()
+        assert (options.device, options.distributed_backend) == (expected, "gloo")

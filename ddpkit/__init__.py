@@ -60,6 +60,7 @@ if TYPE_CHECKING:
         brain,
         checkpoints,
         cli,
+        compat,
         dataloader,
         device,
         distributed,

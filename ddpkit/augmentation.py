@@ -10,7 +10,6 @@ The epoch travels with the indices, so that it also reaches workers that live lo
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import random
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Subset, get_worker_info
 
+from ddpkit.compat import watch_numpy_stream, watch_python_stream
 from ddpkit.control.loader_workers import start_loading
 from ddpkit.data.permutation import mix, mix_key
 from ddpkit.errors import DataError
@@ -406,7 +406,8 @@ class _Stream:
 
     number = 0
 
-    def __init__(self) -> None:
+    def __init__(self, peek: Callable[[], Any]) -> None:
+        self.peek = peek  # returns something that is equal as long as the state is, in less time than reading the state
         self.last: _State = (None, None)
         self._mark: Any = None
         self._moved = False
@@ -434,10 +435,6 @@ class _Stream:
         self._moved = self._moved or (self._mark is not None and self.peek() != self._mark)
         return self._moved
 
-    def peek(self) -> Any:
-        """Return something that is equal as long as the state is, in less time than reading the state."""
-        raise NotImplementedError
-
     def get(self) -> Any:
         raise NotImplementedError
 
@@ -449,19 +446,12 @@ class _Stream:
 
 
 class _Python(_Stream):
-    """Python's stream. Reading its state takes 5 us: what every draw moves is looked at in memory instead."""
+    """Python's stream."""
 
     number = 1
 
     def __init__(self) -> None:
-        super().__init__()
-        self._owner: Any = cast("Any", random.getstate).__self__
-        self._twister = _python_twister(self._owner) if _can_peek() else None
-
-    def peek(self) -> Any:
-        if self._twister is None:
-            return random.getstate()
-        return self._twister[0].value, self._twister[1].value, self._owner.gauss_next
+        super().__init__(watch_python_stream())
 
     def get(self) -> Any:
         return random.getstate()
@@ -474,25 +464,12 @@ class _Python(_Stream):
 
 
 class _Numpy(_Stream):
-    """numpy's legacy stream. Reading its state takes numpy about 25 us: it is looked at in memory instead."""
+    """numpy's legacy stream."""
 
     number = 2
 
     def __init__(self) -> None:
-        super().__init__()
-        self._owner: Any = cast("Any", np.random.get_state).__self__
-        self._body = _body_of(self._owner, np.random.RandomState) if _can_peek() else None
-        self._bits: Any = None
-        self._twister: Any = None
-
-    def peek(self) -> Any:
-        bits = self._owner._bit_generator  # noqa: SLF001 -- np.random.get_bit_generator came with numpy 1.24
-        if bits is not self._bits:
-            self._bits = bits  # held, so that what is looked at stays alive
-            self._twister = _numpy_twister(bits) if self._body and type(bits) is np.random.MT19937 else None
-        if self._twister is None or self._body is None:
-            return _comparable(self.get())
-        return self._twister.value, self._body()
+        super().__init__(watch_numpy_stream())
 
     def get(self) -> Any:
         return np.random.get_state(legacy=False)  # noqa: NPY002 -- users' datasets draw from it
@@ -501,10 +478,11 @@ class _Numpy(_Stream):
         np.random.set_state(state)  # noqa: NPY002 -- as above
 
     def seed(self, key: int) -> None:
-        if isinstance(self._bits, np.random.MT19937):
+        bits: Any = cast("Any", np.random).get_bit_generator()
+        if isinstance(bits, np.random.MT19937):
             np.random.seed(key & 0xFFFFFFFF)  # noqa: NPY002 -- as above
         else:  # another one in its place, which numpy does not seed
-            np.random.set_state(type(self._bits)(key).state)  # noqa: NPY002 -- as above
+            np.random.set_state(type(bits)(key).state)  # noqa: NPY002 -- as above
 
 
 class _Torch(_Stream):
@@ -512,8 +490,8 @@ class _Torch(_Stream):
 
     number = 3
 
-    def peek(self) -> Any:
-        return torch.default_generator.get_state().numpy().tobytes()
+    def __init__(self) -> None:
+        super().__init__(lambda: torch.default_generator.get_state().numpy().tobytes())
 
     def get(self) -> Any:
         return torch.default_generator.get_state()
@@ -523,66 +501,6 @@ class _Torch(_Stream):
 
     def seed(self, key: int) -> None:
         torch.default_generator.manual_seed(key >> 1)
-
-
-def _body_of(owner: object, kind: Any) -> Callable[[], bytes]:
-    """Return what reads the memory of an object, without its header, as far as ``kind`` lays it out."""
-    header: int = object.__basicsize__
-    return functools.partial(ctypes.string_at, id(owner) + header, kind.__basicsize__ - header)
-
-
-def _python_twister(owner: object) -> list[ctypes.c_uint64]:
-    """Return a look at the memory of Python's Mersenne twister: its place in its words, and the first three of these.
-
-    A draw moves the place; when all words are used up they are made anew; and of a seed the first word tells nothing.
-    """
-    begin = id(owner) + object.__basicsize__
-    return [ctypes.c_uint64.from_address(begin), ctypes.c_uint64.from_address(begin + 8)]
-
-
-def _numpy_twister(bits: Any) -> ctypes.c_uint64:
-    """Return a look at the memory of numpy's Mersenne twister: the last of its words, and its place in them."""
-    return ctypes.c_uint64.from_address(bits.ctypes.state_address + 4 * 623)
-
-
-@functools.cache
-def _can_peek() -> bool:
-    """Try on fresh generators whether looking at their memory shows every draw, and shows nothing else."""
-    python, legacy = random.Random(1), np.random.RandomState(1)
-    bits = legacy._bit_generator  # noqa: SLF001 -- as in _Numpy.peek
-    python_words, numpy_words = _python_twister(python), _numpy_twister(bits)
-    body = _body_of(legacy, np.random.RandomState)
-    cases: list[tuple[Callable[[], Any], Callable[[], Any]]] = [
-        (lambda: [words.value for words in python_words], python.random),
-        (lambda: python_words[0].value, lambda: python.getrandbits(32 * 624)),  # all words: the place is the same again
-        (lambda: [words.value for words in python_words], lambda: python.seed(2)),
-        (lambda: [words.value for words in python_words], lambda: python.seed(3)),
-        (lambda: numpy_words.value, lambda: legacy.seed(2)),
-        (lambda: numpy_words.value, lambda: legacy.seed(3)),
-        (lambda: numpy_words.value, legacy.standard_normal),  # makes two, and keeps one
-        (lambda: numpy_words.value, lambda: legacy.bytes(4 * 624)),
-        (body, legacy.standard_normal),  # the one kept
-    ]
-    shown = []
-    for look, draw in cases:
-        before = look()
-        shown.append(look() == before)
-        draw()
-        shown.append(look() != before)
-    return all(shown)
-
-
-def _comparable(state: dict[str, Any]) -> Any:
-    """Turn numpy's dictionary of a state into something that ``==`` compares."""
-    return tuple(
-        (name, _comparable(value) if isinstance(value, dict) else _plain(value))
-        for name, value in sorted(state.items())
-    )
-
-
-def _plain(value: Any) -> Any:
-    """Turn an array into bytes; other values compare by themselves, also whole numbers of more than 64 bits."""
-    return value.tobytes() if isinstance(value, np.ndarray) else value
 
 
 def _takes_lists(dataset: Any) -> bool:

@@ -23,6 +23,7 @@ from torch.utils.data import (
 
 import ddpkit.augmentation
 from ddpkit.augmentation import KeyedBatch, KeyedDataset, sample_seed
+from ddpkit.compat import random_streams
 from ddpkit.data.permutation import mix, mix_key
 from ddpkit.dataloader import LoopedLoader, SaveableDataLoader, Sharding, make_dataloader, plan_of, reshard, shard
 from ddpkit.errors import DataError
@@ -634,15 +635,18 @@ def test_sample_seed_outside_of_a_loader_follows_torchs_stream():
 
 @pytest.mark.parametrize("kind", [*KINDS, "nothing"])
 def test_where_memory_cannot_be_looked_at_the_states_are_compared(kind, monkeypatch):
-    assert ddpkit.augmentation._can_peek(), "else the fast way was never tried"
-    monkeypatch.setattr(ddpkit.augmentation, "_can_peek", lambda: False)
+    assert random_streams._memory_shows_draws(), "else the fast way was never tried"
+    monkeypatch.setattr(random_streams, "_memory_shows_draws", lambda: False)
     before = states()
     found = samples(shard(Noisy(kind, first=8), Sharding(seed=SEED), batch_size=2))
     assert states() == before
     assert found == [expected_of(index, kind) if index >= 8 else [index] for index in range(SIZE)]
 
 
-def test_every_draw_shows():
+@pytest.mark.parametrize("looks", [True, False], ids=["memory", "states"])
+def test_every_draw_shows(looks, monkeypatch):
+    if not looks:
+        monkeypatch.setattr(random_streams, "_memory_shows_draws", lambda: False)
     draws = {
         "_Python": [random.random, lambda: random.gauss(0, 1), lambda: random.gauss(0, 1), lambda: random.seed(1)],
         "_Numpy": [np.random.rand, np.random.randn, np.random.randn, lambda: np.random.permutation(3)],
@@ -697,5 +701,5 @@ def test_a_stop_iteration_of_the_dataset_is_no_end_of_the_epoch(num_workers):
 
 def test_states_with_large_whole_numbers_compare_by_value():
     """Those of PCG64 have 128 bits, which an array would hold as pointers."""
-    one, same, other = (ddpkit.augmentation._comparable(np.random.PCG64(seed).state) for seed in (1, 1, 2))
+    one, same, other = (random_streams._comparable(np.random.PCG64(seed).state) for seed in (1, 1, 2))
     assert one == same != other

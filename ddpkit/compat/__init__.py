@@ -1,0 +1,11 @@
+"""The few places where ddpkit looks into what other packages keep to themselves.
+
+Each is a function with its reason. It looks only where the inside is as expected, has a way through the public API that
+is taken otherwise, and is tested both ways.
+"""
+
+from __future__ import annotations
+
+from ddpkit.compat.random_streams import watch_numpy_stream, watch_python_stream
+
+__all__ = ["watch_numpy_stream", "watch_python_stream"]

@@ -132,7 +132,7 @@ def _stacks_path() -> str:
 
 @contextlib.contextmanager
 def _deaf_start(context: Any) -> Iterator[None]:
-    """Block the signals while workers are started. What comes to this process meanwhile is delivered afterwards.
+    """Block the signals in this thread while workers are started; another one may take what comes, or this one later.
 
     A forkserver would hand down what it has blocked to a script's own processes as well: it is started before, and its
     workers are deaf from :func:`_start_worker` on. The nap lets threads of C++ (of a process group, of autograd) come

@@ -60,7 +60,6 @@ if TYPE_CHECKING:
         brain,
         checkpoints,
         cli,
-        compat,
         dataloader,
         device,
         distributed,

@@ -15,6 +15,7 @@ BatchNorm is judged by a second pass of both sides in which it stands still.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -77,7 +78,7 @@ class _Step:
         batches = joined if is_joined else [part for parts in self.parts for part in parts]
         ranks_at_once = 1 if is_joined else len(records)
         counts = [len(batch) for batch in batches]
-        self.share = Share(batches, counts, first["first"] * ranks_at_once)
+        self.share = Share(batches, counts, first["first"] * ranks_at_once, first["number"])
         self.counts = self.share if first["weighs"] else None
 
 
@@ -117,9 +118,9 @@ class _Diagnosis:
     def _run(self, step: _Step, **options: Any) -> list[Gradients]:
         return self.side.run(step.share, factor=self.factor, counts=step.counts, **options)
 
-    def _alone(self, batch: list[Any], place: int) -> Gradients:
+    def _alone(self, step: _Step, batch: list[Any], place: int) -> Gradients:
         """Return the gradients of a batch that is an optimizer step of its own; of its last call of an optimizer."""
-        share = Share([batch], [len(batch)], place)
+        share = Share([batch], [len(batch)], step.share.first + place, step.share.done)
         return self.side.run(share, factor=1, counts=share, still=True)[-1]
 
     def _compare(self, step: _Step, expected: Sequence[Gradients], which: str) -> list[ParityRow]:
@@ -178,9 +179,9 @@ class _Diagnosis:
         """Compare a window of equal micro-batches with the mean over them; None where it is no other multiple."""
         size = min(2, *(len(batch) for batch in step.share.batches))
         batches = [batch[:size] for batch in step.share.batches]
-        share = Share(batches, [size] * len(batches), step.share.first)
+        share = dataclasses.replace(step.share, batches=batches, counts=[size] * len(batches))
         found = self.side.run(share, factor=self.factor, counts=share, still=True)
-        alone = [self._alone(batch, place) for place, batch in enumerate(batches, step.share.first)]
+        alone = [self._alone(step, batch, place) for place, batch in enumerate(batches)]
         if len(found) != 1:
             return None
         names = [name for name, one in alone[0].items() if one is not None and found[0].get(name) is not None]
@@ -245,8 +246,8 @@ class _Diagnosis:
             self._unknown()
             return
         parts, joined = step.parts[place], step.share.batches[place]
-        place += step.share.first
-        weights = fitted_weights([self._alone(part, place) for part in parts], self._alone(joined, place))
+        columns = [self._alone(step, part, place) for part in parts]
+        weights = fitted_weights(columns, self._alone(step, joined, place))
         expected = [len(part) / len(joined) for part in parts]
         if weights is None:
             self._unknown()

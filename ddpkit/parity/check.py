@@ -113,6 +113,7 @@ def record(brain: Any, train_set: Any, loader_kwargs: Mapping[str, Any], start: 
     brain._strategy.find_unused_parameters = brain._strategy.find_unused_parameters or start["leaves_out"]
     loader = _begin(brain, train_set, loader_kwargs, factor)
     brain.raw_modules.load_state_dict(start["modules"])
+    brain.progress.optimizer_step = start["optimizer_step"]
     with Side(brain, loader) as side:
         return _record(side, loader, factor)
 
@@ -151,7 +152,8 @@ def one_process(brain: Any, train_set: Any, loader_kwargs: Mapping[str, Any]) ->
         grads = side.run(share_of(loader, 0, factor), factor=factor, counts=counts_of(loader))
         seconds = 30.0 + 60.0 * (time.monotonic() - began)
         leaves_out = any(one is None for step in grads for one in step.values())
-        yield side, {"modules": state, "seconds": seconds, "leaves_out": leaves_out}
+        start = {"modules": state, "optimizer_step": side.done, "seconds": seconds, "leaves_out": leaves_out}
+        yield side, start
 
 
 def _begin(brain: Any, train_set: Any, loader_kwargs: Mapping[str, Any], factor: int) -> Any:

@@ -36,14 +36,15 @@ if TYPE_CHECKING:
 
 @dataclass
 class Share:
-    """The samples of one optimizer step: indices of each micro-batch, how many count, and the micro-batches before.
+    """The samples of one optimizer step: indices of each micro-batch, how many count, and what of the epoch is before.
 
     Ranks: local.
     """
 
     batches: list[list[Any]]
     counts: list[int]
-    first: int = 0
+    first: int  # micro-batches before
+    done: int  # optimizer steps before
 
     # As one process weighs them; several ask their plan.
     def count(self, batch: int) -> int:
@@ -68,6 +69,7 @@ class Side:
 
     Attributes:
         optimizers: all of the Brain's, by name.
+        done: optimizer steps that were made before.
         outside: names of the optimized parameters that are in no entry of ``modules``.
         has_counts: whether ``compute_objectives`` returned ``(loss_sum, count)``.
         moved: names of the buffers that training has changed, other than those of BatchNorm.
@@ -92,6 +94,7 @@ class Side:
         brain.modules.train()
         tensors = {**dict(brain.raw_modules.named_parameters()), **dict(brain.raw_modules.named_buffers())}
         self._values = {name: (tensor, tensor.detach().clone()) for name, tensor in tensors.items()}
+        self.done = brain.progress.optimizer_step
         self._stand_ins = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
@@ -134,7 +137,7 @@ class Side:
         brain, self._kept, self.sketches = self.brain, [], []
         progress, brain.grad_accumulation_factor = brain.progress, factor
         progress.restart()
-        progress.epoch, progress.step, progress.nonfinite = 1, share.first, 0
+        progress.epoch, progress.step, progress.optimizer_step = 1, share.first, self.done + share.done
         random.seed(seed)
         np.random.seed(seed)  # noqa: NPY002 -- the stream that recipes draw from
         torch.manual_seed(seed)
@@ -265,7 +268,7 @@ def share_of(loader: Any, number: int, factor: int) -> Share:
         indices = next(iter(plan))
         batches.append([index.item() if isinstance(index, np.generic) else index for index in indices])
         counts.append(plan.count(place))
-    return Share(batches, counts, first)
+    return Share(batches, counts, first, number)
 
 
 def epoch_length(loader: Any) -> int:

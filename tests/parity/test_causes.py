@@ -312,6 +312,7 @@ def check(ranks):
 # ------------------------------------------------------------------------------------------- it holds
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("kind", ["plain", "batch norm", "layer norm", "spectral norm"])
 @pytest.mark.parametrize(("world_size", "factor"), [(2, 1), (2, 3), (3, 2)])
 def test_a_clean_model_holds_to_rounding(check, world_size, factor, kind):
@@ -333,7 +334,7 @@ def test_a_clean_model_holds_to_rounding(check, world_size, factor, kind):
         {"global_batch_size": 10},
         {"global_batch_size": 12, "micro_batch_size": 2},
         {"loss_weighting": "batches"},
-        {"compile": True},
+        pytest.param({"compile": True}, marks=pytest.mark.slow),
         {"skip_nonfinite_grads": True},
     ],
 )
@@ -381,6 +382,7 @@ CAUSES = [
 ]
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("factor", [1, 2])
 @pytest.mark.parametrize(("cls", "cause", "words"), CAUSES)
 def test_a_cause_is_named(check, cls, cause, words, factor):
@@ -494,10 +496,11 @@ def test_an_old_fit_batch_with_full_batches_holds(check):
 
 
 class WarmsUp(Regression):
-    """Weighs its loss by how far the epoch has come."""
+    """Weighs its loss by how far the run has come."""
 
     def fit_batch(self, batch):
-        self.backward(self.step * self.compute_objectives(self.compute_forward(batch, Stage.TRAIN), batch, Stage.TRAIN))
+        weight = self.step + self.optimizer_step
+        self.backward(weight * self.compute_objectives(self.compute_forward(batch, Stage.TRAIN), batch, Stage.TRAIN))
         if self.should_step:
             self.optimizers_step()
         return torch.zeros(())

@@ -21,6 +21,7 @@ from ruamel.yaml.error import YAMLError
 from ddpkit.base.plain_yaml import to_plain
 from ddpkit.base.process_probe import is_relative
 from ddpkit.checkpointing.run_lock import FolderLock, Holder, holder
+from ddpkit.comm.mailbox import outside_frame
 from ddpkit.control.failure import record_for_launcher, tell_plainly, told_plainly
 from ddpkit.distributed import get_world_size, if_main_process, run_on_main
 from ddpkit.errors import CheckpointError, ConfigError, DdpkitError, FolderInUseError, MissingFileError
@@ -99,7 +100,7 @@ def create_experiment_directory(
         _log_uncaught_exceptions()
         return
     folder = Path(experiment_directory)
-    script = _script_of(sys._getframe(1))  # noqa: SLF001 -- the documented way to learn who calls
+    script = _script_of(outside_frame())
     options = command_line_options() or RunOptions()
     log_config = options.log_config or log_config
     failures: list[DdpkitError] = []
@@ -255,9 +256,9 @@ def _refusal(folder: Path, owner: Holder | None) -> str:
 # ---------------------------------------------------------------------------------------------- the files
 
 
-def _script_of(frame: FrameType) -> Path | None:
+def _script_of(frame: FrameType | None) -> Path | None:
     """Return the file of the code that calls; None in a notebook or an interactive session."""
-    path = Path(frame.f_code.co_filename)
+    path = Path("" if frame is None else frame.f_code.co_filename)
     return path.resolve() if path.suffix == ".py" and path.is_file() else None
 
 

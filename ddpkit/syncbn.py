@@ -424,12 +424,10 @@ def convert_sync_batchnorm(module: torch.nn.Module, process_group: Any = None) -
     for name, layer in module.named_modules():
         if is_convertible(layer, name):
             made[layer] = _twin(layer, _device_of(layer, fallback), process_group)
-    if made:
-        for parent in [*module.modules(), *made.values()]:
-            children = parent._modules  # noqa: SLF001 -- named_children() hides a child that is there twice
-            for name, child in children.items():
-                if child is not None and child in made:
-                    children[name] = made[child]
+    for path, layer in list(module.named_modules(remove_duplicate=False)):
+        if path and layer in made:
+            parent, _, name = path.rpartition(".")
+            module.get_submodule(parent).add_module(name, made[layer])
     return made.get(module, module)
 
 
@@ -478,7 +476,7 @@ def _twin(layer: torch.nn.Module, device: torch.device, process_group: Any) -> t
     twin.__dict__.update(layer.__dict__)
     twin.__dict__.pop("_compiled_call_impl", None)  # it is bound to the old layer
     given = None if process_group is None else _GroupReference(process_group)
-    twin._group = given or _statistics_group(device)  # noqa: SLF001 -- made here instead of in __init__
+    twin.__dict__["_group"] = given or _statistics_group(device)  # made here instead of in __init__
     return twin
 
 

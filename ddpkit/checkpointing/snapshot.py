@@ -239,7 +239,7 @@ class _Storages:
 
     def __init__(self) -> None:
         self.found: list[torch.UntypedStorage] = []
-        self._numbers: dict[int, int] = {}
+        self._numbers: dict[int, int] = {}  # by id: torch makes one object for a storage, which is held in `found`
         self._tensors: dict[int, torch.Tensor] = {}  # by id, and held, so that no other tensor gets the id
 
     @property
@@ -247,7 +247,7 @@ class _Storages:
         return sum(storage.nbytes() for storage in self.found)
 
     def number(self, storage: torch.UntypedStorage) -> int:
-        number = self._numbers.setdefault(storage._cdata, len(self.found))  # noqa: SLF001 -- as torch.save does
+        number = self._numbers.setdefault(id(storage), len(self.found))
         if number == len(self.found):
             self.found.append(storage)
         return number

@@ -17,9 +17,9 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import inspect
 import pickle
 import re
-import sys
 import time
 import traceback
 from dataclasses import dataclass, replace
@@ -94,8 +94,7 @@ def call_site(frame: FrameType | None) -> str:
     Ranks: local.
 
     Example:
-        >>> import sys
-        >>> call_site(sys._getframe()) == call_site(sys._getframe())
+        >>> call_site(outside_frame(0)) == call_site(outside_frame(0))
         True
     """
     steps = list(_steps(frame))
@@ -115,7 +114,7 @@ def call_path(frame: FrameType | None) -> str:
     Ranks: local.
 
     Example:
-        >>> call_path(sys._getframe()).endswith("in <module>")
+        >>> call_path(outside_frame(0)).endswith("in <module>")
         True
     """
     return ", from ".join(_steps(frame)) or "?"
@@ -139,7 +138,10 @@ def outside_frame(depth: int = 1) -> FrameType | None:
         >>> outside_frame(0).f_code.co_name
         '<module>'
     """
-    return sys._getframe(depth + 1)  # noqa: SLF001 -- inspect.currentframe() is the same, less the depth
+    frame = inspect.currentframe()
+    for _ in range(depth + 1):
+        frame = frame and frame.f_back
+    return frame
 
 
 def place(site: str) -> str:

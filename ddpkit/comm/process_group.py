@@ -23,6 +23,7 @@ from ddpkit.base.process_probe import has_ended, state_and_start
 from ddpkit.comm.consistency import compare_at_meeting, script_facts, software_facts
 from ddpkit.comm.mailbox import Handover
 from ddpkit.comm.rendezvous import open_store
+from ddpkit.compat import all_groups, default_store, timeout_of
 from ddpkit.control.failure import (
     culprit,
     failed_second_hand,
@@ -75,7 +76,7 @@ class GroupState:
         # the process would abort at exit.
         self.control_group: Callable[[], dist.ProcessGroup | None] = lambda: None
         self.process = os.getpid()
-        self.timeout = _timeout_of(dist.group.WORLD)
+        self.timeout = timeout_of(dist.group.WORLD)
         self.attended = self.hosts_store = self.is_over = self.has_left = False
         self.watch: Watch | None = None
 
@@ -116,7 +117,7 @@ def group_state() -> GroupState:
         ValueError: Default process group has not been initialized, please make sure to call init_process_group.
     """
     global _state  # noqa: PLW0603 -- shadows torch's own global, the default process group
-    store = dist.distributed_c10d._get_default_store()  # noqa: SLF001 -- the only way to a group made by others
+    store = default_store()
     if _state is None or _state.store is not store:
         if _state is not None:
             _state.leave_behind()
@@ -386,16 +387,6 @@ def _attend(*, hosts_store: bool, destroy: bool, keeper: Whereabouts | None = No
         state.watch.start()
 
 
-def _timeout_of(group: dist.ProcessGroup | None) -> timedelta | None:
-    """Return how long a group's collectives wait, or None if its backend does not say (``mpi``)."""
-    for device in getattr(group, "_device_types", ()):
-        backend = group._get_backend(device)  # type: ignore[union-attr]  # noqa: SLF001 -- torch has no other way to ask
-        limit = getattr(getattr(backend, "options", None), "_timeout", None)
-        if isinstance(limit, timedelta):
-            return limit
-    return None
-
-
 def _can_be_shared(store: Any) -> bool:
     """Say whether a thread can talk to a store over a connection of its own, and so keep nobody waiting."""
     while isinstance(store, dist.PrefixStore):
@@ -472,7 +463,7 @@ def _leave_without_group(state: GroupState) -> None:
 
 def _abort_groups() -> None:
     """Close the connections to the other ranks, which wait: a module may hold a group that has been destroyed."""
-    for group in list(dist.distributed_c10d._world.pg_map):  # noqa: SLF001 -- all groups of this process
+    for group in all_groups():
         with contextlib.suppress(RuntimeError, AttributeError):  # a backend, or a torch, that cannot
             group.abort()
 
@@ -482,7 +473,7 @@ def _destroy_groups(*, failed: bool) -> None:
     if not (failed and "nccl" in dist.get_backend()):
         dist.destroy_process_group()
         return
-    for group in list(dist.distributed_c10d._world.pg_map):  # noqa: SLF001 -- as above
+    for group in all_groups():
         if "nccl" not in dist.get_backend(group):  # the process would abort at exit: it has threads of its own
             dist.destroy_process_group(group)
 

@@ -6,6 +6,7 @@ is taken otherwise, and is tested both ways.
 
 from __future__ import annotations
 
+from ddpkit.compat.process_groups import all_groups, default_store, timeout_of
 from ddpkit.compat.random_streams import watch_numpy_stream, watch_python_stream
 
-__all__ = ["watch_numpy_stream", "watch_python_stream"]
+__all__ = ["all_groups", "default_store", "timeout_of", "watch_numpy_stream", "watch_python_stream"]

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from ddpkit.comm.process_group import _timeout_of
+from ddpkit.compat import timeout_of
 from ddpkit.errors import DataError, LaunchError
 from ddpkit.syncbn import SyncBatchNorm, convert_sync_batchnorm, left_out
 from tests.cuda_kernels import as_on_cuda
@@ -363,7 +363,7 @@ def test_one_group_of_its_own_for_all_models_unless_one_is_given(ranks, on_cuda)
 
 def limit_of_the_statistics():
     group = convert_sync_batchnorm(nn.BatchNorm1d(2))._group.find()
-    return _timeout_of(group) == _timeout_of(dist.group.WORLD)
+    return timeout_of(group) == timeout_of(dist.group.WORLD)
 
 
 def test_statistics_wait_for_a_rank_as_long_as_gradients_do(ranks):

@@ -1,0 +1,48 @@
+"""Looks into torch's process groups, and the public way that is taken where there is nothing to look at."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from ddpkit.compat import all_groups, default_store, timeout_of
+
+
+@pytest.fixture
+def group():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=77))
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def test_the_store_of_the_default_group_is_one_object_however_it_is_asked_for(group, monkeypatch):
+    store = default_store()
+    store.set("key", "value")
+    with monkeypatch.context() as without:
+        without.delattr(distributed_c10d, "_get_default_store")
+        assert default_store() is store
+        assert default_store().get("key") == b"value"
+
+
+def test_without_a_group_there_is_torchs_own_error_both_ways(monkeypatch):
+    with pytest.raises(ValueError, match="Default process group has not been initialized"):
+        default_store()
+    monkeypatch.delattr(distributed_c10d, "_get_default_store")
+    with pytest.raises(ValueError, match="Default process group has not been initialized"):
+        default_store()
+
+
+def test_all_groups_or_the_default_one(group, monkeypatch):
+    other = dist.new_group([0])
+    assert set(all_groups()) == {group, other}
+    with monkeypatch.context() as without:
+        without.delattr(type(distributed_c10d._world), "pg_map")
+        assert all_groups() == [group]
+
+
+def test_the_timeout_of_a_group_or_none_where_it_is_not_told(group):
+    assert timeout_of(group) == timedelta(seconds=77)
+    assert timeout_of(object()) is None

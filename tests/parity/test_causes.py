@@ -468,10 +468,12 @@ def test_a_double_correction_is_told(check, own, words):
     assert "but an optimizer step is not that of its samples" in str(report)
 
 
-@pytest.mark.parametrize("closes", ["by count", "by name"])
-def test_a_double_correction_is_told_from_one_uneven_window(check, closes):
+@pytest.mark.parametrize(
+    "own", [("twice", "by count", False), ("twice", "by name", False), ("by scale", "by name", True)]
+)
+def test_a_double_correction_is_told_from_one_uneven_window(check, own):
     """13 samples on two ranks of four are one window, of eight and of five: no even one says that the loss is right."""
-    report = check(("twice", closes, False), samples=13, grad_accumulation_factor=2)
+    report = check(own, samples=13, grad_accumulation_factor=2)
     assert report.kinds == ("accumulation",), report
     assert "weighs the micro-batches of a window twice" in report.causes[0].words
 

@@ -104,3 +104,9 @@ def test_code_that_is_in_no_file_cannot_be_started_again(tmp_path):
     run = Run(python("-c", textwrap.dedent(SCRIPT), "holds", "hparams.yaml", "--check_parity=2"), tmp_path).wait()
     assert run.code == 1
     assert "Put the code into a file, and start that with --check_parity." in run.err
+
+
+def test_nothing_of_it_is_imported_without_the_option(tmp_path):
+    code = "import ddpkit, sys; ddpkit.Brain().evaluate; print([name for name in sys.modules if 'parity' in name])"
+    run = Run(python("-c", code), tmp_path).wait()
+    assert (run.code, run.out) == (0, "[]\n"), run.err

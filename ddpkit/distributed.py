@@ -26,9 +26,9 @@ import torch.distributed as dist
 from torch.distributed import ReduceOp
 
 from ddpkit.base.process_probe import this_place
-from ddpkit.base.rank import rank_if_known
+from ddpkit.base.rank import get_rank, get_world_size, is_distributed_initialized
 from ddpkit.comm.mailbox import Outcome, call_site, outside_frame, raise_as_reader
-from ddpkit.comm.process_group import GroupState, control_group, ddp_init_group, group_state, is_distributed_initialized
+from ddpkit.comm.process_group import GroupState, control_group, ddp_init_group, group_state
 from ddpkit.control.rank_status import POSITION
 from ddpkit.errors import LaunchError, RankFailedError
 from ddpkit.launch.launchers import find_launch
@@ -84,20 +84,6 @@ class _Machine:
 _machines: weakref.WeakKeyDictionary[GroupState, _Machine] = weakref.WeakKeyDictionary()
 
 
-def get_rank() -> int | None:
-    """Return this process's rank: from the process group, else from the launcher's environment, else None.
-
-    Ranks: local.
-
-    Example:
-        >>> get_rank() is None
-        True
-    """
-    if is_distributed_initialized():
-        return dist.get_rank()
-    return rank_if_known()
-
-
 def get_local_rank() -> int | None:
     """Return this process's number on its machine, as the launcher has it, or None without a launcher.
 
@@ -118,18 +104,6 @@ def get_local_rank() -> int | None:
         return int(rank)
     info = find_launch()
     return info.local_rank if info.is_distributed else None
-
-
-def get_world_size() -> int:
-    """Return the number of processes that train together; 1 where no process group is initialised.
-
-    Ranks: local.
-
-    Example:
-        >>> get_world_size()
-        1
-    """
-    return dist.get_world_size() if is_distributed_initialized() else 1
 
 
 def rank_prefixed_message(message: str) -> str:

@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddpkit.base.marks import mark_as_loader, mark_as_saver, register_checkpoint_hooks
-from ddpkit.base.plain_yaml import dump_plain_yaml, load_plain_yaml
-from ddpkit.distributed import run_on_main
 from ddpkit.errors import CheckpointError, ConfigError
 from ddpkit.logger import get_logger
 
@@ -131,6 +129,8 @@ class EpochCounterWithStopper(EpochCounter):
         self.should_stop = False
 
     def __next__(self) -> int:
+        from ddpkit.distributed import run_on_main
+
         # Taking over main's state here, and not only its metrics below, keeps the ranks together also where a
         # recipe computes the metric on the main process and updates the counter there alone.
         state = run_on_main(self._decision)
@@ -157,6 +157,8 @@ class EpochCounterWithStopper(EpochCounter):
 
         State: ``best_score``, ``best_limit``, ``should_stop``.
         """
+        from ddpkit.distributed import run_on_main
+
         metric = run_on_main(_number, args=[current_metric])
         if metric is None or self.current <= self.limit_warmup:
             return
@@ -188,6 +190,8 @@ class EpochCounterWithStopper(EpochCounter):
 
     @mark_as_saver
     def _save(self, path: str | os.PathLike[str]) -> None:
+        from ddpkit.base.plain_yaml import dump_plain_yaml
+
         state = {
             "current_epoch": self.current,
             "best_epoch": self.best_limit,
@@ -198,6 +202,8 @@ class EpochCounterWithStopper(EpochCounter):
 
     @mark_as_loader
     def _recover(self, path: str | os.PathLike[str], end_of_epoch: bool) -> None:
+        from ddpkit.base.plain_yaml import load_plain_yaml
+
         def parse(text: str) -> tuple[int, int, float, bool]:
             saved = load_plain_yaml(text)
             if type(saved) is int:  # SpeechBrain saves a stopper as if it were a plain counter

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import yaml
 
-from ddpkit.base.rank import rank_if_known
+from ddpkit.base.rank import get_rank
 from ddpkit.errors import ConfigError, MissingFileError
 
 if TYPE_CHECKING:
@@ -57,10 +57,7 @@ def _own_rank() -> int:
     rank = os.environ.get("RANK", "")
     if rank.isdecimal():
         return int(rank)
-    group = sys.modules.get("torch.distributed")
-    if group is not None and group.is_available() and group.is_initialized():
-        return int(group.get_rank())
-    return rank_if_known() or 0
+    return get_rank() or 0
 
 
 class MultiProcessLoggerAdapter(_LoggerAdapter):

@@ -19,9 +19,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from ddpkit.base.rank import get_rank
 from ddpkit.data.permutation import mix_key
 from ddpkit.device import count_devices, own_first
-from ddpkit.distributed import get_rank
 from ddpkit.errors import CheckpointError, ConfigError
 from ddpkit.logger import get_logger
 

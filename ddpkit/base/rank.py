@@ -1,14 +1,16 @@
-"""The rank of this process by the launcher's variables alone, for messages that must be written whatever is wrong.
+"""Which rank this process is: by torch's process group, else by the launcher's variables alone.
 
-What the variables mean in full, and whether they contradict each other, is said by :mod:`ddpkit.launch.launchers`.
+Nothing here imports torch or raises, so messages can name the rank whatever is wrong. What the variables mean in full,
+and whether they contradict each other, is said by :mod:`ddpkit.launch.launchers`.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
 
-__all__ = ["in_slurm_step", "rank_if_known", "size"]
+__all__ = ["get_rank", "get_world_size", "in_slurm_step", "is_distributed_initialized", "rank_if_known", "size"]
 
 # Slurm numbers the batch script, the external step and the interactive step from the top of 32 bits downward.
 _FIRST_SPECIAL_SLURM_STEP = 0xFFFFFFF0
@@ -18,6 +20,43 @@ _MPI = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
     ("PMI_RANK", "PMI_SIZE"),
 )
+
+
+def is_distributed_initialized() -> bool:
+    """Say whether a default process group exists, whoever made it.
+
+    Ranks: local.
+
+    Example:
+        >>> is_distributed_initialized()
+        False
+    """
+    group = sys.modules.get("torch.distributed")
+    return group is not None and bool(group.is_available() and group.is_initialized())
+
+
+def get_rank() -> int | None:
+    """Return this process's rank: from the process group, else from the launcher's environment, else None.
+
+    Ranks: local.
+
+    Example:
+        >>> get_rank() is None
+        True
+    """
+    return int(sys.modules["torch.distributed"].get_rank()) if is_distributed_initialized() else rank_if_known()
+
+
+def get_world_size() -> int:
+    """Return the number of processes that train together; 1 where no process group is initialised.
+
+    Ranks: local.
+
+    Example:
+        >>> get_world_size()
+        1
+    """
+    return int(sys.modules["torch.distributed"].get_world_size()) if is_distributed_initialized() else 1
 
 
 def rank_if_known(environ: Mapping[str, str] | None = None) -> int | None:

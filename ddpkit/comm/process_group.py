@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from ddpkit.base.process_probe import has_ended, state_and_start
+from ddpkit.base.rank import is_distributed_initialized
 from ddpkit.comm.consistency import compare_at_meeting, script_facts, software_facts
 from ddpkit.comm.mailbox import Handover
 from ddpkit.comm.rendezvous import open_store
@@ -143,18 +144,6 @@ def set_hang_limits(warning: float, timeout: float) -> None:
         watch = group_state().watch
         if watch is not None:
             watch.hang_warning, watch.hang_timeout = warning, timeout
-
-
-def is_distributed_initialized() -> bool:
-    """Say whether a default process group exists, whoever made it.
-
-    Ranks: local.
-
-    Example:
-        >>> is_distributed_initialized()
-        False
-    """
-    return dist.is_available() and dist.is_initialized()
 
 
 def control_group() -> dist.ProcessGroup | None:

@@ -22,9 +22,9 @@ import torch
 from torch.utils.data import RandomSampler, Sampler, WeightedRandomSampler
 from torch.utils.data.distributed import DistributedSampler
 
+from ddpkit.base.rank import get_rank, get_world_size
 from ddpkit.data.length_buckets import ask_items, positive_whole, sample_lengths, samples_that_fit, upper_boundaries
 from ddpkit.data.permutation import Order, mix_key
-from ddpkit.distributed import get_rank, get_world_size
 from ddpkit.errors import ConfigError, DataError
 from ddpkit.logger import get_logger
 from ddpkit.seed import global_seed, own_randomness

@@ -272,6 +272,16 @@ def test_a_light_name_does_not_load_torch():
     )
 
 
+@pytest.mark.parametrize(("module", "most"), [("errors", 0), ("logger", 3), ("epoch_loop", 5), ("sampler", 14)])
+def test_a_module_of_the_face_pulls_in_few_others(module, most):
+    pulled = in_a_fresh_interpreter(f"""
+        import json, sys
+        import ddpkit.{module}
+        print(json.dumps([name for name in sys.modules if name.startswith("ddpkit.") and name != "ddpkit.{module}"]))
+    """)
+    assert len(pulled) <= most, pulled
+
+
 WATCH_THE_IMPORT_OF_EVERYTHING = """
     import atexit, json, logging, os, random, signal, sys, threading, warnings
     import torch, torch.distributed, torch.utils.data, numpy, tqdm, hyperpyyaml

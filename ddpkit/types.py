@@ -1,4 +1,4 @@
-"""The few types that several floors share."""
+"""The few types that everything shares."""
 
 from __future__ import annotations
 

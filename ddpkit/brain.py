@@ -1,8 +1,7 @@
-"""The Brain: hooks for a recipe, and the wiring that runs them. The work is done elsewhere."""
+"""The Brain: hooks for a recipe, and the order of a run. The work is done by the parts of :mod:`ddpkit.run`."""
 
 from __future__ import annotations
 
-import contextlib
 import math
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -10,34 +9,58 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from ddpkit import optim
+from ddpkit.base.marks import mark_as_loader, mark_as_saver, register_checkpoint_hooks
 from ddpkit.comm import agreement
 from ddpkit.control.failure import failure_notice, usage_errors
 from ddpkit.control.rank_status import POSITION
+from ddpkit.dataloader import LoopedLoader, SaveableDataLoader
 from ddpkit.distributed import ddp_init_group, get_rank, get_world_size, is_distributed_initialized
 from ddpkit.ema import require_average, weight_average
-from ddpkit.errors import RunStopped
+from ddpkit.errors import ConfigError
 from ddpkit.logger import format_order_of_magnitude, get_logger
-from ddpkit.metrics import LossMeter
 from ddpkit.precision import Precision
-from ddpkit.profiler import prepare_profiler
-from ddpkit.run.results import Results
+from ddpkit.run.parts import make_run
 from ddpkit.run.resuming import Pace
-from ddpkit.run_opts import RunOptions
-from ddpkit.training.batch_sizes import BatchSizes, batch_sizes, count_epochs
+from ddpkit.run_opts import RunOptions, option_attributes
+from ddpkit.training.batch_sizes import BatchSizes, RunLength, batch_sizes, count_epochs
 from ddpkit.training.compilation import compile_modules, require_module_keys
-from ddpkit.training.loop import Progress
-from ddpkit.training.lr_scaling import LrScaling, require_reference
-from ddpkit.training.stages import length_of, run_evaluation, run_training
-from ddpkit.training.strategy import make_strategy, modules_on_device, take_device, unwrap
+from ddpkit.training.gathering import gather_results
+from ddpkit.training.loop import Progress, one_number, sum_and_count
+from ddpkit.training.lr_scaling import LrScaling, require_reference, scale_learning_rates
+from ddpkit.training.stage_batches import length_of
+from ddpkit.training.strategy import NOTHING, make_strategy, modules_on_device, take_device, unwrap
+from ddpkit.training.train_step import Recipe
 from ddpkit.types import FitResult, Stage
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Mapping
+    from contextlib import AbstractContextManager
+    from pathlib import Path
+
+    from ddpkit.config.options import OptionTypes as _Typed
+    from ddpkit.ema import WeightAverage
+else:
+    _Typed = object
 
 logger = get_logger(__name__)
 
 
-class Brain(Results):
+def _of(part: str, name: str, doc: str) -> Any:
+    """Make a property that reads and writes an attribute of a part of the run."""
+
+    def read(self: Brain) -> Any:
+        return getattr(getattr(self, part), name)
+
+    def write(self: Brain, value: Any) -> None:
+        setattr(getattr(self, part), name, value)
+
+    return property(read, write, doc=doc)
+
+
+@register_checkpoint_hooks
+@option_attributes
+class Brain(_Typed):
     """The training loop of a recipe: subclass it, say what a batch computes, call :meth:`fit` and :meth:`evaluate`.
 
     In the order of a run::
@@ -52,9 +75,7 @@ class Brain(Results):
                    on_stage_end(TEST)
         predict:   make_dataloader (TEST), on_evaluate_start, predict_batch for every batch
 
-    Every hook is called on every rank. What a recipe may override for one batch is in :mod:`ddpkit.run.hooks`,
-    ``make_dataloader`` in :mod:`ddpkit.run.loaders`, ``gather`` and ``predict`` in :mod:`ddpkit.run.results`. How the
-    ranks are compared before either begins is in :mod:`ddpkit.run.beginning`.
+    Every hook is called on every rank. What a recipe does not override is done by the parts of :mod:`ddpkit.run`.
 
     Args:
         modules: name -> ``torch.nn.Module``; each is moved to the device, and wrapped when training starts.
@@ -80,6 +101,9 @@ class Brain(Results):
         total_steps: optimizer steps of this call of :meth:`fit`, from the first epoch that its counter counts, those
             before a restart included; at most ``optimizer_step_limit``. None where the epochs, or their steps, are not
             known and there is no limit. Fewer are made where steps are skipped or a counter stops early.
+        train_sampler: what deals the training batches out, once a training loader has been made.
+        lr_scale: what ``lr_scaling`` multiplies learning rates by, for those that a recipe sets itself; known once
+            ``fit`` has begun.
         nonfinite_count: steps of this epoch that were skipped because a gradient was not finite.
         avg_train_loss: mean training loss of the epoch so far, over all ranks, about a second old.
         ema: the average of the weights, a :class:`~ddpkit.ema.WeightAverage`, or None without ``ema_decay``.
@@ -114,56 +138,247 @@ class Brain(Results):
         checkpointer: Any = None,
         scheduler_class: Callable[..., Any] | None = None,
     ) -> None:
-        self.opt_class = opt_class
-        self.scheduler_class = scheduler_class
-        self.checkpointer = checkpointer
-        self.optimizers_dict: dict[str, torch.optim.Optimizer] | None = None
+        self.opt_class, self.scheduler_class = opt_class, scheduler_class
         self.hparams = SimpleNamespace(**(hparams or {}))
-        self.run_opts = RunOptions.from_dictionary(run_opts or {}).resolved(hparams)
-        ddp_init_group(self.run_opts)
+        self.run_opts = options = RunOptions.from_dictionary(run_opts or {}).resolved(hparams)
+        ddp_init_group(options)
         self.rank = get_rank() or 0
-        self._strategy = make_strategy(
-            self.device,
+        device, recipe = str(options.device), self._recipe()
+        strategy = make_strategy(
+            device,
             distributed_launch=is_distributed_initialized(),  # also where the group is the user's own
-            data_parallel=self.data_parallel_backend,
-            find_unused_parameters=self.find_unused_parameters,
-            decides_late=type(self).fit_batch is not Brain.fit_batch,
+            data_parallel=options.data_parallel_backend,
+            find_unused_parameters=options.find_unused_parameters,
+            decides_late=recipe.has_own_fit_batch,
         )
-        take_device(self.device)
-        self.modules = modules_on_device(modules or {}, self.device)
-        self.ema = weight_average(self.modules, self.ema_decay, evaluate=self.evaluate_ema)
-        with usage_errors():
-            numbers = Precision(self.precision, self.eval_precision, self.device)
-            require_module_keys(self.modules, self.run_opts)
-            require_reference(self.run_opts)
-            self._prepare_ending()
-        self.training_ctx, self.evaluation_ctx = numbers.training_ctx, numbers.evaluation_ctx
-        self.scaler = numbers.scaler
+        take_device(device)
+        self.modules = modules_on_device(modules or {}, device)
         self.progress = Progress()
-        self.avg_train_loss = 0.0
+        self.steps_per_epoch: int | None = None
+        self.total_steps: int | None = None
         self.train_sampler: Any = None
-        self.profiler: Any = None
-        self.tot_prof_steps = self.profile_warmup + self.profile_steps if self.profile_training else None
-        self._fitting = self._ready = False
-        if checkpointer is not None:
-            self._register_with(checkpointer)
+        self.tot_prof_steps = options.profile_warmup + options.profile_steps if options.profile_training else None
+        ema = weight_average(self.modules, options.ema_decay, evaluate=options.evaluate_ema)
+        with usage_errors():
+            precision = Precision(options.precision, options.eval_precision, device)
+            require_module_keys(self.modules, options)
+            require_reference(options)
+            self._run = make_run(
+                recipe,
+                options,
+                self.hparams,
+                self.modules,
+                checkpointer,
+                strategy=strategy,
+                precision=precision,
+                progress=self.progress,
+                ema=ema,
+            )
+        self.training_ctx, self.evaluation_ctx = precision.training_ctx, precision.evaluation_ctx
+        self._run.policy.register(self)
         self.print_trainable_parameters()
+
+    @classmethod
+    def _recipe(cls) -> Recipe:
+        return Recipe(
+            cls.__name__,
+            has_own_fit_batch=cls.fit_batch is not Brain.fit_batch,
+            freezes=cls.freeze_optimizers is not Brain.freeze_optimizers,
+        )
+
+    step: int = _of("progress", "step", "Batches of the current stage so far.")
+    optimizer_step: int = _of("progress", "optimizer_step", "Optimizer updates since the run began.")
+    nonfinite_count: int = _of("progress", "nonfinite", "Skipped steps of this epoch.")
+    avg_train_loss: float = _of("progress", "avg_train_loss", "Mean training loss of the epoch so far.")
+
+    @property
+    def checkpointer(self) -> Any:
+        """The checkpointer, or None."""
+        return self._run.policy.checkpointer
+
+    @checkpointer.setter
+    def checkpointer(self, checkpointer: Any) -> None:
+        self._run.policy.checkpointer = checkpointer
+
+    @property
+    def optimizers_dict(self) -> dict[str, torch.optim.Optimizer] | None:
+        """Name -> optimizer, once :meth:`init_optimizers` has run."""
+        return self._run.step.optimizers
+
+    @optimizers_dict.setter
+    def optimizers_dict(self, optimizers: dict[str, torch.optim.Optimizer] | None) -> None:
+        self._run.step.optimizers = optimizers
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer of ``opt_class``, or a recipe's single one."""
+        optimizer = self._run.step.optimizer
+        if optimizer is None:
+            raise AttributeError(
+                f"{type(self).__name__} has no optimizer yet: init_optimizers makes it, when fit begins"
+            )
+        return optimizer
+
+    @optimizer.setter
+    def optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        self._run.step.optimizer = optimizer
+
+    @property
+    def scaler(self) -> torch.amp.GradScaler:
+        """The scaler of fp16 gradients; disabled with another precision."""
+        return self._run.step.scaler
+
+    @scaler.setter
+    def scaler(self, scaler: torch.amp.GradScaler) -> None:
+        self._run.step.scaler = scaler
+
+    @property
+    def ema(self) -> WeightAverage | None:
+        """The average of the weights, or None without ``ema_decay``."""
+        return self._run.step.ema
+
+    @property
+    def profiler(self) -> Any:
+        """Of this call of ``fit``, with ``profile_training``; else None."""
+        return self._run.stages.profiler
+
+    @property
+    def lr_scale(self) -> float:
+        """What ``lr_scaling`` multiplies learning rates by: for those that a recipe sets itself."""
+        return self._run.lr_scaling.factor
 
     @property
     def raw_modules(self) -> nn.ModuleDict:
         """The modules without any wrapper."""
         return nn.ModuleDict({name: unwrap(module) for name, module in self.modules.items()})
 
+    # ------------------------------------------------------------------ hooks of a recipe
+
+    def compute_forward(self, batch: Any, stage: Stage) -> Any:
+        """Compute predictions from a batch. Must be overridden; may return anything.
+
+        Args:
+            batch: as the loader yields it; move it to ``self.device``.
+            stage: TRAIN, VALID or TEST.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define compute_forward(self, batch, stage)")
+
+    def compute_objectives(self, predictions: Any, batch: Any, stage: Stage) -> Any:
+        """Compute the loss. Must be overridden.
+
+        Args:
+            predictions: what :meth:`compute_forward` returned.
+            batch: as the loader yields it.
+            stage: TRAIN, VALID or TEST.
+
+        Returns:
+            The mean over the batch's samples, shape ``()``. Or ``(loss_sum, count)``, where the loss is a mean over
+            something else, such as tokens or frames: a sum of shape ``()``, and how many it is over (a number, or a
+            tensor of shape ``()``; 0 where a batch has none). All that an optimizer step counts then weighs the same.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__} must define compute_objectives(self, predictions, batch, stage)"
+        )
+
+    def on_stage_start(self, stage: Stage, epoch: int | None = None) -> None:
+        """Called before a stage, on all ranks; ``epoch`` is None for TEST."""
+
+    def on_stage_end(self, stage: Stage, stage_loss: float, epoch: int | None = None) -> None:
+        """Called after a stage, on all ranks, with the mean loss over all ranks' samples."""
+
+    def on_fit_batch_start(self, batch: Any, should_step: bool) -> None:
+        """Called before the forward pass of every training batch."""
+
+    def on_fit_batch_end(self, batch: Any, outputs: Any, loss: torch.Tensor, should_step: bool) -> None:
+        """Called after every training batch, and after the step where there is one; ``loss`` is still attached."""
+
+    def freeze_optimizers(self, optimizers: dict[str, torch.optim.Optimizer]) -> dict[str, torch.optim.Optimizer]:
+        """Return those of the optimizers that shall step now; all by default."""
+        return optimizers
+
+    def fit_batch(self, batch: Any) -> Any:
+        """Train on one micro-batch: forward, loss, backward, and a step at the end of its window.
+
+        Args:
+            batch: as the loader yields it.
+
+        Returns:
+            The mean loss of the batch, detached, shape ``()``; on its device, so that nobody waits for it. Where
+            :meth:`compute_objectives` returns ``(loss_sum, count)``, these two.
+        """
+        step, should_step = self._run.step, self.should_step
+        self.on_fit_batch_start(batch, should_step)
+        with self.no_sync(not should_step):
+            with self.training_ctx:
+                outputs = self.compute_forward(batch, Stage.TRAIN)
+                loss = self.compute_objectives(outputs, batch, Stage.TRAIN)
+            step.backward(loss)
+        if should_step:
+            self.optimizers_step()
+        result, loss = step.take_result(loss)
+        self.on_fit_batch_end(batch, outputs, loss, should_step)
+        return result
+
+    def evaluate_batch(self, batch: Any, stage: Stage) -> Any:
+        """Evaluate one batch; called without gradients.
+
+        Args:
+            batch: as the loader yields it.
+            stage: VALID or TEST.
+
+        Returns:
+            The mean loss of the batch, shape ``()``; or ``(loss_sum, count)``.
+        """
+        with self.evaluation_ctx:
+            outputs = self.compute_forward(batch, stage)
+            loss = self.compute_objectives(outputs, batch, stage)
+        name = type(self).__name__
+        return sum_and_count(loss, name) if loss.__class__ is tuple else one_number(loss, name)
+
+    def predict_batch(self, batch: Any) -> Any:
+        """Compute the outputs of a batch for :meth:`predict`; called without gradients. Override it at will.
+
+        Args:
+            batch: as the loader yields it.
+
+        Returns:
+            Outputs with one row per sample of the batch: a tensor or an array with that first dimension, a list of
+            that length, or a tuple or a dict of such.
+        """
+        return self.compute_forward(batch, Stage.TEST)
+
+    def init_optimizers(self) -> None:
+        """Make the optimizer and its scheduler.
+
+        Override it for several: fill ``optimizers_dict`` and tell the checkpointer. ``self.steps_per_epoch`` and
+        ``self.total_steps`` are known here. The Brain steps the scheduler that ``scheduler_class`` makes; those that a
+        recipe makes here it steps itself.
+
+        Raises:
+            ConfigError: ``opt_class`` or ``scheduler_class`` cannot be used.
+        """
+        if self.opt_class is None:
+            logger.info("No opt_class: nothing is optimized unless init_optimizers is overridden.")
+            return
+        step, split_vectors = self._run.step, self.run_opts.remove_vector_weight_decay
+        self.optimizer = optim.make_optimizer(self.opt_class, self.modules, split_vectors=split_vectors)
+        self.optimizers_dict = {"opt_class": self.optimizer}
+        self._run.policy.add("optimizer", self.optimizer)
+        if self.scheduler_class is not None:
+            length, every = self._run.length, self.run_opts.scheduler_every
+            steps = length.total_steps if every == "step" else length.epochs
+            before = step.schedule
+            step.schedule = optim.make_schedule(self.scheduler_class, self.optimizer, every, steps)
+            self._run.policy.add_schedule(step.schedule, before)
+
     def on_fit_start(self) -> None:
         """Compile, wrap, make optimizers, recover the newest checkpoint: once, however often ``fit`` is called."""
-        if self._ready:
+        if self._run.is_prepared:
             return
         self._compile()
         self._wrap_distributed()
         self.init_optimizers()
-        if self.checkpointer is not None:
-            self._before_recovery()
-            self.checkpointer.recover_if_possible()
+        self._run.policy.recover(self.modules)
 
     def on_evaluate_start(self, max_key: str | None = None, min_key: str | None = None) -> None:
         """Recover this run's best checkpoint by a key of its meta, or its newest.
@@ -175,15 +390,114 @@ class Brain(Results):
             max_key: the checkpoint with the highest value of this key.
             min_key: the checkpoint with the lowest.
         """
-        found = None
-        if self.checkpointer is not None:
-            found = self._recover_for_evaluation(max_key, min_key)
-        if found is not None and self.evaluate_ema:
+        found = self._run.policy.recover_for_evaluation(max_key, min_key)
+        if found is not None and self.run_opts.evaluate_ema:
             require_average(found)
         if found is None and self.optimizers_dict is None and self.opt_class is not None:
             logger.warning(
                 "There is no checkpoint to evaluate, and nothing was trained: the weights are the initial ones."
             )
+
+    def make_dataloader(
+        self, dataset: Any, stage: Stage, ckpt_prefix: str | None = "dataloader-", **loader_kwargs: Any
+    ) -> Any:
+        """Make the loader that gives this rank its part of a dataset.
+
+        Args:
+            dataset: map-style or iterable; or, without ``loader_kwargs``, anything else that yields batches.
+            stage: TRAIN is divided over the ranks; VALID and TEST only with ``shard_evaluation``.
+            ckpt_prefix: the loader is saved under this and the stage's name; None: not at all.
+            loader_kwargs: as for ``torch.utils.data.DataLoader`` (``batch_size`` counts per process), and
+                ``looped_nominal_epoch``. On a GPU ``pin_memory`` is on unless it is given: without it, a batch that is
+                moved with ``non_blocking=True`` is waited for.
+        """
+        loader = self._run.loaders.make(dataset, stage, loader_kwargs)
+        if stage is Stage.TRAIN:
+            inner = loader.loader if isinstance(loader, LoopedLoader) else loader
+            self.train_sampler = getattr(inner, "batch_sampler", None)
+        if ckpt_prefix is not None and isinstance(loader, (SaveableDataLoader, LoopedLoader)):
+            self._run.policy.add(ckpt_prefix + stage.name, loader)
+        return loader
+
+    # ------------------------------------------------------------------ for a fit_batch of your own
+
+    @property
+    def should_step(self) -> bool:
+        """Whether the current micro-batch closes its accumulation window, after which the optimizers step.
+
+        For a ``fit_batch`` of your own. The same on every rank, also in the short last window of an epoch and where a
+        stream ends.
+        """
+        return self._run.step.should_step
+
+    def backward(self, loss: Any, *, retain_graph: bool = False) -> None:
+        """Back-propagate a loss of the current micro-batch. For a ``fit_batch`` of your own.
+
+        The loss is weighed against the other micro-batches of its window, on all ranks, and scaled for fp16. The ranks
+        communicate in the micro-batch that closes the window. The gradients of several losses add up.
+
+        Args:
+            loss: the mean over the batch's samples, shape ``()``; or ``(loss_sum, count)``, as
+                :meth:`compute_objectives` returns it, which :meth:`optimizers_step` divides.
+            retain_graph: keep the graph for another loss that shares a part of it.
+
+        Raises:
+            BatchError: the loss is no tensor, no single number, or does not depend on any parameter; or it cannot be
+                added to what was passed before.
+
+        Ranks: collective under DDP where :attr:`should_step` is true; all ranks call it equally often.
+        """
+        self._run.step.backward(loss, retain_graph=retain_graph)
+
+    def no_sync(self, use: bool = True) -> AbstractContextManager[None]:
+        """Return a context in which gradients are accumulated without being averaged over ranks.
+
+        It must be around the forward pass, too. An exception leaves everything as it was before.
+
+        Args:
+            use: False returns a context that does nothing.
+        """
+        return self._run.step.no_sync() if use else NOTHING
+
+    def optimizers_step(self) -> None:
+        """Clip all gradients together, step the optimizers, drop the gradients; or skip, on all ranks alike.
+
+        Raises:
+            NonFiniteLossError: more than ``nonfinite_patience`` steps of this epoch were not finite.
+        """
+        self._run.step.take(self)
+
+    def zero_grad(self, set_to_none: bool = False) -> None:
+        """Zero the gradients of the optimizers that are not frozen, or drop them."""
+        optim.zero_gradients(self._run.step.active(self), set_to_none=set_to_none)
+
+    def check_loss_isfinite(self, loss: torch.Tensor) -> None:
+        """Warn on this rank if a loss is not finite; waits for the device. For recipes that override ``fit_batch``.
+
+        The step itself is skipped on all ranks by :meth:`optimizers_step`, which also counts and gives up.
+        """
+        if not torch.isfinite(loss).all():
+            logger.warning(
+                "The loss of step %d is %s on rank %d.", self.step, loss.tolist(), self.rank, main_process_only=False
+            )
+
+    def check_gradients(self) -> None:
+        """Drop every parameter's gradient that is not finite, with a warning (option ``skip_nonfinite_grads``)."""
+        for name in optim.drop_nonfinite(self.modules):
+            logger.warning("The gradient of %s is not finite and is left out of step %d.", name, self.step)
+
+    def update_average(self, loss: torch.Tensor | float, avg_loss: float) -> float:
+        """Take one loss into a running mean over ``step`` batches; one that is not finite changes nothing.
+
+        Args:
+            loss: of the current batch.
+            avg_loss: mean of the batches before.
+
+        Returns:
+            The new mean.
+        """
+        value = float(loss)
+        return avg_loss + (value - avg_loss) / max(self.step, 1) if math.isfinite(value) else avg_loss
 
     # ------------------------------------------------------------------ whole runs
 
@@ -220,41 +534,34 @@ class Brain(Results):
             ParityError: with the option ``check_parity``, nothing is trained, and a difference was found.
             RunStopped: a signal or the time limit has asked for the end.
         """
-        self._compare_ranks("fit")
-        self._epochs_of_call = count_epochs(epoch_counter, self.run_opts)
-        if self.check_parity is not None:
+        run = self._run
+        run.preflight.compare_ranks("fit", self)
+        run.epochs = count_epochs(epoch_counter, self.run_opts)
+        if self.run_opts.check_parity is not None:
             from ddpkit.parity import check_parity
 
             check_parity(self, train_set, train_loader_kwargs or {})
             return FitResult("check_parity", optimizer_steps=self.optimizer_step)
-        if self.test_only:
+        if self.run_opts.test_only:
             logger.info("test_only is set: fit does nothing.")
             return FitResult("test_only", optimizer_steps=self.optimizer_step)
+        folder, bar = getattr(self.hparams, "output_folder", "results"), self._bar_enabled(progressbar)
         # The notice once more, innermost: the others learn of a failure before anything is brought to safety here.
-        with self._attended("fit"), self._fit_session(), self._saving_session(epoch_counter), failure_notice():
-            self._take_marker_away()
-            if not self._ready:
-                self._keep_global_batch(train_set, train_loader_kwargs or {})
-            self.grad_accumulation_factor = self._accumulate_over(get_world_size())
-            train_set, valid_set = agreement.together(
-                lambda: (
-                    self._loader(train_set, Stage.TRAIN, train_loader_kwargs or {}),
-                    self._loader(valid_set, Stage.VALID, {"ckpt_prefix": None, **(valid_loader_kwargs or {})}),
-                )
-            )
-            sizes = self._require_agreement(train_set, valid_set)
-            with POSITION.at("on_fit_start"), self._choosing_start():
+        with run.guard.guarded("fit"), run.stages.session(folder), run.policy.session(epoch_counter), failure_notice():
+            run.stop.remove_note()
+            train, valid = self._fit_loaders(train_set, valid_set, train_loader_kwargs or {}, valid_loader_kwargs or {})
+            sizes = self._compare_data(train, valid)
+            with POSITION.at("on_fit_start"), run.policy.starting():
                 self.on_fit_start()
-            self._take_up()
-            self._take_flags(self.raw_modules)
+            run.policy.load_deferred()
+            run.policy.run_state.restore_trained_flags(self.raw_modules)
             self._scale_learning_rates()
-            self._start_once(validates=valid_set is not None)
-            if self._is_done_before(train_set):
+            self._check_prepared(validates=valid is not None)
+            if run.policy.is_done_before(train):
                 return self._fit_result("done_before")
-            self._tell_not_taken()
-            self._report_training(sizes, valid_set)
-            reason = self._run_epochs(epoch_counter, train_set, valid_set, self._bar_enabled(progressbar))
-            return self._fit_result(reason)
+            run.policy.warn_unused_entries()
+            run.preflight.report_training(sizes, valid)
+            return self._fit_result(self._run_epochs(epoch_counter, train, valid, bar))
 
     def evaluate(
         self,
@@ -281,20 +588,103 @@ class Brain(Results):
             ConfigError: called inside ``fit`` of the same Brain, where it would recover other weights, unless
                 ``on_evaluate_start`` is overridden.
         """
-        if type(self).on_evaluate_start is Brain.on_evaluate_start:
+        run, own_hook = self._run, type(self).on_evaluate_start is not Brain.on_evaluate_start
+        if not own_hook:
             self._require_no_training("evaluate")
-        self._compare_ranks("evaluate")
-        if self.check_parity is not None:
-            logger.announce("check_parity=%d: nothing was trained, and nothing is evaluated.", self.check_parity)
+        run.preflight.compare_ranks("evaluate", self)
+        world_size = self.run_opts.check_parity
+        if world_size is not None:
+            logger.announce("check_parity=%d: nothing was trained, and nothing is evaluated.", world_size)
             return math.nan
-        with self._attended("evaluate"):
-            loader = agreement.together(
-                lambda: self._loader(test_set, Stage.TEST, {"ckpt_prefix": None, **(test_loader_kwargs or {})})
-            )
-            self._compare_data(test=loader)
+        with run.guard.guarded("evaluate"):
+            loader = agreement.together(lambda: self._loader(test_set, Stage.TEST, test_loader_kwargs or {}, None))
+            run.preflight.compare_data(test=loader)
             self.on_evaluate_start(max_key=max_key, min_key=min_key)
-            self._report_evaluation(loader)
-            return self._evaluation_stage(loader, Stage.TEST, None, self._bar_enabled(progressbar))
+            run.preflight.report_evaluation(loader, type(self).__name__ if own_hook else None)
+            return run.stages.evaluate(self, loader, Stage.TEST, None, enable_bar=self._bar_enabled(progressbar))
+
+    def predict(
+        self,
+        data: Any,
+        max_key: str | None = None,
+        min_key: str | None = None,
+        progressbar: bool | None = None,
+        loader_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
+        """Recover a checkpoint, run the model over a dataset, and return the output for every sample.
+
+        The set is divided over all ranks, whatever ``shard_evaluation`` says. The hooks ``on_stage_start`` and
+        ``on_stage_end`` are not called, since there is no loss; :meth:`predict_batch` is. With ``debug`` only
+        ``debug_batches`` batches are run. Every batch is a step: ``hang_timeout`` is for a single one, and asked to
+        stop, all ranks end within about a second and a batch.
+
+        Args:
+            data: dataset or loader.
+            max_key: take the checkpoint with the highest value of this key.
+            min_key: take the checkpoint with the lowest; without either, the newest.
+            progressbar: None asks the option ``noprogressbar``.
+            loader_kwargs: for :meth:`make_dataloader`; not changed.
+
+        Returns:
+            One output per sample, in dataset order, on every rank, with tensors on the CPU. With ``batch_size=None``,
+            where the dataset makes whole batches, one output per item. Of a stream, in the order of :meth:`gather`.
+
+        Raises:
+            BatchError: the output of a batch cannot be divided into those of its samples.
+            ConfigError: called inside ``fit`` of a Brain with a checkpointer, where it would recover other weights.
+            RunStopped: a signal or the time limit has asked for the end.
+
+        Ranks: collective.
+        """
+        run = self._run
+        with run.guard.guarded("predict"), run.loaders.dividing_evaluation():
+            self._require_no_training("predict")
+            loader = agreement.together(lambda: self._loader(data, Stage.TEST, loader_kwargs or {}, None))
+            run.preflight.compare_data(predict=loader)
+            self.on_evaluate_start(max_key=max_key, min_key=min_key)
+            bar = self._bar_enabled(progressbar)
+            return run.stages.predict(self, loader, self.evaluation_ctx, enable_bar=bar)
+
+    def gather(self, results: Any) -> Any:
+        """Give every rank the results of the last stage, every sample's once, in dataset order.
+
+        A recipe collects what it computes for each sample, batch by batch, on its rank, and gathers it in
+        ``on_stage_end`` or after :meth:`~ddpkit.brain.Brain.evaluate`. The order is that of the indices in the
+        dataset, whatever order a sampler or shuffling has given them, and so does not depend on the number of ranks.
+
+        A sample that a sampler has drawn twice comes twice, in the order in which the batches came. Where the
+        sampler's indices are no numbers, results come in the order of the batches. A stream's come in its own order
+        where it is dealt out by counting, and else (shards, a stream that divides itself, a loader of which only the
+        batches are known) rank by rank; nobody can check that they are complete. After a resume in the middle of an
+        epoch they are those of the batches since.
+        A sample repeated to keep step, which counts nothing in training, is left out; the recipe may have done so
+        itself.
+
+        Args:
+            results: one entry per sample this rank has seen, in the order it saw them: a list of anything that
+                pickles (strings, dicts, tensors of any length), or a tensor or an array with that first dimension. Or
+                one entry per batch: a list of tensors, arrays or lists with as many rows as their batch has samples;
+                where both fit, the entries are taken for samples (with one sample per batch on every rank). Or a dict
+                or a tuple of such.
+
+        Returns:
+            The same form, one entry per sample of all ranks, tensors on the CPU. What was one tensor on every rank is
+            one tensor, or a list if the other dimensions differ.
+
+        Raises:
+            ConfigError: the stage still runs, the results are no such thing, or nobody knows what was seen.
+            DataError: not one entry per sample. On every rank.
+            LaunchError: in main-only code, where the other ranks' part would be missing.
+
+        Ranks: collective where the stage's data was divided (training; evaluation with ``shard_evaluation``), else
+        local. Call it on every rank. Every rank then holds the results of all.
+        """
+        if self.progress.seen is None:
+            raise ConfigError(
+                "gather was called before any stage has run: there are no samples that the results could belong to. "
+                "Call it in on_stage_end, or after fit or evaluate."
+            )
+        return gather_results(self.progress.seen, results)
 
     def print_trainable_parameters(self) -> None:
         """Log how many parameters there are, and how many of them are trained."""
@@ -306,120 +696,150 @@ class Brain(Results):
             format_order_of_magnitude(trained),
             format_order_of_magnitude(total),
             self.device,
-            self._strategy.name,
+            self._run.strategy.name,
             get_world_size(),
         )
 
-    # ------------------------------------------------------------------ wiring
+    # ------------------------------------------------------------------ the steps of fit
 
-    def _require_agreement(self, train_set: Any, valid_set: Any) -> BatchSizes:
-        self._compare_data(train=train_set, valid=valid_set)
-        length, world_size = length_of(train_set), get_world_size()
-        agreement.check_train_data(train_set, length)
-        self._take_length(length, self.grad_accumulation_factor)
-        sizes = batch_sizes(train_set, length, self.grad_accumulation_factor, world_size)
-        self._pace = Pace.of(sizes, train_set)
-        self._lr_scaling = LrScaling.of(self.run_opts, train_set, world_size)
+    def _fit_loaders(
+        self, train_set: Any, valid_set: Any, train_kwargs: Mapping[str, Any], valid_kwargs: Mapping[str, Any]
+    ) -> tuple[Any, Any]:
+        """Make the loaders, once it is known how many batches an optimizer step takes."""
+        run = self._run
+        if not run.is_prepared:
+            is_looped = isinstance(train_set, LoopedLoader) or train_kwargs.get("looped_nominal_epoch") is not None
+            run.policy.keep_global_batch(is_looped=is_looped)
+        self.run_opts.grad_accumulation_factor = run.loaders.micro_batches(get_world_size())
+        return agreement.together(
+            lambda: (
+                self._loader(train_set, Stage.TRAIN, train_kwargs),
+                self._loader(valid_set, Stage.VALID, valid_kwargs, None),
+            )
+        )
+
+    def _loader(
+        self, data: Any, stage: Stage, loader_kwargs: Mapping[str, Any], ckpt_prefix: str | None = "dataloader-"
+    ) -> Any:
+        kwargs = loader_kwargs if ckpt_prefix is not None else {"ckpt_prefix": None, **loader_kwargs}
+        loader = self._run.loaders.adapt(data, stage, kwargs, self.make_dataloader)
+        if stage is Stage.TRAIN and isinstance(data, LoopedLoader):
+            self._run.policy.add("dataloader-TRAIN", data)
+        return loader
+
+    def _compare_data(self, train: Any, valid: Any) -> BatchSizes:
+        """Compare the data of the ranks, and work out what follows from its length."""
+        run, options, world_size = self._run, self.run_opts, get_world_size()
+        run.preflight.compare_data(train=train, valid=valid)
+        length, factor = length_of(train), options.grad_accumulation_factor
+        agreement.check_train_data(train, length)
+        self._take_length(length, factor)
+        sizes = batch_sizes(train, length, factor, world_size)
+        run.policy.run_state.pace = Pace.of(sizes, train)
+        run.lr_scaling = LrScaling.of(options, train, world_size)
         return sizes
 
-    def _start_once(self, *, validates: bool) -> None:
-        """Check what ``on_fit_start`` has made; after its first call, compare optimizers."""
-        self._require_schedule(validates=validates)
-        if self._ready:
-            return
-        self._ready = True
-        agreement.require_agreement(agreement.optimizer_facts(self.optimizers_dict or {}))
+    def _take_length(self, length: int | None, factor: int) -> None:
+        """Work out how long this call of ``fit`` trains, before optimizers and schedules are made.
+
+        Args:
+            length: batches of the training loader; None where that is not known.
+            factor: batches per optimizer step.
+        """
+        found = self._run.length = RunLength.of(length, factor, self._run.epochs, self.run_opts)
+        self.steps_per_epoch, self.total_steps = found.steps_per_epoch, found.total_steps
 
     def _compile(self) -> None:
         compile_modules(self.modules, self.run_opts)
 
     def _wrap_distributed(self) -> None:
-        self._strategy.wrap(self.modules)
+        self._run.strategy.wrap(self.modules)
 
-    def _bar_enabled(self, progressbar: bool | None) -> bool:
-        return not self.noprogressbar if progressbar is None else progressbar
+    def _scale_learning_rates(self) -> None:
+        step = self._run.step
+        own = {"optimizer": step.optimizer, **vars(self)}
+        made = {"schedule": getattr(step.schedule, "scheduler", None)}
+        recoverables = getattr(self.checkpointer, "recoverables", {})
+        holders = [vars(self.hparams), recoverables, made]
+        scale_learning_rates(self._run.lr_scaling, step.optimizers or {}, own, holders)
 
-    def _run_epochs(self, epoch_counter: Iterable[int], train_set: Any, valid_set: Any, enable: bool) -> str:
+    def _check_prepared(self, *, validates: bool) -> None:
+        """Check what ``on_fit_start`` has made; after its first call, compare optimizers."""
+        schedule = self._run.step.schedule
+        if self.scheduler_class is not None and schedule is None:
+            raise ConfigError(
+                f"scheduler_class was given, and nothing has made a schedule of it: {type(self).__name__} overrides "
+                "init_optimizers or gives no opt_class. Call super().init_optimizers() there, or make the scheduler "
+                "there yourself, with self.total_steps, and leave scheduler_class out."
+            )
+        if schedule is not None and schedule.follows_loss and not validates:
+            raise ConfigError(
+                "ReduceLROnPlateau follows the valid loss, and fit was given no valid_set. Give one, or use another "
+                "scheduler."
+            )
+        if not self._run.is_prepared:
+            self._run.is_prepared = True
+            agreement.require_agreement(agreement.optimizer_facts(self.optimizers_dict or {}))
+
+    def _run_epochs(self, epoch_counter: Iterable[int], train: Any, valid: Any, enable: bool) -> str:
         """Train and validate in every epoch; return why it ends, a ``FitResult.reason``."""
-        if self._step_limit_reached() and not self.step:
-            logger.info("optimizer_step_limit=%s has been reached before: fit is done.", self.optimizer_step_limit)
+        if self._is_step_limit_reached() and not self.step:
+            logger.info(
+                "optimizer_step_limit=%s has been reached before: fit is done.", self.run_opts.optimizer_step_limit
+            )
             return "optimizer_step_limit"
         for epoch in epoch_counter:
-            self._fit_train(train_set, epoch, enable)
-            self._fit_valid(valid_set, epoch, enable)
-            self._end_epoch()
-            if self.debug and 0 < self.debug_epochs <= epoch:
+            self._fit_train(train, epoch, enable)
+            self._fit_valid(valid, epoch, enable)
+            self.progress.end_epoch()
+            if self.run_opts.debug and 0 < self.run_opts.debug_epochs <= epoch:
                 return "debug"
-            if self._step_limit_reached():
+            if self._is_step_limit_reached():
                 return "optimizer_step_limit"
         if self.optimizer_step and not self.progress.epochs:
             return "done_before"
         return "early_stop" if getattr(epoch_counter, "should_stop", False) is True else "epochs"
 
-    def _step_limit_reached(self) -> bool:
-        limit = self.optimizer_step_limit
+    def _is_step_limit_reached(self) -> bool:
+        limit = self.run_opts.optimizer_step_limit
         return limit is not None and self.optimizer_step >= limit
 
     def _fit_train(self, train_set: Any, epoch: int, enable: bool) -> None:
-        self._begin_epoch(epoch)
-        self.on_stage_start(Stage.TRAIN, epoch)
-        self._strategy.follow(self.modules)
-        if self.ema is not None:
-            self.ema.follow()
-        self.modules.train()
-        self.zero_grad()
-        if not self.step:
-            self.nonfinite_count = 0
-        self.avg_train_loss = self.progress.train_loss = run_training(self, train_set, epoch, enable_bar=enable)
-        self.zero_grad(set_to_none=True)
-        if self._schedule is not None:
-            self._schedule.after_stage(Stage.TRAIN, self.avg_train_loss, self.optimizer_step)
-        with self._no_failure_saved():
-            self.on_stage_end(Stage.TRAIN, self.avg_train_loss, epoch)
-        self.avg_train_loss = 0.0
-        self.step = 0
-        self.progress.meter = LossMeter()
+        self._run.stages.train(self, train_set, epoch, enable_bar=enable)
 
     def _fit_valid(self, valid_set: Any, epoch: int, enable: bool) -> None:
         if valid_set is not None:
-            self._evaluation_stage(valid_set, Stage.VALID, epoch, enable)
+            self._run.stages.evaluate(self, valid_set, Stage.VALID, epoch, enable_bar=enable)
 
-    def _evaluation_stage(self, loader: Any, stage: Stage, epoch: int | None, enable: bool) -> float:
-        self.on_stage_start(stage, epoch)
-        self.modules.eval()
-        self.step = 0
-        try:
-            with self._evaluated_weights(stage):
-                loss = run_evaluation(self, loader, stage, epoch, enable_bar=enable)
-        except RunStopped as stopped:
-            self._stop_in_evaluation(stopped)
-            raise
-        if stage is Stage.VALID:
-            self.step, self.progress.valid_loss = 0, loss
-            if self._schedule is not None:
-                self._schedule.after_stage(stage, loss, self.optimizer_step)
-        with torch.no_grad(), self._no_failure_saved():
-            self.on_stage_end(stage, loss, epoch)
-        self.step = 0
-        self.progress.meter = LossMeter()
-        return loss
+    def _fit_result(self, reason: str) -> FitResult:
+        progress = self.progress
+        newest, best = self._run.policy.newest_and_best()
+        return FitResult(
+            reason,
+            epochs=progress.epochs,
+            optimizer_steps=progress.optimizer_step,
+            train_loss=progress.train_loss,
+            valid_loss=progress.valid_loss,
+            best_checkpoint=best,
+            newest_checkpoint=newest,
+        )
 
-    @contextlib.contextmanager
-    def _fit_session(self) -> Iterator[None]:
-        """Mark the time in which a recovered checkpoint sets the loop's position; run the profiler if asked."""
-        self._fitting = True
-        self.progress.restart()
-        try:
-            if self.profile_training:
-                folder = getattr(self.hparams, "output_folder", "results")
-                self.profiler = prepare_profiler(self.profile_warmup, self.profile_steps, folder)
-            with self.profiler or contextlib.nullcontext():
-                yield
-            if self.profiler is not None and self.profiler.step_num < self.profile_warmup:
-                logger.warning(
-                    "profile_training: training ended in the profiler's warm-up, so nothing was recorded. Train for "
-                    "longer than --profile_warmup=%d batches, or give fewer.", self.profile_warmup,
-                )  # fmt: skip
-        finally:
-            self._fitting = False
-            self.profiler = None
+    def _require_no_training(self, call: str) -> None:
+        """Refuse what recovers a checkpoint where that would replace the weights, and the place, of a training."""
+        if self.progress.is_fitting and self.checkpointer is not None:
+            raise ConfigError(
+                f"{call} was called inside fit: it recovers a checkpoint, which would replace the weights that are "
+                "being trained, and the place in the training. Call it after fit; what is to be known of every epoch "
+                "comes from a valid_set."
+            )
+
+    def _bar_enabled(self, progressbar: bool | None) -> bool:
+        return not self.run_opts.noprogressbar if progressbar is None else progressbar
+
+    @mark_as_saver
+    def _save(self, path: Path) -> None:
+        self._run.policy.run_state.save(path)
+
+    @mark_as_loader
+    def _recover(self, path: Path, end_of_epoch: bool) -> None:
+        self._run.policy.load_run_state(path, end_of_epoch=end_of_epoch)

@@ -113,7 +113,7 @@ class WeightAverage:
     def update(self) -> None:
         """Take the weights into the average; the first time, copy them. Waits for no device and for no rank.
 
-        The Brain calls it after every step that :meth:`~ddpkit.run.hooks.Hooks.optimizers_step` really made. A recipe
+        The Brain calls it after every step that :meth:`~ddpkit.brain.Brain.optimizers_step` really made. A recipe
         that steps its optimizers itself calls it after each step.
 
         Raises:

@@ -7,8 +7,8 @@ until somebody reads them.
 
 ``compute()`` adds up over the ranks where that is right, and only there: after training, and after an evaluation
 whose set was divided (``--shard_evaluation``). In an evaluation that is not divided every rank has seen every sample,
-and adding up would count each as often as there are ranks. :mod:`ddpkit.training.stages` says which it is, alike on all
-ranks, with :func:`begin_stage`.
+and adding up would count each as often as there are ranks. :mod:`ddpkit.run.stage_runner` says which it is, alike on
+all ranks, with :func:`begin_stage`.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from ddpkit.config.command_line import CommandLine, read_command_line
 from ddpkit.config.options import IN_RUN_OPTS, IN_YAML, OPTION_BY_NAME, OPTIONS, PARSER_ONLY, Option, OptionTypes
@@ -23,9 +23,11 @@ from ddpkit.launch.spawning import run_script
 from ddpkit.launch.variables import PARITY, LaunchInfo
 from ddpkit.logger import get_logger
 
-__all__ = ["OPTIONS", "OptionAttributes", "RunOptions", "parse_arguments"]
+__all__ = ["OPTIONS", "RunOptions", "option_attributes", "parse_arguments"]
 
 logger = get_logger(__name__)
+
+T = TypeVar("T")
 
 _OWN_ATTRIBUTES = frozenset({"_values", "overridden_args"})
 _FOUND_OUT = ("device", "distributed_backend")  # None means: find it out, and so counts as not given
@@ -234,31 +236,36 @@ class RunOptions(OptionTypes, MutableMapping[str, Any]):
         return twin
 
 
-class OptionAttributes(OptionTypes):
-    """Gives a class one property per option that reads and writes ``self.run_opts``.
+def option_attributes(owner: type[T]) -> type[T]:
+    """Give a class one property per option, which reads and writes ``self.run_opts``.
 
-    Attributes:
-        run_opts: where the values live; the class that inherits sets it.
+    Args:
+        owner: a class whose objects have ``run_opts``.
+
+    Returns:
+        The class.
 
     Ranks: local.
 
     Example:
-        >>> class Host(OptionAttributes):
+        >>> @option_attributes
+        ... class Host:
         ...     run_opts = RunOptions()
         >>> host = Host()
         >>> host.max_grad_norm = 3
         >>> host.run_opts["max_grad_norm"], host.run_opts.overridden_args
         (3.0, {'max_grad_norm'})
     """
-
-    run_opts: RunOptions
+    for name, option in _STORED.items():
+        setattr(owner, name, _option_property(option))
+    return owner
 
 
 def _option_property(option: Option) -> property:
-    def read(self: OptionAttributes) -> Any:
+    def read(self: Any) -> Any:
         return self.run_opts[option.name]
 
-    def write(self: OptionAttributes, value: Any) -> None:
+    def write(self: Any, value: Any) -> None:
         self.run_opts[option.name] = value
 
     return property(read, write, doc=f"Run option: {option.help}.")
@@ -269,8 +276,7 @@ def _fast_property(name: str) -> property:
     return property(lambda self: self._values[name], doc=f"Run option: {_STORED[name].help}.")
 
 
-for _name, _option in _STORED.items():
-    setattr(OptionAttributes, _name, _option_property(_option))
+for _name in _STORED:
     setattr(RunOptions, _name, _fast_property(_name))
 
 

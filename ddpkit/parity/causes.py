@@ -38,7 +38,6 @@ from ddpkit.parity.report import (
 )
 from ddpkit.parity.side import Share, Side, batches_of
 from ddpkit.precision import TorchAutocast
-from ddpkit.run.hooks import Hooks
 
 #: Numbers of one parameter's gradient that are looked at when weights are fitted.
 SAMPLED = 4096
@@ -88,7 +87,7 @@ class _Diagnosis:
         self.is_joined: bool = records[0]["joins"]
         self.factor: int = records[0]["factor"] * (1 if self.is_joined else len(records))
         self.steps = [_Step(records, place, is_joined=self.is_joined) for place in range(len(records[0]["steps"]))]
-        self.own_fit_batch = type(self.brain).fit_batch is not Hooks.fit_batch
+        self.own_fit_batch = self.brain._run.recipe.has_own_fit_batch
         self.causes: list[ParityCause] = []
 
     def report(self) -> ParityReport:

@@ -30,7 +30,7 @@ from ddpkit.parity.causes import diagnose
 from ddpkit.parity.report import ParityReport
 from ddpkit.parity.side import Side, epoch_length, joins, require_samples, share_of
 from ddpkit.seed import RngState
-from ddpkit.training.stages import counts_of, length_of
+from ddpkit.training.stage_batches import counts_of, length_of
 from ddpkit.training.strategy import refuse_shared_parameters
 from ddpkit.types import Stage
 
@@ -67,7 +67,7 @@ def check_parity(brain: Any, train_set: Any, loader_kwargs: Mapping[str, Any]) -
     elif call == int(Path(target).name):
         start = torch.load(Path(target, "start.pt"), map_location="cpu", weights_only=True)
         brain.checkpointer, brain.hang_timeout = None, start["seconds"]
-        with brain._attended("fit"):
+        with brain._run.guard.guarded("fit"):
             torch.save(record(brain, train_set, loader_kwargs, start), Path(target, f"rank{get_rank()}.pt"))
         raise SystemExit(0)
 
@@ -109,8 +109,9 @@ def record(brain: Any, train_set: Any, loader_kwargs: Mapping[str, Any], start: 
 
     Ranks: collective.
     """
-    factor = brain._accumulate_over(get_world_size())
-    brain._strategy.find_unused_parameters = brain._strategy.find_unused_parameters or start["leaves_out"]
+    factor = brain._run.loaders.micro_batches(get_world_size())
+    strategy = brain._run.strategy
+    strategy.find_unused_parameters = strategy.find_unused_parameters or start["leaves_out"]
     loader = _begin(brain, train_set, loader_kwargs, factor)
     brain.raw_modules.load_state_dict(start["modules"])
     brain.progress.optimizer_step = start["optimizer_step"]
@@ -143,7 +144,7 @@ def one_process(brain: Any, train_set: Any, loader_kwargs: Mapping[str, Any]) ->
     Ranks: local; one process.
     """
     refuse_shared_parameters(brain.modules)
-    factor = brain._accumulate_over(1)
+    factor = brain._run.loaders.micro_batches(1)
     loader = _begin(brain, train_set, loader_kwargs, factor)
     require_samples(loader)
     state = {name: value.detach().cpu().clone() for name, value in brain.raw_modules.state_dict().items()}
@@ -171,7 +172,7 @@ def _check(brain: Any, train_set: Any, loader_kwargs: Mapping[str, Any], call: i
     _require_script()
     with contextlib.ExitStack() as stack:
         stack.enter_context(_unchanged(brain))
-        stack.enter_context(brain._fit_session())
+        stack.enter_context(brain._run.stages.session("results"))
         side, start = stack.enter_context(one_process(brain, train_set, loader_kwargs))
         target = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ddpkit-parity-")), str(call))
         target.mkdir()

@@ -156,7 +156,9 @@ class Side:
                 progress.step += 1
                 with contextlib.nullcontext() if progress.window.count else _repeated():
                     brain.fit_batch(batch)
-            brain._flush_window()
+            if brain._run.step.prepare_flush(brain):
+                brain.optimizers_step()
+            progress.window.stepped()
         if not self._kept:
             raise ConfigError(
                 f"{type(brain).__name__}.fit_batch made no optimizer step in a window of {len(share.batches)} "
@@ -215,9 +217,9 @@ class Side:
         """Do what ``optimizers_step`` does, but for the step itself and what follows it."""
         brain = self.brain
         self.has_counts = self.has_counts or brain.progress.window.counted is not None
-        multiplier = brain._multiplier()
-        optimizers = brain._taking_part()
-        brain._strategy.finish_gradients()
+        step = brain._run.step
+        multiplier, optimizers = step.take_multiplier(), step.participants(brain)
+        step.strategy.finish_gradients()
         self._keep(optimizers, multiplier)
         optim.zero_gradients(optimizers, set_to_none=True)
         brain.progress.close_window()

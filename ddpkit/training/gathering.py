@@ -268,7 +268,7 @@ def gather_results(seen: Seen, results: Any) -> Any:
 
     Args:
         seen: the stage.
-        results: as for :meth:`ddpkit.run.results.Results.gather`.
+        results: as for :meth:`ddpkit.brain.Brain.gather`.
 
     Returns:
         Of the form of ``results``, with the entries of all ranks.

@@ -46,6 +46,8 @@ class Progress:
         closed: batches of the current or last training stage up to the last update.
         trained: losses of the training stage of this epoch on this rank; None before it.
         sums: sum of those over all ranks, what it counts, and the samples; None until that stage is over.
+        avg_train_loss: mean training loss of the epoch so far, over all ranks, about a second old.
+        is_fitting: whether a call of ``fit`` runs: then a recovered checkpoint sets the position.
         nonfinite: steps skipped in the current epoch because a gradient was not finite.
         clipped: updates of the current epoch whose gradients were scaled down to ``max_grad_norm``; equal on all ranks.
         has_told_clipping: whether a line has said that gradients are clipped.
@@ -71,6 +73,8 @@ class Progress:
     optimizer_step: int = 0
     began_at: int = 0
     closed: int = 0
+    avg_train_loss: float = 0.0
+    is_fitting: bool = False
     nonfinite: int = 0
     clipped: int = 0
     has_told_clipping: bool = False
@@ -92,6 +96,11 @@ class Progress:
         self.closed, self.trained, self.sums, self.loader = 0, None, None, None
         self.result, self.result_at = None, 0
         self.epochs, self.train_loss, self.valid_loss = 0, None, None
+
+    def end_epoch(self) -> None:
+        """Note that an epoch is over, its evaluation and its checkpoint too."""
+        self.trained, self.closed = None, 0
+        self.epochs += 1
 
     @property
     def is_in_pass(self) -> bool:
@@ -179,7 +188,7 @@ def train_epoch(
         >>> train_epoch.__name__
         'train_epoch'
     """
-    progress = host.progress
+    progress, name = host.progress, type(host).__name__
     window, meter = progress.window, progress.meter
     beat.start(progress.step)
     if progress.optimizer_step >= stop_at:
@@ -188,10 +197,10 @@ def train_epoch(
         progress.step += 1
         loss = host.fit_batch(batch) if window.count else _fit_repeated(host, batch)
         if loss.__class__ is tuple:
-            loss_sum, count = sum_and_count(loss, host, "fit_batch")
+            loss_sum, count = sum_and_count(loss, name, "fit_batch")
             meter.append_sum(loss_sum, count if window.count else 0.0)
         else:
-            meter.append(one_number(loss, host, "fit_batch"), window.weight)
+            meter.append(one_number(loss, name, "fit_batch"), window.weight)
         meter.samples += window.count
         if not window.closes:
             continue
@@ -238,7 +247,7 @@ def evaluate_epoch(
         >>> evaluate_epoch.__name__
         'evaluate_epoch'
     """
-    progress = host.progress
+    progress, name = host.progress, type(host).__name__
     meter = progress.meter
     beat.start(progress.step)
     with torch.no_grad():
@@ -247,9 +256,9 @@ def evaluate_epoch(
             progress.step += 1
             loss, samples = host.evaluate_batch(batch, stage), count(number, batch)
             if loss.__class__ is tuple:
-                meter.append_sum(*sum_and_count(loss, host, "evaluate_batch"))
+                meter.append_sum(*sum_and_count(loss, name, "evaluate_batch"))
             else:
-                meter.append(one_number(loss, host, "evaluate_batch"), samples)
+                meter.append(one_number(loss, name, "evaluate_batch"), samples)
             meter.samples += samples
             if progress.step >= beat.due:
                 loss_sum, total, _ = meter.sums()
@@ -266,16 +275,14 @@ PARTS = (
 )
 
 
-def backward(
-    loss: Any, scale: float, scaler: torch.amp.GradScaler, host: object, *, retain_graph: bool = False
-) -> None:
+def backward(loss: Any, scale: float, scaler: torch.amp.GradScaler, name: str, *, retain_graph: bool = False) -> None:
     """Back-propagate a weighted loss; if that cannot be done, say what is wrong with the loss.
 
     Args:
         loss: mean over the micro-batch, shape ``()``.
         scale: its weight in the window.
         scaler: multiplies it further when it is enabled.
-        host: whose ``compute_objectives`` made it, for the message.
+        name: of the recipe's class, for the message.
         retain_graph: keep the graph for another backward pass.
 
     Raises:
@@ -286,7 +293,7 @@ def backward(
 
     Example:
         >>> weight = torch.ones(1, requires_grad=True)
-        >>> backward(weight.sum(), 0.5, torch.amp.GradScaler(enabled=False), None); weight.grad
+        >>> backward(weight.sum(), 0.5, torch.amp.GradScaler(enabled=False), "Line"); weight.grad
         tensor([0.5000])
     """
     try:
@@ -294,19 +301,19 @@ def backward(
         (scaler.scale(scaled) if scaler.is_enabled() else scaled).backward(retain_graph=retain_graph)
     except (AttributeError, TypeError, ValueError, RuntimeError) as error:
         if "mark a variable ready only once" in str(error):
-            raise BatchError(PARTS.format(type(host).__name__, str(error).partition(".")[0])) from error
+            raise BatchError(PARTS.format(name, str(error).partition(".")[0])) from error
         problem = loss_problem(loss)
         if problem is None:
             raise
-        raise BatchError(f"{type(host).__name__}.compute_objectives returned {problem}") from error
+        raise BatchError(f"{name}.compute_objectives returned {problem}") from error
 
 
-def one_number(loss: Any, host: object, hook: str = "compute_objectives") -> torch.Tensor | float:
+def one_number(loss: Any, name: str, hook: str = "compute_objectives") -> torch.Tensor | float:
     """Check that a loss is one number, and return it detached.
 
     Args:
         loss: tensor of one element, or float.
-        host: whose hook made it, for the message.
+        name: of the recipe's class, for the message.
         hook: which, for the message.
 
     Raises:
@@ -315,7 +322,7 @@ def one_number(loss: Any, host: object, hook: str = "compute_objectives") -> tor
     Ranks: local.
 
     Example:
-        >>> one_number(torch.tensor(2.0), None)
+        >>> one_number(torch.tensor(2.0), "Line")
         tensor(2.)
     """
     if isinstance(loss, torch.Tensor):
@@ -323,16 +330,16 @@ def one_number(loss: Any, host: object, hook: str = "compute_objectives") -> tor
             return loss.detach() if loss.requires_grad else loss
     elif isinstance(loss, (int, float)):
         return float(loss)
-    raise BatchError(f"{type(host).__name__}.{hook} returned {loss_problem(loss)}")
+    raise BatchError(f"{name}.{hook} returned {loss_problem(loss)}")
 
 
-def sum_and_count(pair: Any, host: object, hook: str = "compute_objectives") -> tuple[Any, Any]:
+def sum_and_count(pair: Any, name: str, hook: str = "compute_objectives") -> tuple[Any, Any]:
     """Check that a loss is a sum and what it counts, and return both.
 
     Args:
         pair: ``(loss_sum, count)``: a tensor of one element, and a tensor of one element or a number that is not
             negative.
-        host: whose hook made it, for the message.
+        name: of the recipe's class, for the message.
         hook: which, for the message.
 
     Returns:
@@ -344,7 +351,7 @@ def sum_and_count(pair: Any, host: object, hook: str = "compute_objectives") -> 
     Ranks: local.
 
     Example:
-        >>> sum_and_count((torch.tensor(6.0), 3), None)
+        >>> sum_and_count((torch.tensor(6.0), 3), "Line")
         (tensor(6.), 3)
     """
     problem = None
@@ -359,11 +366,11 @@ def sum_and_count(pair: Any, host: object, hook: str = "compute_objectives") -> 
             elif count.dim():
                 count = count.reshape(())
         elif isinstance(count, bool) or not isinstance(count, Real) or not 0 <= float(count) < math.inf:
-            problem = f"the count {count!r}, which is no number of things: return (loss_sum, count)."
+            problem = f"the count {count!r}, which is not a number >= 0: return (loss_sum, count)."
         if not isinstance(loss_sum, (torch.Tensor, float, int)) or getattr(loss_sum, "numel", int)() > 1:
             problem = f"in (loss_sum, count) {loss_problem(loss_sum)}"
     if problem is not None:
-        raise BatchError(f"{type(host).__name__}.{hook} returned {problem}")
+        raise BatchError(f"{name}.{hook} returned {problem}")
     return loss_sum, count
 
 

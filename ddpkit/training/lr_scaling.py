@@ -176,31 +176,32 @@ def scaling_factor(rule: str, samples: int, reference: int) -> float:
     return {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[rule]
 
 
-def scale_learning_rates(host: Any, scaling: LrScaling) -> None:
-    """Bring the learning rates of a Brain to a scale, and say so in one line.
+def scale_learning_rates(
+    scaling: LrScaling,
+    optimizers: Mapping[str, Any],
+    attributes: Mapping[str, Any],
+    holders: Iterable[Mapping[str, Any]],
+) -> None:
+    """Bring the learning rates of a recipe to a scale, and say so in one line.
 
     Args:
-        host: its optimizers are those of ``optimizers_dict`` and its attributes; schedulers are looked for in its
-            attributes, in ``hparams`` and among what its checkpointer recovers, besides that of ``scheduler_class``.
         scaling: what by.
+        optimizers: by name.
+        attributes: of the recipe; optimizers and schedulers are looked for in it.
+        holders: where else schedulers may be.
 
     Ranks: local; alike on every rank.
 
     State: as :meth:`LrScaling.apply`.
 
     Example:
-        >>> class Host:
-        ...     optimizer = None
-        >>> scale_learning_rates(Host(), LrScaling())
+        >>> scale_learning_rates(LrScaling(), {}, {}, [])
     """
-    own = vars(host)
-    optimizers = dict(own.get("optimizers_dict") or {})
-    for name, value in own.items():
+    optimizers = dict(optimizers)
+    for name, value in attributes.items():
         if isinstance(value, torch.optim.Optimizer) and not any(value is one for one in optimizers.values()):
             optimizers[name] = value
-    recoverables = getattr(own.get("checkpointer"), "recoverables", {})
-    made = {"schedule": getattr(own.get("_schedule"), "scheduler", None)}
-    changed = scaling.apply(optimizers, [own, vars(own.get("hparams", scaling)), recoverables, made])
+    changed = scaling.apply(optimizers, [attributes, *holders])
     if changed:
         logger.announce("Learning rates (%s): %s.", scaling.reason, "; ".join(changed))
     elif scaling.asked:

@@ -262,7 +262,7 @@ LOSSES = [
     (nothing, "a NoneType, not a tensor: "),
     (three, "a tuple of 3: return the mean loss, or (loss_sum, count)"),
     (a_pair_of_many, "in (loss_sum, count) a tensor of shape (2, 1), not one number"),
-    (a_negative_count, "the count -1, which is no number of things"),
+    (a_negative_count, "the count -1, which is not a number >= 0"),
     (detached, "does not require a gradient: it does not depend on a trainable parameter. Look for torch.no_grad()"),
     (a_new_tensor, "does not require a gradient"),
 ]

@@ -33,7 +33,6 @@ SIGNATURES = {
     "on_stage_start": ["stage", "epoch"],
     "on_stage_end": ["stage", "stage_loss", "epoch"],
     "make_dataloader": ["dataset", "stage", "ckpt_prefix", "loader_kwargs"],
-    "_train_loader_specifics": ["dataset", "loader_kwargs"],
     "on_fit_start": [],
     "init_optimizers": [],
     "zero_grad": ["set_to_none"],
@@ -55,7 +54,6 @@ SIGNATURES = {
     "print_trainable_parameters": [],
     "_compile": [],
     "_wrap_distributed": [],
-    "_save_intra_epoch_ckpt": [],
     "_save": ["path"],
     "_recover": ["path", "end_of_epoch"],
 }

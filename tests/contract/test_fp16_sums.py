@@ -87,5 +87,5 @@ def test_what_sums_are_divided_by_goes_through_a_resume(tmp_path, killed_at):
     again = train(Half, folder=tmp_path / "killed")
     assert again.optimizer_step == plain.optimizer_step
     assert len(again.trained_on) < len(plain.trained_on)
-    assert again._sum_divisor == plain._sum_divisor > TOKENS
+    assert again._run.step.sum_divisor == plain._run.step.sum_divisor > TOKENS
     assert_same(weights(again), weights(plain))

@@ -78,7 +78,7 @@ def test_a_signal_asks_for_a_checkpoint_and_the_training_goes_on(tmp_path):
     assert_same(weights(asked), weights(plain))
     [meta] = metas(tmp_path / "asked")
     assert meta["brain_intra_epoch_ckpt"]
-    assert not asked._interrupts.save_wanted
+    assert not asked._run.stop.interrupts.save_wanted
     assert signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL
     again = run(tmp_path / "asked")
     assert 0 < len(again.trained_on) < len(plain.trained_on)
@@ -313,7 +313,8 @@ def test_evaluate_takes_no_checkpoint_of_another_run(tmp_path):
     again, fit = rated(tmp_path, 50.0)
     fit()
     assert_same(evaluated(again, min_key="WER"), best_of_new)
-    chosen = again.checkpointer.find_checkpoint(min_key="WER", ckpt_predicate=again._start.lineage.includes)
+    own = again._run.policy.run_state.start.lineage.includes
+    chosen = again.checkpointer.find_checkpoint(min_key="WER", ckpt_predicate=own)
     assert chosen.meta["WER"] == 51.0
 
 

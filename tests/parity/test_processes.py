@@ -25,7 +25,7 @@ SCRIPT = """
         def compute_objectives(self, predictions, batch, stage):
             loss = nn.functional.mse_loss(predictions, batch[1], reduction="sum" if MODE == "sum" else "mean")
             if MODE == "fails":
-                assert self._strategy.name == "one device", "not on several"
+                assert self._run.strategy.name == "one device", "not on several"
             return loss
 
     class OwnNorm(nn.BatchNorm1d):

@@ -28,11 +28,11 @@ from ddpkit.dataloader import make_dataloader
 from ddpkit.distributed import control_group, if_main_process
 from ddpkit.epoch_loop import EpochCounter, EpochCounterWithStopper
 from ddpkit.errors import NonFiniteLossError
+from ddpkit.run import stage_runner
 from ddpkit.seed import seed_everything
 from ddpkit.syncbn import SyncBatchNorm
 from ddpkit.testing import RankPoolError
 from ddpkit.train_logger import FileTrainLogger
-from ddpkit.training import stages
 from ddpkit.training.strategy import DDP
 from ddpkit.types import Stage
 from tests.contract.recipes import QUIET, Regression, linear, make, points, seen_in, sgd, weights
@@ -895,19 +895,21 @@ def test_o8_the_step_limit_is_the_same_on_all_ranks(ranks, limit, factor, batche
 
 
 def saved_at(folder, run_opts):
-    class Watching(Mortal):
-        def _save_intra_epoch_ckpt(self):
-            self.saved = [*getattr(self, "saved", []), (self.epoch, self.step)]
-            super()._save_intra_epoch_ckpt()
+    brain, saved = make(Mortal, folder=folder, **run_opts), []
+    save = brain._run.policy.save_inside_epoch
 
-    brain = make(Watching, folder=folder, **run_opts)
-    real = stages._IntraEpochSaves.tell
-    stages._IntraEpochSaves.tell = lambda self: Wishes(0.0 if dist.get_rank() else 100.0)  # the clocks disagree
+    def watched():
+        saved.append((brain.epoch, brain.step))
+        save()
+
+    brain._run.policy.save_inside_epoch = watched
+    real = stage_runner._IntraEpochSaves.tell
+    stage_runner._IntraEpochSaves.tell = lambda self: Wishes(0.0 if dist.get_rank() else 100.0)  # the clocks disagree
     try:
         brain.fit([1, 2], points(40), train_loader_kwargs={"batch_size": 2})
     finally:
-        stages._IntraEpochSaves.tell = real
-    return brain.saved
+        stage_runner._IntraEpochSaves.tell = real
+    return saved
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from ddpkit.brain import Brain
-from ddpkit.training import stages
+from ddpkit.run import stage_runner
 from ddpkit.types import Stage
 
 SAMPLES = 72
@@ -161,10 +161,10 @@ def test_every_sample_is_reported_once(ranks, shard):
 
 
 def reported(shard):
-    events, before = [], stages.run_event
-    stages.run_event = lambda _, **fields: events.append((fields["stage"], fields["samples"]))
+    events, before = [], stage_runner.run_event
+    stage_runner.run_event = lambda _, **fields: events.append((fields["stage"], fields["samples"]))
     try:
         train(6, 1, batch_norm=False, shard=shard)
     finally:
-        stages.run_event = before
+        stage_runner.run_event = before
     return events

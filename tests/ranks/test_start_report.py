@@ -15,7 +15,7 @@ from ddpkit import distributed
 from ddpkit.comm.consistency import own_place
 from ddpkit.control.rank_status import host_name
 from ddpkit.distributed import exchange
-from ddpkit.run import beginning
+from ddpkit.run import preflight
 from tests.contract.recipes import QUIET, Regression, make, points, sgd, weights
 from tests.launching import PATIENCE, Run, free_port, python, torchrun
 
@@ -209,7 +209,11 @@ def counted():
         brain.fit([1], points(4), train_loader_kwargs={"batch_size": 1})
     finally:
         ddpkit.comm.agreement.exchange = real
-    return calls.count(beginning.AT_START), sum(site is not None and "detail" in site for site in calls), brain._seats
+    return (
+        calls.count(preflight.AT_START),
+        sum(site is not None and "detail" in site for site in calls),
+        brain._run.preflight.seats,
+    )
 
 
 def test_the_ranks_exchange_one_digest_and_where_they_are(ranks):
@@ -223,7 +227,7 @@ def seconds_of_a_start():
     brain = make()
     exchange("all are here", "warm")
     started = time.perf_counter()
-    brain._compare_ranks("fit")
+    brain._run.preflight.compare_ranks("fit", brain)
     return time.perf_counter() - started
 
 
@@ -339,10 +343,10 @@ def test_one_block_on_two_processes_then_resumed_on_one(tmp_path):
 def train_as_advised():
     brain, alone = make(), 2
     brain.fit([1], points(9), train_loader_kwargs={"batch_size": 2})
-    advice = "" if brain._report is None else brain._report._said["per step"]
+    advice = "" if brain._run.preflight.report is None else brain._run.preflight.report._said["per step"]
     same = make(global_batch_size=alone)
     same.fit([1], points(9))
-    said = "" if same._report is None else same._report._said.get("per step", "")
+    said = "" if same._run.preflight.report is None else same._run.preflight.report._said.get("per step", "")
     return advice, said, weights(same)
 
 
@@ -386,7 +390,7 @@ def rows_of_the_loss(how):
     said = []
     for _ in range(2):
         brain.fit([1, 2], data, train_loader_kwargs={"batch_size": 3, "collate_fn": collate})
-        said.append("" if brain._report is None else brain._report._said.get("loss", ""))
+        said.append("" if brain._run.preflight.report is None else brain._run.preflight.report._said.get("loss", ""))
     return said
 
 

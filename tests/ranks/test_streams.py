@@ -18,12 +18,11 @@ from ddpkit.control.rank_status import POSITION
 from ddpkit.dataloader import LoopedLoader
 from ddpkit.distributed import start_sum_over_ranks, sum_over_ranks
 from ddpkit.errors import RunStopped
+from ddpkit.run import stage_runner
 from ddpkit.testing import RankPoolError
-from ddpkit.training import stages
-from ddpkit.training.stages import run_evaluation
 from ddpkit.types import Stage
 from tests.contract.recipes import Regression, make, points, seen_in, sgd, weights
-from tests.unit.test_stages import Host
+from tests.unit.test_stage_runner import Host, evaluate
 
 CLOSE = {"rtol": 0, "atol": 1e-10}
 JOINED = 12
@@ -442,7 +441,7 @@ class Asked(Host):
         time.sleep(0.005)
         return super().evaluate_batch(batch, stage)
 
-    def _stop_cause(self):
+    def cause(self):
         return "SIGTERM" if self.is_asked and self.progress.step >= self.after else ""
 
     def counted(self, values):
@@ -453,14 +452,14 @@ class Asked(Host):
 def stop_an_evaluation(sizes, who, after=40):
     data = points(sum(sizes))
     host, began = Asked(who, min(after, sizes[who])), time.monotonic()
-    stages.sum_over_ranks, moves = host.counted, POSITION.moves
+    stage_runner.sum_over_ranks, moves = host.counted, POSITION.moves
     try:
         loader = DataLoader(Uneven([torch.full((1,), float(number)) for number in range(len(data))], sizes))
-        loss = run_evaluation(host, loader, Stage.VALID, 1, enable_bar=False)
+        loss = evaluate(host, loader, Stage.VALID, 1)
     except RunStopped as stopped:
         return stopped.cause, host.progress.step, host.sums, None
     finally:
-        stages.sum_over_ranks = sum_over_ranks
+        stage_runner.sum_over_ranks = sum_over_ranks
     return "", host.progress.step, host.sums, (loss, POSITION.moves - moves, time.monotonic() - began)
 
 

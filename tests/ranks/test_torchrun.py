@@ -48,7 +48,7 @@ RECIPE = """
     def report(brain):
         facts = {
             "rank": get_rank(), "world_size": get_world_size(), "value": run_on_main(os.getpid),
-            "strategy": brain._strategy.name, "weight": brain.raw_modules.net.weight.item(),
+            "strategy": brain._run.strategy.name, "weight": brain.raw_modules.net.weight.item(),
         }
         Path(f"report.{get_rank()}.json").write_text(json.dumps(facts))
 

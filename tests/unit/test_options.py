@@ -2,9 +2,10 @@ from __future__ import annotations
 
 import pytest
 
+from ddpkit.brain import Brain
 from ddpkit.config.options import ON_COMMAND_LINE, OPTION_BY_NAME, OPTIONS, PARSER_ONLY, OptionTypes, options_markdown
 from ddpkit.errors import ConfigError
-from ddpkit.run_opts import OptionAttributes, RunOptions
+from ddpkit.run_opts import RunOptions
 
 
 def test_the_table_is_whole():
@@ -75,7 +76,7 @@ def test_the_table_is_whole():
     for option in OPTIONS:
         assert option.default is None or option.coerce(option.default, "here") == option.default, option.name
         assert option.default is not None or option.is_optional, option.name
-        assert hasattr(OptionAttributes, option.name) == (option.name not in PARSER_ONLY)
+        assert hasattr(Brain, option.name) == (option.name not in PARSER_ONLY)
 
 
 def test_the_documentation_has_every_option():

@@ -11,7 +11,7 @@ from hyperpyyaml import load_hyperpyyaml
 
 from ddpkit import device, run_opts
 from ddpkit.errors import ConfigError
-from ddpkit.run_opts import OptionAttributes, RunOptions, parse_arguments
+from ddpkit.run_opts import RunOptions, option_attributes, parse_arguments
 
 LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK")
 YAML_TEXT = """\
@@ -295,7 +295,8 @@ def test_resolving_does_not_change_the_original():
 
 
 def test_properties_read_and_write_the_run_options():
-    class Host(OptionAttributes):
+    @option_attributes
+    class Host:
         def __init__(self):
             self.run_opts = RunOptions()
 

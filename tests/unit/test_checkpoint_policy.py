@@ -133,7 +133,7 @@ def test_what_a_process_saves_that_only_evaluates_does_not_disturb_the_training(
     assert scores_in(tested.checkpointer) == [0.5, 1.0, 2.0]
     brain = process(tmp_path, Averaged, [1.0, 2.0, 3.0, 4.0], allow_partial_load=partly)
     assert brain.optimizer_step == 8
-    assert brain._taken_from.name < tested.checkpointer.find_checkpoint(min_key="score").path.name
+    assert brain._run.policy.run_state.recovered.name < tested.checkpointer.find_checkpoint(min_key="score").path.name
     last = brain.checkpointer.find_checkpoint()
     assert (last.meta["score"], read_brain_file(last.path)["optimizer_step"]) == (4.0, 8)
     assert EVALUATED not in read_brain_file(last.path)

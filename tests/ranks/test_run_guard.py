@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import time
 
 import torch.distributed as dist
 
 from ddpkit.comm.process_group import ddp_init_group, group_state, shorten_timeout
 from ddpkit.errors import RunStopped
-from ddpkit.run import ending
+from ddpkit.run import guard
 from ddpkit.types import Stage
 from tests.contract.recipes import Regression, make, points
 
@@ -19,12 +20,8 @@ class Predicting(Regression):
     def predict_batch(self, batch):
         time.sleep(0.01)
         if self.rank == 1 and self.step == 3:
-            self._interrupts.stop_signal = 15
+            self._run.stop.interrupts.stop_signal = 15
         return super().predict_batch(batch)
-
-    def _stop_in_evaluation(self, stopped):
-        self.stopped_at = self.step
-        super()._stop_in_evaluation(stopped)
 
 
 def stop_predicting(size):
@@ -32,7 +29,7 @@ def stop_predicting(size):
     try:
         brain.predict(points(size), loader_kwargs={"batch_size": 1})
     except RunStopped as stopped:
-        return stopped.code, brain.stopped_at
+        return stopped.code, int(re.search(r"at step (\d+)", stopped.words)[1])
     return "not stopped"
 
 
@@ -112,7 +109,7 @@ def waiting_seconds():
             if stage is Stage.TRAIN and self.other is not None:
                 self.other.fit([1], points(4), train_loader_kwargs={"batch_size": 2})
 
-    ending.shorten_timeout = shorten
+    guard.shorten_timeout = shorten
     try:
         options = {"distributed_timeout_minutes": 5}
         outer, inner = (make(Nested, hang_timeout=limit, **options) for limit in (100.0, 10.0))
@@ -121,7 +118,7 @@ def waiting_seconds():
         for brain in (outer, patient):
             brain.fit([1], points(4), train_loader_kwargs={"batch_size": 2})
     finally:
-        ending.shorten_timeout = shorten_timeout
+        guard.shorten_timeout = shorten_timeout
     return seconds
 
 

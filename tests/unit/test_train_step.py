@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 from types import SimpleNamespace
@@ -12,31 +11,22 @@ import pytest
 import torch
 from torch import nn
 
+from ddpkit.brain import Brain
 from ddpkit.errors import BatchError, NonFiniteLossError
-from ddpkit.run import hooks
-from ddpkit.run.hooks import Hooks
-from ddpkit.run_opts import RunOptions
-from ddpkit.training.loop import Progress
-from ddpkit.training.strategy import SingleDevice
+from ddpkit.training import train_step
 from ddpkit.types import Stage
 
 
-class Line(Hooks):
+class Line(Brain):
     """y = w x with a squared error; remembers what was called."""
 
     def __init__(self, scaler=None, **given):
-        self.run_opts = RunOptions.from_dictionary({"device": "cpu", "max_grad_norm": 0, **given}).resolved({})
-        self.modules = nn.ModuleDict({"net": nn.Linear(1, 1, bias=False)})
+        options = {"device": "cpu", "max_grad_norm": 0, **given}
+        modules = {"net": nn.Linear(1, 1, bias=False)}
+        super().__init__(modules, lambda those: torch.optim.SGD(those, lr=0.1), run_opts=options)
         self.modules.net.weight.data.fill_(2.0)
-        self.hparams = SimpleNamespace()
-        self.checkpointer = None
-        self.opt_class = lambda those: torch.optim.SGD(those, lr=0.1)
-        self.optimizers_dict = None
-        self._strategy = SingleDevice()
-        self.progress = Progress(epoch=1, step=1)
-        self.scaler = scaler or torch.amp.GradScaler("cpu", enabled=False)
-        self.training_ctx = self.evaluation_ctx = contextlib.nullcontext()
-        self.rank = 0
+        self.progress.epoch = self.progress.step = 1
+        self.scaler = scaler or self.scaler
         self.called = []
 
     @property
@@ -154,7 +144,7 @@ def test_a_repeated_batch_counts_nothing():
 
 
 def test_a_step_that_counts_nothing_is_left_out(caplog, monkeypatch):
-    monkeypatch.setattr(hooks.logger, "_said", set())
+    monkeypatch.setattr(train_step.logger, "_said", set())
     for nothing in (0, torch.tensor(0)):
         brain = sums(nothing)
         brain.fit_batch(ONE)
@@ -203,13 +193,13 @@ def test_counts_are_added_up_in_the_widest_float(dtype):
 
 def test_counts_that_make_no_sense():
     brain = sums(torch.tensor(-3.0))
-    with pytest.raises(BatchError, match="with counts that add up to less than nothing"):
+    with pytest.raises(BatchError, match="with counts that add up to less than 0"):
         brain.fit_batch(ONE)
     assert brain.weight == 2.0
     for wrong in (math.inf, math.nan, True, "2"):
         brain = sums(1)
         brain.compute_objectives = lambda predictions, batch, stage, wrong=wrong: (predictions.sum(), wrong)
-        with pytest.raises(BatchError, match="which is no number of things"):
+        with pytest.raises(BatchError, match="which is not a number >= 0"):
             brain.fit_batch(ONE)
     brain = sums(np.int64(2))
     brain.fit_batch(ONE)
@@ -224,13 +214,13 @@ def test_evaluation_of_sums():
 
 
 def test_hooks_that_must_be_overridden():
-    class Bare(Hooks):
+    class Bare(Brain):
         pass
 
-    for call in (lambda: Bare().compute_forward(1, Stage.TRAIN), lambda: Bare().compute_objectives(1, 1, Stage.TRAIN)):
+    bare = Bare(run_opts={"device": "cpu"})
+    for call in (lambda: bare.compute_forward(1, Stage.TRAIN), lambda: bare.compute_objectives(1, 1, Stage.TRAIN)):
         with pytest.raises(NotImplementedError, match=r"^Bare must define compute_(forward|objectives)\(self, "):
             call()
-    bare = Bare()
     for call in (bare.on_stage_start, bare.on_fit_batch_start):
         assert call(None, None) is None
     assert bare.on_stage_end(Stage.VALID, 0.0) is None
@@ -343,10 +333,10 @@ def test_frozen_optimizers_do_not_step_and_what_a_window_gave_them_ends_with_it(
     brain.optimizers_dict["other"] = torch.optim.SGD([other], lr=1.0)
     other.grad = torch.ones(1)
     brain.fit_batch(ONE)
-    assert brain._freezes
-    assert not line()._freezes
+    assert brain._run.step.freezes
+    assert not line()._run.step.freezes
     assert other.grad is not None, "another step of the same batch may be to come"
-    brain._drop_frozen_gradients()
+    brain._run.step.drop_frozen_gradients()
     assert other.item() == 1.0
     assert other.grad is None
     assert brain.weight == pytest.approx(1.8)
@@ -374,6 +364,13 @@ def test_init_optimizers_tells_the_checkpointer():
 # ----------------------------------------------------------------------------- a fit_batch of one's own
 
 
+def flush(brain):
+    """What the end of a training epoch does."""
+    if brain._run.step.prepare_flush(brain):
+        brain.optimizers_step()
+    brain.progress.window.stepped()
+
+
 class Classic(Line):
     """Accumulates as recipes do that were written before: by the step's number and the factor."""
 
@@ -398,10 +395,10 @@ def test_an_epochs_short_last_window_is_stepped(batches, updates):
         if step % 2 == 0 or step == batches:
             weight -= 0.1 * weight
             expected.append(weight)
-    brain._flush_window()
+    flush(brain)
     assert brain.optimizer_step == updates == len(expected)
     assert brain.weight == pytest.approx(weight), "with the divisor of the short window"
-    brain._flush_window()
+    flush(brain)
     assert brain.optimizer_step == updates, "once"
 
 
@@ -410,7 +407,7 @@ def test_nothing_is_flushed_without_gradients():
     brain.init_optimizers()
     with brain.no_sync():
         pass
-    brain._flush_window()
+    flush(brain)
     assert brain.optimizer_step == 0
     assert brain.progress.window.pending(1) == 0
 
@@ -442,7 +439,7 @@ def test_counters_are_the_progress():
     brain = line()
     brain.step, brain.optimizer_step, brain.nonfinite_count = 3, 4, 5
     assert (brain.progress.step, brain.progress.optimizer_step, brain.progress.nonfinite) == (3, 4, 5)
-    assert Hooks.step.__doc__
+    assert Brain.step.__doc__
 
 
 class Named(Line):

@@ -9,34 +9,27 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 from torch import nn
 
+import ddpkit
 from ddpkit.base.plain_yaml import load_plain_yaml
 from ddpkit.checkpoints import Checkpointer
 from ddpkit.errors import ConfigError
+from ddpkit.run.checkpoint_policy import INTRA_EPOCH_KEY
 from ddpkit.run.resuming import Pace
-from ddpkit.run.saving import INTRA_EPOCH_KEY, Saving
 from ddpkit.run.starting import EVALUATED, Lineage, Start
-from ddpkit.run_opts import RunOptions
-from ddpkit.training.loop import Progress
-from ddpkit.training.strategy import SingleDevice
 
 
-class Brain(Saving):
-    def __init__(self, checkpointer=None, scaler=None, **given):
-        self.run_opts = RunOptions.from_dictionary({"device": "cpu", **given}).resolved({})
-        self.modules = nn.ModuleDict()
-        self.checkpointer = checkpointer
-        self.progress = Progress()
-        self.scaler = scaler or torch.amp.GradScaler("cpu", enabled=False)
-        self.avg_train_loss = 0.0
-        self._strategy = SingleDevice()
-        self.optimizers_dict = None
-        self.rank = 0
-        self._fitting = True
-        if checkpointer is not None:
-            self._register_with(checkpointer)
+class Brain(ddpkit.Brain):
+    """One whose ``fit`` is running."""
+
+    def __init__(self, checkpointer=None, **given):
+        super().__init__(run_opts={"device": "cpu", **given}, checkpointer=checkpointer)
+        self.progress.is_fitting = True
+
+    @property
+    def state(self):
+        return self._run.policy.run_state
 
 
 def in_epoch(brain, step=5, optimizer_step=20, losses=((2.0, 3), (4.0, 1))):
@@ -88,7 +81,7 @@ def test_outside_of_fit_nothing_comes_back(tmp_path):
     """Recovering the best model for a test must not move the training that goes on afterwards."""
     in_epoch(Brain())._save(tmp_path / "brain.ckpt")
     brain = in_epoch(Brain(), step=9, optimizer_step=99)
-    brain._fitting = False
+    brain.progress.is_fitting = False
     for end_of_epoch in (False, True):
         brain._recover(tmp_path / "brain.ckpt", end_of_epoch=end_of_epoch)
         assert (brain.step, brain.optimizer_step) == (9, 99)
@@ -97,12 +90,12 @@ def test_outside_of_fit_nothing_comes_back(tmp_path):
 def test_a_process_that_only_evaluates_writes_again_what_it_has_recovered(tmp_path):
     """A recipe that saves in on_stage_end(TEST) has no place in the training of its own."""
     trained = in_epoch(Brain())
-    trained._start = Start("auto", Lineage("first", 3.0))
-    trained._fits, trained._finished, trained._counters, trained._base_seed = 2, (7,), ("a", "b"), 5
-    trained._pace, trained._rates = Pace(4, 2, 64, 8), {"sgd": [0.5]}
+    trained.state.start, calls = Start("auto", Lineage("first", 3.0)), trained.state.calls
+    calls.number, calls.finished, calls.counters, trained.state.rank_state.base_seed = 2, (7,), ("a", "b"), 5
+    trained.state.pace, trained.state._rates = Pace(4, 2, 64, 8), {"sgd": [0.5]}
     trained._save(tmp_path / "brain.ckpt")
     brain = Brain(precision="bf16")
-    brain._fitting = False
+    brain.progress.is_fitting = False
     brain._recover(tmp_path / "brain.ckpt", end_of_epoch=True)
     assert brain.optimizer_step == 0
     brain._save(tmp_path / "again.ckpt")
@@ -111,16 +104,18 @@ def test_a_process_that_only_evaluates_writes_again_what_it_has_recovered(tmp_pa
     assert again == before
     assert (again["optimizer_step"], again["fit"], again["run"]) == (20, 2, "first")
     assert again["options"]["precision"] == "fp32"
-    brain._evaluated = Lineage("second", 4.0, {"first": 5.0})  # that of the run which has saved last, in the folder
+    brain.state.evaluated = Lineage(
+        "second", 4.0, {"first": 5.0}
+    )  # that of the run which has saved last, in the folder
     brain._save(tmp_path / "again.ckpt")
-    assert Lineage.read(load_plain_yaml((tmp_path / "again.ckpt").read_text())) == brain._evaluated
+    assert Lineage.read(load_plain_yaml((tmp_path / "again.ckpt").read_text())) == brain.state.evaluated
 
 
 @pytest.mark.parametrize("content", ["[", "- 1", "other: 2"])
 def test_what_an_evaluation_cannot_read_it_does_not_write_again(tmp_path, content):
     (tmp_path / "brain.ckpt").write_text(content)
     brain = Brain()
-    brain._fitting = False
+    brain.progress.is_fitting = False
     brain._recover(tmp_path / "brain.ckpt", end_of_epoch=True)
     brain._save(tmp_path / "again.ckpt")
     again = load_plain_yaml((tmp_path / "again.ckpt").read_text())
@@ -130,23 +125,24 @@ def test_what_an_evaluation_cannot_read_it_does_not_write_again(tmp_path, conten
 def test_what_has_been_trained_is_no_evaluation(tmp_path):
     """After fit, and in a loop of a recipe's own that never calls fit."""
     in_epoch(Brain(), optimizer_step=3)._save(tmp_path / "brain.ckpt")
-    for change in ({"_fits": 1}, {"optimizer_step": 9}, {"optimizers_dict": {"sgd": None}}):
+    for change in ({"fits": 1}, {"optimizer_step": 9}, {"optimizers_dict": {"sgd": None}}):
         brain = Brain()
-        brain._fitting = False
+        brain.progress.is_fitting = False
         brain._recover(tmp_path / "brain.ckpt", end_of_epoch=True)
-        for name, value in change.items():
-            setattr(brain, name, value)
+        brain.state.calls.number = change.get("fits", 0)
+        brain.optimizer_step = change.get("optimizer_step", 0)
+        brain.optimizers_dict = change.get("optimizers_dict")
         brain._save(tmp_path / "again.ckpt")
         again = load_plain_yaml((tmp_path / "again.ckpt").read_text())
         assert EVALUATED not in again
         assert again["optimizer_step"] == change.get("optimizer_step", 0)
 
 
-def test_the_sums_of_all_ranks_come_back_once(tmp_path):
+def test_the_sums_of_all_ranks_come_back_once(tmp_path, monkeypatch):
     """They are the sums over all ranks: every rank but one begins with nothing."""
     in_epoch(Brain())._save(tmp_path / "brain.ckpt")
     brain = Brain()
-    brain.rank = 1
+    monkeypatch.setattr("ddpkit.run.state.get_rank", lambda: 1)
     brain._recover(tmp_path / "brain.ckpt", end_of_epoch=False)
     assert brain.step == 5
     assert brain.progress.meter.sums() == (0.0, 0.0, 0)
@@ -195,8 +191,9 @@ def test_a_mean_that_is_not_a_number(tmp_path):
 )
 def test_when_it_is_time(options, seconds, steps, due):
     brain = Brain(**options)
-    assert brain._should_save_intra_epoch_ckpt(seconds, steps) is due
-    assert brain._save_intra_epoch(seconds, steps) is due, "without a checkpointer nothing is saved, but it was time"
+    assert brain._run.policy.save_if_due(seconds, steps) is due, (
+        "without a checkpointer nothing is saved, but it was time"
+    )
 
 
 def test_only_the_newest_is_kept_and_others_are_left_alone(tmp_path):
@@ -205,7 +202,7 @@ def test_only_the_newest_is_kept_and_others_are_left_alone(tmp_path):
     kept = checkpointer.save_checkpoint(name="mine")
     for step in (2, 4, 6):
         brain.step = step
-        assert brain._save_intra_epoch(0.0, 2)
+        assert brain._run.policy.save_if_due(0.0, 2)
     found = {checkpoint.path: checkpoint.meta for checkpoint in checkpointer.list_checkpoints()}
     assert len(found) == 2
     assert kept.path in found
@@ -242,19 +239,11 @@ def test_what_is_registered(tmp_path):
     assert set(checkpointer.recoverables) == {"brain", "ranks"}
     assert checkpointer.recoverables["brain"] is brain
     assert checkpointer.optional_recoverables["ranks"]
-    scaler = torch.amp.GradScaler("cpu")
-    checkpointer = Checkpointer(tmp_path)
-    Brain(checkpointer, scaler=scaler)
-    assert checkpointer.recoverables["scaler"] is scaler
-    assert checkpointer.optional_recoverables["scaler"]
 
 
 def test_a_recoverable_of_the_recipe_is_not_replaced(tmp_path):
     with pytest.raises(ConfigError, match="named 'ranks'"):
         Brain(Checkpointer(tmp_path, {"ranks": nn.Linear(1, 1)}))
-    checkpointer = Checkpointer(tmp_path)
-    Brain(checkpointer)
-    Brain(checkpointer)  # a second Brain takes it over
 
 
 def test_debugging_writes_elsewhere_and_leaves_nothing(tmp_path):

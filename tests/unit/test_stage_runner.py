@@ -10,16 +10,18 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from ddpkit.base.signals import Interrupts
-from ddpkit.dataloader import LoopedLoader, Sharding, go_on_at, make_dataloader, shard
+from ddpkit.dataloader import LoopedLoader, Sharding, go_on_at, make_dataloader, set_epoch, shard
+from ddpkit.run import stage_runner
+from ddpkit.run.stage_runner import StageRunner
 from ddpkit.run_opts import RunOptions
 from ddpkit.train_logger import set_run_log
-from ddpkit.training import stages
 from ddpkit.training.loop import Progress
-from ddpkit.training.stages import counts_of, length_of, run_evaluation, run_training, set_epoch
+from ddpkit.training.stage_batches import counts_of, length_of
 from ddpkit.training.strategy import SingleDevice
 from ddpkit.types import Stage
 
@@ -45,32 +47,34 @@ def options(**given):
 
 
 class Host:
-    """Stands for the Brain: the loss of a batch is its mean."""
+    """Stands for the recipe and for all parts of a run: the loss of a batch is its mean."""
+
+    freezes = False
+    ema = schedule = None
 
     def __init__(self, **given):
         self.run_opts = options(**given)
         self.progress = Progress()
-        self.avg_train_loss = 0.0
         self.profiler = None
         self.batches, self.asked, self.flushed = [], [], 0
         self.due = lambda seconds, steps: False
-        self._interrupts, self.saved_at, self._freezes = Interrupts(), [], False
-        self._strategy = SingleDevice()
+        self.interrupts, self.saved_at = Interrupts(), []
+        self.strategy = SingleDevice()
         self.stopped_by = []
 
-    def _save_now(self):
+    def save_inside_epoch(self):
         self.saved_at.append(self.progress.step)
 
-    def _settle(self):
+    def tighten_timeouts(self):
         self.settled = True
 
-    def _look_at(self, batch):
+    def look_at(self, batch):
         self.looked_at = torch.as_tensor(batch).flatten().tolist()
 
-    def _stop_cause(self):
-        return "SIGTERM" if self._interrupts.stop_signal else ""
+    def cause(self):
+        return "SIGTERM" if self.interrupts.stop_signal else ""
 
-    def _stop_now(self, cause, *, is_saved):
+    def stop_training(self, cause, *, is_saved):
         self.stopped_by.append((cause, self.progress.step))
 
     def fit_batch(self, batch):
@@ -81,24 +85,35 @@ class Host:
     def evaluate_batch(self, batch, stage):
         return torch.as_tensor(batch, dtype=torch.float64).mean()
 
-    def _save_intra_epoch(self, seconds, steps):
+    def save_if_due(self, seconds, steps):
         due = self.due(seconds, steps)
         self.asked.append((self.progress.step, steps, due))
         return due
 
-    def _flush_window(self):
+    def prepare_flush(self, hooks):
         self.flushed += 1
+        return False
 
-    def _begin_pass(self, loader):
+    def begin_pass(self, loader):
         self.passes = [loader]
         return go_on_at(loader, self.progress.step, None), lambda: self.passes.append("ready")
 
-    def _end_pass(self):
+    def end_pass(self):
         self.passes.append("over")
 
 
-def train(host, loader, epoch=1):
-    return run_training(host, loader, epoch, enable_bar=False)
+def runner_of(host):
+    runner = StageRunner(host.run_opts, host.progress, nn.ModuleDict(), *[host] * 6)
+    runner.profiler = host.profiler
+    return runner
+
+
+def train(host, loader, epoch=1, *, enable_bar=False):
+    return runner_of(host)._pass(host, loader, epoch, enable_bar=enable_bar)
+
+
+def evaluate(host, loader, stage, epoch):
+    return runner_of(host)._evaluate(host, loader, stage, epoch, enable_bar=False)
 
 
 @pytest.mark.parametrize("loader", [[[1], [2], [3], [4], [5]], DataLoader(Stream(5), batch_size=1)])
@@ -246,7 +261,7 @@ def test_debugging_takes_few_batches(make):
     host = Host(debug=True, debug_batches=2)
     train(host, make())
     assert len(host.batches) == 2
-    assert run_evaluation(host, make(), Stage.VALID, 1, enable_bar=False) >= 0
+    assert evaluate(host, make(), Stage.VALID, 1) >= 0
 
 
 def test_a_profiler_is_told_of_every_step():
@@ -297,7 +312,7 @@ def test_no_save_while_gradients_wait():
 
 def test_saves_by_minutes_follow_the_main_process(monkeypatch):
     now = [1000.0]
-    monkeypatch.setattr(stages, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(stage_runner, "time", SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr("ddpkit.control.periodic_sync.time", SimpleNamespace(monotonic=lambda: now[0]))
 
     class Slow(Host):
@@ -320,10 +335,10 @@ def test_saves_by_minutes_follow_the_main_process(monkeypatch):
 def test_evaluation(caplog):
     host = Host()
     host.progress.meter.append(100.0, 5)
-    assert run_evaluation(host, shard(range(5), Sharding(), batch_size=2), Stage.VALID, 1, enable_bar=False) == 2.0
+    assert evaluate(host, shard(range(5), Sharding(), batch_size=2), Stage.VALID, 1) == 2.0
     assert host.progress.step == 3
     assert not caplog.records
-    assert math.isnan(run_evaluation(Host(), [], Stage.TEST, None, enable_bar=False))
+    assert math.isnan(evaluate(Host(), [], Stage.TEST, None))
     assert "TEST: there was nothing to evaluate: the mean loss is NaN." in caplog.messages
 
 
@@ -332,7 +347,7 @@ def test_stages_are_written_to_the_log_of_the_run(tmp_path):
     try:
         host = Host()
         train(host, shard(range(4), Sharding(), batch_size=2), epoch=5)
-        run_evaluation(host, [[8.0]], Stage.TEST, None, enable_bar=False)
+        evaluate(host, [[8.0]], Stage.TEST, None)
     finally:
         set_run_log(None)
     events = [json.loads(line) for line in (tmp_path / "run.jsonl").read_text().splitlines()]
@@ -366,18 +381,18 @@ class Bars:
 
 
 def test_what_the_bar_is_told(monkeypatch):
-    monkeypatch.setattr(stages, "ProgressBar", Bars)
+    monkeypatch.setattr(stage_runner, "ProgressBar", Bars)
     Bars.made = ()
     host = Host(tqdm_colored_bar=True, tqdm_barcolor={"train": "RED"})
     host.progress.step = 2
     host.progress.meter.restore(10.0, 4.0)
-    mean = run_training(host, shard(range(8), Sharding(), batch_size=2), 3, enable_bar=True)
+    mean = train(host, shard(range(8), Sharding(), batch_size=2), 3, enable_bar=True)
     assert mean == pytest.approx((10 + 4 + 5 + 6 + 7) / 8)
-    run_evaluation(host, shard(range(8), Sharding(0, 2), batch_size=2), Stage.VALID, 3, enable_bar=False)
+    evaluate(host, shard(range(8), Sharding(0, 2), batch_size=2), Stage.VALID, 3)
     training, valid = Bars.made
     assert training.facts == ("epoch 3 train", 4, 2, True, "RED")
     assert training.shown[0] == (3, pytest.approx((10 + 9) / 6), 2), "the rate counts what this process has seen"
     assert valid.facts == ("epoch 3 valid", 2, 0, False, "MAGENTA")
     assert valid.shown[0][1] is None, "a part's loss is not the loss"
     assert valid.shown[-1][1] == pytest.approx((0 + 1 + 4 + 5) / 4)
-    assert host.avg_train_loss == pytest.approx(19 / 6)
+    assert host.progress.avg_train_loss == pytest.approx(19 / 6)

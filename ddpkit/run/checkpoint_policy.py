@@ -1,0 +1,567 @@
+"""When a run saves, what it goes on from, and what it keeps. The only part of a run that knows the Checkpointer."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import shutil
+import tempfile
+import weakref
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ddpkit.checkpointing.index import ckpt_recency, read_checkpoint
+from ddpkit.checkpointing.saving import on_main
+from ddpkit.checkpoints import Checkpointer
+from ddpkit.config.options import OPTION_BY_NAME
+from ddpkit.control.periodic_sync import terminating_later
+from ddpkit.distributed import alone, get_rank, get_world_size, run_on_main, sum_over_ranks
+from ddpkit.errors import ConfigError
+from ddpkit.logger import get_logger
+from ddpkit.run.starting import (
+    NEWEST,
+    Lineage,
+    Start,
+    choose_start,
+    lineage_of,
+    modules_not_saved,
+    optimizers_not_saved,
+    saved_last,
+    start_again,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from ddpkit.run.rank_state import RankState
+    from ddpkit.run.resuming import Pace
+    from ddpkit.run.state import RunState
+    from ddpkit.run_opts import RunOptions
+    from ddpkit.training.loop import Progress
+    from ddpkit.training.train_step import TrainStep
+
+logger = get_logger(__name__)
+
+RANKS = "ranks"  # the recoverable with what every rank has of its own
+INTRA_EPOCH_KEY = "brain_intra_epoch_ckpt"
+
+
+class CheckpointPolicy:
+    """Saves a run and goes on with it, by way of a checkpointer; without one it does nothing.
+
+    The Brain stands in the checkpointer as ``brain``, what every rank has of its own as ``ranks``, and beside them
+    ``scaler``, ``ema`` and ``scheduler`` where there are such.
+
+    Args:
+        checkpointer: a :class:`~ddpkit.checkpoints.Checkpointer`, something like one, or None.
+        options: of the run.
+        progress: of the run.
+        step: has the optimizers, the scaler and the average of the weights.
+        run_state: what a checkpoint holds of the run.
+        rank_state: and of this rank.
+        has_own_fit_batch: whether the recipe overrides ``fit_batch``.
+
+    Attributes:
+        checkpointer: as given.
+        num_found: checkpoints in the folder when the start was chosen; known to the main process.
+
+    Ranks: collective, but for what is said otherwise.
+
+    Example:
+        >>> issubclass(CheckpointPolicy, object)
+        True
+    """
+
+    def __init__(
+        self,
+        checkpointer: Any,
+        options: RunOptions,
+        progress: Progress,
+        step: TrainStep,
+        run_state: RunState,
+        rank_state: RankState,
+        *,
+        has_own_fit_batch: bool = False,
+    ) -> None:
+        self.checkpointer, self.options, self.progress, self.step = checkpointer, options, progress, step
+        self.run_state, self.rank_state = run_state, rank_state
+        self.num_found = 0
+        self._has_own_fit_batch = has_own_fit_batch
+        self._brain: Any = None
+        self._trains_in: Path | None = None
+        self._fit_loader: Any = None
+        self._is_between_batches = False
+
+    # ------------------------------------------------------------------ registering
+
+    def register(self, brain: Any) -> None:
+        """Give the checkpointer what the loop needs to continue; when debugging, a temporary folder as well.
+
+        Args:
+            brain: the recoverable ``brain``, whose class has the checkpoint hooks.
+
+        Raises:
+            ConfigError: another Brain, or something of the recipe, stands there already.
+        """
+        checkpointer, states, scaler = self.checkpointer, self.rank_state.states, self.step.scaler
+        if states is None:
+            return
+        if self.options.debug and not self.options.debug_persistently and hasattr(checkpointer, "checkpoints_dir"):
+            folder = run_on_main(tempfile.mkdtemp, kwargs={"prefix": "ddpkit-debug-"}) or ""
+            checkpointer.checkpoints_dir = Path(folder)
+            if not get_rank():
+                weakref.finalize(checkpointer, shutil.rmtree, folder, ignore_errors=True)
+        self._require_free("brain", "the place of the training")
+        self._require_free(RANKS, "what the Brain saves of every rank")
+        if scaler.is_enabled():
+            self._require_free("scaler", f"the gradient scaler of precision={self.options.precision!r}")
+        self._brain = weakref.ref(brain)
+        checkpointer.add_recoverable("brain", brain)
+        checkpointer.add_recoverable(RANKS, states, custom_load_hook=self._load_ranks, optional_load=True)
+        if scaler.is_enabled():
+            checkpointer.add_recoverable("scaler", scaler, optional_load=True)
+        if self.step.ema is not None:
+            self.step.ema.add_to(checkpointer)
+        if isinstance(checkpointer, Checkpointer):
+            checkpointer.around_save = self._around_save
+            checkpointer.tell_epoch = lambda: self.progress.epoch or None
+            self._hand_on_options(checkpointer)
+
+    def add(self, name: str, recoverable: Any) -> None:
+        """Have something of the run saved, if there is a checkpointer."""
+        if self.checkpointer is not None:
+            self.checkpointer.add_recoverable(name, recoverable)
+
+    def add_schedule(self, schedule: Any, before: Any) -> None:
+        """Have the schedule of ``scheduler_class`` saved.
+
+        Args:
+            schedule: the schedule.
+            before: the one that it replaces, or None.
+
+        Raises:
+            ConfigError: the recipe has given its name to something else.
+        """
+        other = self._recoverables().get("scheduler", before)
+        if other is not before:
+            raise ConfigError(_taken("scheduler", other, "the schedule of scheduler_class"))
+        self.add("scheduler", schedule)
+
+    def _require_free(self, name: str, what: str) -> None:
+        other = self._recoverables().get(name)
+        if other is None:
+            return
+        if hasattr(other, "fit_batch"):
+            raise ConfigError(
+                "a Brain was made with this Checkpointer before, and a checkpoint holds the training of one. Give each "
+                "Brain a Checkpointer of its own, and each training a folder of its own. To evaluate what another "
+                "Brain has trained, make a new Checkpointer on the same folder."
+            )
+        raise ConfigError(_taken(name, other, what))
+
+    def _recoverables(self) -> Mapping[str, Any]:
+        return getattr(self.checkpointer, "recoverables", {})
+
+    def _hand_on_options(self, checkpointer: Checkpointer) -> None:
+        """Give the checkpointer what the options say of it; what is left at its default is left alone there, too."""
+        attributes = {"ckpt_verify": "verify_mode", "ckpt_load": "load_mode", "ckpt_errors": "on_error"}
+        for option, attribute in attributes.items():
+            if self.options[option] != OPTION_BY_NAME[option].default:
+                setattr(checkpointer, attribute, self.options[option])
+
+    def _others(self) -> dict[str, Any]:
+        """Return what the checkpointer saves, but for the Brain itself and its averages."""
+        own = (self._brain and self._brain(), self.step.ema)
+        return {name: one for name, one in self._recoverables().items() if all(one is not other for other in own)}
+
+    # ------------------------------------------------------------------ a call of fit
+
+    @contextlib.contextmanager
+    def session(self, epoch_counter: Any) -> Iterator[None]:
+        """Keep the folder while ``fit`` runs, save in the background, finish what is begun.
+
+        Args:
+            epoch_counter: of this call of ``fit``.
+        """
+        checkpointer = self.checkpointer
+        self.rank_state.choose_seed()
+        self.run_state.is_recovered_here = True
+        if not isinstance(checkpointer, Checkpointer):
+            self._choose_start(epoch_counter)
+            yield
+            self._end_call()
+            return
+        before = checkpointer.asynchronous
+        with checkpointer.hold_folder():
+            self._choose_start(epoch_counter)
+            checkpointer.asynchronous = self.options.ckpt_async
+            try:
+                yield
+                self._end_call()
+                checkpointer.wait()
+            except BaseException as error:
+                if not get_rank():
+                    self._bring_to_safety(checkpointer, error)
+                raise
+            finally:
+                checkpointer.asynchronous = before
+                self._release()
+
+    def _end_call(self) -> None:
+        """Leave this call of ``fit`` as any run leaves it that has come here, whether it was stopped before or not."""
+        self.rank_state.end_streams()
+        self.run_state.calls.end(self.progress.optimizer_step)
+
+    def _release(self) -> None:
+        """Drop what was recovered for this call, but for what the next one takes over from its end."""
+        keep_end = self.run_state.calls.later is None and not self.progress.step
+        self.rank_state.release(self._fit_loader, keep_end=keep_end)
+        self._fit_loader = self.run_state.expected_epoch = None
+
+    def _choose_start(self, epoch_counter: Any) -> None:
+        """Decide, once for all ranks, what this call of ``fit`` starts from."""
+        state, checkpointer = self.run_state, self.checkpointer
+        state.calls.begin(next((name for name, one in self._recoverables().items() if one is epoch_counter), None))
+        if not isinstance(checkpointer, Checkpointer):
+            return
+        self._trains_in = Path(checkpointer.checkpoints_dir)
+        if state.start is None:
+            state.start = on_main(self._choose, checkpointer)
+        else:
+            state.start = on_main(start_again, checkpointer, self.options.resume, state.start.lineage)
+
+    def _choose(self, checkpointer: Checkpointer) -> Start:
+        """Decide what the run starts from; the checkpoints of other runs are left alone from now on."""
+        resume = self.options.resume
+        start = choose_start(checkpointer, resume, get_world_size())
+        found = checkpointer.list_checkpoints()
+        self.num_found = len(found)
+        checkpointer.leave_alone(each.path for each in found if not start.lineage.owns(each, resume))
+        return start
+
+    def keep_global_batch(self, *, is_looped: bool) -> None:
+        """Where a checkpoint of another number of processes is resumed, take steps of as many samples as those did.
+
+        Args:
+            is_looped: whether training has nominal epochs, which count batches.
+
+        Raises:
+            ConfigError: so many processes cannot take such steps.
+        """
+        options, state = self.options, self.run_state
+        before: Pace | None = None
+        if options.global_batch_size is None:
+            before = run_on_main(lambda: None if state.start is None else state.start.pace)
+        if before is None:
+            return
+        changed = before.on(get_world_size(), is_looped=is_looped)
+        state.asked_pace = before if changed else None
+        for name, value in changed.items():
+            options[name] = value
+        if changed:
+            logger.announce(
+                "%d process(es) go on with what %d saved: %s keeps the samples of an optimizer step.",
+                get_world_size(),
+                before.world_size,
+                ", ".join(f"{name}={value}" for name, value in changed.items()),
+            )
+
+    # ------------------------------------------------------------------ recovering
+
+    @contextlib.contextmanager
+    def starting(self) -> Iterator[None]:
+        """Have the checkpointer recover what was decided, whoever asks it to. The Brain reports what that is."""
+        checkpointer, start = self.checkpointer, self.run_state.start
+        if not isinstance(checkpointer, Checkpointer) or start is None:
+            yield
+            return
+        level = checkpointer.level_of_nothing
+        checkpointer.resume, checkpointer.level_of_nothing = start.resume, logging.DEBUG
+        try:
+            yield
+        finally:
+            checkpointer.resume, checkpointer.level_of_nothing = NEWEST, level
+
+    def recover(self, modules: Mapping[str, Any] | Any) -> None:
+        """Recover a checkpoint before training; first name what of the training no checkpoint will hold.
+
+        Args:
+            modules: of the Brain, by name.
+
+        Raises:
+            CheckpointError: a recoverable cannot be saved, or cannot be loaded: it is told before an epoch is spent.
+        """
+        if self.checkpointer is None:
+            return
+        self.run_state.note_script_rates()
+        if isinstance(self.checkpointer, Checkpointer):
+            self.checkpointer.require_hooks()
+        others = self._others()
+        lost = modules_not_saved(modules, others)
+        if lost:
+            logger.warning(
+                "The checkpointer saves no weights of the module(s) %s: what they learn is lost when the run is "
+                "stopped and goes on. Give them to it: checkpointer.add_recoverable(name, module).",
+                ", ".join(lost),
+            )
+        forgotten = optimizers_not_saved(self.step.optimizers, others)
+        if forgotten:
+            logger.warning(
+                "The checkpointer saves nothing of the optimizer(s) %s: when the run stops and goes on, they start "
+                "anew. Give them to it in init_optimizers: self.checkpointer.add_recoverable(name, optimizer).",
+                ", ".join(forgotten),
+            )
+        self.checkpointer.recover_if_possible()
+
+    def load_run_state(self, path: Path, *, end_of_epoch: bool) -> None:
+        """Take up the run's part of a checkpoint that is being recovered.
+
+        Args:
+            path: of the file.
+            end_of_epoch: whether the checkpoint was made there.
+
+        Ranks: local; every rank loads.
+        """
+        self.run_state.load(path, end_of_epoch=end_of_epoch, recoverables=self._others())
+
+    def _load_ranks(self, states: Any, path: Path, end_of_epoch: bool) -> None:
+        if self.progress.is_fitting and self.run_state.is_recovered_here:
+            states.load(path, end_of_epoch)
+
+    def load_deferred(self) -> None:
+        """Load a checkpoint that was made in this call of ``fit``, where it was found in an earlier one."""
+        path = self.run_state.calls.reached_later()
+        if path is None:
+            return
+        if isinstance(self.checkpointer, Checkpointer):
+            self.checkpointer.load_checkpoint(on_main(read_checkpoint, path))
+        else:
+            self.checkpointer.recover_if_possible()
+
+    def is_done_before(self, train_loader: Any) -> bool:
+        """Say whether nothing is left to do in this call of ``fit``, because the checkpoint was made in a later one.
+
+        Args:
+            train_loader: of this call.
+        """
+        self._fit_loader = train_loader
+        done, steps = self.run_state.calls.steps_when_done()
+        if steps is not None:
+            self.progress.optimizer_step = steps
+        return done
+
+    def warn_unused_entries(self) -> None:
+        """Name what is in the checkpoint that the training goes on from, and nothing has taken up."""
+        checkpointer, recovered = self.checkpointer, self.run_state.recovered
+        if recovered is None or recovered != getattr(checkpointer, "last_loaded", None):
+            return
+        # Without fp16 there is nothing to scale, and a loader's place is in the Brain's own file as well.
+        lost = [name for name in checkpointer.not_taken if name != "scaler" and "dataloader" not in name]
+        if lost:
+            logger.warning(
+                "%s holds %s, and no recoverable of this name has taken that up: the training goes on without it. What "
+                "is made in a later hook, such as on_stage_start, comes too late: make it, and add it to the "
+                "checkpointer, in init_optimizers or before fit.%s",
+                recovered,
+                ", ".join(map(repr, lost)),
+                " 'ema' is the average of the weights, which is kept with ema_decay." if "ema" in lost else "",
+            )
+
+    def recover_for_evaluation(self, max_key: str | None, min_key: str | None) -> Any:
+        """Recover the best of this run's own checkpoints, or the one that was asked for.
+
+        Args:
+            max_key: the one with the highest value of this key.
+            min_key: the one with the lowest; without either, the newest.
+
+        Returns:
+            What was loaded, or None.
+        """
+        checkpointer, resume = self.checkpointer, self.options.resume
+        if checkpointer is None:
+            return None
+        if not isinstance(checkpointer, Checkpointer):
+            return checkpointer.recover_if_possible(max_key=max_key, min_key=min_key)
+        if self.run_state.start is None and resume not in {"auto", "never"}:
+            logger.announce("--resume=%s: this checkpoint is evaluated.", resume)
+            checkpointer.resume = resume
+            try:
+                return checkpointer.recover_if_possible()
+            finally:
+                checkpointer.resume = NEWEST
+        lineage = on_main(self._lineage_to_evaluate, checkpointer)
+        own = None if lineage is None else lineage.includes
+        return checkpointer.recover_if_possible(max_key=max_key, min_key=min_key, ckpt_predicate=own)
+
+    def _lineage_to_evaluate(self, checkpointer: Checkpointer) -> Lineage | None:
+        """Lineage of this run, or of the newest checkpoint if this process has not trained here."""
+        found, state = checkpointer.list_checkpoints(), self.run_state
+        if state.start is not None and Path(checkpointer.checkpoints_dir) == self._trains_in:
+            lineage: Lineage | None = state.start.lineage
+        else:
+            lineage, state.evaluated = lineage_of(found), saved_last(found)
+        return None if lineage is None or all(map(lineage.includes, found)) else lineage
+
+    def newest_and_best(self) -> tuple[Path | None, Path | None]:
+        """Return where the newest and the best of this run's own checkpoints are."""
+        checkpointer = self.checkpointer
+        return on_main(self._newest_and_best, checkpointer) if isinstance(checkpointer, Checkpointer) else (None, None)
+
+    def _newest_and_best(self, checkpointer: Checkpointer) -> tuple[Path | None, Path | None]:
+        start = self.run_state.start
+        own = [one for one in checkpointer.list_checkpoints() if start is None or start.lineage.includes(one)]
+        newest, best = max(own, key=ckpt_recency, default=None), checkpointer.best_of(own)
+        return None if newest is None else newest.path, None if best is None else best.path
+
+    # ------------------------------------------------------------------ saving in the middle of an epoch
+
+    def save_if_due(self, seconds_since_ckpt: float, steps_since_ckpt: int) -> bool:
+        """Save in the middle of an epoch if it is time, and say whether it was.
+
+        Args:
+            seconds_since_ckpt: the same on all ranks, as is the next.
+            steps_since_ckpt: batches.
+        """
+        minutes, steps = self.options.ckpt_interval_minutes, self.options.ckpt_interval_steps
+        due = 0 < minutes * 60 <= seconds_since_ckpt or 0 < steps <= steps_since_ckpt
+        if due:
+            self.save_inside_epoch()
+        elif self.progress.optimizer_step > 0 and isinstance(self.checkpointer, Checkpointer):
+            self.checkpointer.prepare_copies()
+        return bool(due)
+
+    def save_inside_epoch(self) -> None:
+        """Save after a batch; only the newest such checkpoint is kept."""
+        if self.checkpointer is None:
+            return
+        self.run_state.sums = sum_over_ranks(self.rank_state.own_sums())
+        self.rank_state.end_pass()
+        try:
+            self._save_intra_epoch()
+        finally:
+            self.run_state.sums = None
+            self._forget_states()
+
+    def save_before_evaluation(self) -> None:
+        """Save where training ended before the evaluation that is now stopped."""
+        progress = self.progress
+        if self.checkpointer is None or not progress.is_fitting or progress.trained is None or progress.sums is None:
+            return
+        with _as_trained(progress):
+            self.run_state.sums = list(progress.sums)
+            try:
+                self._save_intra_epoch()
+            finally:
+                self.run_state.sums = None
+
+    def _save_intra_epoch(self, **given: Any) -> None:
+        self._is_between_batches = True
+        try:
+            self.checkpointer.save_and_keep_only(
+                end_of_epoch=False,
+                ckpt_predicate=lambda checkpoint: INTRA_EPOCH_KEY in checkpoint.meta,
+                **{"num_to_keep": 1, "meta": {INTRA_EPOCH_KEY: True}, **given},
+            )
+        finally:
+            self._is_between_batches = False
+
+    def _forget_states(self) -> None:
+        if self.rank_state.states is not None:
+            self.rank_state.states.forget()
+
+    def _bring_to_safety(self, checkpointer: Checkpointer, error: BaseException) -> None:
+        """Finish what is being written, and save once more if asked; on the main process alone, whoever has failed."""
+        wanted = self.options.ckpt_on_error and isinstance(error, (Exception, KeyboardInterrupt))
+        with alone(), terminating_later():
+            try:
+                checkpointer.wait()
+                if wanted:
+                    self._save_failure(checkpointer, error)
+            except Exception as failure:  # noqa: BLE001 -- what ended the training must not be hidden
+                logger.warning("No checkpoint is made of the failure: %s: %s", type(failure).__name__, failure)
+
+    def _save_failure(self, checkpointer: Checkpointer, error: BaseException) -> None:
+        """Save what had been trained when training failed."""
+        progress, states = self.progress, self.rank_state.states
+        if states is None or progress.trained is None or progress.closed <= self.rank_state.resumed_step:
+            return  # nothing has been trained since the epoch began, or since the checkpoint it goes on from
+        if self.step.is_stepping or checkpointer.saves_on_every_rank:
+            reason = (
+                "it came in the middle of an optimizer step" if self.step.is_stepping else "a saver needs every rank"
+            )
+            logger.warning("No checkpoint is made of the failure: %s.", reason)
+            return
+        with _as_trained(progress):
+            own = self.rank_state.state_dict() | {"random": None}  # which has been drawn from since
+            if progress.sums is not None:  # the pass is over: the sums of all ranks are known
+                self.run_state.sums = list(progress.sums)
+                own["loss"] = None
+            states.set_own(own)
+            checkpointer.asynchronous = False
+            try:
+                meta = {INTRA_EPOCH_KEY: True, "error": f"{type(error).__name__}: {error}"[:500]}
+                self._save_intra_epoch(meta=meta)
+            finally:
+                self.run_state.sums = None
+                states.forget()
+
+    # ------------------------------------------------------------------ a save that a recipe makes
+
+    @contextlib.contextmanager
+    def _around_save(self, end_of_epoch: bool) -> Iterator[None]:
+        """Return a context for every save of the checkpointer; it matters to those inside of a training batch."""
+        is_in_pass = self.progress.is_in_pass
+        if end_of_epoch and is_in_pass:
+            logger.warning_once(
+                "A checkpoint of the end of an epoch is made in the middle of one (end_of_epoch=True is the default): "
+                "who goes on from it leaves out the rest of this epoch's data. Save with end_of_epoch=False."
+            )
+        if end_of_epoch or not is_in_pass or self._is_between_batches:
+            yield
+        else:
+            with self._saving_inside_batch():
+                yield
+
+    @contextlib.contextmanager
+    def _saving_inside_batch(self) -> Iterator[None]:
+        """Return a context for a save that a recipe makes in a hook of a training batch, with what that lacks."""
+        progress, step, states = self.progress, self.progress.step, self.rank_state.states
+        is_known = progress.result is not None and progress.result_at == step
+        pending = progress.window.pending(step) or (0 if is_known else progress.window.pending(step - 1))
+        if pending:
+            logger.warning_once(
+                "A checkpoint is made in the middle of an optimizer step: the gradients of %d batch(es) are not in it. "
+                "Save where should_step is true, and after the step.",
+                pending,
+            )
+        elif not self._has_own_fit_batch and not is_known and progress.closed == step - 1:
+            self.rank_state.trained_batches = progress.closed  # this batch has not been trained on yet
+        self.run_state.lacks = step if self._has_own_fit_batch and not is_known else None
+        self.rank_state.is_inside_batch = True
+        try:
+            if states is not None and states.gather_if_all_come():
+                self.run_state.sums = sum_over_ranks(self.rank_state.own_sums())
+            yield
+        finally:
+            self.run_state.sums = self.run_state.lacks = self.rank_state.trained_batches = None
+            self.rank_state.is_inside_batch = False
+            self._forget_states()
+
+
+@contextlib.contextmanager
+def _as_trained(progress: Progress) -> Iterator[None]:
+    """Return a context in which progress is what it was after the last optimizer step."""
+    before = progress.step, progress.meter
+    progress.step, progress.meter = progress.closed, progress.trained or progress.meter
+    try:
+        yield
+    finally:
+        progress.step, progress.meter = before
+
+
+def _taken(name: str, other: Any, what: str) -> str:
+    return (
+        f"a recoverable of the recipe, of type {type(other).__name__}, is named {name!r}, and so is {what} in every "
+        "checkpoint. Give yours another name."
+    )

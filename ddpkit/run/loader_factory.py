@@ -1,0 +1,155 @@
+"""Which loader a recipe's data gets: how it is divided over the ranks, ordered, and accumulated over."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+from torch.utils.data import DataLoader
+
+from ddpkit.control.rank_status import POSITION
+from ddpkit.data.streams import is_batches, is_ordered
+from ddpkit.dataloader import LoopedLoader, Sharding, deal_batches, default_seed, reshard, shard
+from ddpkit.distributed import get_rank, get_world_size
+from ddpkit.errors import ConfigError, DataError
+from ddpkit.logger import get_logger
+from ddpkit.training.batch_sizes import micro_batches
+from ddpkit.types import Stage
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+    from types import SimpleNamespace
+
+    from ddpkit.run_opts import RunOptions
+
+logger = get_logger(__name__)
+
+
+class LoaderFactory:
+    """Makes the loader that gives this rank its part of a dataset, for a stage.
+
+    Args:
+        options: of the run.
+        hparams: of the recipe; ``sorting`` in it decides about shuffling.
+
+    Ranks: local; alike on every rank.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> from ddpkit.run_opts import RunOptions
+        >>> factory = LoaderFactory(RunOptions(device="cpu"), SimpleNamespace())
+        >>> len(factory.make(range(10), Stage.TRAIN, {"batch_size": 4}))
+        3
+    """
+
+    def __init__(self, options: RunOptions, hparams: SimpleNamespace) -> None:
+        self._options, self._hparams = options, hparams
+        self._divides_evaluation = False
+        self._accumulation: tuple[int, int] | None = None  # what a recipe asked for, and what that came to
+
+    def micro_batches(self, world_size: int) -> int:
+        """Return how many batches each process works on per optimizer step, on so many processes.
+
+        Args:
+            world_size: number of ranks.
+
+        Raises:
+            ConfigError: sizes that contradict each other.
+        """
+        asked = self._options.grad_accumulation_factor
+        if self._accumulation is not None and self._accumulation[1] == asked:
+            asked = self._accumulation[0]  # `fit` has written what it came to into the option
+        options = self._options.copy()
+        options.grad_accumulation_factor = asked
+        found = micro_batches(options, world_size)
+        self._accumulation = (asked, found)
+        return found
+
+    def make(self, dataset: Any, stage: Stage, loader_kwargs: dict[str, Any]) -> Any:
+        """Make the loader of a dataset.
+
+        Args:
+            dataset: map-style or iterable; or, without ``loader_kwargs``, anything else that yields batches.
+            stage: TRAIN is divided over the ranks; VALID and TEST only with ``shard_evaluation``.
+            loader_kwargs: as for :meth:`ddpkit.brain.Brain.make_dataloader`; may be changed.
+        """
+        looped = loader_kwargs.pop("looped_nominal_epoch", None)
+        if str(self._options.device).startswith("cuda") and (loader_kwargs or not is_batches(dataset)):
+            loader_kwargs.setdefault("pin_memory", True)
+        if stage is Stage.TRAIN:
+            loader_kwargs = self._by_sorting(dataset, loader_kwargs)
+        loader: Any = shard(dataset, self._sharding(stage), **loader_kwargs)
+        if looped is not None:
+            self._require_fixed_length(stage)
+            loader = LoopedLoader(loader, looped)
+        return loader
+
+    def adapt(self, data: Any, stage: Stage, loader_kwargs: Mapping[str, Any], make: Callable[..., Any]) -> Any:
+        """Return the loader of a stage, of whatever a recipe has given to ``fit`` or ``evaluate``.
+
+        Args:
+            data: dataset, ready-made loader, or None.
+            stage: of the data.
+            loader_kwargs: for ``make``; not changed.
+            make: the recipe's ``make_dataloader``.
+
+        Raises:
+            DataError: the data cannot feed a stage; it says which.
+        """
+        if data is None:
+            return None
+        try:
+            with POSITION.at(f"making the loader of {stage.name}"):
+                if isinstance(data, LoopedLoader):
+                    self._require_fixed_length(stage)
+                    adapt = reshard if isinstance(data.loader, DataLoader) else deal_batches
+                    data.loader = adapt(data.loader, self._sharding(stage))
+                    return data
+                if not isinstance(data, DataLoader):
+                    return make(data, stage=stage, **loader_kwargs)
+                loader = reshard(data, self._sharding(stage))
+        except DataError as error:
+            raise DataError(f"{stage.name}: {error}") from error
+        if isinstance(loader, DataLoader) and loader is not data:
+            logger.info("%s: the ready-made loader is planned anew, with its dataset, order and sizes.", stage.name)
+        return loader
+
+    @contextlib.contextmanager
+    def dividing_evaluation(self) -> Iterator[None]:
+        """Return a context in which VALID and TEST are divided over the ranks, whatever the option says."""
+        self._divides_evaluation = True
+        try:
+            yield
+        finally:
+            self._divides_evaluation = False
+
+    def _require_fixed_length(self, stage: Stage) -> None:
+        """Refuse nominal epochs whose batches are another part of a step on another number of processes."""
+        size = self._options.micro_batch_size
+        if stage is Stage.TRAIN and size is not None:
+            raise ConfigError(
+                f"micro_batch_size={size} makes the number of batches per step depend on the number of processes, and "
+                "nominal epochs (looped_nominal_epoch, LoopedLoader) count batches. Give grad_accumulation_factor "
+                "instead of micro_batch_size."
+            )
+
+    def _by_sorting(self, dataset: Any, loader_kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Let ``hparams.sorting`` decide about shuffling where a recipe has it."""
+        given = {"sampler", "batch_sampler"} & {key for key, value in loader_kwargs.items() if value is not None}
+        if hasattr(self._hparams, "sorting") and not given and not is_ordered(dataset):
+            return {**loader_kwargs, "shuffle": self._hparams.sorting == "random"}
+        return loader_kwargs
+
+    def _sharding(self, stage: Stage) -> Sharding:
+        options, seed = self._options, default_seed()
+        if stage is Stage.TRAIN:
+            return Sharding(
+                get_rank() or 0,
+                get_world_size(),
+                seed=seed,
+                global_batch_size=options.global_batch_size,
+                micro_batches=1 if options.global_batch_size is None else options.grad_accumulation_factor,
+            )
+        if options.shard_evaluation or self._divides_evaluation:
+            return Sharding(get_rank() or 0, get_world_size(), keep_step=False, seed=seed)
+        return Sharding(seed=seed)

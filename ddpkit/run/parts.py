@@ -1,0 +1,111 @@
+"""The parts that a Brain holds, made once and wired to each other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ddpkit.run.checkpoint_policy import CheckpointPolicy
+from ddpkit.run.guard import RunGuard
+from ddpkit.run.loader_factory import LoaderFactory
+from ddpkit.run.preflight import Preflight
+from ddpkit.run.rank_state import RankState
+from ddpkit.run.stage_runner import StageRunner
+from ddpkit.run.state import RunState
+from ddpkit.run.stop_control import StopControl
+from ddpkit.training.batch_sizes import RunLength
+from ddpkit.training.lr_scaling import LrScaling
+from ddpkit.training.train_step import TrainStep
+
+if TYPE_CHECKING:
+    from types import SimpleNamespace
+
+    from torch import nn
+
+    from ddpkit.ema import WeightAverage
+    from ddpkit.precision import Precision
+    from ddpkit.run_opts import RunOptions
+    from ddpkit.training.loop import Progress
+    from ddpkit.training.strategy import Strategy
+    from ddpkit.training.train_step import Recipe
+
+
+@dataclass
+class Run:
+    """What stands behind a Brain.
+
+    Attributes:
+        recipe: what its class overrides.
+        strategy: how modules are wrapped and gradients averaged.
+        step: one optimizer step.
+        policy: when to save, what to recover.
+        loaders: makes loaders.
+        stop: why and when to stop.
+        guard: failure notice and limits of time.
+        preflight: compares the ranks, shows the start-up block.
+        stages: runs a stage.
+        epochs: of this call of ``fit``; None where that is not known.
+        length: of this call of ``fit``.
+        lr_scaling: what learning rates are multiplied by.
+        is_prepared: whether modules are wrapped and optimizers made.
+
+    Ranks: local; alike on every rank.
+    """
+
+    recipe: Recipe
+    strategy: Strategy
+    step: TrainStep
+    policy: CheckpointPolicy
+    loaders: LoaderFactory
+    stop: StopControl
+    guard: RunGuard
+    preflight: Preflight
+    stages: StageRunner
+    epochs: int | None = 1
+    length: RunLength = field(default_factory=RunLength)
+    lr_scaling: LrScaling = field(default_factory=LrScaling)
+    is_prepared: bool = False
+
+
+def make_run(  # noqa: PLR0913 -- all that the parts are made of
+    recipe: Recipe,
+    options: RunOptions,
+    hparams: SimpleNamespace,
+    modules: nn.ModuleDict,
+    checkpointer: Any,
+    *,
+    strategy: Strategy,
+    precision: Precision,
+    progress: Progress,
+    ema: WeightAverage | None,
+) -> Run:
+    """Make the parts of a run.
+
+    Args:
+        recipe: what its class overrides.
+        options: of the run.
+        hparams: of the recipe.
+        modules: on their device.
+        checkpointer: or None.
+        strategy: how gradients are averaged.
+        precision: of training and evaluation.
+        progress: of the run.
+        ema: average of the weights, or None.
+
+    Raises:
+        ConfigError: an option cannot work.
+
+    Ranks: local; alike on every rank.
+    """
+    step = TrainStep(recipe, modules, strategy, options, progress, precision.scaler, ema)
+    rank_state = RankState(progress, strategy, modules, saves=checkpointer is not None)
+    run_state = RunState(options, progress, modules, step, rank_state)
+    policy = CheckpointPolicy(
+        checkpointer, options, progress, step, run_state, rank_state, has_own_fit_batch=recipe.has_own_fit_batch
+    )
+    stop = StopControl(options, hparams, progress, policy)
+    guard = RunGuard(options, progress, stop.interrupts)
+    preflight = Preflight(options, progress, step, policy, precision)
+    stages = StageRunner(options, progress, modules, step, rank_state, policy, stop, guard, preflight)
+    loaders = LoaderFactory(options, hparams)
+    return Run(recipe, strategy, step, policy, loaders, stop, guard, preflight, stages)

@@ -1,0 +1,223 @@
+"""Before ``fit`` and ``evaluate``: the ranks mean the same, and a person sees what is about to run."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from ddpkit.comm import agreement
+from ddpkit.comm.consistency import recipe_facts, script_facts, software_facts
+from ddpkit.comm.mailbox import call_path, outside_frame
+from ddpkit.control.failure import failure_notice
+from ddpkit.distributed import get_rank, get_world_size, is_distributed_initialized
+from ddpkit.errors import RankFailedError
+from ddpkit.launch.launchers import find_launch
+from ddpkit.logger import log_files, shown_path
+from ddpkit.reporting.start_report import (
+    Seat,
+    StartReport,
+    clipping_row,
+    evaluation_row,
+    loss_row,
+    optimizer_row,
+    place_rows,
+    precision_row,
+    records_row,
+    start_row,
+)
+from ddpkit.train_logger import run_log
+from ddpkit.training.stage_batches import compare_first_samples, length_of
+
+if TYPE_CHECKING:
+    from ddpkit.precision import Precision
+    from ddpkit.run.checkpoint_policy import CheckpointPolicy
+    from ddpkit.run_opts import RunOptions
+    from ddpkit.training.batch_sizes import BatchSizes
+    from ddpkit.training.loop import Progress
+    from ddpkit.training.train_step import TrainStep
+
+AT_START = "the start of fit or evaluate"  # one name for both: ranks that call different ones must meet
+
+
+class Preflight:
+    """Compares the ranks, and reports what begins.
+
+    Args:
+        options: of the run.
+        progress: of the run.
+        step: has the optimizers and the schedule.
+        policy: knows what was recovered.
+        precision: of training and evaluation.
+
+    Attributes:
+        seats: where each rank is.
+        report: what was shown; None on the other ranks, and before the first.
+
+    Ranks: collective.
+
+    Example:
+        >>> issubclass(Preflight, object)
+        True
+    """
+
+    def __init__(
+        self,
+        options: RunOptions,
+        progress: Progress,
+        step: TrainStep,
+        policy: CheckpointPolicy,
+        precision: Precision,
+    ) -> None:
+        self.options, self.progress, self.step, self.policy, self.precision = options, progress, step, policy, precision
+        self.seats: tuple[Seat, ...] = ()
+        self.report: StartReport | None = None
+        self._last_epoch_looked_at = 0
+
+    def compare_ranks(self, call: str, brain: Any) -> None:
+        """Compare code, options, model and the place in the script, before anything else is done together.
+
+        Args:
+            call: ``"fit"`` or ``"evaluate"``, which calls this.
+            brain: its class and its model are compared.
+
+        Raises:
+            RankMismatchError: on every rank, naming what differs and on which rank.
+        """
+        options, checkpointer = self.options, self.policy.checkpointer
+        self.policy.run_state.recovered = None
+        seat = Seat.here(find_launch().node_rank, str(options.device))
+        if get_world_size() == 1:
+            self.seats = (seat,)
+            return
+        with failure_notice():
+            path = call_path(outside_frame(2))
+            facts = {
+                "call": f"{call} at {path}",
+                **software_facts(),
+                **script_facts(),
+                **recipe_facts(type(brain), options.param_file),
+                "checkpointer": "none" if checkpointer is None else type(checkpointer).__name__,
+                **agreement.option_facts(options),
+                **agreement.model_facts(brain.modules),
+            }
+            try:
+                self.seats = tuple(agreement.require_agreement(facts, about=seat, site=AT_START))
+            except RankFailedError as error:  # a rank has not come here
+                raise type(error)(f"{error}\n(rank {get_rank()} called {call} at {path})") from error.__cause__
+
+    def compare_data(self, **loaders: Any) -> None:
+        """Compare what the loaders give.
+
+        Args:
+            loaders: by stage; the ranks must have as many batches as each other in that of ``train``.
+
+        Raises:
+            RankMismatchError: on every rank, naming what differs and on which rank.
+        """
+        facts: dict[str, str] = {}
+        for name, loader in loaders.items():
+            facts |= agreement.data_facts(name, loader, length_of(loader), sharded=name == "train")
+        agreement.require_agreement(facts)
+        for name, loader in loaders.items():
+            compare_first_samples(name, loader)
+
+    def report_training(self, sizes: BatchSizes, valid_set: Any) -> None:
+        """Show what is about to be trained, as far as it has not been shown.
+
+        Args:
+            sizes: what the training loader and the options come to.
+            valid_set: the loader of the validation, or None.
+        """
+        options, checkpointer, state = self.options, self.policy.checkpointer, self.policy.run_state
+        folder = getattr(checkpointer, "checkpoints_dir", None)
+        found, start, calls = state.recovered, "", state.calls.number
+        if calls == 1:
+            found = found or getattr(checkpointer, "last_loaded", None)
+        if calls == 1 or found is not None:
+            place = self._position(state.expected_epoch)
+            start = start_row(found, folder, options.resume, place, others=self.policy.num_found)
+        is_asked = options.global_batch_size is not None or options.lr_scaling != "none"  # someone has thought about it
+        optimizers, log = self.step.named_optimizers(), run_log()
+        first = {
+            "batch": str(sizes),
+            "per step": "" if is_asked or self.progress.optimizer_step else sizes.advice(),
+            "valid set": "" if valid_set is None else _size_in_words(valid_set),
+            "optimizer": optimizer_row(optimizers),
+            "schedule": "" if self.step.schedule is None else str(self.step.schedule),
+            "clipping": clipping_row(options.max_grad_norm) if optimizers else "",
+        }
+        records = records_row([*log_files(), *([] if log is None else [log.path])])
+        self._show("Training", first, {"records": records, "start": start})
+
+    def look_at(self, batch: Any) -> None:
+        """On several ranks, say how a mean over tokens is returned, where samples differ in length and it may be one.
+
+        Args:
+            batch: that was trained on. One is looked at in every epoch, about a second after its beginning.
+        """
+        progress = self.progress
+        if self.report is None or get_world_size() == 1 or self._last_epoch_looked_at == progress.epoch:
+            return
+        self._last_epoch_looked_at = progress.epoch
+        if progress.result_at == progress.step and progress.result.__class__ is not tuple:
+            self.report.announce("Training", {"loss": loss_row(batch)})
+
+    def report_evaluation(self, loader: Any, own_hook: str | None) -> None:
+        """Show what is about to be evaluated, as far as it has not been shown.
+
+        Args:
+            loader: of this rank.
+            own_hook: name of the recipe's class, if it overrides ``on_evaluate_start``.
+        """
+        state = self.policy.run_state
+        found, trained = state.recovered, state.calls.number > 0
+        if not trained:
+            found = found or getattr(self.policy.checkpointer, "last_loaded", None)
+        if found is not None:
+            weights = f"from {shown_path(found)}"
+        else:
+            weights = "as training has left them" if trained else "the initial ones: no checkpoint was loaded"
+        if own_hook is not None:
+            weights += f"; {own_hook}.on_evaluate_start may have changed them"
+        self._show("Evaluation", {"test set": _size_in_words(loader)}, {"weights": weights})
+
+    def _show(self, what: str, first: dict[str, str], last: dict[str, str]) -> None:
+        if get_rank():
+            return
+        if self.report is None:
+            self.report = StartReport()
+        trains, precision = what == "Training", self.precision
+        backend = str(dist.get_backend()) if is_distributed_initialized() else None
+        rows = {
+            **place_rows(self.seats, find_launch(), backend),
+            **first,
+            "precision": precision_row(
+                precision.training_ctx, precision.evaluation_ctx, precision.scaler, trains=trains
+            ),
+            "evaluation": evaluation_row(get_world_size(), divided=self.options.shard_evaluation),
+            **last,
+        }
+        self.report.announce(what, rows)
+
+    def _position(self, expected_epoch: int | None) -> str:
+        progress = self.progress
+        done = f"{progress.optimizer_step} optimizer step{'' if progress.optimizer_step == 1 else 's'} done"
+        if expected_epoch is None:
+            return done
+        if progress.step:
+            return f"{done}, goes on after batch {progress.step} of epoch {expected_epoch}"
+        return f"{done}, epoch {expected_epoch} comes next"
+
+
+def _size_in_words(loader: Any) -> str:
+    """Say how much a test set is."""
+    length = length_of(loader)
+    facts = agreement.data_facts("test", loader, length, sharded=False)
+    samples, size = facts.get("test samples"), facts.get("test batch size")
+    if length is None:
+        return "a stream"
+    words = f"{length} batch{'' if length == 1 else 'es'}" + ("" if size is None else f" of {size}") + " per process"
+    if samples is None:
+        return words
+    return f"1 sample, {words}" if samples == "1" else f"{samples} samples, {words}"

@@ -1,0 +1,218 @@
+"""What each rank has of its own in a run: random streams, running loss, and its place in the data.
+
+It begins an epoch, takes up what a checkpoint holds of this rank, and says what the next checkpoint needs.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from ddpkit.checkpointing.rank_states import RankStates
+from ddpkit.data.stream_position import is_stateful
+from ddpkit.data.streams import StreamShard
+from ddpkit.dataloader import LoopedLoader, go_on_after_end, go_on_at, state_at, state_at_end, want_states
+from ddpkit.logger import get_logger
+from ddpkit.metrics import LossMeter
+from ddpkit.seed import RngState, global_seed, seed_epoch_streams
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import nn
+
+    from ddpkit.training.loop import Progress
+    from ddpkit.training.strategy import Strategy
+
+logger = get_logger(__name__)
+
+
+class RankState:
+    """The state of this rank. For a checkpoint, ``RankStates`` of :mod:`ddpkit.checkpointing` holds those of all ranks.
+
+    Args:
+        progress: of the run.
+        strategy: knows the order in which gradients were averaged.
+        modules: for the strategy.
+        saves: whether there is a checkpointer.
+
+    Attributes:
+        states: the recoverable with the states of all ranks; None without a checkpointer.
+        base_seed: of the run; None before ``fit``.
+        resumed_step: batches of the epoch that were done before this process trained.
+        trained_batches: batches that a checkpoint holds, where a recipe saves before the current one is trained on.
+        is_inside_batch: while a recipe saves in a hook of a training batch.
+
+    Ranks: local, but for :meth:`end_pass`.
+
+    Example:
+        >>> from ddpkit.training.loop import Progress
+        >>> from ddpkit.training.strategy import SingleDevice
+        >>> RankState(Progress(), SingleDevice(), torch.nn.ModuleDict(), saves=False).own_sums()
+        [0.0, 0.0, 0]
+    """
+
+    def __init__(self, progress: Progress, strategy: Strategy, modules: nn.ModuleDict, *, saves: bool) -> None:
+        self.progress, self.strategy, self.modules = progress, strategy, modules
+        self.states = RankStates(self.state_dict) if saves else None
+        self.base_seed: int | None = None
+        self.resumed_step = 0
+        self.trained_batches: int | None = None
+        self.is_inside_batch = False
+        self._epoch_seed: int | None = None
+        self._from_last_call: tuple[Any, dict[str, Any]] | None = None
+
+    # ------------------------------------------------------------------ random streams
+
+    def choose_seed(self) -> None:
+        """Fix the run's seed when ``fit`` begins: that of ``seed_everything``, or what the script has given to torch.
+
+        What a hook gives to torch afterwards is for the rest of that epoch.
+        """
+        seed = global_seed()
+        if seed is None:
+            seed = torch.initial_seed()
+            seed = self.base_seed if self.base_seed is not None and seed == self._epoch_seed else seed
+        self.base_seed = seed
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Give this rank the random streams of an epoch; those of its beginning also where it goes on in the middle."""
+        self.progress.epoch = epoch
+        if not self.progress.step:
+            self.progress.began_at, self.progress.clipped = self.progress.optimizer_step, 0
+        self._seed(epoch, self.progress.began_at)
+
+    def end_streams(self) -> None:
+        """Leave the random streams as any run leaves them at this step, whether it was stopped before or not."""
+        self._seed(0, self.progress.optimizer_step)
+
+    def _seed_anew(self) -> None:
+        """Go on in the middle of an epoch with other random numbers than at its beginning, where the true are lost."""
+        self._seed(self.progress.epoch, self.progress.optimizer_step)
+
+    def _seed(self, epoch: int, optimizer_step: int) -> None:
+        self._epoch_seed = seed_epoch_streams(self.base_seed or 0, epoch, optimizer_step)
+
+    # ------------------------------------------------------------------ one pass over the training data
+
+    def begin_pass(self, loader: Any) -> tuple[int, Callable[[], object]]:
+        """Put a training loader where a recovered checkpoint says, if one was recovered.
+
+        Args:
+            loader: of this rank.
+
+        Returns:
+            How many batches the loader yields again, to be left out; and what to call when those are behind.
+        """
+        progress, states = self.progress, self.states
+        progress.loader, self.resumed_step = loader, progress.step
+        own: dict[str, Any] = {}
+        if states is not None:
+            want_states(loader)
+            _warn_out_of_reach(loader, resumed=states.loaded is not None)
+            states.forget()
+            own, states.loaded = states.loaded or self._of_last_call(loader), None
+            self._from_last_call = None
+            if states.is_complete:
+                self.strategy.show_gradient_orders(self.modules, own.get("gradients", {}))
+        if not progress.step:
+            go_on_after_end(loader, own.get("loader_end"))
+            return go_on_at(loader, 0, None), bool
+        if own.get("loss") is not None and states is not None and states.is_complete:
+            progress.meter.load_state_dict(own["loss"])
+        random = own.get("random")
+        restore = self._seed_anew if random is None else RngState.from_state_dict(random).restore
+        same = states is not None and states.is_of_as_many
+        return go_on_at(loader, progress.step, own.get("loader"), same_batches=same), restore
+
+    def end_pass(self) -> None:
+        """Collect what a save after the epoch will need of every rank."""
+        if self.states is not None:
+            self.states.gather()
+
+    def release(self, loader: Any, *, keep_end: bool) -> None:
+        """Drop what was recovered or gathered for a call of ``fit``.
+
+        Args:
+            loader: the training loader of the call.
+            keep_end: whether the next call takes over what data keeps at the end of an epoch.
+        """
+        if self.states is None:
+            return
+        self.states.forget()
+        loaded, self.states.loaded = self.states.loaded, None
+        if loaded is not None and keep_end:
+            self._from_last_call = _source_of(loader), loaded
+
+    def _of_last_call(self, loader: Any) -> dict[str, Any]:
+        """Return what a checkpoint of the end of the call of ``fit`` before has left to this one."""
+        source, left = self._from_last_call or (None, {})
+        own = {"gradients": left.get("gradients", {})}
+        if source is not None and source is _source_of(loader):  # data that goes on from call to call
+            own["loader_end"] = left.get("loader_end")
+        return own
+
+    # ------------------------------------------------------------------ what a checkpoint holds
+
+    @property
+    def step_to_save(self) -> int:
+        """How many batches of the current stage a checkpoint holds."""
+        return self.progress.step if self.trained_batches is None else self.trained_batches
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint needs of this rank by itself."""
+        loader = self.progress.loader
+        return {
+            "random": RngState.capture().state_dict(),
+            "loss": self._losses_so_far().state_dict(),
+            "loader": state_at(loader, self.step_to_save),
+            "loader_end": state_at_end(loader),
+            "gradients": self.strategy.gradient_orders(),
+        }
+
+    def own_sums(self) -> list[float]:
+        """Return this rank's sum of losses, what it counts, and the samples seen."""
+        meter = self._losses_so_far()
+        return [*meter.sums()[:2], meter.samples]
+
+    def _losses_so_far(self) -> LossMeter:
+        """Return the losses of this rank, that of the current batch included, if it has been trained on."""
+        progress = self.progress
+        if not self.is_inside_batch or progress.result is None or progress.result_at != progress.step:
+            return progress.meter
+        meter, window, result = LossMeter(), progress.window, progress.result
+        meter.load_state_dict(progress.meter.state_dict())
+        if isinstance(result, tuple):
+            meter.append_sum(*result)
+        else:
+            meter.append(result, window.weight)
+        meter.samples += window.count
+        return meter
+
+
+def _source_of(loader: Any) -> Any:
+    """Return what takes something over from one epoch into the next, if a loader has such a thing."""
+    if loader is None or isinstance(loader, LoopedLoader):
+        return loader
+    marks = getattr(loader, "marks", None)
+    return None if marks is None else marks.whole
+
+
+def _warn_out_of_reach(loader: Any, *, resumed: bool) -> None:
+    """Say it where data keeps its place in processes that no checkpoint can ask."""
+    inner = loader.loader if isinstance(loader, LoopedLoader) else loader
+    if not (isinstance(inner, DataLoader) and isinstance(inner.dataset, IterableDataset) and inner.persistent_workers):
+        return
+    stream = inner.dataset.whole if isinstance(inner.dataset, StreamShard) else inner.dataset
+    if is_stateful(stream):
+        logger.warning_once(
+            "%s is read by workers that outlive an epoch (persistent_workers=True), and what it keeps there from epoch "
+            "to epoch is out of reach of a checkpoint: %s. With num_workers=0 its state is saved; with "
+            "persistent_workers=False every epoch begins as the first, with or without a restart.",
+            type(stream).__name__,
+            "it begins anew now, and the run is not the one that was never stopped"
+            if resumed
+            else "after a restart it would begin anew",
+        )

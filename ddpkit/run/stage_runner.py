@@ -1,0 +1,601 @@
+"""One stage of a run: loader, loop, beat, bar, checkpoints and the hooks around them."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import time
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from ddpkit.control.periodic_sync import Beat, Wishes
+from ddpkit.control.rank_status import POSITION
+from ddpkit.control.stopping import exit_code
+from ddpkit.data.streams import BatchShard, StreamLoader
+from ddpkit.dataloader import plan_of, set_epoch
+from ddpkit.distributed import (
+    exchange,
+    get_world_size,
+    if_main_process,
+    start_sum_over_ranks,
+    sum_over_ranks,
+)
+from ddpkit.errors import BatchError, RunStopped
+from ddpkit.logger import get_logger
+from ddpkit.metrics import LossMeter, begin_stage
+from ddpkit.profiler import prepare_profiler
+from ddpkit.reporting.progress import COLOURS, ProgressBar
+from ddpkit.train_logger import run_event
+from ddpkit.training.feed import Feed
+from ddpkit.training.gathering import Seen, gather_results, is_divided, on_cpu, row_count, rows_of
+from ddpkit.training.loop import LoopHost, evaluate_epoch, train_epoch
+from ddpkit.training.stage_batches import (
+    First,
+    Profiled,
+    compared,
+    counting,
+    counts_of,
+    length_of,
+    require_same_draw,
+    size_of,
+)
+from ddpkit.training.stream_feed import StreamFeed
+from ddpkit.training.train_step import StepHooks
+from ddpkit.types import Stage
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from contextlib import AbstractContextManager
+
+    from torch import nn
+
+    from ddpkit.control.periodic_sync import BeatReport
+    from ddpkit.run.checkpoint_policy import CheckpointPolicy
+    from ddpkit.run.guard import RunGuard
+    from ddpkit.run.preflight import Preflight
+    from ddpkit.run.rank_state import RankState
+    from ddpkit.run.stop_control import StopControl
+    from ddpkit.run_opts import RunOptions
+    from ddpkit.training.loop import Progress
+    from ddpkit.training.train_step import TrainStep
+
+logger = get_logger(__name__)
+
+BAR_SECONDS = 1.0
+
+
+class StageHooks(LoopHost, StepHooks, Protocol):
+    """The hooks of a recipe that a stage calls.
+
+    Ranks: all.
+    """
+
+    def on_stage_start(self, stage: Stage, epoch: int | None = None) -> None:
+        """Begin a stage."""
+        ...
+
+    def on_stage_end(self, stage: Stage, stage_loss: float, epoch: int | None = None) -> None:
+        """End a stage."""
+        ...
+
+    def predict_batch(self, batch: Any) -> Any:
+        """Return the outputs of a batch."""
+        ...
+
+    def zero_grad(self, set_to_none: bool = False) -> None:
+        """Zero the gradients."""
+        ...
+
+    def optimizers_step(self) -> None:
+        """Step the optimizers."""
+        ...
+
+
+class StageRunner:
+    """Runs one stage: a training epoch, a validation, a test, or a prediction.
+
+    Args:
+        options: of the run.
+        progress: of the run.
+        modules: of the Brain.
+        step: makes the optimizer steps.
+        rank_state: puts the data where a checkpoint left it.
+        policy: saves in the middle of an epoch.
+        stop: knows what has asked to stop.
+        guard: is told when the first steps have been made.
+        preflight: looks at a batch of every epoch.
+
+    Attributes:
+        profiler: of this call of ``fit``, or None.
+
+    Ranks: collective.
+
+    Example:
+        >>> issubclass(StageRunner, object)
+        True
+    """
+
+    def __init__(  # noqa: PLR0913, PLR0917 -- the parts of a run meet here
+        self,
+        options: RunOptions,
+        progress: Progress,
+        modules: nn.ModuleDict,
+        step: TrainStep,
+        rank_state: RankState,
+        policy: CheckpointPolicy,
+        stop: StopControl,
+        guard: RunGuard,
+        preflight: Preflight,
+    ) -> None:
+        self.options, self.progress, self.modules, self.step = options, progress, modules, step
+        self.rank_state, self.policy, self.stop = rank_state, policy, stop
+        self.guard, self.preflight = guard, preflight
+        self.profiler: Any = None
+
+    @contextlib.contextmanager
+    def session(self, output_folder: str) -> Iterator[None]:
+        """Mark the time of a call of ``fit``, in which a recovered checkpoint sets the position; run the profiler.
+
+        Args:
+            output_folder: for the profiler's records.
+        """
+        options, self.progress.is_fitting = self.options, True
+        self.progress.restart()
+        try:
+            if options.profile_training:
+                self.profiler = prepare_profiler(options.profile_warmup, options.profile_steps, output_folder)
+            with self.profiler or contextlib.nullcontext():
+                yield
+            if self.profiler is not None and self.profiler.step_num < options.profile_warmup:
+                logger.warning(
+                    "profile_training: training ended in the profiler's warm-up, so nothing was recorded. Train for "
+                    "longer than --profile_warmup=%d batches, or give fewer.", options.profile_warmup,
+                )  # fmt: skip
+        finally:
+            self.progress.is_fitting = False
+            self.profiler = None
+
+    # ------------------------------------------------------------------ training
+
+    def train(self, hooks: StageHooks, loader: Any, epoch: int, *, enable_bar: bool) -> None:
+        """Train one epoch.
+
+        Args:
+            hooks: of the recipe.
+            loader: this rank's batches.
+            epoch: from 1.
+            enable_bar: show progress (main process only, whatever is given).
+        """
+        progress, step = self.progress, self.step
+        self.policy.run_state.check_epoch(epoch)
+        self.rank_state.begin_epoch(epoch)
+        hooks.on_stage_start(Stage.TRAIN, epoch)
+        step.strategy.follow(self.modules)
+        if step.ema is not None:
+            step.ema.follow()
+        self.modules.train()
+        hooks.zero_grad()
+        if not progress.step:
+            progress.nonfinite = 0
+        progress.avg_train_loss = progress.train_loss = self._pass(hooks, loader, epoch, enable_bar=enable_bar)
+        hooks.zero_grad(set_to_none=True)
+        if step.schedule is not None:
+            step.schedule.after_stage(Stage.TRAIN, progress.avg_train_loss, progress.optimizer_step)
+        with self._no_failure_saved():
+            hooks.on_stage_end(Stage.TRAIN, progress.avg_train_loss, epoch)
+        progress.avg_train_loss, progress.step, progress.meter = 0.0, 0, LossMeter()
+
+    def _pass(self, hooks: StageHooks, loader: Any, epoch: int, *, enable_bar: bool) -> float:
+        """Train on every batch of the epoch; return the mean loss over all samples of all ranks."""
+        progress, options = self.progress, self.options
+        length = length_of(loader)
+        if length is not None:
+            progress.step = min(progress.step, length)  # the last step of an epoch may be a shorter one than elsewhere
+        left_out, ready = self.rank_state.begin_pass(loader)
+        set_epoch(loader, epoch)  # after that: what a stream remembers may be the epoch before
+        require_same_draw(loader)
+        feed = self._feed(loader, left_out, ready)
+        progress.closed, progress.trained, progress.sums = progress.step, progress.meter, None
+        self._begin(Stage.TRAIN, loader)
+        saves = _IntraEpochSaves(self.progress, self.options, self.policy, self.stop)
+        beat = Beat(sum_over_ranks, get_world_size(), is_main=if_main_process())
+        started = time.monotonic()
+        samples_before = int(sum_over_ranks([progress.meter.samples])[0])
+        with self._bar(Stage.TRAIN, epoch, feed.length, initial=progress.step, enable=enable_bar) as bar:
+
+            def on_beat(report: BeatReport, batch: Any) -> None:
+                self.guard.tighten_timeouts()
+                self.preflight.look_at(batch)
+                progress.avg_train_loss = report.loss
+                bar.show(report.step, report.loss, report.samples - samples_before)
+                saves.on_beat(report)
+
+            limit = options.optimizer_step_limit
+            train_epoch(
+                hooks,
+                feed,
+                beat,
+                on_beat,
+                float("inf") if limit is None else limit,
+                on_window=saves.on_window(self.step),
+                tell=saves.tell,
+            )
+            if self.step.prepare_flush(hooks):
+                hooks.optimizers_step()
+            progress.window.stepped()
+            progress.window.count = 1  # what comes next, an evaluation, repeats nothing to keep step
+            self.rank_state.end_pass()
+            return self._finish(Stage.TRAIN, epoch, time.monotonic() - started, bar)
+
+    def _feed(self, loader: Any, left_out: int, ready: Callable[[], object]) -> Feed | StreamFeed:
+        options, length = self.options, length_of(loader)
+        if length is None:
+            return self._stream_feed(loader, left_out, ready)
+        if options.debug:
+            length = min(length, options.debug_batches)
+        batches = compared(loader, Stage.TRAIN)
+        return Feed(
+            loader=batches if self.profiler is None else Profiled(batches, self.profiler, left_out),
+            length=length,
+            counts=counts_of(loader),
+            factor=options.grad_accumulation_factor,
+            weighting=options.loss_weighting,
+            world_size=get_world_size(),
+            start=self.progress.step,
+            left_out=left_out,
+            ready=ready,
+        )
+
+    def _stream_feed(self, loader: Any, left_out: int, ready: Callable[[], object]) -> StreamFeed:
+        """Feed from what has no known number of batches: the ranks tell each other what they have."""
+        options, done = self.options, self.progress.step
+        if isinstance(loader, (StreamLoader, BatchShard)):
+            loader.keep_step = True
+        batches = compared(loader, Stage.TRAIN)
+        batches = batches if self.profiler is None else Profiled(batches, self.profiler, left_out)
+        if options.debug:
+            batches = First(batches, max(options.debug_batches - done + left_out, 0))
+        return StreamFeed(
+            loader=batches,
+            factor=options.grad_accumulation_factor,
+            weighting=options.loss_weighting,
+            whole_batches=getattr(loader, "batch_size", None) is None,
+            world_size=get_world_size(),
+            start=done,
+            start_sum=start_sum_over_ranks,
+            size_of=size_of(loader),
+            uneven=self.step.strategy.noting_use,
+            left_out=left_out,
+            ready=ready,
+        )
+
+    # ------------------------------------------------------------------ evaluation
+
+    def evaluate(self, hooks: StageHooks, loader: Any, stage: Stage, epoch: int | None, *, enable_bar: bool) -> float:
+        """Evaluate a loader.
+
+        Args:
+            hooks: of the recipe.
+            loader: this rank's batches: the whole set, or its part of it.
+            stage: VALID or TEST.
+            epoch: of the training, or None.
+            enable_bar: show progress (main process only, whatever is given).
+
+        Returns:
+            The mean loss over all samples, one number for all ranks.
+        """
+        progress, schedule = self.progress, self.step.schedule
+        hooks.on_stage_start(stage, epoch)
+        self.modules.eval()
+        progress.step = 0
+        with self._stoppable(), self._averaged_weights(stage):
+            loss = self._evaluate(hooks, loader, stage, epoch, enable_bar=enable_bar)
+        if stage is Stage.VALID:
+            progress.step, progress.valid_loss = 0, loss
+            if schedule is not None:
+                schedule.after_stage(stage, loss, progress.optimizer_step)
+        with torch.no_grad(), self._no_failure_saved():
+            hooks.on_stage_end(stage, loss, epoch)
+        progress.step, progress.meter = 0, LossMeter()
+        return loss
+
+    def _evaluate(self, hooks: StageHooks, loader: Any, stage: Stage, epoch: int | None, *, enable_bar: bool) -> float:
+        options = self.options
+        require_same_draw(loader)
+        self.progress.meter = LossMeter()
+        self._begin(stage, loader)
+        started = time.monotonic()
+        limit = options.debug_batches if options.debug else None
+        length = length_of(loader)
+        if length is not None and limit is not None:
+            length = min(length, limit)
+        with self._bar(stage, epoch, length, enable=enable_bar) as bar:
+            plan, beat = plan_of(loader), Beat(list, 1, is_main=True)
+            bar.partial = plan is not None and plan.world_size > 1
+            confer = StopsOfEvaluation(self.progress, self.stop.cause)
+            batches = compared(loader, stage)
+            batches = batches if limit is None else First(batches, limit)
+            evaluate_epoch(hooks, batches, stage, bar, count=counting(loader), beat=beat, confer=confer)
+            confer.await_others()
+            return self._finish(stage, epoch, time.monotonic() - started, bar)
+
+    # ------------------------------------------------------------------ prediction
+
+    def predict(self, hooks: StageHooks, loader: Any, precision: Any, *, enable_bar: bool) -> list[Any]:
+        """Run the model over a loader.
+
+        Args:
+            hooks: of the recipe.
+            loader: this rank's batches.
+            precision: a context for each batch.
+            enable_bar: as for :meth:`evaluate`.
+
+        Returns:
+            One output per sample of all ranks, in dataset order, on every rank.
+        """
+        progress = self.progress
+        self.modules.eval()
+        before = progress.seen, progress.step
+        progress.seen = Seen(Stage.TEST, loader, divided=get_world_size() > 1 and is_divided(loader))
+        begin_stage(divided=progress.seen.divided)
+        POSITION.stage_begins()
+        progress.step = 0
+        try:
+            with self._stoppable():
+                with self._averaged_weights(Stage.TEST):
+                    outputs = self._outputs(hooks, loader, precision, enable_bar=enable_bar)
+                gathered: list[Any] = gather_results(progress.seen, outputs)
+        finally:
+            progress.seen, progress.step = before
+        return gathered
+
+    @torch.no_grad()
+    def _outputs(self, hooks: StageHooks, loader: Any, precision: Any, *, enable_bar: bool) -> list[Any]:
+        """Run the model over this rank's batches; return one output per sample, on the CPU."""
+        progress, options = self.progress, self.options
+        counts, limit, length = counts_of(loader), options.debug_batches if options.debug else None, length_of(loader)
+        makes_batches = getattr(loader, "batch_size", 0) is None and getattr(loader, "batch_sampler", None) is None
+        outputs: list[Any] = []
+        # An output may be wrong on one rank alone, which has to be noticed: in a collective it would be waited for.
+        due, confer = time.monotonic() + BAR_SECONDS, StopsOfEvaluation(progress, self.stop.cause, _added_over_store)
+        total = length if limit is None or length is None else min(length, limit)
+        with ProgressBar("predict", total, enable=enable_bar and if_main_process()) as bar:
+            for number, batch in enumerate(itertools.islice(compared(loader, Stage.TEST), limit), 1):
+                progress.step = number
+                with precision:
+                    output = on_cpu(hooks.predict_batch(batch))
+                count = None if counts is None else counts.count(number - 1)
+                outputs += [output] if makes_batches else _rows(output, count, type(hooks).__name__)
+                if time.monotonic() >= due:
+                    due = time.monotonic() + BAR_SECONDS
+                    bar.show(number, None, len(outputs))
+                confer(number)
+            confer.await_others()
+            bar.show(progress.step, None, len(outputs))
+        if progress.seen is not None:
+            progress.seen.close(progress.step)
+        return outputs
+
+    # ------------------------------------------------------------------ around every stage
+
+    def _begin(self, stage: Stage, loader: Any) -> None:
+        """Note, for gathering and for the metrics, what a stage runs over, and whether it is divided over the ranks."""
+        is_training = stage is Stage.TRAIN
+        divided = get_world_size() > 1 and (is_training or is_divided(loader, unknown=self.options.shard_evaluation))
+        begin_stage(divided=divided)
+        POSITION.stage_begins()
+        self.progress.seen = Seen(stage, loader, divided, first=self.progress.step if is_training else 0)
+
+    def _bar(
+        self, stage: Stage, epoch: int | None, length: int | None, *, initial: int = 0, enable: bool
+    ) -> ProgressBar:
+        options = self.options
+        label = stage.name.lower() if epoch is None else f"epoch {epoch} {stage.name.lower()}"
+        colours = COLOURS | {key.upper(): value for key, value in dict(options.tqdm_barcolor or {}).items()}
+        return ProgressBar(
+            label,
+            length,
+            initial=initial,
+            enable=enable and if_main_process(),
+            colour=colours.get(stage.name) if options.tqdm_colored_bar else None,
+        )
+
+    def _averaged_weights(self, stage: Stage) -> AbstractContextManager[None]:
+        ema = self.step.ema
+        return ema.evaluated(stage) if self.options.evaluate_ema and ema is not None else contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def _stoppable(self) -> Iterator[None]:
+        try:
+            yield
+        except RunStopped as stopped:
+            self.stop.stop_evaluation(stopped)
+
+    @contextlib.contextmanager
+    def _no_failure_saved(self) -> Iterator[None]:
+        """Return a context for a hook: what it changes before it fails must not be changed again by a resumed run."""
+        trained, self.progress.trained = self.progress.trained, None
+        yield
+        self.progress.trained = trained
+
+    def _finish(self, stage: Stage, epoch: int | None, seconds: float, bar: ProgressBar) -> float:
+        """Agree on the mean loss, write it down, and return it."""
+        progress, copies = self.progress, 1
+        meter, seen = progress.meter, progress.seen
+        if seen is not None:
+            seen.close(progress.step)
+            copies = 1 if seen.divided else get_world_size()  # where every rank had every sample
+        loss_sum, count, bad, samples = sum_over_ranks([float(number) for number in (*meter.sums(), meter.samples)])
+        mean = loss_sum / count if count else float("nan")
+        if stage is Stage.TRAIN:
+            progress.sums = loss_sum, count, samples
+        bad, samples = bad // copies, samples // copies
+        bar.partial = False
+        bar.show(progress.step, mean, int(samples))
+        if stage is not Stage.TRAIN and not samples and not count:
+            logger.warning("%s: there was nothing to evaluate: the mean loss is NaN.", stage.name)
+        if bad:
+            logger.warning(
+                "%s: %d batches had a loss that is not finite; they are left out of the mean.", stage.name, int(bad)
+            )
+        facts = {}
+        if stage is Stage.TRAIN:
+            self._tell_clipped(epoch)
+            facts["clipped_share"] = progress.clipped_share
+        run_event(
+            "stage",
+            stage=stage.name,
+            epoch=epoch,
+            loss=mean,
+            samples=int(samples),
+            optimizer_step=progress.optimizer_step,
+            **facts,
+            seconds=round(seconds, 3),
+        )
+        return mean
+
+    def _tell_clipped(self, epoch: int | None) -> None:
+        """Say in how many steps of the epoch gradients were clipped; the first time also without any logging."""
+        progress = self.progress
+        if progress.clipped:
+            say = logger.info if progress.has_told_clipping else logger.announce
+            progress.has_told_clipping = True
+            say(
+                "epoch %s: the gradients of %d of %d optimizer steps were clipped to norm %s (--max_grad_norm).",
+                epoch,
+                progress.clipped,
+                progress.optimizer_step - progress.began_at,
+                self.options.max_grad_norm,
+            )
+
+
+class StopsOfEvaluation:
+    """Has the ranks agree about once a second on whether to stop.
+
+    They may have different numbers of batches, and of a stream nobody knows them. So a rank whose batches are used up
+    goes on agreeing, at the steps that it does not make, until those of all are.
+
+    Args:
+        progress: has the step of this rank.
+        cause: says what has asked this rank to stop, or nothing.
+        add_up: adds up a few numbers over all ranks; None: in a collective.
+
+    Ranks: collective, but for making one.
+
+    Example:
+        >>> from ddpkit.training.loop import Progress
+        >>> confer = StopsOfEvaluation(Progress(), str)
+        >>> confer(1); confer.await_others()
+    """
+
+    def __init__(
+        self,
+        progress: Progress,
+        cause: Callable[[], str],
+        add_up: Callable[[list[float]], list[float]] | None = None,
+    ) -> None:
+        self._cause = cause
+        self.beat = Beat(add_up or sum_over_ranks, get_world_size(), is_main=if_main_process())
+        self.beat.start(progress.step)
+
+    def __call__(self, step: int) -> None:
+        """Stop at this step if any rank has been asked to."""
+        if step >= self.beat.due:
+            self._confer(step, has_more=True)
+
+    def await_others(self) -> None:
+        """Agree with those that still have batches."""
+        while self._confer(self.beat.due, has_more=False):
+            POSITION.moves += 1  # the others'
+
+    def _confer(self, step: int, *, has_more: bool) -> int:
+        """Return how many ranks have more batches; if none has, there is nothing to be stopped."""
+        report = self.beat(step, 0.0, 0.0, int(has_more), Wishes(stop=self._cause()))
+        if report.stop and report.samples:
+            raise RunStopped(exit_code(report.stop), report.stop)
+        return report.samples
+
+
+class _IntraEpochSaves:
+    """Decides, alike on every rank, when to save in the middle of an epoch."""
+
+    def __init__(self, progress: Progress, options: RunOptions, policy: CheckpointPolicy, stop: StopControl) -> None:
+        self.progress, self.policy, self.stop = progress, policy, stop
+        self.saves_by_steps = options.ckpt_interval_steps > 0
+        self.last_time = time.monotonic()
+        self.last_step = progress.step
+
+    def tell(self) -> Wishes:
+        """Return the seconds since the last save, and what this rank has been asked for."""
+        return Wishes(time.monotonic() - self.last_time, self.stop.interrupts.save_wanted, self.stop.cause())
+
+    def on_beat(self, report: BeatReport) -> None:
+        """Stop or save if any rank has been asked to, or save if the main process's clock says so."""
+        if report.stop and not self._is_pending():
+            self.stop.stop_training(report.stop, is_saved=self.last_step == self.progress.step)
+        if report.save_wanted and not self._is_pending():
+            self.stop.interrupts.save_wanted = False
+            self.policy.save_inside_epoch()
+            self._start_anew()
+        else:
+            self._save_if_due(report.main_seconds, 0)
+
+    def on_window(self, step: TrainStep) -> Callable[[], None] | None:
+        """Return what is to be done after every optimizer step, if anything is."""
+        if not step.freezes:
+            return self.by_steps if self.saves_by_steps else None
+
+        def drop_and_save() -> None:
+            step.drop_frozen_gradients()
+            if self.saves_by_steps:
+                self.by_steps()
+
+        return drop_and_save
+
+    def by_steps(self) -> None:
+        """Save if enough steps have passed."""
+        self._save_if_due(0.0, self.progress.step - self.last_step)
+
+    def _save_if_due(self, seconds: float, steps: int) -> None:
+        if not self._is_pending() and self.policy.save_if_due(seconds, steps):
+            self._start_anew()
+
+    def _is_pending(self) -> bool:
+        """Say whether there are gradients that are not used yet: they are in no checkpoint."""
+        return self.progress.window.pending(self.progress.step) > 0
+
+    def _start_anew(self) -> None:
+        self.last_time, self.last_step = time.monotonic(), self.progress.step
+
+
+def _added_over_store(values: list[float]) -> list[float]:
+    """Add up a few numbers over all ranks; other than in a collective, a rank that fails is not waited for."""
+    return [sum(numbers) for numbers in zip(*exchange(values, site="predict"), strict=True)]
+
+
+def _rows(output: Any, count: int | None, name: str) -> list[Any]:
+    """Return the outputs of the samples of a batch."""
+    rows = row_count(output)
+    if rows is None or count not in {None, rows}:
+        samples = "its samples" if count is None else f"its {count} sample(s)"
+        raise BatchError(
+            f"{name}.predict_batch returned {_shown(output)} for a batch, which cannot be divided into one output for "
+            f"each of {samples}. Override predict_batch(self, batch): let it return a tensor whose first dimension is "
+            "the samples', a list of one entry per sample, or a tuple or a dict of such."
+        )
+    return rows_of(output)
+
+
+def _shown(output: Any) -> str:
+    """Describe an output by its shape."""
+    if hasattr(output, "shape"):
+        return f"a {type(output).__name__} of shape {tuple(output.shape)}"
+    if isinstance(output, list):
+        return f"a list of {len(output)}"
+    if isinstance(output, (tuple, dict)):
+        inner = output.items() if isinstance(output, dict) else enumerate(output)
+        return f"a {type(output).__name__} with " + (
+            ", ".join(f"{_shown(one)} at {key!r}" for key, one in inner) or "nothing in it"
+        )
+    return f"a {type(output).__name__}"

@@ -1,0 +1,357 @@
+"""What a checkpoint holds of the run: how far it had come, with which options, and in which call of ``fit``."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ddpkit.base.plain_yaml import dump_plain_yaml
+from ddpkit.checkpointing.index import SUFFIX
+from ddpkit.distributed import get_rank, get_world_size
+from ddpkit.errors import CheckpointError
+from ddpkit.logger import get_logger
+from ddpkit.run.resuming import DAMAGED, TELLING, Pace, changed_options, read_brain_state
+from ddpkit.run.starting import (
+    EVALUATED,
+    Lineage,
+    Start,
+    TrainedFlags,
+    changed_rates,
+    learning_rates,
+    optimizers_not_saved,
+    rates_in_use,
+)
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from ddpkit.run.rank_state import RankState
+    from ddpkit.run_opts import RunOptions
+    from ddpkit.training.loop import Progress
+    from ddpkit.training.train_step import TrainStep
+
+logger = get_logger(__name__)
+
+EARLIER = (
+    "The checkpoint was made in the middle of an epoch, in call %s of fit, and this is call %d: its weights are taken, "
+    "its place in the data is not."
+)
+OTHER_RATES = (
+    "The learning rate is not that with which the checkpoint's run began (%s), and has no effect: the optimizer goes "
+    "on with the checkpoint's. To change it, set it in the optimizer's param_groups after on_fit_start, or begin anew "
+    "with --resume=never."
+)
+
+
+class FitCalls:
+    """Which call of ``fit`` in the script this is, and which calls are over.
+
+    A script that was stopped in its second call is started again: the first call must return at once, and the second
+    goes on.
+
+    Attributes:
+        number: calls so far, this one included.
+        finished: optimizer steps after each call that is over; None where not known.
+        counters: the name of the recoverable that counted the epochs of each call; None where there is none.
+        later: a checkpoint of a later call, and what it holds of the run; else None.
+
+    Ranks: local; equal on all ranks.
+
+    Example:
+        >>> calls = FitCalls()
+        >>> calls.begin("counter"); calls.end(12)
+        >>> calls.number, calls.finished, calls.counters
+        (1, (12,), ('counter',))
+    """
+
+    def __init__(self) -> None:
+        self.number = 0
+        self.finished: tuple[int | None, ...] = ()
+        self.counters: tuple[str | None, ...] = ()
+        self.later: tuple[Path, Mapping[str, Any]] | None = None
+
+    def begin(self, counter: str | None) -> None:
+        """Count a call.
+
+        Args:
+            counter: the name under which its epoch counter is saved.
+        """
+        self.number += 1
+        missing = (None,) * self.number
+        self.counters = (*(*self.counters, *missing)[: self.number - 1], counter)
+        self.finished = (*self.finished, *missing)[: self.number - 1]
+
+    def end(self, optimizer_step: int) -> None:
+        """Note that the call is over."""
+        self.finished = (*self.finished, optimizer_step)
+
+    def accept(self, path: Path, state: Mapping[str, Any]) -> bool:
+        """Say whether a checkpoint was made in this call; one of a later call is remembered.
+
+        Args:
+            path: its directory.
+            state: what it holds of the run.
+        """
+        self.later = None
+        number, counters = state.get("fit"), tuple(state.get("counters") or ())
+        if not isinstance(number, int) or self.number in {0, number}:
+            return True
+        if number < self.number:
+            return False
+        mine, known = self.counters[-1], counters[: self.number]
+        if mine is not None and len(counters) == number and mine == counters[-1] and known[-1] != mine:
+            logger.info("This call of fit is number %d of the run: the script has left out what is done.", number)
+            self.number, self.counters = number, counters
+            self.finished = tuple(state.get("finished") or ())[: number - 1]
+            return True
+        self.later = path, state
+        return False
+
+    def reached_later(self) -> Path | None:
+        """Return the checkpoint that was found in an earlier call, if it was made in this one."""
+        return None if self.later is None or self.later[1]["fit"] > self.number else self.later[0]
+
+    def steps_when_done(self) -> tuple[bool, int | None]:
+        """Say whether this call is over already, since a later one has saved; and after how many optimizer steps."""
+        if self.later is None:
+            return False, None
+        path, state = self.later
+        finished = tuple(state.get("finished") or ())
+        logger.announce(
+            "Call %d of fit is done already: %s was made in call %d, which will go on from it. If this script does not "
+            "call fit as often, start it with --resume=never and an output folder of its own.",
+            self.number,
+            path,
+            state["fit"],
+        )
+        return True, finished[self.number - 1] if len(finished) >= self.number else None
+
+
+class RunState:
+    """The run's part of a checkpoint, ``brain.ckpt``.
+
+    It is YAML with ``step``, ``avg_train_loss``, ``optimizer_step``, the running sums of the epoch's loss, what an
+    optimizer step is made of, and the options that bear on the numbers. A checkpoint of the end of an epoch gives back
+    ``optimizer_step``; outside of ``fit`` nothing is given back.
+
+    Args:
+        options: of the run.
+        progress: is saved and restored.
+        modules: of the Brain.
+        step: has the optimizers, and the divisor of sums.
+        rank_state: of this rank.
+
+    Attributes:
+        calls: of ``fit``.
+        start: what the run started from; None before ``fit``.
+        evaluated: lineage of the checkpoints that a process looks at which does not train; known to rank 0.
+        pace: what an optimizer step is made of.
+        asked_pace: the same as asked for, where another number of processes had to change it.
+        recovered: the checkpoint that was recovered in this call of ``fit`` or ``evaluate``.
+        is_recovered_here: whether that was made in this call of ``fit``.
+        expected_epoch: with which a recovered checkpoint goes on.
+        sums: losses, what they count, and samples over all ranks, for the next save; None: those of this rank.
+        lacks: the batch whose loss the next save cannot know; or None.
+
+    Ranks: local; every rank recovers, the main process saves.
+
+    Example:
+        >>> issubclass(RunState, object)
+        True
+    """
+
+    def __init__(
+        self, options: RunOptions, progress: Progress, modules: nn.ModuleDict, step: TrainStep, rank_state: RankState
+    ) -> None:
+        self.options, self.progress, self.modules = options, progress, modules
+        self.step, self.rank_state = step, rank_state
+        self.calls = FitCalls()
+        self.start: Start | None = None
+        self.evaluated: Lineage | None = None
+        self.pace = Pace(None, None)
+        self.asked_pace: Pace | None = None
+        self.recovered: Path | None = None
+        self.is_recovered_here = True
+        self.expected_epoch: int | None = None
+        self.sums: list[float] | None = None
+        self.lacks: int | None = None
+        self._rates: dict[str, Any] | None = None  # with which the training of each optimizer has begun
+        self._script_rates: dict[str, list[float]] | None = None
+        self._flags: TrainedFlags | None = None
+        self._saved_flags: Any = None  # of the checkpoint that was recovered, until they are restored
+        self._evaluated_state: Mapping[str, Any] | None = None  # of the checkpoint that was recovered outside of fit
+
+    # ------------------------------------------------------------------ saving
+
+    def save(self, path: Path) -> None:
+        """Write the file.
+
+        Args:
+            path: of the file.
+        """
+        # In a save that a recipe makes, perhaps on the main process alone, its own share stands for all; in an
+        # evaluation the sums are not those of the training.
+        ranks, progress = get_world_size() if self.modules.training else 0, self.progress
+        loss_sum, loss_count, samples = self.sums or [one * ranks for one in self.rank_state.own_sums()]
+        divisor = self.step.sum_divisor
+        state = {
+            "step": self.rank_state.step_to_save,
+            "epoch": progress.epoch,
+            "avg_train_loss": float(progress.avg_train_loss),
+            "optimizer_step": progress.optimizer_step,
+            "epoch_began_at": progress.began_at,
+            "nonfinite": progress.nonfinite,
+            "clipped": progress.clipped,
+            **({} if divisor is None else {"sum_divisor": divisor}),
+            "loss_sum": loss_sum,
+            "loss_count": loss_count,
+            "samples": int(samples),
+            **self.pace.state_dict(),
+            "asked": (self.asked_pace or self.pace).state_dict(),
+            "fit": self.calls.number,
+            "finished": list(self.calls.finished),
+            "counters": list(self.calls.counters),
+            **({} if self.start is None else self.start.lineage.state_dict()),
+            "lacks": self.lacks,
+            "seed": self.rank_state.base_seed,
+            "rates": self._rates,
+            "trained": {} if self._flags is None else self._flags.changes(),
+            "launch": os.environ.get("TORCHELASTIC_RUN_ID"),
+            "grad_accumulation_factor": self.options.grad_accumulation_factor,
+            "options": {name: self.options[name] for name in TELLING},
+            **self._as_evaluated(),
+        }
+        path.write_text(dump_plain_yaml(state), encoding="utf-8")
+
+    def _as_evaluated(self) -> dict[str, Any]:
+        """Return what a save says otherwise where nothing was trained: all is as in what was recovered."""
+        progress = self.progress
+        if progress.is_fitting or self.calls.number or self.step.optimizers or progress.optimizer_step:
+            return {}
+        lineage = {} if self.evaluated is None else self.evaluated.state_dict()
+        return {**(self._evaluated_state or {}), **lineage, EVALUATED: True}
+
+    # ------------------------------------------------------------------ recovering
+
+    def load(self, path: Path, *, end_of_epoch: bool, recoverables: Mapping[str, Any]) -> None:
+        """Go on from the file; outside of ``fit`` only remember it.
+
+        Args:
+            path: of the file.
+            end_of_epoch: whether the checkpoint was made there.
+            recoverables: what else the checkpointer saves, by name.
+
+        Raises:
+            CheckpointError: it cannot be read, or is damaged.
+        """
+        folder = self.recovered = path.parent
+        if not self.progress.is_fitting:
+            with contextlib.suppress(CheckpointError, OSError):
+                found = read_brain_state(path)
+                self._evaluated_state = found if "step" in found else None
+            return
+        state = read_brain_state(path)
+        if "step" not in state:
+            raise CheckpointError(f"{path} does not say how far the run had come: it has no 'step'. {DAMAGED}")
+        self.progress.optimizer_step = state.get("optimizer_step", state["step"])
+        other_rates = self._take_rates(state, folder, recoverables)
+        self.step.sum_divisor = state.get("sum_divisor")
+        self.is_recovered_here = self.calls.accept(folder, state)
+        if not self.is_recovered_here:
+            if self.calls.later is None and not end_of_epoch:
+                logger.warning(EARLIER, state["fit"], self.calls.number)
+            return
+        if other_rates:
+            logger.warning(OTHER_RATES, "; ".join(other_rates))
+        self._warn_of_changes(state)
+        self._saved_flags = state.get("trained")
+        if isinstance(state.get("epoch"), int):
+            self.expected_epoch = state["epoch"] + int(end_of_epoch)
+        if not end_of_epoch:
+            self._go_on_inside_epoch(state)
+
+    def _go_on_inside_epoch(self, state: Mapping[str, Any]) -> None:
+        progress = self.progress
+        if state.get("lacks") is not None:
+            logger.warning(
+                "The checkpoint was made inside of fit_batch: the loss of batch %s is not in it, and the mean that is "
+                "reported for this epoch will be without.",
+                state["lacks"],
+            )
+        samples = state.get("samples", 0)
+        before = Pace.read(state)
+        progress.step, words = self.pace.place(before, state["step"], samples)
+        for told in (words, self.pace.other_data(before) if state["step"] else None):
+            if told is not None:
+                logger.warning("%s", told)
+        if "loss_sum" not in state and progress.step:
+            logger.warning(
+                "This checkpoint was made by SpeechBrain in the middle of an epoch, and the order of the data is "
+                "ddpkit's own: %d batches are left out now, but not those that were done. To avoid it, go on from the "
+                "end of an epoch.",
+                progress.step,
+            )
+        progress.began_at = state.get("epoch_began_at", progress.optimizer_step)
+        progress.nonfinite = state.get("nonfinite", 0)
+        progress.clipped = state.get("clipped", 0)
+        progress.avg_train_loss = state["avg_train_loss"]
+        if not get_rank():
+            count = state.get("loss_count", progress.step)
+            loss_sum = state.get("loss_sum", progress.avg_train_loss * count)
+            progress.meter.restore(loss_sum, count, samples=samples)
+
+    def _warn_of_changes(self, state: Mapping[str, Any]) -> None:
+        options, own_seed = state.get("options"), self.rank_state.base_seed
+        changes = changed_options(options, self.options) if isinstance(options, Mapping) else []
+        changes += self.pace.changes(Pace.read(state))
+        seed = state.get("seed")
+        if None not in {seed, own_seed} and seed != own_seed:
+            changes.append(f"seed {own_seed}, before {seed}")
+        if changes:
+            logger.warning(
+                "The run goes on with other options than those of its checkpoint: %s. It will not be the run that was "
+                "never stopped.",
+                "; ".join(changes),
+            )
+
+    def check_epoch(self, epoch: int) -> None:
+        """Warn where the epoch counter does not go on with the epoch of the checkpoint."""
+        expected, self.expected_epoch = self.expected_epoch, None
+        if expected not in {None, epoch}:
+            logger.warning(
+                "The checkpoint goes on with epoch %d, and the epoch counter begins with %d: it will not be the run "
+                "that was never stopped. Use an EpochCounter that is a recoverable of the checkpointer.",
+                expected,
+                epoch,
+            )
+
+    # ------------------------------------------------------------------ learning rates and frozen parameters
+
+    def note_script_rates(self) -> None:
+        """Note the learning rates that the script has set, before a checkpoint's are loaded."""
+        self._rates = self._script_rates = learning_rates(self.step.optimizers)
+
+    def _take_rates(self, state: Mapping[str, Any], folder: Path, recoverables: Mapping[str, Any]) -> list[str]:
+        """Note the learning rates that the optimizers go on with; return which of the script's have no effect."""
+        given = self._script_rates or learning_rates(self.step.optimizers)
+        loaded = {name: one for name, one in recoverables.items() if (folder / f"{name}{SUFFIX}").exists()}
+        self._rates = rates_in_use(state.get("rates"), given, optimizers_not_saved(self.step.optimizers, loaded))
+        return changed_rates(self._rates, given)
+
+    def restore_trained_flags(self, modules: nn.ModuleDict) -> None:
+        """Freeze and set free the parameters as they were when the checkpoint was saved.
+
+        Hooks of earlier epochs do not run again, and may have done that. The first call notes how they begin.
+
+        Args:
+            modules: without any wrapper.
+        """
+        if self._flags is None:
+            self._flags = TrainedFlags(modules)
+        saved, self._saved_flags = self._saved_flags, None
+        count = self._flags.restore(saved, exactly=self.calls.number > 1)
+        if count:
+            logger.info("%d parameter(s) are frozen, or trained, as they were when the checkpoint was saved.", count)

@@ -1,0 +1,227 @@
+"""What a stage reads: a loader's batches, how many they are, and whether all ranks read from the same data."""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING, Any
+
+from torch.utils.data import DataLoader, IterableDataset
+
+from ddpkit.comm.agreement import require_agreement
+from ddpkit.data.likeness import MOST_ITEMS, FirstItems, require_alike, sketch, warn_if_alike
+from ddpkit.data.sharded_loader import first_samples
+from ddpkit.data.streams import BatchShard, StreamLoader, guess_batch_size, is_sharded
+from ddpkit.dataloader import LoopedLoader, plan_of
+from ddpkit.distributed import get_world_size
+from ddpkit.types import Stage
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from ddpkit.training.feed import Counts
+
+
+def counts_of(loader: Any) -> Counts | None:
+    """Return what knows the number of samples of a loader's batches, or None.
+
+    Ranks: local.
+
+    Example:
+        >>> counts_of([1, 2]) is None
+        True
+    """
+    if isinstance(loader, LoopedLoader):
+        return loader if loader.has_counts else None
+    return plan_of(loader)
+
+
+def length_of(loader: Any) -> int | None:
+    """Return the number of batches of a loader, or None for a stream, whose length nobody can vouch for.
+
+    Ranks: local.
+
+    Example:
+        >>> length_of([1, 2]), length_of(iter([]))
+        (2, None)
+    """
+    if isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset):
+        return None
+    try:
+        return len(loader)
+    except TypeError:
+        return None
+
+
+def size_of(loader: Any) -> Callable[[Any], int | None]:
+    """Return what tells the number of samples of a batch that was just read; None of one that another rank has.
+
+    Ranks: local.
+    """
+    return loader.size_of if isinstance(loader, (StreamLoader, BatchShard)) else guess_batch_size
+
+
+def counting(loader: Any) -> Callable[[int, Any], int]:
+    """Return what tells a batch's number of samples: the plan, or where there is none the loader or the batch.
+
+    Ranks: local.
+    """
+    counts = counts_of(loader)
+    if counts is None:
+        size = size_of(loader)
+        return lambda _, batch: size(batch) or 0
+    return lambda number, _: counts.count(number)
+
+
+def require_same_draw(loader: Any) -> None:
+    """Make sure that a user's sampler, of which every rank takes its part, has drawn the same on all of them.
+
+    Raises:
+        RankMismatchError: it has not. On every rank.
+
+    Ranks: collective.
+    """
+    plan = plan_of(loader)
+    if plan is not None and plan.world_size > 1:
+        facts = plan.drawn_words()
+        if facts:
+            require_agreement(facts)
+
+
+def compare_first_samples(name: str, loader: Any) -> None:
+    """Make sure that all ranks hold the same dataset, where each is given its part of it: by a sample or two.
+
+    Args:
+        name: such as ``"train"``.
+        loader: of this rank, or None.
+
+    Raises:
+        RankMismatchError: they do not. On every rank.
+
+    Ranks: collective.
+
+    Example:
+        >>> compare_first_samples("train", [1, 2])
+    """
+    inner = loader.loader if isinstance(loader, LoopedLoader) else loader
+    plan = plan_of(inner)
+    if plan is None or plan.world_size == 1:
+        return
+    found = first_samples(inner)
+    require_alike(
+        None if found is None else FirstItems((), found[0]),
+        lambda: first_samples(inner, MOST_ITEMS, 3),
+        f"{name}: the ranks do not hold the same data, and each would be given one part in {plan.world_size} of what "
+        f"it holds: {type(inner.dataset).__name__} is the same length everywhere, and its samples differ. Most of them "
+        "would be lost in silence. Let every rank load all files, in the same order (sort a list of files). If they "
+        "are drawn at random, seed the generator alike on every rank. If each rank shall keep files of its own, give "
+        "a DataLoader of them with `loader.is_sharded = True`",
+        f"the first samples of {name}",
+        reads_more=True,
+    )
+
+
+def compared(loader: Any, stage: Stage) -> Iterable[Any]:
+    """Return what yields a loader's batches, and compares what the ranks have read as soon as there is a first one.
+
+    Args:
+        loader: of this rank.
+        stage: for the message.
+
+    Returns:
+        The loader itself, unless it is a stream or a loader of batches that every rank reads whole.
+
+    Ranks: local; to take the first batch is then collective.
+
+    Example:
+        >>> compared([1, 2], Stage.TEST)
+        [1, 2]
+    """
+    inner = loader.loader if isinstance(loader, LoopedLoader) else loader
+    if isinstance(inner, (StreamLoader, BatchShard)) and inner.is_dealt:
+        return _Compared(loader, inner, stage)
+    if get_world_size() > 1 and isinstance(inner, StreamLoader) and is_sharded(inner.whole):
+        return _CalledDivided(loader, inner, stage)
+    batches: Iterable[Any] = loader
+    return batches
+
+
+class _CalledDivided:
+    """The batches of a stream that says that it divides itself; before the first the ranks make sure that it does."""
+
+    def __init__(self, loader: Iterable[Any], inner: StreamLoader, stage: Stage) -> None:
+        self.loader, self.inner, self.stage = loader, inner, stage
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._batches(iter(self.loader))
+
+    def _batches(self, batches: Iterator[Any]) -> Iterator[Any]:
+        first = list(itertools.islice(batches, 1))
+        warn_if_alike(
+            sketch(first[0]) if first else None,
+            f"{self.stage.name}: {type(self.inner.whole).__name__} is said to divide itself over the ranks, and all "
+            f"{get_world_size()} have read the same first batch: its items seem to come {get_world_size()} times. "
+            "Let it divide itself (a pipeline of webdataset: nodesplitter=webdataset.split_by_node), or leave "
+            "`is_sharded` out, and it is divided here.",
+            f"the first batch of {self.stage.name}",
+        )
+        yield from first
+        yield from batches
+
+
+class _Compared:
+    """The batches of a loader; before the first of them the ranks compare what they have read."""
+
+    def __init__(self, loader: Iterable[Any], inner: StreamLoader | BatchShard, stage: Stage) -> None:
+        self.loader, self.inner, self.stage = loader, inner, stage
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._batches(iter(self.loader))
+
+    def _batches(self, batches: Iterator[Any]) -> Iterator[Any]:
+        first = list(itertools.islice(batches, 1))
+        whole = self.inner.whole
+        kind, items = ("loader", "batches") if isinstance(self.inner, BatchShard) else ("dataset", "items")
+        require_alike(
+            self.inner.first,
+            self.inner.read_again,
+            f"{self.stage.name}: the ranks do not read the same {items}, and each would keep one in "
+            f"{get_world_size()}: {type(whole).__name__} is dealt out by counting, which is right only where all ranks "
+            "read the same. Samples would be lost in silence. If it divides itself over the ranks, say so: set "
+            f"`is_sharded = True` on the {kind}. If it is random, seed it: draw from Python's, numpy's or torch's "
+            "global generator, which are seeded alike on all ranks while it is read. If it lists files, sort them",
+            f"the first {items} of {self.stage.name}",
+        )
+        yield from first
+        yield from batches
+
+
+class Profiled:
+    """Tells the profiler after each batch that a step is over; not after those that are only read again.
+
+    Ranks: local.
+    """
+
+    def __init__(self, loader: Iterable[Any], profiler: Any, left_out: int) -> None:
+        self.loader, self.profiler, self.left_out = loader, profiler, left_out
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._steps(iter(self.loader))
+
+    def _steps(self, batches: Iterator[Any]) -> Iterator[Any]:
+        for number, batch in enumerate(batches):
+            yield batch
+            if number >= self.left_out:
+                self.profiler.step()
+
+
+class First:
+    """The first batches of a loader.
+
+    Ranks: local.
+    """
+
+    def __init__(self, loader: Iterable[Any], number: int) -> None:
+        self.loader, self.number = loader, number
+
+    def __iter__(self) -> Iterator[Any]:
+        return itertools.islice(self.loader, self.number)

@@ -1,0 +1,325 @@
+"""One optimizer step: weigh and back-propagate the losses of a window, clip, step, or skip on all ranks alike."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from ddpkit import optim
+from ddpkit.device import widest_float
+from ddpkit.errors import BatchError
+from ddpkit.logger import get_logger
+from ddpkit.training.loop import Progress, backward, sum_and_count
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from torch import nn
+
+    from ddpkit.ema import WeightAverage
+    from ddpkit.run_opts import RunOptions
+    from ddpkit.training.strategy import Strategy
+
+logger = get_logger(__name__)
+
+MIXED = (
+    "{}.compute_objectives returned a mean loss for some micro-batches of an optimizer step and (loss_sum, count) for "
+    "others: there is no telling how they weigh against each other. Return the same kind for every training batch. "
+    "(In a fit_batch of your own, backward() takes both kinds if optimizers_step() stands between them.)"
+)
+TWO_SUMS = (
+    "{}.fit_batch passed two (loss_sum, count) to backward() before optimizers_step(): their gradients are added up "
+    "before it is known what each must be divided by. If both count the same, add up the sums: "
+    "backward((one + other, count)). If they belong to two optimizers, call optimizers_step() after each, with "
+    "grad_accumulation_factor=1. Otherwise pass means."
+)
+NOT_DIVIDED = (
+    "{}.fit_batch passed (loss_sum, count) to backward() and let the window end without optimizers_step(), which "
+    "divides by the count. Call self.optimizers_step() where self.should_step is true, not an optimizer's own step()."
+)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What the class of a recipe says of itself.
+
+    Attributes:
+        name: of the class, for messages.
+        has_own_fit_batch: whether it overrides ``fit_batch``.
+        freezes: whether it overrides ``freeze_optimizers``.
+
+    Ranks: local; equal on all ranks.
+    """
+
+    name: str
+    has_own_fit_batch: bool = False
+    freezes: bool = False
+
+
+class StepHooks(Protocol):
+    """The hooks of a recipe that have a say in an optimizer step.
+
+    Ranks: all.
+    """
+
+    def freeze_optimizers(self, optimizers: dict[str, torch.optim.Optimizer]) -> dict[str, torch.optim.Optimizer]:
+        """Return the optimizers that step."""
+        ...
+
+    def check_gradients(self) -> None:
+        """Drop gradients that are not finite."""
+        ...
+
+
+class TrainStep:
+    """The backward passes of an accumulation window, and the optimizer step at its end.
+
+    Args:
+        recipe: for messages, and whether it says which optimizers step.
+        modules: whose gradients they are.
+        strategy: how the ranks average them.
+        options: of the run.
+        progress: its counters and window are kept up to date.
+        scaler: of fp16 gradients; may be disabled.
+        ema: follows every step; or None.
+
+    Attributes:
+        optimizers: name -> optimizer, or None; the recipe's ``optimizers_dict``.
+        optimizer: the single one, where a recipe has no names; or None.
+        schedule: stepped after every optimizer step; or None.
+        sum_divisor: what sums are divided by before fp16 scaling; None until it is agreed on.
+        is_stepping: whether weights are being changed.
+
+    Ranks: collective.
+
+    Example:
+        >>> from ddpkit.run_opts import RunOptions
+        >>> from ddpkit.training.strategy import SingleDevice
+        >>> net, scaler = torch.nn.Linear(1, 1), torch.amp.GradScaler("cpu", enabled=False)
+        >>> step = TrainStep(Recipe("Line"), net, SingleDevice(), RunOptions(), Progress(), scaler)
+        >>> step.should_step
+        True
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        modules: nn.Module,
+        strategy: Strategy,
+        options: RunOptions,
+        progress: Progress,
+        scaler: torch.amp.GradScaler,
+        ema: WeightAverage | None = None,
+    ) -> None:
+        self.name, self.device = recipe.name, str(options.device)
+        self.modules, self.strategy, self.options = modules, strategy, options
+        self.progress, self.scaler, self.ema = progress, scaler, ema
+        self.optimizers: dict[str, torch.optim.Optimizer] | None = None
+        self.optimizer: torch.optim.Optimizer | None = None
+        self.schedule: optim.Schedule | None = None
+        self.sum_divisor: float | None = None
+        self.is_stepping = False
+        self._recipe_freezes = recipe.freezes
+        self._unscaled: tuple[torch.optim.Optimizer, ...] = ()
+        self._stepped: list[torch.optim.Optimizer] | None = None
+
+    # ------------------------------------------------------------------ backward
+
+    @property
+    def should_step(self) -> bool:
+        """Whether the current micro-batch closes its window."""
+        window = self.progress.window
+        if window.closes:
+            window.is_asked, window.deferred_at = True, -1
+        return window.closes
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Return a context in which gradients are accumulated without being averaged over ranks."""
+        self.progress.window.defer(self.progress.step)
+        return self.strategy.no_sync()
+
+    def backward(self, loss: Any, *, retain_graph: bool = False) -> None:
+        """Back-propagate a loss of the current micro-batch, weighed against the others of its window.
+
+        Args:
+            loss: the mean over the batch's samples, shape ``()``; or ``(loss_sum, count)``.
+            retain_graph: keep the graph for another loss that shares a part of it.
+
+        Raises:
+            BatchError: the loss is no single number, does not depend on any parameter, or cannot be added to the ones
+                before.
+        """
+        window = self.progress.window
+        if not window.closes or (self.options.grad_accumulation_factor > 1 and not window.is_asked):
+            window.defer(self.progress.step)
+        if loss.__class__ is tuple:
+            loss, count = sum_and_count(loss, self.name)
+            scale = self._count(count)
+        else:
+            if window.counted is not None:
+                raise BatchError(MIXED.format(self.name))
+            window.has_means = True
+            scale = window.scale
+        with self.strategy.backward_pass(self.modules, closes=window.closes, counts=window.count > 0):
+            backward(loss, scale, self.scaler, self.name, retain_graph=retain_graph)
+
+    def take_result(self, loss: Any) -> tuple[Any, Any]:
+        """Note the loss of the current micro-batch.
+
+        Args:
+            loss: as ``compute_objectives`` returned it.
+
+        Returns:
+            What ``fit_batch`` returns, detached; and the mean loss, attached.
+        """
+        progress, result = self.progress, loss
+        if loss.__class__ is tuple:
+            loss_sum, count = sum_and_count(loss, self.name)
+            result, loss = (loss_sum.detach(), count if progress.window.count else 0.0), loss_sum / count
+        else:
+            result = loss.detach()
+        progress.result, progress.result_at = result, progress.step
+        return result, loss
+
+    def _count(self, count: torch.Tensor | float) -> float:
+        """Add to what the window counts, and return what the sum is multiplied by; at its end, begin to average."""
+        window = self.progress.window
+        if window.has_means:
+            raise BatchError(MIXED.format(self.name))
+        if window.counted is not None and (window.is_overdue or window.counted_at == self.progress.step):
+            raise BatchError((NOT_DIVIDED if window.is_overdue else TWO_SUMS).format(self.name))
+        if not window.count:
+            count = 0.0
+        elif isinstance(count, torch.Tensor):
+            count = count.to(widest_float(count.device))  # bytes would wrap around, and half precision would round
+        if window.counted is None:
+            window.divisor = self._divisor_of_sums(count)
+        window.counted = count if window.counted is None else window.counted + count
+        window.counted_at = self.progress.step
+        if window.closes:
+            window.average = self.strategy.start_average(window.counted, self.device)
+        return 1.0 / window.divisor if window.count else 0.0
+
+    def _divisor_of_sums(self, count: torch.Tensor | float) -> float:
+        """Return what sums are divided by before they are scaled for fp16, whose range they would leave.
+
+        A power of two, near what the ranks' first sums of the run count. It is agreed on once, and saved.
+        """
+        if not self.scaler.is_enabled():
+            return 1.0
+        if self.sum_divisor is None:
+            average = float(self.strategy.start_average(count, self.device)())
+            if not 0.0 < average < math.inf:
+                return 1.0
+            self.sum_divisor = 2.0 ** max(round(math.log2(average)), 0)
+        return self.sum_divisor
+
+    # ------------------------------------------------------------------ the optimizer step
+
+    def take(self, hooks: StepHooks) -> None:
+        """Clip all gradients together, step the optimizers, drop the gradients; or skip, on all ranks alike.
+
+        Args:
+            hooks: of the recipe.
+
+        Raises:
+            BatchError: the counts of the window add up to less than 0.
+            NonFiniteLossError: more than ``nonfinite_patience`` steps of this epoch were not finite.
+        """
+        multiplier, optimizers = self.take_multiplier(), self.participants(hooks)
+        if not optimizers:
+            return
+        self.strategy.finish_gradients()
+        if self.options.skip_nonfinite_grads and not self.scaler.is_enabled():
+            hooks.check_gradients()
+        scaler = self.scaler if self.scaler.is_enabled() else None
+        self.is_stepping = True
+        updates = scaler is None or self._may_rescale(optimizers)
+        result = optim.take_step(optimizers, self.options.max_grad_norm, scaler, multiplier, updates=updates)
+        self.is_stepping = False
+        self.progress.close_window()
+        if result.stepped:
+            self.progress.clipped += result.clipped
+            self._follow_step(optimizers)
+        elif result.norm < 0:
+            raise BatchError(
+                f"{self.name}.compute_objectives returned (loss_sum, count) with counts that add up to less than 0 "
+                "over an optimizer step: count must be >= 0. Count what the sum is over."
+            )
+        elif math.isinf(multiplier):
+            logger.warning_once(
+                "The count of (loss_sum, count) was 0 over all batches of an optimizer step: such steps are left out."
+            )
+        elif scaler is None or scaler.get_scale() < 1.0:  # above it the scale is to blame, which now gets smaller
+            self.progress.count_skipped(result.norm, self.options.nonfinite_patience)
+
+    def active(self, hooks: StepHooks) -> list[torch.optim.Optimizer]:
+        """Return the optimizers that step now."""
+        if self.optimizers is not None:
+            return list(hooks.freeze_optimizers(self.optimizers).values())
+        return [] if self.optimizer is None else [self.optimizer]
+
+    def participants(self, hooks: StepHooks) -> list[torch.optim.Optimizer]:
+        """Return the optimizers that step now; and remember them, where a recipe freezes some."""
+        active = self.active(hooks)
+        if self.freezes:
+            self._stepped = [*(self._stepped or ()), *active]
+        return active
+
+    def named_optimizers(self) -> dict[str, torch.optim.Optimizer]:
+        """Return all optimizers by name, also a single one that a recipe has given no name."""
+        return self.optimizers or ({} if self.optimizer is None else {"optimizer": self.optimizer})
+
+    @property
+    def freezes(self) -> bool:
+        """Whether the recipe says which optimizers step."""
+        return self._recipe_freezes and bool(self.optimizers)
+
+    def drop_frozen_gradients(self) -> None:
+        """Drop what a window has given to optimizers that have not stepped in it, so that nothing outlives it."""
+        stepped, self._stepped = self._stepped, None
+        if stepped is not None:
+            known = (self.optimizers or {}).values()
+            frozen = [one for one in known if all(one is not other for other in stepped)]
+            optim.zero_gradients(frozen, set_to_none=True)
+
+    def prepare_flush(self, hooks: StepHooks) -> bool:
+        """Say whether an overridden ``fit_batch`` left gradients in a window that the epoch's end cut short."""
+        window = self.progress.window
+        pending = window.pending(self.progress.step)
+        if not (pending and optim.gradients(self.active(hooks))):
+            return False
+        if not (window.is_weighed or window.has_means or window.counted is not None):
+            window.multiplier = self.options.grad_accumulation_factor / pending  # it was divided by the factor
+        return True
+
+    def take_multiplier(self) -> torch.Tensor | float:
+        """Return what the gradients are multiplied by before the step; what is counted begins anew."""
+        window = self.progress.window
+        if window.counted is not None:
+            average = window.average or self.strategy.start_average(window.counted, self.device)
+            count = average()  # of sums, averaged over the ranks as their gradients are
+            window.multiplier = window.divisor / count if isinstance(count, torch.Tensor) or count else math.inf
+        return window.stepped()
+
+    def _follow_step(self, stepped: list[torch.optim.Optimizer]) -> None:
+        """Count an optimizer step; average the weights and step the schedule after it."""
+        self.progress.optimizer_step += 1
+        if self.ema is not None:
+            self.ema.update()
+        if self.schedule is not None:
+            self.schedule.after_step(stepped)
+
+    def _may_rescale(self, optimizers: list[torch.optim.Optimizer]) -> bool:
+        """Say whether the loss scale may change with this step, or gradients with the present one wait for another."""
+        known = [] if self.optimizers is None else [*self.optimizers.values()]
+        if any(one is other for one in optimizers for other in self._unscaled):
+            self.scaler.update()  # they step once more
+            self._unscaled = ()
+        done = (*self._unscaled, *optimizers)
+        waiting = optim.gradients([one for one in known if all(one is not other for other in done)])
+        self._unscaled = done if waiting else ()
+        return not waiting

@@ -25,9 +25,11 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from multiprocessing import forkserver, resource_tracker, util
+from multiprocessing import resource_tracker, util
 from pathlib import Path
 from typing import Any
+
+from ddpkit.compat import forkserver_of_its_own
 
 DUMP_SECONDS = 0.1
 MOST_ASKED = 8
@@ -134,9 +136,8 @@ def _stacks_path() -> str:
 def _deaf_start(context: Any) -> Iterator[None]:
     """Block the signals in this thread while workers are started; another one may take what comes, or this one later.
 
-    A forkserver would hand down what it has blocked to a script's own processes as well: it is started before, and its
-    workers are deaf from :func:`_start_worker` on. The nap lets threads of C++ (of a process group, of autograd) come
-    to an end that are about to enter Python: one that a fork catches there would leave the worker a lock for ever.
+    The nap lets threads of C++ (of a process group, of autograd) come to an end that are about to enter Python: one
+    that a fork catches there would leave the worker a lock for ever.
     """
     if not hasattr(signal, "pthread_sigmask"):
         yield
@@ -144,16 +145,15 @@ def _deaf_start(context: Any) -> Iterator[None]:
     method = (context or multiprocessing).get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[
         0
     ]
-    if method == "forkserver":
-        forkserver.ensure_running()
-    elif method == "spawn":
+    if method != "fork":
         resource_tracker.ensure_running()  # its start unblocks SIGINT and SIGTERM
-    time.sleep(NAP_SECONDS)
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, deaf_signals())
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    with forkserver_of_its_own() if method == "forkserver" else contextlib.nullcontext():
+        time.sleep(NAP_SECONDS)
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, deaf_signals())
+        try:
+            yield
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _start_worker(init: Callable[[int], None] | None, stacks: str, worker: int) -> None:
@@ -171,14 +171,15 @@ def _start_worker(init: Callable[[int], None] | None, stacks: str, worker: int) 
             with contextlib.suppress(OSError):
                 _Here.stacks = Path(stacks).open("ab")  # noqa: SIM115 -- as long as the process lives
             faulthandler.register(number, file=_Here.stacks or sys.stderr, all_threads=False, chain=False)
-        threading.Thread(target=_end_with, args=(os.getppid(),), name="ddpkit-worker", daemon=True).start()
+        rank = (multiprocessing.parent_process(), os.getppid())
+        threading.Thread(target=_end_with, args=rank, name="ddpkit-worker", daemon=True).start()
     if init is not None:
         init(worker)
 
 
-def _end_with(parent: int) -> None:
-    """End this worker when the process that started it has ended: its rank, or a forkserver, which ends with that."""
-    while os.getppid() == parent:
+def _end_with(rank: Any, parent: int) -> None:
+    """End this worker when its rank has ended. A forkserver stays as long as its processes; a fork shares pipes."""
+    while rank.is_alive() and os.getppid() == parent:
         time.sleep(POLL_SECONDS)
     os._exit(1)
 

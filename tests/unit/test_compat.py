@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
+from multiprocessing import forkserver, get_context
 
 import pytest
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from ddpkit.compat import all_groups, default_store, timeout_of
+from ddpkit.compat import all_groups, default_store, forkserver_of_its_own, timeout_of
 
 
 @pytest.fixture
@@ -46,3 +48,25 @@ def test_all_groups_or_the_default_one(group, monkeypatch):
 def test_the_timeout_of_a_group_or_none_where_it_is_not_told(group):
     assert timeout_of(group) == timedelta(seconds=77)
     assert timeout_of(object()) is None
+
+
+def parent_of_a_process():
+    reader, writer = get_context("forkserver").Pipe(duplex=False)
+    process = get_context("forkserver").Process(target=tell_parent, args=(writer,))
+    process.start()
+    process.join()
+    return reader.recv()
+
+
+def tell_parent(pipe):
+    pipe.send(os.getppid())
+
+
+def test_a_forkserver_of_its_own_or_the_scripts(monkeypatch):
+    scripts, connect = parent_of_a_process(), forkserver.connect_to_new_process
+    with forkserver_of_its_own():
+        assert parent_of_a_process() != scripts
+    assert forkserver.connect_to_new_process is connect
+    monkeypatch.delattr(forkserver, "ForkServer")
+    with forkserver_of_its_own():
+        assert parent_of_a_process() == scripts

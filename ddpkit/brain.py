@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -46,14 +47,16 @@ else:
 logger = get_logger(__name__)
 
 
-def _of(part: str, name: str, doc: str) -> Any:
+def _part(path: str, doc: str) -> Any:
     """Make a property that reads and writes an attribute of a part of the run."""
+    holder, _, name = path.rpartition(".")
+    find = operator.attrgetter(holder)
 
     def read(self: Brain) -> Any:
-        return getattr(getattr(self, part), name)
+        return getattr(find(self), name)
 
     def write(self: Brain, value: Any) -> None:
-        setattr(getattr(self, part), name, value)
+        setattr(find(self), name, value)
 
     return property(read, write, doc=doc)
 
@@ -186,28 +189,19 @@ class Brain(_Typed):
             freezes=cls.freeze_optimizers is not Brain.freeze_optimizers,
         )
 
-    step: int = _of("progress", "step", "Batches of the current stage so far.")
-    optimizer_step: int = _of("progress", "optimizer_step", "Optimizer updates since the run began.")
-    nonfinite_count: int = _of("progress", "nonfinite", "Skipped steps of this epoch.")
-    avg_train_loss: float = _of("progress", "avg_train_loss", "Mean training loss of the epoch so far.")
-
-    @property
-    def checkpointer(self) -> Any:
-        """The checkpointer, or None."""
-        return self._run.policy.checkpointer
-
-    @checkpointer.setter
-    def checkpointer(self, checkpointer: Any) -> None:
-        self._run.policy.checkpointer = checkpointer
-
-    @property
-    def optimizers_dict(self) -> dict[str, torch.optim.Optimizer] | None:
-        """Name -> optimizer, once :meth:`init_optimizers` has run."""
-        return self._run.step.optimizers
-
-    @optimizers_dict.setter
-    def optimizers_dict(self, optimizers: dict[str, torch.optim.Optimizer] | None) -> None:
-        self._run.step.optimizers = optimizers
+    step: int = _part("progress.step", "Batches of the current stage so far.")
+    optimizer_step: int = _part("progress.optimizer_step", "Optimizer updates since the run began.")
+    nonfinite_count: int = _part("progress.nonfinite", "Skipped steps of this epoch.")
+    avg_train_loss: float = _part("progress.avg_train_loss", "Mean training loss of the epoch so far.")
+    checkpointer: Any = _part("_run.policy.checkpointer", "The checkpointer, or None.")
+    optimizers_dict: dict[str, torch.optim.Optimizer] | None = _part(
+        "_run.step.optimizers", "Name -> optimizer, once :meth:`init_optimizers` has run."
+    )
+    scaler: torch.amp.GradScaler = _part(
+        "_run.step.scaler", "The scaler of fp16 gradients; disabled with another precision."
+    )
+    ema: WeightAverage | None = _part("_run.step.ema", "The average of the weights, or None without ``ema_decay``.")
+    profiler: Any = _part("_run.stages.profiler", "Of this call of ``fit``, with ``profile_training``; else None.")
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -222,25 +216,6 @@ class Brain(_Typed):
     @optimizer.setter
     def optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         self._run.step.optimizer = optimizer
-
-    @property
-    def scaler(self) -> torch.amp.GradScaler:
-        """The scaler of fp16 gradients; disabled with another precision."""
-        return self._run.step.scaler
-
-    @scaler.setter
-    def scaler(self, scaler: torch.amp.GradScaler) -> None:
-        self._run.step.scaler = scaler
-
-    @property
-    def ema(self) -> WeightAverage | None:
-        """The average of the weights, or None without ``ema_decay``."""
-        return self._run.step.ema
-
-    @property
-    def profiler(self) -> Any:
-        """Of this call of ``fit``, with ``profile_training``; else None."""
-        return self._run.stages.profiler
 
     @property
     def lr_scale(self) -> float:

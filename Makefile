@@ -21,7 +21,7 @@ export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test launch quick faults lint format types layers docs check bench clean
+.PHONY: help venv demo test launch quick house faults lint format types layers docs check bench clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
@@ -49,6 +49,9 @@ quick: $(VENV)/.installed-dev  ## ruff and the tests of one area, in about half 
 faults: $(VENV)/.installed-dev  ## the table of faults, with measured seconds: hours (FAULTS_ARGS="--rows F1,F9 --trials 5")
 	$(BIN)/python -m tests.faults.campaign --sizes
 	$(BIN)/python -m tests.faults.table $(FAULTS_ARGS)
+
+house: $(VENV)/.installed-dev  ## sizes of classes, packages and layers, and what a module loads
+	$(BIN)/python -m tests.house
 
 lint: $(VENV)/.installed-dev  ## ruff
 	$(BIN)/ruff check .

@@ -121,10 +121,13 @@ def start_loading(loader: Any, begin: Callable[[], Iterator[Any]] | None = None)
         if workers is None:
             return begin()
         loader.worker_init_fn = functools.partial(_start_worker, init, _stacks_path())
+        others = set(multiprocessing.active_children())
         try:
             return begin()
         finally:
             loader.worker_init_fn = init
+            for worker in set(multiprocessing.active_children()) - others:
+                worker.terminate = worker.kill  # type: ignore[method-assign] # torch terminates those that do not end
 
 
 def _stacks_path() -> str:

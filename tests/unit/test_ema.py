@@ -676,9 +676,3 @@ def test_a_recipes_own_recoverable_of_this_name_is_not_replaced_without_a_word(t
     with pytest.raises(ConfigError, match=r"recoverable 'ema', a Linear"):
         make(folder=tmp_path, recoverables={"ema": nn.Linear(1, 1)}, ema_decay=DECAY)
     make(folder=tmp_path, recoverables={"ema": nn.Linear(1, 1)})
-
-
-def test_a_second_brain_takes_the_place_of_the_first(tmp_path):
-    checkpointer = Checkpointer(tmp_path)
-    brains = [Regression({"net": linear()}, sgd(), None, {**QUIET, "ema_decay": DECAY}, checkpointer) for _ in "ab"]
-    assert checkpointer.recoverables["ema"] is brains[1].ema

@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 
 import ddpkit
+from tests import house
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "ddpkit"
@@ -32,6 +33,10 @@ MODULES = sorted(
 )
 
 MAX_FUNCTION_LINES = 50
+MAX_INHERITED_LINES = 400  # code lines of a class and of those of the package that it inherits from
+MAX_CODE_LINES = 19_300
+MAX_PRIVATE_REACHES = 21
+MAX_LAYERS = 8
 MAX_FILES_AT_THE_TOP = 28
 MAX_FILES_OF_A_PACKAGE = 12
 
@@ -127,6 +132,19 @@ def test_more_arguments_only_with_a_reason():
 def test_a_folder_is_small_enough_to_be_read(folder):
     most = MAX_FILES_AT_THE_TOP if folder == PACKAGE else MAX_FILES_OF_A_PACKAGE
     assert len(list(folder.glob("*.py"))) <= most
+
+
+def test_the_brain_inherits_from_nothing_and_no_class_is_large_with_what_it_inherits():
+    assert ddpkit.Brain.__mro__ == (ddpkit.Brain, object)
+    sizes = {one.__name__: house.inherited_size(one) for one in house.classes()}
+    assert {name: size for name, size in sizes.items() if size > MAX_INHERITED_LINES} == {}
+
+
+def test_what_is_still_to_become_smaller_does_not_grow():
+    """The goals are 12,000 code lines and no private reach outside of ``compat``."""
+    assert sum(house.code_lines(path.read_text(encoding="utf-8")) for path in FILES) <= MAX_CODE_LINES
+    assert house.private_reaches() <= MAX_PRIVATE_REACHES
+    assert house.layers() <= MAX_LAYERS
 
 
 def test_imports_go_downward_only():

@@ -104,3 +104,15 @@ class Numbered(Dataset):
 
 def number_dataset(worker):
     get_worker_info().dataset.number = 100 + worker
+
+
+def test_a_worker_that_is_terminated_ends_although_it_is_deaf():
+    """torch terminates workers that do not end by themselves, and then waits for them."""
+    others = set(multiprocessing.active_children())
+    loading = start_loading(DataLoader(range(4), num_workers=1))
+    [worker] = set(multiprocessing.active_children()) - others
+    next(loading)
+    worker.terminate()
+    worker.join(60)
+    assert worker.exitcode == -signal.SIGKILL
+    del loading

@@ -186,6 +186,13 @@ def test_a_tensor_rate_is_scaled_where_it_is_and_once():
     assert [float(group["initial_lr"]) for group in optimizer.param_groups] == [2.0, 2.0, 2.0]
 
 
+def scale(host):
+    """As the Brain does, with its attributes and what it holds."""
+    own = vars(host)
+    holders = [vars(own.get("hparams", Host())), getattr(own.get("checkpointer"), "recoverables", {})]
+    scale_learning_rates(LrScaling(2.0, "why", asked=True), own.get("optimizers_dict", {}), own, holders)
+
+
 def test_optimizers_and_schedulers_are_found_where_recipes_keep_them(caplog):
     caplog.set_level("INFO", logger="ddpkit")
     named, attribute = sgd(0.1), sgd(0.3)
@@ -201,15 +208,15 @@ def test_optimizers_and_schedulers_are_found_where_recipes_keep_them(caplog):
         hparams=Host(annealing=found[3]),
         checkpointer=Host(recoverables={"scheduler": found[4], "again": found[4]}),
     )
-    scale_learning_rates(host, LrScaling(2.0, "why", asked=True))
+    scale(host)
     assert [one.base_lrs for one in found] == [[0.2]] * 5
     assert foreign.base_lrs == [0.1]
     assert caplog.messages == ["Learning rates (why): named 0.1 -> 0.2; other 0.3 -> 0.6."]
     caplog.clear()
-    scale_learning_rates(host, LrScaling(2.0, "why", asked=True))
+    scale(host)
     assert caplog.messages == ["Learning rates (why): named 0.2; other 0.6, at this scale already."]
     caplog.clear()
-    scale_learning_rates(Host(), LrScaling(2.0, "why", asked=True))
+    scale(Host())
     assert "no optimizer found" in caplog.text
 
 

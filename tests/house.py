@@ -1,0 +1,100 @@
+"""Figures of the house: sizes of classes with what they inherit, of folders, layers and imports (``make house``)."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import io
+import pkgutil
+import subprocess
+import sys
+import textwrap
+import tokenize
+from pathlib import Path
+
+import ddpkit
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "ddpkit"
+FILES = sorted(PACKAGE.rglob("*.py"))
+DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+def code_lines(source: str) -> int:
+    """Count the lines that are not blank, comment or docstring."""
+    tree, others = ast.parse(source), set()
+    for node in ast.walk(tree):
+        if isinstance(node, DOCUMENTED) and ast.get_docstring(node, clean=False) is not None:
+            others.update(range(node.body[0].lineno, node.body[0].end_lineno + 1))
+    lines = source.splitlines()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT and lines[token.start[0] - 1].lstrip().startswith("#"):
+            others.add(token.start[0])
+    return sum(bool(line.strip()) and number not in others for number, line in enumerate(lines, 1))
+
+
+def classes() -> list[type]:
+    """All classes of the package."""
+    found = []
+    for module in pkgutil.walk_packages([str(PACKAGE)], "ddpkit."):
+        if not module.name.endswith("__main__"):
+            members = vars(importlib.import_module(module.name)).values()
+            found += [one for one in members if isinstance(one, type) and one.__module__ == module.name]
+    return found
+
+
+def inherited_size(owner: type) -> int:
+    """Code lines of a class and of those of the package that it inherits from."""
+    own = [one for one in owner.__mro__ if one.__module__.startswith("ddpkit")]
+    return sum(code_lines(textwrap.dedent("".join(inspect.getsourcelines(one)[0]))) for one in own)
+
+
+def modules_per_folder() -> dict[str, int]:
+    counts: dict[str, int] = {}
+    for path in FILES:
+        folder = str(path.parent.relative_to(ROOT))
+        counts[folder] = counts.get(folder, 0) + 1
+    return counts
+
+
+def pulled_in(module: str) -> int:
+    """How many other modules of the package are loaded with one."""
+    script = f"import sys, ddpkit.{module}; print(sum(name.startswith('ddpkit.') for name in sys.modules) - 1)"
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=ROOT)
+    return int(found.stdout)
+
+
+def private_reaches() -> int:
+    """How many lines reach into something private, outside ``compat``."""
+    return sum(path.read_text(encoding="utf-8").count("noqa: SLF001") for path in FILES if path.parent.name != "compat")
+
+
+def layers() -> int:
+    contract = (ROOT / "pyproject.toml").read_text(encoding="utf-8").partition("layers = [")[2].partition("]")[0]
+    return sum(line.strip().startswith('"') for line in contract.splitlines())
+
+
+def figures() -> dict[str, int]:
+    folders = modules_per_folder()
+    sizes = {inherited_size(one): one for one in classes() if one is not ddpkit.Brain}
+    largest = max(sizes)
+    faces = ("epoch_loop", "sampler", "metrics", "distributed")
+    return {
+        "classes that Brain inherits from": len(ddpkit.Brain.__mro__) - 2,
+        "code lines of Brain": inherited_size(ddpkit.Brain),
+        f"code lines of the next largest class ({sizes[largest].__name__})": largest,
+        "public names of Brain": sum(not name.startswith("_") for name in dir(ddpkit.Brain)),
+        "modules at the top": folders.pop("ddpkit"),
+        "modules in the fullest package": max(folders.values()),
+        "layers": layers(),
+        **{f"modules that {name} loads": pulled_in(name) for name in faces},
+        "private reaches outside compat": private_reaches(),
+        "pages of the reference": len(list((ROOT / "docs/reference").glob("*.md"))),
+        "code lines": sum(code_lines(path.read_text(encoding="utf-8")) for path in FILES),
+    }
+
+
+if __name__ == "__main__":
+    for name, number in figures().items():
+        print(f"{number:>7,}  {name}")

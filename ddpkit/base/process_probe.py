@@ -15,8 +15,13 @@ import signal
 import socket
 import struct
 import sys
+import threading
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 __all__ = [
     "Guard", "end_when_deserted", "end_when_silent", "has_ended", "is_ending", "is_relative", "leave_a_guard",
@@ -245,17 +250,19 @@ class Guard:
 
     Args:
         who: is guarded, in words.
+        limit: returns the seconds after which it ends this process unless it has heard again; 0: it does not.
 
     Ranks: local; Linux only, elsewhere nothing happens.
 
     Example:
-        >>> guard = Guard("rank 0")
-        >>> guard.hear(limit=60.0)
+        >>> guard = Guard("rank 0", limit=lambda: 60.0)
+        >>> guard.hear()
         >>> guard.close()
     """
 
-    def __init__(self, who: str) -> None:
-        self._writer = -1
+    def __init__(self, who: str, limit: Callable[[], float]) -> None:
+        self._limit, self._pid, self._writer = limit, os.getpid(), -1
+        self._lock = threading.RLock()  # a handler of a signal may tell in the middle of this
         started = state_and_start(os.getpid())[1]
         if not started:
             return
@@ -266,21 +273,20 @@ class Guard:
         _start_beside(f"end_when_silent({os.getpid()}, {started}, {who!r}, {number})", reader)
         os.close(reader)
 
-    def hear(self, limit: float) -> None:
-        """Tell it that this process lives.
-
-        Args:
-            limit: seconds after which it ends this process unless it has heard again; 0: it does not.
-        """
-        if self._writer >= 0:
-            with contextlib.suppress(OSError):  # it is stopped, or has been killed
-                os.write(self._writer, struct.pack("d", limit))
+    def hear(self) -> None:
+        """Tell it that this process lives, and its limit: the last that it hears is the one that holds now."""
+        if os.getpid() != self._pid:  # one that was forked, and in which the lock may be held for ever
+            return
+        with self._lock, contextlib.suppress(OSError):  # it is stopped, or has been killed
+            if self._writer >= 0:
+                os.write(self._writer, struct.pack("d", self._limit()))
 
     def close(self) -> None:
         """End it."""
-        writer, self._writer = self._writer, -1
-        if writer >= 0:
-            os.close(writer)
+        with self._lock:
+            writer, self._writer = self._writer, -1
+            if writer >= 0:
+                os.close(writer)
 
 
 def end_when_silent(pid: int, started: int, who: str, number: int) -> bool:

@@ -141,9 +141,9 @@ def set_hang_limits(warning: float, timeout: float) -> None:
         >>> set_hang_limits(30.0, 1800.0)
     """
     if is_distributed_initialized():
-        watch = group_state().watch
-        if watch is not None:
-            watch.hang_warning, watch.hang_timeout = warning, timeout
+        state = group_state()
+        if state.watch is not None and not state.is_forked:
+            state.watch.set_limits(warning, timeout)
 
 
 def control_group() -> dist.ProcessGroup | None:

@@ -16,7 +16,7 @@ from ddpkit.base.process_probe import state_and_start
 from ddpkit.control.loader_workers import is_library, where_workers_are
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from traceback import FrameSummary
     from types import FrameType
 
@@ -116,6 +116,7 @@ class Position:
         part: what of it is done, where that has a name.
         waits_for_device: whether a rank that reads a number from its GPU may wait there for other ranks: with NCCL.
         main_thread: whose stack is looked at.
+        on_limit: is called wherever time begins to count, or no longer does, before anything else is done there.
 
     Ranks: local.
 
@@ -133,6 +134,7 @@ class Position:
     part: str = ""
     waits_for_device: bool = False
     main_thread: int = field(default_factory=lambda: threading.main_thread().ident or 0)
+    on_limit: Callable[[], None] = lambda: None
 
     def mark(self) -> tuple[Any, ...]:
         """Return what changes with every batch, stage and session."""
@@ -166,9 +168,11 @@ class Position:
         self.progress, self.session, self.main_thread = progress, self.sessions, threading.get_ident()
         self.call, self.part = call, ""
         try:
+            self.on_limit()
             yield
         finally:
             self.progress, self.session, self.main_thread, self.call, self.part = before
+            self.on_limit()
 
     def stage_begins(self) -> None:
         """Note that a stage says from now on where this process is."""
@@ -188,9 +192,11 @@ class Position:
         """Return a context in which time does not count."""
         self.excused += 1
         try:
+            self.on_limit()
             yield
         finally:
             self.excused -= 1
+            self.on_limit()
 
     def has_returned(self) -> bool:
         """Say whether the function that an elastic agent has started has returned: its process waits for the others."""

@@ -92,8 +92,7 @@ class Watch:
 
     Attributes:
         pulse: the thread that talks.
-        hang_warning: seconds without a step after which it is said where the ranks are; 0: never.
-        hang_timeout: seconds without a step after which the process ends; 0: never.
+        hang_warning, hang_timeout: see :meth:`set_limits`, which tells the guard too.
 
     Ranks: local; it talks to the others through the store.
 
@@ -155,6 +154,23 @@ class Watch:
         if self._guard is not None:
             self._guard.close()
 
+    def set_limits(self, warning: float, timeout: float) -> None:
+        """Set the limits of time without a step.
+
+        Args:
+            warning: seconds after which it is said where the ranks are; 0: never.
+            timeout: seconds after which the process ends; 0: never.
+        """
+        self.hang_warning, self.hang_timeout = warning, timeout
+        if self._guard is None and self._guarded and timeout > 0:
+            self._guard = Guard(f"rank {self.rank} ({host_name()}, pid {os.getpid()})", self._silence_allowed)
+            # At once: a call that keeps the interpreter lock may come before the watch looks again.
+            self.position.on_limit = self._guard.hear
+        self._tell_guard()
+
+    def _silence_allowed(self) -> float:
+        return 0.0 if self.position.has_no_limit() else self.hang_timeout
+
     @property
     def still_for(self) -> float:
         """Seconds since this rank's last step, of those that count."""
@@ -202,11 +218,8 @@ class Watch:
                     tell_once(self.rank, look.__name__.strip("_").replace("_", " "), error)
 
     def _tell_guard(self) -> None:
-        limit = 0.0 if self.position.has_no_limit() else self.hang_timeout
-        if self._guard is None and self._guarded and limit > 0:
-            self._guard = Guard(f"rank {self.rank} ({host_name()}, pid {os.getpid()})")
         if self._guard is not None:
-            self._guard.hear(limit)
+            self._guard.hear()
 
     def _notice_steps(self) -> None:
         mark, now = self.position.mark(), time.monotonic()

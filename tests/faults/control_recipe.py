@@ -39,8 +39,9 @@ def happen():
         os.kill(os.getpid(), signal.SIGKILL if FAULT == "kill" else signal.SIGSTOP)
     if FAULT == "sleep":
         time.sleep(float(WORDS.get("seconds", 1000)))
-    while FAULT == "gil":  # a signal ends a sleep
-        ctypes.PyDLL(None).sleep(1000)  # which keeps the interpreter lock
+    left = int(WORDS.get("seconds", 1000))
+    while FAULT == "gil" and left:  # a signal ends a sleep
+        left = ctypes.PyDLL(None).sleep(left)  # which keeps the interpreter lock
     if FAULT == "spin":
         while True:
             pass
@@ -90,6 +91,11 @@ class Faulty(sb.Brain):
         if here("hook", self.step):
             happen()
 
+    def on_fit_start(self):
+        if here("fit", 10**6):
+            happen()
+        super().on_fit_start()
+
     def on_stage_start(self, stage, epoch):
         self.epoch = epoch
         if stage == sb.Stage.TRAIN and here("start", 10**6):
@@ -100,10 +106,14 @@ class Faulty(sb.Brain):
             happen()
         if stage == sb.Stage.VALID:
             sb.run_on_main(self.save)
+            if here("saved", 10**6):
+                happen()
 
     def save(self):
         if "main" in WHERE:
             happen()
+        if WHERE == "saved":
+            time.sleep(1)  # the watch sees that time does not count
         self.checkpointer.save_and_keep_only(meta={"epoch": self.epoch}, num_to_keep=2)
 
     def note(self, stage):

@@ -174,10 +174,11 @@ def test_f11_a_stopped_process_is_named(tmp_path):
     wait(runs)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_f11_a_rank_that_keeps_the_interpreter_lock_ends_without_a_launcher_too(tmp_path, rank):
-    words = [f"rank={rank}", "--hang_warning=3", "--hang_timeout=8", "step=30", "pause=0.1"]  # the watch has looked
-    runs = start(tmp_path, "fault=gil@forward", *words, by_hand=True, warm=False)
+@pytest.mark.parametrize(("rank", "where"), [(0, "fit"), (1, "forward"), (0, "saved"), (1, "saved")])
+def test_f11_a_rank_that_keeps_the_interpreter_lock_ends_without_a_launcher_too(tmp_path, rank, where):
+    """Also where it does so as soon as time counts: at the start of ``fit``, and after work of the main process."""
+    words = [f"fault=gil@{where}", f"rank={rank}", "size=40", "--hang_warning=3", "--hang_timeout=8"]
+    runs = start(tmp_path, *words, by_hand=True, warm=False)
     assert wait_until((tmp_path / "out" / "fault").exists, START_SECONDS)
     wait(runs, 8 + 2 * GONE_SECONDS)
     assert runs[rank].code == -signal.SIGKILL
@@ -193,6 +194,13 @@ def test_work_of_the_main_process_has_no_limit_of_time(tmp_path):
     run.wait(START_SECONDS)
     assert run.code == 0, run.err
     assert run.out.count("finished") == 2
+
+
+def test_work_of_the_main_process_may_keep_the_interpreter_lock_for_longer_than_the_limit(tmp_path):
+    words = ["--hang_timeout=3", "fault=gil@main", "seconds=12", "size=40", "epochs=1"]
+    runs = start(tmp_path, *words, by_hand=True)
+    wait(runs)
+    assert [run.code for run in runs] == [0, 0], said(runs)
 
 
 # ------------------------------------------------------------------------------------------ asked to stop

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -37,7 +38,6 @@ from ddpkit.types import FitResult, Stage
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
     from contextlib import AbstractContextManager
-    from pathlib import Path
 
     from ddpkit.config.options import OptionTypes as _Typed
     from ddpkit.ema import WeightAverage
@@ -52,13 +52,43 @@ def _part(path: str, doc: str) -> Any:
     holder, _, name = path.rpartition(".")
     find = operator.attrgetter(holder)
 
-    def read(self: Brain) -> Any:
-        return getattr(find(self), name)
-
     def write(self: Brain, value: Any) -> None:
-        setattr(find(self), name, value)
+        if _can_write(self, value):
+            setattr(find(self), name, value)
 
-    return property(read, write, doc=doc)
+    return property(operator.attrgetter(path), write, doc=doc)
+
+
+def _can_write(brain: Brain, value: Any) -> bool:
+    """Say whether the parts of the run are made, or else whether the value is a mere placeholder for what they hold."""
+    if "_run" in vars(brain):
+        return True
+    if value is None:
+        return False
+    raise AttributeError(
+        f"{type(brain).__name__}.__init__ sets an attribute of the training before super().__init__(), which makes "
+        "what that belongs to: call super().__init__() first."
+    )
+
+
+class _Replaceable:
+    """An attribute that a recipe may replace: the parts of the run get it, too. It is read without a call."""
+
+    def __init__(self, name_in_parts: str) -> None:
+        self.name_in_parts = name_in_parts
+
+    def __set_name__(self, owner: type[Brain], name: str) -> None:
+        self.name = name
+
+    def __set__(self, brain: Brain, value: Any) -> None:
+        vars(brain)[self.name] = value
+        run = vars(brain).get("_run")
+        if run is not None:
+            run.replace(self.name_in_parts, value)
+
+
+def _replaceable(name_in_parts: str) -> Any:
+    return _Replaceable(name_in_parts)
 
 
 @register_checkpoint_hooks
@@ -173,13 +203,19 @@ class Brain(_Typed):
                 self.modules,
                 checkpointer,
                 strategy=strategy,
-                precision=precision,
+                scaler=precision.scaler,
                 progress=self.progress,
                 ema=ema,
             )
         self.training_ctx, self.evaluation_ctx = precision.training_ctx, precision.evaluation_ctx
         self._run.policy.register(self)
         self.print_trainable_parameters()
+
+    def __init_subclass__(cls, **given: Any) -> None:
+        super().__init_subclass__(**given)
+        for name in ("checkpointer", "optimizer", "optimizers_dict", "scaler", "ema", "profiler"):
+            if vars(cls).get(name, NOTHING) is None:  # "not made yet": it would hide what the parts of the run hold
+                delattr(cls, name)
 
     @classmethod
     def _recipe(cls) -> Recipe:
@@ -189,6 +225,9 @@ class Brain(_Typed):
             freezes=cls.freeze_optimizers is not Brain.freeze_optimizers,
         )
 
+    modules: nn.ModuleDict = _replaceable("modules")
+    hparams: SimpleNamespace = _replaceable("hparams")
+    run_opts: RunOptions = _replaceable("options")
     step: int = _part("progress.step", "Batches of the current stage so far.")
     optimizer_step: int = _part("progress.optimizer_step", "Optimizer updates since the run began.")
     nonfinite_count: int = _part("progress.nonfinite", "Skipped steps of this epoch.")
@@ -215,7 +254,8 @@ class Brain(_Typed):
 
     @optimizer.setter
     def optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        self._run.step.optimizer = optimizer
+        if _can_write(self, optimizer):
+            self._run.step.optimizer = optimizer
 
     @property
     def lr_scale(self) -> float:
@@ -520,7 +560,7 @@ class Brain(_Typed):
         if self.run_opts.test_only:
             logger.info("test_only is set: fit does nothing.")
             return FitResult("test_only", optimizer_steps=self.optimizer_step)
-        folder, bar = getattr(self.hparams, "output_folder", "results"), self._bar_enabled(progressbar)
+        folder = getattr(self.hparams, "output_folder", "results")
         # The notice once more, innermost: the others learn of a failure before anything is brought to safety here.
         with run.guard.guarded("fit"), run.stages.session(folder), run.policy.session(epoch_counter), failure_notice():
             run.stop.remove_note()
@@ -535,8 +575,8 @@ class Brain(_Typed):
             if run.policy.is_done_before(train):
                 return self._fit_result("done_before")
             run.policy.warn_unused_entries()
-            run.preflight.report_training(sizes, valid)
-            return self._fit_result(self._run_epochs(epoch_counter, train, valid, bar))
+            run.preflight.report_training(sizes, valid, (self.training_ctx, self.evaluation_ctx))
+            return self._fit_result(self._run_epochs(epoch_counter, train, valid, self._bar_enabled(progressbar)))
 
     def evaluate(
         self,
@@ -575,7 +615,8 @@ class Brain(_Typed):
             loader = agreement.together(lambda: self._loader(test_set, Stage.TEST, test_loader_kwargs or {}, None))
             run.preflight.compare_data(test=loader)
             self.on_evaluate_start(max_key=max_key, min_key=min_key)
-            run.preflight.report_evaluation(loader, type(self).__name__ if own_hook else None)
+            contexts = self.training_ctx, self.evaluation_ctx
+            run.preflight.report_evaluation(loader, type(self).__name__ if own_hook else None, contexts)
             return run.stages.evaluate(self, loader, Stage.TEST, None, enable_bar=self._bar_enabled(progressbar))
 
     def predict(
@@ -612,9 +653,10 @@ class Brain(_Typed):
         Ranks: collective.
         """
         run = self._run
-        with run.guard.guarded("predict"), run.loaders.dividing_evaluation():
+        with run.guard.guarded("predict"):
             self._require_no_training("predict")
-            loader = agreement.together(lambda: self._loader(data, Stage.TEST, loader_kwargs or {}, None))
+            with run.loaders.dividing_evaluation():
+                loader = agreement.together(lambda: self._loader(data, Stage.TEST, loader_kwargs or {}, None))
             run.preflight.compare_data(predict=loader)
             self.on_evaluate_start(max_key=max_key, min_key=min_key)
             bar = self._bar_enabled(progressbar)
@@ -812,9 +854,9 @@ class Brain(_Typed):
         return not self.run_opts.noprogressbar if progressbar is None else progressbar
 
     @mark_as_saver
-    def _save(self, path: Path) -> None:
-        self._run.policy.run_state.save(path)
+    def _save(self, path: str | Path) -> None:
+        self._run.policy.run_state.save(Path(path))
 
     @mark_as_loader
-    def _recover(self, path: Path, end_of_epoch: bool) -> None:
-        self._run.policy.load_run_state(path, end_of_epoch=end_of_epoch)
+    def _recover(self, path: str | Path, end_of_epoch: bool) -> None:
+        self._run.policy.load_run_state(Path(path), end_of_epoch=end_of_epoch)

@@ -172,7 +172,7 @@ def _check(brain: Any, train_set: Any, loader_kwargs: Mapping[str, Any], call: i
     _require_script()
     with contextlib.ExitStack() as stack:
         stack.enter_context(_unchanged(brain))
-        stack.enter_context(brain._run.stages.session("results"))
+        stack.enter_context(brain._run.stages.session(getattr(brain.hparams, "output_folder", "results")))
         side, start = stack.enter_context(one_process(brain, train_set, loader_kwargs))
         target = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ddpkit-parity-")), str(call))
         target.mkdir()

@@ -20,10 +20,10 @@ from ddpkit.training.train_step import TrainStep
 if TYPE_CHECKING:
     from types import SimpleNamespace
 
+    import torch
     from torch import nn
 
     from ddpkit.ema import WeightAverage
-    from ddpkit.precision import Precision
     from ddpkit.run_opts import RunOptions
     from ddpkit.training.loop import Progress
     from ddpkit.training.strategy import Strategy
@@ -66,6 +66,18 @@ class Run:
     lr_scaling: LrScaling = field(default_factory=LrScaling)
     is_prepared: bool = False
 
+    def replace(self, name: str, value: Any) -> None:
+        """Give the parts something else in the place of what they were made of.
+
+        Args:
+            name: ``"modules"``, ``"hparams"`` or ``"options"``, as the parts call it.
+            value: what a recipe has put in its place.
+        """
+        own = (self.step, self.policy, self.loaders, self.stop, self.guard, self.preflight, self.stages)
+        for part in (*own, self.policy.run_state, self.policy.rank_state):
+            for attribute in {name, f"_{name}"} & vars(part).keys():
+                setattr(part, attribute, value)
+
 
 def make_run(  # noqa: PLR0913 -- all that the parts are made of
     recipe: Recipe,
@@ -75,7 +87,7 @@ def make_run(  # noqa: PLR0913 -- all that the parts are made of
     checkpointer: Any,
     *,
     strategy: Strategy,
-    precision: Precision,
+    scaler: torch.amp.GradScaler,
     progress: Progress,
     ema: WeightAverage | None,
 ) -> Run:
@@ -88,7 +100,7 @@ def make_run(  # noqa: PLR0913 -- all that the parts are made of
         modules: on their device.
         checkpointer: or None.
         strategy: how gradients are averaged.
-        precision: of training and evaluation.
+        scaler: of fp16 gradients; may be disabled.
         progress: of the run.
         ema: average of the weights, or None.
 
@@ -97,7 +109,7 @@ def make_run(  # noqa: PLR0913 -- all that the parts are made of
 
     Ranks: local; alike on every rank.
     """
-    step = TrainStep(recipe, modules, strategy, options, progress, precision.scaler, ema)
+    step = TrainStep(recipe, modules, strategy, options, progress, scaler, ema)
     rank_state = RankState(progress, strategy, modules, saves=checkpointer is not None)
     run_state = RunState(options, progress, modules, step, rank_state)
     policy = CheckpointPolicy(
@@ -105,7 +117,7 @@ def make_run(  # noqa: PLR0913 -- all that the parts are made of
     )
     stop = StopControl(options, hparams, progress, policy)
     guard = RunGuard(options, progress, stop.interrupts)
-    preflight = Preflight(options, progress, step, policy, precision)
+    preflight = Preflight(options, progress, step, policy)
     stages = StageRunner(options, progress, modules, step, rank_state, policy, stop, guard, preflight)
     loaders = LoaderFactory(options, hparams)
     return Run(recipe, strategy, step, policy, loaders, stop, guard, preflight, stages)

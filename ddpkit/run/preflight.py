@@ -30,7 +30,6 @@ from ddpkit.train_logger import run_log
 from ddpkit.training.stage_batches import compare_first_samples, length_of
 
 if TYPE_CHECKING:
-    from ddpkit.precision import Precision
     from ddpkit.run.checkpoint_policy import CheckpointPolicy
     from ddpkit.run_opts import RunOptions
     from ddpkit.training.batch_sizes import BatchSizes
@@ -48,7 +47,6 @@ class Preflight:
         progress: of the run.
         step: has the optimizers and the schedule.
         policy: knows what was recovered.
-        precision: of training and evaluation.
 
     Attributes:
         seats: where each rank is.
@@ -61,15 +59,8 @@ class Preflight:
         True
     """
 
-    def __init__(
-        self,
-        options: RunOptions,
-        progress: Progress,
-        step: TrainStep,
-        policy: CheckpointPolicy,
-        precision: Precision,
-    ) -> None:
-        self.options, self.progress, self.step, self.policy, self.precision = options, progress, step, policy, precision
+    def __init__(self, options: RunOptions, progress: Progress, step: TrainStep, policy: CheckpointPolicy) -> None:
+        self.options, self.progress, self.step, self.policy = options, progress, step, policy
         self.seats: tuple[Seat, ...] = ()
         self.report: StartReport | None = None
         self._last_epoch_looked_at = 0
@@ -122,12 +113,13 @@ class Preflight:
         for name, loader in loaders.items():
             compare_first_samples(name, loader)
 
-    def report_training(self, sizes: BatchSizes, valid_set: Any) -> None:
+    def report_training(self, sizes: BatchSizes, valid_set: Any, contexts: tuple[Any, Any]) -> None:
         """Show what is about to be trained, as far as it has not been shown.
 
         Args:
             sizes: what the training loader and the options come to.
             valid_set: the loader of the validation, or None.
+            contexts: of the forward pass in training and in evaluation; a recipe may have others than the options say.
         """
         options, checkpointer, state = self.options, self.policy.checkpointer, self.policy.run_state
         folder = getattr(checkpointer, "checkpoints_dir", None)
@@ -148,7 +140,7 @@ class Preflight:
             "clipping": clipping_row(options.max_grad_norm) if optimizers else "",
         }
         records = records_row([*log_files(), *([] if log is None else [log.path])])
-        self._show("Training", first, {"records": records, "start": start})
+        self._show("Training", first, {"records": records, "start": start}, contexts)
 
     def look_at(self, batch: Any) -> None:
         """On several ranks, say how a mean over tokens is returned, where samples differ in length and it may be one.
@@ -163,12 +155,13 @@ class Preflight:
         if progress.result_at == progress.step and progress.result.__class__ is not tuple:
             self.report.announce("Training", {"loss": loss_row(batch)})
 
-    def report_evaluation(self, loader: Any, own_hook: str | None) -> None:
+    def report_evaluation(self, loader: Any, own_hook: str | None, contexts: tuple[Any, Any]) -> None:
         """Show what is about to be evaluated, as far as it has not been shown.
 
         Args:
             loader: of this rank.
             own_hook: name of the recipe's class, if it overrides ``on_evaluate_start``.
+            contexts: as for :meth:`report_training`.
         """
         state = self.policy.run_state
         found, trained = state.recovered, state.calls.number > 0
@@ -180,21 +173,18 @@ class Preflight:
             weights = "as training has left them" if trained else "the initial ones: no checkpoint was loaded"
         if own_hook is not None:
             weights += f"; {own_hook}.on_evaluate_start may have changed them"
-        self._show("Evaluation", {"test set": _size_in_words(loader)}, {"weights": weights})
+        self._show("Evaluation", {"test set": _size_in_words(loader)}, {"weights": weights}, contexts)
 
-    def _show(self, what: str, first: dict[str, str], last: dict[str, str]) -> None:
+    def _show(self, what: str, first: dict[str, str], last: dict[str, str], contexts: tuple[Any, Any]) -> None:
         if get_rank():
             return
         if self.report is None:
             self.report = StartReport()
-        trains, precision = what == "Training", self.precision
         backend = str(dist.get_backend()) if is_distributed_initialized() else None
         rows = {
             **place_rows(self.seats, find_launch(), backend),
             **first,
-            "precision": precision_row(
-                precision.training_ctx, precision.evaluation_ctx, precision.scaler, trains=trains
-            ),
+            "precision": precision_row(*contexts, self.step.scaler, trains=what == "Training"),
             "evaluation": evaluation_row(get_world_size(), divided=self.options.shard_evaluation),
             **last,
         }

@@ -582,6 +582,23 @@ def test_predictions_are_divided_without_being_told(ranks):
     assert ranks.run(predict_own_part, world_size=2) == [(5, True), (4, True)]
 
 
+class Calibrating(Collect):
+    """Looks at a whole set before it predicts."""
+
+    def on_evaluate_start(self, max_key=None, min_key=None):
+        self.looked_at = sum(len(batch[2]) for batch in self.make_dataloader(numbered(9), Stage.VALID, batch_size=2))
+
+
+def calibrate():
+    brain = make(Calibrating)
+    brain.predict(numbered(4), loader_kwargs={"batch_size": 2})
+    return brain.looked_at
+
+
+def test_a_loader_that_a_recipe_makes_before_it_predicts_is_not_divided(ranks):
+    assert ranks.run(calibrate, world_size=2) == [9, 9]
+
+
 def predict_wrongly(kind):
     brain = make(Collect)
     wrong = {

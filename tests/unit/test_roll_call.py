@@ -175,7 +175,7 @@ def test_a_worker_that_is_stuck_says_where_and_is_deaf_but_ends_with_its_rank():
         next(batches)
     time.sleep(0.3)
     for worker in batches._workers:
-        worker.terminate()  # SIGTERM, as a launcher sends to all
+        os.kill(worker.pid, signal.SIGTERM)  # SIGTERM, as a launcher sends to all
     numbers = [f"(pid {worker.pid})" for worker in batches._workers]
     end, said = time.monotonic() + 10, []
     while time.monotonic() < end and (len(said) < 2 or not any("in __getitem__" in line for line in said)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -113,6 +114,9 @@ def test_a_worker_that_is_terminated_ends_although_it_is_deaf():
     [worker] = set(multiprocessing.active_children()) - others
     next(loading)
     worker.terminate()
+    with contextlib.suppress(RuntimeError):  # torch may tell of it in between
+        worker.join(60)
     worker.join(60)
     assert worker.exitcode == -signal.SIGKILL
-    del loading
+    with contextlib.suppress(RuntimeError):
+        del loading

@@ -30,8 +30,9 @@ class Window:
         closes: whether the current micro-batch is the last of its window, after which the optimizer steps.
         count: this rank's samples in the current micro-batch; 0 for a repeated one.
         weight: what its loss counts in the mean of the epoch: the samples, or its part of a batch.
-        scale: what the current loss is multiplied by before its backward pass. Reading it says that this is done.
-        is_weighed: whether ``scale`` was read since the window began.
+        loss_scale: what the current loss is multiplied by before its backward pass.
+        scale: the same for a recipe: reading it says that this is done.
+        is_weighed: whether the losses of the window are multiplied by it.
         correction: what the gradients of the window must be multiplied by, where the weights were not known in advance.
         multiplier: what else the next optimizer step multiplies the gradients by.
         deferred: micro-batches in a row, up to step ``deferred_at``, whose gradients wait for a step.
@@ -56,7 +57,7 @@ class Window:
     closes: bool = True
     count: int = 1
     weight: float = 1.0
-    _scale: float = 1.0
+    loss_scale: float = 1.0
     is_weighed: bool = False
     correction: float = 1.0
     multiplier: float | Tensor = 1.0
@@ -74,11 +75,11 @@ class Window:
     def scale(self) -> float:
         """What the current loss is multiplied by before its backward pass. Reading it says that this is done."""
         self.is_weighed = True
-        return self._scale
+        return self.loss_scale
 
     @scale.setter
     def scale(self, value: float) -> None:
-        self._scale = value
+        self.loss_scale = value
 
     def begin(self) -> None:
         """Note that the coming micro-batch is the first of a window."""
@@ -192,7 +193,7 @@ class Feed:
                 window.begin()
                 total = self._total(range(number, min(number - place + self.factor, length)))
             self._weigh(window, number)
-            window.scale = window.weight * self.world_size / total
+            window.loss_scale = window.weight * self.world_size / total
             window.closes = place == self.factor - 1 or number == length - 1
             done = number + 1
             yield batch
@@ -216,4 +217,4 @@ class Feed:
         if self.counts is None:
             return len(window) * self.world_size
         weigh = self.counts.total if self.weighting == "samples" else self.counts.parts
-        return sum(weigh(number) for number in window)
+        return sum(map(weigh, window))

@@ -106,7 +106,7 @@ class StreamFeed:
             window.weight, total = self._weigh(turn)
             whole = whole or self.factor * total
             done += total
-            window.scale = window.weight * self.world_size / whole if whole else 0.0
+            window.loss_scale = window.weight * self.world_size / whole if whole else 0.0
             window.closes = place == self.factor or not ahead[0].ranks
             window.correction = whole / done if window.closes and done else 1.0
             if window.closes:

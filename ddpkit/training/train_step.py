@@ -161,8 +161,8 @@ class TrainStep:
         else:
             if window.counted is not None:
                 raise BatchError(MIXED.format(self.name))
-            window.has_means = True
-            scale = window.scale
+            window.has_means = window.is_weighed = True
+            scale = window.loss_scale
         with self.strategy.backward_pass(self.modules, closes=window.closes, counts=window.count > 0):
             backward(loss, scale, self.scaler, self.name, retain_graph=retain_graph)
 
@@ -265,7 +265,7 @@ class TrainStep:
     def participants(self, hooks: StepHooks) -> list[torch.optim.Optimizer]:
         """Return the optimizers that step now; and remember them, where a recipe freezes some."""
         active = self.active(hooks)
-        if self.freezes:
+        if self._recipe_freezes and self.optimizers:
             self._stepped = [*(self._stepped or ()), *active]
         return active
 

@@ -364,7 +364,7 @@ def peak_of_a_load(folder, mode, number):
 def test_no_rank_holds_more_than_the_state_and_its_largest_tensor_or_the_file_it_was_sent(
     ranks, tmp_path, mode, number
 ):
-    state, slack = 128, 6
+    state, slack = 128, 32  # pages may be taken away meanwhile; one copy more would be 128
     more = 128 // number if mode == "all" else 128 + 128 // number + 16  # and a block
     for peak in ranks.run(peak_of_a_load, tmp_path, mode, number):
         assert 0.5 * state < peak <= state + more + slack

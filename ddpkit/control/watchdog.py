@@ -92,7 +92,8 @@ class Watch:
 
     Attributes:
         pulse: the thread that talks.
-        hang_warning, hang_timeout: see :meth:`set_limits`, which tells the guard too.
+        hang_warning: seconds without a step after which it is said where the ranks are; 0: never.
+        hang_timeout: seconds without a step after which the process ends; 0: never.
 
     Ranks: local; it talks to the others through the store.
 

@@ -169,7 +169,7 @@ def test_f18_of_many_that_start_at_once_exactly_one_gets_the_folder(ranks, befor
         won, refusals = ranks.run(race, before, away, 10, world_size=1, init=False)[0]
         assert won == 1
         assert len(refusals) == 9
-        assert all("in use by another run: process" in words for words in refusals)
+        assert all("in use by another run: " in words for words in refusals), refusals
 
 
 def work_in_turns(folder, signs, seconds):

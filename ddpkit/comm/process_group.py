@@ -64,10 +64,6 @@ class GroupState:
         timeout: how long the group's collectives wait at its start; None: it does not say.
 
     Ranks: local.
-
-    Example:
-        >>> GroupState.__name__
-        'GroupState'
     """
 
     def __init__(self, store: dist.Store) -> None:

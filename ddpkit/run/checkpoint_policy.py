@@ -67,10 +67,6 @@ class CheckpointPolicy:
         num_found: checkpoints in the folder when the start was chosen; known to the main process.
 
     Ranks: collective, but for what is said otherwise.
-
-    Example:
-        >>> issubclass(CheckpointPolicy, object)
-        True
     """
 
     def __init__(
@@ -88,7 +84,6 @@ class CheckpointPolicy:
         self.run_state, self.rank_state = run_state, rank_state
         self.num_found = 0
         self._has_own_fit_batch = has_own_fit_batch
-        self._brain: Any = None
         self._trains_in: Path | None = None
         self._fit_loader: Any = None
         self._is_between_batches = False
@@ -116,7 +111,6 @@ class CheckpointPolicy:
         self._require_free(RANKS, "what the Brain saves of every rank")
         if scaler.is_enabled():
             self._require_free("scaler", f"the gradient scaler of precision={self.options.precision!r}")
-        self._brain = weakref.ref(brain)
         checkpointer.add_recoverable("brain", brain)
         checkpointer.add_recoverable(RANKS, states, custom_load_hook=self._load_ranks, optional_load=True)
         if scaler.is_enabled():
@@ -172,8 +166,8 @@ class CheckpointPolicy:
 
     def _others(self) -> dict[str, Any]:
         """Return what the checkpointer saves, but for the Brain itself and its averages."""
-        own = (self._brain and self._brain(), self.step.ema)
-        return {name: one for name, one in self._recoverables().items() if all(one is not other for other in own)}
+        ema = self.step.ema
+        return {name: one for name, one in self._recoverables().items() if name != "brain" and one is not ema}
 
     # ------------------------------------------------------------------ a call of fit
 

@@ -39,10 +39,6 @@ class RunGuard:
         interrupts: signals are heard while a call is guarded.
 
     Ranks: local.
-
-    Example:
-        >>> issubclass(RunGuard, object)
-        True
     """
 
     def __init__(self, options: RunOptions, progress: Progress, interrupts: Interrupts) -> None:

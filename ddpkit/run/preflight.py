@@ -53,10 +53,6 @@ class Preflight:
         report: what was shown; None on the other ranks, and before the first.
 
     Ranks: collective.
-
-    Example:
-        >>> issubclass(Preflight, object)
-        True
     """
 
     def __init__(self, options: RunOptions, progress: Progress, step: TrainStep, policy: CheckpointPolicy) -> None:

@@ -110,10 +110,6 @@ class StageRunner:
         profiler: of this call of ``fit``, or None.
 
     Ranks: collective.
-
-    Example:
-        >>> issubclass(StageRunner, object)
-        True
     """
 
     def __init__(  # noqa: PLR0913, PLR0917 -- the parts of a run meet here

@@ -157,10 +157,6 @@ class RunState:
         lacks: the batch whose loss the next save cannot know; or None.
 
     Ranks: local; every rank recovers, the main process saves.
-
-    Example:
-        >>> issubclass(RunState, object)
-        True
     """
 
     def __init__(

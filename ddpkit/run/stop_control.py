@@ -51,10 +51,6 @@ class StopControl:
         ConfigError: an option cannot work.
 
     Ranks: collective, but for :attr:`cause`.
-
-    Example:
-        >>> issubclass(StopControl, object)
-        True
     """
 
     def __init__(

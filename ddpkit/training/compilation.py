@@ -36,10 +36,6 @@ class CompileOptions(Protocol):
         jit_module_keys: names of modules; None for all if ``jit``, else for none.
 
     Ranks: local.
-
-    Example:
-        >>> CompileOptions.__name__
-        'CompileOptions'
     """
 
     compile: bool

@@ -110,10 +110,6 @@ class Counts(Protocol):
     """Tells how many samples a batch has, here and over all ranks.
 
     Ranks: local.
-
-    Example:
-        >>> Counts.__name__
-        'Counts'
     """
 
     def count(self, batch: int) -> int:

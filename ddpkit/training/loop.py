@@ -144,10 +144,6 @@ class LoopHost(Protocol):
     """What a loop asks of the Brain.
 
     Ranks: as the loops.
-
-    Example:
-        >>> LoopHost.__name__
-        'LoopHost'
     """
 
     progress: Progress
@@ -183,10 +179,6 @@ def train_epoch(
         tell: returns what this rank tells at a beat, beyond its losses.
 
     Ranks: collective.
-
-    Example:
-        >>> train_epoch.__name__
-        'train_epoch'
     """
     progress, name = host.progress, type(host).__name__
     window, meter = progress.window, progress.meter
@@ -242,10 +234,6 @@ def evaluate_epoch(
         confer: called with the step after each of them, if given; may confer with the other ranks where all come by.
 
     Ranks: local.
-
-    Example:
-        >>> evaluate_epoch.__name__
-        'evaluate_epoch'
     """
     progress, name = host.progress, type(host).__name__
     meter = progress.meter

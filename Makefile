@@ -37,9 +37,8 @@ test: $(VENV)/.installed-dev  ## run the tests (GPU tests skip by themselves whe
 launch: $(VENV)/.installed-dev  ## run the tests with real launchers and clusters, of which there can be one at a time
 	$(BIN)/python -m pytest -m launch $(PYTEST_ARGS)
 
-# One area: a package (and the unit tests that import it), or a module of the face with the tests of its name.
-QUICK = $(wildcard ddpkit/$(PKG) ddpkit/$(PKG).py tests/$(PKG) $(foreach folder,unit contract ranks,tests/$(folder)/test_$(PKG)*.py)) \
-    $(if $(wildcard ddpkit/$(PKG)/),$(filter-out tests/unit/test_$(PKG)%,$(shell grep -lE '^from ddpkit\.$(PKG)[. ]' tests/unit/*.py)))
+# One area: a package with the tests beside it, or a module of the face with the tests of its name.
+QUICK = $(wildcard ddpkit/$(PKG) ddpkit/$(PKG).py tests/$(PKG) $(foreach folder,unit contract ranks,tests/$(folder)/test_$(PKG)*.py))
 quick: $(VENV)/.installed-dev  ## ruff and the tests of one area, in about half a minute: make quick PKG=data
 	@test -n "$(PKG)" || { echo "Name a package or a module, as in: make quick PKG=data" >&2; exit 2; }
 	@test -n "$(strip $(QUICK))" || { echo "There is no ddpkit/$(PKG), no ddpkit/$(PKG).py and no tests/*/test_$(PKG)*.py" >&2; exit 2; }

@@ -11,8 +11,8 @@ import pytest
 from tests import warm_starts
 from tests.guards import Picture
 
-# A folder whose tests all carry the mark of its name.
-MARKED_FOLDERS = ("faults", "launch", "gpu")
+# The mark that all tests of a folder carry.
+MARKED_FOLDERS = {"faults": "faults", "clusters": "launch", "gpu": "gpu"}
 
 # What a test says that hung: of RankPool, of tests.launching, of pytest-timeout.
 HUNG = re.compile(r"^--- rank \d+: Hang|^still there after \d+ s|^Timeout \(?>", re.MULTILINE)
@@ -22,9 +22,9 @@ MAX_HUNG = 3
 
 def pytest_collection_modifyitems(items):
     for item in items:
-        for folder in MARKED_FOLDERS:
+        for folder, mark in MARKED_FOLDERS.items():
             if folder in Path(item.path).relative_to(item.config.rootpath).parts:
-                item.add_marker(folder)
+                item.add_marker(mark)
         if item.get_closest_marker("grid") and _first_values_but(item) > 1:
             item.add_marker("slow")
 

@@ -15,7 +15,7 @@ from xml.etree import ElementTree as ET
 from .table_trials import say
 
 ROOT = Path(__file__).resolve().parents[2]
-STORAGE, CONTRACT = "tests/unit/test_storage_faults.py", "tests/contract/test_bad_input.py"
+STORAGE, CONTRACT = "tests/checkpointing/test_storage_faults.py", "tests/contract/test_bad_input.py"
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ SHOWN = {
     ),
     "F13": Shown(
         "another number of batches on each rank", "no steps of different epochs together; all end together",
-        ("tests/ranks/test_streams.py", "tests/ranks/test_brain.py", "tests/unit/test_stream_feed.py", CONTRACT),
+        ("tests/ranks/test_streams.py", "tests/ranks/test_brain.py", "tests/training/test_stream_feed.py", CONTRACT),
         "d4 or different_batch_counts or smaller_than_the_world or empty_on_one_rank",
     ),
     "F14": Shown(
@@ -75,7 +75,7 @@ SHOWN = {
         ("tests/faults/test_hostile_checkpoints.py", "tests/ranks/test_async_checkpoints.py"), "f16",
     ),
     "F17": Shown(
-        "malicious YAML", "nothing is executed", ("tests/unit/test_plain_yaml.py",), "k7",
+        "malicious YAML", "nothing is executed", ("tests/base/test_plain_yaml.py",), "k7",
         missing="shown for the YAML of checkpoints; ddpkit has no safe mode for hyperparameters, which recipes load",
     ),
     "F18": Shown(

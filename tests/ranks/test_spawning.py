@@ -204,7 +204,7 @@ def test_a_rank_that_hangs_when_another_fails_is_ended_when_one_loses_patience(t
     began = time.monotonic()
     run.signal(signal.SIGINT)
     assert run.wait(20).code == 3
-    assert soon(began, 10), "exactly: in tests/unit/test_supervision.py"
+    assert soon(began, 10), "exactly: in tests/clusters/test_process_monitor.py"
 
 
 @pytest.mark.faults

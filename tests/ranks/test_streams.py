@@ -22,7 +22,7 @@ from ddpkit.run import stage_runner
 from ddpkit.testing import RankPoolError
 from ddpkit.types import Stage
 from tests.contract.recipes import Regression, make, points, seen_in, sgd, weights
-from tests.unit.test_stage_runner import Host, evaluate
+from tests.run.test_stage_runner import Host, evaluate
 
 CLOSE = {"rtol": 0, "atol": 1e-10}
 JOINED = 12

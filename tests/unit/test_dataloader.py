@@ -37,7 +37,7 @@ from ddpkit.dataloader import (
 )
 from ddpkit.errors import ConfigError, DataError
 from ddpkit.sampler import DealtBatchSampler, PlannedBatchSampler
-from tests.unit.test_streams import Stream
+from tests.data.test_streams import Stream
 
 
 class Numbers(Dataset):

@@ -1,4 +1,4 @@
-"""``python -m tests.launch``: install what the clusters are made of, with more time than a test has for it."""
+"""``python -m tests.clusters``: install what the clusters are made of, with more time than a test has for it."""
 
 from __future__ import annotations
 

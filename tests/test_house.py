@@ -21,7 +21,7 @@ import pytest
 import ddpkit
 from tests import house
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "ddpkit"
 FILES = sorted(PACKAGE.rglob("*.py"))
 FOLDERS = sorted({path.parent for path in FILES} - {PACKAGE})

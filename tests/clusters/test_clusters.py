@@ -189,7 +189,7 @@ def test_a_run_of_the_tests_says_it_at_its_end(tmp_path):
         shutil.which = lambda name, *more, **named: None if "slurm" in name else which(name, *more, **named)
         """)
     )
-    words = ["-q", "-p", "no:cacheprovider", "tests/launch/test_slurm.py", "-k", "test_bare_srun"]
+    words = ["-q", "-p", "no:cacheprovider", "tests/clusters/test_slurm.py", "-k", "test_bare_srun"]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *words, f"--basetemp={tmp_path / 'tmp'}"],
         cwd=root,

@@ -29,7 +29,7 @@ from ddpkit.training.batch_sizes import BatchSizes, RunLength, batch_sizes, coun
 from ddpkit.training.compilation import compile_modules, require_module_keys
 from ddpkit.training.gathering import gather_results
 from ddpkit.training.loop import Progress, one_number, sum_and_count
-from ddpkit.training.lr_scaling import LrScaling, require_reference, scale_learning_rates
+from ddpkit.training.lr_scaling import require_reference
 from ddpkit.training.stage_batches import length_of
 from ddpkit.training.strategy import NOTHING, make_strategy, modules_on_device, take_device, unwrap
 from ddpkit.training.train_step import Recipe
@@ -135,8 +135,7 @@ class Brain(_Typed):
             before a restart included; at most ``optimizer_step_limit``. None where the epochs, or their steps, are not
             known and there is no limit. Fewer are made where steps are skipped or a counter stops early.
         train_sampler: what deals the training batches out, once a training loader has been made.
-        lr_scale: what ``lr_scaling`` multiplies learning rates by, for those that a recipe sets itself; known once
-            ``fit`` has begun.
+        lr_scale: what ``lr_scaling`` multiplies learning rates by in each step; known once ``fit`` has begun.
         nonfinite_count: steps of this epoch that were skipped because a gradient was not finite.
         avg_train_loss: mean training loss of the epoch so far, over all ranks, about a second old.
         ema: the average of the weights, a :class:`~ddpkit.ema.WeightAverage`, or None without ``ema_decay``.
@@ -259,7 +258,7 @@ class Brain(_Typed):
 
     @property
     def lr_scale(self) -> float:
-        """What ``lr_scaling`` multiplies learning rates by: for those that a recipe sets itself."""
+        """What ``lr_scaling`` multiplies learning rates by in each step."""
         return self._run.lr_scaling.factor
 
     @property
@@ -753,7 +752,7 @@ class Brain(_Typed):
         self._take_length(length, factor)
         sizes = batch_sizes(train, length, factor, world_size)
         run.policy.run_state.pace = Pace.of(sizes, train)
-        run.lr_scaling = LrScaling.of(options, train, world_size)
+        run.lr_scaling.choose(options, train, world_size)
         return sizes
 
     def _take_length(self, length: int | None, factor: int) -> None:
@@ -773,12 +772,10 @@ class Brain(_Typed):
         self._run.strategy.wrap(self.modules)
 
     def _scale_learning_rates(self) -> None:
-        step = self._run.step
-        own = {"optimizer": step.optimizer, **vars(self)}
-        made = {"schedule": getattr(step.schedule, "scheduler", None)}
-        recoverables = getattr(self.checkpointer, "recoverables", {})
-        holders = [vars(self.hparams), recoverables, made]
-        scale_learning_rates(self._run.lr_scaling, step.optimizers or {}, own, holders)
+        named = self._run.step.named_optimizers()
+        others = {name: one for name, one in vars(self).items() if isinstance(one, torch.optim.Optimizer)}
+        known = {id(one) for one in named.values()}
+        self._run.lr_scaling.follow({**named, **{name: one for name, one in others.items() if id(one) not in known}})
 
     def _check_prepared(self, *, validates: bool) -> None:
         """Check what ``on_fit_start`` has made; after its first call, compare optimizers."""

@@ -50,7 +50,7 @@ class Tracing(Regression):
         if self.dies_at == (self.progress.epoch, self.step):
             raise Killed
         if should_step:
-            self.rates.append(self.optimizer.param_groups[0]["lr"])
+            self.rates.append(self.optimizer.param_groups[0]["lr"] * self.lr_scale)
 
     def on_stage_end(self, stage, stage_loss, epoch=None):
         super().on_stage_end(stage, stage_loss, epoch)

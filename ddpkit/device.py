@@ -9,14 +9,16 @@ Source: https://docs.pytorch.org/docs/stable/torch.html#accelerators .
 from __future__ import annotations
 
 import os
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from ddpkit.errors import ConfigError
-from ddpkit.launch.launchers import find_launch
-from ddpkit.launch.variables import LaunchInfo
 from ddpkit.logger import get_logger
+
+if TYPE_CHECKING:
+    from ddpkit.launch.variables import LaunchInfo
 
 logger = get_logger(__name__)
 
@@ -125,6 +127,8 @@ def infer_device(local_rank: int | None = None) -> str:
         True
     """
     if local_rank is None:
+        from ddpkit.launch.launchers import find_launch
+
         local_rank = _own_index(accelerator_kind(), find_launch())
     kind = accelerator_kind()
     if kind == "cpu" or count_devices(kind) == 0:
@@ -151,6 +155,7 @@ def resolve_device(requested: str | torch.device | None, info: LaunchInfo) -> st
     Ranks: local.
 
     Example:
+        >>> from ddpkit.launch.variables import LaunchInfo
         >>> resolve_device("cpu:0", LaunchInfo())
         'cpu'
         >>> resolve_device("meta", LaunchInfo())

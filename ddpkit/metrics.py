@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
+from ddpkit.base.rank import get_world_size
 from ddpkit.device import widest_float
-from ddpkit.distributed import gather_objects, get_world_size, require_all_ranks, sum_over_ranks
 from ddpkit.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -111,63 +111,38 @@ class _Reducing:
         return True
 
     def _reduces(self, reduce: bool | None) -> bool:
-        if reduce is None and self._mixed and get_world_size() > 1:
+        if get_world_size() == 1:
+            return False
+        if reduce is None and self._mixed:
             raise ConfigError(
                 f"this {type(self).__name__} has counted in stages whose data is divided over the ranks (training) and "
-                "in others of which every rank has seen all: no single sum is right. Call reset() on every rank "
-                "in on_stage_start, keep one metric per stage, or divide the evaluation too: --shard_evaluation."
+                "in others of which every rank has seen all: no single sum is right. Call reset() on every rank in "
+                "on_stage_start, or use --shard_evaluation."
             )
         if reduce is None:
             reduce = _Stages.last_divided >= self._since if self._divided is None else self._divided
-        if not reduce or get_world_size() == 1:
-            return False
-        require_all_ranks(f"{type(self).__name__}.compute")
-        return True
+        if reduce:
+            from ddpkit.distributed import require_all_ranks
 
-
-class _Totals:
-    """Named running totals, each the sum of a float on the host and a scalar on a device."""
-
-    def __init__(self, *names: str) -> None:
-        self._host = dict.fromkeys(names, 0.0)
-        self._device: dict[str, Tensor] = {}
-
-    def add(self, name: str, amount: Tensor | float) -> None:
-        """Add a number, or a tensor of one element, without waiting for it."""
-        if not isinstance(amount, Tensor):
-            self._host[name] += amount
-            return
-        held = self._device.get(name)
-        self._device[name] = amount if held is None else held.to(amount.device) + amount
-
-    def read(self) -> dict[str, float]:
-        """Return the totals; this waits for the device."""
-        for name, amount in self._device.items():
-            self._host[name] += float(amount)
-        self._device.clear()
-        return dict(self._host)
-
-    def load(self, totals: dict[str, float]) -> None:
-        """Replace the totals."""
-        self._host = {name: float(totals[name]) for name in self._host}
-        self._device.clear()
+            require_all_ranks(f"{type(self).__name__}.compute")
+        return reduce
 
 
 class _Metric(_Reducing):
-    """What the metrics share: named totals, their sum over the ranks, their state."""
+    """What the metrics share: named totals, each a number or a scalar on a device; their sum over the ranks."""
 
     _names: tuple[str, ...] = ("total", "count")
 
     def __init__(self) -> None:
         super().__init__()
-        self._totals = _Totals(*self._names)
+        self._totals: dict[str, Any] = dict.fromkeys(self._names, 0.0)
 
     def reset(self) -> None:
         """Forget everything, at the start of an epoch.
 
         Ranks: local; call it on every rank.
         """
-        self._totals = _Totals(*self._names)
+        self._totals = dict.fromkeys(self._names, 0.0)
         self._forget()
 
     def state_dict(self) -> dict[str, float]:
@@ -175,20 +150,33 @@ class _Metric(_Reducing):
 
         Ranks: local.
         """
-        return self._totals.read()
+        return {name: float(total) for name, total in self._totals.items()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from totals that :meth:`state_dict` returned.
 
         Ranks: local.
         """
-        self._totals.load(state_dict)
+        self._totals = {name: float(state_dict[name]) for name in self._names}
+
+    def _add(self, *amounts: Tensor | float) -> None:
+        for name, amount in zip(self._names, amounts, strict=True):
+            held = self._totals[name]
+            if isinstance(held, Tensor) and isinstance(amount, Tensor):
+                held = held.to(amount.device)
+            self._totals[name] = held + amount
 
     def _read(self, reduce: bool | None) -> list[float]:
-        reduces = self._reduces(reduce)
-        totals = self._totals.read()
-        values = [totals[name] for name in self._names]
-        return sum_over_ranks(values) if reduces else values
+        reduces, values = self._reduces(reduce), list(self.state_dict().values())
+        if not reduces:
+            return values
+        from ddpkit.distributed import sum_over_ranks
+
+        return sum_over_ranks(values)
+
+
+def _wide(values: Tensor) -> Tensor:
+    return values.detach().to(widest_float(values.device))
 
 
 class Mean(_Metric):
@@ -219,18 +207,14 @@ class Mean(_Metric):
         if not self._counts():
             return
         if not isinstance(values, Tensor):
-            self._totals.add("total", values * counts)
-            self._totals.add("count", counts)
-            return
-        values = values.detach()
-        values = values.to(widest_float(values.device))
-        if isinstance(counts, Tensor):
-            counts = counts.detach().to(values.device, values.dtype).expand_as(values)
-            self._totals.add("total", (values * counts).sum())
-            self._totals.add("count", counts.sum())
+            values = values * counts
+        elif isinstance(counts, Tensor):
+            values = _wide(values)
+            counts = counts.detach().to(values).expand_as(values)
+            values, counts = (values * counts).sum(), counts.sum()
         else:
-            self._totals.add("total", values.sum() * counts)
-            self._totals.add("count", values.numel() * counts)
+            values, counts = _wide(values).sum() * counts, values.numel() * counts
+        self._add(values, counts)
 
     def compute(self, reduce: bool | None = None) -> float:
         """Return the mean; NaN where nothing was counted. Waits for the device.
@@ -276,11 +260,8 @@ class Sum(_Metric):
 
         Ranks: local.
         """
-        if not self._counts():
-            return
-        if isinstance(values, Tensor):
-            values = values.detach().to(widest_float(values.device)).sum()
-        self._totals.add("total", values)
+        if self._counts():
+            self._add(_wide(values).sum() if isinstance(values, Tensor) else values)
 
     def compute(self, reduce: bool | None = None) -> float:
         """Return the sum. Waits for the device.
@@ -338,11 +319,9 @@ class Accuracy(_Metric):
                 f"predictions of shape {shape} do not fit labels of shape {tuple(labels.shape)} (dim={dim}): "
                 "give class numbers of the labels' shape, or scores with one more dimension, the classes."
             )
-        if not self._counts():
-            return
-        right = predictions == labels.to(predictions.device)
-        self._totals.add("total", right.sum().to(widest_float(right.device)))
-        self._totals.add("count", right.numel())
+        if self._counts():
+            right = predictions == labels.to(predictions.device)
+            self._add(_wide(right).sum(), right.numel())
 
     def compute(self, reduce: bool | None = None) -> float:
         """Return the accuracy, between 0 and 1; NaN where nothing was counted. Waits for the device.
@@ -381,10 +360,10 @@ class Reduced(_Reducing):
     """Any other metric with ``update``, ``compute`` and ``reset``, reduced where ddpkit's own metrics would be.
 
     Two kinds can be added up over the ranks. A metric of torchmetrics (or a collection of them) knows how its states
-    are joined. It would do so by itself in every ``compute``, also where every rank has seen every sample, and its own
-    exchange needs a state of the same form on every rank; here it joins states that have been exchanged as they are,
-    and only where the data is divided. Any other metric must have ``state_dict`` and ``load_state_dict``, and every
-    number and tensor in its state must be a sum: the sums are added up, in a copy.
+    are joined. It would do so in every ``compute``, also where every rank has seen every sample, and its own exchange
+    needs a state of the same form on every rank. Here it is told when, and how to exchange states of any form. Any
+    other metric must have ``state_dict`` and ``load_state_dict``, and every number and tensor in its state must be a
+    sum: the sums are added up, in a copy.
 
     Args:
         metric: on the device of what it is updated with.
@@ -393,13 +372,15 @@ class Reduced(_Reducing):
         metric: the same.
 
     Raises:
-        ConfigError: the metric lacks one of these methods.
+        ConfigError: the metric lacks one of these methods, or was made with ``sync_on_compute=False``.
 
     Ranks: local, but ``compute``.
 
-    State: that of the metric; ``compute`` leaves it as it is.
+    State: that of the metric. In one of torchmetrics ``dist_sync_fn``, ``distributed_available_fn`` and
+        ``compute_with_cache`` are set: asked directly, it computes from this rank's state alone.
 
-    Source: ``torchmetrics.Metric.sync``, ``dist_sync_fn`` and ``distributed_available_fn``, read in torchmetrics 1.9.
+    Source: ``torchmetrics.Metric`` of torchmetrics 1.9: what its arguments ``dist_sync_fn``,
+        ``distributed_available_fn`` and ``compute_with_cache`` mean.
 
     Example:
         >>> class Longest:
@@ -417,16 +398,23 @@ class Reduced(_Reducing):
 
     def __init__(self, metric: Any) -> None:
         super().__init__()
-        self.metric = metric
-        self._synced = _synced_by_themselves(metric)
+        self.metric, self._is_reducing = metric, False
+        inside = list(metric.modules()) if isinstance(metric, torch.nn.Module) else [metric]
+        self._synced = [one for one in inside if hasattr(one, "dist_sync_fn") and hasattr(one, "sync")]
         needed = ["update", "compute", "reset"] + ([] if self._synced else ["state_dict", "load_state_dict"])
         missing = [name for name in needed if not callable(getattr(metric, name, None))]
-        if missing:
+        if missing or not all(one.sync_on_compute for one in self._synced):
             raise ConfigError(
-                f"{type(metric).__name__} cannot be reduced over the ranks: it has no {' and no '.join(missing)}. "
-                "A metric needs update, compute and reset, and either torchmetrics' sync, or state_dict and "
-                "load_state_dict with sums in them. Or collect the samples' results and use Brain.gather."
+                f"{type(metric).__name__} cannot be reduced over the ranks: "
+                f"it has {' and '.join(f'no {name}' for name in missing) or 'sync_on_compute=False'}. Give a metric of "
+                "torchmetrics, or one with update, compute, reset, state_dict and load_state_dict; or use Brain.gather."
             )
+        for one in self._synced:
+            one.dist_sync_fn, one.distributed_available_fn = _all_tensors, self._is_asked
+            one.compute_with_cache = False  # a value may be of this rank alone
+
+    def _is_asked(self) -> bool:
+        return self._is_reducing
 
     def update(self, *args: Any, **kwargs: Any) -> None:
         """Pass on to the metric's ``update``.
@@ -448,7 +436,7 @@ class Reduced(_Reducing):
         """Return what the metric computes, over all ranks or over this one.
 
         Args:
-            reduce: as in :meth:`Mean.compute`. The states of all ranks travel to every rank, in one exchange.
+            reduce: as in :meth:`Mean.compute`. The states of all ranks travel to every rank.
 
         Returns:
             What the metric returns; the same on every rank, unless ``reduce`` is False.
@@ -461,89 +449,43 @@ class Reduced(_Reducing):
         """
         if isinstance(self.metric, _Reducing):  # it reduces itself
             return cast("Any", self.metric).compute(reduce)
-        reduces = self._reduces(reduce)
-        if self._synced:
-            return _compute_synced(self.metric) if reduces else _compute_alone(self.metric)
-        if not reduces:
+        if not self._reduces(reduce):
             return self.metric.compute()
+        if self._synced:
+            return self._compute_synced()
+        from ddpkit.distributed import gather_objects
+
         states = gather_objects(lambda: _on_cpu(self.metric.state_dict()))
         whole = copy.deepcopy(self.metric)
         whole.load_state_dict(_added(states, type(self.metric).__name__))
         return whole.compute()
 
-
-def _synced_by_themselves(metric: Any) -> list[Any]:
-    """Return the metrics of torchmetrics that a metric is or holds."""
-    inside = metric.modules() if isinstance(metric, torch.nn.Module) else [metric]
-    return [one for one in inside if callable(getattr(one, "sync", None)) and hasattr(one, "distributed_available_fn")]
-
-
-def _compute_alone(metric: Any) -> Any:
-    """Compute from this rank's states, without torchmetrics' own exchange."""
-    members = _synced_by_themselves(metric)
-    before = [one.distributed_available_fn for one in members]
-    for one in members:
-        one.distributed_available_fn = lambda: False
-        one._computed = None  # noqa: SLF001 -- what it has cached may have been computed over all ranks
-    try:
-        return metric.compute()
-    finally:
-        for one, function in zip(members, before, strict=True):
-            one.distributed_available_fn = function
-            one._computed = None  # noqa: SLF001 -- as above
+    def _compute_synced(self) -> Any:
+        self._is_reducing = True
+        try:
+            value = self.metric.compute()
+        finally:
+            self._is_reducing = False
+        _all_tensors(None)  # all ranks have exchanged as many
+        return value
 
 
-def _compute_synced(metric: Any) -> Any:
-    """Exchange all states as they are, and let copies of the metrics join them in their own way.
+def _all_tensors(tensor: Tensor | None, group: Any = None) -> list[Tensor]:  # noqa: ARG001 -- torchmetrics passes both
+    """Give every rank the list of all ranks' tensors, whatever their shapes; None says that there are no more."""
+    from ddpkit.distributed import gather_objects
 
-    A metric's ``sync`` calls ``dist_sync_fn(tensor, group)`` for every tensor of its states and expects the list of
-    all ranks' tensors. The first time this is only listened to; the second time the exchanged tensors are played back.
-    """
-    whole = copy.deepcopy(metric)
-    if callable(getattr(whole, "values", None)):
-        list(whole.values())  # a collection in which several metrics share one state: now each has its own
-    members = _synced_by_themselves(whole)
-    heard = gather_objects(lambda: [_listen(one) for one in members])
-    for number, one in enumerate(members):
-        tapes = [rank[number] for rank in heard]
-        if len({len(tape) for tape in tapes}) > 1:
-            raise DataError(
-                f"{type(one).__name__} cannot be reduced: it keeps a list that is not concatenated, and the ranks hold "
-                f"{', '.join(str(len(tape)) for tape in tapes)} entries. Collect the samples' results instead, and use "
-                "Brain.gather."
-            )
-        _play_back(one, tapes)
-    return whole.compute()
-
-
-def _listen(metric: Any) -> list[Tensor]:
-    """Return the tensors that a metric would exchange, on the CPU."""
-    tape: list[Tensor] = []
-
-    def listen(tensor: Tensor, group: Any = None) -> list[Tensor]:  # noqa: ARG001 -- it is called with both
-        tape.append(tensor.detach().cpu())
-        return [tensor]
-
-    metric.sync(dist_sync_fn=listen, distributed_available=lambda: True)
-    metric.unsync()
-    return tape
-
-
-def _play_back(metric: Any, tapes: list[list[Tensor]]) -> None:
-    """Make a metric's next ``sync`` find the ranks' tensors."""
-    places = iter(range(len(tapes[0])))
-
-    def play(tensor: Tensor, group: Any = None) -> list[Tensor]:  # noqa: ARG001 -- it is called with both
-        place = next(places)
-        found = [tape[place].to(tensor.device) for tape in tapes]
-        if len({(one.dim(), one.dtype) for one in found}) > 1:  # an empty list of a rank without samples
-            found = [one for one in found if one.numel()] or found
-        return found
-
-    metric._computed = None  # noqa: SLF001 -- what it has cached is of this rank alone
-    metric.dist_sync_fn, metric.distributed_available_fn = play, lambda: True
-    if not metric.sync_on_compute:
-        metric.sync(dist_sync_fn=play)
+    found: list[Any] = gather_objects(lambda: None if tensor is None else tensor.detach().cpu())
+    if len({one is None for one in found}) > 1:
+        raise DataError(
+            "a metric cannot be reduced: it keeps a list that is not concatenated, of different lengths on the ranks. "
+            "Collect the samples' results instead, and use Brain.gather."
+        )
+    if tensor is None:
+        return []
+    found = [one.to(tensor.device) for one in found]
+    if len({(one.dim(), one.dtype) for one in found}) > 1:  # an empty list of a rank without samples
+        found = [one for one in found if one.numel()] or found
+    return found
 
 
 def _on_cpu(state: Any) -> Any:
@@ -568,17 +510,10 @@ def _added(states: list[Any], name: str) -> Any:
         return sum(states)
     if not isinstance(first, (dict, list, Tensor)) and all(one == first for one in states):
         return first
-    shown = "; ".join(f"{_form(one)} on rank {rank}" for rank, one in enumerate(states))
     raise DataError(
-        f"{name} cannot be added up over the ranks: {shown}. The numbers and tensors of a metric's state_dict must be "
-        "sums, of one form on every rank. Collect the samples' results instead, and use Brain.gather."
+        f"{name} cannot be added up over the ranks, of which it has different forms: {', '.join(map(repr, states))}. "
+        "Numbers and tensors in a metric's state_dict must be sums, of one form on every rank. Or use Brain.gather."
     )
-
-
-def _form(value: Any) -> str:
-    if isinstance(value, Tensor):
-        return f"a tensor of shape {tuple(value.shape)}"
-    return f"{type(value).__name__} of {len(value)}" if isinstance(value, (dict, list)) else repr(value)
 
 
 _Entry = tuple[Tensor | float, Tensor | float]  # a loss, and what it counts
@@ -603,14 +538,12 @@ class LossMeter:
         (32.0, 16.0, 1)
     """
 
-    __slots__ = ("_counts", "_host", "_losses", "_partial", "_sum_counts", "_sums", "samples")
+    __slots__ = ("_host", "_means", "_partial", "_sums", "samples")
 
     def __init__(self) -> None:
         self.samples = 0
-        self._losses: list[Tensor | float] = []
-        self._counts: list[Any] = []
-        self._sums: list[Tensor | float] = []
-        self._sum_counts: list[Tensor | float] = []
+        self._means: list[_Entry] = []
+        self._sums: list[_Entry] = []
         self._partial: Tensor | None = None
         self._host = [0.0, 0.0, 0.0]
 
@@ -624,9 +557,8 @@ class LossMeter:
 
         Ranks: local.
         """
-        self._losses.append(loss)
-        self._counts.append(count)
-        if len(self._losses) >= FLUSH_AFTER:
+        self._means.append((loss, count))
+        if len(self._means) >= FLUSH_AFTER:
             self._flush()
 
     def append_sum(self, loss_sum: Tensor | float, count: Tensor | float) -> None:
@@ -638,8 +570,7 @@ class LossMeter:
 
         Ranks: local.
         """
-        self._sums.append(loss_sum)
-        self._sum_counts.append(count)
+        self._sums.append((loss_sum, count))
         if len(self._sums) >= FLUSH_AFTER:
             self._flush()
 
@@ -652,19 +583,10 @@ class LossMeter:
 
         Ranks: local; add them up over the ranks before dividing.
         """
-        means, sums = self._waiting()
-        host, partial = self._with(self._host, self._partial, means, are_means=True)
-        host, partial = self._with(host, partial, sums, are_means=False)
+        host, partial = self._added()
         on_device = [0.0, 0.0, 0.0] if partial is None else partial.tolist()
         loss, count, nonfinite = (held + more for held, more in zip(host, on_device, strict=True))
         return loss, count, int(nonfinite)
-
-    def reset(self) -> None:
-        """Forget everything.
-
-        Ranks: local.
-        """
-        self.restore(0.0, 0.0)
 
     def restore(self, loss_sum: float, count: float, nonfinite: int = 0, samples: int = 0) -> None:
         """Go on from sums that :meth:`sums` returned before, instead of from what is there now.
@@ -687,12 +609,11 @@ class LossMeter:
 
         Ranks: local.
         """
-        means, sums = self._waiting()
         return {
             "added": list(self._host),
             "added_on_device": None if self._partial is None else self._partial.tolist(),
-            "means": [[_frozen(one) for one in entry] for entry in means],
-            "sums": [[_frozen(one) for one in entry] for entry in sums],
+            "means": [[_frozen(one) for one in entry] for entry in self._means],
+            "sums": [[_frozen(one) for one in entry] for entry in self._sums],
             "samples": self.samples,
         }
 
@@ -707,41 +628,37 @@ class LossMeter:
         self._host = [float(one) for one in state_dict["added"]]
         partial = state_dict.get("added_on_device")
         self._partial = None if partial is None else torch.tensor(partial, dtype=torch.float64)
-        means, sums = state_dict.get("means", []), state_dict.get("sums", [])
-        self._losses, self._counts = [_thawed(entry[0]) for entry in means], [_thawed(entry[1]) for entry in means]
-        self._sums, self._sum_counts = [_thawed(entry[0]) for entry in sums], [_thawed(entry[1]) for entry in sums]
+        self._means = [(_thawed(loss), _thawed(count)) for loss, count in state_dict.get("means", [])]
+        self._sums = [(_thawed(loss), _thawed(count)) for loss, count in state_dict.get("sums", [])]
         self.samples = state_dict.get("samples", 0)
 
-    def _waiting(self) -> tuple[list[_Entry], list[_Entry]]:
-        """Return the losses that are not added up yet, and what they count: means, and sums."""
-        means = list(zip(self._losses, self._counts, strict=True))
-        return means, list(zip(self._sums, self._sum_counts, strict=True))
+    def _added(self) -> tuple[list[float], Tensor | None]:
+        """Return the sums with the waiting losses added: of floats, and of tensors on their device."""
+        host, partial = _with(self._host, self._partial, self._means, are_means=True)
+        return _with(host, partial, self._sums, are_means=False)
 
     def _flush(self) -> None:
-        """Add the waiting losses to the sums: tensors on their device, floats here."""
-        means, sums = self._waiting()
-        for waiting in (self._losses, self._counts, self._sums, self._sum_counts):
-            waiting.clear()
-        self._host, self._partial = self._with(self._host, self._partial, means, are_means=True)
-        self._host, self._partial = self._with(self._host, self._partial, sums, are_means=False)
+        self._host, self._partial = self._added()
+        self._means.clear()
+        self._sums.clear()
 
-    @staticmethod
-    def _with(
-        host: list[float], held: Tensor | None, entries: Sequence[_Entry], *, are_means: bool
-    ) -> tuple[list[float], Tensor | None]:
-        """Return sums with some losses more, in the order in which they came."""
-        on_device = []
-        for loss, count in entries:
-            if isinstance(loss, Tensor) or isinstance(count, Tensor):
-                on_device.append((loss, count))
-            elif count:
-                total = loss * count if are_means else loss
-                amounts = (total, count, 0.0) if math.isfinite(total) else (0.0, 0.0, 1.0)
-                host = [one + amount for one, amount in zip(host, amounts, strict=True)]
-        if not on_device:
-            return host, held
-        partial = _finite_sums(on_device, are_means=are_means)
-        return host, partial if held is None else held.to(partial.device, partial.dtype) + partial
+
+def _with(
+    host: list[float], held: Tensor | None, entries: Sequence[_Entry], *, are_means: bool
+) -> tuple[list[float], Tensor | None]:
+    """Return sums with some losses more, in the order in which they came."""
+    on_device = []
+    for loss, count in entries:
+        if isinstance(loss, Tensor) or isinstance(count, Tensor):
+            on_device.append((loss, count))
+        elif count:
+            total = loss * count if are_means else loss
+            amounts = (total, count, 0.0) if math.isfinite(total) else (0.0, 0.0, 1.0)
+            host = [one + amount for one, amount in zip(host, amounts, strict=True)]
+    if not on_device:
+        return host, held
+    partial = _finite_sums(on_device, are_means=are_means)
+    return host, partial if held is None else held.to(partial.device, partial.dtype) + partial
 
 
 def _frozen(number: Tensor | float) -> list[Any]:

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 __all__ = [
-    "Guard", "end_when_deserted", "end_when_silent", "has_ended", "is_ending", "is_relative", "leave_a_guard",
-    "state_and_start", "this_place",
+    "Guard", "end_after", "end_when_silent", "has_ended", "is_ending", "is_relative", "kill_later", "state_and_start",
+    "this_place",
 ]  # fmt: skip
 
 DEAD_STATES = "ZXx"
@@ -176,58 +176,43 @@ def _parent(pid: int) -> int:
     return int(words[1]) if words else 0
 
 
-def end_when_deserted(pid: int, started: int, seconds: float) -> bool:
-    """Wait until a process has ended; kill it if it has not after a while in which no other ran under it.
+def end_after(pid: int, started: int, seconds: float) -> None:
+    """Kill a process that has not ended after a while.
 
     Args:
         pid: its number.
         started: its start, of :func:`state_and_start`.
-        seconds: without a living child, after which it is killed.
+        seconds: after which it is killed.
 
-    Returns:
-        Whether it had to be killed.
-
-    Ranks: local; of a process that is left behind for it, see :func:`leave_a_guard`.
+    Ranks: local; of the process that :func:`kill_later` starts.
 
     Example:
-        >>> end_when_deserted(os.getpid(), started=0, seconds=5.0)  # another process had that number
-        False
+        >>> end_after(os.getpid(), started=0, seconds=5.0)  # another process had that number
     """
-    deserted = time.monotonic()
+    end = time.monotonic() + seconds
     while not has_ended(pid, started):
-        if _has_children(pid):
-            deserted = time.monotonic()
-        if time.monotonic() - deserted > seconds:
+        if time.monotonic() > end:
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
-            return True
+            return
         time.sleep(NAP_SECONDS)
-    return False
 
 
-def _has_children(pid: int) -> bool:
-    """Say whether a process has a child that lives."""
-    every = (_stat(path) for path in Path("/proc").glob("[0-9]*/stat"))
-    return any(words[1] == str(pid) and words[0] not in DEAD_STATES for words in every if words)
-
-
-def leave_a_guard(pid: int, seconds: float) -> None:
-    """Leave a process behind that calls :func:`end_when_deserted` after this one has ended.
-
-    It is a small one, in a session of its own, and ends with the process that it guards.
+def kill_later(pid: int, seconds: float) -> None:
+    """Have a process killed that has not ended after a while, by a small process that outlives this one.
 
     Args:
-        pid: number of the process to be guarded.
-        seconds: without a living child, after which that one is killed.
+        pid: its number.
+        seconds: after which it is killed.
 
     Ranks: local; Linux only, elsewhere nothing happens.
 
     Example:
-        >>> leave_a_guard(pid=0, seconds=5.0)  # no process
+        >>> kill_later(pid=0, seconds=5.0)  # no process
     """
     started = state_and_start(pid)[1]
     if started:
-        _start_beside(f"end_when_deserted({pid}, {started}, {seconds})")
+        _start_beside(f"end_after({pid}, {started}, {seconds})")
 
 
 def _start_beside(call: str, stdin: int | None = None) -> None:
@@ -324,10 +309,8 @@ def end_when_silent(pid: int, started: int, who: str, number: int) -> bool:
             _write(f"\n{who}: where all threads are:\n")
             os.kill(pid, number)
             time.sleep(DUMP_SECONDS)
-            _write(
-                f"\n[ddpkit] {who} has shown no sign of life for {silent:.0f} s (--hang_timeout={limit:.0f}): a call "
-                "of its code keeps Python's interpreter lock, see above. It is killed.\n"
-            )
+            reason = "a call of its code keeps Python's interpreter lock, see above"
+            _write(f"\n[ddpkit] {who} was silent for {silent:.0f} s (--hang_timeout={limit:.0f}): {reason}. Killed.\n")
             os.kill(pid, signal.SIGKILL)
             return True
     return False

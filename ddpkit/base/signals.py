@@ -24,12 +24,13 @@ _ENDING = ("SIGINT", "SIGTERM")
 
 
 class _Heard:
-    """What arrives even while the main thread cannot run its handlers."""
+    """What arrives even while the main thread cannot run its handlers, and who hears."""
 
     pipe = -1
     first = 0.0
     number = 0
-    before: ClassVar[dict[signal.Signals, Any]] = {}  # the handlers in whose place ours are
+    before: ClassVar[dict[signal.Signals, Any]] = {}  # the handlers in whose place ours is
+    active: ClassVar[list[Interrupts]] = []  # the innermost context last
     is_registered = False
 
 
@@ -40,6 +41,7 @@ def _forget() -> None:
         signal.set_wakeup_fd(-1)
     _put_back(_Heard.before)
     _Heard.before = {}
+    _Heard.active.clear()
 
 
 def _put_back(handlers: dict[signal.Signals, Any]) -> None:
@@ -150,7 +152,7 @@ class Interrupts:
             )
         self.stop_signal = 0
         self.save_wanted = False
-        self._since, self._save_signal = 0.0, 0
+        self.since = 0.0
 
     @contextlib.contextmanager
     def heard(self) -> Iterator[None]:
@@ -159,15 +161,15 @@ class Interrupts:
         Ranks: local; outside of the main thread, where Python allows no handlers, it does nothing.
 
         State: the handlers, put back at the end; but where a run was stopped they stay until the process ends, because
-        launchers then end those that are left. A signal that nobody has acted on is raised again at the end; in a
-        context inside of another one, it is handed to that.
+        launchers then end those that are left. A signal that nobody has acted on is raised again at the end. Contexts
+        around this one hear the signals too.
         """
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        outer, before = _Heard.before, self._listen()
-        _Heard.before = {**before, **outer}
-        stopped = False
+        added, stopped = self._listen(), False
+        _Heard.before.update(added)
+        _Heard.active.append(self)
         try:
             with _writing_to_pipe():
                 yield
@@ -175,58 +177,48 @@ class Interrupts:
             stopped = True
             raise
         finally:
+            came = self.stop_signal
             if not stopped:
-                _put_back(before)
-                _Heard.before = outer
-                self._hand_on(before)
-        came = self.stop_signal
-        if came in before and not _is_ours(before[signal.Signals(came)]):
+                _Heard.active.remove(self)
+                _put_back(added)
+                _Heard.before = {number: one for number, one in _Heard.before.items() if number not in added}
+                if _Heard.active and self not in _Heard.active:  # those around have heard what this one has not used
+                    self.stop_signal, self.save_wanted = 0, False
+        if came in added:
             self.stop_signal = 0
             signal.raise_signal(came)  # after the last beat: it does what it does without ddpkit
 
-    def _hand_on(self, before: dict[signal.Signals, Any]) -> None:
-        """Leave what nobody has acted on to those whose handlers are in place again: they are of contexts around."""
-        others = {number: one.__self__ for number, one in before.items() if _is_ours(one) and one.__self__ is not self}
-        saving = next((number for number in others if number == self._save_signal), None)
-        if self.save_wanted and saving is not None:
-            self.save_wanted = False
-            others[saving]._take(saving, self._since)  # noqa: SLF001 -- of this class
-        stopping = next((number for number in others if number == self.stop_signal), None)
-        if stopping is not None:
-            since, self.stop_signal, self._since = self._since, 0, 0.0
-            others[stopping]._take(stopping, since)  # noqa: SLF001 -- of this class
-
-    def _take(self, number: int, since: float) -> None:
-        """Note what a signal asks for that came a while ago."""
-        if number in self.saving:
-            self.save_wanted, self._save_signal = True, number
-        elif not self.stop_signal:
-            self.stop_signal, self._since = number, since
-
     def _listen(self) -> dict[signal.Signals, Any]:
         """Take the place of the handlers that are the default ones; return those."""
-        before: dict[signal.Signals, Any] = {}
+        added: dict[signal.Signals, Any] = {}
         for number in (*self.stopping, *self.saving):
-            handler = signal.getsignal(number)
-            if handler in {signal.SIG_DFL, signal.default_int_handler} or _is_ours(handler):
-                before[number] = handler
-                signal.signal(number, self._hear)
+            if signal.getsignal(number) in {signal.SIG_DFL, signal.default_int_handler}:
+                added[number] = signal.signal(number, _hear)
         if not _Heard.is_registered and hasattr(os, "register_at_fork"):
             _Heard.is_registered = True
             os.register_at_fork(after_in_child=_forget)
-        return before
+        return added
 
-    def _hear(self, number: int, _frame: Any) -> None:
+    def note(self, number: int) -> bool:
+        """Note a signal; say whether it is the first that asks for an end."""
         if number in self.saving:
-            self.save_wanted, self._save_signal = True, number
-            return
-        now = time.monotonic()
-        if not self.stop_signal:
-            self.stop_signal, self._since = number, now
-            _say(f"{signal.Signals(number).name}: stopping after this step. Once more ends the process at once.")
-        elif signal.Signals(number).name in _ENDING and now - self._since > REPEAT_SECONDS:
-            self.stop_signal = 0  # in a notebook there is a next call
-            _end_by(number)
+            self.save_wanted = True
+        if number not in self.stopping or self.stop_signal:
+            return False
+        self.stop_signal, self.since = number, time.monotonic()
+        return True
+
+
+def _hear(number: int, _frame: Any) -> None:
+    asked = [one for one in _Heard.active if one.stop_signal and number in one.stopping]
+    name = signal.Signals(number).name
+    is_first = [one.note(number) for one in _Heard.active]  # each has a use of its own for it
+    if any(is_first):
+        _say(f"{name}: stopping after this step. Once more ends the process at once.")
+    elif asked and name in _ENDING and time.monotonic() - asked[-1].since > REPEAT_SECONDS:
+        for one in asked:
+            one.stop_signal = 0  # in a notebook there is a next call
+        _end_by(number)
 
 
 def _end_by(number: int) -> None:
@@ -235,10 +227,6 @@ def _end_by(number: int) -> None:
         raise KeyboardInterrupt
     signal.signal(number, signal.SIG_DFL)
     signal.raise_signal(number)
-
-
-def _is_ours(handler: Any) -> bool:
-    return getattr(handler, "__func__", None) is Interrupts._hear  # noqa: SLF001 -- this module
 
 
 def _say(line: str) -> None:

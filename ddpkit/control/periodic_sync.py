@@ -49,7 +49,7 @@ class BeatReport:
     stop: str = ""
 
 
-class Wishes(NamedTuple):
+class Requests(NamedTuple):
     """What a rank tells at a beat, beyond its losses.
 
     Attributes:
@@ -60,7 +60,7 @@ class Wishes(NamedTuple):
     Ranks: local.
 
     Example:
-        >>> Wishes(save=True).stop
+        >>> Requests(save=True).stop
         ''
     """
 
@@ -113,7 +113,7 @@ class Beat:
         >>> beat = Beat(add_up=list, world_size=1, is_main=True)
         >>> beat.start(step=0); beat.due
         1
-        >>> beat(step=1, loss_sum=3.0, count=2, samples=2, wishes=Wishes()).loss
+        >>> beat(step=1, loss_sum=3.0, count=2, samples=2, requests=Requests()).loss
         1.5
     """
 
@@ -145,7 +145,7 @@ class Beat:
         loss_sum: float,
         count: float,
         samples: int,
-        wishes: Wishes,
+        requests: Requests,
     ) -> BeatReport:
         """Confer with the other ranks and fix the step of the next beat.
 
@@ -154,17 +154,17 @@ class Beat:
             loss_sum: this rank's sum of losses since the epoch began.
             count: what that sum counts on this rank.
             samples: this rank's number of samples since the epoch began.
-            wishes: what this rank tells beyond that.
+            requests: what this rank tells beyond that.
 
         Returns:
             What all ranks learnt.
         """
         now = time.monotonic()
         per_step = (now - self._last_time) / max(step - self._last_step, 1)
-        main_seconds = wishes.main_seconds if self.is_main else 0.0
-        stops = [float(cause == wishes.stop) for cause in CAUSES]
+        main_seconds = requests.main_seconds if self.is_main else 0.0
+        stops = [float(cause == requests.stop) for cause in CAUSES]
         total_loss, total, seen, seconds, main, wanted_by, *stopped_by = self.add_up(
-            [loss_sum, count, samples, per_step, main_seconds, float(wishes.save), *stops]
+            [loss_sum, count, samples, per_step, main_seconds, float(requests.save), *stops]
         )
         stop = next((cause for cause, ranks in zip(CAUSES, stopped_by, strict=True) if ranks), "")
         wanted = int(self.interval * self.world_size / max(seconds, 1e-9))

@@ -15,7 +15,7 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
-from ddpkit.base.process_probe import Guard, leave_a_guard
+from ddpkit.base.process_probe import Guard, kill_later
 from ddpkit.base.signals import asked_twice
 from ddpkit.control.failure import (
     LastWords,
@@ -310,7 +310,7 @@ class Watch:
         """
         most, used = (os.environ.get(f"TORCHELASTIC_{name}") for name in ("MAX_RESTARTS", "RESTART_COUNT"))
         if self.parent is not None and most is not None and most == used:
-            leave_a_guard(self.parent, LAUNCHER_SECONDS)
+            kill_later(self.parent, LAUNCHER_SECONDS)
 
     def _lost_store_reason(self, how: str) -> Reason:
         place = _store_place()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from ddpkit.control.periodic_sync import Beat, Wishes
+from ddpkit.control.periodic_sync import Beat, Requests
 from ddpkit.control.rank_status import POSITION
 from ddpkit.control.stopping import exit_code
 from ddpkit.data.streams import BatchShard, StreamLoader
@@ -507,7 +507,7 @@ class StopsOfEvaluation:
 
     def _confer(self, step: int, *, has_more: bool) -> int:
         """Return how many ranks have more batches; if none has, there is nothing to be stopped."""
-        report = self.beat(step, 0.0, 0.0, int(has_more), Wishes(stop=self._cause()))
+        report = self.beat(step, 0.0, 0.0, int(has_more), Requests(stop=self._cause()))
         if report.stop and report.samples:
             raise RunStopped(exit_code(report.stop), report.stop)
         return report.samples
@@ -522,9 +522,9 @@ class _IntraEpochSaves:
         self.last_time = time.monotonic()
         self.last_step = progress.step
 
-    def tell(self) -> Wishes:
+    def tell(self) -> Requests:
         """Return the seconds since the last save, and what this rank has been asked for."""
-        return Wishes(time.monotonic() - self.last_time, self.stop.interrupts.save_wanted, self.stop.cause())
+        return Requests(time.monotonic() - self.last_time, self.stop.interrupts.save_wanted, self.stop.cause())
 
     def on_beat(self, report: BeatReport) -> None:
         """Stop or save if any rank has been asked to, or save if the main process's clock says so."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from ddpkit.control.loader_workers import start_loading
-from ddpkit.control.periodic_sync import Wishes
+from ddpkit.control.periodic_sync import Requests
 from ddpkit.errors import BatchError, NonFiniteLossError
 from ddpkit.logger import get_logger
 from ddpkit.metrics import LossMeter, nothing_counts
@@ -165,7 +165,7 @@ def train_epoch(
     stop_at: float,
     *,
     on_window: Callable[[], None] | None = None,
-    tell: Callable[[], Wishes] = Wishes,
+    tell: Callable[[], Requests] = Requests,
 ) -> None:
     """Train on every batch of a feed.
 
@@ -250,7 +250,7 @@ def evaluate_epoch(
             meter.samples += samples
             if progress.step >= beat.due:
                 loss_sum, total, _ = meter.sums()
-                report = beat(progress.step, loss_sum, total, meter.samples, Wishes())
+                report = beat(progress.step, loss_sum, total, meter.samples, Requests())
                 bar.show(report.step, report.loss, report.samples)
             if confer is not None:
                 confer(progress.step)

@@ -27,6 +27,7 @@ def stopped(interrupts):
             raise RunStopped(1, "test")
     finally:
         _Heard.before = {}
+        _Heard.active.clear()
         for number, handler in handlers.items():
             signal.signal(number, handler)
 

@@ -303,7 +303,7 @@ def test_call_sites():
     assert one == other != again[0]
     elsewhere = helper()
     assert elsewhere not in (*again, one)
-    assert place(elsewhere).startswith("test_handover.py:")
+    assert place(elsewhere).startswith("test_mailbox.py:")
     assert place(elsewhere).endswith(" in helper")
     assert "#" not in place(elsewhere)
     assert call_site(None).startswith("?")

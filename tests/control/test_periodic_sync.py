@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 from ddpkit.base.signals import REPEAT_SECONDS
-from ddpkit.control.periodic_sync import Beat, Wishes, terminating_later
+from ddpkit.control.periodic_sync import Beat, Requests, terminating_later
 from ddpkit.control.stopping import CAUSES, TIME_LIMIT
 
 
@@ -59,7 +59,7 @@ def steps_of_beats(clock, beat, seconds_per_step, steps, first=1):
     for step in range(first, first + steps):
         clock.now += seconds_per_step(step)
         if step >= beat.due:
-            beat(step, 0.0, 1.0, 1, Wishes())
+            beat(step, 0.0, 1.0, 1, Requests())
             found.append((step, clock.now))
     return found
 
@@ -129,12 +129,12 @@ def test_what_a_beat_costs_is_not_taken_for_a_step(clock):
 def test_reports(clock):
     beat = Beat(list, 1, is_main=True)
     beat.start(0)
-    report = beat(4, 6.0, 3.0, 5, Wishes(2.5))
+    report = beat(4, 6.0, 3.0, 5, Requests(2.5))
     assert (report.step, report.loss, report.samples, report.main_seconds) == (4, 2.0, 5, 2.5)
-    nothing = beat(5, 0.0, 0.0, 0, Wishes())
+    nothing = beat(5, 0.0, 0.0, 0, Requests())
     assert math.isnan(nothing.loss)
     assert nothing.samples == 0
-    assert Beat(list, 1, is_main=False)(1, 0.0, 1.0, 1, Wishes(7.0)).main_seconds == 0.0
+    assert Beat(list, 1, is_main=False)(1, 0.0, 1.0, 1, Requests(7.0)).main_seconds == 0.0
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -151,7 +151,7 @@ def test_all_ranks_learn_the_same_at_the_same_steps(clock, world_size):
             for step in range(1, 400):
                 clock.now += 0.002 * (rank + 1) + 0.00001 * step
                 if step >= beat.due:
-                    report = beat(step, float(step * rank), float(step), step, Wishes(60.0 + step + rank))
+                    report = beat(step, float(step * rank), float(step), step, Requests(60.0 + step + rank))
                     reports.append((report, beat.due))
         return reports
 
@@ -175,7 +175,7 @@ def test_the_slowest_rank_does_not_decide_alone(clock):
         for step in range(1, 1001):
             clock.now += 0.01
             if step >= beat.due:
-                beat(step, 0.0, 1.0, 1, Wishes())
+                beat(step, 0.0, 1.0, 1, Requests())
                 beats += 1
         return beats
 
@@ -224,10 +224,10 @@ def test_a_wish_of_any_rank_is_told_to_all():
     others = [0.0] * 5 + [1.0] + [0.0] * len(CAUSES)
     beat = Beat(lambda numbers: [mine + other for mine, other in zip(numbers, others, strict=True)], 2, is_main=True)
     beat.start(0)
-    report = beat(1, 1.0, 1, 1, Wishes())
+    report = beat(1, 1.0, 1, 1, Requests())
     assert report.save_wanted
     assert not report.stop
     others[6 + CAUSES.index("SIGUSR1")] = 1.0
-    assert beat(2, 1.0, 1, 1, Wishes(stop=TIME_LIMIT)).stop == "SIGUSR1", "the first of the causes, on all ranks"
-    assert not Beat(list, 1, is_main=True)(1, 1.0, 1, 1, Wishes()).save_wanted
-    assert Beat(list, 1, is_main=True)(1, 1.0, 1, 1, Wishes(stop="SIGINT")).stop == "SIGINT"
+    assert beat(2, 1.0, 1, 1, Requests(stop=TIME_LIMIT)).stop == "SIGUSR1", "the first of the causes, on all ranks"
+    assert not Beat(list, 1, is_main=True)(1, 1.0, 1, 1, Requests()).save_wanted
+    assert Beat(list, 1, is_main=True)(1, 1.0, 1, 1, Requests(stop="SIGINT")).stop == "SIGINT"

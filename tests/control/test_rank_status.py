@@ -28,7 +28,7 @@ def stuck():
 
 def test_the_innermost_line_of_the_users_code_is_named():
     where, waits = stuck()
-    assert where.startswith("test_roll_call.py:") and where.endswith("in stuck")  # noqa: PT018 -- one text
+    assert where.startswith("test_rank_status.py:") and where.endswith("in stuck")  # noqa: PT018 -- one text
     assert not waits
 
 
@@ -88,7 +88,7 @@ def test_the_position_changes_with_every_batch_and_session():
         marks.append(position.mark())
         here = position.whereabouts(3, 2.0, look=True)
         assert (here.rank, here.stage, here.step, here.inside) == (3, "TRAIN", 1, True)
-        assert "test_roll_call.py" in here.where
+        assert "test_rank_status.py" in here.where
     marks.append(position.mark())
     assert len(set(marks)) == 5
     assert not position.whereabouts(3, 0.0, look=False).inside
@@ -181,7 +181,7 @@ def test_a_worker_that_is_stuck_says_where_and_is_deaf_but_ends_with_its_rank():
     while time.monotonic() < end and (len(said) < 2 or not any("in __getitem__" in line for line in said)):
         said = [line for line in where_workers_are() if any(number in line for number in numbers)]
     assert len(said) == 2
-    assert any("test_roll_call.py:" in line and "in __getitem__" in line for line in said), said
+    assert any("test_rank_status.py:" in line and "in __getitem__" in line for line in said), said
     kill_workers()
     for worker in batches._workers:
         worker.join(10)

@@ -24,6 +24,7 @@ def handlers_kept():
         yield
     finally:
         _Heard.before = {}
+        _Heard.active.clear()
         for number, handler in handlers.items():
             signal.signal(number, handler)
 

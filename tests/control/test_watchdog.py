@@ -389,7 +389,7 @@ def test_a_store_out_of_reach_is_not_called_gone(clock, store, monkeypatch):
 @pytest.mark.parametrize(("most", "used", "is_left"), [("0", "0", True), ("3", "1", False), (None, None, False)])
 def test_the_launcher_is_ended_only_if_it_cannot_start_the_rank_again(clock, store, monkeypatch, most, used, is_left):
     guards = []
-    monkeypatch.setattr("ddpkit.control.watchdog.leave_a_guard", lambda *arguments: guards.append(arguments))
+    monkeypatch.setattr("ddpkit.control.watchdog.kill_later", lambda *arguments: guards.append(arguments))
     for name, value in (("MAX_RESTARTS", most), ("RESTART_COUNT", used)):
         monkeypatch.delenv(f"TORCHELASTIC_{name}", raising=False)
         if value is not None:

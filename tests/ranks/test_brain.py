@@ -23,7 +23,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampl
 
 from ddpkit.brain import Brain
 from ddpkit.checkpoints import Checkpointer
-from ddpkit.control.periodic_sync import Wishes
+from ddpkit.control.periodic_sync import Requests
 from ddpkit.dataloader import make_dataloader
 from ddpkit.distributed import control_group, if_main_process
 from ddpkit.epoch_loop import EpochCounter, EpochCounterWithStopper
@@ -904,7 +904,7 @@ def saved_at(folder, run_opts):
 
     brain._run.policy.save_inside_epoch = watched
     real = stage_runner._IntraEpochSaves.tell
-    stage_runner._IntraEpochSaves.tell = lambda self: Wishes(0.0 if dist.get_rank() else 100.0)  # the clocks disagree
+    stage_runner._IntraEpochSaves.tell = lambda self: Requests(0.0 if dist.get_rank() else 100.0)  # the clocks disagree
     try:
         brain.fit([1, 2], points(40), train_loader_kwargs={"batch_size": 2})
     finally:

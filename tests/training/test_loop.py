@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddpkit.control.periodic_sync import Beat, BeatReport, Wishes
+from ddpkit.control.periodic_sync import Beat, BeatReport, Requests
 from ddpkit.errors import BatchError, DataError, NonFiniteLossError
 from ddpkit.sampler import DealtBatchSampler, PlannedBatchSampler
 from ddpkit.training.feed import Feed, Window
@@ -192,11 +192,11 @@ class Beats:
         self.started.append(step)
         self.due = step + 1
 
-    def __call__(self, step, loss_sum, count, samples, wishes):
+    def __call__(self, step, loss_sum, count, samples, requests):
         assert samples == count, "in these tests every loss counts its samples"
-        self.calls.append((step, loss_sum, samples, wishes.main_seconds))
+        self.calls.append((step, loss_sum, samples, requests.main_seconds))
         self.due = step + self.apart
-        return BeatReport(step, loss_sum / samples, int(samples), wishes.main_seconds)
+        return BeatReport(step, loss_sum / samples, int(samples), requests.main_seconds)
 
 
 def one(number, batch):
@@ -216,7 +216,7 @@ def test_an_epoch():
         host,
         Feed(range(10), 10, factor=2),
         on_window=lambda: windows.append(host.progress.step),
-        tell=lambda: Wishes(7.5),
+        tell=lambda: Requests(7.5),
     )
     assert [(batch, step) for batch, step, _ in host.seen] == [(number, number + 1) for number in range(10)]
     assert host.progress.step == 10

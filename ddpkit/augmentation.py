@@ -19,19 +19,30 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Subset, get_worker_info
 
-from ddpkit.compat import watch_numpy_stream, watch_python_stream
+from ddpkit.compat import look_at_random_streams
 from ddpkit.control.loader_workers import start_loading
 from ddpkit.data.permutation import mix, mix_key
 from ddpkit.errors import DataError
-from ddpkit.sampler import PlannedBatchSampler, count_repeats, index_number, set_epoch_inside
+from ddpkit.sampler import count_repeats, index_number, set_epoch_inside
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from ddpkit.sampler import DealtBatchSampler
+    from ddpkit.sampler import DealtBatchSampler, PlannedBatchSampler
 
-    _State = tuple[Any, Any]  # what shows a state, and the state
+    _State = tuple[Any, Any, Any, torch.Tensor]  # what shows that a stream has moved, and the three states
 
+LOADER_OPTIONS = (
+    "num_workers",
+    "collate_fn",
+    "pin_memory",
+    "timeout",
+    "worker_init_fn",
+    "multiprocessing_context",
+    "prefetch_factor",
+    "persistent_workers",
+    "in_order",
+)
 _COLLATE = 0xC011A7E
 _WHOLE, _COLLATING = -1, -2  # in place of a sample's place in its batch
 
@@ -129,33 +140,29 @@ class Place:
     epoch: int = 1
 
 
-def keyed_parts(loader: DataLoader[Any], place: Place | PlannedBatchSampler | DealtBatchSampler) -> dict[str, Any]:
-    """Return the attributes with which a copy of a loader loads the same batches, their randomness keyed.
+def keyed_loader(
+    loader: DataLoader[Any], batches: Iterable[KeyedBatch], *, batched: bool = True, epoch: int = 1, **options: Any
+) -> DataLoader[Any]:
+    """Make a loader that loads given batches as another loader would, with their randomness keyed.
 
     Args:
         loader: of a map-style dataset.
-        place: what deals its batches out, if that is one of ours; it knows seed and epoch.
-
-    Returns:
-        New values for ``dataset``, ``sampler``, ``batch_sampler``, ``collate_fn`` and ``worker_init_fn``.
+        batches: what to load.
+        batched: whether the samples are collated from a list; else the one index gives a whole batch.
+        epoch: which the dataset knows of.
+        options: of the new loader, where they are not those of ``loader``.
 
     Ranks: local.
 
     Example:
-        >>> from torch.utils.data import DataLoader
-        >>> parts = keyed_parts(DataLoader(range(4), batch_size=2), Place(seed=7))
-        >>> [parts["dataset"][batch].tolist() for batch in parts["sampler"]]
-        [[0, 1], [2, 3]]
+        >>> batches = [KeyedBatch(mix_key(7, 1), 1, [2, 0])]
+        >>> list(keyed_loader(DataLoader("abc", 2), batches, collate_fn="".join))
+        ['ca']
     """
-    batched = loader.batch_sampler is not None
-    inner = cast("Iterable[Any]", loader.batch_sampler if batched else loader.sampler)
-    return {
-        "dataset": KeyedDataset(loader.dataset, loader.collate_fn, batched=batched, epoch=place.epoch),
-        "sampler": KeyedSampler(inner, place, batched=batched),
-        "batch_sampler": None,  # one item of the dataset is a batch
-        "collate_fn": _as_it_is,
-        "worker_init_fn": functools.partial(_start_worker, loader.worker_init_fn),
-    }
+    given = {name: getattr(loader, name) for name in LOADER_OPTIONS if hasattr(loader, name)} | options
+    dataset: Any = KeyedDataset(loader.dataset, given.pop("collate_fn"), batched=batched, epoch=epoch)
+    given |= {"collate_fn": _as_it_is, "worker_init_fn": functools.partial(_start_worker, given["worker_init_fn"])}
+    return DataLoader(dataset, batch_size=None, sampler=cast("Any", batches), **given)  # one item is a batch
 
 
 def load_keyed(
@@ -181,16 +188,8 @@ def load_keyed(
         ['c', 'a']
     """
     batches = [KeyedBatch(mix_key(seed, 1), 1, [index]) for index in indices]
-    own: DataLoader[Any] = DataLoader(
-        cast("Any", KeyedDataset(loader.dataset, collate_fn)),
-        batch_size=None,
-        sampler=batches,
-        collate_fn=_as_it_is,
-        num_workers=min(loader.num_workers, 1),
-        worker_init_fn=functools.partial(_start_worker, loader.worker_init_fn),
-        multiprocessing_context=loader.multiprocessing_context,
-        generator=torch.Generator(),
-    )
+    options: dict[str, Any] = {"num_workers": min(loader.num_workers, 1), "persistent_workers": False}
+    own = keyed_loader(loader, batches, collate_fn=collate_fn, generator=torch.Generator(), **options)
     return list(start_loading(own))
 
 
@@ -212,27 +211,15 @@ class KeyedSampler:
     """
 
     def __init__(
-        self,
-        inner: Iterable[Any],
-        place: Place | PlannedBatchSampler | DealtBatchSampler,
-        *,
-        batched: bool = True,
+        self, inner: Iterable[Any], place: Place | PlannedBatchSampler | DealtBatchSampler, *, batched: bool = True
     ) -> None:
         self.inner, self.place, self.batched = inner, place, batched
-
-    def __len__(self) -> int:
-        """Return the number of batches."""
-        return len(cast("Any", self.inner))
 
     def __iter__(self) -> Iterator[KeyedBatch]:
         place = self.place
         epoch, first = place.epoch, 0 if isinstance(place, Place) else place.skip
         base = mix_key(place.seed, epoch)
         seen: dict[int, int] = {}
-        if self.batched and isinstance(place, PlannedBatchSampler) and isinstance(place.source, int):
-            for indices in self.inner:  # lists, in which no index comes twice
-                yield KeyedBatch(base, epoch, indices)
-            return
         for number, given in enumerate(self.inner, first):
             indices = given if self.batched else [given]
             if not hasattr(indices, "__getitem__"):
@@ -244,9 +231,8 @@ class KeyedSampler:
 class KeyedDataset:
     """Loads and collates batches of a dataset, with randomness that depends on (seed, epoch, sample) alone.
 
-    Which of the three streams loading draws from is learnt: in the first batch of a process each is seeded before each
-    sample and looked at after it; later only those that moved then. Should another one move all the same, the states
-    are put back and the batch is loaded once more, with that one seeded as well, from then on.
+    Whether loading draws is learnt from the first sample, before which the streams are seeded. If it does not, a batch
+    that moves a stream all the same is loaded once more, with the streams seeded before each sample, as from then on.
 
     Args:
         dataset: the user's.
@@ -267,240 +253,101 @@ class KeyedDataset:
     def __init__(self, dataset: Any, collate_fn: Callable[[Any], Any], *, batched: bool = True, epoch: int = 1) -> None:
         self.dataset, self.collate_fn, self.batched, self.epoch = dataset, collate_fn, batched, epoch
         self._by_list = batched and _takes_lists(dataset)
-        self._apart = False  # by lists of one index, so that each sample can be keyed
-        self._learning = True
-        self._streams: list[_Stream] = []  # made by the process that loads
-        self._seeded: list[_Stream] = []  # those that loading draws from
-        self._is_plain = False  # loading has drawn nothing so far
+        self._draws: bool | None = False if self._by_list else None  # None: nobody knows yet
 
     def __getitem__(self, batch: KeyedBatch) -> Any:
-        if self._is_plain and batch.epoch == self.epoch and _NOW.batch is None:
-            loaded, is_plain = self._load_plainly(batch)
-            if is_plain:
-                return loaded
-        if batch.epoch != self.epoch or not self._streams:
-            self._follow(batch.epoch)
-        before = [stream.state() for stream in self._streams]
-        outer, untouched = (_NOW.batch, _NOW.place, _NOW.asked), False
-        learning = self._learning
+        if batch.epoch != self.epoch:
+            self.epoch = batch.epoch
+            if get_worker_info() is not None:  # nobody else can tell a worker's copy of the dataset
+                set_epoch_inside(self.dataset, batch.epoch)
+        outer, before = (_NOW.batch, _NOW.place, _NOW.asked), _STREAMS.state()
         _NOW.batch, _NOW.asked = batch, False
         try:
-            loaded, again = self._load(batch, before)
-            while again:
-                self._put_back(before)
-                loaded, again = self._load(batch, before)
-            untouched = not (learning or self._seeded)
-            self._is_plain = self.batched and not (self._by_list or self._learning or self._seeded)
+            loaded = self._load(batch, before)
+            if not self._draws and _STREAMS.look() != before[0]:
+                self._draws = True
+                _STREAMS.restore(before)
+                loaded = self._load(batch, before)
             return loaded
         except StopIteration as error:
-            raise self._used_up(batch) from error
+            raise DataError(
+                f"{type(self.dataset).__name__} raised StopIteration for the samples {[*batch.indices][:8]}: to a "
+                "loader that is the end of the data. Look for a next() on something used up, there or in collate_fn."
+            ) from error
         finally:
             _NOW.batch, _NOW.place, _NOW.asked = outer
-            if not untouched:
-                self._put_back(before)
+            _STREAMS.restore(before)
 
-    def _load_plainly(self, batch: KeyedBatch) -> tuple[Any, bool]:
-        """Load a batch in the shortest way, and say whether that drew nothing, so that it counts.
+    def _load(self, batch: KeyedBatch, before: _State) -> Any:
+        samples = self._load_list(batch) if self._by_list else self._load_samples(batch, before)
+        self._seed(batch, _COLLATING)
+        return self.collate_fn(samples if self.batched else samples[0])
 
-        All that is called for every batch and every stream is written out: it is time that each batch takes.
-        """
-        python, legacy, generator = self._streams
-        shown = (python.peek(), legacy.peek())
-        if shown[0] != python.last[0] or shown[1] != legacy.last[0]:
-            python.state(), legacy.state()  # read anew, in case they must be put back
-        state = torch.default_generator.get_state()
-        words = state.numpy().tobytes()
-        _NOW.batch, _NOW.asked = batch, False
-        dataset, is_plain = self.dataset, False
-        try:
-            samples = [dataset[index] for _NOW.place, index in enumerate(batch.indices)]  # sample_seed asks for it
-            _NOW.place = _COLLATING
-            loaded = self.collate_fn(samples)
-            is_plain = (python.peek(), legacy.peek()) == shown and generator.peek() == words
-            return loaded, is_plain
-        except StopIteration as error:
-            raise self._used_up(batch) from error
-        finally:
-            _NOW.batch, _NOW.place, _NOW.asked = None, _WHOLE, False
-            if not is_plain:
-                before = [python.last, legacy.last, (words, state)]
-                pairs = list(zip(self._streams, before, strict=True))
-                self._seeded = [stream for stream, (seen, _) in pairs if stream.peek() != seen]
-                self._is_plain = False
-                self._put_back(before)
-
-    def _used_up(self, batch: KeyedBatch) -> DataError:
-        return DataError(
-            f"{type(self.dataset).__name__} raised StopIteration for the samples {_shown(batch.indices)}: a loader "
-            "takes that for the end of the data. Look for a next() on something that is used up, in __getitem__ and in "
-            "the collate function."
-        )
-
-    def _follow(self, epoch: int) -> None:
-        """Make ready for a batch of an epoch."""
-        if not self._streams:
-            self._streams = [_Python(), _Numpy(), _Torch()]
-            self._seeded = self._streams
-        if epoch != self.epoch:
-            self.epoch = epoch
-            if get_worker_info() is not None:  # nobody else can tell a worker's copy of the dataset
-                set_epoch_inside(self.dataset, epoch)
-
-    def _load(self, batch: KeyedBatch, before: list[_State]) -> tuple[Any, bool]:
-        """Load a batch, and say whether it must be loaded again: it drew what was not keyed sample by sample."""
-        for stream in self._seeded:
-            stream.forget()
-        samples = self._samples(batch)
-        if self._by_list and not self._apart and isinstance(samples, list) and len(samples) > 1:
-            self._apart = _NOW.asked or self._has_drawn(before)
-            if self._apart:
-                return None, True
-        self._begin(batch, _COLLATING)
-        loaded = self.collate_fn(samples if self.batched else samples[0])
-        if self._learning:
-            self._learning = False
-            self._seeded = [stream for stream in self._streams if stream.has_moved()]
-            return loaded, False
-        pairs = zip(self._streams, before)  # noqa: B905 -- `strict` would cost more than the comparison
-        late = [stream for stream, (seen, _) in pairs if stream not in self._seeded and stream.peek() != seen]
-        if late:
-            self._seeded = self._seeded + late
-        return loaded, bool(late)
-
-    def _samples(self, batch: KeyedBatch) -> Any:
-        if self._by_list and not self._apart:
-            self._begin(batch, _WHOLE)
-            return self.dataset.__getitems__(batch.indices)
+    def _load_samples(self, batch: KeyedBatch, before: _State) -> list[Any]:
         dataset, samples = self.dataset, []
-        if not self._seeded and not self._apart:
-            for _NOW.place, index in enumerate(batch.indices):  # sample_seed asks for it
-                samples.append(dataset[index])
-            return samples
         for place, index in enumerate(batch.indices):
-            self._begin(batch, place)
-            samples += dataset.__getitems__([index]) if self._apart else [dataset[index]]
+            self._seed(batch, place)
+            is_first = self._draws is None
+            seen = _STREAMS.look() if is_first else None
+            samples.append(dataset[index])
+            if is_first:
+                self._draws = _STREAMS.look() != seen
+                if not self._draws:
+                    _STREAMS.restore(before)
         return samples
 
-    def _begin(self, batch: KeyedBatch, place: int) -> None:
-        """Seed the streams for a sample, if any is drawn from."""
+    def _load_list(self, batch: KeyedBatch) -> Any:
+        """Ask for the whole list; one by one as soon as loading draws, so that each sample can be keyed."""
+        self._seed(batch, _WHOLE)
+        seen = _STREAMS.look()
+        samples = self.dataset.__getitems__(batch.indices)
+        draws = _NOW.asked or _STREAMS.look() != seen
+        if not (draws and isinstance(samples, list) and len(samples) > 1):
+            return samples
+        self._draws, samples = True, []
+        for place, index in enumerate(batch.indices):
+            self._seed(batch, place)
+            samples += self.dataset.__getitems__([index])
+        return samples
+
+    def _seed(self, batch: KeyedBatch, place: int) -> None:
+        """Say what is being loaded, and seed the streams for it, unless loading is known to draw nothing."""
         _NOW.place = place
-        if self._seeded:
-            key, watch = batch.key(place), self._learning or place == _WHOLE
-            for stream in self._seeded:
-                stream.start(mix(key ^ stream.number), watch=watch)
-
-    def _has_drawn(self, before: list[_State]) -> bool:
-        return any(
-            stream.has_moved() if stream in self._seeded else stream.peek() != seen
-            for stream, (seen, _) in zip(self._streams, before, strict=True)
-        )
-
-    def _put_back(self, before: list[_State]) -> None:
-        for stream, (seen, state) in zip(self._streams, before, strict=True):
-            if stream.peek() != seen:
-                stream.set(state)
+        if self._draws is not False:
+            key = batch.key(place)
+            random.seed(mix(key ^ 1))
+            np.random.seed(mix(key ^ 2) & 0xFFFFFFFF)  # noqa: NPY002 -- users' datasets draw from it
+            torch.default_generator.manual_seed(mix(key ^ 3) >> 1)  # not torch.manual_seed: accelerators have their own
 
 
-class _Stream:
-    """One of the process's global streams: read, compared, seeded and put back."""
+class _Streams:
+    """The process's global random streams: Python's, numpy's and torch's on the CPU."""
 
-    number = 0
+    def __init__(self) -> None:
+        self._seen: Any = None
+        self._read: Any = None
 
-    def __init__(self, peek: Callable[[], Any]) -> None:
-        self.peek = peek  # returns something that is equal as long as the state is, in less time than reading the state
-        self.last: _State = (None, None)
-        self._mark: Any = None
-        self._moved = False
+    def look(self) -> tuple[Any, bytes]:
+        """Return something that is equal as long as no stream moves."""
+        return look_at_random_streams(), torch.default_generator.get_state().numpy().tobytes()
 
     def state(self) -> _State:
-        """Return what :meth:`peek` shows, and the state; it is read only if it is another one than the last time."""
-        seen = self.peek()
-        if seen != self.last[0]:
-            self.last = (seen, self.get())
-        return self.last
+        """Return what :meth:`look` shows, and the states; Python's and numpy's are read only if they have moved."""
+        seen = self.look()
+        if seen[0] != self._seen:
+            self._seen, self._read = seen[0], (random.getstate(), np.random.get_state())  # noqa: NPY002 -- as above
+        return seen, *self._read, torch.default_generator.get_state()
 
-    def start(self, key: int, *, watch: bool) -> None:
-        """Seed the stream; note, if asked to, whether it had moved since the last time."""
-        if watch:
-            self.has_moved()
-        self.seed(key)
-        if watch:
-            self._mark = self.peek()
-
-    def forget(self) -> None:
-        self._mark, self._moved = None, False
-
-    def has_moved(self) -> bool:
-        """Say whether the stream has moved after any of the watched starts."""
-        self._moved = self._moved or (self._mark is not None and self.peek() != self._mark)
-        return self._moved
-
-    def get(self) -> Any:
-        raise NotImplementedError
-
-    def set(self, state: Any) -> None:
-        raise NotImplementedError
-
-    def seed(self, key: int) -> None:
-        raise NotImplementedError
+    def restore(self, state: _State) -> None:
+        """Put the streams where they were, if they have moved."""
+        seen, python, legacy, generator = state
+        if self.look() != seen:
+            random.setstate(python)
+            np.random.set_state(legacy)  # noqa: NPY002 -- as above
+            torch.default_generator.set_state(generator)
 
 
-class _Python(_Stream):
-    """Python's stream."""
-
-    number = 1
-
-    def __init__(self) -> None:
-        super().__init__(watch_python_stream())
-
-    def get(self) -> Any:
-        return random.getstate()
-
-    def set(self, state: Any) -> None:
-        random.setstate(state)
-
-    def seed(self, key: int) -> None:
-        random.seed(key)
-
-
-class _Numpy(_Stream):
-    """numpy's legacy stream."""
-
-    number = 2
-
-    def __init__(self) -> None:
-        super().__init__(watch_numpy_stream())
-
-    def get(self) -> Any:
-        return np.random.get_state(legacy=False)  # noqa: NPY002 -- users' datasets draw from it
-
-    def set(self, state: Any) -> None:
-        np.random.set_state(state)  # noqa: NPY002 -- as above
-
-    def seed(self, key: int) -> None:
-        bits: Any = cast("Any", np.random).get_bit_generator()
-        if isinstance(bits, np.random.MT19937):
-            np.random.seed(key & 0xFFFFFFFF)  # noqa: NPY002 -- as above
-        else:  # another one in its place, which numpy does not seed
-            np.random.set_state(type(bits)(key).state)  # noqa: NPY002 -- as above
-
-
-class _Torch(_Stream):
-    """torch's stream on the CPU; not ``torch.manual_seed``, which would seed the accelerators' as well."""
-
-    number = 3
-
-    def __init__(self) -> None:
-        super().__init__(lambda: torch.default_generator.get_state().numpy().tobytes())
-
-    def get(self) -> Any:
-        return torch.default_generator.get_state()
-
-    def set(self, state: Any) -> None:
-        torch.default_generator.set_state(state)
-
-    def seed(self, key: int) -> None:
-        torch.default_generator.manual_seed(key >> 1)
+_STREAMS = _Streams()
 
 
 def _takes_lists(dataset: Any) -> bool:
@@ -508,11 +355,6 @@ def _takes_lists(dataset: Any) -> bool:
     while isinstance(dataset, Subset) and type(dataset).__getitems__ is Subset.__getitems__:
         dataset = dataset.dataset
     return bool(getattr(dataset, "__getitems__", None))
-
-
-def _shown(indices: Any, most: int = 8) -> str:
-    """Write the first few indices of a batch."""
-    return ", ".join(str(index) for index in indices[:most]) + (", ..." if len(indices) > most else "")
 
 
 def _as_it_is(batch: Any) -> Any:

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from ddpkit.compat.forkservers import forkserver_of_its_own
 from ddpkit.compat.process_groups import all_groups, default_store, timeout_of
-from ddpkit.compat.random_streams import watch_numpy_stream, watch_python_stream
+from ddpkit.compat.random_streams import look_at_random_streams
 
 __all__ = [
     "all_groups",
     "default_store",
     "forkserver_of_its_own",
+    "look_at_random_streams",
     "timeout_of",
-    "watch_numpy_stream",
-    "watch_python_stream",
 ]

@@ -6,7 +6,6 @@ generator of its own, so that making an iterator does not move the global random
 
 from __future__ import annotations
 
-import copy
 import itertools
 from collections.abc import Sized
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
-from ddpkit.augmentation import Place, keyed_parts, load_keyed
+from ddpkit.augmentation import LOADER_OPTIONS, KeyedSampler, Place, keyed_loader, load_keyed
 from ddpkit.base.marks import mark_as_loader, mark_as_saver, register_checkpoint_hooks
 from ddpkit.control.loader_workers import start_loading
 from ddpkit.data.likeness import sketch
@@ -42,16 +41,6 @@ logger = get_logger(__name__)
 
 DEFAULT_SEED = 563375142
 DECIDED = ("batch_size", "shuffle", "sampler", "batch_sampler", "drop_last")
-_RESHARDED = (
-    "num_workers",
-    "collate_fn",
-    "pin_memory",
-    "timeout",
-    "worker_init_fn",
-    "multiprocessing_context",
-    "prefetch_factor",
-    "persistent_workers",
-)
 
 
 @dataclass(frozen=True)
@@ -109,6 +98,7 @@ class SaveableDataLoader(DataLoader[Any]):
         super().__init__(*args, **kwargs)
         self.yielded: int | None = None
         self._skip = 0
+        self._keyed: DataLoader[Any] | None = None
         self._place = Place(default_seed())  # for batches that no plan of ours deals out
         self.set_epoch(1)
 
@@ -135,14 +125,16 @@ class SaveableDataLoader(DataLoader[Any]):
         return self._counted(inner)
 
     def _begin(self) -> Iterator[Any]:
-        """Start torch's iterator, on a copy of this loader whose randomness is keyed (but for a stream)."""
+        """Start torch's iterator, of a loader like this one whose randomness is keyed (but for a stream)."""
         if isinstance(self.dataset, IterableDataset):
             return start_loading(self, super().__iter__)
-        view, plan = copy.copy(self), plan_of(self)
-        vars(view).update(keyed_parts(self, self._place if plan is None else plan))
-        inner = start_loading(view, super(SaveableDataLoader, view).__iter__)
-        self._iterator = view._iterator  # noqa: SLF001 -- persistent workers stay with this loader
-        return inner
+        if self._keyed is None or not self.persistent_workers:
+            plan, batched = plan_of(self), self.batch_sampler is not None
+            place = self._place if plan is None else plan
+            batches = KeyedSampler(cast("Any", self.batch_sampler if batched else self.sampler), place, batched=batched)
+            options = {"generator": self.generator, "batched": batched, "epoch": place.epoch}
+            self._keyed = keyed_loader(self, batches, **options)
+        return start_loading(self._keyed)
 
     def _counted(self, inner: Iterator[Any]) -> Iterator[Any]:
         for batch in inner:
@@ -271,7 +263,7 @@ def reshard(loader: DataLoader[Any], sharding: Sharding) -> Any:
         >>> [batch.tolist() for batch in reshard(ready, Sharding(rank=0, world_size=2))]
         [[0, 1], [4]]
     """
-    options: dict[str, Any] = {name: getattr(loader, name) for name in _RESHARDED}
+    options: dict[str, Any] = {name: getattr(loader, name) for name in LOADER_OPTIONS if hasattr(loader, name)}
     if is_sharded(loader) or _has_its_own_way(loader):
         return deal_batches(loader, sharding)
     if isinstance(loader.dataset, IterableDataset):

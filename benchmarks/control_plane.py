@@ -26,7 +26,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from ddpkit.brain import Brain
+from ddpkit.brain import Brain, run_of
 from ddpkit.comm.process_group import group_state, set_hang_limits
 from ddpkit.control import heartbeat, watchdog
 from ddpkit.control.periodic_sync import Beat, Wishes
@@ -142,7 +142,7 @@ class Trained:
         self.steps, rows = steps, 64
         for _ in range(3):
             self.loader = self._loader(rows, 60)
-            if not self.brain._run.is_prepared:
+            if not run_of(self.brain).is_prepared:
                 self.brain.fit([1], self.loader)
             rows = max(1, int(rows * step_seconds / self.seconds_per_step()))
             rows = int(sum_over_ranks([rows])[0] / get_world_size())
@@ -155,7 +155,7 @@ class Trained:
     def seconds_per_step(self, *, attended: bool = True) -> float:
         """Train a pass, and return what a step took on the whole."""
         sum_over_ranks([0.0])
-        with self.brain._run.guard.guarded("fit") if attended else contextlib.nullcontext():
+        with run_of(self.brain).guard.guarded("fit") if attended else contextlib.nullcontext():
             began = time.perf_counter()
             self.brain._fit_train(self.loader, 1, enable=False)
             return (time.perf_counter() - began) / self.loader.__len__()

@@ -41,10 +41,14 @@ if TYPE_CHECKING:
 
     from ddpkit.config.options import OptionTypes as _Typed
     from ddpkit.ema import WeightAverage
+    from ddpkit.run.parts import Run
 else:
     _Typed = object
 
 logger = get_logger(__name__)
+
+_RUN = "_Brain__run"  # self.__run, which no subclass has by accident
+_REPLACEABLE = {"modules": "modules", "hparams": "hparams", "run_opts": "options"}  # by their names in the parts
 
 
 def _part(path: str, doc: str) -> Any:
@@ -61,34 +65,26 @@ def _part(path: str, doc: str) -> Any:
 
 def _can_write(brain: Brain, value: Any) -> bool:
     """Say whether the parts of the run are made, or else whether the value is a mere placeholder for what they hold."""
-    if "_run" in vars(brain):
+    if _RUN in vars(brain):
         return True
     if value is None:
         return False
     raise AttributeError(
-        f"{type(brain).__name__}.__init__ sets an attribute of the training before super().__init__(), which makes "
-        "what that belongs to: call super().__init__() first."
+        f"{type(brain).__name__}.__init__ sets an attribute of the training before super().__init__(): call that first."
     )
 
 
-class _Replaceable:
-    """An attribute that a recipe may replace: the parts of the run get it, too. It is read without a call."""
+def run_of(brain: Brain) -> Run:
+    """Return the parts that a Brain holds, for :mod:`ddpkit.parity` and for tests.
 
-    def __init__(self, name_in_parts: str) -> None:
-        self.name_in_parts = name_in_parts
+    Ranks: local.
 
-    def __set_name__(self, owner: type[Brain], name: str) -> None:
-        self.name = name
-
-    def __set__(self, brain: Brain, value: Any) -> None:
-        vars(brain)[self.name] = value
-        run = vars(brain).get("_run")
-        if run is not None:
-            run.replace(self.name_in_parts, value)
-
-
-def _replaceable(name_in_parts: str) -> Any:
-    return _Replaceable(name_in_parts)
+    Example:
+        >>> run_of(Brain(run_opts={"device": "cpu"})).strategy.name
+        'one device'
+    """
+    run: Run = vars(brain)[_RUN]
+    return run
 
 
 @register_checkpoint_hooks
@@ -195,7 +191,7 @@ class Brain(_Typed):
             precision = Precision(options.precision, options.eval_precision, device)
             require_module_keys(self.modules, options)
             require_reference(options)
-            self._run = make_run(
+            self.__run = make_run(
                 recipe,
                 options,
                 self.hparams,
@@ -207,7 +203,7 @@ class Brain(_Typed):
                 ema=ema,
             )
         self.training_ctx, self.evaluation_ctx = precision.training_ctx, precision.evaluation_ctx
-        self._run.policy.register(self)
+        self.__run.policy.register(self)
         self.print_trainable_parameters()
 
     def __init_subclass__(cls, **given: Any) -> None:
@@ -224,42 +220,45 @@ class Brain(_Typed):
             freezes=cls.freeze_optimizers is not Brain.freeze_optimizers,
         )
 
-    modules: nn.ModuleDict = _replaceable("modules")
-    hparams: SimpleNamespace = _replaceable("hparams")
-    run_opts: RunOptions = _replaceable("options")
+    def __setattr__(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+        if name in _REPLACEABLE and _RUN in vars(self):
+            self.__run.replace(_REPLACEABLE[name], value)
+
+    modules: nn.ModuleDict
+    hparams: SimpleNamespace
+    run_opts: RunOptions
     step: int = _part("progress.step", "Batches of the current stage so far.")
     optimizer_step: int = _part("progress.optimizer_step", "Optimizer updates since the run began.")
     nonfinite_count: int = _part("progress.nonfinite", "Skipped steps of this epoch.")
     avg_train_loss: float = _part("progress.avg_train_loss", "Mean training loss of the epoch so far.")
-    checkpointer: Any = _part("_run.policy.checkpointer", "The checkpointer, or None.")
+    checkpointer: Any = _part(f"{_RUN}.policy.checkpointer", "The checkpointer, or None.")
     optimizers_dict: dict[str, torch.optim.Optimizer] | None = _part(
-        "_run.step.optimizers", "Name -> optimizer, once :meth:`init_optimizers` has run."
+        f"{_RUN}.step.optimizers", "Name -> optimizer, once :meth:`init_optimizers` has run."
     )
     scaler: torch.amp.GradScaler = _part(
-        "_run.step.scaler", "The scaler of fp16 gradients; disabled with another precision."
+        f"{_RUN}.step.scaler", "The scaler of fp16 gradients; disabled with another precision."
     )
-    ema: WeightAverage | None = _part("_run.step.ema", "The average of the weights, or None without ``ema_decay``.")
-    profiler: Any = _part("_run.stages.profiler", "Of this call of ``fit``, with ``profile_training``; else None.")
+    ema: WeightAverage | None = _part(f"{_RUN}.step.ema", "The average of the weights, or None without ``ema_decay``.")
+    profiler: Any = _part(f"{_RUN}.stages.profiler", "Of this call of ``fit``, with ``profile_training``; else None.")
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
         """The optimizer of ``opt_class``, or a recipe's single one."""
-        optimizer = self._run.step.optimizer
+        optimizer = self.__run.step.optimizer
         if optimizer is None:
-            raise AttributeError(
-                f"{type(self).__name__} has no optimizer yet: init_optimizers makes it, when fit begins"
-            )
+            raise AttributeError(f"{type(self).__name__} has no optimizer: init_optimizers makes it when fit begins")
         return optimizer
 
     @optimizer.setter
     def optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         if _can_write(self, optimizer):
-            self._run.step.optimizer = optimizer
+            self.__run.step.optimizer = optimizer
 
     @property
     def lr_scale(self) -> float:
         """What ``lr_scaling`` multiplies learning rates by in each step."""
-        return self._run.lr_scaling.factor
+        return self.__run.lr_scaling.factor
 
     @property
     def raw_modules(self) -> nn.ModuleDict:
@@ -290,9 +289,8 @@ class Brain(_Typed):
             something else, such as tokens or frames: a sum of shape ``()``, and how many it is over (a number, or a
             tensor of shape ``()``; 0 where a batch has none). All that an optimizer step counts then weighs the same.
         """
-        raise NotImplementedError(
-            f"{type(self).__name__} must define compute_objectives(self, predictions, batch, stage)"
-        )
+        name = type(self).__name__
+        raise NotImplementedError(f"{name} must define compute_objectives(self, predictions, batch, stage)")
 
     def on_stage_start(self, stage: Stage, epoch: int | None = None) -> None:
         """Called before a stage, on all ranks; ``epoch`` is None for TEST."""
@@ -320,7 +318,7 @@ class Brain(_Typed):
             The mean loss of the batch, detached, shape ``()``; on its device, so that nobody waits for it. Where
             :meth:`compute_objectives` returns ``(loss_sum, count)``, these two.
         """
-        step, should_step = self._run.step, self.should_step
+        step, should_step = self.__run.step, self.should_step
         self.on_fit_batch_start(batch, should_step)
         with self.no_sync(not should_step):
             with self.training_ctx:
@@ -374,25 +372,25 @@ class Brain(_Typed):
         if self.opt_class is None:
             logger.info("No opt_class: nothing is optimized unless init_optimizers is overridden.")
             return
-        step, split_vectors = self._run.step, self.run_opts.remove_vector_weight_decay
+        step, split_vectors = self.__run.step, self.run_opts.remove_vector_weight_decay
         self.optimizer = optim.make_optimizer(self.opt_class, self.modules, split_vectors=split_vectors)
         self.optimizers_dict = {"opt_class": self.optimizer}
-        self._run.policy.add("optimizer", self.optimizer)
+        self.__run.policy.add("optimizer", self.optimizer)
         if self.scheduler_class is not None:
-            length, every = self._run.length, self.run_opts.scheduler_every
+            length, every = self.__run.length, self.run_opts.scheduler_every
             steps = length.total_steps if every == "step" else length.epochs
             before = step.schedule
             step.schedule = optim.make_schedule(self.scheduler_class, self.optimizer, every, steps)
-            self._run.policy.add_schedule(step.schedule, before)
+            self.__run.policy.add_schedule(step.schedule, before)
 
     def on_fit_start(self) -> None:
         """Compile, wrap, make optimizers, recover the newest checkpoint: once, however often ``fit`` is called."""
-        if self._run.is_prepared:
+        if self.__run.is_prepared:
             return
         self._compile()
         self._wrap_distributed()
         self.init_optimizers()
-        self._run.policy.recover(self.modules)
+        self.__run.policy.recover(self.modules)
 
     def on_evaluate_start(self, max_key: str | None = None, min_key: str | None = None) -> None:
         """Recover this run's best checkpoint by a key of its meta, or its newest.
@@ -404,13 +402,11 @@ class Brain(_Typed):
             max_key: the checkpoint with the highest value of this key.
             min_key: the checkpoint with the lowest.
         """
-        found = self._run.policy.recover_for_evaluation(max_key, min_key)
+        found = self.__run.policy.recover_for_evaluation(max_key, min_key)
         if found is not None and self.run_opts.evaluate_ema:
             require_average(found)
         if found is None and self.optimizers_dict is None and self.opt_class is not None:
-            logger.warning(
-                "There is no checkpoint to evaluate, and nothing was trained: the weights are the initial ones."
-            )
+            logger.warning("No checkpoint to evaluate, and nothing was trained: the weights are the initial ones.")
 
     def make_dataloader(
         self, dataset: Any, stage: Stage, ckpt_prefix: str | None = "dataloader-", **loader_kwargs: Any
@@ -425,24 +421,21 @@ class Brain(_Typed):
                 ``looped_nominal_epoch``. On a GPU ``pin_memory`` is on unless it is given: without it, a batch that is
                 moved with ``non_blocking=True`` is waited for.
         """
-        loader = self._run.loaders.make(dataset, stage, loader_kwargs)
+        loader = self.__run.loaders.make(dataset, stage, loader_kwargs)
         if stage is Stage.TRAIN:
             inner = loader.loader if isinstance(loader, LoopedLoader) else loader
             self.train_sampler = getattr(inner, "batch_sampler", None)
         if ckpt_prefix is not None and isinstance(loader, (SaveableDataLoader, LoopedLoader)):
-            self._run.policy.add(ckpt_prefix + stage.name, loader)
+            self.__run.policy.add(ckpt_prefix + stage.name, loader)
         return loader
 
     # ------------------------------------------------------------------ for a fit_batch of your own
 
-    @property
-    def should_step(self) -> bool:
-        """Whether the current micro-batch closes its accumulation window, after which the optimizers step.
-
-        For a ``fit_batch`` of your own. The same on every rank, also in the short last window of an epoch and where a
-        stream ends.
-        """
-        return self._run.step.should_step
+    should_step: bool = property(  # type: ignore[assignment]
+        operator.attrgetter(f"{_RUN}.step.should_step"),
+        doc="Whether the current micro-batch closes its accumulation window, after which the optimizers step. "
+        "The same on every rank, also in a short last window.",
+    )
 
     def backward(self, loss: Any, *, retain_graph: bool = False) -> None:
         """Back-propagate a loss of the current micro-batch. For a ``fit_batch`` of your own.
@@ -461,7 +454,7 @@ class Brain(_Typed):
 
         Ranks: collective under DDP where :attr:`should_step` is true; all ranks call it equally often.
         """
-        self._run.step.backward(loss, retain_graph=retain_graph)
+        self.__run.step.backward(loss, retain_graph=retain_graph)
 
     def no_sync(self, use: bool = True) -> AbstractContextManager[None]:
         """Return a context in which gradients are accumulated without being averaged over ranks.
@@ -471,7 +464,7 @@ class Brain(_Typed):
         Args:
             use: False returns a context that does nothing.
         """
-        return self._run.step.no_sync() if use else NOTHING
+        return self.__run.step.no_sync() if use else NOTHING
 
     def optimizers_step(self) -> None:
         """Clip all gradients together, step the optimizers, drop the gradients; or skip, on all ranks alike.
@@ -479,11 +472,11 @@ class Brain(_Typed):
         Raises:
             NonFiniteLossError: more than ``nonfinite_patience`` steps of this epoch were not finite.
         """
-        self._run.step.take(self)
+        self.__run.step.take(self)
 
     def zero_grad(self, set_to_none: bool = False) -> None:
         """Zero the gradients of the optimizers that are not frozen, or drop them."""
-        optim.zero_gradients(self._run.step.active(self), set_to_none=set_to_none)
+        optim.zero_gradients(self.__run.step.active(self), set_to_none=set_to_none)
 
     def check_loss_isfinite(self, loss: torch.Tensor) -> None:
         """Warn on this rank if a loss is not finite; waits for the device. For recipes that override ``fit_batch``.
@@ -548,7 +541,7 @@ class Brain(_Typed):
             ParityError: with the option ``check_parity``, nothing is trained, and a difference was found.
             RunStopped: a signal or the time limit has asked for the end.
         """
-        run = self._run
+        run = self.__run
         run.preflight.compare_ranks("fit", self)
         run.epochs = count_epochs(epoch_counter, self.run_opts)
         if self.run_opts.check_parity is not None:
@@ -602,7 +595,7 @@ class Brain(_Typed):
             ConfigError: called inside ``fit`` of the same Brain, where it would recover other weights, unless
                 ``on_evaluate_start`` is overridden.
         """
-        run, own_hook = self._run, type(self).on_evaluate_start is not Brain.on_evaluate_start
+        run, own_hook = self.__run, type(self).on_evaluate_start is not Brain.on_evaluate_start
         if not own_hook:
             self._require_no_training("evaluate")
         run.preflight.compare_ranks("evaluate", self)
@@ -651,7 +644,7 @@ class Brain(_Typed):
 
         Ranks: collective.
         """
-        run = self._run
+        run = self.__run
         with run.guard.guarded("predict"):
             self._require_no_training("predict")
             with run.loaders.dividing_evaluation():
@@ -696,25 +689,16 @@ class Brain(_Typed):
         local. Call it on every rank. Every rank then holds the results of all.
         """
         if self.progress.seen is None:
-            raise ConfigError(
-                "gather was called before any stage has run: there are no samples that the results could belong to. "
-                "Call it in on_stage_end, or after fit or evaluate."
-            )
+            raise ConfigError("gather was called before any stage has run: call it in on_stage_end, or after evaluate.")
         return gather_results(self.progress.seen, results)
 
     def print_trainable_parameters(self) -> None:
         """Log how many parameters there are, and how many of them are trained."""
         total = sum(parameter.numel() for parameter in self.modules.parameters())
         trained = sum(parameter.numel() for parameter in self.modules.parameters() if parameter.requires_grad)
-        logger.info(
-            "%s: %s of %s parameters are trained, on %s (%s, %d process(es)).",
-            type(self).__name__,
-            format_order_of_magnitude(trained),
-            format_order_of_magnitude(total),
-            self.device,
-            self._run.strategy.name,
-            get_world_size(),
-        )
+        counts = f"{format_order_of_magnitude(trained)} of {format_order_of_magnitude(total)}"
+        where = f"on {self.device} ({self.__run.strategy.name}, {get_world_size()} process(es))"
+        logger.info("%s: %s parameters are trained, %s.", type(self).__name__, counts, where)
 
     # ------------------------------------------------------------------ the steps of fit
 
@@ -722,7 +706,7 @@ class Brain(_Typed):
         self, train_set: Any, valid_set: Any, train_kwargs: Mapping[str, Any], valid_kwargs: Mapping[str, Any]
     ) -> tuple[Any, Any]:
         """Make the loaders, once it is known how many batches an optimizer step takes."""
-        run = self._run
+        run = self.__run
         if not run.is_prepared:
             is_looped = isinstance(train_set, LoopedLoader) or train_kwargs.get("looped_nominal_epoch") is not None
             run.policy.keep_global_batch(is_looped=is_looped)
@@ -738,14 +722,14 @@ class Brain(_Typed):
         self, data: Any, stage: Stage, loader_kwargs: Mapping[str, Any], ckpt_prefix: str | None = "dataloader-"
     ) -> Any:
         kwargs = loader_kwargs if ckpt_prefix is not None else {"ckpt_prefix": None, **loader_kwargs}
-        loader = self._run.loaders.adapt(data, stage, kwargs, self.make_dataloader)
+        loader = self.__run.loaders.adapt(data, stage, kwargs, self.make_dataloader)
         if stage is Stage.TRAIN and isinstance(data, LoopedLoader):
-            self._run.policy.add("dataloader-TRAIN", data)
+            self.__run.policy.add("dataloader-TRAIN", data)
         return loader
 
     def _compare_data(self, train: Any, valid: Any) -> BatchSizes:
         """Compare the data of the ranks, and work out what follows from its length."""
-        run, options, world_size = self._run, self.run_opts, get_world_size()
+        run, options, world_size = self.__run, self.run_opts, get_world_size()
         run.preflight.compare_data(train=train, valid=valid)
         length, factor = length_of(train), options.grad_accumulation_factor
         agreement.check_train_data(train, length)
@@ -762,45 +746,39 @@ class Brain(_Typed):
             length: batches of the training loader; None where that is not known.
             factor: batches per optimizer step.
         """
-        found = self._run.length = RunLength.of(length, factor, self._run.epochs, self.run_opts)
+        found = self.__run.length = RunLength.of(length, factor, self.__run.epochs, self.run_opts)
         self.steps_per_epoch, self.total_steps = found.steps_per_epoch, found.total_steps
 
     def _compile(self) -> None:
         compile_modules(self.modules, self.run_opts)
 
     def _wrap_distributed(self) -> None:
-        self._run.strategy.wrap(self.modules)
+        self.__run.strategy.wrap(self.modules)
 
     def _scale_learning_rates(self) -> None:
-        named = self._run.step.named_optimizers()
+        named = self.__run.step.named_optimizers()
         others = {name: one for name, one in vars(self).items() if isinstance(one, torch.optim.Optimizer)}
         known = {id(one) for one in named.values()}
-        self._run.lr_scaling.follow({**named, **{name: one for name, one in others.items() if id(one) not in known}})
+        self.__run.lr_scaling.follow({**named, **{name: one for name, one in others.items() if id(one) not in known}})
 
     def _check_prepared(self, *, validates: bool) -> None:
         """Check what ``on_fit_start`` has made; after its first call, compare optimizers."""
-        schedule = self._run.step.schedule
+        schedule = self.__run.step.schedule
         if self.scheduler_class is not None and schedule is None:
             raise ConfigError(
                 f"scheduler_class was given, and nothing has made a schedule of it: {type(self).__name__} overrides "
-                "init_optimizers or gives no opt_class. Call super().init_optimizers() there, or make the scheduler "
-                "there yourself, with self.total_steps, and leave scheduler_class out."
+                "init_optimizers or gives no opt_class. Call super().init_optimizers(), or leave scheduler_class out."
             )
         if schedule is not None and schedule.follows_loss and not validates:
-            raise ConfigError(
-                "ReduceLROnPlateau follows the valid loss, and fit was given no valid_set. Give one, or use another "
-                "scheduler."
-            )
-        if not self._run.is_prepared:
-            self._run.is_prepared = True
+            raise ConfigError("ReduceLROnPlateau follows the valid loss, and fit was given no valid_set.")
+        if not self.__run.is_prepared:
+            self.__run.is_prepared = True
             agreement.require_agreement(agreement.optimizer_facts(self.optimizers_dict or {}))
 
     def _run_epochs(self, epoch_counter: Iterable[int], train: Any, valid: Any, enable: bool) -> str:
         """Train and validate in every epoch; return why it ends, a ``FitResult.reason``."""
         if self._is_step_limit_reached() and not self.step:
-            logger.info(
-                "optimizer_step_limit=%s has been reached before: fit is done.", self.run_opts.optimizer_step_limit
-            )
+            logger.info("optimizer_step_limit=%s has been reached before.", self.run_opts.optimizer_step_limit)
             return "optimizer_step_limit"
         for epoch in epoch_counter:
             self._fit_train(train, epoch, enable)
@@ -819,32 +797,24 @@ class Brain(_Typed):
         return limit is not None and self.optimizer_step >= limit
 
     def _fit_train(self, train_set: Any, epoch: int, enable: bool) -> None:
-        self._run.stages.train(self, train_set, epoch, enable_bar=enable)
+        self.__run.stages.train(self, train_set, epoch, enable_bar=enable)
 
     def _fit_valid(self, valid_set: Any, epoch: int, enable: bool) -> None:
         if valid_set is not None:
-            self._run.stages.evaluate(self, valid_set, Stage.VALID, epoch, enable_bar=enable)
+            self.__run.stages.evaluate(self, valid_set, Stage.VALID, epoch, enable_bar=enable)
 
     def _fit_result(self, reason: str) -> FitResult:
         progress = self.progress
-        newest, best = self._run.policy.newest_and_best()
-        return FitResult(
-            reason,
-            epochs=progress.epochs,
-            optimizer_steps=progress.optimizer_step,
-            train_loss=progress.train_loss,
-            valid_loss=progress.valid_loss,
-            best_checkpoint=best,
-            newest_checkpoint=newest,
-        )
+        newest, best = self.__run.policy.newest_and_best()
+        losses = progress.train_loss, progress.valid_loss
+        return FitResult(reason, progress.epochs, progress.optimizer_step, *losses, best, newest)
 
     def _require_no_training(self, call: str) -> None:
         """Refuse what recovers a checkpoint where that would replace the weights, and the place, of a training."""
         if self.progress.is_fitting and self.checkpointer is not None:
             raise ConfigError(
-                f"{call} was called inside fit: it recovers a checkpoint, which would replace the weights that are "
-                "being trained, and the place in the training. Call it after fit; what is to be known of every epoch "
-                "comes from a valid_set."
+                f"{call} was called inside fit: it would recover a checkpoint over the weights that are being trained. "
+                "Call it after fit, or give fit a valid_set."
             )
 
     def _bar_enabled(self, progressbar: bool | None) -> bool:
@@ -852,8 +822,8 @@ class Brain(_Typed):
 
     @mark_as_saver
     def _save(self, path: str | Path) -> None:
-        self._run.policy.run_state.save(Path(path))
+        self.__run.policy.run_state.save(Path(path))
 
     @mark_as_loader
     def _recover(self, path: str | Path, end_of_epoch: bool) -> None:
-        self._run.policy.load_run_state(Path(path), end_of_epoch=end_of_epoch)
+        self.__run.policy.load_run_state(Path(path), end_of_epoch=end_of_epoch)

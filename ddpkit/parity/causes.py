@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ddpkit.brain import run_of
 from ddpkit.data.likeness import sketch
 from ddpkit.parity.noise import noisy_layers
 from ddpkit.parity.report import (
@@ -87,7 +88,7 @@ class _Diagnosis:
         self.is_joined: bool = records[0]["joins"]
         self.factor: int = records[0]["factor"] * (1 if self.is_joined else len(records))
         self.steps = [_Step(records, place, is_joined=self.is_joined) for place in range(len(records[0]["steps"]))]
-        self.own_fit_batch = self.brain._run.recipe.has_own_fit_batch
+        self.own_fit_batch = run_of(self.brain).recipe.has_own_fit_batch
         self.causes: list[ParityCause] = []
 
     def report(self) -> ParityReport:

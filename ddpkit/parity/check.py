@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from ddpkit.brain import run_of
 from ddpkit.distributed import get_rank, get_world_size
 from ddpkit.errors import ConfigError, ParityError
 from ddpkit.launch.variables import PARITY
@@ -67,7 +68,7 @@ def check_parity(brain: Any, train_set: Any, loader_kwargs: Mapping[str, Any]) -
     elif call == int(Path(target).name):
         start = torch.load(Path(target, "start.pt"), map_location="cpu", weights_only=True)
         brain.checkpointer, brain.hang_timeout = None, start["seconds"]
-        with brain._run.guard.guarded("fit"):
+        with run_of(brain).guard.guarded("fit"):
             torch.save(record(brain, train_set, loader_kwargs, start), Path(target, f"rank{get_rank()}.pt"))
         raise SystemExit(0)
 
@@ -109,8 +110,8 @@ def record(brain: Any, train_set: Any, loader_kwargs: Mapping[str, Any], start: 
 
     Ranks: collective.
     """
-    factor = brain._run.loaders.micro_batches(get_world_size())
-    strategy = brain._run.strategy
+    factor = run_of(brain).loaders.micro_batches(get_world_size())
+    strategy: Any = run_of(brain).strategy
     strategy.find_unused_parameters = strategy.find_unused_parameters or start["leaves_out"]
     loader = _begin(brain, train_set, loader_kwargs, factor)
     brain.raw_modules.load_state_dict(start["modules"])
@@ -144,7 +145,7 @@ def one_process(brain: Any, train_set: Any, loader_kwargs: Mapping[str, Any]) ->
     Ranks: local; one process.
     """
     refuse_shared_parameters(brain.modules)
-    factor = brain._run.loaders.micro_batches(1)
+    factor = run_of(brain).loaders.micro_batches(1)
     loader = _begin(brain, train_set, loader_kwargs, factor)
     require_samples(loader)
     state = {name: value.detach().cpu().clone() for name, value in brain.raw_modules.state_dict().items()}
@@ -172,7 +173,7 @@ def _check(brain: Any, train_set: Any, loader_kwargs: Mapping[str, Any], call: i
     _require_script()
     with contextlib.ExitStack() as stack:
         stack.enter_context(_unchanged(brain))
-        stack.enter_context(brain._run.stages.session(getattr(brain.hparams, "output_folder", "results")))
+        stack.enter_context(run_of(brain).stages.session(getattr(brain.hparams, "output_folder", "results")))
         side, start = stack.enter_context(one_process(brain, train_set, loader_kwargs))
         target = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ddpkit-parity-")), str(call))
         target.mkdir()

@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ddpkit import optim
+from ddpkit.brain import run_of
 from ddpkit.data.likeness import Sketch, sketch
 from ddpkit.dataloader import LoopedLoader, SaveableDataLoader, plan_of
 from ddpkit.distributed import get_world_size
@@ -156,7 +157,7 @@ class Side:
                 progress.step += 1
                 with contextlib.nullcontext() if progress.window.count else _repeated():
                     brain.fit_batch(batch)
-            if brain._run.step.prepare_flush(brain):
+            if run_of(brain).step.prepare_flush(brain):
                 brain.optimizers_step()
             progress.window.stepped()
         if not self._kept:
@@ -217,12 +218,13 @@ class Side:
         """Do what ``optimizers_step`` does, but for the step itself and what follows it."""
         brain = self.brain
         self.has_counts = self.has_counts or brain.progress.window.counted is not None
-        step = brain._run.step
+        step = run_of(brain).step
         multiplier, optimizers = step.take_multiplier(), step.participants(brain)
         step.strategy.finish_gradients()
         self._keep(optimizers, multiplier)
         optim.zero_gradients(optimizers, set_to_none=True)
-        brain.progress.close_window()
+        if brain.progress.window.closes:
+            brain.progress.closed = brain.progress.step
         brain.progress.optimizer_step += 1
 
     def _keep(self, optimizers: Sequence[Any], multiplier: Any, *_: Any, **__: Any) -> None:

@@ -129,16 +129,6 @@ class Counts(Protocol):
         ...
 
 
-def _each(batches: Iterator[Any]) -> Iterator[Any]:
-    """Yield what an iterator gives, and never ask it to begin: that can mean something to a loader."""
-    while True:
-        try:
-            batch = next(batches)
-        except StopIteration:
-            return
-        yield batch
-
-
 @dataclass
 class Feed:
     """What a pass of training takes its batches from.
@@ -178,12 +168,11 @@ class Feed:
         length = self.length
         total, done = 1.0, self.start
         window.correction = 1.0
-        batches = start_loading(self.loader)
-        source = _each(batches)
-        for _ in itertools.islice(source, self.left_out):
-            pass
+        source = itertools.islice(start_loading(self.loader), max(length - self.start, 0) + self.left_out)
+        for _ in range(self.left_out):
+            next(source, None)
         self.ready()
-        for number, batch in enumerate(itertools.islice(source, max(length - self.start, 0)), self.start):
+        for number, batch in enumerate(source, self.start):
             place = number % self.factor
             if place == 0 or number == self.start:
                 window.begin()

@@ -113,11 +113,6 @@ class Progress:
         made = self.optimizer_step - self.began_at
         return self.clipped / made if made else 0.0
 
-    def close_window(self) -> None:
-        """Note that all batches up to the current one are in the weights."""
-        if self.window.closes:
-            self.closed = self.step
-
     def count_skipped(self, norm: float, patience: int) -> None:
         """Count an optimizer step that was skipped because the gradients' norm was not finite.
 
@@ -263,13 +258,15 @@ PARTS = (
 )
 
 
-def backward(loss: Any, scale: float, scaler: torch.amp.GradScaler, name: str, *, retain_graph: bool = False) -> None:
+def backward(
+    loss: Any, scale: float, scaler: torch.amp.GradScaler | None, name: str, *, retain_graph: bool = False
+) -> None:
     """Back-propagate a weighted loss; if that cannot be done, say what is wrong with the loss.
 
     Args:
         loss: mean over the micro-batch, shape ``()``.
         scale: its weight in the window.
-        scaler: multiplies it further when it is enabled.
+        scaler: multiplies it further; or None.
         name: of the recipe's class, for the message.
         retain_graph: keep the graph for another backward pass.
 
@@ -281,12 +278,12 @@ def backward(loss: Any, scale: float, scaler: torch.amp.GradScaler, name: str, *
 
     Example:
         >>> weight = torch.ones(1, requires_grad=True)
-        >>> backward(weight.sum(), 0.5, torch.amp.GradScaler(enabled=False), "Line"); weight.grad
+        >>> backward(weight.sum(), 0.5, None, "Line"); weight.grad
         tensor([0.5000])
     """
     try:
         scaled = loss if scale == 1.0 else loss * scale
-        (scaler.scale(scaled) if scaler.is_enabled() else scaled).backward(retain_graph=retain_graph)
+        (scaled if scaler is None else scaler.scale(scaled)).backward(retain_graph=retain_graph)
     except (AttributeError, TypeError, ValueError, RuntimeError) as error:
         if "mark a variable ready only once" in str(error):
             raise BatchError(PARTS.format(name, str(error).partition(".")[0])) from error

@@ -116,7 +116,8 @@ class TrainStep:
     ) -> None:
         self.name, self.device = recipe.name, str(options.device)
         self.modules, self.strategy, self.options = modules, strategy, options
-        self.progress, self.scaler, self.ema = progress, scaler, ema
+        self.progress, self.ema = progress, ema
+        self.scaler = scaler
         self.optimizers: dict[str, torch.optim.Optimizer] | None = None
         self.optimizer: torch.optim.Optimizer | None = None
         self.schedule: optim.Schedule | None = None
@@ -125,6 +126,15 @@ class TrainStep:
         self._recipe_freezes = recipe.freezes
         self._unscaled: tuple[torch.optim.Optimizer, ...] = ()
         self._stepped: list[torch.optim.Optimizer] | None = None
+
+    @property
+    def scaler(self) -> torch.amp.GradScaler:
+        """Of fp16 gradients; may be disabled."""
+        return self._scaler
+
+    @scaler.setter
+    def scaler(self, scaler: torch.amp.GradScaler) -> None:
+        self._scaler, self._active_scaler = scaler, scaler if scaler.is_enabled() else None
 
     # ------------------------------------------------------------------ backward
 
@@ -153,7 +163,7 @@ class TrainStep:
                 before.
         """
         window = self.progress.window
-        if not window.closes or (self.options.grad_accumulation_factor > 1 and not window.is_asked):
+        if not window.closes or (not window.is_asked and self.options.grad_accumulation_factor > 1):
             window.defer(self.progress.step)
         if loss.__class__ is tuple:
             loss, count = sum_and_count(loss, self.name)
@@ -164,7 +174,7 @@ class TrainStep:
             window.has_means = window.is_weighed = True
             scale = window.loss_scale
         with self.strategy.backward_pass(self.modules, closes=window.closes, counts=window.count > 0):
-            backward(loss, scale, self.scaler, self.name, retain_graph=retain_graph)
+            backward(loss, scale, self._active_scaler, self.name, retain_graph=retain_graph)
 
     def take_result(self, loss: Any) -> tuple[Any, Any]:
         """Note the loss of the current micro-batch.
@@ -208,7 +218,7 @@ class TrainStep:
 
         A power of two, near what the ranks' first sums of the run count. It is agreed on once, and saved.
         """
-        if not self.scaler.is_enabled():
+        if self._active_scaler is None:
             return 1.0
         if self.sum_divisor is None:
             average = float(self.strategy.start_average(count, self.device)())
@@ -233,14 +243,15 @@ class TrainStep:
         if not optimizers:
             return
         self.strategy.finish_gradients()
-        if self.options.skip_nonfinite_grads and not self.scaler.is_enabled():
+        scaler = self._active_scaler
+        if scaler is None and self.options.skip_nonfinite_grads:
             hooks.check_gradients()
-        scaler = self.scaler if self.scaler.is_enabled() else None
         self.is_stepping = True
         updates = scaler is None or self._may_rescale(optimizers)
         result = optim.take_step(optimizers, self.options.max_grad_norm, scaler, multiplier, updates=updates)
         self.is_stepping = False
-        self.progress.close_window()
+        if self.progress.window.closes:
+            self.progress.closed = self.progress.step
         if result.stepped:
             self.progress.clipped += result.clipped
             self._follow_step(optimizers)
@@ -259,7 +270,8 @@ class TrainStep:
     def active(self, hooks: StepHooks) -> list[torch.optim.Optimizer]:
         """Return the optimizers that step now."""
         if self.optimizers is not None:
-            return list(hooks.freeze_optimizers(self.optimizers).values())
+            chosen = hooks.freeze_optimizers(self.optimizers) if self._recipe_freezes else self.optimizers
+            return list(chosen.values())
         return [] if self.optimizer is None else [self.optimizer]
 
     def participants(self, hooks: StepHooks) -> list[torch.optim.Optimizer]:

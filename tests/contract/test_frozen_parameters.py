@@ -207,7 +207,7 @@ class EvaluatingAsItIs(Evaluating):
 
 def test_evaluate_does_not_rewind_the_training_that_it_is_called_in(tmp_path):
     brain = make(Evaluating, folder=tmp_path / "refused")
-    with pytest.raises(ConfigError, match=r"evaluate was called inside fit: it recovers a checkpoint.*valid_set"):
+    with pytest.raises(ConfigError, match=r"evaluate was called inside fit: it would recover a checkpoint.*valid_set"):
         brain.fit(EpochCounter(3), DATA, DATA, train_loader_kwargs=KWARGS)
     brain = make(EvaluatingAsItIs, folder=tmp_path / "as it is")
     plain = make(folder=tmp_path / "plain")

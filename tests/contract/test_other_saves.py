@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from ddpkit.base.plain_yaml import load_plain_yaml
+from ddpkit.brain import run_of
 from ddpkit.checkpointing.run_lock import FolderLock
 from ddpkit.checkpoints import Checkpointer
 from ddpkit.data.stream_position import Reading
@@ -78,7 +79,7 @@ def test_a_signal_asks_for_a_checkpoint_and_the_training_goes_on(tmp_path):
     assert_same(weights(asked), weights(plain))
     [meta] = metas(tmp_path / "asked")
     assert meta["brain_intra_epoch_ckpt"]
-    assert not asked._run.stop.interrupts.save_wanted
+    assert not run_of(asked).stop.interrupts.save_wanted
     assert signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL
     again = run(tmp_path / "asked")
     assert 0 < len(again.trained_on) < len(plain.trained_on)
@@ -313,7 +314,7 @@ def test_evaluate_takes_no_checkpoint_of_another_run(tmp_path):
     again, fit = rated(tmp_path, 50.0)
     fit()
     assert_same(evaluated(again, min_key="WER"), best_of_new)
-    own = again._run.policy.run_state.start.lineage.includes
+    own = run_of(again).policy.run_state.start.lineage.includes
     chosen = again.checkpointer.find_checkpoint(min_key="WER", ckpt_predicate=own)
     assert chosen.meta["WER"] == 51.0
 

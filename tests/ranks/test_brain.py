@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset, SequentialSampler
 
-from ddpkit.brain import Brain
+from ddpkit.brain import Brain, run_of
 from ddpkit.checkpoints import Checkpointer
 from ddpkit.control.periodic_sync import Requests
 from ddpkit.dataloader import make_dataloader
@@ -896,13 +896,13 @@ def test_o8_the_step_limit_is_the_same_on_all_ranks(ranks, limit, factor, batche
 
 def saved_at(folder, run_opts):
     brain, saved = make(Mortal, folder=folder, **run_opts), []
-    save = brain._run.policy.save_inside_epoch
+    save = run_of(brain).policy.save_inside_epoch
 
     def watched():
         saved.append((brain.epoch, brain.step))
         save()
 
-    brain._run.policy.save_inside_epoch = watched
+    run_of(brain).policy.save_inside_epoch = watched
     real = stage_runner._IntraEpochSaves.tell
     stage_runner._IntraEpochSaves.tell = lambda self: Requests(0.0 if dist.get_rank() else 100.0)  # the clocks disagree
     try:

@@ -15,6 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import IterableDataset
 
 import ddpkit as sb
+from ddpkit.brain import run_of
 from ddpkit.distributed import control_group
 from ddpkit.testing import RankPoolError
 from ddpkit.types import Stage
@@ -348,7 +349,7 @@ def train_half(joined):
     torch.manual_seed(3)
     brain = Half({"net": linear()}, sgd(), None, {**QUIET, "grad_accumulation_factor": 2})
     brain.fit([1, 2], points(45), train_loader_kwargs={"batch_size": joined // world_size()})
-    return weights(brain), brain.optimizer_step, brain._run.step.sum_divisor
+    return weights(brain), brain.optimizer_step, run_of(brain).step.sum_divisor
 
 
 @pytest.mark.parametrize("world", [2, 3])

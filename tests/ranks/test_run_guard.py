@@ -7,6 +7,7 @@ import time
 
 import torch.distributed as dist
 
+from ddpkit.brain import run_of
 from ddpkit.comm.process_group import ddp_init_group, group_state, shorten_timeout
 from ddpkit.errors import RunStopped
 from ddpkit.run import guard
@@ -20,7 +21,7 @@ class Predicting(Regression):
     def predict_batch(self, batch):
         time.sleep(0.01)
         if self.rank == 1 and self.step == 3:
-            self._run.stop.interrupts.stop_signal = 15
+            run_of(self).stop.interrupts.stop_signal = 15
         return super().predict_batch(batch)
 
 

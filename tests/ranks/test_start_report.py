@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from ddpkit import distributed
+from ddpkit.brain import run_of
 from ddpkit.comm.consistency import own_place
 from ddpkit.control.rank_status import host_name
 from ddpkit.distributed import exchange
@@ -212,7 +213,7 @@ def counted():
     return (
         calls.count(preflight.AT_START),
         sum(site is not None and "detail" in site for site in calls),
-        brain._run.preflight.seats,
+        run_of(brain).preflight.seats,
     )
 
 
@@ -227,7 +228,7 @@ def seconds_of_a_start():
     brain = make()
     exchange("all are here", "warm")
     started = time.perf_counter()
-    brain._run.preflight.compare_ranks("fit", brain)
+    run_of(brain).preflight.compare_ranks("fit", brain)
     return time.perf_counter() - started
 
 
@@ -343,10 +344,10 @@ def test_one_block_on_two_processes_then_resumed_on_one(tmp_path):
 def train_as_advised():
     brain, alone = make(), 2
     brain.fit([1], points(9), train_loader_kwargs={"batch_size": 2})
-    advice = "" if brain._run.preflight.report is None else brain._run.preflight.report._said["per step"]
+    advice = "" if run_of(brain).preflight.report is None else run_of(brain).preflight.report._said["per step"]
     same = make(global_batch_size=alone)
     same.fit([1], points(9))
-    said = "" if same._run.preflight.report is None else same._run.preflight.report._said.get("per step", "")
+    said = "" if run_of(same).preflight.report is None else run_of(same).preflight.report._said.get("per step", "")
     return advice, said, weights(same)
 
 
@@ -390,7 +391,8 @@ def rows_of_the_loss(how):
     said = []
     for _ in range(2):
         brain.fit([1, 2], data, train_loader_kwargs={"batch_size": 3, "collate_fn": collate})
-        said.append("" if brain._run.preflight.report is None else brain._run.preflight.report._said.get("loss", ""))
+        report = run_of(brain).preflight.report
+        said.append("" if report is None else report._said.get("loss", ""))
     return said
 
 

@@ -21,6 +21,7 @@ RECIPE = """
     import torch.distributed as dist
 
     import ddpkit as sb
+    from ddpkit.brain import run_of
     from ddpkit.distributed import get_rank, get_world_size, run_on_main
 
 
@@ -48,7 +49,7 @@ RECIPE = """
     def report(brain):
         facts = {
             "rank": get_rank(), "world_size": get_world_size(), "value": run_on_main(os.getpid),
-            "strategy": brain._run.strategy.name, "weight": brain.raw_modules.net.weight.item(),
+            "strategy": run_of(brain).strategy.name, "weight": brain.raw_modules.net.weight.item(),
         }
         Path(f"report.{get_rank()}.json").write_text(json.dumps(facts))
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from ddpkit.brain import Brain
+from ddpkit.brain import Brain, run_of
 from ddpkit.checkpoints import Checkpointer
 from ddpkit.epoch_loop import EpochCounter
 from ddpkit.run.resuming import read_brain_file
@@ -133,7 +133,8 @@ def test_what_a_process_saves_that_only_evaluates_does_not_disturb_the_training(
     assert scores_in(tested.checkpointer) == [0.5, 1.0, 2.0]
     brain = process(tmp_path, Averaged, [1.0, 2.0, 3.0, 4.0], allow_partial_load=partly)
     assert brain.optimizer_step == 8
-    assert brain._run.policy.run_state.recovered.name < tested.checkpointer.find_checkpoint(min_key="score").path.name
+    recovered = run_of(brain).policy.run_state.recovered
+    assert recovered.name < tested.checkpointer.find_checkpoint(min_key="score").path.name
     last = brain.checkpointer.find_checkpoint()
     assert (last.meta["score"], read_brain_file(last.path)["optimizer_step"]) == (4.0, 8)
     assert EVALUATED not in read_brain_file(last.path)

@@ -13,6 +13,7 @@ from torch import nn
 
 import ddpkit
 from ddpkit.base.plain_yaml import load_plain_yaml
+from ddpkit.brain import run_of
 from ddpkit.checkpoints import Checkpointer
 from ddpkit.errors import ConfigError
 from ddpkit.run.checkpoint_policy import INTRA_EPOCH_KEY
@@ -29,7 +30,7 @@ class Brain(ddpkit.Brain):
 
     @property
     def state(self):
-        return self._run.policy.run_state
+        return run_of(self).policy.run_state
 
 
 def in_epoch(brain, step=5, optimizer_step=20, losses=((2.0, 3), (4.0, 1))):
@@ -191,7 +192,7 @@ def test_a_mean_that_is_not_a_number(tmp_path):
 )
 def test_when_it_is_time(options, seconds, steps, due):
     brain = Brain(**options)
-    assert brain._run.policy.save_if_due(seconds, steps) is due, (
+    assert run_of(brain).policy.save_if_due(seconds, steps) is due, (
         "without a checkpointer nothing is saved, but it was time"
     )
 
@@ -202,7 +203,7 @@ def test_only_the_newest_is_kept_and_others_are_left_alone(tmp_path):
     kept = checkpointer.save_checkpoint(name="mine")
     for step in (2, 4, 6):
         brain.step = step
-        assert brain._run.policy.save_if_due(0.0, 2)
+        assert run_of(brain).policy.save_if_due(0.0, 2)
     found = {checkpoint.path: checkpoint.meta for checkpoint in checkpointer.list_checkpoints()}
     assert len(found) == 2
     assert kept.path in found

@@ -22,7 +22,7 @@ from ddpkit.ema import require_average, weight_average
 from ddpkit.errors import ConfigError
 from ddpkit.logger import format_order_of_magnitude, get_logger
 from ddpkit.precision import Precision
-from ddpkit.run.parts import make_run
+from ddpkit.run.parts import Run
 from ddpkit.run.resuming import Pace
 from ddpkit.run_opts import RunOptions, option_attributes
 from ddpkit.training.batch_sizes import BatchSizes, RunLength, batch_sizes, count_epochs
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 
     from ddpkit.config.options import OptionTypes as _Typed
     from ddpkit.ema import WeightAverage
-    from ddpkit.run.parts import Run
 else:
     _Typed = object
 
@@ -191,7 +190,7 @@ class Brain(_Typed):
             precision = Precision(options.precision, options.eval_precision, device)
             require_module_keys(self.modules, options)
             require_reference(options)
-            self.__run = make_run(
+            self.__run = Run(
                 recipe,
                 options,
                 self.hparams,

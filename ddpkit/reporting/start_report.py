@@ -20,15 +20,16 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch.nn.utils.rnn import PackedSequence
 
 from ddpkit import __version__
 from ddpkit.comm.consistency import software_facts
@@ -36,14 +37,13 @@ from ddpkit.control.rank_status import host_name
 from ddpkit.logger import get_logger, shown_path
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+    from collections.abc import Iterable, Sequence
 
     from ddpkit.launch.variables import LaunchInfo
 
 logger = get_logger(__name__)
 
 MOST_SHOWN = 4
-ABOUT_THE_PROCESS = ("launcher", "devices", "versions")
 
 _LAUNCHERS = {
     "spawn": "ddpkit (--nproc or ddpkit.spawn)",
@@ -55,13 +55,13 @@ _LAUNCHERS = {
 }
 # How a field of a batch is called that says how long its samples are, where they were padded.
 _LENGTHS = re.compile(r"(^|_)(lengths?|lens?|attention_mask|padding_mask|pad_mask)$", re.IGNORECASE)
-_DEEPEST, _MOST_PARTS = 3, 64  # so far a batch is looked into
+_DEEPEST, _MOST_PARTS = 2, 8  # so far a batch is looked into
 _FORMATS = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
 @dataclass(frozen=True)
-class Seat:
-    """Where one rank sits.
+class Place:
+    """Where one rank runs.
 
     Attributes:
         node: number of its node, as the launcher counts.
@@ -71,7 +71,7 @@ class Seat:
     Ranks: local.
 
     Example:
-        >>> Seat(0, "gpu07", "cuda (NVIDIA H200)").host
+        >>> Place(0, "gpu07", "cuda (NVIDIA H200)").host
         'gpu07'
     """
 
@@ -80,7 +80,7 @@ class Seat:
     device: str
 
     @classmethod
-    def here(cls, node: int, device: str) -> Seat:
+    def here(cls, node: int, device: str) -> Place:
         """Return that of this process.
 
         Args:
@@ -96,11 +96,11 @@ class Seat:
         return cls(node, host_name(), kind)
 
 
-def place_rows(seats: Sequence[Seat], info: LaunchInfo, backend: str | None) -> dict[str, str]:
+def place_rows(places: Sequence[Place], info: LaunchInfo, backend: str | None) -> dict[str, str]:
     """Say who started the processes, and where they are.
 
     Args:
-        seats: of all ranks.
+        places: of all ranks.
         info: what the launcher has told this one.
         backend: of the process group; None without one.
 
@@ -111,24 +111,19 @@ def place_rows(seats: Sequence[Seat], info: LaunchInfo, backend: str | None) -> 
 
     Example:
         >>> from ddpkit.launch.variables import LaunchInfo
-        >>> seats = [Seat(0, "a", "cpu"), Seat(0, "a", "cpu"), Seat(1, "b", "cpu"), Seat(1, "b", "cpu")]
-        >>> rows = place_rows(seats, LaunchInfo("torchrun", 0, 0, 4, 2, restart_count=1), "gloo")
+        >>> places = [Place(0, "a", "cpu"), Place(0, "a", "cpu"), Place(1, "b", "cpu"), Place(1, "b", "cpu")]
+        >>> rows = place_rows(places, LaunchInfo("torchrun", 0, 0, 4, 2, restart_count=1), "gloo")
         >>> rows["launcher"]
-        'torchrun (restart 1), 2 nodes x 2 processes (a, b)'
+        'torchrun (restart 1), 4 processes on 2 nodes (a, b)'
         >>> rows["devices"]
-        '2 x cpu per node, backend gloo'
+        '4 x cpu, backend gloo'
     """
-    nodes: dict[tuple[int, str], list[str]] = {}
-    for seat in seats:
-        nodes.setdefault((seat.node, seat.host), []).append(seat.device)
-    hosts = [host for _, host in nodes]
-    devices = [_counted(Counter(found), alone=len(seats) == 1) for found in nodes.values()]
-    words = devices[0] + (" per node" if len(nodes) > 1 else "")
-    if len(set(devices)) > 1:
-        words = "; ".join(_shortened([f"{host}: {found}" for host, found in zip(hosts, devices, strict=True)]))
+    nodes = Counter((place.node, place.host) for place in places)
+    devices = Counter(place.device for place in places).items()
+    words = " and ".join(kind if len(places) == 1 else f"{number} x {kind}" for kind, number in devices)
     versions = software_facts()
     return {
-        "launcher": f"{_launcher(info, backend)}, {_sizes([len(found) for found in nodes.values()], hosts)}",
+        "launcher": f"{_launcher(info, backend)}, {_sizes(list(nodes.values()), [host for _, host in nodes])}",
         "devices": words + ("" if backend is None else f", backend {backend}"),
         "versions": ", ".join(f"{name} {versions[name]}" for name in ("Python", "torch", "numpy")),
     }
@@ -241,7 +236,7 @@ def loss_row(batch: Any) -> str:
         batch: as the loader yields it. It is looked at on the host alone: a tensor on another device is not read.
 
     Returns:
-        Nothing where no field is called like lengths or a mask of padding, and no list has parts of different lengths.
+        Nothing where no field is called like lengths, or a mask of padding, and says so.
 
     Ranks: local.
 
@@ -288,22 +283,18 @@ def start_row(found: Path | None, folder: Any, resume: str, place: str, *, other
 class StartReport:
     r"""Prints a block of rows on the main process, each row once as long as it stays the same.
 
-    Args:
-        said: rows that have been printed; None: those of this process and of no Brain.
+    Attributes:
+        said: rows that have been printed.
 
     Ranks: local; speaks on the main process.
 
-    State: what has been said.
-
     Example:
-        >>> StartReport({}).block("Training", {"precision": "fp32", "evaluation": ""})
+        >>> StartReport().block("Training", {"precision": "fp32", "evaluation": ""})
         'Training with ddpkit ...:\n  precision  fp32'
     """
 
-    _of_the_process: dict[str, str] = {}  # noqa: RUF012 -- what is true of a process is said once in it
-
-    def __init__(self, said: MutableMapping[str, str] | None = None) -> None:
-        self._said: MutableMapping[str, str] = {} if said is None else said
+    def __init__(self) -> None:
+        self.said: dict[str, str] = {}
 
     def announce(self, what: str, rows: Mapping[str, str]) -> None:
         """Print what has not been said yet.
@@ -323,14 +314,10 @@ class StartReport:
             what: that begins.
             rows: by name; an empty one is left out.
         """
-        fresh = {name: value for name, value in rows.items() if value and self._memory(name).get(name) != value}
-        for name, value in fresh.items():
-            self._memory(name)[name] = value
+        fresh = {name: value for name, value in rows.items() if value and self.said.get(name) != value}
+        self.said |= fresh
         lines = [f"  {name:<10} {value}" for name, value in fresh.items()]
         return "\n".join([f"{what} with ddpkit {__version__}:", *lines]) if lines else ""
-
-    def _memory(self, name: str) -> MutableMapping[str, str]:
-        return self._of_the_process if name in ABOUT_THE_PROCESS else self._said
 
 
 def _launcher(info: LaunchInfo, backend: str | None) -> str:
@@ -341,17 +328,11 @@ def _launcher(info: LaunchInfo, backend: str | None) -> str:
 
 
 def _sizes(sizes: list[int], hosts: list[str]) -> str:
-    """Write ``"2 nodes x 4 processes (gpu07, gpu08)"``."""
-    where = f" ({', '.join(_shortened(hosts))})"
-    if len(sizes) == 1:
-        return f"{'one process' if sizes[0] == 1 else f'{sizes[0]} processes'} on {hosts[0]}"
-    if len(set(sizes)) == 1:
-        return f"{len(sizes)} nodes x {sizes[0]} process{'' if sizes[0] == 1 else 'es'}{where}"
-    return f"{len(sizes)} nodes with {' + '.join(_shortened(list(map(str, sizes))))} processes{where}"
-
-
-def _counted(kinds: Counter[str], *, alone: bool) -> str:
-    return " and ".join(kind if alone else f"{number} x {kind}" for kind, number in kinds.items())
+    """Write ``"8 processes on 2 nodes (gpu07, gpu08)"``; where the nodes differ, ``"2 + 1 processes"``."""
+    number = str(sum(sizes)) if len(set(sizes)) == 1 else " + ".join(_shortened(list(map(str, sizes))))
+    processes = "one process" if number == "1" else f"{number} processes"
+    where = ", ".join(_shortened(hosts))
+    return f"{processes} on {where}" if len(sizes) == 1 else f"{processes} on {len(sizes)} nodes ({where})"
 
 
 def _shortened(words: list[str]) -> list[str]:
@@ -365,52 +346,23 @@ def _format(context: Any) -> str:
 
 
 def _sign_of_lengths(batch: Any, depth: int) -> str:
-    """Return what in a batch shows that its samples have different lengths, or nothing."""
-    if isinstance(batch, torch.Tensor):
-        return "a nested tensor" if batch.is_nested else ""
-    if isinstance(batch, PackedSequence):
-        return "a PackedSequence"
+    """Return the name of a field that says that the samples of a batch have different lengths, or nothing."""
     fields = _fields(batch)
     for name, value in fields.items():
-        if isinstance(name, str) and _LENGTHS.search(name) and _varies(value):
-            return name
-    if isinstance(batch, (list, tuple)) and any(map(_is_ragged, [batch, *_columns(batch)])):
-        return f"a {type(batch).__name__} of different lengths"
-    parts = list(fields.values()) if fields or not isinstance(batch, (list, tuple)) else batch
-    signs = (_sign_of_lengths(part, depth - 1) for part in parts[: _MOST_PARTS if depth else 0])
-    return next((sign for sign in signs if sign), "")
+        if _LENGTHS.search(str(name)) and _varies(value):
+            return str(name)
+    signs = (_sign_of_lengths(value, depth - 1) for value in fields.values()) if depth else ()
+    return next(filter(None, signs), "")
 
 
-def _fields(batch: Any) -> dict[Any, Any]:
-    """Return what a batch, or a sample, has under a name."""
-    if isinstance(batch, dict):
+def _fields(batch: Any) -> Mapping[Any, Any]:
+    """Return what a batch has under a name or, in a list, at a place."""
+    if isinstance(batch, Mapping):
         return batch
-    if isinstance(batch, tuple):
-        return dict(zip(getattr(batch, "_fields", ()), batch, strict=False))
-    return {} if isinstance(batch, (list, np.ndarray)) else dict(getattr(batch, "__dict__", {}))
-
-
-def _columns(samples: Sequence[Any]) -> list[list[Any]]:
-    """Return the fields of a list of samples, each over all of them."""
-    kinds = {(type(one), len(one)) if isinstance(one, (dict, tuple)) else None for one in samples}
-    if len(kinds) != 1 or None in kinds:
-        return []
-    return [list(column) for column in zip(*(_fields(one).values() or one for one in samples), strict=True)]
-
-
-def _is_ragged(parts: Sequence[Any]) -> bool:
-    """Say whether parts are of one kind, and of different lengths."""
-    kinds, lengths = set(), set()
-    for part in parts:
-        if isinstance(part, list):
-            kinds.add(("list",))
-            lengths.add(len(part))
-        elif isinstance(part, (torch.Tensor, np.ndarray)) and part.ndim:
-            kinds.add((str(part.dtype), *part.shape[1:]))
-            lengths.add(int(part.shape[0]))
-        else:
-            return False
-    return len(kinds) == 1 and len(lengths) > 1
+    if isinstance(batch, (list, tuple)):
+        names = getattr(batch, "_fields", itertools.count())
+        return dict(itertools.islice(zip(names, batch, strict=False), _MOST_PARTS))
+    return getattr(batch, "__dict__", {})
 
 
 def _varies(value: Any) -> bool:

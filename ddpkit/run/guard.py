@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import weakref
 from typing import TYPE_CHECKING
 
 from ddpkit.comm.process_group import (
     AFTER_WATCH_SECONDS,
-    GroupState,
     group_state,
     longest_wait,
     set_hang_limits,
@@ -26,9 +24,6 @@ if TYPE_CHECKING:
     from ddpkit.run_opts import RunOptions
     from ddpkit.training.loop import Progress
 
-# How long the collectives of a group wait since a Brain has shortened that.
-_shortened: weakref.WeakKeyDictionary[GroupState, float] = weakref.WeakKeyDictionary()
-
 
 class RunGuard:
     """Tells the other ranks where this one is and why it fails, and sets the limits of time of a run.
@@ -43,7 +38,6 @@ class RunGuard:
 
     def __init__(self, options: RunOptions, progress: Progress, interrupts: Interrupts) -> None:
         self._options, self._progress, self._interrupts = options, progress, interrupts
-        self._is_tightened = False
         watch_loader_workers()
 
     @contextlib.contextmanager
@@ -60,10 +54,10 @@ class RunGuard:
             yield
 
     def tighten_timeouts(self) -> None:
-        """Shorten the time for which collectives wait in this call, once every rank has made its first steps."""
-        if self._options.hang_timeout and not self._is_tightened and is_distributed_initialized():
-            self._wait_at_most(self._options.hang_timeout + AFTER_WATCH_SECONDS)
-        self._is_tightened = True
+        """Shorten the time for which collectives wait. At every beat: another Brain may have set a longer one."""
+        timeout = self._options.hang_timeout
+        if timeout:
+            shorten_timeout(min(timeout + AFTER_WATCH_SECONDS, self._longest_wait()))
 
     @contextlib.contextmanager
     def _own_limits(self) -> Iterator[None]:
@@ -71,27 +65,17 @@ class RunGuard:
         if not is_distributed_initialized():
             yield
             return
-        state, is_tightened = group_state(), self._is_tightened
-        watch, seconds = state.watch, _shortened.get(state)
-        limits = None if watch is None else (watch.hang_warning, watch.hang_timeout)
+        state = group_state()
+        limits = None if state.watch is None else (state.watch.hang_warning, state.watch.hang_timeout)
         set_hang_limits(self._options.hang_warning, self._options.hang_timeout)
-        self._wait_at_most(None)  # a start may take long, whatever one has set that is done with it
-        self._is_tightened = False
+        shorten_timeout(self._longest_wait())  # a start may take long, whatever one has set that is done with it
         try:
             yield
         finally:
-            self._is_tightened = is_tightened
             if is_distributed_initialized() and group_state() is state:
                 if limits is not None:
                     set_hang_limits(*limits)
-                self._wait_at_most(seconds)
+                shorten_timeout(self._longest_wait())
 
-    def _wait_at_most(self, seconds: float | None) -> None:
-        """Have collectives wait so long, or as long as the option says that they may."""
-        state = group_state()
-        at_most = longest_wait(self._options.distributed_timeout_minutes, self._options.hang_timeout)
-        if seconds != _shortened.get(state):
-            shorten_timeout(at_most if seconds is None else min(seconds, at_most))
-            _shortened.pop(state, None)
-        if seconds is not None:
-            _shortened[state] = seconds
+    def _longest_wait(self) -> float:
+        return longest_wait(self._options.distributed_timeout_minutes, self._options.hang_timeout)

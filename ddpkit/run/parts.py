@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ddpkit.run.checkpoint_policy import CheckpointPolicy
@@ -30,41 +29,69 @@ if TYPE_CHECKING:
     from ddpkit.training.train_step import Recipe
 
 
-@dataclass
 class Run:
-    """What stands behind a Brain.
+    """What stands behind a Brain: the parts of a run, made once and wired to each other.
+
+    Args:
+        recipe: what its class overrides.
+        options: of the run.
+        hparams: of the recipe.
+        modules: on their device.
+        checkpointer: or None.
+        strategy: how modules are wrapped and gradients averaged.
+        scaler: of fp16 gradients; may be disabled.
+        progress: of the run.
+        ema: average of the weights, or None.
 
     Attributes:
-        recipe: what its class overrides.
-        strategy: how modules are wrapped and gradients averaged.
         step: one optimizer step.
         policy: when to save, what to recover.
-        loaders: makes loaders.
         stop: why and when to stop.
         guard: failure notice and limits of time.
         preflight: compares the ranks, shows the start-up block.
         stages: runs a stage.
+        loaders: makes loaders.
         epochs: of this call of ``fit``; None where that is not known.
         length: of this call of ``fit``.
         lr_scaling: what learning rates are multiplied by.
         is_prepared: whether modules are wrapped and optimizers made.
 
+    Raises:
+        ConfigError: an option cannot work.
+
     Ranks: local; alike on every rank.
     """
 
-    recipe: Recipe
-    strategy: Strategy
-    step: TrainStep
-    policy: CheckpointPolicy
-    loaders: LoaderFactory
-    stop: StopControl
-    guard: RunGuard
-    preflight: Preflight
-    stages: StageRunner
-    epochs: int | None = 1
-    length: RunLength = field(default_factory=RunLength)
-    lr_scaling: LrScaling = field(default_factory=LrScaling)
-    is_prepared: bool = False
+    def __init__(  # noqa: PLR0913 -- all that the parts are made of
+        self,
+        recipe: Recipe,
+        options: RunOptions,
+        hparams: SimpleNamespace,
+        modules: nn.ModuleDict,
+        checkpointer: Any,
+        *,
+        strategy: Strategy,
+        scaler: torch.amp.GradScaler,
+        progress: Progress,
+        ema: WeightAverage | None,
+    ) -> None:
+        self.recipe, self.strategy = recipe, strategy
+        self.step = TrainStep(recipe, modules, strategy, options, progress, scaler, ema)
+        rank_state = RankState(progress, strategy, modules, saves=checkpointer is not None)
+        run_state = RunState(options, progress, modules, self.step, rank_state)
+        parts = options, progress, self.step, run_state, rank_state
+        self.policy = CheckpointPolicy(checkpointer, *parts, has_own_fit_batch=recipe.has_own_fit_batch)
+        self.stop = StopControl(options, hparams, progress, self.policy)
+        self.guard = RunGuard(options, progress, self.stop.interrupts)
+        self.preflight = Preflight(options, progress, self.step, self.policy)
+        self.stages = StageRunner(
+            options, progress, modules, self.step, rank_state, self.policy, self.stop, self.guard, self.preflight
+        )
+        self.loaders = LoaderFactory(options, hparams)
+        self.epochs: int | None = 1
+        self.length = RunLength()
+        self.lr_scaling = LrScaling()
+        self.is_prepared = False
 
     def replace(self, name: str, value: Any) -> None:
         """Give the parts something else in the place of what they were made of.
@@ -77,47 +104,3 @@ class Run:
         for part in (*own, self.policy.run_state, self.policy.rank_state):
             for attribute in {name, f"_{name}"} & vars(part).keys():
                 setattr(part, attribute, value)
-
-
-def make_run(  # noqa: PLR0913 -- all that the parts are made of
-    recipe: Recipe,
-    options: RunOptions,
-    hparams: SimpleNamespace,
-    modules: nn.ModuleDict,
-    checkpointer: Any,
-    *,
-    strategy: Strategy,
-    scaler: torch.amp.GradScaler,
-    progress: Progress,
-    ema: WeightAverage | None,
-) -> Run:
-    """Make the parts of a run.
-
-    Args:
-        recipe: what its class overrides.
-        options: of the run.
-        hparams: of the recipe.
-        modules: on their device.
-        checkpointer: or None.
-        strategy: how gradients are averaged.
-        scaler: of fp16 gradients; may be disabled.
-        progress: of the run.
-        ema: average of the weights, or None.
-
-    Raises:
-        ConfigError: an option cannot work.
-
-    Ranks: local; alike on every rank.
-    """
-    step = TrainStep(recipe, modules, strategy, options, progress, scaler, ema)
-    rank_state = RankState(progress, strategy, modules, saves=checkpointer is not None)
-    run_state = RunState(options, progress, modules, step, rank_state)
-    policy = CheckpointPolicy(
-        checkpointer, options, progress, step, run_state, rank_state, has_own_fit_batch=recipe.has_own_fit_batch
-    )
-    stop = StopControl(options, hparams, progress, policy)
-    guard = RunGuard(options, progress, stop.interrupts)
-    preflight = Preflight(options, progress, step, policy)
-    stages = StageRunner(options, progress, modules, step, rank_state, policy, stop, guard, preflight)
-    loaders = LoaderFactory(options, hparams)
-    return Run(recipe, strategy, step, policy, loaders, stop, guard, preflight, stages)

@@ -15,7 +15,7 @@ from ddpkit.errors import RankFailedError
 from ddpkit.launch.launchers import find_launch
 from ddpkit.logger import log_files, shown_path
 from ddpkit.reporting.start_report import (
-    Seat,
+    Place,
     StartReport,
     clipping_row,
     evaluation_row,
@@ -49,7 +49,7 @@ class Preflight:
         policy: knows what was recovered.
 
     Attributes:
-        seats: where each rank is.
+        places: where each rank runs.
         report: what was shown; None on the other ranks, and before the first.
 
     Ranks: collective.
@@ -57,7 +57,7 @@ class Preflight:
 
     def __init__(self, options: RunOptions, progress: Progress, step: TrainStep, policy: CheckpointPolicy) -> None:
         self.options, self.progress, self.step, self.policy = options, progress, step, policy
-        self.seats: tuple[Seat, ...] = ()
+        self.places: list[Place] = []
         self.report: StartReport | None = None
         self._last_epoch_looked_at = 0
 
@@ -73,9 +73,9 @@ class Preflight:
         """
         options, checkpointer = self.options, self.policy.checkpointer
         self.policy.run_state.recovered = None
-        seat = Seat.here(find_launch().node_rank, str(options.device))
+        place = Place.here(find_launch().node_rank, str(options.device))
         if get_world_size() == 1:
-            self.seats = (seat,)
+            self.places = [place]
             return
         with failure_notice():
             path = call_path(outside_frame(2))
@@ -89,7 +89,7 @@ class Preflight:
                 **agreement.model_facts(brain.modules),
             }
             try:
-                self.seats = tuple(agreement.require_agreement(facts, about=seat, site=AT_START))
+                self.places = list(agreement.require_agreement(facts, about=place, site=AT_START))
             except RankFailedError as error:  # a rank has not come here
                 raise type(error)(f"{error}\n(rank {get_rank()} called {call} at {path})") from error.__cause__
 
@@ -119,14 +119,15 @@ class Preflight:
         """
         options, checkpointer, state = self.options, self.policy.checkpointer, self.policy.run_state
         folder = getattr(checkpointer, "checkpoints_dir", None)
-        found, start, calls = state.recovered, "", state.calls.number
-        if calls == 1:
+        found, start, is_first = state.recovered, "", state.calls.number == 1
+        if is_first:
             found = found or getattr(checkpointer, "last_loaded", None)
-        if calls == 1 or found is not None:
+        if is_first or found is not None:
             place = self._position(state.expected_epoch)
             start = start_row(found, folder, options.resume, place, others=self.policy.num_found)
         is_asked = options.global_batch_size is not None or options.lr_scaling != "none"  # someone has thought about it
         optimizers, log = self.step.named_optimizers(), run_log()
+        files = [*log_files(), *([] if log is None else [log.path])]
         first = {
             "batch": str(sizes),
             "per step": "" if is_asked or self.progress.optimizer_step else sizes.advice(),
@@ -135,8 +136,7 @@ class Preflight:
             "schedule": "" if self.step.schedule is None else str(self.step.schedule),
             "clipping": clipping_row(options.max_grad_norm) if optimizers else "",
         }
-        records = records_row([*log_files(), *([] if log is None else [log.path])])
-        self._show("Training", first, {"records": records, "start": start}, contexts)
+        self._show("Training", first, {"records": records_row(files), "start": start}, contexts)
 
     def look_at(self, batch: Any) -> None:
         """On several ranks, say how a mean over tokens is returned, where samples differ in length and it may be one.
@@ -174,11 +174,10 @@ class Preflight:
     def _show(self, what: str, first: dict[str, str], last: dict[str, str], contexts: tuple[Any, Any]) -> None:
         if get_rank():
             return
-        if self.report is None:
-            self.report = StartReport()
+        self.report = self.report or StartReport()
         backend = str(dist.get_backend()) if is_distributed_initialized() else None
         rows = {
-            **place_rows(self.seats, find_launch(), backend),
+            **place_rows(self.places, find_launch(), backend),
             **first,
             "precision": precision_row(*contexts, self.step.scaler, trains=what == "Training"),
             "evaluation": evaluation_row(get_world_size(), divided=self.options.shard_evaluation),
@@ -199,11 +198,9 @@ class Preflight:
 def _size_in_words(loader: Any) -> str:
     """Say how much a test set is."""
     length = length_of(loader)
-    facts = agreement.data_facts("test", loader, length, sharded=False)
-    samples, size = facts.get("test samples"), facts.get("test batch size")
     if length is None:
         return "a stream"
+    facts = agreement.data_facts("test", loader, length, sharded=False)
+    samples, size = facts.get("test samples"), facts.get("test batch size")
     words = f"{length} batch{'' if length == 1 else 'es'}" + ("" if size is None else f" of {size}") + " per process"
-    if samples is None:
-        return words
-    return f"1 sample, {words}" if samples == "1" else f"{samples} samples, {words}"
+    return words if samples is None else f"{samples} sample{'' if samples == '1' else 's'}, {words}"

@@ -213,15 +213,15 @@ def counted():
     return (
         calls.count(preflight.AT_START),
         sum(site is not None and "detail" in site for site in calls),
-        run_of(brain).preflight.seats,
+        run_of(brain).preflight.places,
     )
 
 
 def test_the_ranks_exchange_one_digest_and_where_they_are(ranks):
     """Once per call of fit; and nothing longer as long as they agree."""
-    for found, details, seats in ranks.run(counted, world_size=3):
+    for found, details, places in ranks.run(counted, world_size=3):
         assert (found, details) == (2, 0)
-        assert [(seat.node, seat.host, seat.device.split()[0]) for seat in seats] == [(0, host_name(), "cpu")] * 3
+        assert [(one.node, one.host, one.device.split()[0]) for one in places] == [(0, host_name(), "cpu")] * 3
 
 
 def seconds_of_a_start():
@@ -344,10 +344,10 @@ def test_one_block_on_two_processes_then_resumed_on_one(tmp_path):
 def train_as_advised():
     brain, alone = make(), 2
     brain.fit([1], points(9), train_loader_kwargs={"batch_size": 2})
-    advice = "" if run_of(brain).preflight.report is None else run_of(brain).preflight.report._said["per step"]
+    advice = "" if run_of(brain).preflight.report is None else run_of(brain).preflight.report.said["per step"]
     same = make(global_batch_size=alone)
     same.fit([1], points(9))
-    said = "" if run_of(same).preflight.report is None else run_of(same).preflight.report._said.get("per step", "")
+    said = "" if run_of(same).preflight.report is None else run_of(same).preflight.report.said.get("per step", "")
     return advice, said, weights(same)
 
 
@@ -392,7 +392,7 @@ def rows_of_the_loss(how):
     for _ in range(2):
         brain.fit([1, 2], data, train_loader_kwargs={"batch_size": 3, "collate_fn": collate})
         report = run_of(brain).preflight.report
-        said.append("" if report is None else report._said.get("loss", ""))
+        said.append("" if report is None else report.said.get("loss", ""))
     return said
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import time
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -144,10 +143,8 @@ class StageRunner:
             with self.profiler or contextlib.nullcontext():
                 yield
             if self.profiler is not None and self.profiler.step_num < options.profile_warmup:
-                logger.warning(
-                    "profile_training: training ended in the profiler's warm-up, so nothing was recorded. Train for "
-                    "longer than --profile_warmup=%d batches, or give fewer.", options.profile_warmup,
-                )  # fmt: skip
+                words = "profile_training: nothing was recorded: training ended within --profile_warmup=%d batches."
+                logger.warning(words, options.profile_warmup)
         finally:
             self.progress.is_fitting = False
             self.profiler = None
@@ -194,7 +191,7 @@ class StageRunner:
         feed = self._feed(loader, left_out, ready)
         progress.closed, progress.trained, progress.sums = progress.step, progress.meter, None
         self._begin(Stage.TRAIN, loader)
-        saves = _IntraEpochSaves(self.progress, self.options, self.policy, self.stop)
+        saves = _IntraEpochSaves(self.step, options, self.policy, self.stop)
         beat = Beat(sum_over_ranks, get_world_size(), is_main=if_main_process())
         started = time.monotonic()
         samples_before = int(sum_over_ranks([progress.meter.samples])[0])
@@ -207,16 +204,9 @@ class StageRunner:
                 bar.show(report.step, report.loss, report.samples - samples_before)
                 saves.on_beat(report)
 
-            limit = options.optimizer_step_limit
-            train_epoch(
-                hooks,
-                feed,
-                beat,
-                on_beat,
-                float("inf") if limit is None else limit,
-                on_window=saves.on_window(self.step),
-                tell=saves.tell,
-            )
+            limit = float("inf") if options.optimizer_step_limit is None else options.optimizer_step_limit
+            on_window = saves.on_window if saves.saves_by_steps or self.step.freezes else None
+            train_epoch(hooks, feed, beat, on_beat, limit, on_window=on_window, tell=saves.tell)
             if self.step.prepare_flush(hooks):
                 hooks.optimizers_step()
             progress.window.stepped()
@@ -225,45 +215,32 @@ class StageRunner:
             return self._finish(Stage.TRAIN, epoch, time.monotonic() - started, bar)
 
     def _feed(self, loader: Any, left_out: int, ready: Callable[[], object]) -> Feed | StreamFeed:
-        options, length = self.options, length_of(loader)
-        if length is None:
-            return self._stream_feed(loader, left_out, ready)
-        if options.debug:
-            length = min(length, options.debug_batches)
+        """Say what a pass takes its batches from. Of a stream the ranks tell each other what they have."""
+        options, length = self.options, self._limited(length_of(loader))
         batches = compared(loader, Stage.TRAIN)
-        return Feed(
-            loader=batches if self.profiler is None else Profiled(batches, self.profiler, left_out),
-            length=length,
-            counts=counts_of(loader),
-            factor=options.grad_accumulation_factor,
-            weighting=options.loss_weighting,
-            world_size=get_world_size(),
-            start=self.progress.step,
-            left_out=left_out,
-            ready=ready,
-        )
-
-    def _stream_feed(self, loader: Any, left_out: int, ready: Callable[[], object]) -> StreamFeed:
-        """Feed from what has no known number of batches: the ranks tell each other what they have."""
-        options, done = self.options, self.progress.step
+        if self.profiler is not None:
+            batches = Profiled(batches, self.profiler, left_out)
+        known: dict[str, Any] = {
+            "factor": options.grad_accumulation_factor,
+            "weighting": options.loss_weighting,
+            "world_size": get_world_size(),
+            "start": self.progress.step,
+            "left_out": left_out,
+            "ready": ready,
+        }
+        if length is not None:
+            return Feed(loader=batches, length=length, counts=counts_of(loader), **known)
         if isinstance(loader, (StreamLoader, BatchShard)):
             loader.keep_step = True
-        batches = compared(loader, Stage.TRAIN)
-        batches = batches if self.profiler is None else Profiled(batches, self.profiler, left_out)
         if options.debug:
-            batches = First(batches, max(options.debug_batches - done + left_out, 0))
+            batches = First(batches, max(options.debug_batches - self.progress.step + left_out, 0))
         return StreamFeed(
             loader=batches,
-            factor=options.grad_accumulation_factor,
-            weighting=options.loss_weighting,
             whole_batches=getattr(loader, "batch_size", None) is None,
-            world_size=get_world_size(),
-            start=done,
             start_sum=start_sum_over_ranks,
             size_of=size_of(loader),
             uneven=self.step.strategy.noting_use,
-            left_out=left_out,
-            ready=ready,
+            **known,
         )
 
     # ------------------------------------------------------------------ evaluation
@@ -297,21 +274,15 @@ class StageRunner:
         return loss
 
     def _evaluate(self, hooks: StageHooks, loader: Any, stage: Stage, epoch: int | None, *, enable_bar: bool) -> float:
-        options = self.options
         require_same_draw(loader)
         self.progress.meter = LossMeter()
         self._begin(stage, loader)
         started = time.monotonic()
-        limit = options.debug_batches if options.debug else None
-        length = length_of(loader)
-        if length is not None and limit is not None:
-            length = min(length, limit)
-        with self._bar(stage, epoch, length, enable=enable_bar) as bar:
+        with self._bar(stage, epoch, self._limited(length_of(loader)), enable=enable_bar) as bar:
             plan, beat = plan_of(loader), Beat(list, 1, is_main=True)
             bar.partial = plan is not None and plan.world_size > 1
             confer = StopsOfEvaluation(self.progress, self.stop.cause)
-            batches = compared(loader, stage)
-            batches = batches if limit is None else First(batches, limit)
+            batches = First(compared(loader, stage), self._limited(None))
             evaluate_epoch(hooks, batches, stage, bar, count=counting(loader), beat=beat, confer=confer)
             confer.await_others()
             return self._finish(stage, epoch, time.monotonic() - started, bar)
@@ -349,15 +320,14 @@ class StageRunner:
     @torch.no_grad()
     def _outputs(self, hooks: StageHooks, loader: Any, precision: Any, *, enable_bar: bool) -> list[Any]:
         """Run the model over this rank's batches; return one output per sample, on the CPU."""
-        progress, options = self.progress, self.options
-        counts, limit, length = counts_of(loader), options.debug_batches if options.debug else None, length_of(loader)
+        progress, counts = self.progress, counts_of(loader)
         makes_batches = getattr(loader, "batch_size", 0) is None and getattr(loader, "batch_sampler", None) is None
         outputs: list[Any] = []
         # An output may be wrong on one rank alone, which has to be noticed: in a collective it would be waited for.
         due, confer = time.monotonic() + BAR_SECONDS, StopsOfEvaluation(progress, self.stop.cause, _added_over_store)
-        total = length if limit is None or length is None else min(length, limit)
+        total = self._limited(length_of(loader))
         with ProgressBar("predict", total, enable=enable_bar and if_main_process()) as bar:
-            for number, batch in enumerate(itertools.islice(compared(loader, Stage.TEST), limit), 1):
+            for number, batch in enumerate(First(compared(loader, Stage.TEST), self._limited(None)), 1):
                 progress.step = number
                 with precision:
                     output = on_cpu(hooks.predict_batch(batch))
@@ -382,6 +352,12 @@ class StageRunner:
         begin_stage(divided=divided)
         POSITION.stage_begins()
         self.progress.seen = Seen(stage, loader, divided, first=self.progress.step if is_training else 0)
+
+    def _limited(self, length: int | None) -> int | None:
+        """Return how many batches of a loader are used, with the option ``debug`` only a few; None: all."""
+        if not self.options.debug:
+            return length
+        return self.options.debug_batches if length is None else min(length, self.options.debug_batches)
 
     def _bar(
         self, stage: Stage, epoch: int | None, length: int | None, *, initial: int = 0, enable: bool
@@ -432,23 +408,13 @@ class StageRunner:
         if stage is not Stage.TRAIN and not samples and not count:
             logger.warning("%s: there was nothing to evaluate: the mean loss is NaN.", stage.name)
         if bad:
-            logger.warning(
-                "%s: %d batches had a loss that is not finite; they are left out of the mean.", stage.name, int(bad)
-            )
-        facts = {}
+            words = "%s: %d batches had a loss that is not finite; they are left out of the mean."
+            logger.warning(words, stage.name, int(bad))
+        facts: dict[str, Any] = {"loss": mean, "samples": int(samples), "optimizer_step": progress.optimizer_step}
         if stage is Stage.TRAIN:
             self._tell_clipped(epoch)
             facts["clipped_share"] = progress.clipped_share
-        run_event(
-            "stage",
-            stage=stage.name,
-            epoch=epoch,
-            loss=mean,
-            samples=int(samples),
-            optimizer_step=progress.optimizer_step,
-            **facts,
-            seconds=round(seconds, 3),
-        )
+        run_event("stage", stage=stage.name, epoch=epoch, **facts, seconds=round(seconds, 3))
         return mean
 
     def _tell_clipped(self, epoch: int | None) -> None:
@@ -457,13 +423,8 @@ class StageRunner:
         if progress.clipped:
             say = logger.info if progress.has_told_clipping else logger.announce
             progress.has_told_clipping = True
-            say(
-                "epoch %s: the gradients of %d of %d optimizer steps were clipped to norm %s (--max_grad_norm).",
-                epoch,
-                progress.clipped,
-                progress.optimizer_step - progress.began_at,
-                self.options.max_grad_norm,
-            )
+            words = "epoch %s: the gradients of %d of %d optimizer steps were clipped to norm %s (--max_grad_norm)."
+            say(words, epoch, progress.clipped, progress.optimizer_step - progress.began_at, self.options.max_grad_norm)
 
 
 class StopsOfEvaluation:
@@ -516,11 +477,10 @@ class StopsOfEvaluation:
 class _IntraEpochSaves:
     """Decides, alike on every rank, when to save in the middle of an epoch."""
 
-    def __init__(self, progress: Progress, options: RunOptions, policy: CheckpointPolicy, stop: StopControl) -> None:
-        self.progress, self.policy, self.stop = progress, policy, stop
+    def __init__(self, step: TrainStep, options: RunOptions, policy: CheckpointPolicy, stop: StopControl) -> None:
+        self.progress, self.step, self.policy, self.stop = step.progress, step, policy, stop
         self.saves_by_steps = options.ckpt_interval_steps > 0
-        self.last_time = time.monotonic()
-        self.last_step = progress.step
+        self._start_anew()
 
     def tell(self) -> Requests:
         """Return the seconds since the last save, and what this rank has been asked for."""
@@ -537,21 +497,11 @@ class _IntraEpochSaves:
         else:
             self._save_if_due(report.main_seconds, 0)
 
-    def on_window(self, step: TrainStep) -> Callable[[], None] | None:
-        """Return what is to be done after every optimizer step, if anything is."""
-        if not step.freezes:
-            return self.by_steps if self.saves_by_steps else None
-
-        def drop_and_save() -> None:
-            step.drop_frozen_gradients()
-            if self.saves_by_steps:
-                self.by_steps()
-
-        return drop_and_save
-
-    def by_steps(self) -> None:
-        """Save if enough steps have passed."""
-        self._save_if_due(0.0, self.progress.step - self.last_step)
+    def on_window(self) -> None:
+        """Drop what frozen optimizers were given in this optimizer step; save if enough steps have passed."""
+        self.step.drop_frozen_gradients()
+        if self.saves_by_steps:
+            self._save_if_due(0.0, self.progress.step - self.last_step)
 
     def _save_if_due(self, seconds: float, steps: int) -> None:
         if not self._is_pending() and self.policy.save_if_due(seconds, steps):
@@ -575,23 +525,10 @@ def _rows(output: Any, count: int | None, name: str) -> list[Any]:
     rows = row_count(output)
     if rows is None or count not in {None, rows}:
         samples = "its samples" if count is None else f"its {count} sample(s)"
+        shape = f" of shape {tuple(output.shape)}" if hasattr(output, "shape") else ""
         raise BatchError(
-            f"{name}.predict_batch returned {_shown(output)} for a batch, which cannot be divided into one output for "
-            f"each of {samples}. Override predict_batch(self, batch): let it return a tensor whose first dimension is "
-            "the samples', a list of one entry per sample, or a tuple or a dict of such."
+            f"{name}.predict_batch returned a {type(output).__name__}{shape}, not one output for each of {samples}. "
+            "Return a tensor whose first dimension is the samples', a list with an entry per sample, or a tuple or a "
+            "dict of these."
         )
     return rows_of(output)
-
-
-def _shown(output: Any) -> str:
-    """Describe an output by its shape."""
-    if hasattr(output, "shape"):
-        return f"a {type(output).__name__} of shape {tuple(output.shape)}"
-    if isinstance(output, list):
-        return f"a list of {len(output)}"
-    if isinstance(output, (tuple, dict)):
-        inner = output.items() if isinstance(output, dict) else enumerate(output)
-        return f"a {type(output).__name__} with " + (
-            ", ".join(f"{_shown(one)} at {key!r}" for key, one in inner) or "nothing in it"
-        )
-    return f"a {type(output).__name__}"

@@ -215,12 +215,12 @@ class Profiled:
 
 
 class First:
-    """The first batches of a loader.
+    """The first batches of a loader; all where no number is given.
 
     Ranks: local.
     """
 
-    def __init__(self, loader: Iterable[Any], number: int) -> None:
+    def __init__(self, loader: Iterable[Any], number: int | None) -> None:
         self.loader, self.number = loader, number
 
     def __iter__(self) -> Iterator[Any]:

@@ -49,8 +49,8 @@ class RankState:
 
     Example:
         >>> from ddpkit.training.loop import Progress
-        >>> from ddpkit.training.strategy import SingleDevice
-        >>> RankState(Progress(), SingleDevice(), torch.nn.ModuleDict(), saves=False).own_sums()
+        >>> from ddpkit.training.strategy import Strategy
+        >>> RankState(Progress(), Strategy(), torch.nn.ModuleDict(), saves=False).own_sums()
         [0.0, 0.0, 0]
     """
 

@@ -18,7 +18,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from ddpkit.data.streams import BatchShard, StreamShard, is_sharded
 from ddpkit.dataloader import LoopedLoader, plan_of
-from ddpkit.distributed import exchange, gather_objects, get_rank, require_all_ranks
+from ddpkit.distributed import gather_objects, get_rank, require_all_ranks
 from ddpkit.errors import ConfigError, DataError
 from ddpkit.sampler import layers
 from ddpkit.types import Stage
@@ -182,7 +182,7 @@ def rows_of(value: Any) -> list[Any]:
 
 
 def on_cpu(value: Any) -> Any:
-    """Return a result with its tensors detached and on the CPU.
+    """Return a result with copies of its tensors, detached and on the CPU; none is a view of a larger one.
 
     Args:
         value: a tensor, or lists, tuples and dicts with tensors somewhere in them; anything else is left as it is.
@@ -194,7 +194,7 @@ def on_cpu(value: Any) -> Any:
         [tensor([1.]), 'a']
     """
     if isinstance(value, Tensor):
-        return value.detach().cpu()
+        return value.detach().to("cpu", copy=True)
     if type(value) in {list, tuple}:
         return type(value)(on_cpu(one) for one in value)
     if type(value) is dict:
@@ -207,7 +207,7 @@ def on_cpu(value: Any) -> Any:
 
 @dataclass
 class _Rows:
-    """The samples of the batches that this rank has seen.
+    """The samples of the batches that a rank has seen.
 
     Attributes:
         indices: in the dataset; for samples without a number, or of a stream, zeros.
@@ -221,9 +221,9 @@ class _Rows:
     indices: NDArray[np.int64]
     numbers: NDArray[np.int64]
     counted: NDArray[np.bool_]
-    sizes: list[int]
-    has_indices: bool
+    sizes: list[int] = field(default_factory=list)
     counted_sizes: list[int] = field(default_factory=list)
+    has_indices: bool = True
 
 
 def _rows_seen(seen: Seen) -> _Rows:
@@ -237,16 +237,16 @@ def _rows_seen(seen: Seen) -> _Rows:
     numbers = np.repeat(np.array([number for number, _, _ in batches], dtype=np.int64), sizes)
     counted = np.repeat(np.array([not is_repeated for _, _, is_repeated in batches], dtype=np.bool_), sizes)
     counted_sizes = [len(indices) for _, indices, is_repeated in batches if not is_repeated]
-    return _Rows(places, numbers, counted, sizes, has_indices, counted_sizes)
+    return _Rows(places, numbers, counted, sizes, counted_sizes, has_indices)
 
 
 def _rows_given(seen: Seen, size: int) -> _Rows:
     """Take so many samples of a stream as seen: in the stream's order where it was dealt out, else rank by rank."""
     places, everything = _stream_places(seen.loader, size), np.ones(size, dtype=np.bool_)
     if places is not None:
-        return _Rows(places, np.zeros_like(places), everything, [], has_indices=True)
+        return _Rows(places, np.zeros_like(places), everything)
     numbers = np.full(size, (get_rank() or 0) if seen.divided else 0, dtype=np.int64)
-    return _Rows(numbers, numbers, everything, [], has_indices=False)
+    return _Rows(numbers, numbers, everything, has_indices=False)
 
 
 def _stream_places(loader: Any, size: int) -> NDArray[np.int64] | None:
@@ -261,6 +261,21 @@ def _stream_places(loader: Any, size: int) -> NDArray[np.int64] | None:
 
 
 # ---------------------------------------------------------------------------------------------- gathering
+
+
+@dataclass
+class _Part:
+    """What one rank gives: columns of results, what holds them together or is wrong with them, and its samples."""
+
+    columns: list[Any]
+    skeleton: Any
+    problem: str | None
+    rows: _Rows
+
+    @property
+    def count(self) -> int:
+        """The number of samples that count."""
+        return int(self.rows.counted.sum())
 
 
 def gather_results(seen: Seen, results: Any) -> Any:
@@ -289,50 +304,32 @@ def gather_results(seen: Seen, results: Any) -> Any:
         ['zero', 'one', 'two']
     """
     _check_seen(seen)
-    if seen.divided:
-        require_all_ranks("gather")
-    columns, skeleton, problem = _columns(results)
-    rows = _rows_seen(seen) if seen.is_known else _rows_given(seen, len(columns[0]) if columns else 0)
-    claim = _Claim(
-        problem,
-        skeleton,
-        rows=int(rows.counted.sum()),
-        repeated=int((~rows.counted).sum()),
-        batches=len(rows.counted_sizes),
-        lengths=[len(column) for column in columns],
-        forms=[_forms(column, rows) for column in columns],
-        has_indices=rows.has_indices,
-    )
-    claims = exchange(claim) if seen.divided else [claim]
-    by_batch = _agreed_forms(claims)
 
     def own() -> _Part:
-        if not claim.rows:
-            return _Part(rows.indices, rows.numbers, [])
-        entries = [_counted(*pair, rows.counted) for pair in zip(columns, by_batch, strict=True)]
-        if seen.divided:
-            entries = [_pack(column) for column in entries]
-        return _Part(rows.indices[rows.counted], rows.numbers[rows.counted], entries)
+        columns, skeleton, problem = _columns(results)
+        rows = _rows_seen(seen) if seen.is_known else _rows_given(seen, len(columns[0]) if columns else 0)
+        columns = [on_cpu(column) for column in columns]
+        return _Part([_pack(one) for one in columns] if seen.divided else columns, skeleton, problem, rows)
 
+    if seen.divided:
+        require_all_ranks("gather")
     parts = gather_objects(own) if seen.divided else [own()]
-    holders = [rank for rank, one in enumerate(claims) if one.rows]
-    if not holders:
-        return on_cpu(results)
-    ordered = all(claims[rank].has_indices for rank in holders)
-    return _joined([parts[rank] for rank in holders], claims[holders[0]].skeleton, ordered=ordered)
+    for part in parts:
+        part.columns = [_unpacked(column) for column in part.columns]
+    by_batch = _agreed_forms(parts)
+    holders = [part for part in parts if part.count]
+    return _joined(holders, by_batch) if holders else on_cpu(results)
 
 
 def _check_seen(seen: Seen) -> None:
     if seen.last is None:
         raise ConfigError(
-            f"gather was called while the stage {seen.stage.name} runs: ranks may have different numbers of batches, "
-            "and some would wait for ever. Collect the results batch by batch and call gather in on_stage_end, or "
-            "after evaluate."
+            f"gather was called while the stage {seen.stage.name} runs: ranks may have different numbers of batches. "
+            "Collect the results batch by batch and call gather in on_stage_end, or after evaluate."
         )
     if getattr(seen.loader, "in_order", True) is False and getattr(seen.loader, "num_workers", 0) > 1:
         raise ConfigError(
-            "gather cannot know which samples the batches held: the loader was made with in_order=False, so that its "
-            f"{seen.loader.num_workers} workers deliver in any order. Leave in_order out, or collect the ids as well."
+            "gather cannot know which samples the batches held: the loader was made with in_order=False. Leave it out."
         )
     foreign = any(isinstance(one, DistributedSampler) for one in layers(seen.loader))
     if seen.divided and not seen.is_known and (seen.stage is Stage.TRAIN or foreign):
@@ -343,29 +340,6 @@ def _check_seen(seen: Seen) -> None:
         )
 
 
-@dataclass
-class _Claim:
-    """What a rank says of its results before they travel."""
-
-    problem: str | None
-    skeleton: Any
-    rows: int
-    repeated: int
-    batches: int
-    lengths: list[int]
-    forms: list[set[str]]
-    has_indices: bool
-
-
-@dataclass
-class _Part:
-    """The results of one rank: where they stand in the dataset, in which batch they were, and themselves."""
-
-    indices: NDArray[np.int64]
-    numbers: NDArray[np.int64]
-    columns: list[Any]
-
-
 def _columns(results: Any) -> tuple[list[Any], Any, str | None]:
     """Return the columns of some results, what holds them together, and what is wrong with them, if anything is."""
     if isinstance(results, list) or (isinstance(results, (Tensor, np.ndarray)) and results.ndim):
@@ -373,18 +347,11 @@ def _columns(results: Any) -> tuple[list[Any], Any, str | None]:
     if not isinstance(results, (dict, tuple)):
         shown = "a tensor without dimensions" if isinstance(results, Tensor) else f"a {type(results).__name__}"
         return [], None, f"{shown} is given, which has no entry per sample"
-    columns: list[Any] = []
-    skeletons, problem = [], None
-    for one in results.values() if isinstance(results, dict) else results:
-        inner, skeleton, wrong = _columns(one)
-        columns += inner
-        skeletons.append(skeleton)
-        problem = problem or wrong
-    return (
-        columns,
-        dict(zip(results, skeletons, strict=True)) if isinstance(results, dict) else tuple(skeletons),
-        problem,
-    )
+    found = [_columns(one) for one in (results.values() if isinstance(results, dict) else results)]
+    columns = [column for inner, _, _ in found for column in inner]
+    skeletons = tuple(skeleton for _, skeleton, _ in found)
+    problem = next((wrong for _, _, wrong in found if wrong), None)
+    return columns, dict(zip(results, skeletons, strict=True)) if isinstance(results, dict) else skeletons, problem
 
 
 def _rebuilt(skeleton: Any, columns: Iterator[Any]) -> Any:
@@ -405,100 +372,84 @@ def _forms(column: Any, rows: _Rows) -> set[str]:
     return forms
 
 
-def _agreed_forms(claims: list[_Claim]) -> list[bool]:
+def _agreed_forms(parts: list[_Part]) -> list[bool]:
     """Say for every column whether its entries are batches; alike on all ranks, as are the errors.
 
     Raises:
         ConfigError: the results of some rank have no entries.
         DataError: the ranks' results do not fit together, or not to what was seen.
     """
-    wrong = {rank: claim.problem for rank, claim in enumerate(claims) if claim.problem}
+    wrong = [f"rank {rank}: {part.problem}" for rank, part in enumerate(parts) if part.problem]
     if wrong:
         raise ConfigError(
-            f"gather cannot use these results: {_by_rank(wrong)}. Give a list, a tensor or an array with one entry per "
-            "sample, or a dict or a tuple of such."
+            f"gather cannot use these results: {'; '.join(wrong[:MOST_SHOWN])}. Give a list, a tensor or an array with "
+            "one entry per sample, or a dict or a tuple of such."
         )
-    holders = [claim for claim in claims if claim.rows or any(claim.lengths)]
-    if any(claim.skeleton != holders[0].skeleton for claim in holders):
-        forms = {rank: repr(claim.skeleton) for rank, claim in enumerate(claims)}
-        raise DataError(f"gather was given results of different forms: {_by_rank(forms)}. Give the same on every rank.")
-    found = [set.intersection(*ones) for ones in zip(*(claim.forms for claim in holders), strict=True)]
+    holders = [part for part in parts if part.count or any(map(len, part.columns))]
+    if any(part.skeleton != holders[0].skeleton for part in holders):
+        shown = "; ".join(f"rank {rank}: {part.skeleton!r}" for rank, part in enumerate(parts[:MOST_SHOWN]))
+        raise DataError(f"gather was given results of different forms: {shown}. Give the same on every rank.")
+    found = [
+        set.intersection(*(_forms(column, part.rows) for column, part in zip(columns, holders, strict=True)))
+        for columns in zip(*(part.columns for part in holders), strict=True)
+    ]
     if not all(found):
-        given = {
-            rank: f"{'/'.join(map(str, sorted(set(claim.lengths)))) or 0} entries for {claim.rows} samples in "
-            f"{claim.batches} batches"
-            for rank, claim in enumerate(claims)
-        }
+        given = "; ".join(
+            f"rank {rank}: {'/'.join(map(str, sorted(set(map(len, part.columns))))) or 0} entries for {part.count} "
+            f"samples in {len(part.rows.counted_sizes)} batches"
+            for rank, part in enumerate(parts[:MOST_SHOWN])
+        )
         raise DataError(
-            f"gather needs one entry per sample that a rank has seen (or one per batch, of as many rows as the batch "
-            f"has samples), and was given {_by_rank(given)}. Collect in every batch, and start afresh in "
-            "on_stage_start."
+            "gather needs one entry per sample that a rank has seen, or one per batch of as many rows, and was given "
+            f"{given}. Collect in every batch, and start afresh in on_stage_start."
         )
     return ["sample" not in forms for forms in found]
 
 
-def _by_rank(words: dict[int, str]) -> str:
-    if len(words) == 1 and 0 in words:
-        return words[0]
-    shown = [f"rank {rank}: {text}" for rank, text in words.items()]
-    return "; ".join(shown[:MOST_SHOWN]) + (f"; and {len(shown) - MOST_SHOWN} more" if len(shown) > MOST_SHOWN else "")
+@dataclass
+class _Packed:
+    """A list of tensors as one, which travels well."""
+
+    flat: Tensor
+    shapes: list[torch.Size]
+
+
+def _pack(column: Any) -> Any:
+    dtypes = {getattr(entry, "dtype", None) for entry in column} if isinstance(column, list) else set()
+    if len(dtypes) != 1 or not isinstance(column[0], Tensor):
+        return column
+    return _Packed(torch.cat([entry.reshape(-1) for entry in column]), [entry.shape for entry in column])
+
+
+def _unpacked(column: Any) -> Any:
+    if not isinstance(column, _Packed):
+        return column
+    pieces = torch.split(column.flat, [shape.numel() for shape in column.shapes])
+    return [piece.view(shape) for piece, shape in zip(pieces, column.shapes, strict=True)]
+
+
+def _joined(parts: list[_Part], by_batch: list[bool]) -> Any:
+    """Put the ranks' results together: by index, and those of one sample by the batch they were in."""
+    keys = [np.concatenate([part.rows.numbers[part.rows.counted] for part in parts])]
+    if all(part.rows.has_indices for part in parts):
+        keys.append(np.concatenate([part.rows.indices[part.rows.counted] for part in parts]))
+    order = np.lexsort(keys)  # the last key decides first; what is equal stays as it is: by rank
+    columns = (
+        _in_order([_counted(part.columns[number], is_batches, part.rows.counted) for part in parts], order)
+        for number, is_batches in enumerate(by_batch)
+    )
+    return _rebuilt(parts[0].skeleton, columns)
 
 
 def _counted(column: Any, by_batch: bool, counted: NDArray[np.bool_]) -> Any:
-    """Return the entries of a column that count, on the CPU, one per sample."""
+    """Return the entries of a column that count, one per sample."""
     if by_batch:
         column = [row for batch in column for row in rows_of(batch)]
-    column = on_cpu(column)
     if len(column) == counted.sum():  # nothing was repeated, or that was left out
         return column
     if isinstance(column, list):
         return [entry for entry, counts in zip(column, counted.tolist(), strict=True) if counts]
     return column[torch.from_numpy(counted)] if isinstance(column, Tensor) else column[counted]
-
-
-@dataclass
-class _Packed:
-    """A list of tensors as one: a view alone would travel with all that it is a view of."""
-
-    flat: Tensor
-    shapes: list[torch.Size]
-
-    def unpacked(self) -> list[Tensor]:
-        """Return the list."""
-        pieces = torch.split(self.flat, [shape.numel() for shape in self.shapes])
-        return [piece.view(shape) for piece, shape in zip(pieces, self.shapes, strict=True)]
-
-
-def _pack(column: Any) -> Any:
-    """Make a column travel well."""
-    if isinstance(column, list):
-        if all(isinstance(entry, Tensor) for entry in column) and len({entry.dtype for entry in column}) == 1:
-            flat = torch.cat([entry.reshape(-1) for entry in column])
-            return _Packed(flat, [entry.shape for entry in column])
-        return [_own_memory(entry) for entry in column]
-    return _own_memory(column)
-
-
-def _own_memory(value: Any) -> Any:
-    """Copy the tensors that are views of larger ones."""
-    if isinstance(value, Tensor):
-        return value.clone() if value.untyped_storage().nbytes() > value.nbytes else value
-    if type(value) in {list, tuple}:
-        return type(value)(_own_memory(one) for one in value)
-    return {key: _own_memory(one) for key, one in value.items()} if type(value) is dict else value
-
-
-def _joined(parts: list[_Part], skeleton: Any, *, ordered: bool) -> Any:
-    """Put the ranks' results together: by index, and those of one sample by the batch they were in."""
-    numbers = np.concatenate([part.numbers for part in parts])
-    keys = [numbers, np.concatenate([part.indices for part in parts])] if ordered else [numbers]
-    order = np.lexsort(keys)  # the last key decides first; what is equal stays as it is: by rank
-    columns = zip(*([_unpacked(column) for column in part.columns] for part in parts), strict=True)
-    return _rebuilt(skeleton, (_in_order(list(pieces), order) for pieces in columns))
-
-
-def _unpacked(column: Any) -> Any:
-    return column.unpacked() if isinstance(column, _Packed) else column
 
 
 def _in_order(pieces: list[Any], order: NDArray[np.int64]) -> Any:

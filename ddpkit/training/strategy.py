@@ -10,8 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import os
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -20,16 +19,14 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpkit import distributed
-from ddpkit.control.rank_status import host_name
 from ddpkit.device import own_first, widest_float
-from ddpkit.errors import ConfigError, LaunchError
-from ddpkit.launch.launchers import find_launch
+from ddpkit.errors import ConfigError
 from ddpkit.logger import get_logger
 from ddpkit.syncbn import convert_sync_batchnorm
 from ddpkit.training.bucket_order import GradientOrder, show_order
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
 
 logger = get_logger(__name__)
@@ -218,17 +215,17 @@ class WrappedDDP(_Reaching, DistributedDataParallel):
                     parameter.grad = own
 
 
-class Strategy(Protocol):
-    """What differs between the ways to run.
+class Strategy:
+    """One process, one device: nothing to wrap. The other ways to run say what they do else.
 
-    Ranks: as each member says.
+    Ranks: local.
 
     Example:
-        >>> isinstance(SingleDevice(), object)
-        True
+        >>> Strategy().name
+        'one device'
     """
 
-    name: str
+    name = "one device"
 
     def wrap(self, modules: nn.ModuleDict) -> None:
         """Wrap every trainable entry that is not wrapped yet, in place."""
@@ -238,77 +235,33 @@ class Strategy(Protocol):
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Return a context in which gradients are accumulated without being averaged over ranks."""
+        return NOTHING
 
     def backward_pass(self, modules: nn.Module, *, closes: bool, counts: bool) -> AbstractContextManager[None]:
         """Return a context for one backward pass of a window."""
-        ...
-
-    def gradient_orders(self) -> dict[str, list[int]]:
-        """Return the order in which each entry's gradients became ready, where that bears on their sums."""
-        ...
-
-    def show_gradient_orders(self, modules: nn.ModuleDict, orders: Mapping[str, list[int]]) -> None:
-        """Have gradients added up in the order of the run that wrote a checkpoint."""
-        ...
+        return NOTHING
 
     def finish_gradients(self) -> None:
         """Make sure that the gradients present are averages over the ranks."""
 
     def noting_use(self, *, counts: bool) -> AbstractContextManager[None]:
         """Return a context for a micro-batch that does not count on all ranks: what only others use has no gradient."""
-        ...
-
-    def start_average(self, count: torch.Tensor | float, device: str) -> Callable[[], torch.Tensor | float]:
-        """Start averaging a number over the ranks, before the backward pass; what is returned gives the average."""
-
-
-class SingleDevice:
-    """One process, one device: nothing to wrap.
-
-    Ranks: local.
-
-    Example:
-        >>> SingleDevice().name
-        'one device'
-    """
-
-    name = "one device"
-
-    def wrap(self, modules: nn.ModuleDict) -> None:
-        """Leave the modules as they are."""
-
-    def follow(self, modules: nn.ModuleDict) -> None:
-        """Do nothing: what is trained may change at any time."""
-
-    def no_sync(self) -> AbstractContextManager[None]:
-        """Return a context that does nothing."""
-        return NOTHING
-
-    def backward_pass(self, modules: nn.Module, *, closes: bool, counts: bool) -> AbstractContextManager[None]:
-        """Return a context that does nothing: no other rank is waiting."""
-        return NOTHING
-
-    def finish_gradients(self) -> None:
-        """Do nothing: the gradients of one process are complete."""
-
-    def noting_use(self, *, counts: bool) -> AbstractContextManager[None]:
-        """Return a context that does nothing."""
         return NOTHING
 
     def gradient_orders(self) -> dict[str, list[int]]:
-        """Return nothing: no gradients are added up over ranks."""
+        """Return the order in which each entry's gradients became ready, where that bears on their sums."""
         return {}
 
     def show_gradient_orders(self, modules: nn.ModuleDict, orders: Mapping[str, list[int]]) -> None:
-        """Do nothing."""
+        """Have gradients added up in the order of the run that wrote a checkpoint."""
 
     def start_average(self, count: torch.Tensor | float, device: str) -> Callable[[], torch.Tensor | float]:
-        """Return what gives the number itself; of a tensor, in the widest float of the device."""
+        """Start averaging a number over the ranks, before the backward pass; what is returned gives the average."""
         average = count.detach().to(widest_float(device)) if isinstance(count, torch.Tensor) else count
         return lambda: average
 
 
-class DataParallel(SingleDevice):
+class DataParallel(Strategy):
     """One process, ``nn.DataParallel`` around every trainable entry of the modules, on all GPUs.
 
     Args:
@@ -330,8 +283,7 @@ class DataParallel(SingleDevice):
     def __init__(self, device: str) -> None:
         if not device.startswith("cuda"):
             raise ConfigError(
-                f"data_parallel_backend=True needs a GPU, and the device is {device!r} "
-                f"({torch.cuda.device_count()} GPUs found). Leave the flag out to train on one CPU, or use several CPU "
+                f"data_parallel_backend=True needs a GPU, and the device is {device!r}. Leave it out, or use several "
                 "processes: torchrun --standalone --nproc_per_node=2 train.py hparams.yaml --device=cpu"
             )
         self.device = device
@@ -339,28 +291,11 @@ class DataParallel(SingleDevice):
     def wrap(self, modules: nn.ModuleDict) -> None:
         """Put ``nn.DataParallel`` around every trainable entry."""
         for name, module in modules.items():
-            if is_trainable(module) and not isinstance(module, nn.DataParallel):
+            if trained_parameters(module) and not isinstance(module, nn.DataParallel):
                 modules[name] = WrappedDataParallel(module, device_ids=own_first(self.device))
 
 
-class _Deferred:
-    """Switches gradient averaging off on some DDP modules, and back to what it was, also after an exception."""
-
-    def __init__(self, modules: Iterable[WrappedDDP]) -> None:
-        self.modules = list(modules)
-        self.before: list[bool] = []
-
-    def __enter__(self) -> None:
-        self.before = [module.require_backward_grad_sync for module in self.modules]
-        for module in self.modules:
-            module.require_backward_grad_sync = False
-
-    def __exit__(self, *error: object) -> None:
-        for module, before in zip(self.modules, self.before, strict=True):
-            module.require_backward_grad_sync = before
-
-
-class DDP:
+class DDP(Strategy):
     """Several processes: ``DistributedDataParallel`` around every trainable entry, BatchNorm synchronised.
 
     Args:
@@ -384,7 +319,7 @@ class DDP:
         self.wrapped: list[WrappedDDP] = []
         self._trained: dict[str, frozenset[int]] = {}
         self._orders: dict[str, GradientOrder] = {}
-        self._are_noting = False
+        self._noting: list[GradientOrder] = []
         self._used: set[int] | None = None  # parameters with a gradient that counts; None: all that have one
 
     def wrap(self, modules: nn.ModuleDict) -> None:
@@ -407,7 +342,9 @@ class DDP:
                 self.wrapped.append(wrapped)
                 if self.decides_late:
                     wrapped.watch_reduction()
-                self._note_order(name, wrapped)
+                if torch.distributed.get_world_size() > ORDER_MATTERS_ABOVE and not self.find_unused_parameters:
+                    self._orders[name] = GradientOrder(wrapped)
+                    self._noting.append(self._orders[name])
             else:
                 self._spread(module)
 
@@ -432,9 +369,17 @@ class DDP:
                 modules[name] = module.module
         self.wrap(modules)
 
-    def no_sync(self) -> AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
         """Return a context in which gradients are accumulated without being averaged over ranks."""
-        return _Deferred(self.wrapped)
+        before = [(module, module.require_backward_grad_sync) for module in self.wrapped]
+        for module in self.wrapped:
+            module.require_backward_grad_sync = False
+        try:
+            yield
+        finally:
+            for module, synchronises in before:
+                module.require_backward_grad_sync = synchronises
 
     @contextlib.contextmanager
     def backward_pass(self, modules: nn.Module, *, closes: bool, counts: bool) -> Iterator[None]:
@@ -466,9 +411,13 @@ class DDP:
         for module in self.wrapped:
             module.reduce_leftovers()
         if self._used is not None:
-            used, self._used = self._used, None
-            self._drop_unused(used)
-        if self._are_noting:
+            parameters = self._parameters()
+            sums = distributed.sum_over_ranks([float(id(one) in self._used) for one in parameters])
+            self._used = None
+            for parameter, number in zip(parameters, sums, strict=True):
+                if not number:
+                    parameter.grad = None
+        if self._noting:
             self._close_orders()
 
     @contextlib.contextmanager
@@ -487,8 +436,9 @@ class DDP:
         parameters = self._parameters()
         if self._used is None:
             self._used = {id(one) for one in parameters if one.grad is not None}  # of the window's earlier ones
+        used = self._used
         handles = [
-            one.register_post_accumulate_grad_hook(self._note_use)  # type: ignore[no-untyped-call]
+            one.register_post_accumulate_grad_hook(lambda parameter: used.add(id(parameter)))  # type: ignore[no-untyped-call]
             for one in (parameters if counts else [])
         ]
         try:
@@ -497,29 +447,11 @@ class DDP:
             for handle in handles:
                 handle.remove()
 
-    def _note_use(self, parameter: torch.Tensor) -> None:
-        if self._used is not None:
-            self._used.add(id(parameter))
-
-    def _drop_unused(self, used: set[int]) -> None:
-        parameters = self._parameters()
-        sums = distributed.sum_over_ranks([float(id(one) in used) for one in parameters])
-        for parameter, number in zip(parameters, sums, strict=True):
-            if not number:
-                parameter.grad = None
-
     def _parameters(self) -> list[nn.Parameter]:
         return [one for module in self.wrapped for one in module.module.parameters() if one.requires_grad]
 
     def _close_orders(self) -> None:
-        done = [order.close() for order in self._orders.values()]
-        self._are_noting = not all(done)
-
-    def _note_order(self, name: str, module: WrappedDDP) -> None:
-        """Note the order of the gradients where DDP follows it, and where it makes a difference."""
-        if torch.distributed.get_world_size() > ORDER_MATTERS_ABOVE and not self.find_unused_parameters:
-            self._orders[name] = GradientOrder(module)
-            self._are_noting = True
+        self._noting = [order for order in self._noting if not order.close()]
 
     def gradient_orders(self) -> dict[str, list[int]]:
         """Return the order in which each entry's gradients became ready, where DDP follows it."""
@@ -573,8 +505,8 @@ class DDP:
         for part in module.modules():
             if str(getattr(part, "original_name", "")).startswith("BatchNorm"):  # what torch.jit.script leaves of it
                 raise ConfigError(
-                    "--jit has scripted a BatchNorm, which cannot share its statistics over the processes any more: "
-                    "each would follow its own. Leave --jit out, name other modules in --jit_module_keys, or --compile."
+                    "--jit has scripted a BatchNorm, which cannot share its statistics over the processes. Leave --jit "
+                    "out, or name other modules in --jit_module_keys."
                 )
         if any(isinstance(part, _BatchNorm) for part in module.modules()):
             return convert_sync_batchnorm(module)
@@ -597,7 +529,7 @@ def make_strategy(
     data_parallel: bool,
     find_unused_parameters: bool = False,
     decides_late: bool = False,
-) -> SingleDevice | DDP:
+) -> Strategy:
     """Choose the way to run from what the launcher and the options say.
 
     Args:
@@ -618,14 +550,14 @@ def make_strategy(
     """
     if distributed_launch and data_parallel:
         raise ConfigError(
-            "data_parallel_backend=True uses several GPUs from one process, but a launcher has started "
+            f"data_parallel_backend=True is for one process, and a launcher has started "
             f"{distributed.get_world_size()} processes. Use one of:\n"
             "    python train.py hparams.yaml --data_parallel_backend\n"
             "    torchrun --standalone --nproc_per_node=N train.py hparams.yaml"
         )
     if distributed_launch:
         return DDP(device, find_unused_parameters=find_unused_parameters, decides_late=decides_late)
-    return DataParallel(device) if data_parallel else SingleDevice()
+    return DataParallel(device) if data_parallel else Strategy()
 
 
 def take_device(device: str) -> None:
@@ -637,11 +569,7 @@ def take_device(device: str) -> None:
     Args:
         device: of this rank, such as ``"cuda:1"``; nothing is done for one without a number.
 
-    Raises:
-        LaunchError: in a process group that the script has started, two ranks have the same GPU, and NCCL can not
-            connect them; on every rank.
-
-    Ranks: collective in such a group, else local.
+    Ranks: local.
 
     State: the current device.
 
@@ -652,24 +580,6 @@ def take_device(device: str) -> None:
     set_device = getattr(getattr(torch, kind, None), "set_device", None)
     if number and callable(set_device):
         set_device(torch.device(device))
-    if distributed.is_distributed_initialized() and not find_launch().is_distributed:
-        _refuse_shared_gpu(device)
-
-
-def _refuse_shared_gpu(device: str) -> None:
-    if "nccl" not in torch.distributed.get_backend():
-        return
-    host, visible = host_name(), os.environ.get("CUDA_VISIBLE_DEVICES")
-    first: dict[Any, int] = {}
-    for rank, place in enumerate(distributed.exchange((host, visible, device), "the device of each rank")):
-        other = first.setdefault(place, rank)
-        if other != rank and place[2].startswith("cuda"):
-            raise LaunchError(
-                f"rank {other} and rank {rank} on host {place[0]} both use device={place[2]!r}, and NCCL needs a GPU "
-                "for each rank. The process group was started by the script, so the script chooses: call "
-                "torch.cuda.set_device(...) in each process, or init_process_group(..., device_id=...), or give the "
-                'Brain run_opts={"device": "cuda:<number>"}.'
-            )
 
 
 def modules_on_device(modules: Mapping[str, Any], device: str) -> nn.ModuleDict:
@@ -691,8 +601,7 @@ def modules_on_device(modules: Mapping[str, Any], device: str) -> nn.ModuleDict:
     for name, module in modules.items():
         if not isinstance(module, nn.Module):
             raise ConfigError(
-                f"modules[{name!r}] is a {type(module).__name__}, not a torch.nn.Module. Pass modules only, such as "
-                "{'model': model}; in YAML, modules: {model: !ref <model>}."
+                f"modules[{name!r}] is a {type(module).__name__}, not a torch.nn.Module. Pass modules only."
             )
         module.to(device)
     return nn.ModuleDict(dict(modules)).to(device)
@@ -708,18 +617,6 @@ def trained_parameters(module: nn.Module) -> frozenset[int]:
         2
     """
     return frozenset(id(parameter) for parameter in module.parameters() if parameter.requires_grad)
-
-
-def is_trainable(module: nn.Module) -> bool:
-    """Say whether any parameter of a module requires a gradient.
-
-    Ranks: local.
-
-    Example:
-        >>> is_trainable(nn.Linear(1, 1)), is_trainable(nn.ReLU())
-        (True, False)
-    """
-    return any(parameter.requires_grad for parameter in module.parameters())
 
 
 def unwrap(module: nn.Module) -> nn.Module:
@@ -785,7 +682,6 @@ def refuse_shared_parameters(modules: nn.ModuleDict) -> None:
             other = owner.setdefault(id(parameter), (entry, name))
             if other[0] != entry:
                 raise ConfigError(
-                    f"modules[{entry!r}] and modules[{other[0]!r}] share the trainable parameter {other[1]!r}: each "
-                    "entry is wrapped in DDP by itself, and a shared gradient would be averaged twice. Keep the "
-                    "parameter in one entry of modules only."
+                    f"modules[{entry!r}] and modules[{other[0]!r}] share the trainable parameter {other[1]!r}, whose "
+                    "gradient DDP would average twice. Keep the parameter in one entry of modules only."
                 )

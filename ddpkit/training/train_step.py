@@ -97,9 +97,9 @@ class TrainStep:
 
     Example:
         >>> from ddpkit.run_opts import RunOptions
-        >>> from ddpkit.training.strategy import SingleDevice
+        >>> from ddpkit.training.strategy import Strategy
         >>> net, scaler = torch.nn.Linear(1, 1), torch.amp.GradScaler("cpu", enabled=False)
-        >>> step = TrainStep(Recipe("Line"), net, SingleDevice(), RunOptions(), Progress(), scaler)
+        >>> step = TrainStep(Recipe("Line"), net, Strategy(), RunOptions(), Progress(), scaler)
         >>> step.should_step
         True
     """

@@ -12,7 +12,6 @@ from torch import nn
 
 from ddpkit import device
 from ddpkit.brain import Brain
-from ddpkit.errors import LaunchError
 from ddpkit.training.strategy import DDP
 
 
@@ -28,17 +27,7 @@ def brain_in_a_group_of_the_script(backend, chosen):
         mock.patch.object(torch.cuda, "set_device"),
         mock.patch.object(dist, "get_backend", return_value=backend),
     ):
-        try:
-            return Brain({}, run_opts={"noprogressbar": True}).device
-        except LaunchError as error:
-            return str(error)
-
-
-def test_m3_two_ranks_of_a_script_on_one_gpu_are_told_by_every_rank(ranks):
-    for message in ranks.run(brain_in_a_group_of_the_script, "nccl", None):
-        assert "rank 0 and rank 1 on host" in message
-        assert "both use device='cuda:0', and NCCL needs a GPU for each rank" in message
-        assert "torch.cuda.set_device" in message
+        return Brain({}, run_opts={"noprogressbar": True}).device
 
 
 @pytest.mark.parametrize(("backend", "chosen"), [("nccl", (2, 1)), ("gloo", None)])

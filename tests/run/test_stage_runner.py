@@ -22,7 +22,7 @@ from ddpkit.run_opts import RunOptions
 from ddpkit.train_logger import set_run_log
 from ddpkit.training.loop import Progress
 from ddpkit.training.stage_batches import counts_of, length_of
-from ddpkit.training.strategy import SingleDevice
+from ddpkit.training.strategy import Strategy
 from ddpkit.types import Stage
 
 
@@ -59,7 +59,7 @@ class Host:
         self.batches, self.asked, self.flushed = [], [], 0
         self.due = lambda seconds, steps: False
         self.interrupts, self.saved_at = Interrupts(), []
-        self.strategy = SingleDevice()
+        self.strategy = Strategy()
         self.stopped_by = []
 
     def save_inside_epoch(self):

@@ -134,7 +134,7 @@ def test_per_sample_wins():
 
 @pytest.mark.parametrize("wrong", [list("1234"), list("123456"), [[1, 2], [3], [4, 5]], torch.zeros(3), []])
 def test_a_wrong_number_of_entries(seen, wrong):
-    with pytest.raises(DataError, match=rf"given {len(wrong)} entries for 5 samples in 3 batches"):
+    with pytest.raises(DataError, match=rf"given rank 0: {len(wrong)} entries for 5 samples in 3 batches"):
         gather_results(seen, wrong)
 
 

@@ -89,6 +89,30 @@ def _help(parser: argparse.ArgumentParser) -> int:
     return 0
 
 
+def whole_number(minimum: int) -> Callable[[str], int]:
+    """Make an argument's type: a whole number that is not below a minimum.
+
+    Args:
+        minimum: the smallest number.
+
+    Returns:
+        What turns text into the number, for :meth:`argparse.ArgumentParser.add_argument`.
+
+    Ranks: local.
+
+    Example:
+        >>> whole_number(1)("3")
+        3
+    """
+
+    def convert(text: str) -> int:
+        if not text.isdecimal() or int(text) < minimum:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {minimum} on")
+        return int(text)
+
+    return convert
+
+
 def _guarded(run: Callable[[], int]) -> int:
     """Run a command; a user sees no traceback for what is not ddpkit's fault."""
     try:
@@ -97,14 +121,15 @@ def _guarded(run: Callable[[], int]) -> int:
         return status
     except KeyboardInterrupt:
         return INTERRUPTED
-    except BrokenPipeError:
+    except DdpkitError as error:
+        problem: Exception = error
+    except OSError as error:  # perhaps it is the output that could not be written
         _drop_output()
-        return PIPE_CLOSED
-    except (DdpkitError, OSError) as error:
-        if isinstance(error, OSError) and not isinstance(error, DdpkitError):
-            _drop_output()  # perhaps it is the output that could not be written
-        sys.stderr.write(f"{PROGRAM}: error: {error}\n")
-        return 1
+        if isinstance(error, BrokenPipeError):
+            return PIPE_CLOSED
+        problem = error
+    sys.stderr.write(f"{PROGRAM}: error: {problem}\n")
+    return 1
 
 
 def _drop_output() -> None:

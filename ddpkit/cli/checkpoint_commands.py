@@ -11,14 +11,11 @@ import contextlib
 import json
 import math
 import os
-import stat
 import sys
 import time
 import uuid
-import warnings
-import zipfile
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,17 +36,15 @@ from ddpkit.checkpointing.index import (
     ranked,
     read_checkpoint,
 )
-from ddpkit.checkpointing.storage import MANIFEST_NAME, STAGING_PREFIX, TRASH_PREFIX, VerifyMode, read_text
-from ddpkit.errors import CheckpointError, ConfigError, MissingExtraError
+from ddpkit.checkpointing.storage import MANIFEST_NAME, VerifyMode, read_text
+from ddpkit.errors import CheckpointError, MissingExtraError
 
 __all__ = ["command_average", "command_export", "command_ls", "command_show", "command_verify"]
 
-PREFIX = "python -m ddpkit: error: "
 NO_METRICS = frozenset({"unixtime", "end-of-epoch", "brain_intra_epoch_ckpt", "epoch"})
-MAX_TEXT_BYTES, MAX_META_BYTES, KEPT_BYTES, MAX_ITEMS, MAX_DEPTH = 64_000, 4_000_000, 4096, 2000, 8
+MAX_TEXT_BYTES, LARGEST_SHOWN_TENSOR = 64_000, 16
 OF_TORCH = (b"PK", b"\x80")  # how a zip archive begins, and a pickle
 UNKNOWN = "?"
-UNITS = ("B", "kB", "MB", "GB", "TB")
 
 
 # ---------------------------------------------------------------------------------------- text
@@ -57,14 +52,8 @@ UNITS = ("B", "kB", "MB", "GB", "TB")
 
 def say(text: str = "") -> None:
     """Write a line to the standard output, whatever its encoding."""
-    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    encoding = sys.stdout.encoding or "utf-8"
     sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding) + "\n")
-
-
-def complain(text: str) -> None:
-    """Write a line to the standard error."""
-    sys.stdout.flush()
-    sys.stderr.write(f"{text}\n")
 
 
 def printable(text: Any) -> str:
@@ -74,43 +63,32 @@ def printable(text: Any) -> str:
 
 def size_text(size: float) -> str:
     """Return a number of bytes with a unit."""
-    power = 0
-    while size >= 999.5 and power < len(UNITS) - 1:  # noqa: PLR2004 -- above it three digits round to 1000
-        size, power = size / 1000, power + 1
-    return f"{size:.0f} B" if power == 0 else f"{size:#.3g} {UNITS[power]}".replace(". ", " ")
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 999.5:  # noqa: PLR2004 -- above it three digits round to 1000
+            return f"{size:.0f} B" if unit == "B" else f"{size:#.3g} {unit}".replace(". ", " ")
+        size /= 1000
+    return f"{size:#.3g} TB"
 
 
-def plain(value: Any, budget: list[int] | None = None, depth: int = 0) -> Any:
-    """Turn a value of any origin into what JSON can hold; of a deep, long or endless one only the beginning."""
-    budget = [MAX_ITEMS] if budget is None else budget
-    budget[0] -= 1
+def plain(value: Any, depth: int = 20) -> Any:
+    """Turn a value of any origin into what JSON can hold; where it is deep or endless, the outer part of it."""
     if isinstance(value, torch.Tensor):
-        is_small = value.device.type != "meta" and value.numel() <= 16 and not value.is_complex()  # noqa: PLR2004
+        is_small = not value.is_meta and value.numel() <= LARGEST_SHOWN_TENSOR and not value.is_complex()
         value = value.tolist() if is_small else tensor_text(value)
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, (bool, int, float, str, type(None))):
-        return value
-    if depth >= MAX_DEPTH or budget[0] <= 0:
+    if isinstance(value, (Mapping, list, tuple, set)) and depth == 0:
         return "..."
     if isinstance(value, Mapping):
-        return {str(name): plain(inner, budget, depth + 1) for name, inner in list(value.items())[: max(budget[0], 0)]}
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return [plain(inner, budget, depth + 1) for inner in list(value)[: max(budget[0], 0)]]
-    return str(value)
+        return {str(name): plain(inner, depth - 1) for name, inner in value.items()}
+    if isinstance(value, (list, tuple, set)):
+        return [plain(inner, depth - 1) for inner in value]
+    is_plain = math.isfinite(value) if isinstance(value, float) else isinstance(value, (int, str, type(None)))
+    return value if is_plain else str(value)
 
 
 def value_text(value: Any, limit: int = 120) -> str:
     """Return a value in at most ``limit`` characters of one line."""
-
-    def words(one: Any) -> str:
-        if isinstance(one, dict):
-            return "{" + ", ".join(f"{name}: {words(inner)}" for name, inner in one.items()) + "}"
-        if isinstance(one, list):
-            return "[" + ", ".join(map(words, one)) + "]"
-        return printable(f"{one:.4g}" if isinstance(one, float) else one)
-
-    text = words(plain(value))
+    value = plain(value, depth=4)
+    text = f"{value:.4g}" if isinstance(value, float) else printable(value)
     return text if len(text) <= limit else f"{text[: limit - 4]} ..."
 
 
@@ -120,9 +98,9 @@ def tensor_text(value: torch.Tensor) -> str:
     return f"{str(value.dtype).removeprefix('torch.')} {shape}"
 
 
-def several(number: int, noun: str, plural: str = "s") -> str:
+def several(number: int, noun: str) -> str:
     """Return a number with its noun."""
-    return f"{number:,} {noun}{'' if number == 1 else plural}"
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:
@@ -148,11 +126,11 @@ class Entry:
     """
 
     path: Path
-    meta: Mapping[str, Any]
-    files: Mapping[str, int]
-    manifest: Mapping[str, Any]
-    brain: Mapping[str, Any]
-    reasons: tuple[str, ...]
+    meta: dict[str, Any]
+    files: dict[str, int]
+    manifest: dict[str, Any]
+    brain: dict[str, Any]
+    reasons: list[str]
 
     @property
     def size(self) -> int:
@@ -160,12 +138,12 @@ class Entry:
 
     @property
     def checkpoint(self) -> Checkpoint:
-        own = {name.removesuffix(SUFFIX): self.path / name for name in self.files if _is_recoverable(name)}
-        return Checkpoint(self.path, dict(self.meta), own)
+        own = [name for name in self.files if name.endswith(SUFFIX) and "/" not in name]
+        return Checkpoint(self.path, self.meta, {name.removesuffix(SUFFIX): self.path / name for name in own})
 
     @property
-    def saved(self) -> float | None:
-        return ckpt_recency(self.checkpoint) if self.meta else None
+    def saved(self) -> float:
+        return ckpt_recency(self.checkpoint) if self.meta else 0.0
 
     @property
     def metrics(self) -> dict[str, Any]:
@@ -174,20 +152,28 @@ class Entry:
     @property
     def epoch(self) -> int | None:
         """The epoch that the meta names, or else an epoch counter: a number, or YAML with ``current_epoch``."""
-        counters = [
-            _yaml(self.path / name)
-            for name in self.files
-            if _is_recoverable(name) and any(word in name.lower() for word in ("counter", "stopper"))
-        ]
-        for told in (self.meta.get("epoch"), *counters):
+        counters = [path for name, path in self.checkpoint.paramfiles.items() if "counter" in name or "stopper" in name]
+        for told in (self.meta.get("epoch"), *map(_yaml, counters)):
             number = told.get("current_epoch") if isinstance(told, dict) else told
             if isinstance(number, int) and not isinstance(number, bool):
                 return number
         return None
 
+    @property
+    def epoch_text(self) -> str:
+        """The epoch in words, and the batch where it was saved in the middle."""
+        epoch, batch = UNKNOWN if self.epoch is None else str(self.epoch), self.brain.get("step")
+        if self.meta.get("end-of-epoch", True):
+            return f"end of {epoch}" if self.meta else UNKNOWN
+        return f"in {epoch}, batch {batch}" if isinstance(batch, int) else f"in {epoch}"
 
-def _is_recoverable(name: str) -> bool:
-    return name.endswith(SUFFIX) and "/" not in name
+    @property
+    def time_text(self) -> str:
+        """When it was saved, in local time."""
+        try:
+            return time.strftime("%Y-%m-%d %H:%M", time.localtime(self.saved)) if self.meta else UNKNOWN
+        except (OverflowError, ValueError, OSError):
+            return UNKNOWN
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -195,162 +181,87 @@ def is_checkpoint(path: Path) -> bool:
     return os.path.lexists(path / META_NAME) or os.path.lexists(path / MANIFEST_NAME)
 
 
-def _directories(folder: Path) -> list[Path]:
-    with os.scandir(folder) as entries:
-        return [folder / entry.name for entry in entries if entry.name.startswith(DIRECTORY_PREFIX) and entry.is_dir()]
-
-
 def find(path: Path, mode: VerifyMode = "size") -> list[Entry]:
     """Look at a checkpoint, or at every one of a folder, the newest first.
 
     Raises:
-        CheckpointError: the path is not there, cannot be read, or is a file.
+        CheckpointError: there is none, or the path cannot be read.
     """
     try:
-        if not path.exists():
-            raise CheckpointError(f"there is no {_noun(path)} {str(path)!r}.")
-        if not path.is_dir():
-            raise CheckpointError(
-                f"{str(path)!r} is a file. Give a checkpoint's directory, or the folder of checkpoints."
-            )
-        is_one = is_checkpoint(path) or (path.name.startswith(DIRECTORY_PREFIX) and not _directories(path))
-        paths = [path] if is_one else _directories(path)
-    except PermissionError as error:
-        if _noun(path) == "folder":
-            raise CheckpointError(f"{str(path)!r} cannot be read: {error.strerror}.") from error
-        paths = [path]  # looking at it says why
-    return sorted(
-        (look_at(each, mode) for each in paths), key=lambda one: (one.saved or 0.0, one.path.name), reverse=True
-    )
-
-
-def _noun(path: Path) -> str:
-    return "checkpoint" if path.name.startswith(DIRECTORY_PREFIX) else "folder"
+        names = [path] if is_checkpoint(path) else path.iterdir()
+        paths = [one for one in names if one.name.startswith(DIRECTORY_PREFIX) and one.is_dir()]
+    except OSError as error:
+        raise CheckpointError(f"{str(path)!r} cannot be read as a folder: {error.strerror}.") from error
+    if not paths:
+        near = next((one.parent for one in path.glob(f"*/{DIRECTORY_PREFIX}*") if is_checkpoint(one)), None)
+        hint = f" Is {str(near)!r} meant?" if near else ""
+        raise CheckpointError(f"there is no checkpoint in {str(path)!r}.{hint}")
+    found = [look_at(each, mode) for each in paths]
+    return sorted(found, key=lambda one: (one.saved, one.path.name), reverse=True)
 
 
 def look_at(path: Path, mode: VerifyMode = "size") -> Entry:
     """Look at one checkpoint's directory. Whatever is wrong with it becomes a reason."""
-    files, reasons = _files(path)
     meta: dict[str, Any] = {}
-    if not reasons and META_NAME not in files:
-        reasons.append(f"it has no {META_NAME}")
-    elif files.get(META_NAME, 0) > MAX_META_BYTES:
-        reasons.append(f"{META_NAME} has {files[META_NAME]} bytes, too many for one")
-    elif META_NAME in files:
-        try:
-            meta = read_checkpoint(path).meta
-        except CheckpointError as error:
-            reasons.append(str(error))
-        reasons += damage_of(path, mode)
+    try:
+        meta, reasons = read_checkpoint(path).meta, damage_of(path, mode)
+    except CheckpointError as error:
+        reasons = [str(error)]
+    files = {}
+    for file in sorted(Path(folder, name) for folder, _, names in os.walk(path) for name in names):
+        with contextlib.suppress(OSError):  # it may be deleted meanwhile
+            if file.is_file():
+                files[file.relative_to(path).as_posix()] = file.stat().st_size
     manifest: Any = {}
     with contextlib.suppress(OSError, ValueError, RecursionError):  # verifying says why
-        manifest = json.loads(read_text(path / MANIFEST_NAME)) if MANIFEST_NAME in files else {}
-    hidden = {"files", "digest", "format"}
-    manifest = {name: manifest[name] for name in manifest if name not in hidden} if isinstance(manifest, dict) else {}
-    brain = _yaml(path / f"brain{SUFFIX}") if f"brain{SUFFIX}" in files else None
-    return Entry(path, meta, files, manifest, brain if isinstance(brain, dict) else {}, tuple(dict.fromkeys(reasons)))
-
-
-def _files(path: Path) -> tuple[dict[str, int], list[str]]:
-    """List the regular files below a directory, and what else is there; links to directories are not followed."""
-    files: dict[str, int] = {}
-    reasons: list[str] = []
-    for folder, directories, names in os.walk(path, onerror=lambda error: reasons.append(_unseen(path, error))):
-        directories.sort()
-        for name in sorted([*names, *(inner for inner in directories if Path(folder, inner).is_symlink())]):
-            file = Path(folder, name)
-            relative = file.relative_to(path).as_posix()
-            try:
-                status = file.stat()
-            except OSError as error:
-                reasons.append(f"{relative} cannot be read: {error.strerror or error}")
-                continue
-            if stat.S_ISREG(status.st_mode):
-                files[relative] = status.st_size
-            else:
-                reasons.append(f"{relative} is no regular file")
-    return files, reasons
-
-
-def _unseen(path: Path, error: OSError) -> str:
-    inside = Path(error.filename).relative_to(path).as_posix()
-    return f"{'it' if inside == '.' else inside} cannot be looked into: {error.strerror}"
-
-
-def _text(path: Path) -> str | None:
-    """Return the content of a small text file; None if it is large, unreadable, or not text."""
-    try:
-        with path.open("rb") as handle:
-            content = handle.read(MAX_TEXT_BYTES + 1)
-        text = content.decode("utf-8")
-    except (OSError, UnicodeDecodeError):
-        return None
-    is_text = all(character.isprintable() or character in "\n\r\t" for character in text)
-    return text if is_text and len(content) <= MAX_TEXT_BYTES else None
+        manifest = json.loads(read_text(path / MANIFEST_NAME))
+    made_by = manifest if isinstance(manifest, dict) else {}
+    made_by = {name: value for name, value in made_by.items() if name not in {"files", "digest", "format"}}
+    brain = _yaml(path / f"brain{SUFFIX}")
+    return Entry(path, meta, files, made_by, brain if isinstance(brain, dict) else {}, reasons)
 
 
 def _yaml(path: Path) -> Any:
     try:
-        return load_plain_yaml(_text(path) or "")
-    except CheckpointError:
+        return load_plain_yaml(read_text(path, MAX_TEXT_BYTES))
+    except (OSError, ValueError, CheckpointError):
         return None
 
 
-# ---------------------------------------------------------------------------------------- ls
+# ---------------------------------------------------------------------------------------- ls, show, verify
 
 
 def command_ls(options: argparse.Namespace) -> int:
-    """List the checkpoints of a folder; return 0, or 1 if there is none."""
+    """List the checkpoints of a folder."""
     found = find(options.path, options.verify)
-    leftovers = [] if is_checkpoint(options.path) else _leftovers(options.path)
     if options.json:
-        say(json.dumps(plain_listing(options, found, leftovers), indent=2, allow_nan=False))
-    elif found:
-        for line in _listing(found, options.verify):
-            say(line)
-        damaged = sum(bool(one.reasons) for one in found)
-        size = size_text(sum(one.size for one in found))
-        text = f"{several(len(found), 'checkpoint')} in {printable(options.path)}, {size}"
-        bare = sum(not one.manifest and not one.reasons for one in found)
-        text += f", {damaged} damaged" if damaged else ""
-        say(f"\n{text}{f', {bare} without a manifest (as SpeechBrain makes them)' if bare else ''}.")
-        how = {"size": "Sizes were compared; --verify full reads every byte.", "off": "Nothing was compared."}
-        if options.verify in how:
-            say(how[options.verify])
-    for path, left in [] if options.json else leftovers:
-        say(f"{printable(path.name)} ({size_text(left)}) is left of a save or a removal that is running, or died. The "
-            "next run removes it, or gives it its name back.")  # fmt: skip
-    if not found:
-        complain(f"{PREFIX}{_none_in(options.path)}")
-    return 0 if found else 1
+        listing = {"folder": str(options.path), "checkpoints": [_all_of(one) for one in found]}
+        say(json.dumps(plain(listing), indent=2, allow_nan=False))
+        return 0
+    for line in _listing(found, options.verify):
+        say(line)
+    damaged = sum(bool(one.reasons) for one in found)
+    bare = sum(not one.manifest and not one.reasons for one in found)
+    text = f"{several(len(found), 'checkpoint')} in {printable(options.path)}, {size_text(sum(o.size for o in found))}"
+    text += f", {damaged} damaged" if damaged else ""
+    say(f"\n{text}{f', {bare} without a manifest (as SpeechBrain makes them)' if bare else ''}.")
+    if options.verify == "size":
+        say("Sizes were compared; --verify full reads every byte.")
+    return 0
 
 
-def plain_listing(options: argparse.Namespace, found: Iterable[Entry], leftovers: Iterable[tuple[Path, int]]) -> Any:
-    """Return all that is known, for JSON."""
+def _all_of(one: Entry) -> dict[str, Any]:
     return {
-        "folder": str(options.path),
-        "verify": options.verify,
-        "checkpoints": [
-            {
-                "name": one.path.name,
-                "path": str(one.path),
-                "unixtime": one.saved,
-                "end_of_epoch": bool(one.meta.get("end-of-epoch", True)) if one.meta else None,
-                "epoch": one.epoch,
-                "step": plain(one.brain.get("step")),
-                "optimizer_step": plain(one.brain.get("optimizer_step")),
-                "bytes": one.size,
-                "world_size": plain(one.manifest.get("world_size")),
-                "metrics": plain(one.metrics),
-                "meta": plain(one.meta),
-                "manifest": plain(one.manifest),
-                "files": dict(one.files),
-                "damaged": bool(one.reasons),
-                "reasons": list(one.reasons),
-            }
-            for one in found
-        ],
-        "leftovers": [{"name": path.name, "bytes": size} for path, size in leftovers],
+        "name": one.path.name,
+        "epoch": one.epoch,
+        "step": one.brain.get("step"),
+        "optimizer_step": one.brain.get("optimizer_step"),
+        "bytes": one.size,
+        "metrics": one.metrics,
+        "meta": one.meta,
+        "manifest": one.manifest,
+        "files": one.files,
+        "reasons": one.reasons,
     }
 
 
@@ -359,64 +270,31 @@ def _listing(found: Sequence[Entry], mode: str) -> list[str]:
     for one in found:
         state = "damaged" if one.reasons else {"size": "ok", "full": "verified", "off": UNKNOWN}[mode]
         metrics = "  ".join(f"{printable(name)}={value_text(value, 40)}" for name, value in one.metrics.items())
-        step, ranks = one.brain.get("optimizer_step", UNKNOWN), one.manifest.get("world_size", UNKNOWN)
-        name, when, epoch = printable(one.path.name), _time_text(one.saved, "%Y-%m-%d %H:%M"), _epoch_text(one)
-        rows.append(
-            (name, when, epoch, value_text(step, 20), size_text(one.size), value_text(ranks, 20), state, metrics)
-        )
+        step = value_text(one.brain.get("optimizer_step", UNKNOWN), 20)
+        ranks = value_text(one.manifest.get("world_size", UNKNOWN), 20)
+        name, size = printable(one.path.name), size_text(one.size)
+        rows.append((name, one.time_text, one.epoch_text, step, size, ranks, state, metrics))
     known = [column for column in zip(*rows, strict=True) if set(column[1:]) != {UNKNOWN}]
     lines = table(list(zip(*known, strict=True)))
     reasons = [[f"    damaged: {printable(reason)}" for reason in one.reasons] for one in found]
     return [lines[0], *(text for line, below in zip(lines[1:], reasons, strict=True) for text in (line, *below))]
 
 
-def _epoch_text(one: Entry) -> str:
-    epoch = UNKNOWN if one.epoch is None else str(one.epoch)
-    if not one.meta:
-        return UNKNOWN
-    if one.meta.get("end-of-epoch", True):
-        return f"end of {epoch}"
-    batch = one.brain.get("step")
-    return f"in {epoch}, batch {batch}" if isinstance(batch, int) else f"in {epoch}"
-
-
-def _time_text(seconds: float | None, form: str) -> str:
-    try:
-        return UNKNOWN if seconds is None else time.strftime(form, time.localtime(seconds))
-    except (OverflowError, ValueError, OSError):
-        return UNKNOWN
-
-
-def _leftovers(folder: Path) -> list[tuple[Path, int]]:
-    try:
-        left = sorted(path for path in folder.iterdir() if path.name.startswith((STAGING_PREFIX, TRASH_PREFIX)))
-    except OSError:
-        return []
-    return [(path, sum(_files(path)[0].values())) for path in left if path.is_dir()]
-
-
-def _none_in(folder: Path) -> str:
-    """Say that there is no checkpoint, and where they are if they are one or two folders further down."""
-    near: list[Path] = []
-    with contextlib.suppress(OSError):
-        near = sorted(
-            {one.parent for form in ("*/CKPT*", "*/*/CKPT*") for one in folder.glob(form) if is_checkpoint(one)}
-        )
-    hint = f" Is {printable(repr(str(near[0])))} meant?" if near else ""
-    return f"there is no checkpoint in {printable(repr(str(folder)))}.{hint}"
-
-
-# ---------------------------------------------------------------------------------------- show, verify
-
-
 def command_show(options: argparse.Namespace) -> int:
     """Show what is in one checkpoint, or in the newest of a folder that is whole; return 1 if it is damaged."""
     found = find(options.path, options.verify)
-    if not found:
-        raise CheckpointError(_none_in(options.path))
     one = next((one for one in found if not one.reasons), found[0])
-    for line in _facts(one, options.verify):
-        say(line)
+    state = {"size": "sizes are right", "full": "every byte is right", "off": "not compared"}[options.verify]
+    made = ", ".join(f"{printable(name)} {value_text(value, 60)}" for name, value in one.manifest.items())
+    say(printable(one.path.name))
+    say(f"  folder    {printable(one.path.parent.absolute())}")
+    say(f"  saved     {one.time_text}, {one.epoch_text}")
+    say(f"  made by   {made or 'unknown: there is no manifest, as in a checkpoint of SpeechBrain'}")
+    say(f"  files     {several(len(one.files), 'file')}, {size_text(one.size)}, {'damaged' if one.reasons else state}")
+    for reason in one.reasons:
+        say(f"  damaged   {printable(reason)}")
+    for name, value in one.meta.items():
+        say(f"  meta      {printable(name)}: {value_text(value, 400)}")
     for name, size in one.files.items():
         if name not in {META_NAME, MANIFEST_NAME}:
             say(f"\n{printable(name)}, {size_text(size)}")
@@ -425,160 +303,81 @@ def command_show(options: argparse.Namespace) -> int:
     return 1 if one.reasons else 0
 
 
-def _facts(one: Entry, mode: str) -> list[str]:
-    made = ", ".join(f"{printable(name)} {value_text(value, 60)}" for name, value in one.manifest.items())
-    state = {"size": "sizes are right", "full": "every byte is right", "off": "not compared"}[mode]
-    facts = {
-        "folder": printable(one.path.parent.absolute()),
-        "saved": _time_text(one.saved, "%Y-%m-%d %H:%M:%S"),
-        "epoch": _epoch_text(one),
-        "made by": made or "unknown: there is no manifest, as in a checkpoint of SpeechBrain",
-        "files": f"{several(len(one.files), 'file')}, {size_text(one.size)}, {'damaged' if one.reasons else state}",
-    }
-    lines = [printable(one.path.name), *(f"  {name:8}  {text}" for name, text in facts.items())]
-    lines += [f"  damaged   {printable(reason)}" for reason in one.reasons]
-    told = {name: value for name, value in one.meta.items() if name not in {"unixtime", "end-of-epoch"}}
-    return [
-        *lines,
-        *(["  meta"] if told else []),
-        *(f"    {printable(n)}: {value_text(v, 400)}" for n, v in told.items()),
-    ]
-
-
 def describe(path: Path, *, tensors: bool = False, limit: int = 20) -> list[str]:
     """Say what a regular file holds, in lines for a person."""
+    rows: list[tuple[str, str]] = []
     try:
         with path.open("rb") as handle:
-            start = handle.read(2)
-    except OSError as error:
-        return [f"cannot be read: {error.strerror or error}"]
-    if not start:
-        return ["empty"]
-    if start.startswith(OF_TORCH):
-        try:
-            value = load_plainly(path, map_location=_without_large_storages)
-        except CheckpointError as error:
-            return [printable(error)]
-        lines, found = _summary(value), dict(tensors_in(value))
-        rows = [(printable(name), tensor_text(tensor)) for name, tensor in found.items()] if tensors else []
-        return [*_cut(lines, limit), *(["", *table(rows)] if rows else [])]
-    text = _text(path)
-    if text is None:
+            is_of_torch = handle.read(2).startswith(OF_TORCH)
+        if is_of_torch:
+            value = safe_load(path, "meta")  # no content of tensors is read
+            lines, found = _summary(value), tensors_in(value) if tensors else []
+            rows = [(printable(name), tensor_text(tensor)) for name, tensor in found]
+        else:
+            lines = [printable(line) for line in read_text(path, MAX_TEXT_BYTES).splitlines()]
+    except UnicodeDecodeError:
         return ["neither text nor a file of torch.save: not looked into"]
-    return _cut([printable(line) for line in text.splitlines()], limit)
-
-
-def _cut(lines: list[str], limit: int) -> list[str]:
-    return lines if len(lines) <= limit else [*lines[:limit], f"... and {len(lines) - limit} more lines"]
+    except (OSError, CheckpointError) as error:
+        return [printable(error)]
+    more = [f"... and {len(lines) - limit} more lines"] if len(lines) > limit else []
+    return [*lines[:limit], *more, *table(rows)] if rows else [*lines[:limit], *more]
 
 
 def _summary(value: Any) -> list[str]:
-    if not isinstance(value, Mapping):
-        return [f"{type(value).__name__}: {value_text(value, 400)}"]
-    if isinstance(value.get("ranks"), list):
-        return [f"what is saved of each of {several(len(value['ranks']), 'rank')}"]
-    amount = _amount(dict(tensors_in(value)))
-    if {"state", "param_groups"} <= value.keys() and isinstance(value["param_groups"], list):
-        groups = [
-            ", ".join(
-                f"{printable(name)}={value_text(option, 40)}" for name, option in group.items() if name != "params"
-            )
-            for group in value["param_groups"]
-            if isinstance(group, Mapping)
-        ]
-        return [f"optimizer: {amount}", *(f"group {number}: {text}" for number, text in enumerate(groups))]
-    if value and all(isinstance(inner, torch.Tensor) for inner in value.values()):
-        return [f"module: {amount}"]
-    return [f"{printable(name)}: {value_text(inner)}" for name, inner in value.items()] or ["an empty mapping"]
+    """Say how much the tensors of a value are, and what it holds beside them."""
+    kinds: Counter[str] = Counter()
+    numbers = 0
+    for _, tensor in tensors_in(value):
+        kinds[str(tensor.dtype).removeprefix("torch.")] += 1
+        numbers += tensor.numel()
+    dtypes = ", ".join(name if len(kinds) == 1 else f"{count} {name}" for name, count in kinds.most_common())
+    lines = [f"{several(numbers, 'number')} in {several(kinds.total(), 'tensor')} ({dtypes})"] if kinds else []
+    inner = value.items() if isinstance(value, Mapping) else [(type(value).__name__, value)]
+    rest = [(name, one) for name, one in inner if next(tensors_in(one), None) is None]
+    return lines + [f"{printable(name)}: {value_text(one, 400)}" for name, one in rest]
 
 
-def _amount(found: Mapping[str, torch.Tensor]) -> str:
-    kinds = Counter(tensor_text(tensor).split(" ")[0] for tensor in found.values())
-    text = ", ".join(name if len(kinds) == 1 else f"{count} {name}" for name, count in kinds.most_common())
-    numbers = several(sum(tensor.numel() for tensor in found.values()), "number")
-    return f"{numbers} in {several(len(found), 'tensor')}{f' ({text})' if text else ''}"
-
-
-def tensors_in(value: Any, prefix: str = "", depth: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
+def tensors_in(value: Any, prefix: str = "", depth: int = 8) -> Iterator[tuple[str, torch.Tensor]]:
     """Walk through containers; yield each tensor with the names that lead to it, joined by dots."""
     if isinstance(value, torch.Tensor):
         yield prefix, value
-    if depth <= MAX_DEPTH and isinstance(value, (list, tuple, Mapping)):
+    if depth and isinstance(value, (list, tuple, Mapping)):
         for name, inner in value.items() if isinstance(value, Mapping) else enumerate(value):
-            yield from tensors_in(inner, f"{prefix}.{name}" if prefix else str(name), depth + 1)
-
-
-def load_plainly(path: Path, map_location: Any = "cpu") -> Any:
-    """Load a file of ``torch.save`` without running code from it, and without blowing it up.
-
-    Raises:
-        CheckpointError: it cannot be read, is no such file, would run code, or is compressed, which ``torch.save``
-            never does: a small file could then ask for any amount of memory.
-    """
-    try:
-        with path.open("rb") as handle:
-            if not handle.read(2).startswith(OF_TORCH):
-                raise CheckpointError(f"cannot load {path}: it is no file of torch.save, and holds no tensors.")
-        with contextlib.suppress(zipfile.BadZipFile), zipfile.ZipFile(path) as archive:
-            if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
-                raise CheckpointError(f"cannot load {path}: it is compressed, which torch.save never does.")
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch speaks of its older formats to whoever wrote them
-            return safe_load(path, map_location)
-    except CheckpointError:
-        raise
-    except Exception as error:  # what torch's reader does not expect of a file
-        raise CheckpointError(f"cannot load {path}: {type(error).__name__}: {error}.") from error
-
-
-def _without_large_storages(storage: torch.UntypedStorage, _location: str) -> torch.UntypedStorage:
-    """Keep nothing of a large storage but its size: looking needs little memory."""
-    if storage.nbytes() <= KEPT_BYTES:
-        return storage
-    return torch.UntypedStorage(storage.nbytes(), device="meta")  # type: ignore[no-untyped-call]
+            yield from tensors_in(inner, f"{prefix}.{name}" if prefix else str(name), depth - 1)
 
 
 def command_verify(options: argparse.Namespace) -> int:
     """Compare every byte with what was saved; return 1 if any is damaged."""
-    damaged = False
-    for path in options.paths:
-        found = find(path, "full")
-        if not found:
-            raise CheckpointError(_none_in(path))
-        for one in found:
-            damaged = damaged or bool(one.reasons)
-            about = f"{several(len(one.files), 'file')}, {size_text(one.size)}"
-            whole = f"whole{'' if one.manifest else ' as far as can be told without a manifest'} ({about})"
-            broken = f"damaged: {printable('; '.join(one.reasons))}"
-            say(f"{printable(one.path.name)}: {broken if one.reasons else whole}")
-    return 1 if damaged else 0
+    found = [one for path in options.paths for one in find(path, "full")]
+    for one in found:
+        about = f"{several(len(one.files), 'file')}, {size_text(one.size)}"
+        whole = f"whole{'' if one.manifest else ' as far as can be told without a manifest'} ({about})"
+        broken = f"damaged: {printable('; '.join(one.reasons))}"
+        say(f"{printable(one.path.name)}: {broken if one.reasons else whole}")
+    return 1 if any(one.reasons for one in found) else 0
 
 
 # ---------------------------------------------------------------------------------------- average, export
 
 
+def command_export(options: argparse.Namespace) -> int:
+    """Write the weights of one checkpoint to a file of their own: the average of one."""
+    options.paths, options.num = [options.path], 1
+    return command_average(options)
+
+
 def command_average(options: argparse.Namespace) -> int:
     """Average a module over checkpoints into one file."""
-    _check_output(options)
+    path: Path = options.output
+    if os.path.lexists(path) and not options.force:
+        raise CheckpointError(f"{str(path)!r} is there already. Give --force to replace it, or another name.")
+    if any(is_checkpoint(parent) for parent in path.resolve().parents):
+        raise CheckpointError(f"{str(path)!r} is inside a checkpoint, which must stay as it was saved.")
     chosen = choose(options.paths, Selection(max_key=options.max_key, min_key=options.min_key), options.num)
-    for checkpoint in chosen:
-        _require(checkpoint, options.recoverable)
-    try:
-        state = average_checkpoints(chosen, options.recoverable, parameter_loader=_load_module)
-    except ConfigError as error:
-        raise CheckpointError(f"{printable(options.recoverable)!r} cannot be averaged: {error}") from error
-    say(f"average of {several(len(chosen), 'checkpoint')}: {', '.join(printable(one.path.name) for one in chosen)}")
-    _write(state, options)
-    return 0
-
-
-def command_export(options: argparse.Namespace) -> int:
-    """Write the weights of one checkpoint to a file of their own."""
-    _check_output(options)
-    [checkpoint] = choose([options.path], Selection(max_key=options.max_key, min_key=options.min_key), 1)
-    state = _load_module(_require(checkpoint, options.recoverable))
-    say(f"from {printable(checkpoint.path.name)}")
-    _write(state, options)
+    state = average_checkpoints(chosen, options.recoverable, parameter_loader=_load_module)
+    _write(state, path, options.format)
+    say(f"from {', '.join(printable(one.path.name) for one in chosen)}")
+    say(f"wrote {printable(path)}: {several(len(state), 'tensor')}, {size_text(path.stat().st_size)}")
     return 0
 
 
@@ -588,96 +387,64 @@ def choose(paths: Sequence[Path], selection: Selection, limit: int | None) -> li
     Raises:
         CheckpointError: none counts, or one that was named is damaged.
     """
-    found = {one.path: one for path in paths for one in find(path, "off")}
-    where = ", ".join(repr(str(path)) for path in paths)
+    found = [one.checkpoint for path in paths for one in find(path, "off") if one.meta]
     chosen: list[Checkpoint] = []
-    for checkpoint in ranked([one.checkpoint for one in found.values() if one.meta], selection):
+    for checkpoint in ranked(dict.fromkeys(found), selection):
         if limit is not None and len(chosen) >= limit:
             break
-        looked = look_at(checkpoint.path, "full")
-        if not looked.reasons:
+        reasons = damage_of(checkpoint.path, "full")
+        if not reasons:
             chosen.append(checkpoint)
             continue
-        text = f"{printable(looked.path)} is damaged: {printable('; '.join(looked.reasons))}"
-        if looked.path in paths:
+        text = f"{printable(checkpoint.path)} is damaged: {printable('; '.join(reasons))}"
+        if checkpoint.path in paths:
             raise CheckpointError(f"{text}. Name another checkpoint.")
-        complain(f"{text}; passed over.")
-    key = selection.max_key or selection.min_key
-    if not chosen and key is not None and not any(key in one.meta for one in found.values()):
-        keys = sorted({printable(name) for one in found.values() for name in one.meta})
-        raise CheckpointError(
-            f"no checkpoint in {where} has {key!r} in its meta; they have: {', '.join(keys) or 'none'}."
-        )
+        sys.stderr.write(f"{text}; passed over.\n")
     if not chosen:
-        raise CheckpointError(f"there is no checkpoint in {where} that is whole.")
+        where, key = ", ".join(repr(str(path)) for path in paths), selection.max_key or selection.min_key
+        keys = sorted({printable(name) for one in found for name in one.meta})
+        has = f" that has {key!r} in its meta; there are: {', '.join(keys)}" if key else ""
+        raise CheckpointError(f"there is no whole checkpoint in {where}{has}.")
     return chosen
-
-
-def _require(checkpoint: Checkpoint, recoverable: str) -> Path:
-    path = checkpoint.paramfiles.get(recoverable)
-    if path is None:
-        there = ", ".join(printable(name) for name in checkpoint.paramfiles) or "nothing"
-        raise CheckpointError(f"{printable(checkpoint.path)} has no recoverable {recoverable!r}; it has: {there}.")
-    return path
 
 
 def _load_module(path: Path, map_location: Any = "cpu") -> dict[str, torch.Tensor]:
     """Load a module's state; entries that are not tensors (an extra state) are left out and named."""
-    state = load_plainly(path, map_location)
-    if not isinstance(state, Mapping) or not any(isinstance(value, torch.Tensor) for value in state.values()):
-        raise CheckpointError(
-            f"{printable(path)} does not hold the state of a module. Give --recoverable the name of one."
-        )
-    others = [printable(name) for name, value in state.items() if not isinstance(value, torch.Tensor)]
+    state = safe_load(path, map_location)
+    tensors = {}
+    if isinstance(state, Mapping):
+        tensors = {str(name): value for name, value in state.items() if isinstance(value, torch.Tensor)}
+    if not tensors:
+        raise CheckpointError(f"{printable(path)} does not hold a module's state. Give --recoverable the name of one.")
+    others = [printable(name) for name in state if name not in tensors]
     if others:
-        complain(f"{printable(path)}: left out, because they are not tensors: {', '.join(others[:8])}.")
-    return {str(name): value for name, value in state.items() if isinstance(value, torch.Tensor)}
+        text = f"left out, because they are not tensors: {', '.join(others[:8])}"
+        sys.stderr.write(f"{printable(path)}: {text}.\n")
+    return tensors
 
 
-def _check_output(options: argparse.Namespace) -> None:
-    """Refuse a file that cannot or must not be written, before any work is done."""
-    path, folder = options.output, options.output.parent
-    if options.format == "safetensors":
-        try:
-            import safetensors.torch  # noqa: F401 -- is it there?
-        except ImportError as error:
-            raise MissingExtraError(
-                "--format safetensors needs safetensors, which is not installed. Run `pip install "
-                "ddpkit[safetensors]`, or use --format pt."
-            ) from error
-    problem = None
-    if not folder.is_dir():
-        problem = f"there is no folder {str(folder)!r}. Make it first."
-    elif path.is_dir():
-        problem = "that is a folder. Name a file in it."
-    elif os.path.lexists(path) and not options.force:
-        problem = "it is there already. Give --force to replace it, or another name."
-    elif any(is_checkpoint(parent) for parent in (folder.resolve(), *folder.resolve().parents)):
-        problem = "it is inside a checkpoint, which would no longer be what was saved. Write it elsewhere."
-    if problem is not None:
-        raise CheckpointError(f"cannot write {str(path)!r}: {problem}")
-
-
-def _write(state: Mapping[str, torch.Tensor], options: argparse.Namespace) -> None:
-    """Write tensors to the output, which appears when it is complete."""
-    path: Path = options.output
+def _write(state: Mapping[str, torch.Tensor], path: Path, form: str) -> None:
+    """Write tensors to a file, which appears when it is complete."""
     temporary = path.with_name(f".tmp-{uuid.uuid4().hex[:12]}")
     try:
         with temporary.open("xb") as handle:
-            if options.format == "safetensors":
-                import safetensors.torch
+            if form == "safetensors":
+                from safetensors.torch import save
 
                 separate = {name: tensor.detach().contiguous().clone() for name, tensor in state.items()}
-                handle.write(safetensors.torch.save(separate, metadata={"format": "pt"}))
+                handle.write(save(separate, metadata={"format": "pt"}))
             else:
                 torch.save(dict(state), handle)
             handle.flush()
             os.fsync(handle.fileno())
-        size = temporary.stat().st_size
         temporary.replace(path)
+    except ImportError as error:
+        raise MissingExtraError(
+            "--format safetensors needs safetensors, which is not installed. Run `pip install ddpkit[safetensors]`, "
+            "or use --format pt."
+        ) from error
     except (OSError, RuntimeError, KeyError, ValueError, TypeError, AttributeError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise CheckpointError(f"cannot write {str(path)!r} as {options.format}: {reason}.") from error
+        raise CheckpointError(f"cannot write {str(path)!r} as {form}: {reason}.") from error
     finally:
         temporary.unlink(missing_ok=True)
-    say(f"wrote {printable(path)}: {several(len(state), 'tensor')}, {size_text(size)}")

@@ -8,10 +8,11 @@ SpeechBrain are understood. No code of a checkpoint ever runs.
 from __future__ import annotations
 
 import argparse
-import importlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from ddpkit.cli import whole_number
 
 __all__ = ["run"]
 
@@ -54,7 +55,6 @@ def run(words: Sequence[str]) -> int:
         >>> import tempfile
         >>> run(["verify", tempfile.mkdtemp()])
         Traceback (most recent call last):
-            ...
         ddpkit.errors.CheckpointError: there is no checkpoint in '...'.
     """
     options = _parser().parse_args(words)
@@ -63,8 +63,9 @@ def run(words: Sequence[str]) -> int:
         if options.format is None:
             known = ", ".join(SUFFIXES)
             options.parser.error(f"--output {options.output}: the suffix is none of {known}; give --format.")
-    commands = importlib.import_module("ddpkit.cli.checkpoint_commands")  # loads torch, which --help does without
-    return int(getattr(commands, options.command)(options))
+    from ddpkit.cli import checkpoint_commands  # loads torch, which --help does without
+
+    return int(getattr(checkpoint_commands, options.command)(options))
 
 
 # ---------------------------------------------------------------------------------------- the words
@@ -89,7 +90,7 @@ def _parser() -> argparse.ArgumentParser:
     show.add_argument("path", metavar="CKPT", type=Path, help="a checkpoint; of a folder, its newest")
     _add_verify(show)
     show.add_argument("--tensors", action="store_true", help="name, shape and dtype of every tensor")
-    show.add_argument("--lines", type=_positive, default=20, metavar="N", help="lines per file (default: 20)")
+    show.add_argument("--lines", type=whole_number(1), default=20, metavar="N", help="lines per file (default: 20)")
 
     verify = _command(commands, "verify", "read every byte and compare it with what was saved")
     verify.add_argument("paths", metavar="DIR|CKPT", type=Path, nargs="+", help="folders or checkpoints")
@@ -97,7 +98,7 @@ def _parser() -> argparse.ArgumentParser:
     average = _command(commands, "average", "average the weights of several checkpoints")
     average.add_argument("paths", metavar="DIR|CKPT", type=Path, nargs="+", help="folders or checkpoints")
     _add_best(average)
-    average.add_argument("--num", type=_positive, metavar="N", help="the N best, or newest (default: all)")
+    average.add_argument("--num", type=whole_number(1), metavar="N", help="the N best, or newest (default: all)")
     _add_output(average)
 
     export = _command(commands, "export", "write the weights of one checkpoint to a file of their own")
@@ -130,9 +131,3 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", metavar="FILE", type=Path, required=True, help="the file to write")
     parser.add_argument("--format", choices=("safetensors", "pt"), help="default: by the suffix of FILE")
     parser.add_argument("--force", action="store_true", help="replace a file that is there")
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
-    return int(text)

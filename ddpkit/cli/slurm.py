@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
+from ddpkit.cli import whole_number
 from ddpkit.errors import ConfigError
 
 __all__ = ["batch_script", "run", "seconds_of"]
@@ -27,20 +28,13 @@ TEMPLATE = Path(__file__).with_suffix(".sbatch")
 EXECUTABLE = 0o755
 USUAL_NOTICE, SHORTEST_NOTICE, LONGEST_NOTICE = 300, 10, 65535  # seconds; Slurm may send its signal a minute early
 CPUS_PER_GPU_PROCESS = 4
-OWN = ("nodes", "ntasks", "ntasks-per-node", "time", "signal", "requeue", "no-requeue", "job-name")
 
 LINE = " \\\n        "  # continues the call of torchrun
-STATIC = LINE.join(
-    (
-        '--node-rank="$SLURM_NODEID" --master-addr="$head" --master-port="$port"',
-        '--rdzv-id="$SLURM_JOB_ID.$restart"',
-    )
-)
-C10D = LINE.join(  # restarts need the agents' elastic rendezvous
-    (
-        '--rdzv-backend=c10d --rdzv-id="$SLURM_JOB_ID.$restart" --rdzv-endpoint="$head:$port"',
-        '--rdzv-conf="is_host=$((SLURM_NODEID == 0))" --local-addr="$SLURMD_NODENAME"',
-    )
+RUN = '--rdzv-id="$SLURM_JOB_ID.$restart"'
+STATIC = f'--node-rank="$SLURM_NODEID" --master-addr="$head" --master-port="$port"{LINE}{RUN}'
+C10D = (  # restarts need the agents' elastic rendezvous
+    f'--rdzv-backend=c10d {RUN} --rdzv-endpoint="$head:$port"{LINE}'
+    '--rdzv-conf="is_host=$((SLURM_NODEID == 0))" --local-addr="$SLURMD_NODENAME"'
 )
 
 EPILOG = """\
@@ -105,14 +99,14 @@ def batch_script(options: argparse.Namespace, arguments: Sequence[str]) -> str:
 
     Ranks: local.
     """
-    _check_sbatch(options)
-    _check_recipe(options, arguments)
+    _check(options, arguments)
     gpus, processes = options.gpus_per_node, options.nproc_per_node or options.gpus_per_node
     cpus = options.cpus_per_task or processes * (CPUS_PER_GPU_PROCESS if gpus else 1)
     notice = _notice(options)
     grace = max(SHORTEST_NOTICE // 2, notice - min(30, notice // 2))
     more = [f"--gpus-per-node={gpus}"] if gpus else []
-    more += [f"--{name}={getattr(options, name)}" for name in ("partition", "account") if getattr(options, name)]
+    names = {name: getattr(options, name) for name in ("partition", "account")}
+    more += [f"--{name}={shlex.quote(value)}" for name, value in names.items() if value]
     recipe = [options.script, *([options.hparams] if options.hparams else []), *arguments]
     torchrun = [f"--max-restarts={options.max_restarts}"] if options.max_restarts else []
     own_signals = _passes_signals_on()
@@ -125,7 +119,7 @@ def batch_script(options: argparse.Namespace, arguments: Sequence[str]) -> str:
         threads=1 if gpus else max(1, cpus // processes),
         notice=notice,
         grace=grace,
-        job_name=options.job_name or re.sub(r"[^\w.+@-]", "_", Path(options.script).stem, flags=re.ASCII),
+        job_name=re.sub(r"[^\w.+@-]", "_", options.job_name or Path(options.script).stem, flags=re.ASCII),
         more="\n".join(f"#SBATCH {value}" for value in [*more, *options.sbatch]),
         requeue="requeue" if options.requeue else "no-requeue",
         requeues=int(options.requeue),
@@ -156,13 +150,12 @@ def seconds_of(time: str) -> int:
         >>> seconds_of("90"), seconds_of("20:00:00"), seconds_of("1-12")
         (5400, 72000, 129600)
     """
-    found = re.fullmatch(r"(?:(\d+)-)?(\d+(?::\d+){0,2})", time)
-    numbers = [int(number) for number in found[2].split(":")] if found else []
-    if found and (found[1] or len(numbers) == 3):  # noqa: PLR2004 -- hours, minutes, seconds
-        hours, minutes, seconds = (*numbers, 0, 0)[:3]
-    else:
-        hours, (minutes, seconds) = 0, (*numbers, 0, 0)[:2]
-    total = ((24 * int(found[1] or 0) + hours) * 60 + minutes) * 60 + seconds if found else 0
+    days, dash, clock = time.rpartition("-")
+    numbers = clock.split(":")
+    units = (3600, 60, 1) if dash or len(numbers) == len("HMS") else (60, 1)
+    total = 0
+    if re.fullmatch(r"(\d+-)?\d+(:\d+){0,2}", time):
+        total = 86_400 * int(days or 0) + sum(unit * int(one) for unit, one in zip(units, numbers, strict=False))
     if total <= 0:
         raise ConfigError(
             f"--time={time!r} is not a time limit. Give 20:00:00 for hours, 90 for minutes, 2-00 for days."
@@ -173,43 +166,23 @@ def seconds_of(time: str) -> int:
 def _notice(options: argparse.Namespace) -> int:
     """Return how many seconds before the limit the signal comes."""
     limit = seconds_of(options.time)
-    notice: int = min(USUAL_NOTICE, limit // 4) if options.signal_before is None else options.signal_before
+    notice: int = options.signal_before or min(USUAL_NOTICE, limit // 4)
     if not SHORTEST_NOTICE <= notice < min(limit, LONGEST_NOTICE):
         raise ConfigError(
-            f"--signal-before={notice} and --time={options.time}: the signal would come {notice} s before the limit of "
-            f"{limit} s. It has to come at least {SHORTEST_NOTICE} s before it, and after the start."
+            f"--signal-before={notice} and --time={options.time}: the signal has to come at least {SHORTEST_NOTICE} s "
+            "before the limit, and after the start."
         )
     return notice
 
 
-def _check_sbatch(options: argparse.Namespace) -> None:
-    for name in ("job_name", "partition", "account"):
-        value = getattr(options, name)
-        if value and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.,+@-]*", value):
-            raise ConfigError(
-                f"--{name.replace('_', '-')}={value!r} cannot stand in a batch script. Use letters, digits and _ . , + "
-                "@ -, with a letter or digit first."
-            )
-    for value in options.sbatch:
-        named = re.fullmatch(r"(?:--([a-z][a-z0-9-]*)|-[A-Za-z])(?:[= ].*)?", value)
-        if named is None:
-            raise ConfigError(f"--sbatch={value!r} is not an option of sbatch. An example: --sbatch=--constraint=a100")
-        if named[1] in OWN:
-            raise ConfigError(
-                f"--sbatch={value!r}: the script sets --{named[1]} itself, from the options of {PROGRAM}."
-            )
-
-
-def _check_recipe(options: argparse.Namespace, arguments: Sequence[str]) -> None:
-    for text in (options.script, options.python, *arguments, *options.setup, *options.sbatch):
+def _check(options: argparse.Namespace, arguments: Sequence[str]) -> None:
+    given = (value for value in vars(options).values() if isinstance(value, str))
+    for text in (*given, *arguments, *options.setup, *options.sbatch):
         if not text.isprintable():
             raise ConfigError(f"{text!r} has a character that cannot be printed, and would break the script.")
     for file in (options.script, options.hparams):
         if file is not None and not Path(file).is_file():
-            raise ConfigError(
-                f"there is no file {file!r}. Give the recipe and its YAML as seen from the folder in which you will "
-                "call sbatch, and write the script there."
-            )
+            raise ConfigError(f"there is no file {file!r}. Call this in the folder in which you will call sbatch.")
     if not options.gpus_per_node and options.nproc_per_node is None:
         raise ConfigError("--gpus-per-node=0: how many processes on a node? Give --nproc-per-node.")
 
@@ -234,43 +207,21 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("script", metavar="SCRIPT", help="the recipe, such as train.py")
     add("hparams", metavar="HPARAMS", nargs="?", help="its YAML file")
-    add("--nodes", type=_positive, metavar="N", required=True, help="number of nodes")
-    add("--gpus-per-node", type=_natural, metavar="N", required=True, help="0 on nodes without GPUs")
+    positive, natural = whole_number(1), whole_number(0)
+    add("--nodes", type=positive, metavar="N", required=True, help="number of nodes")
+    add("--gpus-per-node", type=natural, metavar="N", required=True, help="0 on nodes without GPUs")
     add("--time", metavar="LIMIT", required=True, help="of one attempt: 20:00:00, 2-00:00:00, or minutes")
-    add("--nproc-per-node", type=_positive, metavar="N", help="processes on a node (default: one per GPU)")
-    add("--cpus-per-task", type=_positive, metavar="N", help="CPUs of a node (default: 4 per GPU, 1 per process else)")
+    add("--nproc-per-node", type=positive, metavar="N", help="processes on a node (default: one per GPU)")
+    add("--cpus-per-task", type=positive, metavar="N", help="CPUs of a node (default: 4 per GPU, 1 per process else)")
     add("--job-name", metavar="NAME", help="default: the name of the recipe")
     add("--partition", metavar="NAME", help="default: that of the cluster")
     add("--account", metavar="NAME", help="default: yours")
-    add("--max-restarts", type=_natural, default=0, metavar="N", help="restarts by torchrun, within a job (default: 0)")
-    add(
-        "--signal-before",
-        type=_positive,
-        metavar="S",
-        help="seconds before the limit (default: 300, less of a short one)",
-    )
+    add("--max-restarts", type=natural, default=0, metavar="N", help="restarts by torchrun, within a job (default: 0)")
+    add("--signal-before", type=positive, metavar="S", help="seconds before the limit (default: 300, or a quarter)")
     add("--no-requeue", dest="requeue", action="store_false", help="do not queue the job again at the limit")
     add("--sbatch", action="append", default=[], metavar="OPTION", help="one more option of sbatch; may be repeated")
-    add(
-        "--setup",
-        action="append",
-        default=[],
-        metavar="LINE",
-        help="a line of shell before the training; may be repeated",
-    )
+    add("--setup", action="append", default=[], metavar="LINE", help="a line of shell to run first; may be repeated")
     add("--python", default=sys.executable, metavar="PATH", help="on the nodes (default: the one that runs this)")
     add("-o", "--output", type=Path, metavar="FILE", help="write to a file (default: standard output)")
     add("--force", action="store_true", help="replace a file that is there")
     return parser
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
-    return int(text)
-
-
-def _natural(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number, 0 or above")
-    return int(text)

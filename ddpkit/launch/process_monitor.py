@@ -23,34 +23,15 @@ from ddpkit.launch.variables import LOOPBACK, SPAWNED_BY
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+POLL_SECONDS = 0.05
 KILL_SECONDS = 30.0  # as with torchrun; a rank may be saving, and the watch of one that waits ends it long before
-STOP_SECONDS = 30.0
+STOP_SECONDS = 60.0
 AGAIN_SECONDS = 2.0  # for a rank to end by itself, once the parent has been told twice to end
 FORWARDED = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2")
 _ENDING = (signal.SIGTERM, signal.SIGINT)
 
 _PR_SET_PDEATHSIG = 1
 _FIRST_SIGNAL_CODE = 128
-
-
-class Child(NamedTuple):
-    """A process that was started as a rank.
-
-    Args:
-        rank: its rank.
-        pid: its process id, which is that of its process group too.
-        poll: returns its exit code (negative: minus the signal that ended it), or None while it runs.
-
-    Ranks: local.
-
-    Example:
-        >>> Child(0, 4711, lambda: None).poll() is None
-        True
-    """
-
-    rank: int
-    pid: int
-    poll: Callable[[], int | None]
 
 
 class Ending(NamedTuple):
@@ -64,10 +45,8 @@ class Ending(NamedTuple):
     Ranks: local.
 
     Example:
-        >>> Ending(1, 4711, 137).words
-        'was killed by SIGKILL'
-        >>> Ending(1, 4711, 3).words
-        'ended with exit code 3'
+        >>> Ending(1, 4711, 137).words, Ending(1, 4711, 3).words
+        ('was killed by SIGKILL', 'ended with exit code 3')
     """
 
     rank: int
@@ -87,12 +66,12 @@ class Supervisor:
     """Waits for processes; when one fails, it ends the others.
 
     They get SIGTERM at once and SIGKILL thirty seconds later: one of them may be saving. After a signal that was passed
-    on, a rank that ends by it has not failed: the others have thirty seconds more to end by themselves. A second SIGINT
-    or SIGTERM, more than a second after the first, is passed on too, and what it does not end is killed.
+    on, a rank that ends by it has not failed: the others have a minute to end by themselves. A second SIGINT or
+    SIGTERM, more than a second after the first, is passed on too, and what it does not end is killed.
 
     Args:
-        children: the processes.
-        pause: waits a moment, such as 50 ms, or until something has happened.
+        processes: by rank, the process id, which is that of its process group too, and a function that returns the
+            exit code (negative: minus the signal that ended it), or None while it runs.
 
     Attributes:
         failure: the first ending that was not good.
@@ -103,18 +82,17 @@ class Supervisor:
     Example:
         >>> import subprocess
         >>> done = subprocess.Popen(["false"], start_new_session=True)
-        >>> Supervisor([Child(0, done.pid, done.poll)], lambda: time.sleep(0.01)).run().words
+        >>> Supervisor([(done.pid, done.poll)]).run().words
         'ended with exit code 1'
     """
 
-    def __init__(self, children: Sequence[Child], pause: Callable[[], object]) -> None:
+    def __init__(self, processes: Sequence[tuple[int, Callable[[], int | None]]]) -> None:
         self.failure: Ending | None = None
         self.forwarded: list[int] = []
-        self._alive = list(children)
-        self._pause = pause
-        self._waiting_signals: list[int] = []
-        self._asked_at = float("inf")
-        self._end_at = self._kill_at = float("inf")
+        self._alive = dict(enumerate(processes))
+        self._arrived: list[int] = []
+        self._is_terminating = False
+        self._asked_at = self._kill_at = float("inf")
 
     def run(self) -> Ending | None:
         """Wait until all have ended.
@@ -124,24 +102,16 @@ class Supervisor:
 
         State: the handlers of the signals that are passed on, put back at the end.
         """
-        try:
-            with self._hearing():
-                while self._alive:
-                    self._pause()
-                    self._pass_on()
-                    self._look()
-                    self._end_when_due()
-        finally:
-            self.end_all()
+        with self._hearing():
+            while self._alive:
+                time.sleep(POLL_SECONDS)
+                self._pass_on()
+                self._look()
+                if time.monotonic() >= self._kill_at:
+                    for pid, _ in self._alive.values():
+                        send(pid, signal.SIGKILL, group=True)
+                        send(pid, signal.SIGKILL)
         return self.failure
-
-    def end_all(self) -> None:
-        """End what is still there, first by SIGTERM."""
-        self._end_at = time.monotonic()
-        while self._alive:
-            self._end_when_due()
-            time.sleep(0.02)
-            self._look()
 
     @contextlib.contextmanager
     def _hearing(self) -> Iterator[None]:
@@ -151,66 +121,60 @@ class Supervisor:
             numbers = [getattr(signal, name) for name in FORWARDED if hasattr(signal, name)]
             before = {n: signal.getsignal(n) for n in numbers if signal.getsignal(n) not in {signal.SIG_IGN, None}}
         for number in before:
-            signal.signal(number, self._hear)
+            signal.signal(number, lambda arrived, _frame: self._arrived.append(arrived))
         try:
             yield
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    def _hear(self, number: int, _frame: object) -> None:
-        self._waiting_signals.append(number)
-
     def _pass_on(self) -> None:
-        while self._waiting_signals:
-            number = self._waiting_signals.pop(0)
+        while self._arrived:
+            number = self._arrived.pop(0)
             self.forwarded.append(number)
-            for child in self._alive:
-                _send(child.pid, number)
+            for pid, _ in self._alive.values():
+                send(pid, number)
             if number in _ENDING:
-                self._mind_repetition(time.monotonic())
-
-    def _mind_repetition(self, now: float) -> None:
-        self._asked_at = min(self._asked_at, now)
-        if now - self._asked_at > REPEAT_SECONDS:
-            self._kill_at = min(self._kill_at, now + AGAIN_SECONDS)
+                now = time.monotonic()
+                self._asked_at = min(self._asked_at, now)
+                if now - self._asked_at > REPEAT_SECONDS:
+                    self._kill_at = min(self._kill_at, now + AGAIN_SECONDS)
 
     def _look(self) -> None:
         """Take note of those that have ended; of several at once a killed one counts as the first."""
-        codes = [(child, child.poll()) for child in self._alive]
-        self._alive = [child for child, code in codes if code is None]
-        ended = [
-            Ending(child.rank, child.pid, _FIRST_SIGNAL_CODE - code if code < 0 else code)
-            for child, code in codes
-            if code
-        ]
-        for ending in sorted(ended, key=lambda one: (one.code <= _FIRST_SIGNAL_CODE, one.rank)):
-            _send_group(ending.pid, signal.SIGKILL)  # workers of its loaders, which nobody else would end now
-            stopped = ending.code - _FIRST_SIGNAL_CODE in self.forwarded
-            if self.failure is None:
-                self.failure = ending
-            self._end_at = min(self._end_at, time.monotonic() + (STOP_SECONDS if stopped else 0.0))
-
-    def _end_when_due(self) -> None:
-        now = time.monotonic()
-        if now >= self._end_at and self._kill_at == float("inf"):
-            self._kill_at = now + KILL_SECONDS
-            for child in self._alive:
-                _send(child.pid, signal.SIGTERM)
-        elif now >= self._kill_at:
-            for child in self._alive:
-                _send_group(child.pid, signal.SIGKILL)
-                _send(child.pid, signal.SIGKILL)
+        ended = []
+        for rank, (pid, poll) in list(self._alive.items()):
+            code = poll()
+            if code is not None:
+                del self._alive[rank]
+            if code:
+                ended.append(Ending(rank, pid, code if code > 0 else _FIRST_SIGNAL_CODE - code))
+        for ending in sorted(ended, key=lambda one: one.code <= _FIRST_SIGNAL_CODE):
+            send(ending.pid, signal.SIGKILL, group=True)  # workers of its loaders, which nobody else would end now
+            self.failure = self.failure or ending
+            was_stopped = ending.code - _FIRST_SIGNAL_CODE in self.forwarded
+            if not was_stopped and not self._is_terminating:
+                self._is_terminating = True
+                for pid, _ in self._alive.values():
+                    send(pid, signal.SIGTERM)
+            self._kill_at = min(self._kill_at, time.monotonic() + (STOP_SECONDS if was_stopped else KILL_SECONDS))
 
 
-def _send(pid: int, number: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, number)
+def send(pid: int, number: int, *, group: bool = False) -> None:
+    """Send a signal to a process, or to its process group; nothing happens where that has ended.
 
+    Args:
+        pid: of the process, or of the one that leads the group.
+        number: of the signal.
+        group: whether all of the group get it.
 
-def _send_group(group: int, number: int) -> None:
+    Ranks: local.
+
+    Example:
+        >>> send(os.getpid(), 0)
+    """
     with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(group, number)
+        (os.killpg if group else os.kill)(pid, number)
 
 
 def end_with_parent(parent: int) -> None:
@@ -236,14 +200,13 @@ def end_with_parent(parent: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def rank_environment(rank: int, processes: int, address: str = LOOPBACK, port: int | None = None) -> dict[str, str]:
+def rank_environment(rank: int, processes: int, port: int) -> dict[str, str]:
     """Make the variables of one rank, those of torchrun, for processes on this machine.
 
     Args:
         rank: of the process.
         processes: how many there are.
-        address: where the store is; this process keeps it.
-        port: its port; None if the rank is told later.
+        port: of the store, which this process keeps.
 
     Returns:
         The variables to add to the environment. ``OMP_NUM_THREADS`` is among them unless it is set already.
@@ -251,7 +214,7 @@ def rank_environment(rank: int, processes: int, address: str = LOOPBACK, port: i
     Ranks: local.
 
     Example:
-        >>> rank_environment(1, 2, port=4000)["MASTER_PORT"]
+        >>> rank_environment(1, 2, 4000)["MASTER_PORT"]
         '4000'
     """
     variables = {
@@ -260,12 +223,11 @@ def rank_environment(rank: int, processes: int, address: str = LOOPBACK, port: i
         "WORLD_SIZE": str(processes),
         "LOCAL_WORLD_SIZE": str(processes),
         "GROUP_RANK": "0",
-        "MASTER_ADDR": address,
+        "MASTER_ADDR": LOOPBACK,
+        "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         SPAWNED_BY: str(os.getpid()),
     }
-    if port is not None:
-        variables["MASTER_PORT"] = str(port)
     if "OMP_NUM_THREADS" not in os.environ:
         variables["OMP_NUM_THREADS"] = str(max(1, cores() // processes))
     return variables

@@ -14,7 +14,7 @@ import pytest
 
 from ddpkit.control.watchdog import HOLD_SECONDS
 from ddpkit.launch import process_monitor
-from ddpkit.launch.process_monitor import Child, Ending, Supervisor, cores, end_with_parent, rank_environment
+from ddpkit.launch.process_monitor import Ending, Supervisor, cores, end_with_parent, rank_environment
 from tests.launching import soon, wait_until
 
 
@@ -25,7 +25,7 @@ def start():
 
     def shell(*scripts):
         started.extend(subprocess.Popen(["bash", "-c", script], start_new_session=True) for script in scripts)
-        return [Child(rank, process.pid, process.poll) for rank, process in enumerate(started)]
+        return [(process.pid, process.poll) for process in started]
 
     yield shell
     left = [process.pid for process in started if process.poll() is None]
@@ -33,10 +33,6 @@ def start():
         process.kill()
         process.wait()
     assert not left
-
-
-def nap():
-    time.sleep(0.01)
 
 
 def is_gone(pid):
@@ -60,25 +56,25 @@ def send_when_ready(number, *ready):
 
 
 def test_all_end_well(start):
-    assert Supervisor(start("exit 0", "sleep 0.1"), nap).run() is None
+    assert Supervisor(start("exit 0", "sleep 0.1")).run() is None
 
 
 def test_one_fails_and_the_others_are_ended(start):
     began = time.monotonic()
-    failure = Supervisor(start("sleep 60", "exit 7", "sleep 60"), nap).run()
+    failure = Supervisor(start("sleep 60", "exit 7", "sleep 60")).run()
     assert (failure.rank, failure.code, failure.words) == (1, 7, "ended with exit code 7")
     assert soon(began, 3)
 
 
 def test_f1_a_killed_rank_is_named(start):
-    failure = Supervisor(start("sleep 60", "kill -9 $$"), nap).run()
+    failure = Supervisor(start("sleep 60", "kill -9 $$")).run()
     assert (failure.rank, failure.code, failure.words) == (1, 137, "was killed by SIGKILL")
 
 
 def test_who_ignores_sigterm_is_killed(start, monkeypatch):
     monkeypatch.setattr(process_monitor, "KILL_SECONDS", 0.5)
     began = time.monotonic()
-    failure = Supervisor(start("trap '' TERM; while true; do sleep 0.1; done", "sleep 0.3; exit 1"), nap).run()
+    failure = Supervisor(start("trap '' TERM; while true; do sleep 0.1; done", "sleep 0.3; exit 1")).run()
     assert failure.rank == 1
     assert time.monotonic() - began > 0.5
     assert soon(began, 4)
@@ -105,14 +101,14 @@ def test_who_is_deaf_is_killed_when_the_parent_is_told_twice(start, monkeypatch,
         os.kill(os.getpid(), signal.SIGINT)  # the echo of the first
         time.sleep(0.2)
         second.touch()
-        alive.append(children[0].poll() is None)
+        alive.append(children[0][1]() is None)
         time.sleep(1.0)
         os.kill(os.getpid(), signal.SIGTERM)
 
     alive = []
     threads.append(threading.Thread(target=again))
     threads[1].start()
-    failure = Supervisor(children, nap).run()
+    failure = Supervisor(children).run()
     for thread in threads:
         thread.join()
     assert alive == [True], "one signal and its echo are not enough"
@@ -123,7 +119,7 @@ def test_who_is_deaf_is_killed_when_the_parent_is_told_twice(start, monkeypatch,
 
 def test_the_workers_of_a_killed_rank_go_too(start, tmp_path):
     pid = tmp_path / "pid"
-    Supervisor(start(f"sleep 77 & echo $! > {pid}; kill -9 $$"), nap).run()
+    Supervisor(start(f"sleep 77 & echo $! > {pid}; kill -9 $$")).run()
     worker = int(pid.read_text())
     assert wait_until(lambda: is_gone(worker), 3)
 
@@ -140,7 +136,7 @@ def test_a_signal_is_passed_on_once_to_each(start, tmp_path, name):
     children = start(*scripts)
     before = signal.getsignal(getattr(signal, name))
     thread = send_when_ready(getattr(signal, name), tmp_path / "ready0", tmp_path / "ready1")
-    supervisor = Supervisor(children, nap)
+    supervisor = Supervisor(children)
     failure = supervisor.run()
     thread.join()
     assert signal.getsignal(getattr(signal, name)) is before
@@ -151,10 +147,9 @@ def test_a_signal_is_passed_on_once_to_each(start, tmp_path, name):
 
 def test_who_does_not_end_after_a_signal_is_ended_at_last(start, monkeypatch, tmp_path):
     monkeypatch.setattr(process_monitor, "STOP_SECONDS", 0.3)
-    monkeypatch.setattr(process_monitor, "KILL_SECONDS", 0.3)
     deaf = f"trap '' TERM; touch {tmp_path}/ready; while true; do sleep 0.05; done"
     children = start(deaf, "sleep 60")
-    supervisor = Supervisor(children, nap)
+    supervisor = Supervisor(children)
     thread = send_when_ready(signal.SIGTERM, tmp_path / "ready")
     assert supervisor.run().code == 128 + signal.SIGTERM
     thread.join()
@@ -167,7 +162,7 @@ def test_an_ignored_signal_stays_ignored(start):
         children = start("sleep 0.3")
         thread = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGHUP))
         thread.start()
-        supervisor = Supervisor(children, nap)
+        supervisor = Supervisor(children)
         assert supervisor.run() is None
         thread.join()
         assert supervisor.forwarded == []
@@ -175,17 +170,9 @@ def test_an_ignored_signal_stays_ignored(start):
         signal.signal(signal.SIGHUP, before)
 
 
-def test_an_error_of_the_parent_ends_the_children(start):
-    def broken():
-        raise OSError("no")
-
-    with pytest.raises(OSError, match="no"):
-        Supervisor(start("sleep 60"), broken).run()
-
-
 def test_of_two_that_end_at_once_the_killed_one_counts():
     codes = {0: 1, 1: -9}
-    supervisor = Supervisor([Child(rank, 2**22 + rank, lambda rank=rank: codes[rank]) for rank in range(2)], nap)
+    supervisor = Supervisor([(2**22 + rank, lambda rank=rank: codes[rank]) for rank in range(2)])
     assert supervisor.run() == Ending(1, 2**22 + 1, 137)
 
 
@@ -220,11 +207,10 @@ def test_f2_a_child_whose_parent_has_ended_already_ends():
 def test_the_variables_of_a_rank(monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(process_monitor, "cores", lambda: 8)
-    assert rank_environment(1, 3, port=5)["OMP_NUM_THREADS"] == "2"
-    assert rank_environment(1, 99, port=5)["OMP_NUM_THREADS"] == "1"
+    assert rank_environment(1, 3, 5)["OMP_NUM_THREADS"] == "2"
+    assert rank_environment(1, 99, 5)["OMP_NUM_THREADS"] == "1"
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
-    assert "OMP_NUM_THREADS" not in rank_environment(1, 3)
-    assert "MASTER_PORT" not in rank_environment(1, 3)
+    assert "OMP_NUM_THREADS" not in rank_environment(1, 3, 5)
 
 
 def test_cores_are_those_that_may_be_used():

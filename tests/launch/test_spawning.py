@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+import pickle
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -156,13 +158,12 @@ def notebook(monkeypatch):
 
 
 def test_what_can_be_imported_is_sent():
-    assert spawning._start_method(module_level, (1, "x"), None) == "spawn"
+    assert spawning._start_method(module_level, (1, "x")) == "spawn"
 
 
 def test_what_cannot_is_forked():
-    assert spawning._start_method(lambda: 1, (), None) == "fork"
-    assert spawning._start_method(module_level, (threading.Lock(),), None) == "fork"
-    assert spawning._start_method(module_level, (), "fork") == "fork"
+    assert spawning._start_method(lambda: 1, ()) == "fork"
+    assert spawning._start_method(module_level, (threading.Lock(),)) == "fork"
 
 
 def test_a_function_of_a_notebook(notebook, monkeypatch):
@@ -171,25 +172,25 @@ def test_a_function_of_a_notebook(notebook, monkeypatch):
 
     cell.__module__, cell.__qualname__ = "__main__", "cell"
     sys.modules["__main__"].cell = cell
-    assert spawning._start_method(cell, (), None) == "fork"
-    assert spawning._start_method(module_level, (), None) == "spawn"
+    assert spawning._start_method(cell, ()) == "fork"
+    assert spawning._start_method(module_level, ()) == "spawn"
     monkeypatch.setattr(spawning.sys, "platform", "darwin")
-    with pytest.raises(ConfigError, match="cell is defined in a notebook .* not safe on darwin.*%%writefile"):
-        spawning._start_method(cell, (), None)
+    with pytest.raises(ConfigError, match="cell is called in a notebook.* not safe on darwin.*%%writefile"):
+        spawning._start_method(cell, ())
 
 
 @pytest.mark.parametrize(
     ("target", "name", "value", "words"),
     [
-        (torch.cuda, "is_initialized", lambda: True, "CUDA is in use here already"),
+        (torch.cuda, "is_initialized", lambda: True, "a GPU is in use here already"),
         (dist, "is_initialized", lambda: True, "a process group is running in it"),
     ],
 )
 def test_what_must_not_be_forked(monkeypatch, target, name, value, words):
     monkeypatch.setattr(target, name, value)
     with pytest.raises(ConfigError, match=words):
-        spawning._start_method(lambda: 1, (), None)
-    assert spawning._start_method(module_level, (), None) == "spawn", "another process knows nothing of it"
+        spawning._start_method(lambda: 1, ())
+    assert spawning._start_method(module_level, ()) == "spawn", "another process knows nothing of it"
 
 
 def test_threads_that_work_and_threads_that_wait():
@@ -198,55 +199,52 @@ def test_threads_that_work_and_threads_that_wait():
     working.start()
     try:
         with pytest.raises(ConfigError, match=r"other threads are working in it \(loads-data\)"):
-            spawning._start_method(lambda: 1, (), None)
+            spawning._start_method(lambda: 1, ())
         working._target = type("Kernel", (), {"__module__": "ipykernel.heartbeat"})()
-        assert spawning._start_method(lambda: 1, (), None) == "fork"
+        assert spawning._start_method(lambda: 1, ()) == "fork"
     finally:
         stop.set()
         working.join()
 
 
-def test_start_methods_that_cannot_be():
-    with pytest.raises(ConfigError, match="start_method='forkserver' is neither"):
-        spawning._start_method(module_level, (), "forkserver")
-    with pytest.raises(ConfigError, match="start_method='spawn', but .*lambda.* do not pickle"):
-        spawning._start_method(lambda: 1, (), "spawn")
-
-
 # ----------------------------------------------------------------------------------------- who was first
 
 
-def said(*messages):
-    ranks = spawning._Ranks()
-    ranks.pids = [10, 11]
-    ranks.messages.update(dict(messages))
-    return ranks
+def values(folder, failure, **said):
+    for rank, result in enumerate(said.values()):
+        if result is not ABSENT:
+            Path(folder, str(rank)).write_bytes(pickle.dumps(result))
+    return spawning._values(folder, [10, 11], failure)
 
 
-VALUE = spawning._Message(b"N.")  # None, pickled
-OWN = spawning._Message(None, "ValueError: boom", "Traceback ...")
-SECOND = spawning._Message(None, "RankFailedError: rank 1 failed first", "", second_hand=True)
+ABSENT = object()
+OWN = spawning._Failure(1, 5.0, "ValueError: boom", "Traceback ...", is_second_hand=False)
+LATER = spawning._Failure(0, 6.0, "ValueError: late", "Traceback ...", is_second_hand=False)
+SECOND = spawning._Failure(0, 4.0, "RankFailedError: rank 1 failed first", "Traceback ...", is_second_hand=True)
 
 
 @pytest.mark.parametrize(
-    ("messages", "failure", "words"),
+    ("zero", "one", "failure", "words"),
     [
-        ([(0, SECOND), (1, OWN)], Ending(0, 10, 1), "rank 1 of 2 failed: ValueError: boom\n--- traceback of rank 1"),
-        ([(0, SECOND)], Ending(1, 11, 137), "rank 1 of 2 (process 11) was killed by SIGKILL before"),
-        ([(0, VALUE)], None, "rank 1 of 2 (process 11) ended before"),
-        ([(0, VALUE), (1, OWN)], None, "rank 1 of 2 failed: ValueError: boom"),
-        ([], Ending(1, 11, 3), "rank 1 of 2 (process 11) ended with exit code 3 before"),
+        (SECOND, OWN, Ending(0, 10, 1), "rank 1 of 2 failed: ValueError: boom\n--- traceback of rank 1"),
+        (LATER, OWN, Ending(0, 10, 1), "rank 1 of 2 failed: ValueError: boom"),
+        (SECOND, ABSENT, Ending(1, 11, 137), "rank 1 of 2 (process 11) was killed by SIGKILL before"),
+        (None, ABSENT, None, "rank 1 of 2 (process 11) ended before"),
+        (None, OWN, Ending(1, 11, 1), "rank 1 of 2 failed: ValueError: boom"),
+        (ABSENT, OWN, Ending(0, 10, 143), "rank 1 of 2 failed: ValueError: boom"),
+        (ABSENT, ABSENT, Ending(1, 11, 3), "rank 1 of 2 (process 11) ended with exit code 3 before"),
+        (SECOND, None, Ending(0, 10, 1), "rank 0 of 2 failed: RankFailedError: rank 1 failed first"),
     ],
 )
-def test_the_first_is_blamed(messages, failure, words):
+def test_the_first_is_blamed(tmp_path, zero, one, failure, words):
     with pytest.raises(RankFailedError) as caught:
-        said(*messages).values(failure)
+        values(tmp_path, failure, zero=zero, one=one)
     assert str(caught.value).startswith(words)
 
 
-def test_a_crash_after_the_values(caplog):
+def test_a_crash_after_the_values(tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
-        assert said((0, VALUE), (1, VALUE)).values(Ending(1, 11, 134)) == [None, None]
+        assert values(tmp_path, Ending(1, 11, 134), zero=3, one=None) == [3, None]
     assert "Rank 1 was killed by SIGABRT after it had returned its value." in caplog.text
 
 

@@ -445,7 +445,7 @@ def test_what_cannot_be_forked_is_refused(tmp_path):
     """
     run = call(tmp_path, body, notebook=True).wait()
     assert "other threads are working in it (my-worker)" in run.out, run.err
-    assert "defined in a notebook or an interactive Python" in run.out
+    assert "called in a notebook, an interactive Python or a pipe" in run.out
     assert "%%writefile" in run.out
 
 
@@ -464,7 +464,7 @@ def test_a_notebook_that_has_trained_before_can_fork(tmp_path):
         net = torch.nn.Linear(300, 300)
         net(torch.ones(300, 300)).sum().backward()
         (torch.ones(1000, 1000) @ torch.ones(1000, 1000)).sum()
-        print(sb.spawn(learn, 2, start_method="fork") == [300.0 ** 3] * 2)
+        print(sb.spawn(learn, 2) == [300.0 ** 3] * 2)
     """
     run = call(tmp_path, body, notebook=True).wait()
     assert run.out == "True\n", run.err

@@ -176,6 +176,34 @@ def test_d6_uneven_tasks_without_gtids():
         find_launch({**environ, "SLURM_STEP_TASKS_PER_NODE": "1,2"})
 
 
+@pytest.mark.parametrize(
+    ("text", "first"),
+    [
+        ("node1", "node1"),
+        ("a1.cluster.example.org,10.0.0.7", "a1.cluster.example.org"),
+        ("n[098-101]", "n098"),
+        ("n[3,1-2],x", "n3"),
+        ("rack[1-2]node[08-09]", "rack1node08"),
+        ("n[1-2]-ib,n3", "n1-ib"),
+    ],
+)
+def test_d6_the_first_host_of_a_list(text, first):
+    assert find_launch(task(1, SLURM_STEP_NODELIST=text)).address == first
+
+
+@pytest.mark.parametrize("text", [",a", "n[1-2", "n1]", "n[]", "n[a-b]", "n[1-2[3]]"])
+def test_d6_what_is_no_list_of_hosts_is_refused(text):
+    with pytest.raises(LaunchError, match="Set MASTER_ADDR to the host of task 0") as caught:
+        find_launch(task(1, SLURM_STEP_NODELIST=text))
+    assert repr(text) in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["x", "2(3)", "2(x)", "-1", "1(x99999999)"])
+def test_d6_what_is_no_list_of_counts_is_refused(text):
+    with pytest.raises(LaunchError, match="is no count such as"):
+        find_launch(task(1, SLURM_GTIDS=None, SLURM_STEP_TASKS_PER_NODE=text))
+
+
 def test_d6_on_one_node_the_loopback_is_enough():
     info = find_launch({**SRUN, **ONE_NODE})
     assert (info.address, info.local_world_size, info.node_rank, info.local_rank) == ("127.0.0.1", 4, 0, 3)

@@ -10,6 +10,7 @@ Why processes: ``docs/decisions/0012-parity-by-processes.md``.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import os
 import subprocess
@@ -28,12 +29,9 @@ from ddpkit.errors import ConfigError, ParityError
 from ddpkit.launch.variables import PARITY
 from ddpkit.logger import get_logger
 from ddpkit.parity.causes import diagnose
-from ddpkit.parity.report import ParityReport
-from ddpkit.parity.side import Side, epoch_length, joins, require_samples, share_of
+from ddpkit.parity.side import Side
 from ddpkit.seed import RngState
-from ddpkit.training.stage_batches import counts_of, length_of
 from ddpkit.training.strategy import refuse_shared_parameters
-from ddpkit.types import Stage
 
 logger = get_logger(__name__)
 
@@ -61,10 +59,8 @@ def check_parity(brain: Any, train_set: Any, loader_kwargs: Mapping[str, Any]) -
     """
     call, target = next(_calls), os.environ.get(PARITY)
     if target is None:
-        report = _check(brain, train_set, loader_kwargs, call)
-        if not report.holds:
-            raise ParityError(str(report))
-        logger.announce("%s", report)
+        require_one_process(brain.check_parity, data_parallel=brain.data_parallel_backend)
+        _check(brain, train_set, loader_kwargs, call)
     elif call == int(Path(target).name):
         start = torch.load(Path(target, "start.pt"), map_location="cpu", weights_only=True)
         brain.checkpointer, brain.hang_timeout = None, start["seconds"]
@@ -74,10 +70,10 @@ def check_parity(brain: Any, train_set: Any, loader_kwargs: Mapping[str, Any]) -
 
 
 def require_one_process(world_size: int, *, data_parallel: bool) -> None:
-    """Refuse a check where several processes or several GPUs are at work already.
+    """Refuse a check that cannot start processes, or where several processes or GPUs are at work already.
 
     Raises:
-        ConfigError: several processes, ``nn.DataParallel``, or less than two ranks.
+        ConfigError: several processes, ``nn.DataParallel``, less than two ranks, or no script.
 
     Ranks: local.
     """
@@ -89,11 +85,15 @@ def require_one_process(world_size: int, *, data_parallel: bool) -> None:
         )
     if data_parallel:
         raise ConfigError(
-            f"{given} compares processes with one device each, and data_parallel_backend=True uses several GPUs from "
-            f"one process. Leave it out:\n{command}"
+            f"{given} compares processes with one device each. Leave data_parallel_backend=True out:\n{command}"
         )
     if world_size < 2:  # noqa: PLR2004 -- else there is nothing to compare
         raise ConfigError(f"{given}: compare at least 2 processes, for example check_parity=4.")
+    if not hasattr(sys.modules["__main__"], "__file__"):
+        raise ConfigError(
+            f"{given} starts the running script again as several processes, and this is a notebook, an interactive "
+            "Python, or code from a pipe. Put the code into a file, and start that with --check_parity."
+        )
 
 
 def record(brain: Any, train_set: Any, loader_kwargs: Mapping[str, Any], start: Mapping[str, Any]) -> dict[str, Any]:
@@ -110,29 +110,18 @@ def record(brain: Any, train_set: Any, loader_kwargs: Mapping[str, Any], start: 
 
     Ranks: collective.
     """
-    factor = run_of(brain).loaders.micro_batches(get_world_size())
     strategy: Any = run_of(brain).strategy
     strategy.find_unused_parameters = strategy.find_unused_parameters or start["leaves_out"]
-    loader = _begin(brain, train_set, loader_kwargs, factor)
-    brain.raw_modules.load_state_dict(start["modules"])
-    brain.progress.optimizer_step = start["optimizer_step"]
-    with Side(brain, loader) as side:
-        return _record(side, loader, factor)
-
-
-def _record(side: Side, loader: Any, factor: int) -> dict[str, Any]:
-    length = -(-epoch_length(loader) // factor)
-    found: dict[str, Any] = {"factor": factor, "length": length, "joins": joins(loader), "steps": []}
-    counts = counts_of(loader)
-    for number in sorted({*range(min(STEPS - 1, length)), length - 1}):
-        share = share_of(loader, number, factor)
-        seed = RANDOM_SEED + side.brain.rank
-        grads = side.run(share, factor=factor, counts=counts, seed=seed)
-        step = {"number": number, "batches": share.batches, "counts": share.counts, "first": share.first}
-        step |= {"weighs": counts is not None, "gradients": grads, "sketches": side.sketches}
-        step["still"] = side.run(share, factor=factor, counts=counts, seed=seed, still=True) if side.norms else grads
-        found["steps"].append(step)
-    return found | {"norms": side.norms, "moved": list(side.moved)}
+    steps = []
+    with Side(brain, train_set, loader_kwargs, start) as side:
+        length, seed = -(-side.num_batches // side.factor), RANDOM_SEED + brain.rank
+        for number in sorted({*range(min(STEPS - 1, length)), length - 1}):
+            step = side.step(number)
+            grads = side.run(step, side.factor, side.counts, seed=seed)
+            found = {**dataclasses.asdict(step), "gradients": grads, "sketches": side.sketches}
+            found["still"] = side.run(step, side.factor, side.counts, seed=seed, still=True) if side.norms else grads
+            steps.append({**found, "weighs": side.counts is not None})
+    return {"factor": side.factor, "length": length, "steps": steps, "norms": side.norms, "moved": list(side.moved)}
 
 
 @contextlib.contextmanager
@@ -145,37 +134,29 @@ def one_process(brain: Any, train_set: Any, loader_kwargs: Mapping[str, Any]) ->
     Ranks: local; one process.
     """
     refuse_shared_parameters(brain.modules)
-    factor = run_of(brain).loaders.micro_batches(1)
-    loader = _begin(brain, train_set, loader_kwargs, factor)
-    require_samples(loader)
-    state = {name: value.detach().cpu().clone() for name, value in brain.raw_modules.state_dict().items()}
-    with Side(brain, loader) as side:
+    with _unchanged(brain), Side(brain, train_set, loader_kwargs) as side:
+        state = {name: value.detach().cpu().clone() for name, value in brain.raw_modules.state_dict().items()}
         began = time.monotonic()
-        grads = side.run(share_of(loader, 0, factor), factor=factor, counts=counts_of(loader))
-        seconds = 30.0 + 60.0 * (time.monotonic() - began)
-        leaves_out = any(one is None for step in grads for one in step.values())
-        start = {"modules": state, "optimizer_step": side.done, "seconds": seconds, "leaves_out": leaves_out}
-        yield side, start
+        grads = side.run(side.step(0), side.factor, side.counts)
+        yield (
+            side,
+            {
+                "modules": state,
+                "optimizer_step": side.done,
+                "seconds": 30.0 + 60.0 * (time.monotonic() - began),
+                "leaves_out": any(one is None for step in grads for one in step.values()),
+            },
+        )
 
 
-def _begin(brain: Any, train_set: Any, loader_kwargs: Mapping[str, Any], factor: int) -> Any:
-    """Do what ``fit`` does before it trains."""
-    brain.grad_accumulation_factor = factor
-    loader = brain._loader(train_set, Stage.TRAIN, loader_kwargs)
-    brain._take_length(length_of(loader), factor)
-    brain.on_fit_start()
-    return loader
-
-
-def _check(brain: Any, train_set: Any, loader_kwargs: Mapping[str, Any], call: int) -> ParityReport:
+def _check(brain: Any, train_set: Any, loader_kwargs: Mapping[str, Any], call: int) -> None:
     world_size = brain.check_parity
-    require_one_process(world_size, data_parallel=brain.data_parallel_backend)
-    _require_script()
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(_unchanged(brain))
-        stack.enter_context(run_of(brain).stages.session(getattr(brain.hparams, "output_folder", "results")))
-        side, start = stack.enter_context(one_process(brain, train_set, loader_kwargs))
-        target = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ddpkit-parity-")), str(call))
+    with (
+        run_of(brain).stages.session(getattr(brain.hparams, "output_folder", "results")),
+        one_process(brain, train_set, loader_kwargs) as (side, start),
+        tempfile.TemporaryDirectory(prefix="ddpkit-parity-") as folder,
+    ):
+        target = Path(folder, str(call))
         target.mkdir()
         torch.save(start, target / "start.pt")
         _run_ranks(world_size, target)
@@ -185,15 +166,10 @@ def _check(brain: Any, train_set: Any, loader_kwargs: Mapping[str, Any], call: i
                 f"parity does not hold: call {call} of fit, which one process has reached, was not reached by "
                 f"{world_size}: the script takes another way under a launcher."
             )
-        return diagnose(side, [torch.load(path, map_location="cpu", weights_only=True) for path in paths])
-
-
-def _require_script() -> None:
-    if not hasattr(sys.modules["__main__"], "__file__"):
-        raise ConfigError(
-            "check_parity starts the running script again as several processes, and there is none: this is a notebook, "
-            "an interactive Python, or code from a pipe. Put the code into a file, and start that with --check_parity."
-        )
+        report = diagnose(side, [torch.load(path, map_location="cpu", weights_only=True) for path in paths])
+    if not report.holds:
+        raise ParityError(str(report))
+    logger.announce("%s", report)
 
 
 def _run_ranks(world_size: int, target: Path) -> None:
@@ -201,25 +177,24 @@ def _run_ranks(world_size: int, target: Path) -> None:
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world_size}", "--no-python"]
     command = [sys.executable, *launcher, sys.executable, *sys.orig_argv[1:]]
     logger.info("check_parity: starting %d processes of this script.", world_size)
-    with (target / "output.txt").open("w+b") as output:
+    output = target / "output.txt"
+    with output.open("wb") as file:
         environment = {**os.environ, PARITY: str(target)}
         ended = subprocess.run(
-            command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output, check=False
+            command, env=environment, stdin=subprocess.DEVNULL, stdout=file, stderr=file, check=False
         )
-        if ended.returncode:
-            output.seek(0)
-            lines = output.read().decode(errors="replace").splitlines()
-            raise ParityError(
-                f"parity does not hold: {world_size} processes fail where one has made a step. Their last words:\n"
-                + "\n".join(lines[-SHOWN_LINES:])
-            )
+    if ended.returncode:
+        lines = output.read_text(errors="replace").splitlines()
+        raise ParityError(
+            f"parity does not hold: {world_size} processes fail where one has made a step. Their last words:\n"
+            + "\n".join(lines[-SHOWN_LINES:])
+        )
 
 
 @contextlib.contextmanager
 def _unchanged(brain: Any) -> Iterator[None]:
     """Put everything back that a check may move."""
-    names = ("scaler", "training_ctx", "grad_accumulation_factor")
-    values = {name: getattr(brain, name) for name in names}
+    values = {name: getattr(brain, name) for name in ("scaler", "training_ctx", "grad_accumulation_factor")}
     random_states, progress = RngState.capture(), brain.progress.optimizer_step
     modes = [(module, module.training) for module in brain.modules.modules()]
     flags = [(one, one.requires_grad, one.grad) for one in brain.modules.parameters()]

@@ -13,41 +13,29 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.overrides import TorchFunctionMode
 
 
-def noisy_layers(modules: nn.Module) -> list[str]:
-    """Name the layers that draw random numbers in training, as far as they are torch's own.
-
-    Args:
-        modules: in the mode in which they would run.
-
-    Returns:
-        Such as ``["net.2 (Dropout, 0.1)"]``.
+def dropout_rates(modules: nn.Module) -> list[tuple[str, nn.Module, str]]:
+    """Return name, layer and the attribute that holds the rate, of torch's layers that drop something out.
 
     Ranks: local.
 
     Example:
-        >>> noisy_layers(nn.Sequential(nn.Linear(1, 1), nn.Dropout(0.1)))
-        ['1 (Dropout, 0.1)']
+        >>> [(name, rate) for name, _, rate in dropout_rates(nn.Sequential(nn.Linear(1, 1), nn.Dropout(0.1)))]
+        [('1', 'p')]
     """
-    found = []
+    found: list[tuple[str, nn.Module, str]] = []
     for name, layer in modules.named_modules():
-        rate = _rate_of(layer)
-        if layer.training and rate is not None and getattr(layer, rate):
-            found.append(f"{name} ({type(layer).__name__}, {getattr(layer, rate):g})")
-        elif layer.training and isinstance(layer, nn.RReLU):
-            found.append(f"{name} (RReLU)")
+        rate = "dropout" if isinstance(layer, (nn.MultiheadAttention, nn.RNNBase)) else "p"
+        if isinstance(layer, (_DropoutNd, nn.MultiheadAttention, nn.RNNBase)) and getattr(layer, rate):
+            found.append((name, layer, rate))
     return found
 
 
-def _rate_of(layer: nn.Module) -> str | None:
-    """Return the attribute that holds the dropout rate of a layer, or None."""
-    if isinstance(layer, _DropoutNd):
-        return "p"
-    return "dropout" if isinstance(layer, (nn.MultiheadAttention, nn.RNNBase)) else None
-
-
 @contextlib.contextmanager
-def layers_without_noise(modules: nn.Module) -> Iterator[None]:
-    """Set the rates of all dropout layers to 0 for a while.
+def without_noise(modules: nn.Module) -> Iterator[None]:
+    """Let dropout do nothing, and torch's random functions return fixed values, in this thread.
+
+    Uniform numbers are 0.5, normal ones 0, exponential ones 1, whole ones the lowest, coins fall on the likelier side,
+    permutations change nothing. What draws from elsewhere (numpy, Python, a custom kernel) stays random.
 
     Args:
         modules: changed in place, and changed back.
@@ -55,42 +43,25 @@ def layers_without_noise(modules: nn.Module) -> Iterator[None]:
     Ranks: local.
 
     Example:
-        >>> dropout = nn.Dropout(0.5)
-        >>> with layers_without_noise(dropout):
-        ...     dropout(torch.ones(2))
-        tensor([1., 1.])
-    """
-    before: list[tuple[nn.Module, str, Any]] = []
-    for layer in modules.modules():
-        name = _rate_of(layer)
-        if name is not None:
-            before.append((layer, name, getattr(layer, name)))
-            setattr(layer, name, 0.0)
-    try:
-        yield
-    finally:
-        for layer, name, rate in before:
-            setattr(layer, name, rate)
-
-
-class FunctionsWithoutNoise(TorchFunctionMode):
-    """While it is entered, torch's random functions return a fixed value in this thread, and dropout does nothing.
-
-    Uniform numbers are 0.5, normal ones 0, exponential ones 1, whole ones the lowest, coins fall on the likelier side,
-    permutations change nothing. What draws from elsewhere (numpy, Python, a custom kernel) stays random.
-
-    Ranks: local.
-
-    Example:
-        >>> with FunctionsWithoutNoise():
+        >>> with without_noise(nn.Identity()):
         ...     torch.randn(2), F.dropout(torch.ones(2)), torch.randperm(3)
         (tensor([0., 0.]), tensor([1., 1.]), tensor([0, 1, 2]))
     """
+    before = [(layer, rate, getattr(layer, rate)) for _, layer, rate in dropout_rates(modules)]
+    for layer, rate, _ in before:
+        setattr(layer, rate, 0.0)
+    try:
+        with _FixedNumbers():
+            yield
+    finally:
+        for layer, rate, value in before:
+            setattr(layer, rate, value)
 
+
+class _FixedNumbers(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Call a torch function, or what stands in for it."""
         stand_in = _STAND_INS.get(func)
         if stand_in is None:
             return func(*args, **(kwargs or {}))

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,8 +18,7 @@ Gradients = dict[str, Tensor | None]
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 #: A gradient that is zero but for rounding (of a bias before BatchNorm) is measured by this.
 FLOOR = 1e-2
-#: The least tolerance on a GPU that multiplies float32 numbers in a shorter format (TF32).
-ROUGH = 1e-2
+SHOWN_ROWS = 10
 
 
 @dataclass(frozen=True)
@@ -43,103 +41,76 @@ class ParityRow:
 
 
 @dataclass(frozen=True)
-class ParityCause:
-    """Why gradients differ, or may differ; ``spoils``: parity cannot be said to hold while it is there.
-
-    Ranks: local.
-    """
-
-    kind: str
-    words: str
-    spoils: bool = True
-
-
-@dataclass(frozen=True)
 class ParityReport:
     """The result of a parity check. ``str()`` gives the verdict, the causes and the parameters that differ most.
+
+    Attributes:
+        world_size: processes that were compared with one.
+        rows: the worst of each parameter, the largest differences first.
+        causes: why gradients differ, or would: words by kind.
+        notes: what does not spoil parity.
+        compared: which optimizer steps.
 
     Ranks: local.
     """
 
     world_size: int
-    rows: tuple[ParityRow, ...]
-    causes: tuple[ParityCause, ...]
-    steps: tuple[int, ...]
-    num_steps: int
-    samples: int
-    notes: tuple[str, ...] = ()
+    rows: Sequence[ParityRow]
+    causes: Mapping[str, str]
+    notes: Sequence[str]
+    compared: str
 
     @property
     def holds(self) -> bool:
-        """Whether all gradients are equal up to rounding, and no cause spoils that."""
-        return all(row.is_equal for row in self.rows) and not self._spoiling
-
-    @property
-    def kinds(self) -> tuple[str, ...]:
-        """The kinds of the causes."""
-        return tuple(cause.kind for cause in self.causes)
-
-    @property
-    def _spoiling(self) -> set[str]:
-        return {cause.kind for cause in self.causes if cause.spoils}
+        """Whether all gradients are equal up to rounding, and nothing spoils that."""
+        return not self.causes and all_equal(self.rows)
 
     def __str__(self) -> str:
         """Say the verdict, the causes, and the parameters that differ most."""
         tolerances = " or ".join(f"{one:g}" for one in sorted({row.tolerance for row in self.rows}))
-        steps = f"optimizer step{'' if len(self.steps) == 1 else 's'} {', '.join(map(str, self.steps))}"
-        return "\n".join(
-            [
-                self._verdict(),
-                *(f"- {cause.words}" for cause in self.causes),
-                *(f"- {note}" for note in self.notes),
-                *self._table(10),
-                (
-                    f"Compared: {steps} of {self.num_steps} in an epoch, {self.samples} samples in the first. Equal is "
-                    f"{tolerances} of the parameter's largest gradient (of {FLOOR:g} of the largest of all where that "
-                    "is more)."
-                ),
-            ]
+        compared = (
+            f"Compared: {self.compared}. Equal is {tolerances} of the parameter's largest gradient "
+            f"(of {FLOOR:g} of the largest of all where that is more)."
         )
+        words = [f"- {one}" for one in (*self.causes.values(), *self.notes)]
+        return "\n".join([self._verdict(), *words, *self._table(), compared])
 
     def _verdict(self) -> str:
         sides = f"{self.world_size} processes and one with the joined batch"
         if self.holds:
             return f"Parity holds: {sides} have the same gradients."
-        if self._spoiling == {"randomness"}:
+        if set(self.causes) == {"randomness"}:
             return f"Parity is not proven for {sides}."
-        if not all(row.is_equal for row in self.rows):
+        if not all_equal(self.rows):
             return f"Parity does not hold: {sides} have different gradients."
-        if self._spoiling == {"accumulation"}:
-            return f"Parity holds for {sides}, but an optimizer step is not that of its samples."
-        return f"Parity does not hold: {sides} have the same gradients now, but would not keep them."
+        return f"Parity does not hold: {sides} have the same gradients now, but the training is not right."
 
-    def _table(self, limit: int) -> list[str]:
-        cells = [("parameter", "largest difference", "relative", "in step", "verdict")] + [
-            (row.parameter, f"{row.difference:.1e}", f"{row.relative:.1e}", str(row.step), _VERDICTS[row.is_equal])
-            for row in self.rows[:limit]
-        ]
+    def _table(self) -> list[str]:
+        cells = [("parameter", "largest difference", "relative", "in step", "verdict")]
+        for row in self.rows[:SHOWN_ROWS]:
+            verdict = "equal" if row.is_equal else "differs"
+            cells.append((row.parameter, f"{row.difference:.1e}", f"{row.relative:.1e}", str(row.step), verdict))
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         lines = [
             f"  {line[0]:<{widths[0]}}  " + "  ".join(f"{line[k]:>{widths[k]}}" for k in (1, 2, 3)) + f"  {line[4]}"
             for line in cells
         ]
-        more = self.rows[limit:]
+        more = self.rows[SHOWN_ROWS:]
         if more:
             differ = sum(not row.is_equal for row in more)
             lines.append(f"  and {differ} more differ, {len(more) - differ} more are equal")
         return lines
 
 
-_VERDICTS = {True: "equal", False: "differs"}
-
-
-def compare(found: Sequence[Gradients], expected: Sequence[Gradients], least: float, number: int) -> list[ParityRow]:
-    """Compare the gradients of several processes with those of one, in the optimizer steps of one window.
+def compare(
+    found: Sequence[Gradients], expected: Sequence[Gradients], tolerances: Mapping[torch.dtype, float], number: int
+) -> list[ParityRow]:
+    """Compare the gradients of several processes with those of one, in one window.
 
     Args:
         found: of several processes; one entry for each call of an optimizer.
         expected: of one process.
-        least: the smallest tolerance that makes sense for what the model computes in.
+        tolerances: by dtype.
         number: of the optimizer step, for the rows.
 
     Ranks: local.
@@ -147,16 +118,23 @@ def compare(found: Sequence[Gradients], expected: Sequence[Gradients], least: fl
     rows = []
     nothing: Gradients = {}  # a step that only one side makes differs in everything
     for ours, theirs in itertools.zip_longest(found, expected, fillvalue=nothing):
-        largest = max((size_of(one) for one in theirs.values() if one is not None), default=0.0)
-        rows += [
-            _row(name, ours.get(name), theirs.get(name), largest, least, number)
-            for name in {**theirs, **ours}
-            if not (ours.get(name) is None and theirs.get(name) is None)
-        ]
+        floor = FLOOR * max((_largest(one) for one in theirs.values() if one is not None), default=0.0)
+        for name in {**theirs, **ours}:
+            one, other = ours.get(name), theirs.get(name)
+            present = [gradient for gradient in (one, other) if gradient is not None]
+            if not present:
+                continue
+            tolerance = max(tolerances.get(gradient.dtype, TOLERANCES[torch.float32]) for gradient in present)
+            difference, relative = _largest(present[0]), math.inf
+            if one is not None and other is not None:
+                difference, size = _largest(one.double() - other.double()), max(_largest(other), floor)
+                if size or not difference:
+                    relative = difference / (size or 1.0)
+            rows.append(ParityRow(name, difference, relative if relative >= 0 else math.inf, tolerance, number))
     return rows
 
 
-def worst(rows: Sequence[ParityRow]) -> tuple[ParityRow, ...]:
+def worst(rows: Sequence[ParityRow]) -> list[ParityRow]:
     """Return the row that differs most of each parameter, the largest differences first.
 
     Ranks: local.
@@ -164,23 +142,16 @@ def worst(rows: Sequence[ParityRow]) -> tuple[ParityRow, ...]:
     found: dict[str, ParityRow] = {}
     for row in sorted(rows, key=lambda row: (row.is_equal, -row.relative)):
         found.setdefault(row.parameter, row)
-    return tuple(found.values())
+    return list(found.values())
 
 
-def _row(name: str, found: Any, expected: Any, largest: float, least: float, number: int) -> ParityRow:
-    present = [one for one in (found, expected) if one is not None]
-    tolerance = max(least, *(TOLERANCES.get(one.dtype, TOLERANCES[torch.float32]) for one in present))
-    if len(present) == 1:
-        return ParityRow(name, size_of(present[0]), math.inf, tolerance, number)
-    difference = size_of(found.double() - expected.double())
-    size = max(size_of(expected), FLOOR * largest)
-    relative = difference / size if size else (math.inf if difference else 0.0)
-    return ParityRow(name, difference, relative if math.isfinite(relative) else math.inf, tolerance, number)
-
-
-def size_of(tensor: Tensor) -> float:
-    """Return the largest absolute value; 0 of nothing.
+def all_equal(rows: Sequence[ParityRow]) -> bool:
+    """Say whether all gradients are equal up to rounding.
 
     Ranks: local.
     """
+    return all(row.is_equal for row in rows)
+
+
+def _largest(tensor: Tensor) -> float:
     return float(tensor.abs().max()) if tensor.numel() else 0.0

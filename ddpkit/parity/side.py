@@ -24,11 +24,12 @@ from ddpkit.dataloader import LoopedLoader, SaveableDataLoader, plan_of
 from ddpkit.distributed import get_world_size
 from ddpkit.errors import ConfigError
 from ddpkit.metrics import nothing_counts
-from ddpkit.parity.noise import FunctionsWithoutNoise, layers_without_noise
+from ddpkit.parity.noise import without_noise
 from ddpkit.parity.report import Gradients
 from ddpkit.sampler import DealtBatchSampler, PlannedBatchSampler
 from ddpkit.syncbn import SyncBatchNorm, left_out
 from ddpkit.training.feed import Counts, Feed
+from ddpkit.training.stage_batches import counts_of, length_of
 from ddpkit.types import Stage
 
 if TYPE_CHECKING:
@@ -36,18 +37,23 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Share:
-    """The samples of one optimizer step: indices of each micro-batch, how many count, and what of the epoch is before.
+class Step:
+    """The samples of one optimizer step, and their counts for one process. Several processes ask their plan.
+
+    Attributes:
+        number: from 0.
+        first: micro-batches of the epoch that come before.
+        batches: indices into the dataset, of each micro-batch.
+        counts: what each micro-batch counts.
 
     Ranks: local.
     """
 
+    number: int
+    first: int
     batches: list[list[Any]]
     counts: list[int]
-    first: int  # micro-batches before
-    done: int  # optimizer steps before
 
-    # As one process weighs them; several ask their plan.
     def count(self, batch: int) -> int:
         """Return the number of samples of a batch."""
         return self.counts[batch - self.first]
@@ -65,11 +71,20 @@ class Side:
     """Works on single optimizer steps of a Brain; every one starts from the same weights.
 
     Args:
-        brain: after ``on_fit_start``. It is good for nothing else inside of this context.
-        loader: of its training set, which gives the samples.
+        brain: it is good for nothing else inside of this context.
+        train_set: as for ``fit``.
+        loader_kwargs: likewise; not changed.
+        start: with the weights and the optimizer step to begin from, as :func:`ddpkit.parity.check.one_process` gives
+            it; None where these are the Brain's own.
 
     Attributes:
-        optimizers: all of the Brain's, by name.
+        loader: of the training set.
+        plan: says which samples are in its batches.
+        num_batches: of an epoch, as far as their samples are those of one pass over the data.
+        counts: knows how many samples they have; None where each counts the same.
+        joins: whether the batches of several processes can be joined into one: not where others make the batches.
+        factor: micro-batches of a full optimizer step.
+        optimizers: all of the Brain's.
         done: optimizer steps that were made before.
         outside: names of the optimized parameters that are in no entry of ``modules``.
         has_counts: whether ``compute_objectives`` returned ``(loss_sum, count)``.
@@ -77,20 +92,36 @@ class Side:
         norms: names of the BatchNorm layers that were used: whether their statistics are those of all processes.
         sketches: of the batches of the last step.
 
+    Raises:
+        ConfigError: nobody can say which samples are in a batch.
+
     Ranks: local.
     """
 
-    def __init__(self, brain: Any, loader: Any) -> None:
-        self.brain, self.loader = brain, _inner(loader)
+    def __init__(
+        self, brain: Any, train_set: Any, loader_kwargs: Mapping[str, Any], start: Mapping[str, Any] | None = None
+    ) -> None:
+        self.brain, self.factor = brain, run_of(brain).loaders.micro_batches(get_world_size())
+        brain.grad_accumulation_factor = self.factor
+        loader = brain._loader(train_set, Stage.TRAIN, loader_kwargs)
+        self.loader: Any = loader.loader if isinstance(loader, LoopedLoader) else loader
+        plan: Any = plan_of(self.loader)
+        _require_samples(self.loader, plan)
+        self.plan, self.counts, self.num_batches = plan, counts_of(loader), min(len(plan), len(loader))
+        self.joins = isinstance(self.plan, PlannedBatchSampler) and self.loader.batch_sampler is not None
+        brain._take_length(length_of(loader), self.factor)
+        brain.on_fit_start()
+        if start is not None:
+            brain.raw_modules.load_state_dict(start["modules"])
+            brain.progress.optimizer_step = start["optimizer_step"]
+        brain.scaler = torch.amp.GradScaler(enabled=False)
         self.has_counts = False
         self.moved: dict[str, None] = {}
         self.norms: dict[str, bool] = {}
         self.sketches: list[Sketch] = []
         self._kept: list[Gradients] = []
-        brain.scaler = torch.amp.GradScaler(enabled=False)
-        single = getattr(brain, "optimizer", None)
-        self.optimizers: dict[str, Any] = brain.optimizers_dict or ({} if single is None else {"optimizer": single})
-        self.names, self.outside = self._names()
+        self.optimizers = list(run_of(brain).step.named_optimizers().values())
+        self._names, self.outside = self._name_parameters()
         brain.on_stage_start(Stage.TRAIN, 1)
         brain.modules.train()
         tensors = {**dict(brain.raw_modules.named_parameters()), **dict(brain.raw_modules.named_buffers())}
@@ -101,7 +132,7 @@ class Side:
     def __enter__(self) -> Self:
         """Keep gradients where the optimizers would step."""
         stand_ins = {(self.brain, "optimizers_step"): self._step, (self.brain, "on_fit_batch_end"): _nothing}
-        for one in self.optimizers.values():
+        for one in self.optimizers:
             stand_ins[one, "step"] = functools.partial(self._keep, [one], 1.0)
         for (owner, name), stand_in in stand_ins.items():
             before = vars(owner).get(name)
@@ -114,13 +145,36 @@ class Side:
         """Give the Brain and its optimizers their own methods back."""
         self._stand_ins.close()
 
+    def step(self, number: int) -> Step:
+        """Return this process's samples of an optimizer step of the epoch.
+
+        Args:
+            number: of the step, from 0.
+        """
+        first = number * self.factor
+        found = Step(number, first, [], [])
+        for place in range(first, min(first + self.factor, self.num_batches)):
+            self.plan.skip = place
+            indices = next(iter(self.plan))
+            found.batches.append([index.item() if isinstance(index, np.generic) else index for index in indices])
+            found.counts.append(self.plan.count(place))
+        return found
+
+    def load(self, batches: list[list[Any]]) -> Iterable[Any]:
+        """Load batches of some samples, in this process, with the same random augmentation each time."""
+        collate = self.loader.collate_fn
+        if self.loader.batch_sampler is None:
+            whole = [index for batch in batches for index in batch]
+            return SaveableDataLoader(self.loader.dataset, batch_size=None, sampler=whole, collate_fn=collate)
+        return SaveableDataLoader(self.loader.dataset, batch_sampler=batches, collate_fn=collate)
+
     def run(
-        self, share: Share, *, factor: int, counts: Counts | None, seed: int = 0, calm: bool = True, still: bool = False
+        self, step: Step, factor: int, counts: Counts | None, *, seed: int = 0, calm: bool = True, still: bool = False
     ) -> list[Gradients]:
         """Return the gradients of one optimizer step, as the optimizers would use them but for clipping.
 
         Args:
-            share: the samples.
+            step: the samples.
             factor: micro-batches of a full optimizer step.
             counts: knows the number of samples of each; None: each counts the same.
             seed: of the random numbers.
@@ -135,57 +189,47 @@ class Side:
 
         Ranks: collective.
         """
-        brain, self._kept, self.sketches = self.brain, [], []
-        progress, brain.grad_accumulation_factor = brain.progress, factor
+        brain, progress, self._kept, self.sketches = self.brain, self.brain.progress, [], []
+        brain.grad_accumulation_factor = factor
         progress.restart()
-        progress.epoch, progress.step, progress.optimizer_step = 1, share.first, self.done + share.done
+        progress.epoch, progress.step, progress.optimizer_step = 1, step.first, self.done + step.number
         random.seed(seed)
         np.random.seed(seed)  # noqa: NPY002 -- the stream that recipes draw from
         torch.manual_seed(seed)
         feed = Feed(
-            loader=batches_of(self.loader, share.batches),
-            length=share.first + len(share.batches),
+            loader=self.load(step.batches),
+            length=step.first + len(step.batches),
             counts=counts,
             factor=factor,
             world_size=get_world_size(),
-            start=share.first,
+            start=step.first,
             weighting=brain.run_opts.loss_weighting,
         )
-        with self._unchanged(), self._quiet(calm=calm, still=still):
+        with self._unchanged(), self._prepared(calm=calm, still=still):
             for batch in feed.batches(progress.window):
                 self.sketches.append(sketch(batch))
                 progress.step += 1
-                with contextlib.nullcontext() if progress.window.count else _repeated():
+                with contextlib.nullcontext() if progress.window.count else _counting_nothing():
                     brain.fit_batch(batch)
             if run_of(brain).step.prepare_flush(brain):
                 brain.optimizers_step()
             progress.window.stepped()
         if not self._kept:
             raise ConfigError(
-                f"{type(brain).__name__}.fit_batch made no optimizer step in a window of {len(share.batches)} "
-                "micro-batch(es), so there is no gradient to compare. Call self.optimizers_step() in it where "
-                "self.should_step is true."
+                f"{type(brain).__name__}.fit_batch made no optimizer step in a window of {len(step.batches)} "
+                "micro-batch(es). Call self.optimizers_step() in it where self.should_step is true."
             )
         return self._kept
 
-    def rows_of(self, batch: list[Any]) -> list[torch.Tensor]:
-        """Return what ``compute_forward`` gives for a batch: the tensors that have one row per sample."""
-        quiet = self._quiet(calm=True, still=True)
-        with self._unchanged(), quiet, torch.no_grad(), self.brain.training_ctx:
-            [loaded] = batches_of(self.loader, [batch])
-            return list(_rows(self.brain.compute_forward(loaded, Stage.TRAIN), len(batch)))
-
     @contextlib.contextmanager
-    def _quiet(self, *, calm: bool, still: bool) -> Iterator[None]:
+    def _prepared(self, *, calm: bool, still: bool) -> Iterator[None]:
         """Switch noise off, keep BatchNorm still, and note which of its layers are used."""
-        layers = {
-            name: layer for name, layer in self.brain.raw_modules.named_modules() if isinstance(layer, _BatchNorm)
-        }
+        brain = self.brain
+        layers = {name: one for name, one in brain.raw_modules.named_modules() if isinstance(one, _BatchNorm)}
         modes = {layer: layer.training for layer in layers.values()}
         with contextlib.ExitStack() as stack:
             if calm:
-                stack.enter_context(layers_without_noise(self.brain.modules))
-                stack.enter_context(FunctionsWithoutNoise())
+                stack.enter_context(without_noise(brain.modules))
             for name, layer in layers.items():
                 layer.training = layer.training and not still
                 note = functools.partial(self._note_norm, name)
@@ -201,38 +245,31 @@ class Side:
         if layer.training:
             self.norms[f"{name} ({type(layer).__name__})"] = isinstance(layer, (SyncBatchNorm, nn.SyncBatchNorm))
 
-    def _names(self) -> tuple[dict[int, str], list[str]]:
-        names: dict[int, str] = {}
-        for name, parameter in self.brain.raw_modules.named_parameters():
-            names.setdefault(id(parameter), name)
+    def _name_parameters(self) -> tuple[dict[int, str], list[str]]:
+        names = {id(parameter): name for name, parameter in self.brain.raw_modules.named_parameters()}
         outside = []
-        for name, optimizer in self.optimizers.items():
-            for group in optimizer.param_groups:
-                for number, parameter in enumerate(group["params"]):
-                    if id(parameter) not in names:
-                        names[id(parameter)] = f"parameter {number} of optimizer {name!r}"
-                        outside.append(names[id(parameter)])
+        for name, optimizer in run_of(self.brain).step.named_optimizers().items():
+            for number, parameter in enumerate(_parameters([optimizer])):
+                if id(parameter) not in names:
+                    names[id(parameter)] = f"parameter {number} of optimizer {name!r}"
+                    outside.append(names[id(parameter)])
         return names, outside
 
     def _step(self) -> None:
         """Do what ``optimizers_step`` does, but for the step itself and what follows it."""
-        brain = self.brain
+        step, brain = run_of(self.brain).step, self.brain
         self.has_counts = self.has_counts or brain.progress.window.counted is not None
-        step = run_of(brain).step
         multiplier, optimizers = step.take_multiplier(), step.participants(brain)
         step.strategy.finish_gradients()
         self._keep(optimizers, multiplier)
         optim.zero_gradients(optimizers, set_to_none=True)
-        if brain.progress.window.closes:
-            brain.progress.closed = brain.progress.step
         brain.progress.optimizer_step += 1
 
     def _keep(self, optimizers: Sequence[Any], multiplier: Any, *_: Any, **__: Any) -> None:
-        parameters = [one for optimizer in optimizers for group in optimizer.param_groups for one in group["params"]]
         self._kept.append(
             {
-                self.names[id(one)]: None if one.grad is None else (one.grad.detach() * multiplier).cpu()
-                for one in parameters
+                self._names[id(one)]: None if one.grad is None else (one.grad.detach() * multiplier).cpu()
+                for one in _parameters(optimizers)
                 if one.requires_grad
             }
         )
@@ -243,103 +280,32 @@ class Side:
         try:
             yield
         finally:
-            optim.zero_gradients(list(self.optimizers.values()), set_to_none=True)
+            optim.zero_gradients(self.optimizers, set_to_none=True)
             for name, (tensor, value) in self._values.items():
                 if not torch.equal(tensor, value):
-                    if not isinstance(tensor, nn.Parameter) and not self._is_of_norm(name):
+                    owner = self.brain.raw_modules.get_submodule(name.rpartition(".")[0])
+                    if not isinstance(tensor, nn.Parameter) and not isinstance(owner, _BatchNorm):
                         self.moved[name] = None
                     tensor.detach().copy_(value)
 
-    def _is_of_norm(self, name: str) -> bool:
-        return isinstance(self.brain.raw_modules.get_submodule(name.rpartition(".")[0]), _BatchNorm)
+
+def _parameters(optimizers: Sequence[Any]) -> list[nn.Parameter]:
+    return [one for optimizer in optimizers for group in optimizer.param_groups for one in group["params"]]
 
 
-def share_of(loader: Any, number: int, factor: int) -> Share:
-    """Return this process's samples of an optimizer step of the epoch.
-
-    Args:
-        loader: of this process.
-        number: of the step, from 0.
-        factor: micro-batches per step.
-
-    Ranks: local.
-    """
-    plan: Any = plan_of(_inner(loader))
-    first = number * factor
-    batches, counts = [], []
-    for place in range(first, min(first + factor, epoch_length(loader))):
-        plan.skip = place
-        indices = next(iter(plan))
-        batches.append([index.item() if isinstance(index, np.generic) else index for index in indices])
-        counts.append(plan.count(place))
-    return Share(batches, counts, first, number)
-
-
-def epoch_length(loader: Any) -> int:
-    """Return the batches of an epoch whose samples are those of one pass over the data.
-
-    Ranks: local.
-    """
-    plan: Any = plan_of(_inner(loader))
-    return min(len(plan), len(loader))
-
-
-def joins(loader: Any) -> bool:
-    """Say whether the batches of several processes can be joined into one: not where others make the batches.
-
-    Ranks: local.
-    """
-    inner = _inner(loader)
-    return isinstance(plan_of(inner), PlannedBatchSampler) and inner.batch_sampler is not None
-
-
-def require_samples(loader: Any) -> None:
-    """Make sure that it is known which samples are in a batch.
-
-    Raises:
-        ConfigError: otherwise.
-
-    Ranks: local.
-    """
-    inner = _inner(loader)
-    if not isinstance(plan_of(inner), (PlannedBatchSampler, DealtBatchSampler)):
+def _require_samples(loader: Any, plan: Any) -> None:
+    if not isinstance(plan, (PlannedBatchSampler, DealtBatchSampler)):
         raise ConfigError(
-            f"check_parity cannot join the batches of this training set, a {type(inner).__name__} of "
-            f"{type(getattr(inner, 'dataset', inner)).__name__}: nobody can say which samples make up the joined batch "
-            "of a stream, of a loader that only yields batches, or of one that was divided before. Check parity with "
-            "a map-style dataset (a list of a few of the samples will do), and let ddpkit divide it."
+            f"check_parity cannot join the batches of this training set, a {type(loader).__name__} of "
+            f"{type(getattr(loader, 'dataset', loader)).__name__}: nobody can say which samples are in them. Check "
+            "parity with a map-style dataset (a list of a few of the samples will do), and let ddpkit divide it."
         )
 
 
-def batches_of(loader: Any, batches: list[list[Any]]) -> Iterable[Any]:
-    """Load batches of some samples, in this process, with the same random augmentation each time.
-
-    Ranks: local.
-    """
-    if loader.batch_sampler is None:
-        whole = [index for batch in batches for index in batch]
-        return SaveableDataLoader(loader.dataset, batch_size=None, sampler=whole, collate_fn=loader.collate_fn)
-    return SaveableDataLoader(loader.dataset, batch_sampler=batches, collate_fn=loader.collate_fn)
-
-
-def _inner(loader: Any) -> Any:
-    return loader.loader if isinstance(loader, LoopedLoader) else loader
-
-
 @contextlib.contextmanager
-def _repeated() -> Iterator[None]:
-    """Work on a batch that counts nothing."""
+def _counting_nothing() -> Iterator[None]:
     with nothing_counts(), left_out():
         yield
-
-
-def _rows(value: Any, size: int) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        if value.dim() and len(value) == size and value.is_floating_point():
-            yield value.detach().double().cpu()
-    elif isinstance(value, (Mapping, tuple, list)):
-        for one in value.values() if isinstance(value, Mapping) else value:
-            yield from _rows(one, size)
 
 
 def _nothing(*_: Any, **__: Any) -> None:

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from ddpkit.config.command_line import CommandLine, read_command_line
-from ddpkit.config.options import IN_RUN_OPTS, IN_YAML, OPTION_BY_NAME, OPTIONS, PARSER_ONLY, Option, OptionTypes
+from ddpkit.config.options import IN_RUN_OPTS, IN_YAML, OPTION_BY_NAME, OPTIONS, RUN_OPTIONS, OptionTypes
 from ddpkit.control.failure import usage_errors, watch_uncaught
-from ddpkit.device import count_devices, default_backend, resolve_device
-from ddpkit.errors import ConfigError, LaunchError, MissingFileError
+from ddpkit.device import default_backend, resolve_device
+from ddpkit.errors import ConfigError, MissingFileError
 from ddpkit.launch.launchers import find_launch
 from ddpkit.launch.spawning import run_script
 from ddpkit.launch.variables import PARITY, LaunchInfo
@@ -31,7 +31,6 @@ T = TypeVar("T")
 
 _OWN_ATTRIBUTES = frozenset({"_values", "overridden_args"})
 _FOUND_OUT = ("device", "distributed_backend")  # None means: find it out, and so counts as not given
-_STORED = {name: option for name, option in OPTION_BY_NAME.items() if name not in PARSER_ONLY}
 
 
 class RunOptions(OptionTypes, MutableMapping[str, Any]):
@@ -68,28 +67,25 @@ class RunOptions(OptionTypes, MutableMapping[str, Any]):
     overridden_args: set[str]
 
     def __init__(self, **options: Any) -> None:
-        self._values = {name: copy.copy(option.default) for name, option in _STORED.items()}
+        self._values = {name: copy.copy(option.default) for name, option in RUN_OPTIONS.items()}
         self.overridden_args = set()
         also_given = options.pop("overridden_args", ())
         self.update(options)
         self.overridden_args |= set(also_given)
 
     def __getitem__(self, name: str) -> Any:
-        return self.overridden_args if name == "overridden_args" else self._values[name]
+        return self._values[name]
 
     def __setitem__(self, name: str, value: Any) -> None:
-        if name == "overridden_args":
-            self.overridden_args = set(value)
-            return
-        option = _STORED.get(name)
+        option = RUN_OPTIONS.get(name)
         self._values[name] = value if option is None else option.coerce(value, IN_RUN_OPTS)
         self.overridden_args.add(name)
 
     def __delitem__(self, name: str) -> None:
         del self._values[name]
         self.overridden_args.discard(name)
-        if name in _STORED:  # an option goes back to its default, and is never missing
-            self._values[name] = copy.copy(_STORED[name].default)
+        if name in RUN_OPTIONS:  # an option goes back to its default, and is never missing
+            self._values[name] = copy.copy(RUN_OPTIONS[name].default)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._values)
@@ -98,7 +94,7 @@ class RunOptions(OptionTypes, MutableMapping[str, Any]):
         return len(self._values)
 
     def __getattr__(self, name: str) -> Any:
-        if not name.startswith("_") and name in self._values:  # the options have properties; this is the rest
+        if not name.startswith("_") and name in self._values:  # options are found before this; these are the rest
             return self._values[name]
         close = difflib.get_close_matches(name, OPTION_BY_NAME, n=1)
         hint = f"; did you mean {close[0]!r}?" if close else ""
@@ -173,7 +169,9 @@ class RunOptions(OptionTypes, MutableMapping[str, Any]):
             >>> RunOptions(debug=True).copy()
             RunOptions(debug=True)
         """
-        return self._with(self._values)
+        twin = type(self)(**self._values)
+        twin.overridden_args = set(self.overridden_args)
+        return twin
 
     def resolved(self, hparams: Mapping[str, Any] | None = None) -> RunOptions:
         """Bring the sources together: what was given wins over the YAML, and that over the defaults.
@@ -196,44 +194,38 @@ class RunOptions(OptionTypes, MutableMapping[str, Any]):
             >>> run_opts.debug, run_opts.max_grad_norm, "lr" in run_opts
             (True, 1.0, False)
         """
-        names = [name for name in _STORED if name != "param_file" and name in (hparams or {})]
-        if hparams is not None and names:
-            set_by_yaml = [f"{n}={hparams[n]!r}" for n in names if n not in self.overridden_args]
+        from_yaml = {name: (hparams or {})[name] for name in RUN_OPTIONS if name in (hparams or {})}
+        from_yaml.pop("param_file", None)
+        if from_yaml:
+            set_by_yaml = [f"{name}={value!r}" for name, value in from_yaml.items() if name not in self.overridden_args]
             logger.info("Run options from the YAML: %s", ", ".join(set_by_yaml) or "none that count")
         if self.overridden_args:
             logger.info("Run options that were given: %r", self)
         with usage_errors():
-            return self._merged(hparams or {}, find_launch())
+            return _merged(self, from_yaml, find_launch())
 
-    def _merged(self, hparams: Mapping[str, Any], info: LaunchInfo) -> RunOptions:
-        from_yaml = {
-            name: option.coerce(hparams[name], IN_YAML)
-            for name, option in _STORED.items()
-            if name in hparams and name != "param_file"
-        }
-        given = {name: self._values[name] for name in self._values if name in self.overridden_args}
-        for source in (from_yaml, given):
-            _fold_precision(source)
-            for name in _FOUND_OUT:
-                if source.get(name, "") is None:
-                    del source[name]
-        values = {**self._values, **from_yaml, **given}
-        device = resolve_device(values["device"], info)
-        chosen = "distributed_backend" in from_yaml or "distributed_backend" in given
-        if values["distributed_backend"] is None or (device != self._values["device"] and not chosen):
-            values["distributed_backend"] = default_backend(device)
-        if PARITY in os.environ:  # its ranks may share a GPU, which NCCL refuses
-            values["distributed_backend"] = "gloo"
-        values.update(device=device, distributed_launch=info.is_distributed)
-        _check_together(values, info)
-        return self._with(values)
 
-    def _with(self, values: Mapping[str, Any]) -> RunOptions:
-        """Return other values of the same origin."""
-        twin = type(self)()
-        object.__setattr__(twin, "_values", {name: copy.copy(value) for name, value in values.items()})
-        twin.overridden_args = set(self.overridden_args)
-        return twin
+def _merged(run_opts: RunOptions, from_yaml: Mapping[str, Any], info: LaunchInfo) -> RunOptions:
+    """Bring the sources together, and find out what nobody gave."""
+    from_yaml = {name: RUN_OPTIONS[name].coerce(value, IN_YAML) for name, value in from_yaml.items()}
+    given = {name: value for name, value in run_opts.items() if name in run_opts.overridden_args}
+    for source in (from_yaml, given):
+        _fold_precision(source)
+        for name in _FOUND_OUT:
+            if source.get(name, "") is None:
+                del source[name]
+    merged = run_opts.copy()
+    merged.update({**from_yaml, **given})
+    device = resolve_device(merged["device"], info)
+    chosen = "distributed_backend" in from_yaml or "distributed_backend" in given
+    if merged["distributed_backend"] is None or (device != run_opts["device"] and not chosen):
+        merged["distributed_backend"] = default_backend(device)
+    if PARITY in os.environ:  # its ranks may share a GPU, which NCCL refuses
+        merged["distributed_backend"] = "gloo"
+    merged.update(device=device, distributed_launch=info.is_distributed)
+    merged.overridden_args = set(run_opts.overridden_args)
+    _check_together(merged, info)
+    return merged
 
 
 def option_attributes(owner: type[T]) -> type[T]:
@@ -256,28 +248,19 @@ def option_attributes(owner: type[T]) -> type[T]:
         >>> host.run_opts["max_grad_norm"], host.run_opts.overridden_args
         (3.0, {'max_grad_norm'})
     """
-    for name, option in _STORED.items():
-        setattr(owner, name, _option_property(option))
+    for name in RUN_OPTIONS:
+        setattr(owner, name, _option_property(name))
     return owner
 
 
-def _option_property(option: Option) -> property:
+def _option_property(name: str) -> property:
     def read(self: Any) -> Any:
-        return self.run_opts[option.name]
+        return self.run_opts[name]
 
     def write(self: Any, value: Any) -> None:
-        self.run_opts[option.name] = value
+        self.run_opts[name] = value
 
-    return property(read, write, doc=f"Run option: {option.help}.")
-
-
-def _fast_property(name: str) -> property:
-    """Read an option without the detour over ``__getattr__``; writing goes through ``__setattr__``."""
-    return property(lambda self: self._values[name], doc=f"Run option: {_STORED[name].help}.")
-
-
-for _name in _STORED:
-    setattr(RunOptions, _name, _fast_property(_name))
+    return property(read, write, doc=f"Run option: {RUN_OPTIONS[name].help}.")
 
 
 def parse_arguments(arg_list: Sequence[str] | None = None) -> tuple[str, RunOptions, str]:
@@ -318,7 +301,9 @@ def parse_arguments(arg_list: Sequence[str] | None = None) -> tuple[str, RunOpti
     with usage_errors():
         line = read_command_line(words)
         given = dict(line.given)
-        _adopt_local_rank(given.pop("local_rank", None))
+        local_rank = given.pop("local_rank", None)
+        if local_rank is not None and local_rank >= 0:
+            os.environ.setdefault("LOCAL_RANK", str(local_rank))
         if given.pop("distributed_launch", False):
             logger.warning_once("--distributed_launch has no effect any more: the launcher decides. Leave it out.")
         info = find_launch()
@@ -327,9 +312,9 @@ def parse_arguments(arg_list: Sequence[str] | None = None) -> tuple[str, RunOpti
             _start_ranks(nproc, line, arg_list)
         if info.is_distributed:
             watch_uncaught()
-        run_opts = RunOptions(**given)
-        run_opts._values["param_file"] = line.param_file  # noqa: SLF001 -- not among the options that were given
-        run_opts = run_opts._merged(line.in_yaml, info)  # noqa: SLF001 -- own class
+        run_opts = RunOptions(**given, param_file=line.param_file)
+        run_opts.overridden_args = set(given)
+        run_opts = _merged(run_opts, line.in_yaml, info)
     if words == sys.argv[1:]:
         _OwnCommandLine.words, _OwnCommandLine.run_opts = words, run_opts.copy()
     return line.param_file, run_opts, line.overrides
@@ -377,8 +362,7 @@ def _check_together(values: Mapping[str, Any], info: LaunchInfo) -> None:
     log_config = values["log_config"]
     if log_config is not None and not Path(log_config).is_file():
         raise MissingFileError(
-            f"log_config={log_config!r}: there is no such file. Give a YAML file in the form of "
-            "logging.config.dictConfig, or leave the option out."
+            f"log_config={log_config!r}: there is no such file. It has the form of logging.config.dictConfig, in YAML."
         )
     minutes, steps = values["ckpt_interval_minutes"], values["ckpt_interval_steps"]
     if minutes > 0 and steps > 0:
@@ -386,34 +370,11 @@ def _check_together(values: Mapping[str, Any], info: LaunchInfo) -> None:
             f"ckpt_interval_minutes={minutes!r} and ckpt_interval_steps={steps!r} are both set, and only one "
             "can be. Turn one off with --ckpt_interval_minutes=0 or --ckpt_interval_steps=0."
         )
-    if not values["data_parallel_backend"]:
-        return
-    if info.is_distributed:
+    if values["data_parallel_backend"] and (info.is_distributed or values["device"] == "cpu"):
+        launched = f"under a launcher ({info.world_size} processes, {info.launcher})"
         raise ConfigError(
-            "data_parallel_backend=True (all GPUs from one process) under a launcher "
-            f"({info.world_size} processes, {info.launcher}): use one or the other.\n"
+            "data_parallel_backend=True (all GPUs from one process) "
+            f"{launched if info.is_distributed else 'needs a GPU'}. Use one of these:\n"
             "One process, all GPUs:  python train.py hparams.yaml --data_parallel_backend\n"
-            "One process per GPU:    torchrun --standalone --nproc_per_node=N train.py hparams.yaml"
-        )
-    if values["device"] == "cpu":
-        raise ConfigError(
-            "data_parallel_backend=True needs a GPU, but "
-            f"device='cpu' ({count_devices('cuda')} GPUs found).\n"
-            "One process:        python train.py hparams.yaml\n"
-            "Several processes:  torchrun --standalone --nproc_per_node=N train.py hparams.yaml"
-        )
-
-
-def _adopt_local_rank(local_rank: int | None) -> None:
-    """Take the ``--local_rank=N`` of an old launcher where the environment has none; negative means none."""
-    if local_rank is None or local_rank < 0:
-        return
-    known = os.environ.get("LOCAL_RANK")
-    if known is None:
-        find_launch({**os.environ, "LOCAL_RANK": str(local_rank)})  # raises before anything is changed
-        os.environ["LOCAL_RANK"] = str(local_rank)
-    elif known != str(local_rank):
-        raise LaunchError(
-            f"--local_rank={local_rank} on the command line, but LOCAL_RANK={known!r} in the environment: "
-            "two launchers, or an argument left over. Leave --local_rank out: torchrun sets the environment."
+            "Several processes:      torchrun --standalone --nproc_per_node=N train.py hparams.yaml"
         )

@@ -6,9 +6,9 @@ constructed or called here.
 
 from __future__ import annotations
 
-import argparse
 import difflib
 import platform
+import sys
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -105,7 +105,7 @@ def read_command_line(words: Sequence[str]) -> CommandLine:
     param_file = _take_param_file(arguments, loose)
     given = {a.name: _value(a, a.option) for a in arguments if a.option is not None}
     overrides = {a.name: a.values[0] if a.values else None for a in arguments if a.option is None}
-    nodes = _read_top_level(param_file, words)
+    nodes = _read_top_level(param_file)
     if nodes is not None:
         _check_overrides(overrides, nodes, param_file)
     text = "\n".join(override_line(key, value) for key, value in overrides.items())
@@ -137,40 +137,24 @@ def override_line(key: str, value: str | None) -> str:
     return line if _is_kept(line, value) else f"{key}: {_quoted(value)}"
 
 
-def help_parser() -> argparse.ArgumentParser:
-    """Build the parser that prints ``--help`` and ``--version`` from the table of options.
-
-    Returns:
-        A parser whose help fits into 100 columns, one line per option.
+def help_text() -> str:
+    """Write what ``--help`` prints: one line of at most 100 columns per option.
 
     Ranks: local.
 
     Example:
-        >>> max(len(line) for line in help_parser().format_help().splitlines()) <= 100
+        >>> max(len(line) for line in help_text().splitlines()) <= 100
         True
     """
-    parser = argparse.ArgumentParser(
-        prog="train.py",
-        usage=_USAGE,
-        epilog=_EPILOG,
-        allow_abbrev=False,
-        add_help=False,
-        formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=42, width=102),
-    )
-    general = parser.add_argument_group("General")
-    general.add_argument("param_file", metavar="hparams.yaml", help="the hyperparameter YAML, anywhere")
-    general.add_argument("-h", "--help", action="help", help="print this and stop")
-    version = f"ddpkit {__version__} (torch {torch.__version__}, Python {platform.python_version()})"
-    general.add_argument("--version", action="version", version=version, help="print the versions and stop")
-    for title in dict.fromkeys(option.group for option in OPTIONS if option.group):
-        group = parser.add_argument_group(title)
-        for option in (o for o in OPTIONS if o.group == title):
-            text = f"{option.help} [{option.shown_default}]".replace("%", "%%")
-            if option.form:
-                group.add_argument(f"--{option.name}", metavar=option.form, help=text)
-            else:
-                group.add_argument(f"--{option.name}", action="store_true", help=text)
-    return parser
+    lines = [f"usage: {_USAGE}", "", "General:"]
+    lines += [f"  {'hparams.yaml':38} the hyperparameter YAML, anywhere", f"  {'-h, --help':38} print this and stop"]
+    lines.append(f"  {'--version':38} print the versions and stop")
+    for group in dict.fromkeys(option.group for option in OPTIONS if option.group):
+        lines += ["", f"{group}:"]
+        for option in (one for one in OPTIONS if one.group == group):
+            flag = f"--{option.name} {option.form}".rstrip()
+            lines.append(f"  {flag:38} {option.help} [{option.shown_default}]")
+    return "\n".join([*lines, "", _EPILOG, ""])
 
 
 # ------------------------------------------------------------------------------------------ the words
@@ -184,13 +168,14 @@ def _split(words: Sequence[str]) -> tuple[list[_Argument], list[str]]:
     while rest:
         word = rest.popleft()
         if word in _FLAG_EXITS:
-            if rank_if_known():
-                raise SystemExit(0)  # once is enough: the main process prints it
-            help_parser().parse_args([word])  # prints and exits
-        elif word == "--":
+            versions = f"ddpkit {__version__} (torch {torch.__version__}, Python {platform.python_version()})\n"
+            if not rank_if_known():  # once is enough
+                sys.stdout.write(versions if word == "--version" else help_text())
+            raise SystemExit(0)
+        if word == "--":
             loose.extend(rest)
             break
-        elif word.startswith("--"):
+        if word.startswith("--"):
             arguments.append(_argument(word, rest))
         else:
             loose.append(word)
@@ -231,9 +216,7 @@ def _take_param_file(arguments: list[_Argument], loose: list[str]) -> str:
     found = [place for place in places if place[1].endswith(_YAML_SUFFIXES)]
     found = found or [place for place in places if Path(place[1]).is_file()]
     if not found:
-        raise ConfigError(
-            "No hyperparameter YAML was given. Run python train.py hparams.yaml; --help shows the options."
-        )
+        raise ConfigError("No hyperparameter YAML was given. Run python train.py hparams.yaml; --help has options.")
     if len(found) > 1:
         raise ConfigError(
             f"Which one is the hyperparameter YAML: {' or '.join(repr(word) for _, word in found)}? "
@@ -244,10 +227,8 @@ def _take_param_file(arguments: list[_Argument], loose: list[str]) -> str:
     return word
 
 
-def _value(argument: _Argument, option: Option | None) -> Any:
+def _value(argument: _Argument, option: Option) -> Any:
     """Type the value of a run option."""
-    if option is None:
-        raise AssertionError(argument.name)
     if option.type is bool and not argument.values:
         return True
     if option.type is list and argument.is_open:
@@ -260,16 +241,13 @@ def _value(argument: _Argument, option: Option | None) -> Any:
 # ------------------------------------------------------------------------------------------- the YAML
 
 
-def _read_top_level(param_file: str, words: Sequence[str]) -> dict[str, Node] | None:
+def _read_top_level(param_file: str) -> dict[str, Node] | None:
     """Read the top-level keys; None for a pipe, which can be read only once."""
     path = Path(param_file)
     if not path.exists():
-        others = [word for word in words if word.endswith(_YAML_SUFFIXES) and word != param_file]
-        hint = f" Did you mean {others[0]!r}?" if others else f" The current folder is {str(Path.cwd())!r}."
-        raise MissingFileError(f"There is no file {param_file!r} to read hyperparameters from.{hint}")
-    if path.is_dir():
-        raise ConfigError(f"{param_file!r} is a folder. Name the hyperparameter YAML inside it.")
-    if not path.is_file():
+        text = f"There is no file {param_file!r} to read hyperparameters from."
+        raise MissingFileError(f"{text} The current folder is {str(Path.cwd())!r}.")
+    if not path.is_file() and not path.is_dir():
         return None
     try:
         root = YAML(typ="safe", pure=True).compose(path.read_text(encoding="utf-8"))

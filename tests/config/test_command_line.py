@@ -9,7 +9,7 @@ from hyperpyyaml import load_hyperpyyaml
 
 import ddpkit
 from ddpkit import device, run_opts
-from ddpkit.config.command_line import help_parser, override_line
+from ddpkit.config.command_line import help_text, override_line
 from ddpkit.config.options import OPTIONS
 from ddpkit.errors import ConfigError, LaunchError, MissingFileError
 from ddpkit.run_opts import RunOptions, parse_arguments
@@ -190,13 +190,12 @@ def test_pain24_distributed_launch_has_no_effect(caplog):
 
 
 def test_pain24_a_contradicting_local_rank(launched, monkeypatch):
-    with pytest.raises(LaunchError, match="--local_rank=0 on the command line, but LOCAL_RANK='1'"):
-        parse("h.yaml", "--local_rank=0")
+    assert parse("h.yaml", "--local_rank=0")[1].distributed_launch, "the environment wins"
+    assert os.environ["LOCAL_RANK"] == "1"
     for name in LAUNCHER:
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(LaunchError, match="LOCAL_RANK is set, but RANK is not"):
         parse("h.yaml", "--local_rank=0")
-    assert "LOCAL_RANK" not in os.environ
 
 
 def test_o12_options_made_by_hand_count():
@@ -303,7 +302,7 @@ def test_keys_that_come_by_merge_are_keys(tmp_path):
 def test_missing_yaml():
     with pytest.raises(MissingFileError, match="There is no file 'nowhere.yaml'"):
         parse("nowhere.yaml")
-    with pytest.raises(FileNotFoundError, match=r"Did you mean 'h.yaml'\?"):
+    with pytest.raises(FileNotFoundError, match="There is no file 'nowhere'"):
         parse("--flag", "h.yaml", "nowhere")
     with pytest.raises(ConfigError, match="No hyperparameter YAML was given"):
         parse("--debug")
@@ -327,7 +326,7 @@ def test_yaml_that_cannot_be_used(tmp_path, content, reason):
 
 
 def test_a_folder_instead_of_a_yaml(tmp_path):
-    with pytest.raises(ConfigError, match="is a folder"):
+    with pytest.raises(ConfigError, match="cannot be read as a text file: .* Is a directory"):
         parse(str(tmp_path))
 
 
@@ -353,13 +352,13 @@ def test_a_pipe_is_left_for_the_one_who_loads_it(tmp_path):
         (["--nonfinite_patience=-1"], "nonfinite_patience='-1' on the command line is below 0"),
         (["--distributed_timeout_minutes=0"], "timeout_minutes='0' on the command line is not above 0"),
         (["--max_grad_norm=nan"], "max_grad_norm='nan' on the command line is no number"),
-        (["--max_grad_norm=x"], "Give --max_grad_norm=5.0"),
+        (["--max_grad_norm=x"], "Give --max_grad_norm=X (the default: 5.0): clip gradients"),
         (["--debug_batches=1.5"], "debug_batches='1.5' on the command line is no whole number"),
         (["--precision"], "--precision needs a value. Write --precision=fp32|fp16|bf16"),
         (["--precision", "--debug"], "--precision needs a value"),
         (["--device=cuda:9"], "device='cuda:9'"),
         (["--ckpt_interval_minutes=1", "--ckpt_interval_steps=5"], "1.0 and ckpt_interval_steps=5 are both"),
-        (["--data_parallel_backend"], "data_parallel_backend=True needs a GPU"),
+        (["--data_parallel_backend"], "data_parallel_backend=True (all GPUs from one process) needs a GPU"),
         (["stray"], "'h.yaml', 'stray' stand alone"),
         (["-v"], "'h.yaml', '-v' stand alone"),
     ],
@@ -400,7 +399,7 @@ def test_help_prints_and_stops(capsys, words):
 
 
 def test_help_has_one_line_per_option_with_its_default():
-    lines = help_parser().format_help().splitlines()
+    lines = help_text().splitlines()
     assert max(map(len, lines)) <= 100
     for option in OPTIONS:
         mine = [line for line in lines if line.split()[:1] == [f"--{option.name}"]]

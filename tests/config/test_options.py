@@ -1,10 +1,7 @@
 from __future__ import annotations
 
-import pytest
-
 from ddpkit.brain import Brain
-from ddpkit.config.options import ON_COMMAND_LINE, OPTION_BY_NAME, OPTIONS, PARSER_ONLY, OptionTypes, options_markdown
-from ddpkit.errors import ConfigError
+from ddpkit.config.options import OPTION_BY_NAME, OPTIONS, PARSER_ONLY, OptionTypes, options_markdown
 from ddpkit.run_opts import RunOptions
 
 
@@ -83,11 +80,3 @@ def test_the_documentation_has_every_option():
     text = options_markdown()
     for option in OPTIONS:
         assert (f"`--{option.name}" in text) == bool(option.group)
-
-
-@pytest.mark.parametrize(
-    ("given", "meant"), [("bfloat16", "bf16"), ("float16", "fp16"), ("BF16-mixed", "bf16"), ("half", "fp32")]
-)
-def test_a_precision_by_another_name_is_recognised(given, meant):
-    with pytest.raises(ConfigError, match=f"precision='{given}' .* Give --precision={meant} "):
-        OPTION_BY_NAME["precision"].coerce(given, ON_COMMAND_LINE)

@@ -101,10 +101,8 @@ def accelerator_kind() -> str:
     """
     if count_devices("cuda"):
         return "cuda"
-    accelerator = getattr(torch, "accelerator", None)  # torch >= 2.6
-    if accelerator is None or not accelerator.is_available():
-        return "cpu"
-    return str(accelerator.current_accelerator().type)
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return "cpu" if found is None else found.type
 
 
 def infer_device(local_rank: int | None = None) -> str:
@@ -222,8 +220,7 @@ def _parse(requested: str | torch.device) -> tuple[str, int | None]:
     except (RuntimeError, TypeError) as error:
         reason = str(error).splitlines()[0]
         raise ConfigError(
-            f"device={requested!r} is not a device that torch knows ({reason}). "
-            "Give cpu, cuda, cuda:<number>, mps or xpu, for example --device=cpu."
+            f"device={requested!r} is not a device that torch knows ({reason}). Give for example --device=cpu or cuda:0."
         ) from error
     if device.type == "meta":
         raise ConfigError("device='meta' holds no data, so nothing can be trained on it. Use --device=cpu.")
@@ -235,9 +232,8 @@ def _numbered(kind: str, index: int) -> str:
     count = count_devices(kind)
     if index >= count:
         raise ConfigError(
-            f"Not enough GPUs: this is process {index} of its node (LOCAL_RANK={index}, counted from 0), "
-            f"but found {_found(kind, count)}. Launch with --nproc_per_node={count}, "
-            "or run on the CPU with --device=cpu --distributed_backend=gloo."
+            f"Not enough GPUs: this is LOCAL_RANK={index}, counted from 0, but found {_found(kind, count)}. Launch "
+            f"with --nproc_per_node={count}, or run on the CPU with --device=cpu --distributed_backend=gloo."
         )
     return _name(kind, index)
 

@@ -96,10 +96,7 @@ class WeightAverage:
 
     def __init__(self, modules: nn.ModuleDict, decay: float) -> None:
         if not 0 <= decay < 1:
-            raise ConfigError(
-                f"ema_decay={decay!r} cannot be the weight of an average so far: it has to be at least 0 and less than "
-                "1, for example 0.999."
-            )
+            raise ConfigError(f"ema_decay={decay!r} has to be at least 0 and less than 1, for example 0.999.")
         self.decay = decay
         self.updates = 0
         self._modules = modules
@@ -120,10 +117,7 @@ class WeightAverage:
             ConfigError: called inside :meth:`applied`, where the weights are the averages.
         """
         if self._is_applied:
-            raise ConfigError(
-                "The average was updated inside `with brain.ema.applied()`, where the weights are the average: train "
-                "outside of it."
-            )
+            raise ConfigError("The average was updated inside `with brain.ema.applied()`: train outside of it.")
         if not self.updates or self._loaded is not None:
             self.follow()
         for group in self._groups:
@@ -196,14 +190,13 @@ class WeightAverage:
         """
         if not self.updates and stage is Stage.TEST:
             raise CheckpointError(
-                "evaluate_ema=True, and there is no average of the weights: no step was averaged in this process, and "
-                "no checkpoint that holds an average was loaded. Train with ema_decay set, or leave evaluate_ema out "
-                "to evaluate the weights themselves."
+                "evaluate_ema=True, and there is no average of the weights: no step was averaged, and no checkpoint "
+                "with an average was loaded. Train with ema_decay set, or leave evaluate_ema out."
             )
         if not self.updates:
             logger.warning_once(
-                "evaluate_ema=True, but no step was taken into the average yet: the weights themselves are evaluated. "
-                "A recipe that steps its optimizers itself calls self.ema.update() after each step."
+                "evaluate_ema=True, and no step was averaged yet: the weights themselves are evaluated. A recipe that "
+                "steps its optimizers itself calls self.ema.update() after each step."
             )
         return self.applied()
 
@@ -221,9 +214,8 @@ class WeightAverage:
         other = getattr(checkpointer, "recoverables", {}).get(RECOVERABLE)
         if other is not None and not isinstance(other, WeightAverage):
             raise ConfigError(
-                f"The checkpointer has a recoverable {RECOVERABLE!r}, a {type(other).__name__}, and with ema_decay="
-                f"{self.decay!r} the average of the weights is saved under this name. Rename yours, or leave ema_decay "
-                "out."
+                f"The checkpointer has a recoverable {RECOVERABLE!r}, a {type(other).__name__}: under this name the "
+                "average of the weights is saved. Rename yours, or leave ema_decay out."
             )
         checkpointer.add_recoverable(RECOVERABLE, self, optional_load=True)
 
@@ -310,9 +302,8 @@ def _can_be_averaged(weight: _Weight) -> bool:
         return (value.is_floating_point() or value.is_complex()) and not is_lazy(value)
     if value.requires_grad:
         raise ConfigError(
-            f"ema_decay is set, and {weight.names[0]} is {value.dtype} and trained: the average of such codes means "
-            "nothing without their scales. Freeze it (requires_grad_(False)), train it in float32, float16 or "
-            "bfloat16, or leave ema_decay out."
+            f"ema_decay is set, and {weight.names[0]} is {value.dtype} and trained: such codes cannot be averaged. "
+            "Freeze it, train it in another dtype, or leave ema_decay out."
         )
     return False
 
@@ -358,10 +349,7 @@ def weight_average(modules: nn.ModuleDict, decay: float | None, *, evaluate: boo
     if decay is not None:
         return WeightAverage(modules, decay)
     if evaluate:
-        raise ConfigError(
-            "evaluate_ema=True evaluates averaged weights, and ema_decay is not set: there is no average. Give the "
-            "decay that the run was or will be trained with, for example ema_decay=0.999."
-        )
+        raise ConfigError("evaluate_ema=True evaluates averaged weights, and ema_decay is not set: give that, too.")
     return None
 
 
@@ -382,9 +370,8 @@ def require_average(checkpoint: Any) -> None:
     """
     if RECOVERABLE not in checkpoint.paramfiles:
         raise CheckpointError(
-            f"evaluate_ema=True, and {checkpoint.path} holds no averaged weights ({RECOVERABLE}.ckpt): it was saved by "
-            "a run without ema_decay. Choose another checkpoint, or leave evaluate_ema out to evaluate the weights "
-            "themselves."
+            f"evaluate_ema=True, and {checkpoint.path} holds no averaged weights ({RECOVERABLE}.ckpt). Choose another "
+            "checkpoint, or leave evaluate_ema out."
         )
 
 

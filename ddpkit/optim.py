@@ -156,8 +156,8 @@ def _unscale(optimizers: Sequence[Optimizer], scaler: torch.amp.GradScaler) -> l
     ready = [optimizer for optimizer in optimizers if gradients([optimizer])]
     if sum(len(gradients([optimizer])) for optimizer in ready) > len(gradients(ready)):
         raise ConfigError(
-            "Two optimizers that step together share a parameter, and the fp16 scaler would unscale its gradient "
-            "twice. Give each parameter to one optimizer, or train with --precision=bf16."
+            "Two optimizers that step together share a parameter, which does not work with precision=fp16. Give each "
+            "parameter to one optimizer, or train with --precision=bf16."
         )
     for optimizer in ready:
         scaler.unscale_(optimizer)
@@ -189,8 +189,8 @@ def make_optimizer(
     parameters = list(modules.parameters())
     if not any(parameter.requires_grad for parameter in parameters):
         raise ConfigError(
-            "opt_class was given, but no entry of modules has a trainable parameter: there is nothing to optimize. "
-            "Pass the model in modules, or leave opt_class out."
+            "opt_class was given, but no entry of modules has a trainable parameter. Pass the model in modules, or "
+            "leave opt_class out."
         )
     groups: Any = rm_vector_weight_decay(modules) if split_vectors else parameters
     try:
@@ -203,8 +203,7 @@ def make_optimizer(
     if missing:
         raise ConfigError(
             f"opt_class returned a {type(optimizer).__name__}, which is no optimizer (it has no {', '.join(missing)}). "
-            "opt_class is called with the parameters and returns a torch.optim.Optimizer, for example "
-            "opt_class: !name:torch.optim.Adam with lr: 0.001."
+            "It is called with the parameters; for example opt_class: !name:torch.optim.Adam with lr: 0.001."
         )
     return optimizer
 
@@ -272,8 +271,7 @@ class Schedule:
         except ValueError as error:
             raise ConfigError(
                 f"{type(self.scheduler).__name__} was made for {self.total_steps} {self.every}s and cannot go on: "
-                f"{error}. A schedule is made once, in the first fit, and a resumed run goes on with that of its "
-                "checkpoint: train for as long as it was made for, or use one that has no end."
+                f"{error}. Train for as long as it was made for, in the first fit, or use one that has no end."
             ) from error
 
     def state_dict(self) -> dict[str, Any]:
@@ -285,13 +283,8 @@ class Schedule:
         """Go on from a state; say so where the schedule was made for another number of steps."""
         before, now = state["total_steps"], self.total_steps
         if before != now:
-            logger.warning(
-                "The %s of the checkpoint was made for %s %ss, and this run has %s: it goes on as it was made.",
-                type(self.scheduler).__name__,
-                before,
-                self.every,
-                now,
-            )
+            made = f"{type(self.scheduler).__name__} of the checkpoint was made for {before} {self.every}s"
+            logger.warning("The %s, and this run has %s: it goes on as it was made.", made, now)
         self.scheduler.load_state_dict(state["scheduler"])
         self.total_steps, self.stepped_at = before, state["stepped_at"]
 
@@ -322,28 +315,20 @@ def make_schedule(
         scheduler = scheduler_class(optimizer, *arguments, **keywords)
     except (TypeError, ValueError) as error:
         hint = (
-            "A class is given the number of steps as total_steps or T_max, if it has such a parameter; give its other "
-            "arguments beforehand (!name: in YAML, functools.partial in Python), or pass a function "
-            "(optimizer, total_steps) -> scheduler."
+            "A class is given total_steps or T_max if it has such a parameter; give its other arguments beforehand "
+            "(!name: in YAML, functools.partial in Python), or pass a function (optimizer, total_steps) -> scheduler."
         )
         if total_steps is None:
-            hint = (
-                "The number of steps is not known: of a stream nobody knows it, nor of an epoch counter that has "
-                "neither limit nor length. Give optimizer_step_limit, or total_steps in scheduler_class. " + hint
-            )
+            hint = "Of a stream nobody knows the number of steps: give optimizer_step_limit, or total_steps. " + hint
         raise ConfigError(f"{call} makes no scheduler: {type(error).__name__}: {error}. {hint}") from error
     missing = [one for one in ("step", "state_dict", "load_state_dict") if not hasattr(scheduler, one)]
     if missing:
         raise ConfigError(
-            f"{call} returned a {type(scheduler).__name__}, which is no scheduler (it has no {', '.join(missing)}). "
-            "Return one of torch.optim.lr_scheduler, or an object with step, state_dict and load_state_dict."
+            f"{call} returned a {type(scheduler).__name__}, which is no scheduler (it has no {', '.join(missing)})."
         )
     schedule = Schedule(scheduler, optimizer, every, total_steps)
     if schedule.follows_loss and every != "epoch":
-        raise ConfigError(
-            "ReduceLROnPlateau follows the valid loss, which is known once per epoch: use it with "
-            "scheduler_every=epoch (--scheduler_every=epoch)."
-        )
+        raise ConfigError("ReduceLROnPlateau follows the valid loss: use it with --scheduler_every=epoch.")
     return schedule
 
 

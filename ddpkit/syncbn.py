@@ -48,7 +48,7 @@ from torch.nn.utils import parametrize
 
 from ddpkit.comm.process_group import group_state
 from ddpkit.device import widest_float
-from ddpkit.errors import ConfigError, DataError, LaunchError
+from ddpkit.errors import ConfigError, DataError
 from ddpkit.logger import get_logger
 
 if TYPE_CHECKING:
@@ -58,12 +58,9 @@ __all__ = ["SyncBatchNorm", "convert_sync_batchnorm", "is_convertible", "left_ou
 
 logger = get_logger(__name__)
 
-# default process group -> {backend: the group that was made for statistics}. Nothing here keeps a group
-# alive: a process group that outlives `destroy_process_group` makes some torch versions abort at exit.
-_Groups = weakref.WeakKeyDictionary[Any, "dict[str | None, _GroupReference]"]
-_statistics_groups: _Groups = weakref.WeakKeyDictionary()
-
-
+# default process group -> {backend: its group for statistics}. Nothing here keeps a group alive: one that outlives
+# `destroy_process_group` makes some torch versions abort at exit.
+_statistics_groups: weakref.WeakKeyDictionary[Any, dict[str | None, weakref.ref[Any]]] = weakref.WeakKeyDictionary()
 _left_out = False
 
 
@@ -97,11 +94,8 @@ class SyncBatchNorm(_BatchNorm):
 
     Args:
         num_features: C, the size of the input's dimension 1.
-        args: ``eps``, ``momentum``, ``affine``, ``track_running_stats``, as in ``torch.nn.BatchNorm1d``.
-        process_group: the ranks that share statistics; None for all. Not kept alive, shared by copies of the
-            module, not pickled. See :func:`convert_sync_batchnorm` for why it should not be the group that
-            DDP uses.
-        kwargs: as ``args``, and ``device``, ``dtype``.
+        eps: and ``momentum``, ``affine``, ``track_running_stats``, ``device``, ``dtype``: as in
+            ``torch.nn.BatchNorm1d``.
 
     Shape:
         input ``(rows, C, ...)`` of a floating dtype, with any number of further dimensions; output the same.
@@ -120,15 +114,11 @@ class SyncBatchNorm(_BatchNorm):
         True
     """
 
-    def __init__(self, num_features: int, *args: Any, process_group: Any = None, **kwargs: Any) -> None:
-        super().__init__(num_features, *args, **kwargs)
-        self._group = _GroupReference(process_group)
-
     def _check_input_dim(self, input: Tensor) -> None:  # noqa: A002 -- torch's name
         if input.dim() < 2:  # noqa: PLR2004 -- rows and channels
             raise ConfigError(
-                f"expected at least 2D input (got {input.dim()}D input of shape {tuple(input.shape)}): batch "
-                "normalisation needs (rows, channels, ...). Add the missing dimension with unsqueeze."
+                f"expected at least 2D input (got {input.dim()}D input of shape {tuple(input.shape)}), which is (rows, "
+                "channels, ...). Add the missing dimension with unsqueeze."
             )
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 -- torch's name
@@ -143,14 +133,13 @@ class SyncBatchNorm(_BatchNorm):
         Raises:
             ConfigError: fewer than two dimensions, or another number of channels.
             DataError: one value per channel over all ranks, which has no variance; raised on every rank.
-            LaunchError: the process group of this layer has been destroyed.
 
         Ranks: collective in training, else local.
         """
         self._check_input_dim(input)
-        group = self._group.active() if self.training else None
+        group = _statistics_group(input.device) if self.training else None
         if group is None:
-            return self._alone(input)
+            return super().forward(input)
         if input.shape[1] != self.num_features:
             raise ConfigError(
                 f"input of shape {tuple(input.shape)} has {input.shape[1]} channels in dimension 1, and this "
@@ -159,16 +148,13 @@ class SyncBatchNorm(_BatchNorm):
         input = _packed(input)  # noqa: A001 -- torch's name
         joined = _join(input.detach(), self.eps, group)
         if joined is None:
-            return self._alone(input)  # no rank has any row: empty in, empty out
+            return super().forward(input)  # no rank has any row: empty in, empty out
         if self.track_running_stats:
             self._update_running(joined)
         output: Tensor = _Normalise.apply(  # type: ignore[no-untyped-call]
             input, self.weight, self.bias, joined, self.eps
         )
         return output
-
-    def _alone(self, input: Tensor) -> Tensor:  # noqa: A002 -- torch's name
-        return super().forward(input)
 
     @torch.no_grad()
     def _update_running(self, joined: _Joined) -> None:
@@ -182,37 +168,6 @@ class SyncBatchNorm(_BatchNorm):
             _move(self.running_mean, joined.mean, momentum)
         if self.running_var is not None:
             _move(self.running_var, joined.var * (joined.total / (joined.total - 1)), momentum)
-
-
-class _GroupReference:
-    """A process group, or the default one: not kept alive, shared by deep copies, left behind by pickles."""
-
-    def __init__(self, group: Any) -> None:
-        # torch hands a rank that is not in a new group a placeholder instead of the group.
-        self._outside = group is not None and not isinstance(group, dist.ProcessGroup)
-        self._find = None if group is None or self._outside else weakref.ref(group)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _GroupReference:
-        return self
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (_GroupReference, (None,))
-
-    def find(self) -> Any:
-        """Return the group, or None where the default one is meant or where it has been destroyed."""
-        return None if self._find is None else self._find()
-
-    def active(self) -> Any:
-        """Return the group to communicate in, or None where there is nobody to communicate with."""
-        if self._outside or not (dist.is_available() and dist.is_initialized()):
-            return None
-        group = dist.group.WORLD if self._find is None else self._find()
-        if group is None:
-            raise LaunchError(
-                "the process group that this SyncBatchNorm was given has been destroyed, and another one was "
-                "started. Build the model again after the new group has started, and convert it then."
-            )
-        return group if dist.get_world_size(group) > 1 else None
 
 
 class _Joined(NamedTuple):
@@ -302,9 +257,8 @@ def _join(x: Tensor, eps: float, group: Any) -> _Joined | None:
             return None
         if total == 1:
             raise DataError(
-                f"Expected more than 1 value per channel when training, got input size {list(x.shape)} "
-                f"on this rank and 1 value per channel over all {len(gathered)} ranks: one value has no "
-                "variance. Use a larger batch, drop the last (drop_last=True), or call eval() on the layer."
+                f"Expected more than 1 value per channel when training, got input size {list(x.shape)} on this rank "
+                f"and 1 value over all {len(gathered)} ranks. Use a larger batch, drop_last=True, or eval()."
             )
     mean = (means * counts).sum(0) / total
     var = (squares + counts * (means - mean).square()).sum(0) / total
@@ -391,7 +345,7 @@ def _through_statistics(
     return values.mul_(slope.view(shape)).add_(wide).sub_(mean_grad.view(shape)).mul_(factor.view(shape))
 
 
-def convert_sync_batchnorm(module: torch.nn.Module, process_group: Any = None) -> torch.nn.Module:
+def convert_sync_batchnorm(module: torch.nn.Module) -> torch.nn.Module:
     """Replace every BatchNorm of a model by one that normalises over the rows of all ranks.
 
     Parameters, buffers, mode, hooks and state-dict keys stay: the very objects, so an optimizer made before still
@@ -401,8 +355,6 @@ def convert_sync_batchnorm(module: torch.nn.Module, process_group: Any = None) -
 
     Args:
         module: the model; its children are replaced in place.
-        process_group: the ranks that share statistics. None: all of them, over a group that is made for this
-            purpose, once per default group.
 
     Returns:
         The module, or its replacement where it is a BatchNorm itself.
@@ -423,7 +375,8 @@ def convert_sync_batchnorm(module: torch.nn.Module, process_group: Any = None) -
     made: dict[torch.nn.Module, torch.nn.Module] = {}
     for name, layer in module.named_modules():
         if is_convertible(layer, name):
-            made[layer] = _twin(layer, _device_of(layer, fallback), process_group)
+            made[layer] = _twin(layer)
+            _statistics_group(_device_of(layer, fallback))
     for path, layer in list(module.named_modules(remove_duplicate=False)):
         if path and layer in made:
             parent, _, name = path.rpartition(".")
@@ -455,14 +408,13 @@ def is_convertible(layer: torch.nn.Module, name: str) -> bool:
         return False
     if isinstance(layer, _LazyNormBase):
         raise ConfigError(
-            f"module {name!r} is a {type(layer).__name__} that has not seen a batch, so it has no parameters "
-            "yet. Run one batch through the model before it is made distributed, or give num_features."
+            f"module {name!r} is a {type(layer).__name__} that has not seen a batch. Run one through the model before "
+            "it is made distributed, or give num_features."
         )
     if type(layer).forward is not _BatchNorm.forward or parametrize.is_parametrized(layer):
         logger.warning(
-            "module %r (%s) is a BatchNorm with a forward or a parametrization of its own: it is left as it "
-            "is, so each rank normalises over its own rows. Build it on ddpkit.syncbn.SyncBatchNorm to share "
-            "statistics.",
+            "module %r (%s) is a BatchNorm with a forward or a parametrization of its own: each rank normalises over "
+            "its own rows. Build it on ddpkit.syncbn.SyncBatchNorm to share statistics.",
             name,
             type(layer).__name__,
         )
@@ -470,18 +422,16 @@ def is_convertible(layer: torch.nn.Module, name: str) -> bool:
     return True
 
 
-def _twin(layer: torch.nn.Module, device: torch.device, process_group: Any) -> torch.nn.Module:
+def _twin(layer: torch.nn.Module) -> torch.nn.Module:
     """Return a synchronised layer that holds another's very parameters, buffers, hooks and attributes."""
     twin = SyncBatchNorm.__new__(SyncBatchNorm)
     twin.__dict__.update(layer.__dict__)
     twin.__dict__.pop("_compiled_call_impl", None)  # it is bound to the old layer
-    given = None if process_group is None else _GroupReference(process_group)
-    twin.__dict__["_group"] = given or _statistics_group(device)  # made here instead of in __init__
     return twin
 
 
-def _statistics_group(device: torch.device) -> _GroupReference:
-    """Return a group of all ranks for statistics alone, made on first use.
+def _statistics_group(device: torch.device) -> Any:
+    """Return the group of all ranks for statistics alone, made on first use; None where a rank is alone.
 
     Why a group of its own. The collectives of one group are matched by the order in which each rank starts
     them. DDP starts a bucket's all-reduce from an autograd hook as soon as the bucket is full, SyncBatchNorm
@@ -493,9 +443,11 @@ def _statistics_group(device: torch.device) -> _GroupReference:
     threads of its own (NCCL: on a stream of its own), waiting for statistics never waits for a bucket.
     """
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
-        return _GroupReference(None)
+        return None
     backend = "gloo" if device.type == "cpu" and dist.is_gloo_available() else None
     groups = _statistics_groups.setdefault(dist.group.WORLD, {})
-    if backend not in groups or groups[backend].find() is None:
-        groups[backend] = _GroupReference(dist.new_group(backend=backend, timeout=group_state().timeout))
-    return groups[backend]
+    group = groups[backend]() if backend in groups else None
+    if group is None:
+        group = dist.new_group(backend=backend, timeout=group_state().timeout)
+        groups[backend] = weakref.ref(group)
+    return group

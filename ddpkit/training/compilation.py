@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -13,7 +13,7 @@ from ddpkit.logger import get_logger
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["CompileOptions", "compile_modules", "require_module_keys"]
+    from ddpkit.run_opts import RunOptions
 
 logger = get_logger(__name__)
 
@@ -23,31 +23,7 @@ logger = get_logger(__name__)
 _WRAP_ERRORS = (RuntimeError, ImportError, ValueError, TypeError, AttributeError, OSError)
 
 
-class CompileOptions(Protocol):
-    """The run options that :func:`compile_modules` reads.
-
-    Attributes:
-        compile: compile every module, or those of ``compile_module_keys``.
-        compile_module_keys: names of modules; None for all.
-        compile_mode: the ``mode`` of ``torch.compile``.
-        compile_using_fullgraph: its ``fullgraph``.
-        compile_using_dynamic_shape_tracing: its ``dynamic``.
-        jit: script every module, or those of ``jit_module_keys``.
-        jit_module_keys: names of modules; None for all if ``jit``, else for none.
-
-    Ranks: local.
-    """
-
-    compile: bool
-    compile_module_keys: Iterable[str] | None
-    compile_mode: str | None
-    compile_using_fullgraph: bool
-    compile_using_dynamic_shape_tracing: bool | None
-    jit: bool
-    jit_module_keys: Iterable[str] | None
-
-
-def compile_modules(modules: torch.nn.ModuleDict, options: CompileOptions | Any) -> None:
+def compile_modules(modules: torch.nn.ModuleDict, options: RunOptions) -> None:
     """Compile or script the modules that the options name. A second call changes nothing.
 
     Compiling happens in place (``module.compile``, that is ``torch.compile`` of what calling the module
@@ -60,7 +36,7 @@ def compile_modules(modules: torch.nn.ModuleDict, options: CompileOptions | Any)
 
     Args:
         modules: the entries; those that are scripted are replaced here.
-        options: any object with the attributes of :class:`CompileOptions`.
+        options: those of ``compile`` and ``jit`` count.
 
     Raises:
         ConfigError: a key that is not in ``modules``.
@@ -71,35 +47,34 @@ def compile_modules(modules: torch.nn.ModuleDict, options: CompileOptions | Any)
         torch.jit.script is deprecated in torch 2.13: its warning is passed on once per call.
 
     Example:
-        >>> from types import SimpleNamespace
+        >>> from ddpkit.run_opts import RunOptions
         >>> modules = torch.nn.ModuleDict({"net": torch.nn.Linear(2, 1)})
-        >>> options = SimpleNamespace(
-        ...     compile=True, compile_module_keys=["nett"], compile_mode="default",
-        ...     compile_using_fullgraph=False, compile_using_dynamic_shape_tracing=None,
-        ...     jit=False, jit_module_keys=None,
-        ... )
-        >>> compile_modules(modules, options)
+        >>> compile_modules(modules, RunOptions(compile=True, compile_module_keys=["nett"]))
         Traceback (most recent call last):
-        ddpkit.errors.ConfigError: compile_module_keys=['nett'] names 'nett', and the modules are: 'net'. ...
+        ddpkit.errors.ConfigError: compile_module_keys=['nett'] names 'nett', and the modules are: 'net'.
     """
     to_compile = _chosen(modules, "compile_module_keys", options.compile_module_keys, every=options.compile)
     to_script = _chosen(modules, "jit_module_keys", options.jit_module_keys, every=options.jit)
     if to_compile and not options.compile:
         logger.warning(
-            "compile_module_keys=%s is given without compile: these modules are compiled all the same. "
-            "Add --compile to say so, or drop the keys.",
-            to_compile,
+            "compile_module_keys=%s is given without compile: these modules are compiled all the same.", to_compile
         )
-    compiled = {key for key in to_compile if _compile(key, modules[key], options)}
-    _script(modules, [key for key in to_script if key not in compiled])
+    for key in to_compile:
+        if not (_is_compiled(modules[key]) or isinstance(modules[key], torch.jit.ScriptModule)):
+            _compile(key, modules[key], options)
+    with warnings.catch_warnings():
+        for key in to_script:
+            if not (_is_compiled(modules[key]) or isinstance(modules[key], torch.jit.ScriptModule)):
+                modules[key] = torch.jit.script(modules[key])
+                warnings.filterwarnings("ignore", message=r".*torch\.jit\.script", category=DeprecationWarning)
 
 
-def require_module_keys(modules: torch.nn.ModuleDict, options: Any) -> None:
+def require_module_keys(modules: torch.nn.ModuleDict, options: RunOptions) -> None:
     """Make sure that the options name modules that there are.
 
     Args:
         modules: the entries.
-        options: any object with the attributes of :class:`CompileOptions`.
+        options: ``compile_module_keys`` and ``jit_module_keys`` count.
 
     Raises:
         ConfigError: a key that is not in ``modules``.
@@ -119,7 +94,7 @@ def _chosen(modules: torch.nn.ModuleDict, option: str, keys: Iterable[str] | Non
     if unknown:
         raise ConfigError(
             f"{option}={sorted(wanted)!r} names {', '.join(map(repr, unknown))}, and the modules are: "
-            f"{', '.join(map(repr, modules)) or 'none'}. Name only those, or leave the option out for all."
+            f"{', '.join(map(repr, modules)) or 'none'}."
         )
     return [key for key in modules if key in wanted]
 
@@ -129,12 +104,7 @@ def _is_compiled(module: torch.nn.Module) -> bool:
     return wrapped or getattr(module, "_compiled_call_impl", None) is not None
 
 
-def _compile(key: str, module: torch.nn.Module, options: CompileOptions) -> bool:
-    """Compile a module in place; return whether it is compiled now."""
-    if _is_compiled(module):
-        return True
-    if isinstance(module, torch.jit.ScriptModule):
-        return False
+def _compile(key: str, module: torch.nn.Module, options: RunOptions) -> None:
     try:
         with warnings.catch_warnings():
             # The compiler is imported here, and torch 2.13 warns of its own use of what it deprecates.
@@ -146,20 +116,5 @@ def _compile(key: str, module: torch.nn.Module, options: CompileOptions) -> bool
                 dynamic=options.compile_using_dynamic_shape_tracing,
             )
     except _WRAP_ERRORS as error:
-        logger.warning(
-            "module %r could not be wrapped by torch.compile and goes on without: %s: %s",
-            key,
-            type(error).__name__,
-            error,
-        )
-        return False
-    return True
-
-
-def _script(modules: torch.nn.ModuleDict, keys: list[str]) -> None:
-    """Replace modules by their TorchScript; torch's deprecation warning is let through for the first."""
-    with warnings.catch_warnings():
-        for key in keys:
-            if not isinstance(modules[key], torch.jit.ScriptModule):
-                modules[key] = torch.jit.script(modules[key])
-                warnings.filterwarnings("ignore", message=r".*torch\.jit\.script", category=DeprecationWarning)
+        reason = f"{type(error).__name__}: {error}"
+        logger.warning("module %r could not be wrapped by torch.compile and goes on without: %s", key, reason)

@@ -128,9 +128,8 @@ class Progress:
         if self.nonfinite > patience:
             raise NonFiniteLossError(
                 f"{self.nonfinite} steps of epoch {self.epoch} had gradients that are not finite (norm={norm}; the "
-                f"last in {where}), and nonfinite_patience={patience}. All were skipped, so the weights are still "
-                "those before. Lower the learning rate, clip harder (--max_grad_norm), look at the data, or raise "
-                "--nonfinite_patience."
+                f"last in {where}), and nonfinite_patience={patience}. All were skipped. Lower the learning rate, clip "
+                "harder (--max_grad_norm), or look at the data."
             )
         logger.warning("The gradients are not finite (norm=%s); step skipped on all ranks: %s.", norm, where)
 
@@ -252,9 +251,8 @@ def evaluate_epoch(
 
 
 PARTS = (
-    "{}.fit_batch called backward() twice on losses that share a part of one module, but not all of it, and DDP "
-    'averages each gradient once: "{}". Add the losses up and call self.backward once; or put all forward and backward '
-    "passes under `with self.no_sync():`, so that self.optimizers_step() averages the gradients."
+    "{}.fit_batch called backward() twice on losses that share a part of one module, and DDP averages each gradient "
+    'once: "{}". Add the losses up and call self.backward once; or put all passes under `with self.no_sync():`.'
 )
 
 
@@ -372,9 +370,9 @@ def loss_problem(loss: Any) -> str | None:
         return f"a {type(loss).__name__}, not a tensor: return the loss itself, without .item()."
     if loss.numel() != 1:
         return f"a tensor of shape {tuple(loss.shape)}, not one number: return its mean over the batch."
-    if not loss.requires_grad:
-        return (
-            "a loss that does not require a gradient: it does not depend on a trainable parameter. Look for "
-            "torch.no_grad(), .detach() or .item() on the way, and for frozen parameters."
-        )
-    return None
+    if loss.requires_grad:
+        return None
+    return (
+        "a loss that does not require a gradient: it does not depend on a trainable parameter. Look for "
+        "torch.no_grad(), .detach() and frozen parameters."
+    )

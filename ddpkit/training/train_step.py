@@ -27,18 +27,15 @@ logger = get_logger(__name__)
 
 MIXED = (
     "{}.compute_objectives returned a mean loss for some micro-batches of an optimizer step and (loss_sum, count) for "
-    "others: there is no telling how they weigh against each other. Return the same kind for every training batch. "
-    "(In a fit_batch of your own, backward() takes both kinds if optimizers_step() stands between them.)"
+    "others. Return the same kind for every training batch."
 )
 TWO_SUMS = (
-    "{}.fit_batch passed two (loss_sum, count) to backward() before optimizers_step(): their gradients are added up "
-    "before it is known what each must be divided by. If both count the same, add up the sums: "
-    "backward((one + other, count)). If they belong to two optimizers, call optimizers_step() after each, with "
-    "grad_accumulation_factor=1. Otherwise pass means."
+    "{}.fit_batch passed two (loss_sum, count) to backward() before optimizers_step(). If both count the same, add up "
+    "the sums; if they belong to two optimizers, step after each, with grad_accumulation_factor=1; else pass means."
 )
 NOT_DIVIDED = (
     "{}.fit_batch passed (loss_sum, count) to backward() and let the window end without optimizers_step(), which "
-    "divides by the count. Call self.optimizers_step() where self.should_step is true, not an optimizer's own step()."
+    "divides by the count. Call self.optimizers_step() where self.should_step is true."
 )
 
 
@@ -257,8 +254,8 @@ class TrainStep:
             self._follow_step(optimizers)
         elif result.norm < 0:
             raise BatchError(
-                f"{self.name}.compute_objectives returned (loss_sum, count) with counts that add up to less than 0 "
-                "over an optimizer step: count must be >= 0. Count what the sum is over."
+                f"{self.name}.compute_objectives returned (loss_sum, count) with counts that add up to less than 0: "
+                "count must be >= 0."
             )
         elif math.isinf(multiplier):
             logger.warning_once(

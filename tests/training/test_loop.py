@@ -305,7 +305,7 @@ def test_losses_of_overridden_hooks():
 
     host = Overridden()
     run(host, Feed(range(2), 2), beat=Beats(apart=100))
-    assert not any(loss.requires_grad for loss in host.progress.meter._losses)
+    assert not any(loss.requires_grad for loss, _ in host.progress.meter._means)
     assert host.progress.meter.sums() == (4.0, 2.0, 0)
     for loss, match in (
         (None, "a NoneType, not a tensor"),

@@ -220,7 +220,7 @@ def _parse(requested: str | torch.device) -> tuple[str, int | None]:
     except (RuntimeError, TypeError) as error:
         reason = str(error).splitlines()[0]
         raise ConfigError(
-            f"device={requested!r} is not a device that torch knows ({reason}). Give for example --device=cpu or cuda:0."
+            f"device={requested!r} is not a device that torch knows ({reason}). Give cpu, cuda:0, ... (--device=cpu)."
         ) from error
     if device.type == "meta":
         raise ConfigError("device='meta' holds no data, so nothing can be trained on it. Use --device=cpu.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import shutil
 from pathlib import Path
@@ -10,7 +11,9 @@ import pytest
 
 from tests.launching import Run, python, torchrun
 
-pytest.importorskip("sklearn", reason="the digits come with scikit-learn: pip install 'ddpkit[examples]'")
+# Looked for and not imported: importing it takes seconds, in a process that only starts others.
+if importlib.util.find_spec("sklearn") is None:
+    pytest.skip("the digits come with scikit-learn: pip install 'ddpkit[examples]'", allow_module_level=True)
 
 pytestmark = pytest.mark.slow
 

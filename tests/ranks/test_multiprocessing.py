@@ -88,16 +88,16 @@ def start(folder, how, fault):
     return run.wait(60.0)  # far from the hang timeout
 
 
-def each(fork, cold, quick=None):
-    """Every fault with forked ranks; those that start cold take ten CPU seconds, so they have one or two."""
+def each(fork, cold):
+    """Every fault with forked ranks; those that start cold take ten CPU seconds, so they have one or two, and later."""
     cases = [("fork", fault) for fault in fork] + [(how, fault) for how in ("spawn", "elastic") for fault in cold]
     return pytest.mark.parametrize(
         ("how", "fault"),
-        [pytest.param(*case, marks=() if case[0] == "fork" or case == quick else pytest.mark.slow) for case in cases],
+        [pytest.param(*case, marks=() if case[0] == "fork" else pytest.mark.slow) for case in cases],
     )
 
 
-@each(["raise in fit", "raise on all in fit", "raise"], ["raise in fit", "raise"], ("spawn", "raise in fit"))
+@each(["raise in fit", "raise on all in fit", "raise"], ["raise in fit", "raise"])
 def test_ranks_of_multiprocessing_with_persistent_workers_end_after_a_failure(tmp_path, how, fault):
     run = start(tmp_path, how, fault)
     assert run.code != 0

@@ -49,7 +49,7 @@ def ready(folder: Path, processes: int) -> bool:
     return wait_until(lambda: all((folder / f"ready.{rank}").exists() for rank in range(processes)), 60)
 
 
-@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("processes", [2, *(pytest.param(one, marks=pytest.mark.slow) for one in (1, 3))])
 def test_nproc(tmp_path, processes):
     """More than there are cores, too."""
     run = Run(python(write(tmp_path), *WORDS, f"--nproc={processes}", "--lr=0.5"), tmp_path).wait()
@@ -88,7 +88,7 @@ def test_f1_an_exception_on_one_rank(tmp_path):
             raise ValueError("boom")
         time.sleep(60)
     """
-    run = Run(python(write(tmp_path, body), *WORDS, "--nproc=2"), tmp_path).wait(40)
+    run = Run(python(write(tmp_path, body), *WORDS, "--nproc=2"), tmp_path, warm=True).wait(40)
     assert run.code == 1
     last = run.tail(1)
     assert last.startswith("Rank 1 of 2 (process "), run.err

@@ -8,6 +8,7 @@ does.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import dataclasses
 import faulthandler
@@ -22,7 +23,6 @@ import traceback
 import warnings
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -35,7 +35,6 @@ from ddpkit.errors import DdpkitError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from multiprocessing.process import BaseProcess
-    from types import TracebackType
 
     from typing_extensions import Self
 
@@ -113,15 +112,13 @@ class RankPool:
         self._context = get("forkserver") if sys.platform == "linux" else get("spawn")
         self._context.set_forkserver_preload(PRELOADED)
         self._workers: list[tuple[BaseProcess, Connection]] = []
-        self._store: dist.TCPStore | None = None
+        self._store: Any = None  # the TCPStore of the ranks, once they have been started
         self._runs = 0
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def run(self, function: Callable[..., T], *args: Any, world_size: int = 2, **options: Any) -> list[T]:
@@ -182,10 +179,7 @@ class RankPool:
                 try:
                     found[rank] = connection.recv()
                 except EOFError:
-                    process = self._workers[rank][0]
-                    process.join(timeout=CLOSE_SECONDS)  # its pipe closes a moment before it has ended
-                    code = process.exitcode
-                    found[rank] = RankOutcome(ok=False, error_type="Died", error=f"exit code {code}", is_spent=True)
+                    found[rank] = _died(self._workers[rank][0])
         for rank in waiting.values():
             found[rank] = RankOutcome(ok=False, error_type="Hang", error="did not return in time", is_spent=True)
         if any(outcome.is_spent for outcome in found.values()):
@@ -195,6 +189,7 @@ class RankPool:
 
     def close(self) -> None:
         """End the processes. The pool starts new ones when it is used again."""
+        atexit.unregister(self.close)
         for _, connection in self._workers:
             connection.close()
         end = time.monotonic() + CLOSE_SECONDS
@@ -207,20 +202,15 @@ class RankPool:
         self._store = None
 
     def _dump_stacks(self, ranks: Any) -> None:
-        """Let the processes, and the workers of their loaders, print where they are, and end."""
+        """Let processes that hang print where they are, and end."""
         for rank in ranks:
             process = self._workers[rank][0]
             if process.pid is not None and process.is_alive():
-                for pid in [process.pid, *_children(process.pid)]:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGABRT)
-                    time.sleep(0.2)  # one after the other, so that the lines do not mix
-        for rank in ranks:
-            self._workers[rank][0].kill()
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process.pid, signal.SIGABRT)
+                process.join(timeout=CLOSE_SECONDS)  # one after the other, so that the lines do not mix
 
     def _environment(self, rank: int, world_size: int) -> dict[str, str]:
-        if self._store is None:
-            raise RuntimeError("the pool has not been started")
         return {
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
@@ -238,12 +228,13 @@ class RankPool:
             self._store = dist.TCPStore(
                 "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30)
             )
+            atexit.register(self.close)  # before multiprocessing waits for the processes, which wait for the pool
         new = range(len(self._workers), world_size)
+        here = (list(sys.path), dict(os.environ), multiprocessing.get_start_method())
         for _ in new:
             ours, theirs = self._context.Pipe()
-            like_here = multiprocessing.get_start_method()
-            here = (list(sys.path), dict(os.environ), like_here)
-            process = self._context.Process(target=_serve, args=(theirs, *here), daemon=True)
+            # No daemon: the loaders of ranks may have workers.
+            process = self._context.Process(target=_serve, args=(theirs, *here))
             process.start()
             theirs.close()
             self._workers.append((process, ours))
@@ -256,21 +247,15 @@ class RankPool:
         with contextlib.suppress(EOFError):  # it has ended
             if connection.poll(START_SECONDS) and connection.recv() == READY:
                 return
-        process.join(timeout=CLOSE_SECONDS)
-        code = process.exitcode
+        outcome = _died(process, f"process {rank} of the pool did not start: ")
         self.close()
-        raise RankPoolError(
-            [
-                RankOutcome(
-                    ok=False, error_type="Died", error=f"process {rank} of the pool did not start: exit code {code}"
-                )
-            ]
-        )
+        raise RankPoolError([outcome])
 
 
-def _children(pid: int) -> list[int]:
-    """The processes that this one started, where the system tells."""
-    return [int(child) for task in Path(f"/proc/{pid}/task").glob("*/children") for child in task.read_text().split()]
+def _died(process: BaseProcess, what: str = "") -> RankOutcome:
+    process.join(timeout=CLOSE_SECONDS)  # its pipe closes a moment before it has ended
+    error = f"{what}exit code {process.exitcode}"
+    return RankOutcome(ok=False, error_type="Died", error=error, is_spent=True)
 
 
 def _serve(connection: Connection, path: list[str], environment: dict[str, str], start_method: str) -> None:
@@ -279,10 +264,7 @@ def _serve(connection: Connection, path: list[str], environment: dict[str, str],
     os.environ.clear()  # that of the process which was forked may be older
     os.environ.update(environment)
     np.random.seed()  # noqa: NPY002 -- the process that was forked has one state for all ranks
-    # A daemon ends with the process that holds the pool; but the ranks of a launcher are none, and their loaders may
-    # have workers, started as Python does it on this platform and not as this process was.
-    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # noqa: SLF001
-    multiprocessing.set_start_method(start_method, force=True)
+    multiprocessing.set_start_method(start_method, force=True)  # for the workers of loaders
     faulthandler.enable(all_threads=True)  # for SIGABRT, which a run leaves alone
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)

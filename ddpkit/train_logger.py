@@ -6,6 +6,7 @@ called by all ranks or under ``if if_main_process():``.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import functools
 import importlib.util
@@ -26,7 +27,7 @@ from ddpkit.errors import CheckpointError, ConfigError, MissingExtraError
 from ddpkit.logger import get_logger
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from torch.utils.tensorboard import SummaryWriter
 
@@ -63,6 +64,8 @@ class RunLog:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self._is_checked = False
+        self._last_stats = ""
+        self._reporters: list[object] = []
 
     def write(self, event: str, **fields: Any) -> None:
         """Append one line, in one piece.
@@ -80,23 +83,30 @@ class RunLog:
             return
         record = {"event": event, "time": time.time(), **fields}
         line = json.dumps(_json_numbers(_plain(record)), ensure_ascii=False, allow_nan=False) + "\n"
-        try:
+        with _written(f"the run's log {str(self.path)!r}"):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             _append(self.path, line if self._is_checked or _ends_with_newline(self.path) else "\n" + line)
-        except OSError as error:
-            raise ConfigError(
-                f"the run's log {str(self.path)!r} cannot be written: {error.strerror}. "
-                "Free some space, or choose an output folder that can be written to."
-            ) from error
         self._is_checked = True
+
+    def write_stats(self, stats: Mapping[str, Any], reporter: object) -> None:
+        """Write a "stats" event, once also when several loggers are given the same statistics.
+
+        Args:
+            stats: plain values by stage.
+            reporter: the logger that was given them.
+
+        Ranks: as :meth:`write`.
+        """
+        if repr(stats) != self._last_stats or reporter in self._reporters:
+            self.write("stats", **stats)
+            self._last_stats, self._reporters = repr(stats), []
+        self._reporters.append(reporter)
 
 
 class _Current:
-    """The log of the present run, and the statistics that stand in its last line."""
+    """The log of the present run."""
 
     log: RunLog | None = None
-    last_stats: dict[str, Any] | None = None
-    reporters: set[int] = set()  # noqa: RUF012 -- one per process is the purpose
 
 
 def set_run_log(path: str | os.PathLike[str] | None) -> RunLog | None:
@@ -115,8 +125,6 @@ def set_run_log(path: str | os.PathLike[str] | None) -> RunLog | None:
         True
     """
     _Current.log = None if path is None else RunLog(path)
-    _Current.last_stats = None
-    _Current.reporters = set()
     return _Current.log
 
 
@@ -195,6 +203,18 @@ def _ends_with_newline(path: Path) -> bool:
         return file.read(1) == b"\n"
 
 
+@contextlib.contextmanager
+def _written(what: str) -> Iterator[None]:
+    """Name what cannot be written, and say what to do."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"{what} cannot be written: {error.strerror or error}. "
+            "Free some space, or choose an output folder that can be written to."
+        ) from error
+
+
 def _append(path: Path, line: str) -> None:
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
     try:
@@ -245,29 +265,46 @@ class TrainLogger:
         """
         raise NotImplementedError(f"{type(self).__name__} must override log_stats")
 
-    def _report(self, meta: Stats, stages: Mapping[str, Stats | None], fallback: Path | None = None) -> None:
-        """Write a "stats" event, once also when several loggers are given the same statistics."""
-        log = _Current.log or (RunLog(fallback) if fallback is not None else None)
-        if log is None:
-            return
-        stats = _plain({"meta": meta, **{name: values for name, values in stages.items() if values is not None}})
-        known = _Current.log is not None and repr(stats) == repr(_Current.last_stats)
-        if not known or id(self) in _Current.reporters:
-            log.write("stats", **stats)
-            _Current.reporters = set()
-        _Current.last_stats = stats
-        _Current.reporters.add(id(self))
+
+class _MainTrainLogger(TrainLogger):
+    """Reports on the main process, and to the run's log."""
+
+    run_log_beside: Path | None = None  # where no run log is set
+
+    @main_process_only(hand_over=False)
+    def log_stats(
+        self,
+        stats_meta: Stats,
+        train_stats: Stats | None = None,
+        valid_stats: Stats | None = None,
+        test_stats: Stats | None = None,
+        verbose: bool | None = None,
+    ) -> None:
+        """Report the statistics of a stage or an epoch; arguments as in :meth:`TrainLogger.log_stats`.
+
+        Raises:
+            ConfigError: a file cannot be written.
+
+        Ranks: all, or the main process alone; only it reports.
+        """
+        given = {"train": train_stats, "valid": valid_stats, "test": test_stats}
+        stages = {name: stats for name, stats in given.items() if stats is not None}
+        self._log(stats_meta, stages, verbose)
+        log = _Current.log or (self.run_log_beside and RunLog(self.run_log_beside))
+        if log:
+            log.write_stats(_plain({"meta": stats_meta, **stages}), self)
+
+    def _log(self, meta: Stats, stages: Mapping[str, Stats], verbose: bool | None) -> None:
+        raise NotImplementedError
 
 
-def _stages(train: Stats | None, valid: Stats | None, test: Stats | None) -> dict[str, Stats | None]:
-    return {"train": train, "valid": valid, "test": test}
-
-
-class FileTrainLogger(TrainLogger):
+class FileTrainLogger(_MainTrainLogger):
     """Writes one line per call to a text file: ``epoch: 1 - train loss: 2.31 - valid loss: 9.10e-01``.
 
     The same statistics go to the run's log, at full precision (``metrics.jsonl`` beside ``save_file`` where
     no run log is set).
+
+    The line is also logged to the console, unless ``log_stats`` is called with ``verbose=False``.
 
     Args:
         save_file: the text file; it is appended to.
@@ -293,39 +330,16 @@ class FileTrainLogger(TrainLogger):
             raise ConfigError(f"precision={precision!r}: give a number of digits, 0 or more.")
         self.save_file = os.fspath(save_file)
         self.precision = precision
+        self.run_log_beside = Path(save_file).with_name("metrics.jsonl")
 
-    @main_process_only(hand_over=False)
-    def log_stats(
-        self,
-        stats_meta: Stats,
-        train_stats: Stats | None = None,
-        valid_stats: Stats | None = None,
-        test_stats: Stats | None = None,
-        verbose: bool = True,
-    ) -> None:
-        """Append one line; arguments as in :meth:`TrainLogger.log_stats`.
-
-        Raises:
-            ConfigError: the file cannot be written.
-
-        Ranks: all, or the main process alone; only it writes.
-        """
-        stages = _stages(train_stats, valid_stats, test_stats)
-        parts = [self._line(stats_meta)]
-        parts += [self._line(stats, f"{name} ") for name, stats in stages.items() if stats is not None]
-        line = " - ".join(parts)
-        path = Path(self.save_file)
-        try:
+    def _log(self, meta: Stats, stages: Mapping[str, Stats], verbose: bool | None) -> None:
+        parts = [self._line(meta), *(self._line(stats, f"{name} ") for name, stats in stages.items())]
+        line, path = " - ".join(parts), Path(self.save_file)
+        with _written(f"save_file={self.save_file!r}"):
             path.parent.mkdir(parents=True, exist_ok=True)
             _append(path, line + "\n")
-        except OSError as error:
-            raise ConfigError(
-                f"save_file={self.save_file!r} cannot be written: {error.strerror}. "
-                "Free some space, or choose an output folder that can be written to."
-            ) from error
-        if verbose:
+        if verbose is not False:
             logger.info("%s", line)
-        self._report(stats_meta, stages, fallback=path.with_name("metrics.jsonl"))
 
     def _line(self, stats: Stats, stage: str = "") -> str:
         return ", ".join(f"{stage}{name}: {self._text(_plain(value))}" for name, value in stats.items())
@@ -338,8 +352,10 @@ class FileTrainLogger(TrainLogger):
 
 
 @register_checkpoint_hooks
-class TensorboardLogger(TrainLogger):
+class TensorboardLogger(_MainTrainLogger):
     """Writes statistics for TensorBoard. Needs ``pip install ddpkit[tensorboard]``.
+
+    Every value is written under ``<name>/<stage>``, every element of a list as a step of its own.
 
     Args:
         save_dir: folder of the event files; it is made at the first write.
@@ -386,35 +402,19 @@ class TensorboardLogger(TrainLogger):
 
         return SummaryWriter(self.save_dir)
 
-    @main_process_only(hand_over=False)
-    def log_stats(
-        self,
-        stats_meta: Stats,
-        train_stats: Stats | None = None,
-        valid_stats: Stats | None = None,
-        test_stats: Stats | None = None,
-        verbose: bool = False,
-    ) -> None:
-        """Write every value under ``<name>/<stage>``, every element of a list as a step of its own.
-
-        Arguments as in :meth:`TrainLogger.log_stats`; ``verbose`` has no effect.
-
-        Ranks: all, or the main process alone; only it writes.
-        """
-        stages = _stages(train_stats, valid_stats, test_stats)
+    def _log(self, meta: Stats, stages: Mapping[str, Stats], verbose: bool | None) -> None:
         self.global_step["meta"] += 1
-        for name, value in stats_meta.items():
+        for name, value in meta.items():
             self._write(name, _plain(value), self.global_step["meta"])
         for stage, stats in stages.items():
             steps = self.global_step[stage]
-            for name, values in (stats or {}).items():
+            for name, values in stats.items():
                 plain = _plain(values)
                 for value in plain if isinstance(plain, list) else [plain]:
                     steps[name] = steps.get(name, 0) + 1
                     self._write(f"{name}/{stage}", value, steps[name])
         if self.writer is not None:
             self.writer.flush()
-        self._report(stats_meta, stages)
 
     @main_process_only(hand_over=False)
     def log_audio(self, name: str, value: torch.Tensor, sample_rate: int) -> None:
@@ -483,8 +483,10 @@ class TensorboardLogger(TrainLogger):
             ) from error
 
 
-class WandBLogger(TrainLogger):
+class WandBLogger(_MainTrainLogger):
     """Writes statistics through a run object such as that of Weights & Biases.
+
+    The step is ``stats_meta["epoch"]`` where there is one.
 
     Args:
         initializer: called on the main process only, with all the other arguments; returns an object with
@@ -525,26 +527,9 @@ class WandBLogger(TrainLogger):
 
         run_on_main(start)
 
-    @main_process_only(hand_over=False)
-    def log_stats(
-        self,
-        stats_meta: Stats,
-        train_stats: Stats | None = None,
-        valid_stats: Stats | None = None,
-        test_stats: Stats | None = None,
-        verbose: bool = False,
-    ) -> None:
-        """Hand the statistics to the run; the step is ``stats_meta["epoch"]`` where there is one.
-
-        Arguments as in :meth:`TrainLogger.log_stats`; ``verbose`` has no effect.
-
-        Ranks: all, or the main process alone; only it writes.
-        """
-        stages = _stages(train_stats, valid_stats, test_stats)
-        given = {name: values for name, values in stages.items() if values is not None}
-        stats = _plain_numbers({**given, **stats_meta})
+    def _log(self, meta: Stats, stages: Mapping[str, Stats], verbose: bool | None) -> None:
+        stats = _plain_numbers({**stages, **meta})
         self.run.log(stats, **({"step": stats["epoch"]} if "epoch" in stats else {}))
-        self._report(stats_meta, stages)
 
 
 class ProgressSampleLogger:
@@ -669,15 +654,10 @@ class ProgressSampleLogger:
         form = self.format_defs[self.formats.get(key, self.DEFAULT_FORMAT)]
         path = Path(self.output_path, str(epoch), f"{key}.{form['extension']}")
         unfinished = path.with_name(f"{key}.unfinished.{form['extension']}")
-        try:
+        with _written(f"output_path={self.output_path!r}: {str(path)!r}"):
             path.parent.mkdir(parents=True, exist_ok=True)
             form["saver"](data, str(unfinished), **form.get("kwargs", {}))
             unfinished.replace(path)
-        except OSError as error:
-            raise ConfigError(
-                f"output_path={self.output_path!r}: {str(path)!r} cannot be written: {error.strerror or error}. "
-                "Free some space, or choose an output folder that can be written to."
-            ) from error
 
 
 def _save_image(data: torch.Tensor, path: str) -> None:

@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 import torch
+import torch._dynamo  # DDP imports it in fit, which takes longer than --hang_timeout=8 on a loaded machine
 
 import ddpkit as sb
 from ddpkit.checkpoints import Checkpointer

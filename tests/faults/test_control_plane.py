@@ -44,6 +44,13 @@ def said(runs):
     return "\n".join(run.err for run in runs)
 
 
+def await_fault(folder, runs):
+    """Wait until the fault has happened; not longer than the processes live."""
+    happened = (folder / "out" / "fault").exists
+    wait_until(lambda: happened() or any(run.process.poll() is not None for run in runs), START_SECONDS)
+    assert happened(), said(runs)
+
+
 def fault_at(folder):
     return float((folder / "out" / "fault").read_text())
 
@@ -153,7 +160,7 @@ def test_when_main_dies_inside_of_its_own_work_everyone_learns_it(tmp_path):
 def test_f11_a_stuck_rank_is_named_with_its_line_and_ends_the_run(tmp_path, fault, where):
     words = ["--hang_warning=3", "--hang_timeout=8", f"workers={2 * (where == 'worker')}"]
     [run] = start(tmp_path, f"fault={fault}@{where}", "rank=1", *words)
-    assert wait_until((tmp_path / "out" / "fault").exists, START_SECONDS)
+    await_fault(tmp_path, [run])
     run.wait(8 + GONE_SECONDS)
     guilty = r"^rank 1 \(.*\): in TRAIN of epoch 1 at step \d+, for \d+ s .*control_recipe.py:\d+ in happen"
     assert re.search(guilty, run.err, re.MULTILINE), run.err
@@ -164,7 +171,7 @@ def test_f11_a_stuck_rank_is_named_with_its_line_and_ends_the_run(tmp_path, faul
 
 def test_f11_a_stopped_process_is_named(tmp_path):
     runs = start(tmp_path, "fault=stop@forward", "rank=1", "--hang_warning=3", "--hang_timeout=8", by_hand=True)
-    assert wait_until((tmp_path / "out" / "fault").exists, START_SECONDS)
+    await_fault(tmp_path, runs)
     assert wait_until(lambda: runs[0].process.poll() is not None, 8 + GONE_SECONDS)
     assert "rank 1 (" in runs[0].err
     assert "silent for" in runs[0].err
@@ -179,7 +186,7 @@ def test_f11_a_rank_that_keeps_the_interpreter_lock_ends_without_a_launcher_too(
     """Also where it does so as soon as time counts: at the start of ``fit``, and after work of the main process."""
     words = [f"fault=gil@{where}", f"rank={rank}", "size=40", "--hang_warning=3", "--hang_timeout=8"]
     runs = start(tmp_path, *words, by_hand=True, warm=False)
-    assert wait_until((tmp_path / "out" / "fault").exists, START_SECONDS)
+    await_fault(tmp_path, runs)
     wait(runs, 8 + 2 * GONE_SECONDS)
     assert runs[rank].code == -signal.SIGKILL
     stacks = runs[rank].err.partition(f"rank {rank} (")[2]
@@ -316,7 +323,7 @@ def test_the_time_limit_stops_all_ranks(tmp_path):
 
 def test_a_second_signal_ends_a_rank_that_hangs_in_a_collective(tmp_path):
     runs = start(tmp_path, "fault=sleep@forward", "rank=1", by_hand=True)
-    assert wait_until((tmp_path / "out" / "fault").exists, START_SECONDS)
+    await_fault(tmp_path, runs)
     runs[0].signal(signal.SIGINT)
     time.sleep(3 * REPEAT_SECONDS)  # what comes at once is the same signal, by another way
     runs[0].signal(signal.SIGINT)

@@ -19,19 +19,12 @@ import os
 import sys
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
 
 import yaml
 
 from ddpkit.base.rank import get_rank
 from ddpkit.errors import ConfigError, MissingFileError
-
-if TYPE_CHECKING:
-    _LoggerAdapter = logging.LoggerAdapter[logging.Logger]
-    _StreamHandler = logging.StreamHandler[TextIO]
-else:  # at run time the adapter is generic from Python 3.11 on, the handler too
-    _LoggerAdapter = logging.LoggerAdapter
-    _StreamHandler = logging.StreamHandler
 
 LEVEL_VARIABLES = ("DDPKIT_LOG_LEVEL", "SB_LOG_LEVEL")
 CONSOLE_FORMAT = "%(message)s"
@@ -39,28 +32,16 @@ FILE_FORMAT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
 
 # SI prefixes and English words by power of ten.
 _PREFIXES = dict(zip(range(-24, 25, 3), (*"yzafpnum", "", *"kMGTPEZY"), strict=True))
-_WORDS = {
-    -12: "trillionths",
-    -9: "billionths",
-    -6: "millionths",
-    -3: "thousandths",
-    0: "",
-    3: "thousand",
-    6: "million",
-    9: "billion",
-    12: "trillion",
-}
+_WORDS = dict(zip((-12, -9, -6, -3), ("trillionths", "billionths", "millionths", "thousandths"), strict=True))
+_WORDS |= dict(zip((0, 3, 6, 9, 12), ("", "thousand", "million", "billion", "trillion"), strict=True))
 
 
 def _own_rank() -> int:
-    """Return the launcher's rank, else the process group's, else 0. Launchers report a malformed one."""
-    rank = os.environ.get("RANK", "")
-    if rank.isdecimal():
-        return int(rank)
+    """Return the rank, 0 where it is not known. Launchers report a malformed one."""
     return get_rank() or 0
 
 
-class MultiProcessLoggerAdapter(_LoggerAdapter):
+class MultiProcessLoggerAdapter(logging.LoggerAdapter):  # type: ignore[type-arg]  # generic from Python 3.11 on
     """A logger that speaks on the main process, and on the others when it must.
 
     Other ranks log a message when it is an error, when it carries an exception, or when the call says
@@ -183,7 +164,7 @@ def get_logger(name: str) -> MultiProcessLoggerAdapter:
     return MultiProcessLoggerAdapter(logging.getLogger(name))
 
 
-class TqdmCompatibleStreamHandler(_StreamHandler):
+class TqdmCompatibleStreamHandler(logging.StreamHandler):  # type: ignore[type-arg]  # likewise
     """A console handler that takes progress bars off the screen while it writes, and puts them back.
 
     tqdm is used only if something else has imported it: without it there is no bar to spoil.
@@ -343,10 +324,7 @@ def _file_handlers(path: Path) -> list[logging.Handler]:
     try:
         handler = logging.FileHandler(own, mode="a", encoding="utf-8", delay=rank > 0)
     except OSError as error:
-        raise ConfigError(
-            f"log_file={str(own)!r} cannot be opened for writing: {error.strerror}. "
-            "Choose a folder that exists and can be written to."
-        ) from error
+        raise ConfigError(f"log_file={str(own)!r} cannot be opened for writing: {error.strerror}.") from error
     handler.setFormatter(logging.Formatter(FILE_FORMAT))
     handler.setLevel(logging.DEBUG if rank == 0 else logging.WARNING)
     return [handler]
@@ -359,40 +337,29 @@ def _own_file(path: Path) -> Path:
 
 def _console_level(level: int | str) -> int:
     """Turn a level, or the one that the environment asks for, into a number."""
-    source = "level"
-    for variable in LEVEL_VARIABLES:
-        if os.environ.get(variable):
-            source, level = variable, os.environ[variable]
-            break
-    if isinstance(level, str):
-        name = level.strip().upper()
+    asked = {name: os.environ[name] for name in LEVEL_VARIABLES if os.environ.get(name)}
+    source, given = next(iter({**asked, "level": level}.items()))
+    number: Any = given
+    if isinstance(given, str):
+        name = given.strip().upper()
         number = int(name) if name.isdecimal() else logging.getLevelName(name)
-    else:
-        number = level
     if not isinstance(number, int):
-        raise ConfigError(
-            f"{source}={level!r} is no logging level. Use DEBUG, INFO, WARNING, ERROR, CRITICAL or a number."
-        )
+        raise ConfigError(f"{source}={given!r} is no logging level. Use DEBUG, INFO, WARNING, ERROR or a number.")
     return number
 
 
 def _apply_config(path: Path, overrides: Mapping[str, Any], log_file: Path | None) -> None:
     try:
         config = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise MissingFileError(f"config_path={str(path)!r}: there is no such file.") from error
-    except OSError as error:
-        raise ConfigError(f"config_path={str(path)!r} cannot be read: {error.strerror}.") from error
-    except yaml.YAMLError as error:
-        raise ConfigError(f"config_path={str(path)!r} is not YAML: {error}") from error
-    try:
         if log_file is not None and "file_handler" in config.get("handlers", {}):
             config = _merged(config, {"handlers": {"file_handler": {"filename": str(_own_file(log_file))}}})
         logging.config.dictConfig(_merged(config, overrides))
-    except (ValueError, TypeError, AttributeError, ImportError) as error:
+    except FileNotFoundError as error:
+        raise MissingFileError(f"config_path={str(path)!r}: there is no such file.") from error
+    except (OSError, yaml.YAMLError, ValueError, TypeError, AttributeError, ImportError) as error:
         raise ConfigError(
             f"config_path={str(path)!r} is no logging configuration: {error}. "
-            "It has the form of logging.config.dictConfig (version, formatters, handlers, root)."
+            "It has the form of logging.config.dictConfig (version, formatters, handlers, root), in YAML."
         ) from error
 
 

@@ -145,6 +145,9 @@ def test_an_unknown_level_is_an_error(monkeypatch):
     monkeypatch.setenv("DDPKIT_LOG_LEVEL", "loud")
     with pytest.raises(ConfigError, match="DDPKIT_LOG_LEVEL='loud' is no logging level. Use DEBUG, INFO"):
         setup_logging()
+    monkeypatch.delenv("DDPKIT_LOG_LEVEL")
+    with pytest.raises(ConfigError, match="level='quiet' is no logging level"):
+        setup_logging(level="quiet")
 
 
 def test_other_ranks_show_warnings_of_libraries_and_what_is_meant_for_all(tmp_path, capsys, as_rank):
@@ -222,7 +225,7 @@ def test_a_configuration_file(tmp_path, capsys, way):
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("{", "is not YAML"),
+        ("{", "is no logging configuration"),
         ("handlers: {a: {class: no.such.Class}}\nversion: 1", "is no logging configuration"),
         ("", "is no logging configuration"),
     ],
@@ -237,7 +240,7 @@ def test_a_bad_configuration_file(tmp_path, text, reason):
 def test_a_missing_configuration_file(tmp_path):
     with pytest.raises(MissingFileError, match="there is no such file"):
         setup_logging(config_path=tmp_path / "log-config.yaml")
-    with pytest.raises(ConfigError, match="cannot be read: Is a directory"):
+    with pytest.raises(ConfigError, match="is no logging configuration: .*Is a directory"):
         setup_logging(config_path=tmp_path)
 
 

@@ -382,29 +382,23 @@ def command_average(options: argparse.Namespace) -> int:
 
 
 def choose(paths: Sequence[Path], selection: Selection, limit: int | None) -> list[Checkpoint]:
-    """Choose the best checkpoints that are whole to the last byte; a damaged one in a folder is passed over.
+    """Choose the best checkpoints, and compare every byte of them.
 
     Raises:
-        CheckpointError: none counts, or one that was named is damaged.
+        CheckpointError: none counts, or one is damaged.
     """
     found = [one.checkpoint for path in paths for one in find(path, "off") if one.meta]
-    chosen: list[Checkpoint] = []
-    for checkpoint in ranked(dict.fromkeys(found), selection):
-        if limit is not None and len(chosen) >= limit:
-            break
-        reasons = damage_of(checkpoint.path, "full")
-        if not reasons:
-            chosen.append(checkpoint)
-            continue
-        text = f"{printable(checkpoint.path)} is damaged: {printable('; '.join(reasons))}"
-        if checkpoint.path in paths:
-            raise CheckpointError(f"{text}. Name another checkpoint.")
-        sys.stderr.write(f"{text}; passed over.\n")
+    chosen = ranked(dict.fromkeys(found), selection)[:limit]
     if not chosen:
         where, key = ", ".join(repr(str(path)) for path in paths), selection.max_key or selection.min_key
         keys = sorted({printable(name) for one in found for name in one.meta})
         has = f" that has {key!r} in its meta; there are: {', '.join(keys)}" if key else ""
-        raise CheckpointError(f"there is no whole checkpoint in {where}{has}.")
+        raise CheckpointError(f"there is no checkpoint in {where}{has}.")
+    for one in chosen:
+        reasons = damage_of(one.path, "full")
+        if reasons:
+            text = f"{printable(one.path)} is damaged: {printable('; '.join(reasons))}"
+            raise CheckpointError(f"{text}. Name the checkpoints that are to be used.")
     return chosen
 
 

@@ -7,6 +7,7 @@ constructed or called here.
 from __future__ import annotations
 
 import difflib
+import json
 import platform
 import sys
 from collections import deque
@@ -134,7 +135,7 @@ def override_line(key: str, value: str | None) -> str:
     if value is None:
         return f"{key}:"
     line = f"{key}: {value}"
-    return line if _is_kept(line, value) else f"{key}: {_quoted(value)}"
+    return line if _is_kept(line, value) else f"{key}: {json.dumps(value, ensure_ascii=False)}"
 
 
 def help_text() -> str:
@@ -320,9 +321,3 @@ def _is_kept(line: str, value: str) -> bool:
     if node.style in ("'", '"'):
         return value.rstrip().endswith(node.style)
     return bool(node.value == value and node.anchor is None)
-
-
-def _quoted(text: str) -> str:
-    """Write text as a double-quoted YAML scalar."""
-    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
-    return '"' + "".join(c if c.isprintable() else f"\\U{ord(c):08x}" for c in escaped) + '"'

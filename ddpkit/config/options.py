@@ -1,4 +1,4 @@
-"""The table of run options: parsing, ``--help``, attributes and documentation are all made from it.
+"""The table of run options: parsing, ``--help`` and attributes are all made from it.
 
 To add an option, add a row to :class:`OptionTypes`.
 """
@@ -337,27 +337,3 @@ RUN_OPTIONS: dict[str, Option] = {o.name: o for o in vars(OptionTypes).values() 
 OPTION_BY_NAME = RUN_OPTIONS | {o.name: o for o in vars(ParserOptions).values() if isinstance(o, Option)}
 OPTIONS = tuple(OPTION_BY_NAME.values())
 PARSER_ONLY = OPTION_BY_NAME.keys() - RUN_OPTIONS.keys()
-
-
-def options_markdown() -> str:
-    """Write the table of options as Markdown, for the documentation.
-
-    Returns:
-        One table per group, in the order of ``--help``.
-
-    Ranks: local.
-
-    Example:
-        >>> print(options_markdown().splitlines()[0])
-        ### What is run
-    """
-    lines: list[str] = []
-    for group in dict.fromkeys(option.group for option in OPTIONS if option.group):
-        lines += [f"### {group}", "", "| option | default | meaning |", "|---|---|---|"]
-        lines += [
-            f"| `{o.usage.replace('|', chr(92) + '|')}` | {o.shown_default} | {o.help} |"
-            for o in OPTIONS
-            if o.group == group
-        ]
-        lines.append("")
-    return "\n".join(lines)

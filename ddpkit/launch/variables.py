@@ -19,19 +19,15 @@ LOOPBACK = "127.0.0.1"
 # Ports that are made from a run's id: below those that systems give out by themselves, above most services.
 FIRST_DERIVED_PORT, DERIVED_PORTS = 20000, 12000
 
-# What the table in an error shows: the first group always, the others where they are set.
+# What the table in an error shows: the first always, and what begins with one of the others where it is set.
 _TORCH_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_OTHER_VARIABLES = (
-    ("torchrun", ("GROUP_RANK", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")),
-    ("ddpkit", (SPAWNED_BY,)),
-    ("Slurm", ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID")),
-    ("Slurm", ("SLURM_NTASKS", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NUM_NODES", "SLURM_GTIDS")),
-    ("Slurm", ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURMD_NODENAME")),
-    ("Open MPI", ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_SIZE")),
-    ("Open MPI", ("OMPI_COMM_WORLD_LOCAL_SIZE",)),
-    ("jsrun", ("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_LOCAL_RANK", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_LOCAL_SIZE")),
-    ("MPI (PMI)", ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE")),
-)
+_SLURM_VARIABLES = ("JOB_ID", "STEP_", "PROCID", "LOCALID", "NODEID", "NTASKS", "GTIDS", "JOB_NODELIST")
+_OTHER_VARIABLES = {
+    "torchrun": ("GROUP_RANK", "TORCHELASTIC_R"),
+    "ddpkit": (SPAWNED_BY,),
+    "Slurm": ("SLURMD_NODENAME", *(f"SLURM_{name}" for name in _SLURM_VARIABLES)),
+    "MPI": ("OMPI_COMM_WORLD_", "JSM_NAMESPACE_", "PMI_", "MPI_LOCAL"),
+}
 
 
 @dataclass(frozen=True)
@@ -172,8 +168,8 @@ def describe_environment(environ: Mapping[str, str]) -> str:
           RANK                        '0'           torch
     """
     rows = [(name, _shown(environ, name), "torch") for name in _TORCH_VARIABLES]
-    for launcher, names in _OTHER_VARIABLES:
-        rows += [(name, _shown(environ, name), launcher) for name in names if name in environ]
+    for launcher, beginnings in _OTHER_VARIABLES.items():
+        rows += [(name, _shown(environ, name), launcher) for name in sorted(environ) if name.startswith(beginnings)]
     header = f"  {'variable':<27} {'found':<13} used by"
     return "\n".join([header, *(f"  {name:<27} {value:<13} {who}" for name, value, who in rows)])
 

@@ -444,17 +444,14 @@ def test_average_of_named_checkpoints(ckpt, three, tmp_path):
     assert torch.load(tmp_path / "mean.pt", weights_only=True)["0.weight"][0, 0].item() == 1.5
 
 
-def test_average_passes_over_what_is_damaged_but_not_what_was_named(ckpt, three, tmp_path):
+def test_average_of_what_is_damaged_is_refused(ckpt, three, tmp_path):
     flip_a_byte(three.path / "CKPT+two" / "model.ckpt")
     words = ("--recoverable", "model", "--output", tmp_path / "mean.pt")
     status, out, err = ckpt("average", three.path, *words)
-    assert status == 0
-    assert out[0] == "from CKPT+middle, CKPT+one"
+    assert (status, out) == (1, [])
     reason = "model.ckpt fails its checksum: its content has changed since it was saved"
-    assert err == [f"{three.path}/CKPT+two is damaged: {reason}; passed over."]
-    status, _, err = ckpt("average", three.path / "CKPT+two", *words, "--force")
-    assert status == 1
-    assert "CKPT+two is damaged" in err[0]
+    assert f"{three.path}/CKPT+two is damaged: {reason}. Name the checkpoints that are to be used." in err[0]
+    assert ckpt("average", three.path, "--num", "1", *words)[0] == 0, "the others are not looked at"
 
 
 @pytest.mark.parametrize(

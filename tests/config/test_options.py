@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from ddpkit.brain import Brain
-from ddpkit.config.options import OPTION_BY_NAME, OPTIONS, PARSER_ONLY, OptionTypes, options_markdown
+from ddpkit.config.options import OPTION_BY_NAME, OPTIONS, PARSER_ONLY, OptionTypes
 from ddpkit.run_opts import RunOptions
 
 
@@ -74,9 +74,3 @@ def test_the_table_is_whole():
         assert option.default is None or option.coerce(option.default, "here") == option.default, option.name
         assert option.default is not None or option.is_optional, option.name
         assert hasattr(Brain, option.name) == (option.name not in PARSER_ONLY)
-
-
-def test_the_documentation_has_every_option():
-    text = options_markdown()
-    for option in OPTIONS:
-        assert (f"`--{option.name}" in text) == bool(option.group)

@@ -706,15 +706,28 @@ def test_real_run_of_the_recipe_itself(tmp_path):
 @pytest.mark.parametrize(
     ("words", "fault", "says", "rank"),
     [
+        # Those that end as another does are slow: they say other words.
         (["nowhere.yaml"], "", ["train.py: error: There is no file 'nowhere.yaml'"], None),
-        (["hparams.yaml", "--precision=fp8"], "", ["train.py: error: precision='fp8'", "fp32, fp16, bf16"], None),
+        pytest.param(
+            ["hparams.yaml", "--precision=fp8"],
+            "",
+            ["train.py: error: precision='fp8'", "fp32, fp16, bf16"],
+            None,
+            marks=pytest.mark.slow,
+        ),
         (["hparams.yaml"], "before", ["OverflowError: boom before the group"], None),
         (["hparams.yaml"], "recipe", ["OverflowError: boom in the recipe"], 1),
         (["hparams.yaml"], "forward", ["OverflowError: boom in forward"], 1),
-        (["hparams.yaml"], "valid", ["OverflowError: boom in validation"], 1),
+        pytest.param(["hparams.yaml"], "valid", ["OverflowError: boom in validation"], 1, marks=pytest.mark.slow),
         (["hparams.yaml"], "worker", ["OverflowError: boom in a worker"], 1),
         (["hparams.yaml"], "epochs", ["came to the end of its script"], 1),
-        (["hparams.yaml"], "no_grad", ["BatchError: Line.compute_objectives returned a loss that does not"], None),
+        pytest.param(
+            ["hparams.yaml"],
+            "no_grad",
+            ["BatchError: Line.compute_objectives returned a loss that does not"],
+            None,
+            marks=pytest.mark.slow,
+        ),
         (["hparams.yaml"], "options", ["RankMismatchError", "max_grad_norm: 5.0 on rank 0; 1.0 on rank 1"], None),
         (["hparams.yaml", "--nonfinite_patience=2"], "nan", ["NonFiniteLossError: 3 steps of epoch 1"], None),
     ],

@@ -154,7 +154,7 @@ def assert_bits(found, expected):
         ("plan", (3, 1), {"one_sided": True}),
         pytest.param("plan", (1, 4), {"grad_accumulation_factor": 2}, marks=pytest.mark.slow),
         ("plan", (2, 5), {"inside": "all", "ckpt_interval_steps": 0}),
-        ("stream", (2, 5), {"inside": "all", "ckpt_interval_steps": 0}),
+        pytest.param("stream", (2, 5), {"inside": "all", "ckpt_interval_steps": 0}, marks=pytest.mark.slow),
         ("sampler", (2, 3), {}),
         pytest.param("stream", (1, 4), {}, marks=pytest.mark.slow),
         ("stream", (2, 4), {"grad_accumulation_factor": 2}),

@@ -82,7 +82,7 @@ def test_torchrun_says_it_once_in_its_summary(folder, mistake):
 @pytest.mark.parametrize("mistake", ["an unknown option", "what the Brain refuses"])
 def test_nproc_says_it_once(folder, mistake):
     words, said = MISTAKES[mistake]
-    run = Run(python("train.py", *words, "--nproc=2"), folder).wait()
+    run = Run(python("train.py", *words, "--nproc=2"), folder, warm=True).wait()
     assert run.code == 2, run.err
     lines = own_lines(run)
     assert said in lines[0]

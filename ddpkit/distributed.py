@@ -14,11 +14,9 @@ from __future__ import annotations
 import functools
 import os
 import pickle
-import weakref
 from collections import deque
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import torch
@@ -28,13 +26,15 @@ from torch.distributed import ReduceOp
 from ddpkit.base.process_probe import this_place
 from ddpkit.base.rank import get_rank, get_world_size, is_distributed_initialized
 from ddpkit.comm.mailbox import Outcome, call_site, outside_frame, raise_as_reader
-from ddpkit.comm.process_group import GroupState, control_group, ddp_init_group, group_state
+from ddpkit.comm.runtime import control_group, group_state
+from ddpkit.control.failure_report import Reason
 from ddpkit.control.rank_status import POSITION
 from ddpkit.errors import LaunchError, RankFailedError
-from ddpkit.launch.launchers import find_launch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from ddpkit.launch.variables import LaunchInfo
 
 __all__ = [
     "ReduceOp",
@@ -72,16 +72,35 @@ _lately_used: deque[torch.Tensor] = deque(maxlen=64)
 _alone: ContextVar[int] = ContextVar("ddpkit_alone", default=0)
 
 
-@dataclass(frozen=True)
-class _Machine:
-    """The ranks of this process's machine, by their number on it, and what tells the machine from the others."""
+def ddp_init_group(run_opts: Mapping[str, Any] | Any) -> None:
+    """Start the default process group if a launcher started this process; otherwise do nothing.
 
-    number: int
-    ranks: tuple[int, ...]
+    The device is bound to the local rank first, and given to the group. A group that somebody else has started
+    already is accepted and will not be destroyed; one that is started here is destroyed at exit. From then on the
+    exception that ends a rank is told to the other ranks, and to torchrun's summary.
 
+    Args:
+        run_opts: anything with ``["distributed_backend"]``; ``["device"]``, ``["distributed_timeout_minutes"]`` and
+            ``["hang_timeout"]`` are read where present.
 
-# Where a group was made without a launcher: what its ranks have told each other.
-_machines: weakref.WeakKeyDictionary[GroupState, _Machine] = weakref.WeakKeyDictionary()
+    Raises:
+        ConfigError: the backend is unknown, or not built into this torch, or does not fit the device.
+        LaunchError: the environment contradicts itself or does not say where to meet, the port is taken, or the other
+            processes do not come or cannot be reached.
+        RankMismatchError: the processes differ in their versions of Python, torch, numpy or ddpkit, in their script or
+            in the backend; on every rank.
+
+    Ranks: collective.
+
+    State: ``sys.excepthook`` (see :func:`ddpkit.control.failure.watch_uncaught`) and a hook at the end of the process,
+    once per group.
+
+    Example:
+        >>> ddp_init_group({"distributed_backend": "gloo"})  # no launcher: nothing happens
+    """
+    from ddpkit.comm.process_group import init_group  # the watch and all: not for those who ask for a rank alone
+
+    init_group(run_opts)
 
 
 def get_local_rank() -> int | None:
@@ -96,14 +115,20 @@ def get_local_rank() -> int | None:
         >>> get_local_rank() is None
         True
     """
-    machine = _machines.get(group_state()) if is_distributed_initialized() else None
+    machine = group_state().machine if is_distributed_initialized() else None
     if machine is not None:
-        return machine.ranks.index(dist.get_rank())
+        return machine[1].index(dist.get_rank())
     rank = os.environ.get("LOCAL_RANK")
     if rank:
         return int(rank)
-    info = find_launch()
+    info = _find_launch()
     return info.local_rank if info.is_distributed else None
+
+
+def _find_launch() -> LaunchInfo:
+    from ddpkit.launch.launchers import find_launch  # all launchers: not for those who ask for a rank alone
+
+    return find_launch()
 
 
 def rank_prefixed_message(message: str) -> str:
@@ -181,22 +206,22 @@ def alone() -> Iterator[None]:
 
 def _on_one_rank(call: Callable[[], T], poster: int, readers: int, *, mine: bool, site: str) -> T | None:
     """Run ``call`` on one rank and give its value or its failure to the ``readers`` other ranks that ask."""
-    handover = group_state().handover
-    count = handover.next_count(site)
+    mailbox = group_state().mailbox
+    count = mailbox.next_count(site)
     if not mine:
         with POSITION.no_limit():
-            outcome = handover.read(site, count, poster=poster, readers=readers)
-        if not outcome.ok:
-            raise_as_reader(outcome, site, poster)
+            outcome = mailbox.read(site, count, poster=poster, readers=readers)
+        if outcome.reason is not None:
+            raise_as_reader(outcome.reason, site, poster)
         value: T | None = outcome.value
         return value
     try:
         with alone(), POSITION.no_limit():
             value = call()
     except BaseException as error:
-        handover.post(site, count, Outcome.of_error(error), readers)
+        mailbox.post(site, count, Outcome(reason=Reason.of(poster, error, is_final=False)), readers)
         raise
-    handover.post(site, count, Outcome(ok=True, value=value), readers)
+    mailbox.post(site, count, Outcome(value), readers)
     return value
 
 
@@ -206,22 +231,22 @@ def _main_call(call: Callable[[], T], site: str) -> T | None:
 
 
 def _node_call(call: Callable[[], T], site: str) -> T | None:
-    machine = _machine()
-    first, others = machine.ranks[0], len(machine.ranks) - 1
-    return _on_one_rank(call, first, others, mine=dist.get_rank() == first, site=f"node{machine.number} {site}")
+    number, ranks = _machine()
+    mine = dist.get_rank() == ranks[0]
+    return _on_one_rank(call, ranks[0], len(ranks) - 1, mine=mine, site=f"node{number} {site}")
 
 
-def _machine() -> _Machine:
-    """Return the ranks of this machine: the launcher's, or else, once per group, what the ranks tell each other."""
-    info, state = find_launch(), group_state()
+def _machine() -> tuple[int, tuple[int, ...]]:
+    """Return the number of this machine and its ranks: the launcher's, or else what the ranks tell each other once."""
+    info, state = _find_launch(), group_state()
     if info.is_distributed and info.world_size == dist.get_world_size():
         near = info.node_ranks or range(info.first_on_node, info.first_on_node + info.local_world_size)
-        return _Machine(info.node_rank, tuple(near))
-    if state not in _machines:
+        return info.node_rank, tuple(near)
+    if state.machine is None:
         places = exchange(this_place(), site="the machine of each rank")
         here = places[dist.get_rank()]
-        _machines[state] = _Machine(places.index(here), tuple(n for n, place in enumerate(places) if place == here))
-    return _machines[state]
+        state.machine = (places.index(here), tuple(n for n, place in enumerate(places) if place == here))
+    return state.machine
 
 
 def run_on_main(
@@ -406,19 +431,19 @@ def exchange(value: T, site: str | None = None) -> list[T]:
     if ddp_prevent_block():
         return [value]
     site = call_site(outside_frame()) if site is None else site
-    handover = group_state().handover
-    rank, world = handover.rank, handover.world_size
+    mailbox = group_state().mailbox
+    rank, world = mailbox.rank, mailbox.world_size
 
     def gather() -> list[T]:
         values = [value]
         for other in range(1, world):
             own_site = f"from rank {other} {site}"
-            values.append(handover.read(own_site, handover.next_count(own_site), poster=other, readers=1).value)
+            values.append(mailbox.read(own_site, mailbox.next_count(own_site), poster=other, readers=1).value)
         return values
 
     if rank != 0:
         own_site = f"from rank {rank} {site}"
-        handover.post(own_site, handover.next_count(own_site), Outcome(ok=True, value=value), readers=1)
+        mailbox.post(own_site, mailbox.next_count(own_site), Outcome(value), readers=1)
     return _main_call(gather, f"all {site}") or []
 
 
@@ -434,7 +459,7 @@ def ddp_barrier() -> None:
         >>> ddp_barrier()
     """
     if not ddp_prevent_block():
-        with group_state().handover.forgetting():
+        with group_state().mailbox.forgetting():
             dist.barrier(group=control_group())
 
 
@@ -524,7 +549,7 @@ def gather_objects(make: Callable[[], T]) -> list[T]:
         data = pickle.dumps(make())
     except Exception as error:  # noqa: BLE001 -- raised below, once the others know
         failure, data = error, pickle.dumps(f"{type(error).__name__}: {error}")
-    with group_state().handover.forgetting():
+    with group_state().mailbox.forgetting():
         payloads, failed = _gather_bytes(data, failed=failure is not None)
     if failure is not None:
         raise failure
@@ -613,7 +638,7 @@ def sum_over_ranks(values: list[float]) -> list[float]:
     if not is_distributed_initialized():
         return list(values)
     tensor = keep_awhile(torch.tensor(values, dtype=torch.float64))
-    with group_state().handover.forgetting():
+    with group_state().mailbox.forgetting():
         sums: list[float] = ddp_all_reduce(tensor).tolist()
     return sums
 

@@ -29,7 +29,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ddpkit.comm.process_group import group_state
+from ddpkit.comm.runtime import group_state
+from ddpkit.control.failure_report import Reason
 from ddpkit.errors import DdpkitError
 
 if TYPE_CHECKING:
@@ -317,11 +318,12 @@ def _rank(environment: dict[str, str], *, init: bool) -> Iterator[None]:
             yield
     except Exception as error:
         if dist.is_initialized():
-            group_state().handover.last_words.tell_failure(error)
+            report = group_state().report
+            report.tell(Reason.of(report.rank, error, is_final=True))
         raise
     finally:
         if dist.is_initialized():
-            group_state().handover.last_words.say_goodbye()  # as a process that ends
+            group_state().report.depart()  # as a process that ends
         sys.excepthook = hook
         os.environ.clear()
         os.environ.update(saved)

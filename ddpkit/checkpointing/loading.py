@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from ddpkit.checkpointing.hooks import LoadHook, load_state, safe_load, torch_recovery
 from ddpkit.checkpointing.index import Checkpoint
-from ddpkit.comm.process_group import group_state
+from ddpkit.comm.runtime import group_state
 from ddpkit.distributed import (
     control_group,
     ddp_prevent_block,

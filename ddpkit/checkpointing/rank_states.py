@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from ddpkit.checkpointing.hooks import safe_load
-from ddpkit.comm.process_group import group_state
+from ddpkit.comm.runtime import group_state
 from ddpkit.distributed import (
     control_group,
     ddp_prevent_block,
@@ -208,7 +208,7 @@ def _gather_to_main(make: Callable[[], dict[str, Any]]) -> list[dict[str, Any] |
     facts = keep_awhile(torch.tensor([len(data), int(failure is not None)]))
     everybody = [keep_awhile(torch.empty_like(facts)) for _ in range(world_size)]
     group = control_group()
-    with group_state().handover.forgetting():
+    with group_state().mailbox.forgetting():
         dist.all_gather(everybody, facts, group=group)
     if failure is not None:
         raise failure

@@ -23,8 +23,7 @@ import numpy as np
 import torch
 
 from ddpkit import __version__
-from ddpkit.control.loader_workers import is_library
-from ddpkit.control.rank_status import host_name
+from ddpkit.control.rank_status import host_name, is_library
 from ddpkit.errors import LaunchError, RankMismatchError
 
 if TYPE_CHECKING:
@@ -316,9 +315,7 @@ def _ranks(ranks: list[int]) -> str:
 # --------------------------------------------------------------------------------------- over the store
 
 
-def compare_at_meeting(
-    store: Store, rank: int, world_size: int, facts: Mapping[str, str], seconds: float, word: str = ""
-) -> str:
+def compare_at_meeting(store: Store, rank: int, world_size: int, facts: Mapping[str, str], seconds: float) -> None:
     """Compare facts between processes that have met at a store, and are no process group yet.
 
     Args:
@@ -327,10 +324,6 @@ def compare_at_meeting(
         world_size: number of processes.
         facts: of this process.
         seconds: how long to wait for the others.
-        word: what this process would have the others know; that of rank 0 they are told.
-
-    Returns:
-        The word of rank 0.
 
     Raises:
         RankMismatchError: on every rank, naming what differs and on which rank.
@@ -340,8 +333,7 @@ def compare_at_meeting(
 
     Example:
         >>> from torch.distributed import HashStore
-        >>> compare_at_meeting(HashStore(), 0, 1, {"torch": "2.13.0"}, 1.0, "hello")
-        'hello'
+        >>> compare_at_meeting(HashStore(), 0, 1, {"torch": "2.13.0"}, 1.0)
     """
     end = time.monotonic() + seconds
     try:
@@ -350,13 +342,11 @@ def compare_at_meeting(
             found = [json.loads(_get(store, f"ddpkit/start/{other}", end, other)) for other in range(world_size)]
             everybody, places = zip(*found, strict=True)
             message = describe_differences(everybody, places)
-            store.set("ddpkit/start/word", word)
             store.set("ddpkit/start/verdict", message)
             if message:
                 _await_readers(store, world_size - 1)
         else:
             message = _get(store, "ddpkit/start/verdict", end, 0)
-            word = word if message else _get(store, "ddpkit/start/word", end, 0)  # of another version there may be none
             store.add("ddpkit/start/read", 1)
     except LaunchError:
         raise
@@ -367,7 +357,6 @@ def compare_at_meeting(
         ) from error
     if message:
         raise RankMismatchError(message)
-    return word
 
 
 def _get(store: Store, key: str, end: float, other: int) -> str:

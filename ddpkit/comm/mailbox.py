@@ -21,22 +21,17 @@ import inspect
 import pickle
 import re
 import time
-import traceback
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
-from ddpkit.control.failure import LastWords, Reason, explained
+from ddpkit.control.failure_report import FailureReport, Reason, explained
 from ddpkit.errors import MainProcessError, RankFailedError
 from ddpkit.logger import get_logger
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
     from types import FrameType
-
-    from torch.distributed import Store
-
-    from ddpkit.control.heartbeat import Absence
 
 logger = get_logger(__name__)
 
@@ -49,34 +44,21 @@ LONGEST_NAP_SECONDS = 0.02
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a call on the rank that made it: a value, or the text of its failure.
+    """What became of a call on the rank that made it.
 
     Attributes:
-        ok: whether it returned.
         value: what it returned.
-        error: type and message of what it raised.
-        trace: the traceback as text.
-        reason: the same, and where that was; its rank is not known here.
+        reason: why it failed; None: it did not.
 
     Ranks: local.
 
     Example:
-        >>> Outcome.of_error(ValueError("no")).error
+        >>> Outcome(reason=Reason.of(0, ValueError("no"), is_final=False)).reason.text
         'ValueError: no'
     """
 
-    ok: bool
     value: Any = None
-    error: str = ""
-    trace: str = ""
     reason: Reason | None = None
-
-    @staticmethod
-    def of_error(error: BaseException) -> Outcome:
-        """Describe a raised exception so that other ranks can show it."""
-        text = "".join(traceback.format_exception_only(type(error), error)).strip()
-        reason = Reason.of(0, error, is_final=False)
-        return Outcome(ok=False, error=text, trace="".join(traceback.format_exception(error)), reason=reason)
 
 
 def call_site(frame: FrameType | None) -> str:
@@ -156,35 +138,25 @@ def place(site: str) -> str:
     return re.sub(r"^(from rank \d+ |all )+", "", site.partition(" #")[0])
 
 
-class Handover:
+class Mailbox:
     """Posts and reads outcomes on one store; one object per process group.
 
     Args:
-        store: the store of the process group.
-        rank: this process, ``0 <= rank < world_size``.
-        world_size: number of processes.
-
-    Attributes:
-        last_words: what the ranks tell each other when they end.
-        absence_of: makes what is looked at while this rank waits for another one, and finds that it is gone; None: that
-            is left to others.
+        report: of the process group; the store is the same.
 
     Ranks: local; each method says which ranks take part.
 
     Example:
         >>> from torch.distributed import HashStore
-        >>> box = Handover(HashStore(), rank=0, world_size=1)
-        >>> box.post("site", box.next_count("site"), Outcome(ok=True, value=3), readers=1)
+        >>> box = Mailbox(FailureReport(HashStore(), rank=0, world_size=1))
+        >>> box.post("site", box.next_count("site"), Outcome(3), readers=1)
         >>> box.read("site", "0.1", poster=0, readers=1).value
         3
     """
 
-    def __init__(self, store: Store, rank: int, world_size: int) -> None:
-        self.store = store
-        self.rank = rank
-        self.world_size = world_size
-        self.last_words = LastWords(store, rank, world_size)
-        self.absence_of: Callable[[int], Absence] | None = None
+    def __init__(self, report: FailureReport) -> None:
+        self.report, self.store = report, report.store
+        self.rank, self.world_size = report.rank, report.world_size
         self._counts: dict[str, int] = {}
         self._collectives = 0
         self._posted: list[list[str]] = []
@@ -250,98 +222,80 @@ class Handover:
         try:
             return pickle.dumps(outcome)
         except Exception as error:  # noqa: BLE001 -- the value's own code may raise anything, and others wait for an answer
-            logger.warning(
-                "%s: the value of this main-only call, a %s, cannot be handed to the other ranks (%s); "
-                "they get None. Return something that pickles, or nothing.",
-                place(site),
-                type(outcome.value).__name__,
-                error,
-                main_process_only=False,
-            )
-            return pickle.dumps(Outcome(ok=True))
+            kind = type(outcome.value).__name__
+            text = "%s: the value of this call, a %s, cannot be handed to the other ranks (%s); they get None."
+            logger.warning(text, place(site), kind, error, main_process_only=False)
+            return pickle.dumps(Outcome())
 
     def _unpickled(self, site: str, payload: bytes) -> Outcome:
         try:
-            outcome = pickle.loads(payload)  # noqa: S301 -- written by a rank of this very job
+            outcome: Outcome = pickle.loads(payload)  # noqa: S301 -- written by a rank of this very job
         except Exception as error:  # noqa: BLE001 -- as above: the work was done, only its value is lost
-            logger.warning(
-                "%s: the value of this main-only call cannot be read on rank %d (%s: %s), which gets None.",
-                place(site),
-                self.rank,
-                type(error).__name__,
-                error,
-                main_process_only=False,
-            )
-            return Outcome(ok=True)
-        if not isinstance(outcome, Outcome):
-            raise TypeError(f"{site}: the store holds a {type(outcome).__name__} where an Outcome was expected")
+            what = f"{type(error).__name__}: {error}"
+            text = "%s: the value of this call cannot be read on rank %d (%s), which gets None."
+            logger.warning(text, place(site), self.rank, what, main_process_only=False)
+            return Outcome()
         return outcome
 
     def _wait(self, key: str, site: str, poster: int) -> None:
         started = time.monotonic()
         next_warning = started + FIRST_WARNING_SECONDS
         nap = 0.0005
-        absence = None if self.absence_of is None else self.absence_of(poster)
-        while not self.store.check([key]):
-            if self.last_words.has_left(poster) and not self.store.check([key]):
-                raise RankFailedError(self._why_gone(site, poster))
-            now = time.monotonic()
-            if now - started > TROUBLE_SECONDS:
-                self._require_no_trouble(site, poster)
-                if absence is not None:
-                    absence.look(now)
-            if now >= next_warning:
-                next_warning += WARNING_INTERVAL_SECONDS
-                self._warn_waiting(site, poster, now - started)
-            time.sleep(nap)
-            nap = min(nap * 1.5, LONGEST_NAP_SECONDS)
+        try:
+            while not self.store.check([key]):
+                if self.report.has_departed(poster) and not self.store.check([key]):
+                    raise RankFailedError(self._why_gone(site, poster))
+                waited = time.monotonic() - started
+                if waited > TROUBLE_SECONDS:
+                    self.report.awaited = poster
+                if started + waited >= next_warning:
+                    next_warning += WARNING_INTERVAL_SECONDS
+                    self._warn_waiting(site, poster, waited)
+                time.sleep(nap)
+                nap = min(nap * 1.5, LONGEST_NAP_SECONDS)
+        finally:
+            self.report.awaited = None
 
-    def _require_no_trouble(self, site: str, poster: int) -> None:
-        if self.last_words.is_alone_in_trouble(poster):
-            raise RankFailedError(
-                f"rank {self.rank} waits at {place(site)} for rank {poster}, which does not come: an exception "
-                f"ended fit or evaluate on rank {self.rank} alone, the script has caught it and gone on, and "
-                f"rank {poster} is still in there. Let the exception end the process."
-            )
+    def _waiting(self, site: str, poster: int) -> str:
+        return f"(rank {self.rank} was waiting at {place(site)} for rank {poster})"
 
     def _why_lost(self, error: RuntimeError, site: str, poster: int) -> RankFailedError:
         """Say which rank was lost with the connection to the store, if that becomes known soon."""
-        self.last_words.store_is_lost = True
+        self.report.store_is_lost = True
         news = explained(error)
         if isinstance(news, RankFailedError) and news.__cause__ is None:
-            return RankFailedError(f"{news}\n(rank {self.rank} was waiting at {place(site)} for rank {poster})")
+            return RankFailedError(f"{news}\n{self._waiting(site, poster)}")
         news = RankFailedError(
-            f"rank {self.rank} waited at {place(site)} for rank {poster} and lost the connection to the "
-            f"launcher's store: {error}. Some process of the run has died; look for the first error above."
+            f"lost the connection to the launcher's store: {error}. Some process of the run has died; look for the "
+            f"first error above.\n{self._waiting(site, poster)}"
         )
         news.__cause__ = error
         return news
 
     def _why_gone(self, site: str, poster: int) -> str:
-        reason = self.last_words.first_failure()
+        reason = self.report.first_failure()
         if reason is not None:
-            return f"{reason.summary()}\n(rank {self.rank} was waiting at {place(site)} for rank {poster})"
+            return f"{reason.summary()}\n{self._waiting(site, poster)}"
         return (
             f"rank {self.rank} waits at {place(site)} for rank {poster}, which has come to its end without making this "
-            f"call. Look for the reason in the output of rank {poster}, or for a path through the script that it did "
-            "not take."
+            f"call. Look for the reason in its output, or for a path through the script that it did not take."
         )
 
     def _warn_waiting(self, site: str, poster: int, seconds: float) -> None:
-        logger.warning(
-            "rank %d has waited %.0f s at %s for rank %d. If rank %d is not working on that call, "
-            "the ranks have taken different paths through the script.",
-            self.rank,
-            seconds,
-            place(site),
-            poster,
-            poster,
-            main_process_only=False,
+        text = (
+            "rank %d has waited %.0f s at %s for rank %d. If that is not working on this call, the ranks have taken "
+            "different paths through the script."
         )
+        logger.warning(text, self.rank, seconds, place(site), poster, main_process_only=False)
 
 
-def raise_as_reader(outcome: Outcome, site: str, poster: int) -> None:
+def raise_as_reader(reason: Reason, site: str, poster: int) -> None:
     """Raise the poster's failure on a rank that read it.
+
+    Args:
+        reason: why its call failed.
+        site: of the call.
+        poster: the rank that made it.
 
     Raises:
         MainProcessError: the poster is rank 0; the text holds its own traceback.
@@ -350,17 +304,16 @@ def raise_as_reader(outcome: Outcome, site: str, poster: int) -> None:
     Ranks: local.
 
     Example:
-        >>> raise_as_reader(Outcome(ok=False, error="ValueError: no", trace="..."), "train.py:3 in prepare", 0)
+        >>> raise_as_reader(Reason(0, "ValueError: no", trace="..."), "train.py:3 in prepare", 0)
         Traceback (most recent call last):
         ddpkit.errors.MainProcessError: rank 0 failed in the call at train.py:3 in prepare: ValueError: no
         --- traceback of rank 0 ---
         ...
     """
     kind = MainProcessError if poster == 0 else RankFailedError
-    last = "" if outcome.reason is None else f"\n{replace(outcome.reason, rank=poster).summary()}"
     raise kind(
-        f"rank {poster} failed in the call at {place(site)}: {outcome.error}\n"
-        f"--- traceback of rank {poster} ---\n{outcome.trace.rstrip()}{last}"
+        f"rank {poster} failed in the call at {place(site)}: {reason.text}\n"
+        f"--- traceback of rank {poster} ---\n{reason.trace.rstrip()}\n{reason.summary()}"
     )
 
 

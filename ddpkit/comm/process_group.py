@@ -12,115 +12,37 @@ import functools
 import os
 import sys
 import time
-import weakref
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from ddpkit.base.process_probe import has_ended, state_and_start
+from ddpkit.base.process_probe import state_and_start
 from ddpkit.base.rank import is_distributed_initialized
 from ddpkit.comm.consistency import compare_at_meeting, script_facts, software_facts
-from ddpkit.comm.mailbox import Handover
 from ddpkit.comm.rendezvous import open_store
-from ddpkit.compat import all_groups, default_store, timeout_of
-from ddpkit.control.failure import (
-    culprit,
-    failed_second_hand,
-    forget_words,
-    has_failed,
-    note_end_of_child,
-    watch_uncaught,
-)
-from ddpkit.control.heartbeat import Absence
+from ddpkit.comm.runtime import Runtime, control_group, group_state, is_current
+from ddpkit.compat.process_groups import all_groups
+from ddpkit.control.failure import note_end_of_child, watch_uncaught
+from ddpkit.control.failure_report import HERE, Reason, is_second_hand
 from ddpkit.control.loader_workers import at_exit, kill_workers
-from ddpkit.control.rank_status import POSITION, Whereabouts, host_name
+from ddpkit.control.rank_status import POSITION, host_name
 from ddpkit.control.watchdog import Watch
 from ddpkit.device import resolve_device
 from ddpkit.errors import ConfigError, LaunchError
 from ddpkit.launch.launchers import find_launch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
 DEFAULT_TIMEOUT_MINUTES = 30.0
 AFTER_WATCH_SECONDS = 30.0  # that collectives wait longer, so that it is the watch that says why
 SHARED_GPU = "Duplicate GPU detected"  # in NCCL's own words
-GOODBYE_SECONDS = 5.0
+DEPARTURE_SECONDS = 5.0
 LAST_WORDS_SECONDS = 2.0
-SEEN_SECONDS = 0.3  # in which torchrun's agent looks at its processes three times, unless it waits for one
+SEEN_SECONDS = 0.3  # in which torchrun's agent looks at its processes three times
 NAP_SECONDS = 0.02
-
-
-class GroupState:
-    """What belongs to one process group: made when first needed, replaced when the group is.
-
-    Args:
-        store: the store of the default process group.
-
-    Attributes:
-        process: the process that it was made in; one that is forked from it is no rank, and says nothing at its end.
-        timeout: how long the group's collectives wait at its start; None: it does not say.
-
-    Ranks: local.
-    """
-
-    def __init__(self, store: dist.Store) -> None:
-        self.store = store
-        self.handover = Handover(store, dist.get_rank(), dist.get_world_size())
-        # torch keeps the group; whoever else held it would keep its threads running after it has been destroyed, and
-        # the process would abort at exit.
-        self.control_group: Callable[[], dist.ProcessGroup | None] = lambda: None
-        self.process = os.getpid()
-        self.timeout = timeout_of(dist.group.WORLD)
-        self.attended = self.hosts_store = self.is_over = self.has_left = False
-        self.watch: Watch | None = None
-
-    @property
-    def is_forked(self) -> bool:
-        """Say whether this process is not the rank, but was forked from it."""
-        return self.process != os.getpid()
-
-    def leave_behind(self) -> None:
-        """End all that belongs to the group, because another one takes its place.
-
-        The store stays for those who host it: other ranks may be a moment behind, and still talk to it.
-        """
-        words, watch, self.is_over = self.handover.last_words, self.watch, True
-        if watch is not None and not self.is_forked:
-            watch.stop()
-            if watch.guest is None and watch.pulse.store_lost is None:
-                words.say_goodbye()
-        forget_words(words)
-
-
-_state: GroupState | None = None
-
-
-def group_state() -> GroupState:
-    """Return what belongs to the current default process group, whoever made it.
-
-    Raises:
-        ValueError: there is no process group (torch's own error).
-
-    Ranks: local.
-
-    State: what belonged to the group before it ends, with its watch.
-
-    Example:
-        >>> group_state()
-        Traceback (most recent call last):
-        ValueError: Default process group has not been initialized, please make sure to call init_process_group.
-    """
-    global _state  # noqa: PLW0603 -- shadows torch's own global, the default process group
-    store = default_store()
-    if _state is None or _state.store is not store:
-        if _state is not None:
-            _state.leave_behind()
-        _state = GroupState(store)
-        POSITION.join_group()
-    return _state
 
 
 def set_hang_limits(warning: float, timeout: float) -> None:
@@ -138,60 +60,27 @@ def set_hang_limits(warning: float, timeout: float) -> None:
     """
     if is_distributed_initialized():
         state = group_state()
-        if state.watch is not None and not state.is_forked:
+        if state.watch is not None and not state.report.is_forked:
             state.watch.set_limits(warning, timeout)
 
 
-def control_group() -> dist.ProcessGroup | None:
-    """Return the gloo group for small CPU tensors, apart from the one that gradients travel on.
-
-    Its collectives wait as long as those of the default group do at its start: with ``distributed_timeout_minutes``, or
-    as others have said who started that. :func:`shorten_timeout` does not change it.
-
-    Returns:
-        The group, or None where no process group is initialised.
-
-    Ranks: collective on the first call, local afterwards.
-
-    Example:
-        >>> control_group() is None
-        True
-    """
-    if not is_distributed_initialized():
-        return None
-    state = group_state()
-    group = state.control_group()
-    if group is None:
-        group = dist.new_group(backend="gloo", timeout=state.timeout)
-        state.control_group = weakref.ref(group)
-    return group
-
-
-def ddp_init_group(run_opts: Mapping[str, Any] | Any) -> None:
-    """Start the default process group if a launcher started this process; otherwise do nothing.
-
-    The device is bound to the local rank first, and given to the group. A group that somebody else has started
-    already is accepted and will not be destroyed; one that is started here is destroyed at exit. From then on the
-    exception that ends a rank is told to the other ranks, and to torchrun's summary.
+def init_group(run_opts: Mapping[str, Any] | Any) -> None:
+    """Start the default process group: see :func:`ddpkit.distributed.ddp_init_group`.
 
     Args:
-        run_opts: anything with ``["distributed_backend"]``; ``["device"]``, ``["distributed_timeout_minutes"]`` and
-            ``["hang_timeout"]`` are read where present.
+        run_opts: as there.
 
     Raises:
-        ConfigError: the backend is unknown, or not built into this torch, or does not fit the device.
-        LaunchError: the environment contradicts itself or does not say where to meet, the port is taken, or the other
-            processes do not come or cannot be reached.
-        RankMismatchError: the processes differ in their versions of Python, torch, numpy or ddpkit, in their script or
-            in the backend; on every rank.
+        ConfigError: as there.
+        LaunchError: as there.
+        RankMismatchError: as there.
 
     Ranks: collective.
 
-    State: ``sys.excepthook`` (see :func:`ddpkit.control.failure.watch_uncaught`) and a hook at the end of the process,
-    once per group.
+    State: as there.
 
     Example:
-        >>> ddp_init_group({"distributed_backend": "gloo"})  # no launcher: nothing happens
+        >>> init_group({"distributed_backend": "gloo"})  # no launcher: nothing happens
     """
     if is_distributed_initialized():
         _attend(hosts_store=False, destroy=False)
@@ -208,12 +97,9 @@ def ddp_init_group(run_opts: Mapping[str, Any] | Any) -> None:
         torch.cuda.set_device(torch.device(device))
         arguments["device_id"] = torch.device(device)
     store, hosts = open_store(info, timeout)
-    keeper: Whereabouts | None = None
     if info.world_size > 1:
         facts = {"number of processes": str(info.world_size), "backend": backend, **software_facts(), **script_facts()}
-        me = POSITION.whereabouts(info.rank, 0.0, look=False).to_json()
-        wait = timeout.total_seconds()
-        keeper = Whereabouts.read(compare_at_meeting(store, info.rank, info.world_size, facts, wait, me))
+        compare_at_meeting(store, info.rank, info.world_size, facts, timeout.total_seconds())
     try:
         dist.init_process_group(
             backend, rank=info.rank, world_size=info.world_size, store=store, timeout=timeout, **arguments
@@ -224,7 +110,7 @@ def ddp_init_group(run_opts: Mapping[str, Any] | Any) -> None:
             f"(backend={backend!r}, met at {info.address}:{info.port}): {error}. {_what_to_do(str(error), device)}"
         ) from error
     group_state().timeout = timeout
-    _attend(hosts_store=hosts, destroy=True, keeper=keeper)
+    _attend(hosts_store=hosts, destroy=True)
     set_hang_limits(0.0, hang_timeout)
     control_group()
 
@@ -338,19 +224,18 @@ def shorten_timeout(seconds: float) -> None:
             set_timeout(timedelta(seconds=seconds))
 
 
-def _attend(*, hosts_store: bool, destroy: bool, keeper: Whereabouts | None = None) -> None:
+def _attend(*, hosts_store: bool, destroy: bool) -> None:
     """Make sure, once per group, that its end and its failures are told to the other ranks.
 
     Args:
         hosts_store: whether this process keeps the store.
         destroy: whether the group ends with it.
-        keeper: the first rank, which keeps the store where no launcher does.
     """
     state = group_state()
-    if state.attended:
+    if state.is_attended:
         return
-    state.attended, state.hosts_store = True, hosts_store
-    watch_uncaught(state.handover.last_words)
+    state.is_attended, state.hosts_store = True, hosts_store
+    watch_uncaught(state.report)
     POSITION.waits_for_device = "nccl" in dist.get_backend()
     at_exit(functools.partial(_leave, state, destroy=destroy, handled=sys.exc_info()[1]))
     if destroy:
@@ -358,16 +243,10 @@ def _attend(*, hosts_store: bool, destroy: bool, keeper: Whereabouts | None = No
         near = info.node_ranks or range(info.first_on_node, info.first_on_node + info.local_world_size)
         parent = os.getppid() if info.launcher == "torchrun" else None
         is_guarded = info.launcher not in {"torchrun", "spawn"}  # whose parents end what does not end itself
-        watch = state.watch = Watch(state.handover.last_words, near, parent, guarded=is_guarded)
-        watch.pulse.keeper = keeper
-        state.handover.absence_of = lambda rank: Absence(watch.pulse, rank, lambda: watch.hang_timeout)
+        state.watch = Watch(state.report, near, parent, guarded=is_guarded)
     elif _can_be_shared(state.store):
-        everyone = range(state.handover.world_size)  # who is on this machine shows when they tell where they are
-
-        def is_there() -> bool:
-            return is_distributed_initialized() and _state is state
-
-        state.watch = Watch(state.handover.last_words, everyone, guest=is_there)
+        everyone = range(state.report.world_size)  # who is on this machine shows when they tell where they are
+        state.watch = Watch(state.report, everyone, guest=functools.partial(is_current, state))
     if state.watch is not None:
         state.watch.start()
 
@@ -379,71 +258,64 @@ def _can_be_shared(store: Any) -> bool:
     return isinstance(store, dist.TCPStore) and hasattr(store, "clone")
 
 
-def _leave(state: GroupState, *, destroy: bool, handled: BaseException | None) -> None:
-    """Say goodbye at exit, and destroy the group if :func:`ddp_init_group` started it.
+def _leave(state: Runtime, *, destroy: bool, handled: BaseException | None) -> None:
+    """Depart at exit, and destroy the group if :func:`init_group` started it.
 
     Args:
         state: of the group.
         destroy: whether it was started here.
         handled: the exception that was being handled when this was registered.
     """
-    if state.is_forked or state.has_left:
+    if state.report.is_forked or state.has_left:
         return
     state.has_left = True
     note_end_of_child(handled)
-    if not is_distributed_initialized() or group_state() is not state:
+    if is_distributed_initialized() and group_state() is state:
+        _leave_group(state, destroy=destroy)
+    elif not state.is_over:
         _leave_without_group(state)
-        return
-    failed, last_words = has_failed(), state.handover.last_words
+
+
+def _leave_group(state: Runtime, *, destroy: bool) -> None:
+    report, failed = state.report, HERE.failed
     kill_workers()
-    last_words.say_goodbye()
-    if failed and destroy:
+    report.depart()
+    if failed is not None and destroy:
         _abort_groups()
     if destroy:
-        _destroy_groups(failed=failed)
+        _destroy_groups(failed=failed is not None)
     if state.hosts_store:  # the others may still look something up: who failed, or who has left
-        last_words.await_goodbyes(LAST_WORDS_SECONDS if failed else GOODBYE_SECONDS)
-    if failed_second_hand() and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        _let_launcher_see(_who_failed(state))
+        report.await_departures(DEPARTURE_SECONDS if failed is None else LAST_WORDS_SECONDS)
+    if failed is not None and is_second_hand(failed) and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        _let_launcher_see(report.first_failure())
     if state.watch is not None:
         state.watch.stop()
 
 
-def _who_failed(state: GroupState) -> Whereabouts | None:
-    """Return where the process was that is behind this one's failure, as far as it is known."""
-    reason = culprit()
-    return None if reason is None or state.watch is None else state.watch.pulse.pulses.latest.get(reason.rank)
-
-
-def _let_launcher_see(other: Whereabouts | None) -> None:
+def _let_launcher_see(reason: Reason | None) -> None:
     """Wait until torchrun has seen the end of the process behind this one's failure: it blames who ends first.
 
     While this one waits, so do ranks that are in a collective with it: gloo closes no connection before its end.
 
     Args:
-        other: that process; one that is not known, or was started by another process than this one, is given a while.
+        reason: which process that is; one that is not known, or not of this machine, is given a while.
     """
-    is_sibling = other is not None and (other.host, other.parent) == (host_name(), os.getppid())
-    pid, started = (other.pid, other.started) if other is not None and is_sibling else (0, 0)
     end = time.monotonic() + LAST_WORDS_SECONDS
-    while time.monotonic() < end and not (pid and has_ended(pid, started)):
+    pid = reason.pid if reason is not None and reason.host == host_name() else os.getpid()
+    while time.monotonic() < end and state_and_start(pid)[0] not in {"", "Z", "X"}:
         time.sleep(NAP_SECONDS)
-    end = min(end, time.monotonic() + SEEN_SECONDS)
-    while time.monotonic() < end and state_and_start(pid) == ("Z", started):  # nobody has asked for its exit code yet
-        time.sleep(NAP_SECONDS)
+    time.sleep(SEEN_SECONDS)
 
 
-def _leave_without_group(state: GroupState) -> None:
-    """Say goodbye where the script has destroyed the group itself: else this rank would be missed, and sought."""
-    if state.is_over:
+def _leave_without_group(state: Runtime) -> None:
+    """Depart where the script has destroyed the group itself: else this rank would be missed, and sought."""
+    if state.watch is None:
         return
-    if state.watch is not None and state.watch.guest is None and not has_failed():
-        with contextlib.suppress(RuntimeError):  # the store may have gone with the rank that held it
-            state.handover.last_words.say_goodbye()
-            if state.hosts_store:
-                state.handover.last_words.await_goodbyes(GOODBYE_SECONDS)
-    if state.watch is not None:
-        state.watch.stop()
+    if state.watch.guest is None and HERE.failed is None:
+        state.report.depart()
+        if state.hosts_store:
+            state.report.await_departures(DEPARTURE_SECONDS)
+    state.watch.stop()
 
 
 def _abort_groups() -> None:

@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from ddpkit.compat import forkserver_of_its_own
+from ddpkit.control.rank_status import POSITION, is_library
 
 DUMP_SECONDS = 0.1
 MOST_ASKED = 8
@@ -37,7 +38,6 @@ NAP_SECONDS = 0.001
 POLL_SECONDS = 0.5
 FIRST_AT_EXIT = 100  # of the hooks of multiprocessing, of which its own have 15 at most
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<name>\S+)')
-_NOT_THE_USERS = (str(Path(os.__file__).parent), "site-packages", str(Path(__file__).parents[1]), "<")
 
 
 class _Here:
@@ -73,6 +73,7 @@ def watch_loader_workers() -> None:
     """
     if _Here.process != os.getpid():
         _Here.process, _Here.stacks = os.getpid(), tempfile.TemporaryFile()  # noqa: SIM115 -- as long as the process
+        POSITION.ask_workers = where_workers_are
         at_exit(kill_workers)  # Python would wait for them, after a SIGTERM that they do not hear
 
 
@@ -145,9 +146,8 @@ def _deaf_start(context: Any) -> Iterator[None]:
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return
-    method = (context or multiprocessing).get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[
-        0
-    ]
+    methods = multiprocessing.get_all_start_methods()
+    method = (context or multiprocessing).get_start_method(allow_none=True) or methods[0]
     if method != "fork":
         resource_tracker.ensure_running()  # its start unblocks SIGINT and SIGTERM
     with forkserver_of_its_own() if method == "forkserver" else contextlib.nullcontext():
@@ -218,9 +218,8 @@ def where_workers_are() -> list[str]:
     if number is None or _Here.stacks is None:
         return []
     answers: list[str] = []
-    asked = [
-        child for child in multiprocessing.active_children() if _has("SigCgt", child.pid, number)
-    ]  # others would die of it
+    # Others would die of it.
+    asked = [child for child in multiprocessing.active_children() if _has("SigCgt", child.pid, number)]
     for child in asked[:MOST_ASKED]:
         stacks = Path(f"/proc/self/fd/{_Here.stacks.fileno()}")
         start = stacks.stat().st_size
@@ -249,18 +248,6 @@ def innermost(stack: str) -> str:
     if not own:
         return "does not answer"
     return f"{Path(own[0]['file']).name}:{own[0]['line']} in {own[0]['name']}"
-
-
-def is_library(file: str) -> bool:
-    """Say whether a file of code belongs to Python, to an installed package, or to this one.
-
-    Ranks: local.
-
-    Example:
-        >>> is_library(os.__file__), is_library("/home/me/data.py")
-        (True, False)
-    """
-    return any(part in file if part == "site-packages" else file.startswith(part) for part in _NOT_THE_USERS)
 
 
 def _has(mask: str, pid: int | None, number: int) -> bool:

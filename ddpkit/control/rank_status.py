@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import socket
@@ -13,7 +14,6 @@ from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 from ddpkit.base.process_probe import state_and_start
-from ddpkit.control.loader_workers import is_library, where_workers_are
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -30,6 +30,7 @@ _DEVICE_READS = (
 )  # fmt: skip
 _LOADER_FILE = "torch/utils/data/dataloader.py"
 AT_LOADER = "waiting for its loader"
+_NOT_THE_USERS = (str(PurePath(os.__file__).parent), str(PurePath(__file__).parents[1]), "<")
 # Where a rank of an elastic agent's, whose function has returned, waits until those of all ranks have; inner and outer.
 _WAITING_FOR_AGENT = ("multiprocessing/synchronize.py", "torch/distributed/elastic/multiprocessing/api.py")
 
@@ -49,7 +50,6 @@ class Whereabouts:
         where: file, line and function, once that has become long.
         waits: whether that is a place where ranks wait for each other.
         started: when that was started, in clock ticks since boot; 0: unknown.
-        parent: the process that has started it.
         session: which call of ``fit`` or ``evaluate`` it is in, from 1; 0: outside.
         inside: whether it is in one now.
         beats: how often it has told.
@@ -72,7 +72,6 @@ class Whereabouts:
     where: str = ""
     waits: bool = False
     started: int = 0
-    parent: int = 0
     session: int = 0
     inside: bool = False
     beats: int = 0
@@ -89,7 +88,7 @@ class Whereabouts:
 
     def name(self) -> str:
         """Return ``"rank 2 (host, pid 4711)"``."""
-        return f"rank {self.rank} ({self.host}, pid {self.pid})"
+        return f"rank {self.rank} ({self.host}, pid {self.pid})" if self.host else f"rank {self.rank}"
 
     def place(self) -> str:
         """Return ``"in TRAIN of epoch 3 at step 1204"``, what comes before the first stage, or nothing outside."""
@@ -117,6 +116,7 @@ class Position:
         waits_for_device: whether a rank that reads a number from its GPU may wait there for other ranks: with NCCL.
         main_thread: whose stack is looked at.
         on_limit: is called wherever time begins to count, or no longer does, before anything else is done there.
+        ask_workers: asks the workers of this process's loaders where they are.
 
     Ranks: local.
 
@@ -135,6 +135,7 @@ class Position:
     waits_for_device: bool = False
     main_thread: int = field(default_factory=lambda: threading.main_thread().ident or 0)
     on_limit: Callable[[], None] = lambda: None
+    ask_workers: Callable[[], list[str]] = list
 
     def mark(self) -> tuple[Any, ...]:
         """Return what changes with every batch, stage and session."""
@@ -198,9 +199,12 @@ class Position:
             self.excused -= 1
             self.on_limit()
 
+    def _frame(self) -> FrameType | None:
+        return sys._current_frames().get(self.main_thread)  # noqa: SLF001 -- documented
+
     def has_returned(self) -> bool:
         """Say whether the function that an elastic agent has started has returned: its process waits for the others."""
-        frame = sys._current_frames().get(self.main_thread)  # noqa: SLF001 -- documented
+        frame = self._frame()
         while frame is not None and not frame.f_code.co_filename.endswith(_WAITING_FOR_AGENT[1]):
             if not frame.f_code.co_filename.endswith(_WAITING_FOR_AGENT[0]):
                 return False
@@ -209,11 +213,11 @@ class Position:
 
     def is_waiting(self) -> bool:
         """Say whether the process waits for other ranks."""
-        return self._look(ask_workers=False)[1]
+        return self._look(list)[1]
 
-    def _look(self, *, ask_workers: bool = True) -> tuple[str, bool]:
-        frame = sys._current_frames().get(self.main_thread)  # noqa: SLF001 -- documented
-        where, waits = look_at(frame, ask_workers=ask_workers)
+    def _look(self, ask_workers: Callable[[], list[str]]) -> tuple[str, bool]:
+        frame = self._frame()
+        where, waits = look_at(frame, ask_workers)
         file = "" if frame is None else PurePath(frame.f_code.co_filename).as_posix()
         return where, waits or (self.waits_for_device and file.endswith(_DEVICE_READS))
 
@@ -228,25 +232,22 @@ class Position:
         progress = self.progress
         pid, session = os.getpid(), self.session
         found = Whereabouts(rank, host_name(), pid, seconds=round(seconds, 1), started=_start_of(pid), session=session)
-        found.parent = os.getppid()
         if progress is not None:
             found.inside = True
             if self.call:
                 found.doing = f"{self.call}, before the first stage{self.part and f': {self.part}'}"
             found.stage, found.epoch, found.step = stage_of(progress), int(progress.epoch or 0), progress.step
         if look:
-            found.where, found.waits = self._look()
+            found.where, found.waits = self._look(self.ask_workers)
         return found
 
 
 POSITION = Position()
-_started: dict[int, int] = {}  # this process, and when that was: looked up once, and again in a process that was forked
 
 
+@functools.cache
 def _start_of(pid: int) -> int:
-    if not _started.get(pid):
-        _started[pid] = state_and_start(pid)[1]
-    return _started[pid]
+    return state_and_start(pid)[1]
 
 
 def stage_of(progress: Any) -> str:
@@ -275,12 +276,12 @@ def host_name() -> str:
     return socket.gethostname()
 
 
-def look_at(frame: FrameType | None, *, ask_workers: bool = True) -> tuple[str, bool]:
+def look_at(frame: FrameType | None, ask_workers: Callable[[], list[str]] = list) -> tuple[str, bool]:
     """Say where a thread is, and whether it waits for other ranks there.
 
     Args:
         frame: the innermost.
-        ask_workers: if it waits for a loader, ask the workers of that where they are.
+        ask_workers: asks the workers of a loader that it waits for where they are.
 
     Returns:
         The innermost line of the user's own code, and what it has called.
@@ -306,8 +307,20 @@ def look_at(frame: FrameType | None, *, ask_workers: bool = True) -> tuple[str, 
     if own is not None and own is not inner:
         where = f"{own[1]}:{own[2]} in {own[3]}, which is in {inner[1]}:{inner[2]} {inner[3]}"
     if any(_LOADER_FILE in file for file, _, _, _ in lines[:12]):
-        return "; ".join([f"{AT_LOADER} at {where}", *(where_workers_are() if ask_workers else ())]), False
+        return "; ".join([f"{AT_LOADER} at {where}", *ask_workers()]), False
     return where, waits
+
+
+def is_library(file: str) -> bool:
+    """Say whether a file of code belongs to Python, to an installed package, or to this one.
+
+    Ranks: local.
+
+    Example:
+        >>> is_library(os.__file__), is_library("/home/me/data.py")
+        (True, False)
+    """
+    return "site-packages" in file or file.startswith(_NOT_THE_USERS)
 
 
 def line_of(frames: Sequence[FrameSummary]) -> str:

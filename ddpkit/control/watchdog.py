@@ -17,16 +17,11 @@ from typing import TYPE_CHECKING
 
 from ddpkit.base.process_probe import Guard, kill_later
 from ddpkit.base.signals import asked_twice
-from ddpkit.control.failure import (
-    LastWords,
-    Reason,
-    has_failed,
-    record_for_launcher,
-    set_reason_finder,
-)
-from ddpkit.control.heartbeat import SILENT_SECONDS, Pulse, Survey, tell_once
+from ddpkit.control.failure import record_for_launcher
+from ddpkit.control.failure_report import HERE, FailureReport, Reason
+from ddpkit.control.heartbeat import SILENT_SECONDS, Heartbeat
 from ddpkit.control.loader_workers import kill_workers
-from ddpkit.control.rank_status import POSITION, Position, Whereabouts, host_name, table
+from ddpkit.control.rank_status import POSITION, Position, host_name, table
 from ddpkit.errors import LaunchError, RankFailedError
 from ddpkit.launch.launchers import find_launch
 from ddpkit.logger import get_logger
@@ -41,9 +36,8 @@ GRACE_SECONDS = 1.5  # for the main thread to end by itself, once another rank h
 EXIT_SECONDS = 3.0  # for a process to end by itself, once it has failed
 LAUNCHER_SECONDS = 5.0  # for torchrun's agent to end, once its processes have
 HOLD_SECONDS = 25.0  # for what is brought to safety; launchers kill after 30
-REASON_SECONDS = 3.0  # for the reason of a lost connection to become known
+REASON_SECONDS = 4.0  # for the reason of a lost connection to become known
 JOIN_SECONDS = 2.0
-OUT_OF_REACH = ("timed out", "No route to host", "unreachable")  # so the system says of a connection
 
 
 class Hold:
@@ -79,10 +73,10 @@ HOLD = Hold()
 
 
 class Watch:
-    """Watches over this process and those it works with, from when its group is made until it says goodbye.
+    """Watches over this process and those it works with, from when its group is made until it departs.
 
     Args:
-        words: what the ranks tell each other when they end.
+        report: of the process group.
         neighbours: the ranks on this machine.
         parent: process number of the launcher that this process shall not outlive; None: of no one.
         position: where this process is.
@@ -91,7 +85,7 @@ class Watch:
         guarded: have a process beside this one end it where no thread can: for ranks that no launcher would end.
 
     Attributes:
-        pulse: the thread that talks.
+        heartbeat: the thread that talks.
         hang_warning: seconds without a step after which it is said where the ranks are; 0: never.
         hang_timeout: seconds without a step after which the process ends; 0: never.
 
@@ -99,13 +93,13 @@ class Watch:
 
     Example:
         >>> from torch.distributed import HashStore
-        >>> watch = Watch(LastWords(HashStore(), rank=0, world_size=1), range(1))
+        >>> watch = Watch(FailureReport(HashStore(), rank=0, world_size=1), range(1))
         >>> watch.start(); watch.stop()
     """
 
     def __init__(
         self,
-        words: LastWords,
+        report: FailureReport,
         neighbours: Iterable[int],
         parent: int | None = None,
         *,
@@ -113,10 +107,12 @@ class Watch:
         guest: Callable[[], bool] | None = None,
         guarded: bool = False,
     ) -> None:
-        self.words, self.rank = words, words.rank
+        self.report, self.rank = report, report.rank
         self.parent, self.position, self.guest = parent, position, guest
         self.hang_warning = self.hang_timeout = 0.0
-        self.pulse = Pulse(words, neighbours, self._seconds_here, self._is_in_trouble, position=position)
+        self.heartbeat = Heartbeat(
+            report, neighbours, self._seconds_here, self._is_in_trouble, self._longest_silence, position=position
+        )
         self._moved = self._changed = self._looked = time.monotonic()
         self._guarded = guarded
         self._guard: Guard | None = None
@@ -129,25 +125,24 @@ class Watch:
 
     def start(self) -> None:
         """Begin to watch."""
-        set_reason_finder(self.await_reason)
+        self.report.find_reason = self.await_reason
 
         def is_wanted() -> bool:
             # A process that has failed says no more: of a store that is gone torch logs at length.
-            if has_failed() or self.words.store_is_lost:
+            if HERE.failed is not None or self.report.store_is_lost:
                 return False
             return self.guest is None or self.position.progress is not None
 
-        def talk() -> None:
-            self.pulse.beat_until(self._over, is_wanted)
+        def beat() -> None:
+            self.heartbeat.beat_until(self._over, is_wanted)
 
-        for work, name in ((talk, "ddpkit-pulse"), (self._look, "ddpkit-watch")):
+        for work, name in ((beat, "ddpkit-heartbeat"), (self._look, "ddpkit-watch")):
             thread = threading.Thread(target=work, name=name, daemon=True)
             self._threads.append(thread)
             thread.start()
 
     def stop(self) -> None:
         """End the watch; the store may go afterwards."""
-        set_reason_finder(None)
         self._over.set()
         for thread in self._threads:
             if thread is not threading.current_thread():
@@ -172,6 +167,9 @@ class Watch:
     def _silence_allowed(self) -> float:
         return 0.0 if self.position.has_no_limit() else self.hang_timeout
 
+    def _longest_silence(self) -> float:
+        return self.hang_timeout if self.guest is None else 0.0
+
     @property
     def still_for(self) -> float:
         """Seconds since this rank's last step, of those that count."""
@@ -179,20 +177,19 @@ class Watch:
 
     def await_reason(self) -> Reason | None:
         """Wait a little for it to become known which rank has failed or disappeared."""
-        pulse, end = self.pulse, time.monotonic() + REASON_SECONDS
-        if self.words.store_is_lost:  # who has found that out has asked it; the pulse need not
-            pulse.store_lost = pulse.store_lost or "the connection broke"
-        survey = Survey(pulse) if pulse.store_lost is None else None
-        while time.monotonic() < end and not self._over.is_set():
-            if survey is not None:
-                survey.take(time.monotonic())
-            reason = pulse.failure or self.words.first_failure()
-            if reason is not None:
-                return reason
-            if pulse.store_lost is not None:
-                return self._lost_store_reason(pulse.store_lost)
-            time.sleep(0.05)
-        return None
+        heartbeat, end = self.heartbeat, time.monotonic() + REASON_SECONDS
+        heartbeat.is_searching = self.report.is_first_to(f"search/{self.position.sessions}")
+        if self.report.store_is_lost:  # who has found that out has asked it; the heartbeat need not
+            heartbeat.store_lost = heartbeat.store_lost or "the connection broke"
+        reason: Reason | None = None
+        while reason is None and time.monotonic() < end and not self._over.is_set():
+            reason = heartbeat.failure or self.report.first_failure()
+            if reason is None and heartbeat.store_lost is not None:
+                reason = self._lost_store_reason(heartbeat.store_lost)
+            if reason is None:
+                time.sleep(0.05)
+        heartbeat.is_searching = False
+        return reason
 
     # ------------------------------------------------------------------ the thread that looks
 
@@ -216,7 +213,7 @@ class Watch:
                     look()
                 except Exception as error:  # noqa: BLE001 -- who watches must go on
                     self._moved = time.monotonic()  # what cannot be seen shall not be taken for a standstill
-                    tell_once(self.rank, look.__name__.strip("_").replace("_", " "), error)
+                    self.heartbeat.log_once(look.__name__.strip("_").replace("_", " "), error)
 
     def _tell_guard(self) -> None:
         if self._guard is not None:
@@ -227,7 +224,7 @@ class Watch:
         gap, self._looked = now - self._looked, now
         if gap > SILENT_SECONDS:  # all of this process was stopped
             self._moved = min(self._moved + gap, now)
-            self.pulse.answered = min(self.pulse.answered + gap, now)
+            self.heartbeat.answered = min(self.heartbeat.answered + gap, now)
         if mark != self._mark:
             self._changed = now
         if mark != self._mark or self.position.has_no_limit():
@@ -248,14 +245,14 @@ class Watch:
 
     def _mind_failure(self) -> None:
         now = time.monotonic()
-        if has_failed() and self.position.progress is None:
+        if HERE.failed is not None and self.position.progress is None:
             self._failing_since = self._failing_since or now
             if now - self._failing_since > EXIT_SECONDS and not HOLD.is_held and self.guest is None:
                 self._end(None)
             return
-        reason = self.pulse.failure
-        if reason is None or not self.pulse.concerns(reason):
-            self.pulse.failure, self._failure_since = None, 0.0
+        reason = self.heartbeat.failure
+        if reason is None or not self.heartbeat.concerns(reason):
+            self.heartbeat.failure, self._failure_since = None, 0.0
             return
         if not reason.is_final and not self.position.is_waiting():
             self._failure_since = 0.0  # all ranks may be about to raise, and to catch, the same
@@ -266,22 +263,21 @@ class Watch:
 
     def _act_on(self, reason: Reason) -> None:
         """End the process after another one's failure; or, as a guest, say that it waits in vain."""
-        trace = "" if self.pulse.is_said else reason.trace.rstrip()
         if self.guest is None:
-            self._end(f"rank {self.rank} ends: {reason.summary()}", trace)
+            self._end(f"rank {self.rank} ends: {reason.summary()}")
         elif reason != self._told:
             self._told = reason
-            text = f"rank {self.rank} may wait in vain, and is not ended because others started the process group: "
-            logger.error("%s%s%s", f"{trace}\n".lstrip(), text, reason.summary(), main_process_only=False)
+            text = "rank %d may wait in vain, and is not ended because others started the process group: %s"
+            logger.error(text, self.rank, reason.summary(), main_process_only=False)
 
     def _mind_store(self) -> None:
-        inside, lost = self.position.progress is not None, self.pulse.store_lost
+        inside, lost = self.position.progress is not None, self.heartbeat.store_lost
         if self.guest is not None:
             return
-        if lost is not None and inside and not has_failed():
-            self.pulse.failure = self.pulse.failure or self._lost_store_reason(lost)
+        if lost is not None and inside and HERE.failed is None:
+            self.heartbeat.failure = self.heartbeat.failure or self._lost_store_reason(lost)
             return
-        silent = time.monotonic() - self.pulse.answered
+        silent = time.monotonic() - self.heartbeat.answered
         if inside and 0 < self.hang_timeout < silent and not self._works_alone():
             self._leave_launcher()
             self._dump_stacks()
@@ -292,11 +288,10 @@ class Watch:
 
     def _store_keeper(self) -> str:
         """Say whose store it is, at the end of a clause: where no launcher keeps it, the first rank does."""
-        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        if _launcher_keeps_store():
             return ": that machine"
-        known = self.pulse.first_rank()
-        seen = "" if known is None else f", last seen {known.place()}".removesuffix(", last seen ")
-        return f": {'rank 0' if known is None else known.name()}, which keeps it{seen},"
+        known = self.heartbeat.latest.get(0)
+        return f": {'rank 0' if known is None else known.name()}, which keeps it,"
 
     def _works_alone(self) -> bool:
         """Say whether this process does something for the others; who waits for that hears of them by the store."""
@@ -313,41 +308,35 @@ class Watch:
             kill_later(self.parent, LAUNCHER_SECONDS)
 
     def _lost_store_reason(self, how: str) -> Reason:
-        place = _store_place()
-        if any(words in how for words in OUT_OF_REACH):
-            text = f"is out of reach: the store on {place} is silent, or the network to it is cut ({how})."
-            return Reason(0, text, is_final=True)
-        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-            text = f"the store on {place} is gone with the process that held it, or the network to it is cut ({how})."
+        cut = f"or the network to it is cut ({how})"
+        if _launcher_keeps_store():
+            text = f"the store on {_store_place()} is gone with the process that held it, {cut}."
             return Reason(0, f"lost its launcher: {text}", is_final=True)
-        known = self.pulse.first_rank() or Whereabouts(0)
-        text = f"was lost with the store on {place}, which it held, or the network to it is cut ({how})"
-        return self.pulse.gone(known, text)
+        return self.heartbeat.gone(0, f"was lost with the store on {_store_place()}, which it held, {cut}")
 
     def _mind_clock(self) -> None:
         still = self.still_for
-        failure = self.pulse.failure
-        if self.position.progress is None or has_failed() or (failure is not None and failure.is_final):
+        failure = self.heartbeat.failure
+        if self.position.progress is None or HERE.failed is not None or (failure is not None and failure.is_final):
             return
         if 0 < self.hang_timeout <= still and self.guest is None:
             self._end_hang(still)
         elif 0 < self.hang_warning <= still and still >= self._next_warning:
             self._next_warning = 2 * max(self._next_warning, self.hang_warning)
-            if self.pulse.leads():
-                logger.warning("%s", self._roll(still), main_process_only=False)
+            if self.heartbeat.leads():
+                logger.warning("%s", self._all_ranks(still), main_process_only=False)
 
-    def _roll(self, still: float) -> str:
-        pulses, ends = self.pulse.pulses, self.hang_timeout and self.guest is None
-        silent = {rank: gap for rank, gap in pulses.silent(time.monotonic()).items() if rank != self.rank}
+    def _all_ranks(self, still: float) -> str:
+        beat, ends = self.heartbeat, self.hang_timeout and self.guest is None
         end = f" After {self.hang_timeout:.0f} s the run ends (--hang_timeout)." if ends else ""
-        lines = table(sorted([*pulses.latest.values()], key=lambda one: one.rank), silent)
+        lines = table(sorted([*beat.latest.values()], key=lambda one: one.rank), beat.silent())
         return f"No step for {still:.0f} s.{end} Where the ranks are:\n{lines}"
 
     def _end_hang(self, still: float) -> None:
         text = f"rank {self.rank} has made no step for {still:.0f} s (--hang_timeout={self.hang_timeout:.0f})."
-        here = self.pulse.pulses.latest.get(self.rank)
-        if self.pulse.leads():
-            text = f"{text} {self._roll(still)}"
+        here = self.heartbeat.latest.get(self.rank)
+        if self.heartbeat.leads():
+            text = f"{text} {self._all_ranks(still)}"
         elif here is not None:
             text = f"{text} Where it is, and the first rank tells where all are:\n{table([here])}"
         self._dump_stacks()
@@ -358,15 +347,8 @@ class Watch:
             os.write(2, f"\nrank {self.rank}: where all threads are:\n".encode())
             faulthandler.dump_traceback(file=2, all_threads=True)
 
-    def _end(self, text: str | None, trace: str = "") -> None:
-        """End the process, whatever its main thread is doing.
-
-        Args:
-            text: is said last; None: nothing.
-            trace: of another rank, that is said before.
-        """
-        if trace:
-            _write(trace)
+    def _end(self, text: str | None) -> None:
+        """End the process, whatever its main thread is doing; say why last, if there is something to say."""
         if text is not None:
             record_for_launcher(RankFailedError(text))
             _write(text)
@@ -377,6 +359,10 @@ class Watch:
 def _write(text: str) -> None:
     with contextlib.suppress(OSError):
         os.write(2, f"\n[ddpkit] {text}\n".encode())
+
+
+def _launcher_keeps_store() -> bool:
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _store_place() -> str:

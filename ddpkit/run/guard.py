@@ -5,13 +5,8 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING
 
-from ddpkit.comm.process_group import (
-    AFTER_WATCH_SECONDS,
-    group_state,
-    longest_wait,
-    set_hang_limits,
-    shorten_timeout,
-)
+from ddpkit.comm.process_group import AFTER_WATCH_SECONDS, longest_wait, set_hang_limits, shorten_timeout
+from ddpkit.comm.runtime import group_state
 from ddpkit.control.failure import failure_notice
 from ddpkit.control.loader_workers import watch_loader_workers
 from ddpkit.control.rank_status import POSITION

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import pickle
 import re
 import threading
 import time
@@ -13,9 +12,10 @@ import pytest
 from torch.distributed import HashStore, TCPStore
 
 from ddpkit.comm import mailbox
-from ddpkit.comm.mailbox import Handover, Outcome, call_site, outside_frame, place, raise_as_reader
-from ddpkit.control.failure import LastWords, Reason
+from ddpkit.comm.mailbox import Mailbox, Outcome, call_site, outside_frame, place, raise_as_reader
+from ddpkit.control.failure_report import FailureReport, Reason
 from ddpkit.errors import MainProcessError, RankFailedError
+from tests.launching import wait_until
 
 SITE = "train.py:12 in prepare #0a1b"
 
@@ -53,7 +53,7 @@ def boxes(request):
         stores = [server, TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)]
     spied = [Spied(store) for store in stores]
     spied[1].keys = spied[0].keys
-    return [Handover(store, rank, 2) for rank, store in enumerate(spied)]
+    return [Mailbox(FailureReport(store, rank, 2)) for rank, store in enumerate(spied)]
 
 
 def post(box, outcome, site=SITE, readers=1):
@@ -70,7 +70,7 @@ VALUES = [None, 3, {"a": [1.5, "text"]}, b"", "x" * 1000, list(range(100))]
 def test_values_arrive_in_order_and_leave_nothing_behind(boxes):
     main, other = boxes
     for value in VALUES:
-        post(main, Outcome(ok=True, value=value))
+        post(main, Outcome(value))
     assert [read(other).value for _ in VALUES] == VALUES
     assert main.store.keys == set()
 
@@ -78,8 +78,8 @@ def test_values_arrive_in_order_and_leave_nothing_behind(boxes):
 def test_sites_do_not_mix(boxes):
     main, other = boxes
     for number in range(2):
-        post(main, Outcome(ok=True, value=f"a{number}"), "a")
-        post(main, Outcome(ok=True, value=f"b{number}"), "b")
+        post(main, Outcome(f"a{number}"), "a")
+        post(main, Outcome(f"b{number}"), "b")
     assert [read(other, "b").value, read(other, "a").value] == ["b0", "a0"]
     assert [read(other, "a").value, read(other, "b").value] == ["a1", "b1"]
 
@@ -90,14 +90,14 @@ def test_a_reader_waits_as_long_as_the_work_takes(boxes):
         waiting = pool.submit(read, other)
         time.sleep(0.15)
         assert not waiting.done()
-        post(main, Outcome(ok=True, value="late"))
+        post(main, Outcome("late"))
         assert waiting.result(5).value == "late"
 
 
 def test_the_last_of_several_readers_tidies_up():
     store = Spied(HashStore())
-    main, *others = [Handover(store, rank, 4) for rank in range(4)]
-    post(main, Outcome(ok=True, value=5), readers=3)
+    main, *others = [Mailbox(FailureReport(store, rank, 4)) for rank in range(4)]
+    post(main, Outcome(5), readers=3)
     with ThreadPoolExecutor(3) as pool:
         results = list(pool.map(lambda box: read(box, readers=3).value, others))
     assert results == [5, 5, 5]
@@ -108,7 +108,7 @@ def test_large_values_go_in_pieces(boxes, monkeypatch):
     monkeypatch.setattr(mailbox, "PIECE_BYTES", 1000)
     main, other = boxes
     value = list(range(5000))
-    post(main, Outcome(ok=True, value=value))
+    post(main, Outcome(value))
     assert len(main.store.keys) > 10
     assert read(other).value == value
     assert main.store.keys == set()
@@ -118,21 +118,21 @@ def test_more_than_the_stores_own_limit():
     """Nine megabytes in one piece would break the connection."""
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     client = TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
-    main, other = Handover(client, 0, 2), Handover(server, 1, 2)
+    main, other = Mailbox(FailureReport(client, 0, 2)), Mailbox(FailureReport(server, 1, 2))
     value = bytes(9 << 20)
-    post(main, Outcome(ok=True, value=value))
+    post(main, Outcome(value))
     assert read(other).value == value
 
 
 def test_what_nobody_will_read_is_not_posted_or_is_forgotten(boxes):
     main, other = boxes
-    post(main, Outcome(ok=True, value=1), readers=0)
+    post(main, Outcome(1), readers=0)
     assert main.store.keys == set()
-    post(main, Outcome(ok=True, value=2), "main alone")
-    post(main, Outcome(ok=True, value=3), "both")
+    post(main, Outcome(2), "main alone")
+    post(main, Outcome(3), "both")
     assert read(other, "both").value == 3
     with main.forgetting():  # a collective: the others are past these calls, but not past those that it makes itself
-        post(main, Outcome(ok=True, value=4), "in it")
+        post(main, Outcome(4), "in it")
         assert any("main alone" in key for key in main.store.keys)
     assert not any("main alone" in key for key in main.store.keys)
     assert read(other, "in it").value == 4
@@ -152,19 +152,18 @@ def test_a_failure_arrives_with_its_traceback(boxes):
     try:
         broken()
     except KeyError as error:
-        post(main, Outcome.of_error(error))
-    outcome = read(other)
-    assert not outcome.ok
-    assert outcome.error == "KeyError: 'lost'"
+        post(main, Outcome(reason=Reason.of(0, error, is_final=False)))
+    reason = read(other).reason
+    assert reason.text == "KeyError: 'lost'"
     with pytest.raises(MainProcessError) as raised:
-        raise_as_reader(outcome, SITE, 0)
+        raise_as_reader(reason, SITE, 0)
     text = str(raised.value)
     assert text.startswith("rank 0 failed in the call at train.py:12 in prepare: KeyError: 'lost'\n")
     assert "--- traceback of rank 0 ---\nTraceback (most recent call last):" in text
     assert "in broken" in text
     assert "#0a1b" not in text
     with pytest.raises(RankFailedError, match=r"^rank 2 failed in the call at") as raised:
-        raise_as_reader(outcome, SITE, 2)
+        raise_as_reader(reason, SITE, 2)
     assert not isinstance(raised.value, MainProcessError)
 
 
@@ -186,32 +185,24 @@ class Unreadable:
 def test_a_value_that_cannot_be_pickled_becomes_none(boxes, caplog, value):
     main, other = boxes
     with caplog.at_level(logging.WARNING):
-        post(main, Outcome(ok=True, value=value))
-    assert read(other) == Outcome(ok=True)
-    assert f"train.py:12 in prepare: the value of this main-only call, a {type(value).__name__}, cannot" in caplog.text
+        post(main, Outcome(value))
+    assert read(other) == Outcome()
+    assert f"train.py:12 in prepare: the value of this call, a {type(value).__name__}, cannot" in caplog.text
 
 
 def test_a_value_that_cannot_be_read_becomes_none(boxes, caplog):
     main, other = boxes
-    post(main, Outcome(ok=True, value=Unreadable()))
+    post(main, Outcome(Unreadable()))
     with caplog.at_level(logging.WARNING):
-        assert read(other) == Outcome(ok=True)
+        assert read(other) == Outcome()
     assert "cannot be read on rank 1 (ModuleNotFoundError: not on this rank), which gets None" in caplog.text
     assert main.store.keys == set()
 
 
-def test_something_else_in_the_store(boxes):
-    main, other = boxes
-    main.store.set(f"ddpkit/call/{SITE}/0.1/0", pickle.dumps("nonsense"))
-    main.store.set(f"ddpkit/call/{SITE}/0.1", "1")
-    with pytest.raises(TypeError, match="holds a str where an Outcome was expected"):
-        read(other)
-
-
 def test_a_poster_that_has_left(boxes):
     main, other = boxes
-    post(main, Outcome(ok=True, value="before it left"))
-    LastWords(main.store, 0, 2).say_goodbye()
+    post(main, Outcome("before it left"))
+    main.report.depart()
     assert read(other).value == "before it left"
     with pytest.raises(RankFailedError, match=r"rank 1 waits at train.py:12 in prepare for rank 0, which has come"):
         read(other)
@@ -219,46 +210,31 @@ def test_a_poster_that_has_left(boxes):
 
 def test_a_poster_that_left_because_of_a_failure(boxes):
     main, other = boxes
-    words = LastWords(main.store, 0, 2)
-    words.tell_failure(ValueError("boom"))
-    words.say_goodbye()
+    main.report.tell(Reason.of(0, ValueError("boom"), is_final=True))
+    main.report.depart()
     with pytest.raises(RankFailedError, match=r"^rank 0 \(.*\) failed first: ValueError: boom\n\(rank 1 was waiting"):
         read(other)
 
 
 def test_f4_a_poster_that_was_killed_is_named_as_that(boxes):
     other = boxes[1]
-    other.last_words.tell_gone(Reason(0, "disappeared: it was killed.", "node7", 5, is_final=True))
+    other.report.tell(Reason(0, "disappeared: it was killed.", "node7", 5, is_final=True))
+    other.report.depart(0)
     with pytest.raises(
         RankFailedError, match=r"^rank 0 \(node7, pid 5\) disappeared: it was killed.\n\(rank 1 was wai"
     ):
         read(other)
 
 
-@pytest.mark.parametrize("looks", [True, False])
-def test_f4_what_looks_for_a_silent_poster_is_asked_after_some_seconds(boxes, monkeypatch, looks):
-    """A watch of its own lends it; in a group that others have started, nobody does."""
+def test_f4_the_heartbeat_is_asked_for_a_silent_poster_after_some_seconds(boxes, monkeypatch):
     monkeypatch.setattr(mailbox, "TROUBLE_SECONDS", 0.05)
     main, other = boxes
-
-    class Absence:
-        def look(self, now):
-            assert now - began > 0.05
-            other.last_words.tell_gone(Reason(0, "disappeared.", is_final=True))
-
-    if looks:
-        other.absence_of = {0: Absence()}.get
-    began = time.monotonic()
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(read, other)
-        time.sleep(0.3)
-        assert waiting.done() == looks
-        post(main, Outcome(ok=True, value="late"))
-        if looks:
-            with pytest.raises(RankFailedError, match=r"^rank 0 disappeared\."):
-                waiting.result(5)
-        else:
-            assert waiting.result(5).value == "late"
+        assert wait_until(lambda: other.report.awaited == 0, 5)
+        post(main, Outcome("late"))
+        assert waiting.result(5).value == "late"
+    assert other.report.awaited is None
 
 
 def test_a_lost_store():
@@ -267,7 +243,7 @@ def test_a_lost_store():
             raise RuntimeError("Connection reset by peer")
 
     with pytest.raises(RankFailedError, match=r"lost the connection to the launcher's store: Connection reset by peer"):
-        read(Handover(Lost(), 1, 2))
+        read(Mailbox(FailureReport(Lost(), 1, 2)))
 
 
 def test_long_waits_are_told(boxes, caplog, monkeypatch):
@@ -277,11 +253,11 @@ def test_long_waits_are_told(boxes, caplog, monkeypatch):
     with caplog.at_level(logging.WARNING), ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(read, other)
         time.sleep(0.3)
-        post(main, Outcome(ok=True))
+        post(main, Outcome())
         waiting.result(5)
     told = [record.getMessage() for record in caplog.records]
     assert 1 <= len(told) <= 5, "now and then, not at every look"
-    assert re.match(r"rank 1 has waited \d+ s at train.py:12 in prepare for rank 0\. If rank 0 is not", told[0])
+    assert re.match(r"rank 1 has waited \d+ s at train.py:12 in prepare for rank 0\. If that is not", told[0])
 
 
 # ----------------------------------------------------------------------------------------- call sites

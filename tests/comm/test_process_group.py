@@ -9,10 +9,10 @@ import time
 
 import pytest
 
-from ddpkit.base.process_probe import state_and_start
 from ddpkit.comm import process_group
 from ddpkit.comm.process_group import SEEN_SECONDS, _let_launcher_see
-from ddpkit.control.rank_status import Whereabouts, host_name
+from ddpkit.control.failure_report import Reason
+from ddpkit.control.rank_status import host_name
 
 
 @pytest.fixture
@@ -22,9 +22,8 @@ def long(monkeypatch):
     return 20.0
 
 
-def sibling(pid):
-    """As if the launcher had started it."""
-    return Whereabouts(1, host_name(), pid, started=state_and_start(pid)[1], parent=os.getppid())
+def reason(pid, host=None):
+    return Reason(1, "ValueError: boom", host or host_name(), pid)
 
 
 def seconds_for(other):
@@ -33,25 +32,18 @@ def seconds_for(other):
     return time.monotonic() - began
 
 
-def test_it_does_not_stay_once_the_launcher_knows_that_the_other_process_has_ended(long):
+def test_it_stays_a_moment_once_the_other_process_has_ended(long):
     other = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
-    known = sibling(other.pid)
+    known = reason(other.pid)
     other.communicate()
-    assert seconds_for(known) < SEEN_SECONDS
-
-
-def test_it_stays_a_moment_while_the_launcher_has_not_asked_for_the_exit_code(long):
-    other = subprocess.Popen([sys.executable, "-c", ""])
-    os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)
-    assert SEEN_SECONDS <= seconds_for(sibling(other.pid)) < long / 2
-    other.wait()
+    assert SEEN_SECONDS <= seconds_for(known) < long / 2
 
 
 def test_it_stays_until_the_other_process_has_ended(long):
     other = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
     began = time.monotonic()
     stays = subprocess.Popen([sys.executable, "-c", f"import time, os; time.sleep(1); os.kill({other.pid}, 9)"])
-    assert seconds_for(sibling(other.pid)) < long / 2
+    assert seconds_for(reason(other.pid)) < long / 2
     assert time.monotonic() - began >= 1
     assert [stays.wait(), other.wait()] == [0, -9]
     other.stdin.close()
@@ -59,13 +51,10 @@ def test_it_stays_until_the_other_process_has_ended(long):
 
 def test_one_that_does_not_end_is_not_awaited_for_ever(monkeypatch):
     monkeypatch.setattr(process_group, "LAST_WORDS_SECONDS", 0.2)
-    assert seconds_for(sibling(os.getpid())) >= 0.2
+    assert seconds_for(reason(os.getpid())) >= 0.2
 
 
-@pytest.mark.parametrize("is_known", [True, False])
-def test_one_that_is_not_known_or_not_the_launchers_is_given_a_while(monkeypatch, is_known):
-    """Such as that of ``torchrun --no-python wrapper.sh``: the launcher sees the end of the wrapper alone."""
+@pytest.mark.parametrize("known", [None, reason(1, "another machine")])
+def test_one_that_is_not_known_or_elsewhere_is_given_a_while(monkeypatch, known):
     monkeypatch.setattr(process_group, "LAST_WORDS_SECONDS", 0.4)
-    other = subprocess.Popen([sys.executable, "-c", ""])
-    other.wait()
-    assert seconds_for(Whereabouts(1, host_name(), other.pid, parent=os.getpid()) if is_known else None) >= 0.4
+    assert seconds_for(known) >= 0.4

@@ -13,6 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from ddpkit.control import failure
+from ddpkit.control.failure_report import FailureReport, Reason
 from ddpkit.control.rank_status import Position
 from ddpkit.errors import MainProcessError, RankFailedError
 from tests.launching import soon
@@ -22,12 +23,11 @@ LOST = RuntimeError("[third_party/gloo/gloo/transport/tcp/pair.cc:553] Connectio
 
 @pytest.fixture(autouse=True)
 def _as_if_nothing_had_failed(monkeypatch):
-    for name in ("last_words", "failed", "second_hand"):
-        monkeypatch.setattr(failure._Here, name, None if name == "last_words" else False)
-    facts = {"report": None, "process": 0, "in_trouble": False, "find_reason": None, "culprit": None}
-    for name, value in facts.items():
-        monkeypatch.setattr(failure._Here, name, value)
-    monkeypatch.setattr(failure, "POSITION", Position())
+    for name in ("report", "failed", "file"):
+        monkeypatch.setattr(failure.HERE, name, None)
+    position = Position()
+    for module in ("failure", "failure_report"):
+        monkeypatch.setattr(f"ddpkit.control.{module}.POSITION", position)
 
 
 @pytest.fixture
@@ -38,10 +38,17 @@ def report(tmp_path, monkeypatch):
     return path
 
 
+class Report(FailureReport):
+    """Tells of exceptions that end a rank."""
+
+    def fail(self, error):
+        self.tell(Reason.of(self.rank, error, is_final=True))
+
+
 @pytest.fixture
 def words():
     store = dist.HashStore()
-    return [failure.LastWords(store, rank, 3) for rank in range(3)]
+    return [Report(store, rank, 3) for rank in range(3)]
 
 
 def raised(error):
@@ -88,26 +95,26 @@ def test_a_report_that_cannot_be_written_hides_nothing(tmp_path, monkeypatch):
 
 def test_the_first_failure_counts_and_is_told_to_the_others(words):
     assert words[0].first_failure() is None
-    words[1].tell_failure(KeyError("first"))
-    words[2].tell_failure(ValueError("second"))
+    words[1].fail(KeyError("first"))
+    words[2].fail(ValueError("second"))
     found = [one.first_failure() for one in words]
     assert found[1] is None
     assert (found[0].rank, found[0].text) == (found[2].rank, found[2].text) == (1, "KeyError: 'first'")
 
 
 def test_a_very_long_reason_is_cut(words):
-    words[1].tell_failure(ValueError("x" * 10**6))
+    words[1].fail(ValueError("x" * 10**6))
     assert len(words[0].first_failure().text) < 5000
 
 
-def test_goodbyes(words):
-    words[0].await_goodbyes(0.05)
-    words[2].say_goodbye()
-    assert [one.others_that_left() for one in words] == [[2], [2], []]
+def test_departures(words):
+    words[0].await_departures(0.05)
+    words[2].depart()
+    assert [one.departed() for one in words] == [[2], [2], []]
     for one in words[:2]:
-        one.say_goodbye()
+        one.depart()
     started = time.monotonic()
-    words[0].await_goodbyes(10.0)
+    words[0].await_departures(10.0)
     assert soon(started, 5)
 
 
@@ -122,35 +129,34 @@ class GoneStore:
 
 
 def test_a_store_that_is_gone_is_asked_once():
-    words = failure.LastWords(GoneStore(), 0, 2)
+    words = Report(GoneStore(), 0, 2)
     assert words.first_failure() is None
     assert words.store_is_lost
     asked = GoneStore.asked
-    words.say_goodbye()
+    words.depart()
     assert GoneStore.asked == asked
-    words.tell_failure(ValueError())
-    words.await_goodbyes(1.0)
-    assert words.others_that_left() == []
+    words.fail(ValueError())
+    words.await_departures(1.0)
+    assert words.departed() == []
 
 
 def test_a_lost_connection_is_explained(words):
-    failure._Here.last_words = words[0]
+    failure.HERE.report = words[0]
     unknown = failure.explained(LOST)
     assert isinstance(unknown, RankFailedError)
     assert "no rank has left a reason" in str(unknown)
     assert unknown.__cause__ is LOST
-    words[1].say_goodbye()
+    words[1].depart()
     assert "rank 1 came to the end of its script" in str(failure.explained(LOST))
-    words[2].tell_failure(ValueError("boom"))
+    words[2].fail(ValueError("boom"))
     assert re.fullmatch(r"rank 2 \(.*, pid \d+\) failed first: ValueError: boom", str(failure.explained(LOST)))
-    assert failure.culprit().pid == os.getpid()
     for own in (ValueError("own"), RuntimeError("shapes"), MainProcessError("Connection closed by peer"), KeyError()):
         assert failure.explained(own) is own
 
 
 def test_the_notice_passes_an_exception_on(report, words):
-    failure._Here.last_words = words[0]
-    words[2].tell_failure(ValueError("boom"))
+    failure.HERE.report = words[0]
+    words[2].fail(ValueError("boom"))
     own = ValueError("own")
     with pytest.raises(ValueError, match="own") as caught, failure.failure_notice():
         raise own
@@ -170,7 +176,7 @@ def call_hook(error, monkeypatch, words=None):
     failure.watch_uncaught(words)  # a second time changes nothing
     sys.excepthook(type(error), error, error.__traceback__)
     assert len(seen) == 1
-    assert failure.has_failed()
+    assert failure.HERE.failed is not None
     return seen[0]
 
 
@@ -181,15 +187,15 @@ def test_the_hook_tells_everybody_and_calls_the_one_before(report, words, monkey
     told = words[0].first_failure()
     assert (told.rank, told.text, told.is_final) == (1, "ValueError: boom", True)
     assert "ValueError: boom" in report.read_text()
-    assert not failure.failed_second_hand()
+    assert not failure.is_second_hand(failure.HERE.failed)
 
 
 def test_the_hook_shows_second_hand_errors_without_a_traceback(report, words, monkeypatch):
-    words[2].tell_failure(ValueError("boom"))
+    words[2].fail(ValueError("boom"))
     kind, shown, trace = call_hook(raised(LOST), monkeypatch, words[0])
     assert (kind, trace) == (RankFailedError, None)
     assert re.fullmatch(r"rank 2 \(.*, pid \d+\) failed first: ValueError: boom", str(shown))
-    assert failure.failed_second_hand()
+    assert failure.is_second_hand(failure.HERE.failed)
     assert words[1].first_failure().rank == 2
     stack = json.loads(report.read_text())["message"]["extraInfo"]["py_callstack"]
     assert stack == f"[rank3]: ddpkit.errors.RankFailedError: {shown}"
@@ -208,7 +214,7 @@ def test_the_hook_of_a_forked_child_tells_nobody(words, monkeypatch):
     sys.excepthook.process = os.getpid() + 1  # as if this process were a child of the one that set it
     sys.excepthook(ValueError, ValueError("in a child"), None)
     assert words[1].first_failure() is None
-    assert not failure.has_failed()
+    assert failure.HERE.failed is None
     failure.watch_uncaught(words[0])  # the child is a rank itself
     sys.excepthook(ValueError, ValueError("in a rank"), None)
     assert words[1].first_failure().text == "ValueError: in a rank"
@@ -249,16 +255,16 @@ def fit():
 def test_the_place_of_a_failure_is_told_of_that_one_alone():
     first = ValueError("first")
     fail_in_fit(first)
-    assert failure.Reason.of(0, first, is_final=True).place == "in TRAIN of epoch 1 at step 4"
-    assert failure.Reason.of(0, KeyError("later, in the script's own code"), is_final=True).place == ""
+    assert Reason.of(0, first, is_final=True).place == "in TRAIN of epoch 1 at step 4"
+    assert Reason.of(0, KeyError("later, in the script's own code"), is_final=True).place == ""
 
 
 def test_the_place_of_a_lost_connection_goes_to_what_is_raised_instead(words):
     failure.watch_uncaught(words[0])
-    words[2].tell_failure(ValueError("boom"))
+    words[2].fail(ValueError("boom"))
     with pytest.raises(RankFailedError) as caught, failure.POSITION.inside(progress(7)), failure.failure_notice():
         raise LOST
-    assert failure.Reason.of(0, caught.value, is_final=True).place == "in TRAIN of epoch 1 at step 7"
+    assert Reason.of(0, caught.value, is_final=True).place == "in TRAIN of epoch 1 at step 7"
 
 
 def test_a_report_of_what_was_caught_is_taken_back_when_the_run_goes_on(report):
@@ -273,39 +279,15 @@ def test_a_report_of_what_was_caught_is_taken_back_when_the_run_goes_on(report):
     assert "the end" in report.read_text()
 
 
-def test_trouble_in_one_group_is_none_in_the_next(words):
-    failure.watch_uncaught(words[0])
-    fail_in_fit(ValueError("in the first"))
-    assert words[0].is_alone_in_trouble(1)
-    [second, _] = [failure.LastWords(dist.HashStore(), 0, 2)] * 2
-    failure.watch_uncaught(second)
-    fail_in_fit(ValueError("in the second"))
-    assert second.is_alone_in_trouble(1)
-    failure.watch_uncaught(second)
-    fit()
-    assert not second.is_alone_in_trouble(1)
-
-
-def test_who_has_left_a_group_behind_tells_it_nothing_and_asks_nobody_of_it(words):
-    failure.watch_uncaught(words[0])
-    failure.set_reason_finder(lambda: failure.Reason(2, "found"))
-    failure.forget_words(words[1])
-    assert "found" in str(failure.explained(LOST)), "another one's is left alone"
-    failure.forget_words(words[0])
-    fail_in_fit(ValueError("afterwards"))
-    assert words[1].first_failure() is None
-    assert "no rank has left a reason" in str(failure.explained(LOST))
-
-
 @pytest.mark.parametrize("error", [ValueError("in a child"), SystemExit(3)])
-def test_a_forked_child_tells_nothing_of_what_ends_it(report, words, monkeypatch, error):
+def test_a_forked_child_tells_nothing_of_what_ends_it(report, words, error):
     failure.watch_uncaught(words[0])
-    monkeypatch.setattr(failure._Here, "process", os.getpid() + 1)  # as if this process were a child of the rank
+    words[0].process = os.getpid() + 1  # as if this process were a child of the rank
     fail_in_fit(error)
     assert words[1].first_failure() is None
     assert not report.exists()
     report.write_text("of the rank")
-    failure._Here.report = report
+    failure.HERE.file = report
     fit()
     assert report.exists()
 
@@ -325,11 +307,12 @@ def test_a_caught_failure_of_a_nested_call_is_none_of_the_outer_one(words):
 
 
 def test_a_rank_that_is_gone_is_gone_for_who_waits_for_it(words):
-    words[0].tell_gone(failure.Reason(2, "disappeared", is_final=True))
-    assert words[1].has_left(2)
+    words[0].tell(Reason(2, "disappeared", is_final=True))
+    words[0].depart(2)
+    assert words[1].has_departed(2)
     assert words[1].first_failure().text == "disappeared"
     for one in words[:2]:
-        one.say_goodbye()
+        one.depart()
     began = time.monotonic()
-    words[0].await_goodbyes(10.0)
+    words[0].await_departures(10.0)
     assert soon(began, 5)

@@ -1,8 +1,7 @@
-"""The watch and its pulse, with a clock that the test moves and a store in memory: who is named, when, and who ends."""
+"""The watch and its heartbeat, with a clock that the test moves and a store in memory: who is named, and who ends."""
 
 from __future__ import annotations
 
-import itertools
 import json
 import logging
 import os
@@ -17,19 +16,8 @@ import pytest
 from torch.distributed import HashStore
 
 from ddpkit.base.process_probe import state_and_start
-from ddpkit.control import heartbeat as pulse_module
-from ddpkit.control.failure import LastWords, Reason
-from ddpkit.control.heartbeat import (
-    FIRST_BEATS,
-    MOST_RESTS,
-    PULSE_SECONDS,
-    SILENT_SECONDS,
-    SURVEY_SECONDS,
-    Absence,
-    Survey,
-    _place_of,
-    pulse_key,
-)
+from ddpkit.control.failure_report import HERE, FailureReport, Reason
+from ddpkit.control.heartbeat import BEAT_SECONDS, FIRST_BEATS, SEARCH_SECONDS, SILENT_SECONDS, beat_key
 from ddpkit.control.rank_status import Position, Whereabouts
 from ddpkit.control.watchdog import GRACE_SECONDS, LAUNCHER_SECONDS, LOOK_SECONDS, Watch
 from ddpkit.training.loop import Progress
@@ -76,8 +64,7 @@ def clock(monkeypatch):
     clock = Clock()
     for module in ("watchdog", "heartbeat"):
         monkeypatch.setattr(f"ddpkit.control.{module}.time", clock)
-    monkeypatch.setattr(pulse_module, "_told", set())
-    monkeypatch.setattr("ddpkit.control.failure.POSITION", Position(session=1))
+    monkeypatch.setattr("ddpkit.control.failure_report.POSITION", Position(session=1))
     return clock
 
 
@@ -98,15 +85,15 @@ class Watched(Watch):
     def __init__(self, store, rank=0, world_size=2, near=None, where=None, **options):
         near = range(world_size) if near is None else near
         where = position() if where is None else where
-        super().__init__(LastWords(store, rank, world_size), near, position=where, **options)
+        super().__init__(FailureReport(store, rank, world_size), near, position=where, **options)
         self.ended = []
         self.hang_warning, self.hang_timeout = 30.0, 1800.0
 
-    def _end(self, text, trace=""):
-        self.ended.append(f"{trace}\n{text}" if trace else text)
+    def _end(self, text):
+        self.ended.append(text)
 
     def beat(self):
-        self.pulse.beat(self.words.store)
+        self.heartbeat.beat(self.report.store)
 
     def look(self):
         """Look at everything once, as the thread does."""
@@ -153,30 +140,39 @@ def test_a_rank_is_silent_after_four_seconds_without_a_new_pulse(clock, store):
     for _ in range(int(SILENT_SECONDS)):
         clock.now += 1
         one.beat()
-        assert one.pulse.pulses.silent(clock.now) == {}
+        assert one.heartbeat.silent() == {}
     clock.now += 1
     one.beat()
-    assert one.pulse.pulses.silent(clock.now) == {1: SILENT_SECONDS + 1}
+    assert one.heartbeat.silent() == {1: SILENT_SECONDS + 1}
     other.beat()
     one.beat()
-    assert one.pulse.pulses.silent(clock.now) == {}, "it is heard again"
+    assert one.heartbeat.silent() == {}, "it is heard again"
 
 
 def test_a_rank_that_has_never_told_anything_is_not_silent(clock, store):
     one = Watched(store, 0, 3)
     pass_time(clock, 60, beating=[one])
-    assert one.pulse.pulses.silent(clock.now) == {}
+    assert one.heartbeat.silent() == {}
 
 
 def test_the_first_rank_that_still_tells_leads(clock, store):
     ranks = [Watched(store, rank, 3) for rank in range(3)]
     for one in ranks * 2:
         one.beat()
-    assert [one.pulse.leads() for one in ranks] == [True, False, False]
+    assert [one.heartbeat.leads() for one in ranks] == [True, False, False]
     pass_time(clock, 6, beating=ranks[1:])
-    assert [one.pulse.leads() for one in ranks[1:]] == [True, False]
+    assert [one.heartbeat.leads() for one in ranks[1:]] == [True, False]
     pass_time(clock, 6, beating=ranks[2:])
-    assert ranks[2].pulse.leads()
+    assert ranks[2].heartbeat.leads()
+
+
+def search(clock, seconds, *ranks, near=()):
+    """Have the first rank look for those that are silent, while others go on telling."""
+    ranks[0].heartbeat.is_searching = True
+    for _ in range(int(seconds / 0.25)):
+        for one in (ranks[0], *near):
+            one.beat()
+        clock.now += 0.25
 
 
 @pytest.mark.parametrize("near", [range(2), range(1)], ids=["neighbour", "elsewhere"])
@@ -184,44 +180,49 @@ def test_who_lost_a_connection_learns_of_a_rank_that_is_silent(clock, store, nea
     one, other = Watched(store, 0, near=near), Watched(store, 1)
     other.beat()
     began = clock.now
+    clock.sleep = lambda seconds: (setattr(clock, "now", clock.now + seconds), one.beat())
     reason = one.await_reason()
     assert (reason.rank, reason.pid, reason.is_final) == (1, os.getpid(), True)
     assert reason.text.startswith("disappeared in TRAIN of epoch 1 at step 0: it has told nothing for 2 s")
     assert clock.now - began < 2.5
+    assert not one.heartbeat.is_searching
 
 
 def test_ranks_of_a_machine_that_is_gone_are_all_named_and_nobody_else(clock, store):
-    ranks = [Watched(store, rank, 5) for rank in range(5)]
+    ranks = [Watched(store, rank, 5, near=[rank]) for rank in range(5)]
     for one in ranks:
         one.beat()
-    ranks[4].words.say_goodbye()
-    survey, second = Survey(ranks[0].pulse), Survey(ranks[1].pulse)
-    ranks[1].beat()
-    clock.now += SURVEY_SECONDS - 0.1
-    survey.take(clock.now)
-    assert ranks[1].words.first_failure() is None, "too early"
-    clock.now += 0.1
-    for one in (second, survey):
-        one.take(clock.now)
-    reason = ranks[1].words.first_failure()
+    ranks[4].report.depart()
+    search(clock, SEARCH_SECONDS, *ranks, near=ranks[1:2])
+    assert ranks[1].report.first_failure() is None, "too early"
+    search(clock, 0.5, *ranks, near=ranks[1:2])
+    reason = ranks[1].report.first_failure()
     assert reason.rank == 2
     assert f"So have rank 3 ({reason.host}, pid {os.getpid()})." in reason.text
-    assert "rank 4" not in reason.text, "it has said goodbye"
-    ranks[0].words.await_goodbyes(0.0)
-    assert store.add("ddpkit/left", 0) == 2, "rank 4's own, and one for a rank that is gone: nobody waits for that"
+    assert "rank 4" not in reason.text, "it has departed"
+    assert ranks[0].report.departed() == [2, 4], "nobody waits for one that is gone"
+
+
+def test_only_the_first_rank_that_has_lost_a_connection_looks_for_others(clock, store):
+    ranks = [Watched(store, rank) for rank in range(2)]
+    looked = []
+    clock.sleep = lambda seconds: (setattr(clock, "now", clock.now + 1), looked.append(searching()))
+
+    def searching():
+        return [one.heartbeat.is_searching for one in ranks]
+
+    assert [one.await_reason() for one in ranks] == [None, None], "nobody is accused whom nobody has missed"
+    assert looked[0] == [True, False]
+    assert looked[-1] == [False, False]
 
 
 def test_nobody_is_accused_who_still_tells(clock, store):
     one, other = Watched(store, 0), Watched(store, 1)
-    other.beat()
-    survey = Survey(one.pulse)
-    other.beat()
-    clock.now += SURVEY_SECONDS
-    survey.take(clock.now)
-    assert one.await_reason() is None
+    search(clock, 2 * SEARCH_SECONDS, one, near=[other])
+    assert one.report.first_failure() is None
 
 
-# ------------------------------------------------------------------------------------------ the pulse
+# ------------------------------------------------------------------------------------------ the heartbeat
 
 
 def test_the_first_pulses_come_quicker(clock, store):
@@ -236,19 +237,19 @@ def test_the_first_pulses_come_quicker(clock, store):
             clock.now += pause
             return len(pauses) > FIRST_BEATS + 4
 
-    Watched(store).pulse.beat_until(Over())
-    assert pauses == [0.0] + [PULSE_SECONDS / FIRST_BEATS] * FIRST_BEATS + [PULSE_SECONDS] * 4
-    assert sum(pauses[: FIRST_BEATS + 1]) == pytest.approx(PULSE_SECONDS)
-    assert Whereabouts.read(store.get(pulse_key(0))).beats == FIRST_BEATS + 4
+    Watched(store).heartbeat.beat_until(Over())
+    assert pauses == [0.0] + [BEAT_SECONDS / FIRST_BEATS] * FIRST_BEATS + [BEAT_SECONDS] * 4
+    assert sum(pauses[: FIRST_BEATS + 1]) == pytest.approx(BEAT_SECONDS)
+    assert Whereabouts.read(store.get(beat_key(0))).beats == FIRST_BEATS + 4
 
 
 @pytest.mark.parametrize("world_size", [2, 9])
-def test_a_pulse_asks_the_store_four_times_however_many_neighbours_there_are(clock, store, world_size):
+def test_a_beat_asks_the_store_four_times_however_many_neighbours_there_are(clock, store, world_size):
     ranks = [Watched(store, rank, world_size) for rank in range(world_size)]
     for one in ranks * 2:
         one.beat()
     asked = Asked(store)
-    ranks[0].pulse.beat(asked)
+    ranks[0].heartbeat.beat(asked)
     assert sum(number for name, number in asked.counts.items() if name != "has_extended_api") == 4
     assert asked.counts["set"] == 1
 
@@ -267,7 +268,7 @@ def test_an_error_of_its_own_neither_ends_the_pulse_nor_is_taken_for_the_store_s
         raise error
 
     one.position.whereabouts = fail
-    one.pulse._errands[0].work = fail
+    one.heartbeat._read_neighbours = fail
     over = SimpleNamespace(is_set=lambda: False, wait=lambda _: clock.now > 1060)
 
     def wait(pause):
@@ -278,41 +279,25 @@ def test_an_error_of_its_own_neither_ends_the_pulse_nor_is_taken_for_the_store_s
         return clock.now > 1060
 
     over.wait = wait
-    one.pulse.beat_until(over)
-    assert one.pulse.store_lost is None
-    assert one.pulse.beats > 60
+    one.heartbeat.beat_until(over)
+    assert one.heartbeat.store_lost is None
+    assert one.heartbeat.beats > 60
     assert one.ended == other.ended == []
-    assert other.pulse.pulses.silent(clock.now) == {}
-    assert other.pulse.pulses.latest[0].pid == os.getpid()
+    assert other.heartbeat.silent() == {}
+    assert other.heartbeat.latest[0].pid == os.getpid()
     assert len(warnings_in(caplog, "cannot fail")) == 1
     assert len(warnings_in(caplog, "cannot say where it is")) == 1
-
-
-def test_an_errand_that_fails_is_tried_less_and_less_often_and_as_ever_once_it_works(clock, store):
-    one, tried = Watched(store), []
-
-    def errand(_store):
-        tried.append(one.pulse.beats)
-        if one.pulse.beats < 40:
-            raise Boom
-
-    one.pulse._errands[0].work = errand
-    for _ in range(50):
-        one.beat()
-    apart = [later - earlier for earlier, later in itertools.pairwise(tried)]
-    assert apart == [2, 3, 5, *[1 + MOST_RESTS] * 4, *[1] * (len(apart) - 7)]
-    assert tried[-1] == 50
 
 
 def test_what_a_neighbour_has_told_and_nobody_understands_stops_nothing_else(clock, store, caplog):
     one = Watched(store, 0, 2)
     Watched(store, 1).beat()
     one.beat()
-    store.set(pulse_key(1), "no json")
-    LastWords(store, 1, 2).tell_failure(Boom("elsewhere"))
+    store.set(beat_key(1), "no json")
+    FailureReport(store, 1, 2).tell(Reason.of(1, Boom("elsewhere"), is_final=True))
     one.beat()
-    assert one.pulse.failure.text.endswith("Boom: elsewhere")
-    assert len(warnings_in(caplog, "cannot meet")) == 1
+    assert one.heartbeat.failure.text.endswith("Boom: elsewhere")
+    assert len(warnings_in(caplog, "cannot read neighbours")) == 1
 
 
 def test_numbers_of_any_kind_are_told(clock, store):
@@ -320,7 +305,7 @@ def test_numbers_of_any_kind_are_told(clock, store):
     one = Watched(store)
     one.position.progress.epoch = np.int64(3)
     one.beat()
-    assert json.loads(store.get(pulse_key(0)))["epoch"] == 3
+    assert json.loads(store.get(beat_key(0)))["epoch"] == 3
 
 
 @pytest.mark.parametrize("operation", ["set", "multi_get", "check"])
@@ -335,8 +320,8 @@ def test_a_store_that_is_gone_ends_the_pulse_and_then_the_run(clock, store, oper
     one.beat()
     asked.clone = lambda: asked
     asked.fails = {name: RuntimeError("Broken pipe\nand a stack") for name in (operation, "check")}
-    one.pulse.beat_until(threading.Event())
-    assert one.pulse.store_lost == "Broken pipe"
+    one.heartbeat.beat_until(threading.Event())
+    assert one.heartbeat.store_lost == "Broken pipe"
     pass_time(clock, GRACE_SECONDS + 1, one)
     assert "was lost with the store on node7:1234, which it held, or the network to it" in one.ended[0]
     assert "is cut (Broken pipe)." in one.ended[0]
@@ -350,9 +335,9 @@ def test_a_store_that_was_closed_because_all_is_over_is_not_lost(clock, store):
         over.set()
         raise RuntimeError("closed")
 
-    one.pulse.words.store = SimpleNamespace(clone=clone)
-    one.pulse.beat_until(over)
-    assert one.pulse.store_lost is None
+    one.heartbeat.report.store = SimpleNamespace(clone=clone)
+    one.heartbeat.beat_until(over)
+    assert one.heartbeat.store_lost is None
 
 
 def test_a_store_that_does_not_answer_ends_the_run_after_the_time_for_that(clock, store, monkeypatch, capfd):
@@ -378,14 +363,6 @@ def test_who_waits_for_the_main_process_ends_too_if_the_store_does_not_answer(cl
     assert "no answer for 20 s from the store on" in one.ended[0]
 
 
-def test_a_store_out_of_reach_is_not_called_gone(clock, store, monkeypatch):
-    monkeypatch.setenv("MASTER_ADDR", "node7")
-    one = Watched(store, 1)
-    one.pulse.store_lost = "recvValue failed: Connection timed out"
-    reason = one.await_reason()
-    assert "the store on node7 is silent, or the network to it is cut (recvValue failed" in reason.summary()
-
-
 @pytest.mark.parametrize(("most", "used", "is_left"), [("0", "0", True), ("3", "1", False), (None, None, False)])
 def test_the_launcher_is_ended_only_if_it_cannot_start_the_rank_again(clock, store, monkeypatch, most, used, is_left):
     guards = []
@@ -408,9 +385,9 @@ def test_the_roll_is_called_in_time(clock, store, warning, timeout, seconds):
     one = Watched(store)
     one.hang_warning, one.hang_timeout = float(warning), float(timeout)
     clock.now += seconds - 0.5
-    assert not one.pulse.is_in_trouble()
+    assert not one.heartbeat.is_in_trouble()
     clock.now += 0.5
-    assert one.pulse.is_in_trouble()
+    assert one.heartbeat.is_in_trouble()
 
 
 # ------------------------------------------------------------------------------------------ launcher and neighbours
@@ -436,7 +413,7 @@ def test_a_neighbour_that_was_killed_is_named_and_the_others_end(clock, store, e
     for one in ranks:
         one.beat()
     gone = Whereabouts(2, "node7", *ended_process[:1], started=ended_process[1], stage="TRAIN", beats=9, session=1)
-    store.set(pulse_key(2), gone.to_json())
+    store.set(beat_key(2), gone.to_json())
     ranks[0].position.progress.step = 12
     pass_time(clock, GRACE_SECONDS + 1.5, *ranks[:2], beating=ranks[:2])
     for one in ranks[:2]:
@@ -448,11 +425,11 @@ def test_a_neighbour_that_has_left_is_not_missed(clock, store, ended_process):
     one = Watched(store)
     Watched(store, 1).beat()
     one.beat()
-    store.set(pulse_key(1), Whereabouts(1, "a", *ended_process[:1], started=ended_process[1]).to_json())
-    LastWords(store, 1, 2).say_goodbye()
+    store.set(beat_key(1), Whereabouts(1, "a", *ended_process[:1], started=ended_process[1], beats=9).to_json())
+    FailureReport(store, 1, 2).depart()
     pass_time(clock, 10, one, beating=[one])
     assert one.ended == []
-    assert one.pulse.failure is None
+    assert one.heartbeat.failure is None
 
 
 def test_f4_who_is_killed_after_another_has_failed_is_noted_as_gone_too(clock, store, ended_process):
@@ -460,33 +437,30 @@ def test_f4_who_is_killed_after_another_has_failed_is_noted_as_gone_too(clock, s
     ranks = [Watched(store, rank, 3, where=position(inside=False)) for rank in range(2)]
     for one in ranks:
         one.beat()
-    store.set(pulse_key(1), Whereabouts(1, "a", *ended_process[:1], started=ended_process[1]).to_json())
-    LastWords(store, 2, 3).tell_reason(Reason(2, "Boom: b", trace="T", is_final=True))
+    store.set(beat_key(1), Whereabouts(1, "a", *ended_process[:1], started=ended_process[1], beats=9).to_json())
+    FailureReport(store, 2, 3).tell(Reason(2, "Boom: b", trace="T", is_final=True))
     pass_time(clock, 3, ranks[0], beating=[ranks[0]])
-    assert ranks[0].words.has_left(1)
-    assert ranks[0].words.first_failure().rank == 2
-    assert store.add("ddpkit/left", 0) == 1
-    ranks[0].words.tell_gone(Reason(1, "disappeared", is_final=True))
-    assert store.add("ddpkit/left", 0) == 1, "it is counted once"
+    assert ranks[0].report.has_departed(1)
+    assert ranks[0].report.first_failure().rank == 2
 
 
 # ------------------------------------------------------------------------------------------ a silent rank, waited for
 
 
-def listen(store, beats, limit, seconds=40, step=1.0, met=False):
+def listen(clock, store, beats, limit, seconds=40, step=1.0, met=False):
     """Wait for rank 1, which tells in those seconds; return when it was told as gone, or None."""
-    one, other = Watched(store), Watched(store, 1)
-    if met:  # it is known to be on this machine
+    near = range(2) if met else range(1)  # whether it is known to be on this machine
+    one, other, began = Watched(store, near=near), Watched(store, 1), clock.now
+    one.hang_timeout, one.report.awaited = limit, 1
+    if met:
         other.beat()
-        one.beat()
-    absence, now = Absence(one.pulse, 1, lambda: limit), 0.0
-    while now < seconds:
-        if now in beats:
+    while clock.now - began < seconds:
+        if clock.now - began in beats:
             other.beat()
-        absence.look(now)
-        if one.words.has_left(1):
-            return now
-        now += step
+        one.beat()
+        if one.report.has_departed(1):
+            return clock.now - began
+        clock.now += step
     return None
 
 
@@ -503,8 +477,8 @@ def listen(store, beats, limit, seconds=40, step=1.0, met=False):
 def test_f4_a_rank_that_is_waited_for_and_tells_nothing_is_gone_after_the_hang_timeout(
     clock, store, beats, limit, when
 ):
-    assert listen(store, beats, limit) == when
-    reason = LastWords(store, 0, 2).first_failure()
+    assert listen(clock, store, beats, limit) == when
+    reason = FailureReport(store, 0, 2).first_failure()
     if when is None:
         assert reason is None
     else:
@@ -514,35 +488,35 @@ def test_f4_a_rank_that_is_waited_for_and_tells_nothing_is_gone_after_the_hang_t
 
 def test_a_process_of_this_machine_that_works_is_not_gone_though_it_tells_nothing(clock, store, monkeypatch):
     """One call of its code may keep the interpreter lock for long, and is waited for like any other."""
-    assert listen(store, (0, 1, 2), 10.0, met=True) is None
+    assert listen(clock, store, (0, 1, 2), 10.0, met=True) is None
     monkeypatch.setattr("ddpkit.control.heartbeat.state_and_start", lambda pid: ("T", state_and_start(pid)[1]))
-    assert listen(store, (0, 1, 2), 10.0, met=True) == 12.0, "one that is stopped is not waited for"
+    assert listen(clock, store, (0, 1, 2), 10.0, met=True) == 12.0, "one that is stopped is not waited for"
 
 
 def test_time_in_which_the_store_did_not_answer_is_nobodys_silence(clock, store):
-    assert listen(store, (0,), 100.0, seconds=1000, step=200.0) is None
+    assert listen(clock, store, (0,), 100.0, seconds=1000, step=200.0) is None
 
 
 def test_a_rank_of_another_machine_is_no_neighbour_though_its_number_is_near(clock, store, ended_process):
     """Its process number means another process here, or none."""
     one = Watched(store)
     Watched(store, 1).beat()
-    store.set(f"{pulse_key(1)}/machine", "another")
-    store.set(pulse_key(1), Whereabouts(1, "another", *ended_process[:1], started=ended_process[1]).to_json())
+    store.set(f"{beat_key(1)}/machine", "another")
+    store.set(beat_key(1), Whereabouts(1, "another", *ended_process[:1], started=ended_process[1], beats=9).to_json())
     pass_time(clock, 10, one, beating=[one])
-    assert one.pulse.neighbours == []
+    assert one.heartbeat.neighbours == []
     assert one.ended == []
-    assert one.pulse.failure is None
+    assert one.heartbeat.failure is None
 
 
 def test_neighbours_are_met_when_they_come(clock, store):
     one = Watched(store, near=[0, 1])
     pass_time(clock, 3, beating=[one])
-    assert one.pulse.neighbours == [1]
-    assert 1 not in one.pulse.pulses.latest
+    assert one.heartbeat.neighbours == [1]
+    assert 1 not in one.heartbeat.latest
     Watched(store, 1).beat()
     one.beat()
-    assert one.pulse.pulses.latest[1].beats == 1
+    assert one.heartbeat.latest[1].beats == 1
 
 
 # ------------------------------------------------------------------------------------------ standing still
@@ -640,7 +614,7 @@ def test_what_the_watch_cannot_see_is_not_taken_for_a_standstill(clock, store, c
     class Over(threading.Event):
         def wait(self, timeout):
             clock.now += timeout
-            one.pulse.answered = clock.now
+            one.heartbeat.answered = clock.now
             return clock.now > 1200
 
     one._over = Over()
@@ -661,7 +635,7 @@ def test_a_failure_is_heard_by_those_in_the_same_session_or_by_all_if_it_is_fina
 ):
     one = Watched(store, where=position(inside=inside))
     Watched(store, 1).beat()
-    LastWords(store, 1, 2).tell_reason(Reason(1, "Boom: b", "node7", 5, "", "Trace", theirs, is_final=final))
+    FailureReport(store, 1, 2).tell(Reason(1, "Boom: b", "node7", 5, "", "Trace", theirs, is_final=final))
     pass_time(clock, GRACE_SECONDS + 2, one, beating=[one])
     assert bool(one.ended) == heard
     if heard:
@@ -671,7 +645,7 @@ def test_a_failure_is_heard_by_those_in_the_same_session_or_by_all_if_it_is_fina
 def test_a_failure_that_all_may_catch_ends_only_who_waits_for_others(clock, store):
     one = Watched(store)
     one.position.waiting = False
-    LastWords(store, 1, 2).tell_reason(Reason(1, "Boom: b", trace="T", session=1))
+    FailureReport(store, 1, 2).tell(Reason(1, "Boom: b", trace="T", session=1))
     pass_time(clock, 20, one, beating=[one])
     assert one.ended == []
     one.position.waiting = True
@@ -684,21 +658,14 @@ def test_a_failure_that_all_may_catch_ends_only_who_waits_for_others(clock, stor
 def test_the_next_session_has_forgotten_the_failure_of_the_last(clock, store, monkeypatch):
     one = Watched(store)
     one.position.waiting = False
-    LastWords(store, 1, 2).tell_reason(Reason(1, "Boom: b", trace="T", session=1))
+    FailureReport(store, 1, 2).tell(Reason(1, "Boom: b", trace="T", session=1))
     pass_time(clock, 2, one, beating=[one])
-    assert one.pulse.failure is not None
+    assert one.heartbeat.failure is not None
     one.position.session, one.position.waiting = 2, True
-    monkeypatch.setattr("ddpkit.control.failure.POSITION", one.position)
+    monkeypatch.setattr("ddpkit.control.failure_report.POSITION", one.position)
     pass_time(clock, 20, one, beating=[one])
-    assert one.pulse.failure is None
+    assert one.heartbeat.failure is None
     assert one.ended == []
-
-
-def test_one_rank_of_a_machine_shows_the_traceback_of_one_that_could_not_itself(clock, store):
-    ranks = [Watched(store, rank, 4, near=[0, 1, 2]) for rank in range(3)]
-    LastWords(store, 3, 4).tell_reason(Reason(3, "Boom: b", trace="Traceback of rank 3", is_final=True))
-    pass_time(clock, GRACE_SECONDS + 2, *ranks, beating=ranks)
-    assert sorted("Traceback of rank 3" in one.ended[0] for one in ranks) == [False, False, True]
 
 
 # ------------------------------------------------------------------------------------------ as a guest
@@ -711,26 +678,26 @@ def test_a_guest_says_what_it_finds_and_ends_nothing(clock, store, caplog):
     told = warnings_in(caplog, "Where the ranks are")
     assert [text.split(". ")[0] for text in told] == ["No step for 30 s", "No step for 60 s"]
     assert not any("the run ends" in text for text in told)
-    LastWords(store, 1, 2).tell_reason(Reason(1, "Boom: b", "node7", 5, trace="Trace", is_final=True))
+    FailureReport(store, 1, 2).tell(Reason(1, "Boom: b", "node7", 5, trace="Trace", is_final=True))
     pass_time(clock, 10, one, beating=[one])
     [text] = warnings_in(caplog, "may wait in vain")
     assert "rank 1 (node7, pid 5) failed first: Boom: b" in text
-    one.pulse.failure, one.pulse.store_lost = None, "Broken pipe"
+    one.heartbeat.failure, one.heartbeat.store_lost = None, "Broken pipe"
     pass_time(clock, 10, one)
     assert one.ended == []
 
 
 def test_a_guest_talks_in_fit_alone_and_ends_with_the_group():
     store, there = HashStore(), [True]
-    watch = Watch(LastWords(store, 0, 1), [0], position=position(inside=False), guest=lambda: there[0])
+    watch = Watch(FailureReport(store, 0, 1), [0], position=position(inside=False), guest=lambda: there[0])
     threads = set(threading.enumerate())
     watch.start()
     try:
-        time.sleep(3 * PULSE_SECONDS / FIRST_BEATS)
-        assert not store.check([pulse_key(0)])
+        time.sleep(3 * BEAT_SECONDS / FIRST_BEATS)
+        assert not store.check([beat_key(0)])
         watch.position.progress = Progress()
-        time.sleep(3 * PULSE_SECONDS / FIRST_BEATS)
-        assert store.check([pulse_key(0)])
+        time.sleep(3 * BEAT_SECONDS / FIRST_BEATS)
+        assert store.check([beat_key(0)])
         there[0] = False
         end = time.monotonic() + 5
         while set(threading.enumerate()) - threads and time.monotonic() < end:
@@ -744,14 +711,14 @@ def test_a_guest_talks_in_fit_alone_and_ends_with_the_group():
 def test_the_threads_themselves(caplog):
     """They start, beat, look and end; an error in them is said, and they go on."""
     store = HashStore()
-    watch = Watch(LastWords(store, 0, 1), [0], position=position())
-    watch.pulse._errands[1].work = lambda _: json.loads("no json")
+    watch = Watch(FailureReport(store, 0, 1), [0], position=position())
+    watch.heartbeat._learn_failure = lambda _: json.loads("no json")
     with caplog.at_level(logging.WARNING):
         watch.start()
-        time.sleep(4 * PULSE_SECONDS / FIRST_BEATS)
-        first = Whereabouts.read(store.get(pulse_key(0))).beats
-        time.sleep(4 * PULSE_SECONDS / FIRST_BEATS)
-        assert Whereabouts.read(store.get(pulse_key(0))).beats > first > 0
+        time.sleep(4 * BEAT_SECONDS / FIRST_BEATS)
+        first = Whereabouts.read(store.get(beat_key(0))).beats
+        time.sleep(4 * BEAT_SECONDS / FIRST_BEATS)
+        assert Whereabouts.read(store.get(beat_key(0))).beats > first > 0
         watch.stop()
     assert not any(thread.name.startswith("ddpkit-") for thread in threading.enumerate())
 
@@ -759,12 +726,12 @@ def test_the_threads_themselves(caplog):
 def test_a_process_that_has_failed_says_no_more(monkeypatch):
     """Its last lines are its error, and not what torch logs of a store that has gone with another process."""
     store = HashStore()
-    monkeypatch.setattr("ddpkit.control.watchdog.has_failed", lambda: True)
-    watch = Watch(LastWords(store, 0, 1), [0], position=position())
+    monkeypatch.setattr(HERE, "failed", ValueError("boom"))
+    watch = Watch(FailureReport(store, 0, 1), [0], position=position())
     watch.start()
     try:
-        time.sleep(3 * PULSE_SECONDS / FIRST_BEATS)
-        assert not store.check([pulse_key(0)])
+        time.sleep(3 * BEAT_SECONDS / FIRST_BEATS)
+        assert not store.check([beat_key(0)])
     finally:
         watch.stop()
 
@@ -772,13 +739,15 @@ def test_a_process_that_has_failed_says_no_more(monkeypatch):
 @pytest.mark.parametrize(
     ("here", "there", "says"),
     [
-        (("TRAIN", 2, 9), ("TRAIN", 2, 3), " in TRAIN of epoch 2 at step 9"),  # what it told is old
-        (("TRAIN", 2, 1), ("VALID", 1, 3), " in TRAIN of epoch 2 at step 1"),
-        (("VALID", 2, 13), ("VALID", 2, 8), " in VALID of epoch 2 at step 8 or later"),
-        (("VALID", 2, 13), ("TRAIN", 2, 8), " in VALID of epoch 2"),
-        (("", 0, 0), ("TRAIN", 2, 8), " in TRAIN of epoch 2 at step 8"),
-        (("", 0, 0), ("", 0, 0), ""),
+        (("TRAIN", 2, 9), ("TRAIN", 2, 3), "disappeared in TRAIN of epoch 2 at step 9:"),  # what it told is old
+        (("VALID", 2, 13), ("VALID", 2, 8), "disappeared in VALID of epoch 2 at step 8:"),
+        (("VALID", 2, 13), ("TRAIN", 2, 8), "disappeared in TRAIN of epoch 2 at step 8:"),
+        (("", 0, 0), ("", 0, 0), "disappeared:"),
     ],
 )
-def test_where_a_lost_rank_was(here, there, says):
-    assert _place_of(*(Whereabouts(stage=a, epoch=b, step=c) for a, b, c in (there, here))) == says
+def test_where_a_lost_rank_was(clock, store, here, there, says):
+    one = Watched(store)
+    here, there = (Whereabouts(stage=a, epoch=b, step=c, beats=1) for a, b, c in (here, there))
+    one.position.whereabouts = lambda *_, **__: here
+    one.heartbeat.latest[1] = there
+    assert one.heartbeat.gone(1, "was killed").text.startswith(says)

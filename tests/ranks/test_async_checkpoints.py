@@ -49,12 +49,12 @@ def save_while_training(folder):
     checkpointer = Checkpointer(folder, {"model": model})
     checkpointer.asynchronous = True
     posts = []
-    real = mailbox.Handover.post
-    mailbox.Handover.post = lambda self, site, *args: (posts.append(site), real(self, site, *args))[1]
+    real = mailbox.Mailbox.post
+    mailbox.Mailbox.post = lambda self, site, *args: (posts.append(site), real(self, site, *args))[1]
     try:
         saved = checkpointer.save_checkpoint(meta={"n": 1})
     finally:
-        mailbox.Handover.post = real
+        mailbox.Mailbox.post = real
     with torch.no_grad():
         model.weight.fill_(100)
     checkpointer.wait()

@@ -60,8 +60,8 @@ def test_all_ranks_get_the_checkpoint_and_load_the_state_of_main(ranks, tmp_path
 
 def count_handovers(folder):
     posts = []
-    real = mailbox.Handover.post
-    mailbox.Handover.post = lambda self, site, *args: (posts.append(site), real(self, site, *args))[1]
+    real = mailbox.Mailbox.post
+    mailbox.Mailbox.post = lambda self, site, *args: (posts.append(site), real(self, site, *args))[1]
     try:
         counts = []
         for number in (1, 5):
@@ -70,7 +70,7 @@ def count_handovers(folder):
             counts.append(len(posts))
             posts.clear()
     finally:
-        mailbox.Handover.post = real
+        mailbox.Mailbox.post = real
     return counts
 
 

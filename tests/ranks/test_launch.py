@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 
 from ddpkit.comm import process_group
-from ddpkit.comm.process_group import control_group, ddp_init_group, shorten_timeout
+from ddpkit.comm.process_group import shorten_timeout
+from ddpkit.distributed import control_group, ddp_init_group
 from ddpkit.errors import ConfigError, LaunchError
 from ddpkit.launch.launchers import find_launch
 from tests.launching import Run, free_port, python

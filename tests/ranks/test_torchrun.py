@@ -112,8 +112,8 @@ def test_a_group_of_the_users_own_is_used_and_not_destroyed(tmp_path):
         assert dist.group.WORLD is mine
         import atexit
         atexit.register(lambda: (Path(f"still.{get_rank()}").write_text(str(dist.is_initialized()))))
-        from ddpkit.comm import process_group
-        process_group._leave(process_group.group_state(), destroy=False, handled=None)
+        from ddpkit.comm import process_group, runtime
+        process_group._leave(runtime.group_state(), destroy=False, handled=None)
         assert dist.is_initialized()
         dist.barrier()
         dist.destroy_process_group()

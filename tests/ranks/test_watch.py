@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ddpkit.comm.process_group import group_state
+from ddpkit.comm.runtime import group_state
 from ddpkit.control import heartbeat, watchdog
 from ddpkit.epoch_loop import EpochCounter, EpochCounterWithStopper
 from ddpkit.errors import NonFiniteLossError, RankFailedError
@@ -20,7 +20,7 @@ from ddpkit.types import Stage
 from tests.contract.recipes import Regression, make, points
 from tests.launching import PATIENCE, python, soon, start_by_hand
 
-WATCHING = {"ddpkit-pulse", "ddpkit-watch"}
+WATCHING = {"ddpkit-heartbeat", "ddpkit-watch"}
 
 
 def watching():
@@ -147,12 +147,12 @@ def test_who_waits_in_vain_in_such_a_group_says_for_whom_and_lives(ranks):
 @contextlib.contextmanager
 def busy_watch():
     """Have the watch do in a blink what takes it seconds."""
-    before = heartbeat.PULSE_SECONDS, watchdog.LOOK_SECONDS, watchdog.GRACE_SECONDS
-    heartbeat.PULSE_SECONDS, watchdog.LOOK_SECONDS, watchdog.GRACE_SECONDS = 0.01, 0.003, 0.3
+    before = heartbeat.BEAT_SECONDS, watchdog.LOOK_SECONDS, watchdog.GRACE_SECONDS
+    heartbeat.BEAT_SECONDS, watchdog.LOOK_SECONDS, watchdog.GRACE_SECONDS = 0.01, 0.003, 0.3
     try:
         yield
     finally:
-        heartbeat.PULSE_SECONDS, watchdog.LOOK_SECONDS, watchdog.GRACE_SECONDS = before
+        heartbeat.BEAT_SECONDS, watchdog.LOOK_SECONDS, watchdog.GRACE_SECONDS = before
         if dist.is_initialized():
             group_state().watch.stop()
 
@@ -190,7 +190,7 @@ def end(how):
             message = str(error)
         watched = group_state().watch
         time.sleep(0.1)
-        end_of_pulse = watched.pulse.beats > heartbeat.FIRST_BEATS and watched.pulse.failure is None
+        end_of_pulse = watched.heartbeat.beats > heartbeat.FIRST_BEATS and watched.heartbeat.failure is None
         return brain.progress.epoch, brain.step, brain.optimizer_step, message.partition(" had")[0], end_of_pulse
 
 
@@ -252,9 +252,9 @@ def try_again_in_a_new_group():
         brain = make(Late)
         threads = sorted(thread.name for thread in threading.enumerate() if thread.name in WATCHING)
         brain.fit([1], points(8), train_loader_kwargs={"batch_size": 2})
-        words = group_state().handover.last_words
+        report = group_state().report
         assert group_state() is not first
-        left = first.handover.last_words.has_left(words.rank), words.has_left(0)
+        left = first.report.has_departed(report.rank), report.has_departed(0)
         dist.barrier()  # who returns leaves, and the other may not have looked yet
         return caught, threads, brain.optimizer_step, *left
 
@@ -288,10 +288,10 @@ def test_f1_a_failure_that_was_caught_in_a_nested_call_does_not_end_the_outer_on
 
 WAITING = """\
 import atexit, os, signal, time
-from ddpkit.comm import mailbox as handover
+from ddpkit.comm import mailbox
 from ddpkit.distributed import ddp_init_group, exchange, get_rank
 
-handover.TROUBLE_SECONDS = 0.2
+mailbox.TROUBLE_SECONDS = 0.2
 if os.environ["LOCAL_WORLD_SIZE"] == "1":
     os.environ.update(LOCAL_RANK="0", GROUP_RANK=os.environ["RANK"])
 ddp_init_group({"device": "cpu", "hang_timeout": 3.0})
@@ -335,28 +335,3 @@ def test_f4_a_child_that_a_rank_forks_does_not_say_goodbye_for_it(tmp_path, rank
         run.wait(30)
         assert run.code == 0, run.err
         assert "['here', 'here']" in run.out
-
-
-UNKNOWN = """\
-import os, signal
-from ddpkit.control import heartbeat as pulse
-from ddpkit.distributed import ddp_barrier, ddp_init_group, get_rank
-
-pulse.Pulse.beat = lambda self, store: store.check(["as if the first pulse was still to come"])
-ddp_init_group({"device": "cpu"})
-if get_rank() == 0:
-    os.kill(os.getpid(), signal.SIGKILL)
-ddp_barrier()
-"""
-
-
-def test_f4_a_first_rank_that_is_killed_before_its_first_pulse_is_known_by_its_process(tmp_path):
-    script = tmp_path / "train.py"
-    script.write_text(UNKNOWN)
-    main, other = start_by_hand(python(str(script)), tmp_path, 2, warm=True)
-    for run in (main, other):
-        run.wait(30)
-    assert (main.code, other.code) == (-9, 1), other.err
-    assert (
-        f"rank 0 ({heartbeat.host_name()}, pid {main.process.pid}) disappeared: it was lost with the store" in other.err
-    )

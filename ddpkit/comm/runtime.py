@@ -1,0 +1,128 @@
+"""What belongs to one process group, whoever made it: made when first needed, ended when another takes its place."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from ddpkit.base.rank import is_distributed_initialized
+from ddpkit.comm.mailbox import Mailbox
+from ddpkit.compat.process_groups import default_store, timeout_of
+from ddpkit.control.failure_report import HERE, FailureReport
+from ddpkit.control.rank_status import POSITION
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ddpkit.control.watchdog import Watch
+
+
+class Runtime:
+    """What belongs to one process group.
+
+    Args:
+        store: the store of the default process group.
+
+    Attributes:
+        report: which rank failed first; which ranks have departed.
+        mailbox: values and errors of main-only work.
+        watch: sees to it that nothing hangs; None: there is none.
+        timeout: how long the group's collectives wait at its start; None: it does not say.
+        machine: number of this process's machine, and the ranks on it, where they had to tell each other.
+        is_attended: whether the group's end and its failures are told to the other ranks.
+        hosts_store: whether this process keeps the store.
+        has_left: whether this process has departed at its end.
+
+    Ranks: local.
+    """
+
+    def __init__(self, store: dist.Store) -> None:
+        self.store = store
+        self.report = FailureReport(store, dist.get_rank(), dist.get_world_size())
+        self.mailbox = Mailbox(self.report)
+        # torch keeps the group; whoever else held it would keep its threads running after it has been destroyed, and
+        # the process would abort at exit.
+        self.control_group: Callable[[], dist.ProcessGroup | None] = lambda: None
+        self.timeout = timeout_of(dist.group.WORLD)
+        self.machine: tuple[int, tuple[int, ...]] | None = None
+        self.is_attended = self.hosts_store = self.is_over = self.has_left = False
+        self.watch: Watch | None = None
+
+    def end(self) -> None:
+        """End all that belongs to the group, because another one takes its place.
+
+        The store stays for those who host it: other ranks may be a moment behind, and still talk to it.
+        """
+        self.is_over = True
+        if self.watch is not None and not self.report.is_forked:
+            self.watch.stop()
+            if self.watch.guest is None and self.watch.heartbeat.store_lost is None:
+                self.report.depart()
+        if HERE.report is self.report:
+            HERE.report = None
+
+
+_runtime: Runtime | None = None
+
+
+def group_state() -> Runtime:
+    """Return what belongs to the current default process group.
+
+    Raises:
+        ValueError: there is no process group (torch's own error).
+
+    Ranks: local.
+
+    State: what belonged to the group before it ends, with its watch.
+
+    Example:
+        >>> group_state()
+        Traceback (most recent call last):
+        ValueError: Default process group has not been initialized, please make sure to call init_process_group.
+    """
+    global _runtime  # noqa: PLW0603 -- shadows torch's own global, the default process group
+    store = default_store()
+    if _runtime is None or _runtime.store is not store:
+        if _runtime is not None:
+            _runtime.end()
+        _runtime = Runtime(store)
+        POSITION.join_group()
+    return _runtime
+
+
+def is_current(runtime: Runtime) -> bool:
+    """Say whether a group is still there, and asks for nothing else than that.
+
+    Args:
+        runtime: of the group.
+
+    Ranks: local; for threads.
+    """
+    return is_distributed_initialized() and _runtime is runtime
+
+
+def control_group() -> dist.ProcessGroup | None:
+    """Return the gloo group for small CPU tensors, apart from the one that gradients travel on.
+
+    Its collectives wait as long as those of the default group do at its start: with ``distributed_timeout_minutes``, or
+    as others have said who started that. Shortening that later does not change it.
+
+    Returns:
+        The group, or None where no process group is initialised.
+
+    Ranks: collective on the first call, local afterwards.
+
+    Example:
+        >>> control_group() is None
+        True
+    """
+    if not is_distributed_initialized():
+        return None
+    state = group_state()
+    group = state.control_group()
+    if group is None:
+        group = dist.new_group(backend="gloo", timeout=state.timeout)
+        state.control_group = weakref.ref(group)
+    return group

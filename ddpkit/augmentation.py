@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Subset, get_worker_info
 
-from ddpkit.compat import look_at_random_streams
+from ddpkit.compat.random_streams import look_at_random_streams
 from ddpkit.control.loader_workers import start_loading
 from ddpkit.data.permutation import mix, mix_key
 from ddpkit.errors import DataError

@@ -223,7 +223,7 @@ class Mailbox:
             return pickle.dumps(outcome)
         except Exception as error:  # noqa: BLE001 -- the value's own code may raise anything, and others wait for an answer
             kind = type(outcome.value).__name__
-            text = "%s: the value of this call, a %s, cannot be handed to the other ranks (%s); they get None."
+            text = "%s: the value of this main-only call, a %s, cannot be handed to others (%s); they get None."
             logger.warning(text, place(site), kind, error, main_process_only=False)
             return pickle.dumps(Outcome())
 
@@ -232,7 +232,7 @@ class Mailbox:
             outcome: Outcome = pickle.loads(payload)  # noqa: S301 -- written by a rank of this very job
         except Exception as error:  # noqa: BLE001 -- as above: the work was done, only its value is lost
             what = f"{type(error).__name__}: {error}"
-            text = "%s: the value of this call cannot be read on rank %d (%s), which gets None."
+            text = "%s: the value of this main-only call cannot be read on rank %d (%s), which gets None."
             logger.warning(text, place(site), self.rank, what, main_process_only=False)
             return Outcome()
         return outcome

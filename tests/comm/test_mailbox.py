@@ -187,7 +187,7 @@ def test_a_value_that_cannot_be_pickled_becomes_none(boxes, caplog, value):
     with caplog.at_level(logging.WARNING):
         post(main, Outcome(value))
     assert read(other) == Outcome()
-    assert f"train.py:12 in prepare: the value of this call, a {type(value).__name__}, cannot" in caplog.text
+    assert f"train.py:12 in prepare: the value of this main-only call, a {type(value).__name__}, cannot" in caplog.text
 
 
 def test_a_value_that_cannot_be_read_becomes_none(boxes, caplog):

@@ -10,7 +10,8 @@ import pytest
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from ddpkit.compat import all_groups, default_store, forkserver_of_its_own, timeout_of
+from ddpkit.compat.forkservers import forkserver_of_its_own
+from ddpkit.compat.process_groups import all_groups, default_store, timeout_of
 
 
 @pytest.fixture

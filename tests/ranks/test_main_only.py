@@ -642,10 +642,11 @@ def test_a_main_that_goes_away_is_noticed(tmp_path, leaves, says):
     other.wait(10)
     assert main.code == (0 if "exit(0)" in leaves else 1)
     assert other.code == 1
-    assert says in other.tail(3), other.err
-    assert "RankFailedError" in other.tail(3)
+    told = [line for line in other.lines if line.startswith("[rank1]: ")]  # torch may tell of the lost store after it
+    assert says in "\n".join(told[-3:]), other.err
+    assert "RankFailedError" in "\n".join(told[-3:])
     assert float((tmp_path / "seconds").read_text()) < 2.0 * PATIENCE
-    assert len(other.lines) < 50
+    assert len(told) < 20
 
 
 def test_d2_under_torchrun_the_reason_stands_last(tmp_path):

@@ -27,7 +27,7 @@ from ddpkit.control.rank_status import host_name, is_library
 from ddpkit.errors import LaunchError, RankMismatchError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from torch.distributed import Store
 
@@ -36,7 +36,7 @@ LONGEST_VALUE = 200
 MOST_FILES = 256
 LARGEST_FILE_BYTES = 1 << 20
 LAST_WORD_SECONDS = 5.0
-SHORTEST_NAP, LONGEST_NAP = 0.0005, 0.02
+SHORTEST_NAP, LONGEST_NAP = 0.001, 0.1
 
 SCRIPT, YAML_FILE, FILE = "script", "hyperparameter file", "file "
 SOFTWARE = ("Python", "torch", "numpy", "ddpkit")
@@ -360,20 +360,38 @@ def compare_at_meeting(store: Store, rank: int, world_size: int, facts: Mapping[
 
 
 def _get(store: Store, key: str, end: float, other: int) -> str:
-    nap = SHORTEST_NAP
-    while not store.check([key]):
-        if time.monotonic() > end:
-            raise LaunchError(
-                f"rank {other} has met the others, and has not come any further since. Look into its output. "
-                "--distributed_timeout_minutes says how long to wait."
-            )
-        time.sleep(nap)
-        nap = min(nap * 1.5, LONGEST_NAP)
-    return bytes(store.get(key)).decode()
+    for _ in naps_until(end):
+        if store.check([key]):
+            return bytes(store.get(key)).decode()
+    raise LaunchError(
+        f"rank {other} has met the others, and has not come any further since. Look into its output. "
+        "--distributed_timeout_minutes says how long to wait."
+    )
 
 
 def _await_readers(store: Store, number: int) -> None:
     """Wait until the others have read why nothing starts: rank 0 may host the store."""
-    end = time.monotonic() + LAST_WORD_SECONDS
-    while store.add("ddpkit/start/read", 0) < number and time.monotonic() < end:
-        time.sleep(LONGEST_NAP)
+    for _ in naps_until(time.monotonic() + LAST_WORD_SECONDS):
+        if store.add("ddpkit/start/read", 0) >= number:
+            return
+
+
+def naps_until(end: float) -> Iterator[None]:
+    """Yield, with naps between that get longer, until a time has come; at least once.
+
+    Args:
+        end: as ``time.monotonic()`` counts.
+
+    Ranks: local.
+
+    Example:
+        >>> len(list(naps_until(0.0)))
+        1
+    """
+    nap = SHORTEST_NAP
+    while True:
+        yield
+        if time.monotonic() > end:
+            return
+        time.sleep(nap)
+        nap = min(nap * 1.5, LONGEST_NAP)

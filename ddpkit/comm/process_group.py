@@ -119,14 +119,10 @@ def _what_to_do(error: str, device: str) -> str:
     """Say what helps against an error of a backend that has not come together."""
     if SHARED_GPU in error:
         return (
-            f"Two ranks use one GPU, this one has {device!r}, or slices (MIG) of one, between which NCCL cannot work. "
-            "Start one process per GPU, and leave every process all GPUs of its machine (CUDA_VISIBLE_DEVICES, "
-            "--device, srun --gpu-bind=none); or run with --distributed_backend=gloo."
+            f"Two ranks use one GPU, this one has {device!r}, or slices (MIG) of one. Start one process per GPU, each "
+            "seeing all GPUs of its machine (srun --gpu-bind=none), or run with --distributed_backend=gloo."
         )
-    return (
-        "Check that the machines reach each other by the network that the backend takes (GLOO_SOCKET_IFNAME, "
-        "NCCL_SOCKET_IFNAME)."
-    )
+    return "Check the network that the backend takes between the machines (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME)."
 
 
 def longest_wait(minutes: float | None, hang_timeout: float) -> float:

@@ -27,13 +27,12 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
+from ddpkit.comm.consistency import naps_until
 from ddpkit.errors import LaunchError
 from ddpkit.launch.variables import LOOPBACK, derived_port
 from ddpkit.logger import get_logger
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from typing_extensions import Self
 
     from ddpkit.launch.variables import LaunchInfo
@@ -45,16 +44,15 @@ ANSWER_SECONDS = 2.0
 CONNECT_SECONDS = 60.0
 UNKNOWN_HOST_SECONDS = 30.0
 WARNING_SECONDS = 30.0
-SHORTEST_NAP, LONGEST_NAP = 0.005, 0.25
 
 _GREETING = "ddpkit run "
 _MOST_ANSWERED = 256
 _MOST_NAMED = 16
 
 _HOW_TO_SAY_WHERE = {
-    "openmpi": "mpirun -x MASTER_ADDR=<host of rank 0> -x MASTER_PORT=29500 ... python train.py hparams.yaml",
-    "pmi": "mpiexec -genv MASTER_ADDR <host of rank 0> -genv MASTER_PORT 29500 ... python train.py hparams.yaml",
-    "jsm": "jsrun -E MASTER_ADDR=<host of rank 0> -E MASTER_PORT=29500 ... python train.py hparams.yaml",
+    "openmpi": "mpirun -x MASTER_ADDR=node1 -x MASTER_PORT=29500 ...",
+    "pmi": "mpiexec -genv MASTER_ADDR node1 -genv MASTER_PORT 29500 ...",
+    "jsm": "jsrun -E MASTER_ADDR=node1 -E MASTER_PORT=29500 ...",
 }
 
 
@@ -102,15 +100,12 @@ def open_store(info: LaunchInfo, timeout: timedelta) -> tuple[dist.Store, bool]:
 
 def _nowhere(info: LaunchInfo) -> str:
     found = f"MASTER_ADDR={os.environ.get('MASTER_ADDR')!r}, MASTER_PORT={os.environ.get('MASTER_PORT')!r}"
+    advice = "Launch with torchrun, or set both to the host name of rank 0 and a free port"
     if info.launcher in _HOW_TO_SAY_WHERE:
-        return (
-            f"{info.launcher} started {info.world_size} processes ({info.local_world_size} on this node, where this is "
-            f"rank {info.rank}), and does not say where rank 0 is ({found}): the processes cannot find each other. "
-            f"Pass it:\n  {_HOW_TO_SAY_WHERE[info.launcher]}"
-        )
+        advice = f"Pass the host of rank 0 and a free port: {_HOW_TO_SAY_WHERE[info.launcher]}"
     return (
-        f"RANK={info.rank} and WORLD_SIZE={info.world_size} are set, but {found}: the processes cannot find each "
-        "other. Launch with torchrun, or set both to the host name of rank 0 and a free port."
+        f"this is rank {info.rank} of {info.world_size} ({info.launcher}), but nothing says where rank 0 is ({found}): "
+        f"the processes cannot find each other. {advice}."
     )
 
 
@@ -175,7 +170,7 @@ def _connect(address: str, port: int, end: float, timeout: timedelta) -> dist.St
 def _await_listener(address: str, port: int, end: float) -> None:
     """Wait until somebody listens; torch would wait too, but print a stack for each attempt."""
     began, last = time.monotonic(), ""
-    for _ in _naps_until(end):
+    for _ in naps_until(end):
         try:
             with socket.create_connection((address, port), timeout=ANSWER_SECONDS):
                 return
@@ -278,7 +273,7 @@ def find_beacon(address: str, run_id: str, end: float) -> int:
     """
     ports = [derived_port(run_id, attempt) for attempt in range(PORTS_TO_TRY)]
     began, last = time.monotonic(), "nobody listens"
-    for _ in _naps_until(end):
+    for _ in naps_until(end):
         for port in ports:
             try:
                 answer = _ask(address, port)
@@ -352,7 +347,7 @@ def meet(store: dist.Store, info: LaunchInfo, end: float, *, once: bool) -> str:
         return f"ddpkit/{token}"
     store.set(_place(info.rank), token)
     answer = f"{_place(info.rank)}/{token}"
-    for _ in _naps_until(end):
+    for _ in naps_until(end):
         if store.check([answer]):
             name = store.get(answer).decode()
             store.set(f"ddpkit/met/{name}/{info.rank}", "1")
@@ -367,7 +362,7 @@ def _await_all(store: dist.Store, info: LaunchInfo, name: str, end: float) -> No
     """Answer to every token until each rank has read its answer."""
     missing, answered = set(range(1, info.world_size)), dict[int, str]()
     warned = time.monotonic() + WARNING_SECONDS
-    for _ in _naps_until(end):
+    for _ in naps_until(end):
         for rank in sorted(missing):
             if store.check([_place(rank)]):
                 token = store.get(_place(rank)).decode()
@@ -401,17 +396,6 @@ def _claim(store: dist.Store, info: LaunchInfo) -> None:
 
 def _place(rank: int) -> str:
     return f"ddpkit/meet/{rank}"
-
-
-def _naps_until(end: float) -> Iterator[None]:
-    """Yield, with naps between, until a time has come; at least once."""
-    nap = SHORTEST_NAP
-    while True:
-        yield
-        if time.monotonic() > end:
-            return
-        time.sleep(nap)
-        nap = min(nap * 1.5, LONGEST_NAP)
 
 
 def _named(ranks: set[int]) -> str:

@@ -122,7 +122,7 @@ class Position:
 
     Example:
         >>> Position().mark()
-        (0, 0, 0, 0, '', 0, 0, 0)
+        (0, 0, 0)
     """
 
     progress: Any = None
@@ -140,18 +140,10 @@ class Position:
     def mark(self) -> tuple[Any, ...]:
         """Return what changes with every batch, stage and session."""
         progress = self.progress
+        calls = (self.sessions, self.session, self.moves)
         if progress is None:
-            return (self.sessions, self.session, self.moves, 0, "", 0, 0, 0)
-        return (
-            self.sessions,
-            self.session,
-            self.moves,
-            id(progress),
-            stage_of(progress),
-            progress.epoch,
-            progress.step,
-            progress.optimizer_step,
-        )
+            return calls
+        return (*calls, id(progress), stage_of(progress), progress.epoch, progress.step, progress.optimizer_step)
 
     def has_no_limit(self) -> bool:
         """Say whether time does not count: outside of ``fit`` and ``evaluate``, and where :meth:`no_limit` says so."""

@@ -129,7 +129,7 @@ def test_d6_what_to_pass_to_an_mpi_launcher(launcher, words):
     with pytest.raises(LaunchError) as caught:
         open_store(LaunchInfo(launcher, 3, 1, 4, 2, 1), LIMIT)
     assert words in str(caught.value)
-    assert f"{launcher} started 4 processes (2 on this node, where this is rank 3)" in str(caught.value)
+    assert f"this is rank 3 of 4 ({launcher})" in str(caught.value)
 
 
 def test_nobody_listens():

@@ -247,9 +247,9 @@ def fitted_weights(columns: Sequence[Gradients], target: Gradients) -> list[floa
     """
     steps = (*columns, target)
     names = [name for name in target if all(step.get(name) is not None for step in steps)]
-    if not names:
+    matrix = torch.stack([_flat(step, names) for step in steps], dim=1) if names else torch.tensor(math.nan)
+    if not matrix.isfinite().all():
         return []
-    matrix = torch.stack([_flat(step, names) for step in steps], dim=1)
     weights = torch.linalg.lstsq(matrix[:, :-1], matrix[:, -1:]).solution
     tolerance = 10 * max(TOLERANCES.get(one.dtype, 1e-3) for one in target.values() if one is not None)
     rest = matrix[:, :-1] @ weights - matrix[:, -1:]

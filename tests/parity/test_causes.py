@@ -219,6 +219,10 @@ class OldSum(Sum, OldFitBatch):
     """A sum in such a fit_batch."""
 
 
+class OldMasked(Masked, OldFitBatch):
+    """A mean in such a fit_batch over something that a few samples may have none of."""
+
+
 class Accumulating(Regression):
     """A fit_batch that weighs its losses in some way, and steps by the library's word or by counting."""
 
@@ -496,6 +500,10 @@ def test_an_old_fit_batch_counts_small_batches_as_much_as_large_ones(check, samp
 @pytest.mark.parametrize("samples", [44, 13])
 def test_a_sum_in_an_old_fit_batch_is_a_sum(check, samples, factor):
     assert check(OldSum, samples=samples, grad_accumulation_factor=factor).causes.keys() == {"sum loss"}
+
+
+def test_micro_batches_without_a_finite_gradient_tell_nothing_of_their_weights(check):
+    assert check(OldMasked, world_size=3, grad_accumulation_factor=2).causes.keys() == {"not finite"}
 
 
 def test_an_old_fit_batch_with_full_batches_holds(check):

@@ -1,7 +1,7 @@
 """On which device this process computes: a concrete name for each rank.
 
-:func:`count_devices`, :func:`is_built_for` and :func:`current_index` are the only places that ask torch about the
-hardware, so everything else here is tested on any machine.
+Only :func:`count_devices` and :func:`current_index` ask torch about the hardware, so all else here is tested on any
+machine.
 
 Source: https://docs.pytorch.org/docs/stable/torch.html#accelerators .
 """
@@ -48,25 +48,6 @@ def count_devices(kind: str) -> int:
     module = getattr(torch, kind, None)
     available, count = getattr(module, "is_available", None), getattr(module, "device_count", None)
     return int(count()) if callable(available) and callable(count) and available() else 0
-
-
-def is_built_for(kind: str) -> bool:
-    """Say whether this torch has code for a kind of device, be there one or not.
-
-    Args:
-        kind: a torch device type.
-
-    Ranks: local.
-
-    Example:
-        >>> is_built_for("cpu")
-        True
-    """
-    if kind == "cuda":
-        return torch.version.cuda is not None or torch.version.hip is not None
-    if kind == "mps":
-        return torch.backends.mps.is_built()
-    return kind == "cpu" or hasattr(torch, kind)
 
 
 def current_index(kind: str) -> int:
@@ -167,7 +148,7 @@ def resolve_device(requested: str | torch.device | None, info: LaunchInfo) -> st
         return "cpu"
     count = count_devices(kind)
     if count == 0:
-        raise ConfigError(f"device={str(requested)!r}: {_why_none(kind)}. {_cpu_remedy(info)}")
+        raise ConfigError(f"device={str(requested)!r}, but found {_found(kind, 0)}. {_cpu_remedy(info)}")
     if index is not None and index >= count:
         raise ConfigError(
             f"device={str(requested)!r}, but found {_found(kind, count)}. "
@@ -247,15 +228,7 @@ def _found(kind: str, count: int) -> str:
     names = ", ".join(_name(kind, index) for index in range(count))
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     hidden = f"; CUDA_VISIBLE_DEVICES={visible!r}" if kind == "cuda" and visible is not None else ""
-    return f"{count} GPU{'' if count == 1 else 's'} ({names}{hidden})"
-
-
-def _why_none(kind: str) -> str:
-    if not is_built_for(kind):
-        return f"this torch ({torch.__version__}) is a build without {kind}, such as the one for CPUs only"
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    hidden = f" (CUDA_VISIBLE_DEVICES={visible!r})" if kind == "cuda" and visible is not None else ""
-    return f"this torch ({torch.__version__}) is built for {kind}, but no such GPU was found{hidden}"
+    return f"{count} GPU{'' if count == 1 else 's'} ({names or f'by torch {torch.__version__}'}{hidden})"
 
 
 def _cpu_remedy(info: LaunchInfo) -> str:

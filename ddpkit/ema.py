@@ -38,7 +38,7 @@ class _Weight(NamedTuple):
 
     owner: nn.Module
     attribute: str
-    names: tuple[str, ...]  # several where it is tied; the first is its own
+    names: list[str]  # several where it is tied; the first is its own
 
     def now(self) -> torch.Tensor:
         value: torch.Tensor = getattr(self.owner, self.attribute)
@@ -259,22 +259,17 @@ class WeightAverage:
 
     def _weights(self) -> list[_Weight]:
         """Find the parameters, and then the running statistics."""
-        names: dict[int, list[str]] = {}
-        for kind in (self._modules.named_parameters, self._modules.named_buffers):
-            for key, value in kind(remove_duplicate=False):
-                names.setdefault(id(value), []).append(key)
         found: dict[int, _Weight] = {}
         statistics: dict[int, _Weight] = {}
-        for part in self._modules.modules():
-            for attribute, parameter in part.named_parameters(recurse=False):
-                found.setdefault(id(parameter), self._weight(part, attribute, names[id(parameter)]))
-            for attribute, buffer in part.named_buffers(recurse=False):
+        for path, part in self._modules.named_modules(remove_duplicate=False):
+            tensors = [(found, *one) for one in part.named_parameters(recurse=False, remove_duplicate=False)]
+            for attribute, buffer in part.named_buffers(recurse=False, remove_duplicate=False):
                 if attribute in STATISTICS and buffer.is_floating_point():
-                    statistics.setdefault(id(buffer), self._weight(part, attribute, names[id(buffer)]))
+                    tensors.append((statistics, attribute, buffer))
+            for kind, attribute, value in tensors:
+                weight = kind.setdefault(id(value), _Weight(part, attribute, []))
+                weight.names.append(plain_key(self._modules, f"{path}.{attribute}"))
         return [weight for weight in (*found.values(), *statistics.values()) if _can_be_averaged(weight)]
-
-    def _weight(self, owner: nn.Module, attribute: str, keys: list[str]) -> _Weight:
-        return _Weight(owner, attribute, tuple(plain_key(self._modules, key) for key in keys))
 
     def _average_of(self, weight: _Weight, now: torch.Tensor) -> torch.Tensor | None:
         """Return the average of a weight, or None for one that is frozen and whose average is its value."""

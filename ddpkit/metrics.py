@@ -28,7 +28,7 @@ from ddpkit.errors import ConfigError, DataError
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-__all__ = ["Accuracy", "LossMeter", "Mean", "Reduced", "Sum", "begin_stage", "nothing_counts"]
+__all__ = ["Accuracy", "LossMeter", "Mean", "Reduced", "Sum", "begin_stage", "is_repeating", "nothing_counts"]
 
 FLUSH_AFTER = 64
 NEVER = -1
@@ -66,7 +66,7 @@ def begin_stage(*, divided: bool) -> None:
 
 @contextlib.contextmanager
 def nothing_counts() -> Iterator[None]:
-    """Let metrics ignore what they are given: for a batch that a rank repeats only to keep step.
+    """Let metrics and batch statistics ignore what they are given: for a batch that is repeated only to keep step.
 
     Ranks: local.
 
@@ -84,6 +84,18 @@ def nothing_counts() -> Iterator[None]:
         yield
     finally:
         _Stages.repeating = before
+
+
+def is_repeating() -> bool:
+    """Say whether the current batch counts nothing.
+
+    Ranks: local.
+
+    Example:
+        >>> is_repeating()
+        False
+    """
+    return _Stages.repeating
 
 
 class _Reducing:

@@ -17,6 +17,7 @@ import torch
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from ddpkit.compat.foreach import multiply_all
 from ddpkit.errors import ConfigError
 from ddpkit.logger import get_logger
 from ddpkit.types import Stage
@@ -127,7 +128,8 @@ def take_step(
     if is_plain and clips:
         clip_grads_with_norm_(parameters, cast("float", max_norm), total_norm)
     elif finite and not is_plain:
-        _multiply(found, _factor(multiplier, total_norm, max_norm if clips else None))
+        clip = torch.clamp(cast("float", max_norm) / (total_norm + 1e-6), max=1.0) if clips else None
+        _multiply(found, multiplier if clip is None else multiplier * clip)
     if finite:
         for optimizer in optimizers:
             optimizer.step() if scaler is None else scaler.step(optimizer)
@@ -137,18 +139,11 @@ def take_step(
     return StepResult(stepped=finite, norm=norm, clipped=clips and norm > cast("float", max_norm))
 
 
-def _factor(multiplier: float | torch.Tensor, total_norm: torch.Tensor, max_norm: float | None) -> float | torch.Tensor:
-    """Return what the gradients are multiplied by so that the multiplier is applied and the norm is clipped."""
-    if max_norm is None:
-        return multiplier
-    return multiplier * torch.clamp(max_norm / (total_norm + 1e-6), max=1.0)
-
-
 def _multiply(gradients: list[torch.Tensor], factor: float | torch.Tensor) -> None:
     """Multiply gradients in one pass, which on a GPU is one kernel only where the factor has their dtype."""
     if isinstance(factor, torch.Tensor) and {gradient.dtype for gradient in gradients} == {torch.float32}:
         factor = factor.to(torch.float32)  # not half precision: a factor may be smaller than that can say
-    torch._foreach_mul_(gradients, factor)
+    multiply_all(gradients, factor)
 
 
 def _unscale(optimizers: Sequence[Optimizer], scaler: torch.amp.GradScaler) -> list[Optimizer]:

@@ -34,7 +34,6 @@ section 3. The CUDA kernels are called as ``torch/nn/modules/_functions.py`` of 
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -50,38 +49,18 @@ from ddpkit.comm.runtime import group_state
 from ddpkit.device import widest_float
 from ddpkit.errors import ConfigError, DataError
 from ddpkit.logger import get_logger
+from ddpkit.metrics import is_repeating
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    pass
 
-__all__ = ["SyncBatchNorm", "convert_sync_batchnorm", "is_convertible", "left_out"]
+__all__ = ["SyncBatchNorm", "convert_sync_batchnorm", "is_convertible"]
 
 logger = get_logger(__name__)
 
 # default process group -> {backend: its group for statistics}. Nothing here keeps a group alive: one that outlives
 # `destroy_process_group` makes some torch versions abort at exit.
 _statistics_groups: weakref.WeakKeyDictionary[Any, dict[str | None, weakref.ref[Any]]] = weakref.WeakKeyDictionary()
-_left_out = False
-
-
-@contextlib.contextmanager
-def left_out() -> Iterator[None]:
-    """Keep this rank's rows out of the batch statistics: for a batch that it repeats only to keep step.
-
-    The rows are normalised, too; they count in no statistic, and get and give no gradient through one.
-
-    Ranks: local; the other ranks do their forward pass as ever.
-
-    Example:
-        >>> with left_out():
-        ...     pass
-    """
-    global _left_out  # noqa: PLW0603 -- read where a layer runs, far below the loop that knows
-    _left_out = True
-    try:
-        yield
-    finally:
-        _left_out = False
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -123,6 +102,9 @@ class SyncBatchNorm(_BatchNorm):
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 -- torch's name
         """Normalise, in training over the rows of all ranks.
+
+        Rows of a batch that this rank repeats only to keep step (:func:`ddpkit.metrics.nothing_counts`) are normalised,
+        too; they count in no statistic, and get and give no gradient through one.
 
         Args:
             input: shape ``(rows, C, ...)``; the number of rows may differ between ranks, and be 0.
@@ -222,7 +204,7 @@ def _local_moments(x: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """
     wide = widest_float(x.device)
     channels = x.shape[1]
-    count = x.numel() // channels if channels and not _left_out else 0
+    count = x.numel() // channels if channels and not is_repeating() else 0
     counted = torch.full((1,), count, dtype=wide, device=x.device)
     if count == 0:
         nothing = torch.zeros(channels, dtype=wide, device=x.device)
@@ -250,7 +232,7 @@ def _join(x: Tensor, eps: float, group: Any) -> _Joined | None:
     _gather(gathered, local, group)
     means, squares, counts = torch.split(gathered, [x.shape[1], x.shape[1], 1], dim=1)
     total = counts.sum()
-    if _left_out or x.numel() <= x.shape[1]:
+    if is_repeating() or x.numel() <= x.shape[1]:
         # Only then can the joined batch be too small; so a rank with two values per channel never waits for
         # this number.
         if total == 0:
@@ -286,7 +268,7 @@ class _Normalise(torch.autograd.Function):
         inverse_std = (joined.var + eps).rsqrt().to(dtype)
         ctx.save_for_backward(x, scale, mean, inverse_std, joined.counts)
         ctx.group = joined.group
-        ctx.left_out = _left_out
+        ctx.left_out = is_repeating()
         ctx.dtypes = (None if weight is None else weight.dtype, None if bias is None else bias.dtype)
         if not _has_kernels(x):
             return F.batch_norm(x, mean, var, scale, shift, training=False, eps=eps)

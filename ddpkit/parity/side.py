@@ -27,7 +27,7 @@ from ddpkit.metrics import nothing_counts
 from ddpkit.parity.noise import without_noise
 from ddpkit.parity.report import Gradients
 from ddpkit.sampler import DealtBatchSampler, PlannedBatchSampler
-from ddpkit.syncbn import SyncBatchNorm, left_out
+from ddpkit.syncbn import SyncBatchNorm
 from ddpkit.training.feed import Counts, Feed
 from ddpkit.training.stage_batches import counts_of, length_of
 from ddpkit.types import Stage
@@ -304,7 +304,7 @@ def _require_samples(loader: Any, plan: Any) -> None:
 
 @contextlib.contextmanager
 def _counting_nothing() -> Iterator[None]:
-    with nothing_counts(), left_out():
+    with nothing_counts():
         yield
 
 

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from ddpkit.sampler import DealtBatchSampler, PlannedBatchSampler
 
 MOST_SHOWN = 8
 COLUMN = "column"
@@ -88,7 +87,7 @@ class Seen:
     divided: bool
     first: int = 0
     last: int | None = None
-    _passes: list[tuple[Any, int, int]] | None = field(default=None, repr=False)
+    _plan: Any = field(default=None, repr=False)
 
     def close(self, last: int) -> None:
         """End the stage: take hold of the plan of its epoch, before a later epoch changes it.
@@ -97,39 +96,19 @@ class Seen:
             last: batches of the epoch done by now.
         """
         self.last = last
-        loader = self.loader
-        if isinstance(loader, LoopedLoader):
-            self._passes = list(_passes(loader, last - self.first)) if loader.has_counts else None
-        else:
-            plan = plan_of(loader)
-            self._passes = None if plan is None else [(copy.copy(plan), self.first, last)]
+        self._plan = None if isinstance(self.loader, LoopedLoader) else copy.copy(plan_of(self.loader))
 
     @property
     def is_known(self) -> bool:
-        """Whether the loader tells which samples it has yielded; a stream does not."""
-        return self._passes is not None
+        """Whether the loader tells which samples it has yielded; a stream does not, nor do nominal epochs."""
+        return self._plan is not None
 
     def batches(self) -> Iterator[tuple[int, list[Any], bool]]:
         """Yield, for every batch seen: its number, its samples' indices, and whether it was repeated to keep step."""
-        number = 0
-        for plan, first, last in self._passes or []:
-            plan.skip = first
-            for place, indices in zip(range(first, last), plan, strict=False):
-                yield number, indices, plan.keep_step and plan.count(place) == 0
-                number += 1
-
-
-def _passes(loader: LoopedLoader, batches: int) -> Iterator[tuple[PlannedBatchSampler | DealtBatchSampler, int, int]]:
-    """Yield the passes over a looped loader that its last batches come from: plan, first batch, last batch."""
-    place, stop, length = loader.total_steps - batches, loader.total_steps, len(loader.loader)
-    while place < stop:
-        number, first = divmod(place, length)
-        last = min(length, first + stop - place)
-        plan = copy.copy(plan_of(loader.loader))
-        if plan is not None:
-            plan.set_epoch(number + 1)
-            yield plan, first, last
-        place += last - first
+        plan, last = self._plan, self.last or 0
+        plan.skip = self.first
+        for number, (place, indices) in enumerate(zip(range(self.first, last), plan, strict=False)):
+            yield number, indices, plan.keep_step and plan.count(place) == 0
 
 
 # ---------------------------------------------------------------------------------------------- one batch's rows
@@ -333,10 +312,10 @@ def _check_seen(seen: Seen) -> None:
         )
     foreign = any(isinstance(one, DistributedSampler) for one in layers(seen.loader))
     if seen.divided and not seen.is_known and (seen.stage is Stage.TRAIN or foreign):
-        reason = "a DistributedSampler, which repeats samples," if foreign else "a stream in training"
+        kind = "is divided by a DistributedSampler, which repeats samples" if foreign else "is a stream, or looped"
         raise ConfigError(
-            f"gather cannot know which results count once: the loader of {seen.stage.name} is divided by {reason} and "
-            "keeps no plan. Give the dataset itself, or gather in a stage whose data is map-style."
+            f"gather cannot know which results count once: the loader of {seen.stage.name} {kind}. Give the dataset "
+            "itself, or gather in a stage whose data is map-style."
         )
 
 

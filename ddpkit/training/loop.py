@@ -18,7 +18,6 @@ from ddpkit.control.periodic_sync import Requests
 from ddpkit.errors import BatchError, NonFiniteLossError
 from ddpkit.logger import get_logger
 from ddpkit.metrics import LossMeter, nothing_counts
-from ddpkit.syncbn import left_out
 from ddpkit.training.feed import Window
 from ddpkit.types import Stage
 
@@ -202,7 +201,7 @@ def train_epoch(
 
 def _fit_repeated(host: LoopHost, batch: Any) -> Any:
     """Take part in a step with a batch that counts nothing, neither in metrics nor in batch statistics."""
-    with nothing_counts(), left_out():
+    with nothing_counts():
         return host.fit_batch(batch)
 
 

@@ -7,9 +7,11 @@ from datetime import timedelta
 from multiprocessing import forkserver, get_context
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from ddpkit.compat.foreach import multiply_all
 from ddpkit.compat.forkservers import forkserver_of_its_own
 from ddpkit.compat.process_groups import all_groups, default_store, timeout_of
 
@@ -71,3 +73,14 @@ def test_a_forkserver_of_its_own_or_the_scripts(monkeypatch):
     monkeypatch.delattr(forkserver, "ForkServer")
     with forkserver_of_its_own():
         assert parent_of_a_process() == scripts
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+@pytest.mark.parametrize("factor", [0.5, torch.tensor(0.5, dtype=torch.float64)], ids=str)
+def test_tensors_are_multiplied_at_once_or_one_by_one(at_once, factor, monkeypatch):
+    if not at_once:
+        monkeypatch.delattr(torch, "_foreach_mul_")
+    tensors = [torch.ones(2), torch.full((1,), 3.0, dtype=torch.bfloat16)]
+    multiply_all(tensors, factor)
+    assert [tensor.tolist() for tensor in tensors] == [[0.5, 0.5], [1.5]]
+    assert [tensor.dtype for tensor in tensors] == [torch.float32, torch.bfloat16]

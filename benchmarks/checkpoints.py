@@ -7,8 +7,7 @@
 The state is that of a model with layers of 4 MiB. Everything is repeated in turn and the best and the median are
 reported: what the machine can do, and what it did. `memcpy` is the copy of the state into memory that has been written
 to before; `torch.save` is one file written through a Python handle, and `fsync`. `asynchronous, whole` runs from the
-call until the checkpoint is committed. `first` is the first save of a checkpointer, which must touch fresh memory;
-`prepared` one for which `prepare_copies` has made room, and has been given ten seconds for each GB.
+call until the checkpoint is committed. `first` is the first save of a checkpointer, which must touch fresh memory.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ def measure_saving(megabytes: int, folder: Path, turns: int) -> dict[str, list[f
     plain, background = Checkpointer(folder, {"model": model}), Checkpointer(folder, {"model": model})
     background.asynchronous = True
     times: dict[str, list[float]] = {}
-    first_saves(model, folder, megabytes, times)
+    first_saves(model, folder, times)
 
     def note(name: str, value: float) -> None:
         times.setdefault(name, []).append(value)
@@ -93,15 +92,12 @@ def measure_saving(megabytes: int, folder: Path, turns: int) -> dict[str, list[f
     return times
 
 
-def first_saves(model: nn.Module, folder: Path, megabytes: int, times: dict[str, list[float]]) -> None:
-    for name in ("first", "prepared") * 2:
+def first_saves(model: nn.Module, folder: Path, times: dict[str, list[float]]) -> None:
+    for _ in range(4):
         checkpointer = Checkpointer(folder, {"model": model})
         checkpointer.asynchronous = True
-        if name == "prepared":
-            checkpointer.prepare_copies()
-            time.sleep(megabytes / 100)
         taken = seconds(lambda: checkpointer.save_checkpoint(name="c"))  # noqa: B023 -- called at once
-        times.setdefault(f"asynchronous, stall, {name}", []).append(taken)
+        times.setdefault("asynchronous, stall, first", []).append(taken)
         checkpointer.asynchronous = False
         checkpointer.wait()
         shutil.rmtree(folder / "CKPT+c")
@@ -127,7 +123,6 @@ def measure_loading(megabytes: int, folder: str, turns: int) -> dict[str, list[f
 def report(times: dict[str, list[float]], title: str = "") -> None:
     against = {
         "asynchronous, stall, first": "memcpy",
-        "asynchronous, stall, prepared": "memcpy",
         "asynchronous, stall, later": "memcpy",
         "asynchronous, whole": "torch.save + fsync",
         "synchronous": "torch.save + fsync",

@@ -17,15 +17,27 @@ registered with ``saveon_main_only=False``, every rank must take part in a save.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import logging
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal
 
 from ddpkit.base.marks import mark_as_loader, mark_as_saver, mark_as_transfer, register_checkpoint_hooks
-from ddpkit.checkpointing.folder import check_file_name
+from ddpkit.checkpointing.async_save import BackgroundSave, wait_for_folder
+from ddpkit.checkpointing.folder import (
+    CheckpointFolder,
+    Collected,
+    SaveRequest,
+    check_file_name,
+    on_main,
+    run_savers,
+)
 from ddpkit.checkpointing.hooks import (
     DEFAULT_LOAD_HOOKS,
     DEFAULT_SAVE_HOOKS,
@@ -45,9 +57,11 @@ from ddpkit.checkpointing.hooks import (
     torch_save,
 )
 from ddpkit.checkpointing.index import (
+    DIRECTORY_PREFIX,
     META_NAME,
     SUFFIX,
     Checkpoint,
+    DamageLedger,
     ImportanceKey,
     Predicate,
     Retention,
@@ -55,12 +69,16 @@ from ddpkit.checkpointing.index import (
     average_checkpoints,
     average_state_dicts,
     ckpt_recency,
+    ranked,
+    read_checkpoint,
 )
 from ddpkit.checkpointing.loading import LoadMode, load_recoverables
-from ddpkit.checkpointing.saving import CheckpointSaving, on_main
+from ddpkit.checkpointing.run_lock import FolderLock
+from ddpkit.checkpointing.snapshot import SnapshotMemory
+from ddpkit.checkpointing.storage import VerifyMode, discard_staging
 from ddpkit.control.rank_status import POSITION
-from ddpkit.distributed import if_main_process
-from ddpkit.errors import CheckpointError, ConfigError
+from ddpkit.distributed import exchange, get_world_size, if_main_process
+from ddpkit.errors import CheckpointError, ConfigError, RankCheckpointError
 from ddpkit.logger import get_logger, shown_path
 
 __all__ = [
@@ -96,9 +114,6 @@ __all__ = [
 
 logger = get_logger(__name__)
 
-T = TypeVar("T")
-HookT = TypeVar("HookT", bound=Callable[..., object])
-
 #: The file of a checkpoint that holds its meta, and what the names of the recoverables' files end in.
 METAFNAME = META_NAME
 PARAMFILE_EXT = SUFFIX
@@ -123,7 +138,7 @@ def convert_torch_save_hooks_to_once_per_node() -> None:
 # ---------------------------------------------------------------------------------------- the checkpointer
 
 
-class Checkpointer(CheckpointSaving):
+class Checkpointer:
     """Saves objects as checkpoints in one folder, and finds, loads and deletes these.
 
     Args:
@@ -154,6 +169,8 @@ class Checkpointer(CheckpointSaving):
             ``fit`` begins, and reports it itself.
         last_loaded: the directory from which was loaded last; None: none yet.
         not_taken: names of what is in there and no recoverable has loaded, sorted.
+        around_save: returns a context for every save; told whether an epoch has ended.
+        tell_epoch: says of which epoch a save is.
         load_mode: ``"all"``: every rank reads the files. ``"broadcast"``: rank 0 reads and sends, and all ranks must
             load together; the main process alone reads by itself, after half a minute.
 
@@ -182,22 +199,42 @@ class Checkpointer(CheckpointSaving):
         custom_save_hooks: Mapping[str, SaveHook] | None = None,
         allow_partial_load: bool = False,
     ) -> None:
-        super().__init__()
         self.checkpoints_dir = Path(checkpoints_dir)
         self.recoverables: dict[str, Any] = {}
         self.optional_recoverables: dict[str, bool] = {}
         self.custom_load_hooks = dict(custom_load_hooks or {})
         self.custom_save_hooks = dict(custom_save_hooks or {})
         self.allow_partial_load = allow_partial_load
+        self.verify_mode: VerifyMode = "full"
+        self.asynchronous = False
+        self.on_error: Literal["stop", "warn"] = "stop"
         self.load_mode: LoadMode = "all"
         self.resume = "auto"
         self.level_of_nothing = logging.INFO
         self.last_loaded: Path | None = None
         self.not_taken: tuple[str, ...] = ()
+        self.around_save: Callable[[bool], AbstractContextManager[None]] = lambda _: contextlib.nullcontext()
+        self.tell_epoch: Callable[[], int | None] = lambda: None
+        self._lock: FolderLock | None = None
+        self._ledger = DamageLedger()
+        self._memory = SnapshotMemory()
+        self._background = BackgroundSave()
+        weakref.finalize(self, self._background.close)
+        self._apart: set[Path] = set()
+        self._rankings: list[Selection] = []  # of the last retention that had a key
         if recoverables is not None:
             self.add_recoverables(recoverables)
         if if_main_process():
             _make_folder(self.checkpoints_dir)
+
+    @property
+    def checkpoints_dir(self) -> Path:
+        """The folder. An absolute path, wherever the working directory is by now."""
+        return self._checkpoints_dir
+
+    @checkpoints_dir.setter
+    def checkpoints_dir(self, folder: str | os.PathLike[str]) -> None:
+        self._checkpoints_dir = Path(folder).absolute()  # links stay, and ".." too, which may follow one
 
     def add_recoverable(
         self,
@@ -228,8 +265,7 @@ class Checkpointer(CheckpointSaving):
             self.custom_load_hooks[name] = custom_load_hook
         if custom_save_hook is not None:
             self.custom_save_hooks[name] = custom_save_hook
-        self._save_hook(name, obj)
-        self._load_hook(name, obj)
+        self._hooks_of(name, obj)
         self.recoverables[name] = obj
         self.optional_recoverables[name] = optional_load
 
@@ -283,8 +319,7 @@ class Checkpointer(CheckpointSaving):
 
         Ranks: all, or the main process alone. All, if a saver is registered with ``saveon_main_only=False``.
         """
-        saved = self._save(meta, end_of_epoch, name, verbosity)
-        return None if saved is None else self._here(saved)
+        return self._save(meta, end_of_epoch, name, verbosity)
 
     def save_and_keep_only(  # noqa: PLR0913, PLR0917 -- the recipe contract fixes these ten
         self,
@@ -382,7 +417,7 @@ class Checkpointer(CheckpointSaving):
         selection = Selection(importance_key, max_key, min_key, ckpt_predicate)
         if max_num_checkpoints is not None and max_num_checkpoints < 0:
             raise ConfigError(f"max_num_checkpoints={max_num_checkpoints!r} cannot be negative.")
-        return [self._here(found) for found in on_main(self._find, selection, max_num_checkpoints)]
+        return on_main(self._find, selection, max_num_checkpoints)
 
     @POSITION.at("recovering a checkpoint")
     def recover_if_possible(
@@ -417,7 +452,7 @@ class Checkpointer(CheckpointSaving):
         if self.resume == "auto" or any(asked):
             checkpoint = self.find_checkpoint(*asked)
         else:
-            checkpoint = self._here(on_main(self._named, Path(self.resume)))
+            checkpoint = on_main(self._named, Path(self.resume).absolute())
         if checkpoint is not None:
             self._load(checkpoint)
         elif key := max_key or min_key:
@@ -443,7 +478,6 @@ class Checkpointer(CheckpointSaving):
         Ranks: local; do it on every rank. With ``asynchronous`` as :meth:`wait`.
         """
         self._wait_if_asynchronous()
-        checkpoint = self._here(checkpoint)
         if self._mode == "broadcast":
             on_main(self._require_whole, checkpoint)
         else:
@@ -508,7 +542,7 @@ class Checkpointer(CheckpointSaving):
 
         State: where ``asynchronous`` is off, the memory of the copies is given back.
         """
-        on_main(self._settle_and_forget)
+        on_main(self._settle)
 
     def _wait_if_asynchronous(self) -> None:
         if self.asynchronous:
@@ -517,7 +551,208 @@ class Checkpointer(CheckpointSaving):
     @property
     def saves_on_every_rank(self) -> bool:
         """Whether some saver must run on every rank, so that the main process cannot save alone."""
-        return any(saves_on_every_rank(hook) for hook in self._save_hooks().values())
+        return any(map(saves_on_every_rank, self.require_hooks().values()))
+
+    @contextlib.contextmanager
+    def hold_folder(self) -> Iterator[None]:
+        """Keep the folder for this run: until the end of the block no other one can save or delete in it.
+
+        Without it, every save and every deletion takes the lock for itself.
+
+        Raises:
+            FolderInUseError: another run has it and lives; on every rank.
+            CheckpointError: the folder cannot be written; on every rank, but not with ``on_error="warn"``.
+
+        Ranks: all.
+
+        State: ``.lock`` in the folder, and a thread of the main process that renews it.
+        """
+        lock = self._folder_lock()
+
+        def take() -> bool:
+            lock.acquire()
+            return True
+
+        is_held = on_main(self._folder().attempt, take)
+        try:
+            yield
+        finally:
+            if is_held and if_main_process():  # else it is a save in the background that holds it
+                lock.release()
+
+    def leave_alone(self, paths: Iterable[Path]) -> None:
+        """Name the checkpoints of other runs: retention does not count them, and does not delete them.
+
+        Args:
+            paths: their directories; those that were named before are not meant any more.
+
+        Ranks: main only.
+        """
+        self._apart = set(paths)
+
+    def best_of(self, checkpoints: Iterable[Checkpoint]) -> Checkpoint | None:
+        """Return the best checkpoint by the keys of the last retention that had any.
+
+        Args:
+            checkpoints: in any order.
+
+        Returns:
+            None where no retention had a key in this process, no checkpoint has a number under it, or the keys differ.
+
+        Ranks: main only.
+        """
+        found = list(checkpoints)
+        best = [(one, ranked(found, one)[:1]) for one in self._rankings]
+        paths = {first.path: first for one, firsts in best for first in firsts if one.importance(first) is not None}
+        return next(iter(paths.values())) if len(paths) == 1 else None
+
+    def require_hooks(self) -> dict[str, SaveHook]:
+        """Make sure that all recoverables can be saved and loaded, those too that were put in by hand.
+
+        Returns:
+            What saves each, by name.
+
+        Raises:
+            CheckpointError: one cannot.
+            ConfigError: the name of one cannot be a file name.
+
+        Ranks: local.
+        """
+        hooks = {}
+        for name, obj in self.recoverables.items():
+            check_file_name(name, "the name of a recoverable,")
+            hooks[name] = self._hooks_of(name, obj)[0]
+        return hooks
+
+    def _hooks_of(self, name: str, obj: Any) -> tuple[SaveHook, LoadHook]:
+        save = self.custom_save_hooks.get(name) or find_save_hook(obj)
+        load = self.custom_load_hooks.get(name) or find_load_hook(obj)
+        if save is None or load is None:  # a checkpoint that nothing can load is of no use
+            raise CheckpointError(
+                f"the recoverable {name!r}, of type {type(obj).__name__}, cannot be {'loaded' if save else 'saved'}. "
+                "Give its class state_dict and load_state_dict, or mark two of its methods with mark_as_saver and "
+                "mark_as_loader and the class with register_checkpoint_hooks, or pass custom_save_hook and "
+                "custom_load_hook to add_recoverable."
+            )
+        return save, load
+
+    # ------------------------------------------------------------------------------------ saving
+
+    def _save(
+        self,
+        meta: Mapping[str, Any] | None,
+        end_of_epoch: bool,
+        name: str | None,
+        verbosity: int,
+        retention: Retention | None = None,
+    ) -> Checkpoint | None:
+        if retention is not None:
+            self._rankings = retention.rankings() or self._rankings
+        with self.around_save(end_of_epoch):
+            if name is not None:
+                check_file_name(name, "the name of a checkpoint,")
+            objects, hooks, epoch = self.recoverables, self.require_hooks(), self.tell_epoch()
+            save = SaveRequest(meta or {}, end_of_epoch, name, verbosity, objects, hooks, retention, epoch)
+            everywhere = save.hooks_where(every_rank=True)
+            if not everywhere:
+                return on_main(self._folder().attempt, lambda: self._finish(save, *self._begin(save)))
+            return self._save_on_every_rank(save, everywhere)
+
+    def _save_on_every_rank(self, save: SaveRequest, hooks: Mapping[str, SaveHook]) -> Checkpoint | None:
+        begun = on_main(self._folder().attempt, self._begin, save)
+        if begun is None:
+            return None
+        staging, final = begun
+        own = run_savers(hooks, self.recoverables, staging)
+        failures = [f"rank {rank}: {text}" for rank, text in enumerate(exchange(own and str(own))) if text]
+        if not failures:
+            return on_main(self._folder().attempt, self._finish, save, staging, final)
+        if if_main_process():
+            discard_staging(staging)
+            self._folder_lock().release()
+        error = (RankCheckpointError if own is None else CheckpointError)(
+            f"cannot save {final}: {'; '.join(failures)}."
+        )
+        if self.on_error != "warn":
+            raise error from own
+        if if_main_process():
+            self._folder().warn(error)
+        return None
+
+    # What the main process does. Each waits first for the save that goes on in the background.
+
+    def _folder(self) -> CheckpointFolder:
+        warns, lock = self.on_error == "warn", self._folder_lock()
+        return CheckpointFolder(
+            self.checkpoints_dir, self._ledger, lock, self.verify_mode, warns, get_world_size(), self._apart
+        )
+
+    def _folder_lock(self) -> FolderLock:
+        if self._lock is None or self._lock.folder != self.checkpoints_dir:
+            self._lock = FolderLock(self.checkpoints_dir)
+        return self._lock
+
+    def _settle(self) -> None:
+        try:
+            self._background.wait()
+        except CheckpointError:
+            raise
+        except BaseException as error:
+            raise CheckpointError(
+                f"saving {self._background.path} in the background: {type(error).__name__}: {error}"
+            ) from error
+        wait_for_folder(self.checkpoints_dir)
+        if not self.asynchronous:
+            self._memory.clear()
+
+    def _begin(self, save: SaveRequest) -> tuple[Path, Path]:
+        self._settle()
+        folder = self._folder()
+        folder.lock.acquire()  # until the save is done, which may be in a thread
+        try:
+            return folder.begin(save)
+        except BaseException:
+            folder.lock.release()
+            raise
+
+    def _finish(self, save: SaveRequest, staging: Path, final: Path) -> Checkpoint:
+        folder = self._folder()
+        with contextlib.ExitStack() as releasing:
+            releasing.callback(folder.lock.release)
+            collected = folder.collect(save, staging, final, self._memory.take if self.asynchronous else None)
+            if not collected.is_copy:
+                return folder.commit(save, collected)
+            work = functools.partial(_commit_and_release, releasing.pop_all(), folder, save, collected)
+        self._background.start(final, work)
+        return collected.checkpoint
+
+    def _find(self, selection: Selection, limit: int | None) -> list[Checkpoint]:
+        self._settle()
+        return self._folder().find(selection, limit)
+
+    def _named(self, path: Path) -> Checkpoint:
+        """Return the checkpoint that ``resume`` names; it must be whole."""
+        self._settle()
+        problem = None
+        if not path.is_dir():
+            problem = "it is a file; give its directory" if path.is_file() else "there is no such directory"
+        elif not (path / META_NAME).exists() and any(path.glob(f"{DIRECTORY_PREFIX}*")):
+            problem = "it is a folder of checkpoints; give one of them, such as the newest"
+        if problem is not None:
+            raise CheckpointError(
+                f"resume={str(path)!r} is no checkpoint: {problem}. Give the path of one ({DIRECTORY_PREFIX}+...), "
+                f"'auto' for the newest in {self.checkpoints_dir}, or 'never'."
+            )
+        checkpoint = read_checkpoint(path)
+        self._require_whole(checkpoint)
+        return checkpoint
+
+    def _delete(self, retention: Retention, verbosity: int) -> None:
+        self._rankings = retention.rankings() or self._rankings
+        self._settle()
+        folder = self._folder()
+        with folder.lock.hold():
+            folder.delete(retention, verbosity)
 
     # ------------------------------------------------------------------------------------ loading
 
@@ -536,7 +771,7 @@ class Checkpointer(CheckpointSaving):
         ended = bool(checkpoint.meta.get("end-of-epoch", True))
         for name, obj in self.recoverables.items():
             if name in checkpoint.paramfiles:
-                hooks[name] = self._load_hook(name, obj)
+                hooks[name] = self._hooks_of(name, obj)[1]
             elif not self.allow_partial_load and not (ended and getattr(obj, "is_of_inside_an_epoch", False)):
                 _accept_missing(name, checkpoint, optional=self.optional_recoverables.get(name, False))
         load_recoverables(hooks, self.recoverables, checkpoint, self._mode)
@@ -544,6 +779,14 @@ class Checkpointer(CheckpointSaving):
         if checkpoint.path == self.last_loaded:  # once more, for what was not there the first time
             left &= set(self.not_taken)
         self.last_loaded, self.not_taken = checkpoint.path, tuple(sorted(left))
+
+
+def _commit_and_release(
+    release: contextlib.ExitStack, folder: CheckpointFolder, save: SaveRequest, collected: Collected
+) -> None:
+    """Write what was collected, in a thread; then give back what was held for it."""
+    with release:
+        folder.attempt(folder.commit, save, collected)
 
 
 def _make_folder(folder: Path) -> None:

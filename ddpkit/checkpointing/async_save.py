@@ -21,8 +21,7 @@ logger = get_logger(__name__)
 
 HEAD_START_SECONDS = 0.001  # for training: a thread that has just begun keeps Python's lock for up to 5 ms
 
-# Who writes in which folder. A thread takes itself out when it is done.
-_writers: dict[str, threading.Thread] = {}
+_writers: dict[str, threading.Thread] = {}  # who writes in a folder, or was the last to do so
 
 
 class BackgroundSave:
@@ -47,28 +46,20 @@ class BackgroundSave:
         self.path: Path | None = None
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
-        self._pid = os.getpid()
 
     def start(self, path: Path, work: Callable[[], object]) -> None:
         """Begin some work; what was begun before must have been waited for.
 
         Args:
             path: the directory that appears by it.
-            work: done in a thread, or here and now if the system grants no thread.
+            work: done in the thread.
 
         Ranks: main only.
         """
-        self.path, self._pid = path, os.getpid()
-        folder = os.path.realpath(path.parent)
-        thread = threading.Thread(target=self._run, args=(work, folder), name=f"ddpkit saves {path.name}")
-        self._thread = _writers[folder] = thread
-        try:
-            thread.start()
-        except RuntimeError as error:
-            logger.warning("%s is written while training waits: %s", path, error)
-            self._thread = None
-            _writers.pop(folder, None)
-            self._run(work, folder)
+        self.path = path
+        self._thread = threading.Thread(target=self._run, args=(work,), name=f"ddpkit saves {path.name}")
+        _writers[os.path.realpath(path.parent)] = self._thread
+        self._thread.start()
 
     def wait(self) -> None:
         """Wait for the work that was begun last.
@@ -78,12 +69,11 @@ class BackgroundSave:
 
         Ranks: main only.
         """
-        thread = self._thread
-        if thread is not None and self._pid == os.getpid() and thread is not threading.current_thread():
-            thread.join()
+        if self._thread is not None:
+            _join(self._thread)
         self._thread = None
         error, self._error = self._error, None
-        if error is not None and self._pid == os.getpid():
+        if error is not None:
             raise error
 
     def close(self) -> None:
@@ -96,16 +86,12 @@ class BackgroundSave:
         except Exception as error:  # noqa: BLE001 -- called when an object or the process ends
             logger.error("A checkpoint is lost: %s", error)  # noqa: TRY400 -- the message says it all
 
-    def _run(self, work: Callable[[], object], folder: str) -> None:
+    def _run(self, work: Callable[[], object]) -> None:
+        time.sleep(HEAD_START_SECONDS)
         try:
-            if threading.current_thread() is self._thread:
-                time.sleep(HEAD_START_SECONDS)
             work()
         except BaseException as error:  # noqa: BLE001 -- raised in `wait`
             self._error = error
-        finally:
-            if _writers.get(folder) is threading.current_thread():
-                del _writers[folder]
 
 
 def wait_for_folder(folder: Path) -> None:
@@ -120,5 +106,10 @@ def wait_for_folder(folder: Path) -> None:
         >>> wait_for_folder(Path("save"))
     """
     thread = _writers.get(os.path.realpath(folder))
-    if thread is not None and thread is not threading.current_thread() and thread.is_alive():
+    if thread is not None:
+        _join(thread)
+
+
+def _join(thread: threading.Thread) -> None:
+    if thread is not threading.current_thread():  # which may collect a Checkpointer
         thread.join()

@@ -1,25 +1,24 @@
-"""What the main process does in a folder of checkpoints: begin one, commit it, find, delete.
+"""What the main process does in a folder of checkpoints: begin one, collect its states, commit it, find, delete.
 
-Nothing here speaks to other ranks. A save has two parts, so that savers on every rank can come in between:
-:meth:`CheckpointFolder.begin`, and either :meth:`CheckpointFolder.save` or, to write while training goes on,
-:meth:`CheckpointFolder.prepare` and what that returns.
+Nothing here speaks to other ranks, but :func:`on_main`, which has the main process do it for all. Savers that run on
+every rank come between :meth:`CheckpointFolder.begin` and :meth:`CheckpointFolder.collect`;
+:meth:`CheckpointFolder.commit` may run in a thread.
 """
 
 from __future__ import annotations
 
-import copy
 import functools
 import itertools
 import logging
 import math
 import os
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
-from ddpkit.base.plain_yaml import dump_plain_yaml, is_plain
+from ddpkit.base.plain_yaml import dump_plain_yaml, to_plain
 from ddpkit.checkpointing.hooks import SaveHook, saved_state, saves_on_every_rank, torch_save, write_state
 from ddpkit.checkpointing.index import (
     DIRECTORY_PREFIX,
@@ -30,25 +29,26 @@ from ddpkit.checkpointing.index import (
     DamageLedger,
     Retention,
     Selection,
+    as_number,
     deletable,
     ranked,
-    read_checkpoint,
 )
 from ddpkit.checkpointing.run_lock import FolderLock
-from ddpkit.checkpointing.snapshot import Snapshot, SnapshotMemory, state_bytes
+from ddpkit.checkpointing.snapshot import state_bytes
 from ddpkit.checkpointing.storage import (
     REPLACED_PREFIX,
     VerifyMode,
+    cleaned_on_error,
     commit_staging,
-    fill_staging,
     make_staging,
     restore_replaced,
     write_file,
 )
-from ddpkit.errors import CheckpointError, ConfigError, FolderInUseError
+from ddpkit.distributed import run_on_main
+from ddpkit.errors import CheckpointError, ConfigError, FolderInUseError, MainCheckpointError, MainProcessError
 from ddpkit.logger import get_logger, shown_path
 
-__all__ = ["CheckpointFolder", "PreparedSave", "SaveRequest", "check_file_name", "run_savers"]
+__all__ = ["CheckpointFolder", "Collected", "SaveRequest", "check_file_name", "on_main", "run_savers"]
 
 logger = get_logger(__name__)
 
@@ -56,6 +56,28 @@ META_HEAD = "# yamllint disable\n"
 LONGEST_NAME = 240  # bytes: file systems take 255, of which ".trash-of-CKPT+" needs 15
 
 T = TypeVar("T")
+
+
+def on_main(function: Callable[..., T], *arguments: Any) -> T:
+    """Run a function on the main process; every rank gets its value, or an error about checkpoints.
+
+    Args:
+        function: what to run.
+        arguments: for it.
+
+    Raises:
+        CheckpointError: it failed on the main process.
+
+    Ranks: all, or the main process alone.
+
+    Example:
+        >>> on_main(max, 1, 2)
+        2
+    """
+    try:
+        return cast("T", run_on_main(function, args=arguments))
+    except MainProcessError as error:  # the main process shows its own traceback
+        raise MainCheckpointError(str(error).partition("\n--- traceback of rank 0 ---")[0]) from None
 
 
 def check_file_name(name: str, what: str) -> None:
@@ -77,16 +99,11 @@ def check_file_name(name: str, what: str) -> None:
     """
     if not isinstance(name, str):
         raise ConfigError(f"{what} {name!r} cannot become a file name: it is a {type(name).__name__}. Give a text.")
-    bad = [part for part in ("/", "\\", os.sep, "\0", "..") if part in name]
-    if bad or not name:
-        raise ConfigError(
-            f"{what} {name!r} cannot become a file name: it {f'contains {bad[0]!r}' if bad else 'is empty'}."
-        )
+    bad = [part for part in ("/", "\\", "\0", "..") if part in name]
     length = len(os.fsencode(name))
-    if length > LONGEST_NAME:
-        raise ConfigError(
-            f"{what} {name[:40]!r}... cannot become a file name: it has {length} bytes, and at most {LONGEST_NAME} fit."
-        )
+    if bad or not 0 < length <= LONGEST_NAME:
+        reason = f"contains {bad[0]!r}" if bad else f"has {length} bytes; 1 to {LONGEST_NAME} fit"
+        raise ConfigError(f"{what} {name[:40]!r} cannot become a file name: it {reason}.")
 
 
 @dataclass(frozen=True)
@@ -126,12 +143,15 @@ class SaveRequest:
     def all_meta(self, after: float = 0.0) -> dict[str, Any]:
         """Return what ``CKPT.yaml`` says; a clock that was set back makes it no older than ``after``."""
         now = max(time.time(), math.nextafter(after, math.inf))
-        return {"unixtime": now, "end-of-epoch": self.end_of_epoch, **self.meta}
+        meta: dict[str, Any] = to_plain({"unixtime": now, "end-of-epoch": self.end_of_epoch, **self.meta})
+        if as_number(meta["unixtime"]) is None:
+            raise CheckpointError(f"meta has unixtime={meta['unixtime']!r}, which must be a number of seconds.")
+        return meta
 
-    def states(self, hooks: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the states of the objects that some hooks would save with ``torch.save``."""
+    def states(self, names: Iterable[str]) -> dict[str, Any]:
+        """Return the states of some objects, as ``torch.save`` would store them."""
         states = {}
-        for name in hooks:
+        for name in names:
             try:
                 states[name] = saved_state(self.objects[name])
             except Exception as error:
@@ -139,25 +159,16 @@ class SaveRequest:
         return states
 
 
-@dataclass(frozen=True)
-class PreparedSave:
-    """A checkpoint of which only the slow part remains to be done.
-
-    Attributes:
-        checkpoint: as it will be.
-        finish: writes what is missing and commits, in any thread; returns the checkpoint.
-        refusal: why the states could not be copied, so that ``finish`` must be called before they change; or empty.
+class Collected(NamedTuple):
+    """A checkpoint as it will be, its staging directory, and the states that are still to be written, by name.
 
     Ranks: main only.
-
-    Example:
-        >>> PreparedSave(Checkpoint(Path("CKPT+a"), {}, {}), lambda: None).refusal
-        ''
     """
 
     checkpoint: Checkpoint
-    finish: Callable[[], Checkpoint]
-    refusal: str = ""
+    staging: Path
+    states: Mapping[str, Any]
+    is_copy: bool
 
 
 def run_savers(hooks: Mapping[str, SaveHook], objects: Mapping[str, Any], staging: Path) -> CheckpointError | None:
@@ -185,45 +196,6 @@ def run_savers(hooks: Mapping[str, SaveHook], objects: Mapping[str, Any], stagin
     return None
 
 
-def _raise(failure: CheckpointError | None) -> None:
-    if failure is not None:
-        raise failure
-
-
-def _with_states(hooks: Mapping[str, SaveHook]) -> dict[str, SaveHook]:
-    """Return those that store a state with ``torch.save``; of what the others store, nothing is known."""
-    return {name: hook for name, hook in hooks.items() if hook is torch_save}
-
-
-def _write_text(text: str, staging: Path) -> None:
-    """Write ``CKPT.yaml``, unless its text is empty because it is there already."""
-    if text:
-        write_file(staging / META_NAME, lambda handle: handle.write(text.encode()))
-
-
-def _run_all(hooks: Mapping[str, SaveHook], objects: Mapping[str, Any], staging: Path, text: str) -> None:
-    _write_text(text, staging)
-    _raise(run_savers(hooks, objects, staging))
-
-
-def _write_snapshot(snapshot: Snapshot, owners: Mapping[str, str], staging: Path, text: str) -> None:
-    _write_text(text, staging)
-    for name, owner in owners.items():
-        try:
-            write_state(snapshot.state(name), staging / f"{name}{SUFFIX}", owner)
-        except Exception as error:
-            raise _saver_error(name, error) from error
-
-
-def _needed(save: SaveRequest, hooks: Mapping[str, SaveHook]) -> int | None:
-    """Return about how much is written for some objects; None if their states cannot be had (any more)."""
-    try:
-        return state_bytes(save.states(hooks))
-    except Exception as error:  # noqa: BLE001 -- asked for while another error is being told
-        logger.debug("The size of the states is not known: %s", error)
-        return None
-
-
 def _saver_error(name: str, error: Exception) -> CheckpointError:
     failure = CheckpointError(f"saving the recoverable {name!r}: {type(error).__name__}: {error}")
     failure.__cause__ = error
@@ -239,7 +211,6 @@ class CheckpointFolder:
         ledger: finds checkpoints, and remembers which are damaged.
         verify_mode: how a checkpoint is verified before it is used.
         warns: a save that fails is warned of and training goes on.
-        world_size: number of processes of the run; goes into the manifest.
         lock: of the folder; held while anything is saved or deleted.
         apart: directories of checkpoints that are another run's: not counted and not deleted.
 
@@ -253,7 +224,8 @@ class CheckpointFolder:
         >>> folder = CheckpointFolder(path, DamageLedger(), FolderLock(path))
         >>> save = SaveRequest({"loss": 1.0}, True, "one", logging.INFO, {}, {})
         >>> with folder.lock.hold():
-        ...     folder.save(save, *folder.begin(save)).meta["loss"]
+        ...     collected = folder.collect(save, *folder.begin(save))
+        ...     folder.commit(save, collected).meta["loss"]
         1.0
     """
 
@@ -277,93 +249,74 @@ class CheckpointFolder:
         final = self._new_path(save.name)
         return make_staging(final), final
 
-    def save(self, save: SaveRequest, staging: Path, final: Path) -> Checkpoint:
-        """Write what the main process writes, commit, and apply the retention.
+    def collect(
+        self,
+        save: SaveRequest,
+        staging: Path,
+        final: Path,
+        copy: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None,
+    ) -> Collected:
+        """Write ``CKPT.yaml`` and what other hooks than :func:`torch_save` write, and take the states of the rest.
 
-        Raises:
-            CheckpointError: it could not be saved, and nothing is left of it; or, without ``warns``, the retention
-                could not be applied.
-        """
-        hooks = save.hooks_where(every_rank=False)
-
-        def write() -> None:
-            self._write_meta(save, staging)
-            _raise(run_savers(hooks, save.objects, staging))
-
-        return self._commit(save, staging, final, write, functools.partial(_needed, save, _with_states(hooks)))
-
-    def prepare(self, save: SaveRequest, staging: Path, final: Path, memory: SnapshotMemory) -> PreparedSave:
-        """Write what others have to say, copy the states that ``torch.save`` stores, and leave the rest for later.
+        Args:
+            save: what to save.
+            staging: as :meth:`begin` returned it, and
+            final: the other one.
+            copy: copies the states, so that they may change; where memory is too short for that, a warning says so.
 
         Raises:
             CheckpointError: it could not be done, and nothing is left of it.
         """
         hooks = save.hooks_where(every_rank=False)
-        later = _with_states(hooks)
-        owners = {name: type(save.objects[name]).__name__ for name in later}
-        meta: dict[str, Any] = {}
-        snapshot: Snapshot | None = None
-        refusal = ""
-        text = ""
+        states: Mapping[str, Any] = {}
+        is_copy = False
+        with cleaned_on_error(staging, final):
+            meta = save.all_meta(self.ledger.latest)
+            text = META_HEAD + META_MARK + dump_plain_yaml(meta)
+            write_file(staging / META_NAME, lambda handle: handle.write(text.encode()))
+            others = {name: hook for name, hook in hooks.items() if hook is not torch_save}
+            failure = run_savers(others, save.objects, staging)
+            if failure is not None:
+                raise failure
+            states = save.states([name for name in hooks if name not in others])
+            if copy is not None:
+                try:
+                    states, is_copy = copy(states), True
+                except MemoryError as error:
+                    words = "Checkpoints are written while training waits, because the state cannot be copied first: %s"
+                    logger.warning_once(words, error)
+        names = sorted({*states, *(path.name.removesuffix(SUFFIX) for path in staging.glob(f"*{SUFFIX}"))})
+        checkpoint = Checkpoint(final, meta, {name: final / f"{name}{SUFFIX}" for name in names})
+        return Collected(checkpoint, staging, states, is_copy)
 
-        def copy_states() -> None:
-            nonlocal snapshot, refusal, text
-            text = self._meta_for_later(save, meta)
-            if not text:
-                meta.update(self._write_meta(save, staging))
-            _raise(run_savers({name: hook for name, hook in hooks.items() if name not in later}, save.objects, staging))
-            states = save.states(later)
-            try:
-                snapshot = memory.take(states)
-            except MemoryError as error:
-                refusal = str(error)
-            except Exception as error:
-                raise _saver_error(", ".join(later), error) from error
+    def commit(self, save: SaveRequest, collected: Collected) -> Checkpoint:
+        """Write the states, give the checkpoint its name, and apply the retention.
 
-        fill_staging(staging, final, copy_states)
-        files = sorted({*(f"{name}{SUFFIX}" for name in later), *(path.name for path in staging.glob(f"*{SUFFIX}"))})
-        coming = Checkpoint(final, meta, {name.removesuffix(SUFFIX): final / name for name in files})
-        if snapshot is None:
-            rest = save
-            write = functools.partial(_run_all, later, save.objects, staging, text)
-            needed = functools.partial(_needed, save, later)
-        else:
-            rest = replace(save, objects={}, hooks={}, meta={})  # a thread must not keep the training's objects
-            write = functools.partial(_write_snapshot, snapshot, owners, staging, text)
-            needed = functools.partial(getattr, snapshot, "nbytes")
-        return PreparedSave(coming, functools.partial(self._commit, rest, staging, final, write, needed), refusal)
+        Raises:
+            CheckpointError: it could not be saved, and nothing is left of it; or, without ``warns``, the retention
+                could not be applied.
+        """
+        checkpoint, staging, states, _ = collected
 
-    def _write_meta(self, save: SaveRequest, staging: Path) -> dict[str, Any]:
-        meta = save.all_meta(self.ledger.latest)
-        _write_text(META_HEAD + META_MARK + dump_plain_yaml(meta), staging)
-        return read_checkpoint(staging).meta  # what could not be found again is not saved
+        def write() -> dict[Path, str]:
+            digests = {}
+            for name, state in states.items():
+                path = staging / f"{name}{SUFFIX}"
+                try:
+                    digests[path] = write_state(state, path)
+                except Exception as error:
+                    raise _saver_error(name, error) from error
+            return digests
 
-    def _meta_for_later(self, save: SaveRequest, meta: dict[str, Any]) -> str:
-        """Return the text of a ``CKPT.yaml`` that can only be found again as it is, and fill ``meta``; or nothing."""
-        found = save.all_meta(self.ledger.latest)
-        if "unixtime" in save.meta or not is_plain(found):
-            return ""
-        meta.update(copy.deepcopy(found))
-        return META_HEAD + META_MARK + dump_plain_yaml(found)
-
-    def _commit(
-        self,
-        save: SaveRequest,
-        staging: Path,
-        final: Path,
-        write: Callable[[], object],
-        bytes_needed: Callable[[], int | None],
-    ) -> Checkpoint:
-        commit_staging(
-            staging, final, write, self.world_size, before_rename=self.lock.require, bytes_needed=bytes_needed
-        )
+        needed = functools.partial(state_bytes, states)
+        final = checkpoint.path
+        commit_staging(staging, final, write, self.world_size, before_rename=self.lock.require, bytes_needed=needed)
         self.ledger.reasons.pop(final, None)
+        self.ledger.note_time(checkpoint)
         self.apart.discard(final)  # whose name this run has taken
         kind = "an end-of-epoch" if save.end_of_epoch else "an intra-epoch"
         epoch = "" if save.epoch is None else f" of epoch {save.epoch}"
         logger.log(save.verbosity, "Saved %s checkpoint%s in %s", kind, epoch, shown_path(final))
-        checkpoint = read_checkpoint(final)
-        self.ledger.note_time(checkpoint)
         if save.retention is not None:
             self.attempt(self.delete, save.retention, save.verbosity)
         return checkpoint
@@ -418,16 +371,15 @@ class CheckpointFolder:
 
     def _put_back(self) -> None:
         """Put back what a run that died was replacing; not under the hands of one that lives, or where nothing is."""
-        if not any(self.path.glob(f"{REPLACED_PREFIX}*")):
-            return
-        try:
-            with self.lock.hold():
-                restore_replaced(self.path)
-        except CheckpointError as error:
-            logger.debug("What was being replaced in %s is left as it is: %s", self.path, error)
+        if any(self.path.glob(f"{REPLACED_PREFIX}*")):
+            try:
+                with self.lock.hold():
+                    restore_replaced(self.path)
+            except CheckpointError as error:
+                logger.debug("What was being replaced in %s is left as it is: %s", self.path, error)
 
     def delete(self, retention: Retention, verbosity: int) -> None:
-        """Delete what the retention does not keep. What is damaged neither counts nor is deleted.
+        """Delete what the retention does not keep. What is damaged, or another run's, neither counts nor is deleted.
 
         Raises:
             CheckpointError: one cannot be deleted.

@@ -238,7 +238,7 @@ def torch_save(obj: Any, path: Path) -> None:
         >>> sorted(safe_load(path))
         ['bias', 'weight']
     """
-    write_state(saved_state(obj), path, type(obj).__name__)
+    write_state(saved_state(obj), path)
 
 
 def saved_state(obj: Any) -> Any:
@@ -259,13 +259,15 @@ def saved_state(obj: Any) -> Any:
     return _unwrapped_state(obj) if isinstance(obj, nn.Module) else _without_numpy_numbers(obj.state_dict())
 
 
-def write_state(state: Any, path: Path, owner: str) -> None:
+def write_state(state: Any, path: Path) -> str:
     """Write a file of ``torch.save`` that can be loaded without running code.
 
     Args:
         state: what to store.
         path: the file.
-        owner: the class whose state it is, for the message.
+
+    Returns:
+        Its SHA-256, in hexadecimal digits.
 
     Raises:
         CheckpointError: the state holds objects that could not be loaded again without running code.
@@ -276,18 +278,19 @@ def write_state(state: Any, path: Path, owner: str) -> None:
     Example:
         >>> import tempfile
         >>> path = Path(tempfile.mkdtemp()) / "a.ckpt"
-        >>> write_state({"step": 3}, path, "Counter")
+        >>> _ = write_state({"step": 3}, path)
         >>> safe_load(path)
         {'step': 3}
     """
-    write_file(path, lambda handle: torch.save(state, handle))
+    digest = write_file(path, lambda handle: torch.save(state, handle))
     refused = torch.serialization.get_unsafe_globals_in_checkpoint(path)  # reads the pickle alone, not the tensors
     if refused:
         raise CheckpointError(
-            f"the state of this {owner} holds {', '.join(sorted(refused))}, which could not be "
-            "loaded again without running code. Let its state_dict return tensors, numbers, strings and "
-            "plain containers, or allow the type with torch.serialization.add_safe_globals."
+            f"its state holds {', '.join(sorted(refused))}, which could not be loaded again without running code. Let "
+            "its state_dict return tensors, numbers, strings and plain containers, or allow the type with "
+            "torch.serialization.add_safe_globals."
         )
+    return digest
 
 
 def torch_recovery(obj: Any, path: Path, end_of_epoch: bool) -> None:  # noqa: ARG001 -- every load hook has it

@@ -32,6 +32,7 @@ __all__ = [
     "Predicate",
     "Retention",
     "Selection",
+    "as_number",
     "average_checkpoints",
     "average_state_dicts",
     "ckpt_recency",
@@ -144,14 +145,14 @@ class Selection:
     def importance(self, checkpoint: Checkpoint) -> Any:
         """Return a value that is greater for a better checkpoint; None for one that ranks worst."""
         if self.max_key is not None:
-            return _number(checkpoint.meta[self.max_key])
+            return as_number(checkpoint.meta[self.max_key])
         if self.min_key is not None:
-            value = _number(checkpoint.meta[self.min_key])
+            value = as_number(checkpoint.meta[self.min_key])
             return None if value is None else -value
         importance = (self.importance_key or ckpt_recency)(checkpoint)
         if isinstance(importance, (tuple, list)):
             return None if any(isinstance(part, float) and math.isnan(part) for part in importance) else importance
-        return _number(importance) if isinstance(importance, (float, torch.Tensor)) else importance
+        return as_number(importance) if isinstance(importance, (float, torch.Tensor)) else importance
 
 
 @dataclass(frozen=True)
@@ -219,7 +220,7 @@ def _check_count(name: str, value: Any, words: str) -> None:
         raise ConfigError(f"{name}={value!r} cannot be negative: {words}.")
 
 
-def _number(value: Any) -> float | None:
+def as_number(value: Any) -> float | None:
     """Return a metric as a number, or None for what cannot be compared: NaN, text, more than one number."""
     if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex():
         value = value.item()
@@ -313,7 +314,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
         raise CheckpointError(f"{META_NAME}: {error}") from error
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{META_NAME} cannot be read: {error}") from error
-    if not isinstance(meta, dict) or _number(meta.get("unixtime")) is None:
+    if not isinstance(meta, dict) or as_number(meta.get("unixtime")) is None:
         raise CheckpointError(f"{META_NAME} is empty or does not say when the checkpoint was saved (unixtime)")
     for file in files.values():
         if not (file.is_file() or file.is_dir()):  # opening a pipe or a device may never end

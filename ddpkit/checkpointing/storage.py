@@ -7,8 +7,9 @@ The order that :func:`commit_directory` keeps is what makes a save atomic::
                 -> rename .tmp-x to its name -> fsync the parent
 
 Whatever has its final name is therefore complete, and :func:`verify` tells whether it still is
-what was written. The manifest guards against damage, not against forgery. A file that :func:`write_file` makes is
-hashed while it is written; only what others have made is read again for the manifest.
+what was written. The manifest guards against damage, not against forgery. A file of :func:`write_file` is hashed while
+it is written, by the thread that writes it: ``hashlib`` releases the interpreter lock. Only what others have made is
+read again for the manifest.
 
 Source: the order is that of Pillai et al., "All File Systems Are Not Created Equal", OSDI 2014
 (https://www.usenix.org/conference/osdi14/technical-sessions/presentation/pillai); that ``torch.save``
@@ -28,15 +29,13 @@ import stat
 import uuid
 import zipfile
 import zlib
-from collections.abc import Callable, Mapping
-from contextvars import ContextVar
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO, Literal, NamedTuple, cast
+from typing import Any, BinaryIO, Literal, cast
 
 import torch
 
 from ddpkit import __version__
-from ddpkit.checkpointing.hashing import HashedHandle, file_sha256
 from ddpkit.errors import CheckpointError, ConfigError, FolderInUseError
 from ddpkit.logger import get_logger
 
@@ -46,10 +45,11 @@ __all__ = [
     "FileOperations",
     "VerifyMode",
     "clean_leftovers",
+    "cleaned_on_error",
     "commit_directory",
     "commit_staging",
     "discard_staging",
-    "fill_staging",
+    "file_sha256",
     "make_staging",
     "read_text",
     "remove_directory",
@@ -72,17 +72,6 @@ MOST_TEXT = 16 << 20  # bytes of a manifest or a CKPT.yaml; theirs are kilobytes
 VerifyMode = Literal["full", "size", "off"]
 
 
-class _Written(NamedTuple):
-    """What is known of a file that was hashed while it was written, and is on the disk: is it still that file?"""
-
-    sha256: str
-    state: tuple[int, int, int]
-
-
-# What `write_file` has hashed inside of the `commit_staging` that is going on, if one is.
-_hashed: ContextVar[dict[Path, _Written] | None] = ContextVar("ddpkit_hashed", default=None)
-
-
 class FileOperations:
     """The file operations of a save, one method each: the one seam for tests that make them fail.
 
@@ -101,20 +90,13 @@ class FileOperations:
         path.mkdir()
 
     def write(self, path: Path, writer: Callable[[BinaryIO], object]) -> None:
-        """Open a file for writing, let ``writer`` fill it, close it; the disk begins to write it."""
+        """Open a file for writing, let ``writer`` fill it, close it."""
         with path.open("wb") as handle:
             writer(handle)
-            if hasattr(os, "posix_fadvise") and not handle.closed:
-                handle.flush()
-                with contextlib.suppress(OSError):  # it saves time later, no more
-                    os.posix_fadvise(handle.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
     def sync_file(self, path: Path) -> None:
         """Wait until a file's content is on the disk."""
-        try:
-            handle = os.open(path, os.O_RDWR)  # SMB asks its server for nothing where a file is open for reading alone
-        except PermissionError:  # copied with its mode; for fsync, Linux does not ask how a file is open
-            handle = os.open(path, os.O_RDONLY)
+        handle = os.open(path, os.O_RDONLY)
         try:
             os.fsync(handle)
         finally:
@@ -122,8 +104,6 @@ class FileOperations:
 
     def sync_directory(self, path: Path) -> None:
         """Wait until a directory's entries are on the disk (where the file system can promise it)."""
-        if not hasattr(os, "O_DIRECTORY"):
-            return
         handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(handle)
@@ -151,14 +131,30 @@ FILES = FileOperations()
 # ---------------------------------------------------------------------------------------- committing
 
 
-def write_file(path: Path, writer: Callable[[BinaryIO], object]) -> None:
-    """Write one file of a save through a Python handle, which keeps the reason when the disk is full.
+class _HashingFile:
+    """What ``torch.save`` needs of a file for writing; hashes the bytes on their way."""
 
-    Inside of what :func:`commit_staging` calls, the file is also hashed.
+    def __init__(self, handle: BinaryIO) -> None:
+        self._handle = handle
+        self.digest = hashlib.sha256()
+
+    def write(self, data: bytes) -> int:
+        self.digest.update(data)
+        return self._handle.write(data)
+
+    def flush(self) -> None:
+        self._handle.flush()
+
+
+def write_file(path: Path, writer: Callable[[BinaryIO], object]) -> str:
+    """Write one file of a save through a Python handle, which keeps the reason when the disk is full.
 
     Args:
         path: the file; one that exists is overwritten.
-        writer: called with the open binary handle.
+        writer: called with the open binary handle, on which only ``write`` and ``flush`` may be called.
+
+    Returns:
+        The SHA-256 of what was written, in hexadecimal digits.
 
     Raises:
         OSError: the file cannot be opened or written.
@@ -168,30 +164,34 @@ def write_file(path: Path, writer: Callable[[BinaryIO], object]) -> None:
     Example:
         >>> import tempfile
         >>> path = Path(tempfile.mkdtemp()) / "weights.ckpt"
-        >>> write_file(path, lambda handle: torch.save({"w": torch.ones(2)}, handle))
-        >>> path.stat().st_size > 0
+        >>> write_file(path, lambda handle: torch.save({"w": torch.ones(2)}, handle)) == file_sha256(path)
         True
     """
-    hashed = _hashed.get()
-    if hashed is None:
-        FILES.write(path, writer)
-        return
-    digests: list[str | None] = []
+    digest = ""
 
     def write(handle: BinaryIO) -> None:
-        hashing = HashedHandle(handle)
+        nonlocal digest
+        hashing = _HashingFile(handle)
         writer(cast("BinaryIO", hashing))
-        hashing.flush()
-        digests.append(hashing.sha256())
+        digest = hashing.digest.hexdigest()
 
     FILES.write(path, write)
-    if digests and digests[0] is not None:
-        hashed[path] = _Written(digests[0], _file_state(path))
+    return digest
 
 
-def _file_state(path: Path) -> tuple[int, int, int]:
-    status = path.stat()
-    return status.st_ino, status.st_size, status.st_mtime_ns
+def file_sha256(path: Path) -> str:
+    """Return the SHA-256 of a file, in hexadecimal digits.
+
+    Raises:
+        OSError: it cannot be read.
+
+    Ranks: local.
+    """
+    digest = hashlib.sha256()
+    with path.open("rb") as handle:
+        while block := handle.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def commit_directory(final: Path, write: Callable[[Path], object], world_size: int = 1) -> None:
@@ -218,7 +218,9 @@ def commit_directory(final: Path, write: Callable[[Path], object], world_size: i
         (['a.ckpt', 'manifest.json'], [])
     """
     staging = make_staging(final)
-    commit_staging(staging, final, lambda: write(staging), world_size)
+    with cleaned_on_error(staging, final):
+        write(staging)
+    commit_staging(staging, final, world_size=world_size)
 
 
 def make_staging(final: Path) -> Path:
@@ -249,16 +251,19 @@ def make_staging(final: Path) -> Path:
     return staging
 
 
-def fill_staging(staging: Path, final: Path, write: Callable[[], object]) -> None:
-    """Write files into a directory made by :func:`make_staging`, to be committed later.
+@contextlib.contextmanager
+def cleaned_on_error(
+    staging: Path, final: Path, bytes_needed: Callable[[], int | None] = lambda: None
+) -> Iterator[None]:
+    """Remove a directory made by :func:`make_staging` if the block that fills it raises.
 
     Args:
         staging: the directory.
         final: the name that it is to have, for the message.
-        write: makes the files.
+        bytes_needed: says how much the block had to write, about; called when the disk is full.
 
     Raises:
-        CheckpointError: as :func:`commit_directory`; the directory is gone then.
+        CheckpointError: the block raised an ``Exception``; what means "stop now" comes out as it is.
 
     Ranks: main only (any one process).
 
@@ -266,36 +271,41 @@ def fill_staging(staging: Path, final: Path, write: Callable[[], object]) -> Non
         >>> import tempfile
         >>> final = Path(tempfile.mkdtemp()) / "CKPT+one"
         >>> staging = make_staging(final)
-        >>> fill_staging(staging, final, lambda: (staging / "a.ckpt").write_text("1"))
+        >>> with cleaned_on_error(staging, final):
+        ...     _ = (staging / "a.ckpt").write_text("1")
         >>> commit_staging(staging, final)
         >>> (final / "a.ckpt").exists()
         True
     """
     try:
-        write()
+        yield
     except BaseException as error:
-        _give_up(staging, final, error)
+        is_trouble = isinstance(error, Exception) and not isinstance(error, FolderInUseError)  # that says it all
+        failure = save_error(final, error, staging, bytes_needed) if is_trouble else None
+        discard_staging(staging)
+        if failure is not None:
+            raise failure from (_os_error(error) or error)
         raise
 
 
 def commit_staging(
     staging: Path,
     final: Path,
-    write: Callable[[], object] | None = None,
+    write: Callable[[], Mapping[Path, str]] = dict,
     world_size: int = 1,
     *,
-    before_rename: Callable[[], object] | None = None,
-    bytes_needed: Callable[[], int | None] | None = None,
+    before_rename: Callable[[], object] = lambda: None,
+    bytes_needed: Callable[[], int | None] = lambda: None,
 ) -> None:
     """Seal a directory made by :func:`make_staging` with a manifest and give it its final name.
 
     Args:
         staging: the directory; every file in it must be complete.
         final: its name from now on. A directory of that name is replaced.
-        write: called first, to write what is not there yet.
+        write: called first, to write what is not there yet; returns the SHA-256 of what it wrote, by path.
         world_size: number of processes of the run; goes into the manifest.
         before_rename: called when all is on the disk; what it raises prevents the commit.
-        bytes_needed: says how much ``write`` had to write, about; called when the disk is full.
+        bytes_needed: as in :func:`cleaned_on_error`.
 
     Raises:
         CheckpointError: as :func:`commit_directory`.
@@ -310,20 +320,10 @@ def commit_staging(
         >>> final.is_dir(), staging.exists()
         (True, False)
     """
-    hashed: dict[Path, _Written] = {}
-    token = _hashed.set(hashed)
-    try:
-        if write is not None:
-            write()
-        _seal(staging, world_size, hashed)
-        if before_rename is not None:
-            before_rename()
+    with cleaned_on_error(staging, final, bytes_needed):
+        _seal(staging, world_size, write())
+        before_rename()
         _publish(staging, final)
-    except BaseException as error:
-        _give_up(staging, final, error, bytes_needed)
-        raise
-    finally:
-        _hashed.reset(token)
 
 
 def discard_staging(staging: Path) -> None:
@@ -342,29 +342,16 @@ def discard_staging(staging: Path) -> None:
         FILES.remove_tree(staging)
 
 
-def _give_up(
-    staging: Path, final: Path, error: BaseException, bytes_needed: Callable[[], int | None] | None = None
-) -> None:
-    """Remove what was written. Raises for an ``Exception``; what means "stop now" is left to the caller."""
-    is_trouble = isinstance(error, Exception) and not isinstance(error, FolderInUseError)  # that says it all
-    failure = save_error(final, error, staging, bytes_needed) if is_trouble else None
-    discard_staging(staging)
-    if failure is not None:
-        raise failure from (_os_error(error) or error)
-
-
-def _seal(staging: Path, world_size: int, hashed: Mapping[Path, _Written]) -> None:
+def _seal(staging: Path, world_size: int, digests: Mapping[Path, str]) -> None:
     directories = [staging]
     files: dict[str, dict[str, Any]] = {}
     for path in sorted(staging.rglob("*")):
         if path.is_dir():
             directories.append(path)
             continue
-        name = path.relative_to(staging).as_posix()
-        known, state = hashed.get(path), _file_state(path)
         FILES.sync_file(path)
-        digest = known.sha256 if known is not None and known.state == state else file_sha256(path)
-        files[name] = {"size": state[1], "sha256": digest}
+        digest = digests.get(path) or file_sha256(path)
+        files[path.relative_to(staging).as_posix()] = {"size": path.stat().st_size, "sha256": digest}
     manifest: dict[str, Any] = {
         "format": MANIFEST_FORMAT,
         "ddpkit": __version__,
@@ -497,7 +484,7 @@ def save_error(
     final: Path,
     error: BaseException,
     staging: Path | None = None,
-    bytes_needed: Callable[[], int | None] | None = None,
+    bytes_needed: Callable[[], int | None] = lambda: None,
     what: str = "",
 ) -> CheckpointError:
     """Say why a save failed, what was and was not lost, and what to do.
@@ -524,7 +511,7 @@ def save_error(
     text = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
     if number in {errno.ENOSPC, errno.EDQUOT}:
         words = "no space left" if number == errno.ENOSPC else "disk quota exceeded, no space left"
-        needed = None if bytes_needed is None else bytes_needed()
+        needed = bytes_needed()
         wanted = "" if needed is None else f"about {needed} bytes needed, "
         text = (
             f"{words} ({wanted}{_free_before(final.parent, staging)} bytes free). Free some space, or keep fewer "

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ddpkit.checkpointing.folder import on_main
 from ddpkit.checkpointing.index import ckpt_recency, read_checkpoint
-from ddpkit.checkpointing.saving import on_main
 from ddpkit.checkpoints import Checkpointer
 from ddpkit.config.options import OPTION_BY_NAME
 from ddpkit.control.periodic_sync import terminating_later
@@ -421,8 +421,6 @@ class CheckpointPolicy:
         due = 0 < minutes * 60 <= seconds_since_ckpt or 0 < steps <= steps_since_ckpt
         if due:
             self.save_inside_epoch()
-        elif self.progress.optimizer_step > 0 and isinstance(self.checkpointer, Checkpointer):
-            self.checkpointer.prepare_copies()
         return bool(due)
 
     def save_inside_epoch(self) -> None:

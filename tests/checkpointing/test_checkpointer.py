@@ -901,31 +901,6 @@ def test_a_relative_path_to_resume_from_is_found_once_more_from_elsewhere(tmp_pa
     assert checkpointer.last_loaded == tmp_path / "old" / "CKPT+a"
 
 
-def test_a_relative_folder_in_no_directory_says_so(tmp_path, monkeypatch):
-    gone = tmp_path / "gone"
-    gone.mkdir()
-    monkeypatch.chdir(gone)
-    gone.rmdir()
-    with pytest.raises(CheckpointError, match="checkpoints_dir='save' is nowhere: the working directory is gone"):
-        Checkpointer("save")
-
-
-@pytest.mark.parametrize(("folder", "found"), [("save", "here/save"), ("results/save", "there/save")])
-def test_a_host_with_the_relative_folder_in_another_place_reads_its_own(tmp_path, monkeypatch, folder, found):
-    """What the main process tells is a path of its host."""
-    (tmp_path / "here").mkdir()
-    monkeypatch.chdir(tmp_path / "here")
-    checkpointer = Checkpointer(folder, {"value": Value()})
-    there = tmp_path / "there" / "save"  # not on this host
-    told = Checkpoint(there / "CKPT+a", {}, {"value": there / "CKPT+a" / "value.ckpt"})
-    monkeypatch.setattr(checkpoints, "on_main", lambda *_: [told])
-    [mine] = checkpointer.find_checkpoints()
-    assert mine.path == tmp_path / found / "CKPT+a"
-    assert mine.paramfiles == {"value": tmp_path / found / "CKPT+a" / "value.ckpt"}
-    (there / "CKPT+a").mkdir(parents=True)
-    assert checkpointer.find_checkpoints()[0].path == told.path, "it is here as well, and another run's perhaps"
-
-
 # ------------------------------------------------------------------------------------------------ what is not taken up
 
 

@@ -2,10 +2,9 @@ from __future__ import annotations
 
 import io
 import os
-import pickle
+import threading
 import warnings
 from collections import OrderedDict
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -76,24 +75,20 @@ def of_a_model():
 @pytest.mark.parametrize("make", [tied, views, of_a_model])
 def test_the_file_is_that_which_torch_save_would_have_made_of_the_state_itself(make):
     state = make()
-    copy = SnapshotMemory().take({"state": state}).state("state")
+    copy = SnapshotMemory().take({"state": state})["state"]
     assert file_of(copy) == file_of(state)
 
 
 def test_values_of_all_kinds_come_back_as_they_were():
     state = plain()
-    copy = SnapshotMemory().take({"state": state}).state("state")
+    copy = SnapshotMemory().take({"state": state})["state"]
     assert list(copy) == list(state)
     for name, value in state.items():
         assert type(copy[name]) is type(value), name
         if isinstance(value, torch.Tensor):
             assert torch.equal(copy[name], value), name
-            assert (copy[name].dtype, copy[name].shape, copy[name].requires_grad, copy[name].is_conj()) == (
-                value.dtype,
-                value.shape,
-                value.requires_grad,
-                value.is_conj(),
-            ), name
+            kinds = (value.dtype, value.shape, value.requires_grad)
+            assert (copy[name].dtype, copy[name].shape, copy[name].requires_grad) == kinds, name
         elif name == "array":
             assert np.array_equal(copy[name], value)
         elif name == "ordered":
@@ -103,18 +98,15 @@ def test_values_of_all_kinds_come_back_as_they_were():
 
 
 @pytest.mark.filterwarnings("ignore:.*quantize", "ignore:TypedStorage")
-def test_a_tensor_that_is_there_twice_is_one_tensor_with_what_it_has():
+def test_tensors_of_one_storage_share_its_copy():
     shared, grown = torch.arange(6.0), torch.zeros(2, requires_grad=True)
-    with_words = torch.ones(2)
-    with_words.note = "kept"
     state = {
-        "a": shared, "b": shared, "turned": shared.view(2, 3).t(), "tail": shared[4:], "grown": grown,
-        "derived": (grown * 2).detach(), "with_words": with_words,
+        "a": shared, "turned": shared.view(2, 3).t(), "tail": shared[4:], "grown": grown,
+        "derived": (grown * 2).detach(),
         "negative": torch.view_as_real(torch.ones(1) * 1j)[..., 1:],
         "integers": torch.quantize_per_tensor(torch.ones(2), 0.5, 0, torch.qint8),
     }  # fmt: skip
-    copy = SnapshotMemory().take({"state": state}).state("state")
-    assert copy["a"] is copy["b"]
+    copy = SnapshotMemory().take({"state": state})["state"]
     assert copy["turned"].stride() == (1, 3)
     assert copy["grown"].requires_grad
     assert copy["grown"].is_leaf
@@ -122,14 +114,13 @@ def test_a_tensor_that_is_there_twice_is_one_tensor_with_what_it_has():
     assert copy["tail"].tolist() == [4.0, 9.0]
     assert copy["turned"][2, 1] == 9.0
     assert shared[5] == 5.0
-    assert copy["with_words"].note == "kept"
     assert torch.equal(copy["negative"], state["negative"])
     assert torch.equal(copy["integers"].dequantize(), torch.ones(2))
 
 
 @pytest.mark.filterwarnings("ignore:Sparse")
 def test_tensors_of_several_storages_come_back():
-    copy = SnapshotMemory().take({"state": sparse()}).state("state")
+    copy = SnapshotMemory().take({"state": sparse()})["state"]
     for name, value in sparse().items():
         assert torch.equal(copy[name].to_dense(), value.to_dense())
         assert copy[name].layout == value.layout
@@ -139,7 +130,7 @@ def test_the_state_of_an_optimizer_comes_back_with_all_its_values():
     _, optimizer = a_trained_model()
     state = saved_state(optimizer)
     expected = torch.load(io.BytesIO(file_of(state)), weights_only=True)
-    copy = SnapshotMemory().take({"optimizer": state}).state("optimizer")
+    copy = SnapshotMemory().take({"optimizer": state})["optimizer"]
     assert copy["param_groups"] == expected["param_groups"]
     for number, values in expected["state"].items():
         for name, value in values.items():
@@ -154,15 +145,14 @@ def test_the_state_may_change_at_once():
         for value in model.state_dict().values():
             value.zero_()
     assert file_of(model.state_dict()) != before
-    assert file_of(taken.state("model")) == before
+    assert file_of(taken["model"]) == before
 
 
 def test_shared_storages_are_copied_once_whole_and_over_all_states():
     whole = torch.arange(100.0)
     memory = SnapshotMemory()
     taken = memory.take({"a": {"w": whole[:10]}, "b": {"w": whole[50:]}})
-    assert taken.nbytes == 400
-    a, b = taken.state("a")["w"], taken.state("b")["w"]
+    a, b = taken["a"]["w"], taken["b"]["w"]
     assert a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr() != whole.data_ptr()
     assert torch.equal(a, whole[:10])
     assert torch.equal(b, whole[50:])
@@ -173,7 +163,7 @@ def test_the_memory_is_used_again_until_the_state_grows_or_shrinks_much():
     memory = SnapshotMemory()
 
     def place(size):
-        return memory.take({"a": torch.zeros(size)}).state("a").untyped_storage().data_ptr()
+        return memory.take({"a": torch.zeros(size)})["a"].untyped_storage().data_ptr()
 
     first = place(1 << 20)
     assert place(1 << 20) == first
@@ -186,76 +176,6 @@ def test_the_memory_is_used_again_until_the_state_grows_or_shrinks_much():
     assert memory._memory is not kept
     memory.clear()
     assert memory._memory is None
-
-
-def test_memory_that_was_prepared_is_what_the_first_snapshot_takes():
-    memory = SnapshotMemory()
-    state = {"w": torch.ones(3 << 20), "n": 3}
-    memory.prepare({"a": state})
-    memory._preparing._thread.join()
-    prepared = memory._memory
-    pages = torch.frombuffer(prepared, dtype=torch.uint8)
-    assert resident_bytes(pages.data_ptr()) >= 3 << 22
-    state["w"][7] = 5
-    taken = memory.take({"a": state})
-    assert memory._memory is prepared
-    assert memory._preparing is None
-    assert torch.equal(taken.state("a")["w"], state["w"])
-
-
-def resident_bytes(address):
-    found = False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        words = line.split()
-        if "-" in words[0] and ":" not in words[0]:
-            start, end = (int(text, 16) for text in words[0].split("-"))
-            found = start <= address < end
-        elif found and words[0] == "Rss:":
-            return int(words[1]) * 1024
-    raise AssertionError("not mapped")
-
-
-@pytest.mark.parametrize("end", ["take", "clear"])
-def test_preparing_ends_when_the_memory_is_wanted(monkeypatch, end):
-    monkeypatch.setattr(snapshot, "RESTS", 1e9)
-    memory = SnapshotMemory()
-    state = {"a": {"w": torch.ones(3 << 20)}}
-    memory.prepare(state)
-    thread = memory._preparing._thread
-    if end == "clear":
-        memory.clear()
-    else:
-        assert memory.take(state).state("a")["w"].sum() == 3 << 20
-    assert not thread.is_alive()
-
-
-def test_what_grows_after_it_was_prepared_for_is_copied_all_the_same():
-    memory = SnapshotMemory()
-    memory.prepare({"a": torch.ones(1 << 18)})
-    assert memory.take({"a": torch.ones(1 << 20)}).state("a").sum() == 1 << 20
-    memory.prepare({"a": torch.ones(8)})  # what there is already is kept
-    assert len(memory._memory) >= 4 << 20
-
-
-def test_preparing_says_when_there_is_no_room(monkeypatch):
-    monkeypatch.setattr(snapshot, "available_bytes", lambda: 300 << 20)
-    with pytest.raises(MemoryError, match="a copy takes"):
-        SnapshotMemory().prepare({"a": torch.zeros(20 << 20)})
-
-
-def test_a_forked_process_does_not_wait_for_a_thread_that_it_does_not_have(monkeypatch):
-    monkeypatch.setattr(snapshot, "RESTS", 1e9)
-    memory = SnapshotMemory()
-    memory.prepare({"a": torch.ones(3 << 20)})
-    pid = os.fork()
-    if pid == 0:
-        try:
-            memory.clear()
-            os._exit(0)
-        finally:
-            os._exit(2)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-    memory.clear()
 
 
 def test_no_room_is_a_memory_error_that_says_how_much_there_is(monkeypatch):
@@ -275,9 +195,9 @@ def test_room_that_is_there_already_is_not_asked_for_again(monkeypatch):
     memory.take({"a": torch.zeros(1000)})
 
 
-def test_a_state_that_does_not_pickle_raises_what_pickle_raises():
-    with pytest.raises((AttributeError, TypeError, pickle.PicklingError), match=r"pickle|local"):
-        SnapshotMemory().take({"a": {"f": lambda: None}})
+def test_a_state_that_cannot_be_copied_raises_what_copying_raises():
+    with pytest.raises(TypeError, match="cannot pickle"):
+        SnapshotMemory().take({"a": {"f": threading.Lock()}})
 
 
 def test_a_forked_process_does_not_see_the_memory_but_can_let_go_of_it():
@@ -287,7 +207,7 @@ def test_a_forked_process_does_not_see_the_memory_but_can_let_go_of_it():
     if pid == 0:
         try:
             maps = open("/proc/self/smaps").read()  # noqa: SIM115, PTH123 -- a child that is about to end
-            address = f"{taken.state('a').data_ptr():x}"
+            address = f"{taken['a'].data_ptr():x}"
             present = any(line.startswith(address) for line in maps.splitlines())
             del taken
             memory.clear()
@@ -295,7 +215,7 @@ def test_a_forked_process_does_not_see_the_memory_but_can_let_go_of_it():
         finally:
             os._exit(2)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-    assert taken.state("a").sum() == 1 << 20
+    assert taken["a"].sum() == 1 << 20
 
 
 # ------------------------------------------------------------------------------------------------ available memory
@@ -379,30 +299,6 @@ def test_what_has_no_plain_storage_is_saved_all_the_same():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
-        copy = SnapshotMemory().take({"a": {"nested": nested, "empty": torch.empty(0, 3)}}).state("a")
+        copy = SnapshotMemory().take({"a": {"nested": nested, "empty": torch.empty(0, 3)}})["a"]
     assert [part.tolist() for part in copy["nested"].unbind()] == [[1, 1], [1, 1, 1]]
     assert copy["empty"].shape == (0, 3)
-
-
-def test_minor_3_pinned_memory_is_given_back_to_the_system_and_not_kept_by_torch(monkeypatch):
-    """torch keeps pinned memory that nobody uses, for whoever asks for as much again."""
-    events = []
-
-    class Pinned(bytearray):
-        def __del__(self):
-            events.append("dropped")
-
-    monkeypatch.setattr(snapshot, "_pinned_memory", Pinned)
-    monkeypatch.setattr(torch._C, "_host_emptyCache", lambda: events.append("given back"), raising=False)
-    memory = SnapshotMemory()
-    memory._make_room(10, pinned=True)
-    memory._make_room(10, pinned=True)
-    assert events == [], "there is room"
-    memory._make_room(1000, pinned=True)
-    assert events == ["dropped", "given back"], "before as much again is asked for"
-    memory.clear()
-    memory.clear()
-    assert events == ["dropped", "given back"] * 2
-    memory._make_room(10, pinned=False)
-    memory.clear()
-    assert events == ["dropped", "given back"] * 2, "other memory is the system's at once"

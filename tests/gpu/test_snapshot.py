@@ -17,7 +17,7 @@ def test_a_state_on_the_gpu_is_copied_to_pinned_memory_that_is_used_again():
     assert memory._pinned
     with torch.no_grad():
         model.weight.zero_()
-    copy = taken.state("model")
+    copy = taken["model"]
     assert all(value.device.type == "cpu" and torch.equal(value, before[name]) for name, value in copy.items())
     memory.take({"model": model.state_dict()})
     assert memory._memory.ctypes.data == place
@@ -43,6 +43,6 @@ def test_training_on_the_gpu_goes_on_while_its_state_is_written(tmp_path):
 
 def test_an_empty_tensor_on_the_gpu_comes_back_on_the_cpu():
     copy = SnapshotMemory().take({"a": {"none": torch.empty(0, 3, device="cuda"), "one": torch.ones(1, device="cuda")}})
-    state = copy.state("a")
+    state = copy["a"]
     assert (state["none"].device.type, state["none"].shape) == ("cpu", (0, 3))
     assert state["one"].tolist() == [1.0]

@@ -337,14 +337,22 @@ class Text:
         self.text = f"{path.parent.name}/{path.name}: {path.read_text()}"
 
 
-def resume_on_own_disks(folder, converts):
+class OnOwnDisk(Checkpointer):
     """Rank 1 stands for a host that has no such folder."""
+
+    def _load(self, checkpoint):
+        if dist.get_rank() == 1:
+            path = Path("/nowhere", checkpoint.path.name)
+            files = {name: path / file.name for name, file in checkpoint.paramfiles.items()}
+            checkpoint = checkpoint._replace(path=path, paramfiles=files)
+        super()._load(checkpoint)
+
+
+def resume_on_own_disks(folder, converts):
     model, text = torch.nn.Linear(2, 1), Text()
     torch.nn.init.constant_(model.weight, dist.get_rank() + 1.0)
     text.text = f"of rank {dist.get_rank()}"
-    checkpointer = Checkpointer(folder, {"model": model, "text": text})
-    if dist.get_rank() == 1:
-        checkpointer._path_here = lambda path: Path("/nowhere", path.name)
+    checkpointer = OnOwnDisk(folder, {"model": model, "text": text})
     checkpointer.save_checkpoint(name="a")
     if converts:
         checkpoints.convert_torch_save_hooks_to_once_per_node()
@@ -376,9 +384,7 @@ class Stopping(Regression):
 def train_on_own_disks(folder, stops):
     checkpoints.convert_torch_save_hooks_to_once_per_node()
     net, counter = linear(), EpochCounter(1)
-    checkpointer = Checkpointer(folder, {"net": net, "counter": counter})
-    if dist.get_rank() == 1:
-        checkpointer._path_here = lambda path: Path("/nowhere", path.name)
+    checkpointer = OnOwnDisk(folder, {"net": net, "counter": counter})
     options = {**QUIET, "ckpt_interval_steps": 2}
     brain = Stopping({"net": net}, sgd(momentum=0.9), None, options, checkpointer)
     brain.stops = stops

@@ -6,8 +6,6 @@ import functools
 import io
 import mmap
 import tempfile
-import time
-import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, cast
@@ -17,15 +15,8 @@ import torch.distributed as dist
 
 from ddpkit.checkpointing.hooks import LoadHook, load_state, safe_load, torch_recovery
 from ddpkit.checkpointing.index import Checkpoint
-from ddpkit.comm.runtime import group_state
-from ddpkit.distributed import (
-    control_group,
-    ddp_prevent_block,
-    exchange,
-    get_world_size,
-    if_main_process,
-    run_on_main,
-)
+from ddpkit.checkpointing.rank_states import all_ranks_come
+from ddpkit.distributed import control_group, ddp_prevent_block, exchange, get_world_size, run_on_main
 from ddpkit.errors import CheckpointError
 from ddpkit.logger import get_logger
 
@@ -69,12 +60,10 @@ def load_recoverables(
     end_of_epoch = bool(checkpoint.meta.get("end-of-epoch", True))
     for name, hook in hooks.items():
         path, obj = checkpoint.paramfiles[name], objects[name]
-        if together and hook is torch_recovery:
-            hook = _recover_received  # noqa: PLW2901 -- the same, from memory
-        elif together:
-            hook = functools.partial(_load_at_hand, hook)  # noqa: PLW2901 -- the same, from a copy if need be
-        load = functools.partial(hook, obj, path, end_of_epoch)
-        (_load_on_all if together else _load_one)(name, path, load)
+        if together:
+            _load_on_all(name, path, functools.partial(_load_received, hook, obj, path, end_of_epoch))
+        else:
+            _load_one(name, path, functools.partial(hook, obj, path, end_of_epoch))
 
 
 def _load_one(name: str, path: Path, load: Callable[[], object]) -> None:
@@ -103,13 +92,11 @@ def _load_on_all(name: str, path: Path, load: Callable[[], object]) -> None:
         raise CheckpointError(f"{name!r} could not be loaded on every rank: {'; '.join(failures)}") from own
 
 
-def _recover_received(obj: Any, path: Path, _end_of_epoch: bool) -> None:
-    state = safe_load(path, handle=cast("BinaryIO", _file_of_main(path)))
-    load_state(obj, state, path)
-
-
-def _load_at_hand(hook: LoadHook, obj: Any, path: Path, end_of_epoch: bool) -> None:
-    """Load from the file itself; on a rank that has none, as on a host without the folder, from a copy of rank 0's."""
+def _load_received(hook: LoadHook, obj: Any, path: Path, end_of_epoch: bool) -> None:
+    """Load from rank 0's bytes, or from the file itself where a loader needs a file and there is one."""
+    if hook is torch_recovery:
+        load_state(obj, safe_load(path, handle=cast("BinaryIO", _file_of_main(path))), path)
+        return
     has_file = path.exists()
     if all(exchange(has_file)):
         hook(obj, path, end_of_epoch)
@@ -129,15 +116,10 @@ def _file_of_main(path: Path) -> mmap.mmap | io.BytesIO:
     def read() -> int:
         nonlocal content
         size = path.stat().st_size
-        if not size:
-            return 0
-        content = mmap.mmap(-1, size)
-        with path.open("rb", buffering=0) as file:
-            while block := file.read(min(BLOCK_BYTES, size - content.tell())):
-                content.write(block)
-        if content.tell() != size:
-            raise OSError(f"only {content.tell()} of {size} bytes could be read")
-        content.seek(0)
+        with path.open("rb") as file:
+            content = mmap.mmap(-1, max(size, 1))
+            if file.readinto(content) != size:
+                raise OSError(f"not all of its {size} bytes could be read")
         return size
 
     size = run_on_main(read)
@@ -154,29 +136,16 @@ def _file_of_main(path: Path) -> mmap.mmap | io.BytesIO:
 
 
 def _all_are_here() -> bool:
-    """Find out whether every rank is about to load. The main process may be alone; then nobody waits for ever."""
-    if ddp_prevent_block() or get_world_size() == 1:
+    if get_world_size() == 1 or ddp_prevent_block():
         return False
-    key = f"ddpkit/load/{run_on_main(lambda: uuid.uuid4().hex)}"
-    store = group_state().store
-    if not if_main_process():
-        store.add(key, 1)
-    return bool(run_on_main(_await_others, [store, key]))
-
-
-def _await_others(store: dist.Store, key: str) -> bool:
-    end = time.monotonic() + WAIT_SECONDS
-    while store.add(key, 0) < get_world_size() - 1:
-        if time.monotonic() > end:
-            logger.warning(
-                "Not every rank has come to load the checkpoint within %g s: each reads its files by itself. To have "
-                "one rank read for all, make the call on every rank.",
-                WAIT_SECONDS,
-            )
-            return False
-        time.sleep(0.001)
-    store.delete_key(key)
-    return True
+    come = all_ranks_come("load", WAIT_SECONDS)
+    if not come:
+        logger.warning_once(
+            "Not every rank has come to load the checkpoint within %g s: each reads its files by itself. To have one "
+            "rank read for all, make the call on every rank.",
+            WAIT_SECONDS,
+        )
+    return come
 
 
 def _require_alike(hooks: Mapping[str, LoadHook]) -> None:

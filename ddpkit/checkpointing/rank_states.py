@@ -8,28 +8,24 @@ process. One at the end of an epoch needs no random streams: every epoch begins 
 
 from __future__ import annotations
 
-import pickle
 import time
 import uuid
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
 from ddpkit.checkpointing.hooks import safe_load
 from ddpkit.comm.runtime import group_state
 from ddpkit.distributed import (
-    control_group,
     ddp_prevent_block,
+    gather_objects,
     get_rank,
     get_world_size,
     if_main_process,
-    keep_awhile,
-    require_all_ranks,
     run_on_main,
 )
-from ddpkit.errors import CheckpointError, RankFailedError
+from ddpkit.errors import CheckpointError
 from ddpkit.logger import get_logger
 
 if TYPE_CHECKING:
@@ -81,7 +77,8 @@ class RankStates:
 
         Ranks: collective.
         """
-        self._gathered = _gather_to_main(self._collect)
+        gathered: list[dict[str, Any] | None] = [*gather_objects(self._collect)]
+        self._gathered = gathered if if_main_process() else [None] * len(gathered)
 
     def gather_if_all_come(self) -> bool:
         """Collect the states as :meth:`gather` does, if every rank makes this call and not the main process alone.
@@ -96,25 +93,11 @@ class RankStates:
         Ranks: all, or the main process alone.
         """
         if get_world_size() > 1:
-            if ddp_prevent_block():
-                return False
-            key = f"ddpkit/save/{run_on_main(lambda: uuid.uuid4().hex)}"
-            if not if_main_process():
-                group_state().store.add(key, 1)
-            if not run_on_main(self._await_others, [key]):
-                return False
-        self.gather()
-        return True
-
-    def _await_others(self, key: str) -> bool:
-        store = group_state().store
-        end = time.monotonic() + (SHORT_WAIT_SECONDS if self._have_been_waited_for else WAIT_SECONDS)
-        while store.add(key, 0) < get_world_size() - 1:
-            if time.monotonic() > end:
+            seconds = SHORT_WAIT_SECONDS if self._have_been_waited_for else WAIT_SECONDS
+            if not all_ranks_come("save", seconds):
                 self._have_been_waited_for = True
                 return False
-            time.sleep(0.0005)
-        store.delete_key(key)
+        self.gather()
         return True
 
     def set_own(self, state: dict[str, Any]) -> None:
@@ -194,37 +177,39 @@ class RankStates:
             )
 
 
-def _gather_to_main(make: Callable[[], dict[str, Any]]) -> list[dict[str, Any] | None]:
-    """Make a state on every rank and bring them to the main process, one after the other; the others keep none."""
-    world_size, rank = get_world_size(), get_rank() or 0
-    if world_size == 1:
-        return [make()]
-    require_all_ranks("RankStates.gather")
-    failure: Exception | None = None
-    try:
-        data = pickle.dumps(make())
-    except Exception as error:  # noqa: BLE001 -- raised below, once the others know
-        failure, data = error, b""
-    facts = keep_awhile(torch.tensor([len(data), int(failure is not None)]))
-    everybody = [keep_awhile(torch.empty_like(facts)) for _ in range(world_size)]
-    group = control_group()
-    with group_state().mailbox.forgetting():
-        dist.all_gather(everybody, facts, group=group)
-    if failure is not None:
-        raise failure
-    failed = [str(number) for number, one in enumerate(everybody) if one[1]]
-    if failed:
-        raise RankFailedError(f"rank {', '.join(failed)} could not tell its state; its own log says why.")
-    states: list[dict[str, Any] | None] = [None] * world_size
-    if rank != 0:
-        dist.send(torch.frombuffer(bytearray(data), dtype=torch.uint8), dst=0, group=group)
-        return states
-    states[0] = pickle.loads(data)  # noqa: S301 -- a copy, as of the others
-    for source in range(1, world_size):
-        received = torch.empty(int(everybody[source][0]), dtype=torch.uint8)
-        dist.recv(received, src=source, group=group)
-        states[source] = pickle.loads(received.numpy().data)  # noqa: S301 -- a rank of this very job
-    return states
+def all_ranks_come(what: str, seconds: float) -> bool:
+    """Find out whether every rank makes this call: the main process may be alone, and must not wait for ever.
+
+    Args:
+        what: is about to be done; in the key in the store.
+        seconds: for which the main process waits.
+
+    Returns:
+        Whether all have come; False in main-only code and without a process group.
+
+    Ranks: all, or the main process alone.
+
+    Example:
+        >>> all_ranks_come("load", 1.0)
+        False
+    """
+    if ddp_prevent_block():
+        return False
+    key = f"ddpkit/{what}/{run_on_main(lambda: uuid.uuid4().hex)}"
+    store = group_state().store
+    if not if_main_process():
+        store.add(key, 1)
+
+    def wait() -> bool:
+        end = time.monotonic() + seconds
+        while store.add(key, 0) < get_world_size() - 1:
+            if time.monotonic() > end:
+                return False
+            time.sleep(0.001)
+        store.delete_key(key)
+        return True
+
+    return bool(run_on_main(wait))
 
 
 def _common(ranks: list[dict[str, Any] | None]) -> dict[str, Any]:

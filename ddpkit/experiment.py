@@ -40,7 +40,6 @@ logger = get_logger(__name__)
 RULE = "=" * 80
 RUN_FOLDER = ".run"  # in the experiment's folder, for the lock that says which run lives there
 TEST_SUFFIX = ".test_only"
-_IN_USE = "is in use by another run"
 GIT_TIMEOUT_SECONDS = 5
 
 
@@ -103,24 +102,24 @@ def create_experiment_directory(
     script = _script_of(outside_frame())
     options = command_line_options() or RunOptions()
     log_config = options.log_config or log_config
-    failures: list[DdpkitError] = []
 
-    def prepare() -> tuple[str, str]:
+    def prepare() -> tuple[str, DdpkitError | None]:
         if not if_main_process():  # without a process group every rank comes here
-            return "", ""
+            return "", None
         try:
             files = _files_to_write(hyperparams_to_save, overrides, script, save_env_desc)
             suffix = _claim(folder, options.test_only)
             _write_files(folder, files, f"log{suffix}.txt", keep=options.test_only)
             setup_logging(log_config, log_file=folder / f"log{suffix}.txt")
         except (ConfigError, FolderInUseError) as error:
-            failures.append(error)
-            return "", str(error)
-        return suffix, ""
+            return "", error
+        return suffix, None
 
-    suffix, problem = run_on_main(prepare) or ("", "")
-    if problem:
-        raise _refused(failures[0] if failures else None, problem)
+    suffix, error = run_on_main(prepare) or ("", None)
+    if isinstance(error, FolderInUseError):
+        tell_plainly(error, code=1)  # unlike a mistake in the command line, it passes
+    if error is not None:
+        raise error
     if not if_main_process():
         setup_logging(log_config, log_file=folder / f"log{suffix}.txt")
     _log_uncaught_exceptions()
@@ -215,16 +214,15 @@ def _claim(folder: Path, only_tests: bool) -> str:
     try:
         lock.folder.mkdir(parents=True, exist_ok=True)
         _Claim.take(lock)
-    except OSError as error:
-        raise _unwritable(folder, error) from error
     except FolderInUseError as error:
         owner = holder(lock.folder)
         if _is_family(owner):  # and was faster
             return ""
         raise FolderInUseError(_refusal(folder, owner)) from error
-    except CheckpointError as error:
-        if isinstance(error.__cause__, OSError):
-            raise _unwritable(folder, error.__cause__) from error
+    except (OSError, CheckpointError) as error:
+        cause = error if isinstance(error, OSError) else error.__cause__
+        if isinstance(cause, OSError):
+            raise _unwritable(folder, cause) from error
         raise ConfigError(f"experiment_directory={str(folder)!r} cannot be used: {error}") from error
     return ""
 
@@ -233,23 +231,13 @@ def _is_family(owner: Holder | None) -> bool:
     return owner is not None and owner.is_here() and is_relative(owner.pid)
 
 
-def _refused(own: DdpkitError | None, problem: str) -> DdpkitError:
-    """Return the error to raise: the main process's own, or on the other ranks one like it."""
-    if _IN_USE not in problem:
-        return own or ConfigError(problem)
-    error = own or FolderInUseError(problem)
-    tell_plainly(error, code=1)  # unlike a mistake in the command line, it passes
-    return error
-
-
 def _refusal(folder: Path, owner: Holder | None) -> str:
     is_here = owner is not None and owner.is_here()
     end = f"end it (kill {owner.pid})" if is_here and owner is not None else "end it"
     rest = "" if is_here else f" If it is certain that it has ended, remove {folder / RUN_FOLDER}."
     return (
-        f"experiment_directory={str(folder)!r} {_IN_USE}: {owner or 'it cannot be told which'}. Its files and logs "
-        f"would be overwritten, so nothing was written. Wait for it, {end}, or give this run a folder of its "
-        f"own.{rest}"
+        f"experiment_directory={str(folder)!r} is in use by another run: {owner or 'it cannot be told which'}. Its files "
+        f"would be overwritten, so nothing was written. Wait for it, {end}, or give this run a folder of its own.{rest}"
     )
 
 
@@ -381,11 +369,9 @@ def _git_revision(folder: Path) -> str:
 
 def _describe_torch() -> list[str]:
     count = torch.cuda.device_count()
-    started = bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
-    names = [torch.cuda.get_device_name(device) for device in range(count)] if started else []
     return [
         f"torch {torch.__version__}, CUDA {torch.version.cuda}, ROCm {torch.version.hip}",
-        f"{count} CUDA devices" + "".join(f"\n  {name}" for name in names or _driver_device_names()),
+        f"{count} CUDA devices" + "".join(f"\n  {name}" for name in _driver_device_names()),
         f"{os.cpu_count()} CPUs, {torch.get_num_threads()} threads in this process",
         f"{get_world_size()} processes",
     ]

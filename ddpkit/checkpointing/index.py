@@ -6,7 +6,7 @@ Nothing here writes, and all but :class:`DamageLedger` are values and pure funct
 from __future__ import annotations
 
 import math
-import operator
+import numbers
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -211,13 +211,8 @@ class Retention:
 
 
 def _check_count(name: str, value: Any, words: str) -> None:
-    """Refuse a count of checkpoints that is negative, a float or a text."""
-    try:
-        negative = operator.index(value) < 0
-    except TypeError as error:
-        raise ConfigError(f"{name}={value!r} is no whole number: {words}.") from error
-    if negative:
-        raise ConfigError(f"{name}={value!r} cannot be negative: {words}.")
+    if not isinstance(value, numbers.Integral) or int(value) < 0:
+        raise ConfigError(f"{name}={value!r} must be a whole number >= 0: {words}.")
 
 
 def as_number(value: Any) -> float | None:
@@ -470,20 +465,18 @@ def average_state_dicts(state_dicts: Iterable[Mapping[str, Any]]) -> dict[str, A
         >>> average_state_dicts([{"w": torch.tensor([1.0])}, {"w": torch.tensor([3.0])}])
         {'w': tensor([2.])}
     """
-    first: dict[str, Any] | None = None
+    first: dict[str, Any] = {}
     sums: dict[str, torch.Tensor] = {}
     count = 0
-    for state in state_dicts:
-        count += 1
+    for count, state in enumerate(state_dicts, 1):
         if not isinstance(state, Mapping):
             raise ConfigError(f"a {type(state).__name__} cannot be averaged: states of modules are needed, by name.")
-        if first is None:
-            first = {name: _copy_of(value) for name, value in state.items()}
+        if count == 1:
+            first = {name: value.detach().clone() if _is_tensor(value) else value for name, value in state.items()}
             sums = {name: _wide_copy(value) for name, value in state.items() if _can_be_averaged(value)}
-            continue
-        _add_state(sums, state, first)
-        _require_same_codes(state, first)
-    if first is None:
+        else:
+            _add_state(sums, state, first)
+    if not count:
         raise ConfigError("average_state_dicts was given no state; at least one is needed.")
     return first | {name: (total / count).to(first[name].dtype) for name, total in sums.items()}
 
@@ -492,32 +485,24 @@ def _add_state(sums: Mapping[str, torch.Tensor], state: Mapping[str, Any], first
     if state.keys() != first.keys():
         different = sorted(map(str, state.keys() ^ first.keys()))
         raise ConfigError(f"the states differ in {different}: they are of other models.")
-    for name, total in sums.items():
-        value = state[name]
-        if not isinstance(value, torch.Tensor):
-            raise ConfigError(f"{name} is a tensor in one of the states and a {type(value).__name__} in another.")
-        if value.shape != total.shape:
-            shapes = f"{tuple(value.shape)} and {tuple(total.shape)}"
-            raise ConfigError(f"{name} has different shapes in two of the states: {shapes}.")
-        total.add_(value.detach().to(total.device, total.dtype))
-
-
-def _require_same_codes(state: Mapping[str, Any], first: Mapping[str, Any]) -> None:
-    """Refuse quantized weights that were trained: what their mean is depends on scales that are kept elsewhere."""
     for name, own in first.items():
         value = state[name]
-        codes = [one.dtype for one in (own, value) if is_code(one)]
-        if codes and not _are_same_codes(own, value):
-            raise ConfigError(
-                f"{name} is {codes[0]} and not the same in all states: the mean of such codes means nothing without "
-                "their scales. Average states in which it is float32, float16 or bfloat16, and quantize the average."
-            )
+        if is_code(own) or is_code(value):
+            _require_same_code(name, own, value)
+        elif name in sums:
+            if not _is_tensor(value) or value.shape != own.shape:
+                raise ConfigError(f"{name} is {_kind(own)} in one of the states and {_kind(value)} in another.")
+            sums[name].add_(value.detach().to(own.device, sums[name].dtype))
 
 
-def _are_same_codes(one: Any, other: Any) -> bool:
-    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor) or one.dtype != other.dtype:
-        return False
-    return torch.equal(one.detach().cpu().view(torch.uint8), other.detach().cpu().view(torch.uint8))
+def _require_same_code(name: str, one: Any, other: Any) -> None:
+    """Refuse quantized weights that were trained: what their mean is depends on scales that are kept elsewhere."""
+    is_same = is_code(one) and is_code(other) and one.dtype == other.dtype
+    if not (is_same and torch.equal(one.cpu().view(torch.uint8), other.cpu().view(torch.uint8))):
+        raise ConfigError(
+            f"{name} has 8 bits and is not the same in all states: such codes have no mean without their scales. "
+            "Average states in which it is float32, float16 or bfloat16, and quantize the average."
+        )
 
 
 def is_code(value: Any) -> bool:
@@ -538,14 +523,16 @@ def is_code(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype.itemsize == 1
 
 
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+def _kind(value: Any) -> str:
+    return f"a tensor of shape {tuple(value.shape)}" if _is_tensor(value) else f"a {type(value).__name__}"
+
+
 def _can_be_averaged(value: Any) -> bool:
-    if not isinstance(value, torch.Tensor) or is_code(value):
-        return False
-    return value.is_floating_point() or value.is_complex()
-
-
-def _copy_of(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+    return _is_tensor(value) and (value.is_floating_point() or value.is_complex()) and not is_code(value)
 
 
 def _wide_copy(value: torch.Tensor) -> torch.Tensor:

@@ -771,8 +771,11 @@ def test_k14_half_precision_does_not_overflow():
     [
         ([], "no state"),
         ([{"a": torch.ones(1)}, {"b": torch.ones(1)}], "'a', 'b'"),
-        ([{"a": torch.ones(1)}, {"a": torch.ones(2)}], "a has different shapes"),
-        ([{"a": torch.ones(1)}, {"a": 1.0}], "a is a tensor in one of the states and a float in another"),
+        (
+            [{"a": torch.ones(1)}, {"a": torch.ones(2)}],
+            r"a is a tensor of shape \(1,\) in one .* \(2,\)",
+        ),
+        ([{"a": torch.ones(1)}, {"a": 1.0}], "in one of the states and a float in another"),
         ([{"a": torch.ones(1)}, {3: torch.ones(1)}], "'3', 'a'"),
         ([5], "a int cannot be averaged"),
         ([{"a": torch.ones(1)}, [torch.ones(1)]], "a list cannot be averaged"),
@@ -937,11 +940,11 @@ def test_quantized_weights_that_were_trained_are_refused_by_name(other):
     codes = torch.tensor([1.0, 2.0]).to(torch.float8_e4m3fn)
     other = other.to(codes.dtype) if isinstance(other, torch.Tensor) and other.is_floating_point() else other
     for states in ([codes, other], [other, codes]):
-        with pytest.raises(ConfigError, match=r"net\.codes is torch.float8_e4m3fn and not the same in all states"):
+        with pytest.raises(ConfigError, match=r"net\.codes has 8 bits and is not the same in all states"):
             average_state_dicts({"net.codes": one} for one in states)
 
 
 def test_quantized_weights_are_not_mixed_with_others():
     codes = torch.tensor([1.0, 2.0]).to(torch.float8_e4m3fn)
-    with pytest.raises(ConfigError, match="w is torch.float8_e4m3fn and not the same in all states"):
+    with pytest.raises(ConfigError, match="w has 8 bits and is not the same in all states"):
         average_state_dicts([{"w": torch.ones(2)}, {"w": codes}])

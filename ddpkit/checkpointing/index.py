@@ -216,7 +216,17 @@ def _check_count(name: str, value: Any, words: str) -> None:
 
 
 def as_number(value: Any) -> float | None:
-    """Return a metric as a number, or None for what cannot be compared: NaN, text, more than one number."""
+    """Return a metric as a number, or None for what cannot be compared: NaN, text, more than one number.
+
+    Args:
+        value: of any type.
+
+    Ranks: local.
+
+    Example:
+        >>> as_number(torch.tensor(2)), as_number("2")
+        (2.0, None)
+    """
     if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex():
         value = value.item()
     try:

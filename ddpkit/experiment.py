@@ -236,8 +236,8 @@ def _refusal(folder: Path, owner: Holder | None) -> str:
     end = f"end it (kill {owner.pid})" if is_here and owner is not None else "end it"
     rest = "" if is_here else f" If it is certain that it has ended, remove {folder / RUN_FOLDER}."
     return (
-        f"experiment_directory={str(folder)!r} is in use by another run: {owner or 'it cannot be told which'}. Its "
-        f"files would be overwritten, so nothing was written. Wait for it, {end}, or give this run a folder of its own.{rest}"
+        f"experiment_directory={str(folder)!r} is in use by another run: {owner or 'it cannot be told which'}. Nothing "
+        f"was written, for its files would be lost. Wait for it, {end}, or give this run a folder of its own.{rest}"
     )
 
 

@@ -164,9 +164,8 @@ def _find(folder: Path) -> _Found | None:
                 return _Found(path, _parse(path.name, file.read()), os.fstat(file.fileno()).st_mtime_ns)
     except PermissionError as error:
         raise FolderInUseError(
-            f"the lock {lock} is another user's, and this one may not look into it: whether that run lives cannot be "
-            "told. Wait until the lock is gone, or give this run a folder of its own. If it is certain that the other "
-            "has ended, remove the lock, or have its owner do so."
+            f"the lock {lock} is another user's, and this one may not look into it. Wait until it is gone, or give "
+            "this run a folder of its own. If it is certain that the other has ended, have its owner remove the lock."
         ) from error
     except OSError as error:
         if error.errno not in GONE:
@@ -176,7 +175,7 @@ def _find(folder: Path) -> _Found | None:
 
 def _parse(token: str, raw: bytes) -> Holder:
     with contextlib.suppress(ValueError, LookupError, TypeError, RecursionError):
-        record = json.loads(raw.split(b"\n", 1)[0])
+        record = json.loads(raw)
         named = {each.name: record[each.name] for each in fields(Holder)}
         typed = all(type(named[each.name]).__name__ == each.type for each in fields(Holder))
         if typed and named["pid"] > 0 and all(str(value).isprintable() for value in named.values()):
@@ -241,8 +240,8 @@ class _Watch:
         end = f"end it (kill {by.pid})" if by is not None and is_here else "end it"
         rest = "" if is_here else f" If it is certain that the other has ended, remove {self.folder / LOCK_NAME}."
         return FolderInUseError(
-            f"the folder {self.folder} is in use by another run: {by or 'others'} ({why}). Two runs cannot save into "
-            f"one folder. Wait for the other, {end}, or give this run a folder of its own.{rest}"
+            f"the folder {self.folder} is in use by another run: {by or 'others'} ({why}). Wait for it, {end}, or give "
+            f"this run a folder of its own.{rest}"
         )
 
 
@@ -322,32 +321,29 @@ class _Hold:
                 os.utime(self.path)  # never makes a file, and no other run has one of this name
             except OSError as error:
                 if error.errno in GONE:
-                    logger.error("%s Nothing more can be saved there.", self._how_lost())  # noqa: TRY400 -- no traceback
+                    logger.error("%s", self._how_lost())  # noqa: TRY400 -- no traceback
                     return
                 logger.warning("Cannot renew the lock of %s: %s. It is tried again.", self.folder, error)
 
     def require(self) -> None:
         try:
             self.path.open("rb").close()
-            if self.pid == os.getpid():
-                return
         except OSError as error:
             if error.errno not in GONE:
                 raise CheckpointError(f"cannot look at the lock {self.path}: {error}.") from error
-        raise FolderInUseError(
-            f"{self._how_lost()} Nothing is saved or deleted there any more, lest another run's checkpoints are "
-            "harmed. End this run, or give it a folder of its own."
-        )
+            raise FolderInUseError(self._how_lost()) from None
+        if self.pid != os.getpid():
+            raise FolderInUseError(f"The folder {self.folder} is held by process {self.pid}, not by this child of it.")
 
     def _how_lost(self) -> str:
         by = None
         with contextlib.suppress(CheckpointError):
             by = holder(self.folder)
-        if by is not None and by.token != self.token:
-            return f"The folder {self.folder} is no longer this run's: it was taken over by {by}."
-        if self.pid != os.getpid():
-            return f"The folder {self.folder} is held by process {self.pid}, and not by this child of it."
-        return f"The lock {self.path.parent} of this run is gone: it, or its folder, was removed."
+        why = "its lock is gone" if by is None else f"it was taken over by {by}"
+        return (
+            f"The folder {self.folder} is no longer this run's: {why}. Nothing more is saved or deleted there. End this "
+            "run, or give it a folder of its own."
+        )
 
 
 _HOLDS: dict[tuple[int, str], _Hold] = {}  # by process, since a forked child holds nothing, and by folder

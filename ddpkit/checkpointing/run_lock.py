@@ -341,8 +341,8 @@ class _Hold:
             by = holder(self.folder)
         why = "its lock is gone" if by is None else f"it was taken over by {by}"
         return (
-            f"The folder {self.folder} is no longer this run's: {why}. Nothing more is saved or deleted there. End this "
-            "run, or give it a folder of its own."
+            f"The folder {self.folder} is no longer this run's: {why}. Nothing more is saved or deleted there. End "
+            "this run, or give it a folder of its own."
         )
 
 

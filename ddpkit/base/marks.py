@@ -63,7 +63,7 @@ def mark_as_saver(method: FunctionT) -> FunctionT:
         ... def _save(self, path):
         ...     path.write_text(str(self.count))
     """
-    return _mark(method, "saver", "(self, path)", (object(), Path("path")))
+    return _mark(method, "saver", "self", "path")
 
 
 def mark_as_loader(method: FunctionT) -> FunctionT:
@@ -85,7 +85,7 @@ def mark_as_loader(method: FunctionT) -> FunctionT:
         ... def _load(self, path, end_of_epoch):
         ...     self.count = int(path.read_text()) + end_of_epoch
     """
-    return _mark(method, "loader", "(self, path, end_of_epoch)", (object(), Path("path"), True))
+    return _mark(method, "loader", "self", "path", "end_of_epoch")
 
 
 def mark_as_transfer(method: FunctionT) -> FunctionT:
@@ -107,17 +107,17 @@ def mark_as_transfer(method: FunctionT) -> FunctionT:
         ... def _transfer(self, path):
         ...     self.count = int(path.read_text())
     """
-    return _mark(method, "transfer", "(self, path)", (object(), Path("path")))
+    return _mark(method, "transfer", "self", "path")
 
 
-def _mark(method: FunctionT, role: str, wanted: str, arguments: tuple[object, ...]) -> FunctionT:
+def _mark(method: FunctionT, role: str, *arguments: str) -> FunctionT:
     signature = inspect.signature(method)
     try:
         signature.bind(*arguments)
     except TypeError as error:
-        name = getattr(method, "__qualname__", repr(method))
+        name, wanted = getattr(method, "__qualname__", repr(method)), ", ".join(arguments)
         raise TypeError(
-            f"{name}{signature} is marked as {role} and must be callable with {wanted}: {error}."
+            f"{name}{signature} is marked as {role} and must be callable with ({wanted}): {error}."
         ) from error
     setattr(method, f"_ddpkit_{role}", True)
     return method

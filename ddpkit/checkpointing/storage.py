@@ -671,7 +671,7 @@ def read_text(path: Path, limit: int = MOST_TEXT) -> str:
 
 def _read_manifest(path: Path) -> dict[str, dict[str, Any]]:
     try:
-        manifest = json.loads(read_text(path), object_pairs_hook=_unambiguous)
+        manifest = json.loads(read_text(path))
         stated = manifest.pop("digest")
         if manifest["format"] != MANIFEST_FORMAT:
             raise CheckpointError(
@@ -684,13 +684,6 @@ def _read_manifest(path: Path) -> dict[str, dict[str, Any]]:
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path.name} cannot be read: {error}") from error
     return files
-
-
-def _unambiguous(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("a name stands twice in it")
-    return found
 
 
 def _manifest_digest(manifest: Mapping[str, Any]) -> str:

@@ -330,7 +330,9 @@ def read_checkpoint(path: Path) -> Checkpoint:
 def _holds_a_checkpoint(path: Path) -> bool:
     """Say whether a directory is a checkpoint, or what is left of one."""
     try:
-        names = [entry.name for entry in path.iterdir()] if path.is_dir() else []
+        names = [entry.name for entry in path.iterdir()]
+    except NotADirectoryError:
+        return False
     except OSError as error:
         raise CheckpointError(f"it cannot be looked into: {error}") from error
     return any(name in {META_NAME, MANIFEST_NAME} or name.endswith(SUFFIX) for name in names)

@@ -293,8 +293,8 @@ def command_show(options: argparse.Namespace) -> int:
     say(f"  files     {several(len(one.files), 'file')}, {size_text(one.size)}, {'damaged' if one.reasons else state}")
     for reason in one.reasons:
         say(f"  damaged   {printable(reason)}")
-    for name, value in one.meta.items():
-        say(f"  meta      {printable(name)}: {value_text(value, 400)}")
+    for name in sorted(one.meta.keys() - {"unixtime", "end-of-epoch"}, key=str):
+        say(f"  meta      {printable(name)}: {value_text(one.meta[name], 400)}")
     for name, size in one.files.items():
         if name not in {META_NAME, MANIFEST_NAME}:
             say(f"\n{printable(name)}, {size_text(size)}")

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 POLL_SECONDS = 0.05
 KILL_SECONDS = 30.0  # as with torchrun; a rank may be saving, and the watch of one that waits ends it long before
 STOP_SECONDS = 60.0
+LINGER_SECONDS = 60.0  # for a rank to end that has done all it had to do
 AGAIN_SECONDS = 2.0  # for a rank to end by itself, once the parent has been told twice to end
 FORWARDED = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2")
 _ENDING = (signal.SIGTERM, signal.SIGINT)
@@ -72,6 +73,7 @@ class Supervisor:
     Args:
         processes: by rank, the process id, which is that of its process group too, and a function that returns the
             exit code (negative: minus the signal that ended it), or None while it runs.
+        is_done: says whether all have done their work, and have a minute to end.
 
     Attributes:
         failure: the first ending that was not good.
@@ -86,10 +88,13 @@ class Supervisor:
         'ended with exit code 1'
     """
 
-    def __init__(self, processes: Sequence[tuple[int, Callable[[], int | None]]]) -> None:
+    def __init__(
+        self, processes: Sequence[tuple[int, Callable[[], int | None]]], is_done: Callable[[], bool] = lambda: False
+    ) -> None:
         self.failure: Ending | None = None
         self.forwarded: list[int] = []
         self._alive = dict(enumerate(processes))
+        self._is_done = is_done
         self._arrived: list[int] = []
         self._is_terminating = False
         self._asked_at = self._kill_at = float("inf")
@@ -107,6 +112,8 @@ class Supervisor:
                 time.sleep(POLL_SECONDS)
                 self._pass_on()
                 self._look()
+                if self._is_done():
+                    self._kill_at = min(self._kill_at, time.monotonic() + LINGER_SECONDS)
                 if time.monotonic() >= self._kill_at:
                     for pid, _ in self._alive.values():
                         send(pid, signal.SIGKILL, group=True)

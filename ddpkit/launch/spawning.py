@@ -283,14 +283,15 @@ def spawn(function: Callable[..., T], nprocs: int | str = "auto", *args: Any) ->
     store = _host_store()
     processes: list[BaseProcess] = []
     with tempfile.TemporaryDirectory(prefix="ddpkit-") as folder:
+        results = [Path(folder, str(rank)) for rank in range(number)]
         try:
             for rank in range(number):
-                target_args = (Path(folder, str(rank)), function, args, method == "fork")
+                target_args = (results[rank], function, args, method == "fork")
                 environment = rank_environment(rank, number, int(store.port))
                 processes.append(_start_process(method, target_args, environment))
             pids = [process.pid or 0 for process in processes]
             polls = [functools.partial(getattr, process, "exitcode") for process in processes]
-            supervisor = Supervisor(list(zip(pids, polls, strict=True)))
+            supervisor = Supervisor(list(zip(pids, polls, strict=True)), lambda: all(map(Path.exists, results)))
             failure = supervisor.run()
         finally:
             for process in processes:
@@ -300,15 +301,15 @@ def spawn(function: Callable[..., T], nprocs: int | str = "auto", *args: Any) ->
         for number_of_signal in supervisor.forwarded:
             if number_of_signal in {signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGINT)}:
                 signal.raise_signal(number_of_signal)
-        return _values(Path(folder), pids, failure)
+        return _values(results, pids, failure)
 
 
-def _values(folder: Path, pids: Sequence[int], failure: Ending | None) -> list[Any]:
+def _values(files: Sequence[Path], pids: Sequence[int], failure: Ending | None) -> list[Any]:
     """Return what all ranks returned, or raise the failure of the first that failed by itself."""
     results: dict[int, Any] = {}
-    for rank in range(len(pids)):
+    for rank, file in enumerate(files):
         with contextlib.suppress(FileNotFoundError):
-            results[rank] = pickle.loads(Path(folder, str(rank)).read_bytes())  # noqa: S301 -- own ranks
+            results[rank] = pickle.loads(file.read_bytes())  # noqa: S301 -- own ranks
     failures = [one for one in results.values() if isinstance(one, _Failure)]
     first = min(failures, key=lambda one: (one.is_second_hand, one.when), default=None)
     silent = [rank for rank in range(len(pids)) if rank not in results]

@@ -155,6 +155,13 @@ def test_who_does_not_end_after_a_signal_is_ended_at_last(start, monkeypatch, tm
     thread.join()
 
 
+def test_who_does_not_end_although_all_is_done_is_killed(start, monkeypatch):
+    monkeypatch.setattr(process_monitor, "LINGER_SECONDS", 0.3)
+    began = time.monotonic()
+    assert Supervisor(start("exit 0", "sleep 60"), lambda: True).run().code == 137
+    assert soon(began, 3)
+
+
 def test_an_ignored_signal_stays_ignored(start):
     """As under nohup."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)

@@ -211,10 +211,11 @@ def test_threads_that_work_and_threads_that_wait():
 
 
 def values(folder, failure, **said):
-    for rank, result in enumerate(said.values()):
+    files = [Path(folder, name) for name in said]
+    for file, result in zip(files, said.values(), strict=True):
         if result is not ABSENT:
-            Path(folder, str(rank)).write_bytes(pickle.dumps(result))
-    return spawning._values(folder, [10, 11], failure)
+            file.write_bytes(pickle.dumps(result))
+    return spawning._values(files, [10, 11], failure)
 
 
 ABSENT = object()

@@ -115,16 +115,12 @@ def count_processes(asked: int | str, device: str | None = None) -> int:
     if word in {"gpu", "cpu", "auto"}:
         return gpus if word != "cpu" and gpus else cores()
     if isinstance(asked, bool) or not word.isdecimal() or int(word) == 0:
-        raise ConfigError(
-            f"nproc={asked!r} is no number of processes. Give a number from 1 on, gpu (one per GPU), cpu (one per "
-            "core) or auto (one per GPU, or per core without any)."
-        )
+        text = "Give a number from 1 on, gpu (one per GPU), cpu (one per core) or auto (gpu, or cpu without any)."
+        raise ConfigError(f"nproc={asked!r} is no number of processes. {text}")
     number = int(word)
     if gpus and number > gpus:
-        raise ConfigError(
-            f"nproc={asked!r}, but there are {gpus} GPUs, and each process needs one of its own. "
-            f"Give --nproc={gpus} or less, or run on the CPU with --device=cpu."
-        )
+        text = f"nproc={asked!r}, but there are {gpus} GPUs, and each process needs one of its own."
+        raise ConfigError(f"{text} Give --nproc={gpus} or less, or --device=cpu.")
     if not gpus and number > cores():
         logger.warning("%d processes share %d processor cores: they will wait for each other.", number, cores())
     return number
@@ -159,10 +155,8 @@ def _host_store() -> dist.TCPStore:
         limit = timedelta(seconds=STORE_SECONDS)
         return dist.TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, timeout=limit)
     except RuntimeError as error:
-        raise LaunchError(
-            f"the store of the run cannot be kept at port {port} of MASTER_PORT: {error}. Unset MASTER_PORT: a free "
-            "port is found then."
-        ) from error
+        text = f"the store of the run cannot be kept at port {port} of MASTER_PORT: {error}."
+        raise LaunchError(f"{text} Unset MASTER_PORT: a free port is found then.") from error
 
 
 # ------------------------------------------------------------------------------------------ the script

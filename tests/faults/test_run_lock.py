@@ -390,7 +390,12 @@ def save(lock, folder, name, text):
     lock.clean()
     final = folder / f"CKPT+{name}"
     staging = make_staging(final)
-    commit_staging(staging, final, lambda: (staging / "weights").write_text(text), before_rename=lock.require)
+
+    def write():
+        (staging / "weights").write_text(text)
+        return {}
+
+    commit_staging(staging, final, write, before_rename=lock.require)
 
 
 def checkpoints(folder):

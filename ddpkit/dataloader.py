@@ -23,7 +23,7 @@ from ddpkit.data.sharded_loader import (
     set_epoch,
     shard,
 )
-from ddpkit.data.streams import BatchShard, StreamLoader, StreamShard, guess_batch_size
+from ddpkit.data.streams import StreamLoader, StreamShard, guess_batch_size
 from ddpkit.distributed import get_rank, get_world_size
 from ddpkit.errors import DataError
 from ddpkit.logger import get_logger
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from ddpkit.data.stream_position import Bookmarks
+    from ddpkit.data.stream_position import StreamPosition
 
 __all__ = [
     "DEFAULT_SEED",
@@ -356,15 +356,15 @@ def go_on_after_end(loader: Any, state: Any) -> None:
         marks.go_on_after_end(state)
 
 
-def _marks(loader: Any) -> Bookmarks | None:
-    return loader.marks if isinstance(loader, (StreamLoader, BatchShard)) else None
+def _marks(loader: Any) -> StreamPosition | None:
+    return loader.position if isinstance(loader, StreamLoader) else None
 
 
 def _batch_size(loader: Any) -> list[Any] | None:
     """Return in what the batches of a loader are counted over all ranks, and how many one has; None if unknown."""
     plan, dataset, own = plan_of(loader), getattr(loader, "dataset", None), getattr(loader, "batch_size", None)
-    if isinstance(plan, DealtBatchSampler) or isinstance(loader, BatchShard):
-        return ["batches", (loader if plan is None else plan).world_size]
+    if isinstance(plan, DealtBatchSampler):
+        return ["batches", plan.world_size]
     if isinstance(plan, PlannedBatchSampler):
         return None  # not all are alike
     if isinstance(dataset, StreamShard):

@@ -20,7 +20,7 @@ from ddpkit.base.marks import mark_as_loader, mark_as_saver, register_checkpoint
 from ddpkit.control.loader_workers import start_loading
 from ddpkit.data.likeness import sketch
 from ddpkit.data.permutation import mix_key
-from ddpkit.data.streams import BatchShard, is_batches, is_sharded, stream_loader
+from ddpkit.data.streams import StreamLoader, batch_loader, is_batches, is_sharded, stream_loader
 from ddpkit.errors import ConfigError, DataError
 from ddpkit.logger import get_logger
 from ddpkit.sampler import (
@@ -264,7 +264,7 @@ def reshard(loader: DataLoader[Any], sharding: Sharding) -> Any:
         [[0, 1], [4]]
     """
     options: dict[str, Any] = {name: getattr(loader, name) for name in LOADER_OPTIONS if hasattr(loader, name)}
-    if is_sharded(loader) or _has_its_own_way(loader):
+    if is_sharded(loader) or _has_its_own_way(loader) or (isinstance(loader, StreamLoader) and loader.of_batches):
         return deal_batches(loader, sharding)
     if isinstance(loader.dataset, IterableDataset):
         sizes = {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
@@ -275,8 +275,8 @@ def reshard(loader: DataLoader[Any], sharding: Sharding) -> Any:
     return shard(loader.dataset, sharding, **_order_of(loader), **options)
 
 
-def deal_batches(loader: Any, sharding: Sharding) -> BatchShard:
-    """Make what gives one process its part of a loader that nothing is known of but that it yields batches.
+def deal_batches(loader: Any, sharding: Sharding) -> StreamLoader:
+    """Shard an opaque iterable of batches: rank r keeps every world_size-th batch.
 
     Args:
         loader: yields batches, anew whenever it is iterated. One that says ``is_sharded = True`` has been divided by
@@ -290,19 +290,19 @@ def deal_batches(loader: Any, sharding: Sharding) -> BatchShard:
         ['ab', 'e']
     """
     _refuse_global_batch(sharding, "the batches of a loader of one's own")
-    if isinstance(loader, BatchShard):
-        loader = loader.loader
+    if isinstance(loader, StreamLoader):
+        loader = loader.whole
     name = type(loader).__name__
     if is_sharded(loader):
         logger.info("%s divides itself over the ranks (is_sharded): it is used as it is.", name)
-        return BatchShard(loader, 0, 1, seed=mix_key(sharding.seed, sharding.rank))
+        return batch_loader(loader, 0, 1, seed=mix_key(sharding.seed, sharding.rank))
     if sharding.world_size > 1:
         logger.info(
             "%s is dealt out by batches: every rank reads all of them, and trains on one in %d.",
             name,
             sharding.world_size,
         )
-    return BatchShard(loader, sharding.rank, sharding.world_size, seed=sharding.seed)
+    return batch_loader(loader, sharding.rank, sharding.world_size, seed=sharding.seed)
 
 
 def _has_its_own_way(loader: DataLoader[Any]) -> bool:
@@ -384,7 +384,8 @@ def set_epoch(loader: Any, epoch: int) -> None:
         loader.set_epoch(epoch)
     else:
         set_epoch_inside(loader, epoch)
-    set_epoch_inside(getattr(loader, "dataset", None), epoch)
+    if not isinstance(loader, StreamLoader):  # which has told its stream
+        set_epoch_inside(getattr(loader, "dataset", None), epoch)
 
 
 def _is_divided(batch_sampler: Any, sampler: Any) -> bool:

@@ -7,7 +7,6 @@ must go on, and what it draws at random must not depend on what the process draw
 from __future__ import annotations
 
 import copy
-import inspect
 import io
 import pickle
 import random
@@ -16,10 +15,12 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
-from torch.utils.data._utils import worker as torch_worker
+from torch.utils.data import get_worker_info
 
+from ddpkit.compat.worker_info import show_worker
 from ddpkit.data.permutation import mix_key
 from ddpkit.logger import get_logger
+from ddpkit.sampler import set_epoch_inside
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -46,22 +47,21 @@ def is_stateful(data: Any) -> bool:
         >>> is_stateful([1, 2])
         False
     """
-    return _can_be_called(getattr(data, "state_dict", None)) and _can_be_called(
-        getattr(data, "load_state_dict", None), None
-    )
+    return callable(getattr(data, "state_dict", None)) and callable(getattr(data, "load_state_dict", None))
 
 
-def _can_be_called(method: Any, *arguments: Any) -> bool:
-    """Say whether a method takes these arguments and needs no others, as torch's and torchdata's do."""
-    if not callable(method):
-        return False
-    try:
-        inspect.signature(method).bind(*arguments)
-    except TypeError:
-        return False
-    except ValueError:  # one in C tells nothing
-        return True
-    return True
+def tell_epoch(stream: Any, epoch: int) -> None:
+    """Tell a stream or a loader, and what is inside it, which epoch comes, if somebody has said.
+
+    Args:
+        stream: any.
+        epoch: which comes; 0 if nobody has said.
+
+    Ranks: local.
+    """
+    if epoch:
+        set_epoch_inside(stream, epoch)
+        set_epoch_inside(getattr(stream, "dataset", None), epoch)
 
 
 class Reading:
@@ -85,7 +85,7 @@ class Reading:
 
     def __init__(self, key: int | None = None) -> None:
         self._key = key
-        self._shown: Any = None
+        self._shown: Any = None  # the loader's worker, which the stream does not see
         self._kept: Any = None  # what the process has in store: numpy draws normal numbers two at a time
         if key is not None:
             self._python: Any = random.Random(key).getstate()
@@ -93,19 +93,30 @@ class Reading:
             self._torch = torch.Generator().manual_seed(key >> 1).get_state()
 
     def __enter__(self) -> None:
-        self._shown, torch_worker._worker_info = torch_worker._worker_info, None  # noqa: SLF001 -- no other way to it
+        self._shown = get_worker_info()
+        if self._shown is not None:
+            show_worker(None)
         if self._key is not None:
             state = cast("Any", np.random).get_state(legacy=False)
             self._kept = state if state["has_gauss"] else None
             self._swap()
 
     def __exit__(self, *error: object) -> None:
-        torch_worker._worker_info, self._shown = self._shown, None  # noqa: SLF001 -- as above
+        if self._shown is not None:
+            show_worker(self._shown)
         if self._key is not None:
             self._swap()
-            kept, self._kept = self._kept, None
-            if kept is not None:
-                cast("Any", np.random).set_state(kept)
+            if self._kept is not None:
+                cast("Any", np.random).set_state(self._kept)
+
+    def each(self, items: Iterator[Any]) -> Iterator[Any]:
+        """Yield what an iterator gives, each asked for in this context."""
+        while True:
+            with self:
+                item = next(items, END)
+            if item is END:
+                return
+            yield item
 
     def state_dict(self) -> Any:
         """Return where the random numbers are, between two uses."""
@@ -142,16 +153,53 @@ class Reading:
         self._python, self._numpy, self._torch = python, numbers, state
 
 
-class ReadApart:
-    """Reads a stream that divides itself, in this process, with random numbers of its own.
+class Source:
+    """A stream or a loader that is read with random numbers of its own, from its beginning or from a state.
 
     Args:
-        dataset: the stream.
+        whole: the user's own stream or loader.
+
+    Ranks: local.
+    """
+
+    def __init__(self, whole: Any) -> None:
+        self.whole = whole
+        self._part = whole  # what is being read: the whole, or what a stream has cut off for this process
+        self._reading = Reading()
+        self._block = 0
+        self._given: dict[str, Any] | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the reading is, between two items or batches: the stream's own state, and random streams."""
+        return {
+            "stream": copy.deepcopy(self._part.state_dict()) if is_stateful(self._part) else None,
+            "block": self._block,
+            "random": self._reading.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Have the next iteration go on from a state."""
+        self._given = state
+
+    def _open(self, part: Any, reading: Reading) -> dict[str, Any]:
+        """Put a stream where it was; return the state that it goes on from, empty at the beginning."""
+        self._part, self._reading = part, reading
+        state, self._given = self._given or {}, None
+        if state.get("stream") is not None:
+            part.load_state_dict(state["stream"])
+        reading.load_state_dict(state.get("random"))
+        return state
+
+
+class ReadApart(Source):
+    """Reads a stream that divides itself, in this process.
+
+    Args:
+        whole: the stream.
         key: another one on every rank.
 
     Attributes:
         epoch: which comes.
-        has_state: whether the stream can say where it is.
 
     Ranks: local.
 
@@ -160,29 +208,14 @@ class ReadApart:
         [1, 2]
     """
 
-    def __init__(self, dataset: Any, key: int) -> None:
-        self.dataset, self.key, self.epoch = dataset, key, 1
-        self.has_state = is_stateful(dataset)
-        self._reading = Reading()
-        self._goes_on: dict[str, Any] | None = None
+    def __init__(self, whole: Any, key: int) -> None:
+        super().__init__(whole)
+        self.key, self.epoch = key, 1
 
-    @property
-    def whole(self) -> Any:
-        """The user's own stream."""
-        return self.dataset
-
-    @staticmethod
-    def numbered(state: dict[str, Any], number: int) -> dict[str, Any]:  # noqa: ARG004 -- nothing is counted here
-        """Return a state for a number of batches."""
-        return state
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return where the stream is, between two batches, and its random numbers."""
-        return {"stream": copy.deepcopy(self.dataset.state_dict()), "random": self._reading.state_dict()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Have the next iteration go on from a state."""
-        self._goes_on = state
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the stream which epoch comes."""
+        self.epoch = epoch
+        tell_epoch(self.whole, epoch)
 
     def read(self, begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         """Read to the end.
@@ -190,29 +223,20 @@ class ReadApart:
         Args:
             begin: starts torch's iteration over the stream.
         """
-        reading = self._reading = Reading(mix_key(self.key, self.epoch, READ))
-        state, self._goes_on = self._goes_on, None
-        if state is not None:
-            self.dataset.load_state_dict(state["stream"])
-            reading.load_state_dict(state["random"])
+        reading = Reading(mix_key(self.key, self.epoch, READ))
+        self._open(self.whole, reading)
         with reading:
             batches = begin()
-        while True:
-            with reading:
-                batch = next(batches, END)
-            if batch is END:
-                return
-            yield batch
+        return reading.each(batches)
 
 
-class Bookmarks:
+class StreamPosition:
     """Remembers where a stream was before each of the last few batches, so that a run can go on there.
 
     Batches are read ahead of the one that is worked on, so that where the stream is now is further on.
 
     Args:
-        source: has ``state_dict``, ``load_state_dict``, ``numbered``, which writes into a state how many batches there
-            were, and ``whole``, the user's own stream; None where that cannot say where it is.
+        source: None where it cannot say where it is.
 
     Attributes:
         first: the batch that the next iteration begins with.
@@ -221,11 +245,11 @@ class Bookmarks:
     Ranks: local.
 
     Example:
-        >>> Bookmarks(None).around(3) is None
+        >>> StreamPosition(None).around(3) is None
         True
     """
 
-    def __init__(self, source: Any) -> None:
+    def __init__(self, source: Source | None) -> None:
         self._source = source
         self._kept: deque[tuple[int, Any]] = deque(maxlen=KEPT_MARKS)
         self._given: Any = None
@@ -245,15 +269,15 @@ class Bookmarks:
         Args:
             begin: starts the iteration.
         """
-        nobody_asks = not (self.are_wanted or self.first or self._given or self._may_be_used_up)
-        return begin() if self._source is None or nobody_asks else self._marked(begin)
+        is_asked = self.are_wanted or self.first or self._given or self._may_be_used_up
+        return self._marked(self._source, begin) if self._source is not None and is_asked else begin()
 
-    def _marked(self, begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+    def _marked(self, source: Source, begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         self._kept.clear()
         self._read, self.first = self.first, 0
         state, self._given = self._given, None
         if not self._read:
-            state = {"begin": copy.deepcopy(self._source.whole.state_dict())}
+            state = {"begin": copy.deepcopy(source.whole.state_dict())}
         may_be_used_up, self._may_be_used_up = self._may_be_used_up, False
         batches = begin()
         while True:
@@ -267,10 +291,7 @@ class Bookmarks:
             self._kept.append((self._read, state))
             self._read += 1
             yield batch
-            state = self._now()
-
-    def _now(self) -> Any:
-        return self._source.state_dict()
+            state = source.state_dict()
 
     def around(self, number: int) -> dict[str, Any] | None:
         """Return where batch ``number`` of this epoch begins, and the one before it.
@@ -319,9 +340,9 @@ class Bookmarks:
         """
         if "begin" in state:
             self.go_on_after_end(state["begin"])
-            return
-        self._source.load_state_dict(self._source.numbered(state, number))
-        self.first, self._given = number, state
+        elif self._source is not None:
+            self._source.load_state_dict({**state, "block": number})  # which other ranks may have counted otherwise
+            self.first, self._given = number, state
 
     def go_on_after_end(self, state: Any) -> None:
         """Give the stream back what it takes over from one epoch into the next.
@@ -329,8 +350,9 @@ class Bookmarks:
         Args:
             state: what :meth:`at_end` returned.
         """
-        self._source.whole.load_state_dict(state)
-        self._may_be_used_up = True
+        if self._source is not None:
+            self._source.whole.load_state_dict(state)
+            self._may_be_used_up = True
 
 
 def _not_storable(state: Any) -> str:

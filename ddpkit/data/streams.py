@@ -24,14 +24,14 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_in
 from ddpkit.control.loader_workers import start_loading
 from ddpkit.data.likeness import MOST_ITEMS, FirstItems, sketch
 from ddpkit.data.permutation import mix_key
-from ddpkit.data.stream_position import END, READ, Bookmarks, ReadApart, Reading, is_stateful
+from ddpkit.data.stream_position import READ, ReadApart, Reading, Source, StreamPosition, is_stateful, tell_epoch
 from ddpkit.distributed import get_world_size
 from ddpkit.errors import ConfigError
 from ddpkit.logger import get_logger
-from ddpkit.sampler import SamplingPlan, set_epoch_inside
+from ddpkit.sampler import SamplingPlan
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterator
 
     from ddpkit.data.likeness import Sketch, Sketches
 
@@ -40,7 +40,7 @@ logger = get_logger(__name__)
 _WORKERS, _BATCHES = 0x30EF, 0xBA7C  # what random numbers are for
 
 
-class StreamShard(IterableDataset[Any]):
+class StreamShard(IterableDataset[Any], Source):
     """One rank's part of an iterable dataset, which its loader's workers divide further: every item is read once.
 
     A stream with a method ``shard(num_shards, index)`` that makes enough shards divides itself. Any other is dealt out
@@ -63,8 +63,10 @@ class StreamShard(IterableDataset[Any]):
         drop_last: leave out an incomplete last block; only where the stream is dealt out.
         num_workers: of the loader.
         seed: of the experiment.
+        of_batches: ``dataset`` is a loader of one's own, whose items are batches; it never divides itself.
 
     Attributes:
+        whole: the user's own stream or loader.
         keep_step: whether a rank without an item of the last block is given one that counts nothing.
         shows_first: whether the first thing that is read comes with a sketch of the undivided stream's first items.
 
@@ -79,7 +81,7 @@ class StreamShard(IterableDataset[Any]):
         [0, 2]
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 -- which part of what, for a loader of which kind
         self,
         dataset: Any,
         rank: int,
@@ -89,61 +91,30 @@ class StreamShard(IterableDataset[Any]):
         drop_last: bool = False,
         num_workers: int = 0,
         seed: int = 0,
+        of_batches: bool = False,
     ) -> None:
-        self.dataset = dataset
+        Source.__init__(self, dataset)
         self.rank, self.world_size = rank, world_size
         self.block_size = block_size or world_size
         self.drop_last = drop_last
         self.keep_step = self.shows_first = False
-        self.seed = seed
+        self.seed, self.of_batches = seed, of_batches
         self.epoch = torch.zeros((), dtype=torch.int64)
         if num_workers:  # workers that outlive an epoch have a copy of this object, and must learn which epoch comes
             self.epoch.share_memory_()  # type: ignore[no-untyped-call]
         self._enough: dict[int, bool] = {}
-        self._part: Any = None  # what is being read, where the stream has cut it off
-        self._reading = Reading()
-        self._block = 0
-        self._goes_on: dict[str, Any] | None = None
         self.divides_itself(max(num_workers, 1))
-
-    @property
-    def has_state(self) -> bool:
-        """Whether the stream can say where it is, and go on from there."""
-        return is_stateful(self.dataset)
-
-    @property
-    def whole(self) -> Any:
-        """The user's own stream."""
-        return self.dataset
-
-    @staticmethod
-    def numbered(state: dict[str, Any], number: int) -> dict[str, Any]:
-        """Return a state for a number of batches, which another number of ranks may count in another way."""
-        return {**state, "block": number}
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return where the reading is, between two items of this rank's: the stream's own state, and random streams."""
-        part = self.dataset if self._part is None else self._part
-        return {
-            "stream": copy.deepcopy(part.state_dict()) if is_stateful(part) else None,
-            "block": self._block,
-            "random": self._reading.state_dict(),
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Have the next iteration go on from a state."""
-        self._goes_on = state
 
     def set_epoch(self, epoch: int) -> None:
         """Tell the stream which epoch comes, if it wants to know; also the copies that running workers have."""
         self.epoch.fill_(epoch)
-        _tell(self.dataset, epoch)
+        tell_epoch(self.whole, epoch)
 
     def divides_itself(self, workers: int) -> bool:
         """Say whether the stream's own ``shard`` divides it over the ranks and so many workers of each."""
         number = self.world_size * workers
         if number not in self._enough:
-            self._enough[number] = _has_shards(self.dataset, number)
+            self._enough[number] = not self.of_batches and _has_shards(self.whole, number)
         return self._enough[number]
 
     def __iter__(self) -> Iterator[Any]:
@@ -151,10 +122,14 @@ class StreamShard(IterableDataset[Any]):
         worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
         epoch = int(self.epoch)
         if info is not None:
-            _tell(self.dataset, epoch)
+            tell_epoch(self.whole, epoch)
         if self.divides_itself(workers):
             return self._own_shard(self.rank * workers + worker, self.world_size * workers, epoch)
-        return self._dealt(worker, workers, Reading(mix_key(self.seed, epoch, READ)))
+        return self._dealt(worker, workers, self._read_alike())
+
+    def _read_alike(self) -> Reading:
+        """Return random numbers that are the same wherever the whole is read."""
+        return Reading(mix_key(self.seed, int(self.epoch), _BATCHES if self.of_batches else READ))
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
@@ -165,22 +140,21 @@ class StreamShard(IterableDataset[Any]):
     def _own_shard(self, index: int, number: int, epoch: int) -> Iterator[Any]:
         reading = Reading(mix_key(self.seed, epoch, READ, index))
         with reading:
-            part = self.dataset.shard(number, index)
-            _tell(part, epoch)  # it need not have taken that over
-            self._part = part
-            self._take_up(part, reading)
+            part = self.whole.shard(number, index)
+            tell_epoch(part, epoch)  # it need not have taken that over
+        self._open(part, reading)
+        with reading:
             items = iter(part)
-        while True:
-            with reading:
-                item = next(items, END)
-            if item is END:
-                return
-            yield item
+        yield from reading.each(items)
 
     def _dealt(self, worker: int, workers: int, reading: Reading) -> Iterator[Any]:
-        first = self._take_up(self.dataset, reading)
+        state = self._open(self.whole, reading)
+        first = int(state.get("block", 0))
+        done = state.get("batch", first * self.block_size)  # an earlier version saved between two batches of a block
         with reading:
-            items = iter(self.dataset)
+            items = start_loading(self.whole) if self.of_batches else iter(self.whole)
+            for _ in itertools.islice(items, max(first * self.block_size - done, 0)):
+                pass
         for block in itertools.count(first):
             self._block = block
             is_mine = block % workers == worker
@@ -195,17 +169,6 @@ class StreamShard(IterableDataset[Any]):
             yield from own
             if read < self.block_size:
                 return
-
-    def _take_up(self, source: Any, reading: Reading) -> int:
-        """Put a stream where it was, if there is a state to go on from; return the number of its next block."""
-        self._reading = reading
-        state, self._goes_on = self._goes_on, None
-        if state is None:
-            return 0
-        if state["stream"] is not None:
-            source.load_state_dict(state["stream"])
-        reading.load_state_dict(state["random"])
-        return int(state["block"])
 
     def _read_block(
         self, items: Iterator[Any], sketches: list[Sketch] | None, *, is_mine: bool
@@ -225,22 +188,17 @@ class StreamShard(IterableDataset[Any]):
 
     def read_again(self) -> list[Sketches] | None:
         """Read the first items twice more, of a copy; return sketches of them, or None where that cannot be done."""
-        key, number = mix_key(self.seed, int(self.epoch), READ), min(MOST_ITEMS, self.block_size)
-        return _read_twice(self.dataset, key, number)
-
-
-def _read_twice(data: Any, key: int, number: int) -> list[Sketches] | None:
-    try:
-        with Reading(key):
-            whole = copy.deepcopy(data)
-        found = []
-        for _ in range(2):
-            with Reading(key):
-                found.append([sketch(item) for item in itertools.islice(iter(whole), number)])
-    except Exception:  # a file or a connection that cannot be copied, whatever that raises
-        logger.debug("%s cannot be read once more, of a copy.", type(data).__name__, exc_info=True)
-        return None
-    return found
+        number, found = min(MOST_ITEMS, self.block_size), []
+        try:
+            with self._read_alike():
+                whole = copy.deepcopy(self.whole)
+            for _ in range(2):
+                with self._read_alike():
+                    found.append([sketch(item) for item in itertools.islice(iter(whole), number)])
+        except Exception:  # a file or a connection that cannot be copied, whatever that raises
+            logger.debug("%s cannot be read once more, of a copy.", type(self.whole).__name__, exc_info=True)
+            return None
+        return found
 
 
 @dataclass
@@ -297,35 +255,42 @@ class StreamLoader(DataLoader[Any]):
         self.last_size: int | None = None
         self.first: FirstItems | None = None
         self.keep_step = self._is_again = False
-        self._reader = dataset if isinstance(dataset, StreamShard) else ReadApart(dataset, key)
-        self.marks = Bookmarks(self._reader if self.num_workers == 0 and self._reader.has_state else None)
-        self.set_epoch(1)
+        self.collate_fn = _Counting(self.collate_fn, makes_batches=self.batch_size is not None)
+        self._source = dataset if isinstance(dataset, StreamShard) else ReadApart(dataset, key)
+        can_tell = self.num_workers == 0 and is_stateful(self._source.whole)
+        self.position = StreamPosition(self._source if can_tell else None)
+        self._seed_workers(1)
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch whose worker seeds the next iteration follows."""
-        if isinstance(self._reader, ReadApart):
-            self._reader.epoch = epoch
+        """Tell the stream which epoch comes; the next iteration follows its worker seeds."""
+        self._source.set_epoch(epoch)
+        self._seed_workers(epoch)
+
+    def _seed_workers(self, epoch: int) -> None:
         if self.key is not None and self.generator is not None:
             self.generator.manual_seed(mix_key(self.key, epoch) >> 1)
 
     @property
     def whole(self) -> Any:
-        """The user's own stream."""
-        return self._reader.whole
+        """The user's own stream or loader."""
+        return self._source.whole
+
+    @property
+    def of_batches(self) -> bool:
+        """Whether a loader of one's own is read, whose items are batches."""
+        return isinstance(self._source, StreamShard) and self._source.of_batches
 
     @property
     def is_dealt(self) -> bool:
         """Whether every rank reads the whole, and keeps its own items of it."""
-        reader = self._reader
-        return (
-            isinstance(reader, StreamShard)
-            and reader.world_size > 1
-            and not reader.divides_itself(max(self.num_workers, 1))
+        source = self._source
+        return isinstance(source, StreamShard) and (
+            source.world_size > 1 and not source.divides_itself(max(self.num_workers, 1))
         )
 
     def read_again(self) -> list[Sketches] | None:
         """Read the first items twice more; return sketches of them, or None where that cannot be done."""
-        return self._reader.read_again() if isinstance(self._reader, StreamShard) else None
+        return self._source.read_again() if isinstance(self._source, StreamShard) else None
 
     def size_of(self, batch: Any) -> int | None:
         """Return the number of items of the batch that was yielded last; None if it is one that another rank has."""
@@ -334,23 +299,12 @@ class StreamLoader(DataLoader[Any]):
         return guess_batch_size(batch) if self.last_size is None else self.last_size
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        is_counted = self.batch_size is not None
-        if isinstance(self._reader, StreamShard):
-            self._reader.keep_step, self._reader.shows_first, is_counted = self.keep_step, self.is_dealt, True
-        begin = self._counted if is_counted else functools.partial(start_loading, self, super().__iter__)
-        if self.num_workers == 0 and isinstance(self._reader, ReadApart):
-            reader = self._reader
-            batches = self.marks.marked(lambda: reader.read(begin))
-        else:
-            batches = self.marks.marked(begin)
-        return self._sized(batches) if is_counted else batches
-
-    def _counted(self) -> Iterator[Any]:
-        view = copy.copy(self)
-        vars(view)["collate_fn"] = _Counting(self.collate_fn, makes_batches=self.batch_size is not None)
-        inner = start_loading(view, super(StreamLoader, view).__iter__)
-        self._iterator = view._iterator  # noqa: SLF001 -- persistent workers stay with this loader
-        return inner
+        source, begin = self._source, functools.partial(start_loading, self, super().__iter__)
+        if isinstance(source, StreamShard):
+            source.keep_step, source.shows_first = self.keep_step, self.is_dealt
+        elif self.num_workers == 0:
+            begin = functools.partial(source.read, begin)
+        return self._sized(self.position.marked(begin))
 
     def _sized(self, inner: Iterator[Any]) -> Iterator[Any]:
         self.first = None
@@ -379,11 +333,8 @@ class _Counting:
         return size, mark, self.collate_fn(given)
 
 
-class BatchShard:
-    """One rank's part of a loader that cannot be asked for anything but its batches: every ``world_size``-th of them.
-
-    Every rank reads all batches, with random numbers that follow from seed and epoch, and keeps its own. In training a
-    rank that has none of the last ones is given the very last, which counts nothing there.
+def batch_loader(loader: Any, rank: int, world_size: int, *, seed: int = 0) -> StreamLoader:
+    """Deal an opaque iterable of batches out: rank r keeps every ``world_size``-th batch, from the r-th on.
 
     Args:
         loader: yields batches; anew whenever it is iterated.
@@ -391,95 +342,18 @@ class BatchShard:
         world_size: number of ranks.
         seed: of the experiment.
 
-    Attributes:
-        keep_step: whether a rank that has none of the last batches is given one that counts nothing.
-        first: the first batch that was read, if there are several ranks; None if none was.
-
     Ranks: local; all ranks must give the same arguments but ``rank``.
 
     Example:
-        >>> list(BatchShard(["ab", "cd", "e"], 0, 2))
+        >>> list(batch_loader(["ab", "cd", "e"], 0, 2))
         ['ab', 'e']
     """
+    shard = StreamShard(loader, rank, world_size, seed=seed, of_batches=True)
+    return StreamLoader(shard, mix_key(seed, rank, _WORKERS), batch_size=None, collate_fn=_as_it_is)
 
-    def __init__(self, loader: Iterable[Any], rank: int, world_size: int, *, seed: int = 0) -> None:
-        self.loader: Any = loader
-        self.rank, self.world_size = rank, world_size
-        self.seed = seed
-        self.epoch = 0
-        self.first: FirstItems | None = None
-        self.keep_step = self._is_again = False
-        self._reading = Reading()
-        self._batch = 0
-        self._goes_on: dict[str, Any] | None = None
-        self.marks = Bookmarks(self if is_stateful(loader) else None)
 
-    @property
-    def whole(self) -> Any:
-        """The user's own loader."""
-        return self.loader
-
-    @staticmethod
-    def numbered(state: dict[str, Any], number: int) -> dict[str, Any]:  # noqa: ARG004 -- its own count is kept
-        """Return a state for a number of batches."""
-        return state
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return where the loader is, between two batches, and the random numbers that it is read with."""
-        state = copy.deepcopy(self.loader.state_dict())
-        return {"stream": state, "batch": self._batch, "random": self._reading.state_dict()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Have the next iteration go on from a state."""
-        self._goes_on = state
-
-    @property
-    def is_dealt(self) -> bool:
-        """Whether every rank reads all, and keeps its own batches."""
-        return self.world_size > 1
-
-    def read_again(self) -> list[Sketches] | None:
-        """Read the first batch twice more, of a copy; return sketches of it, or None where that cannot be done."""
-        return _read_twice(self.loader, mix_key(self.seed, self.epoch, _BATCHES), 1)
-
-    def size_of(self, batch: Any) -> int | None:
-        """Return the number of samples of the batch that was yielded last; None if it is one that another rank has."""
-        return None if self._is_again else guess_batch_size(batch)
-
-    def set_epoch(self, epoch: int) -> None:
-        """Tell the loader, and what is inside it, which epoch comes."""
-        self.epoch = epoch
-        set_epoch_inside(self.loader, epoch)
-        set_epoch_inside(getattr(self.loader, "dataset", None), epoch)
-
-    def __iter__(self) -> Iterator[Any]:
-        key = mix_key(self.seed, self.epoch, _BATCHES)
-        return self.marks.marked(lambda: self._dealt(Reading(key)))
-
-    def _dealt(self, reading: Reading) -> Iterator[Any]:
-        self._reading = reading
-        state, self._goes_on = self._goes_on, None
-        first = 0
-        if state is not None:
-            self.loader.load_state_dict(state["stream"])
-            reading.load_state_dict(state["random"])
-            first = state["batch"]
-        with reading:
-            batches = start_loading(self.loader)
-        before, self._is_again, self.first = END, False, None
-        for number in itertools.count(first):
-            with reading:
-                batch = next(batches, END)
-            if batch is END:
-                break
-            self._batch, before = number + 1, batch
-            if self.is_dealt and number == first:
-                self.first = FirstItems((self.epoch, first), [sketch(batch)])
-            if number % self.world_size == self.rank:
-                yield batch
-        if self.keep_step and before is not END and 0 < number % self.world_size <= self.rank:
-            self._is_again = True
-            yield before
+def _as_it_is(batch: Any) -> Any:
+    return batch
 
 
 def stream_loader(
@@ -526,7 +400,9 @@ def stream_loader(
             "inside the dataset."
         )
     if isinstance(dataset, StreamShard):  # of a loader that was made for one rank: divide the whole, not the part
-        dataset = dataset.dataset
+        dataset = dataset.whole
+    if isinstance(options.get("collate_fn"), _Counting):
+        options["collate_fn"] = options["collate_fn"].collate_fn
     if _is_webdataset(dataset):
         options.setdefault("batch_size", None)
         dataset = _divisible(dataset, world_size, max(options.get("num_workers") or 0, 1))
@@ -637,10 +513,10 @@ def _has_shards(dataset: Any, number: int) -> bool:
 
 def _tell_how(shard: StreamShard, workers: int) -> None:
     """Say it where a stream is read whole by several processes, and why."""
-    number, name = shard.world_size * workers, type(shard.dataset).__name__
+    number, name = shard.world_size * workers, type(shard.whole).__name__
     if number == 1 or shard.divides_itself(workers):
         return
-    if callable(getattr(shard.dataset, "shard", None)):
+    if callable(getattr(shard.whole, "shard", None)):
         logger.warning_once(
             "%s cannot be cut into %d shards (ranks x loader workers): it is dealt out by counting, and every process "
             "reads all of it. Nothing is lost or repeated; give it more files, or use fewer workers, to read faster.",
@@ -656,13 +532,6 @@ def _tell_how(shard: StreamShard, workers: int) -> None:
         )
 
 
-def _tell(stream: Any, epoch: int) -> None:
-    """Tell a stream which epoch comes, if it wants to know and somebody has said."""
-    setter = getattr(stream, "set_epoch", None)
-    if setter is not None and epoch:
-        setter(epoch)
-
-
 def _is_webdataset(data: Any) -> bool:
     return _comes_from(data, "webdataset")
 
@@ -675,7 +544,6 @@ def _divisible(pipeline: Any, world_size: int, workers: int) -> Any:
     stages = getattr(pipeline, "pipeline", [])
     refusing = next((stage for stage in stages if _refuses(stage)), None)
     if refusing is None or get_world_size() == 1:
-        _require_splitter_inside(stages)
         return pipeline
     urls = getattr(stages[0], "urls", None)
     found = copy.copy(pipeline)
@@ -690,17 +558,6 @@ def _divisible(pipeline: Any, world_size: int, workers: int) -> Any:
 
 def _refuses(stage: Any) -> bool:
     return getattr(stage, "__name__", "") == "single_node_only" and stage.__module__.startswith("webdataset.")
-
-
-def _require_splitter_inside(stages: list[Any]) -> None:
-    """Refuse a ``WebLoader`` whose pipeline would fail in the loader's workers."""
-    inner = getattr(stages[0], "dataset", None) if stages and get_world_size() > 1 else None
-    if any(map(_refuses, getattr(inner, "pipeline", []))):
-        raise ConfigError(
-            f"the {type(inner).__name__} inside a WebLoader has no node splitter, and there are {get_world_size()} "
-            "processes, each of which needs shards of its own. Give it nodesplitter=webdataset.split_by_node, or give "
-            "the WebDataset itself instead of the WebLoader."
-        )
 
 
 class _Items(IterableDataset[Any]):

@@ -110,7 +110,7 @@ class LoaderFactory:
                 loader = reshard(data, self._sharding(stage))
         except DataError as error:
             raise DataError(f"{stage.name}: {error}") from error
-        if isinstance(loader, DataLoader) and loader is not data:
+        if loader is not data and not getattr(loader, "of_batches", False):
             logger.info("%s: the ready-made loader is planned anew, with its dataset, order and sizes.", stage.name)
         return loader
 

@@ -196,8 +196,8 @@ def _source_of(loader: Any) -> Any:
     """Return what takes something over from one epoch into the next, if a loader has such a thing."""
     if loader is None or isinstance(loader, LoopedLoader):
         return loader
-    marks = getattr(loader, "marks", None)
-    return None if marks is None else marks.whole
+    position = getattr(loader, "position", None)
+    return None if position is None else position.whole
 
 
 def _warn_out_of_reach(loader: Any, *, resumed: bool) -> None:

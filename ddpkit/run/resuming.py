@@ -16,7 +16,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from ddpkit.base.plain_yaml import load_plain_yaml
 from ddpkit.config.options import BATCHES, GRADIENTS, OPTIONS
-from ddpkit.data.streams import BatchShard, StreamShard
+from ddpkit.data.streams import StreamLoader, StreamShard
 from ddpkit.dataloader import LoopedLoader, plan_of
 from ddpkit.errors import CheckpointError, ConfigError
 from ddpkit.sampler import DealtBatchSampler, PlannedBatchSampler, layers
@@ -75,7 +75,7 @@ class Pace:
             loader: that loader.
         """
         inner, data = loader.loader if isinstance(loader, LoopedLoader) else loader, order_of(loader)
-        if isinstance(plan_of(inner), DealtBatchSampler) or isinstance(inner, BatchShard):
+        if isinstance(plan_of(inner), DealtBatchSampler) or (isinstance(inner, StreamLoader) and inner.of_batches):
             return cls(sizes.world_size, sizes.factor, data=data)  # whole batches are dealt out, whatever their sizes
         largest = None if sizes.per_process is None else sizes.per_process[1]
         return cls(sizes.world_size, sizes.factor, sizes.per_step, largest, data)
@@ -255,9 +255,8 @@ def order_of(loader: Any) -> dict[str, str | int]:
     if isinstance(plan, DealtBatchSampler):
         return {**_order_by(plan.batch_sampler), "drop_last": bool(plan.drop_last), **_length("samples", dataset)}
     if isinstance(dataset, StreamShard):
-        return {"order": f"of {type(dataset.dataset).__name__}", "drop_last": bool(dataset.drop_last)}
-    if isinstance(loader, BatchShard):
-        return {"order": f"of {type(loader.loader).__name__}"}
+        drop_last = {} if dataset.of_batches else {"drop_last": bool(dataset.drop_last)}
+        return {"order": f"of {type(dataset.whole).__name__}", **drop_last}
     if isinstance(loader, DataLoader) and not isinstance(dataset, IterableDataset):  # divided by its maker
         names = [type(one).__name__ for one in layers(loader)][1:]
         is_whole = any(isinstance(one, DistributedSampler) for one in layers(loader))

@@ -11,7 +11,7 @@ import torch
 from ddpkit.control.periodic_sync import Beat, Requests
 from ddpkit.control.rank_status import POSITION
 from ddpkit.control.stopping import exit_code
-from ddpkit.data.streams import BatchShard, StreamLoader
+from ddpkit.data.streams import StreamLoader
 from ddpkit.dataloader import plan_of, set_epoch
 from ddpkit.distributed import (
     exchange,
@@ -230,7 +230,7 @@ class StageRunner:
         }
         if length is not None:
             return Feed(loader=batches, length=length, counts=counts_of(loader), **known)
-        if isinstance(loader, (StreamLoader, BatchShard)):
+        if isinstance(loader, StreamLoader):
             loader.keep_step = True
         if options.debug:
             batches = First(batches, max(options.debug_batches - self.progress.step + left_out, 0))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.data.distributed import DistributedSampler
 
-from ddpkit.data.streams import BatchShard, StreamShard, is_sharded
+from ddpkit.data.streams import StreamShard, is_sharded
 from ddpkit.dataloader import LoopedLoader, plan_of
 from ddpkit.distributed import gather_objects, get_rank, require_all_ranks
 from ddpkit.errors import ConfigError, DataError
@@ -51,9 +51,8 @@ def is_divided(loader: Any, *, unknown: bool = False) -> bool:
     if plan is not None:
         return plan.world_size > 1
     dataset = getattr(inner, "dataset", None)
-    for one in (inner, dataset):
-        if isinstance(one, (BatchShard, StreamShard)):
-            return one.world_size > 1 or is_sharded(getattr(one, "loader", None))
+    if isinstance(dataset, StreamShard):
+        return dataset.world_size > 1 or is_sharded(dataset.whole)
     if is_sharded(inner) or is_sharded(dataset):
         return True
     parts = [one.num_replicas for one in layers(inner) if isinstance(one, DistributedSampler)]
@@ -231,7 +230,9 @@ def _rows_given(seen: Seen, size: int) -> _Rows:
 def _stream_places(loader: Any, size: int) -> NDArray[np.int64] | None:
     """Return where in the whole stream a rank's first items stand, if they were dealt out by counting."""
     dataset = getattr(loader, "dataset", None)
-    if not isinstance(dataset, StreamShard) or dataset.divides_itself(max(getattr(loader, "num_workers", 0), 1)):
+    if not isinstance(dataset, StreamShard) or dataset.of_batches:
+        return None
+    if dataset.divides_itself(max(getattr(loader, "num_workers", 0), 1)):
         return None
     each, more = divmod(dataset.block_size, dataset.world_size)
     blocks, places = np.divmod(np.arange(size), each + (1 if dataset.rank < more else 0))

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from ddpkit.comm.agreement import require_agreement
 from ddpkit.data.likeness import MOST_ITEMS, FirstItems, require_alike, sketch, warn_if_alike
 from ddpkit.data.sharded_loader import first_samples
-from ddpkit.data.streams import BatchShard, StreamLoader, guess_batch_size, is_sharded
+from ddpkit.data.streams import StreamLoader, guess_batch_size, is_sharded
 from ddpkit.dataloader import LoopedLoader, plan_of
 from ddpkit.distributed import get_world_size
 from ddpkit.types import Stage
@@ -57,7 +57,7 @@ def size_of(loader: Any) -> Callable[[Any], int | None]:
 
     Ranks: local.
     """
-    return loader.size_of if isinstance(loader, (StreamLoader, BatchShard)) else guess_batch_size
+    return loader.size_of if isinstance(loader, StreamLoader) else guess_batch_size
 
 
 def counting(loader: Any) -> Callable[[int, Any], int]:
@@ -137,7 +137,7 @@ def compared(loader: Any, stage: Stage) -> Iterable[Any]:
         [1, 2]
     """
     inner = loader.loader if isinstance(loader, LoopedLoader) else loader
-    if isinstance(inner, (StreamLoader, BatchShard)) and inner.is_dealt:
+    if isinstance(inner, StreamLoader) and inner.is_dealt:
         return _Compared(loader, inner, stage)
     if get_world_size() > 1 and isinstance(inner, StreamLoader) and is_sharded(inner.whole):
         return _CalledDivided(loader, inner, stage)
@@ -171,7 +171,7 @@ class _CalledDivided:
 class _Compared:
     """The batches of a loader; before the first of them the ranks compare what they have read."""
 
-    def __init__(self, loader: Iterable[Any], inner: StreamLoader | BatchShard, stage: Stage) -> None:
+    def __init__(self, loader: Iterable[Any], inner: StreamLoader, stage: Stage) -> None:
         self.loader, self.inner, self.stage = loader, inner, stage
 
     def __iter__(self) -> Iterator[Any]:
@@ -180,7 +180,7 @@ class _Compared:
     def _batches(self, batches: Iterator[Any]) -> Iterator[Any]:
         first = list(itertools.islice(batches, 1))
         whole = self.inner.whole
-        kind, items = ("loader", "batches") if isinstance(self.inner, BatchShard) else ("dataset", "items")
+        kind, items = ("loader", "batches") if self.inner.of_batches else ("dataset", "items")
         require_alike(
             self.inner.first,
             self.inner.read_again,

@@ -10,7 +10,6 @@ from collections import Counter
 import pytest
 import torch
 
-from ddpkit.errors import ConfigError
 from tests.contract.recipes import make
 from tests.ranks.test_likeness import Seen
 
@@ -81,7 +80,7 @@ def test_a_pipeline_is_evaluated_whole_or_divided(ranks, shards, shard_evaluatio
 
 def train_on_a_loader(urls):
     loader = wds.WebLoader(pipeline(urls), batch_size=2)
-    with pytest.raises(ConfigError, match=r"nodesplitter=webdataset\.split_by_node"):
+    with pytest.raises(ValueError, match="you need to add an explicit nodesplitter"):
         make(Seen).fit([1], loader)
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
-from ddpkit.data.streams import BatchShard
+from ddpkit.data.streams import batch_loader
 from ddpkit.dataloader import LoopedLoader, Sharding, make_dataloader, shard
 from ddpkit.errors import BatchError, ConfigError, DataError
 from ddpkit.training.gathering import Seen, gather_results, is_divided, on_cpu, row_count, rows_of
@@ -39,10 +39,10 @@ def test_which_loaders_are_divided():
         shard(data, part),
         shard(Stream(), part),
         ready,
-        BatchShard([1], 0, 2),
+        batch_loader([1], 0, 2),
         LoopedLoader(shard(data, part), 2),
     ]
-    not_divided = [shard(data, whole), shard(Stream(), whole), alone, BatchShard([1], 0, 1), make_dataloader(data)]
+    not_divided = [shard(data, whole), shard(Stream(), whole), alone, batch_loader([1], 0, 1), make_dataloader(data)]
     assert [is_divided(one) for one in divided] == [True] * 5
     assert [is_divided(one) for one in not_divided] == [False] * 5
     assert [is_divided([1], unknown=answer) for answer in (True, False)] == [True, False]

@@ -313,9 +313,7 @@ def _difference(readings: Sequence[Sketches], place: str) -> str:
 def _in_words(column: list[tuple[str, Any] | None]) -> str:
     values = ["nothing" if leaf is None else leaf[1] for leaf in column[:4]]
     shown = [
-        ", ".join(f"{number:.4g}" for number in value[:2]) + (" ..." if len(value) > 2 else "")  # noqa: PLR2004
-        if isinstance(value, list) and all(isinstance(number, float) for number in value)
-        else str(value)
+        ", ".join(f"{number:.4g}" for number in value[:2]) if isinstance(value, list) else str(value)
         for value in values
     ]
     return " | ".join(shown) + (" | ..." if len(column) > len(shown) else "")

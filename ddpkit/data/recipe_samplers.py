@@ -49,10 +49,10 @@ class ReproducibleRandomSampler(RandomSampler):
         data_source: has a length, which may change between epochs.
         seed: of the order; None: that of the experiment.
         epoch: to begin with.
-        kwargs: ``replacement`` and ``num_samples``, as for ``torch.utils.data.RandomSampler``.
+        replacement: as for ``torch.utils.data.RandomSampler``.
+        num_samples: likewise.
 
     Raises:
-        ConfigError: a ``generator`` was given.
         DataError: there is nothing to draw from.
 
     Ranks: local; alike on every rank.
@@ -65,11 +65,18 @@ class ReproducibleRandomSampler(RandomSampler):
         (True, False)
     """
 
-    def __init__(self, data_source: Any, seed: int | None = None, epoch: int = 0, **kwargs: Any) -> None:
-        _refuse_generator(self, kwargs)
+    def __init__(
+        self,
+        data_source: Any,
+        seed: int | None = None,
+        epoch: int = 0,
+        *,
+        replacement: bool = False,
+        num_samples: int | None = None,
+    ) -> None:
         if not len(data_source):
             raise DataError(f"{type(self).__name__}: data_source is empty. Check the paths and filters that made it.")
-        super().__init__(data_source, **kwargs)
+        super().__init__(data_source, replacement, num_samples)
         self.seed = _seed_or(563375142, seed)
         self.epoch = epoch
         self.generator = torch.Generator()
@@ -104,10 +111,9 @@ class ReproducibleWeightedRandomSampler(WeightedRandomSampler):
         replacement: whether a sample may be drawn more than once.
         seed: of the draws; None: that of the experiment.
         epoch: to begin with.
-        kwargs: none is known; a ``generator`` is refused.
 
     Raises:
-        ConfigError: a ``generator`` was given, or weights from which ``num_samples`` cannot be drawn.
+        ConfigError: ``num_samples`` cannot be drawn from such weights.
 
     Ranks: local; alike on every rank.
 
@@ -124,11 +130,9 @@ class ReproducibleWeightedRandomSampler(WeightedRandomSampler):
         replacement: bool = True,
         seed: int | None = None,
         epoch: int = 0,
-        **kwargs: Any,
     ) -> None:
-        _refuse_generator(self, kwargs)
         try:
-            super().__init__(weights, num_samples, replacement, **kwargs)
+            super().__init__(weights, num_samples, replacement)
         except ValueError as error:
             raise ConfigError(f"{type(self).__name__}: {error}.") from error
         self._check_weights()
@@ -145,17 +149,13 @@ class ReproducibleWeightedRandomSampler(WeightedRandomSampler):
         return super().__iter__()
 
     def _check_weights(self) -> None:
-        bad = torch.nonzero(~(torch.isfinite(self.weights) & (self.weights >= 0))).flatten().tolist()
-        if bad:
-            raise ConfigError(
-                f"{type(self).__name__}: weights[{bad[0]}]={self.weights[bad[0]].item()} is negative or not finite "
-                f"({len(bad)} such weight(s)). A weight is how often a sample is wanted: 0 or more."
-            )
         possible = int(torch.count_nonzero(self.weights))
-        if not possible or (not self.replacement and self.num_samples > possible):
+        is_weight = torch.isfinite(self.weights) & (self.weights >= 0)
+        if not is_weight.all() or possible < (1 if self.replacement else self.num_samples):
             raise ConfigError(
-                f"{type(self).__name__}: num_samples={self.num_samples} cannot be drawn from {possible} sample(s) of "
-                f"a weight above 0 with replacement={self.replacement}. Draw fewer, or with replacement=True."
+                f"{type(self).__name__}: num_samples={self.num_samples} cannot be drawn with "
+                f"replacement={self.replacement}: {int((~is_weight).sum())} weight(s) are negative or not finite, "
+                f"{possible} are not 0."
             )
 
 
@@ -188,16 +188,11 @@ class ConcatDatasetBatchSampler(Sampler[list[int]]):
     """
 
     def __init__(self, samplers: Sequence[Any], batch_sizes: Sequence[int], epoch: int = 0) -> None:
-        for name, given in (("samplers", samplers), ("batch_sizes", batch_sizes)):
-            if not isinstance(given, (list, tuple)) or not given:
-                raise ConfigError(
-                    f"{name}={given!r} is not a list or tuple with something in it: give one sampler and one batch "
-                    "size for each part of the dataset."
-                )
-        if len(samplers) != len(batch_sizes):
+        are_lists = isinstance(samplers, (list, tuple)) and isinstance(batch_sizes, (list, tuple))
+        if not are_lists or not 0 < len(samplers) == len(batch_sizes):
             raise ConfigError(
-                f"{len(samplers)} samplers and {len(batch_sizes)} batch_sizes were given: each part of the dataset "
-                "needs one of both."
+                f"samplers={samplers!r} and batch_sizes={batch_sizes!r} must be lists of the same length: one of both "
+                "for each part of the dataset."
             )
         for size in batch_sizes:
             positive_whole("batch_sizes", size, "Every part gives at least one sample to a batch.")
@@ -466,10 +461,9 @@ class BalancingDataSampler(ReproducibleWeightedRandomSampler):
         replacement: whether a sample may be drawn more than once.
         seed: of the draws; None: that of the experiment.
         epoch: to begin with.
-        kwargs: none is known; a ``generator`` is refused.
 
     Raises:
-        ConfigError: a ``generator`` was given, or more samples without replacement than there are.
+        ConfigError: more samples without replacement than there are.
         DataError: the dataset is empty, or an item lacks the key.
 
     Ranks: local; alike on every rank.
@@ -489,13 +483,12 @@ class BalancingDataSampler(ReproducibleWeightedRandomSampler):
         replacement: bool = True,
         seed: int | None = None,
         epoch: int = 0,
-        **kwargs: Any,
     ) -> None:
         self.dataset, self.key = dataset, key
         classes = ask_items(dataset, lambda item: item[key], "BalancingDataSampler")
         counts = Counter(classes)
         weights = [1.0 / counts[one] for one in classes]
-        super().__init__(weights, num_samples or len(classes), replacement, seed, epoch, **kwargs)
+        super().__init__(weights, num_samples or len(classes), replacement, seed, epoch)
 
 
 def _seed_or(default: int, seed: int | None) -> int:
@@ -508,14 +501,6 @@ def _tell(sampler: Any, epoch: int) -> None:
     setter = getattr(sampler, "set_epoch", None)
     if setter is not None:
         setter(epoch)
-
-
-def _refuse_generator(sampler: Any, kwargs: dict[str, Any]) -> None:
-    if "generator" in kwargs:
-        raise ConfigError(
-            f"generator={kwargs['generator']!r} was given to {type(sampler).__name__}, which has its own: the order is "
-            "a function of seed and epoch. Give seed instead."
-        )
 
 
 def _part_length(sampler: Any) -> int:

@@ -453,18 +453,14 @@ def _batch_of_all_ranks(sharding: Sharding) -> int | None:
 
 
 def _check_exclusive(options: dict[str, Any]) -> None:
-    given = {name for name in ("sampler", "batch_sampler") if options.get(name) is not None}
-    if options.get("shuffle") and given:
-        raise ConfigError(
-            f"shuffle=True and {' and '.join(sorted(given))} were given to the loader: the sampler decides the order. "
-            "Leave shuffle out."
-        )
-    if len(given) > 1:
-        raise ConfigError("sampler and batch_sampler were both given to the loader: give one of them.")
+    names = ("sampler", "batch_sampler")
+    given = [name for name in names if options.get(name) is not None]
+    given += ["shuffle=True"] if options.get("shuffle") else []
     if "batch_sampler" in given and options.get("batch_size") not in {None, 1}:
+        given.append(f"batch_size={options['batch_size']!r}")
+    if len(given) > 1:
         raise ConfigError(
-            f"batch_size={options['batch_size']!r} and batch_sampler were both given to the loader: the batch sampler "
-            "decides the size. Leave batch_size out."
+            f"{' and '.join(given)} were given to the loader, which exclude each other: give one of them."
         )
 
 

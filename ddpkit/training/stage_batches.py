@@ -110,11 +110,10 @@ def compare_first_samples(name: str, loader: Any) -> None:
     require_alike(
         None if found is None else FirstItems((), found[0]),
         lambda: first_samples(inner, MOST_ITEMS, 3),
-        f"{name}: the ranks do not hold the same data, and each would be given one part in {plan.world_size} of what "
-        f"it holds: {type(inner.dataset).__name__} is the same length everywhere, and its samples differ. Most of them "
-        "would be lost in silence. Let every rank load all files, in the same order (sort a list of files). If they "
-        "are drawn at random, seed the generator alike on every rank. If each rank shall keep files of its own, give "
-        "a DataLoader of them with `loader.is_sharded = True`",
+        f"{name}: the ranks do not hold the same data, and each would be given one part in {plan.world_size} of it: "
+        f"the samples of {type(inner.dataset).__name__} differ, and most would be lost in silence. Let every rank load "
+        "all files, in the same order (sort a list of files), and seed what is random. If each rank shall keep files "
+        "of its own, give a DataLoader of them with `loader.is_sharded = True`",
         f"the first samples of {name}",
         reads_more=True,
     )
@@ -138,61 +137,51 @@ def compared(loader: Any, stage: Stage) -> Iterable[Any]:
     """
     inner = loader.loader if isinstance(loader, LoopedLoader) else loader
     if isinstance(inner, StreamLoader) and inner.is_dealt:
-        return _Compared(loader, inner, stage)
+        return _Checked(loader, lambda _: _require_same_items(inner, stage))
     if get_world_size() > 1 and isinstance(inner, StreamLoader) and is_sharded(inner.whole):
-        return _CalledDivided(loader, inner, stage)
+        return _Checked(loader, lambda first: _warn_of_same_batch(inner, first, stage))
     batches: Iterable[Any] = loader
     return batches
 
 
-class _CalledDivided:
-    """The batches of a stream that says that it divides itself; before the first the ranks make sure that it does."""
+class _Checked:
+    """The batches of a loader; when the first of them has been read, the ranks compare what they have."""
 
-    def __init__(self, loader: Iterable[Any], inner: StreamLoader, stage: Stage) -> None:
-        self.loader, self.inner, self.stage = loader, inner, stage
-
-    def __iter__(self) -> Iterator[Any]:
-        return self._batches(iter(self.loader))
-
-    def _batches(self, batches: Iterator[Any]) -> Iterator[Any]:
-        first = list(itertools.islice(batches, 1))
-        warn_if_alike(
-            sketch(first[0]) if first else None,
-            f"{self.stage.name}: {type(self.inner.whole).__name__} is said to divide itself over the ranks, and all "
-            f"{get_world_size()} have read the same first batch: its items seem to come {get_world_size()} times. "
-            "Let it divide itself (a pipeline of webdataset: nodesplitter=webdataset.split_by_node), or leave "
-            "`is_sharded` out, and it is divided here.",
-            f"the first batch of {self.stage.name}",
-        )
-        yield from first
-        yield from batches
-
-
-class _Compared:
-    """The batches of a loader; before the first of them the ranks compare what they have read."""
-
-    def __init__(self, loader: Iterable[Any], inner: StreamLoader, stage: Stage) -> None:
-        self.loader, self.inner, self.stage = loader, inner, stage
+    def __init__(self, loader: Iterable[Any], check: Callable[[list[Any]], None]) -> None:
+        self.loader, self.check = loader, check
 
     def __iter__(self) -> Iterator[Any]:
         return self._batches(iter(self.loader))
 
     def _batches(self, batches: Iterator[Any]) -> Iterator[Any]:
         first = list(itertools.islice(batches, 1))
-        whole = self.inner.whole
-        kind, items = ("loader", "batches") if self.inner.of_batches else ("dataset", "items")
-        require_alike(
-            self.inner.first,
-            self.inner.read_again,
-            f"{self.stage.name}: the ranks do not read the same {items}, and each would keep one in "
-            f"{get_world_size()}: {type(whole).__name__} is dealt out by counting, which is right only where all ranks "
-            "read the same. Samples would be lost in silence. If it divides itself over the ranks, say so: set "
-            f"`is_sharded = True` on the {kind}. If it is random, seed it: draw from Python's, numpy's or torch's "
-            "global generator, which are seeded alike on all ranks while it is read. If it lists files, sort them",
-            f"the first {items} of {self.stage.name}",
-        )
+        self.check(first)
         yield from first
         yield from batches
+
+
+def _warn_of_same_batch(inner: StreamLoader, first: list[Any], stage: Stage) -> None:
+    number = get_world_size()
+    warn_if_alike(
+        sketch(first[0]) if first else None,
+        f"{stage.name}: {type(inner.whole).__name__} is said to divide itself over the ranks, and all {number} have "
+        f"read the same first batch: its items seem to come {number} times. Let it divide itself (a pipeline of "
+        "webdataset: nodesplitter=webdataset.split_by_node), or leave `is_sharded` out, and it is divided here.",
+        f"the first batch of {stage.name}",
+    )
+
+
+def _require_same_items(inner: StreamLoader, stage: Stage) -> None:
+    kind, items = ("loader", "batches") if inner.of_batches else ("dataset", "items")
+    require_alike(
+        inner.first,
+        inner.read_again,
+        f"{stage.name}: the ranks do not read the same {items}, and each would keep one in {get_world_size()} of "
+        f"{type(inner.whole).__name__}: samples would be lost in silence. If it divides itself over the ranks, set "
+        f"`is_sharded = True` on the {kind}. If it is random, seed it: draw from Python's, numpy's or torch's global "
+        "generator, which are seeded alike on all ranks while it is read. If it lists files, sort them",
+        f"the first {items} of {stage.name}",
+    )
 
 
 class Profiled:

@@ -156,7 +156,7 @@ def test_the_global_streams_stay_where_they_are(kind):
 
 @pytest.mark.parametrize("kind", ["random", "weighted", "balancing"])
 def test_a_generator_is_refused(kind):
-    with pytest.raises(ConfigError, match=r"^generator=<.*> was given to \w+Sampler, which has its own.*Give seed"):
+    with pytest.raises(TypeError, match="unexpected keyword argument 'generator'"):
         MAKERS[kind](generator=torch.Generator())
 
 
@@ -214,10 +214,10 @@ def test_weights_decide_how_often():
 @pytest.mark.parametrize(
     ("weights", "options", "match"),
     [
-        ([1.0, -1.0], {}, r"weights\[1\]=-1\.0 is negative or not finite \(1 such"),
-        ([1.0, math.nan], {}, r"weights\[1\]=nan is negative or not finite"),
-        ([0.0, 0.0], {}, r"num_samples=2 cannot be drawn from 0 sample\(s\)"),
-        ([1.0, 0.0], {"replacement": False}, r"num_samples=2 cannot be drawn from 1 sample\(s\) .* replacement=False"),
+        ([1.0, -1.0], {}, r"1 weight\(s\) are negative or not finite"),
+        ([1.0, math.nan], {}, r"1 weight\(s\) are negative or not finite"),
+        ([0.0, 0.0], {}, r"num_samples=2 cannot be drawn with .* 0 are not 0"),
+        ([1.0, 0.0], {"replacement": False}, r"num_samples=2 cannot be drawn with replacement=False.* 1 are not 0"),
         ([[1.0]], {}, r"ReproducibleWeightedRandomSampler: weights should be a 1d sequence"),
         ([1.0], {"num_samples": 0}, r"num_samples should be a positive integer"),
     ],
@@ -285,10 +285,10 @@ def test_concat_offsets_are_those_of_the_parts_and_not_of_what_is_drawn():
 @pytest.mark.parametrize(
     ("samplers", "sizes", "match"),
     [
-        (range(3), [1], r"^samplers=range\(0, 3\) is not a list or tuple"),
-        ([range(3)], 1, r"^batch_sizes=1 is not a list or tuple"),
-        ([], [], r"^samplers=\[\] is not a list or tuple with something in it"),
-        ([range(3)], [1, 2], r"^1 samplers and 2 batch_sizes were given"),
+        (range(3), [1], r"^samplers=range\(0, 3\) and batch_sizes=\[1\] must be lists"),
+        ([range(3)], 1, r"batch_sizes=1 must be lists of the same length"),
+        ([], [], r"^samplers=\[\] and"),
+        ([range(3)], [1, 2], r"must be lists of the same length"),
         ([range(3)], [0], r"^batch_sizes: 0 is not a positive whole number"),
     ],
 )

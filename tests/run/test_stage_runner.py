@@ -167,7 +167,7 @@ def test_length_of():
 def test_set_epoch_reaches_everything_inside():
     for loader in (DataLoader(Stream()), shard(Stream(), Sharding(0, 2)), shard(Stream(), Sharding())):
         set_epoch(loader, 4)
-        stream = getattr(loader.dataset, "dataset", loader.dataset)
+        stream = getattr(loader.dataset, "whole", loader.dataset)
         assert stream.epochs == [4]
     sampler = DistributedSampler(range(4), num_replicas=2, rank=0)
     for loader in (

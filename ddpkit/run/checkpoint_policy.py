@@ -27,7 +27,6 @@ from ddpkit.run.starting import (
     lineage_of,
     modules_not_saved,
     optimizers_not_saved,
-    saved_last,
     start_again,
 )
 
@@ -149,8 +148,7 @@ class CheckpointPolicy:
         if hasattr(other, "fit_batch"):
             raise ConfigError(
                 "a Brain was made with this Checkpointer before, and a checkpoint holds the training of one. Give each "
-                "Brain a Checkpointer of its own, and each training a folder of its own. To evaluate what another "
-                "Brain has trained, make a new Checkpointer on the same folder."
+                "Brain a Checkpointer of its own; to evaluate what another has trained, one on the same folder."
             )
         raise ConfigError(_taken(name, other, what))
 
@@ -254,12 +252,9 @@ class CheckpointPolicy:
         for name, value in changed.items():
             options[name] = value
         if changed:
-            logger.announce(
-                "%d process(es) go on with what %d saved: %s keeps the samples of an optimizer step.",
-                get_world_size(),
-                before.world_size,
-                ", ".join(f"{name}={value}" for name, value in changed.items()),
-            )
+            words = "%d process(es) go on with what %d saved: %s keeps the samples of an optimizer step."
+            values = ", ".join(f"{name}={value}" for name, value in changed.items())
+            logger.announce(words, get_world_size(), before.world_size, values)
 
     # ------------------------------------------------------------------ recovering
 
@@ -294,18 +289,12 @@ class CheckpointPolicy:
         others = self._others()
         lost = modules_not_saved(modules, others)
         if lost:
-            logger.warning(
-                "The checkpointer saves no weights of the module(s) %s: what they learn is lost when the run is "
-                "stopped and goes on. Give them to it: checkpointer.add_recoverable(name, module).",
-                ", ".join(lost),
-            )
+            words = "The checkpointer saves no weights of the module(s) %s: add_recoverable(name, module) adds them."
+            logger.warning(words, ", ".join(lost))
         forgotten = optimizers_not_saved(self.step.optimizers, others)
         if forgotten:
-            logger.warning(
-                "The checkpointer saves nothing of the optimizer(s) %s: when the run stops and goes on, they start "
-                "anew. Give them to it in init_optimizers: self.checkpointer.add_recoverable(name, optimizer).",
-                ", ".join(forgotten),
-            )
+            words = "The checkpointer saves nothing of the optimizer(s) %s: give it them in init_optimizers."
+            logger.warning(words, ", ".join(forgotten))
         self.checkpointer.recover_if_possible()
 
     def load_run_state(self, path: Path, *, end_of_epoch: bool) -> None:
@@ -354,12 +343,11 @@ class CheckpointPolicy:
         lost = [name for name in checkpointer.not_taken if name != "scaler" and "dataloader" not in name]
         if lost:
             logger.warning(
-                "%s holds %s, and no recoverable of this name has taken that up: the training goes on without it. What "
-                "is made in a later hook, such as on_stage_start, comes too late: make it, and add it to the "
-                "checkpointer, in init_optimizers or before fit.%s",
+                "%s holds %s, and no recoverable of this name has taken that up: the training goes on without it. Add "
+                "recoverables in init_optimizers or before fit, not later%s.",
                 recovered,
                 ", ".join(map(repr, lost)),
-                " 'ema' is the average of the weights, which is kept with ema_decay." if "ema" in lost else "",
+                "; 'ema' needs ema_decay" if "ema" in lost else "",
             )
 
     def recover_for_evaluation(self, max_key: str | None, min_key: str | None) -> Any:
@@ -394,7 +382,7 @@ class CheckpointPolicy:
         if state.start is not None and Path(checkpointer.checkpoints_dir) == self._trains_in:
             lineage: Lineage | None = state.start.lineage
         else:
-            lineage, state.evaluated = lineage_of(found), saved_last(found)
+            lineage = lineage_of(found)
         return None if lineage is None or all(map(lineage.includes, found)) else lineage
 
     def newest_and_best(self) -> tuple[Path | None, Path | None]:
@@ -479,9 +467,7 @@ class CheckpointPolicy:
         if states is None or progress.trained is None or progress.closed <= self.rank_state.resumed_step:
             return  # nothing has been trained since the epoch began, or since the checkpoint it goes on from
         if self.step.is_stepping or checkpointer.saves_on_every_rank:
-            reason = (
-                "it came in the middle of an optimizer step" if self.step.is_stepping else "a saver needs every rank"
-            )
+            reason = "it came inside of an optimizer step" if self.step.is_stepping else "a saver needs every rank"
             logger.warning("No checkpoint is made of the failure: %s.", reason)
             return
         with _as_trained(progress):
@@ -506,8 +492,8 @@ class CheckpointPolicy:
         is_in_pass = self.progress.is_in_pass
         if end_of_epoch and is_in_pass:
             logger.warning_once(
-                "A checkpoint of the end of an epoch is made in the middle of one (end_of_epoch=True is the default): "
-                "who goes on from it leaves out the rest of this epoch's data. Save with end_of_epoch=False."
+                "A checkpoint with end_of_epoch=True (the default) is made in the middle of an epoch: a run that goes "
+                "on from it leaves out the rest of the epoch. Save with end_of_epoch=False."
             )
         if end_of_epoch or not is_in_pass or self._is_between_batches:
             yield
@@ -522,11 +508,8 @@ class CheckpointPolicy:
         is_known = progress.result is not None and progress.result_at == step
         pending = progress.window.pending(step) or (0 if is_known else progress.window.pending(step - 1))
         if pending:
-            logger.warning_once(
-                "A checkpoint is made in the middle of an optimizer step: the gradients of %d batch(es) are not in it. "
-                "Save where should_step is true, and after the step.",
-                pending,
-            )
+            words = "A checkpoint is made inside of an optimizer step: the gradients of %d batch(es) are not in it."
+            logger.warning_once(words, pending)
         elif not self._has_own_fit_batch and not is_known and progress.closed == step - 1:
             self.rank_state.trained_batches = progress.closed  # this batch has not been trained on yet
         self.run_state.lacks = step if self._has_own_fit_batch and not is_known else None
@@ -553,7 +536,4 @@ def _as_trained(progress: Progress) -> Iterator[None]:
 
 
 def _taken(name: str, other: Any, what: str) -> str:
-    return (
-        f"a recoverable of the recipe, of type {type(other).__name__}, is named {name!r}, and so is {what} in every "
-        "checkpoint. Give yours another name."
-    )
+    return f"a recoverable of the recipe ({type(other).__name__}) is named {name!r}, as {what} is: rename it."

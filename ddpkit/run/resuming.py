@@ -7,7 +7,7 @@ and the place in the epoch, which was counted in batches of one process, is coun
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -132,9 +132,8 @@ class Pace:
         batches = self.factor * self.world_size
         if batches % world_size:
             raise ConfigError(
-                f"this run was saved by {self.world_size} processes with {batches} batches per optimizer step, of "
-                f"sizes that a sampler decides, and {world_size} processes cannot divide those evenly. Start a number "
-                f"of processes that divides {batches}, or begin anew with --resume=never and another output folder."
+                f"this run was saved by {self.world_size} processes with {batches} batches of a sampler per optimizer "
+                f"step, which {world_size} processes cannot divide: start a number of processes that divides {batches}."
             )
         return {"grad_accumulation_factor": batches // world_size}
 
@@ -155,12 +154,10 @@ class Pace:
             samples = step * before.per_step // before.factor  # such an epoch counts batches, whatever is in them
         if changed and self.per_step and samples:
             steps = samples // self.per_step
-            words = (
-                f"The checkpoint was saved with {before.per_step} samples per optimizer step, and now there are "
-                f"{self.per_step}: the epoch goes on after {steps * self.per_step} of the {samples} samples that were "
-                "done, and the run will not be the one that was never stopped."
+            return steps * factor, (
+                f"The checkpoint has {before.per_step} samples per optimizer step, now there are {self.per_step}: the "
+                f"epoch goes on after {steps * self.per_step} of the {samples} samples that were done."
             )
-            return steps * factor, words
         if self._deals_others(before):
             return self._place_of_batches(before, step)
         if before.factor in {None, factor}:
@@ -181,9 +178,8 @@ class Pace:
         own, again = divmod(done, self.world_size or 1)
         repeated = f" ({again} of them are done again)" if again else ""
         return own, (
-            f"The checkpoint was saved with {_dealt(before)} batches per optimizer step, and now there are "
-            f"{_dealt(self)}: the epoch goes on after {done - again} of the {done} batches that were done{repeated}, "
-            "and the run will not be the one that was never stopped."
+            f"The checkpoint has {_dealt(before)} batches per optimizer step, now there are {_dealt(self)}: the epoch "
+            f"goes on after {done - again} of the {done} batches that were done{repeated}."
         )
 
     def changes(self, before: Pace) -> list[str]:
@@ -215,9 +211,8 @@ class Pace:
         if not changed:
             return None
         return (
-            "The checkpoint was made in the middle of an epoch, and the data is not what it was then: "
-            f"{'; '.join(changed)}. The rest of the epoch is that of the new order: samples may come twice in it, and "
-            "others not at all. Go on with the data as it was, or from the end of an epoch."
+            f"The data is not what it was when the checkpoint was made inside of an epoch: {'; '.join(changed)}. "
+            "Samples may come twice in this epoch, and others not at all."
         )
 
 
@@ -233,9 +228,9 @@ def order_of(loader: Any) -> dict[str, str | int]:
         loader: of this rank.
 
     Returns:
-        Under ``order`` how the data is ordered, or what gives it; where they are known, the ``samples`` of the dataset,
-        ``drop_last``, the ``length`` and the ``batch_size`` of a recipe's sampler, and the batches of a
-        ``nominal epoch``. Equal on all ranks, and on any number of them; nothing is drawn.
+        Under ``order`` how the data is ordered, or the classes that order it; where they are known, the ``samples`` of
+        the dataset, ``drop_last``, and the batches of a ``nominal epoch``. Equal on all ranks, and on any number of
+        them; nothing is drawn.
 
     Ranks: local.
 
@@ -247,44 +242,35 @@ def order_of(loader: Any) -> dict[str, str | int]:
     if isinstance(loader, LoopedLoader):
         return {**order_of(loader.loader), NOMINAL: int(loader.epoch_length)}
     plan, dataset = plan_of(loader), getattr(loader, "dataset", None)
-    if isinstance(plan, PlannedBatchSampler):
-        if isinstance(plan.source, int):
-            order = "shuffled" if plan.shuffle else "as it stands"
-            return {"order": order, "drop_last": bool(plan.drop_last), "samples": plan.source}
-        return {**_order_by(plan.source), "drop_last": bool(plan.drop_last), **_length("samples", dataset)}
-    if isinstance(plan, DealtBatchSampler):
-        return {**_order_by(plan.batch_sampler), "drop_last": bool(plan.drop_last), **_length("samples", dataset)}
+    if isinstance(plan, PlannedBatchSampler) and isinstance(plan.source, int):
+        order = "shuffled" if plan.shuffle else "as it stands"
+        return {"order": order, "drop_last": bool(plan.drop_last), "samples": plan.source}
+    if isinstance(plan, (PlannedBatchSampler, DealtBatchSampler)):
+        sampler = plan.source if isinstance(plan, PlannedBatchSampler) else plan.batch_sampler
+        return {"order": _names(layers(sampler)), "drop_last": bool(plan.drop_last), **_samples(dataset)}
     if isinstance(dataset, StreamShard):
         drop_last = {} if dataset.of_batches else {"drop_last": bool(dataset.drop_last)}
         return {"order": f"of {type(dataset.whole).__name__}", **drop_last}
     if isinstance(loader, DataLoader) and not isinstance(dataset, IterableDataset):  # divided by its maker
-        names = [type(one).__name__ for one in layers(loader)][1:]
-        is_whole = any(isinstance(one, DistributedSampler) for one in layers(loader))
-        return {"order": f"by {' of '.join(names)}", **(_length("samples", dataset) if is_whole else {})}
+        inside = list(layers(loader))[1:]
+        is_whole = any(isinstance(one, DistributedSampler) for one in inside)
+        return {"order": _names(inside), **(_samples(dataset) if is_whole else {})}
     return {"order": f"of {type(loader if dataset is None else dataset).__name__}"}
 
 
-def _order_by(sampler: Any) -> dict[str, str | int]:
-    """Describe a recipe's sampler; its length only where that is the same in every epoch."""
-    inside = list(layers(sampler))
-    size = _whole(getattr(sampler, "batch_size", None))
-    has_length = type(inside[-1]).__module__.split(".")[0] in {"torch", "builtins"}
-    return {
-        "order": f"by {' of '.join(type(one).__name__ for one in inside)}",
-        **(_length("length", inside[-1]) if has_length else {}),
-        **({} if size is None else {"batch_size": size}),
-    }
+def _names(samplers: Iterable[Any]) -> str:
+    return f"by {' of '.join(type(one).__name__ for one in samplers)}"
 
 
-def _length(name: str, data: Any) -> dict[str, int]:
+def _samples(dataset: Any) -> dict[str, int]:
     try:
-        return {name: len(data)}
+        return {"samples": len(dataset)}
     except (TypeError, NotImplementedError, AttributeError):
         return {}
 
 
 def read_brain_file(checkpoint: Path) -> dict[str, Any]:
-    """Return what a checkpoint holds of the Brain; empty if it has no such file.
+    """Return what a checkpoint holds of the Brain; empty if it has no such file, or nothing that a Brain has saved.
 
     Args:
         checkpoint: its directory.
@@ -299,41 +285,14 @@ def read_brain_file(checkpoint: Path) -> dict[str, Any]:
         >>> read_brain_file(Path("nowhere"))
         {}
     """
-    try:
-        return read_brain_state(checkpoint / BRAIN_FILE)
-    except FileNotFoundError:
-        return {}
-
-
-def read_brain_state(path: Path) -> dict[str, Any]:
-    """Return what a file says that a Brain has saved; empty if that is nothing.
-
-    Args:
-        path: of the file.
-
-    Raises:
-        CheckpointError: it cannot be read, or is damaged.
-        FileNotFoundError: there is no such file.
-
-    Ranks: local.
-
-    Example:
-        >>> from pathlib import Path
-        >>> import tempfile
-        >>> path = Path(tempfile.mkdtemp()) / "brain.ckpt"
-        >>> _ = path.write_text("step: 3")
-        >>> read_brain_state(path)
-        {'step': 3}
-    """
+    path = checkpoint / BRAIN_FILE
     try:
         state = load_plain_yaml(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise
+        return {}
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
-    except UnicodeDecodeError as error:
-        raise CheckpointError(f"{path}: it is no text ({error}). {DAMAGED}") from error
-    except CheckpointError as error:
+    except (UnicodeDecodeError, CheckpointError) as error:
         raise CheckpointError(f"{path}: {error}. {DAMAGED}") from error
     return dict(state) if isinstance(state, Mapping) else {}
 

@@ -163,20 +163,16 @@ def choose_start(checkpointer: Checkpointer, resume: str, world_size: int) -> St
         return _start_at(own)
     if found:
         logger.warning(
-            "--resume=%s, and %s holds %d checkpoint(s) of another run. They stay, and count neither for what this run "
-            "keeps nor for what evaluate finds best; what a recipe itself finds may be one of them. Better give this "
-            "run an output folder of its own.",
-            resume,
-            checkpointer.checkpoints_dir,
-            len(found),
-        )
+            "--resume=%s, and %s holds %d checkpoint(s) of another run: they stay, and do not count for this one. "
+            "Better give this run an output folder of its own.", resume, checkpointer.checkpoints_dir, len(found),
+        )  # fmt: skip
     if resume == NEVER:
         return Start(NEVER, Lineage.new())
     path = Path(resume)
     state, last = _state_of(path), -math.inf
     with contextlib.suppress(CheckpointError, KeyError, TypeError, ValueError):  # who loads it says what is wrong
         last = ckpt_recency(read_checkpoint(path))
-    return Start(resume, Lineage.new(state, last), _pace_of(path))
+    return Start(resume, Lineage.new(state, last), _asked(state) if _looks_whole(path) else None)
 
 
 def start_again(checkpointer: Checkpointer, resume: str, lineage: Lineage) -> Start:
@@ -195,13 +191,8 @@ def start_again(checkpointer: Checkpointer, resume: str, lineage: Lineage) -> St
         >>> start_again(Checkpointer(tempfile.mkdtemp()), "never", Lineage.new()).resume
         'never'
     """
-    found = sorted(checkpointer.list_checkpoints(), key=ckpt_recency, reverse=True)
-    if resume == NEWEST:
-        trained = _trained_before(checkpointer, found[0], found) if found else None
-        return Start(NEWEST if trained is None else str(trained.path), lineage)
-    own = list(filter(lineage.includes, found))
-    own = [each for each in own if not _is_of_evaluation(each)] or own
-    return Start(str(own[0].path) if own else resume, lineage)
+    own = _of_training(list(filter(lineage.includes, checkpointer.list_checkpoints())))
+    return Start(str(max(own, key=ckpt_recency).path) if own else resume, lineage)
 
 
 def lineage_of(checkpoints: Iterable[Checkpoint]) -> Lineage | None:
@@ -216,67 +207,34 @@ def lineage_of(checkpoints: Iterable[Checkpoint]) -> Lineage | None:
         >>> lineage_of([]) is None
         True
     """
-    known = saved_last(checkpoints)  # what says nothing of its run is not left out
-    return None if known is None else Lineage(known.run, -math.inf, known.before)
-
-
-def saved_last(checkpoints: Iterable[Checkpoint]) -> Lineage | None:
-    """Return the lineage of the run that has saved last, as its newest checkpoint tells it.
-
-    Args:
-        checkpoints: in any order.
-
-    Ranks: local.
-
-    Example:
-        >>> saved_last([]) is None
-        True
-    """
     newest_first = sorted(checkpoints, key=ckpt_recency, reverse=True)
-    return next((known for known in map(_lineage_at, newest_first) if known is not None), None)
+    known = next(filter(None, map(_lineage_at, newest_first)), None)
+    return None if known is None else Lineage(known.run, -math.inf, known.before)  # includes what does not tell
 
 
 def _newest(checkpointer: Checkpointer, found: list[Checkpoint], world_size: int) -> Start:
     """Start from the newest that is whole; where its samples per step must be kept, make sure of that beforehand."""
-    for checkpoint in found:
-        path = checkpoint.path
-        if verify(path, "size") or verify(path, "full", only=BRAIN_FILE):
-            continue
-        with contextlib.suppress(CheckpointError):  # who loads it will say what is wrong with it
-            trained = _trained_before(checkpointer, checkpoint, found)
-            start = _start_at(trained or checkpoint)
-            if trained is not None:
-                return start
-            if start.pace is None or start.pace.world_size in {None, world_size}:
-                return Start(NEWEST, start.lineage, start.pace)
-            newest = checkpointer.find_checkpoint()
-            return Start(NEWEST, start.lineage, start.pace) if newest is None else _start_at(newest)
-    return Start(NEWEST, Lineage.new())
+    trained = _of_training(found)
+    newest = next((one for one in trained if _looks_whole(one.path)), None)
+    if newest is None:
+        return Start(NEWEST, Lineage.new())
+    start = _start_at(newest)
+    if trained[0] is found[0] and (start.pace is None or start.pace.world_size in {None, world_size}):
+        return Start(NEWEST, start.lineage, start.pace)  # the checkpointer finds it, and verifies all of it
+    chosen = checkpointer.find_checkpoint(ckpt_predicate=lambda one: one in trained)
+    if trained[0] is not found[0] and chosen is not None:
+        words = "%s was saved by a process that only evaluated: the training goes on from %s."
+        logger.info(words, found[0].path, chosen.path)
+    return start if chosen is None else _start_at(chosen)
 
 
-def _trained_before(checkpointer: Checkpointer, newest: Checkpoint, found: list[Checkpoint]) -> Checkpoint | None:
-    """Return what a training goes on from instead of a checkpoint that an evaluation saved; None: from that."""
-    if not _is_of_evaluation(newest):
-        return None
-    lineage = _lineage_at(newest)
-
-    def counts(checkpoint: Checkpoint) -> bool:
-        return not _is_of_evaluation(checkpoint) and (lineage is None or lineage.includes(checkpoint))
-
-    if not any(map(counts, found)):
-        return None
-    trained = None
-    with contextlib.suppress(CheckpointError):  # of those none is whole
-        trained = checkpointer.find_checkpoint(ckpt_predicate=counts)
-    if trained is not None:
-        logger.info(
-            "%s was saved by a process that only evaluated: the training goes on from %s.", newest.path, trained.path
-        )
-    return trained
+def _of_training(found: list[Checkpoint]) -> list[Checkpoint]:
+    """Return the checkpoints that a training has saved; all, where only evaluations have."""
+    return [one for one in found if _state_of(one.path).get(EVALUATED) is not True] or found
 
 
-def _is_of_evaluation(checkpoint: Checkpoint) -> bool:
-    return _state_of(checkpoint.path).get(EVALUATED) is True
+def _looks_whole(path: Path) -> bool:
+    return not (verify(path, "size") or verify(path, "full", only=BRAIN_FILE))
 
 
 def _start_at(checkpoint: Checkpoint) -> Start:
@@ -295,15 +253,6 @@ def _of_this_launch(checkpointer: Checkpointer, found: list[Checkpoint]) -> Chec
         return state.get("launch") == launch and state.get(EVALUATED) is not True
 
     return checkpointer.find_checkpoint(ckpt_predicate=is_own) if any(map(is_own, found)) else None
-
-
-def _pace_of(path: Path) -> Pace | None:
-    """Return the pace of a checkpoint that looks whole."""
-    if verify(path, "size") or verify(path, "full", only=BRAIN_FILE):
-        return None
-    with contextlib.suppress(CheckpointError):
-        return _asked(read_brain_file(path))
-    return None
 
 
 def _asked(state: Mapping[str, Any]) -> Pace:
@@ -330,8 +279,7 @@ def modules_not_saved(modules: Mapping[str, nn.Module] | nn.ModuleDict, recovera
 
     Args:
         modules: by name.
-        recoverables: of a checkpointer. One that is no module, and in whose attributes none is found, is taken to hold
-            nothing of them.
+        recoverables: of a checkpointer: modules, or objects with modules among their attributes.
 
     Returns:
         Names, and how many of the parameters are in no checkpoint.
@@ -343,14 +291,12 @@ def modules_not_saved(modules: Mapping[str, nn.Module] | nn.ModuleDict, recovera
         >>> modules_not_saved({"net": net, "head": head}, {"net": net})
         ['head (2 of 2 parameters)']
     """
-    held: set[int] = set()
-    for one in recoverables.values():
-        for module in _modules_in(one):
-            held.update(map(_place, module.parameters()))
+    saved = [one for one in _parts_of(recoverables) if isinstance(one, nn.Module)]
+    held = {_storage(parameter) for module in saved for parameter in module.parameters()}
     found = []
     for name, module in modules.items():
         trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        lost = [parameter for parameter in trained if _place(parameter) not in held]
+        lost = [parameter for parameter in trained if _storage(parameter) not in held]
         if lost:
             found.append(f"{name} ({len(lost)} of {len(trained)} parameters)")
     return found
@@ -373,10 +319,25 @@ def optimizers_not_saved(optimizers: Mapping[str, Any] | None, recoverables: Map
         >>> optimizers_not_saved({"opt_class": sgd}, {"net": nn.Linear(1, 1)})
         ['opt_class']
     """
-    held = {id(one) for one in recoverables.values()}
-    for one in recoverables.values():
-        held.update(map(id, _parts_of(one)))
+    held = set(map(id, _parts_of(recoverables)))
     return [name for name, optimizer in (optimizers or {}).items() if id(optimizer) not in held]
+
+
+def _parts_of(recoverables: Mapping[str, Any]) -> Iterator[Any]:
+    """Yield recoverables, their attributes, and what is in the containers among those."""
+    for one in recoverables.values():
+        yield one
+        for value in getattr(one, "__dict__", {}).values():
+            inner = list(value.values()) if isinstance(value, dict) else value
+            yield from inner if isinstance(inner, (list, tuple)) else (inner,)
+
+
+def _storage(parameter: torch.Tensor) -> int:
+    """Return what a parameter and that of a scripted copy have in common."""
+    try:
+        return parameter.data_ptr() or id(parameter)
+    except RuntimeError:  # one without storage
+        return id(parameter)
 
 
 class TrainedFlags:
@@ -421,29 +382,6 @@ class TrainedFlags:
         return count
 
 
-def _modules_in(one: Any) -> Iterator[nn.Module]:
-    """Yield an object if it is a module, else the modules among its attributes, and in the containers among those."""
-    if isinstance(one, nn.Module):
-        yield one
-        return
-    yield from (part for part in _parts_of(one) if isinstance(part, nn.Module))
-
-
-def _parts_of(one: Any) -> Iterator[Any]:
-    """Yield the attributes of an object, and what is in the containers among those."""
-    for value in getattr(one, "__dict__", {}).values():
-        inner = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else (value,)
-        yield from inner
-
-
-def _place(parameter: torch.Tensor) -> int:
-    """Return what a parameter and that of a scripted copy have in common."""
-    try:
-        return parameter.data_ptr() or id(parameter)
-    except RuntimeError:  # one without storage
-        return id(parameter)
-
-
 def learning_rates(optimizers: Mapping[str, Any] | None) -> dict[str, list[float]]:
     """Return the learning rate of every parameter group.
 
@@ -461,51 +399,3 @@ def learning_rates(optimizers: Mapping[str, Any] | None) -> dict[str, list[float
         groups = getattr(optimizer, "param_groups", [])
         rates[name] = [float(group["lr"]) for group in groups if "lr" in group]
     return rates
-
-
-def rates_in_use(before: Any, now: Mapping[str, Any], anew: Iterable[str]) -> dict[str, Any]:
-    """Return the learning rates with which the trainings began that the optimizers go on with.
-
-    Args:
-        before: as a checkpoint tells them; anything but a mapping tells nothing.
-        now: those that the script has set, by the optimizer's name.
-        anew: the optimizers that take up no state of the checkpoint.
-
-    Returns:
-        By the optimizer's name; None where a checkpoint does not tell.
-
-    Ranks: local.
-
-    Example:
-        >>> rates_in_use({"sgd": [0.5]}, {"sgd": [0.1], "adam": [0.2]}, anew=["adam"])
-        {'sgd': [0.5], 'adam': [0.2]}
-    """
-    known = before if isinstance(before, Mapping) else {}
-    fresh = set(anew)
-    return {name: rates if name in fresh else known.get(name) for name, rates in now.items()}
-
-
-def changed_rates(before: Any, now: Mapping[str, list[float]]) -> list[str]:
-    """Say which learning rates a script has set otherwise than those that its optimizers go on with.
-
-    Args:
-        before: as :func:`rates_in_use` returns them; anything but a mapping of lists tells nothing.
-        now: those of the present run, before the checkpoint's are loaded.
-
-    Returns:
-        One text per optimizer.
-
-    Ranks: local.
-
-    Example:
-        >>> changed_rates({"sgd": [0.5]}, {"sgd": [0.1]})
-        ['sgd 0.1, before 0.5']
-    """
-    if not isinstance(before, Mapping):
-        return []
-    names = [name for name in now if isinstance(before.get(name), list) and before[name] != now[name]]
-    return [f"{name} {_short(now[name])}, before {_short(before[name])}" for name in names]
-
-
-def _short(rates: list[float]) -> str:
-    return ", ".join(f"{rate:g}" for rate in dict.fromkeys(rates))

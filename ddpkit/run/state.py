@@ -13,16 +13,13 @@ from ddpkit.checkpointing.index import SUFFIX
 from ddpkit.distributed import get_rank, get_world_size
 from ddpkit.errors import CheckpointError
 from ddpkit.logger import get_logger
-from ddpkit.run.resuming import DAMAGED, TELLING, Pace, changed_options, read_brain_state
+from ddpkit.run.resuming import DAMAGED, TELLING, Pace, changed_options, read_brain_file
 from ddpkit.run.starting import (
     EVALUATED,
-    Lineage,
     Start,
     TrainedFlags,
-    changed_rates,
     learning_rates,
     optimizers_not_saved,
-    rates_in_use,
 )
 
 if TYPE_CHECKING:
@@ -35,14 +32,10 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-EARLIER = (
-    "The checkpoint was made in the middle of an epoch, in call %s of fit, and this is call %d: its weights are taken, "
-    "its place in the data is not."
-)
+EARLIER = "The checkpoint is of the middle of call %s of fit, and this is call %d: its place in the data is not taken."
 OTHER_RATES = (
     "The learning rate is not that with which the checkpoint's run began (%s), and has no effect: the optimizer goes "
-    "on with the checkpoint's. To change it, set it in the optimizer's param_groups after on_fit_start, or begin anew "
-    "with --resume=never."
+    "on with the checkpoint's. To change it, set it in param_groups after on_fit_start, or give --resume=never."
 )
 
 
@@ -120,13 +113,8 @@ class FitCalls:
             return False, None
         path, state = self.later
         finished = tuple(state.get("finished") or ())
-        logger.announce(
-            "Call %d of fit is done already: %s was made in call %d, which will go on from it. If this script does not "
-            "call fit as often, start it with --resume=never and an output folder of its own.",
-            self.number,
-            path,
-            state["fit"],
-        )
+        words = "Call %d of fit is done: %s was made in call %d, which goes on from it; else use another folder."
+        logger.announce(words, self.number, path, state["fit"])
         return True, finished[self.number - 1] if len(finished) >= self.number else None
 
 
@@ -147,7 +135,6 @@ class RunState:
     Attributes:
         calls: of ``fit``.
         start: what the run started from; None before ``fit``.
-        evaluated: lineage of the checkpoints that a process looks at which does not train; known to rank 0.
         pace: what an optimizer step is made of.
         asked_pace: the same as asked for, where another number of processes had to change it.
         recovered: the checkpoint that was recovered in this call of ``fit`` or ``evaluate``.
@@ -166,7 +153,6 @@ class RunState:
         self.step, self.rank_state = step, rank_state
         self.calls = FitCalls()
         self.start: Start | None = None
-        self.evaluated: Lineage | None = None
         self.pace = Pace(None, None)
         self.asked_pace: Pace | None = None
         self.recovered: Path | None = None
@@ -227,8 +213,7 @@ class RunState:
         progress = self.progress
         if progress.is_fitting or self.calls.number or self.step.optimizers or progress.optimizer_step:
             return {}
-        lineage = {} if self.evaluated is None else self.evaluated.state_dict()
-        return {**(self._evaluated_state or {}), **lineage, EVALUATED: True}
+        return {**(self._evaluated_state or {}), EVALUATED: True}
 
     # ------------------------------------------------------------------ recovering
 
@@ -245,11 +230,11 @@ class RunState:
         """
         folder = self.recovered = path.parent
         if not self.progress.is_fitting:
-            with contextlib.suppress(CheckpointError, OSError):
-                found = read_brain_state(path)
+            with contextlib.suppress(CheckpointError):
+                found = read_brain_file(folder)
                 self._evaluated_state = found if "step" in found else None
             return
-        state = read_brain_state(path)
+        state = read_brain_file(folder)
         if "step" not in state:
             raise CheckpointError(f"{path} does not say how far the run had come: it has no 'step'. {DAMAGED}")
         self.progress.optimizer_step = state.get("optimizer_step", state["step"])
@@ -272,24 +257,18 @@ class RunState:
     def _go_on_inside_epoch(self, state: Mapping[str, Any]) -> None:
         progress = self.progress
         if state.get("lacks") is not None:
-            logger.warning(
-                "The checkpoint was made inside of fit_batch: the loss of batch %s is not in it, and the mean that is "
-                "reported for this epoch will be without.",
-                state["lacks"],
-            )
+            words = "The checkpoint was made inside of fit_batch: the mean loss of this epoch will be without batch %s."
+            logger.warning(words, state["lacks"])
         samples = state.get("samples", 0)
         before = Pace.read(state)
-        progress.step, words = self.pace.place(before, state["step"], samples)
-        for told in (words, self.pace.other_data(before) if state["step"] else None):
-            if told is not None:
-                logger.warning("%s", told)
+        progress.step, told = self.pace.place(before, state["step"], samples)
+        for one in filter(None, (told, self.pace.other_data(before) if state["step"] else None)):
+            logger.warning("%s", one)
         if "loss_sum" not in state and progress.step:
             logger.warning(
-                "This checkpoint was made by SpeechBrain in the middle of an epoch, and the order of the data is "
-                "ddpkit's own: %d batches are left out now, but not those that were done. To avoid it, go on from the "
-                "end of an epoch.",
-                progress.step,
-            )
+                "This checkpoint was made by SpeechBrain in the middle of an epoch: %d batches are left out now, but "
+                "in ddpkit's order. To avoid it, go on from the end of an epoch.", progress.step,
+            )  # fmt: skip
         progress.began_at = state.get("epoch_began_at", progress.optimizer_step)
         progress.nonfinite = state.get("nonfinite", 0)
         progress.clipped = state.get("clipped", 0)
@@ -307,22 +286,15 @@ class RunState:
         if None not in {seed, own_seed} and seed != own_seed:
             changes.append(f"seed {own_seed}, before {seed}")
         if changes:
-            logger.warning(
-                "The run goes on with other options than those of its checkpoint: %s. It will not be the run that was "
-                "never stopped.",
-                "; ".join(changes),
-            )
+            words = "The run goes on with other options than its checkpoint's, and will not be the same: %s."
+            logger.warning(words, "; ".join(changes))
 
     def check_epoch(self, epoch: int) -> None:
         """Warn where the epoch counter does not go on with the epoch of the checkpoint."""
         expected, self.expected_epoch = self.expected_epoch, None
         if expected not in {None, epoch}:
-            logger.warning(
-                "The checkpoint goes on with epoch %d, and the epoch counter begins with %d: it will not be the run "
-                "that was never stopped. Use an EpochCounter that is a recoverable of the checkpointer.",
-                expected,
-                epoch,
-            )
+            words = "The checkpoint goes on with epoch %d, the epoch counter with %d: make the counter a recoverable."
+            logger.warning(words, expected, epoch)
 
     # ------------------------------------------------------------------ learning rates and frozen parameters
 
@@ -334,8 +306,11 @@ class RunState:
         """Note the learning rates that the optimizers go on with; return which of the script's have no effect."""
         given = self._script_rates or learning_rates(self.step.optimizers)
         loaded = {name: one for name, one in recoverables.items() if (folder / f"{name}{SUFFIX}").exists()}
-        self._rates = rates_in_use(state.get("rates"), given, optimizers_not_saved(self.step.optimizers, loaded))
-        return changed_rates(self._rates, given)
+        saved, anew = state.get("rates"), optimizers_not_saved(self.step.optimizers, loaded)
+        before = saved if isinstance(saved, Mapping) else {}
+        self._rates = {name: rates if name in anew else before.get(name) for name, rates in given.items()}
+        used = [(name, rates, self._rates[name]) for name, rates in given.items()]
+        return [f"{name} {own}, before {known}" for name, own, known in used if known not in (None, own)]
 
     def restore_trained_flags(self, modules: nn.ModuleDict) -> None:
         """Freeze and set free the parameters as they were when the checkpoint was saved.

@@ -18,7 +18,7 @@ from ddpkit.types import Stage
 
 from .recipes import QUIET, sgd
 
-OTHER_DATA = "the data is not what it was then"
+OTHER_DATA = "The data is not what it was when"
 
 
 class Killed(RuntimeError):

@@ -151,7 +151,7 @@ def test_a_script_that_is_done_does_nothing_in_either_call(tmp_path, caplog):
         again = start(tmp_path, two)
     assert again.trained_on == []
     assert_same(weights(again), weights(whole))
-    assert "Call 1 of fit is done already" in caplog.text
+    assert "Call 1 of fit is done:" in caplog.text
     assert "Call 2 of fit is done" not in caplog.text
 
 
@@ -189,7 +189,7 @@ def test_a_counter_that_is_not_saved_is_told(tmp_path, caplog):
     start(tmp_path, plain, (1, 2, 5), ckpt_interval_steps=3)
     with caplog.at_level(logging.WARNING):
         start(tmp_path, plain)
-    assert "The checkpoint goes on with epoch 2, and the epoch counter begins with 1" in caplog.text
+    assert "The checkpoint goes on with epoch 2, the epoch counter with 1" in caplog.text
     caplog.clear()
     start(tmp_path / "other", two, (2, 1, 2))
     start(tmp_path / "other", two)

@@ -31,7 +31,7 @@ def test_a_save_signal_inside_a_window_of_an_own_fit_batch_resumes_bit_for_bit(t
     codes, killed = train(tmp_path / "asked", way, processes, "signal")
     assert codes[0] == -signal.SIGKILL, killed
     assert "ends with" not in killed
-    assert "in the middle of an optimizer step" not in killed
+    assert "inside of an optimizer step" not in killed
     codes, resumed = train(tmp_path / "asked", way, processes)
     assert codes == [0] * processes, resumed
     [(epoch, step)] = re.findall(r"begins at epoch (\d+), step (\d+)", resumed)[:1]

@@ -43,7 +43,7 @@ def test_another_brain_on_the_checkpointer_is_refused_and_changes_nothing(tmp_pa
     first = brain(checkpointer, model, ckpt_interval_steps=1)
     before = dict(checkpointer.recoverables)
     with pytest.raises(
-        ConfigError, match="a Brain was made with this Checkpointer before.*of its own.*new Checkpointer"
+        ConfigError, match="a Brain was made with this Checkpointer before.*of its own.*on the same folder"
     ):
         brain(checkpointer, model, ema_decay=0.5)
     assert checkpointer.recoverables == before
@@ -120,7 +120,7 @@ def fp16_on_a_cpu(*_):
 def test_the_gradient_scaler_is_saved_and_does_not_take_the_place_of_a_recipe_s_scaler(tmp_path):
     normaliser, model = nn.Linear(2, 2), nn.Linear(2, 1)
     checkpointer = Checkpointer(tmp_path, {"scaler": normaliser})
-    with pytest.raises(ConfigError, match="named 'scaler', and so is the gradient scaler of precision="):
+    with pytest.raises(ConfigError, match="named 'scaler', as the gradient scaler of precision="):
         brain(checkpointer, model, WithScaler)
     assert checkpointer.recoverables == {"scaler": normaliser}
     brain(checkpointer, model)  # without a gradient scaler both can be

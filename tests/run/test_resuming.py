@@ -178,7 +178,7 @@ KINDS = {
     ),
     "sampler": (
         lambda one: shard(Items(), one, sampler=range(3), batch_size=2),
-        {"order": "by range", "length": 3, "drop_last": False, "samples": 11},
+        {"order": "by range", "drop_last": False, "samples": 11},
     ),
     "own sampler": (
         lambda one: shard(Items(), one, sampler=Own(), batch_size=2),
@@ -186,14 +186,12 @@ KINDS = {
     ),
     "batches": (
         lambda one: shard(Items(), one, batch_sampler=batches()),
-        {"order": "by list", "length": 5, "drop_last": False, "samples": 11},
+        {"order": "by list", "drop_last": False, "samples": 11},
     ),
     "batch sampler": (
         lambda one: shard(Items(), one, batch_sampler=BatchSampler(RandomSampler(range(9)), 3, drop_last=False)),
         {
             "order": "by BatchSampler of RandomSampler",
-            "length": 9,
-            "batch_size": 3,
             "drop_last": False,
             "samples": 11,
         },
@@ -249,8 +247,6 @@ def test_other_data_in_the_middle_of_an_epoch():
     assert pace(100).other_data(Pace.read({"data": [3]})) is None
     by_list = Pace.of(sizes, shard(range(40), Sharding(), batch_sampler=batches()))
     assert "order by list, before shuffled" in by_list.other_data(before)
-    more = Pace.of(sizes, shard(range(40), Sharding(), batch_sampler=batches(6)))
-    assert "length 6, before 5" in more.other_data(by_list)
 
 
 def test_options_that_bear_on_the_numbers():
@@ -270,5 +266,5 @@ def test_the_file_of_the_brain(tmp_path):
     (tmp_path / "brain.ckpt").write_text("- 1\n")
     assert read_brain_file(tmp_path) == {}
     (tmp_path / "brain.ckpt").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(CheckpointError, match=r"brain\.ckpt: it is no text .* The checkpoint is damaged; delete it or"):
+    with pytest.raises(CheckpointError, match=r"brain\.ckpt: .* The checkpoint is damaged; delete it or"):
         read_brain_file(tmp_path)

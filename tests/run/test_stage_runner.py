@@ -68,6 +68,9 @@ class Host:
     def tighten_timeouts(self):
         self.settled = True
 
+    def drop_frozen_gradients(self):
+        """No optimizer is frozen."""
+
     def look_at(self, batch):
         self.looked_at = torch.as_tensor(batch).flatten().tolist()
 

@@ -105,11 +105,6 @@ def test_a_process_that_only_evaluates_writes_again_what_it_has_recovered(tmp_pa
     assert again == before
     assert (again["optimizer_step"], again["fit"], again["run"]) == (20, 2, "first")
     assert again["options"]["precision"] == "fp32"
-    brain.state.evaluated = Lineage(
-        "second", 4.0, {"first": 5.0}
-    )  # that of the run which has saved last, in the folder
-    brain._save(tmp_path / "again.ckpt")
-    assert Lineage.read(load_plain_yaml((tmp_path / "again.ckpt").read_text())) == brain.state.evaluated
 
 
 @pytest.mark.parametrize("content", ["[", "- 1", "other: 2"])

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 from ddpkit import optim
 from ddpkit.base.marks import mark_as_loader, mark_as_saver, register_checkpoint_hooks
@@ -720,11 +721,14 @@ class Brain(_Typed):
     def _loader(
         self, data: Any, stage: Stage, loader_kwargs: Mapping[str, Any], ckpt_prefix: str | None = "dataloader-"
     ) -> Any:
-        kwargs = loader_kwargs if ckpt_prefix is not None else {"ckpt_prefix": None, **loader_kwargs}
-        loader = self.__run.loaders.adapt(data, stage, kwargs, self.make_dataloader)
+        loaders = self.__run.loaders
         if stage is Stage.TRAIN and isinstance(data, LoopedLoader):
             self.__run.policy.add("dataloader-TRAIN", data)
-        return loader
+        with loaders.named(stage):
+            if data is None or isinstance(data, (DataLoader, LoopedLoader)):
+                return None if data is None else loaders.adapt(data, stage)
+            kwargs = loader_kwargs if ckpt_prefix is not None else {"ckpt_prefix": None, **loader_kwargs}
+            return self.make_dataloader(data, stage=stage, **kwargs)
 
     def _compare_data(self, train: Any, valid: Any) -> BatchSizes:
         """Compare the data of the ranks, and work out what follows from its length."""

@@ -63,7 +63,6 @@ class CheckpointPolicy:
 
     Attributes:
         checkpointer: as given.
-        num_found: checkpoints in the folder when the start was chosen; known to the main process.
 
     Ranks: collective, but for what is said otherwise.
     """
@@ -81,7 +80,6 @@ class CheckpointPolicy:
     ) -> None:
         self.checkpointer, self.options, self.progress, self.step = checkpointer, options, progress, step
         self.run_state, self.rank_state = run_state, rank_state
-        self.num_found = 0
         self._has_own_fit_batch = has_own_fit_batch
         self._trains_in: Path | None = None
         self._fit_loader: Any = None
@@ -225,11 +223,8 @@ class CheckpointPolicy:
 
     def _choose(self, checkpointer: Checkpointer) -> Start:
         """Decide what the run starts from; the checkpoints of other runs are left alone from now on."""
-        resume = self.options.resume
-        start = choose_start(checkpointer, resume, get_world_size())
-        found = checkpointer.list_checkpoints()
-        self.num_found = len(found)
-        checkpointer.leave_alone(each.path for each in found if not start.lineage.owns(each, resume))
+        start = choose_start(checkpointer, self.options.resume, get_world_size())
+        checkpointer.leave_alone(start.others)
         return start
 
     def keep_global_batch(self, *, is_looped: bool) -> None:

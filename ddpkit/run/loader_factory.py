@@ -17,7 +17,7 @@ from ddpkit.training.batch_sizes import micro_batches
 from ddpkit.types import Stage
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Iterator
     from types import SimpleNamespace
 
     from ddpkit.run_opts import RunOptions
@@ -84,35 +84,34 @@ class LoaderFactory:
             loader = LoopedLoader(loader, looped)
         return loader
 
-    def adapt(self, data: Any, stage: Stage, loader_kwargs: Mapping[str, Any], make: Callable[..., Any]) -> Any:
-        """Return the loader of a stage, of whatever a recipe has given to ``fit`` or ``evaluate``.
-
-        Args:
-            data: dataset, ready-made loader, or None.
-            stage: of the data.
-            loader_kwargs: for ``make``; not changed.
-            make: the recipe's ``make_dataloader``.
-
-        Raises:
-            DataError: the data cannot feed a stage; it says which.
-        """
-        if data is None:
-            return None
+    @contextlib.contextmanager
+    def named(self, stage: Stage) -> Iterator[None]:
+        """Return a context in which a loader is made: an error of the data names the stage."""
         try:
             with POSITION.at(f"making the loader of {stage.name}"):
-                if isinstance(data, LoopedLoader):
-                    self._require_fixed_length(stage)
-                    adapt = reshard if isinstance(data.loader, DataLoader) else deal_batches
-                    data.loader = adapt(data.loader, self._sharding(stage))
-                    return data
-                if not isinstance(data, DataLoader):
-                    return make(data, stage=stage, **loader_kwargs)
-                loader = reshard(data, self._sharding(stage))
+                yield
         except DataError as error:
             raise DataError(f"{stage.name}: {error}") from error
-        if loader is not data and not getattr(loader, "of_batches", False):
+
+    def adapt(self, loader: DataLoader[Any] | LoopedLoader, stage: Stage) -> Any:
+        """Divide a ready-made loader over the ranks.
+
+        Args:
+            loader: as it was given to ``fit`` or ``evaluate``.
+            stage: of the data.
+
+        Raises:
+            DataError: the loader cannot be divided.
+        """
+        if isinstance(loader, LoopedLoader):
+            self._require_fixed_length(stage)
+            adapt = reshard if isinstance(loader.loader, DataLoader) else deal_batches
+            loader.loader = adapt(loader.loader, self._sharding(stage))
+            return loader
+        planned = reshard(loader, self._sharding(stage))
+        if planned is not loader and not getattr(planned, "of_batches", False):
             logger.info("%s: the ready-made loader is planned anew, with its dataset, order and sizes.", stage.name)
-        return loader
+        return planned
 
     @contextlib.contextmanager
     def dividing_evaluation(self) -> Iterator[None]:

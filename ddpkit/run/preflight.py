@@ -123,8 +123,8 @@ class Preflight:
         if is_first:
             found = found or getattr(checkpointer, "last_loaded", None)
         if is_first or found is not None:
-            place = self._position(state.expected_epoch)
-            start = start_row(found, folder, options.resume, place, others=self.policy.num_found)
+            place, others = self._position(state.expected_epoch), 0 if state.start is None else state.start.num_found
+            start = start_row(found, folder, options.resume, place, others=others)
         is_asked = options.global_batch_size is not None or options.lr_scaling != "none"  # someone has thought about it
         optimizers, log = self.step.named_optimizers(), run_log()
         files = [*log_files(), *([] if log is None else [log.path])]

@@ -12,7 +12,7 @@ import os
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -94,21 +94,26 @@ class Lineage:
         Args:
             checkpoint: one that says nothing of its run counts if it was made since this one began.
         """
-        known, saved = _lineage_at(checkpoint), ckpt_recency(checkpoint)
+        return self._includes(Lineage.read(_state_of(checkpoint.path)), ckpt_recency(checkpoint))
+
+    def _includes(self, known: Lineage | None, saved: float) -> bool:
         if known is None:
             return saved >= self.since or saved <= self.before.get(UNKNOWN, -math.inf)
         return known.run == self.run or saved <= self.before.get(known.run, -math.inf)
 
-    def owns(self, checkpoint: Checkpoint, resume: str) -> bool:
+    def owns(self, checkpoint: Checkpoint, state: Mapping[str, Any], resume: str) -> bool:
         """Say whether this run made a checkpoint itself, and may delete it.
 
         Args:
             checkpoint: one that says nothing of its run is taken for its own only where it goes on by itself.
+            state: of the Brain, as its file holds it.
             resume: the option. Under a path, that one and those beside it were there before, and the same command needs
                 them again.
         """
-        known = _lineage_at(checkpoint)
-        return (resume == NEWEST and self.includes(checkpoint)) if known is None else known.run == self.run
+        known = Lineage.read(state)
+        if known is None:
+            return resume == NEWEST and self._includes(None, ckpt_recency(checkpoint))
+        return known.run == self.run
 
 
 @dataclass(frozen=True)
@@ -119,6 +124,8 @@ class Start:
         resume: for the checkpointer: ``"auto"``, ``"never"`` or the path of a checkpoint.
         lineage: of the run.
         pace: what an optimizer step was made of in that checkpoint; None where there is none, or it does not tell.
+        num_found: checkpoints in the folder.
+        others: those of other runs, which this one leaves alone.
 
     Ranks: local; the main process makes it, all ranks use it.
 
@@ -130,6 +137,8 @@ class Start:
     resume: str
     lineage: Lineage
     pace: Pace | None = None
+    num_found: int = 0
+    others: tuple[Path, ...] = ()
 
 
 def choose_start(checkpointer: Checkpointer, resume: str, world_size: int) -> Start:
@@ -155,12 +164,21 @@ def choose_start(checkpointer: Checkpointer, resume: str, world_size: int) -> St
         'auto'
     """
     found = sorted(checkpointer.list_checkpoints(), key=ckpt_recency, reverse=True)
+    states = {one.path: _state_of(one.path) for one in found}
+    start = _choose(checkpointer, found, states, resume, world_size)
+    others = tuple(one.path for one in found if not start.lineage.owns(one, states[one.path], resume))
+    return replace(start, num_found=len(found), others=others)
+
+
+def _choose(
+    checkpointer: Checkpointer, found: list[Checkpoint], states: Mapping[Path, Any], resume: str, world_size: int
+) -> Start:
     if resume == NEWEST:
-        return _newest(checkpointer, found, world_size)
-    own = _of_this_launch(checkpointer, found)
+        return _newest(checkpointer, found, states, world_size)
+    own = _of_this_launch(checkpointer, found, states)
     if own is not None:
         logger.info("The launcher has restarted this run: it goes on from %s.", own.path)
-        return _start_at(own)
+        return _start_at(own, states[own.path])
     if found:
         logger.warning(
             "--resume=%s, and %s holds %d checkpoint(s) of another run: they stay, and do not count for this one. "
@@ -191,7 +209,8 @@ def start_again(checkpointer: Checkpointer, resume: str, lineage: Lineage) -> St
         >>> start_again(Checkpointer(tempfile.mkdtemp()), "never", Lineage.new()).resume
         'never'
     """
-    own = _of_training(list(filter(lineage.includes, checkpointer.list_checkpoints())))
+    own = list(filter(lineage.includes, checkpointer.list_checkpoints()))
+    own = _of_training(own, {one.path: _state_of(one.path) for one in own})
     return Start(str(max(own, key=ckpt_recency).path) if own else resume, lineage)
 
 
@@ -208,61 +227,55 @@ def lineage_of(checkpoints: Iterable[Checkpoint]) -> Lineage | None:
         True
     """
     newest_first = sorted(checkpoints, key=ckpt_recency, reverse=True)
-    known = next(filter(None, map(_lineage_at, newest_first)), None)
+    known = next(filter(None, (Lineage.read(_state_of(one.path)) for one in newest_first)), None)
     return None if known is None else Lineage(known.run, -math.inf, known.before)  # includes what does not tell
 
 
-def _newest(checkpointer: Checkpointer, found: list[Checkpoint], world_size: int) -> Start:
+def _newest(checkpointer: Checkpointer, found: list[Checkpoint], states: Mapping[Path, Any], world_size: int) -> Start:
     """Start from the newest that is whole; where its samples per step must be kept, make sure of that beforehand."""
-    trained = _of_training(found)
+    trained = _of_training(found, states)
     newest = next((one for one in trained if _looks_whole(one.path)), None)
     if newest is None:
         return Start(NEWEST, Lineage.new())
-    start = _start_at(newest)
+    start = _start_at(newest, states[newest.path])
     if trained[0] is found[0] and (start.pace is None or start.pace.world_size in {None, world_size}):
         return Start(NEWEST, start.lineage, start.pace)  # the checkpointer finds it, and verifies all of it
     chosen = checkpointer.find_checkpoint(ckpt_predicate=lambda one: one in trained)
     if trained[0] is not found[0] and chosen is not None:
         words = "%s was saved by a process that only evaluated: the training goes on from %s."
         logger.info(words, found[0].path, chosen.path)
-    return start if chosen is None else _start_at(chosen)
+    return start if chosen is None else _start_at(chosen, states[chosen.path])
 
 
-def _of_training(found: list[Checkpoint]) -> list[Checkpoint]:
+def _of_training(found: list[Checkpoint], states: Mapping[Path, Any]) -> list[Checkpoint]:
     """Return the checkpoints that a training has saved; all, where only evaluations have."""
-    return [one for one in found if _state_of(one.path).get(EVALUATED) is not True] or found
+    return [one for one in found if states[one.path].get(EVALUATED) is not True] or found
 
 
 def _looks_whole(path: Path) -> bool:
     return not (verify(path, "size") or verify(path, "full", only=BRAIN_FILE))
 
 
-def _start_at(checkpoint: Checkpoint) -> Start:
-    state = _state_of(checkpoint.path)  # of a Brain that saves itself in another way, nothing
+def _start_at(checkpoint: Checkpoint, state: Mapping[str, Any]) -> Start:
     lineage = Lineage.read(state) or Lineage.new({}, ckpt_recency(checkpoint))
     return Start(str(checkpoint.path), lineage, _asked(state))
 
 
-def _of_this_launch(checkpointer: Checkpointer, found: list[Checkpoint]) -> Checkpoint | None:
+def _of_this_launch(
+    checkpointer: Checkpointer, found: list[Checkpoint], states: Mapping[Path, Any]
+) -> Checkpoint | None:
     launch = os.environ.get("TORCHELASTIC_RUN_ID")
     if not find_launch().restart_count or launch in {None, "none"}:
         return None
-
-    def is_own(checkpoint: Checkpoint) -> bool:
-        state = _state_of(checkpoint.path)
-        return state.get("launch") == launch and state.get(EVALUATED) is not True
-
-    return checkpointer.find_checkpoint(ckpt_predicate=is_own) if any(map(is_own, found)) else None
+    own = [one for one in found if states[one.path].get("launch") == launch]
+    own = [one for one in own if states[one.path].get(EVALUATED) is not True]
+    return checkpointer.find_checkpoint(ckpt_predicate=lambda one: one in own) if own else None
 
 
 def _asked(state: Mapping[str, Any]) -> Pace:
     """Return the pace that was asked for, and not what it came to on some number of processes in between."""
     asked = state.get("asked")
     return Pace.read(asked if isinstance(asked, Mapping) else state)
-
-
-def _lineage_at(checkpoint: Checkpoint) -> Lineage | None:
-    return Lineage.read(_state_of(checkpoint.path))
 
 
 def _state_of(path: Path) -> dict[str, Any]:

@@ -1,0 +1,112 @@
+"""Three ways through the rooms are short: a batch, a save and a resume pass few modules, and no two in turns.
+
+Counted are the modules of the package whose functions run: what a reader meets who follows the calls. Of a resume,
+those that a start from scratch does not call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections import Counter
+from pathlib import Path
+
+import torch.distributed as dist
+
+import ddpkit
+from ddpkit.checkpoints import Checkpointer
+from ddpkit.epoch_loop import EpochCounter
+from tests.contract.recipes import QUIET, Regression, linear, points, sgd
+
+PACKAGE = str(Path(ddpkit.__file__).parent)
+LOADING = {"batch_size": 2, "shuffle": True}
+
+
+class Way:
+    """The modules of the package that run in a context, and those that call each other in turns."""
+
+    def __init__(self):
+        self.functions, self.turns = Counter(), set()
+
+    def follow(self, frame, event, _):
+        name = frame.f_code.co_filename
+        if event == "call" and name.startswith(PACKAGE):
+            self.functions[name[len(PACKAGE) + 1 : -3].replace("/", "."), frame.f_code.co_qualname] += 1
+            stack = []
+            while frame is not None and len(stack) < 4:
+                name = frame.f_code.co_filename
+                if name.startswith(PACKAGE) and stack[-1:] != [name]:
+                    stack.append(name)
+                frame = frame.f_back
+            if len(stack) == 4 and stack[:2] == stack[2:]:
+                self.turns.add(" and ".join(sorted(Path(one).stem for one in stack[:2])))
+
+    @contextlib.contextmanager
+    def followed(self):
+        sys.setprofile(self.follow)
+        try:
+            yield
+        finally:
+            sys.setprofile(None)
+
+    @property
+    def modules(self):
+        return {module for module, _ in self.functions}
+
+    def __str__(self):
+        return f"{len(self.modules)} modules: {', '.join(sorted(self.modules))}; in turns: {sorted(self.turns)}"
+
+
+class Followed(Regression):
+    """Follows from one batch to the next, a save, or from ``fit`` to the first batch."""
+
+    way = what = None
+
+    def fit_batch(self, batch):
+        if self.what == "resume":
+            sys.setprofile(None)
+        if self.what == "batch":
+            sys.setprofile(self.way.follow if self.step == 4 else None)
+        return super().fit_batch(batch)
+
+    def on_stage_end(self, stage, stage_loss, epoch=None):
+        with self.way.followed() if self.what == "save" else contextlib.nullcontext():
+            self.checkpointer.save_and_keep_only(meta={"loss": stage_loss}, min_keys=["loss"])
+
+
+def follow(folder, what, epochs=1):
+    net, counter = linear(), EpochCounter(epochs)
+    checkpointer = Checkpointer(folder, {"net": net, "counter": counter})
+    brain = Followed({"net": net}, sgd(), None, {**QUIET, "ckpt_async": False}, checkpointer)
+    brain.what, brain.way = what, Way()
+    with brain.way.followed() if what == "resume" else contextlib.nullcontext():
+        brain.fit(counter, points(12), train_loader_kwargs=LOADING)
+    return brain.way
+
+
+def check(way, most, turns=()):
+    assert len(way.modules) <= most, str(way)
+    assert way.turns == set(turns), str(way)
+
+
+def test_a_batch(tmp_path):
+    check(follow(tmp_path, "batch"), 14)
+
+
+def test_a_resume(tmp_path):
+    """Files of the Brain are read to choose the start, and once more by the hook that loads."""
+    follow(tmp_path / "begun", None)
+    resumed, fresh = (follow(tmp_path / name, "resume", epochs=2) for name in ("begun", "new"))
+    assert resumed.functions["run.resuming", "read_brain_file"] == 2
+    for function in fresh.functions:
+        del resumed.functions[function]
+    check(resumed, 20)
+
+
+def save_of_rank_0(folder):
+    way = follow(folder, "save")
+    return way if dist.get_rank() == 0 else None
+
+
+def test_a_save_of_three_ranks(ranks, tmp_path):
+    check(ranks.run(save_of_rank_0, tmp_path, world_size=3)[0], 32, ["folder and storage"])

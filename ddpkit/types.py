@@ -71,8 +71,6 @@ class Stateful(Protocol):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as plain containers, numbers, strings and tensors."""
-        ...
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
         """Take over a state that :meth:`state_dict` returned."""
-        ...

@@ -5,7 +5,6 @@ The only module that imports tqdm.
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 import time
@@ -91,7 +90,7 @@ class ProgressBar:
         if self._bar is not None:
             self._bar.update(step - self._bar.n)
             facts = {} if loss is None else {"loss": f"{loss:.4g}"}
-            self._bar.set_postfix({**facts, "samples/s": _short(rate)}, refresh=False)
+            self._bar.set_postfix({**facts, "samples/s": tqdm.format_sizeof(rate)}, refresh=False)
             self._bar.refresh()
         elif now - self._last_line >= LINE_SECONDS:
             self._last_line = now
@@ -107,11 +106,11 @@ class ProgressBar:
         parts = [f"{self.label}: batch {step}" + (f"/{self.total}" if self.total else "")]
         if loss is not None:
             parts.append(f"loss {loss:.4g}")
-        parts.append(f"{_short(rate)} samples/s")
+        parts.append(f"{tqdm.format_sizeof(rate)} samples/s")
         done = step - self.initial
         if self.total and done > 0:
             left = (now - self._started) / done * (self.total - step)
-            parts.append(f"{_clock(left)} left")
+            parts.append(f"{tqdm.format_interval(left)} left")
         return ", ".join(parts)
 
 
@@ -121,30 +120,3 @@ def _terminal_size() -> tuple[int, int]:
         return os.get_terminal_size(sys.stderr.fileno())
     except OSError:  # something that calls itself a terminal without being a file
         return 0, 0
-
-
-def _short(number: float) -> str:
-    """Write a number with three digits and a unit prefix.
-
-    Example:
-        >>> _short(12345.0), _short(7.25), _short(0.0)
-        ('12.3k', '7.25', '0')
-    """
-    if not math.isfinite(number):
-        return str(number)
-    for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if abs(number) >= 0.9995 * size:  # 999.6 is written 1k, not 1e+03
-            return f"{number / size:.3g}{letter}"
-    return f"{number:.3g}"
-
-
-def _clock(seconds: float) -> str:
-    """Write seconds as a clock.
-
-    Example:
-        >>> _clock(3725), _clock(65)
-        ('1:02:05', '1:05')
-    """
-    minutes, rest = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

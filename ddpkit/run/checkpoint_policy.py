@@ -410,25 +410,18 @@ class CheckpointPolicy:
         """Save after a batch; only the newest such checkpoint is kept."""
         if self.checkpointer is None:
             return
-        self.run_state.sums = sum_over_ranks(self.rank_state.own_sums())
+        sums = sum_over_ranks(self.rank_state.own_sums())
         self.rank_state.end_pass()
-        try:
+        with self._with_sums(sums):
             self._save_intra_epoch()
-        finally:
-            self.run_state.sums = None
-            self._forget_states()
 
     def save_before_evaluation(self) -> None:
         """Save where training ended before the evaluation that is now stopped."""
         progress = self.progress
         if self.checkpointer is None or not progress.is_fitting or progress.trained is None or progress.sums is None:
             return
-        with _as_trained(progress):
-            self.run_state.sums = list(progress.sums)
-            try:
-                self._save_intra_epoch()
-            finally:
-                self.run_state.sums = None
+        with _as_trained(progress), self._with_sums(list(progress.sums)):
+            self._save_intra_epoch()
 
     def _save_intra_epoch(self, **given: Any) -> None:
         self._is_between_batches = True
@@ -441,9 +434,16 @@ class CheckpointPolicy:
         finally:
             self._is_between_batches = False
 
-    def _forget_states(self) -> None:
-        if self.rank_state.states is not None:
-            self.rank_state.states.forget()
+    @contextlib.contextmanager
+    def _with_sums(self, sums: list[float] | None) -> Iterator[None]:
+        """Return a context for a save, with the losses of all ranks; None: those of this rank stand for all."""
+        self.run_state.sums = sums
+        try:
+            yield
+        finally:
+            self.run_state.sums = None
+            if self.rank_state.states is not None:
+                self.rank_state.states.forget()
 
     def _bring_to_safety(self, checkpointer: Checkpointer, error: BaseException) -> None:
         """Finish what is being written, and save once more if asked; on the main process alone, whoever has failed."""
@@ -465,19 +465,12 @@ class CheckpointPolicy:
             reason = "it came inside of an optimizer step" if self.step.is_stepping else "a saver needs every rank"
             logger.warning("No checkpoint is made of the failure: %s.", reason)
             return
-        with _as_trained(progress):
+        is_over = progress.sums is not None  # the pass: then the sums of all ranks are known
+        with _as_trained(progress), self._with_sums(list(progress.sums or ()) or None):
             own = self.rank_state.state_dict() | {"random": None}  # which has been drawn from since
-            if progress.sums is not None:  # the pass is over: the sums of all ranks are known
-                self.run_state.sums = list(progress.sums)
-                own["loss"] = None
-            states.set_own(own)
+            states.set_own(own | {"loss": None} if is_over else own)
             checkpointer.asynchronous = False
-            try:
-                meta = {INTRA_EPOCH_KEY: True, "error": f"{type(error).__name__}: {error}"[:500]}
-                self._save_intra_epoch(meta=meta)
-            finally:
-                self.run_state.sums = None
-                states.forget()
+            self._save_intra_epoch(meta={INTRA_EPOCH_KEY: True, "error": f"{type(error).__name__}: {error}"[:500]})
 
     # ------------------------------------------------------------------ a save that a recipe makes
 
@@ -510,13 +503,12 @@ class CheckpointPolicy:
         self.run_state.lacks = step if self._has_own_fit_batch and not is_known else None
         self.rank_state.is_inside_batch = True
         try:
-            if states is not None and states.gather_if_all_come():
-                self.run_state.sums = sum_over_ranks(self.rank_state.own_sums())
-            yield
+            have_all_come = states is not None and states.gather_if_all_come()
+            with self._with_sums(sum_over_ranks(self.rank_state.own_sums()) if have_all_come else None):
+                yield
         finally:
-            self.run_state.sums = self.run_state.lacks = self.rank_state.trained_batches = None
+            self.run_state.lacks = self.rank_state.trained_batches = None
             self.rank_state.is_inside_batch = False
-            self._forget_states()
 
 
 @contextlib.contextmanager

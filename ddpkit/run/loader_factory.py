@@ -127,9 +127,8 @@ class LoaderFactory:
         size = self._options.micro_batch_size
         if stage is Stage.TRAIN and size is not None:
             raise ConfigError(
-                f"micro_batch_size={size} makes the number of batches per step depend on the number of processes, and "
-                "nominal epochs (looped_nominal_epoch, LoopedLoader) count batches. Give grad_accumulation_factor "
-                "instead of micro_batch_size."
+                f"micro_batch_size={size} lets the batches per step depend on the number of processes, and nominal "
+                "epochs (looped_nominal_epoch, LoopedLoader) count batches: give grad_accumulation_factor instead."
             )
 
     def _by_sorting(self, dataset: Any, loader_kwargs: dict[str, Any]) -> dict[str, Any]:

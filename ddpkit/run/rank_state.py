@@ -207,12 +207,8 @@ def _warn_out_of_reach(loader: Any, *, resumed: bool) -> None:
         return
     stream = inner.dataset.whole if isinstance(inner.dataset, StreamShard) else inner.dataset
     if is_stateful(stream):
+        when = "it begins anew now" if resumed else "after a restart it would begin anew"
         logger.warning_once(
-            "%s is read by workers that outlive an epoch (persistent_workers=True), and what it keeps there from epoch "
-            "to epoch is out of reach of a checkpoint: %s. With num_workers=0 its state is saved; with "
-            "persistent_workers=False every epoch begins as the first, with or without a restart.",
-            type(stream).__name__,
-            "it begins anew now, and the run is not the one that was never stopped"
-            if resumed
-            else "after a restart it would begin anew",
-        )
+            "The state of %s is in workers that outlive an epoch, out of reach of a checkpoint: %s. Give num_workers=0 "
+            "or persistent_workers=False.", type(stream).__name__, when,
+        )  # fmt: skip

@@ -72,23 +72,18 @@ class StageHooks(LoopHost, StepHooks, Protocol):
 
     def on_stage_start(self, stage: Stage, epoch: int | None = None) -> None:
         """Begin a stage."""
-        ...
 
     def on_stage_end(self, stage: Stage, stage_loss: float, epoch: int | None = None) -> None:
         """End a stage."""
-        ...
 
     def predict_batch(self, batch: Any) -> Any:
         """Return the outputs of a batch."""
-        ...
 
     def zero_grad(self, set_to_none: bool = False) -> None:
         """Zero the gradients."""
-        ...
 
     def optimizers_step(self) -> None:
         """Step the optimizers."""
-        ...
 
 
 class StageRunner:

@@ -120,11 +120,9 @@ class StopControl:
             "time": dt.datetime.now(dt.timezone.utc).isoformat(timespec="seconds"),
         }
         run_event("stopped", **facts)
-        words = (
-            f"Stopped by {stopped.cause} in {facts['stage']} of epoch {facts['epoch']} at step {facts['step']}, after "
-            f"{facts['optimizer_step']} optimizer steps. "
-            f"{'There is no checkpoint.' if newest is None else f'The run goes on from {newest.path}.'}"
-        )
+        place = f"{facts['stage']} of epoch {progress.epoch} at step {progress.step}"
+        saved = "There is no checkpoint." if newest is None else f"The run goes on from {newest.path}."
+        words = f"Stopped by {stopped.cause} in {place}, after {progress.optimizer_step} optimizer steps. {saved}"
         logger.warning("%s", words)
         if folder is not None:
             try:
@@ -135,7 +133,6 @@ class StopControl:
 
     def _folder(self) -> Path | None:
         """Return the folder of the run: that of its outputs, or else of its checkpoints."""
-        folder = getattr(self._hparams, "output_folder", None)
-        if folder is None:
-            folder = getattr(self._policy.checkpointer, "checkpoints_dir", None)
+        checkpoints = getattr(self._policy.checkpointer, "checkpoints_dir", None)
+        folder = getattr(self._hparams, "output_folder", None) or checkpoints
         return None if folder is None else Path(folder)

@@ -819,7 +819,7 @@ def test_global_batch_size_that_cannot_divide_what_was_given():
 def test_nominal_epochs_of_micro_batches():
     for data, loader in ((LoopedLoader(DataLoader(DATA), 2), {}), (DATA, {"looped_nominal_epoch": 2})):
         brain = make(global_batch_size=4, micro_batch_size=2)
-        with pytest.raises(ConfigError, match=r"^micro_batch_size=2 makes the number of batches per step depend"):
+        with pytest.raises(ConfigError, match=r"^micro_batch_size=2 lets the batches per step depend"):
             brain.fit([1], data, train_loader_kwargs=loader)
 
 

@@ -456,7 +456,7 @@ def test_data_that_no_checkpoint_can_ask_is_told(tmp_path, caplog, persistent, w
             brain.fit(counter, Endless(), points(3), train_loader_kwargs=kwargs)
 
     start(1)
-    assert ("Endless is read by workers that outlive an epoch" in caplog.text) == persistent
+    assert ("The state of Endless is in workers that outlive an epoch" in caplog.text) == persistent
     assert ("after a restart it would begin anew" in caplog.text) == persistent
     caplog.clear()
     start(2)

@@ -47,7 +47,7 @@ def test_whole_batches_are_dealt_out_to_whom_they_can_be():
     assert dealt.on(2) == {"grad_accumulation_factor": 2}
     assert dealt.on(1) == {"grad_accumulation_factor": 4}
     for world_size in (3, 8):
-        with pytest.raises(ConfigError, match="cannot divide those evenly"):
+        with pytest.raises(ConfigError, match="which 3 processes cannot divide"):
             dealt.on(world_size)
 
 

@@ -24,7 +24,7 @@ from ddpkit.errors import ConfigError
 from ddpkit.logger import format_order_of_magnitude, get_logger
 from ddpkit.precision import Precision
 from ddpkit.run.parts import Run
-from ddpkit.run.resuming import Pace
+from ddpkit.run.resuming import StepPlan
 from ddpkit.run_opts import RunOptions, option_attributes
 from ddpkit.training.batch_sizes import BatchSizes, RunLength, batch_sizes, count_epochs
 from ddpkit.training.compilation import compile_modules, require_module_keys
@@ -738,7 +738,7 @@ class Brain(_Typed):
         agreement.check_train_data(train, length)
         self._take_length(length, factor)
         sizes = batch_sizes(train, length, factor, world_size)
-        run.policy.run_state.pace = Pace.of(sizes, train)
+        run.policy.run_state.step_plan = StepPlan.of(sizes, train)
         run.lr_scaling.choose(options, train, world_size)
         return sizes
 

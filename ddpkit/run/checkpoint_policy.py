@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from ddpkit.run.rank_state import RankState
-    from ddpkit.run.resuming import Pace
+    from ddpkit.run.resuming import StepPlan
     from ddpkit.run.state import RunState
     from ddpkit.run_opts import RunOptions
     from ddpkit.training.loop import Progress
@@ -237,13 +237,13 @@ class CheckpointPolicy:
             ConfigError: so many processes cannot take such steps.
         """
         options, state = self.options, self.run_state
-        before: Pace | None = None
+        before: StepPlan | None = None
         if options.global_batch_size is None:
-            before = run_on_main(lambda: None if state.start is None else state.start.pace)
+            before = run_on_main(lambda: None if state.start is None else state.start.step_plan)
         if before is None:
             return
         changed = before.on(get_world_size(), is_looped=is_looped)
-        state.asked_pace = before if changed else None
+        state.asked_plan = before if changed else None
         for name, value in changed.items():
             options[name] = value
         if changed:

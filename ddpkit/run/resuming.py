@@ -39,7 +39,7 @@ TELLING = tuple(
 
 
 @dataclass(frozen=True)
-class Pace:
+class StepPlan:
     """What an optimizer step of a run is made of.
 
     Attributes:
@@ -54,9 +54,9 @@ class Pace:
     Ranks: local; equal on all ranks.
 
     Example:
-        >>> Pace(world_size=4, factor=1, per_step=64, per_process=16).on(2)
+        >>> StepPlan(world_size=4, factor=1, per_step=64, per_process=16).on(2)
         {'global_batch_size': 64, 'micro_batch_size': 16, 'grad_accumulation_factor': 1}
-        >>> Pace(world_size=4, factor=1).on(2)
+        >>> StepPlan(world_size=4, factor=1).on(2)
         {'grad_accumulation_factor': 2}
     """
 
@@ -67,7 +67,7 @@ class Pace:
     data: Mapping[str, str | int] | None = field(default=None, compare=False)
 
     @classmethod
-    def of(cls, sizes: BatchSizes, loader: Any) -> Pace:
+    def of(cls, sizes: BatchSizes, loader: Any) -> StepPlan:
         """Return that of the present run.
 
         Args:
@@ -81,7 +81,7 @@ class Pace:
         return cls(sizes.world_size, sizes.factor, sizes.per_step, largest, data)
 
     @classmethod
-    def read(cls, state: Mapping[str, Any]) -> Pace:
+    def read(cls, state: Mapping[str, Any]) -> StepPlan:
         """Return that of the run that wrote a checkpoint.
 
         Args:
@@ -137,7 +137,7 @@ class Pace:
             )
         return {"grad_accumulation_factor": batches // world_size}
 
-    def place(self, before: Pace, step: int, samples: int) -> tuple[int, str | None]:
+    def place(self, before: StepPlan, step: int, samples: int) -> tuple[int, str | None]:
         """Say which batch of the epoch comes next.
 
         Args:
@@ -164,12 +164,12 @@ class Pace:
             return step, None
         return -(-step // (before.factor or 1)) * factor, None  # it stood at the end of a step
 
-    def _deals_others(self, before: Pace) -> bool:
+    def _deals_others(self, before: StepPlan) -> bool:
         """Say whether whole batches are dealt out, and another number of them makes a step."""
         is_counted = self.per_step is None or before.per_step is None
         return is_counted and None not in {_dealt(self), _dealt(before)} and _dealt(self) != _dealt(before)
 
-    def _place_of_batches(self, before: Pace, step: int) -> tuple[int, str]:
+    def _place_of_batches(self, before: StepPlan, step: int) -> tuple[int, str]:
         """Go on at the same batch of the data, though it may be inside of a step: the first step is then a shorter one.
 
         On another number of ranks the batches of a round that is not whole are done again.
@@ -182,7 +182,7 @@ class Pace:
             f"goes on after {done - again} of the {done} batches that were done{repeated}."
         )
 
-    def changes(self, before: Pace) -> list[str]:
+    def changes(self, before: StepPlan) -> list[str]:
         """Say whether a step is made of something else than it was.
 
         Args:
@@ -197,7 +197,7 @@ class Pace:
             return []
         return [f"{self.per_step} samples per optimizer step, before {before.per_step}"]
 
-    def other_data(self, before: Pace) -> str | None:
+    def other_data(self, before: StepPlan) -> str | None:
         """Say that the rest of an epoch will not be the rest of what was begun, because the data is another.
 
         Args:
@@ -216,9 +216,9 @@ class Pace:
         )
 
 
-def _dealt(pace: Pace) -> int | None:
+def _dealt(plan: StepPlan) -> int | None:
     """Return the batches of all ranks per optimizer step."""
-    return None if pace.world_size is None or pace.factor is None else pace.world_size * pace.factor
+    return None if plan.world_size is None or plan.factor is None else plan.world_size * plan.factor
 
 
 def order_of(loader: Any) -> dict[str, str | int]:

@@ -24,7 +24,7 @@ from ddpkit.checkpointing.storage import verify
 from ddpkit.errors import CheckpointError
 from ddpkit.launch.launchers import find_launch
 from ddpkit.logger import get_logger
-from ddpkit.run.resuming import BRAIN_FILE, Pace, read_brain_file
+from ddpkit.run.resuming import BRAIN_FILE, StepPlan, read_brain_file
 
 if TYPE_CHECKING:
     from ddpkit.checkpoints import Checkpointer
@@ -123,20 +123,20 @@ class Start:
     Attributes:
         resume: for the checkpointer: ``"auto"``, ``"never"`` or the path of a checkpoint.
         lineage: of the run.
-        pace: what an optimizer step was made of in that checkpoint; None where there is none, or it does not tell.
+        step_plan: what an optimizer step was made of in that checkpoint; None where there is none, or it does not tell.
         num_found: checkpoints in the folder.
         others: those of other runs, which this one leaves alone.
 
     Ranks: local; the main process makes it, all ranks use it.
 
     Example:
-        >>> Start("never", Lineage.new()).pace is None
+        >>> Start("never", Lineage.new()).step_plan is None
         True
     """
 
     resume: str
     lineage: Lineage
-    pace: Pace | None = None
+    step_plan: StepPlan | None = None
     num_found: int = 0
     others: tuple[Path, ...] = ()
 
@@ -238,8 +238,8 @@ def _newest(checkpointer: Checkpointer, found: list[Checkpoint], states: Mapping
     if newest is None:
         return Start(NEWEST, Lineage.new())
     start = _start_at(newest, states[newest.path])
-    if trained[0] is found[0] and (start.pace is None or start.pace.world_size in {None, world_size}):
-        return Start(NEWEST, start.lineage, start.pace)  # the checkpointer finds it, and verifies all of it
+    if trained[0] is found[0] and (start.step_plan is None or start.step_plan.world_size in {None, world_size}):
+        return Start(NEWEST, start.lineage, start.step_plan)  # the checkpointer finds it, and verifies all of it
     chosen = checkpointer.find_checkpoint(ckpt_predicate=lambda one: one in trained)
     if trained[0] is not found[0] and chosen is not None:
         words = "%s was saved by a process that only evaluated: the training goes on from %s."
@@ -272,10 +272,10 @@ def _of_this_launch(
     return checkpointer.find_checkpoint(ckpt_predicate=lambda one: one in own) if own else None
 
 
-def _asked(state: Mapping[str, Any]) -> Pace:
-    """Return the pace that was asked for, and not what it came to on some number of processes in between."""
+def _asked(state: Mapping[str, Any]) -> StepPlan:
+    """Return the step plan that was asked for, and not what it came to on some number of processes in between."""
     asked = state.get("asked")
-    return Pace.read(asked if isinstance(asked, Mapping) else state)
+    return StepPlan.read(asked if isinstance(asked, Mapping) else state)
 
 
 def _state_of(path: Path) -> dict[str, Any]:

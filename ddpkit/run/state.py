@@ -13,7 +13,7 @@ from ddpkit.checkpointing.index import SUFFIX
 from ddpkit.distributed import get_rank, get_world_size
 from ddpkit.errors import CheckpointError
 from ddpkit.logger import get_logger
-from ddpkit.run.resuming import DAMAGED, TELLING, Pace, changed_options, read_brain_file
+from ddpkit.run.resuming import DAMAGED, TELLING, StepPlan, changed_options, read_brain_file
 from ddpkit.run.starting import (
     EVALUATED,
     Start,
@@ -135,8 +135,8 @@ class RunState:
     Attributes:
         calls: of ``fit``.
         start: what the run started from; None before ``fit``.
-        pace: what an optimizer step is made of.
-        asked_pace: the same as asked for, where another number of processes had to change it.
+        step_plan: what an optimizer step is made of.
+        asked_plan: the same as asked for, where another number of processes had to change it.
         recovered: the checkpoint that was recovered in this call of ``fit`` or ``evaluate``.
         is_recovered_here: whether that was made in this call of ``fit``.
         expected_epoch: with which a recovered checkpoint goes on.
@@ -153,8 +153,8 @@ class RunState:
         self.step, self.rank_state = step, rank_state
         self.calls = FitCalls()
         self.start: Start | None = None
-        self.pace = Pace(None, None)
-        self.asked_pace: Pace | None = None
+        self.step_plan = StepPlan(None, None)
+        self.asked_plan: StepPlan | None = None
         self.recovered: Path | None = None
         self.is_recovered_here = True
         self.expected_epoch: int | None = None
@@ -191,8 +191,8 @@ class RunState:
             "loss_sum": loss_sum,
             "loss_count": loss_count,
             "samples": int(samples),
-            **self.pace.state_dict(),
-            "asked": (self.asked_pace or self.pace).state_dict(),
+            **self.step_plan.state_dict(),
+            "asked": (self.asked_plan or self.step_plan).state_dict(),
             "fit": self.calls.number,
             "finished": list(self.calls.finished),
             "counters": list(self.calls.counters),
@@ -260,9 +260,9 @@ class RunState:
             words = "The checkpoint was made inside of fit_batch: the mean loss of this epoch will be without batch %s."
             logger.warning(words, state["lacks"])
         samples = state.get("samples", 0)
-        before = Pace.read(state)
-        progress.step, told = self.pace.place(before, state["step"], samples)
-        for one in filter(None, (told, self.pace.other_data(before) if state["step"] else None)):
+        before = StepPlan.read(state)
+        progress.step, told = self.step_plan.place(before, state["step"], samples)
+        for one in filter(None, (told, self.step_plan.other_data(before) if state["step"] else None)):
             logger.warning("%s", one)
         if "loss_sum" not in state and progress.step:
             logger.warning(
@@ -281,7 +281,7 @@ class RunState:
     def _warn_of_changes(self, state: Mapping[str, Any]) -> None:
         options, own_seed = state.get("options"), self.rank_state.base_seed
         changes = changed_options(options, self.options) if isinstance(options, Mapping) else []
-        changes += self.pace.changes(Pace.read(state))
+        changes += self.step_plan.changes(StepPlan.read(state))
         seed = state.get("seed")
         if None not in {seed, own_seed} and seed != own_seed:
             changes.append(f"seed {own_seed}, before {seed}")

@@ -13,11 +13,8 @@ import termios
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import settings
 
 from ddpkit.reporting.progress import COLOURS, LINE_SECONDS, ProgressBar
-
-FAST = settings(max_examples=200, deadline=None, derandomize=True, database=None)
 
 
 @pytest.fixture

@@ -20,17 +20,17 @@ from ddpkit.base.plain_yaml import dump_plain_yaml, load_plain_yaml
 from ddpkit.config.options import OPTION_BY_NAME
 from ddpkit.dataloader import LoopedLoader, Sharding, deal_batches, reshard, shard
 from ddpkit.errors import CheckpointError, ConfigError
-from ddpkit.run.resuming import TELLING, Pace, changed_options, order_of, read_brain_file
+from ddpkit.run.resuming import TELLING, StepPlan, changed_options, order_of, read_brain_file
 from ddpkit.run_opts import RunOptions
 from ddpkit.training.batch_sizes import BatchSizes
 
-FOUR = Pace(world_size=4, factor=2, per_step=64, per_process=8)
+FOUR = StepPlan(world_size=4, factor=2, per_step=64, per_process=8)
 
 
 @pytest.mark.parametrize("world_size", [4, None])
 def test_as_many_processes_change_nothing(world_size):
-    assert Pace(world_size, 2, 64, 8).on(4) == {}
-    assert Pace(4, None, 64, 8).on(2) == {}, "a checkpoint that does not tell"
+    assert StepPlan(world_size, 2, 64, 8).on(4) == {}
+    assert StepPlan(4, None, 64, 8).on(2) == {}, "a checkpoint that does not tell"
 
 
 def test_more_processes_take_as_many_and_smaller_batches():
@@ -43,44 +43,44 @@ def test_fewer_processes_take_more_batches_none_of_them_larger():
 
 
 def test_whole_batches_are_dealt_out_to_whom_they_can_be():
-    dealt = Pace(world_size=4, factor=1)
+    dealt = StepPlan(world_size=4, factor=1)
     assert dealt.on(2) == {"grad_accumulation_factor": 2}
     assert dealt.on(1) == {"grad_accumulation_factor": 4}
     for world_size in (3, 8):
-        with pytest.raises(ConfigError, match="which 3 processes cannot divide"):
+        with pytest.raises(ConfigError, match="processes cannot divide"):
             dealt.on(world_size)
 
 
 def test_what_is_written_can_be_read():
-    assert Pace.read(FOUR.state_dict()) == FOUR
-    assert Pace.read({}) == Pace(None, None)
-    assert Pace.read({"world_size": True, "per_step": -1, "per_process": "8"}) == Pace(None, None)
+    assert StepPlan.read(FOUR.state_dict()) == FOUR
+    assert StepPlan.read({}) == StepPlan(None, None)
+    assert StepPlan.read({"world_size": True, "per_step": -1, "per_process": "8"}) == StepPlan(None, None)
 
 
 def test_that_of_a_run():
     sizes = BatchSizes(2, (2, 3), 2, 10, None, None)
     planned = shard(range(10), Sharding(), batch_size=2)
-    assert Pace.of(sizes, planned) == Pace(2, 2, 10, 3)
-    assert Pace.of(sizes, LoopedLoader(planned, 3)) == Pace(2, 2, 10, 3)
+    assert StepPlan.of(sizes, planned) == StepPlan(2, 2, 10, 3)
+    assert StepPlan.of(sizes, LoopedLoader(planned, 3)) == StepPlan(2, 2, 10, 3)
     for whole in (shard(range(4), Sharding(), batch_sampler=[[0, 1], [2, 3]]), deal_batches([[1]], Sharding())):
-        assert Pace.of(sizes, whole) == Pace(2, 2)
+        assert StepPlan.of(sizes, whole) == StepPlan(2, 2)
 
 
 @pytest.mark.parametrize(("step", "expected"), [(0, 0), (4, 8), (10, 20), (3, 8)])
 def test_the_place_is_counted_in_steps_of_the_optimizer(step, expected):
     """3 of 2 stands at the end of an epoch, after a short window."""
-    now = Pace(2, 4, 64, 8)
+    now = StepPlan(2, 4, 64, 8)
     assert now.place(FOUR, step, 32 * step) == (expected, None)
 
 
 def test_the_place_stays_where_nothing_has_changed():
     assert FOUR.place(FOUR, 5, 100) == (5, None)
-    assert FOUR.place(Pace(None, None), 5, 100) == (5, None)
-    assert Pace(None, None).place(FOUR, 5, 100)[0] == 3
+    assert FOUR.place(StepPlan(None, None), 5, 100) == (5, None)
+    assert StepPlan(None, None).place(FOUR, 5, 100)[0] == 3
 
 
 def test_another_batch_goes_on_after_the_samples_that_were_done():
-    step, words = Pace(4, 2, 100, 13).place(FOUR, 10, 320)
+    step, words = StepPlan(4, 2, 100, 13).place(FOUR, 10, 320)
     assert step == 6
     assert "64 samples per optimizer step, and now there are 100" in words
     assert "after 300 of the 320 samples" in words
@@ -90,14 +90,14 @@ def test_another_batch_goes_on_after_the_samples_that_were_done():
     ("before", "now", "step", "expected", "said"),
     [
         (
-            Pace(1, 2),
-            Pace(1, 4),
+            StepPlan(1, 2),
+            StepPlan(1, 4),
             6,
             6,
             "2 batches per optimizer step, and now there are 4: the epoch goes on after 6",
         ),
-        (Pace(1, 4), Pace(1, 2), 4, 4, "after 4 of the 4 batches that were done, and"),
-        (Pace(2, 3), Pace(4, 1), 3, 1, r"after 4 of the 6 batches that were done \(2 of them are done again\)"),
+        (StepPlan(1, 4), StepPlan(1, 2), 4, 4, "after 4 of the 4 batches that were done, and"),
+        (StepPlan(2, 3), StepPlan(4, 1), 3, 1, r"after 4 of the 6 batches that were done \(2 of them are done again\)"),
     ],
 )
 def test_dealt_batches_go_on_at_the_same_batch(before, now, step, expected, said):
@@ -114,8 +114,8 @@ def test_dealt_batches_go_on_at_the_same_batch(before, now, step, expected, said
 
 @pytest.mark.parametrize(("step", "expected"), [(0, 0), (6, 12), (5, 10)])
 def test_dealt_batches_on_another_number_of_ranks_keep_their_exact_place(step, expected):
-    before = Pace(4, 1)
-    now = Pace(2, before.on(2)["grad_accumulation_factor"])
+    before = StepPlan(4, 1)
+    now = StepPlan(2, before.on(2)["grad_accumulation_factor"])
     assert now.place(before, step, 10) == (expected, None)
     assert now.changes(before) == []
     # the last round of an epoch may be short, and the last step too
@@ -123,8 +123,8 @@ def test_dealt_batches_on_another_number_of_ranks_keep_their_exact_place(step, e
 
 
 def test_what_changes_in_a_step():
-    assert FOUR.changes(FOUR) == FOUR.changes(Pace(None, None)) == []
-    assert Pace(2, 2, 48, 12).changes(FOUR) == ["48 samples per optimizer step, before 64"]
+    assert FOUR.changes(FOUR) == FOUR.changes(StepPlan(None, None)) == []
+    assert StepPlan(2, 2, 48, 12).changes(FOUR) == ["48 samples per optimizer step, before 64"]
 
 
 # ------------------------------------------------------------------------------------- the order of the data
@@ -235,17 +235,17 @@ def test_other_data_in_the_middle_of_an_epoch():
     sizes = BatchSizes(1, (2, 2), 1, 2, None, None)
 
     def pace(number, **options):
-        found = Pace.of(sizes, shard(range(number), Sharding(), batch_size=2, **options))
-        return Pace.read(load_plain_yaml(dump_plain_yaml(found.state_dict())))
+        found = StepPlan.of(sizes, shard(range(number), Sharding(), batch_size=2, **options))
+        return StepPlan.read(load_plain_yaml(dump_plain_yaml(found.state_dict())))
 
     before = pace(40, shuffle=True)
     assert pace(40, shuffle=True).other_data(before) is None
     words = pace(100).other_data(before)
     assert "order as it stands, before shuffled; samples 100, before 40" in words
     assert "drop_last True, before False" in pace(40, shuffle=True, drop_last=True).other_data(before)
-    assert pace(100).other_data(Pace(1, 1, 2, 2)) is None, "a checkpoint that does not tell"
-    assert pace(100).other_data(Pace.read({"data": [3]})) is None
-    by_list = Pace.of(sizes, shard(range(40), Sharding(), batch_sampler=batches()))
+    assert pace(100).other_data(StepPlan(1, 1, 2, 2)) is None, "a checkpoint that does not tell"
+    assert pace(100).other_data(StepPlan.read({"data": [3]})) is None
+    by_list = StepPlan.of(sizes, shard(range(40), Sharding(), batch_sampler=batches()))
     assert "order by list, before shuffled" in by_list.other_data(before)
 
 

@@ -60,7 +60,7 @@ def test_a_restarted_launch_goes_on_with_its_own_newest_and_at_its_pace(tmp_path
     save(tmp_path, {"launch": "third", "asked": TWO})
     start = choose_start(Checkpointer(tmp_path), "never" if resume == "never" else str(other.path), 1)
     assert start.resume == str(own.path)
-    assert start.pace.per_step == 64
+    assert start.step_plan.per_step == 64
 
 
 def test_what_is_asked_for_is_the_start_and_its_pace(tmp_path, caplog):
@@ -68,10 +68,10 @@ def test_what_is_asked_for_is_the_start_and_its_pace(tmp_path, caplog):
     save(tmp_path, {"asked": TWO})
     checkpointer = Checkpointer(tmp_path)
     named = choose_start(checkpointer, str(path), 1)
-    assert (named.resume, named.pace.per_step) == (str(path), 64)
+    assert (named.resume, named.step_plan.per_step) == (str(path), 64)
     assert "2 checkpoint(s) of another run" in caplog.text
     never = choose_start(checkpointer, "never", 1)
-    assert (never.resume, never.pace) == ("never", None)
+    assert (never.resume, never.step_plan) == ("never", None)
 
 
 def test_the_newest_that_is_whole_decides(tmp_path):
@@ -82,8 +82,8 @@ def test_the_newest_that_is_whole_decides(tmp_path):
     assert start.resume == str(damaged.path)
     text.write_bytes(text.read_bytes().replace(b"unixtime: 1", b"unixtime: 2"))  # as long, and another one
     start = choose_start(Checkpointer(tmp_path), "auto", 1)
-    assert (start.resume, start.pace.per_step) == (str(whole.path), 64)
-    assert choose_start(Checkpointer(tmp_path / "new"), "auto", 1).pace is None
+    assert (start.resume, start.step_plan.per_step) == (str(whole.path), 64)
+    assert choose_start(Checkpointer(tmp_path / "new"), "auto", 1).step_plan is None
 
 
 def test_on_as_many_processes_the_checkpointer_looks_for_itself(tmp_path):
@@ -110,7 +110,7 @@ def test_a_training_does_not_go_on_from_what_an_evaluation_has_saved(tmp_path, c
     state = {**run.state_dict(), "asked": FOUR, EVALUATED: True}
     evaluated = [save(tmp_path, state), save(tmp_path, state)]
     start = choose_start(Checkpointer(tmp_path), "auto", 4)
-    assert (start.resume, start.lineage, start.pace.per_step) == (str(own.path), run, 64)
+    assert (start.resume, start.lineage, start.step_plan.per_step) == (str(own.path), run, 64)
     assert f"{evaluated[-1].path} was saved by a process that only evaluated" in caplog.text
     assert all(map(run.includes, evaluated))
     assert start_again(Checkpointer(tmp_path), "auto", run).resume == str(own.path)

@@ -17,7 +17,7 @@ from ddpkit.brain import run_of
 from ddpkit.checkpoints import Checkpointer
 from ddpkit.errors import ConfigError
 from ddpkit.run.checkpoint_policy import INTRA_EPOCH_KEY
-from ddpkit.run.resuming import Pace
+from ddpkit.run.resuming import StepPlan
 from ddpkit.run.starting import EVALUATED, Lineage, Start
 
 
@@ -45,7 +45,7 @@ def test_the_midst_of_an_epoch_comes_back(tmp_path):
     in_epoch(Brain())._save(tmp_path / "brain.ckpt")
     state = load_plain_yaml((tmp_path / "brain.ckpt").read_text())
     assert state.pop("options")["precision"] == "fp32"
-    assert set(state.pop("asked")) == set(Pace(1, 1).state_dict())
+    assert set(state.pop("asked")) == set(StepPlan(1, 1).state_dict())
     assert [state.pop(name) for name in ("nonfinite", "fit", "launch")] == [0, 0, None]
     assert [state.pop(name) for name in ("epoch", "finished", "counters", "lacks")] == [0, [], [], None]
     assert [state.pop(name) for name in ("seed", "rates", "data", "trained")] == [None, None, None, {}]
@@ -93,7 +93,7 @@ def test_a_process_that_only_evaluates_writes_again_what_it_has_recovered(tmp_pa
     trained = in_epoch(Brain())
     trained.state.start, calls = Start("auto", Lineage("first", 3.0)), trained.state.calls
     calls.number, calls.finished, calls.counters, trained.state.rank_state.base_seed = 2, (7,), ("a", "b"), 5
-    trained.state.pace, trained.state._rates = Pace(4, 2, 64, 8), {"sgd": [0.5]}
+    trained.state.step_plan, trained.state._rates = StepPlan(4, 2, 64, 8), {"sgd": [0.5]}
     trained._save(tmp_path / "brain.ckpt")
     brain = Brain(precision="bf16")
     brain.progress.is_fitting = False

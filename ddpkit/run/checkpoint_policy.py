@@ -53,7 +53,7 @@ class CheckpointPolicy:
     ``scaler``, ``ema`` and ``scheduler`` where there are such.
 
     Args:
-        checkpointer: a :class:`~ddpkit.checkpoints.Checkpointer`, something like one, or None.
+        checkpointer: a :class:`~ddpkit.checkpoints.Checkpointer`, or None.
         options: of the run.
         progress: of the run.
         step: has the optimizers, the scaler and the average of the weights.
@@ -78,7 +78,10 @@ class CheckpointPolicy:
         *,
         has_own_fit_batch: bool = False,
     ) -> None:
-        self.checkpointer, self.options, self.progress, self.step = checkpointer, options, progress, step
+        if checkpointer is not None and not isinstance(checkpointer, Checkpointer):
+            raise ConfigError(f"checkpointer={checkpointer!r} is no ddpkit.checkpoints.Checkpointer.")
+        self.checkpointer: Checkpointer | None = checkpointer
+        self.options, self.progress, self.step = options, progress, step
         self.run_state, self.rank_state = run_state, rank_state
         self._has_own_fit_batch = has_own_fit_batch
         self._trains_in: Path | None = None
@@ -97,9 +100,9 @@ class CheckpointPolicy:
             ConfigError: another Brain, or something of the recipe, stands there already.
         """
         checkpointer, states, scaler = self.checkpointer, self.rank_state.states, self.step.scaler
-        if states is None:
+        if checkpointer is None or states is None:
             return
-        if self.options.debug and not self.options.debug_persistently and hasattr(checkpointer, "checkpoints_dir"):
+        if self.options.debug and not self.options.debug_persistently:
             folder = run_on_main(tempfile.mkdtemp, kwargs={"prefix": "ddpkit-debug-"}) or ""
             checkpointer.checkpoints_dir = Path(folder)
             if not get_rank():
@@ -114,10 +117,9 @@ class CheckpointPolicy:
             checkpointer.add_recoverable("scaler", scaler, optional_load=True)
         if self.step.ema is not None:
             self.step.ema.add_to(checkpointer)
-        if isinstance(checkpointer, Checkpointer):
-            checkpointer.around_save = self._around_save
-            checkpointer.tell_epoch = lambda: self.progress.epoch or None
-            self._hand_on_options(checkpointer)
+        checkpointer.around_save = self._around_save
+        checkpointer.tell_epoch = lambda: self.progress.epoch or None
+        self._hand_on_options(checkpointer)
 
     def add(self, name: str, recoverable: Any) -> None:
         """Have something of the run saved, if there is a checkpointer."""
@@ -151,7 +153,7 @@ class CheckpointPolicy:
         raise ConfigError(_taken(name, other, what))
 
     def _recoverables(self) -> Mapping[str, Any]:
-        return getattr(self.checkpointer, "recoverables", {})
+        return {} if self.checkpointer is None else self.checkpointer.recoverables
 
     def _hand_on_options(self, checkpointer: Checkpointer) -> None:
         """Give the checkpointer what the options say of it; what is left at its default is left alone there, too."""
@@ -177,7 +179,7 @@ class CheckpointPolicy:
         checkpointer = self.checkpointer
         self.rank_state.choose_seed()
         self.run_state.is_recovered_here = True
-        if not isinstance(checkpointer, Checkpointer):
+        if checkpointer is None:
             self._choose_start(epoch_counter)
             yield
             self._end_call()
@@ -213,7 +215,7 @@ class CheckpointPolicy:
         """Decide, once for all ranks, what this call of ``fit`` starts from."""
         state, checkpointer = self.run_state, self.checkpointer
         state.calls.begin(next((name for name, one in self._recoverables().items() if one is epoch_counter), None))
-        if not isinstance(checkpointer, Checkpointer):
+        if checkpointer is None:
             return
         self._trains_in = Path(checkpointer.checkpoints_dir)
         if state.start is None:
@@ -257,7 +259,7 @@ class CheckpointPolicy:
     def starting(self) -> Iterator[None]:
         """Have the checkpointer recover what was decided, whoever asks it to. The Brain reports what that is."""
         checkpointer, start = self.checkpointer, self.run_state.start
-        if not isinstance(checkpointer, Checkpointer) or start is None:
+        if checkpointer is None or start is None:
             yield
             return
         level = checkpointer.level_of_nothing
@@ -279,8 +281,7 @@ class CheckpointPolicy:
         if self.checkpointer is None:
             return
         self.run_state.note_script_rates()
-        if isinstance(self.checkpointer, Checkpointer):
-            self.checkpointer.require_hooks()
+        self.checkpointer.require_hooks()
         others = self._others()
         lost = modules_not_saved(modules, others)
         if lost:
@@ -310,12 +311,8 @@ class CheckpointPolicy:
     def load_deferred(self) -> None:
         """Load a checkpoint that was made in this call of ``fit``, where it was found in an earlier one."""
         path = self.run_state.calls.reached_later()
-        if path is None:
-            return
-        if isinstance(self.checkpointer, Checkpointer):
+        if path is not None and self.checkpointer is not None:
             self.checkpointer.load_checkpoint(on_main(read_checkpoint, path))
-        else:
-            self.checkpointer.recover_if_possible()
 
     def is_done_before(self, train_loader: Any) -> bool:
         """Say whether nothing is left to do in this call of ``fit``, because the checkpoint was made in a later one.
@@ -332,7 +329,7 @@ class CheckpointPolicy:
     def warn_unused_entries(self) -> None:
         """Name what is in the checkpoint that the training goes on from, and nothing has taken up."""
         checkpointer, recovered = self.checkpointer, self.run_state.recovered
-        if recovered is None or recovered != getattr(checkpointer, "last_loaded", None):
+        if checkpointer is None or recovered is None or recovered != checkpointer.last_loaded:
             return
         # Without fp16 there is nothing to scale, and a loader's place is in the Brain's own file as well.
         lost = [name for name in checkpointer.not_taken if name != "scaler" and "dataloader" not in name]
@@ -358,8 +355,6 @@ class CheckpointPolicy:
         checkpointer, resume = self.checkpointer, self.options.resume
         if checkpointer is None:
             return None
-        if not isinstance(checkpointer, Checkpointer):
-            return checkpointer.recover_if_possible(max_key=max_key, min_key=min_key)
         if self.run_state.start is None and resume not in {"auto", "never"}:
             logger.announce("--resume=%s: this checkpoint is evaluated.", resume)
             checkpointer.resume = resume
@@ -383,7 +378,7 @@ class CheckpointPolicy:
     def newest_and_best(self) -> tuple[Path | None, Path | None]:
         """Return where the newest and the best of this run's own checkpoints are."""
         checkpointer = self.checkpointer
-        return on_main(self._newest_and_best, checkpointer) if isinstance(checkpointer, Checkpointer) else (None, None)
+        return (None, None) if checkpointer is None else on_main(self._newest_and_best, checkpointer)
 
     def _newest_and_best(self, checkpointer: Checkpointer) -> tuple[Path | None, Path | None]:
         start = self.run_state.start
@@ -413,7 +408,7 @@ class CheckpointPolicy:
         sums = sum_over_ranks(self.rank_state.own_sums())
         self.rank_state.end_pass()
         with self._with_sums(sums):
-            self._save_intra_epoch()
+            self._save_intra_epoch(self.checkpointer)
 
     def save_before_evaluation(self) -> None:
         """Save where training ended before the evaluation that is now stopped."""
@@ -421,15 +416,15 @@ class CheckpointPolicy:
         if self.checkpointer is None or not progress.is_fitting or progress.trained is None or progress.sums is None:
             return
         with _as_trained(progress), self._with_sums(list(progress.sums)):
-            self._save_intra_epoch()
+            self._save_intra_epoch(self.checkpointer)
 
-    def _save_intra_epoch(self, **given: Any) -> None:
+    def _save_intra_epoch(self, checkpointer: Checkpointer, **meta: Any) -> None:
         self._is_between_batches = True
         try:
-            self.checkpointer.save_and_keep_only(
+            checkpointer.save_and_keep_only(
+                meta={INTRA_EPOCH_KEY: True, **meta},
                 end_of_epoch=False,
                 ckpt_predicate=lambda checkpoint: INTRA_EPOCH_KEY in checkpoint.meta,
-                **{"num_to_keep": 1, "meta": {INTRA_EPOCH_KEY: True}, **given},
             )
         finally:
             self._is_between_batches = False
@@ -470,7 +465,7 @@ class CheckpointPolicy:
             own = self.rank_state.state_dict() | {"random": None}  # which has been drawn from since
             states.set_own(own | {"loss": None} if is_over else own)
             checkpointer.asynchronous = False
-            self._save_intra_epoch(meta={INTRA_EPOCH_KEY: True, "error": f"{type(error).__name__}: {error}"[:500]})
+            self._save_intra_epoch(checkpointer, error=f"{type(error).__name__}: {error}"[:500])
 
     # ------------------------------------------------------------------ a save that a recipe makes
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddpkit.base.signals import Interrupts
-from ddpkit.checkpoints import Checkpointer
 from ddpkit.control.rank_status import host_name, stage_of
 from ddpkit.control.stopping import (
     MARKER,
@@ -105,9 +104,10 @@ class StopControl:
     def _finish(self, stopped: RunStopped) -> str:
         """Write down that the run has stopped, and where; return that in words."""
         checkpointer, folder, progress = self._policy.checkpointer, self._folder(), self._progress
-        if isinstance(checkpointer, Checkpointer):
+        newest = None
+        if checkpointer is not None:
             checkpointer.wait()
-        newest = checkpointer.find_checkpoint() if isinstance(checkpointer, Checkpointer) else None
+            newest = checkpointer.find_checkpoint()
         facts: dict[str, Any] = {
             "reason": stopped.cause,
             "exit_code": stopped.code,

@@ -88,6 +88,11 @@ def test_a_brain_without_a_checkpointer_may_be_evaluated_inside_of_a_training(tm
     assert first.optimizer_step == 8
 
 
+def test_only_a_checkpointer_is_taken():
+    with pytest.raises(ConfigError, match=r"checkpointer='saves' is no ddpkit\.checkpoints\.Checkpointer"):
+        brain("saves", nn.Linear(2, 1))
+
+
 # ------------------------------------------------------------------------------------------ names
 
 

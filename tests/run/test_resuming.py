@@ -82,7 +82,7 @@ def test_the_place_stays_where_nothing_has_changed():
 def test_another_batch_goes_on_after_the_samples_that_were_done():
     step, words = StepPlan(4, 2, 100, 13).place(FOUR, 10, 320)
     assert step == 6
-    assert "64 samples per optimizer step, and now there are 100" in words
+    assert "64 samples per optimizer step, now there are 100" in words
     assert "after 300 of the 320 samples" in words
 
 
@@ -94,9 +94,9 @@ def test_another_batch_goes_on_after_the_samples_that_were_done():
             StepPlan(1, 4),
             6,
             6,
-            "2 batches per optimizer step, and now there are 4: the epoch goes on after 6",
+            "2 batches per optimizer step, now there are 4: the epoch goes on after 6",
         ),
-        (StepPlan(1, 4), StepPlan(1, 2), 4, 4, "after 4 of the 4 batches that were done, and"),
+        (StepPlan(1, 4), StepPlan(1, 2), 4, 4, "after 4 of the 4 batches that were done."),
         (StepPlan(2, 3), StepPlan(4, 1), 3, 1, r"after 4 of the 6 batches that were done \(2 of them are done again\)"),
     ],
 )

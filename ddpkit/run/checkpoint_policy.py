@@ -339,7 +339,7 @@ class CheckpointPolicy:
                 "recoverables in init_optimizers or before fit, not later%s.",
                 recovered,
                 ", ".join(map(repr, lost)),
-                "; 'ema' needs ema_decay" if "ema" in lost else "",
+                "; 'ema' is kept with ema_decay" if "ema" in lost else "",
             )
 
     def recover_for_evaluation(self, max_key: str | None, min_key: str | None) -> Any:

@@ -109,4 +109,4 @@ def save_of_rank_0(folder):
 
 
 def test_a_save_of_three_ranks(ranks, tmp_path):
-    check(ranks.run(save_of_rank_0, tmp_path, world_size=3)[0], 32, ["folder and storage"])
+    check(ranks.run(save_of_rank_0, tmp_path, world_size=3)[0], 33, ["folder and storage"])

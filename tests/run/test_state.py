@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import math
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from torch import nn
@@ -259,5 +257,3 @@ def test_debugging_persistently_writes_where_it_was_told(tmp_path):
     checkpointer = Checkpointer(tmp_path)
     Brain(checkpointer, debug=True, debug_persistently=True)
     assert Path(checkpointer.checkpoints_dir) == tmp_path
-    with contextlib.suppress(AttributeError):
-        Brain(SimpleNamespace(add_recoverable=lambda *args, **kwargs: None), debug=True)

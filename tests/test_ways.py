@@ -84,9 +84,9 @@ def follow(folder, what, epochs=1):
     return brain.way
 
 
-def check(way, most, turns=()):
+def check(way, most):
     assert len(way.modules) <= most, str(way)
-    assert way.turns == set(turns), str(way)
+    assert not way.turns, str(way)
 
 
 def test_a_batch(tmp_path):
@@ -109,4 +109,4 @@ def save_of_rank_0(folder):
 
 
 def test_a_save_of_three_ranks(ranks, tmp_path):
-    check(ranks.run(save_of_rank_0, tmp_path, world_size=3)[0], 33, ["folder and storage"])
+    check(ranks.run(save_of_rank_0, tmp_path, world_size=3)[0], 31)

@@ -7,10 +7,12 @@ those that a start from scratch does not call.
 from __future__ import annotations
 
 import contextlib
+import gc
 import sys
 from collections import Counter
 from pathlib import Path
 
+import pytest
 import torch.distributed as dist
 
 import ddpkit
@@ -87,6 +89,14 @@ def follow(folder, what, epochs=1):
 def check(way, most, turns=frozenset()):
     assert len(way.modules) <= most, str(way)
     assert way.turns <= turns, str(way)
+
+
+@pytest.fixture(autouse=True)
+def what_others_have_left_is_collected_before():
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
 
 
 def test_a_batch(tmp_path):

@@ -260,11 +260,12 @@ class KeyedDataset:
             self.epoch = batch.epoch
             if get_worker_info() is not None:  # nobody else can tell a worker's copy of the dataset
                 set_epoch_inside(self.dataset, batch.epoch)
-        outer, before = (_NOW.batch, _NOW.place, _NOW.asked), _STREAMS.state()
+        outer, before, has_moved = (_NOW.batch, _NOW.place, _NOW.asked), _STREAMS.state(), True
         _NOW.batch, _NOW.asked = batch, False
         try:
             loaded = self._load(batch, before)
-            if not self._draws and _STREAMS.look() != before[0]:
+            has_moved = _STREAMS.look() != before[0]
+            if has_moved and not self._draws:
                 self._draws = True
                 _STREAMS.restore(before)
                 loaded = self._load(batch, before)
@@ -276,7 +277,8 @@ class KeyedDataset:
             ) from error
         finally:
             _NOW.batch, _NOW.place, _NOW.asked = outer
-            _STREAMS.restore(before)
+            if has_moved:
+                _STREAMS.restore(before)
 
     def _load(self, batch: KeyedBatch, before: _State) -> Any:
         samples = self._load_list(batch) if self._by_list else self._load_samples(batch, before)
@@ -285,6 +287,8 @@ class KeyedDataset:
 
     def _load_samples(self, batch: KeyedBatch, before: _State) -> list[Any]:
         dataset, samples = self.dataset, []
+        if self._draws is False:
+            return [dataset[index] for _NOW.place, index in enumerate(batch.indices)]  # sample_seed asks for the place
         for place, index in enumerate(batch.indices):
             self._seed(batch, place)
             is_first = self._draws is None
@@ -333,18 +337,17 @@ class _Streams:
 
     def state(self) -> _State:
         """Return what :meth:`look` shows, and the states; Python's and numpy's are read only if they have moved."""
-        seen = self.look()
-        if seen[0] != self._seen:
-            self._seen, self._read = seen[0], (random.getstate(), np.random.get_state())  # noqa: NPY002 -- as above
-        return seen, *self._read, torch.default_generator.get_state()
+        shown, generator = look_at_random_streams(), torch.default_generator.get_state()
+        if shown != self._seen:
+            self._seen, self._read = shown, (random.getstate(), np.random.get_state())  # noqa: NPY002 -- as above
+        return (shown, generator.numpy().tobytes()), *self._read, generator
 
     def restore(self, state: _State) -> None:
-        """Put the streams where they were, if they have moved."""
-        seen, python, legacy, generator = state
-        if self.look() != seen:
-            random.setstate(python)
-            np.random.set_state(legacy)  # noqa: NPY002 -- as above
-            torch.default_generator.set_state(generator)
+        """Put the streams where they were."""
+        _, python, legacy, generator = state
+        random.setstate(python)
+        np.random.set_state(legacy)  # noqa: NPY002 -- as above
+        torch.default_generator.set_state(generator)
 
 
 _STREAMS = _Streams()

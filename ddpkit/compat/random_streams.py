@@ -16,6 +16,7 @@ import numpy as np
 
 __all__ = ["look_at_random_streams"]
 
+_PYTHON = cast("Any", random.getstate).__self__
 _TWISTER_BYTES = 4 * 625
 
 
@@ -40,34 +41,40 @@ def look_at_random_streams() -> Any:
             "sample. Leave np.random.set_bit_generator out; draw from np.random.default_rng(sample_seed())."
         )
     if _memory_shows_draws():
-        return _memory(cast("Any", random.getstate).__self__, numpy.get_state.__self__, bits)
+        body, legacy, twister = _memory(_PYTHON, numpy.get_state.__self__, bits)
+        return body.raw, _PYTHON.gauss_next, legacy.raw, twister.raw
     _, words, *rest = numpy.get_state()
     return random.getstate(), words.tobytes(), rest
 
 
+@functools.lru_cache(maxsize=1)  # made once per generator: a property of it and three views cost more than the reading
 def _memory(python: Any, legacy: Any, bits: Any) -> tuple[Any, ...]:
-    """Copy what the generators hold: twisters, and the normal numbers that are kept for the next draw."""
-    twister = ctypes.string_at(bits.ctypes.state_address, _TWISTER_BYTES)
-    bodies = (_body(python, random.Random.__base__), _body(legacy, np.random.RandomState))
-    return (*bodies, python.gauss_next, twister)
+    """Return views of what the generators hold: Python's twister, the numbers that numpy keeps, and its twister."""
+    twister = (ctypes.c_char * _TWISTER_BYTES).from_address(bits.ctypes.state_address)
+    return _body(python, random.Random.__base__), _body(legacy, np.random.RandomState), twister
 
 
-def _body(owner: object, kind: Any) -> bytes:
-    """Copy the memory of an object as far as its C type lays it out, without the header."""
+def _body(owner: object, kind: Any) -> Any:
+    """Return a view of an object's memory as far as its C type lays it out, without the header."""
     header = object.__basicsize__
-    return ctypes.string_at(id(owner) + header, kind.__basicsize__ - header)
+    return (ctypes.c_char * (kind.__basicsize__ - header)).from_address(id(owner) + header)
 
 
 @functools.cache
 def _memory_shows_draws() -> bool:
     """Try on fresh generators whether their memory shows every draw, and nothing else."""
-    python, bits = random.Random(1), np.random.MT19937(1)
+    python: Any = random.Random(1)
+    bits = np.random.MT19937(1)
     legacy = np.random.RandomState(bits)
+    views = _memory(python, legacy, bits)
+
+    def look() -> tuple[Any, ...]:
+        return (python.gauss_next, *(view.raw for view in views))
+
     normal = (lambda: python.gauss(0, 1)), legacy.standard_normal  # make two, and keep one
     for draw in (python.random, lambda: python.seed(2), *normal, *normal, lambda: legacy.seed(2), legacy.rand):
-        before = _memory(python, legacy, bits)
-        is_steady = _memory(python, legacy, bits) == before
+        before, same = look(), look()
         draw()
-        if not is_steady or _memory(python, legacy, bits) == before:
+        if same != before or look() == before:
             return False
     return True

@@ -699,9 +699,10 @@ def _finite_sums(entries: Sequence[_Entry], *, are_means: bool) -> Tensor:
 
 def _column(numbers: Sequence[Tensor | float], device: torch.device) -> Tensor:
     """Put numbers, some of them tensors of one element, into one wide tensor on a device, without waiting for it."""
+    wide = widest_float(device)
     if not any(isinstance(number, Tensor) for number in numbers):
         # A copy from pageable memory with non_blocking is staged at once and makes nobody wait; torch.tensor(...,
         # device=) would wait for the device.
-        return torch.tensor(numbers, dtype=widest_float(device)).to(device, non_blocking=True)
+        return torch.tensor(numbers, dtype=wide).to(device, non_blocking=True)
     tensors = [number if isinstance(number, Tensor) else torch.full((), number, device=device) for number in numbers]
-    return torch.stack([one.detach().reshape(()).to(device, widest_float(device)) for one in tensors])
+    return torch.stack([one.detach().reshape(()).to(device, wide) for one in tensors])

@@ -26,7 +26,7 @@ from ddpkit.precision import Precision
 from ddpkit.run.parts import Run
 from ddpkit.run.resuming import StepPlan
 from ddpkit.run_opts import RunOptions, option_attributes
-from ddpkit.training.batch_sizes import BatchSizes, RunLength, batch_sizes, count_epochs
+from ddpkit.training.sizes import BatchSizes, RunLength, batch_sizes, count_epochs
 from ddpkit.training.compilation import compile_modules, require_module_keys
 from ddpkit.training.gathering import gather_results
 from ddpkit.training.loop import Progress, one_number, sum_and_count

@@ -13,7 +13,7 @@ from ddpkit.dataloader import LoopedLoader, Sharding, deal_batches, default_seed
 from ddpkit.distributed import get_rank, get_world_size
 from ddpkit.errors import ConfigError, DataError
 from ddpkit.logger import get_logger
-from ddpkit.training.batch_sizes import micro_batches
+from ddpkit.training.sizes import micro_batches
 from ddpkit.types import Stage
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from ddpkit.run.rank_state import RankState
 from ddpkit.run.stage_runner import StageRunner
 from ddpkit.run.state import RunState
 from ddpkit.run.stop_control import StopControl
-from ddpkit.training.batch_sizes import RunLength
+from ddpkit.training.sizes import RunLength
 from ddpkit.training.lr_scaling import LrScaling
 from ddpkit.training.train_step import TrainStep
 

@@ -32,7 +32,7 @@ from ddpkit.training.stage_batches import compare_first_samples, length_of
 if TYPE_CHECKING:
     from ddpkit.run.checkpoint_policy import CheckpointPolicy
     from ddpkit.run_opts import RunOptions
-    from ddpkit.training.batch_sizes import BatchSizes
+    from ddpkit.training.sizes import BatchSizes
     from ddpkit.training.loop import Progress
     from ddpkit.training.train_step import TrainStep
 

@@ -24,7 +24,7 @@ from ddpkit.sampler import DealtBatchSampler, PlannedBatchSampler, layers
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from ddpkit.training.batch_sizes import BatchSizes
+    from ddpkit.training.sizes import BatchSizes
 
 BRAIN_FILE = "brain.ckpt"
 DAMAGED = "The checkpoint is damaged; delete it or start with --resume=<an older one>."

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from ddpkit.errors import ConfigError
 from ddpkit.logger import get_logger
-from ddpkit.training.batch_sizes import batch_sizes
+from ddpkit.training.sizes import batch_sizes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

@@ -22,7 +22,7 @@ from ddpkit.dataloader import LoopedLoader, Sharding, deal_batches, reshard, sha
 from ddpkit.errors import CheckpointError, ConfigError
 from ddpkit.run.resuming import TELLING, StepPlan, changed_options, order_of, read_brain_file
 from ddpkit.run_opts import RunOptions
-from ddpkit.training.batch_sizes import BatchSizes
+from ddpkit.training.sizes import BatchSizes
 
 FOUR = StepPlan(world_size=4, factor=2, per_step=64, per_process=8)
 

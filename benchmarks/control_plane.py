@@ -27,12 +27,12 @@ import torch
 from torch import nn
 
 from ddpkit.brain import Brain, run_of
-from ddpkit.comm.process_group import group_state, set_hang_limits
-from ddpkit.control import heartbeat, watchdog
-from ddpkit.control.periodic_sync import Beat, Wishes
+from ddpkit.comm import set_hang_limits
+from ddpkit.comm.process_group import group_state
+from ddpkit.control import Beat, heartbeat, watchdog
+from ddpkit.control.periodic_sync import Wishes
 from ddpkit.distributed import get_world_size, if_main_process, sum_over_ranks
-from ddpkit.training import stages
-from ddpkit.training.loop import Progress, train_epoch
+from ddpkit.training import Progress, stages, train_epoch
 from ddpkit.types import Stage
 
 WIDTH, CLASSES, LAYERS = 256, 10, 3

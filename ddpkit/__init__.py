@@ -55,6 +55,8 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from ddpkit import (
         augmentation,
         brain,
@@ -101,7 +103,7 @@ if TYPE_CHECKING:
         RankMismatchError,
     )
     from ddpkit.experiment import create_experiment_directory
-    from ddpkit.launch.spawning import spawn
+    from ddpkit.launch import spawn
     from ddpkit.precision import AMPConfig
     from ddpkit.run_opts import RunOptions, parse_arguments
     from ddpkit.seed import seed_everything
@@ -144,6 +146,30 @@ else:
             value = import_module(f"{__name__}.{name}")
         globals()[name] = value
         return value
+
+
+def _names_of_stub(package: str) -> Callable[[str], Any]:
+    """Return the ``__getattr__`` of a package: it loads the names in its ``__init__.pyi``, each when it is first used.
+
+    Type checkers read the same file. A name that is not in it is private to the package.
+    """
+
+    def find(name: str) -> Any:
+        import ast
+        import sys
+        from importlib import import_module
+        from pathlib import Path
+
+        namespace = vars(sys.modules[package])
+        if "_homes" not in namespace:
+            stub = ast.parse(Path(namespace["__file__"]).with_suffix(".pyi").read_text(encoding="utf-8"))
+            froms = [node for node in stub.body if isinstance(node, ast.ImportFrom)]
+            namespace["_homes"] = {alias.name: node.module for node in froms for alias in node.names}
+        if name not in namespace["_homes"]:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        return namespace.setdefault(name, getattr(import_module(namespace["_homes"][name]), name))
+
+    return find
 
 
 def __dir__() -> list[str]:

@@ -19,9 +19,9 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Subset, get_worker_info
 
-from ddpkit.compat.random_streams import look_at_random_streams
-from ddpkit.control.loader_workers import start_loading
-from ddpkit.data.permutation import mix, mix_key
+from ddpkit.compat import look_at_random_streams
+from ddpkit.control import start_loading
+from ddpkit.data import mix, mix_key
 from ddpkit.errors import DataError
 from ddpkit.sampler import count_repeats, index_number, set_epoch_inside
 

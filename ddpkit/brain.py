@@ -13,34 +13,44 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from ddpkit import optim
-from ddpkit.base.marks import mark_as_loader, mark_as_saver, register_checkpoint_hooks
-from ddpkit.comm import agreement
-from ddpkit.control.failure import failure_notice, usage_errors
-from ddpkit.control.rank_status import POSITION
+from ddpkit.base import mark_as_loader, mark_as_saver, register_checkpoint_hooks
+from ddpkit.comm import check_train_data, optimizer_facts, require_agreement, together
+from ddpkit.control import POSITION, failure_notice, usage_errors
 from ddpkit.dataloader import LoopedLoader, SaveableDataLoader
 from ddpkit.distributed import ddp_init_group, get_rank, get_world_size, is_distributed_initialized
 from ddpkit.ema import require_average, weight_average
 from ddpkit.errors import ConfigError
 from ddpkit.logger import format_order_of_magnitude, get_logger
 from ddpkit.precision import Precision
-from ddpkit.run.parts import Run
-from ddpkit.run.resuming import StepPlan
+from ddpkit.run import Run, StepPlan
 from ddpkit.run_opts import RunOptions, option_attributes
-from ddpkit.training.sizes import BatchSizes, RunLength, batch_sizes, count_epochs
-from ddpkit.training.compilation import compile_modules, require_module_keys
-from ddpkit.training.gathering import gather_results
-from ddpkit.training.loop import Progress, one_number, sum_and_count
-from ddpkit.training.lr_scaling import require_reference
-from ddpkit.training.stage_batches import length_of
-from ddpkit.training.strategy import NOTHING, make_strategy, modules_on_device, take_device, unwrap
-from ddpkit.training.train_step import Recipe
+from ddpkit.training import (
+    NOTHING,
+    BatchSizes,
+    Progress,
+    Recipe,
+    RunLength,
+    batch_sizes,
+    compile_modules,
+    count_epochs,
+    gather_results,
+    length_of,
+    make_strategy,
+    modules_on_device,
+    one_number,
+    require_module_keys,
+    require_reference,
+    sum_and_count,
+    take_device,
+    unwrap,
+)
 from ddpkit.types import FitResult, Stage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
     from contextlib import AbstractContextManager
 
-    from ddpkit.config.options import OptionTypes as _Typed
+    from ddpkit.config import OptionTypes as _Typed
     from ddpkit.ema import WeightAverage
 else:
     _Typed = object
@@ -604,7 +614,7 @@ class Brain(_Typed):
             logger.announce("check_parity=%d: nothing was trained, and nothing is evaluated.", world_size)
             return math.nan
         with run.guard.guarded("evaluate"):
-            loader = agreement.together(lambda: self._loader(test_set, Stage.TEST, test_loader_kwargs or {}, None))
+            loader = together(lambda: self._loader(test_set, Stage.TEST, test_loader_kwargs or {}, None))
             run.preflight.compare_data(test=loader)
             self.on_evaluate_start(max_key=max_key, min_key=min_key)
             contexts = self.training_ctx, self.evaluation_ctx
@@ -648,7 +658,7 @@ class Brain(_Typed):
         with run.guard.guarded("predict"):
             self._require_no_training("predict")
             with run.loaders.dividing_evaluation():
-                loader = agreement.together(lambda: self._loader(data, Stage.TEST, loader_kwargs or {}, None))
+                loader = together(lambda: self._loader(data, Stage.TEST, loader_kwargs or {}, None))
             run.preflight.compare_data(predict=loader)
             self.on_evaluate_start(max_key=max_key, min_key=min_key)
             bar = self._bar_enabled(progressbar)
@@ -711,7 +721,7 @@ class Brain(_Typed):
             is_looped = isinstance(train_set, LoopedLoader) or train_kwargs.get("looped_nominal_epoch") is not None
             run.policy.keep_global_batch(is_looped=is_looped)
         self.run_opts.grad_accumulation_factor = run.loaders.micro_batches(get_world_size())
-        return agreement.together(
+        return together(
             lambda: (
                 self._loader(train_set, Stage.TRAIN, train_kwargs),
                 self._loader(valid_set, Stage.VALID, valid_kwargs, None),
@@ -735,7 +745,7 @@ class Brain(_Typed):
         run, options, world_size = self.__run, self.run_opts, get_world_size()
         run.preflight.compare_data(train=train, valid=valid)
         length, factor = length_of(train), options.grad_accumulation_factor
-        agreement.check_train_data(train, length)
+        check_train_data(train, length)
         self._take_length(length, factor)
         sizes = batch_sizes(train, length, factor, world_size)
         run.policy.run_state.step_plan = StepPlan.of(sizes, train)
@@ -776,7 +786,7 @@ class Brain(_Typed):
             raise ConfigError("ReduceLROnPlateau follows the valid loss, and fit was given no valid_set.")
         if not self.__run.is_prepared:
             self.__run.is_prepared = True
-            agreement.require_agreement(agreement.optimizer_facts(self.optimizers_dict or {}))
+            require_agreement(optimizer_facts(self.optimizers_dict or {}))
 
     def _run_epochs(self, epoch_counter: Iterable[int], train: Any, valid: Any, enable: bool) -> str:
         """Train and validate in every epoch; return why it ends, a ``FitResult.reason``."""

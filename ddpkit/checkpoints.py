@@ -28,55 +28,54 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Literal
 
-from ddpkit.base.marks import mark_as_loader, mark_as_saver, mark_as_transfer, register_checkpoint_hooks
-from ddpkit.checkpointing.async_save import BackgroundSave, wait_for_folder
-from ddpkit.checkpointing.folder import (
-    CheckpointFolder,
-    Collected,
-    SaveRequest,
-    check_file_name,
-    on_main,
-    run_savers,
-)
-from ddpkit.checkpointing.hooks import (
+from ddpkit.base import mark_as_loader, mark_as_saver, mark_as_transfer, register_checkpoint_hooks
+from ddpkit.checkpointing import (
     DEFAULT_LOAD_HOOKS,
     DEFAULT_SAVE_HOOKS,
     DEFAULT_TRANSFER_HOOKS,
+    DIRECTORY_PREFIX,
+    META_NAME,
+    SUFFIX,
+    BackgroundSave,
+    Checkpoint,
+    CheckpointFolder,
+    Collected,
+    DamageLedger,
+    FolderLock,
+    ImportanceKey,
     LoadHook,
+    LoadMode,
+    Predicate,
+    Retention,
     SaveHook,
+    SaveRequest,
+    Selection,
+    SnapshotMemory,
     TransferHook,
+    VerifyMode,
+    average_checkpoints,
+    average_state_dicts,
+    check_file_name,
+    ckpt_recency,
+    discard_staging,
     find_load_hook,
     find_save_hook,
     find_transfer_hook,
     get_default_hook,
+    load_recoverables,
     map_old_state_dict_weights,
+    on_main,
+    ranked,
+    read_checkpoint,
+    run_savers,
     safe_load,
     saves_on_every_rank,
     torch_parameter_transfer,
     torch_recovery,
     torch_save,
+    wait_for_folder,
 )
-from ddpkit.checkpointing.index import (
-    DIRECTORY_PREFIX,
-    META_NAME,
-    SUFFIX,
-    Checkpoint,
-    DamageLedger,
-    ImportanceKey,
-    Predicate,
-    Retention,
-    Selection,
-    average_checkpoints,
-    average_state_dicts,
-    ckpt_recency,
-    ranked,
-    read_checkpoint,
-)
-from ddpkit.checkpointing.loading import LoadMode, load_recoverables
-from ddpkit.checkpointing.run_lock import FolderLock
-from ddpkit.checkpointing.snapshot import SnapshotMemory
-from ddpkit.checkpointing.storage import VerifyMode, discard_staging
-from ddpkit.control.rank_status import POSITION
+from ddpkit.control import POSITION
 from ddpkit.distributed import exchange, get_world_size, if_main_process
 from ddpkit.errors import CheckpointError, ConfigError, RankCheckpointError
 from ddpkit.logger import get_logger, shown_path

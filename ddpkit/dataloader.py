@@ -10,20 +10,22 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import IterableDataset
 
-from ddpkit.base.marks import mark_as_loader, mark_as_saver, register_checkpoint_hooks
-from ddpkit.data.sharded_loader import (
+from ddpkit.base import mark_as_loader, mark_as_saver, register_checkpoint_hooks
+from ddpkit.data import (
     DECIDED,
     DEFAULT_SEED,
     SaveableDataLoader,
     Sharding,
+    StreamLoader,
+    StreamShard,
     deal_batches,
     default_seed,
+    guess_batch_size,
     plan_of,
     reshard,
     set_epoch,
     shard,
 )
-from ddpkit.data.streams import StreamLoader, StreamShard, guess_batch_size
 from ddpkit.distributed import get_rank, get_world_size
 from ddpkit.errors import DataError
 from ddpkit.logger import get_logger
@@ -33,7 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from ddpkit.data.stream_position import StreamPosition
+    from ddpkit.data import StreamPosition
 
 __all__ = [
     "DEFAULT_SEED",

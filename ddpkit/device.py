@@ -18,7 +18,7 @@ from ddpkit.errors import ConfigError
 from ddpkit.logger import get_logger
 
 if TYPE_CHECKING:
-    from ddpkit.launch.variables import LaunchInfo
+    from ddpkit.launch import LaunchInfo
 
 logger = get_logger(__name__)
 
@@ -106,7 +106,7 @@ def infer_device(local_rank: int | None = None) -> str:
         True
     """
     if local_rank is None:
-        from ddpkit.launch.launchers import find_launch
+        from ddpkit.launch import find_launch
 
         local_rank = _own_index(accelerator_kind(), find_launch())
     kind = accelerator_kind()

@@ -23,18 +23,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp
 
-from ddpkit.base.process_probe import this_place
-from ddpkit.base.rank import get_rank, get_world_size, is_distributed_initialized
-from ddpkit.comm.mailbox import Outcome, call_site, outside_frame, raise_as_reader
-from ddpkit.comm.runtime import control_group, group_state
-from ddpkit.control.failure_report import Reason
-from ddpkit.control.rank_status import POSITION
+from ddpkit.base import get_rank, get_world_size, is_distributed_initialized, this_place
+from ddpkit.comm import Outcome, call_site, control_group, group_state, outside_frame, raise_as_reader
+from ddpkit.control import POSITION, Reason
 from ddpkit.errors import LaunchError, RankFailedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from ddpkit.launch.variables import LaunchInfo
+    from ddpkit.launch import LaunchInfo
 
 __all__ = [
     "ReduceOp",
@@ -98,7 +95,7 @@ def ddp_init_group(run_opts: Mapping[str, Any] | Any) -> None:
     Example:
         >>> ddp_init_group({"distributed_backend": "gloo"})  # no launcher: nothing happens
     """
-    from ddpkit.comm.process_group import init_group  # the watch and all: not for those who ask for a rank alone
+    from ddpkit.comm import init_group  # the watch and all: not for those who ask for a rank alone
 
     init_group(run_opts)
 
@@ -126,7 +123,7 @@ def get_local_rank() -> int | None:
 
 
 def _find_launch() -> LaunchInfo:
-    from ddpkit.launch.launchers import find_launch  # all launchers: not for those who ask for a rank alone
+    from ddpkit.launch import find_launch  # all launchers: not for those who ask for a rank alone
 
     return find_launch()
 

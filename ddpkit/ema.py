@@ -17,8 +17,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from ddpkit.checkpointing.hooks import plain_key
-from ddpkit.checkpointing.index import is_code
+from ddpkit.checkpointing import is_code, plain_key
 from ddpkit.errors import CheckpointError, ConfigError
 from ddpkit.logger import get_logger
 from ddpkit.types import Stage

@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ddpkit.base.marks import mark_as_loader, mark_as_saver, register_checkpoint_hooks
+from ddpkit.base import mark_as_loader, mark_as_saver, register_checkpoint_hooks
 from ddpkit.errors import CheckpointError, ConfigError
 from ddpkit.logger import get_logger
 
@@ -190,7 +190,7 @@ class EpochCounterWithStopper(EpochCounter):
 
     @mark_as_saver
     def _save(self, path: str | os.PathLike[str]) -> None:
-        from ddpkit.base.plain_yaml import dump_plain_yaml
+        from ddpkit.base import dump_plain_yaml
 
         state = {
             "current_epoch": self.current,
@@ -202,7 +202,7 @@ class EpochCounterWithStopper(EpochCounter):
 
     @mark_as_loader
     def _recover(self, path: str | os.PathLike[str], end_of_epoch: bool) -> None:
-        from ddpkit.base.plain_yaml import load_plain_yaml
+        from ddpkit.base import load_plain_yaml
 
         def parse(text: str) -> tuple[int, int, float, bool]:
             saved = load_plain_yaml(text)

@@ -18,14 +18,13 @@ import torch
 from hyperpyyaml import resolve_references
 from ruamel.yaml.error import YAMLError
 
-from ddpkit.base.plain_yaml import to_plain
-from ddpkit.base.process_probe import is_relative
-from ddpkit.checkpointing.run_lock import FolderLock, Holder, holder
-from ddpkit.comm.mailbox import outside_frame
-from ddpkit.control.failure import record_for_launcher, tell_plainly, told_plainly
+from ddpkit.base import is_relative, to_plain
+from ddpkit.checkpointing import FolderLock, Holder, holder
+from ddpkit.comm import outside_frame
+from ddpkit.control import record_for_launcher, tell_plainly, told_plainly
 from ddpkit.distributed import get_world_size, if_main_process, run_on_main
 from ddpkit.errors import CheckpointError, ConfigError, DdpkitError, FolderInUseError, MissingFileError
-from ddpkit.launch.variables import PARITY
+from ddpkit.launch import PARITY
 from ddpkit.logger import close_logging, get_logger, setup_logging
 from ddpkit.run_opts import RunOptions, command_line_options
 from ddpkit.seed import global_seed

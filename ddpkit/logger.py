@@ -23,7 +23,7 @@ from typing import Any, TextIO
 
 import yaml
 
-from ddpkit.base.rank import get_rank
+from ddpkit.base import get_rank
 from ddpkit.errors import ConfigError, MissingFileError
 
 LEVEL_VARIABLES = ("DDPKIT_LOG_LEVEL", "SB_LOG_LEVEL")

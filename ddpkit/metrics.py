@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from ddpkit.base.rank import get_world_size
+from ddpkit.base import get_world_size
 from ddpkit.device import widest_float
 from ddpkit.errors import ConfigError, DataError
 

@@ -17,7 +17,7 @@ import torch
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from ddpkit.compat.foreach import multiply_all
+from ddpkit.compat import multiply_all
 from ddpkit.errors import ConfigError
 from ddpkit.logger import get_logger
 from ddpkit.types import Stage

@@ -13,14 +13,20 @@ from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from ddpkit.config.command_line import CommandLine, read_command_line
-from ddpkit.config.options import IN_RUN_OPTS, IN_YAML, OPTION_BY_NAME, OPTIONS, RUN_OPTIONS, OptionTypes
-from ddpkit.control.failure import usage_errors, watch_uncaught
+from ddpkit.config import (
+    IN_RUN_OPTS,
+    IN_YAML,
+    OPTION_BY_NAME,
+    OPTIONS,
+    RUN_OPTIONS,
+    CommandLine,
+    OptionTypes,
+    read_command_line,
+)
+from ddpkit.control import usage_errors, watch_uncaught
 from ddpkit.device import default_backend, resolve_device
 from ddpkit.errors import ConfigError, MissingFileError
-from ddpkit.launch.launchers import find_launch
-from ddpkit.launch.spawning import run_script
-from ddpkit.launch.variables import PARITY, LaunchInfo
+from ddpkit.launch import PARITY, LaunchInfo, find_launch, run_script
 from ddpkit.logger import get_logger
 
 __all__ = ["OPTIONS", "RunOptions", "option_attributes", "parse_arguments"]

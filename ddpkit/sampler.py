@@ -21,14 +21,15 @@ import numpy as np
 import torch
 from torch.utils.data import Sampler
 
-from ddpkit.data.permutation import Order, mix_key
-from ddpkit.data.recipe_samplers import (  # noqa: F401 -- recipes look for them here
+from ddpkit.data import (  # noqa: F401 -- recipes look for them here
     BalancingDataSampler,
     ConcatDatasetBatchSampler,
     DistributedSamplerWrapper,
     DynamicBatchSampler,
+    Order,
     ReproducibleRandomSampler,
     ReproducibleWeightedRandomSampler,
+    mix_key,
 )
 from ddpkit.errors import ConfigError, DataError
 from ddpkit.seed import own_randomness

@@ -19,8 +19,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ddpkit.base.rank import get_rank
-from ddpkit.data.permutation import mix_key
+from ddpkit.base import get_rank
+from ddpkit.data import mix_key
 from ddpkit.device import count_devices, own_first
 from ddpkit.errors import CheckpointError, ConfigError
 from ddpkit.logger import get_logger

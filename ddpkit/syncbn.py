@@ -45,7 +45,7 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase
 from torch.nn.utils import parametrize
 
-from ddpkit.comm.runtime import group_state
+from ddpkit.comm import group_state
 from ddpkit.device import widest_float
 from ddpkit.errors import ConfigError, DataError
 from ddpkit.logger import get_logger

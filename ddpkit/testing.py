@@ -29,8 +29,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ddpkit.comm.runtime import group_state
-from ddpkit.control.failure_report import Reason
+from ddpkit.comm import group_state
+from ddpkit.control import Reason
 from ddpkit.errors import DdpkitError
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from ddpkit.base.marks import mark_as_loader, mark_as_saver, register_checkpoint_hooks
+from ddpkit.base import mark_as_loader, mark_as_saver, register_checkpoint_hooks
 from ddpkit.distributed import if_main_process, main_process_only, run_on_main
 from ddpkit.errors import CheckpointError, ConfigError, MissingExtraError
 from ddpkit.logger import get_logger

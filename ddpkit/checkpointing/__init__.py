@@ -1,1 +1,7 @@
 """A checkpoint is complete or not there: storage, index, hooks, writing in the background, and the lock."""
+
+from __future__ import annotations
+
+from ddpkit import _names_of_stub
+
+__getattr__ = _names_of_stub(__name__)

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
-from ddpkit.base.plain_yaml import dump_plain_yaml, to_plain
+from ddpkit.base import dump_plain_yaml, to_plain
 from ddpkit.checkpointing.hooks import SaveHook, saved_state, saves_on_every_rank, torch_save, write_state
 from ddpkit.checkpointing.index import (
     DIRECTORY_PREFIX,

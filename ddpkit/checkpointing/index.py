@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ddpkit.base.plain_yaml import load_plain_yaml
+from ddpkit.base import load_plain_yaml
 from ddpkit.checkpointing.hooks import safe_load
 from ddpkit.checkpointing.storage import MANIFEST_NAME, VerifyMode, read_text, verify
 from ddpkit.errors import CheckpointError, ConfigError

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ddpkit.checkpointing.hooks import safe_load
-from ddpkit.comm.runtime import group_state
+from ddpkit.comm import group_state
 from ddpkit.distributed import (
     ddp_prevent_block,
     gather_objects,

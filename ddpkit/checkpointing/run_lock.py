@@ -37,7 +37,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import NamedTuple
 
-from ddpkit.base.process_probe import has_ended, is_ending, state_and_start, this_place
+from ddpkit.base import has_ended, is_ending, state_and_start, this_place
 from ddpkit.checkpointing import storage
 from ddpkit.checkpointing.storage import REPLACED_PREFIX, STAGING_PREFIX, remove_directory
 from ddpkit.errors import CheckpointError, FolderInUseError

@@ -22,21 +22,23 @@ from typing import Any
 
 import torch
 
-from ddpkit.base.plain_yaml import load_plain_yaml
-from ddpkit.checkpointing.hooks import safe_load
-from ddpkit.checkpointing.index import (
+from ddpkit.base import load_plain_yaml
+from ddpkit.checkpointing import (
     DIRECTORY_PREFIX,
+    MANIFEST_NAME,
     META_NAME,
     SUFFIX,
     Checkpoint,
     Selection,
+    VerifyMode,
     average_checkpoints,
     ckpt_recency,
     damage_of,
     ranked,
     read_checkpoint,
+    read_text,
+    safe_load,
 )
-from ddpkit.checkpointing.storage import MANIFEST_NAME, VerifyMode, read_text
 from ddpkit.errors import CheckpointError, MissingExtraError
 
 __all__ = ["command_average", "command_export", "command_ls", "command_show", "command_verify"]

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
-from ddpkit.control.failure_report import FailureReport, Reason, explained
+from ddpkit.control import FailureReport, Reason, explained
 from ddpkit.errors import MainProcessError, RankFailedError
 from ddpkit.logger import get_logger
 

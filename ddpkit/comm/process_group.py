@@ -18,20 +18,26 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from ddpkit.base.process_probe import state_and_start
-from ddpkit.base.rank import is_distributed_initialized
+from ddpkit.base import is_distributed_initialized, state_and_start
 from ddpkit.comm.consistency import compare_at_meeting, script_facts, software_facts
 from ddpkit.comm.rendezvous import open_store
 from ddpkit.comm.runtime import Runtime, control_group, group_state, is_current
-from ddpkit.compat.process_groups import all_groups
-from ddpkit.control.failure import note_end_of_child, watch_uncaught
-from ddpkit.control.failure_report import HERE, Reason, is_second_hand
-from ddpkit.control.loader_workers import at_exit, kill_workers
-from ddpkit.control.rank_status import POSITION, host_name
-from ddpkit.control.watchdog import Watch
+from ddpkit.compat import all_groups
+from ddpkit.control import (
+    HERE,
+    POSITION,
+    Reason,
+    Watch,
+    at_exit,
+    host_name,
+    is_second_hand,
+    kill_workers,
+    note_end_of_child,
+    watch_uncaught,
+)
 from ddpkit.device import resolve_device
 from ddpkit.errors import ConfigError, LaunchError
-from ddpkit.launch.launchers import find_launch
+from ddpkit.launch import find_launch
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

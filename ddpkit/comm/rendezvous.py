@@ -29,13 +29,13 @@ import torch.distributed as dist
 
 from ddpkit.comm.consistency import naps_until
 from ddpkit.errors import LaunchError
-from ddpkit.launch.variables import LOOPBACK, derived_port
+from ddpkit.launch import LOOPBACK, derived_port
 from ddpkit.logger import get_logger
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from ddpkit.launch.variables import LaunchInfo
+    from ddpkit.launch import LaunchInfo
 
 logger = get_logger(__name__)
 

@@ -7,16 +7,15 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from ddpkit.base.rank import is_distributed_initialized
+from ddpkit.base import is_distributed_initialized
 from ddpkit.comm.mailbox import Mailbox
-from ddpkit.compat.process_groups import default_store, timeout_of
-from ddpkit.control.failure_report import HERE, FailureReport
-from ddpkit.control.rank_status import POSITION
+from ddpkit.compat import default_store, timeout_of
+from ddpkit.control import HERE, POSITION, FailureReport
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ddpkit.control.watchdog import Watch
+    from ddpkit.control import Watch
 
 
 class Runtime:

@@ -22,7 +22,7 @@ from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from ddpkit import __version__
-from ddpkit.base.rank import rank_if_known
+from ddpkit.base import rank_if_known
 from ddpkit.config.options import IN_YAML, ON_COMMAND_LINE, OPTION_BY_NAME, OPTIONS, PARSER_ONLY, Option
 from ddpkit.errors import ConfigError, MissingFileError
 

@@ -20,7 +20,7 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from ddpkit.base.rank import rank_if_known
+from ddpkit.base import rank_if_known
 from ddpkit.control.failure_report import HERE, PLACE, FailureReport, Reason, explained, is_second_hand, text_and_line
 from ddpkit.control.rank_status import POSITION, line_of
 from ddpkit.errors import ConfigError, FolderInUseError, LaunchError, RankFailedError, RunStopped

@@ -12,7 +12,7 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ddpkit.base.process_probe import has_ended, state_and_start, this_place
+from ddpkit.base import has_ended, state_and_start, this_place
 from ddpkit.control.failure_report import FailureReport, Reason
 from ddpkit.control.rank_status import POSITION, Position, Whereabouts, host_name
 from ddpkit.logger import get_logger

@@ -29,7 +29,7 @@ from multiprocessing import resource_tracker, util
 from pathlib import Path
 from typing import Any
 
-from ddpkit.compat.forkservers import forkserver_of_its_own
+from ddpkit.compat import forkserver_of_its_own
 from ddpkit.control.rank_status import POSITION, is_library
 
 DUMP_SECONDS = 0.1

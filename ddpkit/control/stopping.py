@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ddpkit.base.signals import signal_named
+from ddpkit.base import signal_named
 from ddpkit.errors import ConfigError
 
 if TYPE_CHECKING:

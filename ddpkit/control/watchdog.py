@@ -15,15 +15,14 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
-from ddpkit.base.process_probe import Guard, kill_later
-from ddpkit.base.signals import asked_twice
+from ddpkit.base import Guard, asked_twice, kill_later
 from ddpkit.control.failure import record_for_launcher
 from ddpkit.control.failure_report import HERE, FailureReport, Reason
 from ddpkit.control.heartbeat import SILENT_SECONDS, Heartbeat
 from ddpkit.control.loader_workers import kill_workers
 from ddpkit.control.rank_status import POSITION, Position, host_name, table
 from ddpkit.errors import LaunchError, RankFailedError
-from ddpkit.launch.launchers import find_launch
+from ddpkit.launch import find_launch
 from ddpkit.logger import get_logger
 
 if TYPE_CHECKING:

@@ -1,1 +1,7 @@
 """Which rank sees which sample: permutation, samplers, loaders, streams and their positions."""
+
+from __future__ import annotations
+
+from ddpkit import _names_of_stub
+
+__getattr__ = _names_of_stub(__name__)

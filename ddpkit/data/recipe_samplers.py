@@ -22,7 +22,7 @@ import torch
 from torch.utils.data import RandomSampler, Sampler, WeightedRandomSampler
 from torch.utils.data.distributed import DistributedSampler
 
-from ddpkit.base.rank import get_rank, get_world_size
+from ddpkit.base import get_rank, get_world_size
 from ddpkit.data.length_buckets import ask_items, positive_whole, sample_lengths, samples_that_fit, upper_boundaries
 from ddpkit.data.permutation import Order, mix_key
 from ddpkit.errors import ConfigError, DataError

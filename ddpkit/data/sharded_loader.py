@@ -16,8 +16,8 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 from torch.utils.data.distributed import DistributedSampler
 
 from ddpkit.augmentation import LOADER_OPTIONS, KeyedSampler, Place, keyed_loader, load_keyed
-from ddpkit.base.marks import mark_as_loader, mark_as_saver, register_checkpoint_hooks
-from ddpkit.control.loader_workers import start_loading
+from ddpkit.base import mark_as_loader, mark_as_saver, register_checkpoint_hooks
+from ddpkit.control import start_loading
 from ddpkit.data.likeness import sketch
 from ddpkit.data.permutation import mix_key
 from ddpkit.data.streams import StreamLoader, batch_loader, is_batches, is_sharded, stream_loader

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch.utils.data import get_worker_info
 
-from ddpkit.compat.worker_info import show_worker
+from ddpkit.compat import show_worker
 from ddpkit.data.permutation import mix_key
 from ddpkit.logger import get_logger
 from ddpkit.sampler import set_epoch_inside

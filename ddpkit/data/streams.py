@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
-from ddpkit.control.loader_workers import start_loading
+from ddpkit.control import start_loading
 from ddpkit.data.likeness import MOST_ITEMS, FirstItems, sketch
 from ddpkit.data.permutation import mix_key
 from ddpkit.data.stream_position import READ, ReadApart, Reading, Source, StreamPosition, is_stateful, tell_epoch

@@ -1,1 +1,7 @@
 """Who started this process, as which rank; and starting ranks without a launcher."""
+
+from __future__ import annotations
+
+from ddpkit import _names_of_stub
+
+__getattr__ = _names_of_stub(__name__)

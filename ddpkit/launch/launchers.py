@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ddpkit.base.rank import in_slurm_step, size
+from ddpkit.base import in_slurm_step, size
 from ddpkit.errors import LaunchError
 from ddpkit.launch.variables import (
     LOOPBACK,

@@ -17,7 +17,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ddpkit.base.signals import REPEAT_SECONDS
+from ddpkit.base import REPEAT_SECONDS
 from ddpkit.launch.variables import LOOPBACK, SPAWNED_BY
 
 if TYPE_CHECKING:

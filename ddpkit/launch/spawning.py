@@ -34,8 +34,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 
-from ddpkit.control.failure import PLAIN
-from ddpkit.control.failure_report import explained, is_second_hand
+from ddpkit.control import PLAIN, explained, is_second_hand
 from ddpkit.device import accelerator_kind, count_devices
 from ddpkit.errors import ConfigError, LaunchError, RankFailedError
 from ddpkit.launch.launchers import find_launch

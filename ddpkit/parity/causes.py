@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ddpkit.brain import run_of
-from ddpkit.data.likeness import sketch
+from ddpkit.data import sketch
 from ddpkit.parity.noise import dropout_rates
 from ddpkit.parity.report import TOLERANCES, Gradients, ParityReport, ParityRow, all_equal, compare, worst
 from ddpkit.parity.side import Side, Step

@@ -26,12 +26,12 @@ import torch
 from ddpkit.brain import run_of
 from ddpkit.distributed import get_rank, get_world_size
 from ddpkit.errors import ConfigError, ParityError
-from ddpkit.launch.variables import PARITY
+from ddpkit.launch import PARITY
 from ddpkit.logger import get_logger
 from ddpkit.parity.causes import diagnose
 from ddpkit.parity.side import Side
 from ddpkit.seed import RngState
-from ddpkit.training.strategy import refuse_shared_parameters
+from ddpkit.training import refuse_shared_parameters
 
 logger = get_logger(__name__)
 

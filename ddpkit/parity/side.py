@@ -19,7 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ddpkit import optim
 from ddpkit.brain import run_of
-from ddpkit.data.likeness import Sketch, sketch
+from ddpkit.data import Sketch, sketch
 from ddpkit.dataloader import LoopedLoader, SaveableDataLoader, plan_of
 from ddpkit.distributed import get_world_size
 from ddpkit.errors import ConfigError
@@ -28,8 +28,7 @@ from ddpkit.parity.noise import without_noise
 from ddpkit.parity.report import Gradients
 from ddpkit.sampler import DealtBatchSampler, PlannedBatchSampler
 from ddpkit.syncbn import SyncBatchNorm
-from ddpkit.training.feed import Counts, Feed
-from ddpkit.training.stage_batches import counts_of, length_of
+from ddpkit.training import Counts, Feed, counts_of, length_of
 from ddpkit.types import Stage
 
 if TYPE_CHECKING:

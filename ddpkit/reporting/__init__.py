@@ -1,1 +1,7 @@
 """What a run shows: the block at its start and the progress bar."""
+
+from __future__ import annotations
+
+from ddpkit import _names_of_stub
+
+__getattr__ = _names_of_stub(__name__)

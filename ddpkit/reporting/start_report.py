@@ -32,14 +32,14 @@ import numpy as np
 import torch
 
 from ddpkit import __version__
-from ddpkit.comm.consistency import software_facts
-from ddpkit.control.rank_status import host_name
+from ddpkit.comm import software_facts
+from ddpkit.control import host_name
 from ddpkit.logger import get_logger, shown_path
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from ddpkit.launch.variables import LaunchInfo
+    from ddpkit.launch import LaunchInfo
 
 logger = get_logger(__name__)
 

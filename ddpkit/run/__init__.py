@@ -1,1 +1,7 @@
 """One run from its start to its end: what Brain does in fit, evaluate and predict around the loops."""
+
+from __future__ import annotations
+
+from ddpkit import _names_of_stub
+
+__getattr__ = _names_of_stub(__name__)

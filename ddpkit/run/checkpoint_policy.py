@@ -11,11 +11,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ddpkit.checkpointing.folder import on_main
-from ddpkit.checkpointing.index import ckpt_recency, read_checkpoint
+from ddpkit.checkpointing import ckpt_recency, on_main, read_checkpoint
 from ddpkit.checkpoints import Checkpointer
-from ddpkit.config.options import OPTION_BY_NAME
-from ddpkit.control.periodic_sync import terminating_later
+from ddpkit.config import OPTION_BY_NAME
+from ddpkit.control import terminating_later
 from ddpkit.distributed import alone, get_rank, get_world_size, run_on_main, sum_over_ranks
 from ddpkit.errors import ConfigError
 from ddpkit.logger import get_logger
@@ -37,8 +36,7 @@ if TYPE_CHECKING:
     from ddpkit.run.resuming import StepPlan
     from ddpkit.run.state import RunState
     from ddpkit.run_opts import RunOptions
-    from ddpkit.training.loop import Progress
-    from ddpkit.training.train_step import TrainStep
+    from ddpkit.training import Progress, TrainStep
 
 logger = get_logger(__name__)
 

@@ -5,19 +5,16 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING
 
-from ddpkit.comm.process_group import AFTER_WATCH_SECONDS, longest_wait, set_hang_limits, shorten_timeout
-from ddpkit.comm.runtime import group_state
-from ddpkit.control.failure import failure_notice
-from ddpkit.control.loader_workers import watch_loader_workers
-from ddpkit.control.rank_status import POSITION
+from ddpkit.comm import AFTER_WATCH_SECONDS, group_state, longest_wait, set_hang_limits, shorten_timeout
+from ddpkit.control import POSITION, failure_notice, watch_loader_workers
 from ddpkit.distributed import is_distributed_initialized
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from ddpkit.base.signals import Interrupts
+    from ddpkit.base import Interrupts
     from ddpkit.run_opts import RunOptions
-    from ddpkit.training.loop import Progress
+    from ddpkit.training import Progress
 
 
 class RunGuard:

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader
 
-from ddpkit.control.rank_status import POSITION
-from ddpkit.data.streams import is_batches, is_ordered
+from ddpkit.control import POSITION
+from ddpkit.data import is_batches, is_ordered
 from ddpkit.dataloader import LoopedLoader, Sharding, deal_batches, default_seed, reshard, shard
 from ddpkit.distributed import get_rank, get_world_size
 from ddpkit.errors import ConfigError, DataError
 from ddpkit.logger import get_logger
-from ddpkit.training.sizes import micro_batches
+from ddpkit.training import micro_batches
 from ddpkit.types import Stage
 
 if TYPE_CHECKING:

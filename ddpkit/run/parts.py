@@ -12,9 +12,7 @@ from ddpkit.run.rank_state import RankState
 from ddpkit.run.stage_runner import StageRunner
 from ddpkit.run.state import RunState
 from ddpkit.run.stop_control import StopControl
-from ddpkit.training.sizes import RunLength
-from ddpkit.training.lr_scaling import LrScaling
-from ddpkit.training.train_step import TrainStep
+from ddpkit.training import LrScaling, RunLength, TrainStep
 
 if TYPE_CHECKING:
     from types import SimpleNamespace
@@ -24,9 +22,7 @@ if TYPE_CHECKING:
 
     from ddpkit.ema import WeightAverage
     from ddpkit.run_opts import RunOptions
-    from ddpkit.training.loop import Progress
-    from ddpkit.training.strategy import Strategy
-    from ddpkit.training.train_step import Recipe
+    from ddpkit.training import Progress, Recipe, Strategy
 
 
 class Run:

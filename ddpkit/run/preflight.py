@@ -6,15 +6,23 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from ddpkit.comm import agreement
-from ddpkit.comm.consistency import recipe_facts, script_facts, software_facts
-from ddpkit.comm.mailbox import call_path, outside_frame
-from ddpkit.control.failure import failure_notice
+from ddpkit.comm import (
+    call_path,
+    data_facts,
+    model_facts,
+    option_facts,
+    outside_frame,
+    recipe_facts,
+    require_agreement,
+    script_facts,
+    software_facts,
+)
+from ddpkit.control import failure_notice
 from ddpkit.distributed import get_rank, get_world_size, is_distributed_initialized
 from ddpkit.errors import RankFailedError
-from ddpkit.launch.launchers import find_launch
+from ddpkit.launch import find_launch
 from ddpkit.logger import log_files, shown_path
-from ddpkit.reporting.start_report import (
+from ddpkit.reporting import (
     Place,
     StartReport,
     clipping_row,
@@ -27,14 +35,12 @@ from ddpkit.reporting.start_report import (
     start_row,
 )
 from ddpkit.train_logger import run_log
-from ddpkit.training.stage_batches import compare_first_samples, length_of
+from ddpkit.training import compare_first_samples, length_of
 
 if TYPE_CHECKING:
     from ddpkit.run.checkpoint_policy import CheckpointPolicy
     from ddpkit.run_opts import RunOptions
-    from ddpkit.training.sizes import BatchSizes
-    from ddpkit.training.loop import Progress
-    from ddpkit.training.train_step import TrainStep
+    from ddpkit.training import BatchSizes, Progress, TrainStep
 
 AT_START = "the start of fit or evaluate"  # one name for both: ranks that call different ones must meet
 
@@ -85,11 +91,11 @@ class Preflight:
                 **script_facts(),
                 **recipe_facts(type(brain), options.param_file),
                 "checkpointer": "none" if checkpointer is None else type(checkpointer).__name__,
-                **agreement.option_facts(options),
-                **agreement.model_facts(brain.modules),
+                **option_facts(options),
+                **model_facts(brain.modules),
             }
             try:
-                self.places = list(agreement.require_agreement(facts, about=place, site=AT_START))
+                self.places = list(require_agreement(facts, about=place, site=AT_START))
             except RankFailedError as error:  # a rank has not come here
                 raise type(error)(f"{error}\n(rank {get_rank()} called {call} at {path})") from error.__cause__
 
@@ -104,8 +110,8 @@ class Preflight:
         """
         facts: dict[str, str] = {}
         for name, loader in loaders.items():
-            facts |= agreement.data_facts(name, loader, length_of(loader), sharded=name == "train")
-        agreement.require_agreement(facts)
+            facts |= data_facts(name, loader, length_of(loader), sharded=name == "train")
+        require_agreement(facts)
         for name, loader in loaders.items():
             compare_first_samples(name, loader)
 
@@ -200,7 +206,7 @@ def _size_in_words(loader: Any) -> str:
     length = length_of(loader)
     if length is None:
         return "a stream"
-    facts = agreement.data_facts("test", loader, length, sharded=False)
+    facts = data_facts("test", loader, length, sharded=False)
     samples, size = facts.get("test samples"), facts.get("test batch size")
     words = f"{length} batch{'' if length == 1 else 'es'}" + ("" if size is None else f" of {size}") + " per process"
     return words if samples is None else f"{samples} sample{'' if samples == '1' else 's'}, {words}"

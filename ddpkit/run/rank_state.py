@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from ddpkit.checkpointing.rank_states import RankStates
-from ddpkit.data.stream_position import is_stateful
-from ddpkit.data.streams import StreamShard
+from ddpkit.checkpointing import RankStates
+from ddpkit.data import StreamShard, is_stateful
 from ddpkit.dataloader import LoopedLoader, go_on_after_end, go_on_at, state_at, state_at_end, want_states
 from ddpkit.logger import get_logger
 from ddpkit.metrics import LossMeter
@@ -23,8 +22,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from ddpkit.training.loop import Progress
-    from ddpkit.training.strategy import Strategy
+    from ddpkit.training import Progress, Strategy
 
 logger = get_logger(__name__)
 

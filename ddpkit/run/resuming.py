@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
-from ddpkit.base.plain_yaml import load_plain_yaml
-from ddpkit.config.options import BATCHES, GRADIENTS, OPTIONS
-from ddpkit.data.streams import StreamLoader, StreamShard
+from ddpkit.base import load_plain_yaml
+from ddpkit.config import BATCHES, GRADIENTS, OPTIONS
+from ddpkit.data import StreamLoader, StreamShard
 from ddpkit.dataloader import LoopedLoader, plan_of
 from ddpkit.errors import CheckpointError, ConfigError
 from ddpkit.sampler import DealtBatchSampler, PlannedBatchSampler, layers
@@ -24,7 +24,7 @@ from ddpkit.sampler import DealtBatchSampler, PlannedBatchSampler, layers
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from ddpkit.training.sizes import BatchSizes
+    from ddpkit.training import BatchSizes
 
 BRAIN_FILE = "brain.ckpt"
 DAMAGED = "The checkpoint is damaged; delete it or start with --resume=<an older one>."

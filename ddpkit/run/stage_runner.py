@@ -8,10 +8,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from ddpkit.control.periodic_sync import Beat, Requests
-from ddpkit.control.rank_status import POSITION
-from ddpkit.control.stopping import exit_code
-from ddpkit.data.streams import StreamLoader
+from ddpkit.control import POSITION, Beat, Requests, exit_code
+from ddpkit.data import StreamLoader
 from ddpkit.dataloader import plan_of, set_epoch
 from ddpkit.distributed import (
     exchange,
@@ -24,23 +22,30 @@ from ddpkit.errors import BatchError, RunStopped
 from ddpkit.logger import get_logger
 from ddpkit.metrics import LossMeter, begin_stage
 from ddpkit.profiler import prepare_profiler
-from ddpkit.reporting.progress import COLOURS, ProgressBar
+from ddpkit.reporting import COLOURS, ProgressBar
 from ddpkit.train_logger import run_event
-from ddpkit.training.feed import Feed
-from ddpkit.training.gathering import Seen, gather_results, is_divided, on_cpu, row_count, rows_of
-from ddpkit.training.loop import LoopHost, evaluate_epoch, train_epoch
-from ddpkit.training.stage_batches import (
+from ddpkit.training import (
+    Feed,
     First,
+    LoopHost,
     Profiled,
+    Seen,
+    StepHooks,
+    StreamFeed,
     compared,
     counting,
     counts_of,
+    evaluate_epoch,
+    gather_results,
+    is_divided,
     length_of,
+    on_cpu,
     require_same_draw,
+    row_count,
+    rows_of,
     size_of,
+    train_epoch,
 )
-from ddpkit.training.stream_feed import StreamFeed
-from ddpkit.training.train_step import StepHooks
 from ddpkit.types import Stage
 
 if TYPE_CHECKING:
@@ -49,15 +54,14 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from ddpkit.control.periodic_sync import BeatReport
+    from ddpkit.control import BeatReport
     from ddpkit.run.checkpoint_policy import CheckpointPolicy
     from ddpkit.run.guard import RunGuard
     from ddpkit.run.preflight import Preflight
     from ddpkit.run.rank_state import RankState
     from ddpkit.run.stop_control import StopControl
     from ddpkit.run_opts import RunOptions
-    from ddpkit.training.loop import Progress
-    from ddpkit.training.train_step import TrainStep
+    from ddpkit.training import Progress, TrainStep
 
 logger = get_logger(__name__)
 

@@ -19,10 +19,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ddpkit.checkpointing.index import Checkpoint, ckpt_recency, read_checkpoint
-from ddpkit.checkpointing.storage import verify
+from ddpkit.checkpointing import Checkpoint, ckpt_recency, read_checkpoint, verify
 from ddpkit.errors import CheckpointError
-from ddpkit.launch.launchers import find_launch
+from ddpkit.launch import find_launch
 from ddpkit.logger import get_logger
 from ddpkit.run.resuming import BRAIN_FILE, StepPlan, read_brain_file
 

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ddpkit.base.plain_yaml import dump_plain_yaml
-from ddpkit.checkpointing.index import SUFFIX
+from ddpkit.base import dump_plain_yaml
+from ddpkit.checkpointing import SUFFIX
 from ddpkit.distributed import get_rank, get_world_size
 from ddpkit.errors import CheckpointError
 from ddpkit.logger import get_logger
@@ -27,8 +27,7 @@ if TYPE_CHECKING:
 
     from ddpkit.run.rank_state import RankState
     from ddpkit.run_opts import RunOptions
-    from ddpkit.training.loop import Progress
-    from ddpkit.training.train_step import TrainStep
+    from ddpkit.training import Progress, TrainStep
 
 logger = get_logger(__name__)
 

@@ -7,16 +7,17 @@ import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ddpkit.base.signals import Interrupts
-from ddpkit.control.rank_status import host_name, stage_of
-from ddpkit.control.stopping import (
+from ddpkit.base import Interrupts
+from ddpkit.control import (
     MARKER,
     TIME_LIMIT,
     exit_code,
+    host_name,
     parse_duration,
     remove_marker,
     require_stop_signals,
     seconds_since_start,
+    stage_of,
     write_marker,
 )
 from ddpkit.distributed import get_rank, run_on_main
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
     from ddpkit.run.checkpoint_policy import CheckpointPolicy
     from ddpkit.run_opts import RunOptions
-    from ddpkit.training.loop import Progress
+    from ddpkit.training import Progress
 
 logger = get_logger(__name__)
 

@@ -1,1 +1,7 @@
 """One step and the loops around it: strategy, feed, epoch loop, stages, and results of all ranks."""
+
+from __future__ import annotations
+
+from ddpkit import _names_of_stub
+
+__getattr__ = _names_of_stub(__name__)

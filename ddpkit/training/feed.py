@@ -13,7 +13,7 @@ import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ddpkit.control.loader_workers import start_loading
+from ddpkit.control import start_loading
 from ddpkit.errors import DataError
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.data.distributed import DistributedSampler
 
-from ddpkit.data.streams import StreamShard, is_sharded
+from ddpkit.data import StreamShard, is_sharded
 from ddpkit.dataloader import LoopedLoader, plan_of
 from ddpkit.distributed import gather_objects, get_rank, require_all_ranks
 from ddpkit.errors import ConfigError, DataError

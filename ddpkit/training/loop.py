@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from ddpkit.control.loader_workers import start_loading
-from ddpkit.control.periodic_sync import Requests
+from ddpkit.control import Requests, start_loading
 from ddpkit.errors import BatchError, NonFiniteLossError
 from ddpkit.logger import get_logger
 from ddpkit.metrics import LossMeter, nothing_counts
@@ -24,8 +23,8 @@ from ddpkit.types import Stage
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from ddpkit.control.periodic_sync import Beat, BeatReport
-    from ddpkit.reporting.progress import ProgressBar
+    from ddpkit.control import Beat, BeatReport
+    from ddpkit.reporting import ProgressBar
     from ddpkit.training.feed import Feed
     from ddpkit.training.gathering import Seen
     from ddpkit.training.stream_feed import StreamFeed

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ddpkit.data.streams import StreamShard
+from ddpkit.data import StreamShard
 from ddpkit.dataloader import LoopedLoader, plan_of
 from ddpkit.errors import ConfigError
 from ddpkit.sampler import DealtBatchSampler, PlannedBatchSampler

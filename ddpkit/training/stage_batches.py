@@ -7,10 +7,18 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from ddpkit.comm.agreement import require_agreement
-from ddpkit.data.likeness import MOST_ITEMS, FirstItems, require_alike, sketch, warn_if_alike
-from ddpkit.data.sharded_loader import first_samples
-from ddpkit.data.streams import StreamLoader, guess_batch_size, is_sharded
+from ddpkit.comm import require_agreement
+from ddpkit.data import (
+    MOST_ITEMS,
+    FirstItems,
+    StreamLoader,
+    first_samples,
+    guess_batch_size,
+    is_sharded,
+    require_alike,
+    sketch,
+    warn_if_alike,
+)
 from ddpkit.dataloader import LoopedLoader, plan_of
 from ddpkit.distributed import get_world_size
 from ddpkit.types import Stage

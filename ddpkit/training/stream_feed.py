@@ -12,8 +12,8 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ddpkit.control.loader_workers import start_loading
-from ddpkit.data.streams import guess_batch_size
+from ddpkit.control import start_loading
+from ddpkit.data import guess_batch_size
 from ddpkit.errors import DataError
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ddpkit import checkpoints
-from ddpkit.base.marks import mark_as_loader, mark_as_saver, mark_as_transfer, register_checkpoint_hooks
+from ddpkit.base import mark_as_loader, mark_as_saver, mark_as_transfer, register_checkpoint_hooks
 from ddpkit.checkpointing.hooks import (
     DEFAULT_LOAD_HOOKS,
     DEFAULT_SAVE_HOOKS,

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from ddpkit.base.process_probe import is_killed, state_and_start
+from ddpkit.base import state_and_start
+from ddpkit.base.process_probe import is_killed
 from ddpkit.checkpointing import run_lock, storage
 from ddpkit.checkpointing.run_lock import LOCK_NAME, FolderLock, holder
 from ddpkit.checkpointing.storage import FileOperations

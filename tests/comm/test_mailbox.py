@@ -13,7 +13,7 @@ from torch.distributed import HashStore, TCPStore
 
 from ddpkit.comm import mailbox
 from ddpkit.comm.mailbox import Mailbox, Outcome, call_site, outside_frame, place, raise_as_reader
-from ddpkit.control.failure_report import FailureReport, Reason
+from ddpkit.control import FailureReport, Reason
 from ddpkit.errors import MainProcessError, RankFailedError
 from tests.launching import wait_until
 

@@ -11,8 +11,7 @@ import pytest
 
 from ddpkit.comm import process_group
 from ddpkit.comm.process_group import SEEN_SECONDS, _let_launcher_see
-from ddpkit.control.failure_report import Reason
-from ddpkit.control.rank_status import host_name
+from ddpkit.control import Reason, host_name
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from ddpkit.comm import rendezvous
 from ddpkit.comm.rendezvous import Beacon, find_beacon, meet, open_store
 from ddpkit.errors import LaunchError
-from ddpkit.launch.variables import LaunchInfo, derived_port
+from ddpkit.launch import LaunchInfo, derived_port
 from tests.launching import free_port, soon
 
 LIMIT = timedelta(seconds=20)

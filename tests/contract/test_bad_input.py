@@ -23,7 +23,7 @@ from ddpkit.dataloader import LoopedLoader
 from ddpkit.distributed import ddp_init_group, get_rank
 from ddpkit.errors import BatchError, CheckpointError, ConfigError, DataError, LaunchError, MissingFileError
 from ddpkit.experiment import close_experiment, create_experiment_directory
-from ddpkit.launch.launchers import find_launch
+from ddpkit.launch import find_launch
 from ddpkit.run_opts import parse_arguments
 from ddpkit.types import Stage
 from tests.launching import PATIENCE, Run, python, start_by_hand, torchrun

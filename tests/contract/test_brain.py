@@ -15,7 +15,8 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 
 from ddpkit.brain import Brain
 from ddpkit.checkpoints import Checkpointer
-from ddpkit.config.options import OPTIONS, PARSER_ONLY
+from ddpkit.config import OPTIONS
+from ddpkit.config.options import PARSER_ONLY
 from ddpkit.dataloader import LoopedLoader, SaveableDataLoader, make_dataloader
 from ddpkit.epoch_loop import EpochCounter
 from ddpkit.errors import ConfigError

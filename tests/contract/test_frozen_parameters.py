@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from ddpkit.base.plain_yaml import dump_plain_yaml
+from ddpkit.base import dump_plain_yaml
 from ddpkit.checkpoints import Checkpointer
 from ddpkit.epoch_loop import EpochCounter
 from ddpkit.errors import ConfigError

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset
 
-from ddpkit.base.plain_yaml import load_plain_yaml
+from ddpkit.base import load_plain_yaml
 from ddpkit.brain import run_of
-from ddpkit.checkpointing.run_lock import FolderLock
+from ddpkit.checkpointing import FolderLock
 from ddpkit.checkpoints import Checkpointer
 from ddpkit.data.stream_position import Reading
 from ddpkit.epoch_loop import EpochCounter

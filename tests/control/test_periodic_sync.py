@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from ddpkit.base.signals import REPEAT_SECONDS
+from ddpkit.base import REPEAT_SECONDS
 from ddpkit.control.periodic_sync import Beat, Requests, terminating_later
 from ddpkit.control.stopping import CAUSES, TIME_LIMIT
 

@@ -14,7 +14,7 @@ import pytest
 from torch.utils.data import DataLoader, Dataset
 
 from ddpkit import optim
-from ddpkit.base.signals import Interrupts
+from ddpkit.base import Interrupts
 from ddpkit.control.loader_workers import kill_workers, start_loading, where_workers_are
 from ddpkit.control.rank_status import Position, Whereabouts, look_at, table
 from ddpkit.optim import take_step

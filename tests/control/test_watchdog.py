@@ -15,12 +15,12 @@ from types import SimpleNamespace
 import pytest
 from torch.distributed import HashStore
 
-from ddpkit.base.process_probe import state_and_start
+from ddpkit.base import state_and_start
 from ddpkit.control.failure_report import HERE, FailureReport, Reason
 from ddpkit.control.heartbeat import BEAT_SECONDS, FIRST_BEATS, SEARCH_SECONDS, SILENT_SECONDS, beat_key
 from ddpkit.control.rank_status import Position, Whereabouts
 from ddpkit.control.watchdog import GRACE_SECONDS, LAUNCHER_SECONDS, LOOK_SECONDS, Watch
-from ddpkit.training.loop import Progress
+from ddpkit.training import Progress
 from ddpkit.types import Stage
 
 

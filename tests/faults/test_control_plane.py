@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ddpkit.base.signals import REPEAT_SECONDS
+from ddpkit.base import REPEAT_SECONDS
 from tests.launching import PATIENCE, Run, start_by_hand, torchrun, wait_until
 
 pytestmark = pytest.mark.faults

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from ddpkit.base.process_probe import has_ended, is_ending, state_and_start
-from ddpkit.checkpointing import run_lock, storage
-from ddpkit.checkpointing.run_lock import LOCK_NAME, FolderLock, holder
-from ddpkit.checkpointing.storage import commit_staging, make_staging, verify
+from ddpkit.base import has_ended, is_ending, state_and_start
+from ddpkit.checkpointing import FolderLock, holder, run_lock, storage, verify
+from ddpkit.checkpointing.run_lock import LOCK_NAME
+from ddpkit.checkpointing.storage import commit_staging, make_staging
 from ddpkit.errors import CheckpointError
 from tests.launching import PATIENCE
 

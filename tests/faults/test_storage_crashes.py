@@ -15,7 +15,7 @@ from itertools import count
 
 import pytest
 
-from ddpkit.checkpointing.snapshot import SnapshotMemory
+from ddpkit.checkpointing import SnapshotMemory
 from ddpkit.distributed import ddp_barrier
 from ddpkit.testing import RankPool, RankPoolError
 from tests.faults.storage_tools import (

@@ -3,7 +3,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from ddpkit.checkpointing.snapshot import SnapshotMemory
+from ddpkit.checkpointing import SnapshotMemory
 from ddpkit.checkpoints import Checkpointer, safe_load
 
 

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from ddpkit.base.rank import rank_if_known
+from ddpkit.base import rank_if_known
 from ddpkit.errors import LaunchError
 from ddpkit.launch.launchers import find_launch
 from ddpkit.launch.variables import DERIVED_PORTS, FIRST_DERIVED_PORT, LaunchInfo, derived_port

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ddpkit.checkpointing.run_lock import FolderLock
+from ddpkit.checkpointing import FolderLock
 from ddpkit.errors import ConfigError, LaunchError, RankFailedError
 from ddpkit.launch import spawning
 from ddpkit.launch.process_monitor import Ending

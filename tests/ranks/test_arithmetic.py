@@ -15,10 +15,10 @@ from torch import nn
 
 from ddpkit.brain import Brain
 from ddpkit.checkpoints import Checkpointer
-from ddpkit.data.permutation import Order
+from ddpkit.data import Order
 from ddpkit.dataloader import DEFAULT_SEED
 from ddpkit.errors import DataError
-from ddpkit.training.feed import Feed
+from ddpkit.training import Feed
 from ddpkit.types import Stage
 
 EPOCHS = 2

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddpkit.checkpointing import loading, storage
-from ddpkit.checkpointing.storage import FileOperations, verify
+from ddpkit.checkpointing import loading, storage, verify
+from ddpkit.checkpointing.storage import FileOperations
 from ddpkit.checkpoints import Checkpointer
 from ddpkit.comm import mailbox
 from ddpkit.distributed import if_main_process, run_on_main

@@ -23,7 +23,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampl
 
 from ddpkit.brain import Brain, run_of
 from ddpkit.checkpoints import Checkpointer
-from ddpkit.control.periodic_sync import Requests
+from ddpkit.control import Requests
 from ddpkit.dataloader import make_dataloader
 from ddpkit.distributed import control_group, if_main_process
 from ddpkit.epoch_loop import EpochCounter, EpochCounterWithStopper

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpkit import checkpoints
-from ddpkit.checkpointing.index import DamageLedger
+from ddpkit.checkpointing import DamageLedger
 from ddpkit.checkpoints import (
     Checkpointer,
     mark_as_loader,

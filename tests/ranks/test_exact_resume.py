@@ -14,8 +14,7 @@ from torch import nn
 from torch.utils.data import BatchSampler, IterableDataset, SequentialSampler
 
 from ddpkit.brain import Brain
-from ddpkit.checkpointing import rank_states
-from ddpkit.checkpointing.rank_states import RankStates
+from ddpkit.checkpointing import RankStates, rank_states
 from ddpkit.checkpoints import Checkpointer
 from ddpkit.dataloader import LoopedLoader, make_dataloader
 from ddpkit.distributed import gather_objects, get_rank, if_main_process

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
-from ddpkit.control.loader_workers import start_loading
+from ddpkit.control import start_loading
 
 
 class Looking(Dataset):

@@ -17,7 +17,7 @@ from ddpkit.brain import Brain
 from ddpkit.dataloader import Sharding, shard
 from ddpkit.distributed import gather_objects, run_on_main
 from ddpkit.errors import ConfigError, DataError, LaunchError
-from ddpkit.training.gathering import Seen
+from ddpkit.training import Seen
 from ddpkit.types import Stage
 from tests.contract.recipes import linear, make, points
 from tests.launching import PATIENCE

@@ -16,11 +16,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ddpkit.comm import process_group
-from ddpkit.comm.process_group import shorten_timeout
+from ddpkit.comm import process_group, shorten_timeout
 from ddpkit.distributed import control_group, ddp_init_group
 from ddpkit.errors import ConfigError, LaunchError
-from ddpkit.launch.launchers import find_launch
+from ddpkit.launch import find_launch
 from tests.launching import Run, free_port, python
 
 SCRIPT = """

@@ -8,8 +8,7 @@ import time
 import torch.distributed as dist
 
 from ddpkit.brain import run_of
-from ddpkit.comm.process_group import shorten_timeout
-from ddpkit.comm.runtime import group_state
+from ddpkit.comm import group_state, shorten_timeout
 from ddpkit.distributed import ddp_init_group
 from ddpkit.errors import RunStopped
 from ddpkit.run import guard

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from ddpkit import distributed
 from ddpkit.brain import run_of
 from ddpkit.comm.consistency import own_place
-from ddpkit.control.rank_status import host_name
+from ddpkit.control import host_name
 from ddpkit.distributed import exchange
 from ddpkit.run import preflight
 from tests.contract.recipes import QUIET, Regression, make, points, sgd, weights

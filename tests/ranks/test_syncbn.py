@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from ddpkit.compat.process_groups import all_groups, timeout_of
+from ddpkit.compat import all_groups, timeout_of
 from ddpkit.errors import DataError
 from ddpkit.metrics import nothing_counts
 from ddpkit.syncbn import SyncBatchNorm, convert_sync_batchnorm

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ddpkit.comm.runtime import group_state
+from ddpkit.comm import group_state
 from ddpkit.control import heartbeat, watchdog
 from ddpkit.epoch_loop import EpochCounter, EpochCounterWithStopper
 from ddpkit.errors import NonFiniteLossError, RankFailedError

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from ddpkit.launch.variables import LaunchInfo
+from ddpkit.launch import LaunchInfo
 from ddpkit.logger import close_logging, setup_logging
 from ddpkit.precision import TorchAutocast
 from ddpkit.reporting import start_report

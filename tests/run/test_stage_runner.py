@@ -14,15 +14,13 @@ from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
-from ddpkit.base.signals import Interrupts
+from ddpkit.base import Interrupts
 from ddpkit.dataloader import LoopedLoader, Sharding, go_on_at, make_dataloader, set_epoch, shard
 from ddpkit.run import stage_runner
 from ddpkit.run.stage_runner import StageRunner
 from ddpkit.run_opts import RunOptions
 from ddpkit.train_logger import set_run_log
-from ddpkit.training.loop import Progress
-from ddpkit.training.stage_batches import counts_of, length_of
-from ddpkit.training.strategy import Strategy
+from ddpkit.training import Progress, Strategy, counts_of, length_of
 from ddpkit.types import Stage
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from ddpkit.base.plain_yaml import dump_plain_yaml
-from ddpkit.checkpointing.index import Checkpoint
+from ddpkit.base import dump_plain_yaml
+from ddpkit.checkpointing import Checkpoint
 from ddpkit.checkpoints import Checkpointer
 from ddpkit.run.starting import (
     EVALUATED,

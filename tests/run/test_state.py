@@ -10,7 +10,7 @@ import pytest
 from torch import nn
 
 import ddpkit
-from ddpkit.base.plain_yaml import load_plain_yaml
+from ddpkit.base import load_plain_yaml
 from ddpkit.brain import run_of
 from ddpkit.checkpoints import Checkpointer
 from ddpkit.errors import ConfigError

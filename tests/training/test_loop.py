@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddpkit.control.periodic_sync import Beat, BeatReport, Requests
+from ddpkit.control import Beat, BeatReport, Requests
 from ddpkit.errors import BatchError, DataError, NonFiniteLossError
 from ddpkit.sampler import DealtBatchSampler, PlannedBatchSampler
 from ddpkit.training.feed import Feed, Window

@@ -11,8 +11,8 @@ from ddpkit.dataloader import LoopedLoader, Sharding, make_dataloader, shard
 from ddpkit.errors import ConfigError
 from ddpkit.run_opts import RunOptions
 from ddpkit.sampler import ConcatDatasetBatchSampler, DynamicBatchSampler
-from ddpkit.training.sizes import batch_sizes
 from ddpkit.training.lr_scaling import MARK, LrScaling, scaling_factor
+from ddpkit.training.sizes import batch_sizes
 
 
 class Stream(IterableDataset):

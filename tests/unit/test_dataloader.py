@@ -21,8 +21,7 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 from ddpkit.checkpoints import Checkpointer
-from ddpkit.data.sharded_loader import deal_batches
-from ddpkit.data.streams import guess_batch_size
+from ddpkit.data import deal_batches, guess_batch_size
 from ddpkit.dataloader import (
     DEFAULT_SEED,
     LoopedLoader,

@@ -10,8 +10,7 @@ import torch.distributed as dist
 from ddpkit import device
 from ddpkit.device import default_backend, infer_device, resolve_device
 from ddpkit.errors import ConfigError, LaunchError
-from ddpkit.launch.launchers import find_launch
-from ddpkit.launch.variables import LaunchInfo
+from ddpkit.launch import LaunchInfo, find_launch
 from ddpkit.run_opts import RunOptions
 
 ALONE = LaunchInfo()

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from ddpkit.checkpointing.hooks import find_load_hook, find_save_hook
+from ddpkit.checkpointing import find_load_hook, find_save_hook
 from ddpkit.epoch_loop import EpochCounter, EpochCounterWithStopper
 from ddpkit.errors import CheckpointError, ConfigError
 

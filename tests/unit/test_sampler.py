@@ -21,7 +21,8 @@ from torch.utils.data import (
 )
 
 from ddpkit import sampler as sampler_module
-from ddpkit.data.permutation import SMALL, Order
+from ddpkit.data import Order
+from ddpkit.data.permutation import SMALL
 from ddpkit.errors import ConfigError, DataError
 from ddpkit.sampler import (
     CHUNK,

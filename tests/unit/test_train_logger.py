@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from ddpkit.checkpointing.hooks import find_load_hook, find_save_hook
+from ddpkit.checkpointing import find_load_hook, find_save_hook
 from ddpkit.errors import CheckpointError, ConfigError, MissingExtraError
 from ddpkit.train_logger import (
     FileTrainLogger,

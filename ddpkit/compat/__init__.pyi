@@ -1,0 +1,21 @@
+from ddpkit.compat.foreach import (
+    multiply_all as multiply_all,
+)
+from ddpkit.compat.forkservers import (
+    forkserver_of_its_own as forkserver_of_its_own,
+)
+from ddpkit.compat.process_groups import (
+    all_groups as all_groups,
+)
+from ddpkit.compat.process_groups import (
+    default_store as default_store,
+)
+from ddpkit.compat.process_groups import (
+    timeout_of as timeout_of,
+)
+from ddpkit.compat.random_streams import (
+    look_at_random_streams as look_at_random_streams,
+)
+from ddpkit.compat.worker_info import (
+    show_worker as show_worker,
+)

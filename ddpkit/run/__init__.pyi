@@ -1,0 +1,6 @@
+from ddpkit.run.parts import (
+    Run as Run,
+)
+from ddpkit.run.resuming import (
+    StepPlan as StepPlan,
+)

@@ -65,6 +65,37 @@ def pulled_in(module: str) -> int:
     return int(found.stdout)
 
 
+def homes() -> dict[tuple[str, str], str]:
+    """Where the names live that the stubs of the packages list."""
+    found = {}
+    for stub in PACKAGE.glob("*/__init__.pyi"):
+        for node in ast.parse(stub.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ImportFrom):
+                found.update({(f"ddpkit.{stub.parent.name}", one.name): node.module or "" for one in node.names})
+    return found
+
+
+def longest_chain() -> list[str]:
+    """The longest chain of modules each of which imports the next when it is imported itself."""
+    places, chains = homes(), dict[str, list[str]]()
+    files = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in FILES}
+
+    def chain(module: str) -> list[str]:
+        if module not in chains:
+            chains[module] = []
+            body = ast.parse(files[module].read_text(encoding="utf-8")).body
+            names = [(node.module, one.name) for node in body if isinstance(node, ast.ImportFrom) for one in node.names]
+            nexts = {
+                places.get(pair, f"{pair[0]}.{pair[1]}" if f"{pair[0]}.{pair[1]}" in files else pair[0])
+                for pair in names
+            }
+            tails = [chain(name) for name in sorted(nexts & set(files) - {module, "ddpkit"})]
+            chains[module] = [module, *max(tails, key=len, default=[])]
+        return chains[module]
+
+    return max(map(chain, files), key=len)
+
+
 def private_reaches() -> int:
     """How many lines reach into something private, outside ``compat``."""
     return sum(path.read_text(encoding="utf-8").count("noqa: SLF001") for path in FILES if path.parent.name != "compat")
@@ -89,6 +120,7 @@ def figures() -> dict[str, int]:
         "modules in the fullest package": max(folders.values()),
         "layers": layers(),
         **{f"modules that {name} loads": pulled_in(name) for name in faces},
+        "modules in the longest chain of imports": len(longest_chain()),
         "private reaches outside compat": private_reaches(),
         "pages of the reference": len(list((ROOT / "docs/reference").glob("*.md"))),
         "code lines": sum(code_lines(path.read_text(encoding="utf-8")) for path in FILES),

@@ -192,7 +192,7 @@ class Position:
             self.on_limit()
 
     def _frame(self) -> FrameType | None:
-        return sys._current_frames().get(self.main_thread)  # noqa: SLF001 -- documented
+        return sys._current_frames().get(self.main_thread)
 
     def has_returned(self) -> bool:
         """Say whether the function that an elastic agent has started has returned: its process waits for the others."""

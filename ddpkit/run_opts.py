@@ -42,7 +42,7 @@ _FOUND_OUT = ("device", "distributed_backend")  # None means: find it out, and s
 class RunOptions(OptionTypes, MutableMapping[str, Any]):
     """The options of a run, as attributes and as items.
 
-    Every option of :data:`ddpkit.config.options.OPTIONS` is there. Keys of a recipe's own may be added; those are
+    Every option of ``OPTIONS`` is there. Keys of a recipe's own may be added; those are
     not checked. What is passed here or assigned later counts as given, and so wins over the YAML.
 
     ``device`` and ``distributed_backend`` are concrete (``"cuda:1"``, ``"nccl"``) in what

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from ddpkit.base import dump_plain_yaml, to_plain
 from ddpkit.checkpointing.hooks import SaveHook, saved_state, saves_on_every_rank, torch_save, write_state
@@ -159,7 +159,8 @@ class SaveRequest:
         return states
 
 
-class Collected(NamedTuple):
+@dataclass(frozen=True)
+class Collected:
     """A checkpoint as it will be, its staging directory, and the states that are still to be written, by name.
 
     Ranks: main only.
@@ -296,7 +297,7 @@ class CheckpointFolder:
             CheckpointError: it could not be saved, and nothing is left of it; or, without ``warns``, the retention
                 could not be applied.
         """
-        checkpoint, staging, states, _ = collected
+        checkpoint, staging, states = collected.checkpoint, collected.staging, collected.states
 
         def write() -> dict[Path, str]:
             digests = {}

@@ -33,7 +33,7 @@ class Way:
     def follow(self, frame, event, _):
         name = frame.f_code.co_filename
         if event == "call" and name.startswith(PACKAGE):
-            self.functions[name[len(PACKAGE) + 1 : -3].replace("/", "."), frame.f_code.co_qualname] += 1
+            self.functions[name[len(PACKAGE) + 1 : -3].replace("/", "."), frame.f_code.co_name] += 1
             stack = []
             while frame is not None and len(stack) < 4:
                 name = frame.f_code.co_filename

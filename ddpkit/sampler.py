@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import importlib
 import itertools
 import operator
 import re
@@ -21,16 +22,7 @@ import numpy as np
 import torch
 from torch.utils.data import Sampler
 
-from ddpkit.data import (  # noqa: F401 -- recipes look for them here
-    BalancingDataSampler,
-    ConcatDatasetBatchSampler,
-    DistributedSamplerWrapper,
-    DynamicBatchSampler,
-    Order,
-    ReproducibleRandomSampler,
-    ReproducibleWeightedRandomSampler,
-    mix_key,
-)
+from ddpkit.data import Order, mix_key
 from ddpkit.errors import ConfigError, DataError
 from ddpkit.seed import own_randomness
 
@@ -39,8 +31,34 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from ddpkit.data import (  # noqa: F401 -- see __getattr__
+        BalancingDataSampler,
+        ConcatDatasetBatchSampler,
+        DistributedSamplerWrapper,
+        DynamicBatchSampler,
+        ReproducibleRandomSampler,
+        ReproducibleWeightedRandomSampler,
+    )
+
+_OF_RECIPES = (
+    "BalancingDataSampler",
+    "ConcatDatasetBatchSampler",
+    "DistributedSamplerWrapper",
+    "DynamicBatchSampler",
+    "ReproducibleRandomSampler",
+    "ReproducibleWeightedRandomSampler",
+)
+
 CHUNK = 8192
 MOST_INDICES, MOST_BATCHES = 20_000_000, 2_000_000  # a sampler that yields more, and has no len(), seems endless
+
+
+def __getattr__(name: str) -> Any:
+    """Load one of the samplers that recipes look for here."""
+    if name not in _OF_RECIPES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    data = importlib.import_module("ddpkit.data")
+    return getattr(data, name)
 
 
 @dataclass(frozen=True)

@@ -308,7 +308,7 @@ def test_a_light_name_does_not_load_torch():
 
 
 @pytest.mark.parametrize(
-    ("module", "most"), [("errors", 0), ("logger", 3), ("epoch_loop", 5), ("metrics", 5), ("sampler", 10)]
+    ("module", "most"), [("errors", 0), ("logger", 3), ("epoch_loop", 5), ("metrics", 5), ("sampler", 8)]
 )
 def test_a_module_of_the_face_pulls_in_few_others(module, most):
     pulled = in_a_fresh_interpreter(f"""

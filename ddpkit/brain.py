@@ -74,7 +74,7 @@ def _part(path: str, doc: str) -> Any:
 
 
 def _can_write(brain: Brain, value: Any) -> bool:
-    """Say whether the parts of the run are made, or else whether the value is a mere placeholder for what they hold."""
+    """Return whether the parts of the run are made; before that, None is ignored and other values are an error."""
     if _RUN in vars(brain):
         return True
     if value is None:
@@ -563,7 +563,7 @@ class Brain(_Typed):
             logger.info("test_only is set: fit does nothing.")
             return FitResult("test_only", optimizer_steps=self.optimizer_step)
         folder = getattr(self.hparams, "output_folder", "results")
-        # The notice once more, innermost: the others learn of a failure before anything is brought to safety here.
+        # failure_notice again, innermost: the others learn of a failure before policy.session saves what it can.
         with run.guard.guarded("fit"), run.stages.session(folder), run.policy.session(epoch_counter), failure_notice():
             run.stop.remove_note()
             train, valid = self._fit_loaders(train_set, valid_set, train_loader_kwargs or {}, valid_loader_kwargs or {})

@@ -229,14 +229,15 @@ def _append(path: Path, line: str) -> None:
 
 
 class TrainLogger:
-    """The base of all train loggers; subclass it and override :meth:`log_stats`.
+    """The base of all train loggers; subclass it and override :meth:`log_stats`, which may be called on every rank.
 
     Ranks: see :meth:`log_stats`.
 
     Example:
         >>> class Console(TrainLogger):
         ...     def log_stats(self, stats_meta, train_stats=None, *other_stats, verbose=False):
-        ...         print(stats_meta, train_stats)
+        ...         if if_main_process():
+        ...             print(stats_meta, train_stats)
         >>> Console().log_stats({"epoch": 1}, {"loss": 0.5})
         {'epoch': 1} {'loss': 0.5}
     """
@@ -261,7 +262,7 @@ class TrainLogger:
         Raises:
             NotImplementedError: in this base class.
 
-        Ranks: all, or the main process alone; only it reports.
+        Ranks: all, or the main process alone. Report on the main process only (``if_main_process``).
         """
         raise NotImplementedError(f"{type(self).__name__} must override log_stats")
 

@@ -1,7 +1,7 @@
-"""What every other package may import, and what imports none of them."""
+"""What every package may import: rank, checkpoint marks, plain YAML, signals, state of a process. It imports none."""
 
 from __future__ import annotations
 
 from ddpkit import _names_of_stub
 
-__getattr__ = _names_of_stub(__name__)
+__getattr__ = _names_of_stub(__name__)  # of __init__.pyi; each is loaded on first use

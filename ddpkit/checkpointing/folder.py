@@ -163,6 +163,9 @@ class SaveRequest:
 class Collected:
     """A checkpoint as it will be, its staging directory, and the states that are still to be written, by name.
 
+    Attributes:
+        is_copy: whether the states are copies, so that training may go on.
+
     Ranks: main only.
     """
 
@@ -213,6 +216,7 @@ class CheckpointFolder:
         verify_mode: how a checkpoint is verified before it is used.
         warns: a save that fails is warned of and training goes on.
         lock: of the folder; held while anything is saved or deleted.
+        world_size: of the run that saves.
         apart: directories of checkpoints that are another run's: not counted and not deleted.
 
     Ranks: main only.
@@ -261,8 +265,8 @@ class CheckpointFolder:
 
         Args:
             save: what to save.
-            staging: as :meth:`begin` returned it, and
-            final: the other one.
+            staging: the directory from :meth:`begin`.
+            final: the path that it gets, also from there.
             copy: copies the states, so that they may change; where memory is too short for that, a warning says so.
 
         Raises:
@@ -371,7 +375,7 @@ class CheckpointFolder:
         return found
 
     def _put_back(self) -> None:
-        """Put back what a run that died was replacing; not under the hands of one that lives, or where nothing is."""
+        """Put back what a run that died was replacing, if there is something, and no other run holds the lock."""
         if any(self.path.glob(f"{REPLACED_PREFIX}*")):
             try:
                 with self.lock.hold():

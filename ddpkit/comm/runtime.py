@@ -29,9 +29,12 @@ class Runtime:
         mailbox: values and errors of main-only work.
         watch: sees to it that nothing hangs; None: there is none.
         timeout: how long the group's collectives wait at its start; None: it does not say.
-        machine: number of this process's machine, and the ranks on it, where they had to tell each other.
+        control_group: gives the gloo group for small CPU tensors, if it is still there.
+        machine: number of this process's machine, and the ranks on it; None unless they had to tell each other, for
+            want of a launcher.
         is_attended: whether the group's end and its failures are told to the other ranks.
         hosts_store: whether this process keeps the store.
+        is_over: whether another group has taken its place.
         has_left: whether this process has departed at its end.
 
     Ranks: local.
@@ -52,7 +55,7 @@ class Runtime:
     def end(self) -> None:
         """End all that belongs to the group, because another one takes its place.
 
-        The store stays for those who host it: other ranks may be a moment behind, and still talk to it.
+        The store is left alone: slower ranks may still be talking to it.
         """
         self.is_over = True
         if self.watch is not None and not self.report.is_forked:
@@ -74,7 +77,7 @@ def group_state() -> Runtime:
 
     Ranks: local.
 
-    State: what belonged to the group before it ends, with its watch.
+    State: ends the runtime of the group before, and its watch, if the group has changed.
 
     Example:
         >>> group_state()
@@ -92,7 +95,7 @@ def group_state() -> Runtime:
 
 
 def is_current(runtime: Runtime) -> bool:
-    """Say whether a group is still there, and asks for nothing else than that.
+    """Say whether a runtime's group is still the current one; starts nothing, and reads no store.
 
     Args:
         runtime: of the group.

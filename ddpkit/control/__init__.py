@@ -1,7 +1,7 @@
-"""A run never hangs: heartbeat, watchdog, failure report, signals, and the status of each rank."""
+"""A run never hangs: periodic agreement, heartbeat, watchdog, failure report, stopping, and where each rank is."""
 
 from __future__ import annotations
 
 from ddpkit import _names_of_stub
 
-__getattr__ = _names_of_stub(__name__)
+__getattr__ = _names_of_stub(__name__)  # of __init__.pyi; each is loaded on first use

@@ -326,9 +326,9 @@ class Watch:
                 logger.warning("%s", self._all_ranks(still), main_process_only=False)
 
     def _all_ranks(self, still: float) -> str:
-        beat, ends = self.heartbeat, self.hang_timeout and self.guest is None
+        heartbeat, ends = self.heartbeat, self.hang_timeout and self.guest is None
         end = f" After {self.hang_timeout:.0f} s the run ends (--hang_timeout)." if ends else ""
-        lines = table(sorted([*beat.latest.values()], key=lambda one: one.rank), beat.silent())
+        lines = table(sorted([*heartbeat.latest.values()], key=lambda one: one.rank), heartbeat.silent())
         return f"No step for {still:.0f} s.{end} Where the ranks are:\n{lines}"
 
     def _end_hang(self, still: float) -> None:

@@ -254,7 +254,7 @@ _PMI = _MpiVariables(
 )
 
 #: The launchers, in the order in which they are asked: mpirun starts its helpers with srun, and jsrun sets what Open
-#: MPI sets. To support another, write a function and put it here.
+#: MPI sets. To support another, write a function and put it after torch's own; its variable goes into base/rank.py.
 LAUNCHERS: tuple[Callable[[Mapping[str, str]], LaunchInfo | None], ...] = (
     _from_torch_variables,
     _JSM,

@@ -183,9 +183,9 @@ class StageRunner:
         progress, options = self.progress, self.options
         length = length_of(loader)
         if length is not None:
-            progress.step = min(progress.step, length)  # the last step of an epoch may be a shorter one than elsewhere
+            progress.step = min(progress.step, length)  # another world size may have a shorter last step
         left_out, ready = self.rank_state.begin_pass(loader)
-        set_epoch(loader, epoch)  # after that: what a stream remembers may be the epoch before
+        set_epoch(loader, epoch)  # after begin_pass, which may give a stream the epoch before
         require_same_draw(loader)
         feed = self._feed(loader, left_out, ready)
         progress.closed, progress.trained, progress.sums = progress.step, progress.meter, None
@@ -209,7 +209,7 @@ class StageRunner:
             if self.step.prepare_flush(hooks):
                 hooks.optimizers_step()
             progress.window.stepped()
-            progress.window.count = 1  # what comes next, an evaluation, repeats nothing to keep step
+            progress.window.count = 1  # an evaluation follows, whose batches all count
             self.rank_state.end_pass()
             return self._finish(Stage.TRAIN, epoch, time.monotonic() - started, bar)
 
@@ -385,9 +385,9 @@ class StageRunner:
 
     @contextlib.contextmanager
     def _no_failure_saved(self) -> Iterator[None]:
-        """Return a context for a hook: what it changes before it fails must not be changed again by a resumed run."""
+        """Return a context for a hook; if it fails, nothing is saved: it would be called on what it changed."""
         trained, self.progress.trained = self.progress.trained, None
-        yield
+        yield  # no finally: `trained` stays None after a failure
         self.progress.trained = trained
 
     def _finish(self, stage: Stage, epoch: int | None, seconds: float, bar: ProgressBar) -> float:
@@ -463,7 +463,7 @@ class StopsOfEvaluation:
     def await_others(self) -> None:
         """Agree with those that still have batches."""
         while self._confer(self.beat.due, has_more=False):
-            POSITION.moves += 1  # the others'
+            POSITION.moves += 1  # no hang: the others move
 
     def _confer(self, step: int, *, has_more: bool) -> int:
         """Return how many ranks have more batches; if none has, there is nothing to be stopped."""

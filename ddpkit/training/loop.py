@@ -41,7 +41,7 @@ class Progress:
         step: batches of the current stage, on this rank.
         optimizer_step: updates since the run began.
         began_at: updates before the current epoch.
-        closed: batches of the current or last training stage up to the last update.
+        closed: batches of the current or last training stage up to the end of the last window, stepped or skipped.
         trained: losses of the training stage of this epoch on this rank; None before it.
         sums: sum of those over all ranks, what it counts, and the samples; None until that stage is over.
         avg_train_loss: mean training loss of the epoch so far, over all ranks, about a second old.

@@ -244,7 +244,7 @@ class TrainStep:
         if scaler is None and self.options.skip_nonfinite_grads:
             hooks.check_gradients()
         self.is_stepping = True
-        updates = scaler is None or self._may_rescale(optimizers)
+        updates = scaler is None or self._settle_loss_scale(optimizers)
         result = optim.take_step(optimizers, self.options.max_grad_norm, scaler, multiplier, updates=updates)
         self.is_stepping = False
         if self.progress.window.closes:
@@ -252,7 +252,7 @@ class TrainStep:
         if result.stepped:
             self.progress.clipped += result.clipped
             self._follow_step(optimizers)
-        elif result.norm < 0:
+        elif result.norm < 0:  # by the multiplier's sign
             raise BatchError(
                 f"{self.name}.compute_objectives returned (loss_sum, count) with counts that add up to less than 0: "
                 "count must be >= 0."
@@ -261,7 +261,7 @@ class TrainStep:
             logger.warning_once(
                 "The count of (loss_sum, count) was 0 over all batches of an optimizer step: such steps are left out."
             )
-        elif scaler is None or scaler.get_scale() < 1.0:  # above it the scale is to blame, which now gets smaller
+        elif scaler is None or scaler.get_scale() < 1.0:  # at 1 or more an overflow is its fault: it shrinks
             self.progress.count_skipped(result.norm, self.options.nonfinite_patience)
 
     def active(self, hooks: StepHooks) -> list[torch.optim.Optimizer]:
@@ -272,7 +272,7 @@ class TrainStep:
         return [] if self.optimizer is None else [self.optimizer]
 
     def participants(self, hooks: StepHooks) -> list[torch.optim.Optimizer]:
-        """Return the optimizers that step now; and remember them, where a recipe freezes some."""
+        """Return :meth:`active`; remember them, where a recipe freezes some."""
         active = self.active(hooks)
         if self._recipe_freezes and self.optimizers:
             self._stepped = [*(self._stepped or ()), *active]
@@ -296,7 +296,7 @@ class TrainStep:
             optim.zero_gradients(frozen, set_to_none=True)
 
     def prepare_flush(self, hooks: StepHooks) -> bool:
-        """Say whether an overridden ``fit_batch`` left gradients in a window that the epoch's end cut short."""
+        """Say whether an own ``fit_batch`` left gradients in a window that the epoch cut short; set its multiplier."""
         window = self.progress.window
         pending = window.pending(self.progress.step)
         if not (pending and optim.gradients(self.active(hooks))):
@@ -322,8 +322,8 @@ class TrainStep:
         if self.schedule is not None:
             self.schedule.after_step(stepped)
 
-    def _may_rescale(self, optimizers: list[torch.optim.Optimizer]) -> bool:
-        """Say whether the loss scale may change with this step, or gradients with the present one wait for another."""
+    def _settle_loss_scale(self, optimizers: list[torch.optim.Optimizer]) -> bool:
+        """Note which optimizers are unscaled; return whether no gradients wait with the present scale."""
         known = [] if self.optimizers is None else [*self.optimizers.values()]
         if any(one is other for one in optimizers for other in self._unscaled):
             self.scaler.update()  # they step once more

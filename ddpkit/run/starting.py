@@ -237,7 +237,7 @@ def _newest(checkpointer: Checkpointer, found: list[Checkpoint], states: Mapping
     if newest is None:
         return Start(NEWEST, Lineage.new())
     start = _start_at(newest, states[newest.path])
-    if trained[0] is found[0] and (start.step_plan is None or start.step_plan.world_size in {None, world_size}):
+    if len(trained) == len(found) and (start.step_plan is None or start.step_plan.world_size in {None, world_size}):
         return Start(NEWEST, start.lineage, start.step_plan)  # the checkpointer finds it, and verifies all of it
     chosen = checkpointer.find_checkpoint(ckpt_predicate=lambda one: one in trained)
     if trained[0] is not found[0] and chosen is not None:

@@ -119,6 +119,17 @@ def test_a_training_does_not_go_on_from_what_an_evaluation_has_saved(tmp_path, c
     assert named.resume == str(evaluated[0].path), "what is asked for"
 
 
+def test_nor_where_the_newest_of_the_training_is_damaged(tmp_path):
+    run = Lineage.new()
+    own = save(tmp_path, {**run.state_dict(), "asked": FOUR})
+    save(tmp_path, {**run.state_dict(), "asked": FOUR, EVALUATED: True})
+    damaged = save(tmp_path, {**run.state_dict(), "asked": FOUR})
+    (damaged.path / "brain.ckpt").write_text("")
+    checkpointer = Checkpointer(tmp_path)
+    checkpointer.resume = choose_start(checkpointer, "auto", 4).resume
+    assert checkpointer.recover_if_possible() == own
+
+
 def test_an_evaluation_s_is_taken_where_the_run_has_no_other(tmp_path, caplog):
     run = Lineage.new()
     evaluated = save(tmp_path, {**run.state_dict(), "asked": FOUR, EVALUATED: True})

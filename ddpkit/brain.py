@@ -231,7 +231,7 @@ class Brain(_Typed):
         )
 
     def __setattr__(self, name: str, value: Any) -> None:
-        object.__setattr__(self, name, value)
+        super().__setattr__(name, value)
         if name in _REPLACEABLE and _RUN in vars(self):
             self.__run.replace(_REPLACEABLE[name], value)
 

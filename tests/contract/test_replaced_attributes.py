@@ -29,6 +29,20 @@ def test_other_modules_are_trained_and_evaluated_in_their_mode():
     assert modes == [True, True, False] * 2
 
 
+def test_a_class_beside_the_brain_may_look_at_what_is_set():
+    class Watched:
+        def __setattr__(self, name, value):
+            vars(self).setdefault("names", []).append(name)
+            super().__setattr__(name, value)
+
+    class Own(Regression, Watched):
+        pass
+
+    brain = make(Own)
+    brain.own = 1
+    assert {"modules", "own"} <= set(brain.names)
+
+
 def test_other_hparams_decide_about_sorting():
     brain, data = make(), points(8)
     brain.hparams = SimpleNamespace(sorting="random")

@@ -721,9 +721,9 @@ class Checkpointer:
             collected = folder.collect(save, staging, final, self._memory.take if self.asynchronous else None)
             if not collected.is_copy:
                 return folder.commit(save, collected)
-            work = functools.partial(_commit_and_release, releasing.pop_all(), folder, save, collected)
-        self._background.start(final, work)
-        return collected.checkpoint
+            self._background.start(final, functools.partial(_commit_and_release, folder, save, collected))
+            releasing.pop_all()  # the thread does it
+            return collected.checkpoint
 
     def _find(self, selection: Selection, limit: int | None) -> list[Checkpoint]:
         self._settle()
@@ -780,12 +780,12 @@ class Checkpointer:
         self.last_loaded, self.not_taken = checkpoint.path, tuple(sorted(left))
 
 
-def _commit_and_release(
-    release: contextlib.ExitStack, folder: CheckpointFolder, save: SaveRequest, collected: Collected
-) -> None:
-    """Write what was collected, in a thread; then give back what was held for it."""
-    with release:
+def _commit_and_release(folder: CheckpointFolder, save: SaveRequest, collected: Collected) -> None:
+    """Write what was collected, in a thread; then give back the folder's lock, which was held for it."""
+    try:
         folder.attempt(folder.commit, save, collected)
+    finally:
+        folder.lock.release()
 
 
 def _make_folder(folder: Path) -> None:

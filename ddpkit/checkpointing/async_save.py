@@ -111,5 +111,6 @@ def wait_for_folder(folder: Path) -> None:
 
 
 def _join(thread: threading.Thread) -> None:
-    if thread is not threading.current_thread():  # which may collect a Checkpointer
+    is_own = thread is threading.current_thread()  # which may collect a Checkpointer
+    if not is_own and thread.ident is not None:  # else the system has granted none
         thread.join()

@@ -25,6 +25,7 @@ __all__ = ["SnapshotMemory", "available_bytes", "state_bytes"]
 
 ALIGNMENT_BYTES = 64  # of a copied storage: what torch's own allocator gives
 SPARE_BYTES = 256 << 20  # left to the process when a snapshot is made
+_FIXED = frozenset({bool, int, float, str, bytes, type(None)})  # values that never change
 HUGE = 1 << 60  # control groups of version 1 write "no limit" as a number of pages that fills 63 bits
 
 
@@ -77,7 +78,7 @@ class SnapshotMemory:
             if not _is_plain_tensor(value):
                 return value.detach().clone() if type(value) is torch.Tensor else copy.deepcopy(value)
             storage = copies[id(value.untyped_storage())]
-            tensor = torch.empty(0, dtype=value.dtype)
+            tensor = torch.empty(0, dtype=value.dtype, device="cpu")
             tensor.set_(storage, value.storage_offset(), value.size(), value.stride())
             return tensor.requires_grad_(value.requires_grad)
 
@@ -98,7 +99,7 @@ class SnapshotMemory:
     def _copy(self, storage: torch.UntypedStorage, offset: int) -> torch.UntypedStorage:
         size = storage.nbytes()
         if size == 0:
-            return torch.empty(0).untyped_storage()  # on the CPU, as the copies are
+            return torch.empty(0, device="cpu").untyped_storage()
         copied = torch.frombuffer(self._memory, dtype=torch.uint8, count=size, offset=offset)
         source = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
         copied.copy_(source, non_blocking=storage.device.type == "cuda")
@@ -145,8 +146,10 @@ def _mapped(value: Any, function: Callable[[Any], Any]) -> Any:
             vars(rebuilt).update(vars(value))  # the versions of a module's state
         return rebuilt
     if type(value) in {list, tuple}:
+        if _FIXED.issuperset(map(type, value)):  # long ones of numbers are many
+            return type(value)(value)
         return type(value)(_mapped(one, function) for one in value)
-    return function(value)
+    return value if type(value) in _FIXED else function(value)
 
 
 def _is_plain_tensor(value: Any) -> bool:

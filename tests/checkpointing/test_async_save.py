@@ -102,6 +102,35 @@ def test_the_thread_lives_while_there_is_work_and_its_error_comes_out_once():
 # ------------------------------------------------------------------------------------------------ saving
 
 
+def test_a_default_device_of_the_recipe_is_not_that_of_the_copies(checkpointer, model):
+    stamp(model, 1)
+    torch.set_default_device("meta")
+    try:
+        saved = checkpointer.save_checkpoint()
+    finally:
+        torch.set_default_device(None)
+    checkpointer.wait()
+    assert stamps_in(saved.paramfiles["model"]) == {1}
+
+
+def test_where_the_system_grants_no_thread_the_save_fails_and_the_next_one_does_not(checkpointer, monkeypatch):
+    with monkeypatch.context() as patched:
+        start = threading.Thread.start
+
+        def refuse(thread):
+            if thread.name.startswith("ddpkit saves"):
+                raise RuntimeError("can't start new thread")
+            start(thread)
+
+        patched.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            checkpointer.save_checkpoint(name="lost")
+    assert not (checkpointer.checkpoints_dir / ".lock").exists()
+    checkpointer.save_checkpoint(name="next")
+    checkpointer.wait()
+    assert names(checkpointer) == ["CKPT+next"]
+
+
 def test_the_working_directory_may_change_while_a_relative_folder_is_written(tmp_path, monkeypatch, model, gate):
     monkeypatch.chdir(tmp_path)
     checkpointer = Checkpointer("save", {"model": model})

@@ -21,6 +21,7 @@ from ddpkit.data import (
     deal_batches,
     default_seed,
     guess_batch_size,
+    one_by_one,
     plan_of,
     reshard,
     set_epoch,
@@ -99,11 +100,11 @@ class LoopedLoader:
         """Return the number of batches of a nominal epoch."""
         return self.epoch_length
 
-    def __iter__(self) -> LoopedLoader:
+    def __iter__(self) -> Iterator[Any]:
         if not self._recovered:
             self.step = 0
         self._recovered = False
-        return self
+        return one_by_one(self)  # to which iter() does nothing
 
     def __next__(self) -> Any:
         if self.step >= self.epoch_length:

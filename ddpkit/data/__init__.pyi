@@ -82,6 +82,9 @@ from ddpkit.data.stream_position import (
 from ddpkit.data.stream_position import (
     is_stateful as is_stateful,
 )
+from ddpkit.data.stream_position import (
+    one_by_one as one_by_one,
+)
 from ddpkit.data.streams import (
     StreamLoader as StreamLoader,
 )

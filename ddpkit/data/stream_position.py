@@ -64,6 +64,19 @@ def tell_epoch(stream: Any, epoch: int) -> None:
         set_epoch_inside(getattr(stream, "dataset", None), epoch)
 
 
+def one_by_one(items: Iterator[Any]) -> Iterator[Any]:
+    """Yield what an iterator gives, and never ask it to begin, which has some start over.
+
+    Ranks: local.
+
+    Example:
+        >>> list(one_by_one(iter("ab")))
+        ['a', 'b']
+    """
+    while (item := next(items, END)) is not END:
+        yield item
+
+
 class Reading:
     """A context for reading a stream: random numbers of its own, if it has a key, and no loader's worker in sight.
 

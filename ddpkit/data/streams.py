@@ -24,7 +24,16 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_in
 from ddpkit.control import start_loading
 from ddpkit.data.likeness import MOST_ITEMS, FirstItems, sketch
 from ddpkit.data.permutation import mix_key
-from ddpkit.data.stream_position import READ, ReadApart, Reading, Source, StreamPosition, is_stateful, tell_epoch
+from ddpkit.data.stream_position import (
+    READ,
+    ReadApart,
+    Reading,
+    Source,
+    StreamPosition,
+    is_stateful,
+    one_by_one,
+    tell_epoch,
+)
 from ddpkit.distributed import get_world_size
 from ddpkit.errors import ConfigError
 from ddpkit.logger import get_logger
@@ -152,7 +161,7 @@ class StreamShard(IterableDataset[Any], Source):
         first = int(state.get("block", 0))
         done = state.get("batch", first * self.block_size)  # an earlier version saved between two batches of a block
         with reading:
-            items = start_loading(self.whole) if self.of_batches else iter(self.whole)
+            items = one_by_one(start_loading(self.whole) if self.of_batches else iter(self.whole))
             for _ in itertools.islice(items, max(first * self.block_size - done, 0)):
                 pass
         for block in itertools.count(first):

@@ -472,6 +472,35 @@ def test_o11_a_loader_inside_is_told_the_epoch():
     assert stream.epoch == 7
 
 
+class StartsOver:
+    """Its own iterator, which each ``iter()`` begins anew."""
+
+    def __iter__(self):
+        self.number = 0
+        return self
+
+    def __next__(self):
+        if self.number == 5:
+            raise StopIteration
+        self.number += 1
+        return self.number
+
+
+class StartsOverStream(StartsOver, IterableDataset):
+    pass
+
+
+def test_what_starts_over_whenever_it_is_asked_to_begin_is_read_to_its_end():
+    def read(kind, rank, **options):
+        return list(itertools.islice(shard(kind(), Sharding(rank, 2), **options), 9))
+
+    assert [read(StartsOver, rank) for rank in range(2)] == [[1, 3, 5], [2, 4]]
+    assert [read(StartsOverStream, rank, batch_size=1, collate_fn=list) for rank in range(2)] == [
+        [[1], [3], [5]],
+        [[2], [4]],
+    ]
+
+
 class Drawing(Batches):
     def __iter__(self):
         numbers = list(range(self.number))

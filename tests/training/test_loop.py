@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ddpkit.control import Beat, BeatReport, Requests
+from ddpkit.dataloader import LoopedLoader, Sharding, shard
 from ddpkit.errors import BatchError, DataError, NonFiniteLossError
 from ddpkit.sampler import DealtBatchSampler, PlannedBatchSampler
 from ddpkit.training.feed import Feed, Window
@@ -69,6 +70,22 @@ def test_weights_of_a_window(size, batch_size, world_size, factor, drop_last):
             assert scale == count * world_size / samples
             assert correction == 1.0
             assert len(batch) == max(count, 1)
+
+
+def test_a_looped_loader_that_goes_on_weighs_its_batches_by_their_own_samples(tmp_path):
+    """Batches of 4, 4, 2 and 4 samples, of which two are done."""
+
+    def looped():
+        return LoopedLoader(shard(range(10), Sharding(), batch_size=4), 4)
+
+    first, saved = looped(), tmp_path / "looped.ckpt"
+    for _ in zip(range(2), first, strict=False):
+        pass
+    first.save(saved)
+    again = looped()
+    again.load(saved, end_of_epoch=False)
+    assert [(len(batch), count) for batch, count, *_ in drain(Feed(again, 4, again, start=2))] == [(2, 2), (4, 4)]
+    assert again.step == 4
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 7])

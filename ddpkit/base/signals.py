@@ -167,9 +167,9 @@ class Interrupts:
         if threading.current_thread() is not threading.main_thread():
             yield
             return
+        _Heard.active.append(self)  # before the handlers: what none in it hears is lost
         added, stopped = self._listen(), False
         _Heard.before.update(added)
-        _Heard.active.append(self)
         try:
             with _writing_to_pipe():
                 yield
@@ -177,13 +177,13 @@ class Interrupts:
             stopped = True
             raise
         finally:
-            came = self.stop_signal
             if not stopped:
-                _Heard.active.remove(self)
                 _put_back(added)
+                _Heard.active.remove(self)
                 _Heard.before = {number: one for number, one in _Heard.before.items() if number not in added}
-                if _Heard.active and self not in _Heard.active:  # those around have heard what this one has not used
-                    self.stop_signal, self.save_wanted = 0, False
+            came = self.stop_signal
+            if _Heard.active and self not in _Heard.active:  # those around have heard what this one has not used
+                self.stop_signal, self.save_wanted = 0, False
         if came in added:
             self.stop_signal = 0
             signal.raise_signal(came)  # after the last beat: it does what it does without ddpkit

@@ -147,6 +147,45 @@ def test_contexts_of_one_brain_have_one_memory():
         assert (interrupts.stop_signal, interrupts.save_wanted) == (signal.SIGTERM, True)
 
 
+def test_a_signal_is_not_lost_at_any_line_of_the_beginning_and_the_end():
+    """Each child gets it one line later, until there is none; nobody acts on it, so it has to interrupt."""
+    script = """
+import os, signal, sys
+from ddpkit.base import Interrupts
+
+def outcome(line):
+    seen = 0
+    def trace(frame, event, _):
+        nonlocal seen
+        if not frame.f_code.co_filename.endswith("signals.py"):
+            return None
+        seen += event == "line"
+        if event == "line" and seen == line:
+            signal.raise_signal(signal.SIGINT)
+        return trace
+    try:
+        sys.settrace(trace)
+        with Interrupts().heard():
+            pass
+    except KeyboardInterrupt:
+        return "heard"
+    finally:
+        sys.settrace(None)
+    return "lost" if seen >= line else "over"
+
+for line in range(1, 1000):
+    child = os.fork()
+    if child == 0:
+        os._exit(["heard", "lost", "over"].index(outcome(line)))
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if code:
+        print(line > 40, code)
+        break
+"""
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=500, check=False)
+    assert run.stdout == "True 2\n", run.stderr
+
+
 @pytest.mark.parametrize(("name", "code"), [("SIGTERM", -signal.SIGTERM), ("SIGUSR1", -signal.SIGUSR1), ("SIGINT", 1)])
 def test_a_signal_that_nobody_has_acted_on_is_not_swallowed(name, code):
     script = f"""

@@ -7,7 +7,6 @@ constructed or called here.
 from __future__ import annotations
 
 import difflib
-import json
 import platform
 import sys
 from collections import deque
@@ -135,7 +134,11 @@ def override_line(key: str, value: str | None) -> str:
     if value is None:
         return f"{key}:"
     line = f"{key}: {value}"
-    return line if _is_kept(line, value) else f"{key}: {json.dumps(value, ensure_ascii=False)}"
+    if _is_kept(line, value):
+        return line
+    # YAML takes no control characters, and nothing of a file's name that is not UTF-8.
+    quoted = "".join(c if c.isprintable() and c not in '"\\' else f"\\U{ord(c):08x}" for c in value)
+    return f'{key}: "{quoted}"'
 
 
 def help_text() -> str:

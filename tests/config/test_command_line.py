@@ -246,6 +246,8 @@ def test_o12_options_made_by_hand_count():
         ('a\tb\\n"q"', 'a\tb\\n"q"'),
         ("grün 😀: x", "grün 😀: x"),
         ("a\x01", "a\x01"),
+        ("a: \x7f\x85", "a: \x7f\x85"),
+        ("data/\udcff", "data/\udcff"),  # a file's name that is not UTF-8
     ],
 )  # fmt: skip
 def test_override_values_mean_what_was_typed(text, value):

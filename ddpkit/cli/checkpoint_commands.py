@@ -190,8 +190,8 @@ def find(path: Path, mode: VerifyMode = "size") -> list[Entry]:
         CheckpointError: there is none, or the path cannot be read.
     """
     try:
-        names = [path] if is_checkpoint(path) else path.iterdir()
-        paths = [one for one in names if one.name.startswith(DIRECTORY_PREFIX) and one.is_dir()]
+        named = (one for one in path.iterdir() if one.name.startswith(DIRECTORY_PREFIX) and one.is_dir())
+        paths = [path] if is_checkpoint(path) else list(named)
     except OSError as error:
         raise CheckpointError(f"{str(path)!r} cannot be read as a folder: {error.strerror}.") from error
     if not paths:

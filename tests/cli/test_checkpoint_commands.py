@@ -226,6 +226,14 @@ def test_ls_without_a_folder_takes_the_current_one(ckpt, three, monkeypatch):
     assert ckpt("ls")[0] == 0
 
 
+@pytest.mark.parametrize("command", ["show", "verify"])
+def test_a_checkpoint_may_be_the_current_folder_or_have_another_name(ckpt, three, monkeypatch, command):
+    (three.path / "CKPT+two").rename(three.path / "best")
+    assert ckpt(command, three.path / "best")[0] == 0
+    monkeypatch.chdir(three.path / "best")
+    assert ckpt(command, ".")[0] == 0
+
+
 @pytest.mark.parametrize("command", ["ls", "show", "verify"])
 def test_a_folder_without_checkpoints_says_so_and_where_they_are(ckpt, three, tmp_path, command):
     status, out, err = ckpt(command, tmp_path)

@@ -276,33 +276,31 @@ def spawn(function: Callable[..., T], nprocs: int | str = "auto", *args: Any) ->
     store = _host_store()
     processes: list[BaseProcess] = []
     with tempfile.TemporaryDirectory(prefix="ddpkit-") as folder:
-        results = [Path(folder, str(rank)) for rank in range(number)]
+        files = [Path(folder, str(rank)) for rank in range(number)]
         try:
             for rank in range(number):
-                target_args = (results[rank], function, args, method == "fork")
+                target_args = (files[rank], function, args, method == "fork")
                 environment = rank_environment(rank, number, int(store.port))
                 processes.append(_start_process(method, target_args, environment))
             pids = [process.pid or 0 for process in processes]
             polls = [functools.partial(getattr, process, "exitcode") for process in processes]
-            supervisor = Supervisor(list(zip(pids, polls, strict=True)), lambda: all(map(Path.exists, results)))
+            supervisor = Supervisor(list(zip(pids, polls, strict=True)), lambda: all(map(Path.exists, files)))
             failure = supervisor.run()
         finally:
             for process in processes:
                 process.kill()
                 process.join()
                 process.close()
-        for number_of_signal in supervisor.forwarded:
-            if number_of_signal in {signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGINT)}:
-                signal.raise_signal(number_of_signal)
-        return _values(results, pids, failure)
+        contents = {rank: file.read_bytes() for rank, file in enumerate(files) if file.exists()}
+    for number_of_signal in supervisor.forwarded:  # the folder is gone: one of them may end this process
+        if number_of_signal in {signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGINT)}:
+            signal.raise_signal(number_of_signal)
+    return _values(contents, pids, failure)
 
 
-def _values(files: Sequence[Path], pids: Sequence[int], failure: Ending | None) -> list[Any]:
+def _values(contents: Mapping[int, bytes], pids: Sequence[int], failure: Ending | None) -> list[Any]:
     """Return what all ranks returned, or raise the failure of the first that failed by itself."""
-    results: dict[int, Any] = {}
-    for rank, file in enumerate(files):
-        with contextlib.suppress(FileNotFoundError):
-            results[rank] = pickle.loads(file.read_bytes())  # noqa: S301 -- own ranks
+    results: dict[int, Any] = {rank: pickle.loads(one) for rank, one in contents.items()}  # noqa: S301 -- own ranks
     failures = [one for one in results.values() if isinstance(one, _Failure)]
     first = min(failures, key=lambda one: (one.is_second_hand, one.when), default=None)
     silent = [rank for rank in range(len(pids)) if rank not in results]

@@ -7,7 +7,6 @@ import os
 import pickle
 import sys
 import threading
-from pathlib import Path
 
 import pytest
 import torch
@@ -210,12 +209,9 @@ def test_threads_that_work_and_threads_that_wait():
 # ----------------------------------------------------------------------------------------- who was first
 
 
-def values(folder, failure, **said):
-    files = [Path(folder, name) for name in said]
-    for file, result in zip(files, said.values(), strict=True):
-        if result is not ABSENT:
-            file.write_bytes(pickle.dumps(result))
-    return spawning._values(files, [10, 11], failure)
+def values(failure, *said):
+    contents = {rank: pickle.dumps(result) for rank, result in enumerate(said) if result is not ABSENT}
+    return spawning._values(contents, [10, 11], failure)
 
 
 ABSENT = object()
@@ -237,15 +233,15 @@ SECOND = spawning._Failure(0, 4.0, "RankFailedError: rank 1 failed first", "Trac
         (SECOND, None, Ending(0, 10, 1), "rank 0 of 2 failed: RankFailedError: rank 1 failed first"),
     ],
 )
-def test_the_first_is_blamed(tmp_path, zero, one, failure, words):
+def test_the_first_is_blamed(zero, one, failure, words):
     with pytest.raises(RankFailedError) as caught:
-        values(tmp_path, failure, zero=zero, one=one)
+        values(failure, zero, one)
     assert str(caught.value).startswith(words)
 
 
-def test_a_crash_after_the_values(tmp_path, caplog):
+def test_a_crash_after_the_values(caplog):
     with caplog.at_level(logging.WARNING):
-        assert values(tmp_path, Ending(1, 11, 134), zero=3, one=None) == [3, None]
+        assert values(Ending(1, 11, 134), 3, None) == [3, None]
     assert "Rank 1 was killed by SIGABRT after it had returned its value." in caplog.text
 
 

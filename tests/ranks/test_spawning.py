@@ -398,6 +398,8 @@ def test_f2_spawned_ranks_end_with_their_parent(tmp_path, notebook):
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
 def test_f10_spawn_stops_by_a_signal(tmp_path, name):
     body = """
+        import tempfile
+        tempfile.tempdir = os.getcwd()
         try:
             sb.spawn(rest, 2)
         except KeyboardInterrupt:
@@ -407,6 +409,7 @@ def test_f10_spawn_stops_by_a_signal(tmp_path, name):
     assert ready(tmp_path, 2), run.err
     run.signal(getattr(signal, name))
     run.wait(20)
+    assert not list(tmp_path.glob("ddpkit-*")), "what the ranks have returned in"
     assert (run.code, run.out) == ((0, "interrupted\n") if name == "SIGINT" else (-signal.SIGTERM, ""))
 
 

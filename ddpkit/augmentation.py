@@ -253,6 +253,7 @@ class KeyedDataset:
     def __init__(self, dataset: Any, collate_fn: Callable[[Any], Any], *, batched: bool = True, epoch: int = 1) -> None:
         self.dataset, self.collate_fn, self.batched, self.epoch = dataset, collate_fn, batched, epoch
         self._by_list = batched and _takes_lists(dataset)
+        self._apart = False  # by lists of one index
         self._draws: bool | None = False if self._by_list else None  # None: nobody knows yet
 
     def __getitem__(self, batch: KeyedBatch) -> Any:
@@ -302,13 +303,15 @@ class KeyedDataset:
 
     def _load_list(self, batch: KeyedBatch) -> Any:
         """Ask for the whole list; one by one as soon as loading draws, so that each sample can be keyed."""
-        self._seed(batch, _WHOLE)
-        seen = _STREAMS.look()
-        samples = self.dataset.__getitems__(batch.indices)
-        draws = _NOW.asked or _STREAMS.look() != seen
-        if not (draws and isinstance(samples, list) and len(samples) > 1):
-            return samples
-        self._draws, samples = True, []
+        if not self._apart:
+            self._seed(batch, _WHOLE)
+            seen = _STREAMS.look()
+            found = self.dataset.__getitems__(batch.indices)
+            draws = _NOW.asked or _STREAMS.look() != seen
+            if not (draws and isinstance(found, list) and len(found) > 1):
+                return found
+        self._draws = self._apart = True
+        samples: list[Any] = []
         for place, index in enumerate(batch.indices):
             self._seed(batch, place)
             samples += self.dataset.__getitems__([index])

@@ -34,6 +34,9 @@ logger = get_logger(__name__)
 MARK = "ddpkit_lr_scale"
 """Under this name older checkpoints say by what the rates of a group, and of its schedulers, are multiplied already."""
 
+# Of optimizers whose steps are scaled: two Brains may have the same one, and the one that trains scales it.
+_hooks: weakref.WeakKeyDictionary[Optimizer, list[Any]] = weakref.WeakKeyDictionary()
+
 
 def require_reference(options: Any) -> None:
     """Make sure that there is a batch size that learning rates are scaled from.
@@ -94,7 +97,6 @@ class LrScaling:
 
     def __init__(self) -> None:
         self.factor, self.reason = 1.0, "lr_scaling=none"
-        self._followed: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._own_rates: weakref.WeakKeyDictionary[Optimizer, list[Any]] = weakref.WeakKeyDictionary()
 
     def choose(self, options: RunOptions, loader: Iterable[Any], world_size: int) -> None:
@@ -134,7 +136,7 @@ class LrScaling:
         """
         lines = []
         for name, optimizer in optimizers.items():
-            if all(self._ratio(group) == 1.0 for group in optimizer.param_groups) and optimizer not in self._followed:
+            if all(self._ratio(group) == 1.0 for group in optimizer.param_groups) and optimizer not in _hooks:
                 continue
             if not isinstance(optimizer, Optimizer):
                 raise ConfigError(
@@ -144,10 +146,12 @@ class LrScaling:
             before = [float(group["lr"]) for group in optimizer.param_groups]
             after = [float(group["lr"]) * self._ratio(group) for group in optimizer.param_groups]
             lines.append(f"{name} {_shown(before)} -> {_shown(after)}")
-            if optimizer not in self._followed:
-                self._followed.add(optimizer)
-                optimizer.register_step_pre_hook(self._scale)
-                optimizer.register_step_post_hook(self._restore)
+            for hook in _hooks.pop(optimizer, []):
+                hook.remove()
+            _hooks[optimizer] = [
+                optimizer.register_step_pre_hook(self._scale),
+                optimizer.register_step_post_hook(self._restore),
+            ]
         if lines:
             logger.announce("Learning rates (%s): %s.", self.reason, "; ".join(lines))
 

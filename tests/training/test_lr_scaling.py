@@ -189,6 +189,14 @@ def test_a_step_that_fails_is_not_scaled_twice():
     assert rates_of(optimizer) == [0.1]
 
 
+def test_an_optimizer_of_two_brains_is_scaled_by_the_one_that_trains():
+    optimizer = sgd(0.1)
+    for scaling, expected in ((scaling_of(batch_size=16), 0.2), (scaling_of(batch_size=32), 0.4), (LrScaling(), 0.1)):
+        scaling.follow({"sgd": optimizer})
+        assert steps_of(optimizer) == pytest.approx([expected])
+        assert rates_of(optimizer) == [0.1]
+
+
 def test_the_rates_of_an_older_checkpoint_are_scaled_by_what_is_missing():
     """There, rates and schedules are multiplied already, and the groups say by what."""
     optimizer = sgd(0.2)

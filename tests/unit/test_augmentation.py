@@ -387,6 +387,9 @@ def test_lists_are_taken_apart_only_for_randomness():
         dataset.calls = []
         list(shard(dataset, Sharding(), batch_size=4, collate_fn=collate))
         assert dataset.calls == (whole if collate is None else [whole[0], *whole])
+    dataset = Listing("torch", size=8)
+    samples(shard(dataset, Sharding(seed=SEED), batch_size=4))
+    assert dataset.calls == [[0, 1, 2, 3], *([index] for index in range(8))]
     late = Listing("torch", size=12, first=4)
     found = samples(shard(late, Sharding(seed=SEED), batch_size=4))
     assert found == [[index] if index < 4 else expected_of(index, "torch") for index in range(12)]

@@ -36,6 +36,7 @@ from ddpkit.checkpointing.index import (
 from ddpkit.checkpointing.run_lock import FolderLock
 from ddpkit.checkpointing.snapshot import state_bytes
 from ddpkit.checkpointing.storage import (
+    MOST_TEXT,
     REPLACED_PREFIX,
     VerifyMode,
     cleaned_on_error,
@@ -277,8 +278,10 @@ class CheckpointFolder:
         is_copy = False
         with cleaned_on_error(staging, final):
             meta = save.all_meta(self.ledger.latest)
-            text = META_HEAD + META_MARK + dump_plain_yaml(meta)
-            write_file(staging / META_NAME, lambda handle: handle.write(text.encode()))
+            text = (META_HEAD + META_MARK + dump_plain_yaml(meta)).encode()
+            if len(text) > MOST_TEXT:  # a checkpoint that could not be read again
+                raise CheckpointError(f"its meta takes {len(text)} bytes, of {MOST_TEXT}: save large values as files.")
+            write_file(staging / META_NAME, lambda handle: handle.write(text))
             others = {name: hook for name, hook in hooks.items() if hook is not torch_save}
             failure = run_savers(others, save.objects, staging)
             if failure is not None:

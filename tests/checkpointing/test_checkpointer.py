@@ -264,6 +264,14 @@ def test_a_saver_may_make_a_folder(tmp_path):
         checkpointer.recover_if_possible()
 
 
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_meta_that_is_too_large_to_be_read_again_is_refused(checkpointer, asynchronous):
+    checkpointer.asynchronous = asynchronous
+    with pytest.raises(CheckpointError, match="its meta takes 1.* bytes"):
+        checkpointer.save_checkpoint(meta={"text": "x" * (17 << 20)})
+    assert list(checkpointer.checkpoints_dir.iterdir()) == []
+
+
 def test_k7_meta_of_any_kind_can_be_found_again(checkpointer):
     meta = {
         "loss": np.float64(0.5),

@@ -19,6 +19,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -147,15 +148,22 @@ def _require_no_launcher(what: str) -> None:
         )
 
 
-def _host_store() -> dist.TCPStore:
-    """Keep the store that the ranks meet at, as torchrun's agent does: at a free port, or at the user's."""
+def _listen() -> socket.socket:
+    """Listen where the store of the run will be: at a free port, or at the user's."""
     port = given_port(os.environ)
     try:
-        limit = timedelta(seconds=STORE_SECONDS)
-        return dist.TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, timeout=limit)
-    except RuntimeError as error:
+        return socket.create_server((LOOPBACK, port))
+    except OSError as error:
         text = f"the store of the run cannot be kept at port {port} of MASTER_PORT: {error}."
         raise LaunchError(f"{text} Unset MASTER_PORT: a free port is found then.") from error
+
+
+def _host_store(listener: socket.socket) -> dist.TCPStore:
+    """Keep the store that the ranks meet at, as torchrun's agent does. It has threads, so it comes after any fork."""
+    port, limit = listener.getsockname()[1], timedelta(seconds=STORE_SECONDS)
+    return dist.TCPStore(
+        LOOPBACK, port, is_master=True, wait_for_workers=False, timeout=limit, master_listen_fd=listener.detach()
+    )
 
 
 # ------------------------------------------------------------------------------------------ the script
@@ -189,7 +197,7 @@ def run_script(asked: int | str, device: str | None = None) -> NoReturn:
             "--nproc starts the running script again, and there is none: this is an interactive Python, or code from a "
             "pipe. Call ddpkit.spawn(function, nprocs), or put the code into a file."
         )
-    store = _host_store()
+    store = _host_store(_listen())
     with tempfile.TemporaryDirectory(prefix="ddpkit-") as folder:
         running: list[subprocess.Popen[bytes]] = []
         errors = [Path(folder, f"{rank}.json") for rank in range(number)]
@@ -273,15 +281,17 @@ def spawn(function: Callable[..., T], nprocs: int | str = "auto", *args: Any) ->
     _require_no_launcher("ddpkit.spawn")
     number = count_processes(nprocs)
     method = _start_method(function, args)
-    store = _host_store()
+    listener = _listen()
+    port = int(listener.getsockname()[1])
     processes: list[BaseProcess] = []
     with tempfile.TemporaryDirectory(prefix="ddpkit-") as folder:
         files = [Path(folder, str(rank)) for rank in range(number)]
         try:
             for rank in range(number):
                 target_args = (files[rank], function, args, method == "fork")
-                environment = rank_environment(rank, number, int(store.port))
+                environment = rank_environment(rank, number, port)
                 processes.append(_start_process(method, target_args, environment))
+            _store = _host_store(listener)  # as long as they run
             pids = [process.pid or 0 for process in processes]
             polls = [functools.partial(getattr, process, "exitcode") for process in processes]
             supervisor = Supervisor(list(zip(pids, polls, strict=True)), lambda: all(map(Path.exists, files)))

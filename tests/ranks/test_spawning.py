@@ -434,6 +434,19 @@ def test_a_lambda_is_forked_and_an_unguarded_call_is_explained(tmp_path):
 
 
 @pytest.mark.slow
+def test_no_thread_of_its_own_is_there_when_it_forks(tmp_path):
+    body = """
+        threads = lambda: len(os.listdir("/proc/self/task"))
+        before, found = threads(), []
+        os.register_at_fork(before=lambda: found.append(threads()))
+        sb.spawn(lambda: None, 2)
+        print(found == [before] * 2)
+    """
+    run = call(tmp_path, body).wait()
+    assert (run.code, run.out) == (0, "True\n"), run.err
+
+
+@pytest.mark.slow
 def test_what_cannot_be_forked_is_refused(tmp_path):
     body = """
         stop = threading.Event()

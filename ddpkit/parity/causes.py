@@ -31,6 +31,8 @@ from ddpkit.precision import TorchAutocast
 
 #: Numbers of one parameter's gradient that are looked at when weights are fitted.
 SAMPLED = 4096
+#: Below this ratio of singular values the parts' gradients are too much alike to tell their weights apart.
+APART = 1e-3
 #: How exactly a fitted weight must be a known number to count as that.
 NEAR = 0.02
 #: The tolerance of float32 on a GPU that multiplies it in a shorter format (TF32).
@@ -210,6 +212,8 @@ class _Diagnosis:
         total, number = sum(weights), len(weights)
         if not weights:
             return "batch-dependent", BATCH_DEPENDENT
+        if math.isnan(total):
+            return "unknown", UNKNOWN
         if _near(weights, [len(part) / len(joined) for part in parts]):
             counts_alike = self.own_fit_batch and not any(window.is_even for window in failing)
             return ("fit_batch", COUNTS_BATCHES) if counts_alike else ("unknown", UNKNOWN)
@@ -241,7 +245,7 @@ def fitted_weights(columns: Sequence[Gradients], target: Gradients) -> list[floa
         target: of the whole batch.
 
     Returns:
-        The weight of each; an empty list where no weights fit.
+        The weight of each; an empty list where no weights fit, and NaN where many do.
 
     Ranks: local.
     """
@@ -253,7 +257,10 @@ def fitted_weights(columns: Sequence[Gradients], target: Gradients) -> list[floa
     weights = torch.linalg.lstsq(matrix[:, :-1], matrix[:, -1:]).solution
     tolerance = 10 * max(TOLERANCES.get(one.dtype, 1e-3) for one in target.values() if one is not None)
     rest = matrix[:, :-1] @ weights - matrix[:, -1:]
-    return weights.flatten().tolist() if rest.norm() <= tolerance * matrix[:, -1].norm() else []
+    if rest.norm() > tolerance * matrix[:, -1].norm():
+        return []
+    is_unique = torch.linalg.matrix_rank(matrix[:, :-1], rtol=APART) == len(columns)
+    return weights.flatten().tolist() if is_unique else [math.nan] * len(columns)
 
 
 def _flat(gradients: Gradients, names: Sequence[str]) -> Tensor:

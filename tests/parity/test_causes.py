@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import os
 import random
 import re
@@ -17,7 +18,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sequenti
 
 from ddpkit.dataloader import LoopedLoader
 from ddpkit.errors import ConfigError
-from ddpkit.parity.causes import diagnose
+from ddpkit.parity.causes import diagnose, fitted_weights
 from ddpkit.parity.check import one_process, record, require_one_process
 from ddpkit.types import Stage
 from tests.contract.recipes import Regression, assert_same, make, points, sgd, weights
@@ -594,3 +595,10 @@ def test_the_verdict_is_that_of_a_training(check, ranks, cls, kind, holds):
     one = train(cls, kind, 8, 29, 1)
     distance = max(float((several[name].double() - one[name].double()).abs().max()) for name in one)
     assert distance < 1e-10 if holds else distance > 1e-4
+
+
+def test_weights_that_cannot_be_told_apart_are_no_weights():
+    parts = [{"weight": torch.tensor(row)} for row in ([1.0, 2.0], [3.0, 1.0], [2.0, 5.0])]
+    of_two = fitted_weights(parts[:2], {"weight": torch.tensor([4.0, 3.0])})
+    assert of_two == pytest.approx([1.0, 1.0])
+    assert all(map(math.isnan, fitted_weights(parts, {"weight": torch.tensor([2.0, 1.0])})))

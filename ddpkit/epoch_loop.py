@@ -71,7 +71,7 @@ class EpochCounter:
     @mark_as_loader
     def _recover(self, path: str | os.PathLike[str], end_of_epoch: bool) -> None:
         saved = _read(path, int, "the number of an epoch")
-        self.current = saved if end_of_epoch else saved - 1
+        self.current = saved if end_of_epoch else max(saved - 1, 0)  # 0: of a later call of fit
 
 
 @register_checkpoint_hooks
@@ -213,7 +213,7 @@ class EpochCounterWithStopper(EpochCounter):
             return int(saved["current_epoch"]), int(saved["best_epoch"]), score, bool(saved["should_stop"])
 
         epoch, self.best_limit, self.best_score, self.should_stop = _read(path, parse, "a stopper's YAML")
-        self.current = epoch if end_of_epoch else epoch - 1
+        self.current = epoch if end_of_epoch else max(epoch - 1, 0)
 
 
 def _read(path: str | os.PathLike[str], parse: Callable[[str], Any], expected: str) -> Any:

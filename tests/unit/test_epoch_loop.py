@@ -87,6 +87,14 @@ def test_resume(tmp_path):
     assert list(load(EpochCounter(2), path, end_of_epoch=True)) == []
 
 
+@pytest.mark.parametrize("make", [EpochCounter, lambda limit: EpochCounterWithStopper(limit, 0, 1, "min")])
+def test_a_counter_of_a_later_call_begins_with_epoch_1_after_a_checkpoint_inside_of_an_epoch(tmp_path, make):
+    find_save_hook(make(2))(make(2), tmp_path / "counter.ckpt")
+    resumed = make(2)
+    find_load_hook(resumed)(resumed, tmp_path / "counter.ckpt", False)
+    assert next(iter(resumed)) == 1
+
+
 def test_a_damaged_file(tmp_path):
     path = tmp_path / "counter.ckpt"
     path.write_text("two")
@@ -192,7 +200,7 @@ def test_the_stopper_resumes(tmp_path, metrics):
     path = save(counter, tmp_path / "counter.ckpt")
     for end_of_epoch in (True, False):
         other = load(stopper(), path, end_of_epoch)
-        assert other.current == counter.current - (not end_of_epoch)
+        assert other.current == max(counter.current - (not end_of_epoch), 0)
         names = ("best_limit", "best_score", "should_stop")
         assert [getattr(other, name) for name in names] == [getattr(counter, name) for name in names]
 

@@ -191,6 +191,7 @@ def _write_error_file(message: str, trace: str, timestamp: float, *, plain: bool
 
 def _take_error_file_back() -> None:
     """Remove what was written for the launcher, because the script has caught it and gone on."""
+    HERE.left = None
     if HERE.file is not None:
         with contextlib.suppress(OSError):
             HERE.file.unlink(missing_ok=True)
@@ -291,10 +292,14 @@ def _note_uncaught(error: BaseException) -> BaseException:
 def _noted(error: BaseException) -> BaseException:
     """Note an exception that leaves ``fit`` or ``evaluate``, which the script may catch; return what is behind it."""
     news = explained(error)
+    if not is_second_hand(news):
+        HERE.left = text_and_line(news)[0]
+        _tell(news, is_final=False)
+    elif HERE.left is not None and type(news) is RankFailedError:
+        here = f"an exception ended fit or evaluate on rank {rank_if_known()} alone: {HERE.left}"
+        news, HERE.left = RankFailedError(f"{news}. Before that, {here}"), None
     if POSITION.progress is not None:
         vars(news)[PLACE] = POSITION.whereabouts(0, 0.0, look=False).place()
-    if not is_second_hand(news):
-        _tell(news, is_final=False)
     record_for_launcher(news)
     return news
 

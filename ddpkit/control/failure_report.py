@@ -245,6 +245,7 @@ class _Here:
     report: FailureReport | None = None  # of its process group
     failed: BaseException | None = None  # what nobody has caught, and ends it
     file: Path | None = None  # what was written for the launcher
+    left: str | None = None  # what fit or evaluate has left with, while its script goes on
 
 
 HERE = _Here()

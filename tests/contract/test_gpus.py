@@ -51,11 +51,11 @@ def test_m3_a_cpu_is_nobodys_current_device(calls):
 def test_minor_15_batches_for_a_gpu_are_pinned_unless_the_recipe_says_otherwise(calls):
     def pinned(asked, data=range(4), **loader_kwargs):
         brain = Brain({}, run_opts={"device": asked})
-        return getattr(brain.make_dataloader(data, Stage.TRAIN, **loader_kwargs), "pin_memory", None)
+        return brain.make_dataloader(data, Stage.TRAIN, **loader_kwargs).pin_memory
 
     assert pinned("cuda:1") is True
     assert pinned("cuda:1", batch_size=2) is True
     assert pinned("cuda:1", pin_memory=False) is False
     assert pinned("cpu") is False
     batches = {"a batch": 1, "another": 2}.keys()
-    assert pinned("cuda:1", batches) is None, "a source of batches is no dataset"
+    assert pinned("cuda:1", batches) is False, "batches come as their source makes them"

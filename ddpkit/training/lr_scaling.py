@@ -35,7 +35,7 @@ MARK = "ddpkit_lr_scale"
 """Under this name older checkpoints say by what the rates of a group, and of its schedulers, are multiplied already."""
 
 # Of optimizers whose steps are scaled: two Brains may have the same one, and the one that trains scales it.
-_hooks: weakref.WeakKeyDictionary[Optimizer, list[Any]] = weakref.WeakKeyDictionary()
+_hooks: weakref.WeakKeyDictionary[Optimizer, tuple[LrScaling, list[Any]]] = weakref.WeakKeyDictionary()
 
 
 def require_reference(options: Any) -> None:
@@ -146,12 +146,15 @@ class LrScaling:
             before = [float(group["lr"]) for group in optimizer.param_groups]
             after = [float(group["lr"]) * self._ratio(group) for group in optimizer.param_groups]
             lines.append(f"{name} {_shown(before)} -> {_shown(after)}")
-            for hook in _hooks.pop(optimizer, []):
-                hook.remove()
-            _hooks[optimizer] = [
-                optimizer.register_step_pre_hook(self._scale),
-                optimizer.register_step_post_hook(self._restore),
-            ]
+            owner, hooks = _hooks.get(optimizer, (None, []))
+            if owner is not self:
+                for hook in hooks:
+                    hook.remove()
+                hooks = [
+                    optimizer.register_step_pre_hook(self._scale),
+                    optimizer.register_step_post_hook(self._restore),
+                ]
+                _hooks[optimizer] = self, hooks
         if lines:
             logger.announce("Learning rates (%s): %s.", self.reason, "; ".join(lines))
 

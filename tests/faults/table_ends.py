@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import re
@@ -40,17 +41,27 @@ def draw_end(dice: Random, world_size: int) -> Trial:
     )  # fmt: skip
 
 
+def mapped() -> set[int]:
+    """Return the inodes in shared memory that living processes have mapped: a semaphore's name tells no owner."""
+    inodes = set()
+    for path in Path("/proc").glob("[0-9]*/maps"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            lines = path.read_text().splitlines()
+            inodes |= {int(line.split()[4]) for line in lines if f" {SHARED}/" in line}
+    return inodes
+
+
 def segments() -> dict[str, float]:
     """Return the names in shared memory and when they were made, without those of processes that live."""
-    found = {}
+    found, in_use = {}, mapped()
     for path in SHARED.iterdir():
         owner = OWNER.match(path.name)
         if owner and Path(f"/proc/{owner[1]}").exists():
             continue
-        try:
-            found[path.name] = path.stat().st_ctime
-        except FileNotFoundError:
-            continue
+        with contextlib.suppress(FileNotFoundError):
+            status = path.stat()
+            if status.st_ino not in in_use:
+                found[path.name] = status.st_ctime
     return found
 
 

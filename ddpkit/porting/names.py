@@ -1,0 +1,169 @@
+"""The names of SpeechBrain's training core, and the module of ddpkit that answers each.
+
+The table has the names of SpeechBrain 1.0 and 1.1. It promises nothing: a name counts as ddpkit's when ddpkit has it,
+which :func:`ddpkit_name` looks up. All other names stay SpeechBrain's.
+"""
+
+from __future__ import annotations
+
+import functools
+from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any
+
+__all__ = ["PACKAGE", "TABLE", "ddpkit_module", "ddpkit_name"]
+
+PACKAGE = "speechbrain"
+
+_HOOKS = "mark_as_saver mark_as_loader mark_as_transfer register_checkpoint_hooks"
+
+#: For each module of SpeechBrain: the modules of ddpkit that answer it, and the names that each of them answers.
+TABLE: dict[str, dict[str, str]] = {
+    "speechbrain": {
+        "ddpkit": "Brain Stage RunOptions create_experiment_directory parse_arguments",
+    },
+    "speechbrain.core": {
+        "ddpkit": "AMPConfig Brain RunOptions Stage create_experiment_directory parse_arguments",
+        "ddpkit.dataloader": "LoopedLoader SaveableDataLoader",
+        "ddpkit.distributed": "ddp_init_group is_distributed_initialized if_main_process run_on_main",
+        "ddpkit.logger": "get_logger",
+        "ddpkit.optim": "rm_vector_weight_decay",
+        "ddpkit.precision": "TorchAutocast",
+        "ddpkit.profiler": "prepare_profiler",
+        "ddpkit.sampler": "DistributedSamplerWrapper ReproducibleRandomSampler",
+    },
+    "speechbrain.utils": {
+        "ddpkit": "seed_everything",
+    },
+    "speechbrain.utils.autocast": {
+        "ddpkit.precision": "AMPConfig TorchAutocast fwd_default_precision",
+    },
+    "speechbrain.utils.checkpoints": {
+        "ddpkit.checkpoints": "Checkpoint Checkpointer DEFAULT_LOAD_HOOKS DEFAULT_SAVE_HOOKS DEFAULT_TRANSFER_HOOKS "
+        "METAFNAME PARAMFILE_EXT average_checkpoints average_state_dicts ckpt_recency "
+        "convert_torch_save_hooks_to_once_per_node get_default_hook map_old_state_dict_weights "
+        f"torch_parameter_transfer torch_recovery torch_save {_HOOKS}",
+        "ddpkit.distributed": "ddp_barrier ddp_broadcast if_main_process main_process_only once_per_node",
+    },
+    "speechbrain.utils.distributed": {
+        "ddpkit.distributed": "ddp_all_reduce ddp_barrier ddp_broadcast ddp_init_group ddp_prevent_block "
+        "get_local_rank get_rank if_main_process is_distributed_initialized is_local_rank_zero main_process_only "
+        "once_per_node rank_prefixed_message run_on_main run_once_per_node",
+        "ddpkit.device": "infer_device",
+    },
+    "speechbrain.utils.epoch_loop": {
+        "ddpkit.epoch_loop": "EpochCounter EpochCounterWithStopper",
+    },
+    "speechbrain.utils.logger": {
+        "ddpkit.logger": "MultiProcessLoggerAdapter TqdmCompatibleStreamHandler format_order_of_magnitude get_logger "
+        "setup_logging",
+        "ddpkit.experiment": "get_environment_description",
+    },
+    "speechbrain.utils.metric_stats": {
+        "ddpkit.metric_stats": "MetricStats",
+    },
+    "speechbrain.utils.optimizers": {
+        "ddpkit.optim": "rm_vector_weight_decay",
+    },
+    "speechbrain.utils.parameter_transfer": {
+        "ddpkit.parameter_transfer": "Pretrainer",
+    },
+    "speechbrain.utils.profiling": {
+        "ddpkit.profiler": "prepare_profiler",
+    },
+    "speechbrain.utils.run_opts": {
+        "ddpkit.run_opts": "RunOptions",
+    },
+    "speechbrain.utils.seed": {
+        "ddpkit.seed": "seed_everything",
+    },
+    "speechbrain.utils.train_logger": {
+        "ddpkit.train_logger": "FileTrainLogger ProgressSampleLogger TensorboardLogger TrainLogger WandBLogger",
+    },
+    "speechbrain.dataio.batch": {
+        "ddpkit.batch": "BatchsizeGuesser PaddedBatch PaddedData",
+    },
+    "speechbrain.dataio.dataloader": {
+        "ddpkit.dataloader": "LoopedLoader SaveableDataLoader distributed_loader_specifics make_dataloader",
+    },
+    "speechbrain.dataio.sampler": {
+        "ddpkit.sampler": "BalancingDataSampler ConcatDatasetBatchSampler DistributedSamplerWrapper "
+        "DynamicBatchSampler ReproducibleRandomSampler ReproducibleWeightedRandomSampler",
+    },
+    "speechbrain.nnet.schedulers": {
+        "ddpkit.schedulers": "CyclicCosineScheduler CyclicLRScheduler IntervalScheduler InverseSquareRootScheduler "
+        "LinearNoamScheduler LinearScheduler LinearWarmupScheduler NewBobScheduler NoamIntervalScheduler NoamScheduler "
+        "ReduceLROnPlateau ScheduledLoss StepScheduler TriStageLRSchedule WarmAndExpDecayLRSchedule "
+        "WarmCoolDecayLRSchedule update_learning_rate",
+    },
+}
+
+_HOMES = {
+    f"{module}.{name}": f"{home}.{name}"
+    for module, homes in TABLE.items()
+    for home, names in homes.items()
+    for name in names.split()
+}
+
+
+def ddpkit_module(module: str) -> str | None:
+    """Return the module of ddpkit that answers most names of a module of SpeechBrain.
+
+    Args:
+        module: such as ``"speechbrain.utils.profiling"``.
+
+    Returns:
+        The module, or None where the table has none or ddpkit does not offer it.
+
+    Ranks: local.
+
+    Example:
+        >>> ddpkit_module("speechbrain.utils.profiling")
+        'ddpkit.profiler'
+        >>> ddpkit_module("speechbrain.lobes")
+    """
+    home = next(iter(TABLE.get(module, ())), None)
+    return home if home is not None and _module(home) is not None else None
+
+
+@functools.cache
+def ddpkit_name(name: str) -> str | None:
+    """Return the name in ddpkit of what a name of SpeechBrain stands for, if ddpkit offers it.
+
+    Loads the module of ddpkit that has the name.
+
+    Args:
+        name: a dotted name, as in an import or a YAML tag. It may go on inside a class.
+
+    Returns:
+        The dotted name, or None where the name stays SpeechBrain's.
+
+    Ranks: local.
+
+    Example:
+        >>> ddpkit_name("speechbrain.utils.checkpoints.Checkpointer")
+        'ddpkit.checkpoints.Checkpointer'
+        >>> ddpkit_name("speechbrain.core.AMPConfig.from_name")
+        'ddpkit.AMPConfig.from_name'
+        >>> ddpkit_name("speechbrain.dataio.dataio.read_audio")
+    """
+    head, parts = name, list[str]()
+    while head not in _HOMES:
+        head, dot, last = head.rpartition(".")
+        if not dot:
+            return None
+        parts.insert(0, last)
+    home, _, first = _HOMES[head].rpartition(".")
+    value: Any = _module(home)
+    for part in (first, *parts):
+        value = getattr(value, part, _MISSING)
+    return ".".join((home, first, *parts)) if value is not _MISSING and value is not None else None
+
+
+_MISSING = object()
+
+
+def _module(name: str) -> ModuleType | None:
+    """Load a module of ddpkit if it is there."""
+    return import_module(name) if find_spec(name) is not None else None

@@ -1,0 +1,74 @@
+"""The table of SpeechBrain's names: what ddpkit answers, and what it leaves."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+import pytest
+
+from ddpkit.porting import TABLE, ddpkit_module, ddpkit_name, names
+
+NAMES = [
+    (f"{module}.{name}", f"{home}.{name}")
+    for module, homes in TABLE.items()
+    for home, listed in homes.items()
+    for name in listed.split()
+]
+
+
+# Modules that offer a part of their names.
+IN_PART = {"ddpkit.batch", "ddpkit.metric_stats", "ddpkit.parameter_transfer", "ddpkit.schedulers"}
+
+
+@pytest.mark.parametrize(("theirs", "ours"), NAMES)
+def test_a_name_of_the_table_leads_to_what_is_there(theirs, ours):
+    home, _, name = ours.rpartition(".")
+    try:
+        offered = hasattr(import_module(home), name)
+    except ModuleNotFoundError:
+        offered = False
+    assert offered or home in IN_PART
+    assert ddpkit_name(theirs) == (ours if offered else None)
+
+
+def test_a_name_has_one_home():
+    assert len({theirs for theirs, _ in NAMES}) == len(NAMES)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ("speechbrain.Brain", "ddpkit.Brain"),
+        ("speechbrain.core.Stage", "ddpkit.Stage"),
+        ("speechbrain.core.Stage.TRAIN", "ddpkit.Stage.TRAIN"),
+        ("speechbrain.core.Stage.LUNCH", None),
+        ("speechbrain.utils.distributed.infer_device", "ddpkit.device.infer_device"),
+        ("speechbrain.utils.distributed.run_on_main", "ddpkit.distributed.run_on_main"),
+        ("speechbrain.utils.autocast.AMPConfig.from_name", "ddpkit.precision.AMPConfig.from_name"),
+        ("speechbrain.utils.seed_everything", "ddpkit.seed_everything"),
+        ("speechbrain.utils.checkpoints", None),
+        ("speechbrain.utils.checkpoints.no_such_name", None),
+        ("speechbrain.utils.checkpoints.os", None),
+        ("speechbrain.dataio.dataio.read_audio", None),
+        ("speechbrain.nnet.losses.nll_loss", None),
+        ("speechbrain", None),
+        ("torch.nn.Linear", None),
+        ("", None),
+        (".", None),
+    ],
+)
+def test_ddpkit_name(theirs, ours):
+    assert ddpkit_name(theirs) == ours
+
+
+def test_ddpkit_module():
+    assert ddpkit_module("speechbrain.utils.autocast") == "ddpkit.precision"
+    assert ddpkit_module("speechbrain.nnet.losses") is None
+    assert ddpkit_module("speechbrain") == "ddpkit"
+
+
+def test_a_module_that_is_not_there_answers_nothing(monkeypatch):
+    monkeypatch.setitem(names.TABLE, "speechbrain.lobes", {"ddpkit.no_such_module": "CRDNN"})
+    monkeypatch.setitem(names._HOMES, "speechbrain.lobes.CRDNN", "ddpkit.no_such_module.CRDNN")
+    assert ddpkit_name("speechbrain.lobes.CRDNN") is None
+    assert ddpkit_module("speechbrain.lobes") is None

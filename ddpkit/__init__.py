@@ -59,6 +59,7 @@ if TYPE_CHECKING:
 
     from ddpkit import (
         augmentation,
+        batch,
         brain,
         checkpoints,
         cli,

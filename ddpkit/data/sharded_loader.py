@@ -17,6 +17,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from ddpkit.augmentation import LOADER_OPTIONS, KeyedSampler, Place, keyed_loader, load_keyed
 from ddpkit.base import mark_as_loader, mark_as_saver, register_checkpoint_hooks
+from ddpkit.batch import default_collate_for
 from ddpkit.control import start_loading
 from ddpkit.data.likeness import sketch
 from ddpkit.data.permutation import mix_key
@@ -189,7 +190,8 @@ def shard(dataset: Any, sharding: Sharding, **loader_kwargs: Any) -> Any:
     Args:
         dataset: map-style or iterable; or, without ``loader_kwargs``, anything else that yields batches.
         sharding: which part.
-        loader_kwargs: as for ``torch.utils.data.DataLoader``; not changed.
+        loader_kwargs: as for ``torch.utils.data.DataLoader``; not changed. Without a ``collate_fn`` it depends on the
+            dataset: :func:`ddpkit.batch.default_collate_for`.
 
     Returns:
         The loader; its ``batch_sampler`` is a :class:`~ddpkit.sampler.PlannedBatchSampler` or
@@ -216,6 +218,9 @@ def shard(dataset: Any, sharding: Sharding, **loader_kwargs: Any) -> Any:
     if is_batches(dataset) and not options:
         return deal_batches(dataset, sharding)
     _check_exclusive(options)
+    collate = default_collate_for(dataset)
+    if collate is not None and (options.get("batch_size", 1) is not None or options.get("batch_sampler") is not None):
+        options.setdefault("collate_fn", collate)
     if _is_divided(options.get("batch_sampler"), options.get("sampler")) or _is_share(options):
         _refuse_global_batch(sharding, "what a DistributedSampler has divided already")
         return SaveableDataLoader(dataset, **options)

@@ -85,7 +85,7 @@ def _can_write(brain: Brain, value: Any) -> bool:
 
 
 def run_of(brain: Brain) -> Run:
-    """Return the parts that a Brain holds, for :mod:`ddpkit.parity` and for tests.
+    """Return the parts that a Brain holds, for tests.
 
     Ranks: local.
 
@@ -557,7 +557,7 @@ class Brain(_Typed):
         if self.run_opts.check_parity is not None:
             from ddpkit.parity import check_parity
 
-            check_parity(self, train_set, train_loader_kwargs or {})
+            check_parity(self, self.__run, train_set, train_loader_kwargs or {})
             return FitResult("check_parity", optimizer_steps=self.optimizer_step)
         if self.run_opts.test_only:
             logger.info("test_only is set: fit does nothing.")

@@ -37,10 +37,10 @@ INSIDE = {path.stem for path in FILES if path.parent != PACKAGE}
 MAX_FUNCTION_LINES = 50
 MAX_INHERITED_LINES = 400  # code lines of a class and of those of the package that it inherits from
 MAX_CODE_LINES = 17_270
-MAX_CHAIN = 19  # of modules that import each other; the goal is 14
 MAX_LAYERS = 8
 MAX_FILES_AT_THE_TOP = 28
 MAX_FILES_OF_A_PACKAGE = 12
+MAX_CHAIN = 14  # of modules that import each other
 
 # Modules whose classes are no place for `Ranks:`: the exception tree is drawn and
 # explained in one docstring, and the types of `types.py` do nothing by themselves.
@@ -143,7 +143,7 @@ def test_the_brain_inherits_from_nothing_and_no_class_is_large_with_what_it_inhe
 
 
 def test_what_is_still_to_become_smaller_does_not_grow():
-    """The goals are 12,000 code lines, and a chain of 14."""
+    """The goal is 12,000 code lines."""
     assert sum(house.code_lines(path.read_text(encoding="utf-8")) for path in FILES) <= MAX_CODE_LINES
     assert len(house.longest_chain()) <= MAX_CHAIN
     assert house.private_reaches() == 0
@@ -308,7 +308,8 @@ def test_a_light_name_does_not_load_torch():
 
 
 @pytest.mark.parametrize(
-    ("module", "most"), [("errors", 0), ("logger", 3), ("epoch_loop", 5), ("metrics", 5), ("sampler", 8)]
+    ("module", "most"),
+    [("errors", 0), ("logger", 3), ("epoch_loop", 5), ("metrics", 5), ("sampler", 8), ("distributed", 8)],
 )
 def test_a_module_of_the_face_pulls_in_few_others(module, most):
     pulled = in_a_fresh_interpreter(f"""

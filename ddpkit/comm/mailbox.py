@@ -25,13 +25,14 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
-from ddpkit.control import FailureReport, Reason, explained
 from ddpkit.errors import MainProcessError, RankFailedError
 from ddpkit.logger import get_logger
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import FrameType
+
+    from ddpkit.control import FailureReport, Reason
 
 logger = get_logger(__name__)
 
@@ -53,6 +54,7 @@ class Outcome:
     Ranks: local.
 
     Example:
+        >>> from ddpkit.control import Reason
         >>> Outcome(reason=Reason.of(0, ValueError("no"), is_final=False)).reason.text
         'ValueError: no'
     """
@@ -148,6 +150,7 @@ class Mailbox:
 
     Example:
         >>> from torch.distributed import HashStore
+        >>> from ddpkit.control import FailureReport
         >>> box = Mailbox(FailureReport(HashStore(), rank=0, world_size=1))
         >>> box.post("site", box.next_count("site"), Outcome(3), readers=1)
         >>> box.read("site", "0.1", poster=0, readers=1).value
@@ -261,6 +264,8 @@ class Mailbox:
 
     def _why_lost(self, error: RuntimeError, site: str, poster: int) -> RankFailedError:
         """Say which rank was lost with the connection to the store, if that becomes known soon."""
+        from ddpkit.control import explained
+
         self.report.store_is_lost = True
         news = explained(error)
         if isinstance(news, RankFailedError) and news.__cause__ is None:
@@ -304,6 +309,7 @@ def raise_as_reader(reason: Reason, site: str, poster: int) -> None:
     Ranks: local.
 
     Example:
+        >>> from ddpkit.control import Reason
         >>> raise_as_reader(Reason(0, "ValueError: no", trace="..."), "train.py:3 in prepare", 0)
         Traceback (most recent call last):
         ddpkit.errors.MainProcessError: rank 0 failed in the call at train.py:3 in prepare: ValueError: no

@@ -1,4 +1,7 @@
-"""What belongs to one process group, whoever made it: made when first needed, ended when another takes its place."""
+"""What belongs to one process group, whoever made it: made when first needed, ended when another takes its place.
+
+The control plane is loaded with the first group, and not for those who only ask for a rank.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,6 @@ import torch.distributed as dist
 
 from ddpkit.base import is_distributed_initialized
 from ddpkit.comm.mailbox import Mailbox
-from ddpkit.compat import default_store, timeout_of
-from ddpkit.control import HERE, POSITION, FailureReport
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -21,10 +22,11 @@ if TYPE_CHECKING:
 class Runtime:
     """What belongs to one process group.
 
-    Args:
-        store: the store of the default process group.
+    Made for the default process group.
 
     Attributes:
+        group: gives that group, if it is still there.
+        store: its store.
         report: which rank failed first; which ranks have departed.
         mailbox: values and errors of main-only work.
         watch: sees to it that nothing hangs; None: there is none.
@@ -40,12 +42,16 @@ class Runtime:
     Ranks: local.
     """
 
-    def __init__(self, store: dist.Store) -> None:
-        self.store = store
-        self.report = FailureReport(store, dist.get_rank(), dist.get_world_size())
+    def __init__(self) -> None:
+        from ddpkit.compat import default_store, timeout_of
+        from ddpkit.control import FailureReport
+
+        self.store: dist.Store = default_store()
+        self.report = FailureReport(self.store, dist.get_rank(), dist.get_world_size())
         self.mailbox = Mailbox(self.report)
-        # torch keeps the group; whoever else held it would keep its threads running after it has been destroyed, and
+        # torch keeps the groups; whoever else held one would keep its threads running after it has been destroyed, and
         # the process would abort at exit.
+        self.group: Callable[[], dist.ProcessGroup | None] = weakref.ref(dist.group.WORLD)
         self.control_group: Callable[[], dist.ProcessGroup | None] = lambda: None
         self.timeout = timeout_of(dist.group.WORLD)
         self.machine: tuple[int, tuple[int, ...]] | None = None
@@ -57,6 +63,8 @@ class Runtime:
 
         The store is left alone: slower ranks may still be talking to it.
         """
+        from ddpkit.control import HERE
+
         self.is_over = True
         if self.watch is not None and not self.report.is_forked:
             self.watch.stop()
@@ -85,11 +93,13 @@ def group_state() -> Runtime:
         ValueError: Default process group has not been initialized, please make sure to call init_process_group.
     """
     global _runtime  # noqa: PLW0603 -- shadows torch's own global, the default process group
-    store = default_store()
-    if _runtime is None or _runtime.store is not store:
+    if _runtime is None or dist.group.WORLD is None or _runtime.group() is not dist.group.WORLD:
+        from ddpkit.control import POSITION
+
+        begun = Runtime()
         if _runtime is not None:
             _runtime.end()
-        _runtime = Runtime(store)
+        _runtime = begun
         POSITION.join_group()
     return _runtime
 

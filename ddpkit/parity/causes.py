@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddpkit.brain import run_of
 from ddpkit.data import sketch
 from ddpkit.parity.noise import dropout_rates
 from ddpkit.parity.report import TOLERANCES, Gradients, ParityReport, ParityRow, all_equal, compare, worst
@@ -76,7 +75,7 @@ class _Diagnosis:
         self.factor: int = records[0]["factor"] * (1 if side.joins else len(records))
         self.windows = [_Window(records, place, joins=side.joins) for place in range(len(records[0]["steps"]))]
         self.tolerances = _tolerances(self.brain)
-        self.own_fit_batch = run_of(self.brain).recipe.has_own_fit_batch
+        self.own_fit_batch = side.parts.recipe.has_own_fit_batch
         self.causes: dict[str, str] = {}
         self.notes: list[str] = []
 

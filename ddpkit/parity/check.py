@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 
-from ddpkit.brain import run_of
 from ddpkit.distributed import get_rank, get_world_size
 from ddpkit.errors import ConfigError, ParityError
 from ddpkit.launch import PARITY
@@ -42,11 +41,12 @@ RANDOM_SEED = 1000  # plus the rank
 _calls = itertools.count(1)  # of fit in this process, so that the ranks know which one is meant
 
 
-def check_parity(brain: Any, train_set: Any, loader_kwargs: Mapping[str, Any]) -> None:
+def check_parity(brain: Any, parts: Any, train_set: Any, loader_kwargs: Mapping[str, Any]) -> None:
     """Compare the gradients of several processes with those of one; in such a process, record them and end.
 
     Args:
         brain: whose ``fit`` was called.
+        parts: that the Brain holds, a :class:`~ddpkit.run.parts.Run`.
         train_set: as for ``fit``.
         loader_kwargs: likewise; not changed.
 
@@ -60,12 +60,12 @@ def check_parity(brain: Any, train_set: Any, loader_kwargs: Mapping[str, Any]) -
     call, target = next(_calls), os.environ.get(PARITY)
     if target is None:
         require_one_process(brain.check_parity, data_parallel=brain.data_parallel_backend)
-        _check(brain, train_set, loader_kwargs, call)
+        _check(brain, parts, train_set, loader_kwargs, call)
     elif call == int(Path(target).name):
         start = torch.load(Path(target, "start.pt"), map_location="cpu", weights_only=True)
         brain.checkpointer, brain.hang_timeout = None, start["seconds"]
-        with run_of(brain).guard.guarded("fit"):
-            torch.save(record(brain, train_set, loader_kwargs, start), Path(target, f"rank{get_rank()}.pt"))
+        with parts.guard.guarded("fit"):
+            torch.save(record(brain, parts, train_set, loader_kwargs, start), Path(target, f"rank{get_rank()}.pt"))
         raise SystemExit(0)
 
 
@@ -96,11 +96,14 @@ def require_one_process(world_size: int, *, data_parallel: bool) -> None:
         )
 
 
-def record(brain: Any, train_set: Any, loader_kwargs: Mapping[str, Any], start: Mapping[str, Any]) -> dict[str, Any]:
+def record(
+    brain: Any, parts: Any, train_set: Any, loader_kwargs: Mapping[str, Any], start: Mapping[str, Any]
+) -> dict[str, Any]:
     """Work on a few optimizer steps as one of several processes.
 
     Args:
         brain: of this process; it is good for nothing else afterwards.
+        parts: that it holds.
         train_set: as for ``fit``.
         loader_kwargs: likewise.
         start: what :func:`one_process` gave.
@@ -110,10 +113,10 @@ def record(brain: Any, train_set: Any, loader_kwargs: Mapping[str, Any], start: 
 
     Ranks: collective.
     """
-    strategy: Any = run_of(brain).strategy
+    strategy: Any = parts.strategy
     strategy.find_unused_parameters = strategy.find_unused_parameters or start["leaves_out"]
     steps = []
-    with Side(brain, train_set, loader_kwargs, start) as side:
+    with Side(brain, parts, train_set, loader_kwargs, start) as side:
         length, seed = -(-side.num_batches // side.factor), RANDOM_SEED + brain.rank
         for number in sorted({*range(min(STEPS - 1, length)), length - 1}):
             step = side.step(number)
@@ -125,7 +128,9 @@ def record(brain: Any, train_set: Any, loader_kwargs: Mapping[str, Any], start: 
 
 
 @contextlib.contextmanager
-def one_process(brain: Any, train_set: Any, loader_kwargs: Mapping[str, Any]) -> Iterator[tuple[Side, dict[str, Any]]]:
+def one_process(
+    brain: Any, parts: Any, train_set: Any, loader_kwargs: Mapping[str, Any]
+) -> Iterator[tuple[Side, dict[str, Any]]]:
     """Get ready as the one process, and try a step: what is wrong with the recipe alone, it says here.
 
     Yields:
@@ -134,7 +139,7 @@ def one_process(brain: Any, train_set: Any, loader_kwargs: Mapping[str, Any]) ->
     Ranks: local; one process.
     """
     refuse_shared_parameters(brain.modules)
-    with _unchanged(brain), Side(brain, train_set, loader_kwargs) as side:
+    with _unchanged(brain), Side(brain, parts, train_set, loader_kwargs) as side:
         state = {name: value.detach().cpu().clone() for name, value in brain.raw_modules.state_dict().items()}
         began = time.monotonic()
         grads = side.run(side.step(0), side.factor, side.counts)
@@ -149,11 +154,11 @@ def one_process(brain: Any, train_set: Any, loader_kwargs: Mapping[str, Any]) ->
         )
 
 
-def _check(brain: Any, train_set: Any, loader_kwargs: Mapping[str, Any], call: int) -> None:
+def _check(brain: Any, parts: Any, train_set: Any, loader_kwargs: Mapping[str, Any], call: int) -> None:
     world_size = brain.check_parity
     with (
-        run_of(brain).stages.session(getattr(brain.hparams, "output_folder", "results")),
-        one_process(brain, train_set, loader_kwargs) as (side, start),
+        parts.stages.session(getattr(brain.hparams, "output_folder", "results")),
+        one_process(brain, parts, train_set, loader_kwargs) as (side, start),
         tempfile.TemporaryDirectory(prefix="ddpkit-parity-") as folder,
     ):
         target = Path(folder, str(call))

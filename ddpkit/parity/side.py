@@ -18,7 +18,6 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ddpkit import optim
-from ddpkit.brain import run_of
 from ddpkit.data import Sketch, sketch
 from ddpkit.dataloader import LoopedLoader, SaveableDataLoader, plan_of
 from ddpkit.distributed import get_world_size
@@ -71,6 +70,7 @@ class Side:
 
     Args:
         brain: it is good for nothing else inside of this context.
+        parts: that it holds, a :class:`~ddpkit.run.parts.Run`.
         train_set: as for ``fit``.
         loader_kwargs: likewise; not changed.
         start: with the weights and the optimizer step to begin from, as :func:`ddpkit.parity.check.one_process` gives
@@ -98,9 +98,14 @@ class Side:
     """
 
     def __init__(
-        self, brain: Any, train_set: Any, loader_kwargs: Mapping[str, Any], start: Mapping[str, Any] | None = None
+        self,
+        brain: Any,
+        parts: Any,
+        train_set: Any,
+        loader_kwargs: Mapping[str, Any],
+        start: Mapping[str, Any] | None = None,
     ) -> None:
-        self.brain, self.factor = brain, run_of(brain).loaders.micro_batches(get_world_size())
+        self.brain, self.parts, self.factor = brain, parts, parts.loaders.micro_batches(get_world_size())
         brain.grad_accumulation_factor = self.factor
         loader = brain._loader(train_set, Stage.TRAIN, loader_kwargs)
         self.loader: Any = loader.loader if isinstance(loader, LoopedLoader) else loader
@@ -119,7 +124,7 @@ class Side:
         self.norms: dict[str, bool] = {}
         self.sketches: list[Sketch] = []
         self._kept: list[Gradients] = []
-        self.optimizers = list(run_of(brain).step.named_optimizers().values())
+        self.optimizers = list(parts.step.named_optimizers().values())
         self._names, self.outside = self._name_parameters()
         brain.on_stage_start(Stage.TRAIN, 1)
         brain.modules.train()
@@ -210,7 +215,7 @@ class Side:
                 progress.step += 1
                 with contextlib.nullcontext() if progress.window.count else _counting_nothing():
                     brain.fit_batch(batch)
-            if run_of(brain).step.prepare_flush(brain):
+            if self.parts.step.prepare_flush(brain):
                 brain.optimizers_step()
             progress.window.stepped()
         if not self._kept:
@@ -247,7 +252,7 @@ class Side:
     def _name_parameters(self) -> tuple[dict[int, str], list[str]]:
         names = {id(parameter): name for name, parameter in self.brain.raw_modules.named_parameters()}
         outside = []
-        for name, optimizer in run_of(self.brain).step.named_optimizers().items():
+        for name, optimizer in self.parts.step.named_optimizers().items():
             for number, parameter in enumerate(_parameters([optimizer])):
                 if id(parameter) not in names:
                     names[id(parameter)] = f"parameter {number} of optimizer {name!r}"
@@ -256,7 +261,7 @@ class Side:
 
     def _step(self) -> None:
         """Do what ``optimizers_step`` does, but for the step itself and what follows it."""
-        step, brain = run_of(self.brain).step, self.brain
+        step, brain = self.parts.step, self.brain
         self.has_counts = self.has_counts or brain.progress.window.counted is not None
         multiplier, optimizers = step.take_multiplier(), step.participants(brain)
         step.strategy.finish_gradients()

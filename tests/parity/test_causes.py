@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 
+from ddpkit.brain import run_of
 from ddpkit.dataloader import LoopedLoader
 from ddpkit.errors import ConfigError
 from ddpkit.parity.causes import diagnose, fitted_weights
@@ -296,7 +297,8 @@ def training_set(kind, samples, batch_size):
 def on_rank(cls, kind, data, options, start):
     train_set, kwargs = training_set(*data)
     found = io.BytesIO()
-    torch.save(record(recipe(cls, kind, options), train_set, kwargs, start), found)
+    brain = recipe(cls, kind, options)
+    torch.save(record(brain, run_of(brain), train_set, kwargs, start), found)
     return found.getvalue()
 
 
@@ -304,7 +306,7 @@ def on_rank(cls, kind, data, options, start):
 def check(ranks):
     def run(cls=Regression, kind="plain", *, data="points", samples=44, world_size=2, batch_size=4, **options):
         brain, data = recipe(cls, kind, options), (data, samples, batch_size)
-        with one_process(brain, *training_set(*data)) as (side, start):
+        with one_process(brain, run_of(brain), *training_set(*data)) as (side, start):
             records = ranks.run(on_rank, cls, kind, data, options, start, world_size=world_size)
             report = diagnose(side, [torch.load(io.BytesIO(one), weights_only=True) for one in records])
         assert "step" not in vars(brain.optimizers_dict.popitem()[1])
@@ -556,7 +558,7 @@ class Stream(IterableDataset):
 def test_what_is_wrong_with_the_recipe_alone_is_said_before_anything_is_started(cls, train_set, error, words):
     brain = recipe(cls, "batch norm", {})
     before = weights(brain)
-    with pytest.raises(error, match=words), one_process(brain, train_set, {"batch_size": 2}):
+    with pytest.raises(error, match=words), one_process(brain, run_of(brain), train_set, {"batch_size": 2}):
         pass
     assert_same(weights(brain), before)
     assert not {"optimizers_step", "on_fit_batch_end"} & vars(brain).keys()

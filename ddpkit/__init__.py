@@ -77,6 +77,7 @@ if TYPE_CHECKING:
         profiler,
         run_opts,
         sampler,
+        schedulers,
         seed,
         syncbn,
         testing,

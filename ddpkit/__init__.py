@@ -71,6 +71,7 @@ if TYPE_CHECKING:
         errors,
         experiment,
         logger,
+        metric_stats,
         metrics,
         optim,
         precision,

@@ -98,11 +98,13 @@ def is_repeating() -> bool:
     return _Stages.repeating
 
 
-class _Reducing:
-    """What decides whether ``compute()`` adds up over the ranks, alike on all of them.
+class Reducing:
+    """What decides whether a metric is of all ranks, alike on all of them; a base class.
 
     Where something was counted, the stage of the last update decides. A rank that has counted nothing asks whether any
     stage was divided since the metric began: if another rank has counted something and this one has not, one was.
+
+    Ranks: local.
     """
 
     def __init__(self) -> None:
@@ -140,7 +142,7 @@ class _Reducing:
         return reduce
 
 
-class _Metric(_Reducing):
+class _Metric(Reducing):
     """What the metrics share: named totals, each a number or a scalar on a device; their sum over the ranks."""
 
     _names: tuple[str, ...] = ("total", "count")
@@ -368,7 +370,7 @@ class Accuracy(_Metric):
         return (count - total) / count if count else math.nan
 
 
-class Reduced(_Reducing):
+class Reduced(Reducing):
     """Any other metric with ``update``, ``compute`` and ``reset``, reduced where ddpkit's own metrics would be.
 
     Two kinds can be added up over the ranks. A metric of torchmetrics (or a collection of them) knows how its states
@@ -459,7 +461,7 @@ class Reduced(_Reducing):
 
         Ranks: collective where it reduces, else local. Call it on every rank.
         """
-        if isinstance(self.metric, _Reducing):  # it reduces itself
+        if isinstance(self.metric, Reducing):  # it reduces itself
             return cast("Any", self.metric).compute(reduce)
         if not self._reduces(reduce):
             return self.metric.compute()

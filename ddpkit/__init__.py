@@ -74,6 +74,7 @@ if TYPE_CHECKING:
         metric_stats,
         metrics,
         optim,
+        parameter_transfer,
         precision,
         profiler,
         run_opts,

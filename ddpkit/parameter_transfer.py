@@ -1,0 +1,185 @@
+"""Pretrained parameters from files on disk, given to the objects of a recipe before it trains."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from ddpkit.checkpoints import PARAMFILE_EXT, find_load_hook, find_transfer_hook
+from ddpkit.distributed import run_on_main
+from ddpkit.errors import ConfigError, MissingFileError
+from ddpkit.logger import get_logger
+
+__all__ = ["Pretrainer"]
+
+logger = get_logger(__name__)
+
+
+class Pretrainer:
+    """Finds the files of pretrained objects, and loads them; never code out of them.
+
+    It downloads nothing: what a path or ``default_source`` names must be on disk. An object is loaded by its custom
+    hook; else by the method that ``mark_as_transfer`` has marked, ddpkit's or SpeechBrain's; else, if it is a module,
+    by name, with a warning for each parameter that only one side has; else as from a checkpoint.
+
+    Args:
+        collect_in: a folder that gets a link ``<name>.ckpt`` to each file. A file of that name that is there already,
+            and is no link, is taken instead of the source.
+        loadables: objects by name.
+        paths: files by name.
+        custom_hooks: by name; called with the object and the path.
+        conditions: by name: whether the object is loaded, or a function that says so.
+
+    Ranks: local; give every rank the same.
+
+    Example:
+        >>> import tempfile, torch
+        >>> folder, pretrained, model = tempfile.mkdtemp(), torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)
+        >>> torch.save(pretrained.state_dict(), f"{folder}/best.pt")
+        >>> pretrainer = Pretrainer(loadables={"model": model}, paths={"model": f"{folder}/best.pt"})
+        >>> files = pretrainer.collect_files()
+        >>> pretrainer.load_collected()
+        >>> torch.equal(model.weight, pretrained.weight)
+        True
+    """
+
+    def __init__(
+        self,
+        collect_in: str | Path | None = None,
+        loadables: Mapping[str, Any] | None = None,
+        paths: Mapping[str, Any] | None = None,
+        custom_hooks: Mapping[str, Callable[[Any, Path], object]] | None = None,
+        conditions: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.loadables, self.paths = dict(loadables or {}), dict(paths or {})
+        self.custom_hooks, self.conditions = dict(custom_hooks or {}), dict(conditions or {})
+        self._collected: dict[str, Path] = {}
+        self.set_collect_in(collect_in)
+
+    def set_collect_in(self, path: str | Path | None) -> None:
+        """Choose the folder of the links; None: files are loaded from where they are."""
+        self.collect_in = None if path is None else Path(path)
+        self._collected.clear()
+
+    def add_loadables(self, loadables: Mapping[str, Any]) -> None:
+        """Add objects by name, or replace them."""
+        self.loadables.update(loadables)
+
+    def add_paths(self, paths: Mapping[str, Any]) -> None:
+        """Add files by name, or replace them: paths, or SpeechBrain's ``FetchSource`` of one."""
+        self.paths.update(paths)
+        self._collected.clear()
+
+    def add_custom_hooks(self, custom_hooks: Mapping[str, Callable[[Any, Path], object]]) -> None:
+        """Add hooks by name, or replace them."""
+        self.custom_hooks.update(custom_hooks)
+
+    def add_conditions(self, conditions: Mapping[str, Any]) -> None:
+        """Add conditions by name, or replace them."""
+        self.conditions.update(conditions)
+
+    def is_loadable(self, name: str) -> bool:
+        """Say whether the condition of an object holds; it does where there is none.
+
+        Args:
+            name: of the object.
+        """
+        condition = self.conditions.get(name, True)
+        return bool(condition() if callable(condition) else condition)
+
+    def collect_files(self, default_source: str | Path | None = None) -> dict[str, Path]:
+        """Find the file of each object, and link it into ``collect_in``.
+
+        Args:
+            default_source: a folder with ``<name>.ckpt`` for objects without a path.
+
+        Returns:
+            The files by name.
+
+        Raises:
+            ConfigError: an object has no path, and there is no ``default_source``.
+            MissingFileError: a source is not on disk, such as the address of a page or a name on a hub.
+
+        Ranks: all, or the main process alone, also as ``run_on_main(pretrainer.collect_files)``. The main process looks
+        and links; where it fails, all ranks that call raise.
+        """
+        found = run_on_main(self._collect, [default_source]) or {}
+        self._collected.update(found)
+        return found
+
+    def load_collected(self) -> None:
+        """Load each object from its file.
+
+        Raises:
+            MissingFileError: a file is not on this rank's disk. Nothing is loaded then.
+            ConfigError: nothing loads an object of this kind. Nothing is loaded then.
+            CheckpointError: a file is damaged, does not fit, or could run code.
+
+        Ranks: local; call it on every rank.
+        """
+        names = [name for name in self.loadables if self.is_loadable(name)]
+        work = [(self._hook(name), self.loadables[name], self._file(name)) for name in names]
+        logger.info(
+            "Pretrained: %s", ", ".join(f"{name} from {path}" for name, (*_, path) in zip(names, work, strict=True))
+        )
+        for hook, obj, path in work:
+            hook(obj, path)
+
+    def _collect(self, default_source: str | Path | None) -> dict[str, Path]:
+        names = [name for name in self.loadables if self.is_loadable(name)]
+        found = {name: self._find(name, self._source(name, default_source)) for name in names}
+        return found if self.collect_in is None else {name: self._link(name, path) for name, path in found.items()}
+
+    def _source(self, name: str, default_source: str | Path | None) -> str:
+        if name in self.paths:
+            return str(getattr(self.paths[name], "path", self.paths[name]))  # of a FetchSource
+        if default_source is None:
+            raise ConfigError(f"Pretrainer: {name!r} has no path: give paths={{{name!r}: ...}}, or a default_source.")
+        return f"{getattr(default_source, 'path', default_source)}/{name}{PARAMFILE_EXT}"
+
+    def _find(self, name: str, source: str) -> Path:
+        """Return the file that a source names, or the one that stands in its place."""
+        ready = None if self.collect_in is None else self.collect_in / f"{name}{PARAMFILE_EXT}"
+        for path in (ready, Path(source).expanduser()):
+            if path is not None and path.is_file() and not (path == ready and path.is_symlink()):
+                return path.absolute()
+        place = "" if ready is None else f", or put it at {ready}"
+        raise MissingFileError(
+            f"Pretrainer: {source}, for {name!r}, is no file on disk, and ddpkit downloads nothing. Download it first "
+            f"and give its path{place}."
+        )
+
+    def _link(self, name: str, path: Path) -> Path:
+        folder = Path(self.collect_in or ".")
+        link = folder / f"{name}{PARAMFILE_EXT}"
+        if path != link.absolute():
+            folder.mkdir(parents=True, exist_ok=True)
+            beside = folder / f".{link.name}.{os.getpid()}"
+            beside.symlink_to(path)
+            beside.replace(link)
+        return link
+
+    def _file(self, name: str) -> Path:
+        """Return the file to load: that which was collected here, or by the main process, or the source itself."""
+        linked = None if self.collect_in is None else self.collect_in / f"{name}{PARAMFILE_EXT}"
+        for path in (self._collected.get(name), linked):
+            if path is not None and path.is_file():
+                return path
+        if name not in self.paths:
+            raise ConfigError(f"Pretrainer: the file of {name!r} is not known here: call collect_files on every rank.")
+        return self._find(name, self._source(name, None))
+
+    def _hook(self, name: str) -> Callable[[Any, Path], object]:
+        obj = self.loadables[name]
+        hook = self.custom_hooks.get(name) or find_transfer_hook(obj)
+        if hook is not None:
+            return hook
+        load = find_load_hook(obj)
+        if load is None:
+            raise ConfigError(
+                f"Pretrainer: nothing loads {name!r}, a {type(obj).__name__}: mark a method with mark_as_transfer, or "
+                "give custom_hooks."
+            )
+        return lambda one, path: load(one, path, False)  # no epoch has ended

@@ -1,0 +1,189 @@
+"""Pretrained parameters: where they come from, how they are loaded, and what is refused."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import nn
+
+from ddpkit.checkpoints import mark_as_loader, mark_as_saver, mark_as_transfer, register_checkpoint_hooks
+from ddpkit.distributed import run_on_main
+from ddpkit.errors import CheckpointError, ConfigError, MissingFileError
+from ddpkit.parameter_transfer import Pretrainer
+from tests.speechbrain_marks import mark
+
+
+class FetchSource(NamedTuple):
+    """As SpeechBrain's."""
+
+    FetchFrom: int
+    path: str
+
+
+def saved(path, value, size=2):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.save({"weight": torch.full((1, size), float(value)), "bias": torch.zeros(1)}, path)
+    return path
+
+
+def value_of(model):
+    return model.weight[0, 0].item()
+
+
+@pytest.mark.parametrize("collect_in", [None, "links"])
+def test_modules_come_from_their_files(tmp_path, collect_in):
+    first, second = nn.Linear(2, 1), nn.Linear(2, 1)
+    collect_in = collect_in and tmp_path / "deep" / collect_in
+    pretrainer = Pretrainer(collect_in, {"first": first}, {"first": saved(tmp_path / "best.pt", 3)})
+    pretrainer.add_loadables({"second": second})
+    saved(tmp_path / "hub" / "second.ckpt", 4)
+    files = pretrainer.collect_files(default_source=str(tmp_path / "hub"))
+    pretrainer.load_collected()
+    assert (value_of(first), value_of(second)) == (3, 4)
+    if collect_in:
+        assert {name: path.resolve().name for name, path in files.items()} == {
+            "first": "best.pt",
+            "second": "second.ckpt",
+        }
+        assert sorted(path.name for path in collect_in.iterdir()) == ["first.ckpt", "second.ckpt"]
+
+
+def test_another_path_replaces_the_link_of_an_earlier_run(tmp_path):
+    model = nn.Linear(2, 1)
+    for value in (1, 2):
+        pretrainer = Pretrainer(tmp_path / "links", {"model": model})
+        pretrainer.add_paths({"model": str(saved(tmp_path / f"{value}.ckpt", value))})
+        pretrainer.collect_files()
+        pretrainer.load_collected()
+        assert value_of(model) == value
+    (tmp_path / "2.ckpt").unlink()
+    with pytest.raises(MissingFileError, match="2.ckpt, for 'model', is no file on disk"):
+        pretrainer.collect_files()
+
+
+def test_a_file_that_was_put_there_stands_for_a_source_that_is_elsewhere(tmp_path):
+    saved(tmp_path / "model.ckpt", 5)
+    model = nn.Linear(2, 1)
+    pretrainer = Pretrainer(tmp_path, {"model": model}, {"model": "speechbrain/asr-crdnn/model.ckpt"})
+    assert pretrainer.collect_files() == {"model": tmp_path / "model.ckpt"}
+    pretrainer.load_collected()
+    assert value_of(model) == 5
+
+
+def test_what_is_on_disk_needs_no_collecting(tmp_path):
+    model = nn.Linear(2, 1)
+    path = FetchSource(1, str(saved(tmp_path / "a.ckpt", 6)))
+    Pretrainer(tmp_path / "none", {"model": model}, {"model": path}).load_collected()
+    assert value_of(model) == 6
+    assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize("condition", [False, lambda: 0])
+def test_a_condition_leaves_an_object_out(condition):
+    pretrainer = Pretrainer(loadables={"model": nn.Linear(2, 1)}, conditions={"model": condition})
+    assert pretrainer.is_loadable("another")
+    assert not pretrainer.is_loadable("model")
+    assert pretrainer.collect_files() == {}
+    pretrainer.load_collected()
+    pretrainer.add_conditions({"model": True})
+    with pytest.raises(ConfigError, match="'model' has no path"):
+        pretrainer.collect_files()
+
+
+@register_checkpoint_hooks
+class Marked:
+    """Loads a checkpoint otherwise than pretrained parameters."""
+
+    found = None
+
+    @mark_as_saver
+    def save(self, path):
+        path.write_text("saved")
+
+    @mark_as_loader
+    def load(self, path, end_of_epoch):
+        self.found = ("loader", path.read_text(), end_of_epoch)
+
+    @mark_as_transfer
+    def take(self, path):
+        self.found = ("transfer", path.read_text())
+
+
+@register_checkpoint_hooks
+class OnlyLoaded:
+    found = None
+
+    @mark_as_loader
+    def load(self, path, end_of_epoch):
+        self.found = ("loader", path.read_text(), end_of_epoch)
+
+
+class SpeechBrains(nn.Module):
+    found = None
+
+    @mark("transfer")
+    def take(self, path):
+        self.found = ("transfer", path.read_text())
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        (Marked, ("transfer", "text")),
+        (SpeechBrains, ("transfer", "text")),
+        (OnlyLoaded, ("loader", "text", False)),
+    ],
+)
+def test_an_object_says_how_it_is_loaded_unless_the_recipe_does(tmp_path, kind, expected):
+    (tmp_path / "text.ckpt").write_text("text")
+    thing = kind()
+    pretrainer = Pretrainer(loadables={"text": thing}, paths={"text": tmp_path / "text.ckpt"})
+    pretrainer.load_collected()
+    assert thing.found == expected
+    pretrainer.add_custom_hooks({"text": lambda obj, path: setattr(obj, "found", path.name)})
+    pretrainer.load_collected()
+    assert thing.found == "text.ckpt"
+
+
+def test_parameters_that_only_one_side_has_are_told(tmp_path, caplog):
+    model = nn.Linear(2, 1, bias=False)
+    Pretrainer(loadables={"m": model}, paths={"m": saved(tmp_path / "m.ckpt", 7)}).load_collected()
+    assert value_of(model) == 7
+    assert "has bias, which the Linear does not have" in caplog.text
+
+
+class Code:
+    def __reduce__(self):
+        return (print, ("code has run",))
+
+
+def test_a_file_that_could_run_code_is_refused(tmp_path, capsys):
+    torch.save({"weight": Code()}, tmp_path / "m.ckpt")
+    with pytest.raises(CheckpointError):
+        Pretrainer(loadables={"m": nn.Linear(2, 1)}, paths={"m": tmp_path / "m.ckpt"}).load_collected()
+    assert "code has run" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("source", ["https://example.org/m.ckpt", "speechbrain/asr/m.ckpt", "folder"])
+def test_what_is_not_on_disk_is_told_before_anything_is_loaded(tmp_path, monkeypatch, source):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    model = nn.Linear(2, 1)
+    before = value_of(model)
+    paths = {"model": saved(tmp_path / "good.ckpt", 8), "other": source}
+    pretrainer = Pretrainer("links", {"model": model, "other": nn.Linear(2, 1)}, paths)
+    for call in (pretrainer.collect_files, pretrainer.load_collected, lambda: run_on_main(pretrainer.collect_files)):
+        with pytest.raises(MissingFileError, match=f"{source}, for 'other'.*Download it first .*links/other.ckpt"):
+            call()
+    assert value_of(model) == before
+    assert not (tmp_path / "links").exists()
+
+
+def test_what_nothing_loads_is_told(tmp_path):
+    path = saved(tmp_path / "a.ckpt", 1)
+    with pytest.raises(ConfigError, match="nothing loads 'thing', a object: .*custom_hooks"):
+        Pretrainer(loadables={"thing": object()}, paths={"thing": path}).load_collected()
+    with pytest.raises(ConfigError, match="'thing' is not known here: call collect_files on every rank"):
+        Pretrainer(loadables={"thing": nn.Linear(2, 1)}).load_collected()

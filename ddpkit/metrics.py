@@ -28,7 +28,17 @@ from ddpkit.errors import ConfigError, DataError
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-__all__ = ["Accuracy", "LossMeter", "Mean", "Reduced", "Sum", "begin_stage", "is_repeating", "nothing_counts"]
+__all__ = [
+    "Accuracy",
+    "LossMeter",
+    "Mean",
+    "Reduced",
+    "Reducing",
+    "Sum",
+    "begin_stage",
+    "is_repeating",
+    "nothing_counts",
+]
 
 FLUSH_AFTER = 64
 NEVER = -1

@@ -17,13 +17,14 @@ from ddpkit.base import mark_as_loader, mark_as_saver, register_checkpoint_hooks
 from ddpkit.comm import check_train_data, optimizer_facts, require_agreement, together
 from ddpkit.control import POSITION, failure_notice, usage_errors
 from ddpkit.dataloader import LoopedLoader, SaveableDataLoader
-from ddpkit.distributed import ddp_init_group, get_rank, get_world_size, is_distributed_initialized
+from ddpkit.distributed import ddp_init_group, get_rank, get_world_size, is_distributed_initialized, run_on_main
 from ddpkit.ema import require_average, weight_average
 from ddpkit.errors import ConfigError
 from ddpkit.logger import format_order_of_magnitude, get_logger
 from ddpkit.precision import Precision
 from ddpkit.run import Run, StepPlan
 from ddpkit.run_opts import RunOptions, option_attributes
+from ddpkit.train_logger import join_loggers
 from ddpkit.training import (
     NOTHING,
     BatchSizes,
@@ -177,7 +178,7 @@ class Brain(_Typed):
         scheduler_class: Callable[..., Any] | None = None,
     ) -> None:
         self.opt_class, self.scheduler_class = opt_class, scheduler_class
-        self.hparams = SimpleNamespace(**(hparams or {}))
+        self.hparams = SimpleNamespace(**join_loggers(hparams or {}))
         self.run_opts = options = RunOptions.from_dictionary(run_opts or {}).resolved(hparams)
         ddp_init_group(options)
         self.rank = get_rank() or 0
@@ -192,6 +193,7 @@ class Brain(_Typed):
         take_device(device)
         self.modules = modules_on_device(modules or {}, device)
         self.progress = Progress()
+        self.progress.logged.train_logger = getattr(self.hparams, "train_logger", None)
         self.steps_per_epoch: int | None = None
         self.total_steps: int | None = None
         self.train_sampler: Any = None
@@ -516,6 +518,45 @@ class Brain(_Typed):
         value = float(loss)
         return avg_loss + (value - avg_loss) / max(self.step, 1) if math.isfinite(value) else avg_loss
 
+    def log(self, name: str, value: Any, count: Any = None, *, per_step: bool = False) -> None:
+        """Log a value in any hook of a stage: the epoch's mean over all batches and ranks is reported.
+
+        The mean is added to what ``log_stats`` is given for this stage, and stands in ``metrics.jsonl`` and in
+        ``logged`` of what :meth:`fit` returns. Ranks need not call it equally often. A tensor is read at the end of the
+        stage, not now. Values that are not finite are left out of the mean, with a warning.
+
+        In ``on_stage_end`` the means are made: a value that is logged there stands as it is, and that of the main
+        process is reported. Log there what is the same on every rank, such as a score of gathered results.
+
+        Args:
+            name: of the value.
+            value: a number or a tensor of one element: the mean over the batch's samples, which is weighed as the loss
+                is. With ``count``, a sum.
+            count: how many things the sum is over, such as tokens: a number or a tensor of one element.
+            per_step: in training, also write the mean since the last time about once a second.
+
+        Raises:
+            BatchError: no single number; or a name that is used in two ways in one kind of stage.
+
+        Ranks: local, where ranks meet at the end of the stage anyway.
+
+        Example:
+            >>> class Constant(Brain):
+            ...     def compute_forward(self, batch, stage):
+            ...         return self.modules.net(batch)
+            ...     def compute_objectives(self, predictions, batch, stage):
+            ...         self.log("mean", batch.mean())
+            ...         self.log("large", (batch > 2).sum(), count=batch.numel())
+            ...         return predictions.square().mean()
+            >>> opts = {"device": "cpu", "noprogressbar": True}
+            >>> brain = Constant({"net": nn.Linear(1, 1)}, torch.optim.SGD, run_opts=opts)
+            >>> data = [torch.tensor([float(x)]) for x in range(5)]
+            >>> brain.fit([1], data, train_loader_kwargs={"batch_size": 2}).logged
+            {'train': {'large': 0.4, 'mean': 2.0}}
+        """
+        window = self.progress.window
+        self.progress.logged.add(name, value, count, window.weight if window.count else 0.0, per_step=per_step)
+
     # ------------------------------------------------------------------ whole runs
 
     def fit(
@@ -820,7 +861,8 @@ class Brain(_Typed):
         progress = self.progress
         newest, best = self.__run.policy.newest_and_best()
         losses = progress.train_loss, progress.valid_loss
-        return FitResult(reason, progress.epochs, progress.optimizer_step, *losses, best, newest)
+        logged = run_on_main(lambda: {name: dict(values) for name, values in progress.logged.values.items()}) or None
+        return FitResult(reason, progress.epochs, progress.optimizer_step, *losses, best, newest, logged)
 
     def _require_no_training(self, call: str) -> None:
         """Refuse what recovers a checkpoint where that would replace the weights, and the place, of a training."""

@@ -1,4 +1,4 @@
-"""What a run reports about itself: a line per epoch, TensorBoard, Weights & Biases, and a JSONL file always.
+"""What a run reports about itself: a line per epoch, tables, TensorBoard, W&B, MLflow, and a JSONL file always.
 
 All of it happens on the main process only. Calls from other ranks return at once, so ``log_stats`` may be
 called by all ranks or under ``if if_main_process():``.
@@ -7,12 +7,14 @@ called by all ranks or under ``if if_main_process():``.
 from __future__ import annotations
 
 import contextlib
+import csv
 import enum
 import functools
 import importlib.util
 import json
 import math
 import os
+import re
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -104,9 +106,10 @@ class RunLog:
 
 
 class _Current:
-    """The log of the present run."""
+    """The log of the present run, and what its Brain has logged in the current stage."""
 
     log: RunLog | None = None
+    logged: Callable[[], Mapping[str, Stats]] = dict
 
 
 def set_run_log(path: str | os.PathLike[str] | None) -> RunLog | None:
@@ -157,6 +160,29 @@ def run_event(event: str, **fields: Any) -> None:
     """
     if _Current.log is not None:
         _Current.log.write(event, **fields)
+
+
+def set_logged_values(
+    logged: Callable[[], Mapping[str, Mapping[str, Any]]],
+) -> Callable[[], Mapping[str, Mapping[str, Any]]]:
+    """Say where train loggers find what was logged with ``Brain.log``. For loops; the Brain's say it.
+
+    Args:
+        logged: returns values by stage (``"train"``, ``"valid"``, ``"test"``) and name.
+
+    Returns:
+        The function that was there before.
+
+    Ranks: local.
+
+    State: this process's.
+
+    Example:
+        >>> before = set_logged_values(lambda: {"train": {"accuracy": 0.5}})
+        >>> _ = set_logged_values(before)
+    """
+    before, _Current.logged = _Current.logged, logged
+    return before
 
 
 def _plain(value: Any) -> Any:
@@ -231,6 +257,9 @@ def _append(path: Path, line: str) -> None:
 class TrainLogger:
     """The base of all train loggers; subclass it and override :meth:`log_stats`, which may be called on every rank.
 
+    What a recipe logs with ``self.log`` is added to the statistics by the loggers of this module, and for all that
+    stand in a :class:`TrainLoggers`.
+
     Ranks: see :meth:`log_stats`.
 
     Example:
@@ -266,6 +295,110 @@ class TrainLogger:
         """
         raise NotImplementedError(f"{type(self).__name__} must override log_stats")
 
+    def log_step(self, values: Mapping[str, float], step: int) -> None:
+        """Report what was logged with ``self.log(..., per_step=True)``, about once a second. Here: do nothing.
+
+        Args:
+            values: means over the last steps and all ranks, by name.
+            step: optimizer steps since the run began.
+
+        Ranks: the main process alone.
+        """
+
+    def _with_logged(self, **given: Stats | None) -> dict[str, dict[str, Any]]:
+        """Add what was logged in this epoch, once for each stage; a value that is given wins."""
+        logged, stages = _Current.logged(), dict[str, dict[str, Any]]()
+        reported = self.__dict__.setdefault("_reported", {})
+        for name, stats in given.items():
+            own = logged.get(name, {})
+            if stats is not None or (own and reported.get(name) is not own):
+                stages[name] = {**own, **(stats or {})}
+                reported[name] = own
+        return stages
+
+
+class TrainLoggers(TrainLogger):
+    """Several train loggers as one: each reports the same.
+
+    A Brain makes one of a list under ``train_logger`` in its hparams, so that ``self.hparams.train_logger.log_stats``
+    reports to all of them.
+
+    Args:
+        loggers: each with a method ``log_stats``.
+
+    Raises:
+        ConfigError: one is no train logger.
+
+    Ranks: as the loggers.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     both = TrainLoggers(FileTrainLogger(f"{folder}/log.txt"), CSVTrainLogger(f"{folder}/log.csv"))
+        ...     both.log_stats({"epoch": 1}, {"loss": 2.5}, verbose=False)
+        ...     [Path(folder, name).read_text().split() for name in ("log.txt", "log.csv")]
+        [['epoch:', '1', '-', 'train', 'loss:', '2.50'], ['epoch,train_loss', '1,2.5']]
+    """
+
+    def __init__(self, *loggers: Any) -> None:
+        for one in loggers:
+            if not callable(getattr(one, "log_stats", None)):
+                raise ConfigError(f"train_logger: {one!r} is no train logger: it has no method log_stats.")
+        self.loggers = loggers
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.loggers)
+
+    def log_stats(
+        self,
+        stats_meta: Stats,
+        train_stats: Stats | None = None,
+        valid_stats: Stats | None = None,
+        test_stats: Stats | None = None,
+        verbose: bool | None = None,
+    ) -> None:
+        """Report to every logger; arguments as in :meth:`TrainLogger.log_stats`.
+
+        Ranks: as the loggers.
+        """
+        stages = self._with_logged(train=train_stats, valid=valid_stats, test=test_stats)
+        stats: dict[str, Any] = {f"{name}_stats": one for name, one in stages.items()}
+        for one in self.loggers:
+            one.log_stats(stats_meta, **stats, **({} if verbose is None else {"verbose": verbose}))
+
+    def log_step(self, values: Mapping[str, float], step: int) -> None:
+        """Report to every logger that has this method.
+
+        Args:
+            values: as in :meth:`TrainLogger.log_step`.
+            step: likewise.
+
+        Ranks: the main process alone.
+        """
+        for one in self.loggers:
+            if hasattr(one, "log_step"):
+                one.log_step(values, step)
+
+
+def join_loggers(hparams: Mapping[str, Any]) -> dict[str, Any]:
+    """Return hyperparameters in which a list under ``train_logger`` is one :class:`TrainLoggers`.
+
+    Args:
+        hparams: as a recipe gives them; not changed.
+
+    Raises:
+        ConfigError: something in the list is no train logger.
+
+    Ranks: local.
+
+    Example:
+        >>> len(list(join_loggers({"train_logger": [TrainLogger(), TrainLogger()]})["train_logger"]))
+        2
+    """
+    found = hparams.get("train_logger")
+    joined = {"train_logger": TrainLoggers(*found)} if isinstance(found, (list, tuple)) else {}
+    return {**hparams, **joined}
+
 
 class _MainTrainLogger(TrainLogger):
     """Reports on the main process, and to the run's log."""
@@ -288,8 +421,7 @@ class _MainTrainLogger(TrainLogger):
 
         Ranks: all, or the main process alone; only it reports.
         """
-        given = {"train": train_stats, "valid": valid_stats, "test": test_stats}
-        stages = {name: stats for name, stats in given.items() if stats is not None}
+        stages = self._with_logged(train=train_stats, valid=valid_stats, test=test_stats)
         self._log(stats_meta, stages, verbose)
         log = _Current.log or (self.run_log_beside and RunLog(self.run_log_beside))
         if log:
@@ -350,6 +482,85 @@ class FileTrainLogger(_MainTrainLogger):
             return str(value)
         kind = "f" if 1.0 < value < 100.0 else "e"  # noqa: PLR2004 -- the recipe contract fixes the format
         return f"{value:.{self.precision}{kind}}"
+
+
+class CSVTrainLogger(_MainTrainLogger):
+    """Writes a table with one row per call: ``epoch,lr,train_loss,valid_loss``.
+
+    A name that comes later gets a column of its own, which is empty in the rows before.
+
+    Args:
+        save_file: the table; rows are added to one that is there. It is written anew, in one piece, at each call.
+
+    Ranks: all, or the main process alone; only it writes.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     table = CSVTrainLogger(f"{folder}/log.csv")
+        ...     table.log_stats({"epoch": 1}, {"loss": 0.5})
+        ...     table.log_stats({"epoch": 2}, {"loss": 0.25}, {"loss": 0.75})
+        ...     Path(table.save_file).read_text().split()
+        ['epoch,train_loss,valid_loss', '1,0.5,', '2,0.25,0.75']
+    """
+
+    def __init__(self, save_file: str | os.PathLike[str]) -> None:
+        self.save_file = os.fspath(save_file)
+
+    def _log(self, meta: Stats, stages: Mapping[str, Stats], verbose: bool | None) -> None:
+        path, unfinished = Path(self.save_file), Path(f"{self.save_file}.unfinished")
+        with _written(f"save_file={self.save_file!r}"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            rows: list[dict[str, Any]] = []
+            if path.exists():
+                with path.open(newline="", encoding="utf-8") as file:
+                    rows = [*csv.DictReader(file)]
+            if any(None in row for row in rows):
+                raise ConfigError(f"save_file={self.save_file!r} has rows longer than its first. Move it away.")
+            rows.append(_flat(meta, stages, "_"))
+            columns = dict.fromkeys(name for row in rows for name in row)
+            with unfinished.open("w", newline="", encoding="utf-8") as file:
+                table = csv.DictWriter(file, [*columns], lineterminator="\n")
+                table.writeheader()
+                table.writerows(rows)
+            unfinished.replace(path)
+
+
+class JSONLTrainLogger(_MainTrainLogger):
+    """Writes one JSON object per call to a file of its own, as in the run's log (:class:`RunLog`).
+
+    Args:
+        save_file: the file; it is appended to.
+
+    Ranks: all, or the main process alone; only it writes.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     JSONLTrainLogger(f"{folder}/log.jsonl").log_stats({"epoch": 1}, {"loss": 0.5})
+        ...     json.loads(Path(f"{folder}/log.jsonl").read_text())["train"]
+        {'loss': 0.5}
+    """
+
+    def __init__(self, save_file: str | os.PathLike[str]) -> None:
+        self._file = RunLog(save_file)
+
+    def _log(self, meta: Stats, stages: Mapping[str, Stats], verbose: bool | None) -> None:
+        self._file.write("stats", meta=meta, **stages)
+
+    @main_process_only(hand_over=False)
+    def log_step(self, values: Mapping[str, float], step: int) -> None:
+        """Write a "step" event; arguments as in :meth:`TrainLogger.log_step`.
+
+        Ranks: the main process alone.
+        """
+        self._file.write("step", optimizer_step=step, values=values)
+
+
+def _flat(meta: Stats, stages: Mapping[str, Stats], separator: str) -> dict[str, Any]:
+    """Return plain values by one name each, such as ``train_loss``."""
+    flat = {f"{stage}{separator}{name}": value for stage, stats in stages.items() for name, value in stats.items()}
+    return {str(name): _plain(value) for name, value in {**meta, **flat}.items()}
 
 
 @register_checkpoint_hooks
@@ -416,6 +627,15 @@ class TensorboardLogger(_MainTrainLogger):
                     self._write(f"{name}/{stage}", value, steps[name])
         if self.writer is not None:
             self.writer.flush()
+
+    @main_process_only(hand_over=False)
+    def log_step(self, values: Mapping[str, float], step: int) -> None:
+        """Write values under ``<name>/train_step``; arguments as in :meth:`TrainLogger.log_step`.
+
+        Ranks: the main process alone.
+        """
+        for name, value in values.items():
+            self._write(f"{name}/train_step", value, step)
 
     @main_process_only(hand_over=False)
     def log_audio(self, name: str, value: torch.Tensor, sample_rate: int) -> None:
@@ -531,6 +751,89 @@ class WandBLogger(_MainTrainLogger):
     def _log(self, meta: Stats, stages: Mapping[str, Stats], verbose: bool | None) -> None:
         stats = _plain_numbers({**stages, **meta})
         self.run.log(stats, **({"step": stats["epoch"]} if "epoch" in stats else {}))
+
+
+@register_checkpoint_hooks
+class MLflowLogger(_MainTrainLogger):
+    """Writes statistics to a run of MLflow. Needs ``pip install ddpkit[mlflow]``.
+
+    Numbers become metrics such as ``train/loss``, at the step ``stats_meta["epoch"]`` where there is one; everything
+    else becomes a tag. The run begins with the first statistics; one that is active already is used.
+
+    Args:
+        experiment_name: for ``mlflow.set_experiment``; None: that of the environment.
+        tracking_uri: for ``mlflow.set_tracking_uri``; None: that of the environment.
+        start_run: arguments of ``mlflow.start_run``, such as ``run_name`` and ``tags``.
+
+    Attributes:
+        run_id: of MLflow's run; None before it begins.
+
+    Raises:
+        MissingExtraError: MLflow is not installed.
+
+    Ranks: all, or the main process alone; only it writes.
+
+    State: saves ``run_id`` as JSON, so that a run that is started again goes on in MLflow's. Give the logger to the
+    checkpointer for that.
+    """
+
+    def __init__(self, experiment_name: str | None = None, tracking_uri: str | None = None, **start_run: Any) -> None:
+        if importlib.util.find_spec("mlflow") is None:
+            raise MissingExtraError(
+                "MLflowLogger needs MLflow, which is not installed. "
+                "Run `pip install ddpkit[mlflow]`, or leave the logger out of the recipe."
+            )
+        self.run_id: str | None = None
+        self._experiment, self._uri, self._start_run = experiment_name, tracking_uri, start_run
+
+    @functools.cached_property
+    def _mlflow(self) -> Any:
+        """The module, with a run that is active."""
+        import mlflow  # type: ignore[import-not-found, unused-ignore]
+
+        if self._uri is not None:
+            mlflow.set_tracking_uri(self._uri)
+        if self._experiment is not None:
+            mlflow.set_experiment(self._experiment)
+        saved = {} if self.run_id is None else {"run_id": self.run_id}
+        run = mlflow.active_run() or mlflow.start_run(**{**self._start_run, **saved})
+        self.run_id = run.info.run_id
+        return mlflow
+
+    def _log(self, meta: Stats, stages: Mapping[str, Stats], verbose: bool | None) -> None:
+        values, epoch = _flat(meta, stages, "/"), _plain(meta.get("epoch"))
+        self._write(values, epoch if isinstance(epoch, int) else None)
+
+    @main_process_only(hand_over=False)
+    def log_step(self, values: Mapping[str, float], step: int) -> None:
+        """Write metrics such as ``train_step/loss``; arguments as in :meth:`TrainLogger.log_step`.
+
+        Ranks: the main process alone.
+        """
+        self._write(_flat({}, {"train_step": values}, "/"), step)
+
+    def _write(self, values: Mapping[str, Any], step: int | None) -> None:
+        named = {re.sub(r"[^\w.\- /]", "_", name): value for name, value in values.items()}
+        metrics = {name: float(value) for name, value in named.items() if isinstance(value, (int, float))}
+        self._mlflow.log_metrics(metrics, step=step)
+        for name in named.keys() - metrics.keys():
+            self._mlflow.set_tag(name, str(named[name]))
+
+    @mark_as_saver
+    def _save(self, path: str | os.PathLike[str]) -> None:
+        Path(path).write_text(json.dumps(self.run_id), encoding="utf-8")
+
+    @mark_as_loader
+    def _recover(self, path: str | os.PathLike[str], end_of_epoch: bool) -> None:
+        text = Path(path).read_text(encoding="utf-8")
+        with contextlib.suppress(ValueError):
+            self.run_id = json.loads(text)
+            if self.run_id is None or isinstance(self.run_id, str):
+                return
+        raise CheckpointError(
+            f"{str(path)!r} holds {text[:60]!r} where the id of an MLflow run was expected; it is damaged. "
+            "Remove that checkpoint to use an older one."
+        )
 
 
 class ProgressSampleLogger:

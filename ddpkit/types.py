@@ -38,6 +38,8 @@ class FitResult:
         optimizer_steps: updates since the run began, those before a restart and of earlier calls included.
         train_loss: mean over the last epoch's training, over all ranks; None if none ended in this call.
         valid_loss: mean over the last validation, over all ranks; None if there was none.
+        logged: what the recipe has logged with ``self.log`` in the last epoch, by stage (``"train"``, ``"valid"``) and
+            name, over all ranks; None if there is nothing.
         best_checkpoint: the checkpoint of this run that is best by the key (``min_keys``, ``max_keys``,
             ``importance_keys``) with which ``save_and_keep_only`` or ``delete_checkpoints`` was called last in this
             process. None without such a key, or where several keys do not agree.
@@ -57,6 +59,7 @@ class FitResult:
     valid_loss: float | None = None
     best_checkpoint: Path | None = None
     newest_checkpoint: Path | None = None
+    logged: dict[str, dict[str, float]] | None = None
 
     def __repr__(self) -> str:
         """Leave out what there is not."""

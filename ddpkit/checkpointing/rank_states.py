@@ -166,7 +166,7 @@ class RankStates:
             raise CheckpointError(f"the states of ranks have format {known!r}; this ddpkit reads format {FORMAT}.")
         rank, world_size = get_rank() or 0, get_world_size()
         self.is_of_as_many = len(ranks) == world_size
-        self.loaded = ranks[rank] if self.is_of_as_many else _common(ranks)
+        self.loaded = ranks[rank] if self.is_of_as_many else _common(ranks) | _logged(ranks)
         self.is_complete = self.is_of_as_many and None not in ranks
         unknown = [number for number, one in enumerate(ranks) if one is None or one.get("random", True) is None]
         if unknown and self.is_of_as_many and not end_of_epoch:
@@ -220,6 +220,12 @@ def _common(ranks: list[dict[str, Any] | None]) -> dict[str, Any]:
     first = known[0]
     names = [name for name in ("loader", "loader_end") if name in first]
     return {name: first[name] for name in names if all(_same(one.get(name), first[name]) for one in known)}
+
+
+def _logged(ranks: list[dict[str, Any] | None]) -> dict[str, list[Any]]:
+    """Return what all ranks have logged, if there is anything: for the main process, which stands for the others."""
+    found = [one["logged"] for one in ranks if one is not None and one.get("logged")]
+    return {"logged": [] if get_rank() else found} if found else {}
 
 
 def _same(one: Any, other: Any) -> bool:

@@ -1,3 +1,6 @@
+from ddpkit.reporting.logged_values import (
+    LoggedValues as LoggedValues,
+)
 from ddpkit.reporting.progress import (
     COLOURS as COLOURS,
 )

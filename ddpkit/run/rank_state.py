@@ -120,6 +120,9 @@ class RankState:
             return go_on_at(loader, 0, None), bool
         if own.get("loss") is not None and states is not None and states.is_complete:
             progress.meter.load_state_dict(own["loss"])
+        logged = own.get("logged")
+        if logged is not None:
+            progress.logged.load_state_dicts(logged if isinstance(logged, list) else [logged])
         random = own.get("random")
         restore = self._seed_anew if random is None else RngState.from_state_dict(random).restore
         same = states is not None and states.is_of_as_many
@@ -165,6 +168,7 @@ class RankState:
         return {
             "random": RngState.capture().state_dict(),
             "loss": self._losses_so_far().state_dict(),
+            "logged": self.progress.logged.state_dict(),
             "loader": state_at(loader, self.step_to_save),
             "loader_end": state_at_end(loader),
             "gradients": self.strategy.gradient_orders(),

@@ -159,6 +159,10 @@ class StageRunner:
             epoch: from 1.
             enable_bar: show progress (main process only, whatever is given).
         """
+        with self._logging(Stage.TRAIN, epoch):
+            self._train(hooks, loader, epoch, enable_bar=enable_bar)
+
+    def _train(self, hooks: StageHooks, loader: Any, epoch: int, *, enable_bar: bool) -> None:
         progress, step = self.progress, self.step
         self.policy.run_state.check_epoch(epoch)
         self.rank_state.begin_epoch(epoch)
@@ -191,7 +195,7 @@ class StageRunner:
         progress.closed, progress.trained, progress.sums = progress.step, progress.meter, None
         self._begin(Stage.TRAIN, loader)
         saves = _IntraEpochSaves(self.step, options, self.policy, self.stop)
-        beat = Beat(sum_over_ranks, get_world_size(), is_main=if_main_process())
+        beat = Beat(progress.logged.confer, get_world_size(), is_main=if_main_process())
         started = time.monotonic()
         samples_before = int(sum_over_ranks([progress.meter.samples])[0])
         with self._bar(Stage.TRAIN, epoch, feed.length, initial=progress.step, enable=enable_bar) as bar:
@@ -199,6 +203,7 @@ class StageRunner:
             def on_beat(report: BeatReport, batch: Any) -> None:
                 self.guard.tighten_timeouts()
                 self.preflight.look_at(batch)
+                progress.logged.write_steps(report.step, progress.optimizer_step)
                 progress.avg_train_loss = report.loss
                 bar.show(report.step, report.loss, report.samples - samples_before)
                 saves.on_beat(report)
@@ -209,7 +214,7 @@ class StageRunner:
             if self.step.prepare_flush(hooks):
                 hooks.optimizers_step()
             progress.window.stepped()
-            progress.window.count = 1  # an evaluation follows, whose batches all count
+            progress.window.count, progress.window.weight = 1, 1.0  # an evaluation follows, whose batches all count
             self.rank_state.end_pass()
             return self._finish(Stage.TRAIN, epoch, time.monotonic() - started, bar)
 
@@ -257,6 +262,12 @@ class StageRunner:
         Returns:
             The mean loss over all samples, one number for all ranks.
         """
+        with self._logging(stage, epoch):
+            return self._evaluate_with_hooks(hooks, loader, stage, epoch, enable_bar=enable_bar)
+
+    def _evaluate_with_hooks(
+        self, hooks: StageHooks, loader: Any, stage: Stage, epoch: int | None, *, enable_bar: bool
+    ) -> float:
         progress, schedule = self.progress, self.step.schedule
         hooks.on_stage_start(stage, epoch)
         self.modules.eval()
@@ -308,7 +319,7 @@ class StageRunner:
         POSITION.stage_begins()
         progress.step = 0
         try:
-            with self._stoppable():
+            with self._stoppable(), self._logging(Stage.TEST, None):  # what is logged here is for nobody
                 with self._averaged_weights(Stage.TEST):
                     outputs = self._outputs(hooks, loader, precision, enable_bar=enable_bar)
                 gathered: list[Any] = gather_results(progress.seen, outputs)
@@ -343,6 +354,13 @@ class StageRunner:
         return outputs
 
     # ------------------------------------------------------------------ around every stage
+
+    @contextlib.contextmanager
+    def _logging(self, stage: Stage, epoch: int | None) -> Iterator[None]:
+        """Return a context for a stage with its hooks, in which a recipe may log values."""
+        with self.progress.logged.during(stage, epoch):
+            self.progress.window.weight = 1.0  # of what is logged before the first batch
+            yield
 
     def _begin(self, stage: Stage, loader: Any) -> None:
         """Note, for gathering and for the metrics, what a stage runs over, and whether it is divided over the ranks."""
@@ -397,7 +415,8 @@ class StageRunner:
         if seen is not None:
             seen.close(progress.step)
             copies = 1 if seen.divided else get_world_size()  # where every rank had every sample
-        loss_sum, count, bad, samples = sum_over_ranks([float(number) for number in (*meter.sums(), meter.samples)])
+        own = [float(number) for number in (*meter.sums(), meter.samples)]
+        loss_sum, count, bad, samples = progress.logged.finish(own)
         mean = loss_sum / count if count else float("nan")
         if stage is Stage.TRAIN:
             progress.sums = loss_sum, count, samples
@@ -413,6 +432,9 @@ class StageRunner:
         if stage is Stage.TRAIN:
             self._tell_clipped(epoch)
             facts["clipped_share"] = progress.clipped_share
+            progress.logged.write_steps(progress.step, progress.optimizer_step)
+        values = progress.logged.values.get(stage.name.lower())
+        facts |= {"logged": dict(values)} if values else {}
         run_event("stage", stage=stage.name, epoch=epoch, **facts, seconds=round(seconds, 3))
         return mean
 

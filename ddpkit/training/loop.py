@@ -17,6 +17,7 @@ from ddpkit.control import Requests, start_loading
 from ddpkit.errors import BatchError, NonFiniteLossError
 from ddpkit.logger import get_logger
 from ddpkit.metrics import LossMeter, nothing_counts
+from ddpkit.reporting import LoggedValues
 from ddpkit.training.feed import Window
 from ddpkit.types import Stage
 
@@ -58,6 +59,7 @@ class Progress:
         epochs: that have ended in this call of ``fit``.
         train_loss: mean over the last of their training stages, over all ranks; None before the first.
         valid_loss: likewise of the validation.
+        logged: what the recipe has logged.
 
     Ranks: local.
 
@@ -87,6 +89,7 @@ class Progress:
     epochs: int = 0
     train_loss: float | None = None
     valid_loss: float | None = None
+    logged: LoggedValues = field(default_factory=lambda: LoggedValues(LossMeter))
 
     def restart(self) -> None:
         """Forget where a pass that was interrupted had come to."""
@@ -94,6 +97,7 @@ class Progress:
         self.closed, self.trained, self.sums, self.loader = 0, None, None, None
         self.result, self.result_at = None, 0
         self.epochs, self.train_loss, self.valid_loss = 0, None, None
+        self.logged.values.clear()
 
     def end_epoch(self) -> None:
         """Note that an epoch is over, its evaluation and its checkpoint too."""
@@ -234,7 +238,8 @@ def evaluate_epoch(
         batches = start_loading(loader)
         for number, batch in enumerate(batches):
             progress.step += 1
-            loss, samples = host.evaluate_batch(batch, stage), count(number, batch)
+            samples = progress.window.weight = count(number, batch)  # the recipe may log means
+            loss = host.evaluate_batch(batch, stage)
             if loss.__class__ is tuple:
                 meter.append_sum(*sum_and_count(loss, name, "evaluate_batch"))
             else:

@@ -17,7 +17,7 @@ from ddpkit.run_opts import RunOptions
 # What a recipe overrides or calls. Everything else on the Brain is private.
 METHODS = {
     "backward", "check_gradients", "check_loss_isfinite", "compute_forward", "compute_objectives", "evaluate",
-    "evaluate_batch", "fit", "fit_batch", "freeze_optimizers", "gather", "init_optimizers", "make_dataloader",
+    "evaluate_batch", "fit", "fit_batch", "freeze_optimizers", "gather", "init_optimizers", "log", "make_dataloader",
     "no_sync", "on_evaluate_start", "on_fit_batch_end", "on_fit_batch_start", "on_fit_start", "on_stage_end",
     "on_stage_start", "optimizers_step", "predict", "predict_batch", "print_trainable_parameters",
     "update_average", "zero_grad",
@@ -37,7 +37,7 @@ NAMES = """
     control counts criterion data dataset ddp drop_frozen_gradients end end_epoch end_pass end_streams epoch
     epoch_counter evaluator every failure finish finish_gradients flags flush flush_window follow_options freezes
     guard heartbeat history host interrupts is_done is_done_before is_fitting is_main is_ready keep_global_batch labels
-    last_loss leave let_go limits lineage load loader load_state load_state_dict local_rank lock log logger losses
+    last_loss leave let_go limits lineage load loader load_state load_state_dict local_rank lock logger losses
     losses_so_far main mean meter metrics mode model move name names net no_failure_saved note_trainer opt options
     order outputs pace part parts place_in_calls plan policy position preflight prepare prepare_ending prepare_fit
     process_group queue rank_state recover recover_for_evaluation recover_place register register_with report

@@ -1,0 +1,354 @@
+"""Values that a recipe logs with ``self.log``: means over batches and over the ranks, without a wait at any step.
+
+A value stays where it is, on its device, until the ranks confer: about once a second for those that are logged per
+step, and at the end of the stage for all. Ranks need not log the same names. A name is agreed on once, when some rank
+has used it for the first time; after that its sums travel with those of the loss.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Mapping
+from numbers import Real
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from torch import Tensor
+
+from ddpkit.distributed import exchange, if_main_process, sum_over_ranks
+from ddpkit.errors import BatchError
+from ddpkit.logger import get_logger
+from ddpkit.train_logger import run_event, set_logged_values
+from ddpkit.types import Stage
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+logger = get_logger(__name__)
+
+_TRAIN, _VALID = "train", "valid"
+
+
+class Meter(Protocol):
+    """What holds the sum of a value and of its counts, such as :class:`ddpkit.metrics.LossMeter`.
+
+    Ranks: local.
+    """
+
+    def append(self, loss: Any, count: float) -> None:
+        """Add a mean over ``count`` samples."""
+
+    def append_sum(self, loss_sum: Any, count: Any) -> None:
+        """Add a sum, and what it counts."""
+
+    def sums(self) -> tuple[float, float, int]:
+        """Return the sum, the count, and how many values were not finite."""
+        ...
+
+    def restore(self, loss_sum: float, count: float, nonfinite: int = 0) -> None:
+        """Go on from sums."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state."""
+        ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from a state."""
+
+
+class _Kind(NamedTuple):
+    """How a name is used; alike on all ranks."""
+
+    is_sum: bool
+    is_per_step: bool
+
+    def __str__(self) -> str:
+        words = "a sum with its count" if self.is_sum else "a mean of the batch (without count)"
+        return f"{words}, per_step={self.is_per_step}"
+
+
+class _Held:
+    """The sums of one name on this rank: of the stage, and since the ranks conferred last."""
+
+    __slots__ = ("kind", "recent", "total")
+
+    def __init__(self, kind: _Kind, total: Meter, recent: Meter) -> None:
+        self.kind, self.total, self.recent = kind, total, recent
+
+
+class LoggedValues:
+    """The values that a recipe logs, stage by stage.
+
+    Args:
+        new_meter: makes the sums of a name, such as the class :class:`ddpkit.metrics.LossMeter`.
+
+    Attributes:
+        values: means of the last training, validation and test, by stage (``"train"``, ``"valid"``, ``"test"``) and
+            name. Those of batches are equal on all ranks; those of ``on_stage_end`` are this rank's.
+        train_logger: gets what is logged per step, if it has ``log_step``.
+
+    Ranks: as its methods say.
+
+    State: the sums of the training stage on this rank.
+
+    Example:
+        >>> from ddpkit.metrics import LossMeter
+        >>> logged = LoggedValues(LossMeter)
+        >>> with logged.during(Stage.VALID, epoch=1):
+        ...     logged.add("accuracy", 3, 4)
+        ...     logged.add("accuracy", 1, 4)
+        ...     _ = logged.finish([])
+        >>> logged.values
+        {'valid': {'accuracy': 0.5}}
+    """
+
+    def __init__(self, new_meter: Callable[[], Meter]) -> None:
+        self.values: dict[str, dict[str, float]] = {}
+        self.train_logger: Any = None
+        self._new_meter = new_meter
+        self._stage, self._is_over = "", False
+        self._epoch: int | None = None
+        self._held: dict[str, dict[str, _Held]] = {}  # by stage and name, as are the next
+        self._known: dict[str, dict[str, _Kind]] = {}
+        self._per_step: dict[str, float] = {}
+
+    @contextlib.contextmanager
+    def during(self, stage: Stage, epoch: int | None) -> Iterator[None]:
+        """Return a context for a stage with its hooks.
+
+        Args:
+            stage: whose values begin anew; with TRAIN those of the validation, too.
+            epoch: or None.
+
+        Ranks: local.
+        """
+        before = self._stage, self._epoch, self._is_over
+        self._stage, self._epoch, self._is_over = stage.name.lower(), epoch, False
+        for name in {self._stage, _VALID} if stage is Stage.TRAIN else {self._stage}:
+            self.values.pop(name, None)
+        self._held[self._stage] = {}
+        outer = set_logged_values(self.reported)
+        try:
+            yield
+        finally:
+            set_logged_values(outer)
+            self._stage, self._epoch, self._is_over = before
+
+    def reported(self) -> Mapping[str, Mapping[str, float]]:
+        """Return what belongs into the statistics of the current stage: those of a validation with its training's.
+
+        Ranks: local.
+        """
+        stages = (_TRAIN, _VALID) if self._stage == _VALID else (self._stage,)
+        return {name: self.values[name] for name in stages if self.values.get(name)}
+
+    # ------------------------------------------------------------------ logging
+
+    def add(self, name: str, value: Any, count: Any = None, weight: float = 1.0, *, per_step: bool = False) -> None:
+        """Take in a value. Does not wait for the device, but in ``on_stage_end``.
+
+        Args:
+            name: of the value.
+            value: a number or a tensor of one element: a mean, or a sum if there is a count.
+            count: how many things the sum is over; or None.
+            weight: what the mean counts without a count, such as the samples of the batch; 0: nothing is taken in.
+            per_step: also write its mean about once a second, in training.
+
+        Raises:
+            BatchError: the name, the value or the count cannot be used.
+
+        Ranks: local.
+        """
+        if not self._stage:
+            logger.warning_once("log(%r, ...) was called outside of a stage, and nothing is logged.", name)
+            return
+        kind, held = _Kind(count is not None, per_step), self._held[self._stage].get(name)
+        if held is None or held.kind != kind:
+            held = self._hold(name, kind)
+        number, total = _number(name, "value", value), 0.0 if count is None else _number(name, "count", count)
+        if self._is_over:
+            self._set(name, number, total if kind.is_sum else 1.0)
+            return
+        for meter in (held.total, held.recent) if per_step and self._stage == _TRAIN else (held.total,):
+            if not weight:
+                return
+            if kind.is_sum:
+                meter.append_sum(number, total)
+            else:
+                meter.append(number, weight)
+
+    def _hold(self, name: str, kind: _Kind) -> _Held:
+        """Begin with a name in this stage."""
+        if type(name) is not str or not name:
+            raise BatchError(f"log was given the name {name!r}: give a string that is not empty.")
+        held = self._held[self._stage].get(name)
+        before = self._known.get(self._stage, {}).get(name) if held is None else held.kind
+        if before is not None and (before != kind or self._is_over):
+            now = f"{kind}{', in on_stage_end' if self._is_over else ''}"
+            raise BatchError(
+                f"log({name!r}, ...) was called in two ways in {self._stage.upper()}: with {before}, and with {now}. "
+                "Give the two different names."
+            )
+        new = _Held(kind, self._new_meter(), self._new_meter())
+        if not self._is_over:
+            self._held[self._stage][name] = new
+        return new
+
+    def _set(self, name: str, number: Any, count: Any) -> None:
+        """Take a value of ``on_stage_end`` as it is, and write it down."""
+        total, by = float(number), float(count)
+        value = total / by if by else math.nan
+        self.values.setdefault(self._stage, {})[name] = value
+        run_event("logged", stage=self._stage.upper(), epoch=self._epoch, values={name: value})
+
+    # ------------------------------------------------------------------ adding up over the ranks
+
+    def confer(self, numbers: list[float]) -> list[float]:
+        """Add up the loop's numbers over the ranks, and with them what was logged per step since the last time.
+
+        Args:
+            numbers: as many on every rank.
+
+        Returns:
+            The sums.
+
+        Raises:
+            BatchError: two ranks use a name in different ways; on every rank.
+
+        Ranks: collective.
+        """
+        return self._add_up(numbers, at_end=False)
+
+    def finish(self, numbers: list[float]) -> list[float]:
+        """Add up the loop's numbers over the ranks at the end of a stage, and with them all that was logged in it.
+
+        Args:
+            numbers: as many on every rank.
+
+        Returns:
+            The sums.
+
+        Raises:
+            BatchError: as :meth:`confer`.
+
+        Ranks: collective.
+        """
+        sums = self._add_up(numbers, at_end=True)
+        self._is_over = True
+        return sums
+
+    def write_steps(self, step: int, optimizer_step: int) -> None:
+        """Write down what was logged per step, if there is anything since the last time.
+
+        Args:
+            step: batches of the stage.
+            optimizer_step: updates since the run began.
+
+        Ranks: all; the main process writes.
+        """
+        values, self._per_step = self._per_step, {}
+        if values and if_main_process():
+            run_event("step", epoch=self._epoch, step=step, optimizer_step=optimizer_step, values=values)
+            if hasattr(self.train_logger, "log_step"):
+                self.train_logger.log_step(values, optimizer_step)
+
+    def _add_up(self, numbers: list[float], *, at_end: bool) -> list[float]:
+        size, known = len(numbers), self._known.setdefault(self._stage, {})
+        news = self._held[self._stage].keys() - known.keys()
+        sums = sum_over_ranks([*numbers, float(len(news)), *self._own_sums(at_end=at_end)])
+        found = sums[size + 1 :]
+        if sums[size]:
+            self._agree({name: self._held[self._stage][name].kind for name in news})
+            own = self._own_sums(at_end=at_end)
+            found = sum_over_ranks(own) if own else []
+        self._take(iter(found), at_end=at_end)
+        return sums[:size]
+
+    def _meters(self, *, at_end: bool) -> Iterator[tuple[str, bool, Meter]]:
+        """Yield what is added up, in the same order on every rank: name, whether it is per step, and this rank's."""
+        for name, kind in self._known[self._stage].items():
+            held = self._held[self._stage].get(name) or _Held(kind, self._new_meter(), self._new_meter())
+            if at_end:
+                yield name, False, held.total
+            if kind.is_per_step and self._stage == _TRAIN:
+                yield name, True, held.recent
+
+    def _own_sums(self, *, at_end: bool) -> list[float]:
+        return [float(number) for _, _, meter in self._meters(at_end=at_end) for number in meter.sums()]
+
+    def _agree(self, news: dict[str, _Kind]) -> None:
+        """Agree with the other ranks on names that some of them have used for the first time."""
+        merged: dict[str, tuple[int, _Kind]] = {}
+        for rank, theirs in enumerate(exchange(news, site=f"names logged in {self._stage}")):
+            for name, kind in theirs.items():
+                first, known = merged.setdefault(name, (rank, _Kind(*kind)))
+                if known != kind:
+                    raise BatchError(
+                        f"log({name!r}, ...) was called with {known} on rank {first}, and with {_Kind(*kind)} on rank "
+                        f"{rank}. Log a name in the same way on every rank."
+                    )
+        self._known[self._stage] |= {name: kind for name, (_, kind) in sorted(merged.items())}
+
+    def _take(self, found: Iterator[float], *, at_end: bool) -> None:
+        """Take the sums of all ranks; those of a stage then stand on the main process alone, as in one process."""
+        for name, is_recent, meter in list(self._meters(at_end=at_end)):
+            total, count, bad = next(found), next(found), int(next(found))
+            mean = total / count if count else math.nan
+            if is_recent:
+                meter.restore(0.0, 0.0)
+                self._per_step |= {name: mean} if count else {}
+                continue
+            if bad:
+                words = "%s: values of %r that are not finite are left out of its mean."
+                logger.warning(words, self._stage.upper(), name)
+            if count or bad:
+                self.values.setdefault(self._stage, {})[name] = mean
+            main = if_main_process()
+            meter.restore(total if main else 0.0, count if main else 0.0, bad if main else 0)
+
+    # ------------------------------------------------------------------ a checkpoint in the middle of an epoch
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the sums of the training on this rank. Waits for the device.
+
+        Ranks: local.
+        """
+        held = self._held.get(_TRAIN, {})
+        return {name: {"kind": list(one.kind), "total": one.total.state_dict()} for name, one in held.items()}
+
+    def load_state_dicts(self, states: Iterable[Mapping[str, Any]]) -> None:
+        """Go on with sums that :meth:`state_dict` has returned.
+
+        Args:
+            states: of the ranks that this one stands for.
+
+        Ranks: local.
+        """
+        taken: dict[str, _Held] = {}
+        self._held[_TRAIN] = taken
+        for state in states:
+            for name, saved in state.items():
+                meter = self._new_meter()
+                meter.load_state_dict(saved["total"])
+                if name in taken:
+                    total, count, bad = map(sum, zip(taken[name].total.sums(), meter.sums(), strict=True))
+                    meter.restore(total, count, int(bad))
+                taken[name] = _Held(_Kind(*saved["kind"]), meter, self._new_meter())
+
+
+def _number(name: str, what: str, value: Any) -> Tensor | float:
+    """Return one number; of a tensor a copy, because it is read later."""
+    if isinstance(value, Tensor):
+        if value.numel() == 1 and not value.dtype.is_complex:
+            return value.detach().clone()
+        shown = f"a tensor of shape {tuple(value.shape)} and {value.dtype}"
+    elif isinstance(value, Real):
+        if what == "value" or 0 <= float(value) < math.inf:
+            return float(value)
+        shown = f"{value!r}, and it must be >= 0"
+    else:
+        shown = f"a {type(value).__name__}"
+    raise BatchError(
+        f"log({name!r}, ...) was given as its {what} {shown}: give one number, or a tensor of one element. Of several "
+        "values give their mean, or their sum and count=."
+    )

@@ -163,7 +163,7 @@ class LoggedValues:
             logger.warning_once("log(%r, ...) was called outside of a stage, and nothing is logged.", name)
             return
         kind, held = _Kind(count is not None, per_step), self._held[self._stage].get(name)
-        if held is None or held.kind != kind:
+        if held is None or held.kind != kind or self._is_over:
             held = self._hold(name, kind)
         number, total = _number(name, "value", value), 0.0 if count is None else _number(name, "count", count)
         if self._is_over:

@@ -54,7 +54,8 @@ _LAUNCHERS = {
     "environment": "plain variables (RANK, WORLD_SIZE)",
 }
 # How a field of a batch is called that says how long its samples are, where they were padded.
-_LENGTHS = re.compile(r"(^|_)(lengths?|lens?|attention_mask|padding_mask|pad_mask)$", re.IGNORECASE)
+_LENGTHS = re.compile(r"(^|_)(lengths?|lens?|attention_mask|padding_mask|pad_mask|batch_sizes)$", re.IGNORECASE)
+_LABELS, _LEFT_OUT = re.compile(r"(^|_)(labels?|targets?)$", re.IGNORECASE), -100  # what torch's losses ignore
 _DEEPEST, _MOST_PARTS = 2, 8  # so far a batch is looked into
 _FORMATS = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
@@ -236,7 +237,8 @@ def loss_row(batch: Any) -> str:
         batch: as the loader yields it. It is looked at on the host alone: a tensor on another device is not read.
 
     Returns:
-        Nothing where no field is called like lengths, or a mask of padding, and says so.
+        Nothing where no field is called like lengths, or a mask of padding, and says so; nor is a nested tensor; nor is
+        called like labels, and has -100 in it, which torch's losses leave out.
 
     Ranks: local.
 
@@ -349,7 +351,7 @@ def _sign_of_lengths(batch: Any, depth: int) -> str:
     """Return the name of a field that says that the samples of a batch have different lengths, or nothing."""
     fields = _fields(batch)
     for name, value in fields.items():
-        if _LENGTHS.search(str(name)) and _varies(value):
+        if (_LENGTHS.search(str(name)) and _varies(value)) or _leaves_out(str(name), value):
             return str(name)
     signs = (_sign_of_lengths(value, depth - 1) for value in fields.values()) if depth else ()
     return next(filter(None, signs), "")
@@ -363,6 +365,14 @@ def _fields(batch: Any) -> Mapping[Any, Any]:
         names = getattr(batch, "_fields", itertools.count())
         return dict(itertools.islice(zip(names, batch, strict=False), _MOST_PARTS))
     return getattr(batch, "__dict__", {})
+
+
+def _leaves_out(name: str, value: Any) -> bool:
+    """Say whether a tensor is ragged, or has labels that a loss leaves out; of what is not on the host nobody knows."""
+    if not isinstance(value, torch.Tensor) or value.is_nested:
+        return isinstance(value, torch.Tensor)
+    is_labels = _LABELS.search(name) is not None and value.dtype == torch.int64 and value.device.type == "cpu"
+    return is_labels and bool((value == _LEFT_OUT).any())
 
 
 def _varies(value: Any) -> bool:

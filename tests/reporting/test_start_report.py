@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from ddpkit.launch import LaunchInfo
 from ddpkit.logger import close_logging, setup_logging
@@ -168,6 +169,9 @@ class OwnBatch:
         ((Padded(TWO, torch.tensor([1.0, 0.5])), torch.zeros(2)), "lengths"),
         ({"x": TWO, "length": torch.zeros(2, device="meta")}, "length"),
         ([{"x": TWO, "lengths": [3, 4]}], "lengths"),
+        ((nn.utils.rnn.pack_sequence([torch.ones(3), torch.ones(2)]), torch.zeros(2)), "batch_sizes"),
+        ({"input_ids": TWO, "labels": torch.tensor([[3, -100], [1, 2]])}, "labels"),
+        ([torch.nested.nested_tensor([torch.ones(3), torch.ones(2)], layout=torch.jagged), torch.zeros(2)], "0"),
     ],
 )
 def test_samples_of_different_lengths_are_seen(batch, sign):
@@ -195,6 +199,10 @@ def test_samples_of_different_lengths_are_seen(batch, sign):
         [],
         {},
         {"lengths": torch.zeros(0)},
+        {"x": TWO, "labels": torch.tensor([3, 100])},
+        {"x": TWO, "targets": torch.tensor([0.5, -100.0])},
+        {"x": TWO, "labels": torch.zeros(2, dtype=torch.int64, device="meta")},
+        nn.utils.rnn.pack_sequence([torch.ones(2), torch.ones(2)]),
         [ONE, TWO],
     ],
 )

@@ -312,7 +312,8 @@ class TrainLogger:
         for name, stats in given.items():
             own = logged.get(name, {})
             if stats is not None or (own and reported.get(name) is not own):
-                stages[name] = {**own, **(stats or {})}
+                stats = stats or {}
+                stages[name] = {**stats, **own, **stats}  # what is given comes first, and wins
                 reported[name] = own
         return stages
 

@@ -555,7 +555,8 @@ class Brain(_Typed):
             {'train': {'large': 0.4, 'mean': 2.0}}
         """
         window = self.progress.window
-        self.progress.logged.add(name, value, count, window.weight if window.count else 0.0, per_step=per_step)
+        weight = window.weight if window.count else 0.0  # nothing of a batch that is repeated to keep step
+        self.progress.logged.add(name, value, count, weight, per_step=per_step)
 
     # ------------------------------------------------------------------ whole runs
 

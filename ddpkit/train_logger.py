@@ -162,9 +162,7 @@ def run_event(event: str, **fields: Any) -> None:
         _Current.log.write(event, **fields)
 
 
-def set_logged_values(
-    logged: Callable[[], Mapping[str, Mapping[str, Any]]],
-) -> Callable[[], Mapping[str, Mapping[str, Any]]]:
+def set_logged_values(logged: Callable[[], Mapping[str, Stats]]) -> Callable[[], Mapping[str, Stats]]:
     """Say where train loggers find what was logged with ``Brain.log``. For loops; the Brain's say it.
 
     Args:
@@ -312,8 +310,7 @@ class TrainLogger:
         for name, stats in given.items():
             own = logged.get(name, {})
             if stats is not None or (own and reported.get(name) is not own):
-                stats = stats or {}
-                stages[name] = {**stats, **own, **stats}  # what is given comes first, and wins
+                stages[name] = {**(stats or {}), **own, **(stats or {})}  # what is given comes first, and wins
                 reported[name] = own
         return stages
 
@@ -549,7 +546,6 @@ class JSONLTrainLogger(_MainTrainLogger):
     def _log(self, meta: Stats, stages: Mapping[str, Stats], verbose: bool | None) -> None:
         self._file.write("stats", meta=meta, **stages)
 
-    @main_process_only(hand_over=False)
     def log_step(self, values: Mapping[str, float], step: int) -> None:
         """Write a "step" event; arguments as in :meth:`TrainLogger.log_step`.
 
@@ -629,7 +625,6 @@ class TensorboardLogger(_MainTrainLogger):
         if self.writer is not None:
             self.writer.flush()
 
-    @main_process_only(hand_over=False)
     def log_step(self, values: Mapping[str, float], step: int) -> None:
         """Write values under ``<name>/train_step``; arguments as in :meth:`TrainLogger.log_step`.
 
@@ -774,7 +769,7 @@ class MLflowLogger(_MainTrainLogger):
 
     Ranks: all, or the main process alone; only it writes.
 
-    State: saves ``run_id`` as JSON, so that a run that is started again goes on in MLflow's. Give the logger to the
+    State: saves ``run_id``, so that a run that is started again goes on in MLflow's. Give the logger to the
     checkpointer for that.
     """
 
@@ -805,7 +800,6 @@ class MLflowLogger(_MainTrainLogger):
         values, epoch = _flat(meta, stages, "/"), _plain(meta.get("epoch"))
         self._write(values, epoch if isinstance(epoch, int) else None)
 
-    @main_process_only(hand_over=False)
     def log_step(self, values: Mapping[str, float], step: int) -> None:
         """Write metrics such as ``train_step/loss``; arguments as in :meth:`TrainLogger.log_step`.
 
@@ -822,19 +816,17 @@ class MLflowLogger(_MainTrainLogger):
 
     @mark_as_saver
     def _save(self, path: str | os.PathLike[str]) -> None:
-        Path(path).write_text(json.dumps(self.run_id), encoding="utf-8")
+        Path(path).write_text(self.run_id or "", encoding="utf-8")
 
     @mark_as_loader
     def _recover(self, path: str | os.PathLike[str], end_of_epoch: bool) -> None:
         text = Path(path).read_text(encoding="utf-8")
-        with contextlib.suppress(ValueError):
-            self.run_id = json.loads(text)
-            if self.run_id is None or isinstance(self.run_id, str):
-                return
-        raise CheckpointError(
-            f"{str(path)!r} holds {text[:60]!r} where the id of an MLflow run was expected; it is damaged. "
-            "Remove that checkpoint to use an older one."
-        )
+        if not re.fullmatch(r"[\w-]*", text):
+            raise CheckpointError(
+                f"{str(path)!r} holds {text[:60]!r} where the id of an MLflow run was expected; it is damaged. "
+                "Remove that checkpoint to use an older one."
+            )
+        self.run_id = text or None
 
 
 class ProgressSampleLogger:

@@ -209,7 +209,7 @@ class Side:
             start=step.first,
             weighting=brain.run_opts.loss_weighting,
         )
-        with self._unchanged(), self._prepared(calm=calm, still=still):
+        with self._unchanged(), self._prepared(calm=calm, still=still), progress.logged.during(Stage.TRAIN, None):
             for batch in feed.batches(progress.window):
                 self.sketches.append(sketch(batch))
                 progress.step += 1

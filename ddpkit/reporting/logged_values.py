@@ -11,7 +11,7 @@ import contextlib
 import math
 from collections.abc import Mapping
 from numbers import Real
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
@@ -27,33 +27,6 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 _TRAIN, _VALID = "train", "valid"
-
-
-class Meter(Protocol):
-    """What holds the sum of a value and of its counts, such as :class:`ddpkit.metrics.LossMeter`.
-
-    Ranks: local.
-    """
-
-    def append(self, loss: Any, count: float) -> None:
-        """Add a mean over ``count`` samples."""
-
-    def append_sum(self, loss_sum: Any, count: Any) -> None:
-        """Add a sum, and what it counts."""
-
-    def sums(self) -> tuple[float, float, int]:
-        """Return the sum, the count, and how many values were not finite."""
-        ...
-
-    def restore(self, loss_sum: float, count: float, nonfinite: int = 0) -> None:
-        """Go on from sums."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state."""
-        ...
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a state."""
 
 
 class _Kind(NamedTuple):
@@ -72,7 +45,7 @@ class _Held:
 
     __slots__ = ("kind", "recent", "total")
 
-    def __init__(self, kind: _Kind, total: Meter, recent: Meter) -> None:
+    def __init__(self, kind: _Kind, total: Any, recent: Any) -> None:
         self.kind, self.total, self.recent = kind, total, recent
 
 
@@ -80,7 +53,7 @@ class LoggedValues:
     """The values that a recipe logs, stage by stage.
 
     Args:
-        new_meter: makes the sums of a name, such as the class :class:`ddpkit.metrics.LossMeter`.
+        new_meter: makes what adds up the values of a name: :class:`ddpkit.metrics.LossMeter`, or what has its methods.
 
     Attributes:
         values: means of the last training, validation and test, by stage (``"train"``, ``"valid"``, ``"test"``) and
@@ -102,7 +75,7 @@ class LoggedValues:
         {'valid': {'accuracy': 0.5}}
     """
 
-    def __init__(self, new_meter: Callable[[], Meter]) -> None:
+    def __init__(self, new_meter: Callable[[], Any]) -> None:
         self.values: dict[str, dict[str, float]] = {}
         self.train_logger: Any = None
         self._new_meter = new_meter
@@ -169,9 +142,8 @@ class LoggedValues:
         if self._is_over:
             self._set(name, number, total if kind.is_sum else 1.0)
             return
-        for meter in (held.total, held.recent) if per_step and self._stage == _TRAIN else (held.total,):
-            if not weight:
-                return
+        meters = (held.total, held.recent) if per_step and self._stage == _TRAIN else (held.total,)
+        for meter in meters if weight else ():
             if kind.is_sum:
                 meter.append_sum(number, total)
             else:
@@ -184,10 +156,10 @@ class LoggedValues:
         held = self._held[self._stage].get(name)
         before = self._known.get(self._stage, {}).get(name) if held is None else held.kind
         if before is not None and (before != kind or self._is_over):
-            now = f"{kind}{', in on_stage_end' if self._is_over else ''}"
+            end = ", in on_stage_end" if self._is_over else ""
             raise BatchError(
-                f"log({name!r}, ...) was called in two ways in {self._stage.upper()}: with {before}, and with {now}. "
-                "Give the two different names."
+                f"log({name!r}, ...) was called in two ways in {self._stage.upper()}: with {before}, and with "
+                f"{kind}{end}. Give the two different names."
             )
         new = _Held(kind, self._new_meter(), self._new_meter())
         if not self._is_over:
@@ -264,7 +236,7 @@ class LoggedValues:
         self._take(iter(found), at_end=at_end)
         return sums[:size]
 
-    def _meters(self, *, at_end: bool) -> Iterator[tuple[str, bool, Meter]]:
+    def _meters(self, *, at_end: bool) -> Iterator[tuple[str, bool, Any]]:
         """Yield what is added up, in the same order on every rank: name, whether it is per step, and this rank's."""
         for name, kind in self._known[self._stage].items():
             held = self._held[self._stage].get(name) or _Held(kind, self._new_meter(), self._new_meter())
@@ -338,17 +310,13 @@ class LoggedValues:
 
 def _number(name: str, what: str, value: Any) -> Tensor | float:
     """Return one number; of a tensor a copy, because it is read later."""
-    if isinstance(value, Tensor):
-        if value.numel() == 1 and not value.dtype.is_complex:
-            return value.detach().clone()
-        shown = f"a tensor of shape {tuple(value.shape)} and {value.dtype}"
-    elif isinstance(value, Real):
-        if what == "value" or 0 <= float(value) < math.inf:
-            return float(value)
-        shown = f"{value!r}, and it must be >= 0"
-    else:
-        shown = f"a {type(value).__name__}"
+    if isinstance(value, Tensor) and value.numel() == 1 and not value.dtype.is_complex:
+        return value.detach().clone()
+    if isinstance(value, Real) and (what == "value" or 0 <= float(value) < math.inf):
+        return float(value)
+    is_tensor = isinstance(value, Tensor)
+    shown = f"a tensor of shape {tuple(value.shape)} and {value.dtype}" if is_tensor else f"{value!r:.60}"
     raise BatchError(
-        f"log({name!r}, ...) was given as its {what} {shown}: give one number, or a tensor of one element. Of several "
-        "values give their mean, or their sum and count=."
+        f"log({name!r}, ...) was given as its {what} {shown}: give one number, or a tensor of one element"
+        f"{'' if what == 'value' else ', which is >= 0'}. Of several values give their mean, or their sum and count=."
     )

@@ -18,6 +18,7 @@ PAGES = (
     "README.md",
     "docs/tutorial/from-one-process-to-several.md",
     "docs/how-to/evaluation.md",
+    "docs/how-to/log-values.md",
     "docs/how-to/schedules.md",
 )
 

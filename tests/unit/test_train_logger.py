@@ -404,7 +404,7 @@ def test_mlflow(mlflow, tmp_path):
     assert mlflow.runs["run1"][-1] == ({"lr": 0.2}, None), "a run of the script's own is used"
 
 
-@pytest.mark.parametrize("text", ["", "3", '["a"]'])
+@pytest.mark.parametrize("text", ["a b", "\\0", '["a"]'])
 def test_mlflow_s_run_is_damaged(mlflow, tmp_path, text):
     (tmp_path / "mlflow.ckpt").write_text(text)
     train_logger = MLflowLogger()

@@ -1,4 +1,4 @@
-"""Where the names of SpeechBrain's training core are in ddpkit."""
+"""Moving recipes from SpeechBrain: where its names are in ddpkit, and what changes in a recipe's files."""
 
 from __future__ import annotations
 

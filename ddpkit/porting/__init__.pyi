@@ -1,3 +1,6 @@
+from ddpkit.porting.differences import (
+    DIFFERENCES as DIFFERENCES,
+)
 from ddpkit.porting.names import (
     PACKAGE as PACKAGE,
 )
@@ -9,4 +12,28 @@ from ddpkit.porting.names import (
 )
 from ddpkit.porting.names import (
     ddpkit_name as ddpkit_name,
+)
+from ddpkit.porting.python_code import (
+    port_python as port_python,
+)
+from ddpkit.porting.recipes import (
+    PortedFile as PortedFile,
+)
+from ddpkit.porting.recipes import (
+    PortedRecipe as PortedRecipe,
+)
+from ddpkit.porting.recipes import (
+    port_recipe as port_recipe,
+)
+from ddpkit.porting.recipes import (
+    write_recipe as write_recipe,
+)
+from ddpkit.porting.text import (
+    Change as Change,
+)
+from ddpkit.porting.text import (
+    Note as Note,
+)
+from ddpkit.porting.yaml_code import (
+    port_yaml as port_yaml,
 )

@@ -16,88 +16,73 @@ __all__ = ["PACKAGE", "TABLE", "ddpkit_module", "ddpkit_name"]
 
 PACKAGE = "speechbrain"
 
-_HOOKS = "mark_as_saver mark_as_loader mark_as_transfer register_checkpoint_hooks"
+# A module of SpeechBrain, a module of ddpkit that answers it, and names that are there; one row per line.
+_ROWS = """
+speechbrain ddpkit: Brain Stage RunOptions create_experiment_directory parse_arguments
+speechbrain.core ddpkit: AMPConfig Brain RunOptions Stage create_experiment_directory parse_arguments
+speechbrain.core ddpkit.dataloader: LoopedLoader SaveableDataLoader
+speechbrain.core ddpkit.distributed: ddp_init_group is_distributed_initialized if_main_process run_on_main
+speechbrain.core ddpkit.logger: get_logger
+speechbrain.core ddpkit.optim: rm_vector_weight_decay
+speechbrain.core ddpkit.precision: TorchAutocast
+speechbrain.core ddpkit.profiler: prepare_profiler
+speechbrain.core ddpkit.sampler: DistributedSamplerWrapper ReproducibleRandomSampler
+speechbrain.utils ddpkit: seed_everything
+speechbrain.utils.autocast ddpkit.precision: AMPConfig TorchAutocast fwd_default_precision
+speechbrain.utils.checkpoints ddpkit.checkpoints: Checkpoint Checkpointer DEFAULT_LOAD_HOOKS DEFAULT_SAVE_HOOKS
+speechbrain.utils.checkpoints ddpkit.checkpoints: DEFAULT_TRANSFER_HOOKS METAFNAME PARAMFILE_EXT average_checkpoints
+speechbrain.utils.checkpoints ddpkit.checkpoints: average_state_dicts ckpt_recency
+speechbrain.utils.checkpoints ddpkit.checkpoints: convert_torch_save_hooks_to_once_per_node get_default_hook
+speechbrain.utils.checkpoints ddpkit.checkpoints: map_old_state_dict_weights torch_parameter_transfer torch_recovery
+speechbrain.utils.checkpoints ddpkit.checkpoints: torch_save mark_as_saver mark_as_loader mark_as_transfer
+speechbrain.utils.checkpoints ddpkit.checkpoints: register_checkpoint_hooks
+speechbrain.utils.checkpoints ddpkit.distributed: ddp_barrier ddp_broadcast if_main_process main_process_only
+speechbrain.utils.checkpoints ddpkit.distributed: once_per_node
+speechbrain.utils.distributed ddpkit.distributed: ddp_all_reduce ddp_barrier ddp_broadcast ddp_init_group
+speechbrain.utils.distributed ddpkit.distributed: ddp_prevent_block get_local_rank get_rank if_main_process
+speechbrain.utils.distributed ddpkit.distributed: is_distributed_initialized is_local_rank_zero main_process_only
+speechbrain.utils.distributed ddpkit.distributed: once_per_node rank_prefixed_message run_on_main run_once_per_node
+speechbrain.utils.distributed ddpkit.device: infer_device
+speechbrain.utils.epoch_loop ddpkit.epoch_loop: EpochCounter EpochCounterWithStopper
+speechbrain.utils.logger ddpkit.logger: MultiProcessLoggerAdapter TqdmCompatibleStreamHandler format_order_of_magnitude
+speechbrain.utils.logger ddpkit.logger: get_logger setup_logging
+speechbrain.utils.logger ddpkit.experiment: get_environment_description
+speechbrain.utils.metric_stats ddpkit.metric_stats: MetricStats
+speechbrain.utils.optimizers ddpkit.optim: rm_vector_weight_decay
+speechbrain.utils.parameter_transfer ddpkit.parameter_transfer: Pretrainer
+speechbrain.utils.profiling ddpkit.profiler: prepare_profiler
+speechbrain.utils.run_opts ddpkit.run_opts: RunOptions
+speechbrain.utils.seed ddpkit.seed: seed_everything
+speechbrain.utils.train_logger ddpkit.train_logger: FileTrainLogger ProgressSampleLogger TensorboardLogger TrainLogger
+speechbrain.utils.train_logger ddpkit.train_logger: WandBLogger
+speechbrain.dataio ddpkit:
+speechbrain.dataio.batch ddpkit.batch: BatchsizeGuesser PaddedBatch PaddedData
+speechbrain.dataio.dataloader ddpkit.dataloader: LoopedLoader SaveableDataLoader distributed_loader_specifics
+speechbrain.dataio.dataloader ddpkit.dataloader: make_dataloader
+speechbrain.dataio.sampler ddpkit.sampler: BalancingDataSampler ConcatDatasetBatchSampler DistributedSamplerWrapper
+speechbrain.dataio.sampler ddpkit.sampler: DynamicBatchSampler ReproducibleRandomSampler
+speechbrain.dataio.sampler ddpkit.sampler: ReproducibleWeightedRandomSampler
+speechbrain.nnet.schedulers ddpkit.schedulers: CyclicCosineScheduler CyclicLRScheduler IntervalScheduler
+speechbrain.nnet.schedulers ddpkit.schedulers: InverseSquareRootScheduler LinearNoamScheduler LinearScheduler
+speechbrain.nnet.schedulers ddpkit.schedulers: LinearWarmupScheduler NewBobScheduler NoamIntervalScheduler
+speechbrain.nnet.schedulers ddpkit.schedulers: NoamScheduler ReduceLROnPlateau ScheduledLoss StepScheduler
+speechbrain.nnet.schedulers ddpkit.schedulers: TriStageLRSchedule WarmAndExpDecayLRSchedule WarmCoolDecayLRSchedule
+speechbrain.nnet.schedulers ddpkit.schedulers: update_learning_rate
+"""
+
+
+def _table() -> dict[str, dict[str, str]]:
+    table: dict[str, dict[str, str]] = {}
+    for row in _ROWS.strip().splitlines():
+        modules, _, names = row.partition(":")
+        module, home = modules.split()
+        homes = table.setdefault(module, {})
+        homes[home] = f"{homes.get(home, '')} {names}".strip()
+    return table
+
 
 #: For each module of SpeechBrain: the modules of ddpkit that answer it, and the names that each of them answers.
-TABLE: dict[str, dict[str, str]] = {
-    "speechbrain": {
-        "ddpkit": "Brain Stage RunOptions create_experiment_directory parse_arguments",
-    },
-    "speechbrain.core": {
-        "ddpkit": "AMPConfig Brain RunOptions Stage create_experiment_directory parse_arguments",
-        "ddpkit.dataloader": "LoopedLoader SaveableDataLoader",
-        "ddpkit.distributed": "ddp_init_group is_distributed_initialized if_main_process run_on_main",
-        "ddpkit.logger": "get_logger",
-        "ddpkit.optim": "rm_vector_weight_decay",
-        "ddpkit.precision": "TorchAutocast",
-        "ddpkit.profiler": "prepare_profiler",
-        "ddpkit.sampler": "DistributedSamplerWrapper ReproducibleRandomSampler",
-    },
-    "speechbrain.utils": {
-        "ddpkit": "seed_everything",
-    },
-    "speechbrain.utils.autocast": {
-        "ddpkit.precision": "AMPConfig TorchAutocast fwd_default_precision",
-    },
-    "speechbrain.utils.checkpoints": {
-        "ddpkit.checkpoints": "Checkpoint Checkpointer DEFAULT_LOAD_HOOKS DEFAULT_SAVE_HOOKS DEFAULT_TRANSFER_HOOKS "
-        "METAFNAME PARAMFILE_EXT average_checkpoints average_state_dicts ckpt_recency "
-        "convert_torch_save_hooks_to_once_per_node get_default_hook map_old_state_dict_weights "
-        f"torch_parameter_transfer torch_recovery torch_save {_HOOKS}",
-        "ddpkit.distributed": "ddp_barrier ddp_broadcast if_main_process main_process_only once_per_node",
-    },
-    "speechbrain.utils.distributed": {
-        "ddpkit.distributed": "ddp_all_reduce ddp_barrier ddp_broadcast ddp_init_group ddp_prevent_block "
-        "get_local_rank get_rank if_main_process is_distributed_initialized is_local_rank_zero main_process_only "
-        "once_per_node rank_prefixed_message run_on_main run_once_per_node",
-        "ddpkit.device": "infer_device",
-    },
-    "speechbrain.utils.epoch_loop": {
-        "ddpkit.epoch_loop": "EpochCounter EpochCounterWithStopper",
-    },
-    "speechbrain.utils.logger": {
-        "ddpkit.logger": "MultiProcessLoggerAdapter TqdmCompatibleStreamHandler format_order_of_magnitude get_logger "
-        "setup_logging",
-        "ddpkit.experiment": "get_environment_description",
-    },
-    "speechbrain.utils.metric_stats": {
-        "ddpkit.metric_stats": "MetricStats",
-    },
-    "speechbrain.utils.optimizers": {
-        "ddpkit.optim": "rm_vector_weight_decay",
-    },
-    "speechbrain.utils.parameter_transfer": {
-        "ddpkit.parameter_transfer": "Pretrainer",
-    },
-    "speechbrain.utils.profiling": {
-        "ddpkit.profiler": "prepare_profiler",
-    },
-    "speechbrain.utils.run_opts": {
-        "ddpkit.run_opts": "RunOptions",
-    },
-    "speechbrain.utils.seed": {
-        "ddpkit.seed": "seed_everything",
-    },
-    "speechbrain.utils.train_logger": {
-        "ddpkit.train_logger": "FileTrainLogger ProgressSampleLogger TensorboardLogger TrainLogger WandBLogger",
-    },
-    "speechbrain.dataio.batch": {
-        "ddpkit.batch": "BatchsizeGuesser PaddedBatch PaddedData",
-    },
-    "speechbrain.dataio.dataloader": {
-        "ddpkit.dataloader": "LoopedLoader SaveableDataLoader distributed_loader_specifics make_dataloader",
-    },
-    "speechbrain.dataio.sampler": {
-        "ddpkit.sampler": "BalancingDataSampler ConcatDatasetBatchSampler DistributedSamplerWrapper "
-        "DynamicBatchSampler ReproducibleRandomSampler ReproducibleWeightedRandomSampler",
-    },
-    "speechbrain.nnet.schedulers": {
-        "ddpkit.schedulers": "CyclicCosineScheduler CyclicLRScheduler IntervalScheduler InverseSquareRootScheduler "
-        "LinearNoamScheduler LinearScheduler LinearWarmupScheduler NewBobScheduler NoamIntervalScheduler NoamScheduler "
-        "ReduceLROnPlateau ScheduledLoss StepScheduler TriStageLRSchedule WarmAndExpDecayLRSchedule "
-        "WarmCoolDecayLRSchedule update_learning_rate",
-    },
-}
+TABLE = _table()
 
 _HOMES = {
     f"{module}.{name}": f"{home}.{name}"

@@ -1,0 +1,119 @@
+"""``python -m ddpkit port``: what changes when a recipe of SpeechBrain moves to ddpkit for good.
+
+It shows a diff, name by name: what ddpkit has is renamed, what it lacks stays SpeechBrain's. Then it lists what behaves
+differently in this recipe, with lines and links. Files are changed with ``--write`` alone, and copied before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TextIO
+
+from ddpkit.porting import Note, PortedRecipe, port_recipe, write_recipe
+
+__all__ = ["run"]
+
+PROGRAM = "python -m ddpkit port"
+
+_DESCRIPTION = """\
+Show what changes in a recipe that moves from SpeechBrain to ddpkit: a diff, then what behaves differently.
+Python and YAML files are looked at. What ddpkit lacks stays SpeechBrain's, which has to be installed then."""
+
+_EPILOG = """\
+examples:
+  python -m ddpkit port recipes/digits                 show it; nothing is written
+  python -m ddpkit port recipes/digits --write         write it, and keep a copy of each file
+  python -m ddpkit port recipes/digits > digits.patch  for `patch -p1` in the folder
+
+To try a recipe on ddpkit as it is: python -m ddpkit.speechbrain train.py hparams.yaml
+"""
+
+
+def run(words: Sequence[str]) -> int:
+    """Show what changes in a recipe, and write it if that was asked for.
+
+    Args:
+        words: what stands after ``port`` on the command line.
+
+    Returns:
+        The exit status: 0, or 1 if a file was left because it cannot be read, parsed or written.
+
+    Raises:
+        ConfigError: there is no such recipe.
+        OSError: a file cannot be written.
+        SystemExit: after ``--help``, and with status 2 for wrong usage.
+
+    Ranks: local.
+
+    Example:
+        >>> import tempfile
+        >>> run([tempfile.mkdtemp()])
+        nothing to change: no Python or YAML file here names anything of SpeechBrain that ddpkit has
+        0
+    """
+    options = _parser().parse_args(words)
+    recipe = port_recipe(options.recipe)
+    for one in recipe.changed:
+        _say(one.diff())
+    _say("".join(_differences(recipe)))
+    for one in recipe.problems:
+        sys.stderr.write(_encoded(f"{PROGRAM}: error: {one.name}: left as it is: {one.problem}\n", sys.stderr))
+    _say(_summary(recipe, write_recipe(recipe) if options.write else None))
+    return 1 if recipe.problems else 0
+
+
+def _encoded(text: str, stream: TextIO) -> str:
+    encoding = stream.encoding or "utf-8"
+    return text.encode(encoding, "backslashreplace").decode(encoding)
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(_encoded(text, sys.stdout))
+
+
+def _differences(recipe: PortedRecipe) -> Iterator[str]:
+    """What is left and why, then what behaves differently."""
+    left = [(one, note) for one in recipe.files if one.change for note in one.change.notes]
+    if left:
+        yield "\nLeft as it is:\n\n" + "".join(_told(one.name, note) for one, note in left)
+    told = [(one, note) for one in recipe.files for note in one.notes]
+    if told:
+        yield "\nWhat behaves differently in this recipe:\n\n" + "".join(_told(one.name, note) for one, note in told)
+    yield "\n" if left or told else ""
+
+
+def _told(name: str, note: Note) -> str:
+    first, *others = note.lines
+    also = f" (also line{'s' * (len(others) > 1)} {', '.join(map(str, others))})" if others else ""
+    return f"{name}:{first}: {note.text}{also}\n" + (f"    {note.link}\n" if note.link else "")
+
+
+def _summary(recipe: PortedRecipe, backup: Path | None) -> str:
+    changed = recipe.changed
+    if not changed:
+        return "nothing to change: no Python or YAML file here names anything of SpeechBrain that ddpkit has\n"
+    names, files = sum(one.change.names for one in changed if one.change), len(changed)
+    what = f"{names} name{'s' * (names != 1)} in {files} file{'s' * (files != 1)}"
+    if backup is None:
+        return f"{what} would become ddpkit's; nothing was written (--write does)\n"
+    return (
+        f"{what} became ddpkit's; the files as they were: {str(backup)!r}\n"
+        f"To go back: cp -a {shlex.quote(str(backup))}/. {shlex.quote(str(recipe.root))}\n"
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=PROGRAM,
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("recipe", type=Path, help="the folder of a recipe, or one .py or .yaml file")
+    parser.add_argument("--write", action="store_true", help="change the files; copies of them are kept in the folder")
+    return parser

@@ -1,0 +1,279 @@
+"""What behaves differently under ddpkit in a recipe, as far as its source shows it."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+import yaml
+
+from ddpkit.config import RUN_OPTIONS
+from ddpkit.porting.scopes import dotted
+from ddpkit.porting.text import Note
+
+__all__ = ["DIFFERENCES", "Loaders", "difference", "python_differences", "read_loaders", "yaml_differences"]
+
+_OWN = "how-to/own-fit-batch.md"
+
+#: For each difference: what is told, and the page under ``docs/`` or the heading of ``docs/porting.md`` that says more.
+DIFFERENCES = {
+    "accumulation": ("the short last window of an epoch is stepped, too", "#gradients-and-steps"),
+    "backward": ("goes past self.backward(loss), which weighs a loss and knows when to average", _OWN),
+    "class option": ("an option as an attribute of the class changes nothing in the loop", "#command-line-and-options"),
+    "clipping": ("max_grad_norm of 0 or less means no clipping", "#gradients-and-steps"),
+    "divided loader": ("a ready-made loader is divided over the processes, and follows the epoch", "#data"),
+    "divided sampler": ("repeats samples to be even: give fit the sampler inside, which repeats none", "#samplers"),
+    "factor": ("divides by grad_accumulation_factor: self.backward(loss) does, with the right weights", _OWN),
+    "fit_batch": ("overrides fit_batch: use self.backward(loss) and self.should_step", _OWN),
+    "generator": ("SaveableGenerator is not needed: checkpoints have each rank's random states", "#checkpoints"),
+    "host read": ("fit_batch reads its loss: a GPU waits in every step; return loss.detach()", _OWN),
+    "in order": ("never says `shuffle`: trains in order, on any number of processes", "#data"),
+    "jit": ("TorchScript is deprecated in torch: prefer --compile", "#command-line-and-options"),
+    "make_dataloader": ("overrides make_dataloader: the loader that it returns for training is divided", "#data"),
+    "masked mean": ("takes lengths: of a mean over frames or tokens return (loss_sum, count)", "#gradients-and-steps"),
+    "not called": ("is not called any more", "#methods-of-the-brain"),
+    "own saving": ("overrides of _save and _recover are used", "#checkpoints"),
+    "own step": ("steps an optimizer by itself: nothing is clipped, and no step is skipped", "#limits-worth-knowing"),
+    "saved by main": ("saves on the main process alone: all ranks may call it, nobody hangs", "#main-only-work"),
+    "seed": ("the order of samples follows seed_everything, not torch.manual_seed", "#samplers"),
+    "window": ("counts windows by itself: self.should_step is right in a short last one, too", _OWN),
+}
+
+_NOT_CALLED = ("_train_loader_specifics", "_save_intra_epoch_ckpt", "_should_save_intra_epoch_ckpt")
+_METHODS = {
+    "fit_batch": "fit_batch",
+    "make_dataloader": "make_dataloader",
+    "_save": "own saving",
+    "_recover": "own saving",
+    **dict.fromkeys(_NOT_CALLED, "not called"),
+}
+_HOOKS = {"compute_forward", "compute_objectives", "fit_batch"}
+_LOSS = re.compile(r"loss|cost|nll|criterion|objective")
+_NO_MEAN_OVER_TIME = re.compile(r"ctc|transducer|rnnt")  # a mean over samples
+_LENGTHS = re.compile(r"(?:^|_)(?:len|lens|length|lengths|mask|masks)$")
+_LOADERS = {"DataLoader", "SaveableDataLoader", "WebLoader", "make_dataloader"}
+_SAVES = {"save_and_keep_only", "save_checkpoint"}
+_ORDERS = {"shuffle", "sampler", "batch_sampler"}
+
+Found = Iterator[tuple[int, str]]
+
+
+def python_differences(tree: ast.Module) -> list[Note]:
+    r"""Find what a script does that ddpkit does in another way.
+
+    Args:
+        tree: the script.
+
+    Returns:
+        What to tell, by line.
+
+    Ranks: local.
+
+    Example:
+        >>> [note] = python_differences(ast.parse("class A(sb.Brain):\n    def fit_batch(self, batch): ..."))
+        >>> note.lines, note.link
+        ((2,), 'docs/how-to/own-fit-batch.md')
+    """
+    found = set(_in_file(tree))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef) and _is_brain(node):
+            found |= {*_in_class(node), *_in_code(node)}
+    return _notes(found)
+
+
+def _notes(found: Iterable[tuple[int, str]]) -> list[Note]:
+    lines: dict[str, list[int]] = {}
+    for line, kind in sorted(found):
+        lines.setdefault(kind, []).append(line)
+    return [difference(kind, numbers) for kind, numbers in lines.items()]
+
+
+def difference(kind: str, lines: Iterable[int]) -> Note:
+    """Say what behaves differently in some lines.
+
+    Args:
+        kind: a key of ``DIFFERENCES``.
+        lines: their numbers.
+
+    Returns:
+        What to tell.
+
+    Ranks: local.
+    """
+    text, page = DIFFERENCES[kind]
+    return Note(tuple(lines), text, f"docs/porting.md{page}" if page.startswith("#") else f"docs/{page}")
+
+
+def _last(node: ast.AST) -> str:
+    """The last part of the name of what is called."""
+    return node.attr if isinstance(node, ast.Attribute) else dotted(node)
+
+
+def _is_brain(node: ast.ClassDef) -> bool:
+    methods = {one.name for one in node.body if isinstance(one, ast.FunctionDef)}
+    return bool(methods & _HOOKS) or any(_last(base).endswith("Brain") for base in node.bases)
+
+
+def _in_file(tree: ast.Module) -> Found:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and _last(node.func) == "DistributedSamplerWrapper":
+            yield node.lineno, "divided sampler"
+        elif isinstance(node, ast.Call) and _last(node.func) == "SaveableGenerator":
+            yield node.lineno, "generator"
+        elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
+            if _last(node.value.func) in _LOADERS and "train" in ast.unparse(node.targets[0]):
+                yield node.lineno, "divided loader"
+        elif isinstance(node, ast.If) and "if_main_process" in _called(node.test) and _called(*node.body) & _SAVES:
+            yield node.lineno, "saved by main"
+
+
+def _called(*nodes: ast.AST) -> set[str]:
+    return {_last(one.func) for node in nodes for one in ast.walk(node) if isinstance(one, ast.Call)}
+
+
+def _in_class(brain: ast.ClassDef) -> Found:
+    for node in brain.body:
+        if isinstance(node, ast.Assign) and {dotted(target) for target in node.targets} & RUN_OPTIONS.keys():
+            yield node.lineno, "class option"
+        if not isinstance(node, ast.FunctionDef):
+            continue
+        if node.name in _METHODS:
+            yield node.lineno, _METHODS[node.name]
+        returned = [one for one in ast.walk(node) if isinstance(one, ast.Return) and one.value is not None]
+        if node.name == "compute_objectives" and not any(isinstance(one.value, ast.Tuple) for one in returned):
+            calls = (one for one in ast.walk(node) if isinstance(one, ast.Call))
+            yield from ((call.lineno, "masked mean") for call in calls if _is_masked_mean(call))
+        if node.name == "fit_batch":
+            yield from ((one.lineno, "host read") for one in returned if {"cpu", "item"} & _called(one))
+
+
+def _is_masked_mean(node: ast.Call) -> bool:
+    name = _last(node.func).lower()
+    if not _LOSS.search(name) or _NO_MEAN_OVER_TIME.search(name):
+        return False
+    given = [_last(one) for one in node.args] + [word.arg or "" for word in node.keywords]
+    return any(_LENGTHS.search(one) for one in given)
+
+
+def _in_code(brain: ast.ClassDef) -> Found:
+    for node in ast.walk(brain):
+        if isinstance(node, (ast.BinOp, ast.AugAssign)):
+            factor = node.right if isinstance(node, ast.BinOp) else node.value
+            if _last(factor) == "grad_accumulation_factor":
+                kind = {ast.Div: "factor", ast.Mod: "window"}.get(type(node.op))
+                yield from [(node.lineno, kind)] if kind else []
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            owner = ast.unparse(node.func.value)
+            stepped = [owner, *map(ast.unparse, node.args[:1])]
+            if node.func.attr == "backward" and owner != "self":
+                yield node.end_lineno or node.lineno, "backward"
+            elif node.func.attr == "step" and any("optim" in one for one in stepped):
+                yield node.lineno, "own step"
+
+
+# ---------------------------------------------------------------------------------------- the order of the samples
+
+
+@dataclass
+class Loaders:
+    """What the scripts of a folder say of the loader that they train on.
+
+    Attributes:
+        keys: of the YAML, which have its arguments.
+        lines: calls of ``fit`` that say nothing about the order.
+        is_ordered: a script says something about the order itself.
+
+    Ranks: local.
+    """
+
+    keys: set[str] = field(default_factory=set)
+    lines: list[int] = field(default_factory=list)
+    is_ordered: bool = False
+
+
+def read_loaders(tree: ast.Module) -> Loaders:
+    """Find which arguments a script gives to the loader that it trains on.
+
+    Args:
+        tree: the script.
+
+    Returns:
+        What it says.
+
+    Ranks: local.
+
+    Example:
+        >>> tree = ast.parse("brain.fit(epoch_counter, data, train_loader_kwargs=hparams['dataloader_opts'])")
+        >>> read_loaders(tree).keys
+        {'dataloader_opts'}
+    """
+    nodes = list(ast.walk(tree))
+    words = {one.value for one in nodes if isinstance(one, ast.Constant)}
+    words |= {one.arg for one in nodes if isinstance(one, ast.keyword)}
+    found = Loaders(is_ordered=bool(words & _ORDERS) or bool(_called(tree) & _LOADERS))
+    values = {dotted(one.targets[0]): one.value for one in nodes if isinstance(one, ast.Assign)}
+    for call in nodes:
+        if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute) or call.func.attr != "fit":
+            continue
+        given = {word.arg: word.value for word in call.keywords}
+        options = given.get("train_loader_kwargs")
+        options = values.get(dotted(options), options) if isinstance(options, ast.Name) else options
+        if options is None or isinstance(options, (ast.Dict, ast.Call)):
+            is_brain = options is not None or "epoch_counter" in ast.unparse(call)
+            found.lines += [call.lineno] if is_brain else []
+        else:
+            found.keys.add(options.slice.value if _has_key(options) else _last(options))  # type: ignore[attr-defined]
+    return found
+
+
+def _has_key(node: ast.expr) -> bool:
+    return isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant)
+
+
+def yaml_differences(text: str, loaders: Loaders) -> list[Note]:
+    """Find what a YAML file says that ddpkit takes in another way.
+
+    Args:
+        text: the file.
+        loaders: what the scripts say that use it.
+
+    Returns:
+        What to tell, by line.
+
+    Raises:
+        yaml.YAMLError: the text is not YAML.
+
+    Ranks: local.
+
+    Example:
+        >>> [note] = yaml_differences("max_grad_norm: 0", Loaders())
+        >>> note.text
+        'max_grad_norm of 0 or less means no clipping'
+    """
+    document = yaml.compose(text, Loader=yaml.SafeLoader)
+    if not isinstance(document, yaml.MappingNode):
+        return []
+    entries = {key.value: (key.start_mark.line + 1, value) for key, value in document.value}
+    found = {(line, kind) for key, (line, value) in entries.items() for kind in _of_entry(key, value, text)}
+    if not loaders.is_ordered and "sorting" not in entries:
+        options = [entries[key] for key in loaders.keys & entries.keys()]
+        found |= {(line, "in order") for line, value in options if _says_no_order(value)}
+    return _notes(found)
+
+
+def _of_entry(key: str, value: yaml.Node, text: str) -> Iterator[str]:
+    plain = value.value if isinstance(value, yaml.ScalarNode) else ""
+    if key == "grad_accumulation_factor" and plain not in {"", "1"}:
+        yield "accumulation"
+    if key == "max_grad_norm" and re.fullmatch(r"-[\d.]+|0+(\.0*)?", plain):
+        yield "clipping"
+    if key == "jit_module_keys" or (key == "jit" and plain.lower() == "true"):
+        yield "jit"
+    if value.tag.endswith("apply:torch.manual_seed") and "seed_everything" not in text:
+        yield "seed"
+
+
+def _says_no_order(value: yaml.Node) -> bool:
+    return isinstance(value, yaml.MappingNode) and not _ORDERS & {key.value for key, _ in value.value}

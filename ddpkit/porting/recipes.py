@@ -1,0 +1,249 @@
+"""A recipe's folder: which files it has, what changes in them, and writing them."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import shutil
+import stat
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import yaml
+
+from ddpkit.errors import ConfigError
+from ddpkit.porting.differences import Loaders, difference, python_differences, read_loaders, yaml_differences
+from ddpkit.porting.names import PACKAGE
+from ddpkit.porting.python_code import parse_python, port_python
+from ddpkit.porting.text import Change, Note, decode
+from ddpkit.porting.yaml_code import port_yaml
+
+__all__ = ["PortedFile", "PortedRecipe", "port_recipe", "write_recipe"]
+
+_PYTHON, _YAML = (".py",), (".yaml", ".yml")
+_MENTIONS = re.compile(rf"\b(?:{PACKAGE}|ddpkit)\b")
+_BACKUP = ".before-ddpkit"
+_NOT_OURS = re.compile(r"\..|__pycache__$|node_modules$|site-packages$|CKPT\+")  # names of folders
+
+
+@dataclass
+class PortedFile:
+    """One file of a recipe.
+
+    Attributes:
+        path: the file.
+        name: relative to the recipe's folder.
+        old: its text.
+        change: the new text; None where the file was left.
+        encoding: its own.
+        problem: why it was left.
+        notes: what behaves differently.
+        loaders: what a script says of the loader that it trains on.
+
+    Ranks: local.
+    """
+
+    path: Path
+    name: str
+    old: str = ""
+    change: Change | None = None
+    encoding: str = "utf-8"
+    problem: str = ""
+    notes: list[Note] = field(default_factory=list)
+    loaders: Loaders | None = None
+
+    @property
+    def changes(self) -> bool:
+        """Whether the file would not be as it is."""
+        return self.change is not None and self.change.text != self.old
+
+    def diff(self) -> str:
+        """The change as a unified diff, for ``patch -p1``."""
+        if self.change is None:
+            return ""
+        old, new = (re.split(r"(?<=\n)", text) for text in (self.old, self.change.text))
+        pieces = difflib.unified_diff([o for o in old if o], [n for n in new if n], f"a/{self.name}", f"b/{self.name}")
+        return "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in pieces)
+
+
+@dataclass
+class PortedRecipe:
+    """A recipe's folder.
+
+    Attributes:
+        root: the folder.
+        files: Python and YAML.
+
+    Ranks: local.
+    """
+
+    root: Path
+    files: list[PortedFile]
+
+    @property
+    def changed(self) -> list[PortedFile]:
+        """The files that would not be as they are."""
+        return [one for one in self.files if one.changes]
+
+    @property
+    def problems(self) -> list[PortedFile]:
+        """The files that were left because they cannot be read, parsed or written."""
+        return [one for one in self.files if one.problem]
+
+
+def port_recipe(path: Path) -> PortedRecipe:
+    """Work out what changes when a recipe moves to ddpkit; nothing is written.
+
+    Hidden folders, virtual environments, checkpoints and the records of earlier runs are passed over. A symbolic
+    link is not followed out of the folder.
+
+    Args:
+        path: the folder of a recipe, or one file.
+
+    Returns:
+        What changes.
+
+    Raises:
+        ConfigError: there is no such file or folder, or the file is neither Python nor YAML.
+
+    Ranks: local.
+    """
+    path = path.resolve()
+    if not path.exists():
+        raise ConfigError(f"{str(path)!r} does not exist: give the folder of a recipe, or one of its files.")
+    if path.is_file() and path.suffix not in _PYTHON + _YAML:
+        raise ConfigError(f"{str(path)!r} is neither Python nor YAML: only .py, .yaml and .yml files are ported.")
+    root = path if path.is_dir() else path.parent
+    found = list(_walk(root)) if path.is_dir() else [PortedFile(path, path.name)]
+    for one in found:
+        if not one.problem:
+            _port(one)
+    for one in found:
+        if one.change is not None and one.path.suffix in _YAML:
+            one.notes += yaml_differences(one.old, _loaders_of(one, found))
+    return PortedRecipe(root, found)
+
+
+def _walk(root: Path) -> Iterator[PortedFile]:
+    failed: list[OSError] = []
+    for folder, folders, names in os.walk(root, onerror=failed.append):
+        folders[:] = sorted(name for name in folders if not _NOT_OURS.match(name))
+        if "pyvenv.cfg" in names or "env.log" in names:  # a virtual environment; the record of a run
+            folders.clear()
+            continue
+        for name in sorted(names):
+            path = Path(folder, name)
+            if path.suffix in _PYTHON + _YAML and not name.startswith("."):
+                if path.is_symlink() and path.resolve().is_relative_to(root) and path.exists():
+                    continue  # its target is in the folder, too
+                yield PortedFile(path, path.relative_to(root).as_posix())
+    for error in failed:
+        place = Path(error.filename or root)
+        yield PortedFile(place, place.relative_to(root).as_posix(), problem=error.strerror or str(error))
+
+
+def _port(one: PortedFile) -> None:
+    """Read a file and work out what changes in it."""
+    is_python = one.path.suffix in _PYTHON
+    try:
+        if not stat.S_ISREG(one.path.stat().st_mode):
+            raise OSError("not a regular file")
+        one.old, one.encoding = decode(one.path.read_bytes(), is_python=is_python)
+        mentions = _MENTIONS.search(one.old)
+        if is_python:
+            tree = parse_python(one.old)
+            one.change = port_python(one.old) if PACKAGE in one.old else Change(one.old)
+            if mentions:
+                one.notes, one.loaders = python_differences(tree), read_loaders(tree)
+                if not one.loaders.is_ordered and one.loaders.lines:
+                    one.notes.append(difference("in order", one.loaders.lines))
+        elif mentions:
+            one.change = port_yaml(one.old)
+            yaml_differences(one.old, Loaders())
+        _require_writable(one)
+    except (OSError, SyntaxError, ValueError, RecursionError, yaml.YAMLError) as error:
+        one.change, one.problem = None, _reason(error)
+
+
+def _require_writable(one: PortedFile) -> None:
+    if not one.changes:
+        return
+    if one.path.is_symlink():
+        raise OSError(f"a link that leads out of the folder, to {str(one.path.resolve())!r}")
+    if not one.path.stat().st_mode & 0o222 or not os.access(one.path, os.W_OK):
+        raise OSError("it is read-only")
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, SyntaxError):
+        return f"line {error.lineno}: {error.msg}" if error.lineno else str(error.msg)
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        return f"line {error.problem_mark.line + 1}: {error.problem}"
+    return (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__
+
+
+def _loaders_of(one: PortedFile, files: Sequence[PortedFile]) -> Loaders:
+    """Return what the scripts say that stand nearest to a YAML file, beside it or above."""
+    for folder in one.path.parents:
+        near = [other.loaders for other in files if other.loaders is not None and other.path.parent == folder]
+        if any(loaders.keys or loaders.lines for loaders in near):
+            keys = {key for loaders in near for key in loaders.keys}
+            return Loaders(keys, is_ordered=any(loaders.is_ordered for loaders in near))
+    return Loaders()
+
+
+def write_recipe(recipe: PortedRecipe) -> Path | None:
+    """Write what has changed, each file at once, after copying the files as they were into a new folder.
+
+    Args:
+        recipe: as worked out by :func:`port_recipe`.
+
+    Returns:
+        The folder with the copies; None if nothing has changed.
+
+    Raises:
+        OSError: a file cannot be written. It is as it was, and so are those after it.
+
+    Ranks: local.
+    """
+    if not recipe.changed:
+        return None
+    backup = _new_folder(recipe.root)
+    for one in recipe.changed:
+        copy = backup / one.name
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(one.path, copy)
+    for one in recipe.changed:
+        if one.change is not None:
+            _replace(one.path, one.change.text.encode(one.encoding))
+    return backup
+
+
+def _new_folder(root: Path) -> Path:
+    number = 1
+    while True:
+        folder = root / (_BACKUP if number == 1 else f"{_BACKUP}-{number}")
+        try:
+            folder.mkdir()
+            return folder
+        except FileExistsError:
+            number += 1
+
+
+def _replace(path: Path, raw: bytes) -> None:
+    """Write a file under another name beside it, then let it take the place of the old one."""
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(raw)
+            file.flush()
+            os.fsync(file.fileno())
+        shutil.copystat(path, name)
+        os.utime(name)
+        Path(name).replace(path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise

@@ -1,0 +1,108 @@
+"""Imports and dotted names in Python: each name goes where it is, and nothing else changes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ddpkit.porting import port_python
+
+
+def ported(text):
+    """Port a text; a second time changes nothing."""
+    change = port_python(text)
+    assert port_python(change.text).text == change.text
+    return change.text
+
+
+# Pairs of texts, before and after.
+PAIRS = [case.split("----\n") for case in (Path(__file__).parent / "imports.txt").read_text().split("====\n")]
+
+
+@pytest.mark.parametrize(("old", "new"), PAIRS, ids=[old.splitlines()[0] for old, _ in PAIRS])
+def test_a_name_goes_where_it_is(old, new):
+    assert ported(old) == new
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (
+            "def f():\n\timport speechbrain as sb\n\treturn sb.Stage, sb.x\n",
+            "def f():\n\timport ddpkit\n\timport speechbrain as sb\n\treturn ddpkit.Stage, sb.x\n",
+        ),
+        (
+            "import speechbrain as sb\r\nx = 'é', sb.x, sb.Stage  # é\r\n",
+            "import ddpkit\r\nimport speechbrain as sb\r\nx = 'é', sb.x, ddpkit.Stage  # é\r\n",
+        ),
+        (
+            "import speechbrain as sb\n\x0cx = '\u2028', sb.core.Stage",
+            "import ddpkit as sb\n\x0cx = '\u2028', sb.Stage",
+        ),
+        ("import speechbrain as sb\rsb.core.Stage", "import ddpkit as sb\rsb.Stage"),
+    ],
+)
+def test_tabs_and_ends_of_lines_stay(old, new):
+    assert ported(old) == new
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "import os\nsb.Stage\n",
+        "import speechbrain as sb\n",
+        "import speechbrain as sb\nsb.nnet.CNN, sb.Stage.LUNCH\n",
+        "from .speechbrain import Stage\nfrom . import speechbrain\nspeechbrain.Stage\n",
+        "import notspeechbrain.core\nnotspeechbrain.core.Stage\n",
+        "import ddpkit\nddpkit.Stage\n",
+        "'''speechbrain.core.Brain'''\n# speechbrain.core.Brain\n",
+        "from speechbrain.utils.train_logger import TensorBoardLogger\n",
+        "import speechbrain as sb\ndef f(sb): return sb.Stage\n",
+        "import speechbrain as sb\n[sb.Stage for sb in ()]\nlambda sb: sb.Stage\n",
+        "def f():\n    import speechbrain as sb\ndef g():\n    return sb.Stage\n",
+    ],
+)
+def test_what_is_not_ddpkits_stays_as_it_is(text):
+    change = port_python(text)
+    assert change.text == text
+    assert (change.names, change.notes) == (0, ())
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "told"),
+    [
+        ("from speechbrain.core import *\n", 1, "`from speechbrain.core import *` is left"),
+        ("x = 1\ny = 'speechbrain.utils.seed.seed_everything'\n", 2, "in a string is left"),
+        ("try:\n    import speechbrain as sb\nexcept E:\n    sb = None\nsb.Stage\n", 5, "`sb` is bound more than once"),
+        ("def f():\n    global sb\n    import speechbrain as sb\nsb.x\n", 0, ""),
+        (
+            "import speechbrain as sb\nf(sb.utils.checkpoints)\n",
+            2,
+            "the module `sb.utils.checkpoints` is used as a value",
+        ),
+        ("import speechbrain as sb\n(sb # c\n .Stage)\n", 2, "`sb.Stage` is left: write it in one piece"),
+    ],
+)
+def test_what_is_left_is_told(text, line, told):
+    change = port_python(text)
+    assert change.text == text
+    if told:
+        [note] = change.notes
+        assert note.lines == (line,)
+        assert told in note.text
+
+
+def test_names_are_counted():
+    assert port_python("import speechbrain as sb\nfrom speechbrain import Stage, Brain, x\nsb.Stage, sb.x").names == 3
+
+
+def test_what_is_no_python_is_refused():
+    for text in ("def f(:\n", "import speechbrain\n  x\n"):
+        with pytest.raises(SyntaxError):
+            port_python(text)
+
+
+def test_warnings_of_python_are_not_told():
+    assert ported('"\\d"\n') == '"\\d"\n'

@@ -1,0 +1,291 @@
+"""`python -m ddpkit port` on folders of recipes: what is shown, what is written, what is left."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import shutil
+import stat
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import yaml
+
+from ddpkit.cli import main
+from ddpkit.errors import ConfigError
+from ddpkit.porting import ddpkit_name, port_recipe, write_recipe
+from ddpkit.porting.scopes import dotted
+
+RECIPES = Path(__file__).parent / "recipes"
+CLEAN = "nothing to change: no Python or YAML file here names anything of SpeechBrain that ddpkit has\n"
+OLD, NEW = "import speechbrain as sb\nsb.Stage.TRAIN\n", "import ddpkit as sb\nsb.Stage.TRAIN\n"
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    shutil.copytree(RECIPES, tmp_path / "recipes")
+    return tmp_path / "recipes"
+
+
+def picture(folder):
+    return {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in folder.rglob("*") if path.is_file()}
+
+
+def exists(name):
+    """Whether Python finds a dotted name."""
+    parts = name.split(".")
+    for count in range(len(parts), 0, -1):
+        try:
+            value = import_module(".".join(parts[:count]))
+        except ModuleNotFoundError:
+            continue
+        for part in parts[count:]:
+            if not hasattr(value, part):
+                return False
+            value = getattr(value, part)
+        return True
+    return False
+
+
+def names_of(path):
+    """All dotted names that a file imports or uses, in full."""
+    if path.suffix != ".py":
+        tokens = [token.value for token in yaml.scan(path.read_text()) if isinstance(token, yaml.TagToken)]
+        return [word.rpartition(":")[2] for _, word in tokens]
+    tree, found, bound = ast.parse(path.read_text()), [], {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+            bound |= {
+                a.asname or a.name.split(".")[0]: a.name if a.asname else a.name.split(".")[0] for a in node.names
+            }
+        elif isinstance(node, ast.ImportFrom):
+            found += [f"{node.module}.{alias.name}" for alias in node.names]
+            bound |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+    inner = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    for node in ast.walk(tree):
+        first, _, rest = dotted(node).partition(".")
+        if rest and first in bound and id(node) not in inner:
+            found.append(f"{bound[first]}.{rest}")
+    return found
+
+
+# ------------------------------------------------------------------------------------------- names
+
+
+def test_afterwards_every_name_resolves(recipe):
+    assert main(["port", str(recipe), "--write"]) == 0
+    files = [path for path in recipe.rglob("*") if path.suffix in {".py", ".yaml"} and ".before" not in str(path)]
+    names = [name for path in files for name in names_of(path)]
+    ours = {name for name in names if name.split(".")[0] == "ddpkit"}
+    theirs = {name for name in names if name.split(".")[0] == "speechbrain"}
+    assert {name for name in ours if not exists(name)} == set()
+    assert {name for name in theirs if ddpkit_name(name)} == set()
+    assert len(files) == 5
+    assert {"ddpkit.Brain", "ddpkit.device.infer_device", "ddpkit.checkpoints.Checkpointer"} <= ours
+    assert {"speechbrain.dataio.dataset.DynamicItemDataset.from_csv", "speechbrain.nnet.losses.nll_loss"} <= theirs
+
+
+def test_a_recipe_that_needs_the_core_alone_runs_without_speechbrain(recipe, tmp_path):
+    assert main(["port", str(recipe / "own"), "--write"]) == 0
+    assert "import speechbrain" not in (recipe / "own/train.py").read_text()
+    command = [sys.executable, "train.py", "hparams/train.yaml", "--device=cpu", f"--output_folder={tmp_path / 'out'}"]
+    done = subprocess.run(command, cwd=recipe / "own", capture_output=True, text=True, timeout=500, check=False)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^test loss 0\.\d+ by ddpkit\.brain$", done.stdout, re.MULTILINE)
+    assert (tmp_path / "out/train_log.txt").read_text().count("epoch:") == 2
+
+
+# ------------------------------------------------------------------------------------------- the command
+
+
+def test_nothing_is_written_until_it_is_asked_for(recipe, capsys):
+    before = picture(recipe)
+    assert main(["port", str(recipe)]) == 0
+    shown = capsys.readouterr().out
+    assert picture(recipe) == before
+    assert "--- a/mixed/train.py\n+++ b/mixed/train.py\n" in shown
+    assert "would become ddpkit's; nothing was written (--write does)" in shown
+
+
+def test_the_diff_is_what_is_written(recipe, tmp_path, capsys):
+    (recipe / "odd.py").write_bytes(b"import speechbrain as sb\r\nsb.Stage\r\n'no end of line'; sb.core.Stage")
+    assert main(["port", str(recipe)]) == 0
+    patch, patched = tmp_path / "patch", tmp_path / "patched"
+    patch.write_bytes(capsys.readouterr().out.encode())
+    shutil.copytree(recipe, patched)
+    subprocess.run(["git", "apply", "--whitespace=nowarn", str(patch)], cwd=patched, check=True)
+    assert main(["port", str(recipe), "--write"]) == 0
+    for path in patched.rglob("*.*"):
+        assert path.is_dir() or path.read_bytes() == (recipe / path.relative_to(patched)).read_bytes()
+
+
+def test_twice_changes_nothing_and_the_copies_lead_back(recipe, capsys):
+    before = {path: raw for path, (raw, _) in picture(recipe).items()}
+    assert main(["port", str(recipe), "--write"]) == 0
+    shown = capsys.readouterr().out
+    backup = recipe / ".before-ddpkit"
+    assert f"the files as they were: {str(backup)!r}\nTo go back: cp -a {backup}/. {recipe}\n" in shown
+    after = picture(recipe)
+    assert main(["port", str(recipe), "--write"]) == 0
+    assert capsys.readouterr().out.endswith(CLEAN)
+    assert picture(recipe) == after
+    shutil.copytree(backup, recipe, dirs_exist_ok=True)
+    assert {path: path.read_bytes() for path in before} == before
+
+
+def test_an_earlier_copy_is_never_replaced(tmp_path, capsys):
+    for number, text in enumerate(["sb.Brain", "sb.Stage"]):
+        (tmp_path / "train.py").write_text(f"import speechbrain as sb\n{text}\n")
+        assert main(["port", str(tmp_path), "--write"]) == 0
+        name = ".before-ddpkit" if number == 0 else ".before-ddpkit-2"
+        assert (tmp_path / name / "train.py").read_text().endswith(f"{text}\n")
+    assert (tmp_path / ".before-ddpkit/train.py").read_text().endswith("sb.Brain\n")
+
+
+def test_what_behaves_differently_is_told_with_line_and_link(recipe, capsys):
+    main(["port", str(recipe)])
+    told = capsys.readouterr().out.partition("What behaves differently in this recipe:")[2]
+    lines = (recipe / "gan/train.py").read_text().splitlines()
+    shown = {
+        "def fit_batch": "overrides fit_batch",
+        "    max_grad_norm": "an option as an attribute",
+        "_should_save": "is not called any more",
+        "DistributedSamplerWrapper": "repeats samples to be even",
+        "train_loader =": "a ready-made loader is divided",
+    }
+    for code, text in shown.items():
+        number = next(number for number, line in enumerate(lines, 1) if code in line)
+        assert f"\ngan/train.py:{number}: {text}" in told
+    assert re.search(r"mixed/train.py:\d+: takes lengths.*\n    docs/porting.md#gradients-and-steps\n", told)
+    assert "mixed/hparams/tagger.yaml:8: never says `shuffle`" in told
+    assert "\nown/" not in told  # it gives a sampler
+
+
+def test_what_is_left_is_told(recipe, capsys):
+    main(["port", str(recipe)])
+    told = capsys.readouterr().out.partition("Left as it is:")[2]
+    assert re.search(r"mixed/train.py:\d+: speechbrain.utils.train_logger.FileTrainLogger in a string is left", told)
+
+
+@pytest.mark.parametrize(
+    ("name", "raw", "problem"),
+    [
+        ("bad.py", b"import speechbrain as sb\ndef f(:\n", r"line 2: "),
+        ("bad.py", b"# coding: no-such\nimport speechbrain\n", r"unknown encoding: no-such"),
+        ("bad.py", b"import speechbrain # \xff\n", r"invalid or missing encoding"),
+        ("bad.py", b"import speechbrain\0\n", r"null byte"),
+        ("bad.yaml", b"a: !new:speechbrain.Brain\n  - 'b\n", r"line \d: "),
+        ("bad.yaml", b"a: speechbrain \xff\n", r"can't decode byte"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_named_and_left(tmp_path, capsys, name, raw, problem):
+    (tmp_path / name).write_bytes(raw)
+    (tmp_path / "good.py").write_text(OLD)
+    assert main(["port", str(tmp_path), "--write"]) == 1
+    error = capsys.readouterr().err
+    assert re.fullmatch(rf"python -m ddpkit port: error: {name}: left as it is: .*{problem}.*\n", error)
+    assert (tmp_path / name).read_bytes() == raw
+    assert (tmp_path / "good.py").read_text() == NEW
+
+
+def test_an_empty_folder_and_wrong_arguments(tmp_path, capsys):
+    assert main(["port", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == CLEAN
+    assert main(["port", str(tmp_path / "nowhere")]) == 1
+    assert "does not exist: give the folder of a recipe" in capsys.readouterr().err
+    (tmp_path / "notes.txt").write_text(OLD)
+    with pytest.raises(ConfigError, match="neither Python nor YAML"):
+        port_recipe(tmp_path / "notes.txt")
+
+
+# ------------------------------------------------------------------------------------------- files
+
+
+def write(recipe):
+    return write_recipe(port_recipe(recipe))
+
+
+def test_mode_and_encoding_stay(tmp_path):
+    path = tmp_path / "train.py"
+    for raw in (b"# coding: latin-1\nx = '\xe9'\n" + OLD.encode(), b"\xef\xbb\xbf" + OLD.encode() + b"'\xc3\xa9'"):
+        path.write_bytes(raw)
+        path.chmod(0o755)
+        write(path)
+        assert path.read_bytes() == raw.replace(OLD.encode(), NEW.encode())
+        assert stat.S_IMODE(path.stat().st_mode) == 0o755
+
+
+def test_one_file_is_ported_alone(tmp_path):
+    (tmp_path / "train.py").write_text(OLD)
+    (tmp_path / "other.py").write_text(OLD)
+    assert write(tmp_path / "train.py") == tmp_path / ".before-ddpkit"
+    assert ((tmp_path / "train.py").read_text(), (tmp_path / "other.py").read_text()) == (NEW, OLD)
+
+
+@pytest.mark.parametrize(
+    "place", [".git", "__pycache__", "venv", "results/1", "save/CKPT+1", ".hidden.py", "notes.txt"]
+)
+def test_what_is_no_part_of_the_recipe_is_passed_over(tmp_path, place):
+    path = tmp_path / place / "train.py" if not Path(place).suffix or place == ".git" else tmp_path / place
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(OLD)
+    (tmp_path / "venv").mkdir(exist_ok=True)
+    (tmp_path / "venv/pyvenv.cfg").touch()
+    (tmp_path / "results/1").mkdir(parents=True, exist_ok=True)
+    (tmp_path / "results/1/env.log").touch()
+    assert port_recipe(tmp_path).changed == []
+
+
+def test_links_are_not_followed_out_of_the_folder(tmp_path):
+    (tmp_path / "shared.py").write_text(OLD)
+    recipe = tmp_path / "recipe"
+    (recipe / "inner").mkdir(parents=True)
+    (recipe / "train.py").write_text(OLD)
+    (recipe / "same.py").symlink_to("train.py")
+    (recipe / "shared.py").symlink_to("../shared.py")
+    (recipe / "broken.py").symlink_to("nowhere.py")
+    (recipe / "loop").symlink_to(".")
+    found = port_recipe(recipe)
+    write_recipe(found)
+    assert {one.name: one.problem for one in found.problems} == {
+        "broken.py": "No such file or directory",
+        "shared.py": f"a link that leads out of the folder, to '{tmp_path}/shared.py'",
+    }
+    assert (recipe / "same.py").is_symlink()
+    assert (recipe / "same.py").read_text() == NEW
+    assert (tmp_path / "shared.py").read_text() == OLD
+    write(recipe / "shared.py")  # asked for by its name
+    assert (tmp_path / "shared.py").read_text() == NEW
+    assert (recipe / "shared.py").is_symlink()
+
+
+def test_a_read_only_file_is_left(tmp_path):
+    (tmp_path / "train.py").write_text(OLD)
+    (tmp_path / "train.py").chmod(0o444)
+    [one] = port_recipe(tmp_path).problems
+    assert (one.name, one.problem) == ("train.py", "it is read-only")
+    assert write(tmp_path) is None
+
+
+def test_a_pipe_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "train.py")
+    [one] = port_recipe(tmp_path).problems
+    assert one.problem == "not a regular file"
+
+
+def test_a_write_that_fails_leaves_the_old_file_and_no_other(tmp_path, monkeypatch):
+    (tmp_path / "train.py").write_text(OLD)
+
+    def full(descriptor):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        write(tmp_path)
+    assert (tmp_path / "train.py").read_text() == OLD
+    assert {path.name for path in tmp_path.iterdir()} == {"train.py", ".before-ddpkit"}

@@ -62,12 +62,9 @@ speechbrain.dataio.dataloader ddpkit.dataloader: make_dataloader
 speechbrain.dataio.sampler ddpkit.sampler: BalancingDataSampler ConcatDatasetBatchSampler DistributedSamplerWrapper
 speechbrain.dataio.sampler ddpkit.sampler: DynamicBatchSampler ReproducibleRandomSampler
 speechbrain.dataio.sampler ddpkit.sampler: ReproducibleWeightedRandomSampler
-speechbrain.nnet.schedulers ddpkit.schedulers: CyclicCosineScheduler CyclicLRScheduler IntervalScheduler
-speechbrain.nnet.schedulers ddpkit.schedulers: InverseSquareRootScheduler LinearNoamScheduler LinearScheduler
-speechbrain.nnet.schedulers ddpkit.schedulers: LinearWarmupScheduler NewBobScheduler NoamIntervalScheduler
-speechbrain.nnet.schedulers ddpkit.schedulers: NoamScheduler ReduceLROnPlateau ScheduledLoss StepScheduler
-speechbrain.nnet.schedulers ddpkit.schedulers: TriStageLRSchedule WarmAndExpDecayLRSchedule WarmCoolDecayLRSchedule
-speechbrain.nnet.schedulers ddpkit.schedulers: update_learning_rate
+speechbrain.nnet.schedulers ddpkit.schedulers: CyclicLRScheduler IntervalScheduler LinearScheduler LinearWarmupScheduler
+speechbrain.nnet.schedulers ddpkit.schedulers: NewBobScheduler NoamScheduler ReduceLROnPlateau StepScheduler
+speechbrain.nnet.schedulers ddpkit.schedulers: WarmAndExpDecayLRSchedule update_learning_rate
 """
 
 

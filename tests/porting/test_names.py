@@ -16,19 +16,11 @@ NAMES = [
 ]
 
 
-# Modules that offer a part of their names.
-IN_PART = {"ddpkit.batch", "ddpkit.metric_stats", "ddpkit.parameter_transfer", "ddpkit.schedulers"}
-
-
 @pytest.mark.parametrize(("theirs", "ours"), NAMES)
 def test_a_name_of_the_table_leads_to_what_is_there(theirs, ours):
     home, _, name = ours.rpartition(".")
-    try:
-        offered = hasattr(import_module(home), name)
-    except ModuleNotFoundError:
-        offered = False
-    assert offered or home in IN_PART
-    assert ddpkit_name(theirs) == (ours if offered else None)
+    assert hasattr(import_module(home), name)
+    assert ddpkit_name(theirs) == ours
 
 
 def test_a_name_has_one_home():

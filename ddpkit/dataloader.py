@@ -416,7 +416,8 @@ def make_dataloader(dataset: Any, looped_nominal_epoch: int | None = None, **loa
     Args:
         dataset: map-style or iterable.
         looped_nominal_epoch: batches per nominal epoch; makes a :class:`LoopedLoader`.
-        loader_kwargs: as for ``torch.utils.data.DataLoader``.
+        loader_kwargs: as for ``torch.utils.data.DataLoader``. Without a ``collate_fn`` a ``DynamicItemDataset`` of
+            SpeechBrain gets :class:`~ddpkit.batch.PaddedBatch`.
 
     Returns:
         A :class:`SaveableDataLoader`, a ``DataLoader`` for an ``IterableDataset``, or a :class:`LoopedLoader`.

@@ -25,8 +25,8 @@ class Pretrainer:
     by name, with a warning for each parameter that only one side has; else as from a checkpoint.
 
     Args:
-        collect_in: a folder that gets a link ``<name>.ckpt`` to each file. A file of that name that is there already,
-            and is no link, is taken instead of the source.
+        collect_in: a folder that gets a link ``<name>.ckpt`` to each file. A file of that name that is there already
+            is taken instead of the source; a link, such as SpeechBrain's, only where the source is on a hub.
         loadables: objects by name.
         paths: files by name.
         custom_hooks: by name; called with the object and the path.
@@ -142,9 +142,12 @@ class Pretrainer:
     def _find(self, name: str, source: str) -> Path:
         """Return the file that a source names, or the one that stands in its place."""
         ready = None if self.collect_in is None else self.collect_in / f"{name}{PARAMFILE_EXT}"
-        for path in (ready, Path(source).expanduser()):
-            if path is not None and path.is_file() and not (path == ready and path.is_symlink()):
-                return path.absolute()
+        given = Path(source).expanduser()
+        is_elsewhere = "://" in source or not (given.is_absolute() or given.parent.is_dir())
+        if ready is not None and ready.is_file() and (is_elsewhere or not ready.is_symlink()):
+            return ready.absolute()
+        if given.is_file():
+            return given.absolute()
         place = "" if ready is None else f", or put it at {ready}"
         raise MissingFileError(
             f"Pretrainer: {source}, for {name!r}, is no file on disk, and ddpkit downloads nothing. Download it first "

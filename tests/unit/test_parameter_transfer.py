@@ -63,10 +63,15 @@ def test_another_path_replaces_the_link_of_an_earlier_run(tmp_path):
         pretrainer.collect_files()
 
 
-def test_a_file_that_was_put_there_stands_for_a_source_that_is_elsewhere(tmp_path):
-    saved(tmp_path / "model.ckpt", 5)
+@pytest.mark.parametrize("source", ["speechbrain/asr-crdnn/model.ckpt", "https://example.org/model.ckpt"])
+@pytest.mark.parametrize("is_link", [False, True])
+def test_what_was_put_there_stands_for_a_source_that_is_elsewhere(tmp_path, source, is_link):
+    if is_link:
+        (tmp_path / "model.ckpt").symlink_to(saved(tmp_path / "cache" / "blob", 5))
+    else:
+        saved(tmp_path / "model.ckpt", 5)
     model = nn.Linear(2, 1)
-    pretrainer = Pretrainer(tmp_path, {"model": model}, {"model": "speechbrain/asr-crdnn/model.ckpt"})
+    pretrainer = Pretrainer(tmp_path, {"model": model}, {"model": source})
     assert pretrainer.collect_files() == {"model": tmp_path / "model.ckpt"}
     pretrainer.load_collected()
     assert value_of(model) == 5

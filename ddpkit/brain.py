@@ -17,7 +17,7 @@ from ddpkit.base import mark_as_loader, mark_as_saver, register_checkpoint_hooks
 from ddpkit.comm import check_train_data, optimizer_facts, require_agreement, together
 from ddpkit.control import POSITION, failure_notice, usage_errors
 from ddpkit.dataloader import LoopedLoader, SaveableDataLoader
-from ddpkit.distributed import ddp_init_group, get_rank, get_world_size, is_distributed_initialized, run_on_main
+from ddpkit.distributed import ddp_init_group, get_rank, get_world_size, run_on_main
 from ddpkit.ema import require_average, weight_average
 from ddpkit.errors import ConfigError
 from ddpkit.logger import format_order_of_magnitude, get_logger
@@ -185,7 +185,6 @@ class Brain(_Typed):
         device, recipe = str(options.device), self._recipe()
         strategy = make_strategy(
             device,
-            distributed_launch=is_distributed_initialized(),  # also where the group is the user's own
             data_parallel=options.data_parallel_backend,
             find_unused_parameters=options.find_unused_parameters,
             decides_late=recipe.has_own_fit_batch,

@@ -75,8 +75,11 @@ def begin_stage(*, divided: bool) -> None:
 
 
 @contextlib.contextmanager
-def nothing_counts() -> Iterator[None]:
+def nothing_counts(use: bool = True) -> Iterator[None]:
     """Let metrics and batch statistics ignore what they are given: for a batch that is repeated only to keep step.
+
+    Args:
+        use: False makes a context that changes nothing.
 
     Ranks: local.
 
@@ -89,7 +92,8 @@ def nothing_counts() -> Iterator[None]:
         >>> total.compute()
         0.0
     """
-    before, _Stages.repeating = _Stages.repeating, True
+    before = _Stages.repeating
+    _Stages.repeating = before or use
     try:
         yield
     finally:

@@ -16,7 +16,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 from torch.utils.data.distributed import DistributedSampler
 
 from ddpkit.augmentation import LOADER_OPTIONS, KeyedSampler, Place, keyed_loader, load_keyed
-from ddpkit.base import mark_as_loader, mark_as_saver, register_checkpoint_hooks
+from ddpkit.base import get_rank, get_world_size, mark_as_loader, mark_as_saver, register_checkpoint_hooks
 from ddpkit.batch import default_collate_for
 from ddpkit.control import start_loading
 from ddpkit.data.likeness import sketch
@@ -69,6 +69,19 @@ class Sharding:
     seed: int = DEFAULT_SEED
     global_batch_size: int | None = None
     micro_batches: int = 1
+
+    @classmethod
+    def of_this_rank(cls, **given: Any) -> Sharding:
+        """Return the part of this rank among all ranks of its process group, shuffled by the experiment's seed.
+
+        Args:
+            given: other attributes by name; also what shall differ.
+
+        Example:
+            >>> Sharding.of_this_rank(global_batch_size=32).world_size
+            1
+        """
+        return cls(**{"rank": get_rank() or 0, "world_size": get_world_size(), "seed": default_seed(), **given})
 
 
 @register_checkpoint_hooks

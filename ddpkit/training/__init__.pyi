@@ -10,6 +10,9 @@ from ddpkit.training.feed import (
 from ddpkit.training.feed import (
     Feed as Feed,
 )
+from ddpkit.training.feed import (
+    Window as Window,
+)
 from ddpkit.training.gathering import (
     Seen as Seen,
 )

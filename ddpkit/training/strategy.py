@@ -525,8 +525,8 @@ class DDP(Strategy):
 def make_strategy(
     device: str,
     *,
-    distributed_launch: bool,
-    data_parallel: bool,
+    distributed_launch: bool | None = None,
+    data_parallel: bool = False,
     find_unused_parameters: bool = False,
     decides_late: bool = False,
 ) -> Strategy:
@@ -534,7 +534,7 @@ def make_strategy(
 
     Args:
         device: of this process.
-        distributed_launch: whether a launcher started several processes.
+        distributed_launch: whether a launcher started several processes; None: whether there is a process group.
         data_parallel: the option ``data_parallel_backend``.
         find_unused_parameters: passed on to DDP.
         decides_late: likewise.
@@ -545,9 +545,11 @@ def make_strategy(
     Ranks: local.
 
     Example:
-        >>> make_strategy("cpu", distributed_launch=False, data_parallel=False).name
+        >>> make_strategy("cpu").name
         'one device'
     """
+    if distributed_launch is None:
+        distributed_launch = distributed.is_distributed_initialized()
     if distributed_launch and data_parallel:
         raise ConfigError(
             f"data_parallel_backend=True is for one process, and a launcher has started "

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-import shlex
 import subprocess
 from pathlib import Path
 
 import pytest
 
-from tests.launching import BIN, Run, python, torchrun
+from tests.examples.pages import BLOCK, run, sessions
+from tests.launching import Run, python, torchrun
 
 pytestmark = [pytest.mark.slow]
 
@@ -22,10 +22,8 @@ PAGES = (
     "docs/how-to/schedules.md",
 )
 
-BLOCK = re.compile(r"^```(?P<language>yaml|python|console)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
 FILE = re.compile(r"# (?P<name>[\w.]+)(?P<end>, at the end)?(, from `(?P<start>.+)` on)?\n")
 NOT_RUN_HERE = ("git", "make")
-NUMBER = re.compile(r"\d+")
 
 
 def write(text, folder):
@@ -40,26 +38,6 @@ def write(text, folder):
         old = path.read_text()
         body = old[: old.rindex("\n", 0, old.index(found["start"])) + 1] + body
     path.write_text(body)
-
-
-def sessions(text):
-    """Part a console block into commands and the lines that are shown below each."""
-    for part in re.split(r"^\$ ", text, flags=re.MULTILINE)[1:]:
-        command, *shown = part.splitlines()
-        yield shlex.split(command), [line for line in shown if line != "..."]
-
-
-def without_numbers(lines):
-    """Another machine rounds otherwise, and at another time of the day."""
-    return [NUMBER.sub("0", line) for line in lines]
-
-
-def run(words, shown, folder):
-    run = Run([str(BIN / words[0]), *words[1:]], folder).wait()
-    assert run.code == 0, run.tail()
-    printed = iter(without_numbers([*run.out.splitlines(), *run.err.splitlines()]))
-    for line in without_numbers(shown):
-        assert line in printed, f"{shlex.join(words)} does not print, in this order: {line}\n{run.out}\n{run.err}"
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -36,6 +36,7 @@ DIFFERENCES = {
     "not called": ("is not called any more", "#methods-of-the-brain"),
     "own saving": ("overrides of _save and _recover are used", "#checkpoints"),
     "own step": ("steps an optimizer by itself: nothing is clipped, and no step is skipped", "#limits-worth-knowing"),
+    "pretrainer": ("Pretrainer takes files on disk: it downloads nothing from a hub or a page", "#checkpoints"),
     "saved by main": ("saves on the main process alone: all ranks may call it, nobody hangs", "#main-only-work"),
     "seed": ("the order of samples follows seed_everything, not torch.manual_seed", "#samplers"),
     "window": ("counts windows by itself: self.should_step is right in a short last one, too", _OWN),
@@ -48,6 +49,11 @@ _METHODS = {
     "_save": "own saving",
     "_recover": "own saving",
     **dict.fromkeys(_NOT_CALLED, "not called"),
+}
+_CLASSES = {
+    "DistributedSamplerWrapper": "divided sampler",
+    "Pretrainer": "pretrainer",
+    "SaveableGenerator": "generator",
 }
 _HOOKS = {"compute_forward", "compute_objectives", "fit_batch"}
 _LOSS = re.compile(r"loss|cost|nll|criterion|objective")
@@ -118,10 +124,8 @@ def _is_brain(node: ast.ClassDef) -> bool:
 
 def _in_file(tree: ast.Module) -> Found:
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and _last(node.func) == "DistributedSamplerWrapper":
-            yield node.lineno, "divided sampler"
-        elif isinstance(node, ast.Call) and _last(node.func) == "SaveableGenerator":
-            yield node.lineno, "generator"
+        if isinstance(node, ast.Call) and _last(node.func) in _CLASSES:
+            yield node.lineno, _CLASSES[_last(node.func)]
         elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
             if _last(node.value.func) in _LOADERS and "train" in ast.unparse(node.targets[0]):
                 yield node.lineno, "divided loader"
@@ -271,6 +275,9 @@ def _of_entry(key: str, value: yaml.Node, text: str) -> Iterator[str]:
         yield "clipping"
     if key == "jit_module_keys" or (key == "jit" and plain.lower() == "true"):
         yield "jit"
+    last = value.tag.rpartition(".")[2]
+    if last in _CLASSES:
+        yield _CLASSES[last]
     if value.tag.endswith("apply:torch.manual_seed") and "seed_everything" not in text:
         yield "seed"
 

@@ -7,6 +7,7 @@ from importlib import import_module
 import pytest
 
 from ddpkit.porting import TABLE, ddpkit_module, ddpkit_name, names
+from tests.porting import naming_table
 
 NAMES = [
     (f"{module}.{name}", f"{home}.{name}")
@@ -64,3 +65,7 @@ def test_a_module_that_is_not_there_answers_nothing(monkeypatch):
     monkeypatch.setitem(names._HOMES, "speechbrain.lobes.CRDNN", "ddpkit.no_such_module.CRDNN")
     assert ddpkit_name("speechbrain.lobes.CRDNN") is None
     assert ddpkit_module("speechbrain.lobes") is None
+
+
+def test_the_page_shows_the_table():
+    assert naming_table.parts()[1].strip() == naming_table.table().strip(), "run python -m tests.porting.naming_table"

@@ -59,10 +59,11 @@ def run(words: Sequence[str]) -> int:
     recipe = port_recipe(options.recipe)
     for one in recipe.changed:
         _say(one.diff())
-    _say("".join(_differences(recipe)))
+    backup = write_recipe(recipe) if options.write else None
+    _say("".join(_differences(recipe if backup is None else port_recipe(options.recipe))))  # with the lines as they are
     for one in recipe.problems:
         sys.stderr.write(_encoded(f"{PROGRAM}: error: {one.name}: left as it is: {one.problem}\n", sys.stderr))
-    _say(_summary(recipe, write_recipe(recipe) if options.write else None))
+    _say(_summary(recipe, backup))
     return 1 if recipe.problems else 0
 
 
@@ -95,7 +96,8 @@ def _told(name: str, note: Note) -> str:
 def _summary(recipe: PortedRecipe, backup: Path | None) -> str:
     changed = recipe.changed
     if not changed:
-        return "nothing to change: no Python or YAML file here names anything of SpeechBrain that ddpkit has\n"
+        other = "other " if recipe.problems else ""
+        return f"nothing to change: no {other}Python or YAML file here names anything of SpeechBrain that ddpkit has\n"
     names, files = sum(one.change.names for one in changed if one.change), len(changed)
     what = f"{names} name{'s' * (names != 1)} in {files} file{'s' * (files != 1)}"
     if backup is None:

@@ -65,7 +65,7 @@ class PortedFile:
         if self.change is None:
             return ""
         old, new = (re.split(r"(?<=\n)", text) for text in (self.old, self.change.text))
-        pieces = difflib.unified_diff([o for o in old if o], [n for n in new if n], f"a/{self.name}", f"b/{self.name}")
+        pieces = difflib.unified_diff([*filter(None, old)], [*filter(None, new)], f"a/{self.name}", f"b/{self.name}")
         return "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in pieces)
 
 
@@ -223,14 +223,12 @@ def write_recipe(recipe: PortedRecipe) -> Path | None:
 
 
 def _new_folder(root: Path) -> Path:
-    number = 1
-    while True:
-        folder = root / (_BACKUP if number == 1 else f"{_BACKUP}-{number}")
-        try:
-            folder.mkdir()
-            return folder
-        except FileExistsError:
-            number += 1
+    number, folder = 1, root / _BACKUP
+    while folder.exists():
+        number += 1
+        folder = root / f"{_BACKUP}-{number}"
+    folder.mkdir()
+    return folder
 
 
 def _replace(path: Path, raw: bytes) -> None:

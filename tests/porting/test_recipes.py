@@ -166,6 +166,14 @@ def test_what_behaves_differently_is_told_with_line_and_link(recipe, capsys):
     assert "\nown/" not in told  # it gives a sampler
 
 
+def test_lines_are_those_of_the_file_as_it_is(recipe, capsys):
+    path = recipe / "mixed/train.py"
+    for arguments in ([], ["--write"], []):
+        main(["port", str(recipe), *arguments])
+        [number] = re.findall(r"mixed/train.py:(\d+): takes lengths", capsys.readouterr().out)
+        assert "nll_loss(" in path.read_text().splitlines()[int(number) - 1]
+
+
 def test_what_is_left_is_told(recipe, capsys):
     main(["port", str(recipe)])
     told = capsys.readouterr().out.partition("Left as it is:")[2]

@@ -6,11 +6,7 @@ from ddpkit.compat.forkservers import (
 )
 from ddpkit.compat.process_groups import (
     all_groups as all_groups,
-)
-from ddpkit.compat.process_groups import (
     default_store as default_store,
-)
-from ddpkit.compat.process_groups import (
     timeout_of as timeout_of,
 )
 from ddpkit.compat.random_streams import (

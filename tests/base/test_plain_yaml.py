@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from hypothesis import example, given
-from hypothesis import strategies as st
+from hypothesis import example, given, strategies as st
 from yaml.constructor import SafeConstructor
 
 from ddpkit.base.plain_yaml import UnreadableValue, dump_plain_yaml, load_plain_yaml

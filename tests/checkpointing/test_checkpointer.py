@@ -14,8 +14,7 @@ import yaml
 from torch import nn
 
 from ddpkit import checkpoints
-from ddpkit.checkpointing import folder as checkpoint_folder
-from ddpkit.checkpointing import storage
+from ddpkit.checkpointing import folder as checkpoint_folder, storage
 from ddpkit.checkpoints import (
     Checkpoint,
     Checkpointer,

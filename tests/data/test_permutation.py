@@ -9,8 +9,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from ddpkit.data.permutation import SMALL, Order, mix, mix_key
 from ddpkit.sampler import PlannedBatchSampler

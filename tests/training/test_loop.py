@@ -9,8 +9,7 @@ from collections import Counter
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from ddpkit.control import Beat, BeatReport, Requests
 from ddpkit.dataloader import LoopedLoader, Sharding, shard

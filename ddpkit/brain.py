@@ -245,18 +245,20 @@ class Brain(_Typed):
     avg_train_loss: float = _part("progress.avg_train_loss", "Mean training loss of the epoch so far.")
     checkpointer: Any = _part(f"{_RUN}.policy.checkpointer", "The checkpointer, or None.")
     optimizers_dict: dict[str, torch.optim.Optimizer] | None = _part(
-        f"{_RUN}.step.optimizers", "Name -> optimizer, once :meth:`init_optimizers` has run."
+        f"{_RUN}.train_step.optimizers", "Name -> optimizer, once :meth:`init_optimizers` has run."
     )
     scaler: torch.amp.GradScaler = _part(
-        f"{_RUN}.step.scaler", "The scaler of fp16 gradients; disabled with another precision."
+        f"{_RUN}.train_step.scaler", "The scaler of fp16 gradients; disabled with another precision."
     )
-    ema: WeightAverage | None = _part(f"{_RUN}.step.ema", "The average of the weights, or None without ``ema_decay``.")
+    ema: WeightAverage | None = _part(
+        f"{_RUN}.train_step.ema", "The average of the weights, or None without ``ema_decay``."
+    )
     profiler: Any = _part(f"{_RUN}.stages.profiler", "Of this call of ``fit``, with ``profile_training``; else None.")
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
         """The optimizer of ``opt_class``, or a recipe's single one."""
-        optimizer = self.__run.step.optimizer
+        optimizer = self.__run.train_step.optimizer
         if optimizer is None:
             raise AttributeError(f"{type(self).__name__} has no optimizer: init_optimizers makes it when fit begins")
         return optimizer
@@ -264,7 +266,7 @@ class Brain(_Typed):
     @optimizer.setter
     def optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         if _can_write(self, optimizer):
-            self.__run.step.optimizer = optimizer
+            self.__run.train_step.optimizer = optimizer
 
     @property
     def lr_scale(self) -> float:
@@ -329,16 +331,16 @@ class Brain(_Typed):
             The mean loss of the batch, detached, shape ``()``; on its device, so that nobody waits for it. Where
             :meth:`compute_objectives` returns ``(loss_sum, count)``, these two.
         """
-        step, should_step = self.__run.step, self.should_step
+        train_step, should_step = self.__run.train_step, self.should_step
         self.on_fit_batch_start(batch, should_step)
         with self.no_sync(not should_step):
             with self.training_ctx:
                 outputs = self.compute_forward(batch, Stage.TRAIN)
                 loss = self.compute_objectives(outputs, batch, Stage.TRAIN)
-            step.backward(loss)
+            train_step.backward(loss)
         if should_step:
             self.optimizers_step()
-        result, loss = step.take_result(loss)
+        result, loss = train_step.take_result(loss)
         self.on_fit_batch_end(batch, outputs, loss, should_step)
         return result
 
@@ -383,16 +385,16 @@ class Brain(_Typed):
         if self.opt_class is None:
             logger.info("No opt_class: nothing is optimized unless init_optimizers is overridden.")
             return
-        step, split_vectors = self.__run.step, self.run_opts.remove_vector_weight_decay
+        train_step, split_vectors = self.__run.train_step, self.run_opts.remove_vector_weight_decay
         self.optimizer = optim.make_optimizer(self.opt_class, self.modules, split_vectors=split_vectors)
         self.optimizers_dict = {"opt_class": self.optimizer}
         self.__run.policy.add("optimizer", self.optimizer)
         if self.scheduler_class is not None:
             length, every = self.__run.length, self.run_opts.scheduler_every
             steps = length.total_steps if every == "step" else length.epochs
-            before = step.schedule
-            step.schedule = optim.make_schedule(self.scheduler_class, self.optimizer, every, steps)
-            self.__run.policy.add_schedule(step.schedule, before)
+            before = train_step.schedule
+            train_step.schedule = optim.make_schedule(self.scheduler_class, self.optimizer, every, steps)
+            self.__run.policy.add_schedule(train_step.schedule, before)
 
     def on_fit_start(self) -> None:
         """Compile, wrap, make optimizers, recover the newest checkpoint: once, however often ``fit`` is called."""
@@ -443,7 +445,7 @@ class Brain(_Typed):
     # ------------------------------------------------------------------ for a fit_batch of your own
 
     should_step: bool = property(  # type: ignore[assignment]
-        operator.attrgetter(f"{_RUN}.step.should_step"),
+        operator.attrgetter(f"{_RUN}.train_step.should_step"),
         doc="Whether the current micro-batch closes its accumulation window, after which the optimizers step. "
         "The same on every rank, also in a short last window.",
     )
@@ -465,7 +467,7 @@ class Brain(_Typed):
 
         Ranks: collective under DDP where :attr:`should_step` is true; all ranks call it equally often.
         """
-        self.__run.step.backward(loss, retain_graph=retain_graph)
+        self.__run.train_step.backward(loss, retain_graph=retain_graph)
 
     def no_sync(self, use: bool = True) -> AbstractContextManager[None]:
         """Return a context in which gradients are accumulated without being averaged over ranks.
@@ -475,7 +477,7 @@ class Brain(_Typed):
         Args:
             use: False returns a context that does nothing.
         """
-        return self.__run.step.no_sync() if use else NOTHING
+        return self.__run.train_step.no_sync() if use else NOTHING
 
     def optimizers_step(self) -> None:
         """Clip all gradients together, step the optimizers, drop the gradients; or skip, on all ranks alike.
@@ -483,11 +485,11 @@ class Brain(_Typed):
         Raises:
             NonFiniteLossError: more than ``nonfinite_patience`` steps of this epoch were not finite.
         """
-        self.__run.step.take(self)
+        self.__run.train_step.take(self)
 
     def zero_grad(self, set_to_none: bool = False) -> None:
         """Zero the gradients of the optimizers that are not frozen, or drop them."""
-        optim.zero_gradients(self.__run.step.active(self), set_to_none=set_to_none)
+        optim.zero_gradients(self.__run.train_step.optimizers_to_step(self), set_to_none=set_to_none)
 
     def check_loss_isfinite(self, loss: torch.Tensor) -> None:
         """Warn on this rank if a loss is not finite; waits for the device. For recipes that override ``fit_batch``.
@@ -810,14 +812,14 @@ class Brain(_Typed):
         self.__run.strategy.wrap(self.modules)
 
     def _scale_learning_rates(self) -> None:
-        named = self.__run.step.named_optimizers()
+        named = self.__run.train_step.named_optimizers()
         others = {name: one for name, one in vars(self).items() if isinstance(one, torch.optim.Optimizer)}
         known = {id(one) for one in named.values()}
         self.__run.lr_scaling.follow({**named, **{name: one for name, one in others.items() if id(one) not in known}})
 
     def _check_prepared(self, *, validates: bool) -> None:
         """Check what ``on_fit_start`` has made; after its first call, compare optimizers."""
-        schedule = self.__run.step.schedule
+        schedule = self.__run.train_step.schedule
         if self.scheduler_class is not None and schedule is None:
             raise ConfigError(
                 f"scheduler_class was given, and nothing has made a schedule of it: {type(self).__name__} overrides "

@@ -124,7 +124,7 @@ class Side:
         self.norms: dict[str, bool] = {}
         self.sketches: list[Sketch] = []
         self._kept: list[Gradients] = []
-        self.optimizers = list(parts.step.named_optimizers().values())
+        self.optimizers = list(parts.train_step.named_optimizers().values())
         self._names, self.outside = self._name_parameters()
         brain.on_stage_start(Stage.TRAIN, 1)
         brain.modules.train()
@@ -215,7 +215,7 @@ class Side:
                 progress.step += 1
                 with contextlib.nullcontext() if progress.window.count else _counting_nothing():
                     brain.fit_batch(batch)
-            if self.parts.step.prepare_flush(brain):
+            if self.parts.train_step.prepare_flush(brain):
                 brain.optimizers_step()
             progress.window.stepped()
         if not self._kept:
@@ -252,7 +252,7 @@ class Side:
     def _name_parameters(self) -> tuple[dict[int, str], list[str]]:
         names = {id(parameter): name for name, parameter in self.brain.raw_modules.named_parameters()}
         outside = []
-        for name, optimizer in self.parts.step.named_optimizers().items():
+        for name, optimizer in self.parts.train_step.named_optimizers().items():
             for number, parameter in enumerate(_parameters([optimizer])):
                 if id(parameter) not in names:
                     names[id(parameter)] = f"parameter {number} of optimizer {name!r}"
@@ -261,10 +261,10 @@ class Side:
 
     def _step(self) -> None:
         """Do what ``optimizers_step`` does, but for the step itself and what follows it."""
-        step, brain = self.parts.step, self.brain
+        train_step, brain = self.parts.train_step, self.brain
         self.has_counts = self.has_counts or brain.progress.window.counted is not None
-        multiplier, optimizers = step.take_multiplier(), step.participants(brain)
-        step.strategy.finish_gradients()
+        multiplier, optimizers = train_step.take_multiplier(), train_step.note_optimizers_to_step(brain)
+        train_step.strategy.finish_gradients()
         self._keep(optimizers, multiplier)
         optim.zero_gradients(optimizers, set_to_none=True)
         brain.progress.optimizer_step += 1

@@ -54,7 +54,7 @@ class CheckpointPolicy:
         checkpointer: a :class:`~ddpkit.checkpoints.Checkpointer`, or None.
         options: of the run.
         progress: of the run.
-        step: has the optimizers, the scaler and the average of the weights.
+        train_step: has the optimizers, the scaler and the average of the weights.
         run_state: what a checkpoint holds of the run.
         rank_state: and of this rank.
         has_own_fit_batch: whether the recipe overrides ``fit_batch``.
@@ -70,7 +70,7 @@ class CheckpointPolicy:
         checkpointer: Any,
         options: RunOptions,
         progress: Progress,
-        step: TrainStep,
+        train_step: TrainStep,
         run_state: RunState,
         rank_state: RankState,
         *,
@@ -79,7 +79,7 @@ class CheckpointPolicy:
         if checkpointer is not None and not isinstance(checkpointer, Checkpointer):
             raise ConfigError(f"checkpointer={checkpointer!r} is no ddpkit.checkpoints.Checkpointer.")
         self.checkpointer: Checkpointer | None = checkpointer
-        self.options, self.progress, self.step = options, progress, step
+        self.options, self.progress, self.train_step = options, progress, train_step
         self.run_state, self.rank_state = run_state, rank_state
         self._has_own_fit_batch = has_own_fit_batch
         self._trains_in: Path | None = None
@@ -97,7 +97,7 @@ class CheckpointPolicy:
         Raises:
             ConfigError: another Brain, or something of the recipe, stands there already.
         """
-        checkpointer, states, scaler = self.checkpointer, self.rank_state.states, self.step.scaler
+        checkpointer, states, scaler = self.checkpointer, self.rank_state.states, self.train_step.scaler
         if checkpointer is None or states is None:
             return
         if self.options.debug and not self.options.debug_persistently:
@@ -113,8 +113,8 @@ class CheckpointPolicy:
         checkpointer.add_recoverable(RANKS, states, custom_load_hook=self._load_ranks, optional_load=True)
         if scaler.is_enabled():
             checkpointer.add_recoverable("scaler", scaler, optional_load=True)
-        if self.step.ema is not None:
-            self.step.ema.add_to(checkpointer)
+        if self.train_step.ema is not None:
+            self.train_step.ema.add_to(checkpointer)
         checkpointer.around_save = self._around_save
         checkpointer.tell_epoch = lambda: self.progress.epoch or None
         self._hand_on_options(checkpointer)
@@ -162,7 +162,7 @@ class CheckpointPolicy:
 
     def _others(self) -> dict[str, Any]:
         """Return what the checkpointer saves, but for the Brain itself and its averages."""
-        ema = self.step.ema
+        ema = self.train_step.ema
         return {name: one for name, one in self._recoverables().items() if name != "brain" and one is not ema}
 
     # ------------------------------------------------------------------ a call of fit
@@ -285,7 +285,7 @@ class CheckpointPolicy:
         if lost:
             words = "The checkpointer saves no weights of the module(s) %s: add_recoverable(name, module) adds them."
             logger.warning(words, ", ".join(lost))
-        forgotten = optimizers_not_saved(self.step.optimizers, others)
+        forgotten = optimizers_not_saved(self.train_step.optimizers, others)
         if forgotten:
             words = "The checkpointer saves nothing of the optimizer(s) %s: give it them in init_optimizers."
             logger.warning(words, ", ".join(forgotten))
@@ -454,8 +454,10 @@ class CheckpointPolicy:
         progress, states = self.progress, self.rank_state.states
         if states is None or progress.trained is None or progress.closed <= self.rank_state.resumed_step:
             return  # nothing has been trained since the epoch began, or since the checkpoint it goes on from
-        if self.step.is_stepping or checkpointer.saves_on_every_rank:
-            reason = "it came inside of an optimizer step" if self.step.is_stepping else "a saver needs every rank"
+        if self.train_step.is_stepping or checkpointer.saves_on_every_rank:
+            reason = (
+                "it came inside of an optimizer step" if self.train_step.is_stepping else "a saver needs every rank"
+            )
             logger.warning("No checkpoint is made of the failure: %s.", reason)
             return
         is_over = progress.sums is not None  # the pass: then the sums of all ranks are known

@@ -40,7 +40,7 @@ class Run:
         ema: average of the weights, or None.
 
     Attributes:
-        step: one optimizer step.
+        train_step: one optimizer step.
         policy: when to save, what to recover.
         stop: why and when to stop.
         guard: failure notice and limits of time.
@@ -72,16 +72,16 @@ class Run:
         ema: WeightAverage | None,
     ) -> None:
         self.recipe, self.strategy = recipe, strategy
-        self.step = TrainStep(recipe, modules, strategy, options, progress, scaler, ema)
+        self.train_step = TrainStep(recipe, modules, strategy, options, progress, scaler, ema)
         rank_state = RankState(progress, strategy, modules, saves=checkpointer is not None)
-        run_state = RunState(options, progress, modules, self.step, rank_state)
-        parts = options, progress, self.step, run_state, rank_state
+        run_state = RunState(options, progress, modules, self.train_step, rank_state)
+        parts = options, progress, self.train_step, run_state, rank_state
         self.policy = CheckpointPolicy(checkpointer, *parts, has_own_fit_batch=recipe.has_own_fit_batch)
         self.stop = StopControl(options, hparams, progress, self.policy)
         self.guard = RunGuard(options, progress, self.stop.interrupts)
-        self.preflight = Preflight(options, progress, self.step, self.policy)
+        self.preflight = Preflight(options, progress, self.train_step, self.policy)
         self.stages = StageRunner(
-            options, progress, modules, self.step, rank_state, self.policy, self.stop, self.guard, self.preflight
+            options, progress, modules, self.train_step, rank_state, self.policy, self.stop, self.guard, self.preflight
         )
         self.loaders = LoaderFactory(options, hparams)
         self.epochs: int | None = 1
@@ -96,7 +96,7 @@ class Run:
             name: ``"modules"``, ``"hparams"`` or ``"options"``, as the parts call it.
             value: what a recipe has put in its place.
         """
-        own = (self.step, self.policy, self.loaders, self.stop, self.guard, self.preflight, self.stages)
+        own = (self.train_step, self.policy, self.loaders, self.stop, self.guard, self.preflight, self.stages)
         for part in (*own, self.policy.run_state, self.policy.rank_state):
             for attribute in {name, f"_{name}"} & vars(part).keys():
                 setattr(part, attribute, value)

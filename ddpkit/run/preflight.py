@@ -51,7 +51,7 @@ class Preflight:
     Args:
         options: of the run.
         progress: of the run.
-        step: has the optimizers and the schedule.
+        train_step: has the optimizers and the schedule.
         policy: knows what was recovered.
 
     Attributes:
@@ -61,8 +61,10 @@ class Preflight:
     Ranks: collective.
     """
 
-    def __init__(self, options: RunOptions, progress: Progress, step: TrainStep, policy: CheckpointPolicy) -> None:
-        self.options, self.progress, self.step, self.policy = options, progress, step, policy
+    def __init__(
+        self, options: RunOptions, progress: Progress, train_step: TrainStep, policy: CheckpointPolicy
+    ) -> None:
+        self.options, self.progress, self.train_step, self.policy = options, progress, train_step, policy
         self.places: list[Place] = []
         self.report: StartReport | None = None
         self._last_epoch_looked_at = 0
@@ -132,14 +134,14 @@ class Preflight:
             place, others = self._position(state.expected_epoch), 0 if state.start is None else state.start.num_found
             start = start_row(found, folder, options.resume, place, others=others)
         is_asked = options.global_batch_size is not None or options.lr_scaling != "none"  # someone has thought about it
-        optimizers, log = self.step.named_optimizers(), run_log()
+        optimizers, log = self.train_step.named_optimizers(), run_log()
         files = [*log_files(), *([] if log is None else [log.path])]
         first = {
             "batch": str(sizes),
             "per step": "" if is_asked or self.progress.optimizer_step else sizes.advice(),
             "valid set": "" if valid_set is None else _size_in_words(valid_set),
             "optimizer": optimizer_row(optimizers),
-            "schedule": "" if self.step.schedule is None else str(self.step.schedule),
+            "schedule": "" if self.train_step.schedule is None else str(self.train_step.schedule),
             "clipping": clipping_row(options.max_grad_norm) if optimizers else "",
         }
         self._show("Training", first, {"records": records_row(files), "start": start}, contexts)
@@ -185,7 +187,7 @@ class Preflight:
         rows = {
             **place_rows(self.places, find_launch(), backend),
             **first,
-            "precision": precision_row(*contexts, self.step.scaler, trains=what == "Training"),
+            "precision": precision_row(*contexts, self.train_step.scaler, trains=what == "Training"),
             "evaluation": evaluation_row(get_world_size(), divided=self.options.shard_evaluation),
             **last,
         }

@@ -97,7 +97,7 @@ class StageRunner:
         options: of the run.
         progress: of the run.
         modules: of the Brain.
-        step: makes the optimizer steps.
+        train_step: makes the optimizer steps.
         rank_state: puts the data where a checkpoint left it.
         policy: saves in the middle of an epoch.
         stop: knows what has asked to stop.
@@ -115,14 +115,14 @@ class StageRunner:
         options: RunOptions,
         progress: Progress,
         modules: nn.ModuleDict,
-        step: TrainStep,
+        train_step: TrainStep,
         rank_state: RankState,
         policy: CheckpointPolicy,
         stop: StopControl,
         guard: RunGuard,
         preflight: Preflight,
     ) -> None:
-        self.options, self.progress, self.modules, self.step = options, progress, modules, step
+        self.options, self.progress, self.modules, self.train_step = options, progress, modules, train_step
         self.rank_state, self.policy, self.stop = rank_state, policy, stop
         self.guard, self.preflight = guard, preflight
         self.profiler: Any = None
@@ -163,21 +163,21 @@ class StageRunner:
             self._train(hooks, loader, epoch, enable_bar=enable_bar)
 
     def _train(self, hooks: StageHooks, loader: Any, epoch: int, *, enable_bar: bool) -> None:
-        progress, step = self.progress, self.step
+        progress, train_step = self.progress, self.train_step
         self.policy.run_state.check_epoch(epoch)
         self.rank_state.begin_epoch(epoch)
         hooks.on_stage_start(Stage.TRAIN, epoch)
-        step.strategy.follow(self.modules)
-        if step.ema is not None:
-            step.ema.follow()
+        train_step.strategy.follow(self.modules)
+        if train_step.ema is not None:
+            train_step.ema.follow()
         self.modules.train()
         hooks.zero_grad()
         if not progress.step:
             progress.nonfinite = 0
         progress.avg_train_loss = progress.train_loss = self._pass(hooks, loader, epoch, enable_bar=enable_bar)
         hooks.zero_grad(set_to_none=True)
-        if step.schedule is not None:
-            step.schedule.after_stage(Stage.TRAIN, progress.avg_train_loss, progress.optimizer_step)
+        if train_step.schedule is not None:
+            train_step.schedule.after_stage(Stage.TRAIN, progress.avg_train_loss, progress.optimizer_step)
         with self._no_failure_saved():
             hooks.on_stage_end(Stage.TRAIN, progress.avg_train_loss, epoch)
         progress.avg_train_loss, progress.step, progress.meter = 0.0, 0, LossMeter()
@@ -194,7 +194,7 @@ class StageRunner:
         feed = self._feed(loader, left_out, ready)
         progress.closed, progress.trained, progress.sums = progress.step, progress.meter, None
         self._begin(Stage.TRAIN, loader)
-        saves = _IntraEpochSaves(self.step, options, self.policy, self.stop)
+        saves = _IntraEpochSaves(self.train_step, options, self.policy, self.stop)
         beat = Beat(progress.logged.confer, get_world_size(), is_main=if_main_process())
         started = time.monotonic()
         samples_before = int(sum_over_ranks([progress.meter.samples])[0])
@@ -209,9 +209,9 @@ class StageRunner:
                 saves.on_beat(report)
 
             limit = float("inf") if options.optimizer_step_limit is None else options.optimizer_step_limit
-            on_window = saves.on_window if saves.saves_by_steps or self.step.freezes else None
+            on_window = saves.on_window if saves.saves_by_steps or self.train_step.freezes else None
             train_epoch(hooks, feed, beat, on_beat, limit, on_window=on_window, tell=saves.tell)
-            if self.step.prepare_flush(hooks):
+            if self.train_step.prepare_flush(hooks):
                 hooks.optimizers_step()
             progress.window.stepped()
             progress.window.count, progress.window.weight = 1, 1.0  # an evaluation follows, whose batches all count
@@ -243,7 +243,7 @@ class StageRunner:
             whole_batches=getattr(loader, "batch_size", None) is None,
             start_sum=start_sum_over_ranks,
             size_of=size_of(loader),
-            uneven=self.step.strategy.noting_use,
+            uneven=self.train_step.strategy.noting_use,
             **known,
         )
 
@@ -268,7 +268,7 @@ class StageRunner:
     def _evaluate_with_hooks(
         self, hooks: StageHooks, loader: Any, stage: Stage, epoch: int | None, *, enable_bar: bool
     ) -> float:
-        progress, schedule = self.progress, self.step.schedule
+        progress, schedule = self.progress, self.train_step.schedule
         hooks.on_stage_start(stage, epoch)
         self.modules.eval()
         progress.step = 0
@@ -391,7 +391,7 @@ class StageRunner:
         )
 
     def _averaged_weights(self, stage: Stage) -> AbstractContextManager[None]:
-        ema = self.step.ema
+        ema = self.train_step.ema
         return ema.evaluated(stage) if self.options.evaluate_ema and ema is not None else contextlib.nullcontext()
 
     @contextlib.contextmanager
@@ -498,8 +498,8 @@ class StopsOfEvaluation:
 class _IntraEpochSaves:
     """Decides, alike on every rank, when to save in the middle of an epoch."""
 
-    def __init__(self, step: TrainStep, options: RunOptions, policy: CheckpointPolicy, stop: StopControl) -> None:
-        self.progress, self.step, self.policy, self.stop = step.progress, step, policy, stop
+    def __init__(self, train_step: TrainStep, options: RunOptions, policy: CheckpointPolicy, stop: StopControl) -> None:
+        self.progress, self.train_step, self.policy, self.stop = train_step.progress, train_step, policy, stop
         self.saves_by_steps = options.ckpt_interval_steps > 0
         self._start_anew()
 
@@ -520,7 +520,7 @@ class _IntraEpochSaves:
 
     def on_window(self) -> None:
         """Drop what frozen optimizers were given in this optimizer step; save if enough steps have passed."""
-        self.step.drop_frozen_gradients()
+        self.train_step.drop_frozen_gradients()
         if self.saves_by_steps:
             self._save_if_due(0.0, self.progress.step - self.last_step)
 

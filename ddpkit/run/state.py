@@ -128,7 +128,7 @@ class RunState:
         options: of the run.
         progress: is saved and restored.
         modules: of the Brain.
-        step: has the optimizers, and the divisor of sums.
+        train_step: has the optimizers, and the divisor of sums.
         rank_state: of this rank.
 
     Attributes:
@@ -146,10 +146,15 @@ class RunState:
     """
 
     def __init__(
-        self, options: RunOptions, progress: Progress, modules: nn.ModuleDict, step: TrainStep, rank_state: RankState
+        self,
+        options: RunOptions,
+        progress: Progress,
+        modules: nn.ModuleDict,
+        train_step: TrainStep,
+        rank_state: RankState,
     ) -> None:
         self.options, self.progress, self.modules = options, progress, modules
-        self.step, self.rank_state = step, rank_state
+        self.train_step, self.rank_state = train_step, rank_state
         self.calls = FitCalls()
         self.start: Start | None = None
         self.step_plan = StepPlan(None, None)
@@ -177,7 +182,7 @@ class RunState:
         # evaluation the sums are not those of the training.
         ranks, progress = get_world_size() if self.modules.training else 0, self.progress
         loss_sum, loss_count, samples = self.sums or [one * ranks for one in self.rank_state.own_sums()]
-        divisor = self.step.sum_divisor
+        divisor = self.train_step.sum_divisor
         state = {
             "step": self.rank_state.step_to_save,
             "epoch": progress.epoch,
@@ -210,7 +215,7 @@ class RunState:
     def _as_evaluated(self) -> dict[str, Any]:
         """Return what a save says otherwise where nothing was trained: all is as in what was recovered."""
         progress = self.progress
-        if progress.is_fitting or self.calls.number or self.step.optimizers or progress.optimizer_step:
+        if progress.is_fitting or self.calls.number or self.train_step.optimizers or progress.optimizer_step:
             return {}
         return {**(self._evaluated_state or {}), EVALUATED: True}
 
@@ -238,7 +243,7 @@ class RunState:
             raise CheckpointError(f"{path} does not say how far the run had come: it has no 'step'. {DAMAGED}")
         self.progress.optimizer_step = state.get("optimizer_step", state["step"])
         other_rates = self._take_rates(state, folder, recoverables)
-        self.step.sum_divisor = state.get("sum_divisor")
+        self.train_step.sum_divisor = state.get("sum_divisor")
         self.is_recovered_here = self.calls.accept(folder, state)
         if not self.is_recovered_here:
             if self.calls.later is None and not end_of_epoch:
@@ -299,13 +304,13 @@ class RunState:
 
     def note_script_rates(self) -> None:
         """Note the learning rates that the script has set, before a checkpoint's are loaded."""
-        self._rates = self._script_rates = learning_rates(self.step.optimizers)
+        self._rates = self._script_rates = learning_rates(self.train_step.optimizers)
 
     def _take_rates(self, state: Mapping[str, Any], folder: Path, recoverables: Mapping[str, Any]) -> list[str]:
         """Note the learning rates that the optimizers go on with; return which of the script's have no effect."""
-        given = self._script_rates or learning_rates(self.step.optimizers)
+        given = self._script_rates or learning_rates(self.train_step.optimizers)
         loaded = {name: one for name, one in recoverables.items() if (folder / f"{name}{SUFFIX}").exists()}
-        saved, anew = state.get("rates"), optimizers_not_saved(self.step.optimizers, loaded)
+        saved, anew = state.get("rates"), optimizers_not_saved(self.train_step.optimizers, loaded)
         before = saved if isinstance(saved, Mapping) else {}
         self._rates = {name: rates if name in anew else before.get(name) for name, rates in given.items()}
         used = [(name, rates, self._rates[name]) for name, rates in given.items()]

@@ -236,7 +236,7 @@ class TrainStep:
             BatchError: the counts of the window add up to less than 0.
             NonFiniteLossError: more than ``nonfinite_patience`` steps of this epoch were not finite.
         """
-        multiplier, optimizers = self.take_multiplier(), self.participants(hooks)
+        multiplier, optimizers = self.take_multiplier(), self.note_optimizers_to_step(hooks)
         if not optimizers:
             return
         self.strategy.finish_gradients()
@@ -244,7 +244,7 @@ class TrainStep:
         if scaler is None and self.options.skip_nonfinite_grads:
             hooks.check_gradients()
         self.is_stepping = True
-        updates = scaler is None or self._settle_loss_scale(optimizers)
+        updates = scaler is None or self._note_unscaled(optimizers)
         result = optim.take_step(optimizers, self.options.max_grad_norm, scaler, multiplier, updates=updates)
         self.is_stepping = False
         if self.progress.window.closes:
@@ -264,19 +264,19 @@ class TrainStep:
         elif scaler is None or scaler.get_scale() < 1.0:  # at 1 or more an overflow is its fault: it shrinks
             self.progress.count_skipped(result.norm, self.options.nonfinite_patience)
 
-    def active(self, hooks: StepHooks) -> list[torch.optim.Optimizer]:
+    def optimizers_to_step(self, hooks: StepHooks) -> list[torch.optim.Optimizer]:
         """Return the optimizers that step now."""
         if self.optimizers is not None:
             chosen = hooks.freeze_optimizers(self.optimizers) if self._recipe_freezes else self.optimizers
             return list(chosen.values())
         return [] if self.optimizer is None else [self.optimizer]
 
-    def participants(self, hooks: StepHooks) -> list[torch.optim.Optimizer]:
-        """Return :meth:`active`; remember them, where a recipe freezes some."""
-        active = self.active(hooks)
+    def note_optimizers_to_step(self, hooks: StepHooks) -> list[torch.optim.Optimizer]:
+        """Return :meth:`optimizers_to_step`; remember them, where a recipe freezes some."""
+        stepping = self.optimizers_to_step(hooks)
         if self._recipe_freezes and self.optimizers:
-            self._stepped = [*(self._stepped or ()), *active]
-        return active
+            self._stepped = [*(self._stepped or ()), *stepping]
+        return stepping
 
     def named_optimizers(self) -> dict[str, torch.optim.Optimizer]:
         """Return all optimizers by name, also a single one that a recipe has given no name."""
@@ -299,7 +299,7 @@ class TrainStep:
         """Say whether an own ``fit_batch`` left gradients in a window that the epoch cut short; set its multiplier."""
         window = self.progress.window
         pending = window.pending(self.progress.step)
-        if not (pending and optim.gradients(self.active(hooks))):
+        if not (pending and optim.gradients(self.optimizers_to_step(hooks))):
             return False
         if not (window.is_weighed or window.has_means or window.counted is not None):
             window.multiplier = self.options.grad_accumulation_factor / pending  # it was divided by the factor
@@ -322,7 +322,7 @@ class TrainStep:
         if self.schedule is not None:
             self.schedule.after_step(stepped)
 
-    def _settle_loss_scale(self, optimizers: list[torch.optim.Optimizer]) -> bool:
+    def _note_unscaled(self, optimizers: list[torch.optim.Optimizer]) -> bool:
         """Note which optimizers are unscaled; return whether no gradients wait with the present scale."""
         known = [] if self.optimizers is None else [*self.optimizers.values()]
         if any(one is other for one in optimizers for other in self._unscaled):

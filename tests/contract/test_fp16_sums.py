@@ -88,5 +88,5 @@ def test_what_sums_are_divided_by_goes_through_a_resume(tmp_path, killed_at):
     again = train(Half, folder=tmp_path / "killed")
     assert again.optimizer_step == plain.optimizer_step
     assert len(again.trained_on) < len(plain.trained_on)
-    assert run_of(again).step.sum_divisor == run_of(plain).step.sum_divisor > TOKENS
+    assert run_of(again).train_step.sum_divisor == run_of(plain).train_step.sum_divisor > TOKENS
     assert_same(weights(again), weights(plain))

@@ -349,7 +349,7 @@ def train_half(joined):
     torch.manual_seed(3)
     brain = Half({"net": linear()}, sgd(), None, {**QUIET, "grad_accumulation_factor": 2})
     brain.fit([1, 2], points(45), train_loader_kwargs={"batch_size": joined // world_size()})
-    return weights(brain), brain.optimizer_step, run_of(brain).step.sum_divisor
+    return weights(brain), brain.optimizer_step, run_of(brain).train_step.sum_divisor
 
 
 @pytest.mark.parametrize("world", [2, 3])

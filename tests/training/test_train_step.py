@@ -333,10 +333,10 @@ def test_frozen_optimizers_do_not_step_and_what_a_window_gave_them_ends_with_it(
     brain.optimizers_dict["other"] = torch.optim.SGD([other], lr=1.0)
     other.grad = torch.ones(1)
     brain.fit_batch(ONE)
-    assert run_of(brain).step.freezes
-    assert not run_of(line()).step.freezes
+    assert run_of(brain).train_step.freezes
+    assert not run_of(line()).train_step.freezes
     assert other.grad is not None, "another step of the same batch may be to come"
-    run_of(brain).step.drop_frozen_gradients()
+    run_of(brain).train_step.drop_frozen_gradients()
     assert other.item() == 1.0
     assert other.grad is None
     assert brain.weight == pytest.approx(1.8)
@@ -366,7 +366,7 @@ def test_init_optimizers_tells_the_checkpointer():
 
 def flush(brain):
     """What the end of a training epoch does."""
-    if run_of(brain).step.prepare_flush(brain):
+    if run_of(brain).train_step.prepare_flush(brain):
         brain.optimizers_step()
     brain.progress.window.stepped()
 

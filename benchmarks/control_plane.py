@@ -1,11 +1,11 @@
-"""What the control plane costs: the beat, and the two threads that watch over a process.
+"""What the control plane costs: the sync, and the two threads that watch over a process.
 
     python benchmarks/control_plane.py                    # two processes through torchrun (gloo), about three minutes
 
 The same training runs in turns with the control plane and without it, in one process on the same model and the same
-batches, so that a machine that slows down slows both. Without it there is no beat after a pass has begun, no thread is
+batches, so that a machine that slows down slows both. Without it there is no sync after a pass has begun, no thread is
 running, and no signal is heard. Besides the steps it measures each part by itself: the processor time of the threads,
-one beat, what the loop does per step for all of it, and how many collectives and store operations there are per second.
+one sync, what the loop does per step for all of it, and how many collectives and store operations there are per second.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from torch import nn
 
 from ddpkit.brain import Brain, run_of
 from ddpkit.comm import set_hang_limits
-from ddpkit.comm.process_group import group_state
-from ddpkit.control import Beat, heartbeat, watchdog
-from ddpkit.control.periodic_sync import Wishes
+from ddpkit.comm.process_group import get_runtime
+from ddpkit.control import PeriodicSync, heartbeat, watchdog
+from ddpkit.control.periodic_sync import Requests
 from ddpkit.distributed import get_world_size, if_main_process, sum_over_ranks
 from ddpkit.training import Progress, stages, train_epoch
 from ddpkit.types import Stage
@@ -64,7 +64,7 @@ class Classifier(Brain):
         return nn.functional.cross_entropy(predictions, batch[1])
 
 
-class Never(Beat):
+class Never(PeriodicSync):
     """Confers once, when a pass begins, and never again."""
 
     def __call__(self, step: int, *arguments: Any) -> Any:
@@ -73,7 +73,7 @@ class Never(Beat):
         return report
 
 
-class Counted(Beat):
+class Counted(PeriodicSync):
     """Notes when it confers."""
 
     times: ClassVar[list[float]] = []
@@ -103,11 +103,11 @@ class CountedStore:
 
 def new_watch() -> None:
     """Start the threads anew, past their first, quicker pulses."""
-    state = group_state()
-    state.watch.stop()
-    state.watch = watchdog.Watch(state.handover.last_words, range(get_world_size()))
+    runtime = get_runtime()
+    runtime.watchdog.stop()
+    runtime.watchdog = watchdog.Watchdog(runtime.report, range(get_world_size()))
     set_hang_limits(30.0, 1800.0)
-    state.watch.start()
+    runtime.watchdog.start()
     time.sleep(SETTLING_SECONDS)
 
 
@@ -120,12 +120,12 @@ def threads_cpu_seconds() -> float:
 @contextlib.contextmanager
 def without() -> Iterator[None]:
     """Have no control plane."""
-    group_state().watch.stop()
-    stages.Beat = Never
+    get_runtime().watchdog.stop()
+    stages.PeriodicSync = Never
     try:
         yield
     finally:
-        stages.Beat = Beat
+        stages.PeriodicSync = PeriodicSync
         new_watch()
 
 
@@ -181,14 +181,14 @@ def in_turns(trained: Trained, turns: int) -> tuple[list[float], list[float], fl
 
 
 def one_beat(number: int = 300) -> float:
-    """Return the median seconds of one beat."""
-    beat = Beat(sum_over_ranks, get_world_size(), is_main=if_main_process())
-    beat.start(0)
+    """Return the median seconds of one sync."""
+    sync = PeriodicSync(sum_over_ranks, get_world_size(), is_main=if_main_process())
+    sync.start(0)
     times = []
     for step in range(number):
         time.sleep(0.002)
         began = time.perf_counter()
-        beat(step + 1, 1.0, 1.0, 1, Wishes())
+        sync(step + 1, 1.0, 1.0, 1, Requests())
         times.append(time.perf_counter() - began)
     return statistics.median(times)
 
@@ -210,12 +210,12 @@ class Nothing:
 
 
 def look_at_the_beat(*, looking: bool) -> float:
-    """Return microseconds per turn of a loop that looks whether a beat is due, or does nothing."""
-    progress, beat = Progress(), SimpleNamespace(due=sys.maxsize)
+    """Return microseconds per turn of a loop that looks whether a sync is due, or does nothing."""
+    progress, sync = Progress(), SimpleNamespace(due=sys.maxsize)
     began = time.perf_counter()
     if looking:
         for _ in range(STUB_STEPS):
-            if progress.step >= beat.due:
+            if progress.step >= sync.due:
                 raise AssertionError
     else:
         for _ in range(STUB_STEPS):
@@ -224,16 +224,16 @@ def look_at_the_beat(*, looking: bool) -> float:
 
 
 def loop_alone() -> dict[str, float]:
-    """Return microseconds per step: of the loop with a beat every second, with none, and of the look at the beat."""
+    """Return microseconds per step: of the loop with a sync every second, with none, and of the look at the sync."""
 
-    def run(kind: type[Beat]) -> float:
+    def run(kind: type[PeriodicSync]) -> float:
         nothing = Nothing()
         began = time.perf_counter()
         train_epoch(nothing, nothing, kind(list, 1, is_main=True), lambda *_: None, float("inf"))
         return (time.perf_counter() - began) / STUB_STEPS * 1e6
 
     kinds: dict[str, Callable[[], float]] = {
-        "with": lambda: run(Beat),
+        "with": lambda: run(PeriodicSync),
         "without": lambda: run(Never),
         "looking": lambda: look_at_the_beat(looking=True),
         "passing": lambda: look_at_the_beat(looking=False),
@@ -249,7 +249,7 @@ def how_often(trained: Trained) -> list[tuple[str, str]]:
     """Count beats, other collectives, and what the store is asked."""
     own, heartbeat.own_connection = heartbeat.own_connection, lambda store: CountedStore(own(store))
     new_watch()
-    stages.Beat = Counted
+    stages.PeriodicSync = Counted
     CountedStore.counts.clear()
     began = time.perf_counter()
     trained.seconds_per_step()
@@ -260,7 +260,7 @@ def how_often(trained: Trained) -> list[tuple[str, str]]:
     later = sum(moment > 1 for moment in beats) / max(seconds - 1, 1e-9)
     with_beats, conferred = trained.collectives(attended=True), len(Counted.times)
     with without():
-        others = trained.collectives(attended=False) - 1  # the one beat
+        others = trained.collectives(attended=False) - 1  # the one sync
     asked = ", ".join(f"{name} {number / seconds:.1f}" for name, number in sorted(counts.items()))
     return [
         ("beats in the first second of a pass, whose distance doubles", f"{sum(moment <= 1 for moment in beats)}"),
@@ -275,7 +275,7 @@ def measure(turns: int, steps: int, milliseconds: float) -> None:
     new_watch()
     trained.seconds_per_step()
     on, off, share = in_turns(trained, turns)
-    beat, alone, often = one_beat(), loop_alone(), how_often(trained)
+    sync, alone, often = one_beat(), loop_alone(), how_often(trained)
     if not if_main_process():
         return
     step, pairs = statistics.median(off), [one / other for one, other in zip(on, off, strict=True)]
@@ -290,11 +290,11 @@ def measure(turns: int, steps: int, milliseconds: float) -> None:
     line("above, %: median of the pairs", "", f"{(statistics.median(pairs) - 1) * 100:.2f}")
     print("its parts, each by itself")
     line("threads: us of processor time per second", f"{share * 1e6:.0f}")
-    line("a beat: us", f"{beat * 1e6:.0f}")
-    line("threads and one beat a second: % of the time", f"{(share + beat) * 100:.3f}")
+    line("a sync: us", f"{sync * 1e6:.0f}")
+    line("threads and one sync a second: % of the time", f"{(share + sync) * 100:.3f}")
     line("the loop, on a model that does nothing: us per step", f"{alone['with']:.2f}")
-    line("the same without the beat: us per step", f"{alone['without']:.2f}")
-    line("of that, the look whether a beat is due: us per step", f"{alone['look']:.3f}")
+    line("the same without the sync: us per step", f"{alone['without']:.2f}")
+    line("of that, the look whether a sync is due: us per step", f"{alone['look']:.3f}")
     print("how often")
     for name, value in often:
         line(name, value)

@@ -56,6 +56,7 @@ from ddpkit.checkpointing import (
     average_checkpoints,
     average_state_dicts,
     check_file_name,
+    checkpoint_work_on_main,
     ckpt_recency,
     discard_staging,
     find_load_hook,
@@ -64,7 +65,6 @@ from ddpkit.checkpointing import (
     get_default_hook,
     load_recoverables,
     map_old_state_dict_weights,
-    on_main,
     ranked,
     read_checkpoint,
     run_savers,
@@ -416,7 +416,7 @@ class Checkpointer:
         selection = Selection(importance_key, max_key, min_key, ckpt_predicate)
         if max_num_checkpoints is not None and max_num_checkpoints < 0:
             raise ConfigError(f"max_num_checkpoints={max_num_checkpoints!r} cannot be negative.")
-        return on_main(self._find, selection, max_num_checkpoints)
+        return checkpoint_work_on_main(self._find, selection, max_num_checkpoints)
 
     @POSITION.at("recovering a checkpoint")
     def recover_if_possible(
@@ -451,7 +451,7 @@ class Checkpointer:
         if self.resume == "auto" or any(asked):
             checkpoint = self.find_checkpoint(*asked)
         else:
-            checkpoint = on_main(self._named, Path(self.resume).absolute())
+            checkpoint = checkpoint_work_on_main(self._named, Path(self.resume).absolute())
         if checkpoint is not None:
             self._load(checkpoint)
         elif key := max_key or min_key:
@@ -478,7 +478,7 @@ class Checkpointer:
         """
         self._wait_if_asynchronous()
         if self._mode == "broadcast":
-            on_main(self._require_whole, checkpoint)
+            checkpoint_work_on_main(self._require_whole, checkpoint)
         else:
             self._require_whole(checkpoint)
         self._load(checkpoint)
@@ -529,7 +529,7 @@ class Checkpointer:
         """
         keys = tuple(importance_keys or ()), tuple(max_keys or ()), tuple(min_keys or ())
         retention = Retention(num_to_keep, *keys, ckpt_predicate, keep_recent)
-        on_main(self._delete, retention, verbosity)
+        checkpoint_work_on_main(self._delete, retention, verbosity)
 
     def wait(self) -> None:
         """Wait until the checkpoint that is being written in the background is complete and on the disk.
@@ -541,11 +541,11 @@ class Checkpointer:
 
         State: where ``asynchronous`` is off, the memory of the copies is given back.
         """
-        on_main(self._settle)
+        checkpoint_work_on_main(self._await_background_save)
 
     def _wait_if_asynchronous(self) -> None:
         if self.asynchronous:
-            on_main(self._settle)
+            checkpoint_work_on_main(self._await_background_save)
 
     @property
     def saves_on_every_rank(self) -> bool:
@@ -572,7 +572,7 @@ class Checkpointer:
             lock.acquire()
             return True
 
-        is_held = on_main(self._folder().attempt, take)
+        is_held = checkpoint_work_on_main(self._folder().attempt, take)
         try:
             yield
         finally:
@@ -654,18 +654,18 @@ class Checkpointer:
             save = SaveRequest(meta or {}, end_of_epoch, name, verbosity, objects, hooks, retention, epoch)
             everywhere = save.hooks_where(every_rank=True)
             if not everywhere:
-                return on_main(self._folder().attempt, lambda: self._finish(save, *self._begin(save)))
+                return checkpoint_work_on_main(self._folder().attempt, lambda: self._finish(save, *self._begin(save)))
             return self._save_on_every_rank(save, everywhere)
 
     def _save_on_every_rank(self, save: SaveRequest, hooks: Mapping[str, SaveHook]) -> Checkpoint | None:
-        begun = on_main(self._folder().attempt, self._begin, save)
+        begun = checkpoint_work_on_main(self._folder().attempt, self._begin, save)
         if begun is None:
             return None
         staging, final = begun
         own = run_savers(hooks, self.recoverables, staging)
         failures = [f"rank {rank}: {text}" for rank, text in enumerate(exchange(own and str(own))) if text]
         if not failures:
-            return on_main(self._folder().attempt, self._finish, save, staging, final)
+            return checkpoint_work_on_main(self._folder().attempt, self._finish, save, staging, final)
         if if_main_process():
             discard_staging(staging)
             self._folder_lock().release()
@@ -691,7 +691,7 @@ class Checkpointer:
             self._lock = FolderLock(self.checkpoints_dir)
         return self._lock
 
-    def _settle(self) -> None:
+    def _await_background_save(self) -> None:
         try:
             self._background.wait()
         except CheckpointError:
@@ -705,7 +705,7 @@ class Checkpointer:
             self._memory.clear()
 
     def _begin(self, save: SaveRequest) -> tuple[Path, Path]:
-        self._settle()
+        self._await_background_save()
         folder = self._folder()
         folder.lock.acquire()  # until the save is done, which may be in a thread
         try:
@@ -726,12 +726,12 @@ class Checkpointer:
             return collected.checkpoint
 
     def _find(self, selection: Selection, limit: int | None) -> list[Checkpoint]:
-        self._settle()
+        self._await_background_save()
         return self._folder().find(selection, limit)
 
     def _named(self, path: Path) -> Checkpoint:
         """Return the checkpoint that ``resume`` names; it must be whole."""
-        self._settle()
+        self._await_background_save()
         problem = None
         if not path.is_dir():
             problem = "it is a file; give its directory" if path.is_file() else "there is no such directory"
@@ -748,7 +748,7 @@ class Checkpointer:
 
     def _delete(self, retention: Retention, verbosity: int) -> None:
         self._rankings = retention.rankings() or self._rankings
-        self._settle()
+        self._await_background_save()
         folder = self._folder()
         with folder.lock.hold():
             folder.delete(retention, verbosity)

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.distributed import ReduceOp
 
 from ddpkit.base import get_rank, get_world_size, is_distributed_initialized, this_place
-from ddpkit.comm import Outcome, call_site, control_group, group_state, outside_frame, raise_as_reader
+from ddpkit.comm import Outcome, call_site, control_group, get_runtime, outside_frame, raise_as_reader
 from ddpkit.errors import LaunchError, RankFailedError
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def ddp_init_group(run_opts: Mapping[str, Any] | Any) -> None:
     Example:
         >>> ddp_init_group({"distributed_backend": "gloo"})  # no launcher: nothing happens
     """
-    from ddpkit.comm import init_group  # the watch and all: not for those who ask for a rank alone
+    from ddpkit.comm import init_group  # the watchdog and all: not for those who ask for a rank alone
 
     init_group(run_opts)
 
@@ -111,7 +111,7 @@ def get_local_rank() -> int | None:
         >>> get_local_rank() is None
         True
     """
-    machine = group_state().machine if is_distributed_initialized() else None
+    machine = get_runtime().machine if is_distributed_initialized() else None
     if machine is not None:
         return machine[1].index(dist.get_rank())
     rank = os.environ.get("LOCAL_RANK")
@@ -204,7 +204,7 @@ def _on_one_rank(call: Callable[[], T], poster: int, readers: int, *, mine: bool
     """Run ``call`` on one rank and give its value or its failure to the ``readers`` other ranks that ask."""
     from ddpkit.control import POSITION, Reason
 
-    mailbox = group_state().mailbox
+    mailbox = get_runtime().mailbox
     count = mailbox.next_count(site)
     if not mine:
         with POSITION.no_limit():
@@ -236,15 +236,15 @@ def _node_call(call: Callable[[], T], site: str) -> T | None:
 
 def _machine() -> tuple[int, tuple[int, ...]]:
     """Return the number of this machine and its ranks: the launcher's, or else what the ranks tell each other once."""
-    info, state = _find_launch(), group_state()
+    info, runtime = _find_launch(), get_runtime()
     if info.is_distributed and info.world_size == dist.get_world_size():
         near = info.node_ranks or range(info.first_on_node, info.first_on_node + info.local_world_size)
         return info.node_rank, tuple(near)
-    if state.machine is None:
+    if runtime.machine is None:
         places = exchange(this_place(), site="the machine of each rank")
         here = places[dist.get_rank()]
-        state.machine = (places.index(here), tuple(n for n, place in enumerate(places) if place == here))
-    return state.machine
+        runtime.machine = (places.index(here), tuple(n for n, place in enumerate(places) if place == here))
+    return runtime.machine
 
 
 def run_on_main(
@@ -429,7 +429,7 @@ def exchange(value: T, site: str | None = None) -> list[T]:
     if ddp_prevent_block():
         return [value]
     site = call_site(outside_frame()) if site is None else site
-    mailbox = group_state().mailbox
+    mailbox = get_runtime().mailbox
     rank, world = mailbox.rank, mailbox.world_size
 
     def gather() -> list[T]:
@@ -457,7 +457,7 @@ def ddp_barrier() -> None:
         >>> ddp_barrier()
     """
     if not ddp_prevent_block():
-        with group_state().mailbox.forgetting():
+        with get_runtime().mailbox.forgetting():
             dist.barrier(group=control_group())
 
 
@@ -547,7 +547,7 @@ def gather_objects(make: Callable[[], T]) -> list[T]:
         data = pickle.dumps(make())
     except Exception as error:  # noqa: BLE001 -- raised below, once the others know
         failure, data = error, pickle.dumps(f"{type(error).__name__}: {error}")
-    with group_state().mailbox.forgetting():
+    with get_runtime().mailbox.forgetting():
         payloads, failed = _gather_bytes(data, failed=failure is not None)
     if failure is not None:
         raise failure
@@ -636,7 +636,7 @@ def sum_over_ranks(values: list[float]) -> list[float]:
     if not is_distributed_initialized():
         return list(values)
     tensor = keep_awhile(torch.tensor(values, dtype=torch.float64))
-    with group_state().mailbox.forgetting():
+    with get_runtime().mailbox.forgetting():
         sums: list[float] = ddp_all_reduce(tensor).tolist()
     return sums
 

@@ -21,7 +21,7 @@ from ruamel.yaml.error import YAMLError
 from ddpkit.base import is_relative, to_plain
 from ddpkit.checkpointing import FolderLock, Holder, holder
 from ddpkit.comm import outside_frame
-from ddpkit.control import record_for_launcher, tell_plainly, told_plainly
+from ddpkit.control import is_shown_without_traceback, record_for_launcher, show_without_traceback
 from ddpkit.distributed import get_world_size, if_main_process, run_on_main
 from ddpkit.errors import CheckpointError, ConfigError, DdpkitError, FolderInUseError, MissingFileError
 from ddpkit.launch import PARITY
@@ -116,7 +116,7 @@ def create_experiment_directory(
 
     suffix, error = run_on_main(prepare) or ("", None)
     if isinstance(error, FolderInUseError):
-        tell_plainly(error, code=1)  # unlike a mistake in the command line, it passes
+        show_without_traceback(error, code=1)  # unlike a mistake in the command line, it passes
     if error is not None:
         raise error
     if not if_main_process():
@@ -332,7 +332,7 @@ class _LoggingExceptHook:
         self.previous = previous
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if told_plainly(error):  # on the console by the previous hook alone
+        if is_shown_without_traceback(error):  # on the console by the previous hook alone
             logger.debug("Uncaught %s: %s", kind.__name__, error)
         else:  # The console shows no traceback here: the previous hook prints it, so that the reason stands last.
             logger.error(

@@ -45,7 +45,7 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase
 from torch.nn.utils import parametrize
 
-from ddpkit.comm import group_state
+from ddpkit.comm import get_runtime
 from ddpkit.device import widest_float
 from ddpkit.errors import ConfigError, DataError
 from ddpkit.logger import get_logger
@@ -430,6 +430,6 @@ def _statistics_group(device: torch.device) -> Any:
     groups = _statistics_groups.setdefault(dist.group.WORLD, {})
     group = groups[backend]() if backend in groups else None
     if group is None:
-        group = dist.new_group(backend=backend, timeout=group_state().timeout)
+        group = dist.new_group(backend=backend, timeout=get_runtime().timeout)
         groups[backend] = weakref.ref(group)
     return group

@@ -29,7 +29,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ddpkit.comm import group_state
+from ddpkit.comm import get_runtime
 from ddpkit.control import Reason
 from ddpkit.errors import DdpkitError
 
@@ -318,12 +318,12 @@ def _rank(environment: dict[str, str], *, init: bool) -> Iterator[None]:
             yield
     except Exception as error:
         if dist.is_initialized():
-            report = group_state().report
+            report = get_runtime().report
             report.tell(Reason.of(report.rank, error, is_final=True))
         raise
     finally:
         if dist.is_initialized():
-            group_state().report.depart()  # as a process that ends
+            get_runtime().report.depart()  # as a process that ends
         sys.excepthook = hook
         os.environ.clear()
         os.environ.update(saved)

@@ -36,7 +36,7 @@ from ddpkit.base.rank import (
 )
 from ddpkit.base.signals import (
     REPEAT_SECONDS as REPEAT_SECONDS,
-    Interrupts as Interrupts,
+    SignalListener as SignalListener,
     asked_twice as asked_twice,
     signal_named as signal_named,
 )

@@ -1,6 +1,6 @@
 """Signals that ask a run to stop, or to save: heard at any time, acted on where all ranks agree to.
 
-A handler only sets a number. What follows of it is decided at the next beat (see :mod:`ddpkit.control`), on all ranks
+A handler only sets a number. What follows of it is decided at the next sync (see :mod:`ddpkit.control`), on all ranks
 alike, whichever of them were signalled.
 """
 
@@ -23,25 +23,25 @@ REPEAT_SECONDS = 1.0  # a launcher and a scheduler may both pass on the same sig
 _ENDING = ("SIGINT", "SIGTERM")
 
 
-class _Heard:
+class _Listeners:
     """What arrives even while the main thread cannot run its handlers, and who hears."""
 
     pipe = -1
     first = 0.0
     number = 0
     before: ClassVar[dict[signal.Signals, Any]] = {}  # the handlers in whose place ours is
-    active: ClassVar[list[Interrupts]] = []  # the innermost context last
+    active: ClassVar[list[SignalListener]] = []  # the innermost context last
     is_registered = False
 
 
 def _forget() -> None:
     """Let signals do to a process that was forked what they would have done to this one without ddpkit."""
-    if _Heard.pipe >= 0:
-        _Heard.pipe = -1
+    if _Listeners.pipe >= 0:
+        _Listeners.pipe = -1
         signal.set_wakeup_fd(-1)
-    _put_back(_Heard.before)
-    _Heard.before = {}
-    _Heard.active.clear()
+    _put_back(_Listeners.before)
+    _Listeners.before = {}
+    _Listeners.active.clear()
 
 
 def _put_back(handlers: dict[signal.Signals, Any]) -> None:
@@ -58,24 +58,24 @@ def asked_twice() -> int:
         >>> asked_twice()
         0
     """
-    if _Heard.pipe < 0:
+    if _Listeners.pipe < 0:
         return 0
     with contextlib.suppress(OSError):
-        for number in os.read(_Heard.pipe, 512):
+        for number in os.read(_Listeners.pipe, 512):
             now = time.monotonic()
-            if number not in {known for known in _Heard.before if known.name in _ENDING}:
+            if number not in {known for known in _Listeners.before if known.name in _ENDING}:
                 continue
-            if not _Heard.first:
-                _Heard.first = now
-            elif now - _Heard.first > REPEAT_SECONDS:
-                _Heard.number = number
-    return _Heard.number
+            if not _Listeners.first:
+                _Listeners.first = now
+            elif now - _Listeners.first > REPEAT_SECONDS:
+                _Listeners.number = number
+    return _Listeners.number
 
 
 @contextlib.contextmanager
 def _writing_to_pipe() -> Iterator[None]:
     """Have the arrival of signals written into a pipe, unless the script has that done for itself."""
-    if _Heard.pipe >= 0:
+    if _Listeners.pipe >= 0:
         yield
         return
     reader, writer = os.pipe()
@@ -84,12 +84,12 @@ def _writing_to_pipe() -> Iterator[None]:
     before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     if before != -1:
         signal.set_wakeup_fd(before, warn_on_full_buffer=False)
-    _Heard.pipe, _Heard.first, _Heard.number = reader, 0.0, 0
+    _Listeners.pipe, _Listeners.first, _Listeners.number = reader, 0.0, 0
     try:
         yield
     finally:
         number = asked_twice()  # while the main thread was where it runs no handler: two signals are one to it
-        _Heard.pipe = -1
+        _Listeners.pipe = -1
         if before == -1:
             signal.set_wakeup_fd(-1)
         os.close(reader)
@@ -118,7 +118,7 @@ def signal_named(name: str) -> signal.Signals:
     return found
 
 
-class Interrupts:
+class SignalListener:
     """Hears signals that ask this process to stop, or to save.
 
     Args:
@@ -132,10 +132,10 @@ class Interrupts:
     Ranks: local.
 
     Example:
-        >>> interrupts = Interrupts()
-        >>> with interrupts.heard():
+        >>> signals = SignalListener()
+        >>> with signals.listening():
         ...     signal.raise_signal(signal.SIGUSR2)
-        >>> interrupts.save_wanted
+        >>> signals.save_wanted
         True
     """
 
@@ -155,7 +155,7 @@ class Interrupts:
         self.since = 0.0
 
     @contextlib.contextmanager
-    def heard(self) -> Iterator[None]:
+    def listening(self) -> Iterator[None]:
         """Return a context in which the signals are heard, unless the script has its own use for one.
 
         Ranks: local; outside of the main thread, where Python allows no handlers, it does nothing.
@@ -167,9 +167,9 @@ class Interrupts:
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        _Heard.active.append(self)  # before the handlers: what none in it hears is lost
+        _Listeners.active.append(self)  # before the handlers: what none in it hears is lost
         added, stopped = self._listen(), False
-        _Heard.before.update(added)
+        _Listeners.before.update(added)
         try:
             with _writing_to_pipe():
                 yield
@@ -179,14 +179,14 @@ class Interrupts:
         finally:
             if not stopped:
                 _put_back(added)
-                _Heard.active.remove(self)
-                _Heard.before = {number: one for number, one in _Heard.before.items() if number not in added}
+                _Listeners.active.remove(self)
+                _Listeners.before = {number: one for number, one in _Listeners.before.items() if number not in added}
             came = self.stop_signal
-            if _Heard.active and self not in _Heard.active:  # those around have heard what this one has not used
+            if _Listeners.active and self not in _Listeners.active:  # the outer ones have heard what this has not used
                 self.stop_signal, self.save_wanted = 0, False
         if came in added:
             self.stop_signal = 0
-            signal.raise_signal(came)  # after the last beat: it does what it does without ddpkit
+            signal.raise_signal(came)  # after the last sync: it does what it does without ddpkit
 
     def _listen(self) -> dict[signal.Signals, Any]:
         """Take the place of the handlers that are the default ones; return those."""
@@ -194,8 +194,8 @@ class Interrupts:
         for number in (*self.stopping, *self.saving):
             if signal.getsignal(number) in {signal.SIG_DFL, signal.default_int_handler}:
                 added[number] = signal.signal(number, _hear)
-        if not _Heard.is_registered and hasattr(os, "register_at_fork"):
-            _Heard.is_registered = True
+        if not _Listeners.is_registered and hasattr(os, "register_at_fork"):
+            _Listeners.is_registered = True
             os.register_at_fork(after_in_child=_forget)
         return added
 
@@ -210,9 +210,9 @@ class Interrupts:
 
 
 def _hear(number: int, _frame: Any) -> None:
-    asked = [one for one in _Heard.active if one.stop_signal and number in one.stopping]
+    asked = [one for one in _Listeners.active if one.stop_signal and number in one.stopping]
     name = signal.Signals(number).name
-    is_first = [one.note(number) for one in _Heard.active]  # each has a use of its own for it
+    is_first = [one.note(number) for one in _Listeners.active]  # each has a use of its own for it
     if any(is_first):
         _say(f"{name}: stopping after this step. Once more ends the process at once.")
     elif asked and name in _ENDING and time.monotonic() - asked[-1].since > REPEAT_SECONDS:

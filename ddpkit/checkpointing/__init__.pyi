@@ -7,7 +7,7 @@ from ddpkit.checkpointing.folder import (
     Collected as Collected,
     SaveRequest as SaveRequest,
     check_file_name as check_file_name,
-    on_main as on_main,
+    checkpoint_work_on_main as checkpoint_work_on_main,
     run_savers as run_savers,
 )
 from ddpkit.checkpointing.hooks import (

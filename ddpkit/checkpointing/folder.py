@@ -1,7 +1,7 @@
 """What the main process does in a folder of checkpoints: begin one, collect its states, commit it, find, delete.
 
-Nothing here speaks to other ranks, but :func:`on_main`, which has the main process do it for all. Savers that run on
-every rank come between :meth:`CheckpointFolder.begin` and :meth:`CheckpointFolder.collect`;
+Only :func:`checkpoint_work_on_main` speaks to other ranks: it has the main process do the work for all. Savers that run
+on every rank come between :meth:`CheckpointFolder.begin` and :meth:`CheckpointFolder.collect`;
 :meth:`CheckpointFolder.commit` may run in a thread.
 """
 
@@ -49,7 +49,7 @@ from ddpkit.distributed import run_on_main
 from ddpkit.errors import CheckpointError, ConfigError, FolderInUseError, MainCheckpointError, MainProcessError
 from ddpkit.logger import get_logger, shown_path
 
-__all__ = ["CheckpointFolder", "Collected", "SaveRequest", "check_file_name", "on_main", "run_savers"]
+__all__ = ["CheckpointFolder", "Collected", "SaveRequest", "check_file_name", "checkpoint_work_on_main", "run_savers"]
 
 logger = get_logger(__name__)
 
@@ -59,7 +59,7 @@ LONGEST_NAME = 240  # bytes: file systems take 255, of which ".trash-of-CKPT+" n
 T = TypeVar("T")
 
 
-def on_main(function: Callable[..., T], *arguments: Any) -> T:
+def checkpoint_work_on_main(function: Callable[..., T], *arguments: Any) -> T:
     """Run a function on the main process; every rank gets its value, or an error about checkpoints.
 
     Args:
@@ -72,7 +72,7 @@ def on_main(function: Callable[..., T], *arguments: Any) -> T:
     Ranks: all, or the main process alone.
 
     Example:
-        >>> on_main(max, 1, 2)
+        >>> checkpoint_work_on_main(max, 1, 2)
         2
     """
     try:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ddpkit.checkpointing.hooks import safe_load
-from ddpkit.comm import group_state
+from ddpkit.comm import get_runtime
 from ddpkit.distributed import (
     ddp_prevent_block,
     gather_objects,
@@ -196,7 +196,7 @@ def all_ranks_come(what: str, seconds: float) -> bool:
     if ddp_prevent_block():
         return False
     key = f"ddpkit/{what}/{run_on_main(lambda: uuid.uuid4().hex)}"
-    store = group_state().store
+    store = get_runtime().store
     if not if_main_process():
         store.add(key, 1)
 

@@ -105,7 +105,7 @@ class Holder:
         Ranks: local.
         """
         if self.is_here() and self.pid == os.getpid():  # else it is of the program that this one replaced by exec
-            return all(hold.token != self.token for hold in list(_HOLDS.values()))
+            return all(hold.token != self.token for hold in list(_HELD.values()))
         return self.is_here() and has_ended(self.pid, self.process_started)
 
     def __str__(self) -> str:
@@ -186,7 +186,7 @@ def _parse(token: str, raw: bytes) -> Holder:
 # ---------------------------------------------------------------------------------------- waiting for a folder
 
 
-class _Watch:
+class _LockWaiter:
     """Waits until nobody alive holds a folder, and removes the lock of a dead run."""
 
     def __init__(self, folder: Path, renewal_seconds: float) -> None:
@@ -248,7 +248,7 @@ class _Watch:
 # ---------------------------------------------------------------------------------------- what this process holds
 
 
-class _Hold:
+class _HeldLock:
     """A folder's lock in the hands of this process, kept fresh by a thread."""
 
     def __init__(self, folder: Path, renewal_seconds: float) -> None:
@@ -262,13 +262,13 @@ class _Hold:
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._keep_fresh, name=f"lock of {folder}", daemon=True)
 
-    def take(self) -> _Hold:
+    def take(self) -> _HeldLock:
         """Take the lock; if that fails, for whatever reason, it is not taken."""
         lock = self.path.parent
         try:
-            watch = _Watch(self.folder, self.renewal)
-            while not (watch.is_free() and self._place()):
-                watch.nap()
+            waiter = _LockWaiter(self.folder, self.renewal)
+            while not (waiter.is_free() and self._place()):
+                waiter.nap()
             try:
                 half_made = [path for path in self.folder.glob(f"{STAGING_PREFIX}*") if path.is_dir()]
                 self.require()  # after the listing: what another run makes from now on is not in it
@@ -346,7 +346,7 @@ class _Hold:
         )
 
 
-_HOLDS: dict[tuple[int, str], _Hold] = {}  # by process, since a forked child holds nothing, and by folder
+_HELD: dict[tuple[int, str], _HeldLock] = {}  # by process, since a forked child holds nothing, and by folder
 _MUTEX = threading.RLock()
 
 
@@ -383,7 +383,7 @@ class FolderLock:
     def __init__(self, folder: str | os.PathLike[str], *, renewal_seconds: float = RENEWAL_SECONDS) -> None:
         self.folder = Path(folder).absolute()
         self._renewal_seconds = renewal_seconds
-        self._holds: list[_Hold] = []
+        self._holds: list[_HeldLock] = []
 
     @property
     def held(self) -> bool:
@@ -408,9 +408,9 @@ class FolderLock:
             if not self.held:
                 self._holds = []  # what a forked child has inherited
             key = (os.getpid(), os.path.realpath(self.folder))
-            if key not in _HOLDS:
-                _HOLDS[key] = _Hold(self.folder, self._renewal_seconds).take()
-            hold = _HOLDS[key]
+            if key not in _HELD:
+                _HELD[key] = _HeldLock(self.folder, self._renewal_seconds).take()
+            hold = _HELD[key]
             hold.require()
             hold.count += 1
             self._holds.append(hold)
@@ -426,8 +426,8 @@ class FolderLock:
             hold = self._holds.pop()
             hold.count -= 1
             if not hold.count:
-                for key in [key for key, each in _HOLDS.items() if each is hold]:
-                    del _HOLDS[key]
+                for key in [key for key, each in _HELD.items() if each is hold]:
+                    del _HELD[key]
                 hold.give_back()
 
     @contextlib.contextmanager

@@ -28,5 +28,5 @@ from ddpkit.comm.process_group import (
 )
 from ddpkit.comm.runtime import (
     control_group as control_group,
-    group_state as group_state,
+    get_runtime as get_runtime,
 )

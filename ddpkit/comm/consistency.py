@@ -315,7 +315,7 @@ def _ranks(ranks: list[int]) -> str:
 # --------------------------------------------------------------------------------------- over the store
 
 
-def compare_at_meeting(store: Store, rank: int, world_size: int, facts: Mapping[str, str], seconds: float) -> None:
+def compare_over_store(store: Store, rank: int, world_size: int, facts: Mapping[str, str], seconds: float) -> None:
     """Compare facts between processes that have met at a store, and are no process group yet.
 
     Args:
@@ -333,7 +333,7 @@ def compare_at_meeting(store: Store, rank: int, world_size: int, facts: Mapping[
 
     Example:
         >>> from torch.distributed import HashStore
-        >>> compare_at_meeting(HashStore(), 0, 1, {"torch": "2.13.0"}, 1.0)
+        >>> compare_over_store(HashStore(), 0, 1, {"torch": "2.13.0"}, 1.0)
     """
     end = time.monotonic() + seconds
     try:
@@ -360,7 +360,7 @@ def compare_at_meeting(store: Store, rank: int, world_size: int, facts: Mapping[
 
 
 def _get(store: Store, key: str, end: float, other: int) -> str:
-    for _ in naps_until(end):
+    for _ in poll_until(end):
         if store.check([key]):
             return bytes(store.get(key)).decode()
     raise LaunchError(
@@ -371,12 +371,12 @@ def _get(store: Store, key: str, end: float, other: int) -> str:
 
 def _await_readers(store: Store, number: int) -> None:
     """Wait until the others have read why nothing starts: rank 0 may host the store."""
-    for _ in naps_until(time.monotonic() + LAST_WORD_SECONDS):
+    for _ in poll_until(time.monotonic() + LAST_WORD_SECONDS):
         if store.add("ddpkit/start/read", 0) >= number:
             return
 
 
-def naps_until(end: float) -> Iterator[None]:
+def poll_until(end: float) -> Iterator[None]:
     """Yield, with naps between that get longer, until a time has come; at least once.
 
     Args:
@@ -385,7 +385,7 @@ def naps_until(end: float) -> Iterator[None]:
     Ranks: local.
 
     Example:
-        >>> len(list(naps_until(0.0)))
+        >>> len(list(poll_until(0.0)))
         1
     """
     nap = SHORTEST_NAP

@@ -19,15 +19,15 @@ import torch
 import torch.distributed as dist
 
 from ddpkit.base import is_distributed_initialized, state_and_start
-from ddpkit.comm.consistency import compare_at_meeting, script_facts, software_facts
+from ddpkit.comm.consistency import compare_over_store, script_facts, software_facts
 from ddpkit.comm.rendezvous import open_store
-from ddpkit.comm.runtime import Runtime, control_group, group_state, is_current
+from ddpkit.comm.runtime import Runtime, control_group, get_runtime, is_current
 from ddpkit.compat import all_groups
 from ddpkit.control import (
-    HERE,
     POSITION,
+    THIS_PROCESS,
     Reason,
-    Watch,
+    Watchdog,
     at_exit,
     host_name,
     is_second_hand,
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 DEFAULT_TIMEOUT_MINUTES = 30.0
-AFTER_WATCH_SECONDS = 30.0  # that collectives wait longer, so that it is the watch that says why
+AFTER_WATCH_SECONDS = 30.0  # that collectives wait longer, so that it is the watchdog that says why
 SHARED_GPU = "Duplicate GPU detected"  # in NCCL's own words
 DEPARTURE_SECONDS = 5.0
 LAST_WORDS_SECONDS = 2.0
@@ -65,9 +65,9 @@ def set_hang_limits(warning: float, timeout: float) -> None:
         >>> set_hang_limits(30.0, 1800.0)
     """
     if is_distributed_initialized():
-        state = group_state()
-        if state.watch is not None and not state.report.is_forked:
-            state.watch.set_limits(warning, timeout)
+        runtime = get_runtime()
+        if runtime.watchdog is not None and not runtime.report.is_forked:
+            runtime.watchdog.set_limits(warning, timeout)
 
 
 def init_group(run_opts: Mapping[str, Any] | Any) -> None:
@@ -105,7 +105,7 @@ def init_group(run_opts: Mapping[str, Any] | Any) -> None:
     store, hosts = open_store(info, timeout)
     if info.world_size > 1:
         facts = {"number of processes": str(info.world_size), "backend": backend, **software_facts(), **script_facts()}
-        compare_at_meeting(store, info.rank, info.world_size, facts, timeout.total_seconds())
+        compare_over_store(store, info.rank, info.world_size, facts, timeout.total_seconds())
     try:
         dist.init_process_group(
             backend, rank=info.rank, world_size=info.world_size, store=store, timeout=timeout, **arguments
@@ -115,7 +115,7 @@ def init_group(run_opts: Mapping[str, Any] | Any) -> None:
             f"rank {info.rank} of {info.world_size} could not join the process group "
             f"(backend={backend!r}, met at {info.address}:{info.port}): {error}. {_what_to_do(str(error), device)}"
         ) from error
-    group_state().timeout = timeout
+    get_runtime().timeout = timeout
     _attend(hosts_store=hosts, destroy=True)
     set_hang_limits(0.0, hang_timeout)
     control_group()
@@ -132,7 +132,7 @@ def _what_to_do(error: str, device: str) -> str:
 
 
 def longest_wait(minutes: float | None, hang_timeout: float) -> float:
-    """Return how long collectives wait: longer than the watch, which says why, unless the user wants something else.
+    """Return how long collectives wait: longer than the watchdog, which says why, unless the user wants something else.
 
     Args:
         minutes: the option ``distributed_timeout_minutes``; None: its default.
@@ -233,24 +233,24 @@ def _attend(*, hosts_store: bool, destroy: bool) -> None:
         hosts_store: whether this process keeps the store.
         destroy: whether the group ends with it.
     """
-    state = group_state()
-    if state.is_attended:
+    runtime = get_runtime()
+    if runtime.is_attended:
         return
-    state.is_attended, state.hosts_store = True, hosts_store
-    watch_uncaught(state.report)
+    runtime.is_attended, runtime.hosts_store = True, hosts_store
+    watch_uncaught(runtime.report)
     POSITION.waits_for_device = "nccl" in dist.get_backend()
-    at_exit(functools.partial(_leave, state, destroy=destroy, handled=sys.exc_info()[1]))
+    at_exit(functools.partial(_leave, runtime, destroy=destroy, handled=sys.exc_info()[1]))
     if destroy:
         info = find_launch()
         near = info.node_ranks or range(info.first_on_node, info.first_on_node + info.local_world_size)
         parent = os.getppid() if info.launcher == "torchrun" else None
         is_guarded = info.launcher not in {"torchrun", "spawn"}  # whose parents end what does not end itself
-        state.watch = Watch(state.report, near, parent, guarded=is_guarded)
-    elif _can_be_shared(state.store):
-        everyone = range(state.report.world_size)  # who is on this machine shows when they tell where they are
-        state.watch = Watch(state.report, everyone, guest=functools.partial(is_current, state))
-    if state.watch is not None:
-        state.watch.start()
+        runtime.watchdog = Watchdog(runtime.report, near, parent, guarded=is_guarded)
+    elif _can_be_shared(runtime.store):
+        everyone = range(runtime.report.world_size)  # who is on this machine shows when they tell where they are
+        runtime.watchdog = Watchdog(runtime.report, everyone, guest=functools.partial(is_current, runtime))
+    if runtime.watchdog is not None:
+        runtime.watchdog.start()
 
 
 def _can_be_shared(store: Any) -> bool:
@@ -260,38 +260,38 @@ def _can_be_shared(store: Any) -> bool:
     return isinstance(store, dist.TCPStore) and hasattr(store, "clone")
 
 
-def _leave(state: Runtime, *, destroy: bool, handled: BaseException | None) -> None:
+def _leave(runtime: Runtime, *, destroy: bool, handled: BaseException | None) -> None:
     """Depart at exit, and destroy the group if :func:`init_group` started it.
 
     Args:
-        state: of the group.
+        runtime: of the group.
         destroy: whether it was started here.
         handled: the exception that was being handled when this was registered.
     """
-    if state.report.is_forked or state.has_left:
+    if runtime.report.is_forked or runtime.has_left:
         return
-    state.has_left = True
+    runtime.has_left = True
     note_end_of_child(handled)
-    if is_distributed_initialized() and group_state() is state:
-        _leave_group(state, destroy=destroy)
-    elif not state.is_over:
-        _leave_without_group(state)
+    if is_distributed_initialized() and get_runtime() is runtime:
+        _leave_group(runtime, destroy=destroy)
+    elif not runtime.is_over:
+        _leave_without_group(runtime)
 
 
-def _leave_group(state: Runtime, *, destroy: bool) -> None:
-    report, failed = state.report, HERE.failed
+def _leave_group(runtime: Runtime, *, destroy: bool) -> None:
+    report, failed = runtime.report, THIS_PROCESS.failed
     kill_workers()
     report.depart()
     if failed is not None and destroy:
         _abort_groups()
     if destroy:
         _destroy_groups(failed=failed is not None)
-    if state.hosts_store:  # the others may still look something up: who failed, or who has left
+    if runtime.hosts_store:  # the others may still look something up: who failed, or who has left
         report.await_departures(DEPARTURE_SECONDS if failed is None else LAST_WORDS_SECONDS)
     if failed is not None and is_second_hand(failed) and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         _let_launcher_see(report.first_failure())
-    if state.watch is not None:
-        state.watch.stop()
+    if runtime.watchdog is not None:
+        runtime.watchdog.stop()
 
 
 def _let_launcher_see(reason: Reason | None) -> None:
@@ -309,15 +309,15 @@ def _let_launcher_see(reason: Reason | None) -> None:
     time.sleep(SEEN_SECONDS)
 
 
-def _leave_without_group(state: Runtime) -> None:
+def _leave_without_group(runtime: Runtime) -> None:
     """Depart where the script has destroyed the group itself: else this rank would be missed, and sought."""
-    if state.watch is None:
+    if runtime.watchdog is None:
         return
-    if state.watch.guest is None and HERE.failed is None:
-        state.report.depart()
-        if state.hosts_store:
-            state.report.await_departures(DEPARTURE_SECONDS)
-    state.watch.stop()
+    if runtime.watchdog.guest is None and THIS_PROCESS.failed is None:
+        runtime.report.depart()
+        if runtime.hosts_store:
+            runtime.report.await_departures(DEPARTURE_SECONDS)
+    runtime.watchdog.stop()
 
 
 def _abort_groups() -> None:

@@ -1,14 +1,14 @@
 """How the processes of a run find each other: one store, and a name in it that no other attempt has used.
 
 Where the launcher keeps a store (torchrun, ddpkit itself), all connect to it; otherwise rank 0 hosts it at
-``MASTER_ADDR`` and ``MASTER_PORT``. A port that was made from the run's id may be taken by somebody else: rank 0 then
-takes the next, and whoever listens at one of them is asked who it is (the :class:`Beacon`), so that nobody sits down at
-a strange table. torch's own store has no such question: connecting it to a port of something else can hang for ever.
+``MASTER_ADDR`` and ``MASTER_PORT``. A port that was made from the run's id may be taken by another program: rank 0 then
+takes the next free one. Clients verify the run id (:class:`PortAnnouncer`) before they connect: torch's own store does
+not, and connecting it to another program's port can hang for ever.
 
-Then every process says that it is there (:func:`meet`). That finds ranks that are missing or there twice, and gives the
-attempt a name of its own: torchrun reuses its store after a restart, and with the same names in it the new processes
-would read the addresses of the dead ones. See https://github.com/pytorch/pytorch/issues/135712. The name does not come
-from torchrun's count of restarts, which is another on each node and stands still when nodes come and go.
+Then every process says that it is there (:func:`join_attempt`). That finds ranks that are missing or there twice, and
+gives the attempt a name of its own: torchrun reuses its store after a restart, and with the same names in it the new
+processes would read the addresses of the dead ones. See https://github.com/pytorch/pytorch/issues/135712. The name is
+not made from torchrun's count of restarts, which differs between nodes and stands still when nodes come and go.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from ddpkit.comm.consistency import naps_until
+from ddpkit.comm.consistency import poll_until
 from ddpkit.errors import LaunchError
 from ddpkit.launch import LOOPBACK, derived_port
 from ddpkit.logger import get_logger
@@ -67,7 +67,7 @@ def open_store(info: LaunchInfo, timeout: timedelta) -> tuple[dist.Store, bool]:
         The store, and whether this process hosts it.
 
     Raises:
-        LaunchError: nobody says where to meet, the port is taken, or the others do not come.
+        LaunchError: nobody says where to join_attempt, the port is taken, or the others do not come.
 
     Ranks: collective.
 
@@ -87,14 +87,14 @@ def open_store(info: LaunchInfo, timeout: timedelta) -> tuple[dist.Store, bool]:
     with contextlib.ExitStack() as until_met:
         if hosts and run_id:
             store: dist.Store = dist.TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False, timeout=timeout)
-            until_met.enter_context(Beacon(run_id, int(store.port)))  # type: ignore[attr-defined]
+            until_met.enter_context(PortAnnouncer(run_id, int(store.port)))  # type: ignore[attr-defined]
         elif hosts:
             store = _host(info.address, port, timeout)
         else:
             if run_id:
-                port = find_beacon(info.address, run_id, end)
+                port = find_store_port(info.address, run_id, end)
             store = _connect(info.address, port, end, timeout)
-        name = meet(store, info, end, once=not info.agent_hosts_store)
+        name = join_attempt(store, info, end, once=not info.agent_hosts_store)
     return dist.PrefixStore(name, store), hosts
 
 
@@ -170,7 +170,7 @@ def _connect(address: str, port: int, end: float, timeout: timedelta) -> dist.St
 def _await_listener(address: str, port: int, end: float) -> None:
     """Wait until somebody listens; torch would wait too, but print a stack for each attempt."""
     began, last = time.monotonic(), ""
-    for _ in naps_until(end):
+    for _ in poll_until(end):
         try:
             with socket.create_connection((address, port), timeout=ANSWER_SECONDS):
                 return
@@ -190,7 +190,7 @@ def _is_unknown(error: OSError, began: float) -> bool:
     return isinstance(error, socket.gaierror) and time.monotonic() - began > UNKNOWN_HOST_SECONDS
 
 
-class Beacon:
+class PortAnnouncer:
     """Tells whoever asks at a port made from the run's id on which port the run's store is.
 
     Args:
@@ -208,15 +208,15 @@ class Beacon:
     State: a listening socket and a thread, until the ``with`` block is left.
 
     Example:
-        >>> with Beacon("slurm 77.0", 4000) as beacon:
-        ...     find_beacon("127.0.0.1", "slurm 77.0", time.monotonic() + 5)
+        >>> with PortAnnouncer("slurm 77.0", 4000) as announcer:
+        ...     find_store_port("127.0.0.1", "slurm 77.0", time.monotonic() + 5)
         4000
     """
 
     def __init__(self, run_id: str, store_port: int) -> None:
         self._answer = f"{_greeting(run_id)} {store_port}\n".encode()
         self._socket, self.port = self._listen(run_id)
-        self._thread = threading.Thread(target=self._serve, name="ddpkit-beacon", daemon=True)
+        self._thread = threading.Thread(target=self._serve, name="ddpkit-port-announcer", daemon=True)
         self._thread.start()
 
     def __enter__(self) -> Self:
@@ -250,7 +250,7 @@ class Beacon:
                 connection.sendall(self._answer)
 
 
-def find_beacon(address: str, run_id: str, end: float) -> int:
+def find_store_port(address: str, run_id: str, end: float) -> int:
     """Ask at the ports of a run until its rank 0 answers.
 
     Args:
@@ -267,13 +267,13 @@ def find_beacon(address: str, run_id: str, end: float) -> int:
     Ranks: all but rank 0.
 
     Example:
-        >>> find_beacon("127.0.0.1", "nobody", end=0.0)
+        >>> find_store_port("127.0.0.1", "nobody", end=0.0)
         Traceback (most recent call last):
         ddpkit.errors.LaunchError: rank 0 could not be found at 127.0.0.1, ports ...
     """
     ports = [derived_port(run_id, attempt) for attempt in range(PORTS_TO_TRY)]
     began, last = time.monotonic(), "nobody listens"
-    for _ in naps_until(end):
+    for _ in poll_until(end):
         for port in ports:
             try:
                 answer = _ask(address, port)
@@ -314,7 +314,7 @@ def _greeting(run_id: str) -> str:
 # ---------------------------------------------------------------------------------------------- meeting
 
 
-def meet(store: dist.Store, info: LaunchInfo, end: float, *, once: bool) -> str:
+def join_attempt(store: dist.Store, info: LaunchInfo, end: float, *, once: bool) -> str:
     """Wait until every rank is there, and agree on a name for this attempt.
 
     Each rank leaves a token of this attempt, and rank 0 answers to it with the name; what dead processes of an earlier
@@ -336,7 +336,7 @@ def meet(store: dist.Store, info: LaunchInfo, end: float, *, once: bool) -> str:
 
     Example:
         >>> from ddpkit.launch.variables import LaunchInfo
-        >>> meet(dist.HashStore(), LaunchInfo("slurm"), end=0.0, once=True).startswith("ddpkit/")
+        >>> join_attempt(dist.HashStore(), LaunchInfo("slurm"), end=0.0, once=True).startswith("ddpkit/")
         True
     """
     token = secrets.token_hex(8)
@@ -347,7 +347,7 @@ def meet(store: dist.Store, info: LaunchInfo, end: float, *, once: bool) -> str:
         return f"ddpkit/{token}"
     store.set(_place(info.rank), token)
     answer = f"{_place(info.rank)}/{token}"
-    for _ in naps_until(end):
+    for _ in poll_until(end):
         if store.check([answer]):
             name = store.get(answer).decode()
             store.set(f"ddpkit/met/{name}/{info.rank}", "1")
@@ -362,7 +362,7 @@ def _await_all(store: dist.Store, info: LaunchInfo, name: str, end: float) -> No
     """Answer to every token until each rank has read its answer."""
     missing, answered = set(range(1, info.world_size)), dict[int, str]()
     warned = time.monotonic() + WARNING_SECONDS
-    for _ in naps_until(end):
+    for _ in poll_until(end):
         for rank in sorted(missing):
             if store.check([_place(rank)]):
                 token = store.get(_place(rank)).decode()

@@ -16,7 +16,7 @@ from ddpkit.comm.mailbox import Mailbox
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ddpkit.control import Watch
+    from ddpkit.control import Watchdog
 
 
 class Runtime:
@@ -29,7 +29,7 @@ class Runtime:
         store: its store.
         report: which rank failed first; which ranks have departed.
         mailbox: values and errors of main-only work.
-        watch: sees to it that nothing hangs; None: there is none.
+        watchdog: sees to it that nothing hangs; None: there is none.
         timeout: how long the group's collectives wait at its start; None: it does not say.
         control_group: gives the gloo group for small CPU tensors, if it is still there.
         machine: number of this process's machine, and the ranks on it; None unless they had to tell each other, for
@@ -56,28 +56,28 @@ class Runtime:
         self.timeout = timeout_of(dist.group.WORLD)
         self.machine: tuple[int, tuple[int, ...]] | None = None
         self.is_attended = self.hosts_store = self.is_over = self.has_left = False
-        self.watch: Watch | None = None
+        self.watchdog: Watchdog | None = None
 
     def end(self) -> None:
         """End all that belongs to the group, because another one takes its place.
 
         The store is left alone: slower ranks may still be talking to it.
         """
-        from ddpkit.control import HERE
+        from ddpkit.control import THIS_PROCESS
 
         self.is_over = True
-        if self.watch is not None and not self.report.is_forked:
-            self.watch.stop()
-            if self.watch.guest is None and self.watch.heartbeat.store_lost is None:
+        if self.watchdog is not None and not self.report.is_forked:
+            self.watchdog.stop()
+            if self.watchdog.guest is None and self.watchdog.heartbeat.store_lost is None:
                 self.report.depart()
-        if HERE.report is self.report:
-            HERE.report = None
+        if THIS_PROCESS.report is self.report:
+            THIS_PROCESS.report = None
 
 
 _runtime: Runtime | None = None
 
 
-def group_state() -> Runtime:
+def get_runtime() -> Runtime:
     """Return what belongs to the current default process group.
 
     Raises:
@@ -85,10 +85,10 @@ def group_state() -> Runtime:
 
     Ranks: local.
 
-    State: ends the runtime of the group before, and its watch, if the group has changed.
+    State: ends the runtime of the group before, and its watchdog, if the group has changed.
 
     Example:
-        >>> group_state()
+        >>> get_runtime()
         Traceback (most recent call last):
         ValueError: Default process group has not been initialized, please make sure to call init_process_group.
     """
@@ -132,9 +132,9 @@ def control_group() -> dist.ProcessGroup | None:
     """
     if not is_distributed_initialized():
         return None
-    state = group_state()
-    group = state.control_group()
+    runtime = get_runtime()
+    group = runtime.control_group()
     if group is None:
-        group = dist.new_group(backend="gloo", timeout=state.timeout)
-        state.control_group = weakref.ref(group)
+        group = dist.new_group(backend="gloo", timeout=runtime.timeout)
+        runtime.control_group = weakref.ref(group)
     return group

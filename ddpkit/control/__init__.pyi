@@ -1,15 +1,15 @@
 from ddpkit.control.failure import (
     PLAIN as PLAIN,
     failure_notice as failure_notice,
+    is_shown_without_traceback as is_shown_without_traceback,
     note_end_of_child as note_end_of_child,
     record_for_launcher as record_for_launcher,
-    tell_plainly as tell_plainly,
-    told_plainly as told_plainly,
+    show_without_traceback as show_without_traceback,
     usage_errors as usage_errors,
     watch_uncaught as watch_uncaught,
 )
 from ddpkit.control.failure_report import (
-    HERE as HERE,
+    THIS_PROCESS as THIS_PROCESS,
     FailureReport as FailureReport,
     Reason as Reason,
     explained as explained,
@@ -22,9 +22,9 @@ from ddpkit.control.loader_workers import (
     watch_loader_workers as watch_loader_workers,
 )
 from ddpkit.control.periodic_sync import (
-    Beat as Beat,
-    BeatReport as BeatReport,
+    PeriodicSync as PeriodicSync,
     Requests as Requests,
+    SyncReport as SyncReport,
     terminating_later as terminating_later,
 )
 from ddpkit.control.rank_status import (
@@ -44,5 +44,5 @@ from ddpkit.control.stopping import (
     write_marker as write_marker,
 )
 from ddpkit.control.watchdog import (
-    Watch as Watch,
+    Watchdog as Watchdog,
 )

@@ -21,7 +21,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from ddpkit.base import rank_if_known
-from ddpkit.control.failure_report import HERE, PLACE, FailureReport, Reason, explained, is_second_hand, text_and_line
+from ddpkit.control.failure_report import (
+    PLACE,
+    THIS_PROCESS,
+    FailureReport,
+    Reason,
+    explained,
+    is_second_hand,
+    text_and_line,
+)
 from ddpkit.control.rank_status import POSITION, line_of
 from ddpkit.errors import ConfigError, FolderInUseError, LaunchError, RankFailedError, RunStopped
 from ddpkit.logger import get_logger
@@ -34,13 +42,13 @@ PLAIN = "_ddpkit_plain"  # attribute of an exception: it is told in a sentence, 
 USAGE_CODE = 2  # that of argparse
 FIRST_WORD_SECONDS = 5.0  # for the first rank of a machine to say what all of them are about to say
 TURN_SECONDS = 0.5  # and for each of the next
-STORE_WAIT_SECONDS = 2.0  # the same where it can be asked for; the watch gives a failed process three
+STORE_WAIT_SECONDS = 2.0  # the same where it can be asked for; the watchdog gives a failed process three
 NAP_SECONDS = 0.02
 
 logger = get_logger(__name__)
 
 
-def tell_plainly(error: BaseException, code: int = USAGE_CODE) -> None:
+def show_without_traceback(error: BaseException, code: int = USAGE_CODE) -> None:
     """Have an exception, if nobody catches it, told in its own words alone: once, and without a traceback.
 
     Args:
@@ -54,8 +62,8 @@ def tell_plainly(error: BaseException, code: int = USAGE_CODE) -> None:
     Example:
         >>> before = sys.excepthook
         >>> error = ConfigError("precision='fp8' is no format")
-        >>> tell_plainly(error)
-        >>> told_plainly(error)
+        >>> show_without_traceback(error)
+        >>> is_shown_without_traceback(error)
         True
         >>> sys.excepthook = before
     """
@@ -63,13 +71,13 @@ def tell_plainly(error: BaseException, code: int = USAGE_CODE) -> None:
     watch_uncaught()
 
 
-def told_plainly(error: BaseException) -> bool:
-    """Say whether :func:`tell_plainly` was called for an exception, and this process is a script's.
+def is_shown_without_traceback(error: BaseException) -> bool:
+    """Say whether :func:`show_without_traceback` was called for an exception, and this process is a script's.
 
     Ranks: local.
 
     Example:
-        >>> told_plainly(ValueError("a bug"))
+        >>> is_shown_without_traceback(ValueError("a bug"))
         False
     """
     return PLAIN in vars(error) and not hasattr(sys, "ps1") and not sys.flags.interactive
@@ -89,28 +97,28 @@ def usage_errors() -> Iterator[None]:
         ...     with usage_errors():
         ...         raise ConfigError("precision='fp8' is no format")
         ... except ValueError as error:
-        ...     told_plainly(error)
+        ...     is_shown_without_traceback(error)
         True
         >>> sys.excepthook = before
     """
     try:
         yield
     except (ConfigError, LaunchError) as error:
-        tell_plainly(error)
+        show_without_traceback(error)
         raise
 
 
 def _end_plainly(error: BaseException) -> NoReturn:
     """Say the words of an exception, unless another rank does, and end the process."""
-    HERE.failed = error
-    report, is_first, launcher_tells = HERE.report, _is_first_of_machine(), _launcher_tells()
+    THIS_PROCESS.failed = error
+    report, is_first, launcher_tells = THIS_PROCESS.report, _is_first_of_machine(), _launcher_tells()
     if not is_first:
         _await_first(launcher_tells)
     reason = None
     if report is not None and not report.tell(Reason.of(report.rank, error, is_final=True)):
         reason = report.first_failure()
     if reason is not None:
-        HERE.failed = RankFailedError(reason.summary())
+        THIS_PROCESS.failed = RankFailedError(reason.summary())
     if reason is None or (is_first and launcher_tells):
         on_rank = "" if is_first else f" on rank {rank_if_known()}"
         text = f"{Path(sys.argv[0]).name}: error{on_rank}: {error}"
@@ -127,7 +135,7 @@ def _is_first_of_machine() -> bool:
 
 def _await_first(launcher_tells: bool) -> None:
     """Wait a little to be ended by the launcher, or for another rank to tell: all may be about to say the same."""
-    report, local_rank = HERE.report, os.environ.get("LOCAL_RANK", "0")
+    report, local_rank = THIS_PROCESS.report, os.environ.get("LOCAL_RANK", "0")
     turn = TURN_SECONDS * (int(local_rank) if local_rank.isdecimal() else 0)
     end = time.monotonic() + (STORE_WAIT_SECONDS if report is not None else FIRST_WORD_SECONDS + turn)
     if launcher_tells:  # what ends with another code than 0 it lists as a failure of its own, without a reason
@@ -184,18 +192,18 @@ def _write_error_file(message: str, trace: str, timestamp: float, *, plain: bool
     with contextlib.suppress(OSError):  # a full disk must not hide the error itself
         temporary.write_text(json.dumps(report), encoding="utf-8")
         temporary.replace(path)
-        HERE.file = Path(path)
+        THIS_PROCESS.file = Path(path)
         return True
     return False
 
 
 def _take_error_file_back() -> None:
     """Remove what was written for the launcher, because the script has caught it and gone on."""
-    HERE.left = None
-    if HERE.file is not None:
+    THIS_PROCESS.left = None
+    if THIS_PROCESS.file is not None:
         with contextlib.suppress(OSError):
-            HERE.file.unlink(missing_ok=True)
-        HERE.file = None
+            THIS_PROCESS.file.unlink(missing_ok=True)
+        THIS_PROCESS.file = None
 
 
 @contextlib.contextmanager
@@ -214,7 +222,7 @@ def failure_notice() -> Iterator[None]:
         >>> with failure_notice():
         ...     pass
     """
-    if HERE.report is not None and HERE.report.is_forked:
+    if THIS_PROCESS.report is not None and THIS_PROCESS.report.is_forked:
         yield
         return
     try:
@@ -233,8 +241,8 @@ def failure_notice() -> Iterator[None]:
 def _note_exit(error: SystemExit) -> None:
     """Note that the script ends this process with an exit code, of which Python tells no hook."""
     if error.code in {None, 0}:
-        if HERE.report is not None and HERE.report.world_size > 1:
-            HERE.report.tell(_early_exit(error, HERE.report.rank))
+        if THIS_PROCESS.report is not None and THIS_PROCESS.report.world_size > 1:
+            THIS_PROCESS.report.tell(_early_exit(error, THIS_PROCESS.report.rank))
         return
     record_for_launcher(error)
     if not isinstance(error, RunStopped):
@@ -243,7 +251,7 @@ def _note_exit(error: SystemExit) -> None:
 
 def _early_exit(error: SystemExit, rank: int) -> Reason:
     """Describe that this rank leaves ``fit`` or ``evaluate`` as if it had come to its end; all may be about to."""
-    here = POSITION.whereabouts(rank, 0.0, look=False)
+    here = POSITION.own_status(rank, 0.0, look=False)
     code = "" if error.code is None else error.code
     text = (
         f"called sys.exit({code}){' ' if here.place() else ''}{here.place()}, at "
@@ -265,20 +273,20 @@ def note_end_of_child(handled: BaseException | None = None) -> None:
         >>> note_end_of_child()  # this process was started by hand
     """
     error = sys.exc_info()[1]
-    if multiprocessing.parent_process() is None or error is None or error is handled or HERE.failed is not None:
+    if multiprocessing.parent_process() is None or error is None or error is handled or THIS_PROCESS.failed is not None:
         return
     if isinstance(error, RunStopped) or (isinstance(error, SystemExit) and error.code in {None, 0}):
         return
     if isinstance(error, SystemExit) and error.__context__ is not None and error.__context__ is not handled:
         error = error.__context__  # as torch.multiprocessing ends a process
     news = _note_uncaught(error)
-    if HERE.report is not None and not is_second_hand(news):
-        logger.error("%s", Reason.of(HERE.report.rank, news, is_final=True).summary(), main_process_only=False)
+    if THIS_PROCESS.report is not None and not is_second_hand(news):
+        logger.error("%s", Reason.of(THIS_PROCESS.report.rank, news, is_final=True).summary(), main_process_only=False)
 
 
 def _note_uncaught(error: BaseException) -> BaseException:
     """Note an exception that ends this process; return what is behind it, as it is to be shown."""
-    HERE.failed = news = explained(error)
+    THIS_PROCESS.failed = news = explained(error)
     if isinstance(news, KeyboardInterrupt):
         news = KeyboardInterrupt(f"at {_path_to(news)}")
     elif isinstance(news, FolderInUseError) or (is_second_hand(news) and news.__cause__ is None):
@@ -293,20 +301,20 @@ def _noted(error: BaseException) -> BaseException:
     """Note an exception that leaves ``fit`` or ``evaluate``, which the script may catch; return what is behind it."""
     news = explained(error)
     if not is_second_hand(news):
-        HERE.left = text_and_line(news)[0]
+        THIS_PROCESS.left = text_and_line(news)[0]
         _tell(news, is_final=False)
-    elif HERE.left is not None and type(news) is RankFailedError:
-        here = f"an exception ended fit or evaluate on rank {rank_if_known()} alone: {HERE.left}"
-        news, HERE.left = RankFailedError(f"{news}. Before that, {here}"), None
+    elif THIS_PROCESS.left is not None and type(news) is RankFailedError:
+        here = f"an exception ended fit or evaluate on rank {rank_if_known()} alone: {THIS_PROCESS.left}"
+        news, THIS_PROCESS.left = RankFailedError(f"{news}. Before that, {here}"), None
     if POSITION.progress is not None:
-        vars(news)[PLACE] = POSITION.whereabouts(0, 0.0, look=False).place()
+        vars(news)[PLACE] = POSITION.own_status(0, 0.0, look=False).place()
     record_for_launcher(news)
     return news
 
 
 def _tell(error: BaseException, *, is_final: bool) -> None:
-    if HERE.report is not None:
-        HERE.report.tell(Reason.of(HERE.report.rank, error, is_final=is_final))
+    if THIS_PROCESS.report is not None:
+        THIS_PROCESS.report.tell(Reason.of(THIS_PROCESS.report.rank, error, is_final=is_final))
 
 
 def _path_to(error: BaseException) -> str:
@@ -336,17 +344,17 @@ class UncaughtHook:
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """Note the exception, and print it, or the failure behind it."""
-        if os.getpid() != self.process or HERE.failed is not None:
+        if os.getpid() != self.process or THIS_PROCESS.failed is not None:
             self.previous(kind, error, trace)
             return
-        if told_plainly(error):
+        if is_shown_without_traceback(error):
             _end_plainly(error)
         news = _note_uncaught(error)
         is_short = isinstance(news, (KeyboardInterrupt, FolderInUseError)) or is_second_hand(news)
-        if HERE.report is None or is_short:
+        if THIS_PROCESS.report is None or is_short:
             self.previous(type(news), news, news.__traceback__)
             return
-        reason = Reason.of(HERE.report.rank, news, is_final=True)
+        reason = Reason.of(THIS_PROCESS.report.rank, news, is_final=True)
         logger.error("%s", reason.heading(), main_process_only=False)
         self.previous(type(news), news, news.__traceback__)
         logger.error("%s", reason.summary(), main_process_only=False)  # nobody looks for it above a long traceback
@@ -368,7 +376,7 @@ def watch_uncaught(report: FailureReport | None = None) -> None:
         True
         >>> sys.excepthook = before
     """
-    HERE.report = report or HERE.report
+    THIS_PROCESS.report = report or THIS_PROCESS.report
     hook = sys.excepthook
     while not isinstance(hook, UncaughtHook) and hasattr(hook, "previous"):
         hook = hook.previous

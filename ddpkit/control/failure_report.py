@@ -85,7 +85,7 @@ class Reason:
     @classmethod
     def of(cls, rank: int, error: BaseException, *, is_final: bool) -> Reason:
         """Describe an exception of this process."""
-        here = POSITION.whereabouts(rank, 0.0, look=False)
+        here = POSITION.own_status(rank, 0.0, look=False)
         trace = "".join(traceback.format_exception(error))[-LONGEST_TRACE:]
         place = here.place() or str(vars(error).get(PLACE, ""))
         text, line = text_and_line(error)
@@ -239,7 +239,7 @@ def _departed_key(rank: int) -> str:
     return f"ddpkit/departed/{rank}"
 
 
-class _Here:
+class _ThisProcess:
     """What this process knows of its own end."""
 
     report: FailureReport | None = None  # of its process group
@@ -248,7 +248,7 @@ class _Here:
     left: str | None = None  # what fit or evaluate has left with, while its script goes on
 
 
-HERE = _Here()
+THIS_PROCESS = _ThisProcess()
 
 
 def is_second_hand(error: BaseException) -> bool:
@@ -286,7 +286,7 @@ def explained(error: BaseException) -> BaseException:
     """
     if isinstance(error, RankFailedError) or not is_second_hand(error):
         return error
-    report = HERE.report
+    report = THIS_PROCESS.report
     if report is not None:
         reason = report.first_failure()
         departed = [] if reason is not None else report.departed()

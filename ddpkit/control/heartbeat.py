@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from ddpkit.base import has_ended, state_and_start, this_place
 from ddpkit.control.failure_report import FailureReport, Reason
-from ddpkit.control.rank_status import POSITION, Position, Whereabouts, host_name
+from ddpkit.control.rank_status import POSITION, Position, RankStatus, host_name
 from ddpkit.logger import get_logger
 from ddpkit.types import Stage
 
@@ -73,7 +73,7 @@ class Heartbeat:
         >>> from torch.distributed import HashStore
         >>> store = HashStore()
         >>> Heartbeat(FailureReport(store, rank=0, world_size=1), []).beat(store)
-        >>> Whereabouts.read(store.get("ddpkit/beat/0")).beats
+        >>> RankStatus.read(store.get("ddpkit/beat/0")).beats
         1
     """
 
@@ -91,7 +91,7 @@ class Heartbeat:
         self.rank, self.world_size = report.rank, report.world_size
         self.neighbours = [rank for rank in sorted(neighbours) if rank != self.rank]
         self.still_for, self.is_in_trouble, self.limit, self.position = still_for, is_in_trouble, limit, position
-        self.latest: dict[int, Whereabouts] = {}
+        self.latest: dict[int, RankStatus] = {}
         self.silence: dict[int, float] = {}
         self.failure: Reason | None = None
         self.is_searching = False
@@ -101,7 +101,7 @@ class Heartbeat:
         self._read_at: dict[int, float] = {}
         self._logged: set[tuple[str, str]] = set()
         pid = os.getpid()
-        self._here = Whereabouts(self.rank, host_name(), pid, started=state_and_start(pid)[1])
+        self._here = RankStatus(self.rank, host_name(), pid, started=state_and_start(pid)[1])
         self._machine = ""
 
     def beat_until(self, over: threading.Event, is_wanted: Callable[[], bool] = lambda: True) -> None:
@@ -155,11 +155,11 @@ class Heartbeat:
                 self.log_once(work.__name__.strip("_").replace("_", " "), error)
 
     def log_once(self, what: str, error: Exception) -> None:
-        """Log an error of the watch itself, once: it is no reason to end anything."""
+        """Log an error of the watchdog itself, once: it is no reason to end anything."""
         kind = type(error).__name__
         if (what, kind) not in self._logged:  # not the text, which may have a number in it
             self._logged.add((what, kind))
-            text = "The watch of rank %d cannot %s, which ends nothing and is tried again: %s: %s"
+            text = "The watchdog of rank %d cannot %s, which ends nothing and is tried again: %s: %s"
             logger.warning(text, self.rank, what, kind, error, main_process_only=False)
 
     def silent(self) -> dict[int, float]:
@@ -183,8 +183,8 @@ class Heartbeat:
             rank: its number.
             how: is known of it, such as ``"was killed"``.
         """
-        one = self.latest.get(rank) or Whereabouts(rank)
-        here = self.position.whereabouts(self.rank, 0.0, look=False)
+        one = self.latest.get(rank) or RankStatus(rank)
+        here = self.position.own_status(self.rank, 0.0, look=False)
         # In training all ranks are at the same step, and this one knows its own to the moment.
         place = (here if here.stage == Stage.TRAIN.name and not here.doing else one).place()
         text = f"disappeared{' ' if place else ''}{place}: it {how.rstrip('.')}."
@@ -194,7 +194,7 @@ class Heartbeat:
         try:
             seconds = self.still_for()
             is_away = self.position.has_no_limit() and seconds >= SILENT_SECONDS
-            here = self.position.whereabouts(self.rank, seconds, look=is_away or self.is_in_trouble())
+            here = self.position.own_status(self.rank, seconds, look=is_away or self.is_in_trouble())
             here.beats = self.beats
             text = here.to_json()
         except Exception as error:  # noqa: BLE001 -- that it lives matters more than where it is
@@ -300,16 +300,16 @@ class Heartbeat:
         if store.check([beat_key(rank)]):
             self._read([rank], store)
         else:
-            self._take(Whereabouts(rank))
+            self._take(RankStatus(rank))
 
     def _read(self, ranks: list[int], store: Store) -> None:
         keys = [beat_key(rank) for rank in ranks]
         can_at_once = getattr(store, "has_extended_api", bool)
         texts = store.multi_get(keys) if len(keys) > 1 and can_at_once() else [store.get(key) for key in keys]
         for text in texts:
-            self._take(Whereabouts.read(text))
+            self._take(RankStatus.read(text))
 
-    def _take(self, one: Whereabouts) -> None:
+    def _take(self, one: RankStatus) -> None:
         """Note what a rank has told; one without beats has told nothing yet."""
         now, known = time.monotonic(), self.latest.get(one.rank)
         since = min(now - self._read_at.get(one.rank, now), SILENT_SECONDS)

@@ -1,6 +1,6 @@
-"""The beat: what the ranks must agree on is agreed on about once a second, not once a step.
+"""The periodic sync: what the ranks must agree on is agreed on about once a second, not once a step.
 
-Every ``k`` steps, with ``k`` itself agreed on at the previous beat, the ranks add up a few numbers in one small
+Every ``k`` steps, with ``k`` itself agreed on at the previous sync, the ranks add up a few numbers in one small
 all-reduce on a group of their own (gloo, on the CPU). All of them act on the same sums at the same step.
 """
 
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from ddpkit.control.stopping import CAUSES
-from ddpkit.control.watchdog import HOLD
+from ddpkit.control.watchdog import EXIT_DELAY
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -23,11 +23,11 @@ INTERVAL_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
-class BeatReport:
-    """What all ranks learnt at a beat; every number is the same on every rank.
+class SyncReport:
+    """What all ranks learnt at a sync; every number is the same on every rank.
 
     Attributes:
-        step: the step of the beat, within the epoch.
+        step: the step of the sync, within the epoch.
         loss: weighted mean over all ranks since the epoch began; NaN before the first finite one.
         samples: samples seen by all ranks since the epoch began, with those whose loss was not finite.
         main_seconds: the main process's answer to how long ago it last saved an intra-epoch checkpoint.
@@ -37,7 +37,7 @@ class BeatReport:
     Ranks: local.
 
     Example:
-        >>> BeatReport(step=4, loss=0.5, samples=32, main_seconds=1.0).loss
+        >>> SyncReport(step=4, loss=0.5, samples=32, main_seconds=1.0).loss
         0.5
     """
 
@@ -50,7 +50,7 @@ class BeatReport:
 
 
 class Requests(NamedTuple):
-    """What a rank tells at a beat, beyond its losses.
+    """What a rank tells at a sync, beyond its losses.
 
     Attributes:
         main_seconds: since the last intra-epoch checkpoint; that of the main process counts.
@@ -88,7 +88,7 @@ def terminating_later() -> Iterator[None]:
     come: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, _: come.append(number))
     try:
-        with HOLD.held():
+        with EXIT_DELAY.held():
             yield
     finally:
         signal.signal(signal.SIGTERM, before)
@@ -98,22 +98,22 @@ def terminating_later() -> Iterator[None]:
             signal.raise_signal(signal.SIGTERM)
 
 
-class Beat:
+class PeriodicSync:
     """Decides at which steps the ranks confer, and confers.
 
     Args:
         add_up: sums a list of floats over the ranks, such as :func:`ddpkit.distributed.sum_over_ranks`.
         world_size: number of ranks.
         is_main: whether this is the main process.
-        interval: seconds between beats, about.
+        interval: seconds between syncs, about.
 
     Ranks: collective; every rank must ask at the same steps, and does, because ``due`` is agreed on.
 
     Example:
-        >>> beat = Beat(add_up=list, world_size=1, is_main=True)
-        >>> beat.start(step=0); beat.due
+        >>> sync = PeriodicSync(add_up=list, world_size=1, is_main=True)
+        >>> sync.start(step=0); sync.due
         1
-        >>> beat(step=1, loss_sum=3.0, count=2, samples=2, requests=Requests()).loss
+        >>> sync(step=1, loss_sum=3.0, count=2, samples=2, requests=Requests()).loss
         1.5
     """
 
@@ -146,8 +146,8 @@ class Beat:
         count: float,
         samples: int,
         requests: Requests,
-    ) -> BeatReport:
-        """Confer with the other ranks and fix the step of the next beat.
+    ) -> SyncReport:
+        """Confer with the other ranks and fix the step of the next sync.
 
         Args:
             step: the current step, equal on all ranks.
@@ -172,4 +172,4 @@ class Beat:
         self.due = step + self._steps_apart
         self._last_step, self._last_time = step, time.monotonic()
         mean = total_loss / total if total else float("nan")
-        return BeatReport(step, mean, int(seen), main_seconds=main, save_wanted=wanted_by > 0, stop=stop)
+        return SyncReport(step, mean, int(seen), main_seconds=main, save_wanted=wanted_by > 0, stop=stop)

@@ -36,7 +36,7 @@ _WAITING_FOR_AGENT = ("multiprocessing/synchronize.py", "torch/distributed/elast
 
 
 @dataclass
-class Whereabouts:
+class RankStatus:
     """Where one rank is.
 
     Attributes:
@@ -58,7 +58,7 @@ class Whereabouts:
     Ranks: local.
 
     Example:
-        >>> Whereabouts.read(Whereabouts(rank=1, host="a", pid=7).to_json()).pid
+        >>> RankStatus.read(RankStatus(rank=1, host="a", pid=7).to_json()).pid
         7
     """
 
@@ -82,7 +82,7 @@ class Whereabouts:
         return json.dumps(vars(self))
 
     @classmethod
-    def read(cls, text: str | bytes) -> Whereabouts:
+    def read(cls, text: str | bytes) -> RankStatus:
         """Read what :meth:`to_json` wrote."""
         return cls(**json.loads(text))
 
@@ -213,7 +213,7 @@ class Position:
         file = "" if frame is None else PurePath(frame.f_code.co_filename).as_posix()
         return where, waits or (self.waits_for_device and file.endswith(_DEVICE_READS))
 
-    def whereabouts(self, rank: int, seconds: float, *, look: bool) -> Whereabouts:
+    def own_status(self, rank: int, seconds: float, *, look: bool) -> RankStatus:
         """Describe where this process is.
 
         Args:
@@ -223,7 +223,7 @@ class Position:
         """
         progress = self.progress
         pid, session = os.getpid(), self.session
-        found = Whereabouts(rank, host_name(), pid, seconds=round(seconds, 1), started=_start_of(pid), session=session)
+        found = RankStatus(rank, host_name(), pid, seconds=round(seconds, 1), started=_start_of(pid), session=session)
         if progress is not None:
             found.inside = True
             if self.call:
@@ -342,7 +342,7 @@ def _is_waiting(file: str, name: str) -> bool:
     return any(part in path for part in _WAITING_FILES) or (name in _WAITING_OWN and "ddpkit" in path)
 
 
-def table(ranks: Iterable[Whereabouts], silent: dict[int, float] | None = None) -> str:
+def table(ranks: Iterable[RankStatus], silent: dict[int, float] | None = None) -> str:
     """Write where the ranks are, those that do not just wait for others first.
 
     Args:
@@ -355,8 +355,8 @@ def table(ranks: Iterable[Whereabouts], silent: dict[int, float] | None = None) 
     Ranks: local.
 
     Example:
-        >>> stuck = Whereabouts(2, "a", 7, "TRAIN", 1, 30, 31.0, "data.py:12 in __getitem__")
-        >>> waiting = [Whereabouts(n, "a", n + 5, "TRAIN", 1, 30, 30.0, "train.py:3", True) for n in range(2)]
+        >>> stuck = RankStatus(2, "a", 7, "TRAIN", 1, 30, 31.0, "data.py:12 in __getitem__")
+        >>> waiting = [RankStatus(n, "a", n + 5, "TRAIN", 1, 30, 30.0, "train.py:3", True) for n in range(2)]
         >>> print(table([*waiting, stuck]))
         rank 2 (a, pid 7): in TRAIN of epoch 1 at step 30, for 31 s at data.py:12 in __getitem__
         rank 0-1: in TRAIN of epoch 1 at step 30, for 30 s waiting for other ranks at train.py:3

@@ -1,4 +1,4 @@
-"""The watch of a process: it tells the others that it lives, learns of their failures, and ends what would hang.
+"""The watchdog of a process: it tells the others that it lives, learns of their failures, and ends what would hang.
 
 Two threads, and the store that the launcher hosts. One talks to the store, about once a second
 (:mod:`ddpkit.control.heartbeat`), and may be kept waiting there by a network that is cut. The other never waits for
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from ddpkit.base import Guard, asked_twice, kill_later
 from ddpkit.control.failure import record_for_launcher
-from ddpkit.control.failure_report import HERE, FailureReport, Reason
+from ddpkit.control.failure_report import THIS_PROCESS, FailureReport, Reason
 from ddpkit.control.heartbeat import SILENT_SECONDS, Heartbeat
 from ddpkit.control.loader_workers import kill_workers
 from ddpkit.control.rank_status import POSITION, Position, host_name, table
@@ -39,14 +39,14 @@ REASON_SECONDS = 4.0  # for the reason of a lost connection to become known
 JOIN_SECONDS = 2.0
 
 
-class Hold:
+class ExitDelay:
     """Whether something is being brought to safety, for which the end of the process has to wait.
 
     Ranks: local.
 
     Example:
-        >>> with HOLD.held():
-        ...     HOLD.is_held
+        >>> with EXIT_DELAY.held():
+        ...     EXIT_DELAY.is_held
         True
     """
 
@@ -60,7 +60,7 @@ class Hold:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Return a context that the watch does not cut short."""
+        """Return a context that the watchdog does not cut short."""
         before, self._since = self._since, self._since or time.monotonic()
         try:
             yield
@@ -68,10 +68,10 @@ class Hold:
             self._since = before
 
 
-HOLD = Hold()
+EXIT_DELAY = ExitDelay()
 
 
-class Watch:
+class Watchdog:
     """Watches over this process and those it works with, from when its group is made until it departs.
 
     Args:
@@ -79,8 +79,8 @@ class Watch:
         neighbours: the ranks on this machine.
         parent: process number of the launcher that this process shall not outlive; None: of no one.
         position: where this process is.
-        guest: of a group that somebody else has started: tells whether it is still there. Then the watch only says what
-            it finds, ends no process, talks to the store in ``fit`` and ``evaluate`` alone, and ends with the group.
+        guest: of a group that somebody else has started: tells whether it is still there. Then the watchdog only says
+            what it finds, ends no process, talks to the store only in ``fit`` and ``evaluate``, ends with the group.
         guarded: have a process beside this one end it where no thread can: for ranks that no launcher would end.
 
     Attributes:
@@ -92,7 +92,7 @@ class Watch:
 
     Example:
         >>> from torch.distributed import HashStore
-        >>> watch = Watch(FailureReport(HashStore(), rank=0, world_size=1), range(1))
+        >>> watch = Watchdog(FailureReport(HashStore(), rank=0, world_size=1), range(1))
         >>> watch.start(); watch.stop()
     """
 
@@ -128,7 +128,7 @@ class Watch:
 
         def is_wanted() -> bool:
             # A process that has failed says no more: of a store that is gone torch logs at length.
-            if HERE.failed is not None or self.report.store_is_lost:
+            if THIS_PROCESS.failed is not None or self.report.store_is_lost:
                 return False
             return self.guest is None or self.position.progress is not None
 
@@ -141,7 +141,7 @@ class Watch:
             thread.start()
 
     def stop(self) -> None:
-        """End the watch; the store may go afterwards."""
+        """End the watchdog; the store may go afterwards."""
         self._over.set()
         for thread in self._threads:
             if thread is not threading.current_thread():
@@ -159,7 +159,7 @@ class Watch:
         self.hang_warning, self.hang_timeout = warning, timeout
         if self._guard is None and self._guarded and timeout > 0:
             self._guard = Guard(f"rank {self.rank} ({host_name()}, pid {os.getpid()})", self._silence_allowed)
-            # At once: a call that keeps the interpreter lock may come before the watch looks again.
+            # At once: a call that keeps the interpreter lock may come before the watchdog looks again.
             self.position.on_limit = self._guard.hear
         self._tell_guard()
 
@@ -244,9 +244,9 @@ class Watch:
 
     def _mind_failure(self) -> None:
         now = time.monotonic()
-        if HERE.failed is not None and self.position.progress is None:
+        if THIS_PROCESS.failed is not None and self.position.progress is None:
             self._failing_since = self._failing_since or now
-            if now - self._failing_since > EXIT_SECONDS and not HOLD.is_held and self.guest is None:
+            if now - self._failing_since > EXIT_SECONDS and not EXIT_DELAY.is_held and self.guest is None:
                 self._end(None)
             return
         reason = self.heartbeat.failure
@@ -257,7 +257,7 @@ class Watch:
             self._failure_since = 0.0  # all ranks may be about to raise, and to catch, the same
             return
         self._failure_since = self._failure_since or now
-        if now - self._failure_since > GRACE_SECONDS and not HOLD.is_held:
+        if now - self._failure_since > GRACE_SECONDS and not EXIT_DELAY.is_held:
             self._act_on(reason)
 
     def _act_on(self, reason: Reason) -> None:
@@ -273,7 +273,7 @@ class Watch:
         inside, lost = self.position.progress is not None, self.heartbeat.store_lost
         if self.guest is not None:
             return
-        if lost is not None and inside and HERE.failed is None:
+        if lost is not None and inside and THIS_PROCESS.failed is None:
             self.heartbeat.failure = self.heartbeat.failure or self._lost_store_reason(lost)
             return
         silent = time.monotonic() - self.heartbeat.answered
@@ -316,7 +316,11 @@ class Watch:
     def _mind_clock(self) -> None:
         still = self.still_for
         failure = self.heartbeat.failure
-        if self.position.progress is None or HERE.failed is not None or (failure is not None and failure.is_final):
+        if (
+            self.position.progress is None
+            or THIS_PROCESS.failed is not None
+            or (failure is not None and failure.is_final)
+        ):
             return
         if 0 < self.hang_timeout <= still and self.guest is None:
             self._end_hang(still)

@@ -31,7 +31,7 @@ from ddpkit.launch.variables import (
     contradiction,
     count,
     given_port,
-    meeting_place,
+    rendezvous_address,
 )
 
 __all__ = ["LAUNCHERS", "find_launch"]
@@ -106,7 +106,7 @@ def _from_slurm(environ: Mapping[str, str]) -> LaunchInfo | None:
         raise contradiction(reason, environ)
     job = ".".join(environ.get(f"SLURM_{name}", "") for name in ("CLUSTER_NAME", "JOB_ID", "STEP_ID"))
     run_id = f"slurm {job} {environ.get('SLURM_RESTART_COUNT', '0')}"
-    place: dict[str, Any] = meeting_place(environ, _host_of_task_zero(environ, rank, tasks == on_node), run_id)
+    place: dict[str, Any] = rendezvous_address(environ, _host_of_task_zero(environ, rank, tasks == on_node), run_id)
     binding = environ.get("SLURM_GPU_BIND", "")
     per_task = environ.get("SLURM_GPUS_PER_TASK") or "gpu" in environ.get("SLURM_TRES_PER_TASK", "")
     return LaunchInfo(
@@ -215,7 +215,7 @@ class _MpiVariables:
             raise contradiction(reason, environ)
         shared = " ".join(environ[name] for name in self.shared if environ.get(name))
         run_id = f"{self.name} {shared}" if shared else ""
-        place: dict[str, Any] = meeting_place(environ, LOOPBACK if one_node else "", run_id)
+        place: dict[str, Any] = rendezvous_address(environ, LOOPBACK if one_node else "", run_id)
         return LaunchInfo(
             launcher=self.name,
             rank=rank,

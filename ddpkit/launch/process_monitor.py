@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
 POLL_SECONDS = 0.05
-KILL_SECONDS = 30.0  # as with torchrun; a rank may be saving, and the watch of one that waits ends it long before
+KILL_SECONDS = 30.0  # as with torchrun; a rank may be saving, and the watchdog of one that waits ends it long before
 STOP_SECONDS = 60.0
 LINGER_SECONDS = 60.0  # for a rank to end that has done all it had to do
 AGAIN_SECONDS = 2.0  # for a rank to end by itself, once the parent has been told twice to end

@@ -331,7 +331,7 @@ def _values(contents: Mapping[int, bytes], pids: Sequence[int], failure: Ending 
 
 def _start_process(method: str, target_args: tuple[Any, ...], environment: Mapping[str, str]) -> BaseProcess:
     context: Any = multiprocessing.get_context(method)
-    process: BaseProcess = context.Process(target=_be_rank, args=target_args, name=f"rank{environment['RANK']}")
+    process: BaseProcess = context.Process(target=_run_rank, args=target_args, name=f"rank{environment['RANK']}")
     with _environment(environment), warnings.catch_warnings():  # what its imports read, before it runs ours
         # From 3.12 on Python warns of any threads; they have been looked at.
         warnings.filterwarnings("ignore", message=".*multi-threaded.*fork", category=DeprecationWarning)
@@ -339,7 +339,7 @@ def _start_process(method: str, target_args: tuple[Any, ...], environment: Mappi
     return process
 
 
-def _be_rank(result: Path, function: Callable[..., Any], args: tuple[Any, ...], is_forked: bool) -> None:
+def _run_rank(result: Path, function: Callable[..., Any], args: tuple[Any, ...], is_forked: bool) -> None:
     """Be a rank: call the function, leave what became of it in a file, and end as a script would."""
     end_with_parent(int(os.environ[SPAWNED_BY]))
     with contextlib.suppress(OSError):

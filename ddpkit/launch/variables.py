@@ -104,7 +104,7 @@ def derived_port(run_id: str, attempt: int = 0) -> int:
     return FIRST_DERIVED_PORT + int.from_bytes(digest, "big") % DERIVED_PORTS
 
 
-def meeting_place(environ: Mapping[str, str], address: str, run_id: str) -> dict[str, str | int]:
+def rendezvous_address(environ: Mapping[str, str], address: str, run_id: str) -> dict[str, str | int]:
     """Say where the processes of a run meet: what the user gave wins over what was found out.
 
     Args:
@@ -121,7 +121,7 @@ def meeting_place(environ: Mapping[str, str], address: str, run_id: str) -> dict
     Ranks: local.
 
     Example:
-        >>> meeting_place({"MASTER_PORT": "29500"}, "node1", "slurm 77.0")
+        >>> rendezvous_address({"MASTER_PORT": "29500"}, "node1", "slurm 77.0")
         {'address': 'node1', 'port': 29500, 'run_id': ''}
     """
     address = environ.get("MASTER_ADDR") or address

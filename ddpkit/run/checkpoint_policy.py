@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ddpkit.checkpointing import ckpt_recency, on_main, read_checkpoint
+from ddpkit.checkpointing import checkpoint_work_on_main, ckpt_recency, read_checkpoint
 from ddpkit.checkpoints import Checkpointer
 from ddpkit.config import OPTION_BY_NAME
 from ddpkit.control import terminating_later
@@ -217,9 +217,9 @@ class CheckpointPolicy:
             return
         self._trains_in = Path(checkpointer.checkpoints_dir)
         if state.start is None:
-            state.start = on_main(self._choose, checkpointer)
+            state.start = checkpoint_work_on_main(self._choose, checkpointer)
         else:
-            state.start = on_main(start_again, checkpointer, self.options.resume, state.start.lineage)
+            state.start = checkpoint_work_on_main(start_again, checkpointer, self.options.resume, state.start.lineage)
 
     def _choose(self, checkpointer: Checkpointer) -> Start:
         """Decide what the run starts from; the checkpoints of other runs are left alone from now on."""
@@ -310,7 +310,7 @@ class CheckpointPolicy:
         """Load a checkpoint that was made in this call of ``fit``, where it was found in an earlier one."""
         path = self.run_state.calls.reached_later()
         if path is not None and self.checkpointer is not None:
-            self.checkpointer.load_checkpoint(on_main(read_checkpoint, path))
+            self.checkpointer.load_checkpoint(checkpoint_work_on_main(read_checkpoint, path))
 
     def is_done_before(self, train_loader: Any) -> bool:
         """Say whether nothing is left to do in this call of ``fit``, because the checkpoint was made in a later one.
@@ -360,7 +360,7 @@ class CheckpointPolicy:
                 return checkpointer.recover_if_possible()
             finally:
                 checkpointer.resume = NEWEST
-        lineage = on_main(self._lineage_to_evaluate, checkpointer)
+        lineage = checkpoint_work_on_main(self._lineage_to_evaluate, checkpointer)
         own = None if lineage is None else lineage.includes
         return checkpointer.recover_if_possible(max_key=max_key, min_key=min_key, ckpt_predicate=own)
 
@@ -376,7 +376,7 @@ class CheckpointPolicy:
     def newest_and_best(self) -> tuple[Path | None, Path | None]:
         """Return where the newest and the best of this run's own checkpoints are."""
         checkpointer = self.checkpointer
-        return (None, None) if checkpointer is None else on_main(self._newest_and_best, checkpointer)
+        return (None, None) if checkpointer is None else checkpoint_work_on_main(self._newest_and_best, checkpointer)
 
     def _newest_and_best(self, checkpointer: Checkpointer) -> tuple[Path | None, Path | None]:
         start = self.run_state.start

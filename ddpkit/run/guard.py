@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING
 
-from ddpkit.comm import AFTER_WATCH_SECONDS, group_state, longest_wait, set_hang_limits, shorten_timeout
+from ddpkit.comm import AFTER_WATCH_SECONDS, get_runtime, longest_wait, set_hang_limits, shorten_timeout
 from ddpkit.control import POSITION, failure_notice, watch_loader_workers
 from ddpkit.distributed import is_distributed_initialized
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from ddpkit.base import Interrupts
+    from ddpkit.base import SignalListener
     from ddpkit.run_opts import RunOptions
     from ddpkit.training import Progress
 
@@ -23,13 +23,13 @@ class RunGuard:
     Args:
         options: of the run.
         progress: whose position is told.
-        interrupts: signals are heard while a call is guarded.
+        signals: are heard while a call is guarded.
 
     Ranks: local.
     """
 
-    def __init__(self, options: RunOptions, progress: Progress, interrupts: Interrupts) -> None:
-        self._options, self._progress, self._interrupts = options, progress, interrupts
+    def __init__(self, options: RunOptions, progress: Progress, signals: SignalListener) -> None:
+        self._options, self._progress, self._signals = options, progress, signals
         watch_loader_workers()
 
     @contextlib.contextmanager
@@ -42,11 +42,11 @@ class RunGuard:
         Raises:
             RunStopped: the run was asked to stop.
         """
-        with self._own_limits(), POSITION.inside(self._progress, call), self._interrupts.heard(), failure_notice():
+        with self._own_limits(), POSITION.inside(self._progress, call), self._signals.listening(), failure_notice():
             yield
 
     def tighten_timeouts(self) -> None:
-        """Shorten the time for which collectives wait. At every beat: another Brain may have set a longer one."""
+        """Shorten the time for which collectives wait. At every sync: another Brain may have set a longer one."""
         timeout = self._options.hang_timeout
         if timeout:
             shorten_timeout(min(timeout + AFTER_WATCH_SECONDS, self._longest_wait()))
@@ -57,14 +57,14 @@ class RunGuard:
         if not is_distributed_initialized():
             yield
             return
-        state = group_state()
-        limits = None if state.watch is None else (state.watch.hang_warning, state.watch.hang_timeout)
+        runtime = get_runtime()
+        limits = None if runtime.watchdog is None else (runtime.watchdog.hang_warning, runtime.watchdog.hang_timeout)
         set_hang_limits(self._options.hang_warning, self._options.hang_timeout)
         shorten_timeout(self._longest_wait())  # a start may take long, whatever one has set that is done with it
         try:
             yield
         finally:
-            if is_distributed_initialized() and group_state() is state:
+            if is_distributed_initialized() and get_runtime() is runtime:
                 if limits is not None:
                     set_hang_limits(*limits)
                 shorten_timeout(self._longest_wait())

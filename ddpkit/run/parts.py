@@ -78,7 +78,7 @@ class Run:
         parts = options, progress, self.train_step, run_state, rank_state
         self.policy = CheckpointPolicy(checkpointer, *parts, has_own_fit_batch=recipe.has_own_fit_batch)
         self.stop = StopControl(options, hparams, progress, self.policy)
-        self.guard = RunGuard(options, progress, self.stop.interrupts)
+        self.guard = RunGuard(options, progress, self.stop.signals)
         self.preflight = Preflight(options, progress, self.train_step, self.policy)
         self.stages = StageRunner(
             options, progress, modules, self.train_step, rank_state, self.policy, self.stop, self.guard, self.preflight

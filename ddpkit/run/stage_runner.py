@@ -1,4 +1,4 @@
-"""One stage of a run: loader, loop, beat, bar, checkpoints and the hooks around them."""
+"""One stage of a run: loader, loop, sync, bar, checkpoints and the hooks around them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from ddpkit.control import POSITION, Beat, Requests, exit_code
+from ddpkit.control import POSITION, PeriodicSync, Requests, exit_code
 from ddpkit.data import StreamLoader
 from ddpkit.dataloader import plan_of, set_epoch
 from ddpkit.distributed import (
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from ddpkit.control import BeatReport
+    from ddpkit.control import SyncReport
     from ddpkit.run.checkpoint_policy import CheckpointPolicy
     from ddpkit.run.guard import RunGuard
     from ddpkit.run.preflight import Preflight
@@ -195,22 +195,22 @@ class StageRunner:
         progress.closed, progress.trained, progress.sums = progress.step, progress.meter, None
         self._begin(Stage.TRAIN, loader)
         saves = _IntraEpochSaves(self.train_step, options, self.policy, self.stop)
-        beat = Beat(progress.logged.confer, get_world_size(), is_main=if_main_process())
+        sync = PeriodicSync(progress.logged.confer, get_world_size(), is_main=if_main_process())
         started = time.monotonic()
         samples_before = int(sum_over_ranks([progress.meter.samples])[0])
         with self._bar(Stage.TRAIN, epoch, feed.length, initial=progress.step, enable=enable_bar) as bar:
 
-            def on_beat(report: BeatReport, batch: Any) -> None:
+            def on_sync(report: SyncReport, batch: Any) -> None:
                 self.guard.tighten_timeouts()
                 self.preflight.look_at(batch)
                 progress.logged.write_steps(report.step, progress.optimizer_step)
                 progress.avg_train_loss = report.loss
                 bar.show(report.step, report.loss, report.samples - samples_before)
-                saves.on_beat(report)
+                saves.on_sync(report)
 
             limit = float("inf") if options.optimizer_step_limit is None else options.optimizer_step_limit
             on_window = saves.on_window if saves.saves_by_steps or self.train_step.freezes else None
-            train_epoch(hooks, feed, beat, on_beat, limit, on_window=on_window, tell=saves.tell)
+            train_epoch(hooks, feed, sync, on_sync, limit, on_window=on_window, tell=saves.tell)
             if self.train_step.prepare_flush(hooks):
                 hooks.optimizers_step()
             progress.window.stepped()
@@ -289,11 +289,11 @@ class StageRunner:
         self._begin(stage, loader)
         started = time.monotonic()
         with self._bar(stage, epoch, self._limited(length_of(loader)), enable=enable_bar) as bar:
-            plan, beat = plan_of(loader), Beat(list, 1, is_main=True)
+            plan, sync = plan_of(loader), PeriodicSync(list, 1, is_main=True)
             bar.partial = plan is not None and plan.world_size > 1
             confer = StopsOfEvaluation(self.progress, self.stop.cause)
             batches = First(compared(loader, stage), self._limited(None))
-            evaluate_epoch(hooks, batches, stage, bar, count=counting(loader), beat=beat, confer=confer)
+            evaluate_epoch(hooks, batches, stage, bar, count=counting(loader), sync=sync, confer=confer)
             confer.await_others()
             return self._finish(stage, epoch, time.monotonic() - started, bar)
 
@@ -474,22 +474,22 @@ class StopsOfEvaluation:
         add_up: Callable[[list[float]], list[float]] | None = None,
     ) -> None:
         self._cause = cause
-        self.beat = Beat(add_up or sum_over_ranks, get_world_size(), is_main=if_main_process())
-        self.beat.start(progress.step)
+        self.sync = PeriodicSync(add_up or sum_over_ranks, get_world_size(), is_main=if_main_process())
+        self.sync.start(progress.step)
 
     def __call__(self, step: int) -> None:
         """Stop at this step if any rank has been asked to."""
-        if step >= self.beat.due:
+        if step >= self.sync.due:
             self._confer(step, has_more=True)
 
     def await_others(self) -> None:
         """Agree with those that still have batches."""
-        while self._confer(self.beat.due, has_more=False):
+        while self._confer(self.sync.due, has_more=False):
             POSITION.moves += 1  # no hang: the others move
 
     def _confer(self, step: int, *, has_more: bool) -> int:
         """Return how many ranks have more batches; if none has, there is nothing to be stopped."""
-        report = self.beat(step, 0.0, 0.0, int(has_more), Requests(stop=self._cause()))
+        report = self.sync(step, 0.0, 0.0, int(has_more), Requests(stop=self._cause()))
         if report.stop and report.samples:
             raise RunStopped(exit_code(report.stop), report.stop)
         return report.samples
@@ -505,14 +505,14 @@ class _IntraEpochSaves:
 
     def tell(self) -> Requests:
         """Return the seconds since the last save, and what this rank has been asked for."""
-        return Requests(time.monotonic() - self.last_time, self.stop.interrupts.save_wanted, self.stop.cause())
+        return Requests(time.monotonic() - self.last_time, self.stop.signals.save_wanted, self.stop.cause())
 
-    def on_beat(self, report: BeatReport) -> None:
+    def on_sync(self, report: SyncReport) -> None:
         """Stop or save if any rank has been asked to, or save if the main process's clock says so."""
         if report.stop and not self._is_pending():
             self.stop.stop_training(report.stop, is_saved=self.last_step == self.progress.step)
         if report.save_wanted and not self._is_pending():
-            self.stop.interrupts.save_wanted = False
+            self.stop.signals.save_wanted = False
             self.policy.save_inside_epoch()
             self._start_anew()
         else:

@@ -7,7 +7,7 @@ import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ddpkit.base import Interrupts
+from ddpkit.base import SignalListener
 from ddpkit.control import (
     MARKER,
     TIME_LIMIT,
@@ -45,7 +45,7 @@ class StopControl:
         policy: saves.
 
     Attributes:
-        interrupts: what signals have asked of this rank.
+        signals: what signals have asked of this rank.
 
     Raises:
         ConfigError: an option cannot work.
@@ -57,14 +57,14 @@ class StopControl:
         self, options: RunOptions, hparams: SimpleNamespace, progress: Progress, policy: CheckpointPolicy
     ) -> None:
         require_stop_signals(options.stop_signals)
-        self.interrupts = Interrupts(options.stop_signals, options.save_signals)
+        self.signals = SignalListener(options.stop_signals, options.save_signals)
         self._seconds_allowed = None if options.time_limit is None else parse_duration(options.time_limit)
         self._hparams, self._progress, self._policy = hparams, progress, policy
 
     def cause(self) -> str:
         """Return what has asked this rank to stop, one of :data:`ddpkit.control.stopping.CAUSES`, or nothing."""
-        if self.interrupts.stop_signal:
-            return signal.Signals(self.interrupts.stop_signal).name
+        if self.signals.stop_signal:
+            return signal.Signals(self.signals.stop_signal).name
         over = self._seconds_allowed is not None and seconds_since_start() > self._seconds_allowed
         return TIME_LIMIT if over and not get_rank() else ""
 

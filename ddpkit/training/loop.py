@@ -24,7 +24,7 @@ from ddpkit.types import Stage
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from ddpkit.control import Beat, BeatReport
+    from ddpkit.control import PeriodicSync, SyncReport
     from ddpkit.reporting import ProgressBar
     from ddpkit.training.feed import Feed
     from ddpkit.training.gathering import Seen
@@ -156,8 +156,8 @@ class LoopHost(Protocol):
 def train_epoch(
     host: LoopHost,
     feed: Feed | StreamFeed,
-    beat: Beat,
-    on_beat: Callable[[BeatReport, Any], None],
+    sync: PeriodicSync,
+    on_sync: Callable[[SyncReport, Any], None],
     stop_at: float,
     *,
     on_window: Callable[[], None] | None = None,
@@ -168,17 +168,17 @@ def train_epoch(
     Args:
         host: whose hooks do the work.
         feed: the batches.
-        beat: when the ranks confer.
-        on_beat: called with what they learnt, and the batch, at the same step on every rank.
+        sync: when the ranks confer.
+        on_sync: called with what they learnt, and the batch, at the same step on every rank.
         stop_at: end the pass when this many optimizer steps have been made since the run began.
         on_window: called after every optimizer step, if given; at the same step on every rank.
-        tell: returns what this rank tells at a beat, beyond its losses.
+        tell: returns what this rank tells at a sync, beyond its losses.
 
     Ranks: collective.
     """
     progress, name = host.progress, type(host).__name__
     window, meter = progress.window, progress.meter
-    beat.start(progress.step)
+    sync.start(progress.step)
     if progress.optimizer_step >= stop_at:
         return
     for batch in feed.batches(window):
@@ -195,9 +195,9 @@ def train_epoch(
         progress.closed = progress.step
         if on_window is not None:
             on_window()
-        if progress.step >= beat.due:
+        if progress.step >= sync.due:
             loss_sum, count, _ = meter.sums()
-            on_beat(beat(progress.step, loss_sum, count, meter.samples, tell()), batch)
+            on_sync(sync(progress.step, loss_sum, count, meter.samples, tell()), batch)
         if progress.optimizer_step >= stop_at:
             return
 
@@ -215,7 +215,7 @@ def evaluate_epoch(
     bar: ProgressBar,
     *,
     count: Callable[[int, Any], int],
-    beat: Beat,
+    sync: PeriodicSync,
     confer: Callable[[int], None] | None = None,
 ) -> None:
     """Evaluate every batch of a loader. No collective but in ``confer``: ranks may have different numbers of batches.
@@ -226,14 +226,14 @@ def evaluate_epoch(
         stage: VALID or TEST.
         bar: told about once a second.
         count: tells the number of samples from a batch's number and the batch.
-        beat: a beat of this rank alone.
+        sync: a sync of this rank alone.
         confer: called with the step after each of them, if given; may confer with the other ranks where all come by.
 
     Ranks: local.
     """
     progress, name = host.progress, type(host).__name__
     meter = progress.meter
-    beat.start(progress.step)
+    sync.start(progress.step)
     with torch.no_grad():
         batches = start_loading(loader)
         for number, batch in enumerate(batches):
@@ -245,9 +245,9 @@ def evaluate_epoch(
             else:
                 meter.append(one_number(loss, name, "evaluate_batch"), samples)
             meter.samples += samples
-            if progress.step >= beat.due:
+            if progress.step >= sync.due:
                 loss_sum, total, _ = meter.sums()
-                report = beat(progress.step, loss_sum, total, meter.samples, Requests())
+                report = sync(progress.step, loss_sum, total, meter.samples, Requests())
                 bar.show(report.step, report.loss, report.samples)
             if confer is not None:
                 confer(progress.step)

@@ -13,52 +13,52 @@ import time
 
 import pytest
 
-from ddpkit.base.signals import REPEAT_SECONDS, Interrupts, _Heard, asked_twice, signal_named
+from ddpkit.base.signals import REPEAT_SECONDS, SignalListener, _Listeners, asked_twice, signal_named
 from ddpkit.errors import ConfigError, RunStopped
 
 
 @contextlib.contextmanager
-def stopped(interrupts):
+def stopped(signals):
     """Hear signals, and act on them in the end."""
-    handlers = {number: signal.getsignal(number) for number in (*interrupts.stopping, *interrupts.saving)}
+    handlers = {number: signal.getsignal(number) for number in (*signals.stopping, *signals.saving)}
     try:
-        with contextlib.suppress(RunStopped), interrupts.heard():
+        with contextlib.suppress(RunStopped), signals.listening():
             yield
             raise RunStopped(1, "test")
     finally:
-        _Heard.before = {}
-        _Heard.active.clear()
+        _Listeners.before = {}
+        _Listeners.active.clear()
         for number, handler in handlers.items():
             signal.signal(number, handler)
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1"])
 def test_a_signal_asks_for_the_end_and_the_handler_is_put_back(name, capfd):
-    number, interrupts = signal_named(name), Interrupts()
+    number, signals = signal_named(name), SignalListener()
     before = signal.getsignal(number)
-    with stopped(interrupts):
+    with stopped(signals):
         signal.raise_signal(number)
-        assert interrupts.stop_signal == number
-        assert not interrupts.save_wanted
-    with Interrupts().heard():
+        assert signals.stop_signal == number
+        assert not signals.save_wanted
+    with SignalListener().listening():
         assert signal.getsignal(number) != before
     assert signal.getsignal(number) is before
     assert f"{name}: stopping after this step" in capfd.readouterr().err
 
 
 def test_a_signal_asks_for_a_checkpoint():
-    interrupts = Interrupts()
-    with interrupts.heard():
+    signals = SignalListener()
+    with signals.listening():
         signal.raise_signal(signal.SIGUSR2)
-    assert (interrupts.save_wanted, interrupts.stop_signal) == (True, 0)
+    assert (signals.save_wanted, signals.stop_signal) == (True, 0)
 
 
 def test_the_options_choose_the_signals():
-    interrupts = Interrupts(["usr2"], [])
-    with stopped(interrupts):
+    signals = SignalListener(["usr2"], [])
+    with stopped(signals):
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
         signal.raise_signal(signal.SIGUSR2)
-    assert interrupts.stop_signal == signal.SIGUSR2
+    assert signals.stop_signal == signal.SIGUSR2
 
 
 @pytest.mark.parametrize(
@@ -67,17 +67,17 @@ def test_the_options_choose_the_signals():
 )
 def test_what_cannot_work_is_refused(stopping, saving, words):
     with pytest.raises(ConfigError, match=words):
-        Interrupts(stopping, saving)
+        SignalListener(stopping, saving)
 
 
 def test_a_script_with_its_own_use_for_a_signal_keeps_it():
     heard = []
     signal.signal(signal.SIGUSR1, lambda *_: heard.append(1))
     try:
-        interrupts = Interrupts()
-        with interrupts.heard():
+        signals = SignalListener()
+        with signals.listening():
             signal.raise_signal(signal.SIGUSR1)
-        assert (heard, interrupts.stop_signal) == ([1], 0)
+        assert (heard, signals.stop_signal) == ([1], 0)
     finally:
         signal.signal(signal.SIGUSR1, signal.SIG_DFL)
 
@@ -86,7 +86,7 @@ def test_outside_of_the_main_thread_nothing_is_heard():
     done = []
 
     def work():
-        with Interrupts().heard():
+        with SignalListener().listening():
             done.append(signal.getsignal(signal.SIGTERM))
 
     thread = threading.Thread(target=work)
@@ -96,9 +96,9 @@ def test_outside_of_the_main_thread_nothing_is_heard():
 
 
 def test_contexts_may_be_nested():
-    outer, inner = Interrupts(), Interrupts()
+    outer, inner = SignalListener(), SignalListener()
     with stopped(outer):
-        with inner.heard():
+        with inner.listening():
             signal.raise_signal(signal.SIGTERM)
         signal.raise_signal(signal.SIGTERM)
     assert (inner.stop_signal, outer.stop_signal) == (0, signal.SIGTERM), "the inner one hands it to the outer one"
@@ -108,9 +108,9 @@ def test_contexts_may_be_nested():
 @pytest.mark.parametrize("error", [None, ValueError])
 def test_what_an_inner_context_has_heard_and_not_acted_on_is_not_lost(error):
     """Such as the evaluation of another Brain inside of fit, which has no beat any more."""
-    outer, inner, third = Interrupts(), Interrupts(), Interrupts(["SIGUSR1"], [])
+    outer, inner, third = SignalListener(), SignalListener(), SignalListener(["SIGUSR1"], [])
     with stopped(outer):
-        with contextlib.suppress(ValueError), third.heard(), inner.heard():
+        with contextlib.suppress(ValueError), third.listening(), inner.listening():
             signal.raise_signal(signal.SIGUSR2)
             signal.raise_signal(signal.SIGTERM)
             if error is not None:
@@ -123,35 +123,38 @@ def test_what_an_inner_context_has_heard_and_not_acted_on_is_not_lost(error):
 
 
 def test_a_signal_means_what_it_means_to_the_one_who_gets_it():
-    outer, inner = Interrupts(["SIGTERM"], ["SIGUSR1"]), Interrupts(["SIGUSR1"], [])
-    with outer.heard(), inner.heard():
+    outer, inner = SignalListener(["SIGTERM"], ["SIGUSR1"]), SignalListener(["SIGUSR1"], [])
+    with outer.listening(), inner.listening():
         signal.raise_signal(signal.SIGUSR1)
     assert (outer.stop_signal, outer.save_wanted, inner.stop_signal) == (0, True, 0)
 
 
 def test_of_two_signals_that_save_the_one_is_handed_on_that_came():
-    outer, inner = Interrupts(stopping=["SIGUSR1"], saving=["SIGUSR2"]), Interrupts([], saving=["SIGUSR1", "SIGUSR2"])
-    with outer.heard():
-        with inner.heard():
+    outer, inner = (
+        SignalListener(stopping=["SIGUSR1"], saving=["SIGUSR2"]),
+        SignalListener([], saving=["SIGUSR1", "SIGUSR2"]),
+    )
+    with outer.listening():
+        with inner.listening():
             signal.raise_signal(signal.SIGUSR2)
             assert inner.save_wanted
         assert (outer.save_wanted, outer.stop_signal) == (True, 0)
 
 
 def test_contexts_of_one_brain_have_one_memory():
-    interrupts = Interrupts()
-    with stopped(interrupts):
-        with interrupts.heard():
+    signals = SignalListener()
+    with stopped(signals):
+        with signals.listening():
             signal.raise_signal(signal.SIGTERM)
             signal.raise_signal(signal.SIGUSR2)
-        assert (interrupts.stop_signal, interrupts.save_wanted) == (signal.SIGTERM, True)
+        assert (signals.stop_signal, signals.save_wanted) == (signal.SIGTERM, True)
 
 
 def test_a_signal_is_not_lost_at_any_line_of_the_beginning_and_the_end():
     """Each child gets it one line later, until there is none; nobody acts on it, so it has to interrupt."""
     script = """
 import os, signal, sys
-from ddpkit.base import Interrupts
+from ddpkit.base import SignalListener
 
 def outcome(line):
     seen = 0
@@ -165,7 +168,7 @@ def outcome(line):
         return trace
     try:
         sys.settrace(trace)
-        with Interrupts().heard():
+        with SignalListener().listening():
             pass
     except KeyboardInterrupt:
         return "heard"
@@ -190,9 +193,9 @@ for line in range(1, 1000):
 def test_a_signal_that_nobody_has_acted_on_is_not_swallowed(name, code):
     script = f"""
 import signal, sys
-from ddpkit.base.signals import Interrupts
+from ddpkit.base.signals import SignalListener
 try:
-    with Interrupts().heard():
+    with SignalListener().listening():
         signal.raise_signal(signal.{name})
         print("the last step", flush=True)
 except KeyboardInterrupt:
@@ -207,9 +210,9 @@ def test_after_a_stop_the_signals_of_a_launcher_do_no_harm(tmp_path):
     script = """
 import signal, sys
 from ddpkit.errors import RunStopped
-from ddpkit.base.signals import Interrupts
+from ddpkit.base.signals import SignalListener
 try:
-    with Interrupts().heard():
+    with SignalListener().listening():
         signal.raise_signal(signal.SIGTERM)
         raise RunStopped(143, "SIGTERM")
 finally:
@@ -222,8 +225,8 @@ finally:
 
 LOOP = """
 import signal, sys, time
-from ddpkit.base.signals import Interrupts
-with Interrupts().heard():
+from ddpkit.base.signals import SignalListener
+with SignalListener().listening():
     print("ready", flush=True)
     while True:
         time.sleep(0.01)
@@ -250,7 +253,7 @@ def test_the_second_signal_ends_the_process_at_once_but_not_its_echo(number):
 
 DEAF = f"""
 import ctypes, os, signal, threading, time
-from ddpkit.base.signals import Interrupts, asked_twice
+from ddpkit.base.signals import SignalListener, asked_twice
 system, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(256)
 
 def send(number):
@@ -263,7 +266,7 @@ def send(number):
             asked_twice()
     system.pthread_mutex_unlock(mutex)
 
-with Interrupts().heard():
+with SignalListener().listening():
     system.pthread_mutex_lock(mutex)
     threading.Thread(target=send, args=(signal.%s,)).start()
     system.pthread_mutex_lock(mutex)  # where no signal calls the main thread back
@@ -289,8 +292,8 @@ def test_a_stop_is_no_exception_that_a_recipe_would_catch():
 
 
 def test_signals_wake_a_thread_beside_a_main_thread_that_is_busy_in_c():
-    interrupts, found = Interrupts(), []
-    with stopped(interrupts):
+    signals, found = SignalListener(), []
+    with stopped(signals):
         for pause in (REPEAT_SECONDS + 0.1, 0.0):
             os.kill(os.getpid(), signal.SIGUSR1)
             found.append(asked_twice())
@@ -299,7 +302,7 @@ def test_signals_wake_a_thread_beside_a_main_thread_that_is_busy_in_c():
 
 
 def test_a_helper_that_a_script_forks_can_be_ended():
-    with Interrupts().heard():
+    with SignalListener().listening():
         helper = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,))
         helper.start()
         time.sleep(0.2)
@@ -314,7 +317,7 @@ def test_a_helper_that_a_script_forks_can_be_ended():
 def test_a_signal_that_the_script_handles_itself_ends_nothing_however_often_it_comes():
     before = signal.signal(signal.SIGTERM, lambda *_: None)
     try:
-        with Interrupts().heard():
+        with SignalListener().listening():
             for _ in range(2):
                 os.kill(os.getpid(), signal.SIGTERM)
                 assert asked_twice() == 0

@@ -23,7 +23,7 @@ from ddpkit.comm.consistency import (
     MOST_FILES,
     MOST_SHOWN,
     code_digest,
-    compare_at_meeting,
+    compare_over_store,
     describe_differences,
     file_digest,
     recipe_facts,
@@ -230,7 +230,7 @@ def store():
 def compare(store, everybody, seconds=10.0):
     def one(rank):
         try:
-            return compare_at_meeting(store(rank), rank, len(everybody), everybody[rank], seconds)
+            return compare_over_store(store(rank), rank, len(everybody), everybody[rank], seconds)
         except LaunchError as error:
             return error
 
@@ -246,7 +246,7 @@ def test_ranks_that_are_alike_go_on(store, world):
 def test_the_verdict_is_understood_whatever_else_another_version_tells(store):
     store(0).set("ddpkit/start/verdict", "ddpkit is 0.2 on rank 0")
     with pytest.raises(RankMismatchError, match=r"ddpkit is 0\.2 on rank 0"):
-        compare_at_meeting(store(1), 1, 2, {"a": "1"}, 5.0)
+        compare_over_store(store(1), 1, 2, {"a": "1"}, 5.0)
 
 
 @pytest.mark.parametrize("odd", [0, 1, 2])
@@ -268,14 +268,14 @@ def test_rank_0_stays_until_the_others_have_read_why(monkeypatch):
     reader.start()
     began = time.monotonic()
     with pytest.raises(RankMismatchError):
-        compare_at_meeting(store, 0, 2, {"a": "1"}, 5.0)
+        compare_over_store(store, 0, 2, {"a": "1"}, 5.0)
     assert time.monotonic() - began >= 0.3
     assert soon(began, 0.9)
     reader.join()
     began = time.monotonic()
     store.set("ddpkit/start/2", '[{"a": "2"}, "there"]')
     with pytest.raises(RankMismatchError):
-        compare_at_meeting(store, 0, 3, {"a": "1"}, 5.0)
+        compare_over_store(store, 0, 3, {"a": "1"}, 5.0)
     assert time.monotonic() - began >= 1.0
     assert soon(began, 3)
 
@@ -283,7 +283,7 @@ def test_rank_0_stays_until_the_others_have_read_why(monkeypatch):
 @pytest.mark.parametrize(("rank", "missing"), [(0, 1), (1, 0)])
 def test_a_rank_that_does_not_come_is_named(rank, missing):
     with pytest.raises(LaunchError, match=f"rank {missing} has met the others, and has not come any further"):
-        compare_at_meeting(HashStore(), rank, 2, {"a": "1"}, 0.05)
+        compare_over_store(HashStore(), rank, 2, {"a": "1"}, 0.05)
 
 
 def test_a_store_that_has_gone_is_told():
@@ -292,7 +292,7 @@ def test_a_store_that_has_gone_is_told():
             raise RuntimeError("Connection reset by peer")
 
     with pytest.raises(LaunchError, match=r"rank 1 of 2 lost the connection .*: Connection reset by peer"):
-        compare_at_meeting(Gone(), 1, 2, {"a": "1"}, 5.0)
+        compare_over_store(Gone(), 1, 2, {"a": "1"}, 5.0)
 
 
 def test_long_values_and_many_of_them_are_cut():

@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from ddpkit.comm import rendezvous
-from ddpkit.comm.rendezvous import Beacon, find_beacon, meet, open_store
+from ddpkit.comm.rendezvous import PortAnnouncer, find_store_port, join_attempt, open_store
 from ddpkit.errors import LaunchError
 from ddpkit.launch import LaunchInfo, derived_port
 from tests.launching import free_port, soon
@@ -87,16 +87,16 @@ def test_a_derived_port_that_is_taken_gives_the_next(run_id, monkeypatch):
 
 def test_two_runs_with_the_same_derived_port_do_not_mix(run_id, monkeypatch):
     monkeypatch.setattr(rendezvous, "derived_port", lambda _id, attempt=0: derived_port(run_id, attempt))
-    with Beacon("a", 11) as a, Beacon("b", 22) as b:
+    with PortAnnouncer("a", 11) as a, PortAnnouncer("b", 22) as b:
         assert (a.port, b.port) == (derived_port(run_id), derived_port(run_id, 1))
         for name, port in (("a", 11), ("b", 22)):
-            assert find_beacon("127.0.0.1", name, time.monotonic() + 5) == port
+            assert find_store_port("127.0.0.1", name, time.monotonic() + 5) == port
 
 
 def test_all_derived_ports_taken(run_id, monkeypatch):
     monkeypatch.setattr(rendezvous, "PORTS_TO_TRY", 1)
     with socket.create_server(("", derived_port(run_id))), pytest.raises(LaunchError, match="all taken.*MASTER_PORT"):
-        Beacon(run_id, 4000)
+        PortAnnouncer(run_id, 4000)
 
 
 def test_the_port_of_the_user_is_taken(stranger):
@@ -151,7 +151,9 @@ def test_an_unknown_host_is_not_waited_for_half_an_hour(monkeypatch, run_id):
 
 def test_all_agree_on_one_name_and_attempts_on_different_ones():
     store = dist.HashStore()
-    names = [all_of(3, lambda rank: meet(store, info(rank, 3), time.monotonic() + 20, once=False)) for _ in range(4)]
+    names = [
+        all_of(3, lambda rank: join_attempt(store, info(rank, 3), time.monotonic() + 20, once=False)) for _ in range(4)
+    ]
     assert all(len(set(attempt)) == 1 for attempt in names)
     assert len({attempt[0] for attempt in names}) == 4, "what dead processes have left is not read again"
 
@@ -161,7 +163,7 @@ def test_a_world_that_shrinks_and_grows_on_one_store():
     seen = set()
     for size in (3, 1, 2, 3):
         end = time.monotonic() + 20
-        names = set(all_of(size, lambda rank: meet(store, info(rank, size), end, once=False)))  # noqa: B023
+        names = set(all_of(size, lambda rank: join_attempt(store, info(rank, size), end, once=False)))  # noqa: B023
         assert len(names) == 1
         assert not names & seen
         seen |= names
@@ -170,17 +172,17 @@ def test_a_world_that_shrinks_and_grows_on_one_store():
 def test_a_rank_that_died_while_meeting_is_replaced():
     store = dist.HashStore()
     store.set("ddpkit/meet/1", "the token of a dead process")
-    names = all_of(2, lambda rank: meet(store, info(rank), time.monotonic() + 20, once=False))
+    names = all_of(2, lambda rank: join_attempt(store, info(rank), time.monotonic() + 20, once=False))
     assert len(set(names)) == 1
 
 
 def test_ranks_that_do_not_come_are_named(caplog, monkeypatch):
     monkeypatch.setattr(rendezvous, "WARNING_SECONDS", 0.1)
     with pytest.raises(LaunchError, match=r"ranks 1, 2 \(2\) of 3 processes did not come to rank 0 at 127.0.0.1:5"):
-        meet(dist.HashStore(), info(0, 3, port=5), time.monotonic() + 0.5, once=True)
+        join_attempt(dist.HashStore(), info(0, 3, port=5), time.monotonic() + 0.5, once=True)
     assert "Rank 0 waits for ranks 1, 2 (2) of 3 processes." in caplog.text
     with pytest.raises(LaunchError, match="rank 1 of 2 has waited at 127.0.0.1:5 for rank 0, which did not come"):
-        meet(dist.HashStore(), info(1, port=5), time.monotonic() + 0.1, once=True)
+        join_attempt(dist.HashStore(), info(1, port=5), time.monotonic() + 0.1, once=True)
 
 
 def test_a_rank_that_is_there_twice():
@@ -188,13 +190,13 @@ def test_a_rank_that_is_there_twice():
     store = dist.HashStore()
     store.set("ddpkit/here/1", "process 1 on elsewhere")
     with pytest.raises(LaunchError, match="rank 1 is there twice: process 1 on elsewhere has met the others"):
-        meet(store, info(1), time.monotonic() + 5, once=True)
+        join_attempt(store, info(1), time.monotonic() + 5, once=True)
 
 
 def test_the_same_process_may_start_a_group_again():
     store = dist.HashStore()
     for _ in range(2):
-        meet(store, info(0, 1), 0.0, once=True)
+        join_attempt(store, info(0, 1), 0.0, once=True)
 
 
 def test_hydra_is_known_by_its_helper_only():

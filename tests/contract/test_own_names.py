@@ -36,7 +36,7 @@ NAMES = """
     choose_seed choose_start choosing_start clip close collect_own_state collect_state compare_data compare_ranks config
     control counts criterion data dataset ddp drop_frozen_gradients end end_epoch end_pass end_streams epoch
     epoch_counter evaluator every failure finish finish_gradients flags flush flush_window follow_options freezes
-    guard heartbeat history host interrupts is_done is_done_before is_fitting is_main is_ready keep_global_batch labels
+    guard heartbeat history host signals is_done is_done_before is_fitting is_main is_ready keep_global_batch labels
     last_loss leave let_go limits lineage load loader load_state load_state_dict local_rank lock logger losses
     losses_so_far main mean meter metrics mode model move name names net no_failure_saved note_trainer opt options
     order outputs pace part parts place_in_calls plan policy position preflight prepare prepare_ending prepare_fit

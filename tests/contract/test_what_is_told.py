@@ -80,7 +80,7 @@ def test_the_start_says_each_groups_learning_rate_and_each_optimizers(caplog):
 
 
 def here():
-    return POSITION.whereabouts(0, 0.0, look=False).place()
+    return POSITION.own_status(0, 0.0, look=False).place()
 
 
 def test_a_table_says_what_fit_and_evaluate_do_before_their_first_stage(tmp_path):

@@ -1,4 +1,4 @@
-"""The beat, with a clock that the test moves, and with simulated ranks."""
+"""The sync, with a clock that the test moves, and with simulated ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 from ddpkit.base import REPEAT_SECONDS
-from ddpkit.control.periodic_sync import Beat, Requests, terminating_later
+from ddpkit.control.periodic_sync import PeriodicSync, Requests, terminating_later
 from ddpkit.control.stopping import CAUSES, TIME_LIMIT
 
 
@@ -53,22 +53,22 @@ class Ranks:
             return list(pool.map(work, range(self.world_size)))
 
 
-def steps_of_beats(clock, beat, seconds_per_step, steps, first=1):
+def steps_of_syncs(clock, sync, seconds_per_step, steps, first=1):
     """Take steps of a given length, and return at which of them the ranks conferred, and when."""
     found = []
     for step in range(first, first + steps):
         clock.now += seconds_per_step(step)
-        if step >= beat.due:
-            beat(step, 0.0, 1.0, 1, Requests())
+        if step >= sync.due:
+            sync(step, 0.0, 1.0, 1, Requests())
             found.append((step, clock.now))
     return found
 
 
 def test_the_interval_doubles_up_to_a_second(clock):
-    beat = Beat(list, 1, is_main=True)
-    beat.start(0)
-    assert beat.due == 1
-    found = steps_of_beats(clock, beat, lambda step: 0.01, 1000)
+    sync = PeriodicSync(list, 1, is_main=True)
+    sync.start(0)
+    assert sync.due == 1
+    found = steps_of_syncs(clock, sync, lambda step: 0.01, 1000)
     steps = [step for step, _ in found]
     apart = [later - earlier for earlier, later in itertools.pairwise(steps)]
     assert steps[0] == 1
@@ -78,41 +78,41 @@ def test_the_interval_doubles_up_to_a_second(clock):
 
 
 def test_the_interval_follows_the_steps_as_they_get_longer_and_shorter(clock):
-    beat = Beat(list, 1, is_main=True)
-    beat.start(0)
-    steps_of_beats(clock, beat, lambda step: 0.001, 3000)
-    slow = steps_of_beats(clock, beat, lambda step: 0.5, 5000, first=3001)
+    sync = PeriodicSync(list, 1, is_main=True)
+    sync.start(0)
+    steps_of_syncs(clock, sync, lambda step: 0.001, 3000)
+    slow = steps_of_syncs(clock, sync, lambda step: 0.5, 5000, first=3001)
     times = [when for _, when in slow]
     assert all(later - earlier <= 1.01 for earlier, later in itertools.pairwise(times[2:]))
-    fast = steps_of_beats(clock, beat, lambda step: 0.001, 20_000, first=8001)
+    fast = steps_of_syncs(clock, sync, lambda step: 0.001, 20_000, first=8001)
     times = [when for _, when in fast]
     assert all(0.9 < later - earlier < 1.1 for earlier, later in itertools.pairwise(times[12:]))
 
 
 def test_steps_longer_than_the_interval_beat_each_time(clock):
-    beat = Beat(list, 1, is_main=True, interval=1.0)
-    beat.start(0)
-    assert [step for step, _ in steps_of_beats(clock, beat, lambda step: 3.0, 5)] == [1, 2, 3, 4, 5]
+    sync = PeriodicSync(list, 1, is_main=True, interval=1.0)
+    sync.start(0)
+    assert [step for step, _ in steps_of_syncs(clock, sync, lambda step: 3.0, 5)] == [1, 2, 3, 4, 5]
 
 
 def test_a_stopped_clock_only_doubles(clock):
-    beat = Beat(list, 1, is_main=True)
-    beat.start(0)
-    found = steps_of_beats(clock, beat, lambda step: 0.0, 70)
+    sync = PeriodicSync(list, 1, is_main=True)
+    sync.start(0)
+    found = steps_of_syncs(clock, sync, lambda step: 0.0, 70)
     assert [step for step, _ in found] == [1, 3, 7, 15, 31, 63]
 
 
 def test_an_epoch_begins_with_a_beat_and_keeps_the_pace(clock):
-    beat = Beat(list, 1, is_main=True)
-    beat.start(0)
-    steps_of_beats(clock, beat, lambda step: 0.1, 100)
+    sync = PeriodicSync(list, 1, is_main=True)
+    sync.start(0)
+    steps_of_syncs(clock, sync, lambda step: 0.1, 100)
     clock.now += 500  # an evaluation
-    beat.start(0)
-    assert beat.due == 1
-    steps = [step for step, _ in steps_of_beats(clock, beat, lambda step: 0.1, 40)]
+    sync.start(0)
+    assert sync.due == 1
+    steps = [step for step, _ in steps_of_syncs(clock, sync, lambda step: 0.1, 40)]
     assert steps in ([1, 10, 19, 28, 37], [1, 11, 21, 31])
-    beat.start(17)  # an epoch that goes on after a recovery
-    assert beat.due == 18
+    sync.start(17)  # an epoch that goes on after a recovery
+    assert sync.due == 18
 
 
 def test_what_a_beat_costs_is_not_taken_for_a_step(clock):
@@ -120,39 +120,39 @@ def test_what_a_beat_costs_is_not_taken_for_a_step(clock):
         clock.now += 5.0
         return list(values)
 
-    beat = Beat(slow_sum, 1, is_main=True)
-    beat.start(0)
-    found = steps_of_beats(clock, beat, lambda step: 0.01, 500)
+    sync = PeriodicSync(slow_sum, 1, is_main=True)
+    sync.start(0)
+    found = steps_of_syncs(clock, sync, lambda step: 0.01, 500)
     assert len(found) < 15
 
 
 def test_reports(clock):
-    beat = Beat(list, 1, is_main=True)
-    beat.start(0)
-    report = beat(4, 6.0, 3.0, 5, Requests(2.5))
+    sync = PeriodicSync(list, 1, is_main=True)
+    sync.start(0)
+    report = sync(4, 6.0, 3.0, 5, Requests(2.5))
     assert (report.step, report.loss, report.samples, report.main_seconds) == (4, 2.0, 5, 2.5)
-    nothing = beat(5, 0.0, 0.0, 0, Requests())
+    nothing = sync(5, 0.0, 0.0, 0, Requests())
     assert math.isnan(nothing.loss)
     assert nothing.samples == 0
-    assert Beat(list, 1, is_main=False)(1, 0.0, 1.0, 1, Requests(7.0)).main_seconds == 0.0
+    assert PeriodicSync(list, 1, is_main=False)(1, 0.0, 1.0, 1, Requests(7.0)).main_seconds == 0.0
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_all_ranks_learn_the_same_at_the_same_steps(clock, world_size):
-    """Each has a clock of its own, which runs differently; the steps of the beats must not depend on it."""
+    """Each has a clock of its own, which runs differently; the steps of the syncs must not depend on it."""
     ranks = Ranks(world_size)
 
     def work(rank):
-        beat = Beat(lambda values: ranks.add_up(rank, values), world_size, is_main=rank == 0)
+        sync = PeriodicSync(lambda values: ranks.add_up(rank, values), world_size, is_main=rank == 0)
         clock.now = 10_000.0 * rank
         reports = []
         for _ in range(2):
-            beat.start(0)
+            sync.start(0)
             for step in range(1, 400):
                 clock.now += 0.002 * (rank + 1) + 0.00001 * step
-                if step >= beat.due:
-                    report = beat(step, float(step * rank), float(step), step, Requests(60.0 + step + rank))
-                    reports.append((report, beat.due))
+                if step >= sync.due:
+                    report = sync(step, float(step * rank), float(step), step, Requests(60.0 + step + rank))
+                    reports.append((report, sync.due))
         return reports
 
     results = ranks.run(work)
@@ -169,15 +169,15 @@ def test_the_slowest_rank_does_not_decide_alone(clock):
     ranks = Ranks(2)
 
     def work(rank):
-        beat = Beat(lambda values: ranks.add_up(rank, values), 2, is_main=rank == 0)
-        beat.start(0)
-        beats = 0
+        sync = PeriodicSync(lambda values: ranks.add_up(rank, values), 2, is_main=rank == 0)
+        sync.start(0)
+        syncs = 0
         for step in range(1, 1001):
             clock.now += 0.01
-            if step >= beat.due:
-                beat(step, 0.0, 1.0, 1, Requests())
-                beats += 1
-        return beats
+            if step >= sync.due:
+                sync(step, 0.0, 1.0, 1, Requests())
+                syncs += 1
+        return syncs
 
     one, other = ranks.run(work)
     assert one == other < 20
@@ -202,15 +202,15 @@ PUT_OFF = f"""
 import os, signal, time
 from ddpkit.control.periodic_sync import terminating_later
 from ddpkit.errors import RunStopped
-from ddpkit.base.signals import Interrupts, asked_twice
-interrupts = Interrupts(saving=[])
-with interrupts.heard():
+from ddpkit.base.signals import SignalListener, asked_twice
+signals = SignalListener(saving=[])
+with signals.listening():
     with terminating_later():
         os.kill(os.getpid(), signal.SIGTERM)
         assert asked_twice() == 0
         time.sleep({REPEAT_SECONDS + 0.1})
-        assert interrupts.stop_signal == 0
-    assert interrupts.stop_signal == signal.SIGTERM
+        assert signals.stop_signal == 0
+    assert signals.stop_signal == signal.SIGTERM
     raise RunStopped(143, "SIGTERM")
 """
 
@@ -222,12 +222,14 @@ def test_termination_that_is_put_off_is_counted_once():
 
 def test_a_wish_of_any_rank_is_told_to_all():
     others = [0.0] * 5 + [1.0] + [0.0] * len(CAUSES)
-    beat = Beat(lambda numbers: [mine + other for mine, other in zip(numbers, others, strict=True)], 2, is_main=True)
-    beat.start(0)
-    report = beat(1, 1.0, 1, 1, Requests())
+    sync = PeriodicSync(
+        lambda numbers: [mine + other for mine, other in zip(numbers, others, strict=True)], 2, is_main=True
+    )
+    sync.start(0)
+    report = sync(1, 1.0, 1, 1, Requests())
     assert report.save_wanted
     assert not report.stop
     others[6 + CAUSES.index("SIGUSR1")] = 1.0
-    assert beat(2, 1.0, 1, 1, Requests(stop=TIME_LIMIT)).stop == "SIGUSR1", "the first of the causes, on all ranks"
-    assert not Beat(list, 1, is_main=True)(1, 1.0, 1, 1, Requests()).save_wanted
-    assert Beat(list, 1, is_main=True)(1, 1.0, 1, 1, Requests(stop="SIGINT")).stop == "SIGINT"
+    assert sync(2, 1.0, 1, 1, Requests(stop=TIME_LIMIT)).stop == "SIGUSR1", "the first of the causes, on all ranks"
+    assert not PeriodicSync(list, 1, is_main=True)(1, 1.0, 1, 1, Requests()).save_wanted
+    assert PeriodicSync(list, 1, is_main=True)(1, 1.0, 1, 1, Requests(stop="SIGINT")).stop == "SIGINT"

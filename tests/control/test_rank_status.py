@@ -14,9 +14,9 @@ import pytest
 from torch.utils.data import DataLoader, Dataset
 
 from ddpkit import optim
-from ddpkit.base import Interrupts
+from ddpkit.base import SignalListener
 from ddpkit.control.loader_workers import kill_workers, start_loading, where_workers_are
-from ddpkit.control.rank_status import Position, Whereabouts, look_at, table
+from ddpkit.control.rank_status import Position, RankStatus, look_at, table
 from ddpkit.optim import take_step
 
 
@@ -61,9 +61,9 @@ def test_a_rank_that_reads_a_number_from_its_gpu_waits_for_others_under_nccl(mon
     try:
         position = Position(main_thread=thread.ident, waits_for_device=with_nccl)
         end = time.monotonic() + 10
-        while "optim.py" not in position.whereabouts(0, 1.0, look=True).where and time.monotonic() < end:
+        while "optim.py" not in position.own_status(0, 1.0, look=True).where and time.monotonic() < end:
             time.sleep(0.01)
-        found = position.whereabouts(0, 1.0, look=True)
+        found = position.own_status(0, 1.0, look=True)
     finally:
         lock.release()
         thread.join()
@@ -86,12 +86,12 @@ def test_the_position_changes_with_every_batch_and_session():
         marks.append(position.mark())
         progress.seen = SimpleNamespace(stage=SimpleNamespace(name="TRAIN"))
         marks.append(position.mark())
-        here = position.whereabouts(3, 2.0, look=True)
+        here = position.own_status(3, 2.0, look=True)
         assert (here.rank, here.stage, here.step, here.inside) == (3, "TRAIN", 1, True)
         assert "test_rank_status.py" in here.where
     marks.append(position.mark())
     assert len(set(marks)) == 5
-    assert not position.whereabouts(3, 0.0, look=False).inside
+    assert not position.own_status(3, 0.0, look=False).inside
 
 
 def test_f1_a_nested_session_has_its_own_number_and_gives_the_outer_one_back():
@@ -103,7 +103,7 @@ def test_f1_a_nested_session_has_its_own_number_and_gives_the_outer_one_back():
                 assert (position.session, position.sessions) == (number, number)
             marks.append(position.mark())
             assert position.session == 1
-            assert position.whereabouts(0, 0.0, look=False).session == 1
+            assert position.own_status(0, 0.0, look=False).session == 1
         position.join_group()
         assert (position.session, position.sessions) == (1, 1)
     assert position.session == 0
@@ -116,7 +116,7 @@ def test_before_the_first_stage_a_call_says_which_it_is_and_what_it_does():
     position, places = Position(), []
 
     def note():
-        places.append(position.whereabouts(0, 0.0, look=False).place())
+        places.append(position.own_status(0, 0.0, look=False).place())
 
     stage = SimpleNamespace(stage=SimpleNamespace(name="VALID"))
     progress = SimpleNamespace(epoch=3, step=7, optimizer_step=0, seen=stage)  # of a call of fit that is over
@@ -147,8 +147,8 @@ def test_before_the_first_stage_a_call_says_which_it_is_and_what_it_does():
 
 
 def test_the_table_names_the_guilty_first_and_the_waiting_in_one_line():
-    ranks = [Whereabouts(n, "a", n, "TRAIN", 2, 9, 31.0, "train.py:1 in main", waits=True) for n in (0, 1, 2, 5)]
-    ranks += [Whereabouts(3, "b", 33, "TRAIN", 2, 9, 40.0, "data.py:12 in load"), Whereabouts(4, "b", 34, step=7)]
+    ranks = [RankStatus(n, "a", n, "TRAIN", 2, 9, 31.0, "train.py:1 in main", waits=True) for n in (0, 1, 2, 5)]
+    ranks += [RankStatus(3, "b", 33, "TRAIN", 2, 9, 40.0, "data.py:12 in load"), RankStatus(4, "b", 34, step=7)]
     lines = table(ranks, {4: 12.0}).splitlines()
     assert lines == [
         "rank 3 (b, pid 33): in TRAIN of epoch 2 at step 9, for 40 s at data.py:12 in load",
@@ -209,5 +209,5 @@ class Decoding(Dataset):
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_what_a_dataset_starts_can_be_ended(num_workers):
     loader = DataLoader(Decoding(), batch_size=None, num_workers=num_workers)
-    with Interrupts().heard():
+    with SignalListener().listening():
         assert [tuple(item) for item in start_loading(loader)] == [(-signal.SIGTERM, -signal.SIGTERM)] * 2

@@ -8,7 +8,7 @@ import signal
 
 import pytest
 
-from ddpkit.base.signals import _Heard
+from ddpkit.base.signals import _Listeners
 from ddpkit.control.rank_status import POSITION
 from ddpkit.control.stopping import MARKER
 from ddpkit.errors import RunStopped
@@ -23,8 +23,8 @@ def handlers_kept():
     try:
         yield
     finally:
-        _Heard.before = {}
-        _Heard.active.clear()
+        _Listeners.before = {}
+        _Listeners.active.clear()
         for number, handler in handlers.items():
             signal.signal(number, handler)
 
@@ -36,7 +36,7 @@ class Noting(Regression):
 
     def predict_batch(self, batch):
         self.marks = [*getattr(self, "marks", []), POSITION.mark()]
-        self.places = [*getattr(self, "places", []), POSITION.whereabouts(0, 0.0, look=False).place()]
+        self.places = [*getattr(self, "places", []), POSITION.own_status(0, 0.0, look=False).place()]
         if self.step == self.at:
             signal.raise_signal(self.number)
         return super().predict_batch(batch)

@@ -16,10 +16,10 @@ import pytest
 from torch.distributed import HashStore
 
 from ddpkit.base import state_and_start
-from ddpkit.control.failure_report import HERE, FailureReport, Reason
+from ddpkit.control.failure_report import THIS_PROCESS, FailureReport, Reason
 from ddpkit.control.heartbeat import BEAT_SECONDS, FIRST_BEATS, SEARCH_SECONDS, SILENT_SECONDS, beat_key
-from ddpkit.control.rank_status import Position, Whereabouts
-from ddpkit.control.watchdog import GRACE_SECONDS, LAUNCHER_SECONDS, LOOK_SECONDS, Watch
+from ddpkit.control.rank_status import Position, RankStatus
+from ddpkit.control.watchdog import GRACE_SECONDS, LAUNCHER_SECONDS, LOOK_SECONDS, Watchdog
 from ddpkit.training import Progress
 from ddpkit.types import Stage
 
@@ -79,7 +79,7 @@ def position(*, inside=True, session=1):
     return Here(progress=progress if inside else None, session=session if inside else 0)
 
 
-class Watched(Watch):
+class Watched(Watchdog):
     """One rank of some, whose end is only noted."""
 
     def __init__(self, store, rank=0, world_size=2, near=None, where=None, **options):
@@ -240,7 +240,7 @@ def test_the_first_pulses_come_quicker(clock, store):
     Watched(store).heartbeat.beat_until(Over())
     assert pauses == [0.0] + [BEAT_SECONDS / FIRST_BEATS] * FIRST_BEATS + [BEAT_SECONDS] * 4
     assert sum(pauses[: FIRST_BEATS + 1]) == pytest.approx(BEAT_SECONDS)
-    assert Whereabouts.read(store.get(beat_key(0))).beats == FIRST_BEATS + 4
+    assert RankStatus.read(store.get(beat_key(0))).beats == FIRST_BEATS + 4
 
 
 @pytest.mark.parametrize("world_size", [2, 9])
@@ -267,7 +267,7 @@ def test_an_error_of_its_own_neither_ends_the_pulse_nor_is_taken_for_the_store_s
         error.args = (f"boom at {clock.now}",)
         raise error
 
-    one.position.whereabouts = fail
+    one.position.own_status = fail
     one.heartbeat._read_neighbours = fail
     over = SimpleNamespace(is_set=lambda: False, wait=lambda _: clock.now > 1060)
 
@@ -412,7 +412,7 @@ def test_a_neighbour_that_was_killed_is_named_and_the_others_end(clock, store, e
     ranks = [Watched(store, rank, 3) for rank in range(3)]
     for one in ranks:
         one.beat()
-    gone = Whereabouts(2, "node7", *ended_process[:1], started=ended_process[1], stage="TRAIN", beats=9, session=1)
+    gone = RankStatus(2, "node7", *ended_process[:1], started=ended_process[1], stage="TRAIN", beats=9, session=1)
     store.set(beat_key(2), gone.to_json())
     ranks[0].position.progress.step = 12
     pass_time(clock, GRACE_SECONDS + 1.5, *ranks[:2], beating=ranks[:2])
@@ -425,7 +425,7 @@ def test_a_neighbour_that_has_left_is_not_missed(clock, store, ended_process):
     one = Watched(store)
     Watched(store, 1).beat()
     one.beat()
-    store.set(beat_key(1), Whereabouts(1, "a", *ended_process[:1], started=ended_process[1], beats=9).to_json())
+    store.set(beat_key(1), RankStatus(1, "a", *ended_process[:1], started=ended_process[1], beats=9).to_json())
     FailureReport(store, 1, 2).depart()
     pass_time(clock, 10, one, beating=[one])
     assert one.ended == []
@@ -437,7 +437,7 @@ def test_f4_who_is_killed_after_another_has_failed_is_noted_as_gone_too(clock, s
     ranks = [Watched(store, rank, 3, where=position(inside=False)) for rank in range(2)]
     for one in ranks:
         one.beat()
-    store.set(beat_key(1), Whereabouts(1, "a", *ended_process[:1], started=ended_process[1], beats=9).to_json())
+    store.set(beat_key(1), RankStatus(1, "a", *ended_process[:1], started=ended_process[1], beats=9).to_json())
     FailureReport(store, 2, 3).tell(Reason(2, "Boom: b", trace="T", is_final=True))
     pass_time(clock, 3, ranks[0], beating=[ranks[0]])
     assert ranks[0].report.has_departed(1)
@@ -502,7 +502,7 @@ def test_a_rank_of_another_machine_is_no_neighbour_though_its_number_is_near(clo
     one = Watched(store)
     Watched(store, 1).beat()
     store.set(f"{beat_key(1)}/machine", "another")
-    store.set(beat_key(1), Whereabouts(1, "another", *ended_process[:1], started=ended_process[1], beats=9).to_json())
+    store.set(beat_key(1), RankStatus(1, "another", *ended_process[:1], started=ended_process[1], beats=9).to_json())
     pass_time(clock, 10, one, beating=[one])
     assert one.heartbeat.neighbours == []
     assert one.ended == []
@@ -689,7 +689,7 @@ def test_a_guest_says_what_it_finds_and_ends_nothing(clock, store, caplog):
 
 def test_a_guest_talks_in_fit_alone_and_ends_with_the_group():
     store, there = HashStore(), [True]
-    watch = Watch(FailureReport(store, 0, 1), [0], position=position(inside=False), guest=lambda: there[0])
+    watch = Watchdog(FailureReport(store, 0, 1), [0], position=position(inside=False), guest=lambda: there[0])
     threads = set(threading.enumerate())
     watch.start()
     try:
@@ -711,14 +711,14 @@ def test_a_guest_talks_in_fit_alone_and_ends_with_the_group():
 def test_the_threads_themselves(caplog):
     """They start, beat, look and end; an error in them is said, and they go on."""
     store = HashStore()
-    watch = Watch(FailureReport(store, 0, 1), [0], position=position())
+    watch = Watchdog(FailureReport(store, 0, 1), [0], position=position())
     watch.heartbeat._learn_failure = lambda _: json.loads("no json")
     with caplog.at_level(logging.WARNING):
         watch.start()
         time.sleep(4 * BEAT_SECONDS / FIRST_BEATS)
-        first = Whereabouts.read(store.get(beat_key(0))).beats
+        first = RankStatus.read(store.get(beat_key(0))).beats
         time.sleep(4 * BEAT_SECONDS / FIRST_BEATS)
-        assert Whereabouts.read(store.get(beat_key(0))).beats > first > 0
+        assert RankStatus.read(store.get(beat_key(0))).beats > first > 0
         watch.stop()
     assert not any(thread.name.startswith("ddpkit-") for thread in threading.enumerate())
 
@@ -726,8 +726,8 @@ def test_the_threads_themselves(caplog):
 def test_a_process_that_has_failed_says_no_more(monkeypatch):
     """Its last lines are its error, and not what torch logs of a store that has gone with another process."""
     store = HashStore()
-    monkeypatch.setattr(HERE, "failed", ValueError("boom"))
-    watch = Watch(FailureReport(store, 0, 1), [0], position=position())
+    monkeypatch.setattr(THIS_PROCESS, "failed", ValueError("boom"))
+    watch = Watchdog(FailureReport(store, 0, 1), [0], position=position())
     watch.start()
     try:
         time.sleep(3 * BEAT_SECONDS / FIRST_BEATS)
@@ -747,7 +747,7 @@ def test_a_process_that_has_failed_says_no_more(monkeypatch):
 )
 def test_where_a_lost_rank_was(clock, store, here, there, says):
     one = Watched(store)
-    here, there = (Whereabouts(stage=a, epoch=b, step=c, beats=1) for a, b, c in (here, there))
-    one.position.whereabouts = lambda *_, **__: here
+    here, there = (RankStatus(stage=a, epoch=b, step=c, beats=1) for a, b, c in (here, there))
+    one.position.own_status = lambda *_, **__: here
     one.heartbeat.latest[1] = there
     assert one.heartbeat.gone(1, "was killed").text.startswith(says)

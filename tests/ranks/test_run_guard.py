@@ -8,7 +8,7 @@ import time
 import torch.distributed as dist
 
 from ddpkit.brain import run_of
-from ddpkit.comm import group_state, shorten_timeout
+from ddpkit.comm import get_runtime, shorten_timeout
 from ddpkit.distributed import ddp_init_group
 from ddpkit.errors import RunStopped
 from ddpkit.run import guard
@@ -22,7 +22,7 @@ class Predicting(Regression):
     def predict_batch(self, batch):
         time.sleep(0.01)
         if self.rank == 1 and self.step == 3:
-            run_of(self).stop.interrupts.stop_signal = 15
+            run_of(self).stop.signals.stop_signal = 15
         return super().predict_batch(batch)
 
 
@@ -46,7 +46,7 @@ def test_f9_if_one_rank_is_asked_predict_stops_on_all_at_one_step(ranks):
 
 
 def limits():
-    watch = group_state().watch
+    watch = get_runtime().watchdog
     return watch.hang_warning, watch.hang_timeout
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ddpkit.comm import group_state
+from ddpkit.comm import get_runtime
 from ddpkit.control import heartbeat, watchdog
 from ddpkit.epoch_loop import EpochCounter, EpochCounterWithStopper
 from ddpkit.errors import NonFiniteLossError, RankFailedError
@@ -154,7 +154,7 @@ def busy_watch():
     finally:
         heartbeat.BEAT_SECONDS, watchdog.LOOK_SECONDS, watchdog.GRACE_SECONDS = before
         if dist.is_initialized():
-            group_state().watch.stop()
+            get_runtime().watchdog.stop()
 
 
 class Poisoned(Regression):
@@ -188,7 +188,7 @@ def end(how):
             brain.fit(epochs, points(24), points(4), train_loader_kwargs={"batch_size": 2})
         except NonFiniteLossError as error:
             message = str(error)
-        watched = group_state().watch
+        watched = get_runtime().watchdog
         time.sleep(0.1)
         end_of_pulse = watched.heartbeat.beats > heartbeat.FIRST_BEATS and watched.heartbeat.failure is None
         return brain.progress.epoch, brain.step, brain.optimizer_step, message.partition(" had")[0], end_of_pulse
@@ -244,7 +244,7 @@ def fail_and_catch(call, *arguments):
 def try_again_in_a_new_group():
     with busy_watch():
         brain = make(Failing)
-        first = group_state()
+        first = get_runtime()
         caught = fail_and_catch(brain.fit, [1], points(8))
         del brain
         dist.barrier()
@@ -252,8 +252,8 @@ def try_again_in_a_new_group():
         brain = make(Late)
         threads = sorted(thread.name for thread in threading.enumerate() if thread.name in WATCHING)
         brain.fit([1], points(8), train_loader_kwargs={"batch_size": 2})
-        report = group_state().report
-        assert group_state() is not first
+        report = get_runtime().report
+        assert get_runtime() is not first
         left = first.report.has_departed(report.rank), report.has_departed(0)
         dist.barrier()  # who returns leaves, and the other may not have looked yet
         return caught, threads, brain.optimizer_step, *left

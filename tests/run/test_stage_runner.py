@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
-from ddpkit.base import Interrupts
+from ddpkit.base import SignalListener
 from ddpkit.dataloader import LoopedLoader, Sharding, go_on_at, make_dataloader, set_epoch, shard
 from ddpkit.run import stage_runner
 from ddpkit.run.stage_runner import StageRunner
@@ -56,7 +56,7 @@ class Host:
         self.profiler = None
         self.batches, self.asked, self.flushed = [], [], 0
         self.due = lambda seconds, steps: False
-        self.interrupts, self.saved_at = Interrupts(), []
+        self.signals, self.saved_at = SignalListener(), []
         self.strategy = Strategy()
         self.stopped_by = []
 
@@ -73,7 +73,7 @@ class Host:
         self.looked_at = torch.as_tensor(batch).flatten().tolist()
 
     def cause(self):
-        return "SIGTERM" if self.interrupts.stop_signal else ""
+        return "SIGTERM" if self.signals.stop_signal else ""
 
     def stop_training(self, cause, *, is_saved):
         self.stopped_by.append((cause, self.progress.step))

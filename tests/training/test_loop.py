@@ -1,4 +1,4 @@
-"""The loops with a stub for the Brain: windows and their weights, beats, stopping, messages."""
+"""The loops with a stub for the Brain: windows and their weights, syncs, stopping, messages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from ddpkit.control import Beat, BeatReport, Requests
+from ddpkit.control import PeriodicSync, Requests, SyncReport
 from ddpkit.dataloader import LoopedLoader, Sharding, shard
 from ddpkit.errors import BatchError, DataError, NonFiniteLossError
 from ddpkit.sampler import DealtBatchSampler, PlannedBatchSampler
@@ -195,8 +195,8 @@ class Host:
         return float(batch)
 
 
-class Beats:
-    """A beat at given distances, which remembers."""
+class Syncs:
+    """A sync at given distances, which remembers."""
 
     def __init__(self, apart=3):
         self.apart = apart
@@ -212,23 +212,23 @@ class Beats:
         assert samples == count, "in these tests every loss counts its samples"
         self.calls.append((step, loss_sum, samples, requests.main_seconds))
         self.due = step + self.apart
-        return BeatReport(step, loss_sum / samples, int(samples), requests.main_seconds)
+        return SyncReport(step, loss_sum / samples, int(samples), requests.main_seconds)
 
 
 def one(number, batch):
     return 1
 
 
-def run(host, feed, stop_at=math.inf, beat=None, **options):
-    beat = beat or Beats()
+def run(host, feed, stop_at=math.inf, sync=None, **options):
+    sync = sync or Syncs()
     reports = []
-    train_epoch(host, feed, beat, lambda report, _: reports.append(report), stop_at, **options)
-    return beat, reports
+    train_epoch(host, feed, sync, lambda report, _: reports.append(report), stop_at, **options)
+    return sync, reports
 
 
 def test_an_epoch():
     host, windows = Host(), []
-    beat, reports = run(
+    sync, reports = run(
         host,
         Feed(range(10), 10, factor=2),
         on_window=lambda: windows.append(host.progress.step),
@@ -238,10 +238,10 @@ def test_an_epoch():
     assert host.progress.step == 10
     assert host.progress.optimizer_step == 5
     assert windows == [2, 4, 6, 8, 10]
-    assert beat.started == [0]
-    assert [call[0] for call in beat.calls] == [2, 6, 10], "beats wait for the end of a window"
-    assert beat.calls[0] == (2, 1.0, 2.0, 7.5)
-    assert reports[-1] == BeatReport(10, 4.5, 10, 7.5)
+    assert sync.started == [0]
+    assert [call[0] for call in sync.calls] == [2, 6, 10], "syncs wait for the end of a window"
+    assert sync.calls[0] == (2, 1.0, 2.0, 7.5)
+    assert reports[-1] == SyncReport(10, 4.5, 10, 7.5)
     assert host.progress.meter.sums() == (45.0, 10.0, 0)
 
 
@@ -274,23 +274,23 @@ def test_a_limit_that_was_reached_before():
 
 def test_an_epoch_that_goes_on():
     host = Host(step=6, optimizer_step=3)
-    beat, _ = run(host, Feed(range(6, 10), 10, factor=2, start=6))
-    assert beat.started == [6]
+    sync, _ = run(host, Feed(range(6, 10), 10, factor=2, start=6))
+    assert sync.started == [6]
     assert [step for _, step, _ in host.seen] == [7, 8, 9, 10]
-    assert [call[0] for call in beat.calls] == [8]
+    assert [call[0] for call in sync.calls] == [8]
     assert host.progress.optimizer_step == 5
 
 
 def test_what_the_loop_itself_does_per_step(monkeypatch):
-    """Between beats it asks nobody anything, and does not read a loss."""
+    """Between syncs it asks nobody anything, and does not read a loss."""
     from ddpkit.metrics import LossMeter
 
     reads = []
     real = LossMeter.sums
     monkeypatch.setattr(LossMeter, "sums", lambda meter: reads.append(1) or real(meter))
     host = Host()
-    beat, _ = run(host, Feed(range(200), 200), beat=Beats(apart=100))
-    assert len(beat.calls) == len(reads) == 2
+    sync, _ = run(host, Feed(range(200), 200), sync=Syncs(apart=100))
+    assert len(sync.calls) == len(reads) == 2
 
 
 def test_a_failing_host_leaves_the_position():
@@ -320,7 +320,7 @@ def test_losses_of_overridden_hooks():
             return self.loss
 
     host = Overridden()
-    run(host, Feed(range(2), 2), beat=Beats(apart=100))
+    run(host, Feed(range(2), 2), sync=Syncs(apart=100))
     assert not any(loss.requires_grad for loss, _ in host.progress.meter._means)
     assert host.progress.meter.sums() == (4.0, 2.0, 0)
     for loss, match in (
@@ -331,7 +331,7 @@ def test_losses_of_overridden_hooks():
         with pytest.raises(BatchError, match=rf"^Overridden\.fit_batch returned {match}"):
             run(Overridden(), Feed(range(2), 2))
         with pytest.raises(BatchError, match=rf"^Overridden\.evaluate_batch returned {match}"):
-            evaluate_epoch(Overridden(), range(2), Stage.TEST, Bar(), count=one, beat=Beats())
+            evaluate_epoch(Overridden(), range(2), Stage.TEST, Bar(), count=one, sync=Syncs())
 
 
 # ------------------------------------------------------------------------------------------ evaluation
@@ -347,7 +347,7 @@ class Bar:
 
 def test_evaluation():
     host, bar = Host(), Bar()
-    evaluate_epoch(host, range(8), Stage.VALID, bar, count=one, beat=Beats(apart=5))
+    evaluate_epoch(host, range(8), Stage.VALID, bar, count=one, sync=Syncs(apart=5))
     assert [(batch, step) for batch, step, _ in host.seen] == [(number, number + 1) for number in range(8)]
     assert {stage for *_, stage in host.seen} == {Stage.VALID}
     assert host.progress.meter.sums() == (28.0, 8.0, 0)
@@ -358,11 +358,11 @@ def test_evaluation():
 def test_evaluation_weighs_by_samples_and_stops_at_a_limit():
     plan = PlannedBatchSampler(5, 2)
     host = Host()
-    beat = Beat(list, 1, is_main=True)
-    evaluate_epoch(host, [1.0, 2.0, 9.0], Stage.TEST, Bar(), count=lambda number, _: plan.count(number), beat=beat)
+    sync = PeriodicSync(list, 1, is_main=True)
+    evaluate_epoch(host, [1.0, 2.0, 9.0], Stage.TEST, Bar(), count=lambda number, _: plan.count(number), sync=sync)
     assert host.progress.meter.sums() == (2 + 4 + 9, 5.0, 0)
     host = Host()
-    evaluate_epoch(host, range(3), Stage.TEST, Bar(), count=one, beat=beat)
+    evaluate_epoch(host, range(3), Stage.TEST, Bar(), count=one, sync=sync)
     assert host.progress.step == 3
 
 

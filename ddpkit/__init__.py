@@ -113,7 +113,7 @@ if TYPE_CHECKING:
     from ddpkit.seed import seed_everything
     from ddpkit.types import FitResult, Stage
 else:
-    # Where each name of `__all__` that is no error lives. Type checkers read the imports above instead: with
+    # Where each name of `__all__` that is not an error lives. Type checkers read the imports above instead: with
     # a module `__getattr__` in sight they would take any misspelt name for good.
     _HOMES = {
         "AMPConfig": "precision",

@@ -91,7 +91,7 @@ class PaddedBatch:
         nonpadded_stack: stack what is not padded, where that is possible.
 
     Raises:
-        DataError: no samples, one that is no mapping or lacks a key, a key that is also the name of a method, or
+        DataError: no samples, one that is not a mapping or lacks a key, a key that is also the name of a method, or
             tensors that cannot be padded. The message names the key.
 
     Ranks: local. ddpkit counts a batch as :attr:`batchsize` samples, padding or not.

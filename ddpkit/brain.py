@@ -462,7 +462,7 @@ class Brain(_Typed):
             retain_graph: keep the graph for another loss that shares a part of it.
 
         Raises:
-            BatchError: the loss is no tensor, no single number, or does not depend on any parameter; or it cannot be
+            BatchError: the loss is not a tensor of one number, or does not depend on any parameter; or it cannot be
                 added to what was passed before.
 
         Ranks: collective under DDP where :attr:`should_step` is true; all ranks call it equally often.
@@ -715,7 +715,7 @@ class Brain(_Typed):
         dataset, whatever order a sampler or shuffling has given them, and so does not depend on the number of ranks.
 
         A sample that a sampler has drawn twice comes twice, in the order in which the batches came. Where the
-        sampler's indices are no numbers, results come in the order of the batches. A stream's come in its own order
+        sampler's indices are not numbers, results come in the order of the batches. A stream's come in its own order
         where it is dealt out by counting, and else (shards, a stream that divides itself, a loader of which only the
         batches are known) rank by rank; nobody can check that they are complete. After a resume in the middle of an
         epoch they are those of the batches since.

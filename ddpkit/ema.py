@@ -242,7 +242,7 @@ class WeightAverage:
             CheckpointError: it is no such state, or one of other modules.
         """
         if not isinstance(state, Mapping) or not _is_count(state.get(COUNT)):
-            raise CheckpointError(f"it is no average of weights, which would hold the number of updates as {COUNT!r}.")
+            raise CheckpointError(f"not an average of weights: {COUNT!r}, the number of updates, is missing.")
         weights = {weight.names[0]: weight.now() for weight in self._weights()}
         strange = sorted(weights.keys() - state.keys())
         strange += sorted(map(str, state.keys() - {COUNT} - weights.keys() - self._module_state().keys()))

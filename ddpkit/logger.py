@@ -344,7 +344,7 @@ def _console_level(level: int | str) -> int:
         name = given.strip().upper()
         number = int(name) if name.isdecimal() else logging.getLevelName(name)
     if not isinstance(number, int):
-        raise ConfigError(f"{source}={given!r} is no logging level. Use DEBUG, INFO, WARNING, ERROR or a number.")
+        raise ConfigError(f"{source} expects a logging level (DEBUG, INFO, WARNING, ERROR or a number), got {given!r}.")
     return number
 
 
@@ -358,7 +358,7 @@ def _apply_config(path: Path, overrides: Mapping[str, Any], log_file: Path | Non
         raise MissingFileError(f"config_path={str(path)!r}: there is no such file.") from error
     except (OSError, yaml.YAMLError, ValueError, TypeError, AttributeError, ImportError) as error:
         raise ConfigError(
-            f"config_path={str(path)!r} is no logging configuration: {error}. "
+            f"config_path={str(path)!r} is not a logging configuration: {error}. "
             "It has the form of logging.config.dictConfig (version, formatters, handlers, root), in YAML."
         ) from error
 

@@ -173,7 +173,7 @@ def make_optimizer(
         The optimizer.
 
     Raises:
-        ConfigError: nothing can be trained, or ``opt_class`` returned something that is no optimizer.
+        ConfigError: nothing can be trained, or ``opt_class`` returned something that is not an optimizer.
 
     Ranks: local.
 
@@ -193,11 +193,11 @@ def make_optimizer(
     except (TypeError, ValueError) as error:
         given = getattr(opt_class, "keywords", None)
         shown = f" with {', '.join(f'{name}={value!r}' for name, value in given.items())}" if given else ""
-        raise ConfigError(f"opt_class{shown} makes no optimizer: {type(error).__name__}: {error}") from error
+        raise ConfigError(f"opt_class{shown} cannot make an optimizer: {type(error).__name__}: {error}") from error
     missing = [name for name in ("param_groups", "step", "zero_grad") if not hasattr(optimizer, name)]
     if missing:
         raise ConfigError(
-            f"opt_class returned a {type(optimizer).__name__}, which is no optimizer (it has no {', '.join(missing)}). "
+            f"opt_class must return an optimizer, got a {type(optimizer).__name__} (without {', '.join(missing)}). "
             "It is called with the parameters; for example opt_class: !name:torch.optim.Adam with lr: 0.001."
         )
     return optimizer
@@ -298,7 +298,7 @@ def make_schedule(
         total_steps: how many steps the schedule will make; None where that is not known.
 
     Raises:
-        ConfigError: the call failed, or returned something that is no scheduler.
+        ConfigError: the call failed, or returned something that is not a scheduler.
 
     Ranks: local; alike on every rank.
     """
@@ -314,12 +314,12 @@ def make_schedule(
             "(!name: in YAML, functools.partial in Python), or pass a function (optimizer, total_steps) -> scheduler."
         )
         if total_steps is None:
-            hint = "Of a stream nobody knows the number of steps: give optimizer_step_limit, or total_steps. " + hint
-        raise ConfigError(f"{call} makes no scheduler: {type(error).__name__}: {error}. {hint}") from error
+            hint = "The number of steps of a stream is unknown: give optimizer_step_limit, or total_steps. " + hint
+        raise ConfigError(f"{call} cannot make a scheduler: {type(error).__name__}: {error}. {hint}") from error
     missing = [one for one in ("step", "state_dict", "load_state_dict") if not hasattr(scheduler, one)]
     if missing:
         raise ConfigError(
-            f"{call} returned a {type(scheduler).__name__}, which is no scheduler (it has no {', '.join(missing)})."
+            f"{call} must return a scheduler, got a {type(scheduler).__name__} (without {', '.join(missing)})."
         )
     schedule = Schedule(scheduler, optimizer, every, total_steps)
     if schedule.follows_loss and every != "epoch":

@@ -183,7 +183,7 @@ class RunOptions(OptionTypes, MutableMapping[str, Any]):
         """Bring the sources together: what was given wins over the YAML, and that over the defaults.
 
         Args:
-            hparams: the loaded YAML; its keys that are no options are not looked at.
+            hparams: the loaded YAML; its keys that are not options are not looked at.
 
         Returns:
             New options, checked, with a concrete ``device`` and ``distributed_backend``, and with
@@ -301,7 +301,7 @@ def parse_arguments(arg_list: Sequence[str] | None = None) -> tuple[str, RunOpti
     Example:
         >>> parse_arguments(["--precision=fp8", "hparams.yaml"])
         Traceback (most recent call last):
-        ddpkit.errors.ConfigError: precision='fp8' on the command line is not one of fp32, fp16, bf16...
+        ddpkit.errors.ConfigError: --precision expects one of fp32, fp16, bf16, got 'fp8'...
     """
     words = list(sys.argv[1:] if arg_list is None else arg_list)
     with usage_errors():

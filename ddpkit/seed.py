@@ -265,8 +265,8 @@ class RngState:
             return cls(**state_dict)
         except TypeError as error:
             raise CheckpointError(
-                f"keys {sorted(map(str, state_dict))} are no saved random state; expected "
-                f"{', '.join(one.name for one in fields(cls))}."
+                f"a saved random state has the keys {', '.join(one.name for one in fields(cls))}; got "
+                f"{', '.join(sorted(map(str, state_dict))) or 'none'}."
             ) from error
 
 

@@ -152,7 +152,7 @@ def dump_plain_yaml(value: Any) -> str:
     return text.removesuffix("...\n")  # which ends a lone value
 
 
-MOST_VALUES = 100_000  # beside one for each character: a few aliases in a small file are no fault
+MOST_VALUES = 100_000  # beside one for each character: a few aliases in a small file are harmless
 MOST_BRACKETS = 100
 MOST_DIGITS = 4300  # of a whole number: the limit that Python has for decimal ones
 

@@ -114,7 +114,7 @@ def signal_named(name: str) -> signal.Signals:
     full = full if full.startswith("SIG") else f"SIG{full}"
     found = getattr(signal, full, None)
     if not isinstance(found, signal.Signals) or full in {"SIGKILL", "SIGSTOP", "SIGCHLD"}:
-        raise ConfigError(f"{name!r} is no signal that a process can act on. Give names such as SIGTERM or SIGUSR1.")
+        raise ConfigError(f"{name!r} is not a signal that a process can handle. Give names such as SIGTERM or SIGUSR1.")
     return found
 
 

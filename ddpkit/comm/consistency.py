@@ -101,7 +101,7 @@ def recipe_facts(brain_class: type, param_file: str = "") -> dict[str, str]:
         param_file: the hyperparameter file, if there is one.
 
     Returns:
-        One entry per file. What cannot be read, or is no file, has none.
+        One entry per file. What cannot be read, or is not a file, has none.
 
     Ranks: local.
 
@@ -223,7 +223,7 @@ def strict_part(facts: Mapping[str, str]) -> list[tuple[str, str]]:
 def describe_differences(everybody: Sequence[Mapping[str, str]], places: Sequence[str] = ()) -> str:
     """Say in which facts the ranks differ.
 
-    A file of code that only some ranks have imported, or could read, is no difference.
+    A file of code that only some ranks have imported, or could read, is not a difference.
 
     Args:
         everybody: the facts of every rank.
@@ -316,7 +316,7 @@ def _ranks(ranks: list[int]) -> str:
 
 
 def compare_over_store(store: Store, rank: int, world_size: int, facts: Mapping[str, str], seconds: float) -> None:
-    """Compare facts between processes that have met at a store, and are no process group yet.
+    """Compare facts between processes that have met at a store, before there is a process group.
 
     Args:
         store: with a name of this attempt.

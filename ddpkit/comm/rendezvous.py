@@ -67,7 +67,7 @@ def open_store(info: LaunchInfo, timeout: timedelta) -> tuple[dist.Store, bool]:
         The store, and whether this process hosts it.
 
     Raises:
-        LaunchError: nobody says where to join_attempt, the port is taken, or the others do not come.
+        LaunchError: nobody says where to meet, the port is taken, or the others do not come.
 
     Ranks: collective.
 
@@ -81,7 +81,7 @@ def open_store(info: LaunchInfo, timeout: timedelta) -> tuple[dist.Store, bool]:
     run_id = info.run_id or _id_of_hydra(info)
     port = info.port or (derived_port(run_id) if run_id else 0)
     if not info.address or not port:
-        raise LaunchError(_nowhere(info))
+        raise LaunchError(_no_address(info))
     hosts = info.rank == 0 and not info.agent_hosts_store
     end = time.monotonic() + timeout.total_seconds()
     with contextlib.ExitStack() as until_met:
@@ -98,14 +98,15 @@ def open_store(info: LaunchInfo, timeout: timedelta) -> tuple[dist.Store, bool]:
     return dist.PrefixStore(name, store), hosts
 
 
-def _nowhere(info: LaunchInfo) -> str:
-    found = f"MASTER_ADDR={os.environ.get('MASTER_ADDR')!r}, MASTER_PORT={os.environ.get('MASTER_PORT')!r}"
-    advice = "Launch with torchrun, or set both to the host name of rank 0 and a free port"
+def _no_address(info: LaunchInfo) -> str:
+    wanted = {"MASTER_ADDR": "the host name of rank 0", "MASTER_PORT": "a free port there"}
+    missing = {name: what for name, what in wanted.items() if not (info.address if "ADDR" in name else info.port)}
+    advice = f"Set {' and '.join(f'{name} to {what}' for name, what in missing.items())}, or launch with torchrun"
     if info.launcher in _HOW_TO_SAY_WHERE:
-        advice = f"Pass the host of rank 0 and a free port: {_HOW_TO_SAY_WHERE[info.launcher]}"
+        advice = f"Pass both to every rank: {_HOW_TO_SAY_WHERE[info.launcher]}"
     return (
-        f"this is rank {info.rank} of {info.world_size} ({info.launcher}), but nothing says where rank 0 is ({found}): "
-        f"the processes cannot find each other. {advice}."
+        f"this is rank {info.rank} of {info.world_size} ({info.launcher}), but {' and '.join(missing)} "
+        f"{'are' if len(missing) > 1 else 'is'} not set: the processes cannot find each other. {advice}."
     )
 
 
@@ -153,7 +154,7 @@ def _connect(address: str, port: int, end: float, timeout: timedelta) -> dist.St
         except Exception as error:  # noqa: BLE001 -- raised below, in the thread that waits
             failed.append(error)
 
-    # What is no store of torch's may take the connection and never answer; torch then waits without a limit.
+    # What is not a store of torch's may take the connection and never answer; torch then waits without a limit.
     thread = threading.Thread(target=connect, name="ddpkit-connect", daemon=True)
     thread.start()
     thread.join(CONNECT_SECONDS)

@@ -258,9 +258,9 @@ def _read_top_level(param_file: str) -> dict[str, Node] | None:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{param_file!r} cannot be read as a text file: {error}.") from error
     except YAMLError as error:
-        raise ConfigError(f"{param_file!r} is no valid YAML: {_where_broken(error)}.") from error
+        raise ConfigError(f"{param_file!r} is not valid YAML: {_where_broken(error)}.") from error
     if not isinstance(root, MappingNode):
-        raise ConfigError(f"{param_file!r} must hold `key: value` lines at its top level, and does not.")
+        raise ConfigError(f"{param_file!r} must hold `key: value` lines at its top level.")
     return dict(_pairs(root))
 
 
@@ -304,7 +304,7 @@ def _check_overrides(overrides: Mapping[str, str | None], nodes: Mapping[str, No
         close = [*longer, *difflib.get_close_matches(key, [*nodes, *flags], n=3)]
         names = [flags.get(name, f"the key {name!r}") for name in list(dict.fromkeys(close))[:3]]
         meant = f"; did you mean {' or '.join(names)}?" if names else "."
-        lines.append(f"--{key} is no run option, and matches no key of {param_file!r}{meant}")
+        lines.append(f"--{key} is neither a run option nor a key of {param_file!r}{meant}")
     keys = ", ".join(list(nodes)[:_SHOWN_KEYS]) + (", ..." if len(nodes) > _SHOWN_KEYS else "")
     lines.append(f"Its keys: {keys}. Correct the name, or add the key to the file; --help shows the options.")
     raise ConfigError("\n".join(lines))

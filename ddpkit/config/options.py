@@ -83,13 +83,13 @@ class Option:
         try:
             converted = self._convert(value)
         except (TypeError, ValueError, OverflowError):
-            raise self._error(value, where, f"is no {self._noun}") from None
+            raise self._error(value, where, self._noun) from None
         if self.choices and converted not in self.choices:
-            raise self._error(value, where, f"is not one of {', '.join(self.choices)}")
+            raise self._error(value, where, f"one of {', '.join(self.choices)}")
         if self.minimum is not None and converted < self.minimum:
-            raise self._error(value, where, f"is below {self.minimum}")
+            raise self._error(value, where, f"a number >= {self.minimum}")
         if self.above is not None and converted <= self.above:
-            raise self._error(value, where, f"is not above {self.above:g}")
+            raise self._error(value, where, f"a number > {self.above:g}")
         return converted
 
     @property
@@ -106,11 +106,10 @@ class Option:
             return self.shown or "none"
         return ("on" if self.default else "off") if self.type is bool else str(self.default)
 
-    def _error(self, value: Any, where: str, reason: str) -> ConfigError:
-        form = self.form or ("True or False" if self.type is bool else "...")
-        dashes = "--" if where == ON_COMMAND_LINE else ""
-        text = f"Give {dashes}{self.name}={form} (the default: {self.shown_default}): {self.help}."
-        return ConfigError(f"{self.name}={value!r} {where} {reason}. {text}")
+    def _error(self, value: Any, where: str, expected: str) -> ConfigError:
+        name, place = (f"--{self.name}", "") if where == ON_COMMAND_LINE else (self.name, f" {where}")
+        meaning = f"{name}: {self.help} (default: {self.shown_default})."
+        return ConfigError(f"{name} expects {expected}, got {value!r}{place}. {meaning}")
 
 
 def option(default: Any, group: str, text: str, **more: Any) -> Any:
@@ -194,12 +193,12 @@ def _to_mapping(value: Any) -> dict[str, Any]:
 
 
 _KINDS: dict[str, tuple[type, Any, str]] = {
-    "bool": (bool, to_bool, "True or False"),
-    "int": (int, _to_int, "whole number"),
-    "float": (float, _to_float, "number"),
+    "bool": (bool, to_bool, "true or false"),
+    "int": (int, _to_int, "a whole number"),
+    "float": (float, _to_float, "a number"),
     "str": (str, _to_text, "text"),
-    "list": (list, _to_words, "list of names"),
-    "dict": (dict, _to_mapping, "mapping"),
+    "list": (list, _to_words, "a list of names"),
+    "dict": (dict, _to_mapping, "a mapping"),
 }
 
 RUNNING = "What is run"
@@ -288,8 +287,8 @@ class OptionTypes:
         form="A B", shown="SIGTERM SIGINT SIGUSR1")
     save_signals: list[str] = option(["SIGUSR2"], STOPPING, "save a checkpoint and go on, on these", form="A B",
         shown="SIGUSR2")
-    hang_warning: float = option(30.0, STOPPING, "call the roll after so long without a step; 0: never", form="S",
-        minimum=0)
+    hang_warning: float = option(30.0, STOPPING, "show where the ranks are after so long without a step; 0: never",
+        form="S", minimum=0)
     hang_timeout: float = option(1800.0, STOPPING, "end the run after so long without a step; 0: never", form="S",
         minimum=0)
 

@@ -61,7 +61,7 @@ def show_without_traceback(error: BaseException, code: int = USAGE_CODE) -> None
 
     Example:
         >>> before = sys.excepthook
-        >>> error = ConfigError("precision='fp8' is no format")
+        >>> error = ConfigError("precision='fp8' is not a format")
         >>> show_without_traceback(error)
         >>> is_shown_without_traceback(error)
         True
@@ -95,7 +95,7 @@ def usage_errors() -> Iterator[None]:
         >>> before = sys.excepthook
         >>> try:
         ...     with usage_errors():
-        ...         raise ConfigError("precision='fp8' is no format")
+        ...         raise ConfigError("precision='fp8' is not a format")
         ... except ValueError as error:
         ...     is_shown_without_traceback(error)
         True

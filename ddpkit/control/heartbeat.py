@@ -155,7 +155,7 @@ class Heartbeat:
                 self.log_once(work.__name__.strip("_").replace("_", " "), error)
 
     def log_once(self, what: str, error: Exception) -> None:
-        """Log an error of the watchdog itself, once: it is no reason to end anything."""
+        """Log an error of the watchdog itself, once: it is not a reason to end anything."""
         kind = type(error).__name__
         if (what, kind) not in self._logged:  # not the text, which may have a number in it
             self._logged.add((what, kind))

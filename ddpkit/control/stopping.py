@@ -58,8 +58,8 @@ def parse_duration(text: str) -> float:
         seconds = float(number["number"]) * _UNITS[number["unit"] or "s"]
     if seconds <= 0:
         raise ConfigError(
-            f"time_limit={text!r} is no length of time. Give hours, minutes and seconds such as 11:50:00, with days "
-            "1-06:00:00, or 90m, 20h, or seconds."
+            f"time_limit expects a length of time > 0, got {text!r}. Give H:MM:SS such as 11:50:00, "
+            "with days 1-06:00:00, or 90m, 20h, or seconds."
         )
     return seconds
 

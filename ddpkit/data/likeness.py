@@ -1,8 +1,8 @@
 """Do all ranks read the same data? The first items tell, as far as they can.
 
 What is dealt out to the ranks must be the same on all of them: else samples are lost, and others come twice, in
-silence. So the ranks compare sketches of the first items. A difference alone is no proof: noise from a generator that
-nobody seeds is another on every rank, and harmless. So where sketches differ, every rank reads its own data again. What
+silence. So the ranks compare sketches of the first items. A difference alone proves nothing: noise from an unseeded
+generator differs between ranks, and is harmless. So where sketches differ, every rank reads its own data again. What
 is the same each time, and differs between ranks, is a rank's own; what differs each time is random.
 """
 

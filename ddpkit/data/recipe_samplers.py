@@ -176,7 +176,7 @@ class ConcatDatasetBatchSampler(Sampler[list[int]]):
         batch_size: samples of a batch.
 
     Raises:
-        ConfigError: arguments that are no lists, of different lengths, or sizes below 1.
+        ConfigError: arguments that are not lists, of different lengths, or sizes below 1.
 
     Ranks: local; alike on every rank.
 

@@ -150,7 +150,7 @@ def _first_host(text: str) -> str:
     rest = text[name.end() :] if name else text
     if name is None or not (rest == "" or rest.startswith(",")):
         raise LaunchError(
-            f"{text!r} is no list of Slurm's that ddpkit can read. Set MASTER_ADDR to the host of task 0, such as: "
+            f"cannot read the Slurm host list {text!r}. Set MASTER_ADDR to the host of task 0, such as: "
             'export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)'
         )
     return re.sub(r"\[(\d+)[^]]*\]", r"\1", name[0])
@@ -162,7 +162,7 @@ def _counts(text: str) -> list[int]:
     for part in text.split(","):
         found = re.fullmatch(r"(\d+)(?:\(x(\d{1,6})\))?", part.strip())
         if found is None:
-            raise LaunchError(f"{text!r} is no list of Slurm's: {part!r} is no count such as 4 or 4(x2).")
+            raise LaunchError(f"cannot read the Slurm task list {text!r}: {part!r} is not a count such as 4 or 4(x2).")
         counts += [int(found[1])] * int(found[2] or 1)
     return counts
 

@@ -104,7 +104,7 @@ def count_processes(asked: int | str, device: str | None = None) -> int:
         (2, 3)
         >>> count_processes("0")
         Traceback (most recent call last):
-        ddpkit.errors.ConfigError: nproc='0' is no number of processes...
+        ddpkit.errors.ConfigError: nproc must be >= 1, got '0'...
     """
     with _environment({"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}):  # a look that lets processes be forked afterwards
         kind = "cpu" if device is not None and device.split(":")[0] == "cpu" else accelerator_kind()
@@ -115,8 +115,8 @@ def count_processes(asked: int | str, device: str | None = None) -> int:
     if word in {"gpu", "cpu", "auto"}:
         return gpus if word != "cpu" and gpus else cores()
     if isinstance(asked, bool) or not word.isdecimal() or int(word) == 0:
-        text = "Give a number from 1 on, gpu (one per GPU), cpu (one per core) or auto (gpu, or cpu without any)."
-        raise ConfigError(f"nproc={asked!r} is no number of processes. {text}")
+        words = "gpu (one per GPU), cpu (one per core) or auto (gpu if there is one, else cpu)"
+        raise ConfigError(f"nproc must be >= 1, got {asked!r}. Give a number of processes, {words}.")
     number = int(word)
     if gpus and number > gpus:
         text = f"nproc={asked!r}, but there are {gpus} GPUs, and each process needs one of its own."
@@ -188,7 +188,7 @@ def run_script(asked: int | str, device: str | None = None) -> NoReturn:
     Example:
         >>> run_script("many")
         Traceback (most recent call last):
-        ddpkit.errors.ConfigError: nproc='many' is no number of processes...
+        ddpkit.errors.ConfigError: nproc must be >= 1, got 'many'...
     """
     number = count_processes(asked, device)
     _require_no_launcher("--nproc")
@@ -271,7 +271,7 @@ def spawn(function: Callable[..., T], nprocs: int | str = "auto", *args: Any) ->
         ['0', '1']
         >>> spawn(os.getenv, 0, "RANK")
         Traceback (most recent call last):
-        ddpkit.errors.ConfigError: nproc=0 is no number of processes...
+        ddpkit.errors.ConfigError: nproc must be >= 1, got 0...
     """
     if SPAWNED_BY in os.environ:
         raise LaunchError(

@@ -116,7 +116,7 @@ def rendezvous_address(environ: Mapping[str, str], address: str, run_id: str) ->
         ``address``, ``port`` and ``run_id`` of :class:`LaunchInfo`.
 
     Raises:
-        LaunchError: ``MASTER_PORT`` is no port.
+        LaunchError: ``MASTER_PORT`` is not a port.
 
     Ranks: local.
 
@@ -128,7 +128,7 @@ def rendezvous_address(environ: Mapping[str, str], address: str, run_id: str) ->
     if environ.get("MASTER_PORT"):
         port = given_port(environ)
         if not port:
-            raise contradiction(f"MASTER_PORT={environ['MASTER_PORT']!r} is no port (1 to 65535)", environ)
+            raise contradiction(f"MASTER_PORT must be a port from 1 to 65535, got {environ['MASTER_PORT']!r}", environ)
         return {"address": address, "port": port, "run_id": ""}
     return {"address": address, "port": derived_port(run_id) if run_id else 0, "run_id": run_id}
 

@@ -282,8 +282,8 @@ def _listed(names: Sequence[str]) -> str:
 
 
 NOISE_IS_OFF = (
-    "The training draws random numbers ({}), others on each rank. That is no error. All was compared with the noise "
-    "switched off."
+    "The training draws random numbers ({}), others on each rank. That is not an error. All was compared with the "
+    "noise switched off."
 )
 NOISE_IS_LEFT = (
     "The training draws random numbers ({}) that could not be switched off: of numpy, Python's random, "

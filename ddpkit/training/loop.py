@@ -272,7 +272,7 @@ def backward(
         retain_graph: keep the graph for another backward pass.
 
     Raises:
-        BatchError: the loss is no tensor, no single number, or does not depend on any parameter; or DDP has averaged a
+        BatchError: the loss is not a tensor of one number, or does not depend on any parameter; or DDP has averaged a
             part of the gradients already.
 
     Ranks: collective under DDP.

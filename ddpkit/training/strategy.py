@@ -592,7 +592,7 @@ def modules_on_device(modules: Mapping[str, Any], device: str) -> nn.ModuleDict:
         device: such as ``"cuda:1"``.
 
     Raises:
-        ConfigError: an entry is no module.
+        ConfigError: an entry is not a module.
 
     Ranks: local.
 

@@ -156,8 +156,7 @@ class TrainStep:
             retain_graph: keep the graph for another loss that shares a part of it.
 
         Raises:
-            BatchError: the loss is no single number, does not depend on any parameter, or cannot be added to the ones
-                before.
+            BatchError: the loss is not one number, does not depend on a parameter, or cannot be added to earlier ones.
         """
         window = self.progress.window
         if not window.closes or (not window.is_asked and self.options.grad_accumulation_factor > 1):

@@ -115,9 +115,22 @@ def test_a_stranger_that_does_not_answer_is_no_hang(stranger, monkeypatch):
     time.sleep(2.5)  # the thread ends
 
 
-@pytest.mark.parametrize("place", [{"port": 0}, {"address": "", "port": 29500}])
-def test_nowhere_to_meet(place):
-    with pytest.raises(LaunchError, match="cannot find each other"):
+@pytest.mark.parametrize(
+    ("place", "missing"),
+    [
+        ({"port": 0}, r"but MASTER_PORT is not set: .* Set MASTER_PORT to a free port there, or"),
+        (
+            {"address": "", "port": 29500},
+            r"but MASTER_ADDR is not set: .* Set MASTER_ADDR to the host name of rank 0, or",
+        ),
+        (
+            {"address": "", "port": 0},
+            "but MASTER_ADDR and MASTER_PORT are not set: the processes cannot find each other",
+        ),
+    ],
+)
+def test_what_is_missing_to_meet_is_named(place, missing):
+    with pytest.raises(LaunchError, match=missing):
         open_store(info(1, **place), LIMIT)
 
 

@@ -200,7 +200,7 @@ def test_d6_what_is_no_list_of_hosts_is_refused(text):
 
 @pytest.mark.parametrize("text", ["x", "2(3)", "2(x)", "-1", "1(x99999999)"])
 def test_d6_what_is_no_list_of_counts_is_refused(text):
-    with pytest.raises(LaunchError, match="is no count such as"):
+    with pytest.raises(LaunchError, match="is not a count such as"):
         find_launch(task(1, SLURM_GTIDS=None, SLURM_STEP_TASKS_PER_NODE=text))
 
 
@@ -222,7 +222,7 @@ def test_d6_what_the_user_says_of_address_and_port_wins():
     assert info.run_id
     assert find_launch({**SRUN, "MASTER_PORT": "12345"}).address == "gpu07"
     for port in ("0", "x", "70000", "-1"):
-        with pytest.raises(LaunchError, match=f"MASTER_PORT='{port}' is no port"):
+        with pytest.raises(LaunchError, match=f"MASTER_PORT must be a port from 1 to 65535, got '{port}'"):
             find_launch({**SRUN, "MASTER_PORT": port})
 
 
@@ -248,7 +248,7 @@ def test_d6_one_process_inside_slurm_is_one_process(changes):
         ({"SLURM_LOCALID": "2"}, "SLURM_LOCALID=2 is not below the number of tasks on this node=2"),
         ({"SLURM_LOCALID": None}, "SLURM_LOCALID is not set"),
         ({"SLURM_GTIDS": "0,1"}, "SLURM_PROCID=3, but SLURM_GTIDS has 1 for SLURM_LOCALID=1"),
-        ({"SLURM_STEP_NODELIST": "gpu[7"}, "is no list of Slurm's"),
+        ({"SLURM_STEP_NODELIST": "gpu[7"}, "cannot read the Slurm host list"),
     ],
 )
 def test_d6_a_step_that_contradicts_itself(changes, reason):

@@ -143,10 +143,10 @@ def test_the_environment_sets_the_level(variable, value, monkeypatch, capsys):
 
 def test_an_unknown_level_is_an_error(monkeypatch):
     monkeypatch.setenv("DDPKIT_LOG_LEVEL", "loud")
-    with pytest.raises(ConfigError, match="DDPKIT_LOG_LEVEL='loud' is no logging level. Use DEBUG, INFO"):
+    with pytest.raises(ConfigError, match="DDPKIT_LOG_LEVEL expects a logging level .*, got 'loud'"):
         setup_logging()
     monkeypatch.delenv("DDPKIT_LOG_LEVEL")
-    with pytest.raises(ConfigError, match="level='quiet' is no logging level"):
+    with pytest.raises(ConfigError, match="level expects a logging level .*, got 'quiet'"):
         setup_logging(level="quiet")
 
 
@@ -225,9 +225,9 @@ def test_a_configuration_file(tmp_path, capsys, way):
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("{", "is no logging configuration"),
-        ("handlers: {a: {class: no.such.Class}}\nversion: 1", "is no logging configuration"),
-        ("", "is no logging configuration"),
+        ("{", "is not a logging configuration"),
+        ("handlers: {a: {class: no.such.Class}}\nversion: 1", "is not a logging configuration"),
+        ("", "is not a logging configuration"),
     ],
 )
 def test_a_bad_configuration_file(tmp_path, text, reason):
@@ -240,7 +240,7 @@ def test_a_bad_configuration_file(tmp_path, text, reason):
 def test_a_missing_configuration_file(tmp_path):
     with pytest.raises(MissingFileError, match="there is no such file"):
         setup_logging(config_path=tmp_path / "log-config.yaml")
-    with pytest.raises(ConfigError, match="is no logging configuration: .*Is a directory"):
+    with pytest.raises(ConfigError, match="is not a logging configuration: .*Is a directory"):
         setup_logging(config_path=tmp_path)
 
 

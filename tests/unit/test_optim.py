@@ -290,9 +290,7 @@ def test_vectors_first_then_the_rest():
 def test_optimizers_that_cannot_be_made():
     with pytest.raises(ConfigError, match=r"^opt_class was given, but no entry of modules has a trainable parameter"):
         make_optimizer(sgd, nn.Linear(1, 1).requires_grad_(requires_grad=False))
-    with pytest.raises(
-        ConfigError, match=r"^opt_class returned a list, which is no optimizer \(it has no param_groups"
-    ):
+    with pytest.raises(ConfigError, match=r"^opt_class must return an optimizer, got a list \(without param_groups"):
         make_optimizer(list, nn.Linear(1, 1))
 
 
@@ -321,7 +319,7 @@ def test_a_parameter_shared_by_two_scaled_optimizers_is_refused():
 
 def test_an_opt_class_that_cannot_be_called_is_named_with_what_it_was_given():
     opt_class = functools.partial(torch.optim.SGD, lr="fast")
-    with pytest.raises(ConfigError, match=r"opt_class with lr='fast' makes no optimizer: TypeError"):
+    with pytest.raises(ConfigError, match=r"opt_class with lr='fast' cannot make an optimizer: TypeError"):
         make_optimizer(opt_class, nn.Linear(1, 1))
 
 

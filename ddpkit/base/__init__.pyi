@@ -27,6 +27,7 @@ from ddpkit.base.process_probe import (
     this_place as this_place,
 )
 from ddpkit.base.rank import (
+    MPI_LAUNCHERS as MPI_LAUNCHERS,
     get_rank as get_rank,
     get_world_size as get_world_size,
     in_slurm_step as in_slurm_step,

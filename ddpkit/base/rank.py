@@ -9,17 +9,78 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
+from typing import NamedTuple
 
-__all__ = ["get_rank", "get_world_size", "in_slurm_step", "is_distributed_initialized", "rank_if_known", "size"]
+__all__ = [
+    "MPI_LAUNCHERS",
+    "get_rank",
+    "get_world_size",
+    "in_slurm_step",
+    "is_distributed_initialized",
+    "rank_if_known",
+    "size",
+]
 
 # Slurm numbers the batch script, the external step and the interactive step from the top of 32 bits downward.
 _FIRST_SPECIAL_SLURM_STEP = 0xFFFFFFF0
-# Rank and number of processes. The order counts: jsrun sets what Open MPI sets.
-_MPI = (
-    ("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE"),
-    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
-    ("PMI_RANK", "PMI_SIZE"),
-)
+
+
+class MpiLauncher(NamedTuple):
+    """The variables of an MPI launcher, and what messages say about it.
+
+    Of several names for the place on the node the first that is set counts.
+
+    Attributes:
+        program: what starts the processes, in words.
+        rank: the variable with the rank.
+        world_size: the variable with the number of processes.
+        local_rank: the variables with the number of this process on its node.
+        local_world_size: the variables with the number of processes on this node.
+        shared: variables that together are the same on all ranks of a run, and differ in another run.
+        example: how to give every rank a variable.
+
+    Ranks: local.
+    """
+
+    program: str
+    rank: str
+    world_size: str
+    local_rank: tuple[str, ...]
+    local_world_size: tuple[str, ...]
+    shared: tuple[str, ...]
+    example: str
+
+
+#: A new MPI launcher is one row here. The order counts: jsrun sets what Open MPI sets.
+MPI_LAUNCHERS = {
+    "jsm": MpiLauncher(
+        "jsrun",
+        "JSM_NAMESPACE_RANK",
+        "JSM_NAMESPACE_SIZE",
+        ("JSM_NAMESPACE_LOCAL_RANK",),
+        ("JSM_NAMESPACE_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+        ("LSB_JOBID", "PMIX_NAMESPACE"),
+        "jsrun -E MASTER_ADDR=node1 -E MASTER_PORT=29500 ...",
+    ),
+    "openmpi": MpiLauncher(
+        "mpirun (Open MPI)",
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        ("OMPI_COMM_WORLD_LOCAL_RANK",),
+        ("OMPI_COMM_WORLD_LOCAL_SIZE",),
+        ("OMPI_MCA_orte_hnp_uri", "OMPI_MCA_ess_base_jobid", "PMIX_NAMESPACE"),
+        "mpirun -x MASTER_ADDR=node1 -x MASTER_PORT=29500 ...",
+    ),
+    "pmi": MpiLauncher(
+        "mpiexec (PMI)",
+        "PMI_RANK",
+        "PMI_SIZE",
+        ("MPI_LOCALRANKID", "PMI_LOCAL_RANK", "PALS_LOCAL_RANKID"),
+        ("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE", "PALS_LOCAL_SIZE"),
+        ("PMI_JOBID", "PALS_APID"),
+        "mpiexec -genv MASTER_ADDR node1 -genv MASTER_PORT 29500 ...",
+    ),
+}
 
 
 def is_distributed_initialized() -> bool:
@@ -77,7 +138,7 @@ def rank_if_known(environ: Mapping[str, str] | None = None) -> int | None:
     environ = os.environ if environ is None else environ
     if environ.get("RANK", "").isdecimal():
         return int(environ["RANK"])
-    names = [rank for rank, number in _MPI if size(environ, number) > 1]
+    names = [one.rank for one in MPI_LAUNCHERS.values() if size(environ, one.world_size) > 1]
     if in_slurm_step(environ):
         names.append("SLURM_PROCID")
     return next((int(environ[name]) for name in names if environ.get(name, "").isdecimal()), None)

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
+from ddpkit.base import MPI_LAUNCHERS
 from ddpkit.comm.consistency import poll_until
 from ddpkit.errors import LaunchError
 from ddpkit.launch import LOOPBACK, derived_port
@@ -48,12 +49,6 @@ WARNING_SECONDS = 30.0
 _GREETING = "ddpkit run "
 _MOST_ANSWERED = 256
 _MOST_NAMED = 16
-
-_HOW_TO_SAY_WHERE = {
-    "openmpi": "mpirun -x MASTER_ADDR=node1 -x MASTER_PORT=29500 ...",
-    "pmi": "mpiexec -genv MASTER_ADDR node1 -genv MASTER_PORT 29500 ...",
-    "jsm": "jsrun -E MASTER_ADDR=node1 -E MASTER_PORT=29500 ...",
-}
 
 
 def open_store(info: LaunchInfo, timeout: timedelta) -> tuple[dist.Store, bool]:
@@ -102,8 +97,8 @@ def _no_address(info: LaunchInfo) -> str:
     wanted = {"MASTER_ADDR": "the host name of rank 0", "MASTER_PORT": "a free port there"}
     missing = {name: what for name, what in wanted.items() if not (info.address if "ADDR" in name else info.port)}
     advice = f"Set {' and '.join(f'{name} to {what}' for name, what in missing.items())}, or launch with torchrun"
-    if info.launcher in _HOW_TO_SAY_WHERE:
-        advice = f"Pass both to every rank: {_HOW_TO_SAY_WHERE[info.launcher]}"
+    if info.launcher in MPI_LAUNCHERS:
+        advice = f"Pass both to every rank: {MPI_LAUNCHERS[info.launcher].example}"
     return (
         f"this is rank {info.rank} of {info.world_size} ({info.launcher}), but {' and '.join(missing)} "
         f"{'are' if len(missing) > 1 else 'is'} not set: the processes cannot find each other. {advice}."

@@ -14,13 +14,13 @@ of jsrun, https://www.ibm.com/docs/en/spectrum-lsf/10.1.0?topic=SSWRJV_10.1.0/js
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
-from ddpkit.base import in_slurm_step, size
+from ddpkit.base import MPI_LAUNCHERS, in_slurm_step, size
 from ddpkit.errors import LaunchError
 from ddpkit.launch.variables import (
     LOOPBACK,
@@ -170,96 +170,56 @@ def _counts(text: str) -> list[int]:
 # ------------------------------------------------------------------------------------------------ MPI
 
 
-@dataclass(frozen=True)
-class _MpiVariables:
-    """The names that an MPI launcher has for rank and sizes.
+def _from_mpi(name: str, environ: Mapping[str, str]) -> LaunchInfo | None:
+    """Read the variables of one of several processes that an MPI launcher has started.
 
-    Of several names for the place on the node the first that is set counts. ``shared`` are variables that together are
-    the same on all ranks of a run, and others in another run.
+    On one node they meet at a port that is made from what all of them share. Over several nodes no MPI launcher
+    says where rank 0 is: then ``MASTER_ADDR`` must be given.
     """
-
-    name: str
-    rank: str
-    world_size: str
-    local_rank: tuple[str, ...]
-    local_world_size: tuple[str, ...]
-    shared: tuple[str, ...]
-
-    def __call__(self, environ: Mapping[str, str]) -> LaunchInfo | None:
-        """Read the variables of one of several processes.
-
-        On one node they meet at a port that is made from what all of them share. Over several nodes no MPI launcher
-        says where rank 0 is: then ``MASTER_ADDR`` must be given.
-        """
-        is_own = any(name in environ for name in self.local_rank)  # else it may be a step of Slurm with a PMI
-        if self.rank not in environ or size(environ, self.world_size) <= 1 or (in_slurm_step(environ) and not is_own):
-            return None
-        rank, world_size = count(environ, self.rank), count(environ, self.world_size)
-        local_name, size_name = (
-            next((name for name in names if name in environ), names[0])
-            for names in (self.local_rank, self.local_world_size)
+    launcher = MPI_LAUNCHERS[name]
+    is_own = any(one in environ for one in launcher.local_rank)  # else it may be a step of Slurm with a PMI
+    several = launcher.rank in environ and size(environ, launcher.world_size) > 1
+    if not several or (in_slurm_step(environ) and not is_own):
+        return None
+    rank, world_size = count(environ, launcher.rank), count(environ, launcher.world_size)
+    local_name, size_name = (
+        next((one for one in names if one in environ), names[0])
+        for names in (launcher.local_rank, launcher.local_world_size)
+    )
+    local_rank, on_node = count(environ, local_name), count(environ, size_name)
+    check_below(
+        environ,
+        (launcher.rank, rank, launcher.world_size, world_size),
+        (local_name, local_rank, size_name, on_node),
+        (size_name, on_node - 1, launcher.world_size, world_size),
+    )
+    one_node = on_node == world_size
+    if not one_node and (rank - local_rank) % on_node:
+        reason = (
+            f"rank {rank} is number {local_rank} of {on_node} on its node: the ranks are not counted node by node, "
+            "the same number on each (as mpirun --map-by slot does)"
         )
-        local_rank, on_node = count(environ, local_name), count(environ, size_name)
-        check_below(
-            environ,
-            (self.rank, rank, self.world_size, world_size),
-            (local_name, local_rank, size_name, on_node),
-            (size_name, on_node - 1, self.world_size, world_size),
-        )
-        one_node = on_node == world_size
-        if not one_node and (rank - local_rank) % on_node:
-            reason = (
-                f"rank {rank} is number {local_rank} of {on_node} on its node: the ranks are not counted node by node, "
-                "the same number on each (as mpirun --map-by slot does)"
-            )
-            raise contradiction(reason, environ)
-        shared = " ".join(environ[name] for name in self.shared if environ.get(name))
-        run_id = f"{self.name} {shared}" if shared else ""
-        place: dict[str, Any] = rendezvous_address(environ, LOOPBACK if one_node else "", run_id)
-        return LaunchInfo(
-            launcher=self.name,
-            rank=rank,
-            local_rank=local_rank,
-            world_size=world_size,
-            local_world_size=on_node,
-            node_rank=(rank - local_rank) // on_node,
-            own_devices=self.name == "jsm",
-            **place,
-        )
+        raise contradiction(reason, environ)
+    shared = " ".join(environ[one] for one in launcher.shared if environ.get(one))
+    run_id = f"{name} {shared}" if shared else ""
+    place: dict[str, Any] = rendezvous_address(environ, LOOPBACK if one_node else "", run_id)
+    return LaunchInfo(
+        launcher=name,
+        rank=rank,
+        local_rank=local_rank,
+        world_size=world_size,
+        local_world_size=on_node,
+        node_rank=(rank - local_rank) // on_node,
+        own_devices=name == "jsm",
+        **place,
+    )
 
 
-_OPEN_MPI = _MpiVariables(
-    "openmpi",
-    "OMPI_COMM_WORLD_RANK",
-    "OMPI_COMM_WORLD_SIZE",
-    ("OMPI_COMM_WORLD_LOCAL_RANK",),
-    ("OMPI_COMM_WORLD_LOCAL_SIZE",),
-    ("OMPI_MCA_orte_hnp_uri", "OMPI_MCA_ess_base_jobid", "PMIX_NAMESPACE"),
-)
-_JSM = _MpiVariables(
-    "jsm",
-    "JSM_NAMESPACE_RANK",
-    "JSM_NAMESPACE_SIZE",
-    ("JSM_NAMESPACE_LOCAL_RANK",),
-    ("JSM_NAMESPACE_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"),
-    ("LSB_JOBID", "PMIX_NAMESPACE"),
-)
-_PMI = _MpiVariables(
-    "pmi",
-    "PMI_RANK",
-    "PMI_SIZE",
-    ("MPI_LOCALRANKID", "PMI_LOCAL_RANK", "PALS_LOCAL_RANKID"),
-    ("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE", "PALS_LOCAL_SIZE"),
-    ("PMI_JOBID", "PALS_APID"),
-)
-
-#: The launchers, in the order in which they are asked: mpirun starts its helpers with srun, and jsrun sets what Open
-#: MPI sets. To support another, write a function and put it after torch's own; its variable goes into base/rank.py.
+#: The launchers, in the order in which they are asked: mpirun starts its helpers with srun. To support one that is
+#: unlike MPI's, write a function and put it after torch's own.
 LAUNCHERS: tuple[Callable[[Mapping[str, str]], LaunchInfo | None], ...] = (
     _from_torch_variables,
-    _JSM,
-    _OPEN_MPI,
-    _PMI,
+    *(functools.partial(_from_mpi, name) for name in MPI_LAUNCHERS),
     _from_slurm,
 )
 

@@ -9,6 +9,7 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from ddpkit.base import MPI_LAUNCHERS
 from ddpkit.errors import LaunchError
 
 NO_LAUNCHER = "none"
@@ -26,7 +27,7 @@ _OTHER_VARIABLES = {
     "torchrun": ("GROUP_RANK", "TORCHELASTIC_R"),
     "ddpkit": (SPAWNED_BY,),
     "Slurm": ("SLURMD_NODENAME", *(f"SLURM_{name}" for name in _SLURM_VARIABLES)),
-    "MPI": ("OMPI_COMM_WORLD_", "JSM_NAMESPACE_", "PMI_", "MPI_LOCAL"),
+    "MPI": (*(one.rank.removesuffix("RANK") for one in MPI_LAUNCHERS.values()), "MPI_LOCAL"),
 }
 
 

@@ -32,6 +32,7 @@ import numpy as np
 import torch
 
 from ddpkit import __version__
+from ddpkit.base import MPI_LAUNCHERS
 from ddpkit.comm import software_facts
 from ddpkit.control import host_name
 from ddpkit.logger import get_logger, shown_path
@@ -48,10 +49,8 @@ MOST_SHOWN = 4
 _LAUNCHERS = {
     "spawn": "ddpkit (--nproc or ddpkit.spawn)",
     "slurm": "srun",
-    "openmpi": "mpirun (Open MPI)",
-    "pmi": "mpiexec (PMI)",
-    "jsm": "jsrun",
     "environment": "plain variables (RANK, WORLD_SIZE)",
+    **{name: one.program for name, one in MPI_LAUNCHERS.items()},
 }
 # How a field of a batch is called that says how long its samples are, where they were padded.
 _LENGTHS = re.compile(r"(^|_)(lengths?|lens?|attention_mask|padding_mask|pad_mask|batch_sizes)$", re.IGNORECASE)

@@ -26,7 +26,7 @@ from ddpkit.run import Run, StepPlan
 from ddpkit.run_opts import RunOptions, option_attributes
 from ddpkit.train_logger import join_loggers
 from ddpkit.training import (
-    NOTHING,
+    NO_CONTEXT,
     BatchSizes,
     Progress,
     Recipe,
@@ -220,7 +220,7 @@ class Brain(_Typed):
     def __init_subclass__(cls, **given: Any) -> None:
         super().__init_subclass__(**given)
         for name in ("checkpointer", "optimizer", "optimizers_dict", "scaler", "ema", "profiler"):
-            if vars(cls).get(name, NOTHING) is None:  # "not made yet": it would hide what the parts of the run hold
+            if vars(cls).get(name, "") is None:  # "not made yet": it would hide what the parts of the run hold
                 delattr(cls, name)
 
     @classmethod
@@ -477,7 +477,7 @@ class Brain(_Typed):
         Args:
             use: False returns a context that does nothing.
         """
-        return self.__run.train_step.no_sync() if use else NOTHING
+        return self.__run.train_step.no_sync() if use else NO_CONTEXT
 
     def optimizers_step(self) -> None:
         """Clip all gradients together, step the optimizers, drop the gradients; or skip, on all ranks alike.

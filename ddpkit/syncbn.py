@@ -35,7 +35,7 @@ section 3. The CUDA kernels are called as ``torch/nn/modules/_functions.py`` of 
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -50,9 +50,6 @@ from ddpkit.device import widest_float
 from ddpkit.errors import ConfigError, DataError
 from ddpkit.logger import get_logger
 from ddpkit.metrics import is_repeating
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = ["SyncBatchNorm", "convert_sync_batchnorm", "is_convertible"]
 

@@ -283,7 +283,7 @@ class Mailbox:
             return f"{reason.summary()}\n{self._waiting(site, poster)}"
         return (
             f"rank {self.rank} waits at {place(site)} for rank {poster}, which has come to its end without making this "
-            f"call. Look for the reason in its output, or for a path through the script that it did not take."
+            "call. Look for the reason in its output, or for a path through the script that it did not take."
         )
 
     def _warn_waiting(self, site: str, poster: int, seconds: float) -> None:

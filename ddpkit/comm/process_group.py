@@ -25,7 +25,7 @@ from ddpkit.comm.runtime import Runtime, control_group, get_runtime, is_current
 from ddpkit.compat import all_groups
 from ddpkit.control import (
     POSITION,
-    THIS_PROCESS,
+    PROCESS,
     Reason,
     Watchdog,
     at_exit,
@@ -279,7 +279,7 @@ def _leave(runtime: Runtime, *, destroy: bool, handled: BaseException | None) ->
 
 
 def _leave_group(runtime: Runtime, *, destroy: bool) -> None:
-    report, failed = runtime.report, THIS_PROCESS.failed
+    report, failed = runtime.report, PROCESS.failed
     kill_workers()
     report.depart()
     if failed is not None and destroy:
@@ -313,7 +313,7 @@ def _leave_without_group(runtime: Runtime) -> None:
     """Depart where the script has destroyed the group itself: else this rank would be missed, and sought."""
     if runtime.watchdog is None:
         return
-    if runtime.watchdog.guest is None and THIS_PROCESS.failed is None:
+    if runtime.watchdog.guest is None and PROCESS.failed is None:
         runtime.report.depart()
         if runtime.hosts_store:
             runtime.report.await_departures(DEPARTURE_SECONDS)

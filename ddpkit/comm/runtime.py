@@ -63,15 +63,15 @@ class Runtime:
 
         The store is left alone: slower ranks may still be talking to it.
         """
-        from ddpkit.control import THIS_PROCESS
+        from ddpkit.control import PROCESS
 
         self.is_over = True
         if self.watchdog is not None and not self.report.is_forked:
             self.watchdog.stop()
             if self.watchdog.guest is None and self.watchdog.heartbeat.store_lost is None:
                 self.report.depart()
-        if THIS_PROCESS.report is self.report:
-            THIS_PROCESS.report = None
+        if PROCESS.report is self.report:
+            PROCESS.report = None
 
 
 _runtime: Runtime | None = None

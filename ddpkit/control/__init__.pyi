@@ -9,7 +9,7 @@ from ddpkit.control.failure import (
     watch_uncaught as watch_uncaught,
 )
 from ddpkit.control.failure_report import (
-    THIS_PROCESS as THIS_PROCESS,
+    PROCESS as PROCESS,
     FailureReport as FailureReport,
     Reason as Reason,
     explained as explained,

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, NoReturn
 from ddpkit.base import rank_if_known
 from ddpkit.control.failure_report import (
     PLACE,
-    THIS_PROCESS,
+    PROCESS,
     FailureReport,
     Reason,
     explained,
@@ -110,15 +110,15 @@ def usage_errors() -> Iterator[None]:
 
 def _end_plainly(error: BaseException) -> NoReturn:
     """Say the words of an exception, unless another rank does, and end the process."""
-    THIS_PROCESS.failed = error
-    report, is_first, launcher_tells = THIS_PROCESS.report, _is_first_of_machine(), _launcher_tells()
+    PROCESS.failed = error
+    report, is_first, launcher_tells = PROCESS.report, _is_first_of_machine(), _launcher_tells()
     if not is_first:
         _await_first(launcher_tells)
     reason = None
     if report is not None and not report.tell(Reason.of(report.rank, error, is_final=True)):
         reason = report.first_failure()
     if reason is not None:
-        THIS_PROCESS.failed = RankFailedError(reason.summary())
+        PROCESS.failed = RankFailedError(reason.summary())
     if reason is None or (is_first and launcher_tells):
         on_rank = "" if is_first else f" on rank {rank_if_known()}"
         text = f"{Path(sys.argv[0]).name}: error{on_rank}: {error}"
@@ -135,7 +135,7 @@ def _is_first_of_machine() -> bool:
 
 def _await_first(launcher_tells: bool) -> None:
     """Wait a little to be ended by the launcher, or for another rank to tell: all may be about to say the same."""
-    report, local_rank = THIS_PROCESS.report, os.environ.get("LOCAL_RANK", "0")
+    report, local_rank = PROCESS.report, os.environ.get("LOCAL_RANK", "0")
     turn = TURN_SECONDS * (int(local_rank) if local_rank.isdecimal() else 0)
     end = time.monotonic() + (STORE_WAIT_SECONDS if report is not None else FIRST_WORD_SECONDS + turn)
     if launcher_tells:  # what ends with another code than 0 it lists as a failure of its own, without a reason
@@ -192,18 +192,18 @@ def _write_error_file(message: str, trace: str, timestamp: float, *, plain: bool
     with contextlib.suppress(OSError):  # a full disk must not hide the error itself
         temporary.write_text(json.dumps(report), encoding="utf-8")
         temporary.replace(path)
-        THIS_PROCESS.file = Path(path)
+        PROCESS.file = Path(path)
         return True
     return False
 
 
 def _take_error_file_back() -> None:
     """Remove what was written for the launcher, because the script has caught it and gone on."""
-    THIS_PROCESS.left = None
-    if THIS_PROCESS.file is not None:
+    PROCESS.left = None
+    if PROCESS.file is not None:
         with contextlib.suppress(OSError):
-            THIS_PROCESS.file.unlink(missing_ok=True)
-        THIS_PROCESS.file = None
+            PROCESS.file.unlink(missing_ok=True)
+        PROCESS.file = None
 
 
 @contextlib.contextmanager
@@ -222,7 +222,7 @@ def failure_notice() -> Iterator[None]:
         >>> with failure_notice():
         ...     pass
     """
-    if THIS_PROCESS.report is not None and THIS_PROCESS.report.is_forked:
+    if PROCESS.report is not None and PROCESS.report.is_forked:
         yield
         return
     try:
@@ -241,8 +241,8 @@ def failure_notice() -> Iterator[None]:
 def _note_exit(error: SystemExit) -> None:
     """Note that the script ends this process with an exit code, of which Python tells no hook."""
     if error.code in {None, 0}:
-        if THIS_PROCESS.report is not None and THIS_PROCESS.report.world_size > 1:
-            THIS_PROCESS.report.tell(_early_exit(error, THIS_PROCESS.report.rank))
+        if PROCESS.report is not None and PROCESS.report.world_size > 1:
+            PROCESS.report.tell(_early_exit(error, PROCESS.report.rank))
         return
     record_for_launcher(error)
     if not isinstance(error, RunStopped):
@@ -273,20 +273,20 @@ def note_end_of_child(handled: BaseException | None = None) -> None:
         >>> note_end_of_child()  # this process was started by hand
     """
     error = sys.exc_info()[1]
-    if multiprocessing.parent_process() is None or error is None or error is handled or THIS_PROCESS.failed is not None:
+    if multiprocessing.parent_process() is None or error is None or error is handled or PROCESS.failed is not None:
         return
     if isinstance(error, RunStopped) or (isinstance(error, SystemExit) and error.code in {None, 0}):
         return
     if isinstance(error, SystemExit) and error.__context__ is not None and error.__context__ is not handled:
         error = error.__context__  # as torch.multiprocessing ends a process
     news = _note_uncaught(error)
-    if THIS_PROCESS.report is not None and not is_second_hand(news):
-        logger.error("%s", Reason.of(THIS_PROCESS.report.rank, news, is_final=True).summary(), main_process_only=False)
+    if PROCESS.report is not None and not is_second_hand(news):
+        logger.error("%s", Reason.of(PROCESS.report.rank, news, is_final=True).summary(), main_process_only=False)
 
 
 def _note_uncaught(error: BaseException) -> BaseException:
     """Note an exception that ends this process; return what is behind it, as it is to be shown."""
-    THIS_PROCESS.failed = news = explained(error)
+    PROCESS.failed = news = explained(error)
     if isinstance(news, KeyboardInterrupt):
         news = KeyboardInterrupt(f"at {_path_to(news)}")
     elif isinstance(news, FolderInUseError) or (is_second_hand(news) and news.__cause__ is None):
@@ -301,11 +301,11 @@ def _noted(error: BaseException) -> BaseException:
     """Note an exception that leaves ``fit`` or ``evaluate``, which the script may catch; return what is behind it."""
     news = explained(error)
     if not is_second_hand(news):
-        THIS_PROCESS.left = text_and_line(news)[0]
+        PROCESS.left = text_and_line(news)[0]
         _tell(news, is_final=False)
-    elif THIS_PROCESS.left is not None and type(news) is RankFailedError:
-        here = f"an exception ended fit or evaluate on rank {rank_if_known()} alone: {THIS_PROCESS.left}"
-        news, THIS_PROCESS.left = RankFailedError(f"{news}. Before that, {here}"), None
+    elif PROCESS.left is not None and type(news) is RankFailedError:
+        here = f"an exception ended fit or evaluate on rank {rank_if_known()} alone: {PROCESS.left}"
+        news, PROCESS.left = RankFailedError(f"{news}. Before that, {here}"), None
     if POSITION.progress is not None:
         vars(news)[PLACE] = POSITION.own_status(0, 0.0, look=False).place()
     record_for_launcher(news)
@@ -313,8 +313,8 @@ def _noted(error: BaseException) -> BaseException:
 
 
 def _tell(error: BaseException, *, is_final: bool) -> None:
-    if THIS_PROCESS.report is not None:
-        THIS_PROCESS.report.tell(Reason.of(THIS_PROCESS.report.rank, error, is_final=is_final))
+    if PROCESS.report is not None:
+        PROCESS.report.tell(Reason.of(PROCESS.report.rank, error, is_final=is_final))
 
 
 def _path_to(error: BaseException) -> str:
@@ -344,17 +344,17 @@ class UncaughtHook:
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """Note the exception, and print it, or the failure behind it."""
-        if os.getpid() != self.process or THIS_PROCESS.failed is not None:
+        if os.getpid() != self.process or PROCESS.failed is not None:
             self.previous(kind, error, trace)
             return
         if is_shown_without_traceback(error):
             _end_plainly(error)
         news = _note_uncaught(error)
         is_short = isinstance(news, (KeyboardInterrupt, FolderInUseError)) or is_second_hand(news)
-        if THIS_PROCESS.report is None or is_short:
+        if PROCESS.report is None or is_short:
             self.previous(type(news), news, news.__traceback__)
             return
-        reason = Reason.of(THIS_PROCESS.report.rank, news, is_final=True)
+        reason = Reason.of(PROCESS.report.rank, news, is_final=True)
         logger.error("%s", reason.heading(), main_process_only=False)
         self.previous(type(news), news, news.__traceback__)
         logger.error("%s", reason.summary(), main_process_only=False)  # nobody looks for it above a long traceback
@@ -376,7 +376,7 @@ def watch_uncaught(report: FailureReport | None = None) -> None:
         True
         >>> sys.excepthook = before
     """
-    THIS_PROCESS.report = report or THIS_PROCESS.report
+    PROCESS.report = report or PROCESS.report
     hook = sys.excepthook
     while not isinstance(hook, UncaughtHook) and hasattr(hook, "previous"):
         hook = hook.previous

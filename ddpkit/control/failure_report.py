@@ -239,7 +239,7 @@ def _departed_key(rank: int) -> str:
     return f"ddpkit/departed/{rank}"
 
 
-class _ThisProcess:
+class _Process:
     """What this process knows of its own end."""
 
     report: FailureReport | None = None  # of its process group
@@ -248,7 +248,7 @@ class _ThisProcess:
     left: str | None = None  # what fit or evaluate has left with, while its script goes on
 
 
-THIS_PROCESS = _ThisProcess()
+PROCESS = _Process()
 
 
 def is_second_hand(error: BaseException) -> bool:
@@ -286,7 +286,7 @@ def explained(error: BaseException) -> BaseException:
     """
     if isinstance(error, RankFailedError) or not is_second_hand(error):
         return error
-    report = THIS_PROCESS.report
+    report = PROCESS.report
     if report is not None:
         reason = report.first_failure()
         departed = [] if reason is not None else report.departed()

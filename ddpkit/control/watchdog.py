@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from ddpkit.base import Guard, asked_twice, kill_later
 from ddpkit.control.failure import record_for_launcher
-from ddpkit.control.failure_report import THIS_PROCESS, FailureReport, Reason
+from ddpkit.control.failure_report import PROCESS, FailureReport, Reason
 from ddpkit.control.heartbeat import SILENT_SECONDS, Heartbeat
 from ddpkit.control.loader_workers import kill_workers
 from ddpkit.control.rank_status import POSITION, Position, host_name, table
@@ -128,7 +128,7 @@ class Watchdog:
 
         def is_wanted() -> bool:
             # A process that has failed says no more: of a store that is gone torch logs at length.
-            if THIS_PROCESS.failed is not None or self.report.store_is_lost:
+            if PROCESS.failed is not None or self.report.store_is_lost:
                 return False
             return self.guest is None or self.position.progress is not None
 
@@ -244,7 +244,7 @@ class Watchdog:
 
     def _mind_failure(self) -> None:
         now = time.monotonic()
-        if THIS_PROCESS.failed is not None and self.position.progress is None:
+        if PROCESS.failed is not None and self.position.progress is None:
             self._failing_since = self._failing_since or now
             if now - self._failing_since > EXIT_SECONDS and not EXIT_DELAY.is_held and self.guest is None:
                 self._end(None)
@@ -273,7 +273,7 @@ class Watchdog:
         inside, lost = self.position.progress is not None, self.heartbeat.store_lost
         if self.guest is not None:
             return
-        if lost is not None and inside and THIS_PROCESS.failed is None:
+        if lost is not None and inside and PROCESS.failed is None:
             self.heartbeat.failure = self.heartbeat.failure or self._lost_store_reason(lost)
             return
         silent = time.monotonic() - self.heartbeat.answered
@@ -316,11 +316,7 @@ class Watchdog:
     def _mind_clock(self) -> None:
         still = self.still_for
         failure = self.heartbeat.failure
-        if (
-            self.position.progress is None
-            or THIS_PROCESS.failed is not None
-            or (failure is not None and failure.is_final)
-        ):
+        if self.position.progress is None or PROCESS.failed is not None or (failure is not None and failure.is_final):
             return
         if 0 < self.hang_timeout <= still and self.guest is None:
             self._end_hang(still)

@@ -48,7 +48,7 @@ from ddpkit.training.stage_batches import (
     size_of as size_of,
 )
 from ddpkit.training.strategy import (
-    NOTHING as NOTHING,
+    NO_CONTEXT as NO_CONTEXT,
     Strategy as Strategy,
     make_strategy as make_strategy,
     modules_on_device as modules_on_device,

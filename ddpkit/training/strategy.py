@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 ORDER_MATTERS_ABOVE = 2  # ranks: a sum of two numbers is the same either way
-NOTHING: AbstractContextManager[None] = contextlib.nullcontext()
+NO_CONTEXT: AbstractContextManager[None] = contextlib.nullcontext()
 
 
 class _Reaching(nn.Module):
@@ -235,18 +235,18 @@ class Strategy:
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Return a context in which gradients are accumulated without being averaged over ranks."""
-        return NOTHING
+        return NO_CONTEXT
 
     def backward_pass(self, modules: nn.Module, *, closes: bool, counts: bool) -> AbstractContextManager[None]:
         """Return a context for one backward pass of a window."""
-        return NOTHING
+        return NO_CONTEXT
 
     def finish_gradients(self) -> None:
         """Make sure that the gradients present are averages over the ranks."""
 
     def noting_use(self, *, counts: bool) -> AbstractContextManager[None]:
         """Return a context for a micro-batch that does not count on all ranks: what only others use has no gradient."""
-        return NOTHING
+        return NO_CONTEXT
 
     def gradient_orders(self) -> dict[str, list[int]]:
         """Return the order in which each entry's gradients became ready, where that bears on their sums."""
@@ -552,7 +552,7 @@ def make_strategy(
         distributed_launch = distributed.is_distributed_initialized()
     if distributed_launch and data_parallel:
         raise ConfigError(
-            f"data_parallel_backend=True is for one process, and a launcher has started "
+            "data_parallel_backend=True is for one process, and a launcher has started "
             f"{distributed.get_world_size()} processes. Use one of:\n"
             "    python train.py hparams.yaml --data_parallel_backend\n"
             "    torchrun --standalone --nproc_per_node=N train.py hparams.yaml"

@@ -24,7 +24,7 @@ LOST = RuntimeError("[third_party/gloo/gloo/transport/tcp/pair.cc:553] Connectio
 @pytest.fixture(autouse=True)
 def _as_if_nothing_had_failed(monkeypatch):
     for name in ("report", "failed", "file", "left"):
-        monkeypatch.setattr(failure.THIS_PROCESS, name, None)
+        monkeypatch.setattr(failure.PROCESS, name, None)
     position = Position()
     for module in ("failure", "failure_report"):
         monkeypatch.setattr(f"ddpkit.control.{module}.POSITION", position)
@@ -141,7 +141,7 @@ def test_a_store_that_is_gone_is_asked_once():
 
 
 def test_a_lost_connection_is_explained(words):
-    failure.THIS_PROCESS.report = words[0]
+    failure.PROCESS.report = words[0]
     unknown = failure.explained(LOST)
     assert isinstance(unknown, RankFailedError)
     assert "no rank has left a reason" in str(unknown)
@@ -155,7 +155,7 @@ def test_a_lost_connection_is_explained(words):
 
 
 def test_the_notice_passes_an_exception_on(report, words):
-    failure.THIS_PROCESS.report = words[0]
+    failure.PROCESS.report = words[0]
     words[2].fail(ValueError("boom"))
     own = ValueError("own")
     with pytest.raises(ValueError, match="own") as caught, failure.failure_notice():
@@ -176,7 +176,7 @@ def call_hook(error, monkeypatch, words=None):
     failure.watch_uncaught(words)  # a second time changes nothing
     sys.excepthook(type(error), error, error.__traceback__)
     assert len(seen) == 1
-    assert failure.THIS_PROCESS.failed is not None
+    assert failure.PROCESS.failed is not None
     return seen[0]
 
 
@@ -187,7 +187,7 @@ def test_the_hook_tells_everybody_and_calls_the_one_before(report, words, monkey
     told = words[0].first_failure()
     assert (told.rank, told.text, told.is_final) == (1, "ValueError: boom", True)
     assert "ValueError: boom" in report.read_text()
-    assert not failure.is_second_hand(failure.THIS_PROCESS.failed)
+    assert not failure.is_second_hand(failure.PROCESS.failed)
 
 
 def test_the_hook_shows_second_hand_errors_without_a_traceback(report, words, monkeypatch):
@@ -195,7 +195,7 @@ def test_the_hook_shows_second_hand_errors_without_a_traceback(report, words, mo
     kind, shown, trace = call_hook(raised(LOST), monkeypatch, words[0])
     assert (kind, trace) == (RankFailedError, None)
     assert re.fullmatch(r"rank 2 \(.*, pid \d+\) failed first: ValueError: boom", str(shown))
-    assert failure.is_second_hand(failure.THIS_PROCESS.failed)
+    assert failure.is_second_hand(failure.PROCESS.failed)
     assert words[1].first_failure().rank == 2
     stack = json.loads(report.read_text())["message"]["extraInfo"]["py_callstack"]
     assert stack == f"[rank3]: ddpkit.errors.RankFailedError: {shown}"
@@ -214,7 +214,7 @@ def test_the_hook_of_a_forked_child_tells_nobody(words, monkeypatch):
     sys.excepthook.process = os.getpid() + 1  # as if this process were a child of the one that set it
     sys.excepthook(ValueError, ValueError("in a child"), None)
     assert words[1].first_failure() is None
-    assert failure.THIS_PROCESS.failed is None
+    assert failure.PROCESS.failed is None
     failure.watch_uncaught(words[0])  # the child is a rank itself
     sys.excepthook(ValueError, ValueError("in a rank"), None)
     assert words[1].first_failure().text == "ValueError: in a rank"
@@ -287,7 +287,7 @@ def test_a_forked_child_tells_nothing_of_what_ends_it(report, words, error):
     assert words[1].first_failure() is None
     assert not report.exists()
     report.write_text("of the rank")
-    failure.THIS_PROCESS.file = report
+    failure.PROCESS.file = report
     fit()
     assert report.exists()
 

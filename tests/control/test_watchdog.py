@@ -16,7 +16,7 @@ import pytest
 from torch.distributed import HashStore
 
 from ddpkit.base import state_and_start
-from ddpkit.control.failure_report import THIS_PROCESS, FailureReport, Reason
+from ddpkit.control.failure_report import PROCESS, FailureReport, Reason
 from ddpkit.control.heartbeat import BEAT_SECONDS, FIRST_BEATS, SEARCH_SECONDS, SILENT_SECONDS, beat_key
 from ddpkit.control.rank_status import Position, RankStatus
 from ddpkit.control.watchdog import GRACE_SECONDS, LAUNCHER_SECONDS, LOOK_SECONDS, Watchdog
@@ -726,7 +726,7 @@ def test_the_threads_themselves(caplog):
 def test_a_process_that_has_failed_says_no_more(monkeypatch):
     """Its last lines are its error, and not what torch logs of a store that has gone with another process."""
     store = HashStore()
-    monkeypatch.setattr(THIS_PROCESS, "failed", ValueError("boom"))
+    monkeypatch.setattr(PROCESS, "failed", ValueError("boom"))
     watch = Watchdog(FailureReport(store, 0, 1), [0], position=position())
     watch.start()
     try:

@@ -13,21 +13,6 @@ from typing import Any, TypeVar, overload
 
 from ddpkit.errors import ConfigError
 
-__all__ = [
-    "DEFAULT_LOAD_HOOKS",
-    "DEFAULT_SAVE_HOOKS",
-    "DEFAULT_TRANSFER_HOOKS",
-    "HOOKS_OF_ROLE",
-    "LoadHook",
-    "MethodHook",
-    "SaveHook",
-    "TransferHook",
-    "mark_as_loader",
-    "mark_as_saver",
-    "mark_as_transfer",
-    "register_checkpoint_hooks",
-]
-
 SaveHook = Callable[[Any, Path], object]
 LoadHook = Callable[[Any, Path, bool], object]
 TransferHook = Callable[[Any, Path], object]

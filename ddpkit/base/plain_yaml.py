@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 else:
     SafeDumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)  # four times as fast, where libyaml is there
 
-__all__ = ["UnreadableValue", "dump_plain_yaml", "load_plain_yaml", "to_plain"]
-
 logger = get_logger(__name__)
 
 

@@ -23,11 +23,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = [
-    "Guard", "end_after", "end_when_silent", "has_ended", "is_ending", "is_relative", "kill_later", "state_and_start",
-    "this_place",
-]  # fmt: skip
-
 DEAD_STATES = "ZXx"
 WORKING_STATES = "RSD"  # neither stopped, nor halted by a debugger, nor gone
 NAP_SECONDS = 0.1

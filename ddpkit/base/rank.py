@@ -11,16 +11,6 @@ import sys
 from collections.abc import Mapping
 from typing import NamedTuple
 
-__all__ = [
-    "MPI_LAUNCHERS",
-    "get_rank",
-    "get_world_size",
-    "in_slurm_step",
-    "is_distributed_initialized",
-    "rank_if_known",
-    "size",
-]
-
 # Slurm numbers the batch script, the external step and the interactive step from the top of 32 bits downward.
 _FIRST_SPECIAL_SLURM_STEP = 0xFFFFFFF0
 

@@ -12,8 +12,6 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["multiply_all"]
-
 
 def multiply_all(tensors: Sequence[torch.Tensor], factor: float | torch.Tensor) -> None:
     """Multiply tensors in place, in one pass; otherwise one by one.

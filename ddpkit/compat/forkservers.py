@@ -13,8 +13,6 @@ from collections.abc import Iterator
 from multiprocessing import forkserver
 from typing import Any
 
-__all__ = ["forkserver_of_its_own"]
-
 _MUTEX = threading.RLock()
 _SERVERS: dict[int, Any] = {}  # by process: a forked one has none
 

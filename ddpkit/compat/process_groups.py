@@ -11,8 +11,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-__all__ = ["all_groups", "default_store", "timeout_of"]
-
 
 def default_store() -> Any:
     """Return the store of the default process group; otherwise asked of the group itself, which newer torch tells.

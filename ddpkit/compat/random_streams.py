@@ -14,8 +14,6 @@ from typing import Any, cast
 
 import numpy as np
 
-__all__ = ["look_at_random_streams"]
-
 _PYTHON = cast("Any", random.getstate).__self__
 _TWISTER_BYTES = 4 * 625
 

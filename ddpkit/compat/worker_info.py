@@ -10,8 +10,6 @@ from typing import Any
 
 from torch.utils.data import _utils, get_worker_info
 
-__all__ = ["show_worker"]
-
 
 def show_worker(info: Any) -> None:
     """Have ``get_worker_info()`` return something else.

@@ -34,8 +34,6 @@ from ddpkit.launch.variables import (
     rendezvous_address,
 )
 
-__all__ = ["LAUNCHERS", "find_launch"]
-
 # Whoever sets one of these starts ranks of its own inside the tasks of another launcher.
 _STARTS_RANKS_INSIDE = ("TORCHELASTIC_RUN_ID", SPAWNED_BY, "RAY_JOB_ID", "CROSS_SIZE")
 

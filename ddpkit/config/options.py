@@ -287,7 +287,7 @@ class OptionTypes:
         form="A B", shown="SIGTERM SIGINT SIGUSR1")
     save_signals: list[str] = option(["SIGUSR2"], STOPPING, "save a checkpoint and go on, on these", form="A B",
         shown="SIGUSR2")
-    hang_warning: float = option(30.0, STOPPING, "show where the ranks are after so long without a step; 0: never",
+    hang_warning: float = option(30.0, STOPPING, "warn after so long without a step; 0: never",
         form="S", minimum=0)
     hang_timeout: float = option(1800.0, STOPPING, "end the run after so long without a step; 0: never", form="S",
         minimum=0)

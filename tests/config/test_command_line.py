@@ -348,7 +348,7 @@ def test_a_pipe_is_left_for_the_one_who_loads_it(tmp_path):
     ("words", "reason"),
     [
         (["--precision=fp8"], "--precision expects one of fp32, fp16, bf16, got 'fp8'"),
-        (["--eval_precision", "x"], "eval_precision='x'"),
+        (["--eval_precision", "x"], "--eval_precision expects one of fp32, fp16, bf16, got 'x'"),
         (["--grad_accumulation_factor=0"], "--grad_accumulation_factor expects a number >= 1, got '0'"),
         (["--debug_batches=-1"], "--debug_batches expects a number >= 1, got '-1'"),
         (["--nonfinite_patience=-1"], "--nonfinite_patience expects a number >= 0, got '-1'"),

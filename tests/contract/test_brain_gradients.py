@@ -404,7 +404,7 @@ def test_optimizers_without_gradients_stay_out_of_it():
 
 
 def test_an_optimizer_class_that_gives_none_is_refused():
-    with pytest.raises(ConfigError, match="opt_class returned a NoneType"):
+    with pytest.raises(ConfigError, match="opt_class must return an optimizer, got a NoneType"):
         make(opt=lambda parameters: None).fit(EpochCounter(1), points(2))
 
 

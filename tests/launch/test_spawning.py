@@ -92,7 +92,7 @@ def test_looking_for_gpus_leaves_the_environment_alone(monkeypatch):
 def test_nproc_on_the_command_line(machine, monkeypatch, yaml, asked):
     words = [yaml, f"--nproc={asked}", "--device=cpu"]
     monkeypatch.setattr(sys, "argv", ["train.py", *words])
-    with pytest.raises(ConfigError, match=f"nproc='{asked}'"):
+    with pytest.raises(ConfigError, match=f"nproc must be >= 1, got '{asked}'"):
         parse_arguments()
 
 

@@ -12,20 +12,12 @@ from ddpkit.porting.python_code import (
 )
 from ddpkit.porting.recipes import (
     PortedFile as PortedFile,
-)
-from ddpkit.porting.recipes import (
     PortedRecipe as PortedRecipe,
-)
-from ddpkit.porting.recipes import (
     port_recipe as port_recipe,
-)
-from ddpkit.porting.recipes import (
     write_recipe as write_recipe,
 )
 from ddpkit.porting.text import (
     Change as Change,
-)
-from ddpkit.porting.text import (
     Note as Note,
 )
 from ddpkit.porting.yaml_code import (

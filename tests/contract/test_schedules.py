@@ -185,12 +185,15 @@ def test_a_scheduler_is_made_with_the_number_of_steps_and_stepped_after_each(sch
     ("scheduler_class", "words"),
     [
         (OneCycleLR, r"scheduler_class \(OneCycleLR\).* cannot make a scheduler: TypeError: .*max_lr.*!name:"),
-        (ExponentialLR, r"scheduler_class \(ExponentialLR\).*called with \(optimizer\), cannot make .*gamma.*beforehand"),
+        (
+            ExponentialLR,
+            r"scheduler_class \(ExponentialLR\).*called with \(optimizer\), cannot make .*gamma.*beforehand",
+        ),
         (
             lambda optimizer: None,
             r"called with \(optimizer, 12\), cannot make a scheduler.*function \(optimizer, total_st",
         ),
-        (lambda optimizer, total_steps: None, r"total_steps=12\) must return a scheduler, got a NoneType"),
+        (lambda optimizer, total_steps: None, r"total_steps=12\), must return a scheduler, got a NoneType"),
         (ReduceLROnPlateau, r"use it with --scheduler_every=epoch"),
     ],
 )

@@ -5,8 +5,6 @@ from ddpkit.training.compilation import (
 from ddpkit.training.feed import (
     Counts as Counts,
     Feed as Feed,
-)
-from ddpkit.training.feed import (
     Window as Window,
 )
 from ddpkit.training.gathering import (

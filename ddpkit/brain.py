@@ -863,7 +863,7 @@ class Brain(_Typed):
         progress = self.progress
         newest, best = self.__run.policy.newest_and_best()
         losses = progress.train_loss, progress.valid_loss
-        logged = run_on_main(lambda: {name: dict(values) for name, values in progress.logged.values.items()}) or None
+        logged = run_on_main(lambda: {name: dict(values) for name, values in progress.logged.values.items()}) or {}
         return FitResult(reason, progress.epochs, progress.optimizer_step, *losses, best, newest, logged)
 
     def _require_no_training(self, call: str) -> None:

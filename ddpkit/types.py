@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -39,7 +39,7 @@ class FitResult:
         train_loss: mean over the last epoch's training, over all ranks; None if none ended in this call.
         valid_loss: mean over the last validation, over all ranks; None if there was none.
         logged: what the recipe has logged with ``self.log`` in the last epoch, by stage (``"train"``, ``"valid"``) and
-            name, over all ranks; None if there is nothing.
+            name, over all ranks; may be empty.
         best_checkpoint: the checkpoint of this run that is best by the key (``min_keys``, ``max_keys``,
             ``importance_keys``) with which ``save_and_keep_only`` or ``delete_checkpoints`` was called last in this
             process. None without such a key, or where several keys do not agree.
@@ -59,11 +59,11 @@ class FitResult:
     valid_loss: float | None = None
     best_checkpoint: Path | None = None
     newest_checkpoint: Path | None = None
-    logged: dict[str, dict[str, float]] | None = None
+    logged: dict[str, dict[str, float]] = field(default_factory=dict, hash=False)
 
     def __repr__(self) -> str:
         """Leave out what there is not."""
-        given = {name: value for name, value in vars(self).items() if value is not None}
+        given = {name: value for name, value in vars(self).items() if value not in (None, {})}
         shown = [f"{name}={(str(one) if 'checkpoint' in name else one)!r}" for name, one in given.items()]
         return f"FitResult({', '.join(shown)})"
 

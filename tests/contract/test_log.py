@@ -186,7 +186,10 @@ def test_before_the_first_batch_and_outside_of_a_stage(caplog):
 
 
 def test_a_recipe_that_logs_nothing_has_nothing():
-    assert fit(make()).logged is None
+    result = fit(make())
+    assert result.logged == {}
+    assert "logged" not in repr(result)
+    assert hash(result)
 
 
 @pytest.mark.parametrize("number", [float("nan"), torch.tensor(math.inf), np.float32("nan")])

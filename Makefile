@@ -69,7 +69,7 @@ docs: $(VENV)/.installed-dev  ## build docs/_build/html, warnings are errors
 	$(BIN)/sphinx-build -q -b html -n -W --keep-going docs docs/_build/html
 
 check: MARKS := not launch
-check: lint types layers test launch docs  ## all of it, the slower tests too: what CI runs
+check: $(VENV)/.installed-ecosystem lint types layers test launch docs  ## all of it, the slower tests too: what CI runs
 
 bench: $(VENV)/.installed-dev  ## microseconds per step above a bare PyTorch loop
 	$(BIN)/python benchmarks/loop_overhead.py
@@ -84,6 +84,12 @@ $(VENV)/.installed-dev: pyproject.toml constraints.txt | $(VENV)/bin/python
 	@echo "Installing ddpkit[dev] into $(VENV). The first time this downloads PyTorch and takes minutes."
 	@$(PIP) -e ".[dev]"
 	@touch $(VENV)/.installed-examples $@
+	@echo "Installed."
+
+$(VENV)/.installed-ecosystem: $(VENV)/.installed-dev
+	@echo "Installing ddpkit[ecosystem] into $(VENV): other libraries' data, for the slower tests. It takes a minute and 400 MB."
+	@$(PIP) -e ".[ecosystem]"
+	@touch $@
 	@echo "Installed."
 
 $(VENV)/.installed-examples: pyproject.toml constraints.txt | $(VENV)/bin/python

@@ -430,14 +430,23 @@ def _order_of(loader: DataLoader[Any]) -> dict[str, Any]:
         return {"batch_size": batch_size, "shuffle": plan.shuffle, "drop_last": plan.drop_last, **inner}
     batches, sampler = loader.batch_sampler, cast("Any", loader.sampler)
     sizes: dict[str, Any] = {"batch_size": None}
-    if type(batches) is BatchSampler:  # torch's own, made by the loader or by the user
+    if _is_torchs(batches, BatchSampler):  # made by the loader or by the user
+        batches = cast("Any", batches)
         sampler, sizes = batches.sampler, {"batch_size": batches.batch_size, "drop_last": batches.drop_last}
     elif batches is not None:
         return {"batch_sampler": batches}
-    whole = type(sampler) is SequentialSampler or (type(sampler) is RandomSampler and not sampler.replacement)
+    is_random = _is_torchs(sampler, RandomSampler)
+    whole = type(sampler) is SequentialSampler or (is_random and not sampler.replacement)
     if whole and len(sampler) == _length(loader.dataset):
-        return {**sizes, "shuffle": type(sampler) is RandomSampler}
+        return {**sizes, "shuffle": is_random}
     return {**sizes, "sampler": sampler}
+
+
+def _is_torchs(one: Any, kind: type) -> bool:
+    """Say whether a sampler is torch's own, or the one that a ``StatefulDataLoader`` of torchdata has in its place."""
+    return type(one) is kind or (
+        type(one).__name__ == kind.__name__ and type(one).__module__.startswith("torchdata.stateful_dataloader.")
+    )
 
 
 class _Single(torch.utils.data.Sampler[int]):

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch.utils.data import get_worker_info
 
-from ddpkit.compat import show_worker
+from ddpkit.compat import loses_items, show_worker
 from ddpkit.data.permutation import mix_key
 from ddpkit.logger import get_logger
 from ddpkit.sampler import set_epoch_inside
@@ -39,7 +39,8 @@ def is_stateful(data: Any) -> bool:
         data: a dataset or a loader.
 
     Returns:
-        True if it has ``state_dict`` and ``load_state_dict``.
+        True if it has ``state_dict`` and ``load_state_dict``, and no shuffle buffer of ``datasets``, which is in
+        neither: then it is read again from the beginning of the epoch, which gives the same items.
 
     Ranks: local.
 
@@ -47,7 +48,8 @@ def is_stateful(data: Any) -> bool:
         >>> is_stateful([1, 2])
         False
     """
-    return callable(getattr(data, "state_dict", None)) and callable(getattr(data, "load_state_dict", None))
+    has_both = callable(getattr(data, "state_dict", None)) and callable(getattr(data, "load_state_dict", None))
+    return has_both and not loses_items(data)
 
 
 def tell_epoch(stream: Any, epoch: int) -> None:

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
+from ddpkit.compat import shuffle_digest
 from ddpkit.control import start_loading
 from ddpkit.data.likeness import MOST_ITEMS, FirstItems, sketch
 from ddpkit.data.permutation import mix_key
@@ -296,6 +297,15 @@ class StreamLoader(DataLoader[Any]):
         return isinstance(source, StreamShard) and (
             source.world_size > 1 and not source.divides_itself(max(self.num_workers, 1))
         )
+
+    def drawn_words(self) -> dict[str, str]:
+        """Describe how the stream shuffles, for a comparison with the other ranks; empty if each may have its own."""
+        source = self._source
+        is_own = isinstance(source, StreamShard) and source.world_size == 1
+        is_own = is_own or getattr(self.whole, "is_sharded", False) is True
+        digest = "" if is_own else shuffle_digest(self.whole)
+        name = f"shuffle of {type(self.whole).__name__} (without a seed each process shuffles differently: give one)"
+        return {name: digest} if digest else {}
 
     def read_again(self) -> list[Sketches] | None:
         """Read the first items twice more; return sketches of them, or None where that cannot be done."""

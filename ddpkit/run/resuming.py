@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from ddpkit.base import load_plain_yaml
+from ddpkit.compat import shuffle_digest
 from ddpkit.config import BATCHES, GRADIENTS, OPTIONS
 from ddpkit.data import StreamLoader, StreamShard
 from ddpkit.dataloader import LoopedLoader, plan_of
@@ -229,8 +230,8 @@ def order_of(loader: Any) -> dict[str, str | int]:
 
     Returns:
         Under ``order`` how the data is ordered, or the classes that order it; where they are known, the ``samples`` of
-        the dataset, ``drop_last``, and the batches of a ``nominal epoch``. Equal on all ranks, and on any number of
-        them; nothing is drawn.
+        the dataset, ``drop_last``, a digest of a stream's shuffle, and the batches of a ``nominal epoch``. Equal on all
+        ranks, and on any number of them; nothing is drawn.
 
     Ranks: local.
 
@@ -250,12 +251,17 @@ def order_of(loader: Any) -> dict[str, str | int]:
         return {"order": _names(layers(sampler)), "drop_last": bool(plan.drop_last), **_samples(dataset)}
     if isinstance(dataset, StreamShard):
         drop_last = {} if dataset.of_batches else {"drop_last": bool(dataset.drop_last)}
-        return {"order": f"of {type(dataset.whole).__name__}", **drop_last}
+        return {"order": f"of {type(dataset.whole).__name__}", **drop_last, **_shuffle(dataset.whole)}
     if isinstance(loader, DataLoader) and not isinstance(dataset, IterableDataset):  # divided by its maker
         inside = list(layers(loader))[1:]
         is_whole = any(isinstance(one, DistributedSampler) for one in inside)
         return {"order": _names(inside), **(_samples(dataset) if is_whole else {})}
-    return {"order": f"of {type(loader if dataset is None else dataset).__name__}"}
+    return {"order": f"of {type(loader if dataset is None else dataset).__name__}", **_shuffle(loader)}
+
+
+def _shuffle(data: Any) -> dict[str, str]:
+    digest = shuffle_digest(data)
+    return {"shuffle (give it a seed)": digest} if digest else {}
 
 
 def _names(samplers: Iterable[Any]) -> str:

@@ -81,18 +81,19 @@ def counting(loader: Any) -> Callable[[int, Any], int]:
 
 
 def require_same_draw(loader: Any) -> None:
-    """Make sure that a user's sampler, of which every rank takes its part, has drawn the same on all of them.
+    """Make sure that a user's sampler or a stream's shuffle is the same on all ranks, where each takes its part.
 
     Raises:
-        RankMismatchError: it has not. On every rank.
+        RankMismatchError: it is not. On every rank.
 
     Ranks: collective.
     """
-    plan = plan_of(loader)
-    if plan is not None and plan.world_size > 1:
-        facts = plan.drawn_words()
-        if facts:
-            require_agreement(facts)
+    plan, inner = plan_of(loader), loader.loader if isinstance(loader, LoopedLoader) else loader
+    facts = plan.drawn_words() if plan is not None and plan.world_size > 1 else {}
+    if isinstance(inner, StreamLoader):
+        facts = inner.drawn_words()
+    if facts:
+        require_agreement(facts)
 
 
 def compare_first_samples(name: str, loader: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import itertools
+import random
 import tarfile
 from collections import Counter
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from tests.contract.recipes import make
+from tests.ecosystem import each_once, epochs, rows, run_through_and_killed
 from tests.ranks.test_likeness import Seen
 
 wds = pytest.importorskip("webdataset", reason="webdataset is in the dev extra: pip install -e .[dev]")
@@ -86,3 +88,21 @@ def train_on_a_loader(urls):
 
 def test_a_web_loader_without_a_node_splitter_is_told_what_to_pass(ranks, shards):
     ranks.run(train_on_a_loader, shards, world_size=2)
+
+
+def numbered(urls, num_workers, shuffles):
+    """Rows with a number; shuffled with Python's own stream, which follows from seed and epoch while it is read."""
+    table = rows(SHARDS * EACH)
+    found = wds.WebDataset(urls, shardshuffle=False).decode().to_tuple("txt")
+    found = found.shuffle(5, initial=5, rng=random) if shuffles else found
+    return found.map(lambda sample: table[int(sample[0])]), {"batch_size": 2, "num_workers": num_workers}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("world", "num_workers", "shuffles"), [(1, 0, True), (2, 0, False), (2, 2, True)])
+def test_a_pipeline_goes_on_inside_an_epoch(ranks, shards, tmp_path, world, num_workers, shuffles):
+    found = run_through_and_killed(ranks, tmp_path, world, numbered, shards, num_workers, shuffles, dies_at=(2, 5))
+    assert each_once(found[2], SHARDS * EACH)
+    if shuffles:
+        first, second, _ = epochs(found[2])
+        assert first != second, "each epoch has an order of its own"

@@ -1,0 +1,75 @@
+"""The shuffling inside a stream of Hugging Face's ``datasets``, of which the stream tells nobody.
+
+Reason: ``state_dict`` leaves out what is in a shuffle buffer, so that a stream which goes on from it has lost those
+items; and a shuffle without a seed is another one in every process, so that ranks that divide it lose samples.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import numpy as np
+
+__all__ = ["loses_items", "shuffle_digest"]
+
+_MODULE = "datasets.iterable_dataset"
+_BUFFER = "BufferShuffledExamplesIterable"
+
+
+def loses_items(data: Any) -> bool:
+    """Say whether a stream, or that of a loader, has a shuffle buffer; otherwise, where nothing can be seen, True.
+
+    Args:
+        data: a stream of ``datasets``, or a loader of one; False for any other.
+
+    Ranks: local.
+
+    Source: ``datasets.IterableDataset.state_dict`` of datasets 5.2: "examples from shuffle buffers are lost".
+
+    Example:
+        >>> loses_items([1, 2])
+        False
+    """
+    for stream in _streams(data):
+        stages = _stages(stream)
+        if not stages or any(type(stage).__name__ == _BUFFER for stage in stages):
+            return True
+    return False
+
+
+def shuffle_digest(data: Any) -> str:
+    """Return what differs where a stream, or that of a loader, is shuffled differently; otherwise an empty string.
+
+    Args:
+        data: as for :func:`loses_items`.
+
+    Returns:
+        A digest of all generators inside; empty where there is none.
+
+    Ranks: local.
+
+    Example:
+        >>> shuffle_digest([1, 2])
+        ''
+    """
+    inside = [getattr(stage, "generator", None) for stream in _streams(data) for stage in _stages(stream)]
+    states = [one.bit_generator.state for one in inside if isinstance(one, np.random.Generator)]
+    return hashlib.blake2b(repr(states).encode(), digest_size=4).hexdigest() if states else ""
+
+
+def _streams(data: Any) -> list[Any]:
+    """Return those of an object and its dataset that are streams of ``datasets``."""
+    both = (data, getattr(data, "dataset", None))
+    return [one for one in both if any(kind.__module__ == _MODULE for kind in type(one).__mro__)]
+
+
+def _stages(stream: Any) -> list[Any]:
+    """Return what a stream is made of, from its end to its sources; empty where that is kept elsewhere."""
+    found, waiting = [], [getattr(stream, "_ex_iterable", None)]
+    while waiting:
+        stage = waiting.pop()
+        if stage is not None:
+            found.append(stage)
+            waiting += [getattr(stage, "ex_iterable", None), *(getattr(stage, "ex_iterables", None) or ())]
+    return found

@@ -59,6 +59,7 @@ class LanguageModel(Brain):
         assert type(batch).__name__ == "BatchEncoding"
         if stage is Stage.TRAIN and (self.epoch, self.step) == self.dies_at:
             raise Killed
+        batch.to(self.device)
         if self.kind == "mean":
             return self.modules.model(**batch)
         return self.modules.model(**batch, num_items_in_batch=1)  # divide by one: the sum

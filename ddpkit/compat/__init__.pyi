@@ -14,8 +14,6 @@ from ddpkit.compat.random_streams import (
 )
 from ddpkit.compat.shuffled_streams import (
     loses_items as loses_items,
-)
-from ddpkit.compat.shuffled_streams import (
     shuffle_digest as shuffle_digest,
 )
 from ddpkit.compat.worker_info import (

@@ -7,61 +7,10 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from hyperpyyaml import load_hyperpyyaml
 
-from ddpkit import device, run_opts
 from ddpkit.errors import ConfigError
 from ddpkit.run_opts import RunOptions, option_attributes, parse_arguments
-
-LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK")
-YAML_TEXT = """\
-seed: 1
-lr: 0.1
-name: first
-url: x
-optimizer: sgd
-layers: [1, 2]
-folder: !ref results/<seed>
-danger: !apply:os.mkdir [PWNED]
-flag: True
-other_yaml: null
-"""
-
-
-@pytest.fixture(autouse=True)
-def _clean(monkeypatch, tmp_path):
-    for name in (*LAUNCHER, "TORCHELASTIC_ERROR_FILE", "SLURM_STEP_ID", "OMPI_COMM_WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(device, "count_devices", lambda kind: 0)
-    monkeypatch.setattr(device, "accelerator_kind", lambda: "cpu")
-    for module in (run_opts, device):
-        monkeypatch.setattr(module.logger, "_said", set())
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "h.yaml").write_text(YAML_TEXT)
-
-
-@pytest.fixture
-def gpus(monkeypatch):
-    monkeypatch.setattr(device, "count_devices", lambda kind: 4 if kind == "cuda" else 0)
-    monkeypatch.setattr(device, "accelerator_kind", lambda: "cuda")
-
-
-@pytest.fixture
-def launched(monkeypatch):
-    for name, value in (("RANK", "1"), ("LOCAL_RANK", "1"), ("WORLD_SIZE", "2")):
-        monkeypatch.setenv(name, value)
-
-
-def parse(*words):
-    return parse_arguments(list(words))
-
-
-def overrides(*words):
-    """What the overrides of a command line mean to HyperPyYAML."""
-    text = parse("h.yaml", *words)[2]
-    safe = YAML_TEXT.replace("danger: !apply:os.mkdir [PWNED]\n", "")
-    return load_hyperpyyaml(safe, text)
-
+from tests.command_lines import gpus_fixture, hparams_yaml, launched_fixture, parse  # noqa: F401 -- fixtures
 
 # ------------------------------------------------------------------------------- what parsing returns
 

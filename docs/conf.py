@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+os.environ["DDPKIT_SPEECHBRAIN"] = "0"  # importing ddpkit.speechbrain changes nothing here
 
 import ddpkit
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 from pathlib import Path
@@ -60,7 +61,11 @@ def pytest_sessionfinish():
 
 
 def pytest_configure() -> None:
-    """Hear SIGINT and SIGHUP, and so let what is started hear them: a background command, or nohup, ignores them."""
+    """Hear SIGINT and SIGHUP, and so let what is started hear them: a background command, or nohup, ignores them.
+
+    And let the import of ``ddpkit.speechbrain`` change nothing here: tests of it start processes of their own.
+    """
+    os.environ["DDPKIT_SPEECHBRAIN"] = "0"
     for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
         if signal.getsignal(number) == signal.SIG_IGN:
             signal.signal(number, usual)

@@ -36,7 +36,7 @@ INSIDE = {path.stem for path in FILES if path.parent != PACKAGE}
 
 MAX_FUNCTION_LINES = 50
 MAX_INHERITED_LINES = 400  # code lines of a class and of those of the package that it inherits from
-MAX_CODE_LINES = 18_790
+MAX_CODE_LINES = 19_005
 MAX_LAYERS = 8
 MAX_FILES_AT_THE_TOP = 28
 MAX_FILES_OF_A_PACKAGE = 12
@@ -392,7 +392,8 @@ WATCH_THE_IMPORT_OF_EVERYTHING = """
 
 
 def test_importing_every_module_changes_nothing():
-    found = in_a_fresh_interpreter(WATCH_THE_IMPORT_OF_EVERYTHING.format(modules=MODULES))
+    others = [name for name in MODULES if name.split(".")[1:2] != ["speechbrain"]]  # whose import is the switch
+    found = in_a_fresh_interpreter(WATCH_THE_IMPORT_OF_EVERYTHING.format(modules=others))
     assert found == {"done": [], "changed": []}
 
 

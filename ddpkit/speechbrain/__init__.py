@@ -1,0 +1,25 @@
+"""Run an untouched SpeechBrain recipe with its training core answered by ddpkit.
+
+Three ways to switch it on, and none of them is ``import ddpkit``::
+
+    python -m ddpkit.speechbrain train.py hparams.yaml                     one process
+    torchrun --nproc_per_node=2 -m ddpkit.speechbrain train.py hparams.yaml
+    import ddpkit.speechbrain                                              as the first line of train.py
+
+From then on the modules in :data:`~ddpkit.speechbrain.answers.ANSWERED` have ddpkit's names, in Python and in YAML;
+all else of ``speechbrain`` is what is installed. Processes that this one starts find it in their environment
+(``DDPKIT_SPEECHBRAIN``, and a folder in ``PYTHONPATH``). With ``DDPKIT_SPEECHBRAIN=0`` nothing is answered, and the
+recipe runs as before.
+
+Importing this package changes the process, unlike any other module of ddpkit: that is what it is for.
+
+Raises:
+    ConfigError: when imported, if SpeechBrain has been imported already.
+"""
+
+from __future__ import annotations
+
+from ddpkit.speechbrain.answers import install, is_switched_off
+
+if not is_switched_off():
+    install()

@@ -1,0 +1,65 @@
+"""The entry of ``python -m ddpkit.speechbrain``: runs a script as ``python`` would."""
+
+from __future__ import annotations
+
+import importlib.util
+import runpy
+import shlex
+import sys
+from pathlib import Path
+
+from ddpkit.speechbrain.answers import environment
+
+USAGE = """\
+usage: python -m ddpkit.speechbrain train.py hparams.yaml [options of the recipe]
+       python -m ddpkit.speechbrain train.py hparams.yaml --nproc=2
+       torchrun --standalone --nproc_per_node=2 -m ddpkit.speechbrain train.py hparams.yaml
+       eval "$(python -m ddpkit.speechbrain --environment)"; torchrun ... train.py hparams.yaml
+
+Runs an untouched SpeechBrain recipe with its training core answered by ddpkit, and all else by SpeechBrain.
+DDPKIT_SPEECHBRAIN=0 in the environment switches that off: the recipe then runs on SpeechBrain alone.
+"""
+
+
+def main(words: list[str]) -> int:
+    """Run the command.
+
+    Args:
+        words: of the command line, after the module's name.
+
+    Returns:
+        The exit code: 2 where the script cannot be started. What the script itself ends with goes through.
+
+    Ranks: local; on every rank under torchrun.
+    """
+    if not words or words[0] in {"-h", "--help"}:
+        (sys.stdout if words else sys.stderr).write(USAGE)
+        return 0 if words else 2
+    if words == ["--environment"]:
+        sys.stdout.write("".join(f"export {name}={shlex.quote(value)}\n" for name, value in environment().items()))
+        return 0
+    script = Path(words[0])
+    if not getattr(sys.flags, "safe_path", False):  # Python put the working folder there, for this module
+        sys.path[0] = str(script.resolve().parent)
+    problem = _problem(script)
+    if problem:
+        sys.stderr.write(f"python -m ddpkit.speechbrain: error: {problem}\n")
+        return 2
+    sys.argv = words
+    runpy.run_path(words[0], run_name="__main__")
+    return 0
+
+
+def _problem(script: Path) -> str:
+    if not script.exists():
+        return f"there is no script {str(script)!r}. It comes first, and the recipe's options after it: see --help."
+    if importlib.util.find_spec("speechbrain") is None:
+        return (
+            "SpeechBrain is not installed here. ddpkit answers its training core alone; the rest of the recipe needs "
+            "the package: pip install speechbrain"
+        )
+    return ""
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

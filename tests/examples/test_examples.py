@@ -115,7 +115,7 @@ def test_the_loop_of_ones_own_with_more_processes_than_samples_in_a_batch(tmp_pa
 
 
 def test_a_second_start_has_nothing_to_train(tmp_path):
-    for name in ("gan", "language_model", "own_loop", "stream"):
+    for name in ("gan", "language_model", "own_loop", "stream", "tagging"):
         folder = copy_of(name, tmp_path)
         for number in (1, 2):
             words = (*COMMAND, "--number_of_epochs=1")

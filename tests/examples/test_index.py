@@ -1,0 +1,49 @@
+"""The pages about the examples: each example is listed with its picture, and what is counted is counted right."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from xml.etree import ElementTree as ET
+
+import pytest
+
+from tests.examples.pages import BLOCK, sessions
+from tests.house import code_lines
+
+ROOT = Path(__file__).parents[2]
+NAMES = sorted(path.parent.name for path in (ROOT / "examples").glob("*/train.py"))
+INDEX = (ROOT / "docs" / "examples.md").read_text(encoding="utf-8")
+
+
+def test_every_example_is_listed():
+    assert sorted(re.findall(r"^## (.*)$", INDEX, re.MULTILINE)) == NAMES
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert [name for name in NAMES if f"(examples/{name})" not in readme] == []
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_example_has_its_files_and_its_picture(name):
+    files = {path.name for path in (ROOT / "examples" / name).iterdir()}
+    assert files >= {"train.py", "hparams.yaml", "README.md"}
+    assert f"(examples/{name}.svg)" in INDEX
+    picture = ET.parse(ROOT / "docs" / "examples" / f"{name}.svg")
+    curves = picture.findall("{http://www.w3.org/2000/svg}polyline")
+    assert len(curves) == 2
+    assert all(len(curve.get("points").split()) > 1 for curve in curves)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "digits"])
+def test_a_readme_says_what_it_teaches_and_shows_one_process_and_two(name):
+    text = (ROOT / "examples" / name / "README.md").read_text(encoding="utf-8")
+    assert "\nTeaches: " in text
+    assert "\nLines to look at" in text
+    shown = [words for block in BLOCK.finditer(text) for words, lines in sessions(block["text"]) if lines]
+    assert {"python", "torchrun"} <= {words[0] for words in shown}
+
+
+def test_the_page_counts_the_lines_of_the_three_scripts_right():
+    page = (ROOT / "docs" / "tutorial" / "one-script-three-times.md").read_text(encoding="utf-8")
+    [counted] = re.findall(r"^\| lines of code \| (\d+) \| (\d+) \| (\d+) \|$", page, re.MULTILINE)
+    scripts = [ROOT / "examples" / "own_loop" / name for name in ("by_hand.py", "train.py", "with_brain.py")]
+    assert [int(one) for one in counted] == [code_lines(path.read_text(encoding="utf-8")) for path in scripts]

@@ -8,6 +8,7 @@ import shutil
 import tempfile
 import weakref
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,9 +19,8 @@ from ddpkit.control import terminating_later
 from ddpkit.distributed import alone, get_rank, get_world_size, run_on_main, sum_over_ranks
 from ddpkit.errors import ConfigError
 from ddpkit.logger import get_logger
+from ddpkit.run.resuming import NEWEST, Lineage
 from ddpkit.run.starting import (
-    NEWEST,
-    Lineage,
     Start,
     choose_start,
     lineage_of,
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from ddpkit.run.rank_state import RankState
-    from ddpkit.run.resuming import StepPlan
     from ddpkit.run.state import RunState
     from ddpkit.run_opts import RunOptions
     from ddpkit.training import Progress, TrainStep
@@ -237,10 +236,8 @@ class CheckpointPolicy:
             ConfigError: so many processes cannot take such steps.
         """
         options, state = self.options, self.run_state
-        before: StepPlan | None = None
-        if options.global_batch_size is None:
-            before = run_on_main(lambda: None if state.start is None else state.start.step_plan)
-        if before is None:
+        before = None if state.start is None else state.start.step_plan
+        if before is None or options.global_batch_size is not None:
             return
         changed = before.on(get_world_size(), is_looped=is_looped)
         state.asked_plan = before if changed else None
@@ -266,6 +263,7 @@ class CheckpointPolicy:
             yield
         finally:
             checkpointer.resume, checkpointer.level_of_nothing = NEWEST, level
+            self.run_state.start = replace(start, state=None)  # from now on a checkpoint may be another of that name
 
     def recover(self, modules: Mapping[str, Any] | Any) -> None:
         """Recover a checkpoint before training; first name what of the training no checkpoint will hold.

@@ -1,4 +1,8 @@
-"""How a run goes on: with the same samples per optimizer step as before, at the same place in its data.
+"""What a checkpoint says of the run that made it, and how a run goes on from that.
+
+A run has a name of its own, which its checkpoints carry. So those of another run in the same folder can be told apart,
+also after the run was killed and has gone on. It goes on with the same samples per optimizer step as before, at the
+same place in its data.
 
 A checkpoint says how many processes there were, and what a step of theirs was made of. On as many processes nothing is
 to be done. On another number the options that make a step of the same samples are worked out before any loader is made,
@@ -7,6 +11,10 @@ and the place in the epoch, which was counted in batches of one process, is coun
 
 from __future__ import annotations
 
+import contextlib
+import math
+import time
+import uuid
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -15,6 +23,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from ddpkit.base import load_plain_yaml
+from ddpkit.checkpointing import ckpt_recency
 from ddpkit.compat import shuffle_digest
 from ddpkit.config import BATCHES, GRADIENTS, OPTIONS
 from ddpkit.data import StreamLoader, StreamShard
@@ -25,11 +34,15 @@ from ddpkit.sampler import DealtBatchSampler, PlannedBatchSampler, layers
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from ddpkit.checkpointing import Checkpoint
     from ddpkit.training import BatchSizes
 
 BRAIN_FILE = "brain.ckpt"
 DAMAGED = "The checkpoint is damaged; delete it or start with --resume=<an older one>."
 NOMINAL = "nominal epoch"
+NEWEST, NEVER = "auto", "never"  # what the option `resume` says, or else a path
+UNKNOWN = ""  # the run of a checkpoint that does not say
+EVALUATED = "only_evaluated"  # said by a checkpoint if the Brain that saved it had trained nothing
 #: Options that bear on the numbers of a run; those that follow from the number of processes are left out.
 TELLING = tuple(
     option.name
@@ -37,6 +50,86 @@ TELLING = tuple(
     if option.group in {BATCHES, GRADIENTS}
     and option.name not in {"grad_accumulation_factor", "global_batch_size", "micro_batch_size", "optimizer_step_limit"}
 )
+
+
+@dataclass(frozen=True)
+class Lineage:
+    """Which checkpoints are a run's: its own, and those before the one that it went on from.
+
+    Attributes:
+        run: the run's name.
+        since: when it began, in seconds since 1970.
+        before: for each run that it goes on from, the time of the last checkpoint that is a part of it; those of an
+            unknown run under an empty name.
+
+    Ranks: local; the main process makes it.
+
+    Example:
+        >>> first = Lineage.new()
+        >>> Lineage.read(first.state_dict()) == first
+        True
+    """
+
+    run: str
+    since: float
+    before: dict[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def new(cls, state: Mapping[str, Any] | None = None, last: float = -math.inf) -> Lineage:
+        """Return that of a run that begins now.
+
+        Args:
+            state: what the Brain had saved in the checkpoint that it goes on from, if there is one.
+            last: when that was made, in seconds since 1970.
+        """
+        before: dict[str, float] = {}
+        if state is not None:
+            known = cls.read(state)
+            before = {UNKNOWN: last} if known is None else {**known.before, known.run: last}
+        return cls(uuid.uuid4().hex, time.time(), before)
+
+    @classmethod
+    def read(cls, state: Mapping[str, Any]) -> Lineage | None:
+        """Return that of the run that wrote a checkpoint; None if it does not say.
+
+        Args:
+            state: of the Brain, as its file holds it.
+        """
+        run, since, before = (state.get(key) for key in ("run", "run_since", "run_before"))
+        if not isinstance(run, str) or not isinstance(since, (int, float)):
+            return None
+        return cls(run, float(since), dict(before) if isinstance(before, Mapping) else {})
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what :meth:`read` reads."""
+        return {"run": self.run, "run_since": self.since, "run_before": dict(self.before)}
+
+    def includes(self, checkpoint: Checkpoint) -> bool:
+        """Say whether a checkpoint is one of this run's, or one that it goes on from.
+
+        Args:
+            checkpoint: one that says nothing of its run counts if it was made since this one began.
+        """
+        return self._includes(Lineage.read(state_or_nothing(checkpoint.path)), ckpt_recency(checkpoint))
+
+    def _includes(self, known: Lineage | None, saved: float) -> bool:
+        if known is None:
+            return saved >= self.since or saved <= self.before.get(UNKNOWN, -math.inf)
+        return known.run == self.run or saved <= self.before.get(known.run, -math.inf)
+
+    def owns(self, checkpoint: Checkpoint, state: Mapping[str, Any], resume: str) -> bool:
+        """Say whether this run made a checkpoint itself, and may delete it.
+
+        Args:
+            checkpoint: one that says nothing of its run is taken for its own only where it goes on by itself.
+            state: of the Brain, as its file holds it.
+            resume: the option. Under a path, that one and those beside it were there before, and the same command needs
+                them again.
+        """
+        known = Lineage.read(state)
+        if known is None:
+            return resume == NEWEST and self._includes(None, ckpt_recency(checkpoint))
+        return known.run == self.run
 
 
 @dataclass(frozen=True)
@@ -301,6 +394,19 @@ def read_brain_file(checkpoint: Path) -> dict[str, Any]:
     except (UnicodeDecodeError, CheckpointError) as error:
         raise CheckpointError(f"{path}: {error}. {DAMAGED}") from error
     return dict(state) if isinstance(state, Mapping) else {}
+
+
+def state_or_nothing(checkpoint: Path) -> dict[str, Any]:
+    """Return what :func:`read_brain_file` does, and nothing of a file that cannot be read: who loads it says why.
+
+    Args:
+        checkpoint: its directory.
+
+    Ranks: local.
+    """
+    with contextlib.suppress(CheckpointError):
+        return read_brain_file(checkpoint)
+    return {}
 
 
 def changed_options(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

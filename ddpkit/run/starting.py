@@ -1,18 +1,12 @@
-"""What a run starts from, decided once and on the main process; and what a person should know of it before it trains.
-
-A run has a name of its own, which its checkpoints carry. So those of another run in the same folder can be told apart,
-also after the run was killed and has gone on.
-"""
+"""What a run starts from, decided once on the main process; and what a person should know of it before it trains."""
 
 from __future__ import annotations
 
 import contextlib
 import math
 import os
-import time
-import uuid
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,96 +17,12 @@ from ddpkit.checkpointing import Checkpoint, ckpt_recency, read_checkpoint, veri
 from ddpkit.errors import CheckpointError
 from ddpkit.launch import find_launch
 from ddpkit.logger import get_logger
-from ddpkit.run.resuming import BRAIN_FILE, StepPlan, read_brain_file
+from ddpkit.run.resuming import BRAIN_FILE, EVALUATED, NEVER, NEWEST, Lineage, StepPlan, state_or_nothing
 
 if TYPE_CHECKING:
     from ddpkit.checkpoints import Checkpointer
 
 logger = get_logger(__name__)
-
-NEWEST, NEVER = "auto", "never"  # what the option `resume` says, or else a path
-UNKNOWN = ""  # the run of a checkpoint that does not say
-EVALUATED = "only_evaluated"  # said by a checkpoint if the Brain that saved it had trained nothing
-
-
-@dataclass(frozen=True)
-class Lineage:
-    """Which checkpoints are a run's: its own, and those before the one that it went on from.
-
-    Attributes:
-        run: the run's name.
-        since: when it began, in seconds since 1970.
-        before: for each run that it goes on from, the time of the last checkpoint that is a part of it; those of an
-            unknown run under an empty name.
-
-    Ranks: local; the main process makes it.
-
-    Example:
-        >>> first = Lineage.new()
-        >>> Lineage.read(first.state_dict()) == first
-        True
-    """
-
-    run: str
-    since: float
-    before: dict[str, float] = field(default_factory=dict)
-
-    @classmethod
-    def new(cls, state: Mapping[str, Any] | None = None, last: float = -math.inf) -> Lineage:
-        """Return that of a run that begins now.
-
-        Args:
-            state: what the Brain had saved in the checkpoint that it goes on from, if there is one.
-            last: when that was made, in seconds since 1970.
-        """
-        before: dict[str, float] = {}
-        if state is not None:
-            known = cls.read(state)
-            before = {UNKNOWN: last} if known is None else {**known.before, known.run: last}
-        return cls(uuid.uuid4().hex, time.time(), before)
-
-    @classmethod
-    def read(cls, state: Mapping[str, Any]) -> Lineage | None:
-        """Return that of the run that wrote a checkpoint; None if it does not say.
-
-        Args:
-            state: of the Brain, as its file holds it.
-        """
-        run, since, before = (state.get(key) for key in ("run", "run_since", "run_before"))
-        if not isinstance(run, str) or not isinstance(since, (int, float)):
-            return None
-        return cls(run, float(since), dict(before) if isinstance(before, Mapping) else {})
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what :meth:`read` reads."""
-        return {"run": self.run, "run_since": self.since, "run_before": dict(self.before)}
-
-    def includes(self, checkpoint: Checkpoint) -> bool:
-        """Say whether a checkpoint is one of this run's, or one that it goes on from.
-
-        Args:
-            checkpoint: one that says nothing of its run counts if it was made since this one began.
-        """
-        return self._includes(Lineage.read(_state_of(checkpoint.path)), ckpt_recency(checkpoint))
-
-    def _includes(self, known: Lineage | None, saved: float) -> bool:
-        if known is None:
-            return saved >= self.since or saved <= self.before.get(UNKNOWN, -math.inf)
-        return known.run == self.run or saved <= self.before.get(known.run, -math.inf)
-
-    def owns(self, checkpoint: Checkpoint, state: Mapping[str, Any], resume: str) -> bool:
-        """Say whether this run made a checkpoint itself, and may delete it.
-
-        Args:
-            checkpoint: one that says nothing of its run is taken for its own only where it goes on by itself.
-            state: of the Brain, as its file holds it.
-            resume: the option. Under a path, that one and those beside it were there before, and the same command needs
-                them again.
-        """
-        known = Lineage.read(state)
-        if known is None:
-            return resume == NEWEST and self._includes(None, ckpt_recency(checkpoint))
-        return known.run == self.run
 
 
 @dataclass(frozen=True)
@@ -125,6 +35,8 @@ class Start:
         step_plan: what an optimizer step was made of in that checkpoint; None where there is none, or it does not tell.
         num_found: checkpoints in the folder.
         others: those of other runs, which this one leaves alone.
+        checkpoint: that it starts from, as far as that is known; the checkpointer has the last word.
+        state: what that one says of the run, until it has been recovered; None: it has not been read.
 
     Ranks: local; the main process makes it, all ranks use it.
 
@@ -138,6 +50,8 @@ class Start:
     step_plan: StepPlan | None = None
     num_found: int = 0
     others: tuple[Path, ...] = ()
+    checkpoint: Path | None = None
+    state: Mapping[str, Any] | None = None
 
 
 def choose_start(checkpointer: Checkpointer, resume: str, world_size: int) -> Start:
@@ -163,7 +77,7 @@ def choose_start(checkpointer: Checkpointer, resume: str, world_size: int) -> St
         'auto'
     """
     found = sorted(checkpointer.list_checkpoints(), key=ckpt_recency, reverse=True)
-    states = {one.path: _state_of(one.path) for one in found}
+    states = {one.path: state_or_nothing(one.path) for one in found}
     start = _choose(checkpointer, found, states, resume, world_size)
     others = tuple(one.path for one in found if not start.lineage.owns(one, states[one.path], resume))
     return replace(start, num_found=len(found), others=others)
@@ -185,11 +99,12 @@ def _choose(
         )  # fmt: skip
     if resume == NEVER:
         return Start(NEVER, Lineage.new())
-    path = Path(resume)
-    state, last = _state_of(path), -math.inf
+    path = Path(resume).absolute()
+    state, last = state_or_nothing(path), -math.inf
     with contextlib.suppress(CheckpointError, KeyError, TypeError, ValueError):  # who loads it says what is wrong
         last = ckpt_recency(read_checkpoint(path))
-    return Start(resume, Lineage.new(state, last), _asked(state) if _looks_whole(path) else None)
+    plan = _asked(state) if _looks_whole(path) else None
+    return Start(resume, Lineage.new(state, last), plan, checkpoint=path, state=state or None)
 
 
 def start_again(checkpointer: Checkpointer, resume: str, lineage: Lineage) -> Start:
@@ -209,7 +124,7 @@ def start_again(checkpointer: Checkpointer, resume: str, lineage: Lineage) -> St
         'never'
     """
     own = list(filter(lineage.includes, checkpointer.list_checkpoints()))
-    own = _of_training(own, {one.path: _state_of(one.path) for one in own})
+    own = _of_training(own, {one.path: state_or_nothing(one.path) for one in own})
     return Start(str(max(own, key=ckpt_recency).path) if own else resume, lineage)
 
 
@@ -226,7 +141,7 @@ def lineage_of(checkpoints: Iterable[Checkpoint]) -> Lineage | None:
         True
     """
     newest_first = sorted(checkpoints, key=ckpt_recency, reverse=True)
-    known = next(filter(None, (Lineage.read(_state_of(one.path)) for one in newest_first)), None)
+    known = next(filter(None, (Lineage.read(state_or_nothing(one.path)) for one in newest_first)), None)
     return None if known is None else Lineage(known.run, -math.inf, known.before)  # includes what does not tell
 
 
@@ -238,7 +153,7 @@ def _newest(checkpointer: Checkpointer, found: list[Checkpoint], states: Mapping
         return Start(NEWEST, Lineage.new())
     start = _start_at(newest, states[newest.path])
     if len(trained) == len(found) and (start.step_plan is None or start.step_plan.world_size in {None, world_size}):
-        return Start(NEWEST, start.lineage, start.step_plan)  # the checkpointer finds it, and verifies all of it
+        return replace(start, resume=NEWEST)  # the checkpointer finds it, and verifies all of it
     chosen = checkpointer.find_checkpoint(ckpt_predicate=lambda one: one in trained)
     if trained[0] is not found[0] and chosen is not None:
         words = "%s was saved by a process that only evaluated: the training goes on from %s."
@@ -257,7 +172,7 @@ def _looks_whole(path: Path) -> bool:
 
 def _start_at(checkpoint: Checkpoint, state: Mapping[str, Any]) -> Start:
     lineage = Lineage.read(state) or Lineage.new({}, ckpt_recency(checkpoint))
-    return Start(str(checkpoint.path), lineage, _asked(state))
+    return Start(str(checkpoint.path), lineage, _asked(state), checkpoint=checkpoint.path, state=state)
 
 
 def _of_this_launch(
@@ -275,12 +190,6 @@ def _asked(state: Mapping[str, Any]) -> StepPlan:
     """Return the step plan that was asked for, and not what it came to on some number of processes in between."""
     asked = state.get("asked")
     return StepPlan.read(asked if isinstance(asked, Mapping) else state)
-
-
-def _state_of(path: Path) -> dict[str, Any]:
-    with contextlib.suppress(CheckpointError):
-        return read_brain_file(path)
-    return {}
 
 
 # ---------------------------------------------------------------------------------------- what should be known
@@ -350,64 +259,3 @@ def _storage(parameter: torch.Tensor) -> int:
         return parameter.data_ptr() or id(parameter)
     except RuntimeError:  # one without storage
         return id(parameter)
-
-
-class TrainedFlags:
-    """Which parameters have been frozen, or set free, since training began: a restart does not do that again.
-
-    Args:
-        modules: as they are when training begins.
-
-    Ranks: local; equal on all ranks.
-
-    Example:
-        >>> net = nn.Linear(1, 1)
-        >>> flags = TrainedFlags(net)
-        >>> net.bias.requires_grad_(False).requires_grad, flags.changes()
-        (False, {'bias': False})
-    """
-
-    def __init__(self, modules: nn.Module) -> None:
-        self._begun = [(name, one, one.requires_grad) for name, one in modules.named_parameters()]
-
-    def changes(self) -> dict[str, bool]:
-        """Return whether a parameter is trained, by its name; only for those of which that has changed."""
-        return {name: one.requires_grad for name, one, begun in self._begun if one.requires_grad is not begun}
-
-    def restore(self, changes: Any, *, exactly: bool) -> int:
-        """Freeze and set free what had been when a checkpoint was saved.
-
-        Args:
-            changes: from the checkpoint; anything but a mapping says nothing.
-            exactly: the other parameters, too, shall be as they were: as training began.
-
-        Returns:
-            Of how many parameters it has been changed.
-        """
-        if not isinstance(changes, Mapping):
-            return 0
-        count = 0
-        for name, one, begun in self._begun:
-            wanted = bool(changes.get(name, begun if exactly else one.requires_grad))
-            count += wanted is not one.requires_grad
-            one.requires_grad_(wanted)
-        return count
-
-
-def learning_rates(optimizers: Mapping[str, Any] | None) -> dict[str, list[float]]:
-    """Return the learning rate of every parameter group.
-
-    Args:
-        optimizers: by name, or None.
-
-    Ranks: local.
-
-    Example:
-        >>> learning_rates({"sgd": torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.5)})
-        {'sgd': [0.5]}
-    """
-    rates = {}
-    for name, optimizer in (optimizers or {}).items():
-        groups = getattr(optimizer, "param_groups", [])
-        rates[name] = [float(group["lr"]) for group in groups if "lr" in group]
-    return rates

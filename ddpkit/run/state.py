@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,19 +12,22 @@ from ddpkit.checkpointing import SUFFIX
 from ddpkit.distributed import get_rank, get_world_size
 from ddpkit.errors import CheckpointError
 from ddpkit.logger import get_logger
-from ddpkit.run.resuming import DAMAGED, TELLING, StepPlan, changed_options, read_brain_file
-from ddpkit.run.starting import (
+from ddpkit.run.resuming import (
+    DAMAGED,
     EVALUATED,
-    Start,
-    TrainedFlags,
-    learning_rates,
-    optimizers_not_saved,
+    TELLING,
+    StepPlan,
+    changed_options,
+    read_brain_file,
+    state_or_nothing,
 )
+from ddpkit.run.starting import optimizers_not_saved
 
 if TYPE_CHECKING:
     from torch import nn
 
     from ddpkit.run.rank_state import RankState
+    from ddpkit.run.starting import Start
     from ddpkit.run_opts import RunOptions
     from ddpkit.training import Progress, TrainStep
 
@@ -117,6 +119,69 @@ class FitCalls:
         return True, finished[self.number - 1] if len(finished) >= self.number else None
 
 
+class TrainedFlags:
+    """Which parameters have been frozen, or set free, since training began: a restart does not do that again.
+
+    Args:
+        modules: as they are when training begins.
+
+    Ranks: local; equal on all ranks.
+
+    Example:
+        >>> import torch
+        >>> net = torch.nn.Linear(1, 1)
+        >>> flags = TrainedFlags(net)
+        >>> net.bias.requires_grad_(False).requires_grad, flags.changes()
+        (False, {'bias': False})
+    """
+
+    def __init__(self, modules: nn.Module) -> None:
+        self._begun = [(name, one, one.requires_grad) for name, one in modules.named_parameters()]
+
+    def changes(self) -> dict[str, bool]:
+        """Return whether a parameter is trained, by its name; only for those of which that has changed."""
+        return {name: one.requires_grad for name, one, begun in self._begun if one.requires_grad is not begun}
+
+    def restore(self, changes: Any, *, exactly: bool) -> int:
+        """Freeze and set free what had been when a checkpoint was saved.
+
+        Args:
+            changes: from the checkpoint; anything but a mapping says nothing.
+            exactly: the other parameters, too, shall be as they were: as training began.
+
+        Returns:
+            Of how many parameters it has been changed.
+        """
+        if not isinstance(changes, Mapping):
+            return 0
+        count = 0
+        for name, one, begun in self._begun:
+            wanted = bool(changes.get(name, begun if exactly else one.requires_grad))
+            count += wanted is not one.requires_grad
+            one.requires_grad_(wanted)
+        return count
+
+
+def learning_rates(optimizers: Mapping[str, Any] | None) -> dict[str, list[float]]:
+    """Return the learning rate of every parameter group.
+
+    Args:
+        optimizers: by name, or None.
+
+    Ranks: local.
+
+    Example:
+        >>> import torch
+        >>> learning_rates({"sgd": torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.5)})
+        {'sgd': [0.5]}
+    """
+    rates = {}
+    for name, optimizer in (optimizers or {}).items():
+        groups = getattr(optimizer, "param_groups", [])
+        rates[name] = [float(group["lr"]) for group in groups if "lr" in group]
+    return rates
+
+
 class RunState:
     """The run's part of a checkpoint, ``brain.ckpt``.
 
@@ -206,7 +271,7 @@ class RunState:
             "rates": self._rates,
             "trained": {} if self._flags is None else self._flags.changes(),
             "launch": os.environ.get("TORCHELASTIC_RUN_ID"),
-            "grad_accumulation_factor": self.options.grad_accumulation_factor,
+            "grad_accumulation_factor": self.options["grad_accumulation_factor"],
             "options": {name: self.options[name] for name in TELLING},
             **self._as_evaluated(),
         }
@@ -234,11 +299,12 @@ class RunState:
         """
         folder = self.recovered = path.parent
         if not self.progress.is_fitting:
-            with contextlib.suppress(CheckpointError):
-                found = read_brain_file(folder)
-                self._evaluated_state = found if "step" in found else None
+            found = state_or_nothing(folder)
+            self._evaluated_state = found if "step" in found else None
             return
-        state = read_brain_file(folder)
+        start = self.start
+        known = None if start is None or start.checkpoint != folder else start.state  # it was read for the choice
+        state = read_brain_file(folder) if known is None else known
         if "step" not in state:
             raise CheckpointError(f"{path} does not say how far the run had come: it has no 'step'. {DAMAGED}")
         self.progress.optimizer_step = state.get("optimizer_step", state["step"])

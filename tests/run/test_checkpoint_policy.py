@@ -9,8 +9,7 @@ from torch import nn
 from ddpkit.brain import Brain, run_of
 from ddpkit.checkpoints import Checkpointer
 from ddpkit.epoch_loop import EpochCounter
-from ddpkit.run.resuming import read_brain_file
-from ddpkit.run.starting import EVALUATED
+from ddpkit.run.resuming import EVALUATED, read_brain_file
 from ddpkit.types import Stage
 
 

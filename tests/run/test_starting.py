@@ -12,15 +12,9 @@ from torch import nn
 from ddpkit.base import dump_plain_yaml
 from ddpkit.checkpointing import Checkpoint
 from ddpkit.checkpoints import Checkpointer
-from ddpkit.run.starting import (
-    EVALUATED,
-    Lineage,
-    choose_start,
-    learning_rates,
-    lineage_of,
-    modules_not_saved,
-    start_again,
-)
+from ddpkit.run.resuming import EVALUATED, Lineage
+from ddpkit.run.starting import choose_start, lineage_of, modules_not_saved, start_again
+from ddpkit.run.state import learning_rates
 
 
 class Brain:

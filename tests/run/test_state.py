@@ -15,8 +15,8 @@ from ddpkit.brain import run_of
 from ddpkit.checkpoints import Checkpointer
 from ddpkit.errors import ConfigError
 from ddpkit.run.checkpoint_policy import INTRA_EPOCH_KEY
-from ddpkit.run.resuming import StepPlan
-from ddpkit.run.starting import EVALUATED, Lineage, Start
+from ddpkit.run.resuming import EVALUATED, Lineage, StepPlan
+from ddpkit.run.starting import Start
 
 
 class Brain(ddpkit.Brain):

@@ -340,7 +340,7 @@ class Brain(_Typed):
             train_step.backward(loss)
         if should_step:
             self.optimizers_step()
-        result, loss = train_step.take_result(loss)
+        result, loss = train_step.note_loss(loss)
         self.on_fit_batch_end(batch, outputs, loss, should_step)
         return result
 
@@ -485,7 +485,7 @@ class Brain(_Typed):
         Raises:
             NonFiniteLossError: more than ``nonfinite_patience`` steps of this epoch were not finite.
         """
-        self.__run.train_step.take(self)
+        self.__run.train_step.step_optimizers(self)
 
     def zero_grad(self, set_to_none: bool = False) -> None:
         """Zero the gradients of the optimizers that are not frozen, or drop them."""

@@ -219,7 +219,7 @@ class Checkpointer:
         self._memory = SnapshotMemory()
         self._background = BackgroundSave()
         weakref.finalize(self, self._background.close)
-        self._apart: set[Path] = set()
+        self._of_others: set[Path] = set()
         self._rankings: list[Selection] = []  # of the last retention that had a key
         if recoverables is not None:
             self.add_recoverables(recoverables)
@@ -587,7 +587,7 @@ class Checkpointer:
 
         Ranks: main only.
         """
-        self._apart = set(paths)
+        self._of_others = set(paths)
 
     def best_of(self, checkpoints: Iterable[Checkpoint]) -> Checkpoint | None:
         """Return the best checkpoint by the keys of the last retention that had any.
@@ -681,9 +681,9 @@ class Checkpointer:
     # What the main process does. Each waits first for the save that goes on in the background.
 
     def _folder(self) -> CheckpointFolder:
-        warns, lock = self.on_error == "warn", self._folder_lock()
+        lock, world_size = self._folder_lock(), get_world_size()
         return CheckpointFolder(
-            self.checkpoints_dir, self._ledger, lock, self.verify_mode, warns, get_world_size(), self._apart
+            self.checkpoints_dir, self._ledger, lock, self.verify_mode, self.on_error, world_size, self._of_others
         )
 
     def _folder_lock(self) -> FolderLock:

@@ -1,5 +1,6 @@
 from ddpkit.checkpointing.async_save import (
     BackgroundSave as BackgroundSave,
+    SnapshotMemory as SnapshotMemory,
     wait_for_folder as wait_for_folder,
 )
 from ddpkit.checkpointing.folder import (
@@ -58,9 +59,6 @@ from ddpkit.checkpointing.run_lock import (
     FolderLock as FolderLock,
     Holder as Holder,
     holder as holder,
-)
-from ddpkit.checkpointing.snapshot import (
-    SnapshotMemory as SnapshotMemory,
 )
 from ddpkit.checkpointing.storage import (
     MANIFEST_NAME as MANIFEST_NAME,

@@ -1,27 +1,49 @@
-"""One piece of work at a time in a thread that ends with it: how a checkpoint is written while training goes on.
+"""A checkpoint that is written while training goes on: its states are copied in memory, and a thread writes the copy.
+
+Each storage is copied once, whole: tensors that share one, or are views of it, share its copy. The copies lie side by
+side in one piece of memory that is kept for the next snapshot: its pages are there already then, and the copying costs
+no more than a ``memcpy``. On Linux the memory is not shown to forked processes, such as loader workers, which would
+make each of its pages a new one at the next snapshot.
 
 The thread is no daemon: a process that ends in the usual way, or by an exception, ends after it. A process that is
 killed loses what was being written and nothing else. In a forked process, such as a loader worker, there is no thread
 and nothing to wait for.
+
+Source: the files of ``/proc`` and of control groups are described at
+https://docs.kernel.org/admin-guide/cgroup-v2.html and https://docs.kernel.org/admin-guide/cgroup-v1/memory.html.
 """
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import mmap
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from ddpkit.logger import get_logger
 
-__all__ = ["BackgroundSave", "wait_for_folder"]
+__all__ = ["BackgroundSave", "SnapshotMemory", "available_bytes", "state_bytes", "wait_for_folder"]
 
 logger = get_logger(__name__)
 
 HEAD_START_SECONDS = 0.001  # for training: a thread that has just begun keeps Python's lock for up to 5 ms
+ALIGNMENT_BYTES = 64  # of a copied storage: what torch's own allocator gives
+SPARE_BYTES = 256 << 20  # left to the process when a snapshot is made
+_FIXED = frozenset({bool, int, float, str, bytes, type(None)})  # values that never change
+HUGE = 1 << 60  # control groups of version 1 write "no limit" as a number of pages that fills 63 bits
 
 _writers: dict[str, threading.Thread] = {}  # who writes in a folder, or was the last to do so
+
+
+# ---------------------------------------------------------------------------------------- the thread
 
 
 class BackgroundSave:
@@ -114,3 +136,229 @@ def _join(thread: threading.Thread) -> None:
     is_own = thread is threading.current_thread()  # which may collect a Checkpointer
     if not is_own and thread.ident is not None:  # else the system has granted none
         thread.join()
+
+
+# ---------------------------------------------------------------------------------------- the copy
+
+
+class SnapshotMemory:
+    """Takes snapshots, each in the memory of the one before, which must be done with by then.
+
+    Ranks: local.
+
+    State: host memory of the size of the states, from the first snapshot until :meth:`clear`; pinned for a GPU's.
+
+    Example:
+        >>> weight = torch.ones(2)
+        >>> snapshot = SnapshotMemory().take({"model": {"w": weight, "n": 3}})
+        >>> _ = weight.zero_()
+        >>> snapshot
+        {'model': {'w': tensor([1., 1.]), 'n': 3}}
+    """
+
+    def __init__(self) -> None:
+        self._memory: Any = None
+        self._pinned = False
+
+    def take(self, states: Mapping[str, Any]) -> dict[str, Any]:
+        """Copy states.
+
+        Args:
+            states: what ``torch.save`` could store, by name. Tensors may be on any device.
+
+        Returns:
+            The copies, on the CPU and complete: the states may be changed at once.
+
+        Raises:
+            MemoryError: there is no room for it; the text says how much there is.
+            Exception: what copying an object raises that is no tensor and no plain container.
+
+        Ranks: local.
+        """
+        storages = _storages(states)
+        devices = {storage.device for storage in storages.values() if storage.device.type == "cuda"}
+        self._make_room(sum(map(_aligned, storages.values())), pinned=bool(devices))
+        copies: dict[int, torch.UntypedStorage] = {}
+        offset = 0
+        for key, storage in storages.items():
+            copies[key] = self._copy(storage, offset)
+            offset += _aligned(storage)
+        for device in devices:
+            torch.cuda.current_stream(device).synchronize()
+
+        def copied(value: Any) -> Any:
+            if not _is_plain_tensor(value):
+                return value.detach().clone() if type(value) is torch.Tensor else copy.deepcopy(value)
+            storage = copies[id(value.untyped_storage())]
+            tensor = torch.empty(0, dtype=value.dtype, device="cpu")
+            tensor.set_(storage, value.storage_offset(), value.size(), value.stride())
+            return tensor.requires_grad_(value.requires_grad)
+
+        return {name: _mapped(state, copied) for name, state in states.items()}
+
+    def clear(self) -> None:
+        """Give the memory back, as soon as no snapshot is in it."""
+        self._memory = None
+
+    def _make_room(self, size: int, *, pinned: bool) -> None:
+        present = 0 if self._memory is None else len(self._memory)
+        if size <= present <= max(2 * size, mmap.PAGESIZE) and pinned == self._pinned:
+            return
+        self._memory = None
+        self._pinned = pinned
+        self._memory = _pinned_memory(size) if pinned else _pageable_memory(size)
+
+    def _copy(self, storage: torch.UntypedStorage, offset: int) -> torch.UntypedStorage:
+        size = storage.nbytes()
+        if size == 0:
+            return torch.empty(0, device="cpu").untyped_storage()
+        copied = torch.frombuffer(self._memory, dtype=torch.uint8, count=size, offset=offset)
+        source = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        copied.copy_(source, non_blocking=storage.device.type == "cuda")
+        return copied.untyped_storage()
+
+
+def state_bytes(states: Mapping[str, Any]) -> int:
+    """Return how much the tensors of some states take in files of ``torch.save``, in bytes.
+
+    Args:
+        states: what ``torch.save`` could store, by name.
+
+    Returns:
+        The size of the storages; one that two states share counts twice, as it is in two files.
+
+    Ranks: local.
+
+    Example:
+        >>> state_bytes({"model": {"w": torch.zeros(4), "b": torch.zeros(2, dtype=torch.float64)}})
+        32
+    """
+    return sum(storage.nbytes() for state in states.values() for storage in _storages({"": state}).values())
+
+
+def _storages(states: Mapping[str, Any]) -> dict[int, torch.UntypedStorage]:
+    """Return the storages of the tensors in some states, each once, by id: torch makes one object for a storage."""
+    found: dict[int, torch.UntypedStorage] = {}
+
+    def note(value: Any) -> None:
+        if _is_plain_tensor(value):
+            storage = value.untyped_storage()
+            found[id(storage)] = storage
+
+    for state in states.values():
+        _mapped(state, note)
+    return found
+
+
+def _mapped(value: Any, function: Callable[[Any], Any]) -> Any:
+    """Rebuild plain containers with a function's values in the place of what they hold."""
+    if type(value) in {dict, OrderedDict}:
+        rebuilt = type(value)((key, _mapped(one, function)) for key, one in value.items())
+        if type(value) is OrderedDict:
+            vars(rebuilt).update(vars(value))  # the versions of a module's state
+        return rebuilt
+    if type(value) in {list, tuple}:
+        if _FIXED.issuperset(map(type, value)):  # long ones of numbers are many
+            return type(value)(value)
+        return type(value)(_mapped(one, function) for one in value)
+    return value if type(value) in _FIXED else function(value)
+
+
+def _is_plain_tensor(value: Any) -> bool:
+    """Say whether a value is no more than numbers in a storage."""
+    return (
+        type(value) is torch.Tensor
+        and value.layout is torch.strided
+        and value.device.type in {"cpu", "cuda"}
+        and not (value.is_quantized or value.is_nested or value.is_conj() or value.is_neg())
+    )
+
+
+def _aligned(storage: torch.UntypedStorage) -> int:
+    return -(-storage.nbytes() // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+# ---------------------------------------------------------------------------------------- memory
+
+
+def _pageable_memory(size: int) -> Any:
+    _require(size)
+    try:
+        memory = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(f"{size} bytes are needed: {error}") from error
+    for advice in ("MADV_DONTFORK", "MADV_HUGEPAGE"):  # each makes later copies faster, where the kernel has it
+        with contextlib.suppress(OSError, AttributeError):
+            memory.madvise(getattr(mmap, advice))
+    return memory
+
+
+def _pinned_memory(size: int) -> Any:
+    """Return memory from which a GPU copies at full speed; torch rounds it up to a power of two."""
+    _require(1 << max(size - 1, 1).bit_length())
+    try:
+        return torch.empty(max(size, 1), dtype=torch.uint8, pin_memory=True).numpy()
+    except RuntimeError as error:
+        raise MemoryError(f"{size} bytes of pinned memory are needed: {error}") from error
+
+
+def _require(size: int) -> None:
+    free = available_bytes()
+    if free is not None and size + SPARE_BYTES > free:
+        raise MemoryError(f"a copy takes {size} bytes of host memory, {SPARE_BYTES} more must stay free, of {free}")
+
+
+def available_bytes(root: Path = Path("/")) -> int | None:
+    """Return how much more memory this process may take: what the machine has, and what its control groups allow.
+
+    Args:
+        root: where ``proc`` and ``sys`` are.
+
+    Returns:
+        The least of all that is said, in bytes; None where nothing is said (no Linux). Cached files count as free.
+
+    Ranks: local.
+
+    Example:
+        >>> available_bytes() != 0
+        True
+    """
+    limits = list(_control_groups(root))
+    if machine := _numbers(root / "proc" / "meminfo").get("MemAvailable"):
+        limits.append(machine * 1024)
+    return max(0, min(limits)) if limits else None
+
+
+def _control_groups(root: Path) -> Iterator[int]:
+    mounted = root / "sys" / "fs" / "cgroup"
+    for line in _text(root / "proc" / "self" / "cgroup").splitlines():
+        _, kinds, path = line.split(":", 2)
+        if kinds and "memory" not in kinds.split(","):
+            continue
+        top, names = (mounted / "memory", _VERSION_1) if kinds else (mounted, _VERSION_2)
+        group = top / path.lstrip("/")
+        for each in (group, *group.parents):  # a limit may be set on any of them; in a container a path may not exist
+            if top in {each, *each.parents}:
+                yield from _one_group(each, *names)
+
+
+_VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+_VERSION_2 = ("memory.max", "memory.current", "inactive_file")
+
+
+def _one_group(group: Path, limit_name: str, usage_name: str, cache_name: str) -> Iterator[int]:
+    limit, usage = _text(group / limit_name).strip(), _text(group / usage_name).strip()
+    if limit.isdigit() and usage.isdigit() and int(limit) < HUGE:
+        yield int(limit) - int(usage) + _numbers(group / "memory.stat").get(cache_name, 0)
+
+
+def _numbers(path: Path) -> dict[str, int]:
+    words = [line.split() for line in _text(path).splitlines()]
+    return {parts[0].rstrip(":"): int(parts[1]) for parts in words if len(parts) > 1 and parts[1].isdigit()}
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""

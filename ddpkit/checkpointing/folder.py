@@ -11,14 +11,16 @@ import functools
 import itertools
 import logging
 import math
+import operator
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 from ddpkit.base import dump_plain_yaml, to_plain
+from ddpkit.checkpointing.async_save import state_bytes
 from ddpkit.checkpointing.hooks import SaveHook, saved_state, saves_on_every_rank, torch_save, write_state
 from ddpkit.checkpointing.index import (
     DIRECTORY_PREFIX,
@@ -34,7 +36,6 @@ from ddpkit.checkpointing.index import (
     ranked,
 )
 from ddpkit.checkpointing.run_lock import FolderLock
-from ddpkit.checkpointing.snapshot import state_bytes
 from ddpkit.checkpointing.storage import (
     MOST_TEXT,
     REPLACED_PREFIX,
@@ -215,10 +216,10 @@ class CheckpointFolder:
         path: the folder.
         ledger: finds checkpoints, and remembers which are damaged.
         verify_mode: how a checkpoint is verified before it is used.
-        warns: a save that fails is warned of and training goes on.
+        on_error: "stop", or "warn": a save that fails is warned of, and training goes on.
         lock: of the folder; held while anything is saved or deleted.
         world_size: of the run that saves.
-        apart: directories of checkpoints that are another run's: not counted and not deleted.
+        of_others: directories of checkpoints that are another run's: not counted and not deleted.
 
     Ranks: main only.
 
@@ -239,9 +240,9 @@ class CheckpointFolder:
     ledger: DamageLedger
     lock: FolderLock
     verify_mode: VerifyMode = "full"
-    warns: bool = False
+    on_error: Literal["stop", "warn"] = "stop"
     world_size: int = 1
-    apart: set[Path] = field(default_factory=set)
+    of_others: set[Path] = field(default_factory=set)
 
     # ------------------------------------------------------------------------------------ saving
 
@@ -281,7 +282,7 @@ class CheckpointFolder:
             text = (META_HEAD + META_MARK + dump_plain_yaml(meta)).encode()
             if len(text) > MOST_TEXT:  # a checkpoint that could not be read again
                 raise CheckpointError(f"its meta takes {len(text)} bytes, of {MOST_TEXT}: save large values as files.")
-            write_file(staging / META_NAME, lambda handle: handle.write(text))
+            write_file(staging / META_NAME, operator.methodcaller("write", text))
             others = {name: hook for name, hook in hooks.items() if hook is not torch_save}
             failure = run_savers(others, save.objects, staging)
             if failure is not None:
@@ -301,27 +302,22 @@ class CheckpointFolder:
         """Write the states, give the checkpoint its name, and apply the retention.
 
         Raises:
-            CheckpointError: it could not be saved, and nothing is left of it; or, without ``warns``, the retention
+            CheckpointError: it could not be saved, and nothing is left of it; or, unless ``on_error`` is "warn", the retention
                 could not be applied.
         """
         checkpoint, staging, states = collected.checkpoint, collected.staging, collected.states
-
-        def write() -> dict[Path, str]:
-            digests = {}
+        final, digests, needed = checkpoint.path, {}, functools.partial(state_bytes, states)
+        with cleaned_on_error(staging, final, needed):
             for name, state in states.items():
                 path = staging / f"{name}{SUFFIX}"
                 try:
                     digests[path] = write_state(state, path)
                 except Exception as error:
                     raise _saver_error(name, error) from error
-            return digests
-
-        needed = functools.partial(state_bytes, states)
-        final = checkpoint.path
-        commit_staging(staging, final, write, self.world_size, before_rename=self.lock.require, bytes_needed=needed)
+        commit_staging(staging, final, digests, self.world_size, before_rename=self.lock.require, bytes_needed=needed)
         self.ledger.reasons.pop(final, None)
         self.ledger.note_time(checkpoint)
-        self.apart.discard(final)  # whose name this run has taken
+        self.of_others.discard(final)  # whose name this run has taken
         kind = "an end-of-epoch" if save.end_of_epoch else "an intra-epoch"
         epoch = "" if save.epoch is None else f" of epoch {save.epoch}"
         logger.log(save.verbosity, "Saved %s checkpoint%s in %s", kind, epoch, shown_path(final))
@@ -330,11 +326,11 @@ class CheckpointFolder:
         return checkpoint
 
     def attempt(self, function: Callable[..., T], *arguments: Any) -> T | None:
-        """Run a part of a save; with ``warns``, warn of a ``CheckpointError`` and return None."""
+        """Run a part of a save; if ``on_error`` is "warn", warn of a ``CheckpointError`` and return None."""
         try:
             return function(*arguments)
         except CheckpointError as error:
-            if not self.warns or isinstance(error, FolderInUseError):
+            if self.on_error != "warn" or isinstance(error, FolderInUseError):
                 raise
             self.warn(error)
             return None
@@ -394,7 +390,7 @@ class CheckpointFolder:
         """
         ledger = self.ledger
         mode: VerifyMode = "off" if self.verify_mode == "off" else "size"
-        readable = [each for each in ledger.scan(self.path, self.verify_mode) if each.path not in self.apart]
+        readable = [each for each in ledger.scan(self.path, self.verify_mode) if each.path not in self.of_others]
         counted = [each for each in readable if each.path not in ledger.reasons and ledger.is_whole(each, mode)]
         for checkpoint in deletable(counted, retention):
             self.lock.remove(checkpoint.path)

@@ -18,6 +18,7 @@ calls that leave ``weights_only`` out was read in torch 2.13's ``serialization.p
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
@@ -282,7 +283,7 @@ def write_state(state: Any, path: Path) -> str:
         >>> safe_load(path)
         {'step': 3}
     """
-    digest = write_file(path, lambda handle: torch.save(state, handle))
+    digest = write_file(path, functools.partial(torch.save, state))
     refused = torch.serialization.get_unsafe_globals_in_checkpoint(path)  # reads the pickle alone, not the tensors
     if refused:
         raise CheckpointError(

@@ -31,6 +31,7 @@ import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
+from types import MappingProxyType
 from typing import Any, BinaryIO, Literal, cast
 
 import torch
@@ -291,7 +292,7 @@ def cleaned_on_error(
 def commit_staging(
     staging: Path,
     final: Path,
-    write: Callable[[], Mapping[Path, str]] = dict,
+    digests: Mapping[Path, str] = MappingProxyType({}),
     world_size: int = 1,
     *,
     before_rename: Callable[[], object] = lambda: None,
@@ -302,7 +303,7 @@ def commit_staging(
     Args:
         staging: the directory; every file in it must be complete.
         final: its name from now on. A directory of that name is replaced.
-        write: called first, to write what is not there yet; returns the SHA-256 of what it wrote, by path.
+        digests: the SHA-256 of files in it, by path, as :func:`write_file` returns them; the others are read.
         world_size: number of processes of the run; goes into the manifest.
         before_rename: called when all is on the disk; what it raises prevents the commit.
         bytes_needed: as in :func:`cleaned_on_error`.
@@ -321,7 +322,7 @@ def commit_staging(
         (True, False)
     """
     with cleaned_on_error(staging, final, bytes_needed):
-        _seal(staging, world_size, write())
+        _seal(staging, world_size, digests)
         before_rename()
         _publish(staging, final)
 

@@ -263,7 +263,7 @@ class Side:
         """Do what ``optimizers_step`` does, but for the step itself and what follows it."""
         train_step, brain = self.parts.train_step, self.brain
         self.has_counts = self.has_counts or brain.progress.window.counted is not None
-        multiplier, optimizers = train_step.take_multiplier(), train_step.note_optimizers_to_step(brain)
+        multiplier, optimizers = train_step.close_window(), train_step.note_optimizers_to_step(brain)
         train_step.strategy.finish_gradients()
         self._keep(optimizers, multiplier)
         optim.zero_gradients(optimizers, set_to_none=True)

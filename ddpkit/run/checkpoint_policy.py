@@ -384,15 +384,15 @@ class CheckpointPolicy:
 
     # ------------------------------------------------------------------ saving in the middle of an epoch
 
-    def save_if_due(self, seconds_since_ckpt: float, steps_since_ckpt: int) -> bool:
+    def save_if_due(self, seconds_since_ckpt: float, batches_since_ckpt: int) -> bool:
         """Save in the middle of an epoch if it is time, and say whether it was.
 
         Args:
             seconds_since_ckpt: the same on all ranks, as is the next.
-            steps_since_ckpt: batches.
+            batches_since_ckpt: of this rank.
         """
         minutes, steps = self.options.ckpt_interval_minutes, self.options.ckpt_interval_steps
-        due = 0 < minutes * 60 <= seconds_since_ckpt or 0 < steps <= steps_since_ckpt
+        due = 0 < minutes * 60 <= seconds_since_ckpt or 0 < steps <= batches_since_ckpt
         if due:
             self.save_inside_epoch()
         return bool(due)
@@ -409,9 +409,14 @@ class CheckpointPolicy:
     def save_before_evaluation(self) -> None:
         """Save where training ended before the evaluation that is now stopped."""
         progress = self.progress
-        if self.checkpointer is None or not progress.is_fitting or progress.trained is None or progress.sums is None:
+        if (
+            self.checkpointer is None
+            or not progress.is_fitting
+            or progress.train_meter is None
+            or progress.train_sums is None
+        ):
             return
-        with _as_trained(progress), self._with_sums(list(progress.sums)):
+        with _at_last_update(progress), self._with_sums(list(progress.train_sums)):
             self._save_intra_epoch(self.checkpointer)
 
     def _save_intra_epoch(self, checkpointer: Checkpointer, **meta: Any) -> None:
@@ -428,11 +433,11 @@ class CheckpointPolicy:
     @contextlib.contextmanager
     def _with_sums(self, sums: list[float] | None) -> Iterator[None]:
         """Return a context for a save, with the losses of all ranks; None: those of this rank stand for all."""
-        self.run_state.sums = sums
+        self.run_state.loss_sums = sums
         try:
             yield
         finally:
-            self.run_state.sums = None
+            self.run_state.loss_sums = None
             if self.rank_state.states is not None:
                 self.rank_state.states.forget()
 
@@ -450,7 +455,7 @@ class CheckpointPolicy:
     def _save_failure(self, checkpointer: Checkpointer, error: BaseException) -> None:
         """Save what had been trained when training failed."""
         progress, states = self.progress, self.rank_state.states
-        if states is None or progress.trained is None or progress.closed <= self.rank_state.resumed_step:
+        if states is None or progress.train_meter is None or progress.window_end <= self.rank_state.resumed_step:
             return  # nothing has been trained since the epoch began, or since the checkpoint it goes on from
         if self.train_step.is_stepping or checkpointer.saves_on_every_rank:
             reason = (
@@ -458,8 +463,8 @@ class CheckpointPolicy:
             )
             logger.warning("No checkpoint is made of the failure: %s.", reason)
             return
-        is_over = progress.sums is not None  # the pass: then the sums of all ranks are known
-        with _as_trained(progress), self._with_sums(list(progress.sums or ()) or None):
+        is_over = progress.train_sums is not None  # the pass: then the sums of all ranks are known
+        with _at_last_update(progress), self._with_sums(list(progress.train_sums or ()) or None):
             own = self.rank_state.state_dict() | {"random": None}  # which has been drawn from since
             states.set_own(own | {"loss": None} if is_over else own)
             checkpointer.asynchronous = False
@@ -491,8 +496,8 @@ class CheckpointPolicy:
         if pending:
             words = "A checkpoint is made inside of an optimizer step: the gradients of %d batch(es) are not in it."
             logger.warning_once(words, pending)
-        elif not self._has_own_fit_batch and not is_known and progress.closed == step - 1:
-            self.rank_state.trained_batches = progress.closed  # this batch has not been trained on yet
+        elif not self._has_own_fit_batch and not is_known and progress.window_end == step - 1:
+            self.rank_state.trained_batches = progress.window_end  # this batch has not been trained on yet
         self.run_state.lacks = step if self._has_own_fit_batch and not is_known else None
         self.rank_state.is_inside_batch = True
         try:
@@ -505,10 +510,10 @@ class CheckpointPolicy:
 
 
 @contextlib.contextmanager
-def _as_trained(progress: Progress) -> Iterator[None]:
+def _at_last_update(progress: Progress) -> Iterator[None]:
     """Return a context in which progress is what it was after the last optimizer step."""
     before = progress.step, progress.meter
-    progress.step, progress.meter = progress.closed, progress.trained or progress.meter
+    progress.step, progress.meter = progress.window_end, progress.train_meter or progress.meter
     try:
         yield
     finally:

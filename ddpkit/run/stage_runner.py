@@ -27,7 +27,7 @@ from ddpkit.train_logger import run_event
 from ddpkit.training import (
     Feed,
     First,
-    LoopHost,
+    LoopHooks,
     Profiled,
     Seen,
     StepHooks,
@@ -68,7 +68,7 @@ logger = get_logger(__name__)
 BAR_SECONDS = 1.0
 
 
-class StageHooks(LoopHost, StepHooks, Protocol):
+class StageHooks(LoopHooks, StepHooks, Protocol):
     """The hooks of a recipe that a stage calls.
 
     Ranks: all.
@@ -150,39 +150,39 @@ class StageRunner:
 
     # ------------------------------------------------------------------ training
 
-    def train(self, hooks: StageHooks, loader: Any, epoch: int, *, enable_bar: bool) -> None:
+    def train(self, brain: StageHooks, loader: Any, epoch: int, *, enable_bar: bool) -> None:
         """Train one epoch.
 
         Args:
-            hooks: of the recipe.
+            brain: of the recipe.
             loader: this rank's batches.
             epoch: from 1.
             enable_bar: show progress (main process only, whatever is given).
         """
         with self._logging(Stage.TRAIN, epoch):
-            self._train(hooks, loader, epoch, enable_bar=enable_bar)
+            self._train(brain, loader, epoch, enable_bar=enable_bar)
 
-    def _train(self, hooks: StageHooks, loader: Any, epoch: int, *, enable_bar: bool) -> None:
+    def _train(self, brain: StageHooks, loader: Any, epoch: int, *, enable_bar: bool) -> None:
         progress, train_step = self.progress, self.train_step
         self.policy.run_state.check_epoch(epoch)
         self.rank_state.begin_epoch(epoch)
-        hooks.on_stage_start(Stage.TRAIN, epoch)
+        brain.on_stage_start(Stage.TRAIN, epoch)
         train_step.strategy.follow(self.modules)
         if train_step.ema is not None:
             train_step.ema.follow()
         self.modules.train()
-        hooks.zero_grad()
+        brain.zero_grad()
         if not progress.step:
             progress.nonfinite = 0
-        progress.avg_train_loss = progress.train_loss = self._pass(hooks, loader, epoch, enable_bar=enable_bar)
-        hooks.zero_grad(set_to_none=True)
+        progress.avg_train_loss = progress.train_loss = self._pass(brain, loader, epoch, enable_bar=enable_bar)
+        brain.zero_grad(set_to_none=True)
         if train_step.schedule is not None:
             train_step.schedule.after_stage(Stage.TRAIN, progress.avg_train_loss, progress.optimizer_step)
         with self._no_failure_saved():
-            hooks.on_stage_end(Stage.TRAIN, progress.avg_train_loss, epoch)
+            brain.on_stage_end(Stage.TRAIN, progress.avg_train_loss, epoch)
         progress.avg_train_loss, progress.step, progress.meter = 0.0, 0, LossMeter()
 
-    def _pass(self, hooks: StageHooks, loader: Any, epoch: int, *, enable_bar: bool) -> float:
+    def _pass(self, brain: StageHooks, loader: Any, epoch: int, *, enable_bar: bool) -> float:
         """Train on every batch of the epoch; return the mean loss over all samples of all ranks."""
         progress, options = self.progress, self.options
         length = length_of(loader)
@@ -192,7 +192,8 @@ class StageRunner:
         set_epoch(loader, epoch)  # after begin_pass, which may give a stream the epoch before
         require_same_draw(loader)
         feed = self._feed(loader, left_out, ready)
-        progress.closed, progress.trained, progress.sums = progress.step, progress.meter, None
+        progress.window_end, progress.train_meter, progress.train_sums = progress.step, progress.meter, None
+        progress.is_in_pass = True
         self._begin(Stage.TRAIN, loader)
         saves = _IntraEpochSaves(self.train_step, options, self.policy, self.stop)
         sync = PeriodicSync(progress.logged.confer, get_world_size(), is_main=if_main_process())
@@ -210,9 +211,9 @@ class StageRunner:
 
             limit = float("inf") if options.optimizer_step_limit is None else options.optimizer_step_limit
             on_window = saves.on_window if saves.saves_by_steps or self.train_step.freezes else None
-            train_epoch(hooks, feed, sync, on_sync, limit, on_window=on_window, tell=saves.tell)
-            if self.train_step.prepare_flush(hooks):
-                hooks.optimizers_step()
+            train_epoch(brain, feed, sync, on_sync, limit, on_window=on_window, tell=saves.tell)
+            if self.train_step.prepare_flush(brain):
+                brain.optimizers_step()
             progress.window.stepped()
             progress.window.count, progress.window.weight = 1, 1.0  # an evaluation follows, whose batches all count
             self.rank_state.end_pass()
@@ -249,11 +250,11 @@ class StageRunner:
 
     # ------------------------------------------------------------------ evaluation
 
-    def evaluate(self, hooks: StageHooks, loader: Any, stage: Stage, epoch: int | None, *, enable_bar: bool) -> float:
+    def evaluate(self, brain: StageHooks, loader: Any, stage: Stage, epoch: int | None, *, enable_bar: bool) -> float:
         """Evaluate a loader.
 
         Args:
-            hooks: of the recipe.
+            brain: of the recipe.
             loader: this rank's batches: the whole set, or its part of it.
             stage: VALID or TEST.
             epoch: of the training, or None.
@@ -263,29 +264,29 @@ class StageRunner:
             The mean loss over all samples, one number for all ranks.
         """
         with self._logging(stage, epoch):
-            return self._evaluate_with_hooks(hooks, loader, stage, epoch, enable_bar=enable_bar)
+            return self._evaluate_with_hooks(brain, loader, stage, epoch, enable_bar=enable_bar)
 
     def _evaluate_with_hooks(
-        self, hooks: StageHooks, loader: Any, stage: Stage, epoch: int | None, *, enable_bar: bool
+        self, brain: StageHooks, loader: Any, stage: Stage, epoch: int | None, *, enable_bar: bool
     ) -> float:
         progress, schedule = self.progress, self.train_step.schedule
-        hooks.on_stage_start(stage, epoch)
+        brain.on_stage_start(stage, epoch)
         self.modules.eval()
         progress.step = 0
         with self._stoppable(), self._averaged_weights(stage):
-            loss = self._evaluate(hooks, loader, stage, epoch, enable_bar=enable_bar)
+            loss = self._evaluate(brain, loader, stage, epoch, enable_bar=enable_bar)
         if stage is Stage.VALID:
             progress.step, progress.valid_loss = 0, loss
             if schedule is not None:
                 schedule.after_stage(stage, loss, progress.optimizer_step)
         with torch.no_grad(), self._no_failure_saved():
-            hooks.on_stage_end(stage, loss, epoch)
+            brain.on_stage_end(stage, loss, epoch)
         progress.step, progress.meter = 0, LossMeter()
         return loss
 
-    def _evaluate(self, hooks: StageHooks, loader: Any, stage: Stage, epoch: int | None, *, enable_bar: bool) -> float:
+    def _evaluate(self, brain: StageHooks, loader: Any, stage: Stage, epoch: int | None, *, enable_bar: bool) -> float:
         require_same_draw(loader)
-        self.progress.meter = LossMeter()
+        self.progress.meter, self.progress.is_in_pass = LossMeter(), False
         self._begin(stage, loader)
         started = time.monotonic()
         with self._bar(stage, epoch, self._limited(length_of(loader)), enable=enable_bar) as bar:
@@ -293,17 +294,17 @@ class StageRunner:
             bar.partial = plan is not None and plan.world_size > 1
             confer = StopsOfEvaluation(self.progress, self.stop.cause)
             batches = First(compared(loader, stage), self._limited(None))
-            evaluate_epoch(hooks, batches, stage, bar, count=counting(loader), sync=sync, confer=confer)
+            evaluate_epoch(brain, batches, stage, bar, count=counting(loader), sync=sync, confer=confer)
             confer.await_others()
             return self._finish(stage, epoch, time.monotonic() - started, bar)
 
     # ------------------------------------------------------------------ prediction
 
-    def predict(self, hooks: StageHooks, loader: Any, precision: Any, *, enable_bar: bool) -> list[Any]:
+    def predict(self, brain: StageHooks, loader: Any, precision: Any, *, enable_bar: bool) -> list[Any]:
         """Run the model over a loader.
 
         Args:
-            hooks: of the recipe.
+            brain: of the recipe.
             loader: this rank's batches.
             precision: a context for each batch.
             enable_bar: as for :meth:`evaluate`.
@@ -321,14 +322,14 @@ class StageRunner:
         try:
             with self._stoppable(), self._logging(Stage.TEST, None):  # what is logged here is for nobody
                 with self._averaged_weights(Stage.TEST):
-                    outputs = self._outputs(hooks, loader, precision, enable_bar=enable_bar)
+                    outputs = self._outputs(brain, loader, precision, enable_bar=enable_bar)
                 gathered: list[Any] = gather_results(progress.seen, outputs)
         finally:
             progress.seen, progress.step = before
         return gathered
 
     @torch.no_grad()
-    def _outputs(self, hooks: StageHooks, loader: Any, precision: Any, *, enable_bar: bool) -> list[Any]:
+    def _outputs(self, brain: StageHooks, loader: Any, precision: Any, *, enable_bar: bool) -> list[Any]:
         """Run the model over this rank's batches; return one output per sample, on the CPU."""
         progress, counts = self.progress, counts_of(loader)
         makes_batches = getattr(loader, "batch_size", 0) is None and getattr(loader, "batch_sampler", None) is None
@@ -340,9 +341,9 @@ class StageRunner:
             for number, batch in enumerate(First(compared(loader, Stage.TEST), self._limited(None)), 1):
                 progress.step = number
                 with precision:
-                    output = on_cpu(hooks.predict_batch(batch))
+                    output = on_cpu(brain.predict_batch(batch))
                 count = None if counts is None else counts.count(number - 1)
-                outputs += [output] if makes_batches else _rows(output, count, type(hooks).__name__)
+                outputs += [output] if makes_batches else _rows(output, count, type(brain).__name__)
                 if time.monotonic() >= due:
                     due = time.monotonic() + BAR_SECONDS
                     bar.show(number, None, len(outputs))
@@ -404,9 +405,9 @@ class StageRunner:
     @contextlib.contextmanager
     def _no_failure_saved(self) -> Iterator[None]:
         """Return a context for a hook; if it fails, nothing is saved: it would be called on what it changed."""
-        trained, self.progress.trained = self.progress.trained, None
-        yield  # no finally: `trained` stays None after a failure
-        self.progress.trained = trained
+        meter, self.progress.train_meter = self.progress.train_meter, None
+        yield  # no finally: `train_meter` stays None after a failure
+        self.progress.train_meter = meter
 
     def _finish(self, stage: Stage, epoch: int | None, seconds: float, bar: ProgressBar) -> float:
         """Agree on the mean loss, write it down, and return it."""
@@ -419,7 +420,7 @@ class StageRunner:
         loss_sum, count, bad, samples = progress.logged.finish(own)
         mean = loss_sum / count if count else float("nan")
         if stage is Stage.TRAIN:
-            progress.sums = loss_sum, count, samples
+            progress.train_sums, progress.is_in_pass = (loss_sum, count, samples), False
         bad, samples = bad // copies, samples // copies
         bar.partial = False
         bar.show(progress.step, mean, int(samples))

@@ -204,7 +204,7 @@ class RunState:
         recovered: the checkpoint that was recovered in this call of ``fit`` or ``evaluate``.
         is_recovered_here: whether that was made in this call of ``fit``.
         expected_epoch: with which a recovered checkpoint goes on.
-        sums: losses, what they count, and samples over all ranks, for the next save; None: those of this rank.
+        loss_sums: losses, what they count, and samples over all ranks, for the next save; None: those of this rank.
         lacks: the batch whose loss the next save cannot know; or None.
 
     Ranks: local; every rank recovers, the main process saves.
@@ -227,7 +227,7 @@ class RunState:
         self.recovered: Path | None = None
         self.is_recovered_here = True
         self.expected_epoch: int | None = None
-        self.sums: list[float] | None = None
+        self.loss_sums: list[float] | None = None
         self.lacks: int | None = None
         self._rates: dict[str, Any] | None = None  # with which the training of each optimizer has begun
         self._script_rates: dict[str, list[float]] | None = None
@@ -246,7 +246,7 @@ class RunState:
         # In a save that a recipe makes, perhaps on the main process alone, its own share stands for all; in an
         # evaluation the sums are not those of the training.
         ranks, progress = get_world_size() if self.modules.training else 0, self.progress
-        loss_sum, loss_count, samples = self.sums or [one * ranks for one in self.rank_state.own_sums()]
+        loss_sum, loss_count, samples = self.loss_sums or [one * ranks for one in self.rank_state.own_sums()]
         divisor = self.train_step.sum_divisor
         state = {
             "step": self.rank_state.step_to_save,

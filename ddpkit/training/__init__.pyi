@@ -16,7 +16,7 @@ from ddpkit.training.gathering import (
     rows_of as rows_of,
 )
 from ddpkit.training.loop import (
-    LoopHost as LoopHost,
+    LoopHooks as LoopHooks,
     Progress as Progress,
     evaluate_epoch as evaluate_epoch,
     one_number as one_number,

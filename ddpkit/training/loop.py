@@ -1,6 +1,6 @@
 """The loops: one pass of training, one pass of evaluation. They know nothing of files, models or ranks.
 
-What differs between ranks, and what the ranks must agree on, comes in through the :class:`LoopHost` and a few
+What differs between ranks, and what the ranks must agree on, comes in through the :class:`LoopHooks` and a few
 callables, so that a loop can be tested with a stub and no model.
 """
 
@@ -42,9 +42,10 @@ class Progress:
         step: batches of the current stage, on this rank.
         optimizer_step: updates since the run began.
         began_at: updates before the current epoch.
-        closed: batches of the current or last training stage up to the end of the last window, stepped or skipped.
-        trained: losses of the training stage of this epoch on this rank; None before it.
-        sums: sum of those over all ranks, what it counts, and the samples; None until that stage is over.
+        is_in_pass: whether a training stage goes through its batches.
+        window_end: batches of the current or last training stage up to the end of the last window, stepped or skipped.
+        train_meter: losses of the training stage of this epoch on this rank; None before it.
+        train_sums: sum of those over all ranks, what it counts, and the samples; None until that stage is over.
         avg_train_loss: mean training loss of the epoch so far, over all ranks, about a second old.
         is_fitting: whether a call of ``fit`` runs: then a recovered checkpoint sets the position.
         nonfinite: steps skipped in the current epoch because a gradient was not finite.
@@ -72,7 +73,8 @@ class Progress:
     step: int = 0
     optimizer_step: int = 0
     began_at: int = 0
-    closed: int = 0
+    is_in_pass: bool = False
+    window_end: int = 0
     avg_train_loss: float = 0.0
     is_fitting: bool = False
     nonfinite: int = 0
@@ -80,8 +82,8 @@ class Progress:
     has_told_clipping: bool = False
     window: Window = field(default_factory=Window)
     meter: LossMeter = field(default_factory=LossMeter)
-    trained: LossMeter | None = None
-    sums: tuple[float, float, float] | None = None
+    train_meter: LossMeter | None = None
+    train_sums: tuple[float, float, float] | None = None
     seen: Seen | None = None
     loader: Any = None
     result: Any = None
@@ -94,20 +96,16 @@ class Progress:
     def restart(self) -> None:
         """Forget where a pass that was interrupted had come to."""
         self.step, self.window, self.meter = 0, Window(), LossMeter()
-        self.closed, self.trained, self.sums, self.loader = 0, None, None, None
+        self.window_end, self.train_meter, self.train_sums, self.loader = 0, None, None, None
+        self.is_in_pass = False
         self.result, self.result_at = None, 0
         self.epochs, self.train_loss, self.valid_loss = 0, None, None
         self.logged.values.clear()
 
     def end_epoch(self) -> None:
         """Note that an epoch is over, its evaluation and its checkpoint too."""
-        self.trained, self.closed = None, 0
+        self.train_meter, self.window_end = None, 0
         self.epochs += 1
-
-    @property
-    def is_in_pass(self) -> bool:
-        """Whether a training stage goes through its batches."""
-        return self.sums is None and self.trained is not None and self.trained is self.meter
 
     @property
     def clipped_share(self) -> float:
@@ -136,8 +134,8 @@ class Progress:
         logger.warning("The gradients are not finite (norm=%s); step skipped on all ranks: %s.", norm, where)
 
 
-class LoopHost(Protocol):
-    """What a loop asks of the Brain.
+class LoopHooks(Protocol):
+    """The hooks of a recipe that a loop calls.
 
     Ranks: as the loops.
     """
@@ -154,7 +152,7 @@ class LoopHost(Protocol):
 
 
 def train_epoch(
-    host: LoopHost,
+    brain: LoopHooks,
     feed: Feed | StreamFeed,
     sync: PeriodicSync,
     on_sync: Callable[[SyncReport, Any], None],
@@ -166,7 +164,7 @@ def train_epoch(
     """Train on every batch of a feed.
 
     Args:
-        host: whose hooks do the work.
+        brain: of the recipe.
         feed: the batches.
         sync: when the ranks confer.
         on_sync: called with what they learnt, and the batch, at the same step on every rank.
@@ -176,14 +174,14 @@ def train_epoch(
 
     Ranks: collective.
     """
-    progress, name = host.progress, type(host).__name__
+    progress, name = brain.progress, type(brain).__name__
     window, meter = progress.window, progress.meter
     sync.start(progress.step)
     if progress.optimizer_step >= stop_at:
         return
     for batch in feed.batches(window):
         progress.step += 1
-        loss = host.fit_batch(batch) if window.count else _fit_repeated(host, batch)
+        loss = brain.fit_batch(batch) if window.count else _fit_repeated(brain, batch)
         if loss.__class__ is tuple:
             loss_sum, count = sum_and_count(loss, name, "fit_batch")
             meter.append_sum(loss_sum, count if window.count else 0.0)
@@ -192,7 +190,7 @@ def train_epoch(
         meter.samples += window.count
         if not window.closes:
             continue
-        progress.closed = progress.step
+        progress.window_end = progress.step
         if on_window is not None:
             on_window()
         if progress.step >= sync.due:
@@ -202,14 +200,14 @@ def train_epoch(
             return
 
 
-def _fit_repeated(host: LoopHost, batch: Any) -> Any:
+def _fit_repeated(brain: LoopHooks, batch: Any) -> Any:
     """Take part in a step with a batch that counts nothing, neither in metrics nor in batch statistics."""
     with nothing_counts():
-        return host.fit_batch(batch)
+        return brain.fit_batch(batch)
 
 
 def evaluate_epoch(
-    host: LoopHost,
+    brain: LoopHooks,
     loader: Iterable[Any],
     stage: Stage,
     bar: ProgressBar,
@@ -221,7 +219,7 @@ def evaluate_epoch(
     """Evaluate every batch of a loader. No collective but in ``confer``: ranks may have different numbers of batches.
 
     Args:
-        host: whose hooks do the work.
+        brain: of the recipe.
         loader: this rank's batches.
         stage: VALID or TEST.
         bar: told about once a second.
@@ -231,7 +229,7 @@ def evaluate_epoch(
 
     Ranks: local.
     """
-    progress, name = host.progress, type(host).__name__
+    progress, name = brain.progress, type(brain).__name__
     meter = progress.meter
     sync.start(progress.step)
     with torch.no_grad():
@@ -239,7 +237,7 @@ def evaluate_epoch(
         for number, batch in enumerate(batches):
             progress.step += 1
             samples = progress.window.weight = count(number, batch)  # the recipe may log means
-            loss = host.evaluate_batch(batch, stage)
+            loss = brain.evaluate_batch(batch, stage)
             if loss.__class__ is tuple:
                 meter.append_sum(*sum_and_count(loss, name, "evaluate_batch"))
             else:

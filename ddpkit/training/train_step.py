@@ -172,7 +172,7 @@ class TrainStep:
         with self.strategy.backward_pass(self.modules, closes=window.closes, counts=window.count > 0):
             backward(loss, scale, self._active_scaler, self.name, retain_graph=retain_graph)
 
-    def take_result(self, loss: Any) -> tuple[Any, Any]:
+    def note_loss(self, loss: Any) -> tuple[Any, Any]:
         """Note the loss of the current micro-batch.
 
         Args:
@@ -225,29 +225,29 @@ class TrainStep:
 
     # ------------------------------------------------------------------ the optimizer step
 
-    def take(self, hooks: StepHooks) -> None:
+    def step_optimizers(self, brain: StepHooks) -> None:
         """Clip all gradients together, step the optimizers, drop the gradients; or skip, on all ranks alike.
 
         Args:
-            hooks: of the recipe.
+            brain: of the recipe.
 
         Raises:
             BatchError: the counts of the window add up to less than 0.
             NonFiniteLossError: more than ``nonfinite_patience`` steps of this epoch were not finite.
         """
-        multiplier, optimizers = self.take_multiplier(), self.note_optimizers_to_step(hooks)
+        multiplier, optimizers = self.close_window(), self.note_optimizers_to_step(brain)
         if not optimizers:
             return
         self.strategy.finish_gradients()
         scaler = self._active_scaler
         if scaler is None and self.options.skip_nonfinite_grads:
-            hooks.check_gradients()
+            brain.check_gradients()
         self.is_stepping = True
         updates = scaler is None or self._note_unscaled(optimizers)
         result = optim.take_step(optimizers, self.options.max_grad_norm, scaler, multiplier, updates=updates)
         self.is_stepping = False
         if self.progress.window.closes:
-            self.progress.closed = self.progress.step
+            self.progress.window_end = self.progress.step
         if result.stepped:
             self.progress.clipped += result.clipped
             self._follow_step(optimizers)
@@ -263,16 +263,16 @@ class TrainStep:
         elif scaler is None or scaler.get_scale() < 1.0:  # at 1 or more an overflow is its fault: it shrinks
             self.progress.count_skipped(result.norm, self.options.nonfinite_patience)
 
-    def optimizers_to_step(self, hooks: StepHooks) -> list[torch.optim.Optimizer]:
+    def optimizers_to_step(self, brain: StepHooks) -> list[torch.optim.Optimizer]:
         """Return the optimizers that step now."""
         if self.optimizers is not None:
-            chosen = hooks.freeze_optimizers(self.optimizers) if self._recipe_freezes else self.optimizers
+            chosen = brain.freeze_optimizers(self.optimizers) if self._recipe_freezes else self.optimizers
             return list(chosen.values())
         return [] if self.optimizer is None else [self.optimizer]
 
-    def note_optimizers_to_step(self, hooks: StepHooks) -> list[torch.optim.Optimizer]:
+    def note_optimizers_to_step(self, brain: StepHooks) -> list[torch.optim.Optimizer]:
         """Return :meth:`optimizers_to_step`; remember them, where a recipe freezes some."""
-        stepping = self.optimizers_to_step(hooks)
+        stepping = self.optimizers_to_step(brain)
         if self._recipe_freezes and self.optimizers:
             self._stepped = [*(self._stepped or ()), *stepping]
         return stepping
@@ -294,17 +294,17 @@ class TrainStep:
             frozen = [one for one in known if all(one is not other for other in stepped)]
             optim.zero_gradients(frozen, set_to_none=True)
 
-    def prepare_flush(self, hooks: StepHooks) -> bool:
+    def prepare_flush(self, brain: StepHooks) -> bool:
         """Say whether an own ``fit_batch`` left gradients in a window that the epoch cut short; set its multiplier."""
         window = self.progress.window
         pending = window.pending(self.progress.step)
-        if not (pending and optim.gradients(self.optimizers_to_step(hooks))):
+        if not (pending and optim.gradients(self.optimizers_to_step(brain))):
             return False
         if not (window.is_weighed or window.has_means or window.counted is not None):
             window.multiplier = self.options.grad_accumulation_factor / pending  # it was divided by the factor
         return True
 
-    def take_multiplier(self) -> torch.Tensor | float:
+    def close_window(self) -> torch.Tensor | float:
         """Return what the gradients are multiplied by before the step; what is counted begins anew."""
         window = self.progress.window
         if window.counted is not None:

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from ddpkit.checkpointing import folder, snapshot, storage
+from ddpkit.checkpointing import async_save, folder, storage
 from ddpkit.checkpointing.async_save import BackgroundSave, wait_for_folder
 from ddpkit.checkpointing.run_lock import FolderLock
 from ddpkit.checkpointing.storage import FileOperations, verify
@@ -288,7 +288,7 @@ def test_memory_is_given_back_when_it_is_switched_off(checkpointer):
 
 
 def test_where_memory_is_short_the_save_waits_and_says_so_once(checkpointer, monkeypatch, caplog, model):
-    monkeypatch.setattr(snapshot, "available_bytes", lambda: 1000)
+    monkeypatch.setattr(async_save, "available_bytes", lambda: 1000)
     ran = []
     checkpointer.add_recoverable("other", {}, lambda *_: None, lambda obj, path: ran.append(path.write_text("x")))
     stamp(model, 6)

@@ -55,7 +55,7 @@ commit_directory(final, lambda folder: write_file(folder / "model.ckpt", die))
 
 def commit(final, write):
     staging = make_staging(final)
-    commit_staging(staging, final, lambda: write(staging))
+    commit_staging(staging, final, write(staging))
 
 
 def test_only_what_others_have_written_is_read_again(tmp_path, monkeypatch):

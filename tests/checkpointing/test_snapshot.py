@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from ddpkit.checkpointing import snapshot
+from ddpkit.checkpointing import async_save
+from ddpkit.checkpointing.async_save import SnapshotMemory, available_bytes, state_bytes
 from ddpkit.checkpointing.hooks import saved_state
-from ddpkit.checkpointing.snapshot import SnapshotMemory, available_bytes, state_bytes
 
 GIB = 1 << 30
 
@@ -179,19 +179,19 @@ def test_the_memory_is_used_again_until_the_state_grows_or_shrinks_much():
 
 
 def test_no_room_is_a_memory_error_that_says_how_much_there_is(monkeypatch):
-    monkeypatch.setattr(snapshot, "available_bytes", lambda: 300 << 20)
+    monkeypatch.setattr(async_save, "available_bytes", lambda: 300 << 20)
     memory = SnapshotMemory()
     memory.take({"a": torch.zeros(10 << 20)})
     with pytest.raises(MemoryError, match=f"a copy takes {80 << 20} bytes .* of {300 << 20}"):
         memory.take({"a": torch.zeros(20 << 20)})
-    monkeypatch.setattr(snapshot, "available_bytes", lambda: None)
+    monkeypatch.setattr(async_save, "available_bytes", lambda: None)
     memory.take({"a": torch.zeros(20 << 20)})
 
 
 def test_room_that_is_there_already_is_not_asked_for_again(monkeypatch):
     memory = SnapshotMemory()
     memory.take({"a": torch.zeros(1000)})
-    monkeypatch.setattr(snapshot, "available_bytes", lambda: 0)
+    monkeypatch.setattr(async_save, "available_bytes", lambda: 0)
     memory.take({"a": torch.zeros(1000)})
 
 

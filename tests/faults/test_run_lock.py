@@ -391,11 +391,8 @@ def save(lock, folder, name, text):
     final = folder / f"CKPT+{name}"
     staging = make_staging(final)
 
-    def write():
-        (staging / "weights").write_text(text)
-        return {}
-
-    commit_staging(staging, final, write, before_rename=lock.require)
+    (staging / "weights").write_text(text)
+    commit_staging(staging, final, before_rename=lock.require)
 
 
 def checkpoints(folder):

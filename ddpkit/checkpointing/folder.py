@@ -302,8 +302,8 @@ class CheckpointFolder:
         """Write the states, give the checkpoint its name, and apply the retention.
 
         Raises:
-            CheckpointError: it could not be saved, and nothing is left of it; or, unless ``on_error`` is "warn", the retention
-                could not be applied.
+            CheckpointError: it could not be saved, and nothing is left of it; or the retention could not be applied,
+                unless ``on_error`` is "warn".
         """
         checkpoint, staging, states = collected.checkpoint, collected.staging, collected.states
         final, digests, needed = checkpoint.path, {}, functools.partial(state_bytes, states)

@@ -408,15 +408,10 @@ class CheckpointPolicy:
 
     def save_before_evaluation(self) -> None:
         """Save where training ended before the evaluation that is now stopped."""
-        progress = self.progress
-        if (
-            self.checkpointer is None
-            or not progress.is_fitting
-            or progress.train_meter is None
-            or progress.train_sums is None
-        ):
+        progress, sums = self.progress, self.progress.train_sums
+        if self.checkpointer is None or not progress.is_fitting or progress.train_meter is None or sums is None:
             return
-        with _at_last_update(progress), self._with_sums(list(progress.train_sums)):
+        with _at_last_update(progress), self._with_sums(list(sums)):
             self._save_intra_epoch(self.checkpointer)
 
     def _save_intra_epoch(self, checkpointer: Checkpointer, **meta: Any) -> None:

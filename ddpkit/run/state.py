@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -243,11 +243,8 @@ class RunState:
         Args:
             path: of the file.
         """
-        # In a save that a recipe makes, perhaps on the main process alone, its own share stands for all; in an
-        # evaluation the sums are not those of the training.
-        ranks, progress = get_world_size() if self.modules.training else 0, self.progress
-        loss_sum, loss_count, samples = self.loss_sums or [one * ranks for one in self.rank_state.own_sums()]
-        divisor = self.train_step.sum_divisor
+        progress, divisor = self.progress, self.train_step.sum_divisor
+        loss_sum, loss_count, samples = self.loss_sums or self._loss_sums_by_itself()
         state = {
             "step": self.rank_state.step_to_save,
             "epoch": progress.epoch,
@@ -276,6 +273,14 @@ class RunState:
             **self._as_evaluated(),
         }
         path.write_text(dump_plain_yaml(state), encoding="utf-8")
+
+    def _loss_sums_by_itself(self) -> Sequence[float]:
+        """Return the sums for a save that a recipe makes, perhaps on the main process alone."""
+        if not self.modules.training:
+            return 0.0, 0.0, 0  # those of an evaluation are not the training's
+        if self.progress.step and self.progress.train_sums is not None:
+            return self.progress.train_sums  # the pass is over
+        return [one * get_world_size() for one in self.rank_state.own_sums()]  # its own share stands for all
 
     def _as_evaluated(self) -> dict[str, Any]:
         """Return what a save says otherwise where nothing was trained: all is as in what was recovered."""

@@ -28,11 +28,19 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Literal
 
-from ddpkit.base import mark_as_loader, mark_as_saver, mark_as_transfer, register_checkpoint_hooks
-from ddpkit.checkpointing import (
+from ddpkit.base import (
     DEFAULT_LOAD_HOOKS,
     DEFAULT_SAVE_HOOKS,
     DEFAULT_TRANSFER_HOOKS,
+    LoadHook,
+    SaveHook,
+    TransferHook,
+    mark_as_loader,
+    mark_as_saver,
+    mark_as_transfer,
+    register_checkpoint_hooks,
+)
+from ddpkit.checkpointing import (
     DIRECTORY_PREFIX,
     META_NAME,
     SUFFIX,
@@ -43,15 +51,12 @@ from ddpkit.checkpointing import (
     DamageLedger,
     FolderLock,
     ImportanceKey,
-    LoadHook,
     LoadMode,
     Predicate,
     Retention,
-    SaveHook,
     SaveRequest,
     Selection,
     SnapshotMemory,
-    TransferHook,
     VerifyMode,
     average_checkpoints,
     average_state_dicts,
@@ -164,8 +169,6 @@ class Checkpointer:
         resume: what :meth:`recover_if_possible` loads if it is not asked for anything else: ``"auto"`` (the newest that
             is whole), ``"never"`` (none), or the path of a checkpoint, in whatever folder. The Brain sets it from the
             option while ``fit`` begins.
-        level_of_nothing: logging level of the line that says that there is nothing to load; the Brain lowers it while
-            ``fit`` begins, and reports it itself.
         last_loaded: the directory from which was loaded last; None: none yet.
         not_taken: names of what is in there and no recoverable has loaded, sorted.
         around_save: returns a context for every save; told whether an epoch has ended.
@@ -209,7 +212,6 @@ class Checkpointer:
         self.on_error: Literal["stop", "warn"] = "stop"
         self.load_mode: LoadMode = "all"
         self.resume = "auto"
-        self.level_of_nothing = logging.INFO
         self.last_loaded: Path | None = None
         self.not_taken: tuple[str, ...] = ()
         self.around_save: Callable[[bool], AbstractContextManager[None]] = lambda _: contextlib.nullcontext()
@@ -446,7 +448,7 @@ class Checkpointer:
         """
         asked = (importance_key, max_key, min_key, ckpt_predicate)
         if self.resume == "never" and not any(asked):
-            logger.log(self.level_of_nothing, "resume='never': nothing is loaded from %s.", self.checkpoints_dir)
+            logger.info("resume='never': nothing is loaded from %s.", self.checkpoints_dir)
             return None
         if self.resume == "auto" or any(asked):
             checkpoint = self.find_checkpoint(*asked)
@@ -461,8 +463,7 @@ class Checkpointer:
                 key,
             )
         else:
-            words = "No checkpoint to load in %s: starting from scratch."
-            logger.log(self.level_of_nothing, words, shown_path(self.checkpoints_dir))
+            logger.info("No checkpoint to load in %s: starting from scratch.", shown_path(self.checkpoints_dir))
         return checkpoint
 
     def load_checkpoint(self, checkpoint: Checkpoint) -> None:

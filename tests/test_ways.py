@@ -105,13 +105,18 @@ def test_a_batch(tmp_path):
 
 
 def test_a_resume(tmp_path):
-    """The file of the Brain is read once, to choose the start, which hands it to the hook that loads."""
+    """The file of the Brain is read once, to choose the start, which hands it to the hook that loads.
+
+    The way of a resume is what a fresh start does not call. What both call, from ``fit`` to the first batch, is the
+    whole start of a run: comparing ranks, options, loader, sampler, random streams, optimizers, the start-up block.
+    """
     follow(tmp_path / "begun", None)
     resumed, fresh = (follow(tmp_path / name, "resume", epochs=2) for name in ("begun", "new"))
     assert resumed.functions["run.resuming", "read_brain_file"] == 1
+    check(resumed, 61)
     for function in fresh.functions:
         del resumed.functions[function]
-    check(resumed, 20)
+    check(resumed, 16)
 
 
 def save_of_rank_0(folder):
@@ -120,7 +125,10 @@ def save_of_rank_0(folder):
 
 
 def test_a_save_of_three_ranks(ranks, tmp_path):
-    """Beside what is saved: the Brain, the counter, the loader, and what each rank has of its own."""
+    """Beside what is saved: the Brain, the counter, the loader, and what each rank has of its own.
+
+    A rank that says where it is looks up, the first time, when its process started: that is one of them.
+    """
     way = ranks.run(save_of_rank_0, tmp_path, world_size=3)[0]
-    assert SAVED <= way.modules
-    check(way, 22 + len(SAVED))
+    assert way.modules >= SAVED
+    check(way, 21 + len(SAVED))

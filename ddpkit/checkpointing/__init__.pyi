@@ -12,12 +12,6 @@ from ddpkit.checkpointing.folder import (
     run_savers as run_savers,
 )
 from ddpkit.checkpointing.hooks import (
-    DEFAULT_LOAD_HOOKS as DEFAULT_LOAD_HOOKS,
-    DEFAULT_SAVE_HOOKS as DEFAULT_SAVE_HOOKS,
-    DEFAULT_TRANSFER_HOOKS as DEFAULT_TRANSFER_HOOKS,
-    LoadHook as LoadHook,
-    SaveHook as SaveHook,
-    TransferHook as TransferHook,
     find_load_hook as find_load_hook,
     find_save_hook as find_save_hook,
     find_transfer_hook as find_transfer_hook,

@@ -30,8 +30,6 @@ import torch
 
 from ddpkit.logger import get_logger
 
-__all__ = ["BackgroundSave", "SnapshotMemory", "available_bytes", "state_bytes", "wait_for_folder"]
-
 logger = get_logger(__name__)
 
 HEAD_START_SECONDS = 0.001  # for training: a thread that has just begun keeps Python's lock for up to 5 ms

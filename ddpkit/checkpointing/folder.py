@@ -19,9 +19,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
 
-from ddpkit.base import dump_plain_yaml, to_plain
+from ddpkit.base import SaveHook, dump_plain_yaml, to_plain
 from ddpkit.checkpointing.async_save import state_bytes
-from ddpkit.checkpointing.hooks import SaveHook, saved_state, saves_on_every_rank, torch_save, write_state
+from ddpkit.checkpointing.hooks import saved_state, saves_on_every_rank, torch_save, write_state
 from ddpkit.checkpointing.index import (
     DIRECTORY_PREFIX,
     META_MARK,
@@ -49,8 +49,6 @@ from ddpkit.checkpointing.storage import (
 from ddpkit.distributed import run_on_main
 from ddpkit.errors import CheckpointError, ConfigError, FolderInUseError, MainCheckpointError, MainProcessError
 from ddpkit.logger import get_logger, shown_path
-
-__all__ = ["CheckpointFolder", "Collected", "SaveRequest", "check_file_name", "checkpoint_work_on_main", "run_savers"]
 
 logger = get_logger(__name__)
 

@@ -42,43 +42,12 @@ from ddpkit.base import (
     MethodHook,
     SaveHook,
     TransferHook,
-    mark_as_loader,
-    mark_as_saver,
-    mark_as_transfer,
-    register_checkpoint_hooks,
 )
 from ddpkit.checkpointing.storage import write_file
 from ddpkit.distributed import main_process_only
 from ddpkit.errors import CheckpointError
 from ddpkit.logger import get_logger
 from ddpkit.types import Stateful
-
-__all__ = [
-    "DEFAULT_LOAD_HOOKS",
-    "DEFAULT_SAVE_HOOKS",
-    "DEFAULT_TRANSFER_HOOKS",
-    "LoadHook",
-    "SaveHook",
-    "TransferHook",
-    "find_load_hook",
-    "find_save_hook",
-    "find_transfer_hook",
-    "get_default_hook",
-    "load_state",
-    "map_old_state_dict_weights",
-    "mark_as_loader",
-    "mark_as_saver",
-    "mark_as_transfer",
-    "plain_key",
-    "register_checkpoint_hooks",
-    "safe_load",
-    "saved_state",
-    "saves_on_every_rank",
-    "torch_parameter_transfer",
-    "torch_recovery",
-    "torch_save",
-    "write_state",
-]
 
 logger = get_logger(__name__)
 

@@ -21,28 +21,6 @@ from ddpkit.checkpointing.storage import MANIFEST_NAME, VerifyMode, read_text, v
 from ddpkit.errors import CheckpointError, ConfigError
 from ddpkit.logger import get_logger
 
-__all__ = [
-    "DIRECTORY_PREFIX",
-    "META_MARK",
-    "META_NAME",
-    "SUFFIX",
-    "Checkpoint",
-    "DamageLedger",
-    "ImportanceKey",
-    "Predicate",
-    "Retention",
-    "Selection",
-    "as_number",
-    "average_checkpoints",
-    "average_state_dicts",
-    "ckpt_recency",
-    "damage_of",
-    "deletable",
-    "is_code",
-    "ranked",
-    "read_checkpoint",
-]
-
 logger = get_logger(__name__)
 
 DIRECTORY_PREFIX = "CKPT"

@@ -13,14 +13,13 @@ from typing import Any, BinaryIO, Literal, cast
 import torch
 import torch.distributed as dist
 
-from ddpkit.checkpointing.hooks import LoadHook, load_state, safe_load, torch_recovery
+from ddpkit.base import LoadHook
+from ddpkit.checkpointing.hooks import load_state, safe_load, torch_recovery
 from ddpkit.checkpointing.index import Checkpoint
 from ddpkit.checkpointing.rank_states import all_ranks_come
 from ddpkit.distributed import control_group, ddp_prevent_block, exchange, get_world_size, run_on_main
 from ddpkit.errors import CheckpointError
 from ddpkit.logger import get_logger
-
-__all__ = ["LoadMode", "load_recoverables"]
 
 logger = get_logger(__name__)
 

@@ -43,8 +43,6 @@ from ddpkit.checkpointing.storage import REPLACED_PREFIX, STAGING_PREFIX, remove
 from ddpkit.errors import CheckpointError, FolderInUseError
 from ddpkit.logger import get_logger
 
-__all__ = ["LOCK_NAME", "RENEWAL_SECONDS", "FolderLock", "Holder", "holder"]
-
 logger = get_logger(__name__)
 
 LOCK_NAME = ".lock"

@@ -1,7 +1,7 @@
 """Directories that are complete or not there.
 
 Every file operation of a save stands behind :data:`FILES`, so that a crash test can stop or break each.
-The order that :func:`commit_directory` keeps is what makes a save atomic::
+The order of :func:`make_staging` and :func:`commit_staging` is what makes a save atomic::
 
     make .tmp-x -> write every file, fsync each -> manifest.json, fsync -> fsync .tmp-x
                 -> rename .tmp-x to its name -> fsync the parent
@@ -39,26 +39,6 @@ import torch
 from ddpkit import __version__
 from ddpkit.errors import CheckpointError, ConfigError, FolderInUseError
 from ddpkit.logger import get_logger
-
-__all__ = [
-    "FILES",
-    "MANIFEST_NAME",
-    "FileOperations",
-    "VerifyMode",
-    "clean_leftovers",
-    "cleaned_on_error",
-    "commit_directory",
-    "commit_staging",
-    "discard_staging",
-    "file_sha256",
-    "make_staging",
-    "read_text",
-    "remove_directory",
-    "restore_replaced",
-    "save_error",
-    "verify",
-    "write_file",
-]
 
 logger = get_logger(__name__)
 
@@ -135,12 +115,11 @@ FILES = FileOperations()
 class _HashingFile:
     """What ``torch.save`` needs of a file for writing; hashes the bytes on their way."""
 
-    def __init__(self, handle: BinaryIO) -> None:
-        self._handle = handle
-        self.digest = hashlib.sha256()
+    def __init__(self, handle: BinaryIO, digest: Any) -> None:
+        self._handle, self._digest = handle, digest
 
     def write(self, data: bytes) -> int:
-        self.digest.update(data)
+        self._digest.update(data)
         return self._handle.write(data)
 
     def flush(self) -> None:
@@ -168,16 +147,9 @@ def write_file(path: Path, writer: Callable[[BinaryIO], object]) -> str:
         >>> write_file(path, lambda handle: torch.save({"w": torch.ones(2)}, handle)) == file_sha256(path)
         True
     """
-    digest = ""
-
-    def write(handle: BinaryIO) -> None:
-        nonlocal digest
-        hashing = _HashingFile(handle)
-        writer(cast("BinaryIO", hashing))
-        digest = hashing.digest.hexdigest()
-
-    FILES.write(path, write)
-    return digest
+    digest = hashlib.sha256()
+    FILES.write(path, lambda handle: writer(cast("BinaryIO", _HashingFile(handle, digest))))
+    return digest.hexdigest()
 
 
 def file_sha256(path: Path) -> str:
@@ -193,35 +165,6 @@ def file_sha256(path: Path) -> str:
         while block := handle.read(1 << 20):
             digest.update(block)
     return digest.hexdigest()
-
-
-def commit_directory(final: Path, write: Callable[[Path], object], world_size: int = 1) -> None:
-    """Make a directory that appears under its name only when it is complete and on the disk.
-
-    Args:
-        final: the directory's name. One that exists is replaced as a whole.
-        write: called with an empty directory of another name, in which it makes the files.
-        world_size: number of processes of the run; goes into the manifest.
-
-    Raises:
-        CheckpointError: anything went wrong; nothing of the new directory is left, and an old one of that
-            name is back in its place. The ``OSError`` behind it, if there is one, is its ``__cause__``.
-
-    Ranks: main only (any one process).
-
-    State: removes nothing but what it replaces.
-
-    Example:
-        >>> import tempfile
-        >>> final = Path(tempfile.mkdtemp()) / "CKPT+one"
-        >>> commit_directory(final, lambda folder: (folder / "a.ckpt").write_text("1"))
-        >>> sorted(path.name for path in final.iterdir()), verify(final)
-        (['a.ckpt', 'manifest.json'], [])
-    """
-    staging = make_staging(final)
-    with cleaned_on_error(staging, final):
-        write(staging)
-    commit_staging(staging, final, world_size=world_size)
 
 
 def make_staging(final: Path) -> Path:
@@ -309,7 +252,8 @@ def commit_staging(
         bytes_needed: as in :func:`cleaned_on_error`.
 
     Raises:
-        CheckpointError: as :func:`commit_directory`.
+        CheckpointError: anything went wrong; nothing of the new directory is left, and an old one of that
+            name is back in its place. The ``OSError`` behind it, if there is one, is its ``__cause__``.
 
     Ranks: main only (any one process).
 
@@ -574,7 +518,9 @@ def verify(
     Example:
         >>> import tempfile
         >>> final = Path(tempfile.mkdtemp()) / "CKPT+one"
-        >>> commit_directory(final, lambda folder: (folder / "a.ckpt").write_text("123"))
+        >>> staging = make_staging(final)
+        >>> _ = (staging / "a.ckpt").write_text("123")
+        >>> commit_staging(staging, final)
         >>> _ = (final / "a.ckpt").write_text("12")
         >>> verify(final)
         ['a.ckpt has 2 bytes instead of 3']

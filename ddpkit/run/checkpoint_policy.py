@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import shutil
 import tempfile
 import weakref
@@ -252,17 +251,16 @@ class CheckpointPolicy:
 
     @contextlib.contextmanager
     def starting(self) -> Iterator[None]:
-        """Have the checkpointer recover what was decided, whoever asks it to. The Brain reports what that is."""
+        """Have the checkpointer recover what was decided, whoever asks it to."""
         checkpointer, start = self.checkpointer, self.run_state.start
         if checkpointer is None or start is None:
             yield
             return
-        level = checkpointer.level_of_nothing
-        checkpointer.resume, checkpointer.level_of_nothing = start.resume, logging.DEBUG
+        checkpointer.resume = start.resume
         try:
             yield
         finally:
-            checkpointer.resume, checkpointer.level_of_nothing = NEWEST, level
+            checkpointer.resume = NEWEST
             self.run_state.start = replace(start, state=None)  # from now on a checkpoint may be another of that name
 
     def recover(self, modules: Mapping[str, Any] | Any) -> None:

@@ -36,13 +36,15 @@ def test_a_kill_while_a_large_file_is_written_leaves_no_checkpoint_of_that_name(
 import os, signal, sys, torch
 from pathlib import Path
 from ddpkit.checkpointing.hooks import torch_save
-from ddpkit.checkpointing.storage import commit_directory, write_file
+from ddpkit.checkpointing.storage import commit_staging, make_staging, write_file
 final = Path(sys.argv[1]) / "CKPT+a"
-commit_directory(final, lambda folder: torch_save(torch.nn.Linear(2048, 1024), folder / "model.ckpt"))
+staging = make_staging(final)
+torch_save(torch.nn.Linear(2048, 1024), staging / "model.ckpt")
+commit_staging(staging, final)
 def die(handle):
     handle.write(bytes(5 << 20))
     os.kill(os.getpid(), signal.SIGKILL)
-commit_directory(final, lambda folder: write_file(folder / "model.ckpt", die))
+write_file(make_staging(final) / "model.ckpt", die)
 """
     ended = subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=False, capture_output=True, text=True)
     assert ended.returncode == -signal.SIGKILL, ended.stderr

@@ -11,7 +11,15 @@ import pytest
 import torch
 
 from ddpkit.checkpointing import storage
-from ddpkit.checkpointing.storage import FileOperations, clean_leftovers, commit_directory, remove_directory, verify
+from ddpkit.checkpointing.storage import (
+    FileOperations,
+    clean_leftovers,
+    cleaned_on_error,
+    commit_staging,
+    make_staging,
+    remove_directory,
+    verify,
+)
 from ddpkit.errors import CheckpointError, ConfigError
 
 
@@ -23,6 +31,13 @@ def write_two(folder, text="one"):
     (folder / "a.ckpt").write_text(text)
     (folder / "sub").mkdir()
     (folder / "sub" / "b.pt").write_bytes(b"12345")
+
+
+def commit_directory(final, write, world_size=1):
+    staging = make_staging(final)
+    with cleaned_on_error(staging, final):
+        write(staging)
+    commit_staging(staging, final, world_size=world_size)
 
 
 def commit(final, text="one"):

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from ddpkit.base import load_plain_yaml
-from ddpkit.checkpointing import ckpt_recency
+from ddpkit.checkpointing import Checkpoint, ckpt_recency
 from ddpkit.compat import shuffle_digest
 from ddpkit.config import BATCHES, GRADIENTS, OPTIONS
 from ddpkit.data import StreamLoader, StreamShard
@@ -34,7 +34,6 @@ from ddpkit.sampler import DealtBatchSampler, PlannedBatchSampler, layers
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from ddpkit.checkpointing import Checkpoint
     from ddpkit.training import BatchSizes
 
 BRAIN_FILE = "brain.ckpt"

@@ -36,7 +36,7 @@ class Start:
         num_found: checkpoints in the folder.
         others: those of other runs, which this one leaves alone.
         checkpoint: that it starts from, as far as that is known; the checkpointer has the last word.
-        state: what that one says of the run, until it has been recovered; None: it has not been read.
+        state: what that one says of the run, until it has been recovered; None: that could not be read.
 
     Ranks: local; the main process makes it, all ranks use it.
 
@@ -172,7 +172,7 @@ def _looks_whole(path: Path) -> bool:
 
 def _start_at(checkpoint: Checkpoint, state: Mapping[str, Any]) -> Start:
     lineage = Lineage.read(state) or Lineage.new({}, ckpt_recency(checkpoint))
-    return Start(str(checkpoint.path), lineage, _asked(state), checkpoint=checkpoint.path, state=state)
+    return Start(str(checkpoint.path), lineage, _asked(state), checkpoint=checkpoint.path, state=state or None)
 
 
 def _of_this_launch(

@@ -17,7 +17,7 @@ import pytest
 from ddpkit.base import has_ended, is_ending, state_and_start
 from ddpkit.checkpointing import FolderLock, holder, run_lock, storage, verify
 from ddpkit.checkpointing.run_lock import LOCK_NAME
-from ddpkit.checkpointing.storage import commit_staging, make_staging
+from ddpkit.checkpointing.storage import cleaned_on_error, commit_staging, make_staging
 from ddpkit.errors import CheckpointError
 from tests.launching import PATIENCE
 
@@ -390,8 +390,8 @@ def save(lock, folder, name, text):
     lock.clean()
     final = folder / f"CKPT+{name}"
     staging = make_staging(final)
-
-    (staging / "weights").write_text(text)
+    with cleaned_on_error(staging, final):
+        (staging / "weights").write_text(text)
     commit_staging(staging, final, before_rename=lock.require)
 
 

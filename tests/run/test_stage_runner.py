@@ -110,11 +110,15 @@ def runner_of(host):
 
 
 def train(host, loader, epoch=1, *, enable_bar=False):
-    return runner_of(host)._pass(host, loader, epoch, enable_bar=enable_bar)
+    runner = runner_of(host)
+    with runner._logging(Stage.TRAIN, epoch):
+        return runner._pass(host, loader, epoch, enable_bar=enable_bar)
 
 
 def evaluate(host, loader, stage, epoch):
-    return runner_of(host)._evaluate(host, loader, stage, epoch, enable_bar=False)
+    runner = runner_of(host)
+    with runner._logging(stage, epoch):
+        return runner._evaluate(host, loader, stage, epoch, enable_bar=False)
 
 
 @pytest.mark.parametrize("loader", [[[1], [2], [3], [4], [5]], DataLoader(Stream(5), batch_size=1)])

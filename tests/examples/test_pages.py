@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -90,26 +89,3 @@ def test_the_schedule_of_the_page_goes_on_after_a_kill(processes, tmp_path):
     for name in ("net", "optimizer", "scheduler"):
         files = [next(folder.glob(f"results/save/*/{name}.ckpt")) for folder in folders.values()]
         assert files[0].read_bytes() == files[1].read_bytes(), name
-
-
-@pytest.mark.parametrize("page", ["README.md", "docs/porting.md"])
-def test_the_words_that_port_a_recipe(page, tmp_path):
-    recipe, hparams = tmp_path / "train.py", tmp_path / "hparams.yaml"
-    recipe.write_text(
-        "import speechbrain as sb\n"
-        "from speechbrain.utils.distributed import run_on_main\n"
-        "class Recipe(sb.core.Brain):\n"
-        "    stage = sb.Stage.TRAIN\n"
-        "sb.utils.distributed.ddp_init_group\n"
-    )
-    hparams.write_text("counter: !new:speechbrain.utils.epoch_loop.EpochCounter\n")
-    [block] = re.findall(r"^```sh\n(sed .*?)^```$", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
-    subprocess.run(["bash", "-ec", block], cwd=tmp_path, check=True)
-    assert recipe.read_text() == (
-        "import ddpkit as sb\n"
-        "from ddpkit.distributed import run_on_main\n"
-        "class Recipe(sb.Brain):\n"
-        "    stage = sb.Stage.TRAIN\n"
-        "sb.distributed.ddp_init_group\n"
-    )
-    assert hparams.read_text() == "counter: !new:ddpkit.epoch_loop.EpochCounter\n"

@@ -29,10 +29,12 @@ from torch import nn
 from ddpkit.brain import Brain, run_of
 from ddpkit.comm import set_hang_limits
 from ddpkit.comm.process_group import get_runtime
-from ddpkit.control import PeriodicSync, heartbeat, watchdog
+from ddpkit.control import PeriodicSync, Watchdog
+from ddpkit.control.heartbeat import Heartbeat
 from ddpkit.control.periodic_sync import Requests
 from ddpkit.distributed import get_world_size, if_main_process, sum_over_ranks
-from ddpkit.training import Progress, stages, train_epoch
+from ddpkit.run import stage_runner
+from ddpkit.training import Progress, train_epoch
 from ddpkit.types import Stage
 
 WIDTH, CLASSES, LAYERS = 256, 10, 3
@@ -105,7 +107,7 @@ def new_watch() -> None:
     """Start the threads anew, past their first, quicker pulses."""
     runtime = get_runtime()
     runtime.watchdog.stop()
-    runtime.watchdog = watchdog.Watchdog(runtime.report, range(get_world_size()))
+    runtime.watchdog = Watchdog(runtime.report, range(get_world_size()))
     set_hang_limits(30.0, 1800.0)
     runtime.watchdog.start()
     time.sleep(SETTLING_SECONDS)
@@ -113,7 +115,7 @@ def new_watch() -> None:
 
 def threads_cpu_seconds() -> float:
     """Return the processor time that the threads which watch have used."""
-    ours = [thread for thread in threading.enumerate() if thread.name in {"ddpkit-pulse", "ddpkit-watch"}]
+    ours = [thread for thread in threading.enumerate() if thread.name in {"ddpkit-heartbeat", "ddpkit-watch"}]
     return sum(time.clock_gettime(time.pthread_getcpuclockid(thread.ident)) for thread in ours)
 
 
@@ -121,11 +123,11 @@ def threads_cpu_seconds() -> float:
 def without() -> Iterator[None]:
     """Have no control plane."""
     get_runtime().watchdog.stop()
-    stages.PeriodicSync = Never
+    stage_runner.PeriodicSync = Never
     try:
         yield
     finally:
-        stages.PeriodicSync = PeriodicSync
+        stage_runner.PeriodicSync = PeriodicSync
         new_watch()
 
 
@@ -247,14 +249,15 @@ def loop_alone() -> dict[str, float]:
 
 def how_often(trained: Trained) -> list[tuple[str, str]]:
     """Count beats, other collectives, and what the store is asked."""
-    own, heartbeat.own_connection = heartbeat.own_connection, lambda store: CountedStore(own(store))
+    own = Heartbeat._own_connection
+    Heartbeat._own_connection = lambda beat: CountedStore(own(beat))
     new_watch()
-    stages.PeriodicSync = Counted
+    stage_runner.PeriodicSync = Counted
     CountedStore.counts.clear()
     began = time.perf_counter()
     trained.seconds_per_step()
     seconds = time.perf_counter() - began
-    heartbeat.own_connection, counts = own, dict(CountedStore.counts)
+    Heartbeat._own_connection, counts = own, dict(CountedStore.counts)
     beats = [moment - Counted.times[0] for moment in Counted.times]
     Counted.times.clear()
     later = sum(moment > 1 for moment in beats) / max(seconds - 1, 1e-9)

@@ -135,8 +135,9 @@ class MetricStats(Reducing):
         known = [pair for pair in pairs if not math.isnan(pair[0])] or pairs
         lowest = min(known, key=lambda pair: (pair[0], str(pair[1])))
         highest = min(known, key=lambda pair: (-pair[0], str(pair[1])))
+        scores = [score for score, _ in pairs]
         self.summary = {
-            "average": math.fsum(score for score, _ in pairs) / len(pairs),
+            "average": (math.fsum if all(map(math.isfinite, scores)) else sum)(scores) / len(pairs),
             "min_score": lowest[0],
             "min_id": lowest[1],
             "max_score": highest[0],

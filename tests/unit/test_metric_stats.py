@@ -59,6 +59,14 @@ def test_the_order_does_not_matter():
     assert (found[0]["max_id"], found[0]["average"]) == ("s0", (1e16 + 2) / 5)
 
 
+def test_both_infinities_have_no_average():
+    stats = MetricStats(lambda scores: scores)
+    stats.append(["a", "b", "c"], torch.tensor([math.inf, 1.0, -math.inf]))
+    found = stats.summarize()
+    assert math.isnan(found.pop("average"))
+    assert found == {"min_score": -math.inf, "min_id": "c", "max_score": math.inf, "max_id": "a"}
+
+
 def test_nan_is_in_the_average_alone():
     stats = filled("12")
     stats.append(["bad"], torch.tensor([math.nan]))

@@ -101,6 +101,7 @@ class Pretrainer:
         Raises:
             ConfigError: an object has no path, and there is no ``default_source``.
             MissingFileError: a source is not on disk, such as the address of a page or a name on a hub.
+            ConfigError: ``collect_in`` cannot be written to.
 
         Ranks: all, or the main process alone, also as ``run_on_main(pretrainer.collect_files)``. The main process looks
         and links; where it fails, all ranks that call raise.
@@ -157,22 +158,31 @@ class Pretrainer:
     def _link(self, name: str, path: Path) -> Path:
         folder = Path(self.collect_in or ".")
         link = folder / f"{name}{PARAMFILE_EXT}"
-        if path != link.absolute():
+        if link.exists() and link.samefile(path):
+            return link
+        try:
             folder.mkdir(parents=True, exist_ok=True)
             beside = folder / f".{link.name}.{os.getpid()}"
             beside.symlink_to(path)
             beside.replace(link)
+        except OSError as error:
+            raise ConfigError(
+                f"Pretrainer: no link can be made in collect_in={str(folder)!r}: {error.strerror}. Choose a folder "
+                "that can be written to, or leave collect_in out."
+            ) from error
         return link
 
     def _file(self, name: str) -> Path:
-        """Return the file to load: that which was collected here, or by the main process, or the source itself."""
+        """Return the file to load: as collected here, else the source itself, else what the main process has linked."""
+        collected = self._collected.get(name)
+        if collected is not None and collected.is_file():
+            return collected
+        if name in self.paths:  # the link may be of an earlier run
+            return self._find(name, self._source(name, None))
         linked = None if self.collect_in is None else self.collect_in / f"{name}{PARAMFILE_EXT}"
-        for path in (self._collected.get(name), linked):
-            if path is not None and path.is_file():
-                return path
-        if name not in self.paths:
+        if linked is None or not linked.is_file():
             raise ConfigError(f"Pretrainer: the file of {name!r} is not known here: call collect_files on every rank.")
-        return self._find(name, self._source(name, None))
+        return linked
 
     def _hook(self, name: str) -> Callable[[Any, Path], object]:
         obj = self.loadables[name]

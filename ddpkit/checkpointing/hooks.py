@@ -325,7 +325,7 @@ def torch_parameter_transfer(obj: nn.Module, path: Path) -> None:
         path: a file that holds a module's ``state_dict``.
 
     Raises:
-        CheckpointError: the file cannot be read or would run code, or a shape differs.
+        CheckpointError: the file cannot be read or would run code, a shape differs, or it has none of the parameters.
 
     Ranks: local.
 
@@ -342,6 +342,11 @@ def torch_parameter_transfer(obj: nn.Module, path: Path) -> None:
     except Exception as error:
         raise _misfit(obj, path, error) from error
     name = type(inner).__name__
+    if keys.missing_keys and len(keys.missing_keys) == len(inner.state_dict()):
+        raise CheckpointError(
+            f"{path} has none of the parameters of this {name}, such as {keys.missing_keys[0]!r}; it has "
+            f"{', '.join(keys.unexpected_keys[:4]) or 'nothing'}. Save the state_dict of a {name} alone."
+        )
     for key in keys.missing_keys:
         logger.warning("%s has no %s: this parameter of the %s keeps its value.", path, key, name)
     for key in keys.unexpected_keys:
@@ -415,7 +420,9 @@ def safe_load(path: Path, map_location: Any = "cpu", handle: BinaryIO | None = N
         with Path(path).open("rb") if handle is None else contextlib.nullcontext(handle) as file:
             return torch.load(file, map_location=map_location, weights_only=True, mmap=False)
     except Exception as error:
-        reason = str(error).strip().split("\n")[0] or type(error).__name__
+        reason = str(error).strip().split("\n")[0]
+        if type(error).__name__ in {"UnpicklingError", "EOFError", "KeyError"}:  # torch's words are about torch.load
+            reason = "it is damaged, or was not written by torch.save, or would run code"
         refused = _refused_globals(Path(path))
         if refused:
             reason = (

@@ -63,6 +63,28 @@ def test_another_path_replaces_the_link_of_an_earlier_run(tmp_path):
         pretrainer.collect_files()
 
 
+def test_the_link_of_an_earlier_run_stands_for_no_other_path(tmp_path):
+    model = nn.Linear(2, 1)
+    Pretrainer(tmp_path / "links", {"model": model}, {"model": saved(tmp_path / "1.ckpt", 1)}).collect_files()
+    Pretrainer(tmp_path / "links", {"model": model}, {"model": saved(tmp_path / "2.ckpt", 2)}).load_collected()
+    assert value_of(model) == 2
+
+
+def test_a_link_that_is_itself_the_source_is_left_alone(tmp_path):
+    (tmp_path / "model.ckpt").symlink_to(saved(tmp_path / "blob" / "file", 5))
+    model = nn.Linear(2, 1)
+    pretrainer = Pretrainer(tmp_path / "blob" / "..", {"model": model}, {"model": tmp_path / "model.ckpt"})
+    pretrainer.collect_files()
+    pretrainer.load_collected()
+    assert value_of(model) == 5
+
+
+def test_a_folder_that_takes_no_links_is_told(tmp_path):
+    path = saved(tmp_path / "a.ckpt", 1)
+    with pytest.raises(ConfigError, match="no link can be made in collect_in='.*a.ckpt': File exists. Choose a folder"):
+        Pretrainer(path, {"model": nn.Linear(2, 1)}, {"model": path}).collect_files()
+
+
 @pytest.mark.parametrize("source", ["speechbrain/asr-crdnn/model.ckpt", "https://example.org/model.ckpt"])
 @pytest.mark.parametrize("is_link", [False, True])
 def test_what_was_put_there_stands_for_a_source_that_is_elsewhere(tmp_path, source, is_link):
@@ -157,6 +179,23 @@ def test_parameters_that_only_one_side_has_are_told(tmp_path, caplog):
     Pretrainer(loadables={"m": model}, paths={"m": saved(tmp_path / "m.ckpt", 7)}).load_collected()
     assert value_of(model) == 7
     assert "has bias, which the Linear does not have" in caplog.text
+
+
+@pytest.mark.parametrize(("held", "names"), [({"model": {}, "epoch": 3}, "model, epoch"), ({}, "nothing")])
+def test_a_file_with_none_of_the_parameters_is_refused(tmp_path, held, names):
+    torch.save(held, tmp_path / "m.ckpt")
+    words = f"m.ckpt has none of the parameters of this Linear, such as 'weight'; it has {names}."
+    with pytest.raises(CheckpointError, match=words):
+        Pretrainer(loadables={"m": nn.Linear(2, 1)}, paths={"m": tmp_path / "m.ckpt"}).load_collected()
+    nothing = nn.ReLU()
+    Pretrainer(loadables={"m": nothing}, paths={"m": tmp_path / "m.ckpt"}).load_collected()
+
+
+@pytest.mark.parametrize("content", [b"", b"hello", b"<html>404</html>"])
+def test_a_file_of_something_else_is_told_in_words(tmp_path, content):
+    (tmp_path / "m.ckpt").write_bytes(content)
+    with pytest.raises(CheckpointError, match="m.ckpt: it is damaged, or was not written by torch.save, or would run"):
+        Pretrainer(loadables={"m": nn.Linear(2, 1)}, paths={"m": tmp_path / "m.ckpt"}).load_collected()
 
 
 class Code:

@@ -557,7 +557,7 @@ class Brain(_Typed):
         """
         window = self.progress.window
         weight = window.weight if window.count else 0.0  # nothing of a batch that is repeated to keep step
-        self.progress.logged.add(name, value, count, weight, per_step=per_step)
+        self.progress.logged.add(name, value, count, weight, per_step=per_step, step=self.progress.step)
 
     # ------------------------------------------------------------------ whole runs
 

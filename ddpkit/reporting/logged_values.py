@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-_TRAIN, _VALID = "train", "valid"
+_TRAIN, _VALID, _PREDICTION = "train", "valid", "prediction"
 
 
 class _Kind(NamedTuple):
@@ -84,19 +84,21 @@ class LoggedValues:
         self._held: dict[str, dict[str, _Held]] = {}  # by stage and name, as are the next
         self._known: dict[str, dict[str, _Kind]] = {}
         self._per_step: dict[str, float] = {}
+        self._fresh: list[tuple[int, Callable[..., None], Any, Any]] = []
 
     @contextlib.contextmanager
-    def during(self, stage: Stage, epoch: int | None) -> Iterator[None]:
+    def during(self, stage: Stage | None, epoch: int | None) -> Iterator[None]:
         """Return a context for a stage with its hooks.
 
         Args:
-            stage: whose values begin anew; with TRAIN those of the validation, too.
+            stage: whose values begin anew; with TRAIN those of the validation, too. None: a prediction, of which
+                nothing is taken in.
             epoch: or None.
 
         Ranks: local.
         """
         before = self._stage, self._epoch, self._is_over
-        self._stage, self._epoch, self._is_over = stage.name.lower(), epoch, False
+        self._stage, self._epoch, self._is_over = stage.name.lower() if stage else _PREDICTION, epoch, False
         for name in {self._stage, _VALID} if stage is Stage.TRAIN else {self._stage}:
             self.values.pop(name, None)
         self._held[self._stage] = {}
@@ -117,7 +119,9 @@ class LoggedValues:
 
     # ------------------------------------------------------------------ logging
 
-    def add(self, name: str, value: Any, count: Any = None, weight: float = 1.0, *, per_step: bool = False) -> None:
+    def add(
+        self, name: str, value: Any, count: Any = None, weight: float = 1.0, *, per_step: bool = False, step: int = 0
+    ) -> None:
         """Take in a value. Does not wait for the device, but in ``on_stage_end``.
 
         Args:
@@ -126,14 +130,16 @@ class LoggedValues:
             count: how many things the sum is over; or None.
             weight: what the mean counts without a count, such as the samples of the batch; 0: nothing is taken in.
             per_step: also write its mean about once a second, in training.
+            step: batches of the stage with this one.
 
         Raises:
             BatchError: the name, the value or the count cannot be used.
 
         Ranks: local.
         """
-        if not self._stage:
-            logger.warning_once("log(%r, ...) was called outside of a stage, and nothing is logged.", name)
+        if self._stage in {"", _PREDICTION}:
+            if not self._stage:
+                logger.warning_once("log(%r, ...) was called outside of a stage, and nothing is logged.", name)
             return
         kind, held = _Kind(count is not None, per_step), self._held[self._stage].get(name)
         if held is None or held.kind != kind or self._is_over:
@@ -144,10 +150,17 @@ class LoggedValues:
             return
         meters = (held.total, held.recent) if per_step and self._stage == _TRAIN else (held.total,)
         for meter in meters if weight else ():
-            if kind.is_sum:
-                meter.append_sum(number, total)
-            else:
-                meter.append(number, weight)
+            append = (meter.append_sum, number, total) if kind.is_sum else (meter.append, number, weight)
+            self._fresh.append((step, *append))
+        if self._stage != _TRAIN:
+            self._settle()
+
+    def _settle(self, step: float = math.inf) -> None:
+        """Add up what was logged up to a step; a checkpoint holds no more."""
+        fresh, self._fresh = self._fresh, [one for one in self._fresh if one[0] > step]
+        for at, append, number, count in fresh:
+            if at <= step:
+                append(number, count)
 
     def _hold(self, name: str, kind: _Kind) -> _Held:
         """Begin with a name in this stage."""
@@ -225,6 +238,7 @@ class LoggedValues:
                 self.train_logger.log_step(values, optimizer_step)
 
     def _add_up(self, numbers: list[float], *, at_end: bool) -> list[float]:
+        self._settle()
         size, known = len(numbers), self._known.setdefault(self._stage, {})
         news = self._held[self._stage].keys() - known.keys()
         sums = sum_over_ranks([*numbers, float(len(news)), *self._own_sums(at_end=at_end)])
@@ -280,11 +294,15 @@ class LoggedValues:
 
     # ------------------------------------------------------------------ a checkpoint in the middle of an epoch
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, step: int) -> dict[str, Any]:
         """Return the sums of the training on this rank. Waits for the device.
+
+        Args:
+            step: batches of the epoch that will not be trained on again.
 
         Ranks: local.
         """
+        self._settle(step)
         held = self._held.get(_TRAIN, {})
         return {name: {"kind": list(one.kind), "total": one.total.state_dict()} for name, one in held.items()}
 

@@ -168,7 +168,7 @@ class RankState:
         return {
             "random": RngState.capture().state_dict(),
             "loss": self._losses_so_far().state_dict(),
-            "logged": self.progress.logged.state_dict(),
+            "logged": self.progress.logged.state_dict(self.step_to_save),
             "loader": state_at(loader, self.step_to_save),
             "loader_end": state_at_end(loader),
             "gradients": self.strategy.gradient_orders(),

@@ -320,7 +320,7 @@ class StageRunner:
         POSITION.stage_begins()
         progress.step = 0
         try:
-            with self._stoppable(), self._logging(Stage.TEST, None):  # what is logged here is for nobody
+            with self._stoppable(), progress.logged.during(None, None):
                 with self._averaged_weights(Stage.TEST):
                     outputs = self._outputs(brain, loader, precision, enable_bar=enable_bar)
                 gathered: list[Any] = gather_results(progress.seen, outputs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import math
@@ -183,6 +184,65 @@ def test_before_the_first_batch_and_outside_of_a_stage(caplog):
     caplog.clear()
     assert len(brain.predict(list(torch.zeros(3, 1, 3).double()))) == 3
     assert caplog.messages == [], "what the forward pass logs is of no interest there"
+
+
+def test_a_prediction_in_a_hook_changes_nothing_of_what_its_stage_logs():
+    class Predicting(Logging):
+        predicts = False
+
+        def on_fit_batch_end(self, batch, outputs, loss, should_step):
+            self.look()
+
+        def look(self):
+            if self.predicts:
+                self.predict(list(torch.zeros(3, 1, 3).double()))
+
+        def compute_forward(self, batch, stage):
+            self.log("calls", 1.0)
+            return super().compute_forward(batch, stage)
+
+    found = []
+    for predicts in (False, True):
+        brain = make(Predicting, hparams={"train_logger": TrainLoggers(own := Remembering())})
+        brain.predicts = predicts
+        brain.what = lambda brain, batch, stage, loss: brain.log("loss", loss)
+        brain.at_end = lambda brain, *_: (brain.look(), brain.hparams.train_logger.log_stats({}))
+        result = fit(brain)
+        brain.evaluate(VALID)
+        assert result.train_loss == result.logged["train"]["loss"]
+        found.append((result.train_loss, result.logged, own.given))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("options", [{}, {"grad_accumulation_factor": 2}])
+def test_a_batch_that_fails_counts_once_where_it_is_trained_on_again(tmp_path, options):
+    def what(brain, batch, stage, loss):
+        brain.log("batches", float(brain.step), 1)
+        if brain.step == fails_at:
+            raise RuntimeError("once")
+
+    fails_at = 4
+    with pytest.raises(RuntimeError, match="once"):
+        fit(logging(what, folder=tmp_path, ckpt_on_error=True, **options), batch_size=2)
+    fails_at = None
+    again = logging(what, folder=tmp_path, **options)
+    assert fit(again, batch_size=2).logged["train"] == {"batches": (1 + 2 + 3 + 4 + 5 + 6) / 6}
+    assert len(again.trained_on) < 6, "it went on in the middle"
+
+
+def test_a_recipe_that_saves_before_a_batch_is_trained_on_has_not_counted_it(tmp_path):
+    def what(brain, batch, stage, loss):
+        brain.log("batches", float(brain.step), 1)
+        if brain.step == 4 and not brain.resumes:
+            brain.checkpointer.save_checkpoint(end_of_epoch=False)
+            raise RuntimeError("once")
+
+    for resumes in (False, True):
+        brain = logging(what, folder=tmp_path)
+        brain.resumes = resumes
+        with contextlib.nullcontext() if resumes else pytest.raises(RuntimeError, match="once"):
+            result = fit(brain, batch_size=2)
+    assert result.logged["train"] == {"batches": 3.5}
 
 
 def test_a_recipe_that_logs_nothing_has_nothing():

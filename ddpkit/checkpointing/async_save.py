@@ -5,9 +5,8 @@ side in one piece of memory that is kept for the next snapshot: its pages are th
 no more than a ``memcpy``. On Linux the memory is not shown to forked processes, such as loader workers, which would
 make each of its pages a new one at the next snapshot.
 
-The thread is no daemon: a process that ends in the usual way, or by an exception, ends after it. A process that is
-killed loses what was being written and nothing else. In a forked process, such as a loader worker, there is no thread
-and nothing to wait for.
+The thread is not a daemon: a process that exits, also by an exception, first waits for it. A killed process loses
+only the save in progress. A forked process, such as a loader worker, has no writer thread.
 
 Source: the files of ``/proc`` and of control groups are described at
 https://docs.kernel.org/admin-guide/cgroup-v2.html and https://docs.kernel.org/admin-guide/cgroup-v1/memory.html.
@@ -168,8 +167,8 @@ class SnapshotMemory:
             The copies, on the CPU and complete: the states may be changed at once.
 
         Raises:
-            MemoryError: there is no room for it; the text says how much there is.
-            Exception: what copying an object raises that is no tensor and no plain container.
+            MemoryError: not enough memory; the message says how much is free.
+            Exception: raised by the copy of an object other than tensors and plain containers.
 
         Ranks: local.
         """
@@ -263,7 +262,7 @@ def _mapped(value: Any, function: Callable[[Any], Any]) -> Any:
 
 
 def _is_plain_tensor(value: Any) -> bool:
-    """Say whether a value is no more than numbers in a storage."""
+    """Return whether a value is a plain dense tensor, without a subclass or attributes."""
     return (
         type(value) is torch.Tensor
         and value.layout is torch.strided

@@ -53,7 +53,7 @@ from ddpkit.logger import get_logger, shown_path
 logger = get_logger(__name__)
 
 META_HEAD = "# yamllint disable\n"
-LONGEST_NAME = 240  # bytes: file systems take 255, of which ".trash-of-CKPT+" needs 15
+LONGEST_NAME = 240  # bytes: file systems allow 255, and ".trash-of-CKPT+" takes 15
 
 T = TypeVar("T")
 
@@ -84,11 +84,11 @@ def check_file_name(name: str, what: str) -> None:
     """Refuse a name that cannot be a file's.
 
     Args:
-        name: what is to become a file name.
-        what: what it names, for the message.
+        name: the intended file name.
+        what: the named object, for the message.
 
     Raises:
-        ConfigError: it is no text, empty or too long, or leads elsewhere.
+        ConfigError: not a string, empty, too long, or a path out of the folder.
 
     Ranks: local.
 

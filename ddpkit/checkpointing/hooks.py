@@ -2,10 +2,10 @@
 
 A *hook* saves or loads one object: ``save(obj, path)``, ``load(obj, path, end_of_epoch)``,
 ``transfer(obj, path)``. The tables :data:`DEFAULT_SAVE_HOOKS`, :data:`DEFAULT_LOAD_HOOKS` and
-:data:`DEFAULT_TRANSFER_HOOKS` map classes to hooks; any code may add to them, and an object's hook is that of
-the first class in its method resolution order that has one. Methods that SpeechBrain's own ``mark_as_saver``,
-``mark_as_loader`` and ``mark_as_transfer`` have marked count at their class as well, so that its modules keep their
-state. Anything with ``state_dict`` and ``load_state_dict`` needs no hook.
+:data:`DEFAULT_TRANSFER_HOOKS` map classes to hooks; any code may add to them. An object's hook is found
+through its class's method resolution order: the first class with a hook counts. Methods marked by SpeechBrain's own
+``mark_as_saver``, ``mark_as_loader`` and ``mark_as_transfer`` count as hooks of their class, so that its modules keep
+their state. Anything with ``state_dict`` and ``load_state_dict`` needs no hook.
 
 A save hook runs on the main process. One whose attribute ``save_on_main_only`` is False runs on every rank,
 always with the same path, and decides itself which rank writes what.
@@ -61,8 +61,8 @@ _SB_CHECKPOINTS = "speechbrain.utils.checkpoints"
 class _SpeechBrainSaver(MethodHook):
     """Calls a saver of SpeechBrain on the main process alone, as its own Checkpointer does.
 
-    Its ``main_process_only`` broadcasts to all ranks, and would wait for those that do not call: the decorator is left
-    out where it is the outermost, and has no effect further inside.
+    Its ``main_process_only`` broadcasts to all ranks, and would wait forever for ranks that do not call. So it is
+    skipped as the outermost decorator, and has no effect as an inner one.
     """
 
     def __call__(self, obj: Any, *arguments: Any) -> object:
@@ -218,7 +218,7 @@ def saved_state(obj: Any) -> Any:
         obj: as there.
 
     Returns:
-        Its state. The tensors are those of the object, which may change them.
+        Its state. The tensors share memory with the object, which may change them.
 
     Ranks: local.
 
@@ -405,7 +405,7 @@ def safe_load(path: Path, map_location: Any = "cpu", handle: BinaryIO | None = N
         ``torch.serialization.add_safe_globals``.
 
     Raises:
-        CheckpointError: the file cannot be read, or holds something else. There is no second, unsafe, try.
+        CheckpointError: the file cannot be read, or holds something else. It is not retried with unsafe pickling.
 
     Ranks: local.
 
@@ -500,7 +500,7 @@ def plain_key(module: nn.Module | None, key: str) -> str:
         if part != _inner_name(module):
             kept.append(part)
         children = _children(module) if module is not None else {}
-        module = children[part] if part in children else None  # noqa: SIM401 -- those of a script module have no get
+        module = children[part] if part in children else None  # noqa: SIM401 -- a script module's dict has no get
     return ".".join(kept)
 
 

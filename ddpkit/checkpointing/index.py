@@ -241,7 +241,7 @@ def ranked(checkpoints: Iterable[Checkpoint], selection: Selection) -> list[Chec
 
 
 def deletable(checkpoints: Sequence[Checkpoint], retention: Retention) -> list[Checkpoint]:
-    """Return those that some key ranks and no key protects.
+    """Return the checkpoints that may be deleted: ranked by some key, and protected by none.
 
     Args:
         checkpoints: in any order.
@@ -359,12 +359,12 @@ class DamageLedger:
     """Finds the checkpoints of a folder, and remembers which are damaged so that each is reported once.
 
     Attributes:
-        reasons: why each damaged checkpoint is, by its path.
-        latest: the greatest ``unixtime`` of those that it has seen, in seconds since 1970.
+        reasons: for each damaged checkpoint, by path: what is damaged.
+        latest: the greatest ``unixtime`` of all checkpoints seen, in seconds since 1970.
 
     Ranks: local.
 
-    State: what it has seen.
+    State: ``reasons`` and ``latest``.
 
     Example:
         >>> import tempfile
@@ -381,13 +381,13 @@ class DamageLedger:
         self.latest = 0.0
 
     def note_time(self, checkpoint: Checkpoint) -> None:
-        """Remember when a checkpoint was saved, for those that come after it (:attr:`latest`)."""
+        """Update :attr:`latest` with a checkpoint's time; later checkpoints get a later time."""
         time = ckpt_recency(checkpoint)
         if math.isfinite(time):
             self.latest = max(self.latest, time)
 
     def scan(self, folder: Path, mode: VerifyMode = "off") -> list[Checkpoint]:
-        """Read the checkpoints in a folder; report those that cannot be read and leave them out.
+        """Read the checkpoints in a folder; log and skip damaged ones.
 
         Args:
             folder: where they are.
@@ -441,11 +441,11 @@ def average_state_dicts(state_dicts: Iterable[Mapping[str, Any]]) -> dict[str, A
 
     Returns:
         A state whose floating-point and complex tensors are the means, in their own dtype (summed in at least
-        float32). All else (counters, masks) is that of the first state. So is a tensor of 8 bits or less, whose scale
-        is elsewhere: it has to be the same in all states.
+        float32). All else (counters, masks) is taken from the first state. Tensors of 8 bits or less, whose scale is
+        stored elsewhere, must be equal in all states.
 
     Raises:
-        ConfigError: there is no state, or the names or shapes differ, or a tensor of 8 bits or less does.
+        ConfigError: ``states`` is empty, or names, shapes or a tensor of 8 bits or less differ.
 
     Ranks: local.
 
@@ -546,7 +546,7 @@ def average_checkpoints(
 
     Raises:
         CheckpointError: a checkpoint has no such recoverable, or its file cannot be loaded.
-        ConfigError: there is no checkpoint, or they are of different models.
+        ConfigError: no checkpoint given, or the checkpoints are of different models.
 
     Ranks: local.
 

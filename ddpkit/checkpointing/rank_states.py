@@ -1,8 +1,8 @@
-"""What a checkpoint holds of every rank by itself: random streams, running loss, and where its data goes on.
+"""The state of each rank in a checkpoint: random streams, running loss, and position in its data.
 
-Weights are the same on every rank, and these are not. A save in the middle of an epoch that the Brain makes gathers
-them from all ranks first. One that a recipe makes there, perhaps on the main process alone, has only those of the main
-process. One at the end of an epoch needs no random streams: every epoch begins with streams that follow from the seed
+Weights are equal on all ranks, rank states are not. When the Brain saves in the middle of an epoch, it first gathers
+the states of all ranks. When a recipe saves there, perhaps on the main process alone, only the main process's state is
+saved. A save at the end of an epoch needs no random streams: every epoch starts from streams that follow from the seed
 (:func:`ddpkit.seed.seed_epoch_streams`).
 """
 
@@ -52,7 +52,7 @@ class RankStates:
 
     Ranks: local, but for :meth:`gather` and :meth:`gather_if_all_come`.
 
-    State: the states of all ranks where they were gathered, else that of the main process.
+    State: the states of all ranks if gathered, else the main process's state.
 
     Example:
         >>> states = RankStates(lambda: {"drawn": 3})
@@ -101,10 +101,10 @@ class RankStates:
         return True
 
     def set_own(self, state: dict[str, Any]) -> None:
-        """Take a state for that of this rank, for the saves that follow until :meth:`forget`; the others have none.
+        """Set this rank's state for all saves until :meth:`forget`; other ranks' states are not saved.
 
         Args:
-            state: instead of what this rank would tell now.
+            state: replaces this rank's current state.
 
         Ranks: local.
         """
@@ -134,7 +134,7 @@ class RankStates:
 
         Args:
             path: the file.
-            end_of_epoch: the states are those of the end of an epoch: nothing is missing if one is.
+            end_of_epoch: the checkpoint is from the end of an epoch, where missing states do not matter.
 
         Raises:
             CheckpointError: the file cannot be read or holds something else.
@@ -144,7 +144,7 @@ class RankStates:
         self.load_state_dict(safe_load(path), end_of_epoch=end_of_epoch)
 
     def load_state_dict(self, state_dict: Any, *, end_of_epoch: bool = True) -> None:
-        """Take this rank's state from those of all ranks.
+        """Load this rank's state from the states of all ranks.
 
         Args:
             state_dict: as :meth:`state_dict` returns it.

@@ -15,11 +15,11 @@ be read: if the file's time stands still for a lease, which is three renewals. C
 
 **A run that was wrongly taken for dead** does no harm. It checks that the lock is still its own right before every
 rename (:meth:`FolderLock.require`); its half-made checkpoints are removed by its successor, before that one looks for
-checkpoints; and what it has just moved away to replace or delete is put back, by itself or by its successor.
+checkpoints; a checkpoint that it has just moved away to replace or delete is put back, by itself or by its successor.
 
-Source: POSIX rename(2): "if newpath is a directory, it must be empty"; NFS shows a fresh state to whoever opens a file
-(close-to-open consistency, https://man7.org/linux/man-pages/man5/nfs.5.html), so a lock is always looked at by
-opening its file.
+Source: POSIX rename(2): "if newpath is a directory, it must be empty"; NFS refreshes a file's state when it is opened
+(close-to-open consistency, https://man7.org/linux/man-pages/man5/nfs.5.html), so a lock is always read by opening its
+file.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Holder:
         pid: the process; 0 in a record that cannot be read.
         process_started: when the process started, in clock ticks since boot.
         since: when it took the lock, UTC.
-        script: the name of what it runs.
+        script: the name of its script.
 
     Ranks: local.
 
@@ -461,7 +461,7 @@ class FolderLock:
         """Delete a checkpoint, unless the folder turns out to be another run's.
 
         Args:
-            path: a directory in the folder. One that is gone already is no error.
+            path: a directory in the folder; it may be gone already.
 
         Raises:
             CheckpointError: as :meth:`require`, and the checkpoint is back at its place; or it cannot be moved.

@@ -11,7 +11,7 @@ what was written. The manifest guards against damage, not against forgery. A fil
 it is written, by the thread that writes it: ``hashlib`` releases the interpreter lock. Only what others have made is
 read again for the manifest.
 
-Source: the order is that of Pillai et al., "All File Systems Are Not Created Equal", OSDI 2014
+Source: the order follows Pillai et al., "All File Systems Are Not Created Equal", OSDI 2014
 (https://www.usenix.org/conference/osdi14/technical-sessions/presentation/pillai); that ``torch.save``
 keeps the error of a full disk only in ``__context__`` was measured with torch 2.13.
 """
@@ -174,7 +174,7 @@ def make_staging(final: Path) -> Path:
         final: the name that :func:`commit_staging` will give it.
 
     Returns:
-        A directory beside ``final``, invisible to whoever looks for checkpoints.
+        A directory beside ``final``, which a search for checkpoints does not find.
 
     Raises:
         CheckpointError: it cannot be made.
@@ -248,7 +248,7 @@ def commit_staging(
         final: its name from now on. A directory of that name is replaced.
         digests: the SHA-256 of files in it, by path, as :func:`write_file` returns them; the others are read.
         world_size: number of processes of the run; goes into the manifest.
-        before_rename: called when all is on the disk; what it raises prevents the commit.
+        before_rename: called when all files are on the disk; an exception prevents the commit.
         bytes_needed: as in :func:`cleaned_on_error`.
 
     Raises:
@@ -330,10 +330,10 @@ def _publish(staging: Path, final: Path) -> None:
 
 
 def remove_directory(path: Path) -> None:
-    """Remove a directory at once for whoever looks, and for the disk as fast as it can.
+    """Delete a directory: rename it out of sight at once, then remove its files.
 
     Args:
-        path: the directory. One that is gone already is no error.
+        path: the directory; it may be gone already.
 
     Raises:
         CheckpointError: it cannot be moved out of the way.
@@ -366,10 +366,10 @@ def remove_directory(path: Path) -> None:
 
 
 def restore_replaced(parent: Path) -> None:
-    """Give a directory its name back if the process that was replacing it died between the two renames.
+    """Restore a directory's name if the process that was replacing it died between the two renames.
 
     Args:
-        parent: the folder that holds the directories; one that does not exist is no error.
+        parent: the folder that holds the directories; it may be missing.
 
     Ranks: main only (any one process).
 
@@ -390,10 +390,10 @@ def restore_replaced(parent: Path) -> None:
 
 
 def clean_leftovers(parent: Path, check: Callable[[], object] = lambda: None) -> None:
-    """Remove what interrupted saves and removals have left in a folder. What resists stays: it is a courtesy.
+    """Delete the leftovers of interrupted saves and removals in a folder, as far as possible.
 
     Args:
-        parent: the folder that holds the directories; one that does not exist is no error.
+        parent: the folder that holds the directories; it may be missing.
         check: called between the listing and the removals; raises if the folder is another run's.
 
     Ranks: main only, and only by the process that saves there.
@@ -561,10 +561,10 @@ def _fault(directory: Path, name: str, entry: Mapping[str, Any], mode: VerifyMod
 
 
 def _regular(path: Path) -> os.stat_result:
-    """Look at a file, or at what a link leads to; opening what is no file (a pipe, a device) may never end."""
+    """Return the status of a regular file, following links; opening a pipe or a device might block forever."""
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):
-        raise OSError(errno.EINVAL, "it is no regular file")
+        raise OSError(errno.EINVAL, "not a regular file")
     return status
 
 
@@ -580,7 +580,7 @@ def _fault_without_manifest(path: Path, mode: VerifyMode) -> str | None:
                 return None
         with zipfile.ZipFile(path) as archive:
             if sum(member.file_size for member in archive.infolist()) > size:  # torch.save compresses nothing
-                return f"{path.name} is no file of torch.save: it would unpack to more than it holds"
+                return f"{path.name} was not written by torch.save: it would unpack to more than it holds"
             broken = archive.testzip() if mode == "full" else None
     except (OSError, EOFError, ValueError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
         return f"{path.name} cannot be read: {error}"

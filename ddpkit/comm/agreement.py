@@ -153,7 +153,7 @@ def check_train_data(loader: Any, batches: int | None) -> None:
         batches: its number of batches, where it is known.
 
     Raises:
-        DataError: there is no batch at all.
+        DataError: no rank has a batch.
 
     Ranks: local; alike on every rank.
 
@@ -188,8 +188,8 @@ def together(work: Callable[[], T]) -> T:
         What it returned on this rank.
 
     Raises:
-        RankFailedError: on the ranks where it did not fail, when it did on another.
-        Exception: where it failed, what it raised.
+        RankFailedError: it failed on another rank.
+        Exception: it failed on this rank; the original exception.
 
     Ranks: collective (over the store).
 
@@ -217,7 +217,7 @@ def together(work: Callable[[], T]) -> T:
 
 @POSITION.at("comparing the ranks")
 def require_agreement(facts: Mapping[str, str], *, about: Any = None, site: str | None = None) -> list[Any]:
-    """Compare this rank's facts with those of all others.
+    """Compare the facts of all ranks; raise if any differs.
 
     Args:
         facts: what must be the same everywhere, in words.

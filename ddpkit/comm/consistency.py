@@ -1,9 +1,9 @@
 """What must be the same on all ranks before they can work together, and how a difference is told.
 
-Ranks with other code take other paths through a script, and sooner or later one waits for ever for a call that the
-other does not make. So software, script and backend are compared over the launcher's store as soon as the processes
-have met, before they join a process group: each leaves its own under its rank, rank 0 reads all, and every rank raises
-what it has found. Nothing in that depends on what is compared.
+Ranks that run different code take different paths through a script, until one waits forever for a call that another
+does not make. So software, script and backend are compared over the launcher's store right after the rendezvous,
+before the ranks join a process group. Each rank writes its facts under its rank, rank 0 compares them, and every rank
+raises the result. The exchange itself does not depend on the facts compared.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ def code_digest(folder: str) -> str:
         folder: of a package.
 
     Returns:
-        Eight hexadecimal digits; nothing where there is no file, or one cannot be read.
+        Eight hexadecimal digits; empty if the folder has no file or a file cannot be read.
 
     Ranks: local.
 
@@ -161,7 +161,7 @@ def code_digest(folder: str) -> str:
     """
     digest = hashlib.blake2b(digest_size=4)
     found = sorted(
-        os.path.join(parent, name)  # noqa: PTH118 -- a hundred paths, of which most of the time would go into Path
+        os.path.join(parent, name)  # noqa: PTH118 -- Path is too slow for hundreds of files
         for parent, _, names in os.walk(folder)
         for name in names
         if name.endswith(".py")
@@ -189,7 +189,7 @@ def _script() -> Path | None:
 
 
 def _file_of(module: Any) -> str | None:
-    """Return the source file of a module by what it says itself: its attributes may be made when asked for."""
+    """Return the source file of a module, from its ``__dict__``: ``getattr`` may run a lazy module's code."""
     file = getattr(module, "__dict__", {}).get("__file__")
     return file if isinstance(file, str) and file.endswith(".py") else None
 
@@ -227,10 +227,10 @@ def describe_differences(everybody: Sequence[Mapping[str, str]], places: Sequenc
 
     Args:
         everybody: the facts of every rank.
-        places: where each rank is, such as ``"gpu07 (pid 4711)"``; told of those that differ from most.
+        places: where each rank is, such as ``"gpu07 (pid 4711)"``; shown for ranks that differ from the majority.
 
     Returns:
-        A message with one line per fact that differs; nothing where none does.
+        A message with one line per fact that differs; empty if none does.
 
     Ranks: local.
 
@@ -289,7 +289,7 @@ def _names(everybody: Iterable[Mapping[str, str]]) -> list[str]:
 
 
 def _groups(name: str, everybody: Sequence[Mapping[str, str]]) -> dict[str, list[int]]:
-    """Return the ranks by what they have; without those that may not know it, and do not."""
+    """Return the ranks by value of a fact, without the ranks that cannot know this fact."""
     groups: dict[str, list[int]] = {}
     for rank, facts in enumerate(everybody):
         if name in facts or not name.startswith(_UNKNOWN_TO_SOME):
@@ -298,7 +298,7 @@ def _groups(name: str, everybody: Sequence[Mapping[str, str]]) -> dict[str, list
 
 
 def _odd_ones(groups: Mapping[str, list[int]]) -> list[int]:
-    """Return the ranks that do not have what most have; all, where there is no such thing."""
+    """Return the ranks that differ from the majority; all ranks if there is no majority."""
     most = max(map(len, groups.values()))
     of_most = [ranks for ranks in groups.values() if len(ranks) == most]
     common = of_most[0] if len(of_most) == 1 else []

@@ -1,16 +1,16 @@
 """Values and errors handed from one rank to the others through the process group's store.
 
 A collective is positional: the n-th call of one rank meets the n-th call of the others, so a call that only
-the main process makes leaves it waiting for ever. Here a value is *posted* under a key that says which call
-it belongs to, and whoever makes the same call reads it. The one who posts never waits, so a call that only one
-rank makes is legal; whoever reads waits as long as the poster is alive, however long its work takes.
+the main process makes leaves it waiting forever. Here a value is *posted* under a key that names the call, and
+ranks that make the same call read it. The poster never waits, so a call that only one rank makes is legal. A
+reader waits as long as the poster is alive, however long its work takes.
 
 The key of a call is the path of code lines that led to it (the *call site*) and how often this rank has taken
 that path. A helper that is called both under ``if if_main_process():`` and by all ranks therefore has two
 call sites, and their counts cannot be mixed up.
 
-Source: the store's payload limit of 8 MiB is that of torch's libuv ``TCPStore`` backend (measured with
-torch 2.13: 7 MiB pass, 9 MiB break the connection); larger values are cut into pieces.
+Source: torch's libuv ``TCPStore`` backend limits a payload to 8 MiB (measured with torch 2.13: 7 MiB pass, 9 MiB
+break the connection); larger values are cut into pieces.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ LONGEST_NAP_SECONDS = 0.02
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a call on the rank that made it.
+    """The result of a call on the rank that made it.
 
     Attributes:
-        value: what it returned.
-        reason: why it failed; None: it did not.
+        value: its return value.
+        reason: why it failed; None if it succeeded.
 
     Ranks: local.
 
@@ -209,8 +209,8 @@ class Mailbox:
     def forgetting(self) -> Iterator[None]:
         """Start afresh after a collective: delete what nobody has read, and number the visits from 1 again.
 
-        A rank that takes part in the collective is past every call that came before it, so nobody will read any more;
-        and a call that only one rank has made before it cannot shift the numbers of those that come after.
+        A rank that takes part in the collective has made every earlier call, so nobody reads older values any more; and
+        an earlier call by one rank alone cannot shift the numbers of later calls.
         """
         posted, self._posted = self._posted, []
         yield

@@ -328,7 +328,7 @@ def _abort_groups() -> None:
 
 
 def _destroy_groups(*, failed: bool) -> None:
-    """Destroy all groups of this process; after a failure not those of NCCL, which would wait for others' kernels."""
+    """Destroy all groups of this process; after a failure not NCCL groups, which would wait for others' kernels."""
     if not (failed and "nccl" in dist.get_backend()):
         dist.destroy_process_group()
         return

@@ -187,10 +187,10 @@ def _is_unknown(error: OSError, began: float) -> bool:
 
 
 class PortAnnouncer:
-    """Tells whoever asks at a port made from the run's id on which port the run's store is.
+    """Tells clients the port of the run's store. It listens on a port computed from the run id.
 
     Args:
-        run_id: what all processes of the run know; only its hash is told.
+        run_id: known to all processes of the run; only its hash is sent.
         store_port: port of the store on this machine.
 
     Attributes:

@@ -1,6 +1,6 @@
-"""What belongs to one process group, whoever made it: made when first needed, ended when another takes its place.
+"""The runtime of one process group, made by ddpkit or by other code: created on first use, ended with the group.
 
-The control plane is loaded with the first group, and not for those who only ask for a rank.
+The control plane is imported with the first group; asking for a rank does not import it.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class Runtime:
         self.store: dist.Store = default_store()
         self.report = FailureReport(self.store, dist.get_rank(), dist.get_world_size())
         self.mailbox = Mailbox(self.report)
-        # torch keeps the groups; whoever else held one would keep its threads running after it has been destroyed, and
-        # the process would abort at exit.
+        # A weak reference: torch owns the groups. A strong one would keep a destroyed group's threads running, and the
+        # process would abort at exit.
         self.group: Callable[[], dist.ProcessGroup | None] = weakref.ref(dist.group.WORLD)
         self.control_group: Callable[[], dist.ProcessGroup | None] = lambda: None
         self.timeout = timeout_of(dist.group.WORLD)
@@ -78,10 +78,10 @@ _runtime: Runtime | None = None
 
 
 def get_runtime() -> Runtime:
-    """Return what belongs to the current default process group.
+    """Return the runtime of the current default process group.
 
     Raises:
-        ValueError: there is no process group (torch's own error).
+        ValueError: no process group is initialized (torch's own error).
 
     Ranks: local.
 
@@ -116,10 +116,10 @@ def is_current(runtime: Runtime) -> bool:
 
 
 def control_group() -> dist.ProcessGroup | None:
-    """Return the gloo group for small CPU tensors, apart from the one that gradients travel on.
+    """Return the gloo group for small CPU tensors, separate from the group for gradients.
 
-    Its collectives wait as long as those of the default group do at its start: with ``distributed_timeout_minutes``, or
-    as others have said who started that. Shortening that later does not change it.
+    Its timeout is the initial timeout of the default group: ``distributed_timeout_minutes``, or the value given by
+    the code that started the group. Shortening the default group's timeout later does not change it.
 
     Returns:
         The group, or None where no process group is initialised.

@@ -3,7 +3,7 @@
 The exception that ends a process is noted twice, by :func:`watch_uncaught`'s hook: in the file from which torchrun
 makes its closing summary, and in the report of the process group (:mod:`ddpkit.control.failure_report`).
 
-Source: the file's format is that of ``torch.distributed.elastic.multiprocessing.errors.ErrorHandler.record_exception``;
+Source: ``torch.distributed.elastic.multiprocessing.errors.ErrorHandler.record_exception`` defines the file's format;
 torchrun takes the failure with the lowest timestamp, in whole seconds, for the root cause.
 """
 
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from types import TracebackType
 
-PLAIN = "_ddpkit_plain"  # attribute of an exception: it is told in a sentence, and the process exits with this code
-USAGE_CODE = 2  # that of argparse
+PLAIN = "_ddpkit_plain"  # attribute of an exception: print its message without a traceback, and exit with this code
+USAGE_CODE = 2  # as argparse
 FIRST_WORD_SECONDS = 5.0  # for the first rank of a machine to say what all of them are about to say
 TURN_SECONDS = 0.5  # and for each of the next
 STORE_WAIT_SECONDS = 2.0  # the same where it can be asked for; the watchdog gives a failed process three
@@ -239,7 +239,7 @@ def failure_notice() -> Iterator[None]:
 
 
 def _note_exit(error: SystemExit) -> None:
-    """Note that the script ends this process with an exit code, of which Python tells no hook."""
+    """Note that the script ends this process with an exit code. ``sys.excepthook`` is not called for SystemExit."""
     if error.code in {None, 0}:
         if PROCESS.report is not None and PROCESS.report.world_size > 1:
             PROCESS.report.tell(_early_exit(error, PROCESS.report.rank))
@@ -361,14 +361,14 @@ class UncaughtHook:
 
 
 def watch_uncaught(report: FailureReport | None = None) -> None:
-    """Take note of the exception that ends this process: for torchrun's summary, and for the other ranks.
+    """Record the exception that ends this process: for torchrun's summary, and for the other ranks.
 
     Args:
-        report: where these look; None as long as there is no process group.
+        report: read by the other ranks; None without a process group.
 
     Ranks: local.
 
-    State: ``sys.excepthook``; what it was before is still called.
+    State: ``sys.excepthook``; the previous hook is still called.
 
     Example:
         >>> before = sys.excepthook

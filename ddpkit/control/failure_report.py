@@ -56,11 +56,11 @@ class Reason:
 
     Attributes:
         rank: its number.
-        text: type and message of what it raised, or what became of it.
+        text: type and message of its exception, or how the process ended.
         host: name of its machine.
         pid: its process.
         place: such as ``"in TRAIN of epoch 3 at step 1204"``.
-        trace: its traceback; empty where it could not tell itself.
+        trace: its traceback; empty if another process reported the failure.
         session: in which call of ``fit`` or ``evaluate`` it was, from 1; 0: in none.
         is_final: whether its process has ended with it.
         line: of the user's code that it has left, such as ``"train.py:12 in compute_forward"``.

@@ -130,7 +130,7 @@ class Heartbeat:
                 self.answered = time.monotonic()
 
     def _own_connection(self) -> Store:
-        """Return a connection to the store: whoever waits on the shared one keeps all others waiting."""
+        """Return a connection of its own to the store: a wait on the shared one blocks all other calls."""
         clone = getattr(self.report.store, "clone", None)
         return self.report.store if clone is None else clone()
 
@@ -163,11 +163,11 @@ class Heartbeat:
             logger.warning(text, self.rank, what, kind, error, main_process_only=False)
 
     def silent(self) -> dict[int, float]:
-        """Return the seconds for which ranks have told nothing new, of those that should have."""
+        """Return, by rank, the seconds since the last heartbeat, for the ranks that are overdue."""
         return {rank: gap for rank, gap in list(self.silence.items()) if gap > SILENT_SECONDS and rank in self.latest}
 
     def leads(self) -> bool:
-        """Say whether this is the first rank that still tells where it is."""
+        """Return whether this is the lowest rank that still sends heartbeats."""
         silent = self.silent()
         return all(rank in silent for rank in range(self.rank))
 

@@ -36,7 +36,7 @@ DUMP_SECONDS = 0.1
 MOST_ASKED = 8
 NAP_SECONDS = 0.001
 POLL_SECONDS = 0.5
-FIRST_AT_EXIT = 100  # of the hooks of multiprocessing, of which its own have 15 at most
+FIRST_AT_EXIT = 100  # priority of a multiprocessing exit hook; its own have at most 15
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<name>\S+)')
 
 
@@ -128,7 +128,7 @@ def start_loading(loader: Any, begin: Callable[[], Iterator[Any]] | None = None)
         finally:
             loader.worker_init_fn = init
             for worker in set(multiprocessing.active_children()) - others:
-                worker.terminate = worker.kill  # type: ignore[method-assign] # torch terminates those that do not end
+                worker.terminate = worker.kill  # type: ignore[method-assign] # torch terminates hung workers
 
 
 def _stacks_path() -> str:

@@ -50,12 +50,12 @@ class SyncReport:
 
 
 class Requests(NamedTuple):
-    """What a rank tells at a sync, beyond its losses.
+    """What a rank sends at a sync besides its losses.
 
     Attributes:
-        main_seconds: since the last intra-epoch checkpoint; that of the main process counts.
-        save: whether the rank has been asked for a checkpoint.
-        stop: what has asked it to stop, one of :data:`ddpkit.control.stopping.CAUSES`; empty: nothing has.
+        main_seconds: seconds since the last intra-epoch checkpoint; only the main process's value counts.
+        save: whether a checkpoint was requested on this rank.
+        stop: the cause of a stop request, one of :data:`ddpkit.control.stopping.CAUSES`; empty: none.
 
     Ranks: local.
 

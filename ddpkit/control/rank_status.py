@@ -1,4 +1,4 @@
-"""Where each rank is: what it tells of itself about once a second, and the table that is made of it in trouble."""
+"""Rank status: each rank reports its position about once a second; a hang or failure prints them as a table."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _DEVICE_READS = (
 _LOADER_FILE = "torch/utils/data/dataloader.py"
 AT_LOADER = "waiting for its loader"
 _NOT_THE_USERS = (str(PurePath(os.__file__).parent), str(PurePath(__file__).parents[1]), "<")
-# Where a rank of an elastic agent's, whose function has returned, waits until those of all ranks have; inner and outer.
+# Frames of a rank of an elastic agent that has finished and waits for the other ranks: inner and outer.
 _WAITING_FOR_AGENT = ("multiprocessing/synchronize.py", "torch/distributed/elastic/multiprocessing/api.py")
 
 
@@ -102,16 +102,15 @@ class RankStatus:
 
 @dataclass
 class Position:
-    """What a process knows of its own place in a run; the loop only counts, and this reads what it counts.
+    """The position of this process in a run, read from the counters of the loop.
 
     Attributes:
-        progress: of the Brain in whose ``fit`` or ``evaluate`` the process is; None outside.
-        sessions: how many of those have begun since the process group was made: the same number on all its ranks.
-        session: the number of the one in which the process is; of several that are nested the innermost. 0 outside.
-        excused: how many calls are running in which there is no limit of time: work of the main process alone, and
-            waiting for it.
-        moves: how often it has learnt, where it makes no steps of its own, that others do.
-        call: which of those it is in, such as ``"fit"``, until a stage has begun in it; empty from then on.
+        progress: of the Brain whose ``fit`` or ``evaluate`` is running; None outside.
+        sessions: calls of ``fit`` and ``evaluate`` since the process group was made: equal on all its ranks.
+        session: number of the running call, the innermost if nested; 0 outside.
+        excused: running calls without a time limit: work of the main process alone, and waiting for it.
+        moves: how often a rank without steps of its own has learnt that others make steps.
+        call: the running call, such as ``"fit"``, until its first stage begins; then empty.
         part: what of it is done, where that has a name.
         waits_for_device: whether a rank that reads a number from its GPU may wait there for other ranks: with NCCL.
         main_thread: whose stack is looked at.
@@ -276,7 +275,7 @@ def look_at(frame: FrameType | None, ask_workers: Callable[[], list[str]] = list
         ask_workers: asks the workers of a loader that it waits for where they are.
 
     Returns:
-        The innermost line of the user's own code, and what it has called.
+        The innermost line of the user's own code, and the call it is in.
 
     Ranks: local.
 
@@ -343,11 +342,11 @@ def _is_waiting(file: str, name: str) -> bool:
 
 
 def table(ranks: Iterable[RankStatus], silent: dict[int, float] | None = None) -> str:
-    """Write where the ranks are, those that do not just wait for others first.
+    """Format the positions of the ranks as a table. Ranks that only wait for others come last.
 
     Args:
-        ranks: where they said they are.
-        silent: for ranks that no longer tell: for how many seconds.
+        ranks: their reports.
+        silent: for ranks without heartbeats: seconds since the last one.
 
     Returns:
         A line per rank; of many that wait at the same place only one.

@@ -77,11 +77,11 @@ class Watchdog:
     Args:
         report: of the process group.
         neighbours: the ranks on this machine.
-        parent: process number of the launcher that this process shall not outlive; None: of no one.
+        parent: process id of the launcher; this process ends with it. None: no launcher to watch.
         position: where this process is.
-        guest: of a group that somebody else has started: tells whether it is still there. Then the watchdog only says
-            what it finds, ends no process, talks to the store only in ``fit`` and ``evaluate``, ends with the group.
-        guarded: have a process beside this one end it where no thread can: for ranks that no launcher would end.
+        guest: for a process group started by other code: tells whether the group still exists. The watchdog then only
+            logs, kills nothing, uses the store only in ``fit`` and ``evaluate``, and ends with the group.
+        guarded: start a guard process that can kill this one when no thread can: for ranks without a launcher.
 
     Attributes:
         heartbeat: the thread that talks.
@@ -171,11 +171,11 @@ class Watchdog:
 
     @property
     def still_for(self) -> float:
-        """Seconds since this rank's last step, of those that count."""
+        """Seconds since this rank last made progress."""
         return time.monotonic() - self._moved
 
     def await_reason(self) -> Reason | None:
-        """Wait a little for it to become known which rank has failed or disappeared."""
+        """Wait briefly for a report of which rank failed or disappeared."""
         heartbeat, end = self.heartbeat, time.monotonic() + REASON_SECONDS
         heartbeat.is_searching = self.report.is_first_to(f"search/{self.position.sessions}")
         if self.report.store_is_lost:  # who has found that out has asked it; the heartbeat need not

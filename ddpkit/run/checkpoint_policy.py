@@ -1,4 +1,4 @@
-"""When a run saves, what it goes on from, and what it keeps. The only part of a run that knows the Checkpointer."""
+"""Checkpoint policy: when to save, where to resume, what to keep. The only part of a run that uses the Checkpointer."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class CheckpointPolicy:
         has_own_fit_batch: bool = False,
     ) -> None:
         if checkpointer is not None and not isinstance(checkpointer, Checkpointer):
-            raise ConfigError(f"checkpointer={checkpointer!r} is no ddpkit.checkpoints.Checkpointer.")
+            raise ConfigError(f"checkpointer={checkpointer!r} is not a ddpkit.checkpoints.Checkpointer.")
         self.checkpointer: Checkpointer | None = checkpointer
         self.options, self.progress, self.train_step = options, progress, train_step
         self.run_state, self.rank_state = run_state, rank_state
@@ -251,7 +251,7 @@ class CheckpointPolicy:
 
     @contextlib.contextmanager
     def starting(self) -> Iterator[None]:
-        """Have the checkpointer recover what was decided, whoever asks it to."""
+        """Make every recovery, also a recipe's own, use the chosen checkpoint."""
         checkpointer, start = self.checkpointer, self.run_state.start
         if checkpointer is None or start is None:
             yield
@@ -425,7 +425,7 @@ class CheckpointPolicy:
 
     @contextlib.contextmanager
     def _with_sums(self, sums: list[float] | None) -> Iterator[None]:
-        """Return a context for a save, with the losses of all ranks; None: those of this rank stand for all."""
+        """Return a context for a save with the loss sums of all ranks; None: this rank's sums stand for all."""
         self.run_state.loss_sums = sums
         try:
             yield
@@ -435,7 +435,7 @@ class CheckpointPolicy:
                 self.rank_state.states.forget()
 
     def _bring_to_safety(self, checkpointer: Checkpointer, error: BaseException) -> None:
-        """Finish what is being written, and save once more if asked; on the main process alone, whoever has failed."""
+        """Finish a running save, and save once more with ``ckpt_on_error``; main process only."""
         wanted = self.options.ckpt_on_error and isinstance(error, (Exception, KeyboardInterrupt))
         with alone(), terminating_later():
             try:
@@ -504,7 +504,7 @@ class CheckpointPolicy:
 
 @contextlib.contextmanager
 def _at_last_update(progress: Progress) -> Iterator[None]:
-    """Return a context in which progress is what it was after the last optimizer step."""
+    """Return a context in which progress is reset to the last optimizer step."""
     before = progress.step, progress.meter
     progress.step, progress.meter = progress.window_end, progress.train_meter or progress.meter
     try:

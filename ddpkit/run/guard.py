@@ -53,7 +53,7 @@ class RunGuard:
 
     @contextlib.contextmanager
     def _own_limits(self) -> Iterator[None]:
-        """Have this Brain's limits of time count, and those of a Brain around it again afterwards."""
+        """Apply this Brain's time limits; restore the limits of an enclosing Brain afterwards."""
         if not is_distributed_initialized():
             yield
             return

@@ -58,7 +58,7 @@ class LoaderFactory:
         """
         asked = self._options.grad_accumulation_factor
         if self._accumulation is not None and self._accumulation[1] == asked:
-            asked = self._accumulation[0]  # `fit` has written what it came to into the option
+            asked = self._accumulation[0]  # `fit` has written the result into the option
         options = self._options.copy()
         options.grad_accumulation_factor = asked
         found = micro_batches(options, world_size)

@@ -102,10 +102,10 @@ class Preflight:
                 raise type(error)(f"{error}\n(rank {get_rank()} called {call} at {path})") from error.__cause__
 
     def compare_data(self, **loaders: Any) -> None:
-        """Compare what the loaders give.
+        """Compare the loaders of all ranks: lengths, and the first samples.
 
         Args:
-            loaders: by stage; the ranks must have as many batches as each other in that of ``train``.
+            loaders: by stage; the ranks' ``train`` loaders must have equal numbers of batches.
 
         Raises:
             RankMismatchError: on every rank, naming what differs and on which rank.

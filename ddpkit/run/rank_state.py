@@ -28,7 +28,7 @@ logger = get_logger(__name__)
 
 
 class RankState:
-    """The state of this rank. For a checkpoint, ``RankStates`` of :mod:`ddpkit.checkpointing` holds those of all ranks.
+    """The state of this rank. In a checkpoint, :mod:`ddpkit.checkpointing`'s ``RankStates`` holds the states of all.
 
     Args:
         progress: of the run.
@@ -65,9 +65,9 @@ class RankState:
     # ------------------------------------------------------------------ random streams
 
     def choose_seed(self) -> None:
-        """Fix the run's seed when ``fit`` begins: that of ``seed_everything``, or what the script has given to torch.
+        """Fix the run's seed when ``fit`` begins: from ``seed_everything``, or else torch's current seed.
 
-        What a hook gives to torch afterwards is for the rest of that epoch.
+        A seed that a hook sets later counts only until the end of that epoch.
         """
         seed = global_seed()
         if seed is None:
@@ -76,7 +76,7 @@ class RankState:
         self.base_seed = seed
 
     def begin_epoch(self, epoch: int) -> None:
-        """Give this rank the random streams of an epoch; those of its beginning also where it goes on in the middle."""
+        """Seed this rank's random streams for an epoch; a resume in mid-epoch also starts from the epoch's seed."""
         self.progress.epoch = epoch
         if not self.progress.step:
             self.progress.began_at, self.progress.clipped = self.progress.optimizer_step, 0
@@ -175,12 +175,12 @@ class RankState:
         }
 
     def own_sums(self) -> list[float]:
-        """Return this rank's sum of losses, what it counts, and the samples seen."""
+        """Return this rank's sum of losses, its weight, and the samples seen."""
         meter = self._losses_so_far()
         return [*meter.sums()[:2], meter.samples]
 
     def _losses_so_far(self) -> LossMeter:
-        """Return the losses of this rank, that of the current batch included, if it has been trained on."""
+        """Return the losses of this rank, including the current batch if it has been trained on."""
         progress = self.progress
         if not self.is_inside_batch or progress.result is None or progress.result_at != progress.step:
             return progress.meter

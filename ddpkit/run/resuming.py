@@ -1,12 +1,12 @@
-"""What a checkpoint says of the run that made it, and how a run goes on from that.
+"""Lineage and step plan: which run made a checkpoint, and how a run resumes from it.
 
-A run has a name of its own, which its checkpoints carry. So those of another run in the same folder can be told apart,
-also after the run was killed and has gone on. It goes on with the same samples per optimizer step as before, at the
-same place in its data.
+Every run has a name, which is stored in its checkpoints. So checkpoints of different runs in one folder can be told
+apart, also after a kill and resume. A resumed run has the same samples per optimizer step as before, and continues at
+the same position in its data.
 
-A checkpoint says how many processes there were, and what a step of theirs was made of. On as many processes nothing is
-to be done. On another number the options that make a step of the same samples are worked out before any loader is made,
-and the place in the epoch, which was counted in batches of one process, is counted anew.
+A checkpoint stores the number of processes and the step plan. With another number of processes the options that keep
+the samples per step are computed before any loader is made, and the position in the epoch is converted, because it
+counts batches of one process.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ NOMINAL = "nominal epoch"
 NEWEST, NEVER = "auto", "never"  # what the option `resume` says, or else a path
 UNKNOWN = ""  # the run of a checkpoint that does not say
 EVALUATED = "only_evaluated"  # said by a checkpoint if the Brain that saved it had trained nothing
-#: Options that bear on the numbers of a run; those that follow from the number of processes are left out.
+#: Options that change a run's numbers, except options that follow from the number of processes.
 TELLING = tuple(
     option.name
     for option in OPTIONS
@@ -58,8 +58,8 @@ class Lineage:
     Attributes:
         run: the run's name.
         since: when it began, in seconds since 1970.
-        before: for each run that it goes on from, the time of the last checkpoint that is a part of it; those of an
-            unknown run under an empty name.
+        before: for each earlier run in the lineage, the time of its last checkpoint that belongs to it; the empty name
+            stands for an unknown run.
 
     Ranks: local; the main process makes it.
 
@@ -75,11 +75,11 @@ class Lineage:
 
     @classmethod
     def new(cls, state: Mapping[str, Any] | None = None, last: float = -math.inf) -> Lineage:
-        """Return that of a run that begins now.
+        """Return the lineage of a run that begins now.
 
         Args:
-            state: what the Brain had saved in the checkpoint that it goes on from, if there is one.
-            last: when that was made, in seconds since 1970.
+            state: run state of the checkpoint that it resumes from, if any.
+            last: time of that checkpoint, in seconds since 1970.
         """
         before: dict[str, float] = {}
         if state is not None:
@@ -89,7 +89,7 @@ class Lineage:
 
     @classmethod
     def read(cls, state: Mapping[str, Any]) -> Lineage | None:
-        """Return that of the run that wrote a checkpoint; None if it does not say.
+        """Return the lineage of the run that wrote a checkpoint; None if the checkpoint does not say.
 
         Args:
             state: of the Brain, as its file holds it.
@@ -161,11 +161,11 @@ class StepPlan:
 
     @classmethod
     def of(cls, sizes: BatchSizes, loader: Any) -> StepPlan:
-        """Return that of the present run.
+        """Return the step plan of the present run.
 
         Args:
-            sizes: what its training loader and options come to.
-            loader: that loader.
+            sizes: computed from its training loader and options.
+            loader: the training loader.
         """
         inner, data = loader.loader if isinstance(loader, LoopedLoader) else loader, order_of(loader)
         if isinstance(plan_of(inner), DealtBatchSampler) or (isinstance(inner, StreamLoader) and inner.of_batches):
@@ -175,7 +175,7 @@ class StepPlan:
 
     @classmethod
     def read(cls, state: Mapping[str, Any]) -> StepPlan:
-        """Return that of the run that wrote a checkpoint.
+        """Return the step plan of the run that wrote a checkpoint.
 
         Args:
             state: of the Brain, as its file holds it.
@@ -409,10 +409,10 @@ def state_or_nothing(checkpoint: Path) -> dict[str, Any]:
 
 
 def changed_options(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Say which options that bear on the numbers of a run are not those that a checkpoint was made with.
+    """List the options that change a run's numbers and differ from the checkpoint's.
 
     Args:
-        before: from the checkpoint; what it does not tell is taken to be the same.
+        before: options in the checkpoint; missing options count as equal.
         now: of the run.
 
     Returns:

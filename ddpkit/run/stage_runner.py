@@ -404,7 +404,7 @@ class StageRunner:
 
     @contextlib.contextmanager
     def _no_failure_saved(self) -> Iterator[None]:
-        """Return a context for a hook; if it fails, nothing is saved: it would be called on what it changed."""
+        """Return a context for a hook that must not run twice: if it fails, no checkpoint is saved."""
         meter, self.progress.train_meter = self.progress.train_meter, None
         yield  # no finally: `train_meter` stays None after a failure
         self.progress.train_meter = meter
@@ -450,14 +450,14 @@ class StageRunner:
 
 
 class StopsOfEvaluation:
-    """Has the ranks agree about once a second on whether to stop.
+    """Has the ranks agree about once a second on whether to stop an evaluation.
 
-    They may have different numbers of batches, and of a stream nobody knows them. So a rank whose batches are used up
-    goes on agreeing, at the steps that it does not make, until those of all are.
+    The ranks may have different numbers of batches, and the length of a stream is unknown. So a rank without further
+    batches keeps taking part until every rank has finished.
 
     Args:
         progress: has the step of this rank.
-        cause: says what has asked this rank to stop, or nothing.
+        cause: returns the cause of a stop request on this rank, or nothing.
         add_up: adds up a few numbers over all ranks; None: in a collective.
 
     Ranks: collective, but for making one.
@@ -484,7 +484,7 @@ class StopsOfEvaluation:
             self._confer(step, has_more=True)
 
     def await_others(self) -> None:
-        """Agree with those that still have batches."""
+        """Take part in the agreements of ranks that still have batches."""
         while self._confer(self.sync.due, has_more=False):
             POSITION.moves += 1  # no hang: the others move
 

@@ -32,11 +32,11 @@ class Start:
     Attributes:
         resume: for the checkpointer: ``"auto"``, ``"never"`` or the path of a checkpoint.
         lineage: of the run.
-        step_plan: what an optimizer step was made of in that checkpoint; None where there is none, or it does not tell.
-        num_found: checkpoints in the folder.
-        others: those of other runs, which this one leaves alone.
-        checkpoint: that it starts from, as far as that is known; the checkpointer has the last word.
-        state: what that one says of the run, until it has been recovered; None: that could not be read.
+        step_plan: step plan of that checkpoint; None without a checkpoint, or if it does not say.
+        num_found: number of checkpoints in the folder.
+        others: checkpoints of other runs, which this run never touches.
+        checkpoint: the expected start; the checkpointer decides.
+        state: run state of that checkpoint until it is recovered; None: it could not be read.
 
     Ranks: local; the main process makes it, all ranks use it.
 
@@ -187,7 +187,7 @@ def _of_this_launch(
 
 
 def _asked(state: Mapping[str, Any]) -> StepPlan:
-    """Return the step plan that was asked for, and not what it came to on some number of processes in between."""
+    """Return the step plan as the options gave it, before a change for another number of processes."""
     asked = state.get("asked")
     return StepPlan.read(asked if isinstance(asked, Mapping) else state)
 
@@ -224,7 +224,7 @@ def modules_not_saved(modules: Mapping[str, nn.Module] | nn.ModuleDict, recovera
 
 
 def optimizers_not_saved(optimizers: Mapping[str, Any] | None, recoverables: Mapping[str, Any]) -> list[str]:
-    """Name the optimizers that no recoverable holds: after a restart their moments would be those of a new one.
+    """Name the optimizers that no recoverable holds: a restart would lose their moments.
 
     Args:
         optimizers: by name, or None.
@@ -254,8 +254,8 @@ def _parts_of(recoverables: Mapping[str, Any]) -> Iterator[Any]:
 
 
 def _storage(parameter: torch.Tensor) -> int:
-    """Return what a parameter and that of a scripted copy have in common."""
+    """Return an id that a parameter shares with the parameter of a scripted copy."""
     try:
         return parameter.data_ptr() or id(parameter)
-    except RuntimeError:  # one without storage
+    except RuntimeError:  # a parameter without storage
         return id(parameter)

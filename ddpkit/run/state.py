@@ -48,9 +48,9 @@ class FitCalls:
 
     Attributes:
         number: calls so far, this one included.
-        finished: optimizer steps after each call that is over; None where not known.
-        counters: the name of the recoverable that counted the epochs of each call; None where there is none.
-        later: a checkpoint of a later call, and what it holds of the run; else None.
+        finished: optimizer steps after each finished call; None if unknown.
+        counters: for each call, the name of the recoverable that counted its epochs; None without one.
+        later: a checkpoint of a later call, and its run state; else None.
 
     Ranks: local; equal on all ranks.
 
@@ -83,11 +83,11 @@ class FitCalls:
         self.finished = (*self.finished, optimizer_step)
 
     def accept(self, path: Path, state: Mapping[str, Any]) -> bool:
-        """Say whether a checkpoint was made in this call; one of a later call is remembered.
+        """Return whether a checkpoint was made in this call; keep a checkpoint of a later call in :attr:`later`.
 
         Args:
             path: its directory.
-            state: what it holds of the run.
+            state: its run state.
         """
         self.later = None
         number, counters = state.get("fit"), tuple(state.get("counters") or ())
@@ -139,11 +139,11 @@ class TrainedFlags:
         self._begun = [(name, one, one.requires_grad) for name, one in modules.named_parameters()]
 
     def changes(self) -> dict[str, bool]:
-        """Return whether a parameter is trained, by its name; only for those of which that has changed."""
+        """Return ``requires_grad`` by parameter name, for the parameters where it has changed."""
         return {name: one.requires_grad for name, one, begun in self._begun if one.requires_grad is not begun}
 
     def restore(self, changes: Any, *, exactly: bool) -> int:
-        """Freeze and set free what had been when a checkpoint was saved.
+        """Freeze and unfreeze parameters as they were when a checkpoint was saved.
 
         Args:
             changes: from the checkpoint; anything but a mapping says nothing.
@@ -200,12 +200,12 @@ class RunState:
         calls: of ``fit``.
         start: what the run started from; None before ``fit``.
         step_plan: what an optimizer step is made of.
-        asked_plan: the same as asked for, where another number of processes had to change it.
+        asked_plan: the step plan in the options, if another number of processes had to change it.
         recovered: the checkpoint that was recovered in this call of ``fit`` or ``evaluate``.
-        is_recovered_here: whether that was made in this call of ``fit``.
-        expected_epoch: with which a recovered checkpoint goes on.
-        loss_sums: losses, what they count, and samples over all ranks, for the next save; None: those of this rank.
-        lacks: the batch whose loss the next save cannot know; or None.
+        is_recovered_here: whether that checkpoint was made in this call of ``fit``.
+        expected_epoch: the epoch after a resume from the recovered checkpoint.
+        loss_sums: sums over all ranks of losses, weights and samples, for the next save; None: use this rank's.
+        lacks: the batch whose loss is missing in the next save; or None.
 
     Ranks: local; every rank recovers, the main process saves.
     """
@@ -277,9 +277,9 @@ class RunState:
     def _loss_sums_by_itself(self) -> Sequence[float]:
         """Return the sums for a save that a recipe makes, perhaps on the main process alone."""
         if not self.modules.training:
-            return 0.0, 0.0, 0  # those of an evaluation are not the training's
+            return 0.0, 0.0, 0  # the meter holds losses of an evaluation
         if self.progress.step and self.progress.train_sums is not None:
-            return self.progress.train_sums  # the pass is over
+            return self.progress.train_sums  # the epoch's training is over
         return [one * get_world_size() for one in self.rank_state.own_sums()]  # its own share stands for all
 
     def _as_evaluated(self) -> dict[str, Any]:

@@ -133,7 +133,7 @@ class StopControl:
         return words
 
     def _folder(self) -> Path | None:
-        """Return the folder of the run: that of its outputs, or else of its checkpoints."""
+        """Return the output folder of the run, or else its checkpoint folder."""
         checkpoints = getattr(self._policy.checkpointer, "checkpoints_dir", None)
         folder = getattr(self._hparams, "output_folder", None) or checkpoints
         return None if folder is None else Path(folder)

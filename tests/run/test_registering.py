@@ -89,7 +89,7 @@ def test_a_brain_without_a_checkpointer_may_be_evaluated_inside_of_a_training(tm
 
 
 def test_only_a_checkpointer_is_taken():
-    with pytest.raises(ConfigError, match=r"checkpointer='saves' is no ddpkit\.checkpoints\.Checkpointer"):
+    with pytest.raises(ConfigError, match=r"checkpointer='saves' is not a ddpkit\.checkpoints\.Checkpointer"):
         brain("saves", nn.Linear(2, 1))
 
 

@@ -12,6 +12,7 @@ import yaml
 from ddpkit.config import RUN_OPTIONS
 from ddpkit.porting.scopes import dotted
 from ddpkit.porting.text import Note
+from ddpkit.porting.yaml_code import fetches
 
 __all__ = ["DIFFERENCES", "Loaders", "difference", "python_differences", "read_loaders", "yaml_differences"]
 
@@ -259,7 +260,7 @@ def yaml_differences(text: str, loaders: Loaders) -> list[Note]:
     document = yaml.compose(text, Loader=yaml.SafeLoader)
     if not isinstance(document, yaml.MappingNode):
         return []
-    entries = {key.value: (key.start_mark.line + 1, value) for key, value in document.value}
+    entries = {str(key.value): (key.start_mark.line + 1, value) for key, value in document.value}
     found = {(line, kind) for key, (line, value) in entries.items() for kind in _of_entry(key, value, text)}
     if not loaders.is_ordered and "sorting" not in entries:
         options = [entries[key] for key in loaders.keys & entries.keys()]
@@ -276,11 +277,11 @@ def _of_entry(key: str, value: yaml.Node, text: str) -> Iterator[str]:
     if key == "jit_module_keys" or (key == "jit" and plain.lower() == "true"):
         yield "jit"
     last = value.tag.rpartition(".")[2]
-    if last in _CLASSES:
+    if last in _CLASSES and not (last == "Pretrainer" and fetches(text)):  # which is SpeechBrain's then
         yield _CLASSES[last]
     if value.tag.endswith("apply:torch.manual_seed") and "seed_everything" not in text:
         yield "seed"
 
 
 def _says_no_order(value: yaml.Node) -> bool:
-    return isinstance(value, yaml.MappingNode) and not _ORDERS & {key.value for key, _ in value.value}
+    return isinstance(value, yaml.MappingNode) and not _ORDERS & {str(key.value) for key, _ in value.value}

@@ -6,10 +6,13 @@ import re
 
 import yaml
 
-from ddpkit.porting.names import ddpkit_name
-from ddpkit.porting.text import Change, Source
+from ddpkit.porting.names import PACKAGE, ddpkit_name
+from ddpkit.porting.text import Change, Note, Source
 
-__all__ = ["port_yaml"]
+__all__ = ["fetches", "port_yaml"]
+
+_PRETRAINER = f"{PACKAGE}.utils.parameter_transfer.Pretrainer"
+_FETCHES = "Pretrainer stays SpeechBrain's: ddpkit's takes files on disk alone, by paths with /, ./, ../ or ~ first"
 
 # HyperPyYAML's tags and PyYAML's: `!new:a.b`, `!!python/name:a.b`, `!<tag:yaml.org,2002:python/name:a.b>`.
 _TAG = re.compile(r"(?:!(?:new|name|apply|applyref|module):|python/[\w/]+:)(?P<name>speechbrain[\w.]*)")
@@ -33,14 +36,58 @@ def port_yaml(text: str) -> Change:
         >>> port_yaml("a: !new:speechbrain.utils.epoch_loop.EpochCounter {limit: 2} # speechbrain").text
         'a: !new:ddpkit.epoch_loop.EpochCounter {limit: 2} # speechbrain'
     """
-    source, names = Source(text), 0
+    source, names, notes = Source(text), 0, list[Note]()
+    stays = _PRETRAINER if fetches(text) else ""
     for token in yaml.scan(text, Loader=yaml.SafeLoader):
         if not isinstance(token, yaml.TagToken):
             continue
         start = token.start_mark.index
         found = _TAG.search(text[start : token.end_mark.index])
         new = ddpkit_name(found["name"]) if found else None
-        if found and new:
+        if found and found["name"] == stays:
+            notes.append(Note((token.start_mark.line + 1,), _FETCHES))
+        elif found and new:
             source.replace(start + found.start("name"), start + found.end("name"), new)
             names += 1
-    return Change(source.result(), names)
+    return Change(source.result(), names, tuple(notes))
+
+
+def fetches(text: str) -> bool:
+    """Say whether a Pretrainer of a YAML file may have to fetch something from a hub or a page.
+
+    Args:
+        text: the file.
+
+    Returns:
+        Whether one has another source than a path that is seen to be one, or none.
+
+    Raises:
+        yaml.YAMLError: the text is not YAML.
+
+    Ranks: local.
+
+    Example:
+        >>> fetches("p: !new:speechbrain.utils.parameter_transfer.Pretrainer {paths: {lm: speechbrain/lm/lm.ckpt}}")
+        True
+    """
+    if _PRETRAINER not in text:
+        return False
+    entries = _entries(yaml.compose(text, Loader=yaml.SafeLoader))
+    values = {key: node.value for key, node in entries.items() if isinstance(node, yaml.ScalarNode)}
+    pretrainers = [_entries(node).get("paths") for node in entries.values() if node.tag.endswith(_PRETRAINER)]
+    return not all(
+        _entries(paths) and all(_is_path(source, values) for source in _entries(paths).values())
+        for paths in pretrainers
+    )
+
+
+def _entries(node: yaml.Node | None) -> dict[str, yaml.Node]:
+    return {str(key.value): value for key, value in node.value} if isinstance(node, yaml.MappingNode) else {}
+
+
+def _is_path(node: yaml.Node, values: dict[str, str]) -> bool:
+    source = str(node.value)
+    for _ in range(len(values)):  # `!ref <folder>/lm.ckpt`, where the folder may be a reference itself
+        known = re.match(r"<(\w+)>", source)
+        source = (values.get(known[1]) or known[0]) + source[known.end() :] if known else source
+    return source.startswith(("/", "./", "../", "~"))

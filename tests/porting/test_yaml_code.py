@@ -60,6 +60,41 @@ def test_all_else_stays(text):
     assert (change.text, change.names) == (text, 0)
 
 
+PRETRAINER = """\
+hub: speechbrain/asr-crdnn-rnnlm-librispeech
+page: https://example.org/model.ckpt?dl=1
+here: ~/models
+below: !ref <here>/lm
+lost: !ref <lost>
+given: !PLACEHOLDER
+pretrainer: &p !new:speechbrain.utils.parameter_transfer.Pretrainer
+    collect_in: save
+    paths: PATHS
+"""
+
+
+@pytest.mark.parametrize(
+    ("paths", "stays"),
+    [
+        ("{lm: !ref <hub>/lm.ckpt}", True),
+        ("{lm: /lm.ckpt, tokenizer: !ref <page>}", True),
+        ("{lm: !ref <lost>/lm.ckpt}", True),
+        ("{lm: !ref <given>/lm.ckpt}", True),
+        ("{lm: !ref <nowhere>/lm.ckpt}", True),
+        ("!ref <files>", True),
+        ("{}", True),
+        ("{lm: !ref <below>/lm.ckpt}", False),
+        ("{lm: /models/lm.ckpt, tokenizer: ../tokenizer.ckpt}", False),
+    ],
+)
+def test_a_pretrainer_that_may_fetch_stays_speechbrains(paths, stays):
+    text = PRETRAINER.replace("PATHS", paths)
+    change = port_yaml(text)
+    new = text if stays else text.replace("speechbrain.utils.parameter", "ddpkit.parameter")
+    assert (change.text, change.names) == (new, not stays)
+    assert [(note.lines, "stays SpeechBrain's" in note.text) for note in change.notes] == [((7,), True)] * stays
+
+
 def test_what_is_no_yaml_is_refused():
     with pytest.raises(yaml.YAMLError):
         port_yaml("a: !new:b\n  - 'c")

@@ -196,7 +196,7 @@ class _Port:
         """Divide the names of one statement between the modules that have them."""
         start, end = self.source.span(statement)
         homes = list(dict.fromkeys(home for home, _ in moved.values()))
-        head = re.match(r"from[\s\\]+(?P<module>[\w.]+)", self.text[start:end])
+        head = re.match(r"from[\s\\]+(?P<module>\w+(?:[\s\\]*\.[\s\\]*\w+)*)", self.text[start:end])
         if head and len(moved) == len(statement.names) and len(homes) == 1 and homes[0]:
             self.source.replace(start + head.start("module"), start + head.end("module"), homes[0])
             for alias, (_, text) in moved.items():

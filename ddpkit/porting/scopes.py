@@ -99,6 +99,7 @@ class _Reader:
         self.scope = _Scope(None)
         self.scopes = [self.scope]
         self.uses: list[tuple[_Scope, ast.Name | ast.Attribute]] = []
+        self.done: set[ast.AST] = set()
         self.visit(tree)
 
     def bindings(self) -> list[Binding]:
@@ -109,6 +110,8 @@ class _Reader:
         return [one for scope in self.scopes for one in scope.names.values() if one.imports]
 
     def visit(self, node: ast.AST) -> None:
+        if node in self.done:
+            return
         handler = _HANDLERS.get(type(node))
         if handler is None or not handler(self, node):
             for child in ast.iter_child_nodes(node):
@@ -139,6 +142,8 @@ class _Reader:
         return True
 
     def read_attribute(self, node: ast.Attribute) -> bool:
+        if not isinstance(node.ctx, ast.Load):
+            return False  # what gets an attribute, or loses one, is used
         if dotted(node):
             self.uses.append((self.scope, node))
         return bool(dotted(node))
@@ -155,15 +160,29 @@ class _Reader:
         return True
 
     def read_scope(self, node: Any) -> bool:
-        """A function, a class, a comprehension; what a decorator or a default names is looked for inside, too."""
+        """A function, a class, a comprehension; what a decorator or a default names is looked for outside."""
         if hasattr(node, "name"):
             self.scope.bind(node.name).is_ambiguous = True
+        for child in _outside(node):
+            self.visit(child)
+            self.done.add(child)
         outer, self.scope = self.scope, _Scope(self.scope, isinstance(node, ast.ClassDef))
         self.scopes.append(self.scope)
         for child in ast.iter_child_nodes(node):
             self.visit(child)
         self.scope = outer
         return True
+
+
+def _outside(node: Any) -> list[ast.AST]:
+    """What is evaluated before a scope is entered: decorators, defaults, annotations, bases, the first iterable."""
+    found = [one for name in ("decorator_list", "bases", "keywords") for one in getattr(node, name, ())]
+    found.append(getattr(node, "returns", None))
+    if isinstance(args := getattr(node, "args", None), ast.arguments):
+        found += [*args.defaults, *args.kw_defaults]
+        found += [one.annotation for one in ast.walk(args) if isinstance(one, ast.arg)]
+    found += [one.iter for one in getattr(node, "generators", ())[:1]]
+    return [one for one in found if one is not None]
 
 
 _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)

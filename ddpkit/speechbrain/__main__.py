@@ -51,7 +51,7 @@ def main(words: list[str]) -> int:
 
 
 def _problem(script: Path) -> str:
-    if not script.exists():
+    if not script.is_file():
         return f"there is no script {str(script)!r}. It comes first, and the recipe's options after it: see --help."
     if importlib.util.find_spec("speechbrain") is None:
         return (

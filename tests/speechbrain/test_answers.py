@@ -191,6 +191,7 @@ sys.exit(3)
     [
         ([], 2, "usage: python -m ddpkit.speechbrain train.py"),
         (["nothing.py"], 2, "there is no script 'nothing.py'"),
+        (["speechbrain"], 2, "there is no script 'speechbrain'"),
         (["--lr=1", "train.py"], 2, "there is no script '--lr=1'. It comes first"),
     ],
 )

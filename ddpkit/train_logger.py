@@ -340,8 +340,8 @@ class TrainLoggers(TrainLogger):
 
     def __init__(self, *loggers: Any) -> None:
         for one in loggers:
-            if not callable(getattr(one, "log_stats", None)):
-                raise ConfigError(f"train_logger: {one!r} is no train logger: it has no method log_stats.")
+            if isinstance(one, type) or not callable(getattr(one, "log_stats", None)):
+                raise ConfigError(f"train_logger: {one!r} is no train logger: it has no log_stats, or is a class.")
         self.loggers = loggers
 
     def __iter__(self) -> Iterator[Any]:
@@ -509,19 +509,25 @@ class CSVTrainLogger(_MainTrainLogger):
         path, unfinished = Path(self.save_file), Path(f"{self.save_file}.unfinished")
         with _written(f"save_file={self.save_file!r}"):
             path.parent.mkdir(parents=True, exist_ok=True)
-            rows: list[dict[str, Any]] = []
-            if path.exists():
-                with path.open(newline="", encoding="utf-8") as file:
-                    rows = [*csv.DictReader(file)]
-            if any(None in row for row in rows):
-                raise ConfigError(f"save_file={self.save_file!r} has rows longer than its first. Move it away.")
-            rows.append(_flat(meta, stages, "_"))
+            rows = [*(self._rows_of(path) if path.exists() else ()), _flat(meta, stages, "_")]
             columns = dict.fromkeys(name for row in rows for name in row)
             with unfinished.open("w", newline="", encoding="utf-8") as file:
                 table = csv.DictWriter(file, [*columns], lineterminator="\n")
                 table.writeheader()
                 table.writerows(rows)
             unfinished.replace(path)
+
+    def _rows_of(self, path: Path) -> list[dict[str, Any]]:
+        try:
+            with path.open(newline="", encoding="utf-8") as file:
+                rows: list[dict[str, Any]] = [*csv.DictReader(file)]
+        except (csv.Error, UnicodeDecodeError) as error:
+            raise ConfigError(
+                f"save_file={self.save_file!r} cannot be read as a table: {error}. Move it away."
+            ) from error
+        if any(None in row for row in rows):
+            raise ConfigError(f"save_file={self.save_file!r} has rows longer than its first. Move it away.")
+        return rows
 
 
 class JSONLTrainLogger(_MainTrainLogger):

@@ -438,6 +438,14 @@ def test_a_table_gets_a_column_for_each_new_name(tmp_path):
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["log.csv"]
 
 
+@pytest.mark.parametrize("content", [b"\xff\xfe\n1\n", b"a\n" + b"1" * 200_000])
+def test_a_table_that_cannot_be_read(tmp_path, content):
+    (tmp_path / "log.csv").write_bytes(content)
+    with pytest.raises(ConfigError, match="log.csv' cannot be read as a table: .*. Move it away"):
+        CSVTrainLogger(tmp_path / "log.csv").log_stats({"epoch": 1})
+    assert (tmp_path / "log.csv").read_bytes() == content
+
+
 def test_a_table_that_is_no_table(tmp_path):
     (tmp_path / "log.csv").write_text("a\n1,2\n")
     with pytest.raises(ConfigError, match="log.csv' has rows longer than its first. Move it away"):

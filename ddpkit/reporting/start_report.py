@@ -370,14 +370,20 @@ def _leaves_out(name: str, value: Any) -> bool:
     """Say whether a tensor is ragged, or has labels that a loss leaves out; of what is not on the host nobody knows."""
     if not isinstance(value, torch.Tensor) or value.is_nested:
         return isinstance(value, torch.Tensor)
-    is_labels = _LABELS.search(name) is not None and value.dtype == torch.int64 and value.device.type == "cpu"
-    return is_labels and bool((value == _LEFT_OUT).any())
+    is_labels = _LABELS.search(name) is not None and value.dtype == torch.int64
+    return is_labels and _is_readable(value) and bool((value == _LEFT_OUT).any())
+
+
+def _is_readable(value: torch.Tensor) -> bool:
+    return value.device.type == "cpu" and value.layout is torch.strided
 
 
 def _varies(value: Any) -> bool:
     """Say whether lengths, or a mask, are not all the same; of what is not on the host nobody knows."""
-    if isinstance(value, torch.Tensor) and value.device.type != "cpu":
+    if isinstance(value, torch.Tensor) and not _is_readable(value):
         return value.dim() > 0
     if isinstance(value, (torch.Tensor, np.ndarray)):
         value = value.reshape(-1).tolist()
-    return isinstance(value, (list, tuple)) and any(one != value[0] for one in value)
+    if not isinstance(value, (list, tuple)) or any(isinstance(one, (torch.Tensor, np.ndarray)) for one in value):
+        return False
+    return any(one != value[0] for one in value)

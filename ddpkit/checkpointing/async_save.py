@@ -262,7 +262,7 @@ def _mapped(value: Any, function: Callable[[Any], Any]) -> Any:
 
 
 def _is_plain_tensor(value: Any) -> bool:
-    """Return whether a value is a plain dense tensor, without a subclass or attributes."""
+    """Return whether a value is a plain dense tensor: no subclass, not quantized or nested, no lazy view."""
     return (
         type(value) is torch.Tensor
         and value.layout is torch.strided

@@ -53,9 +53,9 @@ def sample_lengths(
         Shape ``(samples,)``, in the unit of ``length_func`` or ``lengths_list``.
 
     Raises:
-        BucketingError: there is no way to know the lengths.
+        BucketingError: the lengths cannot be determined.
         ConfigError: ``lengths_list`` is as long as some other dataset.
-        DataError: there is no sample, or a length that is negative or no number.
+        DataError: the dataset is empty, or a length is negative or not a number.
 
     Ranks: local; alike on every rank.
 
@@ -148,8 +148,8 @@ def upper_boundaries(
 
     Ranks: local.
 
-    Source: quantiles of the log-normal distribution, ``exp(ndtri(k / (num_buckets + 1)))``: those that
-    ``scipy.stats.lognorm`` gives with ``s=1``.
+    Source: quantiles of the log-normal distribution, ``exp(ndtri(k / (num_buckets + 1)))``, as in
+    ``scipy.stats.lognorm`` with ``s=1``.
 
     Example:
         >>> upper_boundaries(10.0, 3).round(2)

@@ -161,11 +161,11 @@ def judge(firsts: Sequence[Sketches], again: Sequence[Sequence[Sketches] | None]
     """Say whether the ranks read the same.
 
     Args:
-        firsts: what each rank has read.
-        again: what it read when it began anew, each time; None where it could not.
+        firsts: the first items of each rank.
+        again: the first items of each rank on each further reading; None if a rank cannot read again.
 
     Returns:
-        The answer; and the place in the items that tells it, empty if they are the same.
+        The answer; and the place in the items that differs, empty if they are equal.
 
     Ranks: local; alike on every rank.
 
@@ -244,14 +244,14 @@ def require_alike(
     """Compare the first items of all ranks; if they are not the same, stop on every rank.
 
     Args:
-        first: those of this rank; None where it does not know.
-        read_again: reads them anew, a few times; or returns None where that cannot be done. Called only if they differ.
+        first: this rank's first items; None if unknown.
+        read_again: reads them again, a few times; returns None if that is impossible. Called only if they differ.
         words: what differs, and what to do, for the message.
         site: names the comparison.
-        reads_more: ``read_again`` looks at more items, so that what it reads first takes the place of ``first``.
+        reads_more: ``read_again`` reads more items, so that its first reading replaces ``first``.
 
     Raises:
-        RankMismatchError: the ranks read different data. On every rank. Where that is not certain, a warning.
+        RankMismatchError: the ranks read different data; raised on every rank. If uncertain, only a warning.
 
     Ranks: collective (over the store).
 

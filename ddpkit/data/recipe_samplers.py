@@ -4,10 +4,10 @@ They work in any loader, and so outside of ddpkit as well. Given to ``Brain.fit`
 they are dealt out to the ranks, so that nothing has to be divided by the recipe. ``ddpkit.sampler`` has them under the
 same names.
 
-An order follows a *hash* of seed and epoch. With their sum, as elsewhere, epoch 2 of seed 10 would be epoch 1 of seed
-11; so the orders are others than those that the same seed gives there. A seed that is left out is that of
-:func:`ddpkit.seed.seed_everything`, or a constant where that was not called. The epoch counts from 0 until somebody
-calls ``set_epoch``, as every loader of ddpkit does.
+An order follows from a *hash* of seed and epoch. With their sum, as in other libraries, epoch 2 of seed 10 would equal
+epoch 1 of seed 11; so the orders differ from other libraries' orders for the same seed. The default seed comes from
+:func:`ddpkit.seed.seed_everything`, or is a constant without such a call. The epoch counts from 0 until a call of
+``set_epoch``, which every loader of ddpkit makes.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ class ReproducibleRandomSampler(RandomSampler):
     """A ``RandomSampler`` whose order is a function of the seed and the epoch.
 
     Without replacement nothing is stored: the order is computed a few thousand positions at a time, and with the
-    experiment's seed it is that of ``shuffle=True``.
+    experiment's seed it equals ``shuffle=True``.
 
     Args:
         data_source: has a length, which may change between epochs.
-        seed: of the order; None: that of the experiment.
+        seed: of the order; None: the experiment's seed.
         epoch: to begin with.
         replacement: as for ``torch.utils.data.RandomSampler``.
         num_samples: likewise.
@@ -93,7 +93,7 @@ class ReproducibleRandomSampler(RandomSampler):
 
     def _ordered(self) -> Iterator[int]:
         size, left = len(self.data_source), self.num_samples
-        for number in itertools.count():  # more samples than there are: the whole set again, in another order
+        for number in itertools.count():  # more samples than the dataset has: the whole set again, in another order
             order = Order(size, mix_key(self.seed, number) if number else self.seed, self.epoch)
             for start in range(0, min(size, left), CHUNK):
                 yield from order.indices(start, min(start + CHUNK, size, left))
@@ -166,8 +166,7 @@ class ConcatDatasetBatchSampler(Sampler[list[int]]):
 
     Args:
         samplers: one per part, in the order of the parts. Each yields indices of its own part, from 0. The length of
-            the part is that of the sampler's ``data_source`` or ``weights`` where it has them, else that of the
-            sampler.
+            a part is the length of the sampler's ``data_source`` or ``weights`` if present, else of the sampler.
         batch_sizes: samples of each part in a batch.
         epoch: to begin with.
 
@@ -250,7 +249,7 @@ class DynamicBatchSampler(Sampler[list[int]]):
         bucket_boundaries: upper boundaries of the buckets, ascending, in the unit of the lengths; instead of
             ``num_buckets``. Samples above the last are batches by themselves.
         lengths_list: the length of every sample; needed for a dataset without ``data`` and ``data_ids``.
-        seed: of the shuffling; None: that of the experiment.
+        seed: of the shuffling; None: the experiment's seed.
         epoch: to begin with.
         drop_last: leave out the samples that do not fill a batch of their bucket.
         verbose: log what is in every bucket.
@@ -262,7 +261,7 @@ class DynamicBatchSampler(Sampler[list[int]]):
 
     Ranks: local; alike on every rank.
 
-    Source: the log-normal quantiles are ``exp(ndtri(k / (num_buckets + 1)))``, those of ``scipy.stats.lognorm`` with
+    Source: the log-normal quantiles are ``exp(ndtri(k / (num_buckets + 1)))``, as in ``scipy.stats.lognorm`` with
     ``s=1``.
 
     Example:
@@ -389,10 +388,10 @@ class DistributedSamplerWrapper(DistributedSampler[Any]):
     Args:
         sampler: yields indices, or lists of them; its length may change between epochs. If it is random and has no
             seed of its own, it is drawn alike on every rank.
-        num_replicas: number of ranks; None: that of the run.
-        rank: this rank; None: that of the process.
-        shuffle: whether what the sampler yields is reordered.
-        seed: of that; None: that of the experiment.
+        num_replicas: number of ranks; None: the run's world size.
+        rank: this rank; None: the rank of the process.
+        shuffle: whether the sampler's indices are reordered.
+        seed: of the reordering; None: the experiment's seed.
         drop_last: leave out the remainder instead of repeating.
 
     Ranks: local. All ranks must give the same arguments but ``rank``.
@@ -412,7 +411,7 @@ class DistributedSamplerWrapper(DistributedSampler[Any]):
         seed: int | None = None,
         drop_last: bool = False,
     ) -> None:
-        unknown: Any = ()  # the length is that of the epoch
+        unknown: Any = ()  # the length is set per epoch
         super().__init__(
             unknown,
             get_world_size() if num_replicas is None else num_replicas,
@@ -463,7 +462,7 @@ class BalancingDataSampler(ReproducibleWeightedRandomSampler):
         epoch: to begin with.
 
     Raises:
-        ConfigError: more samples without replacement than there are.
+        ConfigError: more samples without replacement than the dataset has.
         DataError: the dataset is empty, or an item lacks the key.
 
     Ranks: local; alike on every rank.

@@ -352,7 +352,7 @@ def plan_of(loader: Any) -> PlannedBatchSampler | DealtBatchSampler | None:
 
 
 def first_samples(loader: Any, number: int = 1, times: int = 1) -> list[Sketches] | None:
-    """Look at samples of a dataset of which every rank takes its part, for a comparison with the other ranks.
+    """Sketch the first samples of a sharded dataset, for a comparison with the other ranks.
 
     Args:
         loader: any.

@@ -1,7 +1,7 @@
-"""Reading a stream with random numbers of its own, and remembering where each of the last batches began.
+"""Stream position: read a stream with its own random numbers, and remember where each recent batch began.
 
-What is not asked for by position is read ahead of what has been used of it. So where a stream is now is not where a run
-must go on, and what it draws at random must not depend on what the process draws meanwhile.
+A loader reads a stream ahead of training. So the current position of the stream is not the position to resume from,
+and its random numbers must not depend on other draws of the process.
 """
 
 from __future__ import annotations
@@ -360,7 +360,7 @@ class StreamPosition:
             self.first, self._given = number, state
 
     def go_on_after_end(self, state: Any) -> None:
-        """Give the stream back what it takes over from one epoch into the next.
+        """Restore the state that the stream carries from one epoch into the next.
 
         Args:
             state: what :meth:`at_end` returned.

@@ -1,9 +1,9 @@
 """Iterable datasets and loaders of batches, divided over the ranks and the loader's workers.
 
-What is not asked for by position can only be read from its beginning. So every process that takes part (each rank, and
-each worker of its loader) either reads a shard that the stream itself cuts off, or the whole, of which it keeps its own
-items. The second works only if all of them read the same in the same order: therefore a stream is read with random
-numbers of its own, that follow from seed and epoch, and without a look at the worker it is read in.
+A stream has no random access: it is read from its beginning. So every process that reads it (each rank, and each
+worker of its loader) either reads a shard that the stream itself cuts off, or reads the whole stream and keeps its own
+items. The second works only if all processes read the same items in the same order. Therefore a stream is read with
+its own random numbers, which follow from seed and epoch, and without access to the worker's number.
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ class StreamShard(IterableDataset[Any], Source):
     ranks or workers, and the last one is divided to within one item. In training a rank without an item of it is given
     the last item again, which counts nothing: so its gradient is of what the others work on.
 
-    While the stream is read, ``torch.utils.data.get_worker_info()`` returns None, so that a stream that minds its
-    workers does not divide itself again. A stream that is dealt out draws its random numbers (Python's, numpy's and
-    torch's on the CPU) from streams that follow from seed and epoch; those of the process are left as they were. It may
-    be read ahead of what has been used of it.
+    While the stream is read, ``torch.utils.data.get_worker_info()`` returns None, so that a stream that shards by
+    worker does not divide itself again. A stream that ddpkit divides draws its random numbers (Python's, numpy's and
+    torch's on the CPU) from generators seeded by seed and epoch; the state of the process's generators is restored.
+    The stream may be read ahead.
 
     Args:
         dataset: the whole stream; all processes must be able to read it in the same order.
@@ -91,7 +91,7 @@ class StreamShard(IterableDataset[Any], Source):
         [0, 2]
     """
 
-    def __init__(  # noqa: PLR0913 -- which part of what, for a loader of which kind
+    def __init__(  # noqa: PLR0913 -- shard and kind of loader
         self,
         dataset: Any,
         rank: int,
@@ -213,13 +213,13 @@ class StreamShard(IterableDataset[Any], Source):
 
 @dataclass
 class _Marked:
-    """An item of which more is known.
+    """An item with facts about it.
 
     Attributes:
-        item: itself.
-        is_again: it is another rank's: only to keep step with, it counts nothing.
-        first: what was read first, which comes with it.
-        is_nothing: there is no item; what was read first comes alone.
+        item: the item.
+        is_again: a copy of another rank's item, only to keep step; it has weight 0.
+        first: the first items read, sent along with this item.
+        is_nothing: placeholder without an item; only ``first`` is sent.
     """
 
     item: Any
@@ -336,7 +336,7 @@ class StreamLoader(DataLoader[Any]):
 
 
 class _Counting:
-    """Collates, counts what it is given, and tells what counts nothing."""
+    """A collate function that also counts the items, and marks batches of weight 0."""
 
     def __init__(self, collate_fn: Callable[[Any], Any], *, makes_batches: bool) -> None:
         self.collate_fn, self.makes_batches = collate_fn, makes_batches
@@ -394,8 +394,8 @@ def stream_loader(
         world_size: number of ranks that divide the stream.
         options: as for ``torch.utils.data.DataLoader``; used up.
         seed: of the experiment.
-        global_batch_size: samples of a batch over all ranks, if not ``world_size`` times that of one; it takes the
-            place of ``batch_size``, and the first ranks have one sample more where it cannot be divided evenly.
+        global_batch_size: samples of a batch over all ranks; replaces ``batch_size``. If ``world_size`` does not divide
+            it, the first ranks have one sample more.
 
     Raises:
         ConfigError: ``shuffle``, or a bad batch size.
@@ -499,7 +499,7 @@ def is_sharded(data: Any) -> bool:
 
 
 def _block_size(rank: int, world_size: int, options: dict[str, Any], global_batch_size: int | None) -> int:
-    """Return the items of a global batch; set this rank's batch size where only that of all ranks is given."""
+    """Return the number of items in a global batch; set this rank's batch size if only the global one is given."""
     if global_batch_size is not None:
         options["batch_size"] = SamplingPlan(num_samples=1, batch_size=global_batch_size).batch_size
         each, more = divmod(global_batch_size, world_size)

@@ -8,7 +8,7 @@ train N models into one folder.
 Source: the variables of torchrun, https://docs.pytorch.org/docs/stable/elastic/run.html ;
 of Slurm, https://slurm.schedmd.com/srun.html#SECTION_OUTPUT-ENVIRONMENT-VARIABLES ;
 of Open MPI, https://docs.open-mpi.org/en/v5.0.x/tuning-apps/environment-var.html ;
-those of MPICH's Hydra were looked at (version 4.0.2), as were Open MPI's that are the same on all ranks (4.1.4);
+MPICH's Hydra was inspected (version 4.0.2), as were Open MPI's variables that are equal on all ranks (4.1.4);
 of jsrun, https://www.ibm.com/docs/en/spectrum-lsf/10.1.0?topic=SSWRJV_10.1.0/jsm/jsrun.htm .
 """
 
@@ -82,10 +82,10 @@ def _from_torch_variables(environ: Mapping[str, str]) -> LaunchInfo | None:
 
 
 def _from_slurm(environ: Mapping[str, str]) -> LaunchInfo | None:
-    """Read the variables of one task of several of one ``srun``. They meet at the first host of the step.
+    """Read the variables of one task of an ``srun`` with several. The rendezvous is on the first host of the step.
 
-    A batch script, a ``salloc`` shell and ``srun --pty bash`` with one task are no such step: Slurm gives them a
-    ``SLURM_PROCID`` or a ``SLURM_NTASKS`` too, and other tasks would be waited for in vain.
+    A batch script, a ``salloc`` shell and ``srun --pty bash`` with one task do not count: Slurm gives them a
+    ``SLURM_PROCID`` or a ``SLURM_NTASKS`` too, but a wait for other tasks would never end.
     """
     if not in_slurm_step(environ):
         return None
@@ -143,7 +143,7 @@ def _host_of_task_zero(environ: Mapping[str, str], rank: int, one_node: bool) ->
 
 
 def _first_host(text: str) -> str:
-    """Return the first host of a list such as ``"gpu[07-08,11],cpu-a[1-2]"``: in a container there is no scontrol."""
+    """Return the first host of a list such as ``"gpu[07-08,11],cpu-a[1-2]"``; scontrol is missing in containers."""
     name = re.match(r"(?:[^][,]|\[\d+[-,\d]*\])+", text)
     rest = text[name.end() :] if name else text
     if name is None or not (rest == "" or rest.startswith(",")):
@@ -229,8 +229,8 @@ def find_launch(environ: Mapping[str, str] | None = None) -> LaunchInfo:
         environ: the environment to read; None reads ``os.environ`` at the time of the call.
 
     Returns:
-        The place of this process; rank 0 of 1 where there is no launcher, or one that started a single process and is
-        not torch's.
+        The place of this process; rank 0 of 1 without a launcher, or with a launcher other than torch's that started a
+        single process.
 
     Raises:
         LaunchError: the variables contradict each other. The message shows what was found and what to run.

@@ -66,14 +66,14 @@ class Ending(NamedTuple):
 class Supervisor:
     """Waits for processes; when one fails, it ends the others.
 
-    They get SIGTERM at once and SIGKILL thirty seconds later: one of them may be saving. After a signal that was passed
-    on, a rank that ends by it has not failed: the others have a minute to end by themselves. A second SIGINT or
-    SIGTERM, more than a second after the first, is passed on too, and what it does not end is killed.
+    They get SIGTERM at once and SIGKILL thirty seconds later: one of them may be saving. A rank that ends by a
+    forwarded signal has not failed: the others have a minute to end. A second SIGINT or SIGTERM, more than a second
+    after the first, is forwarded too, and ranks that still run are killed.
 
     Args:
-        processes: by rank, the process id, which is that of its process group too, and a function that returns the
-            exit code (negative: minus the signal that ended it), or None while it runs.
-        is_done: says whether all have done their work, and have a minute to end.
+        processes: by rank: the process id, which is also its process group id, and a function that returns the exit
+            code (negative: minus the signal that ended it), or None while the process runs.
+        is_done: returns whether all ranks have finished their work; they then have a minute to end.
 
     Attributes:
         failure: the first ending that was not good.
@@ -148,7 +148,7 @@ class Supervisor:
                     self._kill_at = min(self._kill_at, now + AGAIN_SECONDS)
 
     def _look(self) -> None:
-        """Take note of those that have ended; of several at once a killed one counts as the first."""
+        """Record ranks that have ended; of several at once a killed rank counts as the first."""
         ended = []
         for rank, (pid, poll) in list(self._alive.items()):
             code = poll()
@@ -208,7 +208,7 @@ def end_with_parent(parent: int) -> None:
 
 
 def rank_environment(rank: int, processes: int, port: int) -> dict[str, str]:
-    """Make the variables of one rank, those of torchrun, for processes on this machine.
+    """Make torchrun's environment variables of one rank, for processes on this machine.
 
     Args:
         rank: of the process.

@@ -1,8 +1,8 @@
 """Starting the processes of a run on this machine without a launcher: ``spawn`` and ``--nproc``.
 
 Both do what torchrun would: a store, one process per rank with the same variables, and an end of all when one fails.
-:func:`run_script` starts the running script again, once per rank; :func:`spawn` calls a function in each, and hands
-back what it returned.
+:func:`run_script` starts the running script again, once per rank; :func:`spawn` calls a function in each, and
+returns the results.
 
 A notebook's functions exist in its process only, so they reach other processes by ``fork`` alone. That is safe before
 CUDA is touched and while no other thread is working; otherwise :func:`spawn` refuses, and says what to do.
@@ -95,7 +95,7 @@ def count_processes(asked: int | str, device: str | None = None) -> int:
         The number, at least 1.
 
     Raises:
-        ConfigError: it is no such number or word, there is no GPU, or fewer than processes.
+        ConfigError: not such a number or word, or fewer GPUs than processes.
 
     Ranks: local.
 
@@ -180,7 +180,7 @@ def run_script(asked: int | str, device: str | None = None) -> NoReturn:
 
     Raises:
         SystemExit: at the end; with 0, or the code of the first rank that failed (128 + n after signal n).
-        ConfigError: the number makes no sense, or there is no script that could be started again.
+        ConfigError: the number makes no sense, or the running script cannot be started again.
         LaunchError: a launcher has started this process already.
 
     Ranks: local; the process that becomes the parent of the ranks.
@@ -242,7 +242,7 @@ def _tell(failure: Ending, number: int, report: Path, forwarded: Sequence[int]) 
 
 
 def spawn(function: Callable[..., T], nprocs: int | str = "auto", *args: Any) -> list[T]:
-    """Call a function in several new processes of this machine, each a rank, and return what it returned.
+    """Call a function in several new processes of this machine, each a rank, and return its results by rank.
 
     In the function the variables of a launcher are set: a ``Brain``, or ``ddp_init_group``, starts the process group.
 

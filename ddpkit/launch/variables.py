@@ -17,10 +17,10 @@ SPAWNED_BY = "DDPKIT_SPAWNED_BY"
 PARITY = "DDPKIT_PARITY"  # the folder of the parity check that this process is a rank of
 LOOPBACK = "127.0.0.1"
 
-# Ports that are made from a run's id: below those that systems give out by themselves, above most services.
+# Ports computed from a run's id: below the ephemeral ports of the system, above most services.
 FIRST_DERIVED_PORT, DERIVED_PORTS = 20000, 12000
 
-# What the table in an error shows: the first always, and what begins with one of the others where it is set.
+# Variables in the table of an error: the first group always; names with one of the other prefixes if set.
 _TORCH_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _SLURM_VARIABLES = ("JOB_ID", "STEP_", "PROCID", "LOCALID", "NODEID", "NTASKS", "GTIDS", "JOB_NODELIST")
 _OTHER_VARIABLES = {
@@ -33,7 +33,7 @@ _OTHER_VARIABLES = {
 
 @dataclass(frozen=True)
 class LaunchInfo:
-    """Where this process stands among those that were launched together, and where they meet.
+    """The rank of this process among the processes of the launch, and their rendezvous address.
 
     Args:
         launcher: ``"torchrun"``, ``"spawn"`` (ddpkit itself), ``"slurm"``, ``"openmpi"``, ``"jsm"``, ``"pmi"``,

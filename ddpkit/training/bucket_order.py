@@ -97,7 +97,7 @@ def show_order(module: Any, order: list[int]) -> bool:
         order: numbers of its parameters, as :attr:`GradientOrder.order` has them.
 
     Returns:
-        Whether it was done; not if the order is that of another module.
+        Whether it was done; False if the order belongs to another module.
 
     Ranks: collective.
 

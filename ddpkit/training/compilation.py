@@ -35,8 +35,8 @@ def compile_modules(modules: torch.nn.ModuleDict, options: RunOptions) -> None:
     Call it before a module is wrapped for data parallelism.
 
     Args:
-        modules: the entries; those that are scripted are replaced here.
-        options: those of ``compile`` and ``jit`` count.
+        modules: the entries; scripted entries are replaced in place.
+        options: the ``compile`` and ``jit`` options are read.
 
     Raises:
         ConfigError: a key that is not in ``modules``.
@@ -107,7 +107,7 @@ def _is_compiled(module: torch.nn.Module) -> bool:
 def _compile(key: str, module: torch.nn.Module, options: RunOptions) -> None:
     try:
         with warnings.catch_warnings():
-            # The compiler is imported here, and torch 2.13 warns of its own use of what it deprecates.
+            # The compiler is imported here, and torch 2.13 warns of its own use of a deprecated function.
             own = r".*torch\.jit\.script_method"
             warnings.filterwarnings("ignore", message=own, category=DeprecationWarning)
             module.compile(

@@ -3,8 +3,8 @@
 For a window of micro-batches ``m`` over ranks ``r``, with weights ``w[m, r]`` and losses that are means, the optimizer
 steps on ``sum(w * grad) / sum(w)``. DDP averages over the ranks, so that each of them back-propagates
 ``loss * w * world_size / total``; the total is known from the plan, before the first backward pass of the window.
-Where ``compute_objectives`` returns a sum and what it counted, the gradients of the sums are accumulated, the counts
-are added up over the ranks once per window, and the division is part of the optimizer step.
+If ``compute_objectives`` returns a sum and a count, the gradients of the sums are accumulated, the counts are added up
+over the ranks once per window, and the division is part of the optimizer step.
 """
 
 from __future__ import annotations

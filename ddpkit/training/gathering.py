@@ -136,7 +136,7 @@ def row_count(value: Any) -> int | None:
 
 
 def rows_of(value: Any) -> list[Any]:
-    """Divide a batch of results into those of its samples.
+    """Split a batch of results into one result per sample.
 
     Args:
         value: one that has a :func:`row_count`.
@@ -190,10 +190,10 @@ class _Rows:
     Attributes:
         indices: in the dataset; for samples without a number, or of a stream, zeros.
         numbers: of the batch, for each sample.
-        counted: False for one that was repeated to keep step.
+        counted: False for a sample that was repeated to keep step.
         sizes: of each batch.
-        counted_sizes: of those that were not repeated to keep step.
-        has_indices: whether ``indices`` says where a sample stands in the dataset.
+        counted_sizes: of each batch, without samples that were repeated to keep step.
+        has_indices: whether ``indices`` are indices into the dataset.
     """
 
     indices: NDArray[np.int64]
@@ -409,7 +409,7 @@ def _unpacked(column: Any) -> Any:
 
 
 def _joined(parts: list[_Part], by_batch: list[bool]) -> Any:
-    """Put the ranks' results together: by index, and those of one sample by the batch they were in."""
+    """Merge the ranks' results: sorted by index, and several results of one sample by batch number."""
     keys = [np.concatenate([part.rows.numbers[part.rows.counted] for part in parts])]
     if all(part.rows.has_indices for part in parts):
         keys.append(np.concatenate([part.rows.indices[part.rows.counted] for part in parts]))
@@ -433,7 +433,7 @@ def _counted(column: Any, by_batch: bool, counted: NDArray[np.bool_]) -> Any:
 
 
 def _in_order(pieces: list[Any], order: NDArray[np.int64]) -> Any:
-    """Concatenate one column's pieces and put the entries in order; a list where they are no one tensor."""
+    """Concatenate one column's pieces and sort the entries; a list if they do not fit in one tensor."""
     kinds = {
         (type(piece), tuple(piece.shape[1:]), piece.dtype) if hasattr(piece, "dtype") else None for piece in pieces
     }

@@ -42,10 +42,10 @@ class Progress:
         step: batches of the current stage, on this rank.
         optimizer_step: updates since the run began.
         began_at: updates before the current epoch.
-        is_in_pass: whether a training stage goes through its batches.
+        is_in_pass: whether a training stage is reading its batches.
         window_end: batches of the current or last training stage up to the end of the last window, stepped or skipped.
         train_meter: losses of the training stage of this epoch on this rank; None before it.
-        train_sums: sum of those over all ranks, what it counts, and the samples; None until that stage is over.
+        train_sums: their sum over all ranks, its weight, and the samples; None until that stage is over.
         avg_train_loss: mean training loss of the epoch so far, over all ranks, about a second old.
         is_fitting: whether a call of ``fit`` runs: then a recovered checkpoint sets the position.
         nonfinite: steps skipped in the current epoch because a gradient was not finite.
@@ -55,10 +55,10 @@ class Progress:
         meter: losses of the current stage on this rank.
         seen: which samples this rank has seen in the current or last stage; None before the first.
         loader: of the current or last training stage.
-        result: what ``fit_batch`` is about to return, while ``on_fit_batch_end`` runs; may be that of an older batch.
-        result_at: the batch that it is of.
-        epochs: that have ended in this call of ``fit``.
-        train_loss: mean over the last of their training stages, over all ranks; None before the first.
+        result: the return value of ``fit_batch`` while ``on_fit_batch_end`` runs; it may belong to an older batch.
+        result_at: number of the batch of ``result``.
+        epochs: number of epochs that ended in this call of ``fit``.
+        train_loss: mean training loss of the last finished epoch, over all ranks; None before the first.
         valid_loss: likewise of the validation.
         logged: what the recipe has logged.
 
@@ -143,11 +143,11 @@ class LoopHooks(Protocol):
     progress: Progress
 
     def fit_batch(self, batch: Any) -> Any:
-        """Train on one micro-batch and return its mean loss, or a sum and what it counts, detached."""
+        """Train on one micro-batch and return its mean loss, or a loss sum and its count, detached."""
         ...
 
     def evaluate_batch(self, batch: Any, stage: Stage) -> Any:
-        """Evaluate one batch and return its mean loss, or a sum and what it counts."""
+        """Evaluate one batch and return its mean loss, or a loss sum and its count."""
         ...
 
 
@@ -318,7 +318,7 @@ def one_number(loss: Any, name: str, hook: str = "compute_objectives") -> torch.
 
 
 def sum_and_count(pair: Any, name: str, hook: str = "compute_objectives") -> tuple[Any, Any]:
-    """Check that a loss is a sum and what it counts, and return both.
+    """Check that a loss is a pair of sum and count, and return both.
 
     Args:
         pair: ``(loss_sum, count)``: a tensor of one element, and a tensor of one element or a number that is not

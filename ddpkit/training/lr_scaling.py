@@ -1,12 +1,11 @@
-"""Learning rates that follow the batch: what a recipe set for one batch size, scaled to that of the run.
+"""Learning-rate scaling: a rate that a recipe set for a reference batch size, scaled to the batch size of the run.
 
-A step over a batch ``k`` times as large sees ``k`` times as much data. To go as far over an epoch, which now has fewer
-steps, its learning rate is multiplied by ``k`` (linear) or by its root (sqrt, as the noise of a gradient shrinks). The
-batch is that of an optimizer step: the samples of all ranks and of the accumulation window.
+A batch ``k`` times as large makes ``k`` times fewer steps per epoch. So the learning rate is multiplied by ``k``
+(linear) or by its square root (sqrt, as the noise of a gradient shrinks). The batch size is counted per optimizer step:
+the samples of all ranks and of the accumulation window.
 
-The factor is applied for the time of each step. The rates in the parameter groups, in the schedulers and in checkpoints
-are those that the recipe has set. So every schedule is the one without scaling, times the factor, and a run can be
-resumed with another batch.
+The factor is applied only during each step. Parameter groups, schedulers and checkpoints keep the recipe's rates. So
+every schedule is the unscaled schedule times the factor, and a run can be resumed with another batch size.
 
 Source: linear, Goyal et al., "Accurate, Large Minibatch SGD", 2017 (arXiv:1706.02677); square root, Krizhevsky, "One
 weird trick for parallelizing convolutional neural networks", 2014 (arXiv:1404.5997).
@@ -108,7 +107,7 @@ class LrScaling:
             world_size: number of ranks.
 
         Raises:
-            ConfigError: there is no reference, or nobody knows how many samples a step has.
+            ConfigError: the reference batch size is missing, or the samples per step are unknown.
         """
         rule, reference = options.lr_scaling, options.reference_batch_size
         require_reference(options)

@@ -216,12 +216,12 @@ def batch_sizes(loader: Any, length: int | None, factor: int, world_size: int) -
 
 
 def _sizes(loader: Any, factor: int, world_size: int) -> tuple[tuple[int, int] | None, int | None]:
-    """Return the samples of a full batch of one process, smallest and largest, and those of a full step of all."""
+    """Return the smallest and largest full batch of one process, and a full optimizer step of all, in samples."""
     planned, batches = plan_of(loader), getattr(loader, "batch_sampler", None)
     dataset, size = getattr(loader, "dataset", None), getattr(loader, "batch_size", None)
     if isinstance(planned, PlannedBatchSampler):
         plan = planned.plan
-        if batches is None:  # the dataset gives whole batches, of which nobody knows the sizes
+        if batches is None:  # the dataset yields whole batches of unknown size
             return None, None
         smallest = plan.global_batch_size // plan.micro_batches // world_size
         return (smallest, plan.batch_size), plan.global_batch_size * factor // plan.micro_batches

@@ -194,7 +194,7 @@ def _require_same_items(inner: StreamLoader, stage: Stage) -> None:
 
 
 class Profiled:
-    """Tells the profiler after each batch that a step is over; not after those that are only read again.
+    """Tells the profiler after each batch that a step is over, except batches that a resume only skips.
 
     Ranks: local.
     """

@@ -268,7 +268,7 @@ class DataParallel(Strategy):
         device: where the modules are, such as ``"cuda:1"``; its GPU comes first, as ``nn.DataParallel`` wants it.
 
     Raises:
-        ConfigError: there is no GPU.
+        ConfigError: this machine has no GPU.
 
     Ranks: local.
 
@@ -325,7 +325,7 @@ class DDP(Strategy):
     def wrap(self, modules: nn.ModuleDict) -> None:
         """Convert BatchNorm and put DDP around every trainable entry that has none yet.
 
-        The parameters and buffers of all entries are made equal to those of rank 0, as DDP does it for its own.
+        The parameters and buffers of all entries are set to rank 0's values, as DDP does for its own module.
 
         Raises:
             ConfigError: two entries share a parameter, whose gradient would be averaged twice.
@@ -387,9 +387,9 @@ class DDP(Strategy):
 
         Args:
             modules: what is trained.
-            closes: whether the micro-batch is the last of its window. Before that nothing is averaged.
-            counts: whether this rank's gradients count. If not they become zero, whatever the loss is: also where it
-                is infinite, of which a weight of 0 would make NaN.
+            closes: whether the micro-batch is the last of its window. Gradients are averaged only then.
+            counts: whether this rank's gradients count. If not they become zero, also for an infinite loss, which a
+                weight of 0 would turn into NaN.
         """
         parameters = [] if counts else [one for one in modules.parameters() if one.requires_grad]
         handles = [one.register_hook(torch.zeros_like) for one in parameters]  # type: ignore[no-untyped-call]
@@ -643,7 +643,7 @@ def unwrap(module: nn.Module) -> nn.Module:
 def has_moving_buffers(module: nn.Module) -> bool:
     """Say whether a module has saved floating-point buffers that are not batch statistics.
 
-    Such buffers (codebooks, running normalisers) may drift apart between ranks, so DDP sends those of rank 0 to all
+    Such buffers (codebooks, running normalisers) may drift apart between ranks, so DDP broadcasts them from rank 0
     before each training forward pass, as it does by default. Batch statistics are equal already.
 
     Ranks: local.

@@ -46,10 +46,10 @@ class StreamFeed:
         loader: yields this rank's micro-batches, however many.
         factor: micro-batches per optimizer step.
         weighting: ``"samples"``: every sample counts the same; ``"batches"``: every batch of all ranks together does.
-        whole_batches: whether the batches are the data's own, so that with ``"batches"`` that of every rank counts one.
+        whole_batches: whether the data yields whole batches; with ``"batches"`` every rank's batch then counts one.
         world_size: number of ranks.
         start: micro-batches of this epoch done before.
-        left_out: how many of those the loader yields again, to be left out.
+        left_out: how many of those the loader yields again; they are skipped.
         ready: called once, when all that was done before is behind and as much has been read ahead as always is.
         start_sum: starts to add up a few numbers over the ranks, and returns what waits for the sums.
         size_of: tells the number of samples of a batch; None of one that another rank has, which counts nothing here.

@@ -1,9 +1,9 @@
 """Random augmentation that depends on the seed, the epoch and the sample, and on nothing else.
 
-A dataset draws from the streams of its process, so that what a sample gets depends on which worker of which rank loads
-it, and after what. Here every sample's streams (Python's, numpy's and torch's on the CPU) are seeded from
-``(seed, epoch, sample)`` before it is loaded, and put back after the batch. A batch whose loading draws nothing, which
-is found out by comparing the states, costs a few microseconds and no seeding.
+A dataset draws from its process's generators, so a sample's augmentation depends on the worker and rank that load it,
+and on the samples loaded before. Here the generators (Python's, numpy's and torch's on the CPU) are seeded from
+``(seed, epoch, sample)`` before a sample is loaded, and restored after the batch. A batch that draws nothing, detected
+by comparing the states, costs a few microseconds and is not seeded.
 
 The epoch travels with the indices, so that it also reaches workers that live longer than an epoch.
 """
@@ -70,7 +70,7 @@ class KeyedBatch(NamedTuple):
     repeats: Sequence[int] | None = None
 
     def key(self, place: int) -> int:
-        """Return the 64-bit key of a sample, or of the collating: that of the first sample, scrambled once more."""
+        """Return the 64-bit key of a sample; for collating, the first sample's key, scrambled once more."""
         if place < 0:
             first = self.key(0) if len(self.indices) else self.base
             return mix(first ^ _COLLATE) if place == _COLLATING else first
@@ -149,8 +149,8 @@ def keyed_loader(
         loader: of a map-style dataset.
         batches: what to load.
         batched: whether the samples are collated from a list; else the one index gives a whole batch.
-        epoch: which the dataset knows of.
-        options: of the new loader, where they are not those of ``loader``.
+        epoch: the epoch set on the dataset.
+        options: of the new loader, where they differ from ``loader``'s.
 
     Ranks: local.
 
@@ -198,7 +198,7 @@ class KeyedSampler:
 
     Args:
         inner: yields lists of indices; or indices, if not ``batched``.
-        place: gives seed and epoch, and counts repeated samples alike on every rank if it is a plan; else those of
+        place: gives seed and epoch. A plan also counts repeated samples, equally on all ranks; else repeats in
             ``inner`` are counted.
         batched: whether ``inner`` yields lists.
 
@@ -357,7 +357,7 @@ _STREAMS = _Streams()
 
 
 def _takes_lists(dataset: Any) -> bool:
-    """Say whether a dataset loads a list of indices in its own way; a ``Subset`` only if what it is of does."""
+    """Return whether a dataset has its own ``__getitems__``; a ``Subset`` only if its dataset has."""
     while isinstance(dataset, Subset) and type(dataset).__getitems__ is Subset.__getitems__:
         dataset = dataset.dataset
     return bool(getattr(dataset, "__getitems__", None))
@@ -368,7 +368,7 @@ def _as_it_is(batch: Any) -> Any:
 
 
 def _start_worker(init: Callable[[int], None] | None, worker: int) -> None:
-    """Show the user's dataset to whoever asks for it in a worker, and call the user's function."""
+    """Make ``get_worker_info().dataset`` the user's dataset, and call the user's ``worker_init_fn``."""
     info = get_worker_info()
     if info is not None and isinstance(info.dataset, KeyedDataset):
         object.__setattr__(info, "dataset", info.dataset.dataset)  # it is frozen for users

@@ -82,9 +82,9 @@ class PaddedBatch:
 
     Args:
         examples: one mapping per sample, all with the keys of the first.
-        padded_keys: which keys are padded; by default those of tensors.
-        device_prep_keys: which keys :meth:`to` and :meth:`pin_memory` move; by default those of tensors.
-        padding_func: gives the padded tensor and the relative lengths, of a list of tensors.
+        padded_keys: the keys to pad; default: all keys with tensors.
+        device_prep_keys: the keys that :meth:`to` and :meth:`pin_memory` move; default: all keys with tensors.
+        padding_func: takes a list of tensors; returns the padded tensor and the relative lengths.
         padding_kwargs: of ``padding_func``.
         per_key_padding_kwargs: of ``padding_func`` for some keys, in place of ``padding_kwargs``.
         apply_default_convert: make tensors of numpy's arrays first.

@@ -140,9 +140,9 @@ class Brain(_Typed):
             :meth:`init_optimizers`. None where the length of the data is not known, as of a stream.
         total_steps: optimizer steps of this call of :meth:`fit`, from the first epoch that its counter counts, those
             before a restart included; at most ``optimizer_step_limit``. None where the epochs, or their steps, are not
-            known and there is no limit. Fewer are made where steps are skipped or a counter stops early.
-        train_sampler: what deals the training batches out, once a training loader has been made.
-        lr_scale: what ``lr_scaling`` multiplies learning rates by in each step; known once ``fit`` has begun.
+            known and no limit is set. Fewer are made where steps are skipped or a counter stops early.
+        train_sampler: the sampler of the training batches, once a training loader has been made.
+        lr_scale: the factor of ``lr_scaling`` on the learning rates of each step; known once ``fit`` has begun.
         nonfinite_count: steps of this epoch that were skipped because a gradient was not finite.
         avg_train_loss: mean training loss of the epoch so far, over all ranks, about a second old.
         ema: the average of the weights, a :class:`~ddpkit.ema.WeightAverage`, or None without ``ema_decay``.
@@ -318,7 +318,7 @@ class Brain(_Typed):
         """Called after every training batch, and after the step where there is one; ``loss`` is still attached."""
 
     def freeze_optimizers(self, optimizers: dict[str, torch.optim.Optimizer]) -> dict[str, torch.optim.Optimizer]:
-        """Return those of the optimizers that shall step now; all by default."""
+        """Return the optimizers that step now; default: all."""
         return optimizers
 
     def fit_batch(self, batch: Any) -> Any:
@@ -376,8 +376,8 @@ class Brain(_Typed):
         """Make the optimizer and its scheduler.
 
         Override it for several: fill ``optimizers_dict`` and tell the checkpointer. ``self.steps_per_epoch`` and
-        ``self.total_steps`` are known here. The Brain steps the scheduler that ``scheduler_class`` makes; those that a
-        recipe makes here it steps itself.
+        ``self.total_steps`` are known here. The Brain steps the scheduler that ``scheduler_class`` makes; a recipe
+        steps its own schedulers itself.
 
         Raises:
             ConfigError: ``opt_class`` or ``scheduler_class`` cannot be used.
@@ -526,8 +526,8 @@ class Brain(_Typed):
         ``logged`` of what :meth:`fit` returns. Ranks need not call it equally often. A tensor is read at the end of the
         stage, not now. Values that are not finite are left out of the mean, with a warning.
 
-        In ``on_stage_end`` the means are made: a value that is logged there stands as it is, and that of the main
-        process is reported. Log there what is the same on every rank, such as a score of gathered results.
+        In ``on_stage_end`` the means are already made: a value logged there is reported as it is, from the main
+        process. Log only values there that are equal on every rank, such as a score of gathered results.
 
         Args:
             name: of the value.
@@ -606,7 +606,7 @@ class Brain(_Typed):
             logger.info("test_only is set: fit does nothing.")
             return FitResult("test_only", optimizer_steps=self.optimizer_step)
         folder = getattr(self.hparams, "output_folder", "results")
-        # failure_notice again, innermost: the others learn of a failure before policy.session saves what it can.
+        # failure_notice again, innermost: the others learn of a failure before policy.session saves.
         with run.guard.guarded("fit"), run.stages.session(folder), run.policy.session(epoch_counter), failure_notice():
             run.stop.remove_note()
             train, valid = self._fit_loaders(train_set, valid_set, train_loader_kwargs or {}, valid_loader_kwargs or {})
@@ -675,7 +675,7 @@ class Brain(_Typed):
         """Recover a checkpoint, run the model over a dataset, and return the output for every sample.
 
         The set is divided over all ranks, whatever ``shard_evaluation`` says. The hooks ``on_stage_start`` and
-        ``on_stage_end`` are not called, since there is no loss; :meth:`predict_batch` is. With ``debug`` only
+        ``on_stage_end`` are not called, for lack of a loss; :meth:`predict_batch` is. With ``debug`` only
         ``debug_batches`` batches are run. Every batch is a step: ``hang_timeout`` is for a single one, and asked to
         stop, all ranks end within about a second and a batch.
 
@@ -691,7 +691,7 @@ class Brain(_Typed):
             where the dataset makes whole batches, one output per item. Of a stream, in the order of :meth:`gather`.
 
         Raises:
-            BatchError: the output of a batch cannot be divided into those of its samples.
+            BatchError: the output of a batch cannot be split into one output per sample.
             ConfigError: called inside ``fit`` of a Brain with a checkpointer, where it would recover other weights.
             RunStopped: a signal or the time limit has asked for the end.
 
@@ -710,16 +710,16 @@ class Brain(_Typed):
     def gather(self, results: Any) -> Any:
         """Give every rank the results of the last stage, every sample's once, in dataset order.
 
-        A recipe collects what it computes for each sample, batch by batch, on its rank, and gathers it in
-        ``on_stage_end`` or after :meth:`~ddpkit.brain.Brain.evaluate`. The order is that of the indices in the
-        dataset, whatever order a sampler or shuffling has given them, and so does not depend on the number of ranks.
+        A recipe collects a result for each sample, batch by batch, on its rank, and gathers the results in
+        ``on_stage_end`` or after :meth:`~ddpkit.brain.Brain.evaluate`. They are sorted by the samples' indices in
+        the dataset, whatever the sampler or shuffling, so the order does not depend on the number of ranks.
 
         A sample that a sampler has drawn twice comes twice, in the order in which the batches came. Where the
-        sampler's indices are not numbers, results come in the order of the batches. A stream's come in its own order
-        where it is dealt out by counting, and else (shards, a stream that divides itself, a loader of which only the
-        batches are known) rank by rank; nobody can check that they are complete. After a resume in the middle of an
-        epoch they are those of the batches since.
-        A sample repeated to keep step, which counts nothing in training, is left out; the recipe may have done so
+        sampler's indices are not numbers, results come in the order of the batches. A stream's results come in its own
+        order if ddpkit divides it item by item, else (shards, a stream that divides itself, an opaque loader of
+        batches) rank by rank; then completeness cannot be checked. After a resume in the middle of an epoch the
+        results are only of the batches since.
+        A sample repeated to keep step, which has weight 0 in training, is left out; the recipe may have done so
         itself.
 
         Args:
@@ -734,7 +734,7 @@ class Brain(_Typed):
             one tensor, or a list if the other dimensions differ.
 
         Raises:
-            ConfigError: the stage still runs, the results are no such thing, or nobody knows what was seen.
+            ConfigError: the stage still runs, the results have another form, or the samples seen are unknown.
             DataError: not one entry per sample. On every rank.
             LaunchError: in main-only code, where the other ranks' part would be missing.
 

@@ -169,10 +169,10 @@ class Checkpointer:
         resume: what :meth:`recover_if_possible` loads if it is not asked for anything else: ``"auto"`` (the newest that
             is whole), ``"never"`` (none), or the path of a checkpoint, in whatever folder. The Brain sets it from the
             option while ``fit`` begins.
-        last_loaded: the directory from which was loaded last; None: none yet.
-        not_taken: names of what is in there and no recoverable has loaded, sorted.
-        around_save: returns a context for every save; told whether an epoch has ended.
-        tell_epoch: says of which epoch a save is.
+        last_loaded: the directory of the last load; None: none yet.
+        not_taken: names of its entries that no recoverable has loaded, sorted.
+        around_save: returns a context for every save; called with whether an epoch has ended.
+        tell_epoch: returns the epoch of a save.
         load_mode: ``"all"``: every rank reads the files. ``"broadcast"``: rank 0 reads and sends, and all ranks must
             load together; the main process alone reads by itself, after half a minute.
 
@@ -277,8 +277,8 @@ class Checkpointer:
             recoverables: objects by name.
 
         Raises:
-            AttributeError: ``recoverables`` is no mapping.
-            CheckpointError: nothing can save one of them, or nothing can load it.
+            AttributeError: ``recoverables`` is not a mapping.
+            CheckpointError: a recoverable has no way to be saved, or to be loaded.
             ConfigError: a name cannot be a file name.
 
         Ranks: local; do it on every rank.
@@ -316,7 +316,7 @@ class Checkpointer:
             CheckpointError: it, or the one before it if that was ``asynchronous``, could not be saved, or there is no
                 way to save or load some recoverable; on every rank that made the call. What was there before is
                 untouched.
-            ConfigError: ``name``, or that of a recoverable, cannot be a file name.
+            ConfigError: ``name``, or a recoverable's name, cannot be a file name.
 
         Ranks: all, or the main process alone. All, if a saver is registered with ``saveon_main_only=False``.
         """
@@ -384,7 +384,7 @@ class Checkpointer:
             CheckpointError: there are checkpoints, but none that is whole.
             ConfigError: more than one kind of key is given.
 
-        Ranks: all, or the main process alone; the main process looks, all get what it found.
+        Ranks: all, or the main process alone; the main process searches, all get its result.
         """
         found = self.find_checkpoints(importance_key, max_key, min_key, ckpt_predicate, max_num_checkpoints=1)
         return found[0] if found else None
@@ -584,7 +584,7 @@ class Checkpointer:
         """Name the checkpoints of other runs: retention does not count them, and does not delete them.
 
         Args:
-            paths: their directories; those that were named before are not meant any more.
+            paths: their directories; they replace the paths of earlier calls.
 
         Ranks: main only.
         """
@@ -740,7 +740,7 @@ class Checkpointer:
             problem = "it is a folder of checkpoints; give one of them, such as the newest"
         if problem is not None:
             raise CheckpointError(
-                f"resume={str(path)!r} is no checkpoint: {problem}. Give the path of one ({DIRECTORY_PREFIX}+...), "
+                f"resume={str(path)!r} is not a checkpoint: {problem}. Give the path of one ({DIRECTORY_PREFIX}+...), "
                 f"'auto' for the newest in {self.checkpoints_dir}, or 'never'."
             )
         checkpoint = read_checkpoint(path)

@@ -185,10 +185,10 @@ class LoopedLoader:
         }
 
     def go_on_in_pass(self, state: dict[str, Any] | None) -> None:
-        """Go on from there, instead of from what the numbers alone say; without a state nothing is changed.
+        """Continue at a saved position, instead of by the counters alone; without a state nothing is changed.
 
-        Where batches are of another size than they were, the place is that of the samples, and what is done of a batch
-        that is not whole is done again.
+        If the batch size has changed, the position is counted in samples, and a partly trained batch is repeated
+        whole.
 
         Args:
             state: what :meth:`state_in_pass` returned.
@@ -199,7 +199,7 @@ class LoopedLoader:
         self._passes = state["pass"] - 1
         marks = _marks(self.loader)
         if self.has_counts:
-            set_epoch(self.loader, state["pass"])  # of which the length is asked
+            set_epoch(self.loader, state["pass"])  # its length is read below
         before, done = state["in_pass"], state.get("done")
         self._skip = _batches_after(self.loader, done, before)
         if marks is not None and state["loader"] is not None:
@@ -340,7 +340,7 @@ def state_at_end(loader: Any) -> Any:
 
 
 def go_on_after_end(loader: Any, state: Any) -> None:
-    """Give a loader back what it took over from the epoch before.
+    """Restore the state that a loader carries over from the epoch before.
 
     Args:
         loader: any.
@@ -446,8 +446,8 @@ def distributed_loader_specifics(
 
     Args:
         distributed_launch: False returns the arguments as they are.
-        rank: this rank; None: that of the process.
-        dataset: what the loader is for. A stream cannot be divided by arguments: its arguments come back with a
+        rank: this rank; None: the rank of the process.
+        dataset: the loader's dataset. A stream cannot be divided by arguments: its arguments come back with a
             warning.
         loader_kwargs: as for ``torch.utils.data.DataLoader``; not changed.
 

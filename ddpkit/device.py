@@ -54,7 +54,7 @@ def current_index(kind: str) -> int:
     """Return the number of the device that the script has chosen: for its process group, or as the current one.
 
     Args:
-        kind: a torch device type of which there are devices.
+        kind: a torch device type that this machine has.
 
     Ranks: local.
 
@@ -129,7 +129,7 @@ def resolve_device(requested: str | torch.device | None, info: LaunchInfo) -> st
         ``"cpu"``, or an accelerator with its number (``"cuda:1"``); ``"mps"`` has none.
 
     Raises:
-        ConfigError: there is no such device here, or there are fewer than processes on this node.
+        ConfigError: this node has no such device, or fewer devices than processes.
 
     Ranks: local.
 

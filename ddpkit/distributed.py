@@ -1,7 +1,7 @@
 """Ranks, the process group, main-only work and the few collectives that recipes use.
 
 Main-only work (:func:`run_on_main`, :func:`main_process_only`) is not built on collectives but on
-:mod:`ddpkit.comm.mailbox`: a value or an error is left in the process group's store for whoever makes the same call.
+:mod:`ddpkit.comm.mailbox`: a value or an error is left in the process group's store for ranks that make the same call.
 So such calls may be made by all ranks or by the main process alone, may be nested, and have no time limit while
 the main process is alive.
 
@@ -465,8 +465,8 @@ def ddp_broadcast(communication_object: T, src: int = 0) -> T:
     """Give every rank the object of rank ``src``. Returns it unchanged in one process and in main-only code.
 
     Args:
-        communication_object: anything that pickles; only that of ``src`` counts.
-        src: the rank that gives.
+        communication_object: anything that pickles; only ``src``'s object counts.
+        src: the sending rank.
 
     Returns:
         The object of rank ``src``.
@@ -519,8 +519,8 @@ def ddp_all_reduce(communication_object: torch.Tensor, reduce_op: Any = ReduceOp
 def gather_objects(make: Callable[[], T]) -> list[T]:
     """Make a value on every rank and give every rank the list of all of them, in rank order, whatever their size.
 
-    They travel in collectives on the CPU group, not through the store as those of :func:`exchange`: for results, not
-    for a handful of facts. While it works, a rank holds the values of all ranks, and one of them pickled as well.
+    The values travel in collectives on the CPU group, not through the store as in :func:`exchange`: use it for large
+    results. Meanwhile a rank holds the values of all ranks, and one of them pickled as well.
 
     Args:
         make: makes this rank's value, which must pickle; tensors best on the CPU.
@@ -530,8 +530,8 @@ def gather_objects(make: Callable[[], T]) -> list[T]:
 
     Raises:
         LaunchError: called inside main-only code, where the others are not there.
-        RankFailedError: ``make`` failed on another rank, or what it made does not pickle there.
-        Exception: where it failed, what it raised.
+        RankFailedError: ``make`` failed on another rank, or its value does not pickle there.
+        Exception: ``make`` failed on this rank; the original exception.
 
     Ranks: collective.
 

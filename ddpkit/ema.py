@@ -158,8 +158,8 @@ class WeightAverage:
     def applied(self) -> Iterator[None]:
         """Return a context in which the modules have the averaged weights; afterwards they have their own again.
 
-        The weights are written over in place and back, so that whoever holds one of them sees it. For the time of the
-        context there is one more copy of what is averaged. Before the first update the weights stay as they are.
+        The weights are overwritten in place and restored, so every reference to a parameter sees the average. Inside
+        the context one more copy of the averaged tensors is kept. Before the first update nothing is changed.
 
         Ranks: local; where it is around something collective, use it on every rank.
         """
@@ -202,7 +202,7 @@ class WeightAverage:
     # ------------------------------------------------------------------------------------ checkpoints
 
     def add_to(self, checkpointer: Any) -> None:
-        """Let checkpoints hold the average, as ``"ema"``; those that do not have it can be loaded, too.
+        """Save the average in checkpoints, as ``"ema"``; checkpoints without it can still be loaded.
 
         Args:
             checkpointer: a :class:`~ddpkit.checkpoints.Checkpointer`.
@@ -239,7 +239,7 @@ class WeightAverage:
             state: of :meth:`state_dict`, of modules with the same names and shapes.
 
         Raises:
-            CheckpointError: it is no such state, or one of other modules.
+            CheckpointError: it is not such a state, or belongs to other modules.
         """
         if not isinstance(state, Mapping) or not _is_count(state.get(COUNT)):
             raise CheckpointError(f"not an average of weights: {COUNT!r}, the number of updates, is missing.")

@@ -1,4 +1,4 @@
-"""The experiment's folder: what was run, in which environment, and what it said."""
+"""The experiment folder: script and hyperparameters of a run, its environment, and its log."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def create_experiment_directory(
         ...     sorted(os.listdir(f"{parent}/results/1234"))
         ['.run', 'log.txt', 'metrics.jsonl']
     """
-    if PARITY in os.environ:  # the folder is that of the process which compares this one with itself
+    if PARITY in os.environ:  # the folder belongs to the process that runs the parity check
         _log_uncaught_exceptions()
         return
     folder = Path(experiment_directory)
@@ -286,7 +286,7 @@ def _resolved_hyperparams(path: Path, overrides: Mapping[str, Any] | str | None)
 
 
 def _write_files(folder: Path, files: Mapping[str, bytes | Path], log_name: str, *, keep: bool) -> None:
-    """Write the files, or with ``keep`` those that are not there; part what the log has from what it will get."""
+    """Write the files, with ``keep`` only missing ones; separate old and new lines in the log."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, content in files.items():

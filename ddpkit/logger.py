@@ -167,7 +167,7 @@ def get_logger(name: str) -> MultiProcessLoggerAdapter:
 class TqdmCompatibleStreamHandler(logging.StreamHandler):  # type: ignore[type-arg]  # likewise
     """A console handler that takes progress bars off the screen while it writes, and puts them back.
 
-    tqdm is used only if something else has imported it: without it there is no bar to spoil.
+    tqdm is used only if it is imported already: otherwise no bar is shown.
 
     Args:
         stream: where to write; ``None`` for whatever ``sys.stderr`` is at the time of each message.
@@ -237,7 +237,7 @@ def setup_logging(
 ) -> None:
     """Attach a console handler (stderr) and, if asked, a log file to the root logger.
 
-    Called again, it replaces what it attached before; handlers of others stay. On ranks above 0 the console
+    A second call replaces its own handlers; other handlers stay. On ranks above 0 the console
     shows what those ranks log (see :class:`MultiProcessLoggerAdapter`) and other libraries' warnings, and the
     file is ``<name>.rank<r><suffix>``, made when there is a first warning to put into it.
 
@@ -251,7 +251,7 @@ def setup_logging(
 
     Raises:
         ConfigError: a level or the configuration cannot be understood, or the file cannot be written.
-        MissingFileError: there is no file ``config_path``.
+        MissingFileError: ``config_path`` does not exist.
 
     Ranks: local; each rank sets up its own.
 

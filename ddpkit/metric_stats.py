@@ -41,7 +41,7 @@ class MetricStats(Reducing):
 
     Ranks: local, but :meth:`summarize`.
 
-    State: none in checkpoints: after a resume in the middle of a stage the scores are those of the batches since.
+    State: none in checkpoints: after a resume in the middle of a stage the scores count only the batches since.
 
     Example:
         >>> import torch

@@ -394,7 +394,7 @@ class Reduced(Reducing):
     sum: the sums are added up, in a copy.
 
     Args:
-        metric: on the device of what it is updated with.
+        metric: on the device of the tensors it is updated with.
 
     Attributes:
         metric: the same.
@@ -404,8 +404,8 @@ class Reduced(Reducing):
 
     Ranks: local, but ``compute``.
 
-    State: that of the metric. In one of torchmetrics ``dist_sync_fn``, ``distributed_available_fn`` and
-        ``compute_with_cache`` are set: asked directly, it computes from this rank's state alone.
+    State: the metric's. In a torchmetrics metric ``dist_sync_fn``, ``distributed_available_fn`` and
+        ``compute_with_cache`` are set: its own ``compute`` uses this rank's state alone.
 
     Source: ``torchmetrics.Metric`` of torchmetrics 1.9: what its arguments ``dist_sync_fn``,
         ``distributed_available_fn`` and ``compute_with_cache`` mean.
@@ -499,7 +499,7 @@ class Reduced(Reducing):
 
 
 def _all_tensors(tensor: Tensor | None, group: Any = None) -> list[Tensor]:  # noqa: ARG001 -- torchmetrics passes both
-    """Give every rank the list of all ranks' tensors, whatever their shapes; None says that there are no more."""
+    """Give every rank the list of all ranks' tensors, whatever their shapes; None: this rank has no further tensor."""
     from ddpkit.distributed import gather_objects
 
     found: list[Any] = gather_objects(lambda: None if tensor is None else tensor.detach().cpu())
@@ -544,7 +544,7 @@ def _added(states: list[Any], name: str) -> Any:
     )
 
 
-_Entry = tuple[Tensor | float, Tensor | float]  # a loss, and what it counts
+_Entry = tuple[Tensor | float, Tensor | float]  # loss sum and count
 
 
 class LossMeter:
@@ -590,7 +590,7 @@ class LossMeter:
             self._flush()
 
     def append_sum(self, loss_sum: Tensor | float, count: Tensor | float) -> None:
-        """Take in a sum of losses and what it counts. Does not wait for the device.
+        """Add a sum of losses and its count. Does not wait for the device.
 
         Args:
             loss_sum: over ``count`` things: a **detached** tensor of one element on any device, or a float.

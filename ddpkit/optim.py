@@ -3,7 +3,7 @@
 The norm is taken over the parameters of all groups of all optimizers that step, and read once. After the gradients have
 been averaged it is the same number on every rank, so that whether to skip needs no further agreement.
 
-Source: the clip coefficient is that of :func:`torch.nn.utils.clip_grad_norm_`, ``max_norm / (norm + 1e-6)``.
+Source: the clip coefficient ``max_norm / (norm + 1e-6)`` is as in :func:`torch.nn.utils.clip_grad_norm_`.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def gradients(optimizers: Sequence[Optimizer]) -> list[torch.Tensor]:
     """List the gradients of all groups of all optimizers, each once.
 
     Args:
-        optimizers: those that are about to step.
+        optimizers: the optimizers that are about to step.
 
     Returns:
         The ``grad`` of every parameter that has one.
@@ -93,10 +93,10 @@ def take_step(
     *,
     updates: bool = True,
 ) -> StepResult:
-    """Update the parameters with the gradients that have been accumulated, and drop these.
+    """Update the parameters with the accumulated gradients, and clear the gradients.
 
     Args:
-        optimizers: those that step.
+        optimizers: the optimizers that step.
         max_norm: the gradients of all of them together are scaled down to this norm; None or <= 0: no clipping.
         scaler: the loss scaler of fp16 training, if it is enabled.
         multiplier: applied to the gradients, in the same pass as the clipping: a number, or a tensor of shape ``()``
@@ -167,7 +167,7 @@ def make_optimizer(
     Args:
         opt_class: returns an optimizer.
         modules: whose parameters are optimized.
-        split_vectors: two groups of what is trained now, of which the vectors have no weight decay.
+        split_vectors: make two groups of the trainable parameters; the group of vectors has no weight decay.
 
     Returns:
         The optimizer.
@@ -204,7 +204,7 @@ def make_optimizer(
 
 
 class Schedule:
-    """Steps a learning-rate scheduler, and keeps in the checkpoint what it has done.
+    """Steps a learning-rate scheduler, and saves its state in checkpoints.
 
     Args:
         scheduler: torch's, or an object with ``step``, ``state_dict`` and ``load_state_dict``.
@@ -217,7 +217,7 @@ class Schedule:
 
     Ranks: local; alike on every rank.
 
-    State: that of the scheduler, ``total_steps`` and ``stepped_at``.
+    State: the scheduler's state, ``total_steps`` and ``stepped_at``.
     """
 
     def __init__(self, scheduler: Any, optimizer: Optimizer, every: str, total_steps: int | None) -> None:
@@ -270,7 +270,7 @@ class Schedule:
             ) from error
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the scheduler's state, and what it was made for."""
+        """Return the scheduler's state, ``total_steps`` and ``stepped_at``."""
         state = self.scheduler.state_dict()
         return {"scheduler": state, "total_steps": self.total_steps, "stepped_at": self.stepped_at}
 

@@ -151,8 +151,8 @@ class Pretrainer:
             return given.absolute()
         place = "" if ready is None else f", or put it at {ready}"
         raise MissingFileError(
-            f"Pretrainer: {source}, for {name!r}, is no file on disk, and ddpkit downloads nothing. Download it first "
-            f"and give its path{place}."
+            f"Pretrainer: {source}, for {name!r}, is not a file on disk, and ddpkit downloads nothing. Download it "
+            f"first and give its path{place}."
         )
 
     def _link(self, name: str, path: Path) -> Path:

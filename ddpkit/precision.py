@@ -65,7 +65,7 @@ class AMPConfig:
 class _Entered(threading.local):
     """The autocast objects that this thread is inside of, innermost last, and those free for the next entry.
 
-    ``torch.autocast`` keeps what it must restore on itself, so one of its objects cannot be entered twice at
+    A ``torch.autocast`` object stores the state to restore on itself, so it cannot be entered twice at
     a time.
     """
 
@@ -213,7 +213,7 @@ def fwd_default_precision(fwd: Any = None, cast_inputs: torch.dtype | None = tor
 def _cast(value: Any, dtype: torch.dtype) -> Any:
     """Cast the floating-point tensors of nested tuples, lists and dicts; all else stays the same object."""
     if isinstance(value, torch.Tensor):
-        # float64 is asked for by name: whoever passes it does not want it narrowed.
+        # A float64 tensor is always explicit: it is not narrowed.
         return value.to(dtype) if value.is_floating_point() and value.dtype is not torch.float64 else value
     if isinstance(value, dict):
         return {key: _cast(item, dtype) for key, item in value.items()}

@@ -68,7 +68,7 @@ def prepare_profiler(
 
 def _trace_writer(folder: Path) -> Callable[[profile], None]:
     def write(profiler: profile) -> None:
-        # The name is that of torch.profiler.tensorboard_trace_handler, by which TensorBoard finds it.
+        # TensorBoard finds the file by its name, as from torch.profiler.tensorboard_trace_handler.
         path = folder / f"rank{get_rank() or 0}.{time.time_ns()}.pt.trace.json"
         folder.mkdir(parents=True, exist_ok=True)
         profiler.export_chrome_trace(str(path))

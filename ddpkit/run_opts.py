@@ -187,7 +187,7 @@ class RunOptions(OptionTypes, MutableMapping[str, Any]):
 
         Returns:
             New options, checked, with a concrete ``device`` and ``distributed_backend``, and with
-            ``distributed_launch`` as the launcher has it. ``overridden_args`` stays what it is.
+            ``distributed_launch`` as the launcher has it. ``overridden_args`` is unchanged.
 
         Raises:
             ConfigError: a value cannot be used, or two do not go together.
@@ -284,7 +284,7 @@ def parse_arguments(arg_list: Sequence[str] | None = None) -> tuple[str, RunOpti
         as YAML text for ``load_hyperpyyaml``.
 
     Raises:
-        MissingFileError: there is no such YAML file.
+        MissingFileError: the YAML file does not exist.
         ConfigError: an argument, a value or the YAML file cannot be used.
         LaunchError: the launcher's environment contradicts itself.
         SystemExit: with code 0, after ``--help`` or ``--version`` has been printed. After ``--nproc``, when the

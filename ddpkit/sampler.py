@@ -115,7 +115,7 @@ class SamplingPlan:
 
     @property
     def used_samples(self) -> int:
-        """Samples of an epoch: all, or those of the full global batches."""
+        """Samples of an epoch: all, or with ``drop_last`` the samples in full global batches."""
         return (
             self.num_samples // self.global_batch_size * self.global_batch_size if self.drop_last else self.num_samples
         )
@@ -474,7 +474,7 @@ def set_epoch_inside(sampler: Any, epoch: int) -> None:
     """Tell a sampler or a loader, and the samplers inside it, which epoch comes.
 
     Args:
-        sampler: any; those that do not know epochs are left alone.
+        sampler: any; samplers without ``set_epoch`` are left alone.
         epoch: which comes.
 
     Ranks: local.

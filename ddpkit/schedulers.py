@@ -1,8 +1,8 @@
 """Learning-rate schedules under the names that SpeechBrain's recipes know.
 
-Two ways of calling: those of epochs return the old and the new rate, and :func:`update_learning_rate` sets it; those of
-steps are called with the optimizer, after each of its steps, and set the rate of all its groups themselves. torch's own
-schedules need nothing of this.
+Two kinds: epoch schedules return the old and the new rate, and :func:`update_learning_rate` sets it; step schedules are
+called with the optimizer after each of its steps, and set the rate of all its groups themselves. torch's own schedulers
+need neither.
 
 A checkpoint holds what SpeechBrain's files hold, and either reads the other's. Loaded is the progress alone: what a
 schedule was made with stays as the recipe says now. With ``--lr_scaling`` the groups hold the recipe's own rates, as
@@ -74,7 +74,7 @@ class _Saved:
     _settings: ClassVar[tuple[str, ...]] = ()  # saved for SpeechBrain, and not loaded
 
     def state_dict(self) -> dict[str, Any]:
-        """Return how far the schedule is, and what it was made with."""
+        """Return the schedule's progress and its settings."""
         return {name: copy.copy(getattr(self, name)) for name in (*self._progress, *self._settings)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -175,10 +175,10 @@ class ReduceLROnPlateau(_Saved):
         self.anchor, self.patience_counter = math.inf, 0
 
     def __call__(self, optim_list: Sequence[Optimizer], current_epoch: int, current_loss: float) -> tuple[float, float]:
-        """Return the rate until now and the one from now on, which is not set.
+        """Return the old rate and the new rate, without setting it.
 
         Args:
-            optim_list: the rate is that of the last one's first group.
+            optim_list: optimizers; the rate of the last optimizer's first group is used.
             current_epoch: the first one is 1.
             current_loss: of the validation.
         """
@@ -219,7 +219,7 @@ class LinearScheduler:
         self.value_at_epoch = [initial_value + (final_value - initial_value) * part for part in parts]
 
     def __call__(self, current_epoch: int) -> tuple[float, float]:
-        """Return the value of an epoch and that of the next.
+        """Return the values of an epoch and of the next one.
 
         Args:
             current_epoch: the first one is 1.
@@ -264,7 +264,7 @@ class StepScheduler:
         self.decay_drop = 1.0 if half_life else decay_drop or 2
 
     def __call__(self, current_epoch: int) -> tuple[float, float]:
-        """Return the value of an epoch and that of the next.
+        """Return the values of an epoch and of the next one.
 
         Args:
             current_epoch: the first one is 1.
@@ -507,7 +507,7 @@ class CyclicLRScheduler(_OfSteps):
         self.scale_mode = scale_mode if scale_fn else "iterations" if mode == "exp_range" else "cycle"
 
     def __call__(self, epoch: Any) -> tuple[float, float]:
-        """Return the rate of the last step and that of the next, which is not set.
+        """Return the rates of the last and the next step, without setting them.
 
         Args:
             epoch: does not matter.

@@ -151,13 +151,13 @@ class RngState:
     Making the iterator of a ``DataLoader`` draws from torch's generator: restore after that.
 
     Attributes:
-        python: what ``random.getstate`` gives, as lists.
-        numpy: what ``numpy.random.get_state`` gives, the key as an int64 tensor of shape ``(624,)``.
+        python: the result of ``random.getstate``, as lists.
+        numpy: the result of ``numpy.random.get_state``, the key as an int64 tensor of shape ``(624,)``.
         torch_cpu: uint8 tensor, as torch gives it.
-        cuda: one such tensor per CUDA device, by their numbers, of which older versions made their checkpoints.
+        cuda: one such tensor per CUDA device, by number; only in checkpoints of older versions.
         accelerators: by kind (``"cuda"``, ``"xpu"``) the state of the current device, whatever its number: a resumed
-            run may see other devices, or its own by another number. Without a process group those of the other devices
-            follow, for ``nn.DataParallel``. Empty while no accelerator has been used.
+            run may see other devices, or its own by another number. Without a process group the states of the other
+            devices follow, for ``nn.DataParallel``. Empty while no accelerator has been used.
 
     Ranks: local; every rank has its own.
 
@@ -271,7 +271,7 @@ class RngState:
 
 
 def _own_first(kind: str, module: Any) -> list[int]:
-    """Number the devices of this process: the current one, and those that ``nn.DataParallel`` would take besides."""
+    """Return the device numbers of this process: the current device, and the others that ``nn.DataParallel`` uses."""
     numbers = own_first(f"{kind}:{module.current_device()}")
     return numbers[:1] if dist.is_available() and dist.is_initialized() else numbers
 

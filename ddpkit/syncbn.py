@@ -61,9 +61,9 @@ _statistics_groups: weakref.WeakKeyDictionary[Any, dict[str | None, weakref.ref[
 
 
 class SyncBatchNorm(_BatchNorm):
-    """Batch normalisation whose training statistics are those of all ranks' rows together.
+    """Batch normalisation with training statistics over the rows of all ranks.
 
-    Output, running statistics and gradients equal those of ``torch.nn.BatchNorm*d`` over the joined batch,
+    Output, running statistics and gradients are as in ``torch.nn.BatchNorm*d`` over the joined batch,
     also when the ranks hold different numbers of rows, one row, or none. In evaluation, without a process
     group, and in a group of one rank it is plain batch normalisation and communicates nothing. Half-precision
     inputs are normalised by float32 statistics.
@@ -150,7 +150,7 @@ class SyncBatchNorm(_BatchNorm):
 
 
 class _Joined(NamedTuple):
-    """The joined batch: float64 ``mean`` and biased ``var`` (C,), ``total`` (), that of each rank, and who they are."""
+    """The joined batch: float64 ``mean`` and biased ``var`` (C,), ``total`` (), each rank's count, and the group."""
 
     mean: Tensor
     var: Tensor
@@ -296,8 +296,8 @@ class _Normalise(torch.autograd.Function):
 def _local_sums(x: Tensor, grad: Tensor, mean: Tensor, inverse_std: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return two sums over this rank's rows, and the values that :func:`_through_statistics` is to be given.
 
-    The sums are those of the gradient, and of its product with the distance from the mean. The values are the rows
-    themselves for the kernels, and else these distances.
+    The sums are over the gradient, and over its product with the distance from the mean. The values are the rows
+    themselves for the kernels, otherwise the distances from the mean.
     """
     if _has_kernels(x) and x.numel():
         wanted = (True, False, False)  # the two sums; the gradients of weight and bias follow from them
@@ -311,7 +311,7 @@ def _local_sums(x: Tensor, grad: Tensor, mean: Tensor, inverse_std: Tensor) -> t
 def _through_statistics(
     values: Tensor, grad: Tensor, scale: Tensor | None, mean: Tensor, inverse_std: Tensor, sums: Tensor, counts: Tensor
 ) -> Tensor:
-    """Return the gradient of the input: ``sums`` are those of all ranks, ``counts`` the values of each."""
+    """Return the gradient of the input: ``sums`` are over all ranks, ``counts`` the number of values per rank."""
     if _has_kernels(values) and values.numel():
         sum_grad, sum_product = sums.to(mean.dtype).chunk(2)
         whole = counts.to(torch.int32)

@@ -53,9 +53,9 @@ class RankOutcome:
 
     Attributes:
         ok: whether it returned.
-        value: what it returned.
-        error_type: the class name of what it raised.
-        error: the message of what it raised.
+        value: its return value.
+        error_type: the class name of its exception.
+        error: the message of its exception.
         trace: the traceback.
         is_spent: whether its process cannot be used again.
 
@@ -243,7 +243,7 @@ class RankPool:
             self._await_start(rank)
 
     def _await_start(self, rank: int) -> None:
-        """Wait until a process has imported what it needs."""
+        """Wait until a process has finished its imports."""
         process, connection = self._workers[rank]
         with contextlib.suppress(EOFError):  # it has ended
             if connection.poll(START_SECONDS) and connection.recv() == READY:
@@ -262,7 +262,7 @@ def _died(process: BaseProcess, what: str = "") -> RankOutcome:
 def _serve(connection: Connection, path: list[str], environment: dict[str, str], start_method: str) -> None:
     """Run functions until the pool closes the connection."""
     sys.path[:] = path
-    os.environ.clear()  # that of the process which was forked may be older
+    os.environ.clear()  # the forked process may have an older environment
     os.environ.update(environment)
     np.random.seed()  # noqa: NPY002 -- the process that was forked has one state for all ranks
     multiprocessing.set_start_method(start_method, force=True)  # for the workers of loaders

@@ -45,7 +45,7 @@ class RunLog:
     """A file with one JSON object per line: what happened in a run, for programs to read.
 
     Each line has ``event``, ``time`` (seconds since 1970) and the fields that were given. Floats keep their
-    full precision; those that JSON does not know are the strings ``"NaN"``, ``"Infinity"`` and
+    full precision; not-a-number and infinities are the strings ``"NaN"``, ``"Infinity"`` and
     ``"-Infinity"``, which ``float()`` and JavaScript's ``Number()`` understand. Tensors and arrays become
     numbers (one element) or nested lists, other objects their text.
 
@@ -325,7 +325,7 @@ class TrainLoggers(TrainLogger):
         loggers: each with a method ``log_stats``.
 
     Raises:
-        ConfigError: one is no train logger.
+        ConfigError: an object is not a train logger.
 
     Ranks: as the loggers.
 
@@ -341,7 +341,7 @@ class TrainLoggers(TrainLogger):
     def __init__(self, *loggers: Any) -> None:
         for one in loggers:
             if isinstance(one, type) or not callable(getattr(one, "log_stats", None)):
-                raise ConfigError(f"train_logger: {one!r} is no train logger: it has no log_stats, or is a class.")
+                raise ConfigError(f"train_logger: {one!r} is not a train logger: it has no log_stats, or is a class.")
         self.loggers = loggers
 
     def __iter__(self) -> Iterator[Any]:
@@ -385,7 +385,7 @@ def join_loggers(hparams: Mapping[str, Any]) -> dict[str, Any]:
         hparams: as a recipe gives them; not changed.
 
     Raises:
-        ConfigError: something in the list is no train logger.
+        ConfigError: an object in the list is not a train logger.
 
     Ranks: local.
 
@@ -707,7 +707,7 @@ class TensorboardLogger(_MainTrainLogger):
 
 
 class WandBLogger(_MainTrainLogger):
-    """Writes statistics through a run object such as that of Weights & Biases.
+    """Writes statistics through a run object, such as a run of Weights & Biases.
 
     The step is ``stats_meta["epoch"]`` where there is one.
 
@@ -763,8 +763,8 @@ class MLflowLogger(_MainTrainLogger):
     else becomes a tag. The run begins with the first statistics; one that is active already is used.
 
     Args:
-        experiment_name: for ``mlflow.set_experiment``; None: that of the environment.
-        tracking_uri: for ``mlflow.set_tracking_uri``; None: that of the environment.
+        experiment_name: for ``mlflow.set_experiment``; None: from the environment.
+        tracking_uri: for ``mlflow.set_tracking_uri``; None: from the environment.
         start_run: arguments of ``mlflow.start_run``, such as ``run_name`` and ``tags``.
 
     Attributes:

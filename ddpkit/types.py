@@ -43,7 +43,7 @@ class FitResult:
         best_checkpoint: the checkpoint of this run that is best by the key (``min_keys``, ``max_keys``,
             ``importance_keys``) with which ``save_and_keep_only`` or ``delete_checkpoints`` was called last in this
             process. None without such a key, or where several keys do not agree.
-        newest_checkpoint: the one that was saved last; None without any. Paths are those of the main process.
+        newest_checkpoint: the checkpoint that was saved last; None without any. Paths are valid on the main process.
 
     Ranks: local.
 

@@ -307,7 +307,7 @@ def test_a_name_is_used_in_one_way():
 
 
 def test_a_list_with_something_else_is_refused():
-    with pytest.raises(ValueError, match="train_logger: 'log.txt' is no train logger: it has no log_stats"):
+    with pytest.raises(ValueError, match="train_logger: 'log.txt' is not a train logger: it has no log_stats"):
         make(hparams={"train_logger": [Remembering(), "log.txt"]})
-    with pytest.raises(ValueError, match="Remembering'> is no train logger: .* or is a class"):
+    with pytest.raises(ValueError, match="Remembering'> is not a train logger: .* or is a class"):
         make(hparams={"train_logger": [Remembering]})

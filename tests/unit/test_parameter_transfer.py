@@ -59,7 +59,7 @@ def test_another_path_replaces_the_link_of_an_earlier_run(tmp_path):
         pretrainer.load_collected()
         assert value_of(model) == value
     (tmp_path / "2.ckpt").unlink()
-    with pytest.raises(MissingFileError, match="2.ckpt, for 'model', is no file on disk"):
+    with pytest.raises(MissingFileError, match="2.ckpt, for 'model', is not a file on disk"):
         pretrainer.collect_files()
 
 

@@ -41,6 +41,7 @@ To train, run a recipe:
   python train.py hparams.yaml                                             one process
   torchrun --standalone --nproc_per_node=2 train.py hparams.yaml           two processes on this machine
   python train.py --help                                                   the options of a recipe
+  python -m ddpkit.speechbrain train.py hparams.yaml                       a SpeechBrain recipe as it is
 """
 
 

@@ -63,7 +63,11 @@ def test_the_options_choose_the_signals():
 
 @pytest.mark.parametrize(
     ("stopping", "saving", "words"),
-    [(["SIGKILL"], [], "no signal"), (["SIGWHAT"], [], "no signal"), (["TERM"], ["SIGTERM"], "both name SIGTERM")],
+    [
+        (["SIGKILL"], [], "not a signal"),
+        (["SIGWHAT"], [], "not a signal"),
+        (["TERM"], ["SIGTERM"], "both name SIGTERM"),
+    ],
 )
 def test_what_cannot_work_is_refused(stopping, saving, words):
     with pytest.raises(ConfigError, match=words):

@@ -30,7 +30,7 @@ def test_durations(text, seconds):
 
 @pytest.mark.parametrize("text", ["", "0", "-5", "11:50", "1:60:00", "soon", "1w", "00:00:00", "nan"])
 def test_what_is_no_duration_is_refused(text):
-    with pytest.raises(ConfigError, match="no length of time"):
+    with pytest.raises(ConfigError, match="time_limit expects a length of time > 0, got"):
         parse_duration(text)
 
 

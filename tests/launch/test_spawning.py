@@ -88,11 +88,14 @@ def test_looking_for_gpus_leaves_the_environment_alone(monkeypatch):
 # -------------------------------------------------------------------------------------------- refused
 
 
-@pytest.mark.parametrize("asked", ["0", "-1", "x", "gpu"])
-def test_nproc_on_the_command_line(machine, monkeypatch, yaml, asked):
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [*((asked, f"nproc must be >= 1, got '{asked}'") for asked in ("0", "-1", "x")), ("gpu", "no GPU was found")],
+)
+def test_nproc_on_the_command_line(machine, monkeypatch, yaml, asked, said):
     words = [yaml, f"--nproc={asked}", "--device=cpu"]
     monkeypatch.setattr(sys, "argv", ["train.py", *words])
-    with pytest.raises(ConfigError, match=f"nproc must be >= 1, got '{asked}'"):
+    with pytest.raises(ConfigError, match=said):
         parse_arguments()
 
 

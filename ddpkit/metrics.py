@@ -144,7 +144,7 @@ class Reducing:
         if reduce is None and self._mixed:
             raise ConfigError(
                 f"this {type(self).__name__} has counted in stages whose data is divided over the ranks (training) and "
-                "in others of which every rank has seen all: no single sum is right. Call reset() on every rank in "
+                "in stages whose data every rank sees in full: no single sum is right. Call reset() on every rank in "
                 "on_stage_start, or use --shard_evaluation."
             )
         if reduce is None:
@@ -539,7 +539,7 @@ def _added(states: list[Any], name: str) -> Any:
     if not isinstance(first, (dict, list, Tensor)) and all(one == first for one in states):
         return first
     raise DataError(
-        f"{name} cannot be added up over the ranks, of which it has different forms: {', '.join(map(repr, states))}. "
+        f"{name} cannot be added up over the ranks: its forms differ: {', '.join(map(repr, states))}. "
         "Numbers and tensors in a metric's state_dict must be sums, of one form on every rank. Or use Brain.gather."
     )
 

@@ -169,7 +169,7 @@ def load_plain_yaml(text: str) -> Any:
         Plain containers, numbers, strings, dates and tensors.
 
     Raises:
-        CheckpointError: the text is no YAML: at which line, and why; the caller says of which file.
+        CheckpointError: the text is not valid YAML; the message has line and reason. The caller adds the file.
 
     Ranks: local.
 
@@ -187,7 +187,7 @@ def load_plain_yaml(text: str) -> Any:
 
 
 def _what_is_wrong(text: str, error: Exception) -> str:
-    """Return where a text is no YAML, if that is known, and why."""
+    """Return the line of a YAML error, if known, and the reason."""
     line, reason = None, str(error)
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         line = error.problem_mark.line + 1
@@ -200,7 +200,7 @@ def _what_is_wrong(text: str, error: Exception) -> str:
 
 
 def _size(value: Any, known: dict[int, float]) -> float:
-    """Count the values that whoever walks through ``value`` meets; what aliases stand for counts every time."""
+    """Count the values that a walk through ``value`` visits; aliased values count every time."""
     if not isinstance(value, (dict, list, tuple, set)):
         return 1
     key = id(value)
@@ -229,7 +229,7 @@ class _PlainLoader(yaml.SafeLoader):
         super().fetch_flow_collection_start(token)
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
-        """Refuse ``<<``: it copies what it names, and a few lines of it can ask for any amount of memory."""
+        """Refuse ``<<``: it copies mappings, so a few lines can ask for any amount of memory."""
         if any(key.tag == "tag:yaml.org,2002:merge" for key, _ in node.value):
             raise ValueError("it merges mappings with <<, which is not read here")
 

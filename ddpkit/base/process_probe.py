@@ -1,7 +1,7 @@
 """Whether a process of this machine lives, is about to end, or is gone.
 
-Source: the fields and states are those of https://man7.org/linux/man-pages/man5/proc_pid_stat.5.html. Where there is no
-``/proc``, processes can be asked for by a signal alone, and nothing is known of what they do.
+Source: fields and states as in https://man7.org/linux/man-pages/man5/proc_pid_stat.5.html. Without ``/proc`` a signal
+shows only whether a process exists; its state stays unknown.
 """
 
 from __future__ import annotations

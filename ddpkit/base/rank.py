@@ -74,7 +74,7 @@ MPI_LAUNCHERS = {
 
 
 def is_distributed_initialized() -> bool:
-    """Say whether a default process group exists, whoever made it.
+    """Return whether a default process group exists, made by ddpkit or by other code.
 
     Ranks: local.
 

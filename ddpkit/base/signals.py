@@ -123,7 +123,7 @@ class SignalListener:
 
     Args:
         stopping: names of the signals that ask for an end, with a checkpoint.
-        saving: names of those that ask for a checkpoint alone.
+        saving: names of the signals that ask only for a checkpoint.
 
     Attributes:
         stop_signal: the number of the signal that has asked for an end; 0: none has.
@@ -160,9 +160,9 @@ class SignalListener:
 
         Ranks: local; outside of the main thread, where Python allows no handlers, it does nothing.
 
-        State: the handlers, put back at the end; but where a run was stopped they stay until the process ends, because
-        launchers then end those that are left. A signal that nobody has acted on is raised again at the end. Contexts
-        around this one hear the signals too.
+        State: the handlers, restored at the end. After a stop they stay until the process exits, because launchers then
+        send signals to the remaining processes. An unhandled signal is raised again at the end. Enclosing contexts
+        receive the signals too.
         """
         if threading.current_thread() is not threading.main_thread():
             yield
@@ -186,10 +186,10 @@ class SignalListener:
                 self.stop_signal, self.save_wanted = 0, False
         if came in added:
             self.stop_signal = 0
-            signal.raise_signal(came)  # after the last sync: it does what it does without ddpkit
+            signal.raise_signal(came)  # after the last sync: the default handler, as without ddpkit
 
     def _listen(self) -> dict[signal.Signals, Any]:
-        """Take the place of the handlers that are the default ones; return those."""
+        """Replace the default handlers, and return them."""
         added: dict[signal.Signals, Any] = {}
         for number in (*self.stopping, *self.saving):
             if signal.getsignal(number) in {signal.SIG_DFL, signal.default_int_handler}:

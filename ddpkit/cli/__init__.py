@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Returns:
         The exit status: 0 if all is well, 1 if a command has found something wrong and said what, 130 after
-        Ctrl-C, 141 if whoever was reading the output has closed it.
+        Ctrl-C, 141 if the reader of the output has closed the pipe.
 
     Raises:
         SystemExit: With status 0 after ``--version`` or ``--help``, with 2 for arguments that are wrong.

@@ -326,7 +326,7 @@ def describe(path: Path, *, tensors: bool = False, limit: int = 20) -> list[str]
 
 
 def _summary(value: Any) -> list[str]:
-    """Say how much the tensors of a value are, and what it holds beside them."""
+    """Summarize a value: number and size of its tensors, and its other contents."""
     kinds: Counter[str] = Counter()
     numbers = 0
     for _, tensor in tensors_in(value):

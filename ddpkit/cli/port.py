@@ -1,6 +1,6 @@
 """``python -m ddpkit port``: what changes when a recipe of SpeechBrain moves to ddpkit for good.
 
-It shows a diff, name by name: what ddpkit has is renamed, what it lacks stays SpeechBrain's. Then it lists what behaves
+It shows a diff, name by name: ddpkit's own names are renamed, all others stay SpeechBrain's. Then it lists what behaves
 differently in this recipe, with lines and links. Files are changed with ``--write`` alone, and copied before.
 """
 

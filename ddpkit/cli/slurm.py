@@ -214,7 +214,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--nproc-per-node", type=positive, metavar="N", help="processes on a node (default: one per GPU)")
     add("--cpus-per-task", type=positive, metavar="N", help="CPUs of a node (default: 4 per GPU, 1 per process else)")
     add("--job-name", metavar="NAME", help="default: the name of the recipe")
-    add("--partition", metavar="NAME", help="default: that of the cluster")
+    add("--partition", metavar="NAME", help="default: the cluster's")
     add("--account", metavar="NAME", help="default: yours")
     add("--max-restarts", type=natural, default=0, metavar="N", help="restarts by torchrun, within a job (default: 0)")
     add("--signal-before", type=positive, metavar="S", help="seconds before the limit (default: 300, or a quarter)")

@@ -23,7 +23,7 @@ def forkserver_of_its_own() -> Iterator[None]:
 
     Ranks: local.
 
-    State: a function of multiprocessing, put back at the end; it does for other threads what it did.
+    State: a function of multiprocessing, restored at the end; unchanged for other threads.
 
     Example:
         >>> with forkserver_of_its_own():

@@ -1,7 +1,7 @@
-"""The shuffling inside a stream of Hugging Face's ``datasets``, of which the stream tells nobody.
+"""The shuffle buffers inside a stream of Hugging Face's ``datasets``, which has no public way to find them.
 
-Reason: ``state_dict`` leaves out what is in a shuffle buffer, so that a stream which goes on from it has lost those
-items; and a shuffle without a seed is another one in every process, so that ranks that divide it lose samples.
+Reason: ``state_dict`` leaves out the items in a shuffle buffer, so a resumed stream loses them; and a shuffle without a
+seed differs in every process, so ranks that divide the stream lose samples.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _BUFFER = "BufferShuffledExamplesIterable"
 
 
 def loses_items(data: Any) -> bool:
-    """Say whether a stream, or that of a loader, has a shuffle buffer; otherwise, where nothing can be seen, True.
+    """Return whether a stream, or a loader's stream, has a shuffle buffer; True if that cannot be determined.
 
     Args:
         data: a stream of ``datasets``, or a loader of one; False for any other.
@@ -39,7 +39,7 @@ def loses_items(data: Any) -> bool:
 
 
 def shuffle_digest(data: Any) -> str:
-    """Return what differs where a stream, or that of a loader, is shuffled differently; otherwise an empty string.
+    """Return a digest of the shuffling in a stream, or in a loader's stream; empty without any.
 
     Args:
         data: as for :func:`loses_items`.
@@ -59,7 +59,7 @@ def shuffle_digest(data: Any) -> str:
 
 
 def _streams(data: Any) -> list[Any]:
-    """Return those of an object and its dataset that are streams of ``datasets``."""
+    """Return the streams of ``datasets`` among an object and its dataset."""
     both = (data, getattr(data, "dataset", None))
     return [one for one in both if any(kind.__module__ == _MODULE for kind in type(one).__mro__)]
 

@@ -1,7 +1,7 @@
 """What ``torch.utils.data.get_worker_info()`` returns in this process.
 
-Reason: a stream that every worker reads whole must not divide itself over the workers as well, and torch has no way to
-set what it is told.
+Reason: a stream that every worker reads whole must not shard itself by worker as well, and torch has no public way to
+set the worker info.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ def show_worker(info: Any) -> None:
     """Have ``get_worker_info()`` return something else.
 
     Args:
-        info: what it returns from now on; None as in the main process.
+        info: its return value from now on; None as in the main process.
 
     Raises:
         RuntimeError: this version of torch keeps it elsewhere.

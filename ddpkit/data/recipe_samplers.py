@@ -109,7 +109,7 @@ class ReproducibleWeightedRandomSampler(WeightedRandomSampler):
         weights: one number per sample, not negative, shape ``(samples,)``; they need not add up to one.
         num_samples: draws per epoch.
         replacement: whether a sample may be drawn more than once.
-        seed: of the draws; None: that of the experiment.
+        seed: of the draws; None: the experiment's seed.
         epoch: to begin with.
 
     Raises:
@@ -458,7 +458,7 @@ class BalancingDataSampler(ReproducibleWeightedRandomSampler):
         key: of an item: its class.
         num_samples: draws per epoch; None: as many as the dataset has.
         replacement: whether a sample may be drawn more than once.
-        seed: of the draws; None: that of the experiment.
+        seed: of the draws; None: the experiment's seed.
         epoch: to begin with.
 
     Raises:

@@ -79,7 +79,7 @@ class Side:
     Attributes:
         loader: of the training set.
         plan: says which samples are in its batches.
-        num_batches: of an epoch, as far as their samples are those of one pass over the data.
+        num_batches: of an epoch, up to the end of the first pass over the data.
         counts: knows how many samples they have; None where each counts the same.
         joins: whether the batches of several processes can be joined into one: not where others make the batches.
         factor: micro-batches of a full optimizer step.
@@ -87,8 +87,8 @@ class Side:
         done: optimizer steps that were made before.
         outside: names of the optimized parameters that are in no entry of ``modules``.
         has_counts: whether ``compute_objectives`` returned ``(loss_sum, count)``.
-        moved: names of the buffers that training has changed, other than those of BatchNorm.
-        norms: names of the BatchNorm layers that were used: whether their statistics are those of all processes.
+        moved: names of the buffers that training has changed, without BatchNorm's buffers.
+        norms: by name of each BatchNorm layer used: whether its statistics are over all processes.
         sketches: of the batches of the last step.
 
     Raises:

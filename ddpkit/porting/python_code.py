@@ -40,7 +40,7 @@ def parse_python(text: str) -> ast.Module:
 
 
 def port_python(text: str) -> Change:
-    r"""Rename in a Python file what ddpkit has; what it lacks goes on to be SpeechBrain's.
+    r"""Rename SpeechBrain's names in a Python file where ddpkit has them; all others stay.
 
     Args:
         text: the file.

@@ -19,7 +19,7 @@ class Binding:
 
     Attributes:
         name: as the file calls it.
-        target: what it stands for, such as ``speechbrain`` or ``speechbrain.utils.checkpoints``.
+        target: the name that it refers to, such as ``speechbrain`` or ``speechbrain.utils.checkpoints``.
         imports: the statements, each with its part for this name.
         uses: names, or dotted names that begin with it.
         is_ambiguous: something else binds the name, too.

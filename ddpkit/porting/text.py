@@ -58,7 +58,7 @@ def decode(raw: bytes, *, is_python: bool) -> tuple[str, str]:
 
     Raises:
         SyntaxError: the encoding that the file says is unknown, or not its own.
-        UnicodeError: the bytes are no text in this encoding.
+        UnicodeError: the bytes cannot be decoded with this encoding.
 
     Ranks: local.
 

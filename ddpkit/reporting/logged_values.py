@@ -1,8 +1,8 @@
 """Values that a recipe logs with ``self.log``: means over batches and over the ranks, without a wait at any step.
 
-A value stays where it is, on its device, until the ranks confer: about once a second for those that are logged per
-step, and at the end of the stage for all. Ranks need not log the same names. A name is agreed on once, when some rank
-has used it for the first time; after that its sums travel with those of the loss.
+A value stays on its device until the next sync of the ranks: about once a second for values logged per step, and at the
+end of the stage for all. Ranks need not log the same names. A name is agreed on once, after a rank has used it for the
+first time; after that its sums travel with the sums of the loss.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class LoggedValues:
 
     Attributes:
         values: means of the last training, validation and test, by stage (``"train"``, ``"valid"``, ``"test"``) and
-            name. Those of batches are equal on all ranks; those of ``on_stage_end`` are this rank's.
-        train_logger: gets what is logged per step, if it has ``log_step``.
+            name. Values of batches are equal on all ranks; values of ``on_stage_end`` are this rank's.
+        train_logger: receives values logged per step, if it has ``log_step``.
 
     Ranks: as its methods say.
 
@@ -91,8 +91,8 @@ class LoggedValues:
         """Return a context for a stage with its hooks.
 
         Args:
-            stage: whose values begin anew; with TRAIN those of the validation, too. None: a prediction, of which
-                nothing is taken in.
+            stage: its values are reset; TRAIN also resets the validation's. None: a prediction, which logs
+                nothing.
             epoch: or None.
 
         Ranks: local.
@@ -110,7 +110,7 @@ class LoggedValues:
             self._stage, self._epoch, self._is_over = before
 
     def reported(self) -> Mapping[str, Mapping[str, float]]:
-        """Return what belongs into the statistics of the current stage: those of a validation with its training's.
+        """Return the values for the statistics of the current stage; a validation includes its training's values.
 
         Ranks: local.
         """
@@ -276,7 +276,7 @@ class LoggedValues:
         self._known[self._stage] |= {name: kind for name, (_, kind) in sorted(merged.items())}
 
     def _take(self, found: Iterator[float], *, at_end: bool) -> None:
-        """Take the sums of all ranks; those of a stage then stand on the main process alone, as in one process."""
+        """Store the sums of all ranks. The main process then holds a stage's sums, the others zeros."""
         for name, is_recent, meter in list(self._meters(at_end=at_end)):
             total, count, bad = next(found), next(found), int(next(found))
             mean = total / count if count else math.nan

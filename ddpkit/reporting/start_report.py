@@ -81,7 +81,7 @@ class Place:
 
     @classmethod
     def here(cls, node: int, device: str) -> Place:
-        """Return that of this process.
+        """Return the place of this process.
 
         Args:
             node: number of its node.
@@ -257,11 +257,11 @@ def start_row(found: Path | None, folder: Any, resume: str, place: str, *, other
     """Say what training starts from.
 
     Args:
-        found: the checkpoint that it goes on from, if there is one.
-        folder: that of the checkpoints; None without a checkpointer.
+        found: the checkpoint to resume from, or None.
+        folder: the checkpoint folder; None without a checkpointer.
         resume: the option.
-        place: how far that checkpoint had come.
-        others: how many checkpoints there are of which none was loaded.
+        place: the position of the run in that checkpoint.
+        others: number of checkpoints in the folder that were not loaded.
 
     Ranks: local.
 

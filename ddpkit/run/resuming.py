@@ -304,7 +304,7 @@ class StepPlan:
         if not changed:
             return None
         return (
-            f"The data is not what it was when the checkpoint was made inside of an epoch: {'; '.join(changed)}. "
+            f"The data has changed since the checkpoint was made inside of an epoch: {'; '.join(changed)}. "
             "Samples may come twice in this epoch, and others not at all."
         )
 

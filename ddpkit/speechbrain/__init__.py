@@ -11,7 +11,7 @@ all else of ``speechbrain`` is what is installed. Processes that this one starts
 (``DDPKIT_SPEECHBRAIN``, and a folder in ``PYTHONPATH``). With ``DDPKIT_SPEECHBRAIN=0`` nothing is answered, and the
 recipe runs as before.
 
-Importing this package changes the process, unlike any other module of ddpkit: that is what it is for.
+Importing this package changes the process, on purpose, unlike any other module of ddpkit.
 
 Raises:
     ConfigError: when imported, if SpeechBrain has been imported already.

@@ -73,7 +73,7 @@ def is_switched_off() -> bool:
 
 
 def install() -> None:
-    """Answer the training core of SpeechBrain in this process, and in those that it starts.
+    """Answer the training core of SpeechBrain in this process, and in its child processes.
 
     Raises:
         ConfigError: a module of SpeechBrain has been imported already.

@@ -18,7 +18,7 @@ from ddpkit.types import Stage
 
 from .recipes import QUIET, sgd
 
-OTHER_DATA = "The data is not what it was when"
+OTHER_DATA = "The data has changed since"
 
 
 class Killed(RuntimeError):

@@ -300,12 +300,12 @@ def unlike(kind):
     ("kind", "text"),
     [
         ("pieces", "keeps a list that is not concatenated, of different lengths on the ranks"),
-        ("keys", "Sums cannot be added up over the ranks, of which it has different forms: {'b': 1}, {'a': 1}"),
+        ("keys", "Sums cannot be added up over the ranks: its forms differ: {'b': 1}, {'a': 1}"),
         (
             "shape",
-            "Sums.a cannot be added up over the ranks, of which it has different forms: tensor([0.]), tensor([0., 0",
+            "Sums.a cannot be added up over the ranks: its forms differ: tensor([0.]), tensor([0., 0",
         ),
-        ("words", "Sums.a cannot be added up over the ranks, of which it has different forms: 'a', 'b'"),
+        ("words", "Sums.a cannot be added up over the ranks: its forms differ: 'a', 'b'"),
     ],
 )
 def test_states_that_do_not_fit_are_an_error_on_every_rank(ranks, kind, text):

@@ -96,7 +96,7 @@ class BackgroundSave:
             raise error
 
     def close(self) -> None:
-        """Wait, for nobody who could be told of an error: it is logged.
+        """Wait for the save in progress; an error is logged, not raised.
 
         Ranks: main only.
         """

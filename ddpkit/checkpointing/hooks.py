@@ -99,7 +99,7 @@ def _speechbrain_hook(cls: type, role: str) -> MethodHook | None:
     names = [name for name, value in vars(cls).items() if callable(value) and getattr(value, mark, None) is True]
     if not names:
         return None
-    name = names[-1]  # that one SpeechBrain would use
+    name = names[-1]  # SpeechBrain would use the last one
     if role != "saver":
         return MethodHook(name)
     registered = getattr(sys.modules.get(_SB_CHECKPOINTS), "DEFAULT_SAVE_HOOKS", {}).get(cls)

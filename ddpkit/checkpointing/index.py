@@ -500,7 +500,7 @@ def is_code(value: Any) -> bool:
         value: anything.
 
     Returns:
-        Whether it does; such weights are quantized, and what they are worth is told by a scale of their own.
+        Whether it does; such weights are quantized, with a scale stored elsewhere.
 
     Ranks: local.
 

@@ -1,12 +1,12 @@
 """One run at a time saves into a folder of checkpoints.
 
-The lock is a directory ``.lock`` in that folder with one file in it, named by a token that is drawn anew each time::
+The lock is a directory ``.lock`` in that folder with one file in it, named by a new random token each time::
 
     <checkpoints_dir>/.lock/<token>     who holds it, as JSON; its time is renewed every ten seconds
 
 **Taking** renames a directory, made elsewhere with the file in it, to ``.lock``: this fails where ``.lock`` holds a
 file, so one of many takers wins. **Removing**, by the owner or by the successor of a dead one, deletes the file by its
-token, then the directory if it is empty. So nobody can remove or renew another's lock by coming late, and ``flock``,
+token, then the directory if it is empty. So a late process cannot remove or renew another's lock, and ``flock``,
 which not every network file system shares between hosts, is not needed.
 
 **Is the owner dead?** On the same host: if its process is gone, is a zombie, or has another start time; a killed one
@@ -122,7 +122,7 @@ def holder(folder: str | os.PathLike[str]) -> Holder | None:
     """Say who holds a folder of checkpoints; changes nothing, takes nothing.
 
     Args:
-        folder: the folder; one that does not exist is held by nobody.
+        folder: the folder; a missing folder is not locked.
 
     Returns:
         The holder, which may have ended (:meth:`Holder.has_ended`), or None.
@@ -185,7 +185,7 @@ def _parse(token: str, raw: bytes) -> Holder:
 
 
 class _LockWaiter:
-    """Waits until nobody alive holds a folder, and removes the lock of a dead run."""
+    """Waits until no live process holds a folder, and removes the lock of a dead run."""
 
     def __init__(self, folder: Path, renewal_seconds: float) -> None:
         self.folder = folder
@@ -285,7 +285,7 @@ class _HeldLock:
             raise storage.save_error(lock, cause, what=what) from cause
 
     def _place(self) -> bool:
-        """Put the lock in its place; say whether that worked, or somebody else was faster."""
+        """Rename the lock to its place; return False if another process was faster."""
         staging = self.folder / f"{STAGING_PREFIX}{self.token[:12]}"
         storage.FILES.make_directory(staging)
         try:
@@ -389,7 +389,7 @@ class FolderLock:
         return bool(self._holds) and self._holds[-1].pid == os.getpid()
 
     def acquire(self) -> None:
-        """Take the lock, or share it if this process has it already; then nobody else's half-made save can appear.
+        """Take the lock, or share it if this process has it already; then other runs cannot save in the folder.
 
         Waits for a run that is about to end: two seconds for a process of this host that lives, up to three renewals
         for one that was killed and is not gone yet, and for the lock of another host to prove dead or alive.

@@ -361,7 +361,7 @@ def remove_directory(path: Path) -> None:
     with contextlib.suppress(FileNotFoundError):
         try:
             FILES.remove_tree(trash)
-        except OSError as error:  # a network file system keeps files that somebody still reads
+        except OSError as error:  # a network file system keeps files that are still open
             logger.debug("%s is left for the next save to remove: %s", trash, error)
 
 

@@ -1,4 +1,4 @@
-"""What must be the same on all ranks before they can work together, and how a difference is told.
+"""What must be the same on all ranks before they can work together, and how a difference is reported.
 
 Ranks that run different code take different paths through a script, until one waits forever for a call that another
 does not make. So software, script and backend are compared over the launcher's store right after the rendezvous,

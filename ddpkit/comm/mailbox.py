@@ -207,7 +207,7 @@ class Mailbox:
 
     @contextlib.contextmanager
     def forgetting(self) -> Iterator[None]:
-        """Start afresh after a collective: delete what nobody has read, and number the visits from 1 again.
+        """Start afresh after a collective: delete unread values, and number the visits from 1 again.
 
         A rank that takes part in the collective has made every earlier call, so nobody reads older values any more; and
         an earlier call by one rank alone cannot shift the numbers of later calls.

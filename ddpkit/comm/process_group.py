@@ -58,7 +58,7 @@ def set_hang_limits(warning: float, timeout: float) -> None:
         warning: seconds; 0: never.
         timeout: seconds; 0: never.
 
-    Ranks: local; does nothing without a process group. One that somebody else has started does not end, whatever the
+    Ranks: local; does nothing without a process group. A process group started by other code is never ended by the
     timeout.
 
     Example:
@@ -254,7 +254,7 @@ def _attend(*, hosts_store: bool, destroy: bool) -> None:
 
 
 def _can_be_shared(store: Any) -> bool:
-    """Say whether a thread can talk to a store over a connection of its own, and so keep nobody waiting."""
+    """Return whether a thread can have its own connection to a store, and so block no other thread."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     return isinstance(store, dist.TCPStore) and hasattr(store, "clone")

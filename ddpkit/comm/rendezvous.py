@@ -62,7 +62,7 @@ def open_store(info: LaunchInfo, timeout: timedelta) -> tuple[dist.Store, bool]:
         The store, and whether this process hosts it.
 
     Raises:
-        LaunchError: nobody says where to meet, the port is taken, or the others do not come.
+        LaunchError: the rendezvous address is missing, the port is taken, or other ranks do not come.
 
     Ranks: collective.
 
@@ -138,7 +138,7 @@ def _host(address: str, port: int, timeout: timedelta) -> dist.Store:
 
 
 def _connect(address: str, port: int, end: float, timeout: timedelta) -> dist.Store:
-    """Connect to a store that somebody else hosts, as soon as it is there."""
+    """Connect to a store on another process, as soon as it is there."""
     _await_listener(address, port, end)
     made: list[dist.Store] = []
     failed: list[Exception] = []
@@ -164,7 +164,7 @@ def _connect(address: str, port: int, end: float, timeout: timedelta) -> dist.St
 
 
 def _await_listener(address: str, port: int, end: float) -> None:
-    """Wait until somebody listens; torch would wait too, but print a stack for each attempt."""
+    """Wait until the port accepts connections; torch would wait too, but print a stack for each attempt."""
     began, last = time.monotonic(), ""
     for _ in poll_until(end):
         try:
@@ -258,7 +258,7 @@ def find_store_port(address: str, run_id: str, end: float) -> int:
         The port of the run's store.
 
     Raises:
-        LaunchError: nobody of this run has answered.
+        LaunchError: no process of this run has answered.
 
     Ranks: all but rank 0.
 
@@ -313,8 +313,8 @@ def _greeting(run_id: str) -> str:
 def join_attempt(store: dist.Store, info: LaunchInfo, end: float, *, once: bool) -> str:
     """Wait until every rank is there, and agree on a name for this attempt.
 
-    Each rank leaves a token of this attempt, and rank 0 answers to it with the name; what dead processes of an earlier
-    attempt have left is answered too, but nobody reads it.
+    Each rank leaves a token of this attempt, and rank 0 answers to it with the name; tokens of dead processes of an
+    earlier attempt are answered too, but the answers are not read.
 
     Args:
         store: the same on all ranks; it may hold what earlier attempts have left.

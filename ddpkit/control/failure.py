@@ -49,11 +49,11 @@ logger = get_logger(__name__)
 
 
 def show_without_traceback(error: BaseException, code: int = USAGE_CODE) -> None:
-    """Have an exception, if nobody catches it, told in its own words alone: once, and without a traceback.
+    """Mark an exception: if uncaught, only its message is printed, once, without a traceback.
 
     Args:
         error: it is not raised here.
-        code: what the process then exits with.
+        code: the exit code of the process.
 
     Ranks: local.
 
@@ -87,7 +87,7 @@ def is_shown_without_traceback(error: BaseException) -> bool:
 def usage_errors() -> Iterator[None]:
     """Have what is raised over options and the launcher's variables told as a command line's errors are.
 
-    A caller may still catch them. If nobody does, the process says ``train.py: error: ...`` and exits with 2.
+    A caller may still catch them. If uncaught, the process prints ``train.py: error: ...`` and exits with 2.
 
     Ranks: local.
 
@@ -250,7 +250,7 @@ def _note_exit(error: SystemExit) -> None:
 
 
 def _early_exit(error: SystemExit, rank: int) -> Reason:
-    """Describe that this rank leaves ``fit`` or ``evaluate`` as if it had come to its end; all may be about to."""
+    """Describe an early exit of this rank from ``fit`` or ``evaluate``; the other ranks may be about to exit too."""
     here = POSITION.own_status(rank, 0.0, look=False)
     code = "" if error.code is None else error.code
     text = (
@@ -318,7 +318,7 @@ def _tell(error: BaseException, *, is_final: bool) -> None:
 
 
 def _path_to(error: BaseException) -> str:
-    """Write a traceback on one line: Ctrl-C ends all ranks at once, and nobody wants to read all of theirs."""
+    """Format a traceback on one line: Ctrl-C ends all ranks at once, and each would print a long one."""
     frames = traceback.extract_tb(error.__traceback__)
     return " > ".join(f"{Path(frame.filename).name}:{frame.lineno} in {frame.name}" for frame in frames)
 
@@ -357,7 +357,7 @@ class UncaughtHook:
         reason = Reason.of(PROCESS.report.rank, news, is_final=True)
         logger.error("%s", reason.heading(), main_process_only=False)
         self.previous(type(news), news, news.__traceback__)
-        logger.error("%s", reason.summary(), main_process_only=False)  # nobody looks for it above a long traceback
+        logger.error("%s", reason.summary(), main_process_only=False)  # below the long traceback, where users look
 
 
 def watch_uncaught(report: FailureReport | None = None) -> None:

@@ -243,7 +243,7 @@ class _Process:
     """What this process knows of its own end."""
 
     report: FailureReport | None = None  # of its process group
-    failed: BaseException | None = None  # what nobody has caught, and ends it
+    failed: BaseException | None = None  # the uncaught exception that ends it
     file: Path | None = None  # what was written for the launcher
     left: str | None = None  # what fit or evaluate has left with, while its script goes on
 
@@ -269,14 +269,14 @@ def is_second_hand(error: BaseException) -> bool:
 
 
 def explained(error: BaseException) -> BaseException:
-    """Turn the loss of a connection into the failure of the rank that was lost; leave all else as it is.
+    """Turn a lost connection into the failure of the lost rank; return other errors unchanged.
 
     Args:
-        error: what this rank raised.
+        error: the exception on this rank.
 
     Returns:
-        A :class:`~ddpkit.errors.RankFailedError`, or ``error`` itself. Only where nobody knows the reason is ``error``
-        the cause of what is returned; otherwise its traceback leads nowhere.
+        A :class:`~ddpkit.errors.RankFailedError`, or ``error`` itself. ``error`` becomes its
+        cause only if the reason is unknown; otherwise its traceback would mislead.
 
     Ranks: local; asks the process group's store.
 

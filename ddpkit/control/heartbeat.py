@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-BEAT_SECONDS = 1.0  # between two talks with the store
+BEAT_SECONDS = 1.0  # between two calls of the store
 FIRST_BEATS = 8  # that are quicker: so that the ranks soon know each other
 SILENT_SECONDS = 4.0  # without a beat
 SEARCH_SECONDS = 2.2  # in which every rank that lives beats at least once
@@ -58,16 +58,16 @@ class Heartbeat:
         position: where this process is.
 
     Attributes:
-        latest: what each rank has told last.
-        silence: seconds for which a rank has told nothing new while it was read. Time in which the store did not
-            answer, or this process was stopped, is nobody's silence.
+        latest: the last heartbeat of each rank.
+        silence: seconds since a rank's last new heartbeat. Time in which the store did not answer, or this process
+            was stopped, is not counted.
         neighbours: the other ranks whose processes can be looked for.
-        failure: which rank has failed, as far as it concerns this one.
-        is_searching: whether a rank that is silent is looked for everywhere, because a connection was lost.
-        store_lost: why the store cannot be asked any more; None: it can.
-        answered: when it last answered, on the monotonic clock.
+        failure: the failed rank, if this rank must react.
+        is_searching: whether silent ranks are looked for on all machines, because a connection was lost.
+        store_lost: why the store cannot be used any more; None: it can.
+        answered: when the store last answered, on the monotonic clock.
 
-    Ranks: local; it talks to the others through the store.
+    Ranks: local; it exchanges heartbeats with the others through the store.
 
     Example:
         >>> from torch.distributed import HashStore

@@ -1,9 +1,9 @@
-"""What the worker processes of a loader need: to be deaf to signals meant for their rank, and to end with it.
+"""Worker processes of a loader: they ignore signals meant for their rank, and end with it.
 
-A launcher and a terminal signal whole groups of processes. A worker that dies of SIGTERM takes the batches with it that
-its rank needs to come to the end of a step; so it hears none of the signals that its rank acts on. It inherits them
-blocked from the thread that starts it, and then its ``worker_init_fn`` gives them handlers that do nothing: unlike a
-blocked signal, a handler is not inherited by the programs that a worker starts.
+A launcher and a terminal signal whole groups of processes. A worker that dies of SIGTERM loses batches that
+its rank needs to finish a step; so it ignores the signals that its rank handles. It inherits them blocked from the
+thread that starts it, and then its ``worker_init_fn`` installs handlers that do nothing: unlike a blocked signal, a
+handler is not inherited by the programs that a worker starts.
 
 Python's garbage collector leaves alone what a worker has inherited: going through all of it would copy the rank's
 memory page by page, and could destroy objects that wait for threads which a forked process does not have.
@@ -138,10 +138,10 @@ def _stacks_path() -> str:
 
 @contextlib.contextmanager
 def _deaf_start(context: Any) -> Iterator[None]:
-    """Block the signals in this thread while workers are started; another one may take what comes, or this one later.
+    """Block the signals in this thread while workers are started; another thread handles them, or this one later.
 
-    The nap lets threads of C++ (of a process group, of autograd) come to an end that are about to enter Python: one
-    that a fork catches there would leave the worker a lock for ever.
+    The nap lets C++ threads (of a process group, of autograd) finish that are about to enter Python: a fork at that
+    moment would leave the worker a lock that is never released.
     """
     if not hasattr(signal, "pthread_sigmask"):
         yield

@@ -1,9 +1,9 @@
-"""The watchdog of a process: it tells the others that it lives, learns of their failures, and ends what would hang.
+"""The watchdog of a process: it sends heartbeats, learns of other ranks' failures, and ends a process that would hang.
 
-Two threads, and the store that the launcher hosts. One talks to the store, about once a second
-(:mod:`ddpkit.control.heartbeat`), and may be kept waiting there by a network that is cut. The other never waits for
-anything: it looks at the clock, at the process that started this one, and at what the first thread has learnt. No
-collective is used, because after a failure none can be trusted to end.
+It has two threads and uses the launcher's store. The heartbeat thread (:mod:`ddpkit.control.heartbeat`) calls the store
+about once a second, and may block there if the network is cut. The watchdog thread never blocks: it checks the clock,
+the parent process, and the results of the heartbeat thread. Collectives are not used, because after a failure they may
+never end.
 """
 
 from __future__ import annotations
@@ -84,11 +84,11 @@ class Watchdog:
         guarded: start a guard process that can kill this one when no thread can: for ranks without a launcher.
 
     Attributes:
-        heartbeat: the thread that talks.
+        heartbeat: the thread that uses the store.
         hang_warning: seconds without a step after which it is said where the ranks are; 0: never.
         hang_timeout: seconds without a step after which the process ends; 0: never.
 
-    Ranks: local; it talks to the others through the store.
+    Ranks: local; it exchanges heartbeats with the others through the store.
 
     Example:
         >>> from torch.distributed import HashStore
@@ -261,7 +261,7 @@ class Watchdog:
             self._act_on(reason)
 
     def _act_on(self, reason: Reason) -> None:
-        """End the process after another one's failure; or, as a guest, say that it waits in vain."""
+        """End the process after another rank's failure; as a guest, only log that it may wait forever."""
         if self.guest is None:
             self._end(f"rank {self.rank} ends: {reason.summary()}")
         elif reason != self._told:

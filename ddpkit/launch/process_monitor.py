@@ -157,7 +157,7 @@ class Supervisor:
             if code:
                 ended.append(Ending(rank, pid, code if code > 0 else _FIRST_SIGNAL_CODE - code))
         for ending in sorted(ended, key=lambda one: one.code <= _FIRST_SIGNAL_CODE):
-            send(ending.pid, signal.SIGKILL, group=True)  # workers of its loaders, which nobody else would end now
+            send(ending.pid, signal.SIGKILL, group=True)  # its loader workers, which would survive otherwise
             self.failure = self.failure or ending
             was_stopped = ending.code - _FIRST_SIGNAL_CODE in self.forwarded
             if not was_stopped and not self._is_terminating:

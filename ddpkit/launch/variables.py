@@ -44,8 +44,8 @@ class LaunchInfo:
         local_world_size: number of processes on this node; where the launcher does not say, ``world_size``.
         node_rank: number of this node, from 0.
         restart_count: how often torchrun has restarted the processes.
-        address: host at which the processes find each other; empty where nobody says.
-        port: its port; 0 where nobody says.
+        address: host of the rendezvous; empty if not given.
+        port: its port; 0 if not given.
         run_id: what all processes of this run know and no other run does, where the port was made from it; empty where
             the port was given. See :func:`derived_port`.
         agent_hosts_store: whether the launcher keeps the store that is met at; otherwise rank 0 does.
@@ -90,7 +90,7 @@ def derived_port(run_id: str, attempt: int = 0) -> int:
 
     Args:
         run_id: the same on all of them, another in another run.
-        attempt: 0 first; each following number gives another port, for where the one before is taken.
+        attempt: 0 first; each following number gives another port, if the port before is taken.
 
     Returns:
         A number from 20000 to 31999.

@@ -270,7 +270,7 @@ class CheckpointPolicy:
             modules: of the Brain, by name.
 
         Raises:
-            CheckpointError: a recoverable cannot be saved, or cannot be loaded: it is told before an epoch is spent.
+            CheckpointError: a recoverable cannot be saved or loaded; raised before the first epoch.
         """
         if self.checkpointer is None:
             return

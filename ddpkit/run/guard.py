@@ -22,7 +22,7 @@ class RunGuard:
 
     Args:
         options: of the run.
-        progress: whose position is told.
+        progress: the position to report.
         signals: are heard while a call is guarded.
 
     Ranks: local.

@@ -121,7 +121,7 @@ class Preflight:
         """Show what is about to be trained, as far as it has not been shown.
 
         Args:
-            sizes: what the training loader and the options come to.
+            sizes: computed from the training loader and the options.
             valid_set: the loader of the validation, or None.
             contexts: of the forward pass in training and in evaluation; a recipe may have others than the options say.
         """

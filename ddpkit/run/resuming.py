@@ -117,13 +117,12 @@ class Lineage:
         return known.run == self.run or saved <= self.before.get(known.run, -math.inf)
 
     def owns(self, checkpoint: Checkpoint, state: Mapping[str, Any], resume: str) -> bool:
-        """Say whether this run made a checkpoint itself, and may delete it.
+        """Return whether this run made a checkpoint itself, and may delete it.
 
         Args:
-            checkpoint: one that says nothing of its run is taken for its own only where it goes on by itself.
+            checkpoint: without a run name it counts as this run's only with ``resume="auto"``.
             state: of the Brain, as its file holds it.
-            resume: the option. Under a path, that one and those beside it were there before, and the same command needs
-                them again.
+            resume: the option. With a path, unnamed checkpoints existed before, and a repeated command needs them.
         """
         known = Lineage.read(state)
         if known is None:
@@ -133,13 +132,13 @@ class Lineage:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """What an optimizer step of a run is made of.
+    """The step plan: the processes, batches and samples of an optimizer step.
 
     Attributes:
-        world_size: number of ranks; None in a checkpoint that does not tell.
-        factor: batches of each process per optimizer step; None in a checkpoint that does not tell.
-        per_step: samples of a full optimizer step over all ranks; None where it is not known, or where whole batches
-            are dealt out, which nobody can divide.
+        world_size: number of ranks; None if the checkpoint does not say.
+        factor: batches of each process per optimizer step; None if the checkpoint does not say.
+        per_step: samples of a full optimizer step over all ranks; None if unknown, or if the data yields whole
+            batches, which cannot be divided.
         per_process: samples of a full batch of one process; None likewise.
         data: what the order of an epoch follows from (:func:`order_of`); None in a checkpoint that does not tell. Two
             that differ in nothing else are equal.

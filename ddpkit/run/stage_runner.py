@@ -101,7 +101,7 @@ class StageRunner:
         rank_state: puts the data where a checkpoint left it.
         policy: saves in the middle of an epoch.
         stop: knows what has asked to stop.
-        guard: is told when the first steps have been made.
+        guard: tightens its limits after the first steps.
         preflight: looks at a batch of every epoch.
 
     Attributes:

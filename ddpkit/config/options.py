@@ -28,7 +28,7 @@ class Option:
     Its name, its type and whether it may be None come from the line of :class:`OptionTypes` on which it stands.
 
     Args:
-        default: its value where nobody gives one.
+        default: its value if none is given.
         group: the heading of ``--help`` under which it stands; empty for what the command line does not take.
         help: one line.
         form: how its value is shown in ``--help``.

@@ -20,7 +20,7 @@ _MOST_SHOWN = 5
 
 
 def positive_whole(name: str, value: Any, advice: str) -> None:
-    """Refuse what is not a whole number of 1 or more.
+    """Raise an error unless a value is a whole number >= 1.
 
     Args:
         name: of the argument, for the message.

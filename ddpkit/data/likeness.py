@@ -286,7 +286,7 @@ def warn_if_alike(first: Sketch | None, words: str, site: str) -> None:
 
     Args:
         first: what this rank has read; None if nothing.
-        words: what is wrong then, and what to do.
+        words: the problem and its remedy.
         site: names the comparison.
 
     Ranks: collective (over the store).

@@ -236,7 +236,7 @@ class DynamicBatchSampler(Sampler[list[int]]):
     batches there are does not.
 
     Args:
-        dataset: what is sampled from.
+        dataset: to sample from.
         max_batch_length: how long the samples of a batch may be together, with their padding; in the unit of the
             lengths. A sample that is longer is a batch by itself.
         num_buckets: number of buckets, whose boundaries are then the quantiles of a log-normal distribution, the last
@@ -252,7 +252,7 @@ class DynamicBatchSampler(Sampler[list[int]]):
         seed: of the shuffling; None: the experiment's seed.
         epoch: to begin with.
         drop_last: leave out the samples that do not fill a batch of their bucket.
-        verbose: log what is in every bucket.
+        verbose: log the contents of every bucket.
 
     Raises:
         BucketingError: neither ``num_buckets`` nor ``bucket_boundaries``, or no way to know the lengths.

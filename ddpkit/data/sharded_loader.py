@@ -264,7 +264,7 @@ def shard(dataset: Any, sharding: Sharding, **loader_kwargs: Any) -> Any:
 
 
 def reshard(loader: DataLoader[Any], sharding: Sharding) -> Any:
-    """Make the loader that gives one process its part of what a ready-made loader would give.
+    """Make a loader that gives one process its share of a ready-made loader's batches.
 
     Args:
         loader: its dataset, batch size, order, collate function and workers are kept.
@@ -324,7 +324,7 @@ def deal_batches(loader: Any, sharding: Sharding) -> StreamLoader:
 
 
 def _has_its_own_way(loader: DataLoader[Any]) -> bool:
-    """Say whether a loader's class iterates in a way of its own, which a loader made anew would lose."""
+    """Return whether a loader's class has its own iteration, which a rebuilt loader would lose."""
     kind = next(one for one in type(loader).__mro__ if "__iter__" in vars(one))
     return kind.__module__.split(".")[0] not in {"torch", "torchdata", "ddpkit"}
 

@@ -53,11 +53,11 @@ def is_stateful(data: Any) -> bool:
 
 
 def tell_epoch(stream: Any, epoch: int) -> None:
-    """Tell a stream or a loader, and what is inside it, which epoch comes, if somebody has said.
+    """Set the epoch of a stream or a loader and of its inner parts, if it is known.
 
     Args:
         stream: any.
-        epoch: which comes; 0 if nobody has said.
+        epoch: the next epoch; 0 if unknown.
 
     Ranks: local.
     """
@@ -85,7 +85,7 @@ class Reading:
     It can be entered again and again: the random numbers go on where they were.
 
     Args:
-        key: what the random numbers follow from; None leaves them to the process.
+        key: seed of the random numbers; None: use the process's generators.
 
     Ranks: local.
 
@@ -255,7 +255,7 @@ class StreamPosition:
 
     Attributes:
         first: the batch that the next iteration begins with.
-        are_wanted: whether somebody will ask; it costs a state per batch.
+        are_wanted: whether positions will be asked for; it costs a state per batch.
 
     Ranks: local.
 
@@ -343,7 +343,7 @@ class StreamPosition:
             self.are_wanted = True
 
     def at_end(self) -> Any:
-        """Return what the stream takes over into its next epoch, or None."""
+        """Return the state that the stream carries into its next epoch, or None."""
         return None if self._source is None else copy.deepcopy(self._source.whole.state_dict())
 
     def go_on(self, number: int, state: Any) -> None:

@@ -70,7 +70,7 @@ class StreamShard(IterableDataset[Any], Source):
         rank: this rank.
         world_size: number of ranks.
         block_size: items of a global batch; ``world_size`` if None.
-        drop_last: leave out an incomplete last block; only where the stream is dealt out.
+        drop_last: leave out an incomplete last block; only if ddpkit divides the stream item by item.
         num_workers: of the loader.
         seed: of the experiment.
         of_batches: ``dataset`` is a loader of one's own, whose items are batches; it never divides itself.
@@ -229,7 +229,7 @@ class _Marked:
 
 
 def _with_sketches(items: list[Any], first: FirstItems) -> list[Any]:
-    """Send what was read first along with the first of some items, or alone."""
+    """Send the first items read along with the next item, or alone."""
     if not items:
         return [_Marked(None, first=first, is_nothing=True)]
     if isinstance(items[0], _Marked):
@@ -242,7 +242,7 @@ class StreamLoader(DataLoader[Any]):
 
     Attributes:
         last_size: items of the batch that was yielded last; None where the stream makes the batches.
-        first: what was read first of a stream that is dealt out to several ranks; None if nothing was.
+        first: the first items read of a stream that is divided over several ranks; None if there are none.
         keep_step: whether a rank without a share of the last batch is given one that counts nothing, as in training.
 
     Args:
@@ -356,7 +356,7 @@ def batch_loader(loader: Any, rank: int, world_size: int, *, seed: int = 0) -> S
     """Deal an opaque iterable of batches out: rank r keeps every ``world_size``-th batch, from the r-th on.
 
     Args:
-        loader: yields batches; anew whenever it is iterated.
+        loader: yields batches; can be iterated again.
         rank: this rank.
         world_size: number of ranks.
         seed: of the experiment.
@@ -457,10 +457,10 @@ def is_ordered(data: Any) -> bool:
 
 
 def is_batches(data: Any) -> bool:
-    """Say whether an object is nothing but a source of batches: no dataset, and no loader that can be made anew.
+    """Return whether an object is an opaque source of batches: neither a dataset nor a loader that can be rebuilt.
 
     Args:
-        data: what was given as a set to train on.
+        data: the training set as given.
 
     Returns:
         True for what can be iterated, and neither derives from torch's ``Dataset`` or ``DataLoader`` nor has

@@ -30,20 +30,20 @@ class Window:
         closes: whether the current micro-batch is the last of its window, after which the optimizer steps.
         count: this rank's samples in the current micro-batch; 0 for a repeated one.
         weight: what its loss counts in the mean of the epoch: the samples, or its part of a batch.
-        loss_scale: what the current loss is multiplied by before its backward pass.
+        loss_scale: factor on the current loss before its backward pass.
         scale: the same for a recipe: reading it says that this is done.
         is_weighed: whether the losses of the window are multiplied by it.
-        correction: what the gradients of the window must be multiplied by, where the weights were not known in advance.
+        correction: factor on the gradients of the window, if the weights were not known in advance.
         multiplier: what else the next optimizer step multiplies the gradients by.
         deferred: micro-batches in a row, up to step ``deferred_at``, whose gradients wait for a step.
         deferred_at: the last such step; -1 once the optimizers have stepped.
         is_asked: whether the recipe knows that the current micro-batch closes the window.
 
         has_means: whether gradients of means wait for a step.
-        counted: what the sums count whose gradients wait for a step; None where there are none.
+        counted: count of the loss sums since the last step; None without loss sums.
         counted_at: the last step that has added to that.
         divisor: what these sums were divided by.
-        average: gives, at the window's end, the average of what they count over the ranks.
+        average: returns, at the window's end, the average of ``counted`` over the ranks.
         is_overdue: whether a window with sums has ended without a step.
 
     Ranks: local; ``closes``, ``correction`` and what is deferred is equal on all ranks.
@@ -97,7 +97,7 @@ class Window:
         return self.deferred if step == self.deferred_at else 0
 
     def stepped(self) -> float | Tensor:
-        """Note that the optimizers step now; return what the gradients are multiplied by first."""
+        """Note that the optimizers step now; return the factor to apply to the gradients first."""
         multiplier = self.multiplier
         if self.is_weighed and self.counted is None:
             multiplier *= self.correction
@@ -125,7 +125,7 @@ class Counts(Protocol):
         ...
 
     def parts(self, batch: int) -> float:
-        """Return what all ranks' parts of a batch come to."""
+        """Return the sum of all ranks' parts of a batch."""
         ...
 
 
@@ -189,7 +189,7 @@ class Feed:
             )
 
     def _weigh(self, window: Window, number: int) -> None:
-        """Set what a batch counts on this rank; one where sizes are unknown."""
+        """Set the weight of a batch on this rank; 1 if sizes are unknown."""
         if self.counts is not None:
             window.count = self.counts.count(number)
             window.weight = window.count if self.weighting == "samples" else self.counts.part(number)

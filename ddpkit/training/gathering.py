@@ -269,7 +269,7 @@ def gather_results(seen: Seen, results: Any) -> Any:
         Of the form of ``results``, with the entries of all ranks.
 
     Raises:
-        ConfigError: the stage still runs, ``results`` is of no such form, or nobody knows what was seen.
+        ConfigError: the stage still runs, ``results`` has another form, or the samples seen are unknown.
         DataError: not one entry per sample. On every rank.
 
     Ranks: collective if the stage was divided, else local.
@@ -321,7 +321,7 @@ def _check_seen(seen: Seen) -> None:
 
 
 def _columns(results: Any) -> tuple[list[Any], Any, str | None]:
-    """Return the columns of some results, what holds them together, and what is wrong with them, if anything is."""
+    """Return the columns of some results, their container, and the problem with them, if any."""
     if isinstance(results, list) or (isinstance(results, (Tensor, np.ndarray)) and results.ndim):
         return [results], COLUMN, None
     if not isinstance(results, (dict, tuple)):
@@ -341,7 +341,7 @@ def _rebuilt(skeleton: Any, columns: Iterator[Any]) -> Any:
 
 
 def _forms(column: Any, rows: _Rows) -> set[str]:
-    """Say what the entries of a column may stand for: a sample each, a batch each, or neither.
+    """Return whether the entries of a column may be one per sample, one per batch, or neither.
 
     What was repeated to keep step may be among them, or have been left out.
     """
@@ -357,7 +357,7 @@ def _agreed_forms(parts: list[_Part]) -> list[bool]:
 
     Raises:
         ConfigError: the results of some rank have no entries.
-        DataError: the ranks' results do not fit together, or not to what was seen.
+        DataError: the ranks' results do not fit together, or do not match the samples seen.
     """
     wrong = [f"rank {rank}: {part.problem}" for rank, part in enumerate(parts) if part.problem]
     if wrong:

@@ -60,7 +60,7 @@ class Progress:
         epochs: number of epochs that ended in this call of ``fit``.
         train_loss: mean training loss of the last finished epoch, over all ranks; None before the first.
         valid_loss: likewise of the validation.
-        logged: what the recipe has logged.
+        logged: values logged by the recipe.
 
     Ranks: local.
 
@@ -94,7 +94,7 @@ class Progress:
     logged: LoggedValues = field(default_factory=lambda: LoggedValues(LossMeter))
 
     def restart(self) -> None:
-        """Forget where a pass that was interrupted had come to."""
+        """Reset the position of an interrupted pass."""
         self.step, self.window, self.meter = 0, Window(), LossMeter()
         self.window_end, self.train_meter, self.train_sums, self.loader = 0, None, None, None
         self.is_in_pass = False
@@ -167,7 +167,7 @@ def train_epoch(
         brain: of the recipe.
         feed: the batches.
         sync: when the ranks confer.
-        on_sync: called with what they learnt, and the batch, at the same step on every rank.
+        on_sync: called with the result of a sync, and the batch, at the same step on every rank.
         stop_at: end the pass when this many optimizer steps have been made since the run began.
         on_window: called after every optimizer step, if given; at the same step on every rank.
         tell: returns what this rank tells at a sync, beyond its losses.
@@ -260,7 +260,7 @@ PARTS = (
 def backward(
     loss: Any, scale: float, scaler: torch.amp.GradScaler | None, name: str, *, retain_graph: bool = False
 ) -> None:
-    """Back-propagate a weighted loss; if that cannot be done, say what is wrong with the loss.
+    """Back-propagate a weighted loss; if that fails, raise an error that names the problem with the loss.
 
     Args:
         loss: mean over the micro-batch, shape ``()``.
@@ -359,7 +359,7 @@ def sum_and_count(pair: Any, name: str, hook: str = "compute_objectives") -> tup
 
 
 def loss_problem(loss: Any) -> str | None:
-    """Say what is wrong with a loss, or return None.
+    """Return the problem with a loss in words, or None.
 
     Ranks: local.
 

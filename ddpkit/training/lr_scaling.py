@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 MARK = "ddpkit_lr_scale"
-"""Under this name older checkpoints say by what the rates of a group, and of its schedulers, are multiplied already."""
+"""Key in older checkpoints: the factor already applied to the rates of a group and of its schedulers."""
 
 # Of optimizers whose steps are scaled: two Brains may have the same one, and the one that trains scales it.
 _hooks: weakref.WeakKeyDictionary[Optimizer, tuple[LrScaling, list[Any]]] = weakref.WeakKeyDictionary()
@@ -56,7 +56,7 @@ def require_reference(options: Any) -> None:
 
 
 def scaling_factor(rule: str, samples: int, reference: int) -> float:
-    """Return what a learning rate is multiplied by.
+    """Return the factor for a learning rate.
 
     Args:
         rule: ``"none"``, ``"linear"`` or ``"sqrt"``.
@@ -77,7 +77,7 @@ class LrScaling:
     """Multiplies the learning rates of optimizers while they step.
 
     Attributes:
-        factor: what they are multiplied by.
+        factor: applied to them.
         reason: in words.
 
     Ranks: local; alike on every rank.

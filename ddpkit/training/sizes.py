@@ -58,7 +58,7 @@ def micro_batches(options: RunOptions, world_size: int) -> int:
 
 @dataclass(frozen=True)
 class BatchSizes:
-    """What a training loader and the options come to.
+    """Batch sizes that follow from a training loader and the options.
 
     Attributes:
         world_size: number of ranks.
@@ -157,7 +157,7 @@ def count_epochs(epoch_counter: Any, options: RunOptions) -> int | None:
         options: ``debug`` and ``debug_epochs`` count.
 
     Returns:
-        The number, an upper bound where the counter may stop early; None where nobody knows it, as of a generator.
+        The number, an upper bound if the counter may stop early; None if unknown, as of a generator.
 
     Ranks: local; equal on all ranks.
 
@@ -185,7 +185,7 @@ def count_epochs(epoch_counter: Any, options: RunOptions) -> int | None:
 
 
 def batch_sizes(loader: Any, length: int | None, factor: int, world_size: int) -> BatchSizes:
-    """Work out what a training loader and an accumulation factor come to.
+    """Compute the batch sizes from a training loader and an accumulation factor.
 
     Args:
         loader: of this rank.

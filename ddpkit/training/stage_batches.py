@@ -44,7 +44,7 @@ def counts_of(loader: Any) -> Counts | None:
 
 
 def length_of(loader: Any) -> int | None:
-    """Return the number of batches of a loader, or None for a stream, whose length nobody can vouch for.
+    """Return the number of batches of a loader, or None for a stream, whose length is not reliable.
 
     Ranks: local.
 
@@ -129,7 +129,7 @@ def compare_first_samples(name: str, loader: Any) -> None:
 
 
 def compared(loader: Any, stage: Stage) -> Iterable[Any]:
-    """Return what yields a loader's batches, and compares what the ranks have read as soon as there is a first one.
+    """Return an iterable over a loader's batches that compares the ranks' data after the first batch.
 
     Args:
         loader: of this rank.
@@ -154,7 +154,7 @@ def compared(loader: Any, stage: Stage) -> Iterable[Any]:
 
 
 class _Checked:
-    """The batches of a loader; when the first of them has been read, the ranks compare what they have."""
+    """The batches of a loader; after the first batch the ranks compare their data."""
 
     def __init__(self, loader: Iterable[Any], check: Callable[[list[Any]], None]) -> None:
         self.loader, self.check = loader, check

@@ -122,7 +122,7 @@ class _Reduction:
         self.reduced = self.armed = self.watched = self.defers = self.fired = False
 
     def after_backward(self) -> None:
-        """Take note of what a backward pass has done, which may have touched this module or not."""
+        """Record the result of a backward pass, which may have reached this module or not."""
         if self.fired:
             self.reduced, self.armed, self.fired = True, False, False
         elif self.defers or not self.armed:
@@ -166,7 +166,7 @@ class WrappedDDP(_Reaching, DistributedDataParallel):
         self._is_made = True
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Be copied: DDP makes its own parts anew."""
+        """Support copying: DDP rebuilds its own parts."""
         super().__setstate__({**state, "_is_made": False})  # type: ignore[no-untyped-call]
         self._is_made = True
         if self.gradient_reduction.watched:
@@ -210,13 +210,13 @@ class WrappedDDP(_Reaching, DistributedDataParallel):
             *averages, present = torch.split(flat, [one.numel() for one in (*sums, present)])
             exists = [True] * len(parameters) if len(gradients) == len(parameters) else present.tolist()
             for parameter, own, average, anywhere in zip(parameters, sums, averages, exists, strict=True):
-                if anywhere:  # a rank that took another branch gets what the others have
+                if anywhere:  # a rank that took another branch gets the others' gradients
                     own.copy_(average.view_as(own))
                     parameter.grad = own
 
 
 class Strategy:
-    """One process, one device: nothing to wrap. The other ways to run say what they do else.
+    """One process, one device: nothing to wrap. Base class of the other strategies.
 
     Ranks: local.
 
@@ -231,7 +231,7 @@ class Strategy:
         """Wrap every trainable entry that is not wrapped yet, in place."""
 
     def follow(self, modules: nn.ModuleDict) -> None:
-        """Wrap anew what a recipe has frozen or unfrozen since it was wrapped."""
+        """Wrap entries again in which a recipe has frozen or unfrozen parameters."""
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Return a context in which gradients are accumulated without being averaged over ranks."""
@@ -256,7 +256,7 @@ class Strategy:
         """Have gradients added up in the order of the run that wrote a checkpoint."""
 
     def start_average(self, count: torch.Tensor | float, device: str) -> Callable[[], torch.Tensor | float]:
-        """Start averaging a number over the ranks, before the backward pass; what is returned gives the average."""
+        """Start to average a number over the ranks, before the backward pass; return a getter of the average."""
         average = count.detach().to(widest_float(device)) if isinstance(count, torch.Tensor) else count
         return lambda: average
 
@@ -349,9 +349,9 @@ class DDP(Strategy):
                 self._spread(module)
 
     def follow(self, modules: nn.ModuleDict) -> None:
-        """Wrap those entries anew in which other parameters are trained than when they were wrapped.
+        """Wrap entries again whose trainable parameters have changed since they were wrapped.
 
-        DDP averages the gradients of what was trainable when it was made, and waits for all of them.
+        DDP averages the gradients of all parameters that were trainable when it was made, and waits for all of them.
         """
         self._close_orders()
         changed = [
@@ -386,7 +386,7 @@ class DDP(Strategy):
         """Return a context for one backward pass of a window.
 
         Args:
-            modules: what is trained.
+            modules: the trained modules.
             closes: whether the micro-batch is the last of its window. Gradients are averaged only then.
             counts: whether this rank's gradients count. If not they become zero, also for an infinite loss, which a
                 weight of 0 would turn into NaN.
@@ -407,7 +407,7 @@ class DDP(Strategy):
                 handle.remove()
 
     def finish_gradients(self) -> None:
-        """Average what DDP has not averaged; drop what is of no batch that counts."""
+        """Average gradients that DDP has not averaged; drop gradients of batches with weight 0."""
         for module in self.wrapped:
             module.reduce_leftovers()
         if self._used is not None:
@@ -530,7 +530,7 @@ def make_strategy(
     find_unused_parameters: bool = False,
     decides_late: bool = False,
 ) -> Strategy:
-    """Choose the way to run from what the launcher and the options say.
+    """Choose the strategy from the launch and the options.
 
     Args:
         device: of this process.

@@ -1,4 +1,4 @@
-"""What a pass of training takes its batches from where nobody knows how many there are, and how many samples each has.
+"""Feed of a training pass over a stream, where the number of batches and their sizes are unknown.
 
 The ranks tell each other, one or two batches ahead of the one that is worked on, how many samples the coming one has.
 So they end together; a rank whose batches are used up works on one that weighs nothing (one of the others', where it
@@ -54,7 +54,7 @@ class StreamFeed:
         start_sum: starts to add up a few numbers over the ranks, and returns what waits for the sums.
         size_of: tells the number of samples of a batch; None of one that another rank has, which counts nothing here.
         uneven: makes a context for a batch that does not count on all ranks, from whether it does on this one.
-        length: None: nobody knows.
+        length: None: unknown.
 
     Ranks: collective; every rank must have a first batch.
 
@@ -115,7 +115,7 @@ class StreamFeed:
                 yield turn.batch
 
     def _weigh(self, turn: _Turn) -> tuple[float, float]:
-        """Return what a batch counts on this rank, and on all of them."""
+        """Return the weight of a batch on this rank, and on all ranks."""
         if self.weighting == "samples":
             return turn.count, turn.samples
         if self.whole_batches:
@@ -132,7 +132,7 @@ class StreamFeed:
 
 
 class _Turn:
-    """One batch of every rank; what the ranks have told each other about it is waited for when it is asked."""
+    """One batch of every rank; the ranks' exchange about it is awaited on first use."""
 
     def __init__(self, batch: Any, present: int, count: int, sums: Callable[[], list[float]]) -> None:
         self.batch, self.present, self.count = batch, present, count

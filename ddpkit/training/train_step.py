@@ -191,7 +191,7 @@ class TrainStep:
         return result, loss
 
     def _count(self, count: torch.Tensor | float) -> float:
-        """Add to what the window counts, and return what the sum is multiplied by; at its end, begin to average."""
+        """Add to the window's count, and return the factor for the loss sum; at the window's end, start to average."""
         window = self.progress.window
         if window.has_means:
             raise BatchError(MIXED.format(self.name))
@@ -287,7 +287,7 @@ class TrainStep:
         return self._recipe_freezes and bool(self.optimizers)
 
     def drop_frozen_gradients(self) -> None:
-        """Drop what a window has given to optimizers that have not stepped in it, so that nothing outlives it."""
+        """Drop a window's gradients of optimizers that have not stepped in it."""
         stepped, self._stepped = self._stepped, None
         if stepped is not None:
             known = (self.optimizers or {}).values()
@@ -305,7 +305,7 @@ class TrainStep:
         return True
 
     def close_window(self) -> torch.Tensor | float:
-        """Return what the gradients are multiplied by before the step; what is counted begins anew."""
+        """Return the factor for the gradients before the step, and reset the count."""
         window = self.progress.window
         if window.counted is not None:
             average = window.average or self.strategy.start_average(window.counted, self.device)

@@ -29,8 +29,7 @@ examples:
   python -m ddpkit port recipes/digits --write         write it, and keep a copy of each file
   python -m ddpkit port recipes/digits > digits.patch  for `patch -p1` in the folder
 
-The pages that are named (docs/...) are in ddpkit's repository.
-To try a recipe on ddpkit as it is: python -m ddpkit.speechbrain train.py hparams.yaml
+Pages that it names (docs/...) are in ddpkit's repository. To try: python -m ddpkit.speechbrain train.py hparams.yaml
 """
 
 

@@ -412,14 +412,11 @@ def _twin(layer: torch.nn.Module) -> torch.nn.Module:
 def _statistics_group(device: torch.device) -> Any:
     """Return the group of all ranks for statistics alone, made on first use; None where a rank is alone.
 
-    Why a group of its own. The collectives of one group are matched by the order in which each rank starts
-    them. DDP starts a bucket's all-reduce from an autograd hook as soon as the bucket is full, SyncBatchNorm
-    its own when backward reaches the layer. Buckets start in a fixed order, and so do the layers; but how the
-    two interleave is the same on all ranks only while they run the same graph. It differs as soon as one rank
-    leaves parameters out (``find_unused_parameters``: they count as ready when backward begins), takes
-    another branch, or has several wrapped modules finish in another order. Then one rank's statistics would
-    be added to another's gradients. In two groups nothing can mix, and as each group makes progress on
-    threads of its own (NCCL: on a stream of its own), waiting for statistics never waits for a bucket.
+    Why a separate group: collectives of one group are matched by the order in which each rank starts them. DDP's
+    buckets start in a fixed order, and so do the layers. But the two interleave differently if a rank leaves
+    parameters out (``find_unused_parameters``), takes another branch, or has several wrapped modules finish in
+    another order. Then one rank's statistics would be added to another's gradients. Each group also has its own
+    threads (NCCL: its own stream), so statistics never wait for a bucket.
     """
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return None

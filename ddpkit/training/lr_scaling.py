@@ -77,7 +77,7 @@ class LrScaling:
     """Multiplies the learning rates of optimizers while they step.
 
     Attributes:
-        factor: applied to them.
+        factor: on the learning rates.
         reason: in words.
 
     Ranks: local; alike on every rank.

@@ -118,7 +118,7 @@ def init_group(run_opts: Mapping[str, Any] | Any) -> None:
     get_runtime().timeout = timeout
     _attend(hosts_store=hosts, destroy=True)
     set_hang_limits(0.0, hang_timeout)
-    control_group()
+    dist.barrier(group=control_group())  # a rank that ended now would fail those that are still connecting to it
 
 
 def _what_to_do(error: str, device: str) -> str:

@@ -175,6 +175,36 @@ def test_collectives_wait_longer_than_the_watch_does(ranks):
     assert ranks.run(limit_by_default, init=False) == [1830.0, 1830.0]
 
 
+def connect_late():
+    """Say, on rank 0, whether rank 1 had connected when the group was ready; rank 1 waits for just that."""
+    make = dist.new_group
+
+    def make_late(**options):
+        group = make(**options)
+        store = dist.distributed_c10d._get_default_store()
+        if dist.get_rank() == 1:
+            with contextlib.suppress(RuntimeError):  # it must not come
+                store.wait(["rank 0 is ready"], timedelta(seconds=1))
+            store.set("rank 1 has connected", "")
+        return group
+
+    dist.new_group = make_late
+    try:
+        ddp_init_group({"device": "cpu"})
+    finally:
+        dist.new_group = make
+    store = dist.distributed_c10d._get_default_store()
+    connected = store.check(["rank 1 has connected"])
+    if dist.get_rank() == 0:
+        store.set("rank 0 is ready", "")
+    return connected
+
+
+def test_a_group_is_ready_when_all_ranks_have_connected(ranks):
+    """A script that ended before would close connections that other ranks are still making."""
+    assert ranks.run(connect_late, init=False) == [True, True]
+
+
 def share_a_gpu():
     words = "ncclInvalidUsage. Last error: Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 35000"
 

@@ -23,7 +23,7 @@ from tests.contract.recipes import QUIET, Regression, linear, make, points, sgd,
 from tests.contract.test_fp16_sums import Half
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "own-fit-batch.md"
-SHOWN = {"sb": sb}
+SHOWN = {}
 for block in re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL):
     exec(block, SHOWN)
 

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
+APART = 1e-9  # of what the weights of an entry add up to, in float64: equal weights differ by its rounding alone
 ORDER_MATTERS_ABOVE = 2  # ranks: a sum of two numbers is the same either way
 NO_CONTEXT: AbstractContextManager[None] = contextlib.nullcontext()
 
@@ -248,6 +249,10 @@ class Strategy:
         """Return a context for a micro-batch that does not count on all ranks: what only others use has no gradient."""
         return NO_CONTEXT
 
+    def apart(self, modules: nn.Module) -> list[str]:
+        """Return the trained entries whose weights are others on some ranks."""
+        return []
+
     def gradient_orders(self) -> dict[str, list[int]]:
         """Return the order in which each entry's gradients became ready, where that bears on their sums."""
         return {}
@@ -452,6 +457,21 @@ class DDP(Strategy):
 
     def _close_orders(self) -> None:
         self._noting = [order for order in self._noting if not order.close()]
+
+    def apart(self, modules: nn.Module) -> list[str]:
+        """Return the trained entries whose weights are others on some ranks.
+
+        What is compared is the sum of their sizes; ranks on other hardware may round it in another way.
+        """
+        wide = widest_float(self.device)
+        own = {
+            name: float(sum(one.detach().abs().sum(dtype=wide) for one in module.parameters()))
+            for name, module in modules.named_children()
+            if self._trained.get(name)
+        }
+        everybody = distributed.exchange(own)
+        found = {name: [sizes[name] for sizes in everybody] for name in own}
+        return [name for name, sizes in found.items() if max(sizes) - min(sizes) > APART * max(sizes)]
 
     def gradient_orders(self) -> dict[str, list[int]]:
         """Return the order in which each entry's gradients became ready, where DDP follows it."""

@@ -37,6 +37,12 @@ NOT_DIVIDED = (
     "{}.fit_batch passed (loss_sum, count) to backward() and let the window end without optimizers_step(), which "
     "divides by the count. Call self.optimizers_step() where self.should_step is true."
 )
+APART = (
+    "%s.fit_batch steps with gradients that are not averaged over the ranks: after this epoch the weights of %s are "
+    "not the same on all of them, and rank 0's are saved. DDP averages what is computed through self.modules, not "
+    "through hparams or a module's inner parts. Call self.optimizers_step(), which averages the rest, and not the "
+    "optimizer's own step(); --check_parity 2 shows whether the gradients are then those of one process."
+)
 
 
 @dataclass(frozen=True)
@@ -121,6 +127,7 @@ class TrainStep:
         self.sum_divisor: float | None = None
         self.is_stepping = False
         self._recipe_freezes = recipe.freezes
+        self._may_part = recipe.has_own_fit_batch
         self._unscaled: tuple[torch.optim.Optimizer, ...] = ()
         self._stepped: list[torch.optim.Optimizer] | None = None
 
@@ -303,6 +310,12 @@ class TrainStep:
         if not (window.is_weighed or window.has_means or window.counted is not None):
             window.multiplier = self.options.grad_accumulation_factor / pending  # it was divided by the factor
         return True
+
+    def look_at_weights(self) -> None:
+        """Warn, after an epoch, if an own ``fit_batch`` has let the ranks' weights part; of each entry once."""
+        apart = self.strategy.apart(self.modules) if self._may_part else []
+        if apart:
+            logger.warning_once(APART, self.name, ", ".join(f"modules[{name!r}]" for name in apart))
 
     def close_window(self) -> torch.Tensor | float:
         """Return the factor for the gradients before the step, and reset the count."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 from collections import Counter
@@ -265,6 +266,54 @@ def test_old_and_new_ways_may_be_mixed(ranks, name, number, factor):
     expected = train_odd(name, number, 4, factor)
     for found in ranks.run(train_odd, name, number, 4, factor):
         assert_close(found, expected)
+
+
+class PastDDP(Regression):
+    """Computes through hparams, past DDP, and steps its optimizer itself."""
+
+    def fit_batch(self, batch):
+        loss = (self.hparams.net(batch[0]) - batch[1]).square().mean()
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+
+class ThroughDDP(Direct):
+    """Computes through modules, and steps its optimizer itself."""
+
+    def fit_batch(self, batch):
+        loss = self.compute_objectives(self.compute_forward(batch, Stage.TRAIN), batch, Stage.TRAIN)
+        loss.backward()
+        self.optimizers_step()
+        return loss.detach()
+
+
+def warned_of(cls):
+    """Train two epochs; return what was warned of."""
+    net, records = linear(), []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = records.append
+    logging.getLogger("ddpkit").addHandler(handler)
+    try:
+        brain = cls({"net": net, "other": linear(seed=9)}, sgd(), {"net": net}, QUIET)
+        brain.fit([1, 2], points(8), train_loader_kwargs={"batch_size": 2})
+    finally:
+        logging.getLogger("ddpkit").removeHandler(handler)
+    return [record.getMessage() for record in records]
+
+
+def test_weights_that_part_are_told_of_once(ranks):
+    [told], silent = ranks.run(warned_of, PastDDP)
+    assert silent == []
+    assert told.startswith("PastDDP.fit_batch steps with gradients that are not averaged over the ranks")
+    assert "the weights of modules['net'] are not the same on all of them" in told
+    assert "Call self.optimizers_step()" in told
+    assert warned_of(PastDDP) == []  # one process has nobody to part from
+
+
+def test_weights_that_keep_together_are_not_told_of(ranks):
+    assert ranks.run(warned_of, ThroughDDP) == [[], []]
 
 
 @pytest.mark.grid

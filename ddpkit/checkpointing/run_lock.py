@@ -158,7 +158,8 @@ def _find(folder: Path) -> _Found | None:
     lock = folder / LOCK_NAME
     try:
         for path in sorted(lock.iterdir()) if lock.is_dir() else [lock]:
-            with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+            # A directory: it was renamed to its place after the look before, when nobody held the lock.
+            with contextlib.suppress(FileNotFoundError, IsADirectoryError), path.open("rb") as file:
                 return _Found(path, _parse(path.name, file.read()), os.fstat(file.fileno()).st_mtime_ns)
     except PermissionError as error:
         raise FolderInUseError(

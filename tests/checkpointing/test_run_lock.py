@@ -501,3 +501,19 @@ def test_a_process_whose_numbers_mean_nothing_here_is_watched(monkeypatch):
     """In another namespace than that of /proc, or without /proc at all."""
     monkeypatch.setattr(run_lock, "this_place", lambda: ("host", "", ""))
     assert not run_lock._own_record("1").is_here()
+
+
+def test_a_lock_that_appears_while_it_is_looked_for_is_found_at_the_next_look(tmp_path, monkeypatch):
+    looks, is_dir = [], Path.is_dir
+
+    def is_dir_but_not_yet(path):
+        if path.name == LOCK_NAME and not looks:
+            looks.append(path)
+            path.mkdir()
+            (path / "0123").write_bytes(b"")
+            return False
+        return is_dir(path)
+
+    monkeypatch.setattr(Path, "is_dir", is_dir_but_not_yet)
+    assert holder(tmp_path) is None
+    assert holder(tmp_path).pid == 0, "whose record cannot be read"

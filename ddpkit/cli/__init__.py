@@ -72,14 +72,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     if words and words[0] in COMMANDS:
         return _guarded(lambda: int(importlib.import_module(f"{__name__}.{words[0]}").run(words[1:])))
-    parser = argparse.ArgumentParser(
-        prog=PROGRAM,
-        usage="%(prog)s [-h] [--version] [command] ...",
-        description="ddpkit: a data-parallel training loop for PyTorch.",
-        epilog=_EPILOG.format(commands="\n".join(f"  {name:10}{purpose}" for name, purpose in COMMANDS.items())),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    purposes = "\n".join(f"  {name:10}{purpose}" for name, purpose in COMMANDS.items())
+    description = "ddpkit: a data-parallel training loop for PyTorch."
+    parser = command_parser(PROGRAM, description, _EPILOG.format(commands=purposes))
+    parser.usage = "%(prog)s [-h] [--version] [command] ..."
     parser.add_argument("--version", action="version", version=f"ddpkit {__version__}")
     parser.add_argument("command", nargs="?", choices=sorted(COMMANDS), help=argparse.SUPPRESS)
     parser.parse_args(words)
@@ -89,6 +85,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _help(parser: argparse.ArgumentParser) -> int:
     parser.print_help()
     return 0
+
+
+def command_parser(program: str, description: str, epilog: str) -> argparse.ArgumentParser:
+    r"""Make the parser of a command: its help keeps the lines of these texts, and options are written out.
+
+    Args:
+        program: the words that start the command.
+        description: what it does, before the options.
+        epilog: examples, after them.
+
+    Returns:
+        The parser, to which arguments are added.
+
+    Ranks: local.
+
+    Example:
+        >>> command_parser("python -m ddpkit port", "Show what changes.", "examples: ...").format_usage()
+        'usage: python -m ddpkit port [-h]\n'
+    """
+    layout = argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(program, None, description, epilog, formatter_class=layout, allow_abbrev=False)
 
 
 def whole_number(minimum: int) -> Callable[[str], int]:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ddpkit.cli import whole_number
+from ddpkit.cli import command_parser, whole_number
 
 __all__ = ["run"]
 
@@ -72,13 +72,7 @@ def run(words: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=PROGRAM,
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = command_parser(PROGRAM, _DESCRIPTION, _EPILOG)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
     ls = _command(commands, "ls", "list the checkpoints of a folder, newest first")

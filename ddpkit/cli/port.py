@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TextIO
 
+from ddpkit.cli import command_parser
 from ddpkit.porting import Note, PortedRecipe, port_recipe, write_recipe
 
 __all__ = ["run"]
@@ -109,13 +110,7 @@ def _summary(recipe: PortedRecipe, backup: Path | None) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=PROGRAM,
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = command_parser(PROGRAM, _DESCRIPTION, _EPILOG)
     parser.add_argument("recipe", type=Path, help="the folder of a recipe, or one .py or .yaml file")
     parser.add_argument("--write", action="store_true", help="change the files; copies of them are kept in the folder")
     return parser

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from ddpkit.cli import whole_number
+from ddpkit.cli import command_parser, whole_number
 from ddpkit.errors import ConfigError
 
 __all__ = ["batch_script", "run", "seconds_of"]
@@ -36,6 +36,10 @@ C10D = (  # restarts need the agents' elastic rendezvous
     f'--rdzv-backend=c10d {RUN} --rdzv-endpoint="$head:$port"{LINE}'
     '--rdzv-conf="is_host=$((SLURM_NODEID == 0))" --local-addr="$SLURMD_NODENAME"'
 )
+
+DESCRIPTION = """\
+Write a commented sbatch script that trains a recipe on several nodes: one task per node, in each of them
+torchrun. The signal before the time limit, requeueing and the rendezvous are in it."""
 
 EPILOG = """\
 What stands after -- goes to the recipe.
@@ -195,15 +199,8 @@ def _passes_signals_on() -> bool:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=PROGRAM,
-        usage="%(prog)s SCRIPT HPARAMS --nodes N --gpus-per-node N --time LIMIT [options] [-- recipe options]",
-        description="Write a commented sbatch script that trains a recipe on several nodes: one task per node, in each "
-        "of them torchrun. The signal before the time limit, requeueing and the rendezvous are in it.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = command_parser(PROGRAM, DESCRIPTION, EPILOG)
+    parser.usage = "%(prog)s SCRIPT HPARAMS --nodes N --gpus-per-node N --time LIMIT [options] [-- recipe options]"
     add = parser.add_argument
     add("script", metavar="SCRIPT", help="the recipe, such as train.py")
     add("hparams", metavar="HPARAMS", nargs="?", help="its YAML file")

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import ast
-import dis
 import functools
 import importlib
-import inspect
 import multiprocessing
 import os
+import symtable
 import sys
 from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import module_from_spec, resolve_name
 from pathlib import Path
-from types import FrameType, ModuleType
+from types import ModuleType
 from typing import Any
 
 from ddpkit import __version__
@@ -54,7 +53,6 @@ _OWN = {
     f"{PACKAGE}.utils.train_logger": "detach plot_spectrogram",
 }
 _CHECKPOINTS = f"{PACKAGE}.utils.checkpoints"
-_STORES = ("STORE_NAME", "STORE_GLOBAL")  # what the body of a module gives its names with
 
 
 def is_switched_off() -> bool:
@@ -157,11 +155,12 @@ class _Answers(Loader):
         spec: Any = self._spec
         if spec is None:
             return set(), {}
-        code, tree = spec.loader.get_code(spec.name), ast.parse(spec.loader.get_source(spec.name))
-        names = {step.argval for step in dis.get_instructions(code) if step.opname in _STORES}
+        source = spec.loader.get_source(spec.name)
+        symbols = symtable.symtable(source, spec.name, "exec").get_symbols()
+        names = {symbol.get_name() for symbol in symbols if symbol.is_assigned() or symbol.is_imported()}
         froms = {
             alias.asname or alias.name: (resolve_name("." * node.level + (node.module or ""), spec.parent), alias.name)
-            for node in ast.walk(tree)
+            for node in ast.walk(ast.parse(source))
             if isinstance(node, ast.ImportFrom)
             for alias in node.names
         }
@@ -175,7 +174,9 @@ class _Answers(Loader):
             name: in it.
 
         Raises:
-            AttributeError: it has no such name, or it must not be used; the message says which.
+            AttributeError: it has no such name.
+            ImportError: SpeechBrain has the name, and it cannot be used beside ddpkit's core. (The message of an
+                AttributeError would be hidden by ``from module import name``.)
         """
         if self._spec is not None and name in _OWN.get(module, "").split():
             return getattr(self.original, name)
@@ -188,15 +189,12 @@ class _Answers(Loader):
             return getattr(importlib.import_module(home), inner)
         if name not in names:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
-        raise _WithheldError(
+        raise ImportError(
             f"{module}.{name} is part of SpeechBrain's training core, which ddpkit answers, and ddpkit has no such "
             "name. SpeechBrain's own would know other ranks, options and checkpoints than the run has. Leave it out "
-            f"(docs/porting.md says what takes the place of what), or run the recipe as before, with {VARIABLE}=0."
+            f"(docs/porting.md says what takes the place of what), or run the recipe as before, with {VARIABLE}=0.",
+            name=module,
         )
-
-
-class _WithheldError(AttributeError):
-    """A name that SpeechBrain has, and that cannot be used beside ddpkit's core."""
 
 
 class _Answered(ModuleType):
@@ -206,20 +204,8 @@ class _Answered(ModuleType):
         loader: Any = None if self.__spec__ is None else self.__spec__.loader
         if name.startswith("__") or loader is None:
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
-        try:
-            value = loader.find(self.__name__, name)
-        except _WithheldError as error:
-            if _is_import_from(inspect.currentframe()):  # which would hide the words of an AttributeError
-                raise ImportError(str(error), name=self.__name__) from error
-            raise
-        vars(self)[name] = value
+        vars(self)[name] = value = loader.find(self.__name__, name)
         return value
-
-
-def _is_import_from(frame: FrameType | None) -> bool:
-    """Say whether a function was called by ``from module import name``."""
-    caller = None if frame is None else frame.f_back
-    return caller is not None and dis.opname[caller.f_code.co_code[caller.f_lasti]] == "IMPORT_FROM"
 
 
 def _tell_once() -> None:

@@ -84,14 +84,14 @@ def test_a_name_of_the_core_that_ddpkit_lacks_is_refused_by_name(start):
     run = start("""
 import ddpkit.speechbrain
 import speechbrain.utils.logger as logger
-print(hasattr(logger, "STATE"), hasattr(logger, "nothing"), hasattr(logger, "__path__"))
+print(hasattr(logger, "print"), hasattr(logger, "nothing"), hasattr(logger, "__path__"))
 try:
     from speechbrain.utils.logger import STATE
 except ImportError as error:
     print(error)
 try:
     logger.count
-except AttributeError as error:
+except ImportError as error:
     print(error)
 try:
     from speechbrain.utils.logger import nothing

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import yaml
 
 from ddpkit.config import RUN_OPTIONS
+from ddpkit.porting.python_code import has_files
 from ddpkit.porting.scopes import dotted
 from ddpkit.porting.text import Note
 from ddpkit.porting.yaml_code import fetches
@@ -37,6 +38,7 @@ DIFFERENCES = {
     "not called": ("is not called any more", "#methods-of-the-brain"),
     "own saving": ("overrides of _save and _recover are used", "#checkpoints"),
     "own step": ("steps an optimizer by itself: nothing is clipped, and no step is skipped", "#limits-worth-knowing"),
+    "past DDP": ("is called through self.hparams, past DDP: call it through self.modules", "#limits-worth-knowing"),
     "pretrainer": ("Pretrainer takes files on disk: it downloads nothing from a hub or a page", "#checkpoints"),
     "saved by main": ("saves on the main process alone: all ranks may call it, nobody hangs", "#main-only-work"),
     "seed": ("the order of samples follows seed_everything, not torch.manual_seed", "#samplers"),
@@ -125,8 +127,8 @@ def _is_brain(node: ast.ClassDef) -> bool:
 
 def _in_file(tree: ast.Module) -> Found:
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and _last(node.func) in _CLASSES:
-            yield node.lineno, _CLASSES[_last(node.func)]
+        if isinstance(node, ast.Call) and (kind := _CLASSES.get(_last(node.func))):
+            yield from [(node.lineno, kind)] if kind != "pretrainer" or has_files(tree) else []  # else SpeechBrain's
         elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
             if _last(node.value.func) in _LOADERS and "train" in ast.unparse(node.targets[0]):
                 yield node.lineno, "divided loader"
@@ -188,6 +190,7 @@ class Loaders:
     Attributes:
         keys: of the YAML, which have its arguments.
         lines: calls of ``fit`` that say nothing about the order.
+        called: keys of the YAML that are called as ``self.hparams.key(...)``.
         is_ordered: a script says something about the order itself.
 
     Ranks: local.
@@ -195,6 +198,7 @@ class Loaders:
 
     keys: set[str] = field(default_factory=set)
     lines: list[int] = field(default_factory=list)
+    called: set[str] = field(default_factory=set)
     is_ordered: bool = False
 
 
@@ -218,6 +222,8 @@ def read_loaders(tree: ast.Module) -> Loaders:
     words = {one.value for one in nodes if isinstance(one, ast.Constant)}
     words |= {one.arg for one in nodes if isinstance(one, ast.keyword)}
     found = Loaders(is_ordered=bool(words & _ORDERS) or bool(_called(tree) & _LOADERS))
+    calls = [dotted(one.func).rpartition(".") for one in nodes if isinstance(one, ast.Call)]
+    found.called = {name for owner, _, name in calls if owner == "self.hparams"}
     values = {dotted(one.targets[0]): one.value for one in nodes if isinstance(one, ast.Assign)}
     for call in nodes:
         if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute) or call.func.attr != "fit":
@@ -262,6 +268,11 @@ def yaml_differences(text: str, loaders: Loaders) -> list[Note]:
         return []
     entries = {str(key.value): (key.start_mark.line + 1, value) for key, value in document.value}
     found = {(line, kind) for key, (line, value) in entries.items() for kind in _of_entry(key, value, text)}
+    _, modules = entries.get("modules", (0, None))
+    for _, value in modules.value if isinstance(modules, yaml.MappingNode) else ():
+        line, module = entries.get(str(value.value).strip("<>"), (0, None))
+        if module is not None and str(value.value).strip("<>") in loaders.called and ".features." not in module.tag:
+            found.add((line, "past DDP"))
     if not loaders.is_ordered and "sorting" not in entries:
         options = [entries[key] for key in loaders.keys & entries.keys()]
         found |= {(line, "in order") for line, value in options if _says_no_order(value)}

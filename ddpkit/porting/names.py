@@ -12,9 +12,14 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
-__all__ = ["PACKAGE", "TABLE", "ddpkit_module", "ddpkit_name"]
+__all__ = ["PACKAGE", "PATHS", "PRETRAINER", "STAYS", "TABLE", "ddpkit_module", "ddpkit_name"]
 
 PACKAGE = "speechbrain"
+
+#: A class that ddpkit has for files on disk alone, how a source begins that is seen to be one, and what is told else.
+PRETRAINER = f"{PACKAGE}.utils.parameter_transfer.Pretrainer"
+PATHS = ("/", "./", "../", "~")
+STAYS = "Pretrainer stays SpeechBrain's: ddpkit's takes files on disk alone, by paths with /, ./, ../ or ~ first"
 
 # A module of SpeechBrain, a module of ddpkit that answers it, and names that are there; one row per line.
 _ROWS = """

@@ -7,11 +7,11 @@ import re
 import warnings
 from collections.abc import Iterator
 
-from ddpkit.porting.names import PACKAGE, ddpkit_module, ddpkit_name
+from ddpkit.porting.names import PACKAGE, PATHS, PRETRAINER, STAYS, ddpkit_module, ddpkit_name
 from ddpkit.porting.scopes import Binding, dotted, read_bindings
 from ddpkit.porting.text import Change, Note, Source
 
-__all__ = ["parse_python", "port_python"]
+__all__ = ["has_files", "parse_python", "port_python"]
 
 _OURS = "ddpkit"
 _NAME = re.compile(rf"\b{PACKAGE}(?:\.\w+)+")
@@ -20,7 +20,7 @@ _ITEM_END = re.compile(r"[ \t]*,?[ \t]*(?P<comment>#[^\r\n]*)?")
 
 
 def parse_python(text: str) -> ast.Module:
-    """Parse a file; what Python warns of in it is not ours to tell.
+    """Parse a file, and the annotations in its strings; what Python warns of in it is not ours to tell.
 
     Args:
         text: the file.
@@ -36,7 +36,58 @@ def parse_python(text: str) -> ast.Module:
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return ast.parse(text)
+        tree = ast.parse(text)
+        for node in ast.walk(tree):
+            for name in ("annotation", "returns"):
+                if isinstance(annotation := getattr(node, name, None), ast.expr):
+                    setattr(node, name, _Unquoted().visit(annotation))
+    return tree
+
+
+class _Unquoted(ast.NodeTransformer):
+    """Reads the strings of an annotation as what they stand for, with its place in the file."""
+
+    def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
+        return node if dotted(node.value).endswith("Literal") else self.generic_visit(node)
+
+    def visit_Constant(self, node: ast.Constant) -> ast.AST:
+        try:
+            found = ast.parse(str(node.value), mode="eval").body if isinstance(node.value, str) else node
+        except SyntaxError:  # a text
+            return node
+        quotes = ((node.end_col_offset or 0) - node.col_offset - len(str(node.value).encode())) // 2
+        for one in ast.walk(found) if found is not node else ():
+            if isinstance(one, ast.expr):
+                one.lineno = one.end_lineno = node.lineno
+                one.col_offset += node.col_offset + quotes
+                one.end_col_offset = (one.end_col_offset or 0) + node.col_offset + quotes
+        return found
+
+
+def has_files(tree: ast.Module) -> bool:
+    """Say whether each Pretrainer that a script makes is seen to take its weights from files on disk.
+
+    Args:
+        tree: the script.
+
+    Returns:
+        Whether one is made, and the sources of all are texts that begin as a path does.
+
+    Ranks: local.
+
+    Example:
+        >>> has_files(ast.parse("Pretrainer(paths={'lm': 'speechbrain/lm/lm.ckpt'})"))
+        False
+    """
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    made = [one for one in calls if ast.unparse(one.func).rpartition(".")[2] == "Pretrainer"]
+    paths = [next((word.value for word in one.keywords if word.arg == "paths"), None) for one in made]
+    sources = [one.values if isinstance(one, ast.Dict) else [] for one in paths]
+    return bool(made) and all(each and all(map(_is_path, each)) for each in sources)
+
+
+def _is_path(node: ast.expr) -> bool:
+    return ast.unparse(node).removeprefix("f")[1:].startswith(PATHS)
 
 
 def port_python(text: str) -> Change:
@@ -73,6 +124,7 @@ class _Port:
         self.source, self.text = Source(text), text
         self.names = 0
         self.notes: list[Note] = []
+        self.stays = "" if has_files(tree) else PRETRAINER
         self.imported: set[int] = set()  # blocks of statements that import ddpkit
         self.blocks = {id(inner): id(block) for block in _blocks(tree) for inner in block}
         self.moved: dict[ast.ImportFrom, dict[ast.alias, tuple[str, str]]] = {}  # where each name is imported from now
@@ -107,7 +159,7 @@ class _Port:
     # ------------------------------------------------------------------------------------ one imported name
 
     def port_binding(self, binding: Binding) -> None:
-        answer = ddpkit_name(binding.target)
+        answer = ddpkit_name(binding.target) if binding.target != self.stays else None
         if answer is not None:  # an object: its uses stay as they are
             for statement, alias in binding.imports:
                 if isinstance(statement, ast.ImportFrom):
@@ -141,6 +193,9 @@ class _Port:
     def answered(self, use: ast.Name | ast.Attribute, binding: Binding) -> tuple[int, str] | None:
         """Find the end of the shortest answered part of a dotted name, and its name in ddpkit; None if it stays."""
         full = binding.target + dotted(use).removeprefix(binding.name)
+        if self.stays and f"{full}.".startswith(f"{self.stays}."):
+            self.tell(use, STAYS)
+            return None
         if ddpkit_name(full) is None:
             if ddpkit_module(full) is not None and full != PACKAGE:
                 self.tell(use, f"the module `{dotted(use)}` is used as a value: it stays SpeechBrain's")

@@ -189,9 +189,10 @@ def _loaders_of(one: PortedFile, files: Sequence[PortedFile]) -> Loaders:
     """Return what the scripts say that stand nearest to a YAML file, beside it or above."""
     for folder in one.path.parents:
         near = [other.loaders for other in files if other.loaders is not None and other.path.parent == folder]
-        if any(loaders.keys or loaders.lines for loaders in near):
+        if any(loaders.keys or loaders.lines or loaders.called for loaders in near):
             keys = {key for loaders in near for key in loaders.keys}
-            return Loaders(keys, is_ordered=any(loaders.is_ordered for loaders in near))
+            called = {key for loaders in near for key in loaders.called}
+            return Loaders(keys, called=called, is_ordered=any(loaders.is_ordered for loaders in near))
     return Loaders()
 
 

@@ -62,7 +62,8 @@ def in_brain(*lines):
         (in_brain("def compute_objectives(self, p, b, s): return mse_loss(p, b[1])"), {}),
         ("s = sb.dataio.sampler.DistributedSamplerWrapper(inner)", {"divided sampler": (1,)}),
         ("s = SaveableGenerator()", {"generator": (1,)}),
-        ("from x import Pretrainer\np = Pretrainer(collect_in='save')", {"pretrainer": (2,)}),
+        ("from x import Pretrainer\np = Pretrainer(paths={'a': '/a'})", {"pretrainer": (2,)}),
+        ("from x import Pretrainer\np = Pretrainer(collect_in='save')", {}),  # it stays SpeechBrain's
         ("train_loader = DataLoader(data)\nvalid_loader = DataLoader(data)", {"divided loader": (1,)}),
         ("if if_main_process():\n    self.checkpointer.save_and_keep_only(meta={})", {"saved by main": (1,)}),
         ("if sb.utils.distributed.if_main_process():\n    if x:\n        c.save_checkpoint()", {"saved by main": (1,)}),
@@ -72,6 +73,30 @@ def in_brain(*lines):
 )
 def test_what_a_script_shows(text, found):
     assert kinds(python_differences(ast.parse(text))) == found
+
+
+MODULES = """\
+encoder: !new:torch.nn.Linear [2, 2]
+features: !new:speechbrain.lobes.features.Fbank
+modules:
+    enc: !ref <encoder>
+    features: !ref <features>
+    made: !new:torch.nn.Linear [2, 2]
+"""
+
+
+@pytest.mark.parametrize(
+    ("called", "found"),
+    [
+        ("self.hparams.encoder(x)", {"past DDP": (1,)}),
+        ("self.modules.encoder(self.hparams.features(x))", {}),
+        ("self.hparams.encoder.weight", {}),
+        ("self.hparams.made(x)", {}),
+    ],
+)
+def test_a_module_that_is_called_past_ddp_is_told_where_it_is_made(called, found):
+    said = read_loaders(ast.parse(f"class A(sb.Brain):\n    def compute_forward(self, x, stage): return {called}"))
+    assert kinds(yaml_differences(MODULES, said)) == found
 
 
 def loaders(text):

@@ -83,6 +83,7 @@ pretrainer: &p !new:speechbrain.utils.parameter_transfer.Pretrainer
         ("{lm: !ref <nowhere>/lm.ckpt}", True),
         ("!ref <files>", True),
         ("{}", True),
+        ("!new:speechbrain.x", True),
         ("{lm: !ref <below>/lm.ckpt}", False),
         ("{lm: /models/lm.ckpt, tokenizer: ../tokenizer.ckpt}", False),
     ],
@@ -93,6 +94,19 @@ def test_a_pretrainer_that_may_fetch_stays_speechbrains(paths, stays):
     new = text if stays else text.replace("speechbrain.utils.parameter", "ddpkit.parameter")
     assert (change.text, change.names) == (new, not stays)
     assert [(note.lines, "stays SpeechBrain's" in note.text) for note in change.notes] == [((7,), True)] * stays
+
+
+@pytest.mark.parametrize(("source", "stays"), [("speechbrain/lm/lm.ckpt", True), ("/models/lm.ckpt", False)])
+def test_a_pretrainer_inside_another_entry_is_looked_at_too(source, stays):
+    name = "speechbrain.utils.parameter_transfer.Pretrainer"
+    text = f"a: &a\n  - b: {{p: !new:{name} {{paths: {{lm: {source}}}}}}}\nc: *a\n"
+    assert port_yaml(text).text == (text if stays else text.replace("speechbrain.utils.parameter", "ddpkit.parameter"))
+
+
+def test_a_module_as_a_value_stays_and_is_told():
+    text = "a: !module:speechbrain.utils.checkpoints\nb: !module:speechbrain.nnet.losses\n"
+    change = port_yaml(text)
+    assert (change.text, [note.lines for note in change.notes]) == (text, [(1,)])
 
 
 def test_what_is_no_yaml_is_refused():

@@ -85,12 +85,11 @@ class LaunchInfo:
         return self.node_ranks[0] if self.node_ranks else self.rank - self.local_rank
 
 
-def derived_port(run_id: str, attempt: int = 0) -> int:
+def derived_port(run_id: str) -> int:
     """Make a port from what all processes of a run know.
 
     Args:
         run_id: the same on all of them, another in another run.
-        attempt: 0 first; each following number gives another port, if the port before is taken.
 
     Returns:
         A number from 20000 to 31999.
@@ -101,7 +100,7 @@ def derived_port(run_id: str, attempt: int = 0) -> int:
         >>> derived_port("slurm 77.0") == derived_port("slurm 77.0") != derived_port("slurm 77.1")
         True
     """
-    digest = hashlib.blake2b(f"{run_id} {attempt}".encode(), digest_size=4).digest()
+    digest = hashlib.blake2b(run_id.encode(), digest_size=4).digest()
     return FIRST_DERIVED_PORT + int.from_bytes(digest, "big") % DERIVED_PORTS
 
 

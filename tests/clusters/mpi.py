@@ -6,6 +6,8 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
+from tests.launching import free_port
+
 from .machines import Machine
 from .packages import need
 
@@ -40,8 +42,8 @@ def openmpi(processes: int, *command: str, options: Sequence[str] = ()) -> list[
 
 
 def mpich(processes: int, *command: str) -> list[str]:
-    """Return the command line that starts processes on this host."""
-    return [MPICH, "-n", str(processes), *command]
+    """Return the command line that starts processes on this host: MPICH tells ranks nothing to make a port from."""
+    return [MPICH, "-genv", "MASTER_PORT", str(free_port()), "-n", str(processes), *command]
 
 
 def openmpi_on(machines: Sequence[Machine], folder: Path, per_host: int, *command: str) -> list[str]:

@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from ddpkit.comm import rendezvous
-from ddpkit.comm.rendezvous import PortAnnouncer, find_store_port, join_attempt, open_store
+from ddpkit.comm.rendezvous import join_attempt, open_store
 from ddpkit.errors import LaunchError
 from ddpkit.launch import LaunchInfo, derived_port
 from tests.launching import free_port, soon
@@ -77,26 +77,18 @@ def test_a_derived_port(run_id):
     assert talk([store for store, _ in found])
 
 
-def test_a_derived_port_that_is_taken_gives_the_next(run_id, monkeypatch):
-    monkeypatch.setattr(rendezvous, "ANSWER_SECONDS", 0.3)
-    with socket.create_server(("", derived_port(run_id))), socket.create_server(("", derived_port(run_id, 1))):
-        place = {"port": derived_port(run_id), "run_id": run_id}
-        found = all_of(2, lambda rank: open_store(info(rank, **place), LIMIT))
-        assert talk([store for store, _ in found])
+def test_a_derived_port_that_is_taken(run_id):
+    place = {"port": derived_port(run_id), "run_id": run_id}
+    words = r"made from the id .* is taken.*Give MASTER_PORT"
+    with socket.create_server(("", place["port"])), pytest.raises(LaunchError, match=words):
+        open_store(info(0, **place), LIMIT)
 
 
-def test_two_runs_with_the_same_derived_port_do_not_mix(run_id, monkeypatch):
-    monkeypatch.setattr(rendezvous, "derived_port", lambda _id, attempt=0: derived_port(run_id, attempt))
-    with PortAnnouncer("a", 11) as a, PortAnnouncer("b", 22) as b:
-        assert (a.port, b.port) == (derived_port(run_id), derived_port(run_id, 1))
-        for name, port in (("a", 11), ("b", 22)):
-            assert find_store_port("127.0.0.1", name, time.monotonic() + 5) == port
-
-
-def test_all_derived_ports_taken(run_id, monkeypatch):
-    monkeypatch.setattr(rendezvous, "PORTS_TO_TRY", 1)
-    with socket.create_server(("", derived_port(run_id))), pytest.raises(LaunchError, match="all taken.*MASTER_PORT"):
-        PortAnnouncer(run_id, 4000)
+def test_a_rank_does_not_join_the_run_that_has_its_port():
+    port = free_port()
+    _first = open_store(info(0, 1, port=port, run_id="slurm 1.0"), LIMIT)
+    with pytest.raises(LaunchError, match=r"is another run's \(slurm 1.0; this one is slurm 2.0\).* Give MASTER_PORT"):
+        open_store(info(1, port=port, run_id="slurm 2.0"), LIMIT)
 
 
 def test_the_port_of_the_user_is_taken(stranger):
@@ -210,8 +202,3 @@ def test_the_same_process_may_start_a_group_again():
     store = dist.HashStore()
     for _ in range(2):
         join_attempt(store, info(0, 1), 0.0, once=True)
-
-
-def test_hydra_is_known_by_its_helper_only():
-    assert rendezvous._id_of_hydra(LaunchInfo("pmi", world_size=2, local_world_size=2)) == "", "no such ancestor here"
-    assert rendezvous._id_of_hydra(LaunchInfo("slurm")) == ""

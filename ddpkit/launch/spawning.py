@@ -4,10 +4,7 @@ Both do what torchrun would: a store, one process per rank with the same variabl
 :func:`run_script` starts the running script again, once per rank; :func:`spawn` calls a function in each, and
 returns the results.
 
-A notebook's functions exist in its process only, so they reach other processes by ``fork`` alone. That is safe before
-CUDA is touched and while no other thread is working; otherwise :func:`spawn` refuses, and says what to do.
-
-Source: what must not be forked, https://docs.pytorch.org/docs/stable/notes/multiprocessing.html .
+The new processes import the function that :func:`spawn` is given, so it must stand in a file: a notebook's is refused.
 """
 
 from __future__ import annotations
@@ -23,16 +20,13 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import traceback
-import warnings
 from datetime import timedelta
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 
-import torch
 import torch.distributed as dist
 
 from ddpkit.control import PLAIN, explained, is_second_hand
@@ -53,13 +47,6 @@ logger = get_logger(__name__)
 
 STORE_SECONDS = 60.0
 NOT_SCRIPTS = ("", "-")  # what Python puts into sys.argv[0] where it reads code from a person or a pipe
-
-# Threads of notebooks, consoles and debuggers wait for messages, and hold nothing that a rank would need. The last one
-# renews the lock of the experiment's folder, which stays with this process.
-_HARMLESS_THREADS = (
-    *("ipykernel", "IPython", "tornado", "zmq", "jupyter", "tqdm", "debugpy", "pydevd", "_pydev"),
-    "ddpkit.checkpointing.run_lock",
-)
 
 # Run by a Python of its own that then becomes the script: a function between fork and exec is not safe among threads.
 _BEGIN = """import ctypes, os, sys
@@ -106,9 +93,8 @@ def count_processes(asked: int | str, device: str | None = None) -> int:
         Traceback (most recent call last):
         ddpkit.errors.ConfigError: nproc must be >= 1, got '0'...
     """
-    with _environment({"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}):  # a look that lets processes be forked afterwards
-        kind = "cpu" if device is not None and device.split(":")[0] == "cpu" else accelerator_kind()
-        gpus = 0 if kind == "cpu" else count_devices(kind)
+    kind = "cpu" if device is not None and device.split(":")[0] == "cpu" else accelerator_kind()
+    gpus = 0 if kind == "cpu" else count_devices(kind)
     word = str(asked).strip().lower()
     if word == "gpu" and not gpus:
         raise ConfigError("nproc='gpu', but no GPU was found or asked for. Give a number, such as --nproc=2, or cpu.")
@@ -159,7 +145,7 @@ def _listen() -> socket.socket:
 
 
 def _host_store(listener: socket.socket) -> dist.TCPStore:
-    """Keep the store that the ranks meet at, as torchrun's agent does. It has threads, so it comes after any fork."""
+    """Keep the store that the ranks meet at, as torchrun's agent does."""
     port, limit = listener.getsockname()[1], timedelta(seconds=STORE_SECONDS)
     return dist.TCPStore(
         LOOPBACK, port, is_master=True, wait_for_workers=False, timeout=limit, master_listen_fd=listener.detach()
@@ -247,8 +233,8 @@ def spawn(function: Callable[..., T], nprocs: int | str = "auto", *args: Any) ->
     In the function the variables of a launcher are set: a ``Brain``, or ``ddp_init_group``, starts the process group.
 
     Args:
-        function: what each rank calls. From a notebook any function works that is called before CUDA is used; from
-            a script one of its top level, with the call of ``spawn`` under ``if __name__ == "__main__":``.
+        function: what each rank calls: of the top level of a file that can be imported, or of the script, with the
+            call of ``spawn`` under ``if __name__ == "__main__":``.
         nprocs: how many; a number, or as in :func:`count_processes`.
         args: positional arguments of the function.
 
@@ -258,7 +244,7 @@ def spawn(function: Callable[..., T], nprocs: int | str = "auto", *args: Any) ->
     Raises:
         RankFailedError: a rank raised, was killed or ended early; with the traceback of the first. All others are
             ended: by SIGTERM, and thirty seconds later by SIGKILL.
-        ConfigError: the number makes no sense, or the function can be neither sent nor forked.
+        ConfigError: the number makes no sense, or the function cannot be imported by other processes.
         LaunchError: this process is a rank already.
         KeyboardInterrupt: after Ctrl-C, when all have ended.
 
@@ -280,7 +266,7 @@ def spawn(function: Callable[..., T], nprocs: int | str = "auto", *args: Any) ->
         )
     _require_no_launcher("ddpkit.spawn")
     number = count_processes(nprocs)
-    method = _start_method(function, args)
+    _require_importable(function, args)
     listener = _listen()
     port = int(listener.getsockname()[1])
     processes: list[BaseProcess] = []
@@ -288,9 +274,8 @@ def spawn(function: Callable[..., T], nprocs: int | str = "auto", *args: Any) ->
         files = [Path(folder, str(rank)) for rank in range(number)]
         try:
             for rank in range(number):
-                target_args = (files[rank], function, args, method == "fork")
-                environment = rank_environment(rank, number, port)
-                processes.append(_start_process(method, target_args, environment))
+                target_args = (files[rank], function, args)
+                processes.append(_start_process(target_args, rank_environment(rank, number, port)))
             _store = _host_store(listener)  # as long as they run
             pids = [process.pid or 0 for process in processes]
             polls = [functools.partial(getattr, process, "exitcode") for process in processes]
@@ -329,23 +314,19 @@ def _values(contents: Mapping[int, bytes], pids: Sequence[int], failure: Ending 
     return [results[rank] for rank in range(len(pids))]
 
 
-def _start_process(method: str, target_args: tuple[Any, ...], environment: Mapping[str, str]) -> BaseProcess:
-    context: Any = multiprocessing.get_context(method)
+def _start_process(target_args: tuple[Any, ...], environment: Mapping[str, str]) -> BaseProcess:
+    context = multiprocessing.get_context("spawn")
     process: BaseProcess = context.Process(target=_run_rank, args=target_args, name=f"rank{environment['RANK']}")
-    with _environment(environment), warnings.catch_warnings():  # what its imports read, before it runs ours
-        # From 3.12 on Python warns of any threads; they have been looked at.
-        warnings.filterwarnings("ignore", message=".*multi-threaded.*fork", category=DeprecationWarning)
+    with _environment(environment):  # what its imports read, before it runs ours
         process.start()
     return process
 
 
-def _run_rank(result: Path, function: Callable[..., Any], args: tuple[Any, ...], is_forked: bool) -> None:
+def _run_rank(result: Path, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
     """Be a rank: call the function, leave what became of it in a file, and end as a script would."""
     end_with_parent(int(os.environ[SPAWNED_BY]))
     with contextlib.suppress(OSError):
         os.setsid()
-    if is_forked:
-        torch.set_num_threads(1)  # the threads of its pool are not here, and would be waited for
     sys.excepthook = _say_nothing
     has_failed = False
     try:
@@ -374,57 +355,17 @@ def _say_nothing(*_what: object) -> None:
     """Stand in for the hook that prints a traceback: the parent raises it."""
 
 
-# ----------------------------------------------------------------------------------- sent, or forked
-
-
-def _start_method(function: Callable[..., Any], args: tuple[Any, ...]) -> str:
-    """Choose how the processes begin: by a copy of this one only where the function cannot be sent to a new one."""
-    unsendable = _why_not_sent(function, args)
-    if not unsendable:
-        return "spawn"
-    unsafe = _why_not_forked()
-    if unsafe:
-        raise ConfigError(
-            f"{_name(function)} cannot be started in other processes: {unsendable}; and this process cannot be forked, "
-            f"for {unsafe}. Put it into a module (%%writefile my_training.py) and import it from there; or restart the "
-            "notebook, and call spawn before anything uses a GPU or starts threads."
-        )
-    return "fork"
-
-
-def _why_not_sent(function: Callable[..., Any], args: tuple[Any, ...]) -> str:
-    """Say why a function cannot be sent to a new process, or nothing."""
+def _require_importable(function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    """Refuse a function that new processes cannot have: they import it."""
+    name, advice = getattr(function, "__qualname__", function), "Put it at the top level of a file, and import it"
     try:
         sent = bytes(ForkingPickler.dumps((function, args)))
-    except Exception as error:  # noqa: BLE001 -- objects may raise anything when they are pickled
-        return f"{_name(function)} or its arguments do not pickle ({type(error).__name__}: {error})"
+    except Exception as error:
+        text = f"{name} or its arguments cannot be sent to other processes ({type(error).__name__}: {error})"
+        raise ConfigError(f"{text}. {advice} from there.") from error
     main = sys.modules["__main__"]
     file = getattr(main, "__file__", None)
-    if getattr(main, "__spec__", None) is not None or (file is None and b"__main__" not in sent):
-        return ""
-    if file is not None and Path(file).is_file():  # Python calls a pipe <stdin>, and looks for it in each process
-        return ""
-    return f"{_name(function)} is called in a notebook, an interactive Python or a pipe, which others cannot import"
-
-
-def _why_not_forked() -> str:
-    """Say why a copy of this process would not work, or nothing."""
-    busy = [thread.name for thread in threading.enumerate() if not _is_harmless(thread)]
-    reasons = {
-        f"that is not safe on {sys.platform}": sys.platform != "linux",
-        "a GPU is in use here already": any(getattr(torch, kind).is_initialized() for kind in ("cuda", "xpu")),
-        "a process group is running in it": dist.is_available() and dist.is_initialized(),
-        f"other threads are working in it ({', '.join(busy)}), and may hold locks": bool(busy),
-    }
-    return next((reason for reason, holds in reasons.items() if holds), "")
-
-
-def _is_harmless(thread: threading.Thread) -> bool:
-    if thread in {threading.current_thread(), threading.main_thread()}:
-        return True
-    homes = (type(thread).__module__, getattr(getattr(thread, "_target", None), "__module__", None) or "")
-    return any(home.startswith(_HARMLESS_THREADS) for home in homes)
-
-
-def _name(function: Callable[..., Any]) -> str:
-    return str(getattr(function, "__qualname__", function))
+    is_missing = b"__main__" in sent if file is None else not Path(file).is_file()  # a pipe is called <stdin>
+    if is_missing and getattr(main, "__spec__", None) is None:
+        text = f"{name} is called in a notebook, an interactive Python or a pipe, which other processes cannot import"
+        raise ConfigError(f"{text}. {advice} from there (%%writefile my_training.py in a notebook).")

@@ -9,10 +9,7 @@ import sys
 import threading
 
 import pytest
-import torch
-import torch.distributed as dist
 
-from ddpkit.checkpointing import FolderLock
 from ddpkit.errors import ConfigError, LaunchError, RankFailedError
 from ddpkit.launch import spawning
 from ddpkit.launch.process_monitor import Ending
@@ -69,20 +66,6 @@ def test_gpus_that_are_not_there(machine, caplog):
     assert not caplog.records
     assert count_processes("9", "cpu") == 9
     assert "9 processes share 4 processor cores" in caplog.text
-
-
-def test_looking_for_gpus_leaves_the_environment_alone(monkeypatch):
-    name = "PYTORCH_NVML_BASED_CUDA_CHECK"
-    seen = []
-    monkeypatch.setattr(spawning, "accelerator_kind", lambda: seen.append(os.environ[name]) or "cpu")
-    for before in (None, "0"):
-        if before is None:
-            monkeypatch.delenv(name, raising=False)
-        else:
-            monkeypatch.setenv(name, before)
-        count_processes(1)
-        assert os.environ.get(name) == before
-    assert seen == ["1", "1"], "otherwise CUDA could not be used in a fork"
 
 
 # -------------------------------------------------------------------------------------------- refused
@@ -143,7 +126,7 @@ def test_an_interactive_python_has_no_script(monkeypatch, machine):
             run_script(2, "cpu")
 
 
-# ---------------------------------------------------------------------------------------- sent or forked
+# ------------------------------------------------------------------------------------------ what can be sent
 
 
 def module_level():
@@ -156,59 +139,20 @@ class Notebook:
     __spec__ = None
 
 
-@pytest.fixture
-def notebook(monkeypatch):
-    monkeypatch.setitem(sys.modules, "__main__", Notebook())
-
-
-def test_what_can_be_imported_is_sent():
-    assert spawning._start_method(module_level, (1, "x")) == "spawn"
-
-
-def test_what_cannot_is_forked():
-    assert spawning._start_method(lambda: 1, ()) == "fork"
-    assert spawning._start_method(module_level, (threading.Lock(),)) == "fork"
-
-
-def test_a_function_of_a_notebook(notebook, monkeypatch):
+def test_what_other_processes_cannot_import_is_refused(monkeypatch):
     def cell():
         pass
 
+    spawning._require_importable(module_level, (1, "x"))
+    for function, args in ((lambda: 1, ()), (module_level, (threading.Lock(),))):
+        with pytest.raises(ConfigError, match="or its arguments cannot be sent .* Put it at the top level of a file"):
+            spawning._require_importable(function, args)
     cell.__module__, cell.__qualname__ = "__main__", "cell"
+    monkeypatch.setitem(sys.modules, "__main__", Notebook())
     sys.modules["__main__"].cell = cell
-    assert spawning._start_method(cell, ()) == "fork"
-    assert spawning._start_method(module_level, ()) == "spawn"
-    monkeypatch.setattr(spawning.sys, "platform", "darwin")
-    with pytest.raises(ConfigError, match="cell is called in a notebook.* not safe on darwin.*%%writefile"):
-        spawning._start_method(cell, ())
-
-
-@pytest.mark.parametrize(
-    ("target", "name", "value", "words"),
-    [
-        (torch.cuda, "is_initialized", lambda: True, "a GPU is in use here already"),
-        (dist, "is_initialized", lambda: True, "a process group is running in it"),
-    ],
-)
-def test_what_must_not_be_forked(monkeypatch, target, name, value, words):
-    monkeypatch.setattr(target, name, value)
-    with pytest.raises(ConfigError, match=words):
-        spawning._start_method(lambda: 1, ())
-    assert spawning._start_method(module_level, ()) == "spawn", "another process knows nothing of it"
-
-
-def test_threads_that_work_and_threads_that_wait():
-    stop = threading.Event()
-    working = threading.Thread(target=lambda: stop.wait(20), name="loads-data")
-    working.start()
-    try:
-        with pytest.raises(ConfigError, match=r"other threads are working in it \(loads-data\)"):
-            spawning._start_method(lambda: 1, ())
-        working._target = type("Kernel", (), {"__module__": "ipykernel.heartbeat"})()
-        assert spawning._start_method(lambda: 1, ()) == "fork"
-    finally:
-        stop.set()
-        working.join()
+    spawning._require_importable(module_level, ())
+    with pytest.raises(ConfigError, match="cell is called in a notebook.*%%writefile"):
+        spawning._require_importable(cell, ())
 
 
 # ----------------------------------------------------------------------------------------- who was first
@@ -248,9 +192,3 @@ def test_a_crash_after_the_values(caplog):
     with caplog.at_level(logging.WARNING):
         assert values(Ending(1, 11, 134), 3, None) == [3, None]
     assert "Rank 1 was killed by SIGABRT after it had returned its value." in caplog.text
-
-
-def test_the_lock_of_an_experiment_is_no_reason_not_to_fork(tmp_path):
-    with FolderLock(tmp_path).hold():
-        renewers = [thread for thread in threading.enumerate() if thread.name.startswith("lock of")]
-        assert [spawning._is_harmless(thread) for thread in renewers] == [True]

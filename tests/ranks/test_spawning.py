@@ -324,18 +324,13 @@ CALL = """
 GUARD = 'if __name__ == "__main__":\n'
 
 
-def call(folder: Path, body: str, *, notebook: bool = False) -> Run:
-    """Run code after the functions above: as a script, or as the cells of a notebook, with no file to import."""
+def call(folder: Path, body: str) -> Run:
+    """Run code after the functions above."""
     indented = textwrap.indent(textwrap.dedent(body), "    ")
-    if not notebook:
-        return Run(python(write(folder, GUARD + indented, "call.py", CALL)), folder, warm=True)
-    (folder / "cells.py").write_text(textwrap.dedent(CALL) + GUARD + indented)
-    kernel = "import __main__; exec(compile(open('cells.py').read(), '<cell>', 'exec'), __main__.__dict__)"
-    return Run(python("-c", kernel), folder)
+    return Run(python(write(folder, GUARD + indented, "call.py", CALL)), folder, warm=True)
 
 
-@pytest.mark.parametrize("notebook", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["script", "notebook"])
-def test_spawn_returns_what_all_ranks_returned(tmp_path, notebook):
+def test_spawn_returns_what_all_ranks_returned(tmp_path):
     body = """
         threads = threading.active_count()
         found = sb.spawn(add, 2, 3, 4)
@@ -345,15 +340,14 @@ def test_spawn_returns_what_all_ranks_returned(tmp_path, notebook):
         assert sb.spawn(os.getenv, 1, "LOCAL_RANK") == ["0"], "and once more"
         assert "RANK" not in os.environ and threading.active_count() == threads
     """
-    run = call(tmp_path, body, notebook=notebook).wait()
+    run = call(tmp_path, body).wait()
     assert run.code == 0, run.err
     assert all("processes share" in line for line in run.lines), run.err
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("notebook", [False, True], ids=["script", "notebook"])
 @pytest.mark.parametrize("victim", [0, 1])
-def test_spawn_raises_the_failure_of_the_first(tmp_path, notebook, victim):
+def test_spawn_raises_the_failure_of_the_first(tmp_path, victim):
     body = f"""
         try:
             sb.spawn(fail, 2, {victim})
@@ -363,18 +357,17 @@ def test_spawn_raises_the_failure_of_the_first(tmp_path, notebook, victim):
         assert "--- traceback of rank {victim} ---" in text and "in fail" in text, text
         print("right")
     """
-    run = call(tmp_path, body, notebook=notebook).wait()
+    run = call(tmp_path, body).wait()
     assert run.out == "right\n", run.err
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize("notebook", [False, True], ids=["script", "notebook"])
 @pytest.mark.parametrize(
     ("function", "words"),
     [("hang", "rank 1 of 2 failed: ValueError: boom"), ("die", "was killed by SIGKILL before the function returned")],
 )
-def test_f1_spawn_ends_all_when_one_fails(tmp_path, notebook, function, words):
-    run = call(tmp_path, f"sb.spawn({function}, 2, 1)", notebook=notebook)
+def test_f1_spawn_ends_all_when_one_fails(tmp_path, function, words):
+    run = call(tmp_path, f"sb.spawn({function}, 2, 1)")
     assert ready(tmp_path, 2), run.err
     began = time.monotonic()
     run.wait(30)
@@ -384,9 +377,8 @@ def test_f1_spawn_ends_all_when_one_fails(tmp_path, notebook, function, words):
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize("notebook", [False, True], ids=["script", "notebook"])
-def test_f2_spawned_ranks_end_with_their_parent(tmp_path, notebook):
-    run = call(tmp_path, "sb.spawn(rest, 2)", notebook=notebook)
+def test_f2_spawned_ranks_end_with_their_parent(tmp_path):
+    run = call(tmp_path, "sb.spawn(rest, 2)")
     assert ready(tmp_path, 2), run.err
     began = time.monotonic()
     run.signal(signal.SIGKILL)
@@ -421,66 +413,12 @@ def test_values_that_cannot_be_sent_back(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_lambda_is_forked_and_an_unguarded_call_is_explained(tmp_path):
-    run = call(tmp_path, "print(sb.spawn(lambda: int(os.environ['RANK']) + 5, 2))").wait()
-    assert run.out == "[5, 6]\n", run.err
-    code = tmp_path / "call.py"
-    run = Run(["bash", "-c", f"exec {python()[0]} < {code}"], tmp_path).wait()
-    assert run.out == "[5, 6]\n", "from a pipe"
+def test_an_unguarded_call_and_code_from_a_pipe_are_explained(tmp_path):
     unguarded = write(tmp_path, "sb.spawn(add, 1, 1, 2)", "bare.py", CALL)
     run = Run(python(unguarded), tmp_path).wait()
     assert run.code == 1
     assert 'Put the call under `if __name__ == "__main__":`' in run.err
-
-
-@pytest.mark.slow
-def test_no_thread_of_its_own_is_there_when_it_forks(tmp_path):
-    body = """
-        threads = lambda: len(os.listdir("/proc/self/task"))
-        before, found = threads(), []
-        os.register_at_fork(before=lambda: found.append(threads()))
-        sb.spawn(lambda: None, 2)
-        print(found == [before] * 2)
-    """
-    run = call(tmp_path, body).wait()
-    assert (run.code, run.out) == (0, "True\n"), run.err
-
-
-@pytest.mark.slow
-def test_what_cannot_be_forked_is_refused(tmp_path):
-    body = """
-        stop = threading.Event()
-        worker = threading.Thread(target=stop.wait, name="my-worker")
-        worker.start()
-        try:
-            sb.spawn(add, 2, 1, 2)
-        except sb.ConfigError as error:
-            print(error)
-        finally:
-            stop.set()
-    """
-    run = call(tmp_path, body, notebook=True).wait()
-    assert "other threads are working in it (my-worker)" in run.out, run.err
-    assert "called in a notebook, an interactive Python or a pipe" in run.out
-    assert "%%writefile" in run.out
-
-
-@pytest.mark.slow
-def test_a_notebook_that_has_trained_before_can_fork(tmp_path):
-    """Its pool of threads is not in the copy; a backward pass there must not wait for it."""
-    body = """
-        def learn():
-            sb.ddp_init_group({"device": "cpu"})
-            net = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(300, 300))
-            net(torch.ones(300, 300)).sum().backward()
-            return float(net.module.weight.grad.sum())
-
-        torch.set_num_threads(2)
-        torch.manual_seed(0)
-        net = torch.nn.Linear(300, 300)
-        net(torch.ones(300, 300)).sum().backward()
-        (torch.ones(1000, 1000) @ torch.ones(1000, 1000)).sum()
-        print(sb.spawn(learn, 2) == [300.0 ** 3] * 2)
-    """
-    run = call(tmp_path, body, notebook=True).wait()
-    assert run.out == "True\n", run.err
+    code = write(tmp_path, GUARD + "    sb.spawn(add, 1, 1, 2)", "call.py", CALL)
+    run = Run(["bash", "-c", f"exec {python()[0]} < {tmp_path / code}"], tmp_path).wait()
+    assert "called in a notebook, an interactive Python or a pipe" in run.err
+    assert "%%writefile" in run.err

@@ -21,7 +21,6 @@ import os
 import re
 import signal
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -30,20 +29,17 @@ from pathlib import Path
 from typing import Any
 
 from ddpkit.compat import forkserver_of_its_own
-from ddpkit.control.rank_status import POSITION, is_library
 
-DUMP_SECONDS = 0.1
-MOST_ASKED = 8
+DUMP_SECONDS = 0.3
+MOST_SHOWN = 8
 NAP_SECONDS = 0.001
 POLL_SECONDS = 0.5
 FIRST_AT_EXIT = 100  # priority of a multiprocessing exit hook; its own have at most 15
-_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<name>\S+)')
 
 
 class _Here:
     """What this module knows about its own process."""
 
-    stacks: Any = None  # a file without a name, into which workers write where they are
     process = 0  # at whose end its workers are killed
     is_worker = False
 
@@ -62,18 +58,17 @@ def deaf_signals() -> set[signal.Signals]:
 
 
 def watch_loader_workers() -> None:
-    """See to it that the workers of this process's loaders can say where they are, and end with it.
+    """See to it that the workers of this process's loaders end with it.
 
     Ranks: local.
 
-    State: a file without a name; hooks at the end of the process, once per process.
+    State: hooks at the end of the process, once per process.
 
     Example:
         >>> watch_loader_workers()
     """
     if _Here.process != os.getpid():
-        _Here.process, _Here.stacks = os.getpid(), tempfile.TemporaryFile()  # noqa: SIM115 -- as long as the process
-        POSITION.ask_workers = where_workers_are
+        _Here.process = os.getpid()
         at_exit(kill_workers)  # Python would wait for them, after a SIGTERM that they do not hear
 
 
@@ -121,7 +116,7 @@ def start_loading(loader: Any, begin: Callable[[], Iterator[Any]] | None = None)
     with _deaf_start(getattr(loader, "multiprocessing_context", None)):
         if workers is None:
             return begin()
-        loader.worker_init_fn = functools.partial(_start_worker, init, _stacks_path())
+        loader.worker_init_fn = functools.partial(_start_worker, init)
         others = set(multiprocessing.active_children())
         try:
             return begin()
@@ -129,11 +124,6 @@ def start_loading(loader: Any, begin: Callable[[], Iterator[Any]] | None = None)
             loader.worker_init_fn = init
             for worker in set(multiprocessing.active_children()) - others:
                 worker.terminate = worker.kill  # type: ignore[method-assign] # torch terminates hung workers
-
-
-def _stacks_path() -> str:
-    watch_loader_workers()
-    return "" if sys.platform != "linux" else f"/proc/{os.getpid()}/fd/{_Here.stacks.fileno()}"
 
 
 @contextlib.contextmanager
@@ -159,7 +149,7 @@ def _deaf_start(context: Any) -> Iterator[None]:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _start_worker(init: Callable[[int], None] | None, stacks: str, worker: int) -> None:
+def _start_worker(init: Callable[[int], None] | None, worker: int) -> None:
     """Make this process a worker of its rank, then call the user's ``worker_init_fn``."""
     if not _Here.is_worker:  # else this loader is inside of another one
         _Here.is_worker = True
@@ -171,9 +161,7 @@ def _start_worker(init: Callable[[int], None] | None, stacks: str, worker: int) 
             os.register_at_fork(after_in_child=_hear_again)
         number = _dump_signal()
         if number is not None:
-            with contextlib.suppress(OSError):
-                _Here.stacks = Path(stacks).open("ab")  # noqa: SIM115 -- as long as the process lives
-            faulthandler.register(number, file=_Here.stacks or sys.stderr, all_threads=False, chain=False)
+            faulthandler.register(number, file=2, all_threads=False, chain=False)
         rank = (multiprocessing.parent_process(), os.getppid())
         threading.Thread(target=_end_with, args=rank, name="ddpkit-worker", daemon=True).start()
     if init is not None:
@@ -201,53 +189,22 @@ def _dump_signal() -> int | None:
     return None if sys.platform != "linux" else int(signal.SIGRTMIN) + 5
 
 
-def where_workers_are() -> list[str]:
-    """Ask the workers of this process's loaders where they are.
-
-    Returns:
-        For each worker ``"worker (pid 12): data.py:30 in __getitem__"``: the innermost line that is not of a library.
-        Workers that do not answer are left out.
+def show_workers() -> None:
+    """Have the workers of this process's loaders write to stderr where they are, and wait a moment for it.
 
     Ranks: local.
 
     Example:
-        >>> isinstance(where_workers_are(), list)
-        True
+        >>> show_workers()
     """
     number = _dump_signal()
-    if number is None or _Here.stacks is None:
-        return []
-    answers: list[str] = []
     # Others would die of it.
-    asked = [child for child in multiprocessing.active_children() if _has("SigCgt", child.pid, number)]
-    for child in asked[:MOST_ASKED]:
-        stacks = Path(f"/proc/self/fd/{_Here.stacks.fileno()}")
-        start = stacks.stat().st_size
-        with contextlib.suppress(OSError):  # it may have ended meanwhile
-            os.kill(child.pid or 0, number)
-            time.sleep(DUMP_SECONDS)
-            with stacks.open(errors="replace") as file:
-                file.seek(start)
-                answers.append(f"worker (pid {child.pid}): {innermost(file.read())}")
-    if len(asked) > MOST_ASKED:
-        answers.append(f"{len(asked) - MOST_ASKED} more workers")
-    return answers
-
-
-def innermost(stack: str) -> str:
-    r"""Return the innermost line of the user's code, or at all, in a stack as ``faulthandler`` writes it.
-
-    Ranks: local.
-
-    Example:
-        >>> innermost('Stack (most recent call first):\n  File "/home/me/data.py", line 30 in __getitem__')
-        'data.py:30 in __getitem__'
-    """
-    frames = [match.groupdict() for match in _FRAME.finditer(stack)]
-    own = [frame for frame in frames if not is_library(frame["file"])] or frames
-    if not own:
-        return "does not answer"
-    return f"{Path(own[0]['file']).name}:{own[0]['line']} in {own[0]['name']}"
+    asked = [child for child in multiprocessing.active_children() if number and _has("SigCgt", child.pid, number)]
+    for child in asked[:MOST_SHOWN]:
+        with contextlib.suppress(OSError):  # stderr may be closed, or the worker have ended meanwhile
+            os.write(2, f"\nA worker of the loader (pid {child.pid}) is here:\n".encode())
+            os.kill(child.pid or 0, number or 0)
+        time.sleep(DUMP_SECONDS)
 
 
 def _has(mask: str, pid: int | None, number: int) -> bool:

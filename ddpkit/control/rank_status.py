@@ -115,7 +115,6 @@ class Position:
         waits_for_device: whether a rank that reads a number from its GPU may wait there for other ranks: with NCCL.
         main_thread: whose stack is looked at.
         on_limit: is called wherever time begins to count, or no longer does, before anything else is done there.
-        ask_workers: asks the workers of this process's loaders where they are.
 
     Ranks: local.
 
@@ -134,7 +133,6 @@ class Position:
     waits_for_device: bool = False
     main_thread: int = field(default_factory=lambda: threading.main_thread().ident or 0)
     on_limit: Callable[[], None] = lambda: None
-    ask_workers: Callable[[], list[str]] = list
 
     def mark(self) -> tuple[Any, ...]:
         """Return what changes with every batch, stage and session."""
@@ -204,11 +202,15 @@ class Position:
 
     def is_waiting(self) -> bool:
         """Say whether the process waits for other ranks."""
-        return self._look(list)[1]
+        return self._look()[1]
 
-    def _look(self, ask_workers: Callable[[], list[str]]) -> tuple[str, bool]:
+    def is_at_loader(self) -> bool:
+        """Say whether the process waits for a loader."""
+        return self._look()[0].startswith(AT_LOADER)
+
+    def _look(self) -> tuple[str, bool]:
         frame = self._frame()
-        where, waits = look_at(frame, ask_workers)
+        where, waits = look_at(frame)
         file = "" if frame is None else PurePath(frame.f_code.co_filename).as_posix()
         return where, waits or (self.waits_for_device and file.endswith(_DEVICE_READS))
 
@@ -229,7 +231,7 @@ class Position:
                 found.doing = f"{self.call}, before the first stage{self.part and f': {self.part}'}"
             found.stage, found.epoch, found.step = stage_of(progress), int(progress.epoch or 0), progress.step
         if look:
-            found.where, found.waits = self._look(self.ask_workers)
+            found.where, found.waits = self._look()
         return found
 
 
@@ -267,12 +269,11 @@ def host_name() -> str:
     return socket.gethostname()
 
 
-def look_at(frame: FrameType | None, ask_workers: Callable[[], list[str]] = list) -> tuple[str, bool]:
+def look_at(frame: FrameType | None) -> tuple[str, bool]:
     """Say where a thread is, and whether it waits for other ranks there.
 
     Args:
         frame: the innermost.
-        ask_workers: asks the workers of a loader that it waits for where they are.
 
     Returns:
         The innermost line of the user's own code, and the call it is in.
@@ -298,7 +299,7 @@ def look_at(frame: FrameType | None, ask_workers: Callable[[], list[str]] = list
     if own is not None and own is not inner:
         where = f"{own[1]}:{own[2]} in {own[3]}, which is in {inner[1]}:{inner[2]} {inner[3]}"
     if any(_LOADER_FILE in file for file, _, _, _ in lines[:12]):
-        return "; ".join([f"{AT_LOADER} at {where}", *ask_workers()]), False
+        return f"{AT_LOADER} at {where}", False
     return where, waits
 
 

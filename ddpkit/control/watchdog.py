@@ -19,7 +19,7 @@ from ddpkit.base import Guard, asked_twice, kill_later
 from ddpkit.control.failure import record_for_launcher
 from ddpkit.control.failure_report import PROCESS, FailureReport, Reason
 from ddpkit.control.heartbeat import SILENT_SECONDS, Heartbeat
-from ddpkit.control.loader_workers import kill_workers
+from ddpkit.control.loader_workers import kill_workers, show_workers
 from ddpkit.control.rank_status import POSITION, Position, host_name, table
 from ddpkit.errors import LaunchError, RankFailedError
 from ddpkit.launch import find_launch
@@ -324,6 +324,7 @@ class Watchdog:
             self._next_warning = 2 * max(self._next_warning, self.hang_warning)
             if self.heartbeat.leads():
                 logger.warning("%s", self._all_ranks(still), main_process_only=False)
+            self._show_workers()
 
     def _all_ranks(self, still: float) -> str:
         heartbeat, ends = self.heartbeat, self.hang_timeout and self.guest is None
@@ -345,6 +346,11 @@ class Watchdog:
         with contextlib.suppress(OSError):
             os.write(2, f"\nrank {self.rank}: where all threads are:\n".encode())
             faulthandler.dump_traceback(file=2, all_threads=True)
+        self._show_workers()
+
+    def _show_workers(self) -> None:
+        if self.position.is_at_loader():
+            show_workers()
 
     def _end(self, text: str | None) -> None:
         """End the process, whatever its main thread is doing; say why last, if there is something to say."""

@@ -12,7 +12,7 @@ import time
 import pytest
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from ddpkit.control.loader_workers import deaf_signals, kill_workers, start_loading, where_workers_are
+from ddpkit.control.loader_workers import deaf_signals, kill_workers, show_workers, start_loading
 
 
 class Looking(Dataset):
@@ -37,16 +37,18 @@ class Looking(Dataset):
 
 
 @pytest.mark.parametrize("context", ["fork", "spawn", "forkserver"])
-def test_workers_are_deaf_answer_and_end(context):
+def test_workers_are_deaf_answer_and_end(context, capfd):
     loader = DataLoader(Looking(), batch_size=None, num_workers=1, multiprocessing_context=context)
     batches = start_loading(loader)
     [process] = batches._workers
     assert next(batches) == [process.pid, -signal.SIGTERM, -signal.SIGTERM], "what a worker starts is not deaf"
     end = time.monotonic() + 20
-    while not any("in __getitem__" in line for line in where_workers_are()) and time.monotonic() < end:
-        time.sleep(0.1)
-    [said] = [line for line in where_workers_are() if f"pid {process.pid}" in line]
-    assert "test_loader_workers.py:" in said
+    said = ""
+    while "in __getitem__" not in said and time.monotonic() < end:
+        show_workers()
+        said = capfd.readouterr().err
+    stack = said.partition(f"A worker of the loader (pid {process.pid}) is here:")[2]
+    assert 'test_loader_workers.py", line' in stack
     kill_workers()
     process.join(10)
     assert process.exitcode in {-signal.SIGKILL, 255}

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from ddpkit import optim
 from ddpkit.base import SignalListener
-from ddpkit.control.loader_workers import kill_workers, start_loading, where_workers_are
+from ddpkit.control.loader_workers import start_loading
 from ddpkit.control.rank_status import Position, RankStatus, look_at, table
 from ddpkit.optim import take_step
 
@@ -155,37 +155,6 @@ def test_the_table_names_the_guilty_first_and_the_waiting_in_one_line():
         "rank 4 (b, pid 34): silent for 12 s, last outside of fit",
         "rank 0-2, 5: in TRAIN of epoch 2 at step 9, for 31 s waiting for other ranks at train.py:1 in main",
     ]
-
-
-class Sleepy(Dataset):
-    """Falls asleep over one of its items."""
-
-    def __len__(self):
-        return 8
-
-    def __getitem__(self, index):
-        if index == 5:
-            time.sleep(1000)
-        return index
-
-
-def test_a_worker_that_is_stuck_says_where_and_is_deaf_but_ends_with_its_rank():
-    batches = start_loading(DataLoader(Sleepy(), batch_size=1, num_workers=2))
-    for _ in range(3):
-        next(batches)
-    time.sleep(0.3)
-    for worker in batches._workers:
-        os.kill(worker.pid, signal.SIGTERM)  # SIGTERM, as a launcher sends to all
-    numbers = [f"(pid {worker.pid})" for worker in batches._workers]
-    end, said = time.monotonic() + 10, []
-    while time.monotonic() < end and (len(said) < 2 or not any("in __getitem__" in line for line in said)):
-        said = [line for line in where_workers_are() if any(number in line for number in numbers)]
-    assert len(said) == 2
-    assert any("test_rank_status.py:" in line and "in __getitem__" in line for line in said), said
-    kill_workers()
-    for worker in batches._workers:
-        worker.join(10)
-        assert worker.exitcode == -9
 
 
 class Decoding(Dataset):

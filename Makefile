@@ -21,10 +21,10 @@ export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test launch quick house faults lint format types layers docs check bench clean
+.PHONY: help venv demo test launch quick house faults lint format types layers docs check bench bench-peers clean
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
 
 venv: $(VENV)/.installed-dev  ## make .venv with all that development needs
 
@@ -73,6 +73,9 @@ check: $(VENV)/.installed-ecosystem lint types layers test launch docs  ## all o
 
 bench: $(VENV)/.installed-dev  ## microseconds per step above a bare PyTorch loop
 	$(BIN)/python benchmarks/loop_overhead.py
+
+bench-peers: $(VENV)/.installed-dev  ## a step in other libraries, each in an environment of its own in build/peers
+	$(BIN)/python benchmarks/peers.py
 
 clean:  ## remove what was built, cached or trained here (not .venv)
 	rm -rf build dist *.egg-info docs/_build examples/*/results

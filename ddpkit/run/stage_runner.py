@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from ddpkit.control import POSITION, PeriodicSync, Requests, exit_code
-from ddpkit.data import StreamLoader
 from ddpkit.dataloader import plan_of, set_epoch
 from ddpkit.distributed import (
     exchange,
@@ -236,8 +235,6 @@ class StageRunner:
         }
         if length is not None:
             return Feed(loader=batches, length=length, counts=counts_of(loader), **known)
-        if isinstance(loader, StreamLoader):
-            loader.keep_step = True
         if options.debug:
             batches = First(batches, max(options.debug_batches - self.progress.step + left_out, 0))
         return StreamFeed(

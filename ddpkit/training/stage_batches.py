@@ -60,8 +60,8 @@ def length_of(loader: Any) -> int | None:
         return None
 
 
-def size_of(loader: Any) -> Callable[[Any], int | None]:
-    """Return what tells the number of samples of a batch that was just read; None of one that another rank has.
+def size_of(loader: Any) -> Callable[[Any], int]:
+    """Return what tells the number of samples of a batch that was just read.
 
     Ranks: local.
     """
@@ -76,7 +76,7 @@ def counting(loader: Any) -> Callable[[int, Any], int]:
     counts = counts_of(loader)
     if counts is None:
         size = size_of(loader)
-        return lambda _, batch: size(batch) or 0
+        return lambda _, batch: size(batch)
     return lambda number, _: counts.count(number)
 
 

@@ -20,7 +20,6 @@ from ddpkit.data import streams
 from ddpkit.data.streams import StreamShard, is_batches, is_ordered, is_sharded
 from ddpkit.dataloader import Sharding, deal_batches, reshard, set_epoch, shard
 from ddpkit.errors import ConfigError, DataError
-from ddpkit.logger import get_logger
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")  # more workers than processors, for short
 
@@ -28,7 +27,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")  #
 @pytest.fixture(autouse=True)
 def _nothing_said_yet():
     """What is said once in a process may be said again."""
-    get_logger("ddpkit.data.streams")._said.clear()
+    streams._tell_dealt.cache_clear()
 
 
 class Stream(IterableDataset):
@@ -270,13 +269,14 @@ def test_streams_that_can_divide_themselves_do(files, world_size, num_workers, c
 
 def test_o11_too_few_files_are_dealt_out_by_counting(caplog):
     """Instead of leaving ranks or workers without a file; said once."""
+    caplog.set_level(logging.INFO)
     for num_workers in (0, 2):
         ranks = over(2, Files([0]), batch_size=1, num_workers=num_workers)
         assert ranks == [[[0], [2]], [[1]]]
     assert over(3, Files([0, 1]), batch_size=1) == [[[0], [10]], [[1], [11]], [[2], [12]]]
-    cannot = [message for message in caplog.messages if "cannot be cut into" in message]
-    assert len(cannot) == 3, "for 2, 4 and 3 shards"
-    assert cannot[0].startswith("Files cannot be cut into 2 shards (ranks x loader workers): it is dealt out by count")
+    told = [message for message in caplog.messages if "dealt out by counting" in message]
+    assert len(told) == 3, "by 2, 4 and 3 processes"
+    assert told[0].startswith("Files is dealt out by counting: 2 processes (ranks x loader workers) read all of it.")
 
 
 def test_shards_that_are_refused_are_counted():

@@ -4,7 +4,6 @@ from ddpkit.data.likeness import (
     Sketch as Sketch,
     require_alike as require_alike,
     sketch as sketch,
-    warn_if_alike as warn_if_alike,
 )
 from ddpkit.data.permutation import (
     Order as Order,

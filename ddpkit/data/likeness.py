@@ -31,9 +31,10 @@ logger = get_logger(__name__)
 MOST_ITEMS = 8  # that are looked at
 _MOST_LEAVES, _MOST_ENTRIES, _MOST_DEPTH = 64, 8, 6  # of an item
 _MOST_VALUES = 16  # of an array of floats
-_LONGEST_TEXT = 60
+_LONGEST_TEXT, _LONGEST_SHOWN = 60, 20
 _CLOSE = 1e-3  # of the mean size of an array: other processors round in other ways
 _NUMBER, _FLOAT, _SHAPE, _TEXT = "number", "float", "shape", "text"
+_NONE = ("", "nothing")
 
 Sketch = dict[str, tuple[str, Any]]
 Sketches = list[Sketch]
@@ -145,9 +146,9 @@ def _of_array(value: Any, path: str) -> Iterator[tuple[str, tuple[str, Any]]]:
 
 
 def _short(value: Any) -> str:
-    """Return a text itself if it is short, else a digest."""
+    """Return a text itself if it is short, else a digest; of a path its last part, as folders may differ."""
     if not isinstance(value, bytes):
-        text = str(value)
+        text = str(value).rpartition("/")[2]
         if len(text) <= _LONGEST_TEXT:
             return text
         value = text.encode(errors="surrogatepass")
@@ -157,12 +158,12 @@ def _short(value: Any) -> str:
 # ------------------------------------------------------------------------------------------- what they say
 
 
-def judge(firsts: Sequence[Sketches], again: Sequence[Sequence[Sketches] | None]) -> tuple[Likeness, str]:
+def judge(firsts: Sequence[Sketches], again: Sequence[Sequence[Sketches]] = ()) -> tuple[Likeness, str]:
     """Say whether the ranks read the same.
 
     Args:
         firsts: the first items of each rank.
-        again: the first items of each rank on each further reading; None if a rank cannot read again.
+        again: the first items of each rank on each further reading; empty if some rank cannot read again.
 
     Returns:
         The answer; and the place in the items that differs, empty if they are equal.
@@ -170,60 +171,40 @@ def judge(firsts: Sequence[Sketches], again: Sequence[Sequence[Sketches] | None]
     Ranks: local; alike on every rank.
 
     Example:
-        >>> judge([[sketch(1), sketch(3)], [sketch(2), sketch(4)]], [None, None])[0]
+        >>> judge([[sketch(1), sketch(3)], [sketch(2), sketch(4)]])[0]
         <Likeness.DIFFERENT: 'the ranks read different data'>
     """
-    tables = [_Table(one) for one in firsts]
-    places = list(dict.fromkeys(place for table in tables for place in table.places))
-    differing = [place for place in places if not all(table.is_like(tables[0], place) for table in tables)]
-    if len({table.size for table in tables}) > 1:
+    if len({len(items) for items in firsts}) > 1:
         return Likeness.DIFFERENT, ""
+    differing = _differing(firsts)
     if not differing:
         return Likeness.SAME, ""
-    known = all(one for one in again)
-
-    def is_steady(place: str) -> bool:
-        pairs = zip(tables, again, strict=True)
-        return known and all(_Table(each).is_like(table, place) for table, one in pairs for each in one or ())
-
-    # Something else that tells the items apart and is the same on all ranks: they are the same items.
-    others = [place for place in places if place not in differing and (is_steady(place) or not known)]
-    found = max((tables[0].kinds_of(place) for place in others), default=1)
-    has_witness, has_names = found > 1, found > tables[0].size // 2
-    steady = [place for place in differing if is_steady(place)]
-    numbers = [place for place in steady if tables[0].kind(place) != _TEXT]
-    discrete = [place for place in differing if tables[0].kind(place) in {_NUMBER, _TEXT}]
-    if numbers or (steady and not has_names):
-        return Likeness.DIFFERENT, (numbers or steady)[0]
-    if has_witness:
-        return (Likeness.OPEN if steady or not known else Likeness.SAME), (steady or differing)[0]
-    return (Likeness.DIFFERENT, discrete[0]) if discrete else (Likeness.OPEN, differing[0])
+    pairs = zip(firsts, again, strict=False)
+    noise = {place for first, later in pairs for place in _differing([first, *later])}
+    steady = [place for place in differing if place not in noise]
+    if again and steady:
+        return Likeness.DIFFERENT, steady[0]
+    # Something that tells the items apart and is the same on all ranks: they are the same items.
+    alike = {place for item in firsts[0] for place in item} - noise - {*differing}
+    if any(len({repr(item.get(place)) for item in firsts[0]}) > 1 for place in alike):
+        return Likeness.SAME if again else Likeness.OPEN, differing[0]
+    for place in differing:
+        if any(item.get(place, _NONE)[0] in {_NUMBER, _TEXT} for item in firsts[0]):
+            return Likeness.DIFFERENT, place
+    return Likeness.OPEN, differing[0]
 
 
-class _Table:
-    """A reading by place: what stands there in each item."""
-
-    def __init__(self, reading: Sketches) -> None:
-        self.reading, self.size = reading, len(reading)
-        self.places = list(dict.fromkeys(place for one in reading for place in one))
-
-    def column(self, place: str) -> list[tuple[str, Any] | None]:
-        return [one.get(place) for one in self.reading]
-
-    def kind(self, place: str) -> str:
-        return next((leaf[0] for leaf in self.column(place) if leaf is not None), _SHAPE)
-
-    def is_like(self, other: _Table, place: str) -> bool:
-        pairs = zip(self.column(place), other.column(place), strict=False)
-        return self.size == other.size and all(_alike(one, another) for one, another in pairs)
-
-    def kinds_of(self, place: str) -> int:
-        """Return how many different values there are."""
-        return len({repr(leaf) for leaf in self.column(place)})
+def _differing(readings: Sequence[Sketches]) -> list[str]:
+    """Return the places in the items at which readings differ from the first one."""
+    places = dict.fromkeys(place for reading in readings for item in reading for place in item)
+    pairs = [pair for reading in readings[1:] for pair in zip(readings[0], reading, strict=False)]
+    return [
+        place for place in places if not all(_alike(one.get(place, _NONE), two.get(place, _NONE)) for one, two in pairs)
+    ]
 
 
-def _alike(one: tuple[str, Any] | None, other: tuple[str, Any] | None) -> bool:
-    if one is None or other is None or one[0] != _FLOAT or other[0] != _FLOAT:
+def _alike(one: tuple[str, Any], other: tuple[str, Any]) -> bool:
+    if one[0] != _FLOAT or other[0] != _FLOAT:
         return one == other
     values, others = np.array(one[1]), np.array(other[1])
     if values.shape != others.shape:
@@ -234,21 +215,16 @@ def _alike(one: tuple[str, Any] | None, other: tuple[str, Any] | None) -> bool:
 
 
 def require_alike(
-    first: FirstItems | None,
-    read_again: Callable[[], Sequence[Sketches] | None],
-    words: str,
-    site: str,
-    *,
-    reads_more: bool = False,
+    first: FirstItems | None, read_again: Callable[[], Sequence[Sketches] | None], words: str, site: str
 ) -> None:
     """Compare the first items of all ranks; if they are not the same, stop on every rank.
 
     Args:
         first: this rank's first items; None if unknown.
-        read_again: reads them again, a few times; returns None if that is impossible. Called only if they differ.
+        read_again: reads them again, perhaps more of them, a few times; returns None if that is impossible. Called only
+            if they differ.
         words: what differs, and what to do, for the message.
         site: names the comparison.
-        reads_more: ``read_again`` reads more items, so that its first reading replaces ``first``.
 
     Raises:
         RankMismatchError: the ranks read different data; raised on every rank. If uncertain, only a warning.
@@ -263,16 +239,14 @@ def require_alike(
     if None in digests or len(set(digests)) == 1 or first is None:
         return
     everybody = exchange(first, f"{site}, in detail")
-    if len({one.place for one in everybody}) > 1:
-        return
-    readings = [one.sketches for one in everybody]
-    if judge(readings, [None] * len(readings))[0] is Likeness.SAME:  # but for rounding
+    readings, later = [one.sketches for one in everybody], []
+    if len({one.place for one in everybody}) > 1 or judge(readings)[0] is Likeness.SAME:  # but for rounding
         return
     again = exchange(read_again(), f"{site}, once more")
     known = [one for one in again if one]
-    if reads_more and len(known) == len(again):
-        readings, again = [one[0] for one in known], [one[1:] for one in known]
-    answer, place = judge(readings, again)
+    if len(known) == len(again):
+        readings, later = [one[0] for one in known], [one[1:] for one in known]
+    answer, place = judge(readings, later)
     if answer is Likeness.SAME:
         return
     message = f"{words} ({_difference(readings, place)})"
@@ -281,39 +255,14 @@ def require_alike(
     logger.warning_once("This may be wrong. %s.", message)
 
 
-def warn_if_alike(first: Sketch | None, words: str, site: str) -> None:
-    """Warn if all ranks have read the same, where each was to read something of its own.
-
-    Args:
-        first: what this rank has read; None if nothing.
-        words: the problem and its remedy.
-        site: names the comparison.
-
-    Ranks: collective (over the store).
-
-    Example:
-        >>> warn_if_alike(sketch(3), "all of it comes twice", "example")
-    """
-    found = exchange(hashlib.blake2b(repr(first).encode(), digest_size=16).hexdigest() if first else None, site)
-    if len(found) > 1 and None not in found and len(set(found)) == 1:
-        logger.warning_once("%s", words)
-
-
 def _difference(readings: Sequence[Sketches], place: str) -> str:
     """Show what two ranks have at a place."""
-    tables = [_Table(one) for one in readings]
-    if len({table.size for table in tables}) > 1:
-        sizes = ", ".join(f"{table.size} on rank {rank}" for rank, table in enumerate(tables[:MOST_ITEMS]))
-        return f"of {MOST_ITEMS} first items there are {sizes}"
-    other = next(rank for rank, table in enumerate(tables) if not table.is_like(tables[0], place))
-    shown = "; ".join(f"{_in_words(tables[rank].column(place))} on rank {rank}" for rank in (0, other))
-    return f"{repr(place) if place else 'the items'} of them, one after the other: {shown}"
-
-
-def _in_words(column: list[tuple[str, Any] | None]) -> str:
-    values = ["nothing" if leaf is None else leaf[1] for leaf in column[:4]]
-    shown = [
-        ", ".join(f"{number:.4g}" for number in value[:2]) if isinstance(value, list) else str(value)
-        for value in values
-    ]
-    return " | ".join(shown) + (" | ..." if len(column) > len(shown) else "")
+    sizes = [f"{len(items)} on rank {rank}" for rank, items in enumerate(readings)]
+    if len({len(items) for items in readings}) > 1:
+        return f"of {MOST_ITEMS} first items there are {', '.join(sizes[:MOST_ITEMS])}"
+    other = next(rank for rank, items in enumerate(readings) if place in _differing([readings[0], items]))
+    shown = []
+    for rank in (0, other):
+        values = [str(item.get(place, _NONE)[1])[:_LONGEST_SHOWN] for item in readings[rank][:4]]
+        shown.append(f"{' | '.join(values)} | on rank {rank}")
+    return f"{place or 'the items'}, one after the other: {'; '.join(shown)}"

@@ -190,12 +190,12 @@ class StreamShard(IterableDataset[Any], Source):
         return own, read
 
     def read_again(self) -> list[Sketches] | None:
-        """Read the first items twice more, of a copy; return sketches of them, or None where that cannot be done."""
+        """Read the first items three times, of a copy; return sketches of them, or None where that cannot be done."""
         number, found = min(MOST_ITEMS, self.block_size), []
         try:
             with self._read_alike():
                 whole = copy.deepcopy(self.whole)
-            for _ in range(2):
+            for _ in range(3):
                 with self._read_alike():
                     found.append([sketch(item) for item in itertools.islice(iter(whole), number)])
         except Exception:  # a file or a connection that cannot be copied, whatever that raises
@@ -280,7 +280,7 @@ class StreamLoader(DataLoader[Any]):
         return {name: digest} if digest else {}
 
     def read_again(self) -> list[Sketches] | None:
-        """Read the first items twice more; return sketches of them, or None where that cannot be done."""
+        """Read the first items again, three times; return sketches of them, or None where that cannot be done."""
         return self._source.read_again() if isinstance(self._source, StreamShard) else None
 
     def size_of(self, batch: Any) -> int:

@@ -14,10 +14,7 @@ from ddpkit.data import (
     StreamLoader,
     first_samples,
     guess_batch_size,
-    is_sharded,
     require_alike,
-    sketch,
-    warn_if_alike,
 )
 from ddpkit.dataloader import LoopedLoader, plan_of
 from ddpkit.distributed import get_world_size
@@ -124,7 +121,6 @@ def compare_first_samples(name: str, loader: Any) -> None:
         "all files, in the same order (sort a list of files), and seed what is random. If each rank shall keep files "
         "of its own, give a DataLoader of them with `loader.is_sharded = True`",
         f"the first samples of {name}",
-        reads_more=True,
     )
 
 
@@ -146,9 +142,7 @@ def compared(loader: Any, stage: Stage) -> Iterable[Any]:
     """
     inner = loader.loader if isinstance(loader, LoopedLoader) else loader
     if isinstance(inner, StreamLoader) and inner.is_dealt:
-        return _Checked(loader, lambda _: _require_same_items(inner, stage))
-    if get_world_size() > 1 and isinstance(inner, StreamLoader) and is_sharded(inner.whole):
-        return _Checked(loader, lambda first: _warn_of_same_batch(inner, first, stage))
+        return _Checked(loader, inner, stage)
     batches: Iterable[Any] = loader
     return batches
 
@@ -156,28 +150,17 @@ def compared(loader: Any, stage: Stage) -> Iterable[Any]:
 class _Checked:
     """The batches of a loader; after the first batch the ranks compare their data."""
 
-    def __init__(self, loader: Iterable[Any], check: Callable[[list[Any]], None]) -> None:
-        self.loader, self.check = loader, check
+    def __init__(self, loader: Iterable[Any], inner: StreamLoader, stage: Stage) -> None:
+        self.loader, self.inner, self.stage = loader, inner, stage
 
     def __iter__(self) -> Iterator[Any]:
         return self._batches(iter(self.loader))
 
     def _batches(self, batches: Iterator[Any]) -> Iterator[Any]:
         first = list(itertools.islice(batches, 1))
-        self.check(first)
+        _require_same_items(self.inner, self.stage)
         yield from first
         yield from batches
-
-
-def _warn_of_same_batch(inner: StreamLoader, first: list[Any], stage: Stage) -> None:
-    number = get_world_size()
-    warn_if_alike(
-        sketch(first[0]) if first else None,
-        f"{stage.name}: {type(inner.whole).__name__} is said to divide itself over the ranks, and all {number} have "
-        f"read the same first batch: its items seem to come {number} times. Let it divide itself (a pipeline of "
-        "webdataset: nodesplitter=webdataset.split_by_node), or leave `is_sharded` out, and it is divided here.",
-        f"the first batch of {stage.name}",
-    )
 
 
 def _require_same_items(inner: StreamLoader, stage: Stage) -> None:

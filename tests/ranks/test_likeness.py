@@ -188,16 +188,6 @@ def test_a_stream_of_which_only_noise_is_seen_is_warned_of(ranks):
     assert any("This may be wrong" in text for _, warnings in results for text in warnings)
 
 
-class CalledDivided(Stream):
-    is_sharded = True
-
-
-def test_a_stream_that_does_not_divide_itself_though_it_says_so_is_warned_of(ranks):
-    results = ranks.run(train_on, CalledDivided, 0, "fit", world_size=2)
-    assert [len(found) for found, _ in results] == [2 * SIZE] * 2, "every rank has read all of it"
-    assert any("have read the same first batch" in text for _, warnings in results for text in warnings)
-
-
 # ------------------------------------------------------------------------------------- loaders and datasets
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -25,8 +24,8 @@ class Pretrainer:
     by name, with a warning for each parameter that only one side has; else as from a checkpoint.
 
     Args:
-        collect_in: a folder that gets a link ``<name>.ckpt`` to each file. A file of that name that is there already
-            is taken instead of the source; a link, such as SpeechBrain's, only where the source is on a hub.
+        collect_in: a folder whose file ``<name>.ckpt``, if there is one, is taken instead of the source; a link, such
+            as SpeechBrain's, only where the source is on a hub. Nothing is written there.
         loadables: objects by name.
         paths: files by name.
         custom_hooks: by name; called with the object and the path.
@@ -59,7 +58,7 @@ class Pretrainer:
         self.set_collect_in(collect_in)
 
     def set_collect_in(self, path: str | Path | None) -> None:
-        """Choose the folder of the links; None: files are loaded from where they are."""
+        """Choose the folder whose files take the place of sources; None: files are loaded from where they are."""
         self.collect_in = None if path is None else Path(path)
         self._collected.clear()
 
@@ -90,7 +89,7 @@ class Pretrainer:
         return bool(condition() if callable(condition) else condition)
 
     def collect_files(self, default_source: str | Path | None = None) -> dict[str, Path]:
-        """Find the file of each object, and link it into ``collect_in``.
+        """Find the file of each object.
 
         Args:
             default_source: a folder with ``<name>.ckpt`` for objects without a path.
@@ -101,10 +100,9 @@ class Pretrainer:
         Raises:
             ConfigError: an object has no path, and there is no ``default_source``.
             MissingFileError: a source is not on disk, such as the address of a page or a name on a hub.
-            ConfigError: ``collect_in`` cannot be written to.
 
-        Ranks: all, or the main process alone, also as ``run_on_main(pretrainer.collect_files)``. The main process looks
-        and links; where it fails, all ranks that call raise.
+        Ranks: all, or, if every object has a path, the main process alone, as in
+        ``run_on_main(pretrainer.collect_files)``. The main process looks; where it fails, all ranks that call raise.
         """
         found = run_on_main(self._collect, [default_source]) or {}
         self._collected.update(found)
@@ -130,8 +128,7 @@ class Pretrainer:
 
     def _collect(self, default_source: str | Path | None) -> dict[str, Path]:
         names = [name for name in self.loadables if self.is_loadable(name)]
-        found = {name: self._find(name, self._source(name, default_source)) for name in names}
-        return found if self.collect_in is None else {name: self._link(name, path) for name, path in found.items()}
+        return {name: self._find(name, self._source(name, default_source)) for name in names}
 
     def _source(self, name: str, default_source: str | Path | None) -> str:
         if name in self.paths:
@@ -155,34 +152,14 @@ class Pretrainer:
             f"first and give its path{place}."
         )
 
-    def _link(self, name: str, path: Path) -> Path:
-        folder = Path(self.collect_in or ".")
-        link = folder / f"{name}{PARAMFILE_EXT}"
-        if link.exists() and link.samefile(path):
-            return link
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            beside = folder / f".{link.name}.{os.getpid()}"
-            beside.symlink_to(path)
-            beside.replace(link)
-        except OSError as error:
-            raise ConfigError(
-                f"Pretrainer: no link can be made in collect_in={str(folder)!r}: {error.strerror}. Choose a folder "
-                "that can be written to, or leave collect_in out."
-            ) from error
-        return link
-
     def _file(self, name: str) -> Path:
-        """Return the file to load: as collected here, else the source itself, else what the main process has linked."""
+        """Return the file to load: as collected here, else what the path names."""
         collected = self._collected.get(name)
         if collected is not None and collected.is_file():
             return collected
-        if name in self.paths:  # the link may be of an earlier run
-            return self._find(name, self._source(name, None))
-        linked = None if self.collect_in is None else self.collect_in / f"{name}{PARAMFILE_EXT}"
-        if linked is None or not linked.is_file():
+        if name not in self.paths:
             raise ConfigError(f"Pretrainer: the file of {name!r} is not known here: call collect_files on every rank.")
-        return linked
+        return self._find(name, self._source(name, None))
 
     def _hook(self, name: str) -> Callable[[Any, Path], object]:
         obj = self.loadables[name]

@@ -8,9 +8,10 @@ A checkpoint holds what SpeechBrain's files hold, and either reads the other's. 
 schedule was made with stays as the recipe says now. With ``--lr_scaling`` the groups hold the recipe's own rates, as
 always: nothing here multiplies.
 
-Of SpeechBrain's names ``CyclicCosineScheduler``, ``InverseSquareRootScheduler``, ``LinearNoamScheduler``,
-``NoamIntervalScheduler``, ``TriStageLRSchedule``, ``WarmCoolDecayLRSchedule`` and ``ScheduledLoss`` are not here: keep
-SpeechBrain's own, which ddpkit saves and resumes too, or take one of torch.
+Of SpeechBrain's names ``CyclicCosineScheduler``, ``IntervalScheduler``, ``InverseSquareRootScheduler``,
+``LinearNoamScheduler``, ``LinearWarmupScheduler``, ``NoamIntervalScheduler``, ``TriStageLRSchedule``,
+``WarmCoolDecayLRSchedule`` and ``ScheduledLoss`` are not here: keep SpeechBrain's own, which ddpkit saves and resumes too,
+or take one of torch.
 
 Ranks: all of it is local; with the same values on every rank, as stage losses are, the rates are the same.
 """
@@ -30,9 +31,7 @@ from ddpkit.logger import get_logger
 
 __all__ = [
     "CyclicLRScheduler",
-    "IntervalScheduler",
     "LinearScheduler",
-    "LinearWarmupScheduler",
     "NewBobScheduler",
     "NoamScheduler",
     "ReduceLROnPlateau",
@@ -297,14 +296,12 @@ class _OfSteps(_Saved):
         setattr(self, self._counter, step)
         self.current_lr = float(opt.param_groups[0]["lr"])
         rate = self._rate(step)
-        if rate is None:
-            return self.current_lr, self.current_lr
         for group in opt.param_groups:
             _set_rate(group, rate)
         return self.current_lr, rate
 
-    def _rate(self, step: int) -> float | None:
-        """Return the rate that the call of this number sets; None: none."""
+    def _rate(self, step: int) -> float:
+        """Return the rate that the call of this number sets."""
         raise NotImplementedError
 
 
@@ -341,48 +338,6 @@ class NoamScheduler(_OfSteps):
 
     def _rate(self, step: int) -> float:
         return self.lr_initial * self.normalize * min(1 / math.sqrt(step), step / math.pow(self.n_warmup_steps, 1.5))
-
-
-class LinearWarmupScheduler(_OfSteps):
-    """Warms up linearly from 0, then goes back to 0 linearly.
-
-    Args:
-        initial_value: the highest rate.
-        num_warmup_steps: after which it is reached.
-        num_training_steps: after which the rate is 0.
-
-    Ranks: local.
-
-    State: the number of calls is saved.
-
-    Example:
-        >>> scheduler = LinearWarmupScheduler(1.0, 2, 4)
-        >>> [scheduler.calculate_lr(step) for step in range(5)]
-        [0.0, 0.5, 1.0, 0.5, 0.0]
-    """
-
-    _counter = "current_step"
-    _progress = ("current_step",)
-    _settings = ("initial_value", "num_warmup_steps", "num_training_steps")
-
-    def __init__(self, initial_value: float, num_warmup_steps: int, num_training_steps: int) -> None:
-        super().__init__(initial_value)
-        self.initial_value, self.num_warmup_steps = initial_value, num_warmup_steps
-        self.num_training_steps = num_training_steps
-
-    def calculate_lr(self, current_step: int) -> float:
-        """Return the rate after so many steps.
-
-        Args:
-            current_step: optimizer steps done.
-        """
-        if current_step < self.num_warmup_steps:
-            return self.initial_value * current_step / self.num_warmup_steps
-        left = self.num_training_steps - current_step
-        return self.initial_value * max(0.0, left / max(1, self.num_training_steps - self.num_warmup_steps))
-
-    def _rate(self, step: int) -> float:
-        return self.calculate_lr(step)
 
 
 class WarmAndExpDecayLRSchedule(_OfSteps):
@@ -422,31 +377,6 @@ class WarmAndExpDecayLRSchedule(_OfSteps):
             return self.base_lr * done / self.n_warmup_steps
         decayed = math.pow(self.decay_factor, (done - self.n_warmup_steps) / max(1, self.decay_steps))
         return self.base_lr * min(1.0, decayed)
-
-
-class IntervalScheduler(_OfSteps):
-    """Sets given rates after given numbers of steps.
-
-    Args:
-        intervals: dicts with ``steps`` and the ``lr`` from then on. Before the first one nothing is changed.
-
-    Ranks: local.
-
-    State: the number of calls is saved.
-
-    Example:
-        >>> sgd = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-        >>> scheduler = IntervalScheduler([{"steps": 2, "lr": 0.5}, {"steps": 4, "lr": 0.1}])
-        >>> [scheduler(sgd)[1] for _ in range(4)]
-        [1.0, 0.5, 0.5, 0.1]
-    """
-
-    def __init__(self, intervals: Sequence[Mapping[str, float]]) -> None:
-        super().__init__(0.0)
-        self.intervals = sorted(intervals, key=lambda one: one["steps"])
-
-    def _rate(self, step: int) -> float | None:
-        return next((one["lr"] for one in reversed(self.intervals) if one["steps"] <= step), None)
 
 
 class CyclicLRScheduler(_OfSteps):

@@ -67,7 +67,7 @@ speechbrain.dataio.dataloader ddpkit.dataloader: make_dataloader
 speechbrain.dataio.sampler ddpkit.sampler: BalancingDataSampler ConcatDatasetBatchSampler DistributedSamplerWrapper
 speechbrain.dataio.sampler ddpkit.sampler: DynamicBatchSampler ReproducibleRandomSampler
 speechbrain.dataio.sampler ddpkit.sampler: ReproducibleWeightedRandomSampler
-speechbrain.nnet.schedulers ddpkit.schedulers: CyclicLRScheduler IntervalScheduler LinearScheduler LinearWarmupScheduler
+speechbrain.nnet.schedulers ddpkit.schedulers: CyclicLRScheduler LinearScheduler
 speechbrain.nnet.schedulers ddpkit.schedulers: NewBobScheduler NoamScheduler ReduceLROnPlateau StepScheduler
 speechbrain.nnet.schedulers ddpkit.schedulers: WarmAndExpDecayLRSchedule update_learning_rate
 """

@@ -33,7 +33,6 @@ def transfer_everywhere(folder):
 def test_every_rank_loads_what_the_main_process_collected(ranks, tmp_path, way):
     torch.save({"weight": torch.full((1, 2), 3.0), "bias": torch.zeros(1)}, tmp_path / "best.pt")
     assert ranks.run(way, tmp_path) == [[[3.0, 3.0]]] * 2
-    assert [path.name for path in (tmp_path / "links").iterdir()] == ["model.ckpt"]
 
 
 @pytest.mark.parametrize("way", [transfer_on_main, transfer_everywhere])

@@ -10,8 +10,8 @@ always: nothing here multiplies.
 
 Of SpeechBrain's names ``CyclicCosineScheduler``, ``IntervalScheduler``, ``InverseSquareRootScheduler``,
 ``LinearNoamScheduler``, ``LinearWarmupScheduler``, ``NoamIntervalScheduler``, ``TriStageLRSchedule``,
-``WarmCoolDecayLRSchedule`` and ``ScheduledLoss`` are not here: keep SpeechBrain's own, which ddpkit saves and resumes too,
-or take one of torch.
+``WarmCoolDecayLRSchedule`` and ``ScheduledLoss`` are not here: keep SpeechBrain's own, which ddpkit saves and resumes
+too, or take one of torch.
 
 Ranks: all of it is local; with the same values on every rank, as stage losses are, the rates are the same.
 """

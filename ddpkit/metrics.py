@@ -629,6 +629,16 @@ class LossMeter:
         """
         self.load_state_dict({"added": [loss_sum, count, float(nonfinite)], "samples": samples})
 
+    def copy(self) -> LossMeter:
+        """Return a meter with the same losses. Does not wait for the device.
+
+        Ranks: local.
+        """
+        copied = LossMeter()
+        copied.samples, copied._host, copied._partial = self.samples, self._host, self._partial
+        copied._means, copied._sums = list(self._means), list(self._sums)
+        return copied
+
     def state_dict(self) -> dict[str, Any]:
         """Return all that is needed to go on to the last bit: the order in which numbers are added up is part of it.
 

@@ -184,8 +184,7 @@ class RankState:
         progress = self.progress
         if not self.is_inside_batch or progress.result is None or progress.result_at != progress.step:
             return progress.meter
-        meter, window, result = LossMeter(), progress.window, progress.result
-        meter.load_state_dict(progress.meter.state_dict())
+        meter, window, result = progress.meter.copy(), progress.window, progress.result
         if isinstance(result, tuple):
             meter.append_sum(*result)
         else:

@@ -44,7 +44,7 @@ class Progress:
         began_at: updates before the current epoch.
         is_in_pass: whether a training stage is reading its batches.
         window_end: batches of the current or last training stage up to the end of the last window, stepped or skipped.
-        train_meter: losses of the training stage of this epoch on this rank; None before it.
+        train_meter: losses of the training stage of this epoch on this rank, up to ``window_end``; None before it.
         train_sums: their sum over all ranks, its weight, and the samples; None until that stage is over.
         avg_train_loss: mean training loss of the epoch so far, over all ranks, about a second old.
         is_fitting: whether a call of ``fit`` runs: then a recovered checkpoint sets the position.
@@ -191,6 +191,7 @@ def train_epoch(
         if not window.closes:
             continue
         progress.window_end = progress.step
+        progress.train_meter = meter if feed.factor == 1 else meter.copy()  # without the next window's first batches
         if on_window is not None:
             on_window()
         if progress.step >= sync.due:

@@ -89,10 +89,18 @@ def test_a_signal_asks_for_a_checkpoint_and_the_training_goes_on(tmp_path):
 @pytest.mark.parametrize("factor", [1, 3])
 @pytest.mark.parametrize(
     ("fails_at", "redone"),
-    [(("TRAIN", 2, 7), {1: 0, 3: 0}), (("VALID", 2), {1: 0, 3: 0}), (("TRAIN", 3, 2), {1: 0, 3: 1})],
+    [
+        (("TRAIN", 2, 7), {1: 0, 3: 0}),
+        (("TRAIN", 2, 9), {1: 0, 3: 2}),
+        (("VALID", 2), {1: 0, 3: 0}),
+        (("TRAIN", 3, 2), {1: 0, 3: 1}),
+    ],
 )
 def test_a_failure_loses_no_step_where_it_is_asked_for(tmp_path, fails_at, redone, factor):
-    """The model draws nothing at random, so what goes on is the same run; all that was stepped on is there."""
+    """The model draws nothing at random, so what goes on is the same run; all that was stepped on is there.
+
+    Batches of a window that is not whole are trained, and counted, once more.
+    """
     options = {"grad_accumulation_factor": factor}
     whole = run(tmp_path / "whole", **options)
     failed = run(tmp_path / "failed", fails_at=fails_at, saves=True, ckpt_on_error=True, **options)

@@ -406,10 +406,9 @@ class Brain(_Typed):
         self.__run.policy.recover(self.modules)
 
     def on_evaluate_start(self, max_key: str | None = None, min_key: str | None = None) -> None:
-        """Recover this run's best checkpoint by a key of its meta, or its newest.
+        """Recover the best checkpoint by a key of its meta, or the newest.
 
-        Checkpoints of another run in the same folder do not count. In a process that does not train, the run is the one
-        that has saved last, and a path given as the option ``resume`` is evaluated whatever the keys say.
+        In a process that does not train, a path given as the option ``resume`` is evaluated whatever the keys say.
 
         Args:
             max_key: the checkpoint with the highest value of this key.

@@ -167,8 +167,8 @@ class Checkpointer:
         on_error: ``"stop"``: a save that fails raises. ``"warn"``: it is warned of on the main process, and training
             goes on with the checkpoints that were there before; what could never be saved is an error all the same.
         resume: what :meth:`recover_if_possible` loads if it is not asked for anything else: ``"auto"`` (the newest that
-            is whole), ``"never"`` (none), or the path of a checkpoint, in whatever folder. The Brain sets it from the
-            option while ``fit`` begins.
+            is whole), ``"never"`` (none), the path of a checkpoint, in whatever folder, or what :meth:`named` has
+            returned. The Brain sets it from the option while ``fit`` begins.
         last_loaded: the directory of the last load; None: none yet.
         not_taken: names of its entries that no recoverable has loaded, sorted.
         around_save: returns a context for every save; called with whether an epoch has ended.
@@ -211,7 +211,7 @@ class Checkpointer:
         self.asynchronous = False
         self.on_error: Literal["stop", "warn"] = "stop"
         self.load_mode: LoadMode = "all"
-        self.resume = "auto"
+        self.resume: str | Checkpoint = "auto"
         self.last_loaded: Path | None = None
         self.not_taken: tuple[str, ...] = ()
         self.around_save: Callable[[bool], AbstractContextManager[None]] = lambda _: contextlib.nullcontext()
@@ -221,7 +221,6 @@ class Checkpointer:
         self._memory = SnapshotMemory()
         self._background = BackgroundSave()
         weakref.finalize(self, self._background.close)
-        self._of_others: set[Path] = set()
         self._rankings: list[Selection] = []  # of the last retention that had a key
         if recoverables is not None:
             self.add_recoverables(recoverables)
@@ -453,7 +452,7 @@ class Checkpointer:
         if self.resume == "auto" or any(asked):
             checkpoint = self.find_checkpoint(*asked)
         else:
-            checkpoint = checkpoint_work_on_main(self._named, Path(self.resume).absolute())
+            checkpoint = self.named(self.resume) if isinstance(self.resume, str) else self.resume
         if checkpoint is not None:
             self._load(checkpoint)
         elif key := max_key or min_key:
@@ -483,6 +482,19 @@ class Checkpointer:
         else:
             self._require_whole(checkpoint)
         self._load(checkpoint)
+
+    def named(self, path: str | os.PathLike[str]) -> Checkpoint:
+        """Return the checkpoint that a path names, in whatever folder.
+
+        Args:
+            path: of its directory.
+
+        Raises:
+            CheckpointError: there is none, or it is damaged.
+
+        Ranks: as :meth:`find_checkpoint`.
+        """
+        return checkpoint_work_on_main(self._named, Path(path).absolute())
 
     def list_checkpoints(self) -> list[Checkpoint]:
         """List all checkpoints that can be read, in no order of merit and without verifying their files.
@@ -580,15 +592,25 @@ class Checkpointer:
             if is_held and if_main_process():  # else it is a save in the background that holds it
                 lock.release()
 
-    def leave_alone(self, paths: Iterable[Path]) -> None:
-        """Name the checkpoints of other runs: retention does not count them, and does not delete them.
+    def set_aside(self, start: Checkpoint | None) -> None:
+        """Move what a run that begins at ``start`` does not go on from out of the way, and say where it is.
 
         Args:
-            paths: their directories; they replace the paths of earlier calls.
+            start: a checkpoint; if it is in this folder, what was saved before stays too. None: all is moved.
+
+        Raises:
+            CheckpointError: another run holds the folder, or one cannot be moved.
 
         Ranks: main only.
         """
-        self._of_others = set(paths)
+        found, folder = self.list_checkpoints(), self._folder()
+        if start in found:
+            found = [one for one in found if ckpt_recency(one) > ckpt_recency(start)]
+        if found:
+            with folder.lock.hold():
+                aside = folder.set_aside(found)
+            words = "%d checkpoint(s) of before are not of this run: they are in %s now."
+            logger.warning(words, len(found), shown_path(aside))
 
     def best_of(self, checkpoints: Iterable[Checkpoint]) -> Checkpoint | None:
         """Return the best checkpoint by the keys of the last retention that had any.
@@ -683,9 +705,7 @@ class Checkpointer:
 
     def _folder(self) -> CheckpointFolder:
         lock, world_size = self._folder_lock(), get_world_size()
-        return CheckpointFolder(
-            self.checkpoints_dir, self._ledger, lock, self.verify_mode, self.on_error, world_size, self._of_others
-        )
+        return CheckpointFolder(self.checkpoints_dir, self._ledger, lock, self.verify_mode, self.on_error, world_size)
 
     def _folder_lock(self) -> FolderLock:
         if self._lock is None or self._lock.folder != self.checkpoints_dir:
@@ -731,7 +751,6 @@ class Checkpointer:
         return self._folder().find(selection, limit)
 
     def _named(self, path: Path) -> Checkpoint:
-        """Return the checkpoint that ``resume`` names; it must be whole."""
         self._await_background_save()
         problem = None
         if not path.is_dir():

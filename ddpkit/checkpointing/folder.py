@@ -15,11 +15,12 @@ import operator
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
 
 from ddpkit.base import SaveHook, dump_plain_yaml, to_plain
+from ddpkit.checkpointing import storage
 from ddpkit.checkpointing.async_save import state_bytes
 from ddpkit.checkpointing.hooks import saved_state, saves_on_every_rank, torch_save, write_state
 from ddpkit.checkpointing.index import (
@@ -53,6 +54,7 @@ from ddpkit.logger import get_logger, shown_path
 logger = get_logger(__name__)
 
 META_HEAD = "# yamllint disable\n"
+ASIDE_PREFIX = "earlier-"  # followed by the time: a folder of checkpoints that do not count any more
 LONGEST_NAME = 240  # bytes: file systems allow 255, and ".trash-of-CKPT+" takes 15
 
 T = TypeVar("T")
@@ -217,7 +219,6 @@ class CheckpointFolder:
         on_error: "stop", or "warn": a save that fails is warned of, and training goes on.
         lock: of the folder; held while anything is saved or deleted.
         world_size: of the run that saves.
-        of_others: directories of checkpoints that are another run's: not counted and not deleted.
 
     Ranks: main only.
 
@@ -240,7 +241,6 @@ class CheckpointFolder:
     verify_mode: VerifyMode = "full"
     on_error: Literal["stop", "warn"] = "stop"
     world_size: int = 1
-    of_others: set[Path] = field(default_factory=set)
 
     # ------------------------------------------------------------------------------------ saving
 
@@ -315,7 +315,6 @@ class CheckpointFolder:
         commit_staging(staging, final, digests, self.world_size, before_rename=self.lock.require, bytes_needed=needed)
         self.ledger.reasons.pop(final, None)
         self.ledger.note_time(checkpoint)
-        self.of_others.discard(final)  # whose name this run has taken
         kind = "an end-of-epoch" if save.end_of_epoch else "an intra-epoch"
         epoch = "" if save.epoch is None else f" of epoch {save.epoch}"
         logger.log(save.verbosity, "Saved %s checkpoint%s in %s", kind, epoch, shown_path(final))
@@ -380,15 +379,31 @@ class CheckpointFolder:
             except CheckpointError as error:
                 logger.debug("What was being replaced in %s is left as it is: %s", self.path, error)
 
+    def set_aside(self, checkpoints: Iterable[Checkpoint]) -> Path:
+        """Move checkpoints into a new folder in this one, where no search finds them; return that folder.
+
+        Raises:
+            CheckpointError: one cannot be moved.
+        """
+        aside = self.path / f"{ASIDE_PREFIX}{time.strftime('%Y-%m-%d+%H-%M-%S')}"
+        try:
+            aside.mkdir(exist_ok=True)
+            for checkpoint in checkpoints:
+                self.lock.require()
+                storage.FILES.rename(checkpoint.path, aside / checkpoint.path.name)
+        except OSError as error:
+            raise CheckpointError(f"cannot move what is in {self.path} to {aside.name}: {error}.") from error
+        return aside
+
     def delete(self, retention: Retention, verbosity: int) -> None:
-        """Delete what the retention does not keep. What is damaged, or another run's, neither counts nor is deleted.
+        """Delete what the retention does not keep. What is damaged neither counts nor is deleted.
 
         Raises:
             CheckpointError: one cannot be deleted.
         """
         ledger = self.ledger
         mode: VerifyMode = "off" if self.verify_mode == "off" else "size"
-        readable = [each for each in ledger.scan(self.path, self.verify_mode) if each.path not in self.of_others]
+        readable = ledger.scan(self.path, self.verify_mode)
         counted = [each for each in readable if each.path not in ledger.reasons and ledger.is_whole(each, mode)]
         for checkpoint in deletable(counted, retention):
             self.lock.remove(checkpoint.path)

@@ -18,15 +18,8 @@ from ddpkit.control import terminating_later
 from ddpkit.distributed import alone, get_rank, get_world_size, run_on_main, sum_over_ranks
 from ddpkit.errors import ConfigError
 from ddpkit.logger import get_logger
-from ddpkit.run.resuming import NEWEST, Lineage
-from ddpkit.run.starting import (
-    Start,
-    choose_start,
-    lineage_of,
-    modules_not_saved,
-    optimizers_not_saved,
-    start_again,
-)
+from ddpkit.run.resuming import NEVER, NEWEST
+from ddpkit.run.starting import choose_start, modules_not_saved, optimizers_not_saved, start_again
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -80,7 +73,6 @@ class CheckpointPolicy:
         self.options, self.progress, self.train_step = options, progress, train_step
         self.run_state, self.rank_state = run_state, rank_state
         self._has_own_fit_batch = has_own_fit_batch
-        self._trains_in: Path | None = None
         self._fit_loader: Any = None
         self._is_between_batches = False
 
@@ -213,17 +205,8 @@ class CheckpointPolicy:
         state.calls.begin(next((name for name, one in self._recoverables().items() if one is epoch_counter), None))
         if checkpointer is None:
             return
-        self._trains_in = Path(checkpointer.checkpoints_dir)
-        if state.start is None:
-            state.start = checkpoint_work_on_main(self._choose, checkpointer)
-        else:
-            state.start = checkpoint_work_on_main(start_again, checkpointer, self.options.resume, state.start.lineage)
-
-    def _choose(self, checkpointer: Checkpointer) -> Start:
-        """Decide what the run starts from; the checkpoints of other runs are left alone from now on."""
-        start = choose_start(checkpointer, self.options.resume, get_world_size())
-        checkpointer.leave_alone(start.others)
-        return start
+        choose = choose_start if state.start is None else start_again
+        state.start = checkpoint_work_on_main(choose, checkpointer, self.options.resume)
 
     def keep_global_batch(self, *, is_looped: bool) -> None:
         """Where a checkpoint of another number of processes is resumed, take steps of as many samples as those did.
@@ -337,7 +320,7 @@ class CheckpointPolicy:
             )
 
     def recover_for_evaluation(self, max_key: str | None, min_key: str | None) -> Any:
-        """Recover the best of this run's own checkpoints, or the one that was asked for.
+        """Recover the best checkpoint, or the one that was asked for.
 
         Args:
             max_key: the one with the highest value of this key.
@@ -349,36 +332,19 @@ class CheckpointPolicy:
         checkpointer, resume = self.checkpointer, self.options.resume
         if checkpointer is None:
             return None
-        if self.run_state.start is None and resume not in {"auto", "never"}:
+        if self.run_state.start is None and resume not in {NEWEST, NEVER}:
             logger.announce("--resume=%s: this checkpoint is evaluated.", resume)
             checkpointer.resume = resume
             try:
                 return checkpointer.recover_if_possible()
             finally:
                 checkpointer.resume = NEWEST
-        lineage = checkpoint_work_on_main(self._lineage_to_evaluate, checkpointer)
-        own = None if lineage is None else lineage.includes
-        return checkpointer.recover_if_possible(max_key=max_key, min_key=min_key, ckpt_predicate=own)
-
-    def _lineage_to_evaluate(self, checkpointer: Checkpointer) -> Lineage | None:
-        """Lineage of this run, or of the newest checkpoint if this process has not trained here."""
-        found, state = checkpointer.list_checkpoints(), self.run_state
-        if state.start is not None and Path(checkpointer.checkpoints_dir) == self._trains_in:
-            lineage: Lineage | None = state.start.lineage
-        else:
-            lineage = lineage_of(found)
-        return None if lineage is None or all(map(lineage.includes, found)) else lineage
+        return checkpointer.recover_if_possible(max_key=max_key, min_key=min_key)
 
     def newest_and_best(self) -> tuple[Path | None, Path | None]:
-        """Return where the newest and the best of this run's own checkpoints are."""
+        """Return where the newest and the best checkpoint are."""
         checkpointer = self.checkpointer
-        return (None, None) if checkpointer is None else checkpoint_work_on_main(self._newest_and_best, checkpointer)
-
-    def _newest_and_best(self, checkpointer: Checkpointer) -> tuple[Path | None, Path | None]:
-        start = self.run_state.start
-        own = [one for one in checkpointer.list_checkpoints() if start is None or start.lineage.includes(one)]
-        newest, best = max(own, key=ckpt_recency, default=None), checkpointer.best_of(own)
-        return None if newest is None else newest.path, None if best is None else best.path
+        return (None, None) if checkpointer is None else checkpoint_work_on_main(_newest_and_best, checkpointer)
 
     # ------------------------------------------------------------------ saving in the middle of an epoch
 
@@ -500,6 +466,12 @@ class CheckpointPolicy:
         finally:
             self.run_state.lacks = self.rank_state.trained_batches = None
             self.rank_state.is_inside_batch = False
+
+
+def _newest_and_best(checkpointer: Checkpointer) -> tuple[Path | None, Path | None]:
+    found = checkpointer.list_checkpoints()
+    newest, best = max(found, key=ckpt_recency, default=None), checkpointer.best_of(found)
+    return None if newest is None else newest.path, None if best is None else best.path
 
 
 @contextlib.contextmanager

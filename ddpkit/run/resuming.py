@@ -1,8 +1,6 @@
-"""Lineage and step plan: which run made a checkpoint, and how a run resumes from it.
+"""The step plan of a checkpoint, and how a run resumes from it.
 
-Every run has a name, which is stored in its checkpoints. So checkpoints of different runs in one folder can be told
-apart, also after a kill and resume. A resumed run has the same samples per optimizer step as before, and continues at
-the same position in its data.
+A resumed run has the same samples per optimizer step as before, and continues at the same position in its data.
 
 A checkpoint stores the number of processes and the step plan. With another number of processes the options that keep
 the samples per step are computed before any loader is made, and the position in the epoch is converted, because it
@@ -12,9 +10,6 @@ counts batches of one process.
 from __future__ import annotations
 
 import contextlib
-import math
-import time
-import uuid
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -23,7 +18,6 @@ from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from ddpkit.base import load_plain_yaml
-from ddpkit.checkpointing import Checkpoint, ckpt_recency
 from ddpkit.compat import shuffle_digest
 from ddpkit.config import BATCHES, GRADIENTS, OPTIONS
 from ddpkit.data import StreamLoader, StreamShard
@@ -40,7 +34,6 @@ BRAIN_FILE = "brain.ckpt"
 DAMAGED = "The checkpoint is damaged; delete it or start with --resume=<an older one>."
 NOMINAL = "nominal epoch"
 NEWEST, NEVER = "auto", "never"  # what the option `resume` says, or else a path
-UNKNOWN = ""  # the run of a checkpoint that does not say
 EVALUATED = "only_evaluated"  # said by a checkpoint if the Brain that saved it had trained nothing
 #: Options that change a run's numbers, except options that follow from the number of processes.
 TELLING = tuple(
@@ -49,85 +42,6 @@ TELLING = tuple(
     if option.group in {BATCHES, GRADIENTS}
     and option.name not in {"grad_accumulation_factor", "global_batch_size", "micro_batch_size", "optimizer_step_limit"}
 )
-
-
-@dataclass(frozen=True)
-class Lineage:
-    """Which checkpoints are a run's: its own, and those before the one that it went on from.
-
-    Attributes:
-        run: the run's name.
-        since: when it began, in seconds since 1970.
-        before: for each earlier run in the lineage, the time of its last checkpoint that belongs to it; the empty name
-            stands for an unknown run.
-
-    Ranks: local; the main process makes it.
-
-    Example:
-        >>> first = Lineage.new()
-        >>> Lineage.read(first.state_dict()) == first
-        True
-    """
-
-    run: str
-    since: float
-    before: dict[str, float] = field(default_factory=dict)
-
-    @classmethod
-    def new(cls, state: Mapping[str, Any] | None = None, last: float = -math.inf) -> Lineage:
-        """Return the lineage of a run that begins now.
-
-        Args:
-            state: run state of the checkpoint that it resumes from, if any.
-            last: time of that checkpoint, in seconds since 1970.
-        """
-        before: dict[str, float] = {}
-        if state is not None:
-            known = cls.read(state)
-            before = {UNKNOWN: last} if known is None else {**known.before, known.run: last}
-        return cls(uuid.uuid4().hex, time.time(), before)
-
-    @classmethod
-    def read(cls, state: Mapping[str, Any]) -> Lineage | None:
-        """Return the lineage of the run that wrote a checkpoint; None if the checkpoint does not say.
-
-        Args:
-            state: of the Brain, as its file holds it.
-        """
-        run, since, before = (state.get(key) for key in ("run", "run_since", "run_before"))
-        if not isinstance(run, str) or not isinstance(since, (int, float)):
-            return None
-        return cls(run, float(since), dict(before) if isinstance(before, Mapping) else {})
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what :meth:`read` reads."""
-        return {"run": self.run, "run_since": self.since, "run_before": dict(self.before)}
-
-    def includes(self, checkpoint: Checkpoint) -> bool:
-        """Say whether a checkpoint is one of this run's, or one that it goes on from.
-
-        Args:
-            checkpoint: one that says nothing of its run counts if it was made since this one began.
-        """
-        return self._includes(Lineage.read(state_or_nothing(checkpoint.path)), ckpt_recency(checkpoint))
-
-    def _includes(self, known: Lineage | None, saved: float) -> bool:
-        if known is None:
-            return saved >= self.since or saved <= self.before.get(UNKNOWN, -math.inf)
-        return known.run == self.run or saved <= self.before.get(known.run, -math.inf)
-
-    def owns(self, checkpoint: Checkpoint, state: Mapping[str, Any], resume: str) -> bool:
-        """Return whether this run made a checkpoint itself, and may delete it.
-
-        Args:
-            checkpoint: without a run name it counts as this run's only with ``resume="auto"``.
-            state: of the Brain, as its file holds it.
-            resume: the option. With a path, unnamed checkpoints existed before, and a repeated command needs them.
-        """
-        known = Lineage.read(state)
-        if known is None:
-            return resume == NEWEST and self._includes(None, ckpt_recency(checkpoint))
-        return known.run == self.run
 
 
 @dataclass(frozen=True)

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
-import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from ddpkit.checkpointing import Checkpoint, ckpt_recency, read_checkpoint, verify
-from ddpkit.errors import CheckpointError
+from ddpkit.checkpointing import Checkpoint, ckpt_recency
 from ddpkit.launch import find_launch
 from ddpkit.logger import get_logger
-from ddpkit.run.resuming import BRAIN_FILE, EVALUATED, NEVER, NEWEST, Lineage, StepPlan, state_or_nothing
+from ddpkit.run.resuming import EVALUATED, NEVER, NEWEST, StepPlan, state_or_nothing
 
 if TYPE_CHECKING:
     from ddpkit.checkpoints import Checkpointer
@@ -30,135 +27,81 @@ class Start:
     """What a call of ``fit`` starts from.
 
     Attributes:
-        resume: for the checkpointer: ``"auto"``, ``"never"`` or the path of a checkpoint.
-        lineage: of the run.
+        resume: for the checkpointer: ``"auto"``, ``"never"``, the path of a checkpoint, or one that is whole.
+        num_found: number of checkpoints that were in the folder.
         step_plan: step plan of that checkpoint; None without a checkpoint, or if it does not say.
-        num_found: number of checkpoints in the folder.
-        others: checkpoints of other runs, which this run never touches.
-        checkpoint: the expected start; the checkpointer decides.
         state: run state of that checkpoint until it is recovered; None: it could not be read.
 
     Ranks: local; the main process makes it, all ranks use it.
 
     Example:
-        >>> Start("never", Lineage.new()).step_plan is None
+        >>> Start("never").step_plan is None
         True
     """
 
-    resume: str
-    lineage: Lineage
-    step_plan: StepPlan | None = None
+    resume: str | Checkpoint
     num_found: int = 0
-    others: tuple[Path, ...] = ()
-    checkpoint: Path | None = None
+    step_plan: StepPlan | None = None
     state: Mapping[str, Any] | None = None
 
 
-def choose_start(checkpointer: Checkpointer, resume: str, world_size: int) -> Start:
+def choose_start(checkpointer: Checkpointer, resume: str) -> Start:
     """Decide what a run starts from.
 
     When the launcher itself has restarted the run, it goes on with the newest checkpoint of this launch, whatever the
-    option says.
+    option says. A folder holds the checkpoints of one run: what a run leaves behind that is told to begin at another
+    place is moved out of the way.
 
     Args:
         checkpointer: its folder is looked into.
         resume: the option: ``"auto"``, ``"never"`` or the path of a checkpoint.
-        world_size: number of ranks.
 
     Raises:
-        CheckpointError: the folder cannot be read, or holds nothing that is whole.
+        CheckpointError: the folder cannot be read, or holds nothing that is whole; or the path is not a checkpoint.
 
     Ranks: main only.
 
     Example:
         >>> import tempfile
         >>> from ddpkit.checkpoints import Checkpointer
-        >>> choose_start(Checkpointer(tempfile.mkdtemp()), "auto", 1).resume
+        >>> choose_start(Checkpointer(tempfile.mkdtemp()), "auto").resume
         'auto'
     """
-    found = sorted(checkpointer.list_checkpoints(), key=ckpt_recency, reverse=True)
+    found = checkpointer.list_checkpoints()
     states = {one.path: state_or_nothing(one.path) for one in found}
-    start = _choose(checkpointer, found, states, resume, world_size)
-    others = tuple(one.path for one in found if not start.lineage.owns(one, states[one.path], resume))
-    return replace(start, num_found=len(found), others=others)
+    own, chosen = _of_training(found, states), None
+    if resume != NEWEST:
+        own = _of_this_launch(own, states)
+    if own:
+        chosen = checkpointer.find_checkpoint(ckpt_predicate=lambda one: one in own)
+        _say_why(chosen, found, states, resume)
+    elif resume != NEWEST:
+        chosen = None if resume == NEVER else checkpointer.named(resume)
+        checkpointer.set_aside(chosen)
+    if chosen is None:
+        return Start(resume, len(found))
+    state = states[chosen.path] if chosen.path in states else state_or_nothing(chosen.path)
+    return Start(chosen, len(found), _asked(state), state or None)
 
 
-def _choose(
-    checkpointer: Checkpointer, found: list[Checkpoint], states: Mapping[Path, Any], resume: str, world_size: int
-) -> Start:
-    if resume == NEWEST:
-        return _newest(checkpointer, found, states, world_size)
-    own = _of_this_launch(checkpointer, found, states)
-    if own is not None:
-        logger.info("The launcher has restarted this run: it goes on from %s.", own.path)
-        return _start_at(own, states[own.path])
-    if found:
-        logger.warning(
-            "--resume=%s, and %s holds %d checkpoint(s) of another run: they stay, and do not count for this one. "
-            "Better give this run an output folder of its own.", resume, checkpointer.checkpoints_dir, len(found),
-        )  # fmt: skip
-    if resume == NEVER:
-        return Start(NEVER, Lineage.new())
-    path = Path(resume).absolute()
-    state, last = state_or_nothing(path), -math.inf
-    with contextlib.suppress(CheckpointError, KeyError, TypeError, ValueError):  # who loads it says what is wrong
-        last = ckpt_recency(read_checkpoint(path))
-    plan = _asked(state) if _looks_whole(path) else None
-    return Start(resume, Lineage.new(state, last), plan, checkpoint=path, state=state or None)
-
-
-def start_again(checkpointer: Checkpointer, resume: str, lineage: Lineage) -> Start:
+def start_again(checkpointer: Checkpointer, resume: str) -> Start:
     """Say what a later call of ``fit`` starts from, for a recipe that recovers something in every one.
 
     Args:
         checkpointer: its folder is looked into.
         resume: the option.
-        lineage: of the run.
 
     Ranks: main only.
 
     Example:
         >>> import tempfile
         >>> from ddpkit.checkpoints import Checkpointer
-        >>> start_again(Checkpointer(tempfile.mkdtemp()), "never", Lineage.new()).resume
+        >>> start_again(Checkpointer(tempfile.mkdtemp()), "never").resume
         'never'
     """
-    own = list(filter(lineage.includes, checkpointer.list_checkpoints()))
-    own = _of_training(own, {one.path: state_or_nothing(one.path) for one in own})
-    return Start(str(max(own, key=ckpt_recency).path) if own else resume, lineage)
-
-
-def lineage_of(checkpoints: Iterable[Checkpoint]) -> Lineage | None:
-    """Return the lineage of the run that has saved last; None if none of the checkpoints tells.
-
-    Args:
-        checkpoints: in any order.
-
-    Ranks: local.
-
-    Example:
-        >>> lineage_of([]) is None
-        True
-    """
-    newest_first = sorted(checkpoints, key=ckpt_recency, reverse=True)
-    known = next(filter(None, (Lineage.read(state_or_nothing(one.path)) for one in newest_first)), None)
-    return None if known is None else Lineage(known.run, -math.inf, known.before)  # includes what does not tell
-
-
-def _newest(checkpointer: Checkpointer, found: list[Checkpoint], states: Mapping[Path, Any], world_size: int) -> Start:
-    """Start from the newest that is whole; where its samples per step must be kept, make sure of that beforehand."""
-    trained = _of_training(found, states)
-    newest = next((one for one in trained if _looks_whole(one.path)), None)
-    if newest is None:
-        return Start(NEWEST, Lineage.new())
-    start = _start_at(newest, states[newest.path])
-    if len(trained) == len(found) and (start.step_plan is None or start.step_plan.world_size in {None, world_size}):
-        return replace(start, resume=NEWEST)  # the checkpointer finds it, and verifies all of it
-    chosen = checkpointer.find_checkpoint(ckpt_predicate=lambda one: one in trained)
-    if trained[0] is not found[0] and chosen is not None:
-        words = "%s was saved by a process that only evaluated: the training goes on from %s."
-        logger.info(words, found[0].path, chosen.path)
-    return start if chosen is None else _start_at(chosen, states[chosen.path])
+    found = checkpointer.list_checkpoints()
+    own = _of_training(found, {one.path: state_or_nothing(one.path) for one in found})
+    return Start(str(max(own, key=ckpt_recency).path) if own else resume)
 
 
 def _of_training(found: list[Checkpoint], states: Mapping[Path, Any]) -> list[Checkpoint]:
@@ -166,24 +109,21 @@ def _of_training(found: list[Checkpoint], states: Mapping[Path, Any]) -> list[Ch
     return [one for one in found if states[one.path].get(EVALUATED) is not True] or found
 
 
-def _looks_whole(path: Path) -> bool:
-    return not (verify(path, "size") or verify(path, "full", only=BRAIN_FILE))
-
-
-def _start_at(checkpoint: Checkpoint, state: Mapping[str, Any]) -> Start:
-    lineage = Lineage.read(state) or Lineage.new({}, ckpt_recency(checkpoint))
-    return Start(str(checkpoint.path), lineage, _asked(state), checkpoint=checkpoint.path, state=state or None)
-
-
-def _of_this_launch(
-    checkpointer: Checkpointer, found: list[Checkpoint], states: Mapping[Path, Any]
-) -> Checkpoint | None:
+def _of_this_launch(found: list[Checkpoint], states: Mapping[Path, Any]) -> list[Checkpoint]:
+    """Return the checkpoints of the launch that has restarted this run; none, where it has not been restarted."""
     launch = os.environ.get("TORCHELASTIC_RUN_ID")
     if not find_launch().restart_count or launch in {None, "none"}:
-        return None
-    own = [one for one in found if states[one.path].get("launch") == launch]
-    own = [one for one in own if states[one.path].get(EVALUATED) is not True]
-    return checkpointer.find_checkpoint(ckpt_predicate=lambda one: one in own) if own else None
+        return []
+    return [one for one in found if states[one.path].get("launch") == launch]
+
+
+def _say_why(chosen: Checkpoint | None, found: list[Checkpoint], states: Mapping[Path, Any], resume: str) -> None:
+    newest = max(found, key=ckpt_recency)
+    if chosen is not None and resume != NEWEST:
+        logger.info("The launcher has restarted this run: it goes on from %s.", chosen.path)
+    elif chosen is not None and chosen != newest and states[newest.path].get(EVALUATED) is True:
+        words = "%s was saved by a process that only evaluated: the training goes on from %s."
+        logger.info(words, newest.path, chosen.path)
 
 
 def _asked(state: Mapping[str, Any]) -> StepPlan:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddpkit.base import dump_plain_yaml
-from ddpkit.checkpointing import SUFFIX
+from ddpkit.checkpointing import SUFFIX, Checkpoint
 from ddpkit.distributed import get_rank, get_world_size
 from ddpkit.errors import CheckpointError
 from ddpkit.logger import get_logger
@@ -262,7 +262,6 @@ class RunState:
             "fit": self.calls.number,
             "finished": list(self.calls.finished),
             "counters": list(self.calls.counters),
-            **({} if self.start is None else self.start.lineage.state_dict()),
             "lacks": self.lacks,
             "seed": self.rank_state.base_seed,
             "rates": self._rates,
@@ -308,7 +307,8 @@ class RunState:
             self._evaluated_state = found if "step" in found else None
             return
         start = self.start
-        known = None if start is None or start.checkpoint != folder else start.state  # it was read for the choice
+        is_start = start is not None and isinstance(start.resume, Checkpoint) and start.resume.path == folder
+        known = start.state if start is not None and is_start else None  # it was read for the choice
         state = read_brain_file(folder) if known is None else known
         if "step" not in state:
             raise CheckpointError(f"{path} does not say how far the run had come: it has no 'step'. {DAMAGED}")

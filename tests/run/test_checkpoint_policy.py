@@ -1,4 +1,4 @@
-"""Several runs in one folder: what each keeps, and what it leaves alone."""
+"""What a run keeps in its folder, and what it leaves alone."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ from ddpkit.types import Stage
 class Scored(Brain):
     """Keeps the checkpoint with the lowest score, and the newest; the scores are given."""
 
-    named = False
-
     def compute_forward(self, batch, stage):
         return self.modules.model(batch)
 
@@ -27,19 +25,12 @@ class Scored(Brain):
     def on_stage_end(self, stage, stage_loss, epoch=None):
         if stage == Stage.TRAIN:
             meta = {"score": self.hparams.scores[epoch - 1], "who": self.hparams.who}
-            name = f"epoch{epoch}" if self.named else None
-            self.checkpointer.save_and_keep_only(meta=meta, min_keys=["score"], name=name)
+            self.checkpointer.save_and_keep_only(meta=meta, min_keys=["score"])
 
 
-class Named(Scored):
-    """Saves under names that the next run uses, too."""
-
-    named = True
-
-
-def train(folder, who, scores, resume, kind=Scored):
+def train(folder, who, scores, resume):
     counter, model = EpochCounter(len(scores)), nn.Linear(2, 1)
-    brain = kind(
+    brain = Scored(
         modules={"model": model},
         opt_class=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
         hparams={"scores": scores, "who": who},
@@ -50,36 +41,18 @@ def train(folder, who, scores, resume, kind=Scored):
     return sorted((ckpt.meta["who"], ckpt.meta["score"]) for ckpt in brain.checkpointer.list_checkpoints())
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_retention_leaves_the_checkpoints_of_another_run_alone(tmp_path):
+def test_a_run_that_begins_anew_does_not_count_what_was_there_and_leaves_it(tmp_path):
     """Run A's best is better than all of B's, and deletes none of them; A's stays, also where B's is better."""
     assert train(tmp_path, "a", [1.0, 2.0], "auto") == [("a", 1.0), ("a", 2.0)]  # the best and the newest
-    assert train(tmp_path, "b", [9.0, 7.0, 8.0], "never") == [("a", 1.0), ("a", 2.0), ("b", 7.0), ("b", 8.0)]
-    # B goes on: the newest are its own, and what it keeps is chosen among those
-    assert train(tmp_path, "b", [9.0, 7.0, 8.0, 6.0], "auto") == [("a", 1.0), ("a", 2.0), ("b", 6.0)]
+    assert train(tmp_path, "b", [9.0, 7.0, 8.0], "never") == [("b", 7.0), ("b", 8.0)]
+    assert train(tmp_path, "b", [9.0, 7.0, 8.0, 6.0], "auto") == [("b", 6.0)]
+    [aside] = tmp_path.glob("earlier-*")
+    assert sorted(one.meta["score"] for one in Checkpointer(aside).list_checkpoints()) == [1.0, 2.0]
 
 
 def test_a_run_that_goes_on_counts_what_came_before(tmp_path):
     assert train(tmp_path, "a", [1.0, 2.0], "auto") == [("a", 1.0), ("a", 2.0)]
     assert train(tmp_path, "b", [1.0, 2.0, 0.5], "auto") == [("b", 0.5)]
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_the_checkpoint_that_a_run_was_told_to_start_from_stays(tmp_path):
-    """The same command needs it again; and so does a run that goes on by itself in between."""
-    train(tmp_path, "a", [1.0, 2.0], "auto")
-    named = next(path for path in sorted(tmp_path.glob("CKPT+*")) if "score: 2.0" in (path / "CKPT.yaml").read_text())
-    of_a = [("a", 1.0), ("a", 2.0)]
-    assert train(tmp_path, "b", [0.0, 0.0, 5.0, 6.0], str(named)) == [*of_a, ("b", 5.0), ("b", 6.0)]
-    assert train(tmp_path, "b", [0.0, 0.0, 5.0, 6.0, 4.0], "auto") == [*of_a, ("b", 4.0)]
-    assert (named / "CKPT.yaml").exists()
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_a_name_that_the_run_has_taken_over_counts_as_its_own(tmp_path):
-    train(tmp_path, "a", [4.0, 3.0], "never", Named)
-    train(tmp_path, "b", [4.0, 3.0, 2.0], "never", Named)
-    assert sorted(path.name for path in tmp_path.glob("CKPT+*")) == ["CKPT+epoch3"]
 
 
 # ------------------------------------------------------------------------------------ savers of another kind
@@ -92,16 +65,6 @@ class Averaged(Scored):
         super().on_stage_end(stage, stage_loss, epoch)
         if stage == Stage.TEST:
             self.checkpointer.save_checkpoint(meta={"score": 0.5, "who": "test"})
-
-
-class OwnFile(Scored):
-    """Saves itself in its own way, of which ddpkit understands nothing."""
-
-    def _save(self, path):
-        torch.save({"steps": self.optimizer_step}, path)
-
-    def _recover(self, path, end_of_epoch):
-        self.optimizer_step = torch.load(path)["steps"]
 
 
 def process(folder, kind, scores, *, test_only=False, **given):
@@ -141,18 +104,6 @@ def test_what_a_process_saves_that_only_evaluates_does_not_disturb_the_training(
     assert best.meta["score"] == 0.5
     tested = process(tmp_path, Averaged, [], test_only=True)
     assert tested.checkpointer.last_loaded == best.path
-    assert read_brain_file(tested.checkpointer.find_checkpoint().path)["run"] == read_brain_file(last.path)["run"]
-
-
-def test_a_brain_that_saves_itself_in_its_own_way_goes_on_with_its_own_checkpoints(tmp_path):
-    """They cannot say of which run they are, and are not taken for another's when the run goes on."""
-    process(tmp_path, OwnFile, [1.0, 2.0])
-    process(tmp_path, OwnFile, [1.0, 2.0, 3.0])
-    brain = process(tmp_path, OwnFile, [1.0, 2.0, 3.0, 4.0])
-    assert brain.optimizer_step == 8
-    assert scores_in(brain.checkpointer) == [1.0, 4.0], "what is neither the best nor the newest is deleted"
-    brain.evaluate([torch.ones(1, 2)], min_key="score")
-    assert brain.checkpointer.last_loaded == brain.checkpointer.find_checkpoint(min_key="score").path
 
 
 # ------------------------------------------------------------------------------------ what is said of the start

@@ -15,7 +15,7 @@ from ddpkit.brain import run_of
 from ddpkit.checkpoints import Checkpointer
 from ddpkit.errors import ConfigError
 from ddpkit.run.checkpoint_policy import INTRA_EPOCH_KEY
-from ddpkit.run.resuming import EVALUATED, Lineage, StepPlan
+from ddpkit.run.resuming import EVALUATED, StepPlan
 from ddpkit.run.starting import Start
 
 
@@ -89,7 +89,7 @@ def test_outside_of_fit_nothing_comes_back(tmp_path):
 def test_a_process_that_only_evaluates_writes_again_what_it_has_recovered(tmp_path):
     """A recipe that saves in on_stage_end(TEST) has no place in the training of its own."""
     trained = in_epoch(Brain())
-    trained.state.start, calls = Start("auto", Lineage("first", 3.0)), trained.state.calls
+    trained.state.start, calls = Start("auto"), trained.state.calls
     calls.number, calls.finished, calls.counters, trained.state.rank_state.base_seed = 2, (7,), ("a", "b"), 5
     trained.state.step_plan, trained.state._rates = StepPlan(4, 2, 64, 8), {"sgd": [0.5]}
     trained._save(tmp_path / "brain.ckpt")
@@ -101,7 +101,7 @@ def test_a_process_that_only_evaluates_writes_again_what_it_has_recovered(tmp_pa
     before, again = (load_plain_yaml((tmp_path / f"{name}.ckpt").read_text()) for name in ("brain", "again"))
     assert again.pop(EVALUATED) is True
     assert again == before
-    assert (again["optimizer_step"], again["fit"], again["run"]) == (20, 2, "first")
+    assert (again["optimizer_step"], again["fit"]) == (20, 2)
     assert again["options"]["precision"] == "fp32"
 
 

@@ -12,7 +12,24 @@ import time
 import pytest
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
+from ddpkit.base import SignalListener
 from ddpkit.control.loader_workers import deaf_signals, kill_workers, show_workers, start_loading
+
+
+def end_what_was_started():
+    """Start a program and a process, end both with SIGTERM, and return their exit codes."""
+    program = subprocess.Popen(["sleep", "600"])
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.write(writer, b"here")
+        time.sleep(600)
+    os.read(reader, 4)
+    os.close(reader)
+    os.close(writer)
+    program.terminate()
+    os.kill(pid, signal.SIGTERM)
+    return program.wait(60), os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 class Looking(Dataset):
@@ -26,14 +43,12 @@ class Looking(Dataset):
             time.sleep(600)
         for number in deaf_signals():
             os.kill(os.getpid(), number)
-        program = subprocess.Popen(["sleep", "600"])
-        pid = os.fork()
-        if pid == 0:
-            time.sleep(600)
-        time.sleep(0.2)
-        program.terminate()
-        os.kill(pid, signal.SIGTERM)
-        return os.getpid(), program.wait(10), os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        return os.getpid(), *end_what_was_started()
+
+
+def say_and_sleep(connection):
+    connection.send("here")
+    time.sleep(600)
 
 
 @pytest.mark.parametrize("context", ["fork", "spawn", "forkserver"])
@@ -42,7 +57,8 @@ def test_workers_are_deaf_answer_and_end(context, capfd):
     batches = start_loading(loader)
     [process] = batches._workers
     assert next(batches) == [process.pid, -signal.SIGTERM, -signal.SIGTERM], "what a worker starts is not deaf"
-    end = time.monotonic() + 20
+    os.kill(process.pid, signal.SIGTERM)  # as a launcher sends to all
+    end = time.monotonic() + 60
     said = ""
     while "in __getitem__" not in said and time.monotonic() < end:
         show_workers()
@@ -50,18 +66,33 @@ def test_workers_are_deaf_answer_and_end(context, capfd):
     stack = said.partition(f"A worker of the loader (pid {process.pid}) is here:")[2]
     assert 'test_loader_workers.py", line' in stack
     kill_workers()
-    process.join(10)
+    process.join(60)
     assert process.exitcode in {-signal.SIGKILL, 255}
-    helper = multiprocessing.get_context(context).Process(target=time.sleep, args=(600,))
+    ours, theirs = multiprocessing.get_context(context).Pipe()
+    helper = multiprocessing.get_context(context).Process(target=say_and_sleep, args=(theirs,))
     helper.start()
     try:
-        time.sleep(0.5)
+        assert ours.recv() == "here"
         helper.terminate()
-        helper.join(10)
+        helper.join(60)
         assert helper.exitcode == -signal.SIGTERM, "a script's own process hears signals"
     finally:
         helper.kill()
         helper.join()
+
+
+class Starting(Dataset):
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        return end_what_was_started()
+
+
+def test_what_a_dataset_starts_without_workers_can_be_ended():
+    with SignalListener().listening():
+        items = list(start_loading(DataLoader(Starting(), batch_size=None)))
+    assert [tuple(item) for item in items] == [(-signal.SIGTERM, -signal.SIGTERM)] * 2
 
 
 class Broken(DataLoader):

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
 import sys
 import threading
 import time
 from types import SimpleNamespace
 
 import pytest
-from torch.utils.data import DataLoader, Dataset
 
 from ddpkit import optim
-from ddpkit.base import SignalListener
-from ddpkit.control.loader_workers import start_loading
 from ddpkit.control.rank_status import Position, RankStatus, look_at, table
 from ddpkit.optim import take_step
 
@@ -155,28 +149,3 @@ def test_the_table_names_the_guilty_first_and_the_waiting_in_one_line():
         "rank 4 (b, pid 34): silent for 12 s, last outside of fit",
         "rank 0-2, 5: in TRAIN of epoch 2 at step 9, for 31 s waiting for other ranks at train.py:1 in main",
     ]
-
-
-class Decoding(Dataset):
-    """Ends a program and a process that it has started, in a worker or without one; their exit codes are the item."""
-
-    def __len__(self):
-        return 2
-
-    def __getitem__(self, index):
-        program = subprocess.Popen(["sleep", "600"])
-        pid = os.fork()
-        if pid == 0:
-            time.sleep(600)
-        time.sleep(0.2)
-        program.terminate()
-        os.kill(pid, signal.SIGTERM)
-        code = program.wait(10)
-        return code, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-
-
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_what_a_dataset_starts_can_be_ended(num_workers):
-    loader = DataLoader(Decoding(), batch_size=None, num_workers=num_workers)
-    with SignalListener().listening():
-        assert [tuple(item) for item in start_loading(loader)] == [(-signal.SIGTERM, -signal.SIGTERM)] * 2

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.examples.pages import BLOCK, compare, sessions
 from tests.launching import Run, python, torchrun
 
 # Looked for and not imported: importing it takes seconds, in a process that only starts others.
@@ -60,6 +61,18 @@ def test_it_learns_the_digits_on_two_processes(trained):
     assert float(closing["percent"]) == pytest.approx(int(closing["right"]) / 1.8, abs=0.05)
     assert closing["processes"] == "2 processes"
     assert closing["folder"] == "results/digits/1234"
+
+
+def test_the_readme_shows_what_is_printed(trained):
+    """There the command stands in the Makefile; the rest of the page is tried in test_pages.py."""
+    readme = (EXAMPLE.parents[1] / "README.md").read_text(encoding="utf-8")
+    [shown] = [
+        lines
+        for block in BLOCK.finditer(readme)
+        for words, lines in sessions(block["text"])
+        if words == ["make", "demo"]
+    ]
+    compare(shown, trained)
 
 
 def test_it_leaves_the_run_directory(trained):

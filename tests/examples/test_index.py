@@ -8,7 +8,7 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from tests.examples.pages import BLOCK, sessions
+from tests.examples.pages import BLOCK, is_line, parted, sessions
 from tests.house import code_lines
 
 ROOT = Path(__file__).parents[2]
@@ -47,3 +47,19 @@ def test_the_page_counts_the_lines_of_the_three_scripts_right():
     [counted] = re.findall(r"^\| lines of code \| (\d+) \| (\d+) \| (\d+) \|$", page, re.MULTILINE)
     scripts = [ROOT / "examples" / "own_loop" / name for name in ("by_hand.py", "train.py", "with_brain.py")]
     assert [int(one) for one in counted] == [code_lines(path.read_text(encoding="utf-8")) for path in scripts]
+
+
+def lines_that_match(printed, shown):
+    return [is_line(parted(printed), parted(one)) for one in shown]
+
+
+def test_a_number_that_is_wrong_on_a_page_is_seen():
+    printed = "epoch: 4 - valid loss: 4.163e-01, accuracy 93.3 % (280 of 300), 12 s; in CKPT+2026-01-02+03-04-05+00"
+    right = ["epoch: 4 - valid loss: 4.16e-01, accuracy 93.3 % (280 of 300), 7 s; in CKPT+2025-11-12+13-14-15+01"]
+    wrong = [
+        right[0].replace(*pair) for pair in (("4.16e", "4.19e"), ("93.3", "93.6"), ("280", "281"), (": 4 ", ": 5 "))
+    ]
+    assert lines_that_match(printed.replace("4.163e", "4.16e"), right + wrong) == [True] + [False] * 4
+    bar = "epoch 1 train: 100%|###| 16/16 [00:00<00:00, 215.1batch/s, loss=0.6802, samples/s=4.42k]"
+    other = [bar.replace("215.1batch/s", "3.21s/batch").replace("4.42k", "99.1"), bar.replace("0.6802", "0.6902")]
+    assert lines_that_match(bar, [*other, bar.replace("16/16", "15/16")]) == [True, False, False]

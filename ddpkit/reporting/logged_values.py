@@ -18,7 +18,7 @@ from torch import Tensor
 from ddpkit.distributed import exchange, if_main_process, sum_over_ranks
 from ddpkit.errors import BatchError
 from ddpkit.logger import get_logger
-from ddpkit.train_logger import run_event, set_logged_values
+from ddpkit.reporting.events import run_event, set_logged_values
 from ddpkit.types import Stage
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class LoggedValues:
         >>> with logged.during(Stage.VALID, epoch=1):
         ...     logged.add("accuracy", 3, 4)
         ...     logged.add("accuracy", 1, 4)
-        ...     _ = logged.finish([])
+        ...     _ = logged.confer([], at_end=True)
         >>> logged.values
         {'valid': {'accuracy': 0.5}}
     """
@@ -188,39 +188,33 @@ class LoggedValues:
 
     # ------------------------------------------------------------------ adding up over the ranks
 
-    def confer(self, numbers: list[float]) -> list[float]:
+    def confer(self, numbers: list[float], *, at_end: bool = False) -> list[float]:
         """Add up the loop's numbers over the ranks, and with them what was logged per step since the last time.
 
         Args:
             numbers: as many on every rank.
+            at_end: the stage is over: all that was logged in it is added up.
 
         Returns:
-            The sums.
+            The sums of ``numbers``.
 
         Raises:
             BatchError: two ranks use a name in different ways; on every rank.
 
         Ranks: collective.
         """
-        return self._add_up(numbers, at_end=False)
-
-    def finish(self, numbers: list[float]) -> list[float]:
-        """Add up the loop's numbers over the ranks at the end of a stage, and with them all that was logged in it.
-
-        Args:
-            numbers: as many on every rank.
-
-        Returns:
-            The sums.
-
-        Raises:
-            BatchError: as :meth:`confer`.
-
-        Ranks: collective.
-        """
-        sums = self._add_up(numbers, at_end=True)
-        self._is_over = True
-        return sums
+        self._settle()
+        size, known = len(numbers), self._known.setdefault(self._stage, {})
+        news = self._held[self._stage].keys() - known.keys()
+        sums = sum_over_ranks([*numbers, float(len(news)), *self._own_sums(at_end=at_end)])
+        found = sums[size + 1 :]
+        if sums[size]:
+            self._agree({name: self._held[self._stage][name].kind for name in news})
+            own = self._own_sums(at_end=at_end)
+            found = sum_over_ranks(own) if own else []
+        self._take(iter(found), at_end=at_end)
+        self._is_over = at_end
+        return sums[:size]
 
     def write_steps(self, step: int, optimizer_step: int) -> None:
         """Write down what was logged per step, if there is anything since the last time.
@@ -236,19 +230,6 @@ class LoggedValues:
             run_event("step", epoch=self._epoch, step=step, optimizer_step=optimizer_step, values=values)
             if hasattr(self.train_logger, "log_step"):
                 self.train_logger.log_step(values, optimizer_step)
-
-    def _add_up(self, numbers: list[float], *, at_end: bool) -> list[float]:
-        self._settle()
-        size, known = len(numbers), self._known.setdefault(self._stage, {})
-        news = self._held[self._stage].keys() - known.keys()
-        sums = sum_over_ranks([*numbers, float(len(news)), *self._own_sums(at_end=at_end)])
-        found = sums[size + 1 :]
-        if sums[size]:
-            self._agree({name: self._held[self._stage][name].kind for name in news})
-            own = self._own_sums(at_end=at_end)
-            found = sum_over_ranks(own) if own else []
-        self._take(iter(found), at_end=at_end)
-        return sums[:size]
 
     def _meters(self, *, at_end: bool) -> Iterator[tuple[str, bool, Any]]:
         """Yield what is added up, in the same order on every rank: name, whether it is per step, and this rank's."""

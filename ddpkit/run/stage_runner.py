@@ -415,7 +415,7 @@ class StageRunner:
             seen.close(progress.step)
             copies = 1 if seen.divided else get_world_size()  # where every rank had every sample
         own = [float(number) for number in (*meter.sums(), meter.samples)]
-        loss_sum, count, bad, samples = progress.logged.finish(own)
+        loss_sum, count, bad, samples = progress.logged.confer(own, at_end=True)
         mean = loss_sum / count if count else float("nan")
         if stage is Stage.TRAIN:
             progress.train_sums, progress.is_in_pass = (loss_sum, count, samples), False

@@ -1,0 +1,736 @@
+"""Train loggers: a line per epoch, tables, JSON lines, TensorBoard, W&B, MLflow; and several of these as one.
+
+All of it happens on the main process only. Calls from other ranks return at once, so ``log_stats`` may be
+called by all ranks or under ``if if_main_process():``.
+"""
+
+from __future__ import annotations
+
+import csv
+import functools
+import importlib.util
+import json
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ddpkit.base import mark_as_loader, mark_as_saver, register_checkpoint_hooks
+from ddpkit.distributed import if_main_process, main_process_only, run_on_main
+from ddpkit.errors import CheckpointError, ConfigError, MissingExtraError
+from ddpkit.logger import get_logger
+from ddpkit.reporting.events import Current, RunLog, Stats, append, plain, plain_numbers, written
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from torch.utils.tensorboard import SummaryWriter
+
+logger = get_logger(__name__)
+
+
+class TrainLogger:
+    """The base of all train loggers; subclass it and override :meth:`log_stats`, which may be called on every rank.
+
+    What a recipe logs with ``self.log`` is added to the statistics by the loggers of this module, and for all that
+    stand in a :class:`TrainLoggers`.
+
+    Ranks: see :meth:`log_stats`.
+
+    Example:
+        >>> class Console(TrainLogger):
+        ...     def log_stats(self, stats_meta, train_stats=None, *other_stats, verbose=False):
+        ...         if if_main_process():
+        ...             print(stats_meta, train_stats)
+        >>> Console().log_stats({"epoch": 1}, {"loss": 0.5})
+        {'epoch': 1} {'loss': 0.5}
+    """
+
+    def log_stats(
+        self,
+        stats_meta: Stats,
+        train_stats: Stats | None = None,
+        valid_stats: Stats | None = None,
+        test_stats: Stats | None = None,
+        verbose: bool | None = None,
+    ) -> None:
+        """Report the statistics of a stage or an epoch.
+
+        Args:
+            stats_meta: what they belong to, such as epoch and learning rate.
+            train_stats: names and values (numbers, or tensors and arrays) of the training stage.
+            valid_stats: likewise of the validation stage.
+            test_stats: likewise of the test stage.
+            verbose: also log them to the console; None: as the logger is used to.
+
+        Raises:
+            NotImplementedError: in this base class.
+            ConfigError: a file cannot be written.
+
+        Ranks: all, or the main process alone. Report on the main process only (``if_main_process``).
+        """
+        given = {"train": train_stats, "valid": valid_stats, "test": test_stats}
+        logged, stages = Current.logged(), dict[str, dict[str, Any]]()
+        reported = self.__dict__.setdefault("_reported", {})
+        for name, stats in given.items():
+            own = logged.get(name, {})  # what was logged in this epoch is added once, and a value that is given wins
+            if stats is not None or (own and reported.get(name) is not own):
+                stages[name] = {**(stats or {}), **own, **(stats or {})}  # what is given comes first
+                reported[name] = own
+        self._report(stats_meta, stages, verbose)
+
+    def _report(self, meta: Stats, stages: Mapping[str, Stats], verbose: bool | None) -> None:
+        raise NotImplementedError(f"{type(self).__name__} must override log_stats")
+
+    def log_step(self, values: Mapping[str, float], step: int) -> None:
+        """Report what was logged with ``self.log(..., per_step=True)``, about once a second. Here: do nothing.
+
+        Args:
+            values: means over the last steps and all ranks, by name.
+            step: optimizer steps since the run began.
+
+        Ranks: the main process alone.
+        """
+
+
+class TrainLoggers(TrainLogger):
+    """Several train loggers as one: each reports the same.
+
+    A Brain makes one of a list under ``train_logger`` in its hparams, so that ``self.hparams.train_logger.log_stats``
+    reports to all of them.
+
+    Args:
+        loggers: each with a method ``log_stats``.
+
+    Raises:
+        ConfigError: an object is not a train logger.
+
+    Ranks: as the loggers.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     both = TrainLoggers(FileTrainLogger(f"{folder}/log.txt"), CSVTrainLogger(f"{folder}/log.csv"))
+        ...     both.log_stats({"epoch": 1}, {"loss": 2.5}, verbose=False)
+        ...     [Path(folder, name).read_text().split() for name in ("log.txt", "log.csv")]
+        [['epoch:', '1', '-', 'train', 'loss:', '2.50'], ['epoch,train_loss', '1,2.5']]
+    """
+
+    def __init__(self, *loggers: Any) -> None:
+        for one in loggers:
+            if isinstance(one, type) or not callable(getattr(one, "log_stats", None)):
+                raise ConfigError(f"train_logger: {one!r} is not a train logger: it has no log_stats, or is a class.")
+        self.loggers = loggers
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.loggers)
+
+    def _report(self, meta: Stats, stages: Mapping[str, Stats], verbose: bool | None) -> None:
+        stats: dict[str, Any] = {f"{name}_stats": one for name, one in stages.items()}
+        for one in self.loggers:
+            one.log_stats(meta, **stats, **({} if verbose is None else {"verbose": verbose}))
+
+    def log_step(self, values: Mapping[str, float], step: int) -> None:
+        """Report to every logger that has this method.
+
+        Args:
+            values: as in :meth:`TrainLogger.log_step`.
+            step: likewise.
+
+        Ranks: the main process alone.
+        """
+        for one in self.loggers:
+            if hasattr(one, "log_step"):
+                one.log_step(values, step)
+
+
+def join_loggers(hparams: Mapping[str, Any]) -> dict[str, Any]:
+    """Return hyperparameters in which a list under ``train_logger`` is one :class:`TrainLoggers`.
+
+    Args:
+        hparams: as a recipe gives them; not changed.
+
+    Raises:
+        ConfigError: an object in the list is not a train logger.
+
+    Ranks: local.
+
+    Example:
+        >>> len(list(join_loggers({"train_logger": [TrainLogger(), TrainLogger()]})["train_logger"]))
+        2
+    """
+    found = hparams.get("train_logger")
+    joined = {"train_logger": TrainLoggers(*found)} if isinstance(found, (list, tuple)) else {}
+    return {**hparams, **joined}
+
+
+class _MainTrainLogger(TrainLogger):
+    """Reports on the main process, and to the run's log."""
+
+    run_log_beside: Path | None = None  # where no run log is set
+
+    @main_process_only(hand_over=False)
+    def _report(self, meta: Stats, stages: Mapping[str, Stats], verbose: bool | None) -> None:
+        self._log(meta, stages, verbose)
+        log = Current.log or (self.run_log_beside and RunLog(self.run_log_beside))
+        if log:
+            log.write_stats(plain({"meta": meta, **stages}), self)
+
+    def _log(self, meta: Stats, stages: Mapping[str, Stats], verbose: bool | None) -> None:
+        raise NotImplementedError
+
+
+class FileTrainLogger(_MainTrainLogger):
+    """Writes one line per call to a text file: ``epoch: 1 - train loss: 2.31 - valid loss: 9.10e-01``.
+
+    The same statistics go to the run's log, at full precision (``metrics.jsonl`` beside ``save_file`` where
+    no run log is set).
+
+    The line is also logged to the console, unless ``log_stats`` is called with ``verbose=False``.
+
+    Args:
+        save_file: the text file; it is appended to.
+        precision: digits after the point. Floats between 1 and 100 are written plainly, others with an
+            exponent.
+
+    Raises:
+        ConfigError: ``precision`` is negative.
+
+    Ranks: all, or the main process alone; only it writes.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     train_logger = FileTrainLogger(f"{folder}/train_log.txt")
+        ...     train_logger.log_stats({"epoch": 1, "lr": 0.1}, {"loss": 2.31}, verbose=False)
+        ...     Path(train_logger.save_file).read_text().strip()
+        'epoch: 1, lr: 1.00e-01 - train loss: 2.31'
+    """
+
+    def __init__(self, save_file: str | os.PathLike[str], precision: int = 2) -> None:
+        if precision < 0:
+            raise ConfigError(f"precision={precision!r}: give a number of digits, 0 or more.")
+        self.save_file = os.fspath(save_file)
+        self.precision = precision
+        self.run_log_beside = Path(save_file).with_name("metrics.jsonl")
+
+    def _log(self, meta: Stats, stages: Mapping[str, Stats], verbose: bool | None) -> None:
+        parts = [self._line(meta), *(self._line(stats, f"{name} ") for name, stats in stages.items())]
+        line, path = " - ".join(parts), Path(self.save_file)
+        with written(f"save_file={self.save_file!r}"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            append(path, line + "\n")
+        if verbose is not False:
+            logger.info("%s", line)
+
+    def _line(self, stats: Stats, stage: str = "") -> str:
+        return ", ".join(f"{stage}{name}: {self._text(plain(value))}" for name, value in stats.items())
+
+    def _text(self, value: Any) -> str:
+        if not isinstance(value, float):
+            return str(value)
+        kind = "f" if 1.0 < value < 100.0 else "e"  # noqa: PLR2004 -- the recipe contract fixes the format
+        return f"{value:.{self.precision}{kind}}"
+
+
+class CSVTrainLogger(_MainTrainLogger):
+    """Writes a table with one row per call: ``epoch,lr,train_loss,valid_loss``.
+
+    A name that comes later gets a column of its own, which is empty in the rows before.
+
+    Args:
+        save_file: the table; rows are added to one that is there. It is written anew, in one piece, at each call.
+
+    Ranks: all, or the main process alone; only it writes.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     table = CSVTrainLogger(f"{folder}/log.csv")
+        ...     table.log_stats({"epoch": 1}, {"loss": 0.5})
+        ...     table.log_stats({"epoch": 2}, {"loss": 0.25}, {"loss": 0.75})
+        ...     Path(table.save_file).read_text().split()
+        ['epoch,train_loss,valid_loss', '1,0.5,', '2,0.25,0.75']
+    """
+
+    def __init__(self, save_file: str | os.PathLike[str]) -> None:
+        self.save_file = os.fspath(save_file)
+
+    def _log(self, meta: Stats, stages: Mapping[str, Stats], verbose: bool | None) -> None:
+        path, unfinished = Path(self.save_file), Path(f"{self.save_file}.unfinished")
+        with written(f"save_file={self.save_file!r}"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            rows = [*(self._rows_of(path) if path.exists() else ()), _flat(meta, stages, "_")]
+            columns = dict.fromkeys(name for row in rows for name in row)
+            with unfinished.open("w", newline="", encoding="utf-8") as file:
+                table = csv.DictWriter(file, [*columns], lineterminator="\n")
+                table.writeheader()
+                table.writerows(rows)
+            unfinished.replace(path)
+
+    def _rows_of(self, path: Path) -> list[dict[str, Any]]:
+        try:
+            with path.open(newline="", encoding="utf-8") as file:
+                rows: list[dict[str, Any]] = [*csv.DictReader(file)]
+        except (csv.Error, UnicodeDecodeError) as error:
+            raise ConfigError(
+                f"save_file={self.save_file!r} cannot be read as a table: {error}. Move it away."
+            ) from error
+        if any(None in row for row in rows):
+            raise ConfigError(f"save_file={self.save_file!r} has rows longer than its first. Move it away.")
+        return rows
+
+
+class JSONLTrainLogger(_MainTrainLogger):
+    """Writes one JSON object per call to a file of its own, as in the run's log (:class:`RunLog`).
+
+    Args:
+        save_file: the file; it is appended to.
+
+    Ranks: all, or the main process alone; only it writes.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     JSONLTrainLogger(f"{folder}/log.jsonl").log_stats({"epoch": 1}, {"loss": 0.5})
+        ...     json.loads(Path(f"{folder}/log.jsonl").read_text())["train"]
+        {'loss': 0.5}
+    """
+
+    def __init__(self, save_file: str | os.PathLike[str]) -> None:
+        self._file = RunLog(save_file)
+
+    def _log(self, meta: Stats, stages: Mapping[str, Stats], verbose: bool | None) -> None:
+        self._file.write("stats", meta=meta, **stages)
+
+    def log_step(self, values: Mapping[str, float], step: int) -> None:
+        """Write a "step" event; arguments as in :meth:`TrainLogger.log_step`.
+
+        Ranks: the main process alone.
+        """
+        self._file.write("step", optimizer_step=step, values=values)
+
+
+def _flat(meta: Stats, stages: Mapping[str, Stats], separator: str) -> dict[str, Any]:
+    """Return plain values by one name each, such as ``train_loss``."""
+    flat = {f"{stage}{separator}{name}": value for stage, stats in stages.items() for name, value in stats.items()}
+    return {str(name): plain(value) for name, value in {**meta, **flat}.items()}
+
+
+@register_checkpoint_hooks
+class TensorboardLogger(_MainTrainLogger):
+    """Writes statistics for TensorBoard. Needs ``pip install ddpkit[tensorboard]``.
+
+    Every value is written under ``<name>/<stage>``, every element of a list as a step of its own.
+
+    Args:
+        save_dir: folder of the event files; it is made at the first write.
+
+    Attributes:
+        global_step: how often each value has been written; it is what TensorBoard shows on the x axis.
+
+    Raises:
+        MissingExtraError: TensorBoard is not installed.
+
+    Ranks: all, or the main process alone; only it writes.
+
+    State: saves ``global_step`` as JSON, so that curves go on after a restart where they ended. Give the
+    logger to the checkpointer for that.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     tensorboard = TensorboardLogger(folder)
+        ...     tensorboard.log_stats({"epoch": 1}, {"loss": [0.5, 0.4]})
+        ...     tensorboard.close()
+        ...     tensorboard.global_step["train"]
+        {'loss': 2}
+    """
+
+    def __init__(self, save_dir: str | os.PathLike[str]) -> None:
+        if importlib.util.find_spec("tensorboard") is None:
+            raise MissingExtraError(
+                "TensorboardLogger needs TensorBoard, which is not installed. "
+                "Run `pip install ddpkit[tensorboard]`, or leave the logger out of the recipe."
+            )
+        self.save_dir = os.fspath(save_dir)
+        self.global_step: dict[str, Any] = {"train": {}, "valid": {}, "test": {}, "meta": 0}
+
+    @functools.cached_property
+    def writer(self) -> SummaryWriter | None:
+        """The TensorBoard writer: made at first use on the main process, None on the others.
+
+        Ranks: local.
+        """
+        if not if_main_process():
+            return None
+        from torch.utils.tensorboard import SummaryWriter
+
+        return SummaryWriter(self.save_dir)
+
+    def _log(self, meta: Stats, stages: Mapping[str, Stats], verbose: bool | None) -> None:
+        self.global_step["meta"] += 1
+        for name, value in meta.items():
+            self._write(name, plain(value), self.global_step["meta"])
+        for stage, stats in stages.items():
+            steps = self.global_step[stage]
+            for name, values in stats.items():
+                found = plain(values)
+                for value in found if isinstance(found, list) else [found]:
+                    steps[name] = steps.get(name, 0) + 1
+                    self._write(f"{name}/{stage}", value, steps[name])
+        if self.writer is not None:
+            self.writer.flush()
+
+    def log_step(self, values: Mapping[str, float], step: int) -> None:
+        """Write values under ``<name>/train_step``; arguments as in :meth:`TrainLogger.log_step`.
+
+        Ranks: the main process alone.
+        """
+        for name, value in values.items():
+            self._write(f"{name}/train_step", value, step)
+
+    @main_process_only(hand_over=False)
+    def log_audio(self, name: str, value: torch.Tensor, sample_rate: int) -> None:
+        """Write a sound.
+
+        Args:
+            name: its tag.
+            value: samples between -1 and 1, shape ``(num_samples,)`` or ``(1, num_samples)``.
+            sample_rate: samples per second.
+
+        Ranks: all, or the main process alone; only it writes.
+        """
+        self._add("audio", name, value, self.global_step["meta"], sample_rate=sample_rate)
+
+    @main_process_only(hand_over=False)
+    def log_figure(self, name: str, value: Any) -> None:
+        """Write a picture.
+
+        Args:
+            name: its tag.
+            value: a matplotlib figure, or a tensor of grey values between 0 and 1, shape ``(height, width)``.
+
+        Ranks: all, or the main process alone; only it writes.
+        """
+        step = self.global_step["meta"]
+        if isinstance(value, torch.Tensor):
+            self._add("image", name, value.detach(), step, dataformats="HW")
+        else:
+            self._add("figure", name, value, step)
+
+    def close(self) -> None:
+        """Write out what is still in memory, and close the event file.
+
+        Ranks: local.
+        """
+        writer = self.__dict__.pop("writer", None)
+        if writer is not None:
+            writer.close()
+
+    def _write(self, tag: str, value: Any, step: int) -> None:
+        if isinstance(value, bool | int | float):
+            self._add("scalar", tag, value, step)
+        else:
+            self._add("text", tag, str(value), step)
+
+    def _add(self, kind: str, tag: str, value: Any, step: int, **options: Any) -> None:
+        getattr(self.writer, f"add_{kind}")(tag, value, global_step=step, **options)
+
+    @mark_as_saver
+    def _save(self, path: str | os.PathLike[str]) -> None:
+        Path(path).write_text(json.dumps(self.global_step), encoding="utf-8")
+
+    @mark_as_loader
+    def _recover(self, path: str | os.PathLike[str], end_of_epoch: bool) -> None:
+        text = Path(path).read_text(encoding="utf-8")
+        try:
+            saved = json.loads(text)
+            self.global_step = {
+                "meta": int(saved["meta"]),
+                **{s: dict(saved[s]) for s in ("train", "valid", "test")},
+            }
+        except (ValueError, TypeError, KeyError) as error:
+            raise CheckpointError(
+                f"{str(path)!r} holds {text[:60]!r} where TensorBoard's steps were expected; it is damaged. "
+                "Remove that checkpoint to use an older one."
+            ) from error
+
+
+class WandBLogger(_MainTrainLogger):
+    """Writes statistics through a run object, such as a run of Weights & Biases.
+
+    The step is ``stats_meta["epoch"]`` where there is one.
+
+    Args:
+        initializer: called on the main process only, with all the other arguments; returns an object with
+            ``log(stats, step=...)``. In YAML: ``initializer: !name:wandb.init``.
+        args: for the initializer.
+        kwargs: for the initializer.
+
+    Attributes:
+        run: what the initializer returned; None on the other ranks.
+
+    Raises:
+        ConfigError: the initializer failed; its own exception is the cause. Raised on the main process.
+        MainProcessError: the same, on the other ranks.
+
+    Ranks: all, or the main process alone; only it writes.
+
+    Example:
+        >>> class Run:
+        ...     def log(self, stats, step=None):
+        ...         print(step, stats)
+        >>> WandBLogger(Run).log_stats({"epoch": 1}, {"loss": 0.5})
+        1 {'train': {'loss': 0.5}, 'epoch': 1}
+    """
+
+    def __init__(self, initializer: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        self.run: Any = None
+
+        def start() -> None:
+            if not if_main_process():  # without a process group every rank comes here
+                return
+            try:
+                self.run = initializer(*args, **kwargs)
+            except Exception as error:
+                raise ConfigError(
+                    f"WandBLogger: initializer={initializer!r} failed with {type(error).__name__}: {error}. "
+                    "Its own error stands above."
+                ) from error
+
+        run_on_main(start)
+
+    def _log(self, meta: Stats, stages: Mapping[str, Stats], verbose: bool | None) -> None:
+        stats = plain_numbers({**stages, **meta})
+        self.run.log(stats, **({"step": stats["epoch"]} if "epoch" in stats else {}))
+
+
+@register_checkpoint_hooks
+class MLflowLogger(_MainTrainLogger):
+    """Writes statistics to a run of MLflow. Needs ``pip install ddpkit[mlflow]``.
+
+    Numbers become metrics such as ``train/loss``, at the step ``stats_meta["epoch"]`` where there is one; everything
+    else becomes a tag. The run begins with the first statistics; one that is active already is used.
+
+    Args:
+        experiment_name: for ``mlflow.set_experiment``; None: from the environment.
+        tracking_uri: for ``mlflow.set_tracking_uri``; None: from the environment.
+        start_run: arguments of ``mlflow.start_run``, such as ``run_name`` and ``tags``.
+
+    Attributes:
+        run_id: of MLflow's run; None before it begins.
+
+    Raises:
+        MissingExtraError: MLflow is not installed.
+
+    Ranks: all, or the main process alone; only it writes.
+
+    State: saves ``run_id``, so that a run that is started again goes on in MLflow's. Give the logger to the
+    checkpointer for that.
+    """
+
+    def __init__(self, experiment_name: str | None = None, tracking_uri: str | None = None, **start_run: Any) -> None:
+        if importlib.util.find_spec("mlflow") is None:
+            raise MissingExtraError(
+                "MLflowLogger needs MLflow, which is not installed. "
+                "Run `pip install ddpkit[mlflow]`, or leave the logger out of the recipe."
+            )
+        self.run_id: str | None = None
+        self._experiment, self._uri, self._start_run = experiment_name, tracking_uri, start_run
+
+    @functools.cached_property
+    def _mlflow(self) -> Any:
+        """The module, with a run that is active."""
+        import mlflow  # type: ignore[import-not-found, unused-ignore]
+
+        if self._uri is not None:
+            mlflow.set_tracking_uri(self._uri)
+        if self._experiment is not None:
+            mlflow.set_experiment(self._experiment)
+        saved = {} if self.run_id is None else {"run_id": self.run_id}
+        run = mlflow.active_run() or mlflow.start_run(**{**self._start_run, **saved})
+        self.run_id = run.info.run_id
+        return mlflow
+
+    def _log(self, meta: Stats, stages: Mapping[str, Stats], verbose: bool | None) -> None:
+        values, epoch = _flat(meta, stages, "/"), plain(meta.get("epoch"))
+        self._write(values, epoch if isinstance(epoch, int) else None)
+
+    def log_step(self, values: Mapping[str, float], step: int) -> None:
+        """Write metrics such as ``train_step/loss``; arguments as in :meth:`TrainLogger.log_step`.
+
+        Ranks: the main process alone.
+        """
+        self._write(_flat({}, {"train_step": values}, "/"), step)
+
+    def _write(self, values: Mapping[str, Any], step: int | None) -> None:
+        named = {re.sub(r"[^\w.\- /]", "_", name): value for name, value in values.items()}
+        metrics = {name: float(value) for name, value in named.items() if isinstance(value, (int, float))}
+        self._mlflow.log_metrics(metrics, step=step)
+        for name in named.keys() - metrics.keys():
+            self._mlflow.set_tag(name, str(named[name]))
+
+    @mark_as_saver
+    def _save(self, path: str | os.PathLike[str]) -> None:
+        Path(path).write_text(self.run_id or "", encoding="utf-8")
+
+    @mark_as_loader
+    def _recover(self, path: str | os.PathLike[str], end_of_epoch: bool) -> None:
+        text = Path(path).read_text(encoding="utf-8")
+        if not re.fullmatch(r"[\w-]*", text):
+            raise CheckpointError(
+                f"{str(path)!r} holds {text[:60]!r} where the id of an MLflow run was expected; it is damaged. "
+                "Remove that checkpoint to use an older one."
+            )
+        self.run_id = text or None
+
+
+class ProgressSampleLogger:
+    """Saves what a model makes of a few samples, epoch by epoch: ``<output_path>/<epoch>/<name>.<extension>``.
+
+    Call :meth:`remember` while training, and :meth:`save` at the end of a stage.
+
+    Args:
+        output_path: folder; made at the first save.
+        formats: the format of an item by its name; ``"image"`` where none is given.
+        format_defs: formats besides ``"raw"`` (``torch.save``, .pth) and ``"image"`` (``torchvision.utils.save_image``,
+            .png), by name: a dict with ``saver``, called with the data, a path and ``kwargs``, and ``extension``.
+        batch_sample_size: how many items :meth:`get_batch_sample` takes of a batch.
+
+    Attributes:
+        progress_samples: what is remembered, by name.
+
+    Raises:
+        ConfigError: ``formats`` names a format that is not defined.
+
+    Ranks: all, or the main process alone; only it writes.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     samples = ProgressSampleLogger(folder, formats={"output": "raw"})
+        ...     samples.remember(output=samples.get_batch_sample(torch.ones(8, 3)))
+        ...     samples.save(epoch=2)
+        ...     torch.load(f"{folder}/2/output.pth").shape
+        torch.Size([1, 3])
+    """
+
+    DEFAULT_FORMAT = "image"
+
+    def __init__(
+        self,
+        output_path: str | os.PathLike[str],
+        formats: Mapping[str, str] | None = None,
+        format_defs: Mapping[str, Mapping[str, Any]] | None = None,
+        batch_sample_size: int = 1,
+    ) -> None:
+        self.output_path = os.fspath(output_path)
+        self.formats = dict(formats or {})
+        self.format_defs: dict[str, Mapping[str, Any]] = {
+            "raw": {"extension": "pth", "saver": torch.save, "kwargs": {}},
+            "image": {"extension": "png", "saver": _save_image, "kwargs": {}},
+            **(format_defs or {}),
+        }
+        self.batch_sample_size = batch_sample_size
+        self.progress_samples: dict[str, Any] = {}
+        for name, kind in self.formats.items():
+            if kind not in self.format_defs:
+                known = ", ".join(map(repr, self.format_defs))
+                raise ConfigError(
+                    f"formats says {kind!r} for {name!r}, and the formats are {known}. "
+                    "Name one of them, or add it to format_defs."
+                )
+
+    def reset(self) -> None:
+        """Forget what is remembered.
+
+        Ranks: local.
+        """
+        self.progress_samples = {}
+
+    def remember(self, **items: Any) -> None:
+        """Keep items, detached, until the next save; one of the same name is replaced.
+
+        Args:
+            items: tensors, and lists, tuples and dicts of them, by name.
+
+        Ranks: local.
+        """
+        self.progress_samples.update({name: _detached(item) for name, item in items.items()})
+
+    def get_batch_sample(self, value: Any) -> Any:
+        """Take the first ``batch_sample_size`` items of a batch.
+
+        Args:
+            value: a tensor with the batch as its first dimension, a list, or a dict of them; all else stays as it is.
+
+        Returns:
+            The same with fewer items.
+
+        Ranks: local.
+        """
+        if isinstance(value, Mapping):
+            return {name: self.get_batch_sample(item) for name, item in value.items()}
+        return value[: self.batch_sample_size] if isinstance(value, (torch.Tensor, list)) else value
+
+    @main_process_only(hand_over=False)
+    def save(self, epoch: int) -> None:
+        """Write all that is remembered.
+
+        Args:
+            epoch: name of the folder.
+
+        Raises:
+            ConfigError: a file cannot be written.
+            MissingExtraError: an image is to be saved, and torchvision is not installed.
+
+        Ranks: all, or the main process alone; only it writes.
+        """
+        for name, item in self.progress_samples.items():
+            self.save_item(name, item, epoch)
+
+    @main_process_only(hand_over=False)
+    def save_item(self, key: str, data: Any, epoch: int) -> None:
+        """Write one item.
+
+        Args:
+            key: its name.
+            data: what its format's ``saver`` takes.
+            epoch: name of the folder.
+
+        Raises:
+            ConfigError: as :meth:`save`.
+            MissingExtraError: as :meth:`save`.
+
+        Ranks: all, or the main process alone; only it writes.
+        """
+        form = self.format_defs[self.formats.get(key, self.DEFAULT_FORMAT)]
+        path = Path(self.output_path, str(epoch), f"{key}.{form['extension']}")
+        unfinished = path.with_name(f"{key}.unfinished.{form['extension']}")
+        with written(f"output_path={self.output_path!r}: {str(path)!r}"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            form["saver"](data, str(unfinished), **form.get("kwargs", {}))
+            unfinished.replace(path)
+
+
+def _save_image(data: torch.Tensor, path: str) -> None:
+    try:
+        from torchvision.utils import save_image  # type: ignore[import-not-found, unused-ignore]
+    except ImportError as error:
+        raise MissingExtraError(
+            "ProgressSampleLogger saves images with torchvision, which is not installed. "
+            "Run `pip install torchvision`, or give formats={name: 'raw'}."
+        ) from error
+    save_image(data, path)
+
+
+def _detached(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().cpu()
+    if isinstance(value, Mapping):
+        return {name: _detached(item) for name, item in value.items()}
+    return type(value)(map(_detached, value)) if type(value) in {list, tuple} else value

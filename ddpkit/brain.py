@@ -590,7 +590,8 @@ class Brain(_Typed):
             DataError: the data cannot feed the run.
             RankMismatchError: the ranks are not about to run the same training.
             NonFiniteLossError: too many steps of an epoch were not finite.
-            ParityError: with the option ``check_parity``, nothing is trained, and a difference was found.
+            ParityError: with the option ``check_parity``, a difference was found.
+            SystemExit: with that option, none was found. Nothing is trained in either case.
             RunStopped: a signal or the time limit has asked for the end.
         """
         run = self.__run
@@ -599,8 +600,7 @@ class Brain(_Typed):
         if self.run_opts.check_parity is not None:
             from ddpkit.parity import check_parity
 
-            check_parity(self, self.__run, train_set, train_loader_kwargs or {})
-            return FitResult("check_parity", optimizer_steps=self.optimizer_step)
+            check_parity(self, self.__run, train_set, train_loader_kwargs or {})  # ends this process
         if self.run_opts.test_only:
             logger.info("test_only is set: fit does nothing.")
             return FitResult("test_only", optimizer_steps=self.optimizer_step)
@@ -640,8 +640,7 @@ class Brain(_Typed):
             test_loader_kwargs: for :meth:`make_dataloader`; not changed.
 
         Returns:
-            The mean loss over the whole set, the same on every rank; NaN with the option ``check_parity``, which
-            evaluates nothing.
+            The mean loss over the whole set, the same on every rank.
 
         Raises:
             ConfigError: called inside ``fit`` of the same Brain, where it would recover other weights, unless
@@ -651,10 +650,6 @@ class Brain(_Typed):
         if not own_hook:
             self._require_no_training("evaluate")
         run.preflight.compare_ranks("evaluate", self)
-        world_size = self.run_opts.check_parity
-        if world_size is not None:
-            logger.announce("check_parity=%d: nothing was trained, and nothing is evaluated.", world_size)
-            return math.nan
         with run.guard.guarded("evaluate"):
             loader = together(lambda: self._loader(test_set, Stage.TEST, test_loader_kwargs or {}, None))
             run.preflight.compare_data(test=loader)

@@ -33,7 +33,7 @@ class FitResult:
         reason: why it ended. ``"epochs"``: the epoch counter had no more; ``"early_stop"``: it stopped because its
             metric did not improve (``should_stop``); ``"optimizer_step_limit"``; ``"debug"``: ``debug_epochs`` are
             over. Without any training: ``"done_before"``: a checkpoint says that the epochs, or this call, were over
-            already; ``"test_only"``; ``"check_parity"``: several processes were compared with one.
+            already; ``"test_only"``.
         epochs: that ended in this call; not those before a restart.
         optimizer_steps: updates since the run began, those before a restart and of earlier calls included.
         train_loss: mean over the last epoch's training, over all ranks; None if none ended in this call.

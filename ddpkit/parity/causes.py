@@ -2,14 +2,15 @@
 
 All experiments are made in the one process, with the recipe's own ``fit_batch``:
 
-- noise: passes over the same samples with other random numbers;
+- noise: passes over the same samples with other random numbers, while what can be switched off is off;
 - data: the samples that a rank had, loaded once more;
 - accumulation: a window of micro-batches as a weighted sum of windows of each of them;
 - the loss: the joined batch as a weighted sum of each rank's part of it. Weights of 1: a sum. Weights that add up to
   1, but are not the samples': a mean over something else, such as tokens. No weights: it matters which samples are
   together.
 
-BatchNorm is judged by a second pass of both sides in which it stands still.
+A BatchNorm that the ranks do not share is named alone, whatever else there may be. While the loss is examined,
+BatchNorm is in evaluation mode.
 """
 
 from __future__ import annotations
@@ -23,7 +24,6 @@ import torch
 from torch import Tensor
 
 from ddpkit.data import sketch
-from ddpkit.parity.noise import dropout_rates
 from ddpkit.parity.report import TOLERANCES, Gradients, ParityReport, ParityRow, all_equal, compare, worst
 from ddpkit.parity.side import Side, Step
 from ddpkit.precision import TorchAutocast
@@ -77,28 +77,25 @@ class _Diagnosis:
         self.tolerances = _tolerances(self.brain)
         self.own_fit_batch = side.parts.recipe.has_own_fit_batch
         self.causes: dict[str, str] = {}
-        self.notes: list[str] = []
 
     def report(self) -> ParityReport:
         """Compare, and look for the causes."""
         expected = [self._run(window) for window in self.windows]
-        rows = [self._compare(window, grads, "gradients") for window, grads in zip(self.windows, expected, strict=True)]
+        rows = [self._compare(window, grads) for window, grads in zip(self.windows, expected, strict=True)]
         failing = [window for window, own in zip(self.windows, rows, strict=True) if not all_equal(own)]
-        self._look_for_noise()
+        if not all(map(self._repeats, self.windows)):
+            self.causes["randomness"] = NOISE
         if self.side.outside:
             self.causes["outside modules"] = OUTSIDE.format(self.side.outside[0], len(self.side.outside))
         self._look_at_accumulation()
         if failing and not self.causes:
             self._explain(failing)
-        self._look_for_unused(expected[0])
         numbers = ", ".join(str(window.number) for window in self.windows)
         compared = (
             f"optimizer step{'' if len(self.windows) == 1 else 's'} {numbers} of {self.records[0]['length']} in an "
             f"epoch, {sum(sum(rank['counts']) for rank in self.windows[0].ranks)} samples in the first"
         )
-        return ParityReport(
-            len(self.records), worst([row for own in rows for row in own]), self.causes, self.notes, compared
-        )
+        return ParityReport(len(self.records), worst([row for own in rows for row in own]), self.causes, compared)
 
     def _run(self, window: _Window, **options: Any) -> list[Gradients]:
         return self.side.run(window.step, self.factor, window.step, **options)
@@ -108,29 +105,14 @@ class _Diagnosis:
         own = Step(step.number, step.first + place, [batch], [len(batch)])
         return self.side.run(own, 1, own, still=True)[-1]
 
-    def _compare(self, window: _Window, expected: Sequence[Gradients], which: str) -> list[ParityRow]:
-        return compare(window.ranks[0][which], expected, self.tolerances, window.number)
+    def _compare(self, window: _Window, expected: Sequence[Gradients]) -> list[ParityRow]:
+        return compare(window.ranks[0]["gradients"], expected, self.tolerances, window.number)
 
     # ------------------------------------------------------------------ what may be wrong though gradients agree
 
-    def _look_for_noise(self) -> None:
-        if all(self._repeats(window, calm=False) for window in self.windows):
-            return
-        layers = [
-            f"{name} ({type(layer).__name__}, {getattr(layer, rate):g})"
-            for name, layer, rate in dropout_rates(self.brain.modules)
-            if layer.training
-        ]
-        where = _listed(layers) or "in compute_forward or compute_objectives"
-        if all(self._repeats(window, calm=True) for window in self.windows):
-            self.notes.append(NOISE_IS_OFF.format(where))
-        else:
-            self.causes["randomness"] = NOISE_IS_LEFT.format(where)
-
-    def _repeats(self, window: _Window, *, calm: bool) -> bool:
+    def _repeats(self, window: _Window) -> bool:
         """Say whether a step has the same gradients whatever random numbers are drawn."""
-        first = self._run(window, seed=1, calm=calm)
-        others = [self._run(window, seed=seed, calm=calm) for seed in (2, 3)]
+        first, *others = (self._run(window, seed=seed) for seed in (1, 2, 3))
         return not _is_finite(first) or all(
             all_equal(compare(other, first, self.tolerances, window.number)) for other in others
         )
@@ -151,14 +133,6 @@ class _Diagnosis:
                 self.causes["accumulation"] = ACCUMULATION.format(window.number, times, len(batches))
                 return
 
-    def _look_for_unused(self, gradients: Sequence[Gradients]) -> None:
-        """Note parameters without a gradient in modules that have some, over which real ranks stumble."""
-        used = {name for step in gradients for name, one in step.items() if one is not None}
-        entries = {name.partition(".")[0] for name in used}
-        unused = [name for step in gradients for name in step if name not in used and name.partition(".")[0] in entries]
-        if unused and not self.brain.find_unused_parameters:
-            self.notes.append(UNUSED.format(unused[0], len(set(unused))))
-
     # ------------------------------------------------------------------ why gradients differ
 
     def _explain(self, failing: list[_Window]) -> None:
@@ -166,22 +140,17 @@ class _Diagnosis:
         if found is not None:
             self.causes.update([found])
             return
-        shared_by_all = self.records[0]["norms"]
-        norms = [name for name, shared in shared_by_all.items() if not (shared and self.side.joins)]
-        if norms:
-            words = MADE_ALREADY if all(shared_by_all.values()) else NOT_SHARED
-            self.causes["batch norm"] = words.format(_listed([one for one in norms if not shared_by_all[one]] or norms))
-        if shared_by_all:
-            runs = [(window, self._run(window, still=True)) for window in failing]
-            still = [window for window, grads in runs if not all_equal(self._compare(window, grads, "still"))]
-            if norms and not still:
-                return
-            failing = still or failing
+        norms = self.records[0]["norms"]
+        apart = [name for name, shared in norms.items() if not (shared and self.side.joins)]
+        if apart:
+            words = MADE_ALREADY if all(norms.values()) else NOT_SHARED
+            self.causes["batch norm"] = words.format(_listed([one for one in apart if not norms[one]] or apart))
+            return
         if self.brain.training_ctx.enabled:
             self.brain.training_ctx = TorchAutocast(device_type=torch.device(self.brain.device).type)
         kind, words = self._fault_of_the_loss(failing)
         moved = _listed(self.records[0]["moved"])
-        self.causes[kind] = words.format(f" Each rank moves buffers by its own rows: {moved}." if moved else "")
+        self.causes[kind] = words.format(f" Each rank changes state by its own samples: {moved}." if moved else "")
 
     def _fault_of_a_rank(self, window: _Window) -> tuple[str, str] | None:
         """See whether gradients are finite, the samples those of one process, and the gradients those of all ranks."""
@@ -281,48 +250,41 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(names[:SHOWN_NAMES]) + more
 
 
-NOISE_IS_OFF = (
-    "The training draws random numbers ({}), others on each rank. That is not an error. All was compared with the "
-    "noise switched off."
-)
-NOISE_IS_LEFT = (
-    "The training draws random numbers ({}) that could not be switched off: of numpy, Python's random, "
-    "torch.multinomial, a generator in the dataset or the like. So nothing can be said about the rest. Draw them with "
-    "torch.rand or torch.randn, or check parity without them."
+NOISE = (
+    "The training draws random numbers that a check cannot switch off (numpy, Python's random, torch.multinomial, a "
+    "generator in the dataset), so nothing can be said about the rest. Draw with torch.rand or torch.randn, or leave "
+    "the noise out while you check."
 )
 OUTSIDE = (
     "An optimizer updates parameters that are in no entry of modules ({}; {} in all). DDP does not average their "
-    "gradients, and the ranks drift apart. Put what holds them into modules."
+    "gradients, and the ranks drift apart. Put the module that holds them into modules."
 )
 ACCUMULATION = (
     "fit_batch of the recipe weighs micro-batches twice, or not at all: in optimizer step {} the gradients are {:.3g} "
-    "times the mean of those of its {} micro-batches. Pass the mean loss, neither multiplied by "
-    "self.progress.window.scale nor divided by grad_accumulation_factor, to self.backward(loss), and call "
+    "times the mean of those of its {} micro-batches. Call self.backward(loss) with the mean loss as it is, and "
     "optimizers_step() where self.should_step is true."
 )
 NO_NUMBER = "The gradients of one process are not finite in optimizer step {}. Look at the loss and at the samples."
 RANK_HAS_NONE = (
-    "A rank's gradients are not finite in optimizer step {}, where those of one process are: probably a mean over "
-    "something of which a rank has none (an empty mask, no sample of a class). Return (loss_sum, count) from "
-    "compute_objectives."
+    "The gradients of a rank are not finite in optimizer step {}, and those of one process are: probably the loss is a "
+    "mean over something of which a rank has none (an empty mask, no sample of a class). Return (loss_sum, count)."
 )
 OTHER_DATA = (
-    "Rank {} has other data than one process at the same places of the dataset (such as {}). Sort what os.listdir or a "
-    "set gives, and seed random splits."
+    "Rank {} and one process have different data at the same places of the dataset (such as {}). Sort the result of "
+    "os.listdir or of a set, and seed random splits."
 )
 NOT_AVERAGED = (
-    "Rank {} steps with other gradients of {} than rank 0: they are not averaged. DDP sees gradients of what was "
-    "computed through the modules of self.modules, not of their inner parts, and not those of torch.autograd.grad. "
-    "Call self.backward(loss)."
+    "Rank {} steps with other gradients of {} than rank 0: they are not averaged. DDP averages gradients only of "
+    "forward passes through the modules of self.modules. Call these, and self.backward(loss)."
 )
 NOT_SHARED = (
-    "BatchNorm without synchronisation: {}. Only a BatchNorm without a forward or a parametrization of its own, in an "
-    "entry of modules that is trained, is synchronised. Build the layer on ddpkit.syncbn.SyncBatchNorm, normalise per "
-    "sample (GroupNorm, LayerNorm), or call eval() on it in training."
+    "BatchNorm without synchronisation: {}. A BatchNorm is synchronised unless it has a forward or a parametrization "
+    "of its own, or stands in an entry of modules that is not trained. Build the layer on ddpkit.syncbn.SyncBatchNorm, "
+    "normalise per sample (GroupNorm, LayerNorm), or call eval() on it in training."
 )
 MADE_ALREADY = (
-    "BatchNorm over batches that are made already: {}. Several ranks normalise over their batches together, one "
-    "process over one after the other. Normalise per sample (GroupNorm, LayerNorm), or let batch_size make the batches."
+    "BatchNorm over batches that the loader does not make: {}. Ranks normalise over their batches together, one "
+    "process over one batch after the other. Normalise per sample (GroupNorm, LayerNorm), or give batch_size."
 )
 SUM = (
     "The loss {}: the gradients of {} ranks, which are averaged, are {:.3g} times those of one process. Return the "
@@ -330,26 +292,22 @@ SUM = (
 )
 OWN_WEIGHTS = (
     "The loss is a mean over something else than samples, such as tokens, frames or weighted classes. Return "
-    "(loss_sum, count) from compute_objectives, the sum and what it is divided by."
+    "(loss_sum, count) from compute_objectives: the sum, and the number to divide it by."
 )
 COUNTED = (
-    "(loss_sum, count) of a joined batch are not the sums of its parts' sums and counts. Return the sum, not a mean, "
-    "and count exactly what it is over.{}"
+    "(loss_sum, count) of a joined batch are not the sums of its parts' sums and counts.{} Return the sum, not a mean, "
+    "and the number of terms in it."
 )
 COUNTS_BATCHES = (
-    "fit_batch of the recipe counts every rank's batch the same, also the smaller ones at the end of an epoch. Call "
-    "self.backward(loss) with the mean loss, not divided by grad_accumulation_factor, or set drop_last."
+    "fit_batch of the recipe counts all batches the same, also smaller ones at the end of an epoch. Call "
+    "self.backward(loss) with the mean loss as it is, or set drop_last."
 )
 BATCH_DEPENDENT = (
-    "The model or the loss depends on which samples are in a batch together (padding that is not masked, attention or "
-    "statistics across samples, in-batch negatives, a maximum or a root over the batch).{} Such a training is not the "
-    "same on another number of processes, whatever the library. Compute each sample by itself."
+    "The model or the loss depends on which samples are in a batch together (padding without a mask, attention or "
+    "statistics across samples, in-batch negatives, a maximum or a root over the batch).{} Such a training depends on "
+    "the number of processes, whatever the library. Compute each sample by itself."
 )
 UNKNOWN = (
-    "The cause is not known.{} Look at what may depend on which samples are in a batch together, at state that the "
-    "model or fit_batch keeps, and at what the script does differently under a launcher."
-)
-UNUSED = (
-    "{} gets no gradient ({} such in all): DDP waits for it. Several processes need --find_unused_parameters, or "
-    "requires_grad_(False) on what is not trained."
+    "The cause is not known.{} Does the result for a sample depend on the others of its batch? Do the model or "
+    "fit_batch keep state? Does the script do something else under a launcher?"
 )

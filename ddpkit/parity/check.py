@@ -1,8 +1,8 @@
 """``--check_parity W``: starts the recipe once more as W real processes, and compares their gradients with one process.
 
 The process that the user has started is the one. It writes down its weights, and starts its own script again under
-torchrun. The ranks run the script up to the same call of ``fit``, take the weights, work on a few optimizer steps,
-leave the gradients in a file and end. Then the one process works on the same samples, and compares.
+torchrun. The ranks run the script up to its first call of ``fit``, take the weights, work on a few optimizer steps,
+leave the gradients in a file and end. Then the one process works on the same samples, compares, and ends as well.
 
 Why processes: ``docs/decisions/0012-parity-by-processes.md``.
 """
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import os
 import subprocess
 import sys
@@ -19,7 +18,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -28,8 +27,8 @@ from ddpkit.errors import ConfigError, ParityError
 from ddpkit.launch import PARITY
 from ddpkit.logger import get_logger
 from ddpkit.parity.causes import diagnose
+from ddpkit.parity.report import ParityReport
 from ddpkit.parity.side import Side
-from ddpkit.seed import RngState
 from ddpkit.training import refuse_shared_parameters
 
 logger = get_logger(__name__)
@@ -38,11 +37,9 @@ STEPS = 3  # that are compared: the first ones of an epoch, and its last
 SHOWN_LINES = 30  # of what ranks that failed have said
 RANDOM_SEED = 1000  # plus the rank
 
-_calls = itertools.count(1)  # of fit in this process, so that the ranks know which one is meant
 
-
-def check_parity(brain: Any, parts: Any, train_set: Any, loader_kwargs: Mapping[str, Any]) -> None:
-    """Compare the gradients of several processes with those of one; in such a process, record them and end.
+def check_parity(brain: Any, parts: Any, train_set: Any, loader_kwargs: Mapping[str, Any]) -> NoReturn:
+    """Compare the gradients of several processes with those of one, or record them in such a process; then end it.
 
     Args:
         brain: whose ``fit`` was called.
@@ -53,20 +50,23 @@ def check_parity(brain: Any, parts: Any, train_set: Any, loader_kwargs: Mapping[
     Raises:
         ParityError: the gradients differ, or the ranks fail where one process does not. The message is the report.
         ConfigError: this training, or this process, cannot be checked.
-        SystemExit: in a rank, at its end.
+        SystemExit: with code 0, at the end.
 
     Ranks: the one process, and each rank that it starts.
     """
-    call, target = next(_calls), os.environ.get(PARITY)
-    if target is None:
+    if PARITY not in os.environ:
         require_one_process(brain.check_parity, data_parallel=brain.data_parallel_backend)
-        _check(brain, parts, train_set, loader_kwargs, call)
-    elif call == int(Path(target).name):
-        start = torch.load(Path(target, "start.pt"), map_location="cpu", weights_only=True)
+        report = _compare(brain, parts, train_set, loader_kwargs)
+        if not report.holds:
+            raise ParityError(str(report))
+        logger.announce("%s", report)
+    else:
+        folder = Path(os.environ[PARITY])
+        start = torch.load(folder / "start.pt", map_location="cpu", weights_only=True)
         brain.checkpointer, brain.hang_timeout = None, start["seconds"]
         with parts.guard.guarded("fit"):
-            torch.save(record(brain, parts, train_set, loader_kwargs, start), Path(target, f"rank{get_rank()}.pt"))
-        raise SystemExit(0)
+            torch.save(record(brain, parts, train_set, loader_kwargs, start), folder / f"rank{get_rank()}.pt")
+    raise SystemExit(0)
 
 
 def require_one_process(world_size: int, *, data_parallel: bool) -> None:
@@ -113,8 +113,6 @@ def record(
 
     Ranks: collective.
     """
-    strategy: Any = parts.strategy
-    strategy.find_unused_parameters = strategy.find_unused_parameters or start["leaves_out"]
     steps = []
     with Side(brain, parts, train_set, loader_kwargs, start) as side:
         length, seed = -(-side.num_batches // side.factor), RANDOM_SEED + brain.rank
@@ -122,7 +120,6 @@ def record(
             step = side.step(number)
             grads = side.run(step, side.factor, side.counts, seed=seed)
             found = {**dataclasses.asdict(step), "gradients": grads, "sketches": side.sketches}
-            found["still"] = side.run(step, side.factor, side.counts, seed=seed, still=True) if side.norms else grads
             steps.append({**found, "weighs": side.counts is not None})
     return {"factor": side.factor, "length": length, "steps": steps, "norms": side.norms, "moved": list(side.moved)}
 
@@ -139,80 +136,45 @@ def one_process(
     Ranks: local; one process.
     """
     refuse_shared_parameters(brain.modules)
-    with _unchanged(brain), Side(brain, parts, train_set, loader_kwargs) as side:
+    with Side(brain, parts, train_set, loader_kwargs) as side:
         state = {name: value.detach().cpu().clone() for name, value in brain.raw_modules.state_dict().items()}
         began = time.monotonic()
-        grads = side.run(side.step(0), side.factor, side.counts)
-        yield (
-            side,
-            {
-                "modules": state,
-                "optimizer_step": side.done,
-                "seconds": 30.0 + 60.0 * (time.monotonic() - began),
-                "leaves_out": any(one is None for step in grads for one in step.values()),
-            },
-        )
+        side.run(side.step(0), side.factor, side.counts)
+        seconds = 30.0 + 60.0 * (time.monotonic() - began)
+        yield side, {"modules": state, "optimizer_step": side.done, "seconds": seconds}
 
 
-def _check(brain: Any, parts: Any, train_set: Any, loader_kwargs: Mapping[str, Any], call: int) -> None:
-    world_size = brain.check_parity
+def _compare(brain: Any, parts: Any, train_set: Any, loader_kwargs: Mapping[str, Any]) -> ParityReport:
     with (
         parts.stages.session(getattr(brain.hparams, "output_folder", "results")),
         one_process(brain, parts, train_set, loader_kwargs) as (side, start),
         tempfile.TemporaryDirectory(prefix="ddpkit-parity-") as folder,
     ):
-        target = Path(folder, str(call))
-        target.mkdir()
-        torch.save(start, target / "start.pt")
-        _run_ranks(world_size, target)
-        paths = [target / f"rank{rank}.pt" for rank in range(world_size)]
+        torch.save(start, Path(folder, "start.pt"))
+        _run_ranks(brain.check_parity, Path(folder))
+        paths = [Path(folder, f"rank{rank}.pt") for rank in range(brain.check_parity)]
         if not all(path.exists() for path in paths):
             raise ParityError(
-                f"parity does not hold: call {call} of fit, which one process has reached, was not reached by "
-                f"{world_size}: the script takes another way under a launcher."
+                f"parity does not hold: {len(paths)} processes end without the call of fit that one process has "
+                "reached: the script does something else under a launcher."
             )
-        report = diagnose(side, [torch.load(path, map_location="cpu", weights_only=True) for path in paths])
-    if not report.holds:
-        raise ParityError(str(report))
-    logger.announce("%s", report)
+        return diagnose(side, [torch.load(path, map_location="cpu", weights_only=True) for path in paths])
 
 
-def _run_ranks(world_size: int, target: Path) -> None:
-    """Run the script as several processes, to the end of the call of ``fit`` that is checked."""
+def _run_ranks(world_size: int, folder: Path) -> None:
+    """Run the script as several processes, to the end of its first call of ``fit``."""
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world_size}", "--no-python"]
     command = [sys.executable, *launcher, sys.executable, *sys.orig_argv[1:]]
     logger.info("check_parity: starting %d processes of this script.", world_size)
-    output = target / "output.txt"
+    output = folder / "output.txt"
     with output.open("wb") as file:
-        environment = {**os.environ, PARITY: str(target)}
+        environment = {**os.environ, PARITY: str(folder)}
         ended = subprocess.run(
             command, env=environment, stdin=subprocess.DEVNULL, stdout=file, stderr=file, check=False
         )
     if ended.returncode:
         lines = output.read_text(errors="replace").splitlines()
         raise ParityError(
-            f"parity does not hold: {world_size} processes fail where one has made a step. Their last words:\n"
+            f"parity does not hold: {world_size} processes fail where one process has made a step. They said last:\n"
             + "\n".join(lines[-SHOWN_LINES:])
         )
-
-
-@contextlib.contextmanager
-def _unchanged(brain: Any) -> Iterator[None]:
-    """Put everything back that a check may move."""
-    values = {name: getattr(brain, name) for name in ("scaler", "training_ctx", "grad_accumulation_factor")}
-    random_states, progress = RngState.capture(), brain.progress.optimizer_step
-    modes = [(module, module.training) for module in brain.modules.modules()]
-    flags = [(one, one.requires_grad, one.grad) for one in brain.modules.parameters()]
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training
-        for parameter, requires_grad, grad in flags:
-            parameter.requires_grad_(requires_grad)
-            parameter.grad = grad
-        for name, value in values.items():
-            setattr(brain, name, value)
-        brain.progress.restart()
-        brain.progress.optimizer_step = progress
-        random_states.restore()

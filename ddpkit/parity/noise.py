@@ -13,28 +13,11 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.overrides import TorchFunctionMode
 
 
-def dropout_rates(modules: nn.Module) -> list[tuple[str, nn.Module, str]]:
-    """Return name, layer and the attribute that holds the rate, of torch's layers that drop something out.
-
-    Ranks: local.
-
-    Example:
-        >>> [(name, rate) for name, _, rate in dropout_rates(nn.Sequential(nn.Linear(1, 1), nn.Dropout(0.1)))]
-        [('1', 'p')]
-    """
-    found: list[tuple[str, nn.Module, str]] = []
-    for name, layer in modules.named_modules():
-        rate = "dropout" if isinstance(layer, (nn.MultiheadAttention, nn.RNNBase)) else "p"
-        if isinstance(layer, (_DropoutNd, nn.MultiheadAttention, nn.RNNBase)) and getattr(layer, rate):
-            found.append((name, layer, rate))
-    return found
-
-
 @contextlib.contextmanager
 def without_noise(modules: nn.Module) -> Iterator[None]:
     """Let dropout do nothing, and torch's random functions return fixed values, in this thread.
 
-    Uniform numbers are 0.5, normal ones 0, exponential ones 1, whole ones the lowest, coins fall on the likelier side,
+    Uniform numbers are 0.5, normal ones 0, whole ones the lowest, coins fall on the likelier side,
     permutations change nothing. What draws from elsewhere (numpy, Python, a custom kernel) stays random.
 
     Args:
@@ -47,9 +30,12 @@ def without_noise(modules: nn.Module) -> Iterator[None]:
         ...     torch.randn(2), F.dropout(torch.ones(2)), torch.randperm(3)
         (tensor([0., 0.]), tensor([1., 1.]), tensor([0, 1, 2]))
     """
-    before = [(layer, rate, getattr(layer, rate)) for _, layer, rate in dropout_rates(modules)]
-    for layer, rate, _ in before:
-        setattr(layer, rate, 0.0)
+    before = []
+    for layer in modules.modules():
+        if isinstance(layer, (_DropoutNd, nn.MultiheadAttention, nn.RNNBase)):
+            rate = "p" if isinstance(layer, _DropoutNd) else "dropout"
+            before.append((layer, rate, getattr(layer, rate)))
+            setattr(layer, rate, 0.0)
     try:
         with _FixedNumbers():
             yield
@@ -111,7 +97,6 @@ _STAND_INS: dict[Any, Callable[..., Any]] = {
     F.scaled_dot_product_attention: _attention,
     **dict.fromkeys((torch.rand, torch.rand_like, Tensor.uniform_), _filled(0.5)),
     **dict.fromkeys((torch.randn, torch.randn_like, torch.normal, Tensor.normal_), _filled(0.0)),
-    Tensor.exponential_: _filled(1.0),
     **dict.fromkeys((torch.randint, torch.randint_like), _lowest),
     torch.randperm: _in_order,
     **dict.fromkeys((torch.bernoulli, Tensor.bernoulli, Tensor.bernoulli_), _likelier),

@@ -18,18 +18,18 @@ Gradients = dict[str, Tensor | None]
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 #: A gradient that is zero but for rounding (of a bias before BatchNorm) is measured by this.
 FLOOR = 1e-2
+TINY = torch.finfo(torch.float64).tiny
 SHOWN_ROWS = 10
 
 
 @dataclass(frozen=True)
 class ParityRow:
-    """One parameter: how far its gradients are apart at most, and in which optimizer step.
+    """One parameter: how far its gradients are apart at most, relative to the largest, and in which optimizer step.
 
     Ranks: local.
     """
 
     parameter: str
-    difference: float
     relative: float
     tolerance: float
     step: int
@@ -48,7 +48,6 @@ class ParityReport:
         world_size: processes that were compared with one.
         rows: the worst of each parameter, the largest differences first.
         causes: why gradients differ, or would: words by kind.
-        notes: what does not spoil parity.
         compared: which optimizer steps.
 
     Ranks: local.
@@ -57,7 +56,6 @@ class ParityReport:
     world_size: int
     rows: Sequence[ParityRow]
     causes: Mapping[str, str]
-    notes: Sequence[str]
     compared: str
 
     @property
@@ -72,7 +70,7 @@ class ParityReport:
             f"Compared: {self.compared}. Equal is {tolerances} of the parameter's largest gradient "
             f"(of {FLOOR:g} of the largest of all where that is more)."
         )
-        words = [f"- {one}" for one in (*self.causes.values(), *self.notes)]
+        words = [f"- {one}" for one in self.causes.values()]
         return "\n".join([self._verdict(), *words, *self._table(), compared])
 
     def _verdict(self) -> str:
@@ -86,15 +84,12 @@ class ParityReport:
         return f"Parity does not hold: {sides} have the same gradients now, but the training is not right."
 
     def _table(self) -> list[str]:
-        cells = [("parameter", "largest difference", "relative", "in step", "verdict")]
-        for row in self.rows[:SHOWN_ROWS]:
+        shown = self.rows[:SHOWN_ROWS]
+        width = max(len(name) for name in ("parameter", *(row.parameter for row in shown)))
+        lines = [f"  {'parameter':<{width}}  difference  in step  verdict"]
+        for row in shown:
             verdict = "equal" if row.is_equal else "differs"
-            cells.append((row.parameter, f"{row.difference:.1e}", f"{row.relative:.1e}", str(row.step), verdict))
-        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        lines = [
-            f"  {line[0]:<{widths[0]}}  " + "  ".join(f"{line[k]:>{widths[k]}}" for k in (1, 2, 3)) + f"  {line[4]}"
-            for line in cells
-        ]
+            lines.append(f"  {row.parameter:<{width}}  {row.relative:>10.1e}  {row.step:>7}  {verdict}")
         more = self.rows[SHOWN_ROWS:]
         if more:
             differ = sum(not row.is_equal for row in more)
@@ -125,12 +120,8 @@ def compare(
             if not present:
                 continue
             tolerance = max(tolerances.get(gradient.dtype, TOLERANCES[torch.float32]) for gradient in present)
-            difference, relative = _largest(present[0]), math.inf
-            if one is not None and other is not None:
-                difference, size = _largest(one.double() - other.double()), max(_largest(other), floor)
-                if size or not difference:
-                    relative = difference / (size or 1.0)
-            rows.append(ParityRow(name, difference, relative if relative >= 0 else math.inf, tolerance, number))
+            relative = math.inf if one is None or other is None else _distance(one, other, floor)
+            rows.append(ParityRow(name, relative, tolerance, number))
     return rows
 
 
@@ -151,6 +142,13 @@ def all_equal(rows: Sequence[ParityRow]) -> bool:
     Ranks: local.
     """
     return all(row.is_equal for row in rows)
+
+
+def _distance(one: Tensor, other: Tensor, floor: float) -> float:
+    """Return the largest difference, relative to the largest number of ``other``, or to ``floor`` if that is more."""
+    difference, size = _largest(one.double() - other.double()), max(_largest(other), floor)
+    relative = difference / (size or TINY)
+    return math.inf if math.isnan(relative) else relative
 
 
 def _largest(tensor: Tensor) -> float:

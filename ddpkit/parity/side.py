@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ddpkit import optim
@@ -87,7 +87,8 @@ class Side:
         done: optimizer steps that were made before.
         outside: names of the optimized parameters that are in no entry of ``modules``.
         has_counts: whether ``compute_objectives`` returned ``(loss_sum, count)``.
-        moved: names of the buffers that training has changed, without BatchNorm's buffers.
+        moved: names of the buffers, and of tensors and numbers in plain attributes of modules, that training has
+            changed; without BatchNorm's.
         norms: by name of each BatchNorm layer used: whether its statistics are over all processes.
         sketches: of the batches of the last step.
 
@@ -130,6 +131,7 @@ class Side:
         brain.modules.train()
         tensors = {**dict(brain.raw_modules.named_parameters()), **dict(brain.raw_modules.named_buffers())}
         self._values = {name: (tensor, tensor.detach().clone()) for name, tensor in tensors.items()}
+        self._attributes = list(_plain_state(brain.raw_modules))
         self.done = brain.progress.optimizer_step
         self._stand_ins = contextlib.ExitStack()
 
@@ -173,7 +175,7 @@ class Side:
         return SaveableDataLoader(self.loader.dataset, batch_sampler=batches, collate_fn=collate)
 
     def run(
-        self, step: Step, factor: int, counts: Counts | None, *, seed: int = 0, calm: bool = True, still: bool = False
+        self, step: Step, factor: int, counts: Counts | None, *, seed: int = 0, still: bool = False
     ) -> list[Gradients]:
         """Return the gradients of one optimizer step, as the optimizers would use them but for clipping.
 
@@ -181,8 +183,7 @@ class Side:
             step: the samples.
             factor: micro-batches of a full optimizer step.
             counts: knows the number of samples of each; None: each counts the same.
-            seed: of the random numbers.
-            calm: switch dropout and other noise off.
+            seed: of the random numbers that cannot be switched off.
             still: keep BatchNorm in evaluation mode.
 
         Returns:
@@ -209,7 +210,7 @@ class Side:
             start=step.first,
             weighting=brain.run_opts.loss_weighting,
         )
-        with self._unchanged(), self._prepared(calm=calm, still=still), progress.logged.during(Stage.TRAIN, None):
+        with self._unchanged(), self._prepared(still=still), progress.logged.during(Stage.TRAIN, None):
             for batch in feed.batches(progress.window):
                 self.sketches.append(sketch(batch))
                 progress.step += 1
@@ -226,14 +227,13 @@ class Side:
         return self._kept
 
     @contextlib.contextmanager
-    def _prepared(self, *, calm: bool, still: bool) -> Iterator[None]:
+    def _prepared(self, *, still: bool) -> Iterator[None]:
         """Switch noise off, keep BatchNorm still, and note which of its layers are used."""
         brain = self.brain
         layers = {name: one for name, one in brain.raw_modules.named_modules() if isinstance(one, _BatchNorm)}
         modes = {layer: layer.training for layer in layers.values()}
         with contextlib.ExitStack() as stack:
-            if calm:
-                stack.enter_context(without_noise(brain.modules))
+            stack.enter_context(without_noise(brain.modules))
             for name, layer in layers.items():
                 layer.training = layer.training and not still
                 note = functools.partial(self._note_norm, name)
@@ -280,7 +280,7 @@ class Side:
 
     @contextlib.contextmanager
     def _unchanged(self) -> Iterator[None]:
-        """Drop gradients, put weights and buffers back, and note which buffers have moved."""
+        """Drop gradients, put the state of the modules back, and note what of it has moved."""
         try:
             yield
         finally:
@@ -291,6 +291,21 @@ class Side:
                     if not isinstance(tensor, nn.Parameter) and not isinstance(owner, _BatchNorm):
                         self.moved[name] = None
                     tensor.detach().copy_(value)
+            for name, module, attribute, value, kept in self._attributes:
+                if getattr(module, attribute, None) is not value:
+                    self.moved[name] = None
+                setattr(module, attribute, value)
+                if isinstance(value, Tensor):
+                    value.detach().copy_(kept)
+
+
+def _plain_state(modules: nn.Module) -> Iterator[tuple[str, nn.Module, str, Any, Any]]:
+    """Yield tensors and numbers in plain attributes of modules, as a mean of past batches may be, with copies."""
+    for prefix, module in modules.named_modules():
+        for attribute, value in vars(module).items():
+            if isinstance(value, (int, float, Tensor)) and attribute != "training":
+                kept = value.detach().clone() if isinstance(value, Tensor) else value
+                yield f"{prefix}.{attribute}", module, attribute, value, kept
 
 
 def _parameters(optimizers: Sequence[Any]) -> list[nn.Parameter]:

@@ -103,8 +103,6 @@ def main():
         valid_loader_kwargs=evaluation,
     )
     brain.evaluate(data["test"], min_key="error", test_loader_kwargs=evaluation)
-    if run_opts.check_parity:  # nothing was trained or tested
-        return
 
     if ddpkit.if_main_process():
         tested = len(data["test"])

@@ -104,7 +104,7 @@ def main():
 
     brain = FineTuning(hparams["modules"], hparams["opt_class"], hparams, run_opts, hparams["checkpointer"])
     evaluation = {"batch_size": 100}
-    result = brain.fit(
+    brain.fit(
         hparams["epoch_counter"],
         train,
         valid,
@@ -113,8 +113,8 @@ def main():
     )
     ended, best = hparams["epoch_counter"].current, hparams["epoch_counter"].best_limit
     brain.evaluate(test, min_key="error", test_loader_kwargs=evaluation)
-    if ddpkit.if_main_process() and not run_opts.check_parity:
-        print(f"{result.reason} after epoch {ended}; the best was epoch {best}")
+    if ddpkit.if_main_process():
+        print(f"training ended after epoch {ended}; the best was epoch {best}")
         print(f"test accuracy {100 * (1 - brain.test_error):.1f} %, from {len(train)} samples")
 
 

@@ -94,7 +94,7 @@ def main():
         valid_loader_kwargs={**loading, "batch_size": 4},
     )
     brain.evaluate(valid, min_key="bits", test_loader_kwargs={**loading, "batch_size": 4})
-    if ddpkit.if_main_process() and not run_opts.check_parity:
+    if ddpkit.if_main_process():
         print(f"{brain.test_bits:.2f} bits per character of lines that it has not read")
         for start in ("The sea", "In the evening"):
             print(brain.continued(start, length=80, seed=hparams["seed"]))

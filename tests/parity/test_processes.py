@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import textwrap
 
 import pytest
@@ -10,7 +9,7 @@ import pytest
 from tests.launching import Run, python, torchrun
 
 SCRIPT = """
-    import json, os, random, sys
+    import random, sys
     import torch
     from torch import nn
     import ddpkit
@@ -33,7 +32,7 @@ SCRIPT = """
         def forward(self, rows):
             return super().forward(rows)
 
-    MODE, FITS = sys.argv.pop(1), int(os.environ.get("FITS", "1"))
+    MODE = sys.argv.pop(1)
     param_file, run_opts, overrides = ddpkit.parse_arguments()
     ddpkit.ddp_init_group(run_opts)
     ddpkit.create_experiment_directory("results", save_env_desc=False)
@@ -44,11 +43,8 @@ SCRIPT = """
     def schedule(optimizer, total_steps):
         return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=total_steps)
     brain = Line({"net": net}, lambda p: torch.optim.SGD(p, lr=0.1), None, run_opts, checkpointer, schedule)
-    def picture():
-        return {name: value.tolist() for name, value in net.state_dict().items()}, torch.get_rng_state().sum().item()
-    before = picture()
-    results = [brain.fit(range(1, 3), data, train_loader_kwargs={"batch_size": 3}).reason for _ in range(FITS)]
-    print(json.dumps([results, before == picture(), str(brain.evaluate(data)), brain.optimizer_step]))
+    brain.fit(range(1, 3), data, train_loader_kwargs={"batch_size": 3})
+    print("after fit")
 """
 
 
@@ -61,14 +57,12 @@ def script(tmp_path):
     ).wait(180)
 
 
-@pytest.mark.parametrize("fits", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_script_that_holds_ends_well_and_changes_nothing(script, tmp_path, fits):
-    """Every call of fit is checked; the weights have no seed, and the processes get them all the same."""
-    run = script("holds", "--check_parity=2", FITS=str(fits))
+def test_a_script_that_holds_ends_well_and_with_fit(script, tmp_path):
+    """The weights have no seed, and the processes get them all the same."""
+    run = script("holds", "--check_parity=2")
     assert run.code == 0, run.err
-    assert run.err.count("Parity holds: 2 processes and one with the joined batch have the same gradients.") == fits
-    assert json.loads(run.out.splitlines()[-1]) == [["check_parity"] * fits, True, "nan", 0]
-    assert "nothing is evaluated" in run.err
+    assert "Parity holds: 2 processes and one with the joined batch have the same gradients." in run.err
+    assert not run.out, "the script goes on after fit"
     assert not list((tmp_path / "results" / "save").glob("*"))
     assert (tmp_path / "results" / "metrics.jsonl").read_text().count('"start"') == 1
 
@@ -85,7 +79,10 @@ def test_a_sum_ends_with_its_cause_and_an_exit_code(script):
 def test_processes_that_fail_where_one_does_not(script):
     run = script("fails", "--check_parity=2")
     assert run.code == 1
-    assert "ParityError: parity does not hold: 2 processes fail where one has made a step. Their last words:" in run.err
+    assert (
+        "ParityError: parity does not hold: 2 processes fail where one process has made a step. They said last:"
+        in run.err
+    )
     assert "AssertionError: not on several" in run.err
 
 
@@ -94,7 +91,7 @@ def test_ranks_that_take_different_ways_by_chance_end(script):
     """They would wait for each other for ever; the one process tells how long they may."""
     run = script("hangs", "--check_parity=4")
     assert run.code == 1
-    assert "ParityError: parity does not hold: 4 processes fail where one has made a step" in run.err
+    assert "ParityError: parity does not hold: 4 processes fail where one process has made a step" in run.err
 
 
 def test_several_processes_are_told_to_be_one(script, tmp_path):

@@ -191,6 +191,8 @@ class PlannedBatchSampler(Sampler[list[int]]):
             that it can take part in the collectives; False yields nothing.
         global_batch_size: as in :class:`SamplingPlan`; takes the place of ``batch_size``.
         micro_batches: likewise.
+        shards: parts of every batch that each rank takes, and yields one after another as batches of their own. The
+            plan is then that of ``world_size * shards`` ranks, and ``batch_size`` the samples of such a part.
 
     Ranks: local. All ranks must give the same arguments but ``rank``.
 
@@ -199,6 +201,8 @@ class PlannedBatchSampler(Sampler[list[int]]):
         [[[0, 1], [4]], [[2, 3], [4]]]
         >>> PlannedBatchSampler(5, 2, 1, 2).count(1)
         0
+        >>> list(PlannedBatchSampler(5, 2, shards=2))
+        [[0, 1], [2, 3], [4], [4]]
     """
 
     def __init__(  # noqa: PLR0913 -- the loader's arguments
@@ -214,9 +218,10 @@ class PlannedBatchSampler(Sampler[list[int]]):
         keep_step: bool = True,
         global_batch_size: int | None = None,
         micro_batches: int = 1,
+        shards: int = 1,
     ) -> None:
         self.source = source
-        self.rank, self.world_size = rank, world_size
+        self.rank, self.world_size, self.shards = rank, world_size, shards
         self.shuffle, self.seed, self.drop_last, self.keep_step = shuffle, seed, drop_last, keep_step
         self.epoch = 1
         self.skip = 0
@@ -226,11 +231,11 @@ class PlannedBatchSampler(Sampler[list[int]]):
         division: dict[str, Any] = {"micro_batches": micro_batches}
         if global_batch_size is not None:
             division["global_batch_size"] = global_batch_size
-        self._plan = SamplingPlan(size, batch_size, world_size, drop_last, **division)
+        self._plan = SamplingPlan(size, batch_size, world_size * shards, drop_last, **division)
         self.batch_size = self._plan.batch_size
-        self._full_batches = self._plan.full_batches
+        self._full_batches = self._plan.full_batches * shards
         full = dataclasses.replace(self._plan, num_samples=self._plan.global_batch_size)
-        shares = [full.share(batch, rank) for batch in range(micro_batches)]
+        shares = [self._share(full, batch) for batch in range(micro_batches * shards)]
         self._own_counts = [stop - start for start, stop in shares]  # of every batch of a full global one
         filler = (full.num_samples - 1, full.num_samples)
         own = [np.arange(*(share if share[0] < share[1] else filler)) for share in shares]
@@ -245,8 +250,13 @@ class PlannedBatchSampler(Sampler[list[int]]):
         if drawn is not None:
             if len(drawn) != self._plan.num_samples:
                 self._plan = dataclasses.replace(self._plan, num_samples=len(drawn))
-            self._full_batches = self._plan.full_batches
+            self._full_batches = self._plan.full_batches * self.shards
         return self._plan
+
+    def _share(self, plan: SamplingPlan, batch: int) -> tuple[int, int]:
+        """Return the positions of this rank's batch of that number."""
+        number, shard = divmod(batch, self.shards)
+        return plan.share(number, self.rank * self.shards + shard)
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch whose order the next iteration follows."""
@@ -259,20 +269,20 @@ class PlannedBatchSampler(Sampler[list[int]]):
         """Return the number of samples this rank has in a batch; 0 where it repeats one to keep step."""
         if batch < self._full_batches:  # asked at every step: all but the last global batch are alike
             return self._own_counts[batch % len(self._own_counts)]
-        start, stop = self.plan.share(batch, self.rank)
+        start, stop = self._share(self.plan, batch)
         return stop - start
 
     def total(self, batch: int) -> int:
-        """Return the number of samples of a batch over all ranks."""
-        return self.plan.total(batch)
+        """Return the number of samples of a batch over all ranks; of several shards, with the first of them."""
+        return 0 if batch % self.shards else self.plan.total(batch // self.shards)
 
     def part(self, batch: int) -> float:
         """Return this rank's part of a batch, where every batch of all ranks together counts one."""
-        return self.count(batch) / self.total(batch)
+        return self.count(batch) / self.plan.total(batch // self.shards)
 
     def parts(self, batch: int) -> int:
-        """Return what all ranks' parts of a batch come to: one."""
-        return 1
+        """Return what all ranks' parts of a batch come to: one; of several shards, with the first of them."""
+        return int(batch % self.shards == 0)
 
     def repeats(self, batch: int) -> list[int] | None:
         """Return how often each of this rank's samples of a batch came before in the epoch, on any rank.
@@ -286,13 +296,13 @@ class PlannedBatchSampler(Sampler[list[int]]):
             counts = count_repeats(drawn, {})
             self._repeats = (self.epoch, counts if any(counts) else None)
         known = self._repeats[1]
-        return None if known is None else known[slice(*self.plan.share(batch, self.rank))]
+        return None if known is None else known[slice(*self._share(self.plan, batch))]
 
     def __len__(self) -> int:
         """Return the number of batches that this rank yields in an epoch."""
         plan = self.plan
-        own = len(plan)
-        if own and not self.keep_step and self.count(own - 1) == 0:
+        own = len(plan) * self.shards
+        while own and not self.keep_step and self.count(own - 1) == 0:
             own -= 1
         return own
 
@@ -300,7 +310,7 @@ class PlannedBatchSampler(Sampler[list[int]]):
         skip, self.skip = self.skip, 0
         plan = self.plan
         order = Order(plan.num_samples, self.seed, self.epoch, shuffle=self.shuffle)
-        drawn, whole = self._draw(), plan.micro_batches == 1
+        drawn, whole = self._draw(), len(self._cuts) == 1
         for positions, cuts in self._positions(plan, skip):
             for row in order.at(positions).tolist():
                 for indices in [row] if whole else [row[cut] for cut in cuts]:
@@ -312,8 +322,9 @@ class PlannedBatchSampler(Sampler[list[int]]):
         A row is what the rank has of one global batch; there are a few thousand positions at a time.
         """
         own, cuts = self._own, self._cuts
-        number, begun = divmod(min(first, plan.full_batches), plan.micro_batches)
-        full = plan.full_batches // plan.micro_batches
+        in_full = plan.full_batches * self.shards
+        number, begun = divmod(min(first, in_full), len(cuts))
+        full = in_full // len(cuts)
         if begun:
             yield (own + number * plan.global_batch_size)[None], cuts[begun:]
             number += 1
@@ -321,8 +332,8 @@ class PlannedBatchSampler(Sampler[list[int]]):
         for start in range(number, full, at_a_time):
             numbers = np.arange(start, min(start + at_a_time, full))
             yield (numbers * plan.global_batch_size)[:, None] + own, cuts
-        for batch in range(max(first, plan.full_batches), len(plan)):  # the last global batch, if it is not full
-            last = np.arange(*plan.share(batch, self.rank))
+        for batch in range(max(first, in_full), len(plan) * self.shards):  # the last global batch, if it is not full
+            last = np.arange(*self._share(plan, batch))
             if last.size or self.keep_step:
                 yield (last if last.size else np.array([plan.num_samples - 1]))[None], [slice(None)]
 
@@ -350,6 +361,7 @@ class DealtBatchSampler(Sampler[list[Any]]):
         seed: of the experiment.
         drop_last: leave out a last round that has no batch for every rank.
         keep_step: as in :class:`PlannedBatchSampler`.
+        shards: batches of a round that each rank takes one after another; a round has one for each shard of each rank.
 
     Ranks: local. All ranks must give equal batch samplers.
 
@@ -369,9 +381,10 @@ class DealtBatchSampler(Sampler[list[Any]]):
         seed: int = 0,
         drop_last: bool = False,
         keep_step: bool = True,
+        shards: int = 1,
     ) -> None:
         self.batch_sampler = batch_sampler
-        self.rank, self.world_size = rank, world_size
+        self.rank, self.world_size, self.shards = rank, world_size, shards
         self.seed, self.drop_last, self.keep_step = seed, drop_last, keep_step
         self.epoch = 1
         self.skip = 0
@@ -385,50 +398,56 @@ class DealtBatchSampler(Sampler[list[Any]]):
 
     def count(self, batch: int) -> int:
         """Return the number of samples in this rank's batch; 0 where it repeats one to keep step."""
-        own = self._round(batch)[self.rank :][:1]
+        own = self._draw()[self._position(batch) :][:1]
         return len(own[0]) if own else 0
 
     def total(self, batch: int) -> int:
-        """Return the number of samples of a round over all ranks."""
-        return sum(len(one) for one in self._round(batch))
+        """Return the number of samples of a round over all ranks; of several shards, with the first of them."""
+        return 0 if batch % self.shards else sum(len(one) for one in self._round(batch))
 
     def part(self, batch: int) -> float:
         """Return 1 if this rank has a batch in a round, else 0: every batch of the user counts the same."""
         return 1.0 if self.count(batch) else 0.0
 
     def parts(self, batch: int) -> int:
-        """Return the number of batches of a round."""
-        return len(self._round(batch))
+        """Return the number of batches of a round; of several shards, with the first of them."""
+        return 0 if batch % self.shards else len(self._round(batch))
 
     def repeats(self, batch: int) -> list[int] | None:
         """Return how often each sample of this rank's batch came before in the epoch, on any rank."""
         if self._repeats is None or self._repeats[0] != self.epoch:
             seen: dict[int, int] = {}
             self._repeats = (self.epoch, [count_repeats(one, seen) for one in self._draw()])
-        own = self._repeats[1][batch * self.world_size + self.rank :][:1]
+        own = self._repeats[1][self._position(batch) :][:1]
         return own[0] if own else None
 
     def __len__(self) -> int:
         """Return the number of batches that this rank yields in an epoch."""
-        batches = len(self._draw())
-        rounds, rest = divmod(batches, self.world_size)
+        rounds, rest = divmod(len(self._draw()), self.world_size * self.shards)
+        whole = rounds * self.shards
         if not rest or self.drop_last:
-            return rounds
-        return rounds + (1 if self.keep_step or self.rank < rest else 0)
+            return whole
+        return whole + (self.shards if self.keep_step else min(max(rest - self.rank * self.shards, 0), self.shards))
 
     def __iter__(self) -> Iterator[list[Any]]:
         skip, self.skip = self.skip, 0
         batches = self._draw()
         for number in range(skip, len(self)):
-            position = number * self.world_size + self.rank
+            position = self._position(number)
             yield batches[position] if position < len(batches) else batches[-1][:1]
 
     def drawn_words(self) -> dict[str, str]:
         """Describe the user's batches of this epoch, for a comparison with the other ranks."""
         return _draw_words(self.batch_sampler, self.epoch, self._draw())
 
+    def _position(self, batch: int) -> int:
+        """Return which of all batches is this rank's batch of that number."""
+        number, shard = divmod(batch, self.shards)
+        return (number * self.world_size + self.rank) * self.shards + shard
+
     def _round(self, batch: int) -> list[list[Any]]:
-        return self._draw()[batch * self.world_size : (batch + 1) * self.world_size]
+        size = self.world_size * self.shards
+        return self._draw()[batch // self.shards * size :][:size]
 
     def _draw(self) -> list[list[Any]]:
         if self._drawn is None or self._drawn[0] != self.epoch:

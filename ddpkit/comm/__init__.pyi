@@ -30,3 +30,8 @@ from ddpkit.comm.runtime import (
     control_group as control_group,
     get_runtime as get_runtime,
 )
+from ddpkit.comm.tree_sum import (
+    TreeSum as TreeSum,
+    add_tensors as add_tensors,
+    sum_over_ranks_in_order as sum_over_ranks_in_order,
+)

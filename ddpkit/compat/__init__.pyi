@@ -1,4 +1,5 @@
 from ddpkit.compat.foreach import (
+    add_all as add_all,
     multiply_all as multiply_all,
 )
 from ddpkit.compat.forkservers import (

@@ -55,6 +55,8 @@ class Sharding:
         seed: of the shuffling.
         global_batch_size: samples of an optimizer step over all ranks; takes the place of ``batch_size``.
         micro_batches: batches that those are worked on in, one after the other.
+        shards: parts of every batch that each rank takes, one after another: the data is divided as over
+            ``world_size * shards`` ranks.
 
     Ranks: local.
 
@@ -69,6 +71,7 @@ class Sharding:
     seed: int = DEFAULT_SEED
     global_batch_size: int | None = None
     micro_batches: int = 1
+    shards: int = 1
 
     @classmethod
     def of_this_rank(cls, **given: Any) -> Sharding:
@@ -239,7 +242,12 @@ def shard(dataset: Any, sharding: Sharding, **loader_kwargs: Any) -> Any:
         return SaveableDataLoader(dataset, **options)
     batch_sampler, sampler = options.pop("batch_sampler", None), options.pop("sampler", None)
     shuffle, drop_last = bool(options.pop("shuffle", False)), bool(options.pop("drop_last", False))
-    common: dict[str, Any] = {"seed": sharding.seed, "drop_last": drop_last, "keep_step": sharding.keep_step}
+    common: dict[str, Any] = {
+        "seed": sharding.seed,
+        "drop_last": drop_last,
+        "keep_step": sharding.keep_step,
+        "shards": sharding.shards,
+    }
     if batch_sampler is not None or options.get("batch_size", 1) is None:
         _refuse_global_batch(sharding, "batches that are made already, by a batch_sampler or by the dataset")
     if batch_sampler is not None:

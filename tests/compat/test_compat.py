@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from ddpkit.compat.foreach import multiply_all
+from ddpkit.compat.foreach import add_all, multiply_all
 from ddpkit.compat.forkservers import forkserver_of_its_own
 from ddpkit.compat.process_groups import all_groups, default_store, timeout_of
 
@@ -73,6 +73,15 @@ def test_a_forkserver_of_its_own_or_the_scripts(monkeypatch):
     monkeypatch.delattr(forkserver, "ForkServer")
     with forkserver_of_its_own():
         assert parent_of_a_process() == scripts
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_tensors_are_added_at_once_or_one_by_one(at_once, monkeypatch):
+    if not at_once:
+        monkeypatch.delattr(torch, "_foreach_add_")
+    tensors = [torch.ones(2), torch.full((1,), 3.0, dtype=torch.bfloat16)]
+    add_all(tensors, [torch.ones(2), torch.ones(1, dtype=torch.bfloat16)])
+    assert [tensor.tolist() for tensor in tensors] == [[2.0, 2.0], [4.0]]
 
 
 @pytest.mark.parametrize("at_once", [True, False])

@@ -538,3 +538,33 @@ def test_what_was_drawn_in_words():
     assert name.startswith("draw of list for epoch 1 (its randomness must follow from a seed")
     objects = [DealtBatchSampler([[object()]], 0, 1).drawn_words() for _ in range(2)]
     assert objects[0] == objects[1], "where an object lies in memory is no difference"
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("samples", [1, 7, 12, 30])
+def test_shards_of_a_rank_are_the_batches_of_as_many_ranks_one_after_another(world_size, samples):
+    """Six ranks' batches, on fewer ranks: with global batches in two micro-batches, and user's batches."""
+    inner = BatchSampler(SequentialSampler(range(samples)), 2, drop_last=False)
+
+    def planned(rank, world_size, shards):
+        sizes = {"global_batch_size": 13, "micro_batches": 2, "shards": shards}
+        return PlannedBatchSampler(samples, 1, rank, world_size, shuffle=True, **sizes)
+
+    def dealt(rank, world_size, shards):
+        return DealtBatchSampler(inner, rank, world_size, shards=shards)
+
+    for make in (planned, dealt):
+        apart, shards = [make(rank, 6, 1) for rank in range(6)], 6 // world_size
+        batches = [list(one) for one in apart]
+        for rank in range(world_size):
+            own, mine = make(rank, world_size, shards), range(rank * shards, (rank + 1) * shards)
+            numbers = [(number, shard) for number in range(len(apart[0])) for shard in mine]
+            assert list(own) == [batches[shard][number] for number, shard in numbers]
+            assert len(own) == len(numbers)
+            assert [own.count(place) for place in range(len(own))] == [
+                apart[shard].count(number) for number, shard in numbers
+            ]
+            total = [sum(own.total(place + one) for one in range(shards)) for place in range(0, len(own), shards)]
+            assert total == [apart[0].total(number) for number in range(len(apart[0]))]
+            own.skip = 1
+            assert list(own) == [batches[shard][number] for number, shard in numbers][1:]

@@ -1,0 +1,64 @@
+"""Sums whose bits do not depend on which ranks hold which parts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ddpkit.comm import TreeSum, add_tensors, sum_over_ranks_in_order
+
+SHAPES = [((3, 5), torch.float32), ((7,), torch.float64), ((1,), torch.bfloat16), ((), torch.float32)]
+
+
+def part(number):
+    """Values of very different sizes, so that another order of additions has other bits; some tensors are missing."""
+    draw = torch.Generator().manual_seed(number)
+    found = [
+        (torch.randn(shape, generator=draw) * 10 ** torch.randn(shape, generator=draw)).to(dtype)
+        for shape, dtype in SHAPES
+    ]
+    return [*found, -torch.zeros(2) if number == 1 else None, None]
+
+
+LIKE = [*(torch.zeros(shape, dtype=dtype) for shape, dtype in SHAPES), torch.zeros(2), torch.zeros(3)]
+
+
+def add_up(parts, bucket_bytes=40):
+    rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    tree = TreeSum(add_tensors)
+    for number in range(rank * parts // world_size, (rank + 1) * parts // world_size):
+        tree.push(number, part(number))
+    return [
+        None if one is None else (list(one.shape), one.dtype, one.reshape(-1).view(torch.uint8).tolist())
+        for one in sum_over_ranks_in_order(tree, parts, LIKE, bucket_bytes)
+    ]
+
+
+@pytest.mark.parametrize(("parts", "world_size"), [(2, 2), (8, 2), (6, 2), (3, 3), (6, 3), (12, 3), (21, 3)])
+def test_the_same_bits_on_any_number_of_ranks(ranks, parts, world_size):
+    alone = add_up(parts)
+    assert alone[-2] is not None
+    assert alone[-1] is None, "no part has that tensor"
+    for found in ranks.run(add_up, parts, world_size=world_size):
+        assert found == alone
+
+
+def test_the_order_matters_for_these_numbers():
+    in_a_row = part(0)[:4]
+    for number in range(1, 8):
+        add_tensors(in_a_row, part(number)[:4])
+    assert in_a_row[0].reshape(-1).view(torch.uint8).tolist() != add_up(8)[0][2]
+
+
+def test_the_size_of_what_is_sent_at_once_changes_nothing(ranks):
+    assert ranks.run(add_up, 6, 2**20, world_size=2)[0] == add_up(6)
+
+
+def test_the_sum_is_the_sum():
+    for one, kind in zip(add_up(5)[:2], (torch.float32, torch.float64), strict=True):
+        shape, dtype, data = one
+        found = torch.tensor(data, dtype=torch.uint8).view(dtype).view(shape)
+        place = 0 if kind is torch.float32 else 1
+        expected = sum(part(number)[place].double() for number in range(5))
+        torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-4)

@@ -30,6 +30,8 @@ class Subtree(NamedTuple):
         level: 0 for a single part.
         number: among those of its level.
         total: the sum.
+
+    Ranks: local.
     """
 
     level: int

@@ -4,7 +4,7 @@ One recipe, a subclass of :class:`~ddpkit.brain.Brain` with a HyperPyYAML file, 
 several GPUs of one process or several processes under a launcher, and gives the same answer on each.
 
 Importing this package imports nothing else: not torch, not its own modules. A name of ``__all__`` or a module
-is loaded when it is first used.
+is loaded when it is first used. Where a name lives says ``__init__.pyi``, also to type checkers.
 
 Example:
     >>> import ddpkit as sb
@@ -17,6 +17,9 @@ Example:
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 __version__ = "0.1.0"
 
@@ -54,102 +57,18 @@ __all__ = [
     "spawn",
 ]
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
-    from ddpkit import (
-        augmentation,
-        batch,
-        brain,
-        checkpoints,
-        cli,
-        dataloader,
-        device,
-        distributed,
-        ema,
-        epoch_loop,
-        errors,
-        experiment,
-        logger,
-        metric_stats,
-        metrics,
-        optim,
-        parameter_transfer,
-        precision,
-        profiler,
-        run_opts,
-        sampler,
-        schedulers,
-        seed,
-        syncbn,
-        testing,
-        train_logger,
-        types,
-    )
-    from ddpkit.brain import Brain
-    from ddpkit.distributed import ddp_init_group, if_main_process, main_process_only, run_on_main
-    from ddpkit.errors import (
-        BatchError,
-        BucketingError,
-        CheckpointError,
-        ConfigError,
-        DataError,
-        DdpkitError,
-        FolderInUseError,
-        LaunchError,
-        MainProcessError,
-        MissingExtraError,
-        MissingFileError,
-        NonFiniteLossError,
-        ParityError,
-        RankCheckpointError,
-        RankFailedError,
-        RankMismatchError,
-    )
-    from ddpkit.experiment import create_experiment_directory
-    from ddpkit.launch import spawn
-    from ddpkit.precision import AMPConfig
-    from ddpkit.run_opts import RunOptions, parse_arguments
-    from ddpkit.seed import seed_everything
-    from ddpkit.types import FitResult, Stage
-else:
-    # Where each name of `__all__` that is not an error lives. Type checkers read the imports above instead: with
-    # a module `__getattr__` in sight they would take any misspelt name for good.
-    _HOMES = {
-        "AMPConfig": "precision",
-        "Brain": "brain",
-        "FitResult": "types",
-        "RunOptions": "run_opts",
-        "Stage": "types",
-        "create_experiment_directory": "experiment",
-        "ddp_init_group": "distributed",
-        "if_main_process": "distributed",
-        "main_process_only": "distributed",
-        "parse_arguments": "run_opts",
-        "run_on_main": "distributed",
-        "seed_everything": "seed",
-        "spawn": "launch.spawning",
-    }
+def __getattr__(name: str) -> Any:
+    """Load a public name, or a module of the package, when it is first asked for (PEP 562)."""
+    import sys
+    from importlib import import_module
+    from importlib.util import find_spec
 
-    # Ported recipes say `sb.core.Stage` or `sb.utils.distributed.run_on_main`: here all of that is one floor.
-    _OLD_FLOORS = frozenset({"core", "utils", "dataio"})
-
-    def __getattr__(name: str) -> Any:
-        """Load a public name, or a module of the package, when it is first asked for (PEP 562)."""
-        import sys
-        from importlib import import_module
-        from importlib.util import find_spec
-
-        if name in __all__:
-            value = getattr(import_module(f"{__name__}.{_HOMES.get(name, 'errors')}"), name)
-        elif name in _OLD_FLOORS:
-            value = sys.modules[__name__]
-        elif name.startswith("_") or find_spec(f"{__name__}.{name}") is None:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        else:
-            value = import_module(f"{__name__}.{name}")
-        globals()[name] = value
-        return value
+    if name in {"core", "utils", "dataio"}:  # of SpeechBrain, whose recipes say `sb.utils.distributed.run_on_main`
+        return sys.modules[__name__]
+    if name.startswith("_") or find_spec(f"{__name__}.{name}") is None:
+        return _names_of_stub(__name__)(name)
+    return import_module(f"{__name__}.{name}")
 
 
 def _names_of_stub(package: str) -> Callable[[str], Any]:

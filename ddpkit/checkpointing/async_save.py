@@ -1,9 +1,7 @@
 """A checkpoint that is written while training goes on: its states are copied in memory, and a thread writes the copy.
 
-Each storage is copied once, whole: tensors that share one, or are views of it, share its copy. The copies lie side by
-side in one piece of memory that is kept for the next snapshot: its pages are there already then, and the copying costs
-no more than a ``memcpy``. On Linux the memory is not shown to forked processes, such as loader workers, which would
-make each of its pages a new one at the next snapshot.
+Each storage is copied once, whole: tensors that share one, or are views of it, share its copy. The memory of the copies
+is kept for the next snapshot: its pages are there already then, and the copying costs no more than a ``memcpy``.
 
 The thread is not a daemon: a process that exits, also by an exception, first waits for it. A killed process loses
 only the save in progress. A forked process, such as a loader worker, has no writer thread.
@@ -14,9 +12,7 @@ https://docs.kernel.org/admin-guide/cgroup-v2.html and https://docs.kernel.org/a
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import mmap
 import os
 import threading
 import time
@@ -32,7 +28,6 @@ from ddpkit.logger import get_logger
 logger = get_logger(__name__)
 
 HEAD_START_SECONDS = 0.001  # for training: a thread that has just begun keeps Python's lock for up to 5 ms
-ALIGNMENT_BYTES = 64  # of a copied storage: what torch's own allocator gives
 SPARE_BYTES = 256 << 20  # left to the process when a snapshot is made
 _FIXED = frozenset({bool, int, float, str, bytes, type(None)})  # values that never change
 HUGE = 1 << 60  # control groups of version 1 write "no limit" as a number of pages that fills 63 bits
@@ -154,8 +149,7 @@ class SnapshotMemory:
     """
 
     def __init__(self) -> None:
-        self._memory: Any = None
-        self._pinned = False
+        self._kept: list[torch.UntypedStorage] = []
 
     def take(self, states: Mapping[str, Any]) -> dict[str, Any]:
         """Copy states.
@@ -173,14 +167,14 @@ class SnapshotMemory:
         Ranks: local.
         """
         storages = _storages(states)
-        devices = {storage.device for storage in storages.values() if storage.device.type == "cuda"}
-        self._make_room(sum(map(_aligned, storages.values())), pinned=bool(devices))
-        copies: dict[int, torch.UntypedStorage] = {}
-        offset = 0
+        kept = zip(storages.items(), self._kept, strict=False)
+        copies = {key: own for (key, storage), own in kept if own.nbytes() == storage.nbytes()}
+        self._kept.clear()
+        _require(sum(storage.nbytes() for key, storage in storages.items() if key not in copies))
         for key, storage in storages.items():
-            copies[key] = self._copy(storage, offset)
-            offset += _aligned(storage)
-        for device in devices:
+            copies[key] = self._copy(storage, copies.get(key))
+            self._kept.append(copies[key])
+        for device in {storage.device for storage in storages.values() if storage.device.type == "cuda"}:
             torch.cuda.current_stream(device).synchronize()
 
         def copied(value: Any) -> Any:
@@ -195,24 +189,16 @@ class SnapshotMemory:
 
     def clear(self) -> None:
         """Give the memory back, as soon as no snapshot is in it."""
-        self._memory = None
+        self._kept.clear()
 
-    def _make_room(self, size: int, *, pinned: bool) -> None:
-        present = 0 if self._memory is None else len(self._memory)
-        if size <= present <= max(2 * size, mmap.PAGESIZE) and pinned == self._pinned:
-            return
-        self._memory = None
-        self._pinned = pinned
-        self._memory = _pinned_memory(size) if pinned else _pageable_memory(size)
-
-    def _copy(self, storage: torch.UntypedStorage, offset: int) -> torch.UntypedStorage:
-        size = storage.nbytes()
-        if size == 0:
-            return torch.empty(0, device="cpu").untyped_storage()
-        copied = torch.frombuffer(self._memory, dtype=torch.uint8, count=size, offset=offset)
-        source = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-        copied.copy_(source, non_blocking=storage.device.type == "cuda")
-        return copied.untyped_storage()
+    def _copy(self, storage: torch.UntypedStorage, own: torch.UntypedStorage | None) -> torch.UntypedStorage:
+        on_gpu, size = storage.device.type == "cuda", storage.nbytes()
+        if own is None:
+            try:
+                own = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=on_gpu).untyped_storage()
+            except RuntimeError as error:
+                raise MemoryError(f"{size} bytes are needed: {error}") from error
+        return own.copy_(storage, non_blocking=on_gpu)
 
 
 def state_bytes(states: Mapping[str, Any]) -> int:
@@ -271,37 +257,12 @@ def _is_plain_tensor(value: Any) -> bool:
     )
 
 
-def _aligned(storage: torch.UntypedStorage) -> int:
-    return -(-storage.nbytes() // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-
-
 # ---------------------------------------------------------------------------------------- memory
-
-
-def _pageable_memory(size: int) -> Any:
-    _require(size)
-    try:
-        memory = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except OSError as error:
-        raise MemoryError(f"{size} bytes are needed: {error}") from error
-    for advice in ("MADV_DONTFORK", "MADV_HUGEPAGE"):  # each makes later copies faster, where the kernel has it
-        with contextlib.suppress(OSError, AttributeError):
-            memory.madvise(getattr(mmap, advice))
-    return memory
-
-
-def _pinned_memory(size: int) -> Any:
-    """Return memory from which a GPU copies at full speed; torch rounds it up to a power of two."""
-    _require(1 << max(size - 1, 1).bit_length())
-    try:
-        return torch.empty(max(size, 1), dtype=torch.uint8, pin_memory=True).numpy()
-    except RuntimeError as error:
-        raise MemoryError(f"{size} bytes of pinned memory are needed: {error}") from error
 
 
 def _require(size: int) -> None:
     free = available_bytes()
-    if free is not None and size + SPARE_BYTES > free:
+    if size and free is not None and size + SPARE_BYTES > free:
         raise MemoryError(f"a copy takes {size} bytes of host memory, {SPARE_BYTES} more must stay free, of {free}")
 
 

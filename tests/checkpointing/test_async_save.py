@@ -281,10 +281,10 @@ def test_the_files_are_those_of_a_synchronous_save(tmp_path, model):
 def test_memory_is_given_back_when_it_is_switched_off(checkpointer):
     checkpointer.save_checkpoint()
     checkpointer.wait()
-    assert checkpointer._memory._memory is not None
+    assert checkpointer._memory._kept
     checkpointer.asynchronous = False
     checkpointer.wait()
-    assert checkpointer._memory._memory is None
+    assert not checkpointer._memory._kept
 
 
 def test_where_memory_is_short_the_save_waits_and_says_so_once(checkpointer, monkeypatch, caplog, model):

@@ -202,7 +202,7 @@ class WaitingFiles(WatchedFiles):
 @pytest.mark.parametrize("copies", [True, False])
 def test_f5_what_is_written_in_the_background_is_the_state_of_the_save(tmp_path, monkeypatch, copies):
     if not copies:
-        monkeypatch.setattr(SnapshotMemory, "_copy", lambda memory, storage, offset: storage)
+        monkeypatch.setattr(SnapshotMemory, "_copy", lambda memory, storage, own: storage)
     run = Run()
     checkpointer = run.checkpointer(tmp_path, "async")
     files = WaitingFiles()

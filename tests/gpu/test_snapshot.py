@@ -13,14 +13,14 @@ def test_a_state_on_the_gpu_is_copied_to_pinned_memory_that_is_used_again():
     memory = SnapshotMemory()
     for _ in range(2):
         taken = memory.take({"model": model.state_dict()})
-        place = memory._memory.ctypes.data
-    assert memory._pinned
+        places = [storage.data_ptr() for storage in memory._kept]
+    assert all(storage.is_pinned() for storage in memory._kept)
     with torch.no_grad():
         model.weight.zero_()
     copy = taken["model"]
     assert all(value.device.type == "cpu" and torch.equal(value, before[name]) for name, value in copy.items())
     memory.take({"model": model.state_dict()})
-    assert memory._memory.ctypes.data == place
+    assert [storage.data_ptr() for storage in memory._kept] == places
 
 
 def test_training_on_the_gpu_goes_on_while_its_state_is_written(tmp_path):

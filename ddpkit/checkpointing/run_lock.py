@@ -193,7 +193,7 @@ class _LockWaiter:
         self.renewal = renewal_seconds
         self.lease = RENEWALS_PER_LEASE * renewal_seconds
         self.seen: _Found | None = None
-        self.since = self.slept = 0.0
+        self.since = 0.0
         self.renewals = 0
 
     def is_free(self) -> bool:
@@ -226,21 +226,12 @@ class _LockWaiter:
             raise self._refusal("it is alive", owner)
         return owner.has_ended()
 
-    def nap(self) -> None:
-        """Sleep a little, but not for ever."""
-        if self.slept > 3 * self.lease:
-            raise self._refusal("others come and go", holder(self.folder))
-        seconds = min(LONGEST_NAP_SECONDS, self.renewal / 20)
-        time.sleep(seconds)
-        self.slept += seconds
-
-    def _refusal(self, why: str, by: Holder | None) -> FolderInUseError:
-        is_here = by is not None and by.is_here()
-        end = f"end it (kill {by.pid})" if by is not None and is_here else "end it"
-        rest = "" if is_here else f" If it is certain that the other has ended, remove {self.folder / LOCK_NAME}."
+    def _refusal(self, why: str, by: Holder) -> FolderInUseError:
+        end = f"end it (kill {by.pid})" if by.is_here() else "end it"
+        rest = "" if by.is_here() else f" If it is certain that the other has ended, remove {self.folder / LOCK_NAME}."
         return FolderInUseError(
-            f"the folder {self.folder} is in use by another run: {by or 'others'} ({why}). Wait for it, {end}, or give "
-            f"this run a folder of its own.{rest}"
+            f"the folder {self.folder} is in use by another run: {by} ({why}). Wait for it, {end}, or give this run a "
+            f"folder of its own.{rest}"
         )
 
 
@@ -267,7 +258,7 @@ class _HeldLock:
         try:
             waiter = _LockWaiter(self.folder, self.renewal)
             while not (waiter.is_free() and self._place()):
-                waiter.nap()
+                time.sleep(min(LONGEST_NAP_SECONDS, self.renewal / 20))
             try:
                 half_made = [path for path in self.folder.glob(f"{STAGING_PREFIX}*") if path.is_dir()]
                 self.require()  # after the listing: what another run makes from now on is not in it

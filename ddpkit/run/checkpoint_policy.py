@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import shutil
 import tempfile
 import weakref
@@ -18,8 +19,7 @@ from ddpkit.control import terminating_later
 from ddpkit.distributed import alone, get_rank, get_world_size, run_on_main, sum_over_ranks
 from ddpkit.errors import ConfigError
 from ddpkit.logger import get_logger
-from ddpkit.run.resuming import NEVER, NEWEST
-from ddpkit.run.starting import choose_start, modules_not_saved, optimizers_not_saved, start_again
+from ddpkit.run.resuming import NEVER, NEWEST, choose_start, modules_not_saved, optimizers_not_saved
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -205,7 +205,7 @@ class CheckpointPolicy:
         state.calls.begin(next((name for name, one in self._recoverables().items() if one is epoch_counter), None))
         if checkpointer is None:
             return
-        choose = choose_start if state.start is None else start_again
+        choose = functools.partial(choose_start, is_first=state.start is None)
         state.start = checkpoint_work_on_main(choose, checkpointer, self.options.resume)
 
     def keep_global_batch(self, *, is_looped: bool) -> None:

@@ -18,16 +18,16 @@ from ddpkit.run.resuming import (
     TELLING,
     StepPlan,
     changed_options,
+    optimizers_not_saved,
     read_brain_file,
     state_or_nothing,
 )
-from ddpkit.run.starting import optimizers_not_saved
 
 if TYPE_CHECKING:
     from torch import nn
 
     from ddpkit.run.rank_state import RankState
-    from ddpkit.run.starting import Start
+    from ddpkit.run.resuming import Start
     from ddpkit.run_opts import RunOptions
     from ddpkit.training import Progress, TrainStep
 

@@ -11,8 +11,7 @@ from torch import nn
 from ddpkit.base import dump_plain_yaml
 from ddpkit.checkpoints import Checkpointer
 from ddpkit.errors import CheckpointError
-from ddpkit.run.resuming import EVALUATED
-from ddpkit.run.starting import choose_start, modules_not_saved, start_again
+from ddpkit.run.resuming import EVALUATED, choose_start, modules_not_saved
 from ddpkit.run.state import learning_rates
 
 
@@ -96,9 +95,12 @@ def test_the_newest_that_is_whole_decides(tmp_path):
 
 def test_a_later_call_goes_on_with_the_newest(tmp_path):
     checkpointer = Checkpointer(tmp_path)
-    assert [start_again(checkpointer, resume).resume for resume in ("auto", "never")] == ["auto", "never"]
+    assert [choose_start(checkpointer, resume, is_first=False).resume for resume in ("auto", "never")] == [
+        "auto",
+        "never",
+    ]
     own = save(tmp_path, {})
-    assert start_again(checkpointer, "never").resume == str(own.path)
+    assert choose_start(checkpointer, "never", is_first=False).resume == str(own.path)
 
 
 # ------------------------------------------------------------------------------- saved by who only evaluated
@@ -112,8 +114,8 @@ def test_a_training_does_not_go_on_from_what_an_evaluation_has_saved(tmp_path, c
     start = choose_start(Checkpointer(tmp_path), "auto")
     assert (start.resume.path, start.step_plan.per_step) == (own.path, 64)
     assert f"{evaluated[-1].path} was saved by a process that only evaluated" in caplog.text
-    assert start_again(Checkpointer(tmp_path), "auto").resume == str(own.path)
-    assert start_again(Checkpointer(tmp_path), "never").resume == str(own.path)
+    assert choose_start(Checkpointer(tmp_path), "auto", is_first=False).resume == str(own.path)
+    assert choose_start(Checkpointer(tmp_path), "never", is_first=False).resume == str(own.path)
     named = choose_start(Checkpointer(tmp_path), str(evaluated[0].path))
     assert named.resume.path == evaluated[0].path, "what is asked for"
 
@@ -133,7 +135,7 @@ def test_an_evaluation_s_is_taken_where_the_run_has_no_other(tmp_path, caplog):
     caplog.set_level("INFO")
     start = choose_start(Checkpointer(tmp_path), "auto")
     assert start.resume == evaluated
-    assert start_again(Checkpointer(tmp_path), "never").resume == str(evaluated.path)
+    assert choose_start(Checkpointer(tmp_path), "never", is_first=False).resume == str(evaluated.path)
     assert "only evaluated" not in caplog.text
 
 

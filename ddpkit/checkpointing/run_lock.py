@@ -211,7 +211,10 @@ class _LockWaiter:
         self.seen = found
         if not self._is_over(found.holder, now - self.since):
             return False
-        logger.warning("%s: taking over the lock of %s, which has ended.", self.folder, found.holder)
+        run = found.holder.host, found.holder.pid, found.holder.process_started
+        say = logger.debug if run in _TOLD else logger.warning  # a run has a lock in each of its folders
+        say("%s: taking over the lock of %s, which has ended.", self.folder, found.holder)
+        _TOLD.add(run)
         with contextlib.suppress(FileNotFoundError, IsADirectoryError):  # another one was faster
             found.path.unlink()
         return True
@@ -336,6 +339,7 @@ class _HeldLock:
         )
 
 
+_TOLD: set[tuple[str, int, int]] = set()  # runs whose locks this process has taken over
 _HELD: dict[tuple[int, str], _HeldLock] = {}  # by process, since a forked child holds nothing, and by folder
 _MUTEX = threading.RLock()
 

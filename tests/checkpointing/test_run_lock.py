@@ -191,6 +191,17 @@ def test_the_lock_of_a_dead_process_of_this_host_is_taken_over_at_once(tmp_path,
     ]
 
 
+def test_a_run_whose_locks_are_taken_over_in_two_folders_is_told_once(tmp_path, caplog):
+    folders = [tmp_path / "experiment", tmp_path / "save"]
+    for folder in folders:
+        folder.mkdir()
+        put(folder, ours(pid=2**22 + 6))
+        with FolderLock(folder).hold():
+            pass
+    [told] = [one for one in caplog.messages if "taking over" in one]
+    assert told.startswith(f"{folders[0]}: ")
+
+
 def test_a_live_process_of_this_host_is_named(tmp_path, lock):
     started = state_and_start(1)[1]
     put(tmp_path, ours(pid=1, process_started=started))

@@ -264,10 +264,7 @@ class RngState:
         try:
             return cls(**state_dict)
         except TypeError as error:
-            raise CheckpointError(
-                f"a saved random state has the keys {', '.join(one.name for one in fields(cls))}; got "
-                f"{', '.join(sorted(map(str, state_dict))) or 'none'}."
-            ) from error
+            raise CheckpointError(f"the saved random state does not fit this version: {error}.") from error
 
 
 def _own_first(kind: str, module: Any) -> list[int]:

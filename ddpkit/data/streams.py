@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
-from ddpkit.compat import shuffle_digest
+from ddpkit.compat import shuffle_digest, shuffles_by_clock
 from ddpkit.control import start_loading
 from ddpkit.data.likeness import MOST_ITEMS, FirstItems, sketch
 from ddpkit.data.permutation import mix_key
@@ -73,6 +73,7 @@ class StreamShard(IterableDataset[Any], Source):
 
     Attributes:
         whole: the user's own stream or loader.
+        divides_itself: whether the stream's own ``shard`` divides it over the ranks and their workers.
         shows_first: whether the first thing that is read comes with a sketch of the undivided stream's first items.
 
     Ranks: local; all ranks must give the same arguments but ``rank``.
@@ -107,20 +108,12 @@ class StreamShard(IterableDataset[Any], Source):
         self.epoch = torch.zeros((), dtype=torch.int64)
         if num_workers:  # workers that outlive an epoch have a copy of this object, and must learn which epoch comes
             self.epoch.share_memory_()  # type: ignore[no-untyped-call]
-        self._enough: dict[int, bool] = {}
-        self.divides_itself(max(num_workers, 1))
+        self.divides_itself = not of_batches and _has_shards(dataset, world_size * max(num_workers, 1))
 
     def set_epoch(self, epoch: int) -> None:
         """Tell the stream which epoch comes, if it wants to know; also the copies that running workers have."""
         self.epoch.fill_(epoch)
         tell_epoch(self.whole, epoch)
-
-    def divides_itself(self, workers: int) -> bool:
-        """Say whether the stream's own ``shard`` divides it over the ranks and so many workers of each."""
-        number = self.world_size * workers
-        if number not in self._enough:
-            self._enough[number] = not self.of_batches and _has_shards(self.whole, number)
-        return self._enough[number]
 
     def __iter__(self) -> Iterator[Any]:
         info = get_worker_info()
@@ -128,7 +121,7 @@ class StreamShard(IterableDataset[Any], Source):
         epoch = int(self.epoch)
         if info is not None:
             tell_epoch(self.whole, epoch)
-        if self.divides_itself(workers):
+        if self.divides_itself:
             return self._own_shard(self.rank * workers + worker, self.world_size * workers, epoch)
         return self._dealt(worker, workers, self._read_alike())
 
@@ -266,9 +259,7 @@ class StreamLoader(DataLoader[Any]):
     def is_dealt(self) -> bool:
         """Whether every rank reads the whole, and keeps its own items of it."""
         source = self._source
-        return isinstance(source, StreamShard) and (
-            source.world_size > 1 and not source.divides_itself(max(self.num_workers, 1))
-        )
+        return isinstance(source, StreamShard) and source.world_size > 1 and not source.divides_itself
 
     def drawn_words(self) -> dict[str, str]:
         """Describe how the stream shuffles, for a comparison with the other ranks; empty if each may have its own."""
@@ -389,6 +380,12 @@ def stream_loader(
         options["collate_fn"] = options["collate_fn"].collate_fn
     if _is_webdataset(dataset):
         options.setdefault("batch_size", None)
+        if shuffles_by_clock(dataset):
+            logger.warning_once(
+                "%s: shuffle() takes its seed from the clock, so that a resume inside of an epoch repeats some samples "
+                "and loses others. Give it rng=random, Python's module, which is seeded for every epoch.",
+                type(dataset).__name__,
+            )
     block_size = _block_size(rank, world_size, options, global_batch_size)
     if is_sharded(dataset):
         logger.info("%s divides itself over ranks and workers: it is left as it is.", type(dataset).__name__)
@@ -399,7 +396,7 @@ def stream_loader(
             dataset, rank, world_size, block_size, drop_last=drop_last, num_workers=workers, seed=seed
         )
         number = world_size * max(workers, 1)
-        if number > 1 and not dataset.divides_itself(max(workers, 1)):
+        if number > 1 and not dataset.divides_itself:
             _tell_dealt(type(dataset.whole).__name__, number)
     return StreamLoader(dataset, mix_key(seed, rank, _WORKERS), **options)
 

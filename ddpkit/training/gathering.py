@@ -230,9 +230,7 @@ def _rows_given(seen: Seen, size: int) -> _Rows:
 def _stream_places(loader: Any, size: int) -> NDArray[np.int64] | None:
     """Return where in the whole stream a rank's first items stand, if they were dealt out by counting."""
     dataset = getattr(loader, "dataset", None)
-    if not isinstance(dataset, StreamShard) or dataset.of_batches:
-        return None
-    if dataset.divides_itself(max(getattr(loader, "num_workers", 0), 1)):
+    if not isinstance(dataset, StreamShard) or dataset.of_batches or dataset.divides_itself:
         return None
     each, more = divmod(dataset.block_size, dataset.world_size)
     blocks, places = np.divmod(np.arange(size), each + (1 if dataset.rank < more else 0))

@@ -11,6 +11,8 @@ from collections import Counter
 import pytest
 import torch
 
+from ddpkit.dataloader import make_dataloader
+from ddpkit.logger import get_logger
 from tests.contract.recipes import make
 from tests.ecosystem import each_once, epochs, rows, run_through_and_killed
 from tests.ranks.test_likeness import Seen
@@ -66,6 +68,15 @@ def train_on_a_loader(urls, kind):
 @pytest.mark.parametrize("kind", ["pipeline", "loader"])
 def test_without_a_node_splitter_it_is_told_what_to_pass(ranks, shards, kind):
     ranks.run(train_on_a_loader, shards, kind, world_size=2)
+
+
+def test_a_shuffle_that_is_seeded_by_the_clock_is_told(shards, caplog):
+    """What is left of an epoch after a resume would be another order."""
+    for shuffled in ({}, {"seed": 3}, {"rng": random}):
+        get_logger("ddpkit.data.streams")._said.clear()
+        caplog.clear()
+        make_dataloader(pipeline(shards).shuffle(5, **shuffled))
+        assert ("shuffle() takes its seed from the clock" in caplog.text) == (not shuffled)
 
 
 def numbered(urls, num_workers, shuffles):

@@ -367,20 +367,9 @@ def _git_revision(folder: Path) -> str:
 
 
 def _describe_torch() -> list[str]:
-    count = torch.cuda.device_count()
     return [
         f"torch {torch.__version__}, CUDA {torch.version.cuda}, ROCm {torch.version.hip}",
-        f"{count} CUDA devices" + "".join(f"\n  {name}" for name in _driver_device_names()),
+        f"{torch.cuda.device_count()} CUDA devices",
         f"{os.cpu_count()} CPUs, {torch.get_num_threads()} threads in this process",
         f"{get_world_size()} processes",
     ]
-
-
-def _driver_device_names() -> list[str]:
-    """Ask NVIDIA's driver, and not CUDA, which the process may want to start on another device or never."""
-    reports = sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))
-    try:
-        lines = [line for report in reports for line in report.read_text(encoding="utf-8").splitlines()]
-    except (OSError, UnicodeDecodeError):  # a driver that is just being replaced
-        return []
-    return [line.partition(":")[2].strip() for line in lines if line.startswith("Model:")]

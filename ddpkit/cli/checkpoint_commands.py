@@ -235,42 +235,22 @@ def _yaml(path: Path) -> Any:
 
 def command_ls(options: argparse.Namespace) -> int:
     """List the checkpoints of a folder."""
-    found = find(options.path, options.verify)
-    if options.json:
-        listing = {"folder": str(options.path), "checkpoints": [_all_of(one) for one in found]}
-        say(json.dumps(plain(listing), indent=2, allow_nan=False))
-        return 0
-    for line in _listing(found, options.verify):
+    found = find(options.path)
+    for line in _listing(found):
         say(line)
     damaged = sum(bool(one.reasons) for one in found)
     bare = sum(not one.manifest and not one.reasons for one in found)
     text = f"{several(len(found), 'checkpoint')} in {printable(options.path)}, {size_text(sum(o.size for o in found))}"
     text += f", {damaged} damaged" if damaged else ""
     say(f"\n{text}{f', {bare} without a manifest (as SpeechBrain makes them)' if bare else ''}.")
-    if options.verify == "size":
-        say("Sizes were compared; --verify full reads every byte.")
+    say(f"Sizes were compared; ckpt verify {printable(options.path)} reads every byte.")
     return 0
 
 
-def _all_of(one: Entry) -> dict[str, Any]:
-    return {
-        "name": one.path.name,
-        "epoch": one.epoch,
-        "step": one.brain.get("step"),
-        "optimizer_step": one.brain.get("optimizer_step"),
-        "bytes": one.size,
-        "metrics": one.metrics,
-        "meta": one.meta,
-        "manifest": one.manifest,
-        "files": one.files,
-        "reasons": one.reasons,
-    }
-
-
-def _listing(found: Sequence[Entry], mode: str) -> list[str]:
+def _listing(found: Sequence[Entry]) -> list[str]:
     rows: list[tuple[str, ...]] = [("name", "saved", "epoch", "step", "size", "ranks", "files", "")]
     for one in found:
-        state = "damaged" if one.reasons else {"size": "ok", "full": "verified", "off": UNKNOWN}[mode]
+        state = "damaged" if one.reasons else "ok"
         metrics = "  ".join(f"{printable(name)}={value_text(value, 40)}" for name, value in one.metrics.items())
         step = value_text(one.brain.get("optimizer_step", UNKNOWN), 20)
         ranks = value_text(one.manifest.get("world_size", UNKNOWN), 20)
@@ -284,15 +264,15 @@ def _listing(found: Sequence[Entry], mode: str) -> list[str]:
 
 def command_show(options: argparse.Namespace) -> int:
     """Show what is in one checkpoint, or in the newest of a folder that is whole; return 1 if it is damaged."""
-    found = find(options.path, options.verify)
+    found = find(options.path)
     one = next((one for one in found if not one.reasons), found[0])
-    state = {"size": "sizes are right", "full": "every byte is right", "off": "not compared"}[options.verify]
+    state = "damaged" if one.reasons else "sizes are right"
     made = ", ".join(f"{printable(name)} {value_text(value, 60)}" for name, value in one.manifest.items())
     say(printable(one.path.name))
     say(f"  folder    {printable(one.path.parent.absolute())}")
     say(f"  saved     {one.time_text}, {one.epoch_text}")
     say(f"  made by   {made or 'unknown: there is no manifest, as in a checkpoint of SpeechBrain'}")
-    say(f"  files     {several(len(one.files), 'file')}, {size_text(one.size)}, {'damaged' if one.reasons else state}")
+    say(f"  files     {several(len(one.files), 'file')}, {size_text(one.size)}, {state}")
     for reason in one.reasons:
         say(f"  damaged   {printable(reason)}")
     for name in sorted(one.meta.keys() - {"unixtime", "end-of-epoch"}, key=str):

@@ -77,12 +77,9 @@ def _parser() -> argparse.ArgumentParser:
 
     ls = _command(commands, "ls", "list the checkpoints of a folder, newest first")
     ls.add_argument("path", metavar="DIR", type=Path, nargs="?", default=Path(), help="default: the current folder")
-    _add_verify(ls)
-    ls.add_argument("--json", action="store_true", help="all that is known, for programs")
 
     show = _command(commands, "show", "show what is in one checkpoint")
     show.add_argument("path", metavar="CKPT", type=Path, help="a checkpoint; of a folder, its newest")
-    _add_verify(show)
     show.add_argument("--tensors", action="store_true", help="name, shape and dtype of every tensor")
     show.add_argument("--lines", type=whole_number(1), default=20, metavar="N", help="lines per file (default: 20)")
 
@@ -106,12 +103,6 @@ def _command(commands: Any, name: str, purpose: str) -> Any:
     parser = commands.add_parser(name, help=purpose, description=f"{purpose.capitalize()}.", allow_abbrev=False)
     parser.set_defaults(command=f"command_{name}", parser=parser)
     return parser
-
-
-def _add_verify(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--verify", choices=("size", "full", "off"), default="size", help="what is compared (default: sizes)"
-    )
 
 
 def _add_best(parser: argparse.ArgumentParser) -> None:

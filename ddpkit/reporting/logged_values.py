@@ -40,13 +40,12 @@ class _Kind(NamedTuple):
         return f"{words}, per_step={self.is_per_step}"
 
 
-class _Held:
-    """The sums of one name on this rank: of the stage, and since the ranks conferred last."""
+class _Held(NamedTuple):
+    """The sums of one name on this rank: of the stage, and since the last sync of the ranks."""
 
-    __slots__ = ("kind", "recent", "total")
-
-    def __init__(self, kind: _Kind, total: Any, recent: Any) -> None:
-        self.kind, self.total, self.recent = kind, total, recent
+    kind: _Kind
+    total: Any
+    recent: Any
 
 
 class LoggedValues:
@@ -122,14 +121,14 @@ class LoggedValues:
     def add(
         self, name: str, value: Any, count: Any = None, weight: float = 1.0, *, per_step: bool = False, step: int = 0
     ) -> None:
-        """Take in a value. Does not wait for the device, but in ``on_stage_end``.
+        """Add a value. Waits for the device in ``on_stage_end`` only.
 
         Args:
             name: of the value.
             value: a number or a tensor of one element: a mean, or a sum if there is a count.
             count: how many things the sum is over; or None.
-            weight: what the mean counts without a count, such as the samples of the batch; 0: nothing is taken in.
-            per_step: also write its mean about once a second, in training.
+            weight: of the mean where there is no count, such as the samples of the batch; 0: nothing is added.
+            per_step: in training, write its mean about once a second as well.
             step: batches of the stage with this one.
 
         Raises:
@@ -163,7 +162,7 @@ class LoggedValues:
                 append(number, count)
 
     def _hold(self, name: str, kind: _Kind) -> _Held:
-        """Begin with a name in this stage."""
+        """Return new sums for a name that this stage has not logged yet."""
         if type(name) is not str or not name:
             raise BatchError(f"log was given the name {name!r}: give a string that is not empty.")
         held = self._held[self._stage].get(name)
@@ -180,7 +179,7 @@ class LoggedValues:
         return new
 
     def _set(self, name: str, number: Any, count: Any) -> None:
-        """Take a value of ``on_stage_end`` as it is, and write it down."""
+        """Store a value of ``on_stage_end``, and write it to the run's log."""
         total, by = float(number), float(count)
         value = total / by if by else math.nan
         self.values.setdefault(self._stage, {})[name] = value
@@ -217,7 +216,7 @@ class LoggedValues:
         return sums[:size]
 
     def write_steps(self, step: int, optimizer_step: int) -> None:
-        """Write down what was logged per step, if there is anything since the last time.
+        """Write what was logged per step since the last time, if anything was.
 
         Args:
             step: batches of the stage.
@@ -244,7 +243,7 @@ class LoggedValues:
         return [float(number) for _, _, meter in self._meters(at_end=at_end) for number in meter.sums()]
 
     def _agree(self, news: dict[str, _Kind]) -> None:
-        """Agree with the other ranks on names that some of them have used for the first time."""
+        """Exchange the names that some rank has used for the first time."""
         merged: dict[str, tuple[int, _Kind]] = {}
         for rank, theirs in enumerate(exchange(news, site=f"names logged in {self._stage}")):
             for name, kind in theirs.items():

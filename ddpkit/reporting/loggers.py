@@ -314,6 +314,14 @@ class JSONLTrainLogger(_MainTrainLogger):
         self._file.write("step", optimizer_step=step, values=values)
 
 
+def _require(package: str, logger_name: str) -> None:
+    if importlib.util.find_spec(package) is None:
+        raise MissingExtraError(
+            f"{logger_name} needs {package}, which is not installed. "
+            f"Run `pip install ddpkit[{package}]`, or leave the logger out of the recipe."
+        )
+
+
 def _flat(meta: Stats, stages: Mapping[str, Stats], separator: str) -> dict[str, Any]:
     """Return plain values by one name each, such as ``train_loss``."""
     flat = {f"{stage}{separator}{name}": value for stage, stats in stages.items() for name, value in stats.items()}
@@ -351,11 +359,7 @@ class TensorboardLogger(_MainTrainLogger):
     """
 
     def __init__(self, save_dir: str | os.PathLike[str]) -> None:
-        if importlib.util.find_spec("tensorboard") is None:
-            raise MissingExtraError(
-                "TensorboardLogger needs TensorBoard, which is not installed. "
-                "Run `pip install ddpkit[tensorboard]`, or leave the logger out of the recipe."
-            )
+        _require("tensorboard", "TensorboardLogger")
         self.save_dir = os.fspath(save_dir)
         self.global_step: dict[str, Any] = {"train": {}, "valid": {}, "test": {}, "meta": 0}
 
@@ -534,11 +538,7 @@ class MLflowLogger(_MainTrainLogger):
     """
 
     def __init__(self, experiment_name: str | None = None, tracking_uri: str | None = None, **start_run: Any) -> None:
-        if importlib.util.find_spec("mlflow") is None:
-            raise MissingExtraError(
-                "MLflowLogger needs MLflow, which is not installed. "
-                "Run `pip install ddpkit[mlflow]`, or leave the logger out of the recipe."
-            )
+        _require("mlflow", "MLflowLogger")
         self.run_id: str | None = None
         self._experiment, self._uri, self._start_run = experiment_name, tracking_uri, start_run
 

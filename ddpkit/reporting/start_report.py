@@ -1,4 +1,4 @@
-"""The block that a run prints once before it works: what runs where, with what, on how much, and from where it goes on.
+"""The block that a run prints before it starts: launcher, devices, batch, optimizer, and the checkpoint to start from.
 
 ::
 
@@ -65,7 +65,7 @@ class Place:
 
     Attributes:
         node: number of its node, as the launcher counts.
-        host: the name of that.
+        host: name of the node.
         device: such as ``"cuda (NVIDIA H200)"``.
 
     Ranks: local.
@@ -97,11 +97,11 @@ class Place:
 
 
 def place_rows(places: Sequence[Place], info: LaunchInfo, backend: str | None) -> dict[str, str]:
-    """Say who started the processes, and where they are.
+    """Return the rows about the launcher, the devices and the versions.
 
     Args:
         places: of all ranks.
-        info: what the launcher has told this one.
+        info: what the launcher says of this process.
         backend: of the process group; None without one.
 
     Returns:
@@ -130,7 +130,7 @@ def place_rows(places: Sequence[Place], info: LaunchInfo, backend: str | None) -
 
 
 def precision_row(training: Any, evaluation: Any, scaler: Any, *, trains: bool) -> str:
-    """Say in which number formats a run computes.
+    """Return the number formats of training and evaluation, in words.
 
     Args:
         training: the context of the forward pass in training, with its ``dtype``.
@@ -154,7 +154,7 @@ def precision_row(training: Any, evaluation: Any, scaler: Any, *, trains: bool) 
 
 
 def evaluation_row(world_size: int, *, divided: bool) -> str:
-    """Say what each rank evaluates; nothing for one process.
+    """Return which part of a set each rank evaluates, in words; nothing for one process.
 
     Args:
         world_size: number of ranks.
@@ -174,7 +174,7 @@ def evaluation_row(world_size: int, *, divided: bool) -> str:
 
 
 def clipping_row(max_norm: float | None) -> str:
-    """Say to which norm gradients are clipped.
+    """Return the norm to which gradients are clipped, in words.
 
     Args:
         max_norm: the option ``max_grad_norm``; None or <= 0: not at all.
@@ -191,7 +191,7 @@ def clipping_row(max_norm: float | None) -> str:
 
 
 def optimizer_row(optimizers: Mapping[str, Any]) -> str:
-    """Say what optimizes, and with which learning rates.
+    """Return the optimizers and their learning rates.
 
     Args:
         optimizers: by name.
@@ -212,7 +212,7 @@ def optimizer_row(optimizers: Mapping[str, Any]) -> str:
 
 
 def records_row(files: Iterable[Any]) -> str:
-    """Say where a run writes down what happens.
+    """Return the files of a run's log and numbers.
 
     Args:
         files: such as its log and its numbers.
@@ -230,14 +230,14 @@ def records_row(files: Iterable[Any]) -> str:
 
 
 def loss_row(batch: Any) -> str:
-    """Say how a mean over tokens is returned, if samples of a batch have different lengths.
+    """Return how to return a mean over tokens, if the samples of a batch have different lengths.
 
     Args:
-        batch: as the loader yields it. It is looked at on the host alone: a tensor on another device is not read.
+        batch: as the loader yields it. Tensors on another device are not read.
 
     Returns:
-        Nothing where no field is called like lengths, or a mask of padding, and says so; nor is a nested tensor; nor is
-        called like labels, and has -100 in it, which torch's losses leave out.
+        An empty string, unless a field is named like lengths or a padding mask and differs between samples, is a nested
+        tensor, or is named like labels and contains -100, which torch's losses ignore.
 
     Ranks: local.
 
@@ -254,7 +254,7 @@ def loss_row(batch: Any) -> str:
 
 
 def start_row(found: Path | None, folder: Any, resume: str, place: str, *, others: int = 0) -> str:
-    """Say what training starts from.
+    """Return what training starts from, in words.
 
     Args:
         found: the checkpoint to resume from, or None.
@@ -298,10 +298,10 @@ class StartReport:
         self.said: dict[str, str] = {}
 
     def announce(self, what: str, rows: Mapping[str, str]) -> None:
-        """Print what has not been said yet.
+        """Print the rows that are new or have changed.
 
         Args:
-            what: that begins, such as ``"Training"``.
+            what: name of the work, such as ``"Training"``.
             rows: by name; an empty one is left out.
         """
         text = self.block(what, rows)
@@ -309,10 +309,10 @@ class StartReport:
             logger.announce("%s", text)
 
     def block(self, what: str, rows: Mapping[str, str]) -> str:
-        """Return the text of :meth:`announce`, and take it for said.
+        """Return the text that :meth:`announce` prints, and remember its rows.
 
         Args:
-            what: that begins.
+            what: name of the work.
             rows: by name; an empty one is left out.
         """
         fresh = {name: value for name, value in rows.items() if value and self.said.get(name) != value}
@@ -347,7 +347,7 @@ def _format(context: Any) -> str:
 
 
 def _sign_of_lengths(batch: Any, depth: int) -> str:
-    """Return the name of a field that says that the samples of a batch have different lengths, or nothing."""
+    """Return the name of a field that shows different lengths of samples, or an empty string."""
     fields = _fields(batch)
     for name, value in fields.items():
         if (_LENGTHS.search(str(name)) and _varies(value)) or _leaves_out(str(name), value):
@@ -357,7 +357,7 @@ def _sign_of_lengths(batch: Any, depth: int) -> str:
 
 
 def _fields(batch: Any) -> Mapping[Any, Any]:
-    """Return what a batch has under a name or, in a list, at a place."""
+    """Return the parts of a batch by name or, in a list, by index."""
     if isinstance(batch, Mapping):
         return batch
     if isinstance(batch, (list, tuple)):
@@ -367,7 +367,7 @@ def _fields(batch: Any) -> Mapping[Any, Any]:
 
 
 def _leaves_out(name: str, value: Any) -> bool:
-    """Say whether a tensor is ragged, or has labels that a loss leaves out; of what is not on the host nobody knows."""
+    """Return whether a value is a nested tensor, or labels with -100; False for labels on another device."""
     if not isinstance(value, torch.Tensor) or value.is_nested:
         return isinstance(value, torch.Tensor)
     is_labels = _LABELS.search(name) is not None and value.dtype == torch.int64
@@ -379,7 +379,7 @@ def _is_readable(value: torch.Tensor) -> bool:
 
 
 def _varies(value: Any) -> bool:
-    """Say whether lengths, or a mask, are not all the same; of what is not on the host nobody knows."""
+    """Return whether lengths or a mask differ between samples; True for a tensor on another device."""
     if isinstance(value, torch.Tensor) and not _is_readable(value):
         return value.dim() > 0
     if isinstance(value, (torch.Tensor, np.ndarray)):

@@ -146,7 +146,7 @@ def test_ls_lists_the_newest_first_with_what_is_known_of_each(ckpt, three):
     sizes = [sum(path.stat().st_size for path in (three.path / row[0]).iterdir()) for row in rows]
     assert [row[4] for row in rows] == [size_text(size) for size in sizes]
     assert out[5] == f"3 checkpoints in {three.path}, {size_text(sum(sizes))}."
-    assert out[6] == "Sizes were compared; --verify full reads every byte."
+    assert out[6] == f"Sizes were compared; ckpt verify {three.path} reads every byte."
 
 
 def test_ls_leaves_out_columns_of_which_nothing_is_known(ckpt, tmp_path):
@@ -165,8 +165,8 @@ def test_ls_takes_the_epoch_from_the_meta_or_from_a_counter(ckpt, tmp_path):
     (tmp_path / "CKPT+two" / "CKPT.yaml").write_text("unixtime: 3\n")
     (tmp_path / "CKPT+two" / "dataloader-TRAIN.ckpt").write_text("5")  # a number, but not of an epoch
     (tmp_path / "CKPT+two" / "tokens.ckpt").write_text("6")
-    _, out, _ = ckpt("ls", tmp_path, "--json")
-    assert [one["epoch"] for one in json.loads("\n".join(out))["checkpoints"]] == [None, 7, 2]
+    _, out, _ = ckpt("ls", tmp_path)
+    assert [cells(line)[2].strip() for line in out[1:4]] == ["end of ?", "end of 7", "end of 2"]
 
 
 def test_ls_lists_damaged_ones_with_the_reason(ckpt, three):
@@ -185,34 +185,6 @@ def test_ls_lists_damaged_ones_with_the_reason(ckpt, three):
     assert "3 damaged" in text
     below = out.index(next(line for line in out if line.startswith("CKPT+one")))
     assert "damaged: model.ckpt" in out[below + 1]
-
-
-def test_ls_sees_a_flipped_bit_when_it_is_to_read_all(ckpt, three):
-    flip_a_byte(three.path / "CKPT+two" / "model.ckpt")
-    _, out, _ = ckpt("ls", three.path)
-    assert "damaged" not in "\n".join(out)
-    _, out, _ = ckpt("ls", three.path, "--verify", "full")
-    assert "    damaged: model.ckpt fails its checksum: its content has changed since it was saved" in out
-    assert [line.split()[-1] for line in out if line.startswith("CKPT+middle")] == ["verified"]
-
-
-def test_ls_for_programs(ckpt, three):
-    three.save("nan", 4000, epoch=3, loss=float("nan"), point=torch.tensor([1.0, 2.0]))
-    flip_a_byte(three.path / "CKPT+one" / "model.ckpt")
-    status, out, _ = ckpt("ls", three.path, "--json", "--verify", "full")
-    assert status == 0
-    data = json.loads("\n".join(out))
-    assert data["folder"] == str(three.path)
-    assert [one["name"] for one in data["checkpoints"]] == ["CKPT+nan", "CKPT+middle", "CKPT+two", "CKPT+one"]
-    nan, middle, _, broken = data["checkpoints"]
-    assert (nan["metrics"], nan["epoch"]) == ({"loss": "nan", "point": [1.0, 2.0]}, 3)
-    assert (middle["step"], middle["optimizer_step"], middle["epoch"]) == (7, 27, 3)
-    assert (middle["meta"]["end-of-epoch"], middle["meta"]["unixtime"]) == (False, 3000.0)
-    assert middle["manifest"]["world_size"] == 1
-    assert middle["bytes"] == sum(middle["files"].values())
-    assert {"CKPT.yaml", "manifest.json", "model.ckpt"} <= set(middle["files"])
-    assert [bool(one["reasons"]) for one in data["checkpoints"]] == [False, False, False, True]
-    assert "fails its checksum" in broken["reasons"][0]
 
 
 def test_ls_of_one_checkpoint_lists_that(ckpt, three):
@@ -627,8 +599,7 @@ def test_an_output_that_fails_on_the_way_leaves_the_old_one(ckpt, three, tmp_pat
         ((), "the following arguments are required: COMMAND"),
         (("list",), "invalid choice: 'list'"),
         (("show",), "the following arguments are required: CKPT"),
-        (("ls", "--jso"), "unrecognized arguments: --jso"),
-        (("ls", ".", "--verify", "some"), "invalid choice: 'some'"),
+        (("ls", "--json"), "unrecognized arguments: --json"),
         (("average", ".", "--output", "a.pt"), "the following arguments are required: --recoverable"),
         (
             ("average", ".", "--recoverable", "m", "--output", "a.pt", "--num", "0"),
@@ -668,7 +639,6 @@ def test_help_does_not_load_torch():
 
 READING = [
     ("ls",),
-    ("ls", "--verify", "full", "--json"),
     ("show", "--tensors"),
     ("verify",),
 ]
@@ -707,7 +677,7 @@ def watch(event, arguments):
     elif event in ("os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.utime", "os.link", "os.chmod", "fcntl.flock"):
         bad.append((event, arguments))
 sys.addaudithook(watch)
-for words in (["ls", "--json"], ["show", "--tensors"], ["verify"]):
+for words in (["ls"], ["show", "--tensors"], ["verify"]):
     assert main(["ckpt", words[0], {str(three.path)!r}, *words[1:]]) == 0
 assert not bad, bad
 """
@@ -734,7 +704,7 @@ def hostile(tmp_path, monkeypatch):
     assert not (tmp_path / "ran").exists()
 
 
-ALL = [("ls",), ("ls", "--json"), ("show", "--tensors"), ("verify",)]
+ALL = [("ls",), ("show", "--tensors"), ("verify",)]
 
 
 def all_commands(ckpt, path, output="out.pt"):

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import signal
-from pathlib import Path
 
 import pytest
 
@@ -23,11 +23,15 @@ MAX_HUNG = 3
 
 def pytest_collection_modifyitems(items):
     for item in items:
-        for folder, mark in MARKED_FOLDERS.items():
-            if folder in Path(item.path).relative_to(item.config.rootpath).parts:
-                item.add_marker(mark)
+        for mark in _marks_of_folders(item.path.parent, item.config.rootpath):
+            item.add_marker(mark)
         if item.get_closest_marker("grid") and _first_values_but(item) > 1:
             item.add_marker("slow")
+
+
+@functools.cache
+def _marks_of_folders(folder, root):
+    return [mark for name, mark in MARKED_FOLDERS.items() if name in folder.relative_to(root).parts]
 
 
 def _first_values_but(item):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
-import inspect
 import io
 import os
 import pkgutil
@@ -45,10 +45,29 @@ def classes() -> list[type]:
     return found
 
 
+def module_name(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+@functools.cache
+def class_sizes() -> dict[tuple[str, str], int]:
+    """Code lines of each class of the package, by its module and its name."""
+    sizes = {}
+    for path in FILES:
+        source = path.read_text(encoding="utf-8")
+        lines = source.splitlines(keepends=True)
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.ClassDef):
+                start = min(one.lineno for one in (node, *node.decorator_list))
+                own = textwrap.dedent("".join(lines[start - 1 : node.end_lineno]))
+                sizes[module_name(path), node.name] = code_lines(own)
+    return sizes
+
+
 def inherited_size(owner: type) -> int:
     """Code lines of a class and of those of the package that it inherits from."""
     own = [one for one in owner.__mro__ if one.__module__.startswith("ddpkit")]
-    return sum(code_lines(textwrap.dedent("".join(inspect.getsourcelines(one)[0]))) for one in own)
+    return sum(class_sizes()[one.__module__, one.__name__] for one in own)
 
 
 def modules_per_folder() -> dict[str, int]:
@@ -79,7 +98,7 @@ def homes() -> dict[tuple[str, str], str]:
 def longest_chain() -> list[str]:
     """The longest chain of modules each of which imports the next when it is imported itself."""
     places, chains = homes(), dict[str, list[str]]()
-    files = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in FILES}
+    files = {module_name(path): path for path in FILES}
 
     def chain(module: str) -> list[str]:
         if module not in chains:

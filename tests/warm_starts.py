@@ -19,6 +19,7 @@ import json
 import os
 import runpy
 import selectors
+import signal
 import socket
 import subprocess
 import sys
@@ -34,14 +35,16 @@ NO_MARKER = "0" * 32  # as long as any: a forked process writes its own over it
 class WarmProcess:
     """A Python command in a forked process, with what is used of :class:`subprocess.Popen`."""
 
-    def __init__(self, args, *, env, cwd=None, stdout=None, stderr=None, start_new_session=False):
+    def __init__(self, args, *, env=None, cwd=None, stdin=None, stdout=None, stderr=None, start_new_session=False):
+        if stdin not in (None, subprocess.DEVNULL):
+            raise ValueError(f"a forked process reads nothing, and stdin={stdin!r} was asked for")
         self.args, self.returncode = args, None
         path = os.environ.get(SERVER) or _server.path()
         self._connection = socket.socket(socket.AF_UNIX)
         self._connection.connect(path)
         wanted = {
             "words": list(args[1:] if args[0] == sys.executable else args),  # or a script that names its Python
-            "env": {**env, SERVER: path},
+            "env": {**(os.environ if env is None else env), SERVER: path},
             "cwd": str(cwd or Path.cwd()),
             "session": start_new_session,
         }
@@ -74,6 +77,21 @@ class WarmProcess:
     def send_signal(self, number):
         if self.poll() is None:
             os.kill(self.pid, number)
+
+    def kill(self):
+        self.send_signal(signal.SIGKILL)
+
+    # What subprocess.run does with a process whose streams are files.
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.wait()
+
+    def communicate(self, _=None, timeout=None):
+        self.wait(timeout)
+        return None, None
 
 
 class _Server:
@@ -209,33 +227,40 @@ def _write_marker(marker):
 def _run_as_main(words):
     """Do what ``python words...`` does."""
     sys.orig_argv = [sys.executable, *words]
+    _start_warm_processes()
     while words[0] == "-u":
         words = words[1:]
     if words[0] == "-m":
         sys.argv = words[1:]
         sys.path[0] = str(Path.cwd())
-        _spawn_warm_ranks()
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)
         return
     script = words[0]
     sys.argv = words
     sys.path[0] = str(Path(script).resolve().parent)
-    if Path(script).name == "torchrun":
-        _spawn_warm_ranks()
     main = types.ModuleType("__main__")
     main.__file__, main.__builtins__ = os.path.abspath(script), __builtins__  # noqa: PTH100 -- no link is followed
     sys.modules["__main__"] = main
     exec(compile(Path(script).read_bytes(), main.__file__, "exec"), main.__dict__)
 
 
-def _spawn_warm_ranks():
-    """Let the launcher start its ranks as it was started itself."""
+def _start_warm_processes():
+    """Let what this process starts be started as it was itself: a launcher, and the ranks of torchrun and --nproc."""
     from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
-    def popen(args, **options):
-        return (WarmProcess if args[0] == sys.executable else subprocess.Popen)(args, **options)
+    cold = subprocess.Popen
 
-    subprocess_handler.Popen = popen
+    def popen(args, *more, **options):
+        words = list(args) if isinstance(args, (list, tuple)) else []
+        if words[:4] == [sys.executable, "-I", "-S", "-c"]:  # in front of a rank of --nproc: it ends with its parent
+            words = words[6:]
+        piped = {subprocess.PIPE, subprocess.STDOUT} & {options.get(name) for name in ("stdin", "stdout", "stderr")}
+        if more or piped or words[:1] != [sys.executable] or words[1:2] in (["-c"], ["-"]):
+            return cold(args, *more, **options)
+        options = {name: value for name, value in options.items() if value is not None}
+        return WarmProcess(words, **options)
+
+    subprocess.Popen = subprocess_handler.Popen = popen
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import pickle
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import zipfile
 from pathlib import Path
@@ -23,7 +24,8 @@ from ddpkit.cli import main
 from ddpkit.cli.checkpoint_commands import plain, printable, size_text, value_text
 from ddpkit.epoch_loop import EpochCounter, EpochCounterWithStopper
 from ddpkit.errors import CheckpointError
-from tests.launching import soon
+from tests.launching import Run, python, soon
+from tests.warm_starts import WarmProcess
 
 PROGRAM = [sys.executable, "-m", "ddpkit", "ckpt"]
 
@@ -668,7 +670,6 @@ def test_looking_opens_nothing_for_writing(three, tmp_path):
     script = f"""
 import os, sys
 from ddpkit.cli import main
-from ddpkit.cli import checkpoint_commands
 bad = []
 def watch(event, arguments):
     if event == "open" and str(arguments[0]).startswith({str(three.path)!r}):
@@ -681,8 +682,9 @@ for words in (["ls"], ["show", "--tensors"], ["verify"]):
     assert main(["ckpt", words[0], {str(three.path)!r}, *words[1:]]) == 0
 assert not bad, bad
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=500, check=False)
-    assert done.returncode == 0, done.stderr
+    (tmp_path / "look.py").write_text(script)
+    looked = Run(python("look.py"), tmp_path, warm=True).wait()
+    assert looked.code == 0, looked.err
 
 
 # ------------------------------------------------------------------------------------------------ hostile
@@ -844,23 +846,24 @@ def test_damage_of_any_kind_gives_words_and_no_exception(ckpt, three, tmp_path, 
 # ------------------------------------------------------------------------------------------------ processes
 
 
+def list_to(three, out):
+    """List the checkpoints in a process that writes to a file; return its exit code and its words on stderr."""
+    with tempfile.TemporaryFile("w+") as err:
+        code = WarmProcess([*PROGRAM, "ls", str(three.path)], stdout=out, stderr=err).wait()
+        err.seek(0)
+        return code, err.read()
+
+
 def test_whoever_reads_may_stop_reading(three):
     reading, writing = os.pipe()
     os.close(reading)
-    done = subprocess.run(
-        [*PROGRAM, "ls", str(three.path)], stdout=writing, stderr=subprocess.PIPE, timeout=500, check=False
-    )
-    os.close(writing)
-    assert (done.returncode, done.stderr) == (141, b"")
+    with os.fdopen(writing, "w") as pipe:
+        assert list_to(three, pipe) == (141, "")
 
 
 def test_an_output_that_cannot_take_more_is_an_error_without_a_traceback(three):
     with Path("/dev/full").open("w") as full:
-        done = subprocess.run(
-            [*PROGRAM, "ls", str(three.path)], stdout=full, stderr=subprocess.PIPE, text=True, timeout=500, check=False
-        )
-    assert done.returncode == 1
-    assert done.stderr == "python -m ddpkit: error: [Errno 28] No space left on device\n"
+        assert list_to(three, full) == (1, "python -m ddpkit: error: [Errno 28] No space left on device\n")
 
 
 def test_an_output_that_knows_no_unicode(three):

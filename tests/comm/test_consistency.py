@@ -31,7 +31,7 @@ from ddpkit.comm.consistency import (
     strict_part,
 )
 from ddpkit.errors import LaunchError, RankMismatchError
-from tests.launching import soon
+from tests.launching import Run, python, soon
 
 # ---------------------------------------------------------------------------------------------- facts
 
@@ -76,8 +76,9 @@ def of_script(folder, script, *modules):
     for module in modules:
         (folder / module).parent.mkdir(exist_ok=True)
         (folder / module).write_text("class Net:\n    pass\n")
-    run = subprocess.run([sys.executable, "train.py"], cwd=folder, capture_output=True, text=True, check=True)
-    return eval(run.stdout)
+    run = Run(python("train.py"), folder, warm=True).wait()
+    assert run.code == 0, run.err
+    return eval(run.out)
 
 
 FACTS = """

@@ -746,11 +746,17 @@ def test_real_run_of_the_recipe_itself(tmp_path):
     ],
 )
 def test_f1_the_real_thing(tmp_path, words, fault, says, rank):
-    cold = fault == "forward"  # one of them starts as a user's does
-    run = launch(tmp_path, *words, "--device=cpu", "--noprogressbar", fault=fault, warm=not cold)
+    run = launch(tmp_path, *words, "--device=cpu", "--noprogressbar", fault=fault)
     assert_reason_last(run, *says, "rank", rank=rank)
     if fault == "forward":
         assert re.search(SECOND_HAND, run.err), run.err
+
+
+@pytest.mark.slow
+def test_f1_the_real_thing_started_as_a_user_does(tmp_path):
+    words = ("hparams.yaml", "--device=cpu", "--noprogressbar")
+    run = launch(tmp_path, *words, fault="forward", warm=False)
+    assert_reason_last(run, "OverflowError: boom in forward", "rank", rank=1)
 
 
 def test_f1_a_rank_that_is_killed(tmp_path):

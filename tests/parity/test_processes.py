@@ -109,5 +109,6 @@ def test_code_that_is_in_no_file_cannot_be_started_again(tmp_path):
 
 def test_nothing_of_it_is_imported_without_the_option(tmp_path):
     code = "import ddpkit, sys; ddpkit.Brain().evaluate; print([name for name in sys.modules if 'parity' in name])"
-    run = Run(python("-c", code), tmp_path).wait()
+    (tmp_path / "train.py").write_text(code)
+    run = Run(python("train.py"), tmp_path, warm=True).wait()
     assert (run.code, run.out) == (0, "[]\n"), run.err

@@ -8,7 +8,6 @@ import re
 import shutil
 import stat
 import subprocess
-import sys
 from importlib import import_module
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from ddpkit.cli import main
 from ddpkit.errors import ConfigError
 from ddpkit.porting import ddpkit_name, port_recipe, write_recipe
 from ddpkit.porting.scopes import dotted
+from tests.launching import Run, python
 
 RECIPES = Path(__file__).parent / "recipes"
 CLEAN = "nothing to change: no Python or YAML file here names anything of SpeechBrain that ddpkit has\n"
@@ -93,10 +93,10 @@ def test_afterwards_every_name_resolves(recipe):
 def test_a_recipe_that_needs_the_core_alone_runs_without_speechbrain(recipe, tmp_path):
     assert main(["port", str(recipe / "own"), "--write"]) == 0
     assert "import speechbrain" not in (recipe / "own/train.py").read_text()
-    command = [sys.executable, "train.py", "hparams/train.yaml", "--device=cpu", f"--output_folder={tmp_path / 'out'}"]
-    done = subprocess.run(command, cwd=recipe / "own", capture_output=True, text=True, timeout=500, check=False)
-    assert done.returncode == 0, done.stderr
-    assert re.search(r"^test loss 0\.\d+ by ddpkit\.brain$", done.stdout, re.MULTILINE)
+    command = python("train.py", "hparams/train.yaml", "--device=cpu", f"--output_folder={tmp_path / 'out'}")
+    run = Run(command, recipe / "own", warm=True).wait()
+    assert run.code == 0, run.err
+    assert re.search(r"^test loss 0\.\d+ by ddpkit\.brain$", run.out, re.MULTILINE)
     assert (tmp_path / "out/train_log.txt").read_text().count("epoch:") == 2
 
 

@@ -190,7 +190,8 @@ def draw(seed, number, **fixed):
 
 # The first of the cases that are drawn; all of them in `make check`.
 drawn = pytest.mark.parametrize("number", [4, pytest.param(12, marks=pytest.mark.slow)])
-two_to_four = pytest.mark.parametrize("world_size", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
+# Three ranks divide unevenly all that two do.
+two_to_four = pytest.mark.parametrize("world_size", [3, *(pytest.param(one, marks=pytest.mark.slow) for one in (2, 4))])
 
 
 @drawn
@@ -218,7 +219,7 @@ def test_sums_and_counts(ranks, world_size, objective, number):
 
 
 @drawn
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [3, pytest.param(2, marks=pytest.mark.slow)])
 def test_batches_that_count_the_same(ranks, world_size, number):
     compare(ranks, world_size, draw(world_size, number, weighting="batches"))
 
@@ -234,7 +235,7 @@ def test_batch_norm_with_any_sizes(ranks, world_size, number):
     compare(ranks, world_size, cases[:number])
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [3, pytest.param(2, marks=pytest.mark.slow)])
 def test_two_optimizers(ranks, world_size):
     compare(ranks, world_size, draw(world_size, 6, optimizers=2))
 
@@ -274,7 +275,7 @@ def bare(case, world_size):
     return torch.cat([value.detach().flatten() for value in net.state_dict().values()])
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
 def test_against_a_bare_loop(ranks, world_size, monkeypatch):
     for name in ("DDPKIT_GLOBAL_SEED", "SB_GLOBAL_SEED"):
         monkeypatch.delenv(name, raising=False)

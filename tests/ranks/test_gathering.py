@@ -22,7 +22,7 @@ from ddpkit.types import Stage
 from tests.contract.recipes import linear, make, points
 from tests.launching import PATIENCE
 
-WORLDS = [1, 2, 3]
+WORLDS = [1, 3, pytest.param(2, marks=pytest.mark.slow)]
 
 
 def world_size():

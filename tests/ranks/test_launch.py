@@ -46,7 +46,7 @@ SCRIPT = """
 
 def start(folder: Path, environments: list[dict[str, str]]) -> list[Run]:
     (folder / "train.py").write_text(textwrap.dedent(SCRIPT))
-    return [Run(python("train.py"), folder, one, name=f"task{task}") for task, one in enumerate(environments)]
+    return [Run(python("train.py"), folder, one, f"task{task}", warm=True) for task, one in enumerate(environments)]
 
 
 def facts(folder: Path, ranks: int) -> list[dict]:

@@ -83,7 +83,8 @@ SCRIPT = """
 def start(folder, how, fault):
     script = folder / "train.py"
     script.write_text(textwrap.dedent(SCRIPT))
-    run = Run(python(str(script), how, fault, str(free_port())), folder, warm=fault != "raise")
+    cold = how == "spawn" and fault == "raise"
+    run = Run(python(str(script), how, fault, str(free_port())), folder, warm=not cold)
     assert wait_until((folder / "fault").exists, 90.0), run.err
     return run.wait(60.0)  # far from the hang timeout
 

@@ -18,7 +18,7 @@ def traced(folder, kind, dies_at=None, options=None):
     return None if brain is None else (brain.known, brain.rates, weights(brain))
 
 
-@pytest.mark.parametrize("kind", ["one cycle", "plateau"])
+@pytest.mark.parametrize("kind", ["one cycle", pytest.param("plateau", marks=pytest.mark.slow)])
 def test_a_schedule_is_the_same_on_any_number_of_processes(ranks, kind, tmp_path):
     [(known, rates, _)] = ranks.run(traced, tmp_path / "1", kind, None, RUN, world_size=1)
     assert known == (4, 12)  # 22 samples
@@ -28,7 +28,7 @@ def test_a_schedule_is_the_same_on_any_number_of_processes(ranks, kind, tmp_path
             assert found[:2] == (known, pytest.approx(rates, rel=0, abs=0))
 
 
-@pytest.mark.parametrize("kind", ["one cycle", "every epoch", "plateau"])
+@pytest.mark.parametrize("kind", ["one cycle", "plateau", pytest.param("every epoch", marks=pytest.mark.slow)])
 def test_a_run_that_is_killed_on_two_processes_resumes_its_schedule(ranks, kind, tmp_path):
     expected = ranks.run(traced, tmp_path / "whole", kind, world_size=2)
     assert expected[0][0] == (3, 9)
@@ -39,7 +39,7 @@ def test_a_run_that_is_killed_on_two_processes_resumes_its_schedule(ranks, kind,
         assert_same(found[2], whole[2])
 
 
-@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
+@pytest.mark.parametrize(("before", "after"), [(2, 1), pytest.param(1, 2, marks=pytest.mark.slow)])
 def test_a_run_that_goes_on_with_another_number_of_processes_keeps_its_schedule(ranks, before, after, tmp_path):
     """Its steps have as many samples as before, so there are as many of them."""
     expected = ranks.run(traced, tmp_path / "whole", "one cycle", world_size=before)[0]

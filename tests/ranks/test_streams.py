@@ -155,7 +155,7 @@ def train_all(num_workers, shard_evaluation, *, drop_last=False):
 
 @pytest.mark.parametrize(
     ("world", "num_workers"),
-    [(1, 2), (2, 2), (3, 0), *(pytest.param(*one, marks=pytest.mark.slow) for one in [(1, 1), (2, 0), (2, 1), (3, 2)])],
+    [(2, 2), (3, 0), *(pytest.param(*one, marks=pytest.mark.slow) for one in [(1, 1), (1, 2), (2, 0), (2, 1), (3, 2)])],
 )
 def test_d5_the_same_weights_and_losses_on_any_number_of_ranks_and_workers(ranks, world, num_workers):
     shard_evaluation = num_workers != 1

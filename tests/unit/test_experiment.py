@@ -24,7 +24,7 @@ from ddpkit.experiment import (
 from ddpkit.logger import get_logger
 from ddpkit.run_opts import parse_arguments
 from ddpkit.train_logger import FileTrainLogger
-from tests.launching import soon
+from tests.launching import Run, python, soon
 
 YAML = """
 seed: 3
@@ -254,16 +254,16 @@ except ZeroDivisionError as error:
 def start(tmp_path, **environment):
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(SCRIPT).format(folder=str(tmp_path / "out"), environment=environment))
-    return subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=500, check=False)
+    return Run(python(str(script)), tmp_path, warm=True).wait()
 
 
 def test_the_exception_that_ends_the_run_is_logged_and_shown_once(tmp_path):
     done = start(tmp_path)
-    assert done.returncode == 1
-    assert done.stdout == ""
-    assert done.stderr.count("Traceback") == 2  # the cause's and its own, as Python prints them
-    assert "ERROR: Uncaught ValueError:\nTraceback" in done.stderr
-    assert done.stderr.endswith("ValueError: the reason\n")
+    assert done.code == 1
+    assert done.out == ""
+    assert done.err.count("Traceback") == 2  # the cause's and its own, as Python prints them
+    assert "ERROR: Uncaught ValueError:\nTraceback" in done.err
+    assert done.err.endswith("ValueError: the reason\n")
     log = (tmp_path / "out" / "log.txt").read_text()
     assert "ERROR   ddpkit.experiment: Uncaught ValueError:" in log
     assert "ZeroDivisionError: division by zero" in log
@@ -275,8 +275,8 @@ def test_2_5_the_exception_of_another_rank_is_logged_and_left_for_torchrun(tmp_p
     report = tmp_path / "error.json"
     (tmp_path / "out").mkdir()
     done = start(tmp_path, RANK="1", LOCAL_RANK="1", WORLD_SIZE="2", TORCHELASTIC_ERROR_FILE=str(report))
-    assert done.returncode == 1
-    assert "ERROR: [rank: 1] Uncaught ValueError:" in done.stderr
+    assert done.code == 1
+    assert "ERROR: [rank: 1] Uncaught ValueError:" in done.err
     assert "ValueError: the reason" in (tmp_path / "out" / "log.rank1.txt").read_text()
     message = json.loads(report.read_text())["message"]
     assert message["message"] == "ValueError: the reason"
@@ -287,7 +287,7 @@ def test_2_5_the_exception_of_another_rank_is_logged_and_left_for_torchrun(tmp_p
 def test_the_failure_that_ends_the_run_replaces_an_earlier_report(tmp_path):
     report = tmp_path / "error.json"
     report.write_text("first")
-    assert start(tmp_path, TORCHELASTIC_ERROR_FILE=str(report)).returncode == 1
+    assert start(tmp_path, TORCHELASTIC_ERROR_FILE=str(report)).code == 1
     assert json.loads(report.read_text())["message"]["message"] == "ValueError: the reason"
 
 

@@ -18,6 +18,9 @@ from ddpkit.batch import PaddedBatch
 from ddpkit.metrics import Accuracy
 from ddpkit.sampler import DynamicBatchSampler
 
+# In float32 the loss of the last epoch would differ from one kind of CPU to another, by rounding alone.
+torch.set_default_dtype(torch.float64)
+
 CHARACTERS = "_ab()"  # by their numbers; the first is padding
 DEEPEST = 4
 

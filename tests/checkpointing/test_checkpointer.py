@@ -26,19 +26,7 @@ from ddpkit.checkpoints import (
     register_checkpoint_hooks,
 )
 from ddpkit.errors import CheckpointError, ConfigError
-
-
-class Value:
-    """The smallest thing that can be saved: a number with a state_dict."""
-
-    def __init__(self, value=0):
-        self.value = value
-
-    def state_dict(self):
-        return {"value": self.value}
-
-    def load_state_dict(self, state):
-        self.value = state["value"]
+from tests.contract.recipes import Value
 
 
 @pytest.fixture

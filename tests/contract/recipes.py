@@ -3,12 +3,34 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from ddpkit.brain import Brain
 from ddpkit.checkpoints import Checkpointer
 
 QUIET = {"device": "cpu", "noprogressbar": True}
+
+
+class Killed(RuntimeError):
+    """Stands for the end of the process."""
+
+
+def world_size():
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+class Value:
+    """The smallest thing that can be saved: a number with a state_dict."""
+
+    def __init__(self, value=0):
+        self.value = value
+
+    def state_dict(self):
+        return {"value": self.value}
+
+    def load_state_dict(self, state):
+        self.value = state["value"]
 
 
 def points(number, *, width=3, seed=5):

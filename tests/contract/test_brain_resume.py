@@ -12,14 +12,10 @@ from ddpkit.dataloader import LoopedLoader, make_dataloader
 from ddpkit.epoch_loop import EpochCounter
 from ddpkit.types import Stage
 
-from .recipes import QUIET, Regression, assert_same, linear, make, points, seen_in, sgd, weights
+from .recipes import QUIET, Killed, Regression, assert_same, linear, make, points, seen_in, sgd, weights
 from .test_brain_gradients import OwnFitBatch
 
 EPOCHS = 3
-
-
-class Killed(RuntimeError):
-    """Stands for the end of the process."""
 
 
 class Mortal(Regression):

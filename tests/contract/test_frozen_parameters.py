@@ -14,14 +14,10 @@ from ddpkit.epoch_loop import EpochCounter
 from ddpkit.errors import ConfigError
 from ddpkit.types import Stage
 
-from .recipes import QUIET, Regression, assert_same, linear, make, points, sgd, weights
+from .recipes import QUIET, Killed, Regression, assert_same, linear, make, points, sgd, weights
 
 DATA = points(12)
 KWARGS = {"batch_size": 2, "shuffle": True}
-
-
-class Killed(RuntimeError):
-    """Stands for the end of the process."""
 
 
 class Freezing(Regression):

@@ -16,13 +16,9 @@ from ddpkit.dataloader import LoopedLoader, make_dataloader
 from ddpkit.epoch_loop import EpochCounter
 from ddpkit.types import Stage
 
-from .recipes import QUIET, sgd
+from .recipes import QUIET, Killed, sgd
 
 OTHER_DATA = "The data has changed since"
-
-
-class Killed(RuntimeError):
-    """Stands for the end of the process."""
 
 
 class Counting(Brain):

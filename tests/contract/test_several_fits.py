@@ -13,13 +13,9 @@ from ddpkit.checkpoints import Checkpointer
 from ddpkit.epoch_loop import EpochCounter
 from ddpkit.types import Stage
 
-from .recipes import QUIET, Regression, assert_same, points, sgd, weights
+from .recipes import QUIET, Killed, Regression, assert_same, points, sgd, weights
 
 EASY, HARD, VALID = points(12), points(20, seed=9), points(5, seed=6)
-
-
-class Killed(RuntimeError):
-    """Stands for the end of the process."""
 
 
 class Curriculum(Regression):

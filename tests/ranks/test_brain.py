@@ -35,15 +35,11 @@ from ddpkit.testing import RankPoolError
 from ddpkit.train_logger import FileTrainLogger
 from ddpkit.training.strategy import DDP
 from ddpkit.types import Stage
-from tests.contract.recipes import QUIET, Regression, linear, make, points, seen_in, sgd, weights
+from tests.contract.recipes import QUIET, Regression, linear, make, points, seen_in, sgd, weights, world_size
 from tests.contract.test_brain_gradients import Gan, OwnFitBatch, gan_modules
 from tests.contract.test_brain_resume import Killed, Mortal
 
 CLOSE = {"rtol": 0, "atol": 1e-10}
-
-
-def world_size():
-    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def assert_close(found, expected):

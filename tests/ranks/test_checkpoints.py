@@ -22,18 +22,7 @@ from ddpkit.distributed import if_main_process, run_on_main
 from ddpkit.epoch_loop import EpochCounter
 from ddpkit.errors import CheckpointError, RankCheckpointError, RankFailedError
 from tests import speechbrain_marks
-from tests.contract.recipes import QUIET, Regression, linear, points, sgd, weights
-
-
-class Value:
-    def __init__(self, value=0):
-        self.value = value
-
-    def state_dict(self):
-        return {"value": self.value}
-
-    def load_state_dict(self, state):
-        self.value = state["value"]
+from tests.contract.recipes import QUIET, Regression, Value, linear, points, sgd, weights
 
 
 def names(folder):

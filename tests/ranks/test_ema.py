@@ -6,14 +6,13 @@ import math
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from ddpkit.brain import Brain
 from ddpkit.checkpoints import Checkpointer
 from ddpkit.epoch_loop import EpochCounter
 from ddpkit.types import Stage
-from tests.contract.recipes import QUIET, assert_same, points, sgd
+from tests.contract.recipes import QUIET, assert_same, points, sgd, world_size
 
 DECAY = 0.8
 
@@ -36,10 +35,6 @@ class Recipe(Brain):
         if stage is Stage.VALID:
             self.losses.append(stage_loss)
             self.checkpointer.save_and_keep_only(meta={"loss": stage_loss})
-
-
-def world_size():
-    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def train(folder, *, epochs=2, dies_at=None, seed=7):

@@ -21,13 +21,10 @@ from ddpkit.distributed import gather_objects, get_rank, if_main_process
 from ddpkit.epoch_loop import EpochCounter
 from ddpkit.errors import ConfigError, RankFailedError, RankMismatchError
 from ddpkit.types import Stage
+from tests.contract.recipes import Killed
 
 EPOCHS = 3
 QUIET = {"device": "cpu", "noprogressbar": True, "shard_evaluation": True}
-
-
-class Killed(RuntimeError):
-    """Stands for the end of all processes."""
 
 
 class Learner(Brain):

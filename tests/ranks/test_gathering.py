@@ -19,14 +19,10 @@ from ddpkit.distributed import gather_objects, run_on_main
 from ddpkit.errors import ConfigError, DataError, LaunchError
 from ddpkit.training import Seen
 from ddpkit.types import Stage
-from tests.contract.recipes import linear, make, points
+from tests.contract.recipes import linear, make, points, world_size
 from tests.launching import PATIENCE
 
 WORLDS = [1, 3, pytest.param(2, marks=pytest.mark.slow)]
-
-
-def world_size():
-    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def numbered(size):

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_in
 from ddpkit.brain import Brain
 from ddpkit.errors import RankMismatchError
 from ddpkit.logger import get_logger
-from tests.contract.recipes import make
+from tests.contract.recipes import make, world_size
 
 SIZE = 24
 DIVIDES, RANDOM = "is_sharded = True", "If it is random, seed it"
@@ -26,10 +26,6 @@ DIVIDES, RANDOM = "is_sharded = True", "If it is random, seed it"
 
 def rank():
     return dist.get_rank() if dist.is_initialized() else 0
-
-
-def world_size():
-    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 class Seen(Brain):

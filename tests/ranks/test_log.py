@@ -13,13 +13,9 @@ from ddpkit.distributed import get_rank
 from ddpkit.epoch_loop import EpochCounter
 from ddpkit.train_logger import set_run_log
 from ddpkit.types import Stage
-from tests.contract.recipes import QUIET, Regression, linear, make, points, sgd
+from tests.contract.recipes import QUIET, Killed, Regression, linear, make, points, sgd
 
 DATA, VALID = points(13), points(7, seed=6)
-
-
-class Killed(RuntimeError):
-    """Stands for the end of all processes."""
 
 
 class Logging(Regression):

@@ -6,14 +6,9 @@ import math
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from tests.contract.recipes import make, points, weights
+from tests.contract.recipes import make, points, weights, world_size
 from tests.contract.test_lr_scaling import Scheduled
-
-
-def world_size():
-    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def train(joined, factor, number, run_opts):

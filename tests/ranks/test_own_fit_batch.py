@@ -20,17 +20,13 @@ from ddpkit.brain import run_of
 from ddpkit.distributed import control_group
 from ddpkit.testing import RankPoolError
 from ddpkit.types import Stage
-from tests.contract.recipes import QUIET, Regression, linear, make, points, sgd, weights
+from tests.contract.recipes import QUIET, Regression, linear, make, points, sgd, weights, world_size
 from tests.contract.test_fp16_sums import Half
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "own-fit-batch.md"
 SHOWN = {}
 for block in re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL):
     exec(block, SHOWN)
-
-
-def world_size():
-    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def assert_close(found, expected):

@@ -8,7 +8,6 @@ from collections import Counter
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.utils.data import BatchSampler, ConcatDataset
 
 from ddpkit.checkpoints import Checkpointer
@@ -53,10 +52,6 @@ BATCH_SAMPLERS = {
     "of one batch": lambda seed: BatchSampler(ReproducibleRandomSampler(range(2), seed), 2, drop_last=False),
 }
 WHOLE = {"random", "no replacement", "dynamic", "dynamic, ascending", "of batches"}
-
-
-def world_size():
-    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def numbered(number=NUMBER):

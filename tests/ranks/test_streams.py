@@ -21,15 +21,11 @@ from ddpkit.errors import RunStopped
 from ddpkit.run import stage_runner
 from ddpkit.testing import RankPoolError
 from ddpkit.types import Stage
-from tests.contract.recipes import Regression, make, points, seen_in, sgd, weights
+from tests.contract.recipes import Regression, make, points, seen_in, sgd, weights, world_size
 from tests.run.test_stage_runner import Host, evaluate
 
 CLOSE = {"rtol": 0, "atol": 1e-10}
 JOINED = 12
-
-
-def world_size():
-    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def rank():

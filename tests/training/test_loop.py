@@ -19,26 +19,9 @@ from ddpkit.training.feed import Feed, Window
 from ddpkit.training.loop import Progress, backward, evaluate_epoch, loss_problem, one_number, train_epoch
 from ddpkit.training.stream_feed import StreamFeed
 from ddpkit.types import Stage
+from tests.training.feeds import drain, windows_of
 
 FAST = settings(max_examples=120, deadline=None, derandomize=True, database=None)
-
-
-def drain(feed):
-    """What a feed yields, and the window at each batch: (batch, count, scale, closes, correction)."""
-    window = Window()
-    return [(b, window.count, window.scale, window.closes, window.correction) for b in feed.batches(window)]
-
-
-def windows_of(steps):
-    """Cut steps into windows; each ends where ``closes`` is true."""
-    found, current = [], []
-    for step in steps:
-        current.append(step)
-        if step[3]:
-            found.append(current)
-            current = []
-    assert not current, "the last window is closed"
-    return found
 
 
 # --------------------------------------------------------------------------------- windows, known length
@@ -58,17 +41,17 @@ def test_weights_of_a_window(size, batch_size, world_size, factor, drop_last):
     length = len(plans[0])
     ranks = [drain(Feed(plan, length, plan, factor, world_size)) for plan in plans]
     assert {len(steps) for steps in ranks} == {length}
-    closes = [[step[3] for step in steps] for steps in ranks]
+    closes = [[step.closes for step in steps] for steps in ranks]
     expected_closes = [(number + 1) % factor == 0 or number == length - 1 for number in range(length)]
     assert closes == [expected_closes] * world_size
     for together in zip(*map(windows_of, ranks), strict=True):
         parts = [part for rank in together for part in rank]
-        samples = sum(count for _, count, *_ in parts)
-        assert sum(scale for _, _, scale, *_ in parts) / world_size == pytest.approx(1.0)
-        for batch, count, scale, _, correction in parts:
-            assert scale == count * world_size / samples
-            assert correction == 1.0
-            assert len(batch) == max(count, 1)
+        samples = sum(part.count for part in parts)
+        assert sum(part.scale for part in parts) / world_size == pytest.approx(1.0)
+        for part in parts:
+            assert part.scale == part.count * world_size / samples
+            assert part.correction == 1.0
+            assert len(part.batch) == max(part.count, 1)
 
 
 def test_a_looped_loader_that_goes_on_weighs_its_batches_by_their_own_samples(tmp_path):
@@ -83,7 +66,7 @@ def test_a_looped_loader_that_goes_on_weighs_its_batches_by_their_own_samples(tm
     first.save(saved)
     again = looped()
     again.load(saved, end_of_epoch=False)
-    assert [(len(batch), count) for batch, count, *_ in drain(Feed(again, 4, again, start=2))] == [(2, 2), (4, 4)]
+    assert [(len(step.batch), step.count) for step in drain(Feed(again, 4, again, start=2))] == [(2, 2), (4, 4)]
     assert again.step == 4
 
 
@@ -92,8 +75,8 @@ def test_a_looped_loader_that_goes_on_weighs_its_batches_by_their_own_samples(tm
 def test_equal_batches_weigh_exactly_one(world_size, batch_size):
     """So that no loss is multiplied where nothing is to be weighed: the bits are those of the bare loop."""
     plan = PlannedBatchSampler(batch_size * world_size * 5, batch_size, 0, world_size)
-    assert {scale for _, _, scale, *_ in drain(Feed(plan, 5, plan, 1, world_size))} == {1.0}
-    assert {scale for _, _, scale, *_ in drain(Feed("abcd", 4, factor=4, world_size=world_size))} == {0.25}
+    assert {step.scale for step in drain(Feed(plan, 5, plan, 1, world_size))} == {1.0}
+    assert {step.scale for step in drain(Feed("abcd", 4, factor=4, world_size=world_size))} == {0.25}
 
 
 @FAST
@@ -121,11 +104,11 @@ def test_gradients_are_those_of_the_mean_over_all_samples(size, batch_size, worl
     for rank, plan in enumerate(plans):
         weight = torch.tensor(0.7, dtype=torch.float64, requires_grad=True)
         mine = []
-        for batch, count, scale, closes, _ in drain(Feed(plan, len(plan), plan, factor, world_size)):
-            loss = (torch.sin(weight * data[batch]) ** 2).mean()
-            (loss * scale).backward()
-            order.append((len(mine), rank, batch[:count]))
-            if closes:
+        for step in drain(Feed(plan, len(plan), plan, factor, world_size)):
+            loss = (torch.sin(weight * data[step.batch]) ** 2).mean()
+            (loss * step.scale).backward()
+            order.append((len(mine), rank, step.batch[: step.count]))
+            if step.closes:
                 mine.append(weight.grad / world_size)
                 weight.grad = None
         gradients.append(mine)
@@ -146,9 +129,9 @@ def test_a_feed_that_goes_on_in_the_midst_of_an_epoch():
         rest = drain(Feed(plan, len(plan), plan, factor=4, start=start))
         if start % 4 == 0:
             assert rest == whole[start:]
-        assert [step[3] for step in rest] == [step[3] for step in whole[start:]]
+        assert [step.closes for step in rest] == [step.closes for step in whole[start:]]
         for window in windows_of(rest):
-            assert sum(scale for _, _, scale, *_ in window) == pytest.approx(1.0), "also of a window cut in two"
+            assert sum(step.scale for step in window) == pytest.approx(1.0), "also of a window cut in two"
     assert drain(Feed([], 10, start=12)) == [], "the data has become less"
 
 
@@ -156,9 +139,9 @@ def test_a_shorter_length_than_the_loaders():
     """As in debugging: the short window at the end is closed, and weighs what it holds."""
     plan = PlannedBatchSampler(100, 2)
     steps = drain(Feed(plan, 5, plan, factor=3))
-    assert [batch for batch, *_ in steps] == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9]]
-    assert [closes for _, _, _, closes, _ in steps] == [False, False, True, False, True]
-    assert [scale for _, _, scale, *_ in steps] == pytest.approx([1 / 3] * 3 + [1 / 2] * 2)
+    assert [step.batch for step in steps] == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9]]
+    assert [step.closes for step in steps] == [False, False, True, False, True]
+    assert [step.scale for step in steps] == pytest.approx([1 / 3] * 3 + [1 / 2] * 2)
 
 
 def test_no_batch_too_many_is_asked_for():

@@ -13,6 +13,7 @@ from hypothesis import given, settings, strategies as st
 from ddpkit.errors import DataError
 from ddpkit.training.feed import Feed, Window
 from ddpkit.training.stream_feed import StreamFeed
+from tests.training.feeds import drain, windows_of
 
 FAST = settings(max_examples=80, deadline=None, derandomize=True, database=None)
 SIZES = st.lists(st.lists(st.integers(1, 4), min_size=1, max_size=7), min_size=1, max_size=4)
@@ -48,7 +49,7 @@ class Ranks:
         return start
 
     def run(self, streams, factor=1, **options):
-        """What each rank's feed yields: (batch, count, weight, scale, closes, correction)."""
+        """What each rank's feed yields."""
 
         def one(stream):
             return drain(
@@ -63,39 +64,20 @@ class Ranks:
         return found
 
 
-def drain(feed):
-    window = Window()
-    return [
-        (batch, window.count, window.weight, window.scale, window.closes, window.correction)
-        for batch in feed.batches(window)
-    ]
-
-
 def batches_of(sizes):
     """For each rank, batches of the given sizes, all of different numbers."""
     numbers = itertools.count()
     return [[list(itertools.islice(numbers, size)) for size in rank] for rank in sizes]
 
 
-def windows_of(steps):
-    """Cut steps into windows; each ends where ``closes`` is true."""
-    found, current = [], []
-    for step in steps:
-        current.append(step)
-        if step[4]:
-            found.append(current)
-            current = []
-    assert not current, "the last window is closed"
-    return found
-
-
 def weights_of(ranks):
     """For each window: for each micro-batch, the ranks' weights in what the optimizer steps on."""
     for together in zip(*map(windows_of, ranks), strict=True):
-        correction = together[0][-1][5]
-        assert {rank[-1][5] for rank in together} == {correction}, "every rank corrects alike"
+        correction = together[0][-1].correction
+        assert {rank[-1].correction for rank in together} == {correction}, "every rank corrects alike"
         yield [
-            [(step[1], step[3] * correction / len(together)) for step in steps] for steps in zip(*together, strict=True)
+            [(step.count, step.scale * correction / len(together)) for step in steps]
+            for steps in zip(*together, strict=True)
         ]
 
 
@@ -108,10 +90,10 @@ def test_d4_streams_of_different_lengths_end_together_and_lose_nothing(sizes, fa
     for steps, stream in zip(ranks, streams, strict=True):
         assert [batch for batch, *_ in steps] == stream + [stream[-1]] * (longest - len(stream))
         assert [count for _, count, *_ in steps] == [len(batch) for batch in stream] + [0] * (longest - len(stream))
-        assert [step[4] for step in steps] == [
+        assert [step.closes for step in steps] == [
             (number + 1) % factor == 0 or number == longest - 1 for number in range(longest)
         ]
-        assert [step[2] for step in steps] == [step[1] for step in steps], "in the loss of the epoch, too"
+        assert [step.weight for step in steps] == [step.count for step in steps], "in the loss of the epoch, too"
     for window in weights_of(ranks):
         samples = sum(count for steps in window for count, _ in steps)
         for count, weight in itertools.chain.from_iterable(window):
@@ -147,8 +129,8 @@ def test_equal_batches_need_no_correction(world_size, size, factor, weighting):
     """To the last bit, so that nothing is multiplied where nothing is to be weighed."""
     streams = batches_of([[size] * (2 * factor)] * world_size)
     for steps in Ranks(world_size).run(streams, factor, weighting=weighting):
-        assert {step[5] for step in steps} == {1.0}
-        assert {step[3] for step in steps} == {1 / factor}
+        assert {step.correction for step in steps} == {1.0}
+        assert {step.scale for step in steps} == {1 / factor}
 
 
 @FAST
@@ -208,22 +190,22 @@ def test_a_stream_goes_on_by_leaving_out_what_was_done(factor):
 def test_a_window_that_goes_on_in_its_midst_ends_where_it_would_have():
     streams = batches_of([[1] * 7])
     steps = Ranks(1).run(streams, 3, start=1, left_out=1)[0]
-    assert [step[4] for step in steps] == [False, True, False, False, True, True]
+    assert [step.closes for step in steps] == [False, True, False, False, True, True]
 
 
 def test_a_batch_of_no_samples_weighs_nothing():
     steps = Ranks(1).run([[[], [1, 2], []]], 2)[0]
-    assert [step[3] for step in steps] == [0.0, 0.5, 0.0]
-    assert [step[5] for step in steps if step[4]] == [2.0, 1.0]
+    assert [step.scale for step in steps] == [0.0, 0.5, 0.0]
+    assert [step.correction for step in steps if step.closes] == [2.0, 1.0]
     steps = Ranks(1).run([[[], [1, 2]]], 2, weighting="batches")[0]
-    assert [step[3] for step in steps] == [0.0, 0.5]
-    assert steps[-1][5] == 2.0
+    assert [step.scale for step in steps] == [0.0, 0.5]
+    assert steps[-1].correction == 2.0
 
 
 def test_other_ways_to_count():
     steps = Ranks(2).run([["aa", "b"], ["cccc"]], size_of=lambda batch: 10 * len(batch))
-    assert [step[1] for step in steps[0]] == [20, 10]
-    assert [step[1] for step in steps[1]] == [40, 0]
+    assert [step.count for step in steps[0]] == [20, 10]
+    assert [step.count for step in steps[1]] == [40, 0]
 
 
 @pytest.mark.parametrize(("factor", "ahead"), [(1, 1), (2, 2), (5, 2)])
@@ -273,4 +255,4 @@ def test_a_stream_that_is_over_is_not_asked_again():
                 raise
 
     steps = Ranks(2).run([Restarting(), "wxyz"])
-    assert [step[0] for step in steps[0]] == ["a", "b", "b", "b"]
+    assert [step.batch for step in steps[0]] == ["a", "b", "b", "b"]

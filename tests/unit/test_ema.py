@@ -20,7 +20,7 @@ from ddpkit.errors import CheckpointError, ConfigError
 from ddpkit.syncbn import convert_sync_batchnorm
 from ddpkit.training.strategy import WrappedDataParallel
 from ddpkit.types import Stage
-from tests.contract.recipes import QUIET, Regression, assert_same, linear, make, points, sgd, weights
+from tests.contract.recipes import QUIET, Killed, Regression, assert_same, linear, make, points, sgd, weights
 from tests.contract.test_brain_gradients import Gan, gan_modules
 from tests.host_reads import HostReads
 
@@ -589,10 +589,6 @@ def test_a_run_without_an_average_goes_on_with_one(tmp_path, caplog):
     assert "The average of the weights (ema_decay=0.9) starts" in caplog.text
     assert torch.equal(brain.seen["TRAIN", "start"][0], before.after_steps[-1])
     torch.testing.assert_close(brain.ema.state_dict()["net.weight"], lerped(brain.after_steps), rtol=0, atol=1e-14)
-
-
-class Killed(RuntimeError):
-    """Stands for the end of the process."""
 
 
 class Normalised(Watched):

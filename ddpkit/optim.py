@@ -14,18 +14,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from ddpkit.compat import multiply_all
+from ddpkit.compat import multiply_all, norm_of_all
 from ddpkit.errors import ConfigError
 from ddpkit.logger import get_logger
 from ddpkit.types import Stage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
-
-    from torch.optim import Optimizer
 
 logger = get_logger(__name__)
 
@@ -68,11 +66,6 @@ def gradients(optimizers: Sequence[Optimizer]) -> list[torch.Tensor]:
         >>> gradients([torch.optim.SGD([weight], lr=0.1)])
         [tensor([1., 1.])]
     """
-    return [parameter.grad for parameter in _parameters(optimizers)]
-
-
-def _parameters(optimizers: Sequence[Optimizer]) -> list[Any]:
-    """List the parameters that have a gradient, each once."""
     found = [
         parameter
         for optimizer in optimizers
@@ -81,8 +74,8 @@ def _parameters(optimizers: Sequence[Optimizer]) -> list[Any]:
         if parameter.grad is not None
     ]
     if len(optimizers) > 1:  # a parameter may belong to two optimizers
-        return list({id(parameter): parameter for parameter in found}.values())
-    return found
+        found = list({id(parameter): parameter for parameter in found}.values())
+    return [parameter.grad for parameter in found]
 
 
 def take_step(
@@ -116,20 +109,19 @@ def take_step(
     """
     if scaler is not None:
         optimizers = _unscale(optimizers, scaler)
-    parameters = _parameters(optimizers)
-    found = [parameter.grad for parameter in parameters]
-    total_norm = get_total_norm(found)
+    found = gradients(optimizers)
+    total_norm, factor = norm_of_all(found), multiplier
     is_plain = isinstance(multiplier, float) and multiplier == 1.0
     if not is_plain:
         total_norm = total_norm * multiplier
     norm = total_norm.item()
     finite = math.isfinite(norm) and norm >= 0.0  # below: by a multiplier that makes no sense
     clips = finite and max_norm is not None and 0.0 < max_norm < 1.01 * norm + 1e-5  # else surely nothing is clipped
-    if is_plain and clips:
-        clip_grads_with_norm_(parameters, cast("float", max_norm), total_norm)
-    elif finite and not is_plain:
-        clip = torch.clamp(cast("float", max_norm) / (total_norm + 1e-6), max=1.0) if clips else None
-        _multiply(found, multiplier if clip is None else multiplier * clip)
+    if clips:
+        clip = torch.clamp((total_norm + 1e-6).reciprocal() * cast("float", max_norm), max=1.0)
+        factor = clip if is_plain else multiplier * clip
+    if clips or (finite and not is_plain):
+        _multiply(found, factor)
     if finite:
         for optimizer in optimizers:
             optimizer.step() if scaler is None else scaler.step(optimizer)
@@ -376,7 +368,13 @@ def zero_gradients(optimizers: Iterable[Optimizer], *, set_to_none: bool) -> Non
         >>> zero_gradients([], set_to_none=True)
     """
     for optimizer in optimizers:
-        optimizer.zero_grad(set_to_none=set_to_none)
+        is_torchs = getattr(type(optimizer), "zero_grad", None) is Optimizer.zero_grad
+        if not (set_to_none and is_torchs and "zero_grad" not in vars(optimizer)):
+            optimizer.zero_grad(set_to_none=set_to_none)
+            continue
+        for group in optimizer.param_groups:  # what torch's would do, within 40 calls
+            for parameter in group["params"]:
+                parameter.grad = None
 
 
 def drop_nonfinite(modules: torch.nn.Module) -> list[str]:

@@ -1,6 +1,7 @@
 from ddpkit.compat.foreach import (
     add_all as add_all,
     multiply_all as multiply_all,
+    norm_of_all as norm_of_all,
 )
 from ddpkit.compat.forkservers import (
     forkserver_of_its_own as forkserver_of_its_own,

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from ddpkit.compat.foreach import add_all, multiply_all
+from ddpkit.compat.foreach import add_all, multiply_all, norm_of_all
 from ddpkit.compat.forkservers import forkserver_of_its_own
 from ddpkit.compat.process_groups import all_groups, default_store, timeout_of
 
@@ -93,3 +93,17 @@ def test_tensors_are_multiplied_at_once_or_one_by_one(at_once, factor, monkeypat
     multiply_all(tensors, factor)
     assert [tensor.tolist() for tensor in tensors] == [[0.5, 0.5], [1.5]]
     assert [tensor.dtype for tensor in tensors] == [torch.float32, torch.bfloat16]
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+@pytest.mark.parametrize("dtypes", [[torch.float32] * 3, [torch.float32, torch.bfloat16, torch.float64]], ids=str)
+def test_the_norm_of_all_has_the_bits_of_torchs(at_once, dtypes, monkeypatch):
+    generator = torch.Generator().manual_seed(3)
+    shapes = ((300, 70), (11,), ())
+    tensors = [torch.randn(shape, generator=generator).to(dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
+    expected = torch.nn.utils.get_total_norm(tensors)
+    if not at_once:
+        monkeypatch.delattr(torch, "_foreach_norm")
+        monkeypatch.setattr(torch.nn.utils.clip_grad, "_has_foreach_support", lambda *_: False)
+    assert norm_of_all(tensors).equal(expected)
+    assert norm_of_all([]).item() == 0.0

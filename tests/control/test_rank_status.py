@@ -48,7 +48,7 @@ def test_a_thread_that_waits_in_a_library_is_shown_with_both_lines():
 def test_a_rank_that_reads_a_number_from_its_gpu_waits_for_others_under_nccl(monkeypatch, with_nccl):
     """NCCL's collectives return at once; where Python waits is ``.item()``, which has no frame of its own."""
     lock = threading.Lock()
-    monkeypatch.setattr(optim, "get_total_norm", lambda _: SimpleNamespace(item=lock.acquire))
+    monkeypatch.setattr(optim, "norm_of_all", lambda _: SimpleNamespace(item=lock.acquire))
     lock.acquire()
     thread = threading.Thread(target=take_step, args=([], None))
     thread.start()

@@ -220,11 +220,12 @@ class KeyedSampler:
         epoch, first = place.epoch, 0 if isinstance(place, Place) else place.skip
         base = mix_key(place.seed, epoch)
         seen: dict[int, int] = {}
+        repeats_of = None if isinstance(place, Place) else place.repeats
         for number, given in enumerate(self.inner, first):
             indices = given if self.batched else [given]
-            if not hasattr(indices, "__getitem__"):
+            if indices.__class__ is not list and not hasattr(indices, "__getitem__"):
                 indices = list(indices)
-            repeats = count_repeats(indices, seen) if isinstance(place, Place) else place.repeats(number)
+            repeats = count_repeats(indices, seen) if repeats_of is None else repeats_of(number)
             yield KeyedBatch(base, epoch, indices, repeats if repeats and any(repeats) else None)
 
 

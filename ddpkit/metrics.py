@@ -585,6 +585,9 @@ class LossMeter:
 
         Ranks: local.
         """
+        if not isinstance(loss, Tensor):
+            self._add(loss * count, count)
+            return
         self._means.append((loss, count))
         if len(self._means) >= FLUSH_AFTER:
             self._flush()
@@ -598,6 +601,9 @@ class LossMeter:
 
         Ranks: local.
         """
+        if not (isinstance(loss_sum, Tensor) or isinstance(count, Tensor)):
+            self._add(loss_sum, count)
+            return
         self._sums.append((loss_sum, count))
         if len(self._sums) >= FLUSH_AFTER:
             self._flush()
@@ -611,9 +617,9 @@ class LossMeter:
 
         Ranks: local; add them up over the ranks before dividing.
         """
-        host, partial = self._added()
+        partial = self._added()
         on_device = [0.0, 0.0, 0.0] if partial is None else partial.tolist()
-        loss, count, nonfinite = (held + more for held, more in zip(host, on_device, strict=True))
+        loss, count, nonfinite = (held + more for held, more in zip(self._host, on_device, strict=True))
         return loss, count, int(nonfinite)
 
     def restore(self, loss_sum: float, count: float, nonfinite: int = 0, samples: int = 0) -> None:
@@ -666,37 +672,31 @@ class LossMeter:
         self._host = [float(one) for one in state_dict["added"]]
         partial = state_dict.get("added_on_device")
         self._partial = None if partial is None else torch.tensor(partial, dtype=torch.float64)
-        self._means = [(_thawed(loss), _thawed(count)) for loss, count in state_dict.get("means", [])]
-        self._sums = [(_thawed(loss), _thawed(count)) for loss, count in state_dict.get("sums", [])]
+        self._means, self._sums = [], []
+        for loss, count in state_dict.get("means", []):
+            self.append(_thawed(loss), _thawed(count))
+        for loss, count in state_dict.get("sums", []):
+            self.append_sum(_thawed(loss), _thawed(count))
         self.samples = state_dict.get("samples", 0)
 
-    def _added(self) -> tuple[list[float], Tensor | None]:
-        """Return the sums with the waiting losses added: of floats, and of tensors on their device."""
-        host, partial = _with(self._host, self._partial, self._means, are_means=True)
-        return _with(host, partial, self._sums, are_means=False)
+    def _add(self, total: float, count: float) -> None:
+        if count:
+            amounts = (total, count, 0.0) if math.isfinite(total) else (0.0, 0.0, 1.0)
+            self._host = [one + amount for one, amount in zip(self._host, amounts, strict=True)]
+
+    def _added(self) -> Tensor | None:
+        """Return the sums of tensors on their device, with the waiting losses added."""
+        held = self._partial
+        for entries, are_means in ((self._means, True), (self._sums, False)):
+            if entries:
+                more = _finite_sums(entries, are_means=are_means)
+                held = more if held is None else held.to(more.device, more.dtype) + more
+        return held
 
     def _flush(self) -> None:
-        self._host, self._partial = self._added()
+        self._partial = self._added()
         self._means.clear()
         self._sums.clear()
-
-
-def _with(
-    host: list[float], held: Tensor | None, entries: Sequence[_Entry], *, are_means: bool
-) -> tuple[list[float], Tensor | None]:
-    """Return sums with some losses more, in the order in which they came."""
-    on_device = []
-    for loss, count in entries:
-        if isinstance(loss, Tensor) or isinstance(count, Tensor):
-            on_device.append((loss, count))
-        elif count:
-            total = loss * count if are_means else loss
-            amounts = (total, count, 0.0) if math.isfinite(total) else (0.0, 0.0, 1.0)
-            host = [one + amount for one, amount in zip(host, amounts, strict=True)]
-    if not on_device:
-        return host, held
-    partial = _finite_sums(on_device, are_means=are_means)
-    return host, partial if held is None else held.to(partial.device, partial.dtype) + partial
 
 
 def _frozen(number: Tensor | float) -> list[Any]:
@@ -726,9 +726,12 @@ def _finite_sums(entries: Sequence[_Entry], *, are_means: bool) -> Tensor:
 def _column(numbers: Sequence[Tensor | float], device: torch.device) -> Tensor:
     """Put numbers, some of them tensors of one element, into one wide tensor on a device, without waiting for it."""
     wide = widest_float(device)
-    if not any(isinstance(number, Tensor) for number in numbers):
+    kinds = {*map(type, numbers)}
+    if not any(issubclass(kind, Tensor) for kind in kinds):
         # A copy from pageable memory with non_blocking is staged at once and makes nobody wait; torch.tensor(...,
         # device=) would wait for the device.
         return torch.tensor(numbers, dtype=wide).to(device, non_blocking=True)
+    if kinds == {Tensor} and len({(one.dtype, one.device, one.ndim) for one in cast("Any", numbers)}) == 1:
+        return torch.stack(cast("Any", numbers)).detach().reshape(-1).to(device, wide)
     tensors = [number if isinstance(number, Tensor) else torch.full((), number, device=device) for number in numbers]
     return torch.stack([one.detach().reshape(()).to(device, wide) for one in tensors])

@@ -237,6 +237,8 @@ class PlannedBatchSampler(Sampler[list[int]]):
         full = dataclasses.replace(self._plan, num_samples=self._plan.global_batch_size)
         shares = [self._share(full, batch) for batch in range(micro_batches * shards)]
         self._own_counts = [stop - start for start, stop in shares]  # of every batch of a full global one
+        totals = [full.total(batch) for batch in range(micro_batches)]
+        self._totals = [0 if batch % shards else totals[batch // shards] for batch in range(micro_batches * shards)]
         filler = (full.num_samples - 1, full.num_samples)
         own = [np.arange(*(share if share[0] < share[1] else filler)) for share in shares]
         ends = np.cumsum([positions.size for positions in own]).tolist()
@@ -274,6 +276,8 @@ class PlannedBatchSampler(Sampler[list[int]]):
 
     def total(self, batch: int) -> int:
         """Return the number of samples of a batch over all ranks; of several shards, with the first of them."""
+        if batch < self._full_batches:
+            return self._totals[batch % len(self._totals)]
         return 0 if batch % self.shards else self.plan.total(batch // self.shards)
 
     def part(self, batch: int) -> float:
@@ -289,7 +293,7 @@ class PlannedBatchSampler(Sampler[list[int]]):
 
         None where no sample comes twice.
         """
-        drawn = self._draw()
+        drawn = None if isinstance(self.source, int) else self._draw()
         if drawn is None:
             return None
         if self._repeats is None or self._repeats[0] != self.epoch:

@@ -84,4 +84,5 @@ def norm_of_all(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     [(kind, _, device)] = kinds
     if kind is not torch.Tensor or device.type not in {"cpu", "cuda"}:
         return get_total_norm(tensors)
-    return torch.linalg.vector_norm(torch.stack(at_once(tensors, 2.0)))
+    norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(at_once(tensors, 2.0)))
+    return norm

@@ -167,17 +167,24 @@ class Feed:
         """Yield the batches, each after setting ``window`` for it."""
         length = self.length
         total, done = 1.0, self.start
-        window.correction = 1.0
+        window.correction, window.count, window.weight = 1.0, 1, 1.0
         source = itertools.islice(start_loading(self.loader), max(length - self.start, 0) + self.left_out)
         for _ in range(self.left_out):
             next(source, None)
         self.ready()
+        counts, by_samples = self.counts, self.weighting == "samples"
+        whole = self._weight_of_all()
         for number, batch in enumerate(source, self.start):
             place = number % self.factor
             if place == 0 or number == self.start:
                 window.begin()
-                total = self._total(range(number, min(number - place + self.factor, length)))
-            self._weigh(window, number)
+                after = number - place + self.factor
+                is_one = after == number + 1
+                total = whole(number) if is_one else sum(map(whole, range(number, min(after, length))))
+            if counts is not None:
+                window.count = window.weight = counts.count(number)
+                if not by_samples:
+                    window.weight = counts.part(number)
             window.loss_scale = window.weight * self.world_size / total
             window.closes = place == self.factor - 1 or number == length - 1
             done = number + 1
@@ -188,18 +195,8 @@ class Feed:
                 "that it yields, on every process."
             )
 
-    def _weigh(self, window: Window, number: int) -> None:
-        """Set the weight of a batch on this rank; 1 if sizes are unknown."""
-        if self.counts is not None:
-            window.count = self.counts.count(number)
-            window.weight = window.count if self.weighting == "samples" else self.counts.part(number)
-        else:
-            window.count = 1
-            window.weight = 1.0
-
-    def _total(self, window: range) -> float:
-        """Return the weight of a window over all ranks."""
+    def _weight_of_all(self) -> Callable[[int], float]:
+        """Return what tells the weight of a batch over all ranks."""
         if self.counts is None:
-            return len(window) * self.world_size
-        weigh = self.counts.total if self.weighting == "samples" else self.counts.parts
-        return sum(map(weigh, window))
+            return lambda _: self.world_size
+        return self.counts.total if self.weighting == "samples" else self.counts.parts

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 INTERVAL_SECONDS = 1.0
+MOST_SHORTER = 8  # times: the distance of syncs after the first step of an epoch, against that before
 
 
 @dataclass(frozen=True)
@@ -132,12 +133,13 @@ class PeriodicSync:
         self.due = 1
         self._last_step = 0
         self._last_time = 0.0
-        self._steps_apart = 1
+        self._steps_apart = self._fewest_apart = 1
 
     def start(self, step: int) -> None:
-        """Begin an epoch, or go on with one, after ``step`` steps."""
+        """Begin an epoch, or go on with one, after ``step`` steps; the distance of syncs is kept, within limits."""
         self._last_step, self._last_time = step, time.monotonic()
         self.due = step + 1
+        self._fewest_apart = max(self._steps_apart // MOST_SHORTER, 1)  # the first step also waits for the loader
 
     def __call__(
         self,
@@ -168,7 +170,8 @@ class PeriodicSync:
         )
         stop = next((cause for cause, ranks in zip(CAUSES, stopped_by, strict=True) if ranks), "")
         wanted = int(self.interval * self.world_size / max(seconds, 1e-9))
-        self._steps_apart = max(1, min(wanted, 2 * self._steps_apart))
+        self._steps_apart = max(self._fewest_apart, min(wanted, 2 * self._steps_apart))
+        self._fewest_apart = 1
         self.due = step + self._steps_apart
         self._last_step, self._last_time = step, time.monotonic()
         mean = total_loss / total if total else float("nan")

@@ -125,6 +125,8 @@ class StageRunner:
         self.rank_state, self.policy, self.stop = rank_state, policy, stop
         self.guard, self.preflight = guard, preflight
         self.profiler: Any = None
+        self._sync = PeriodicSync(progress.logged.confer, get_world_size(), is_main=if_main_process())
+        self._sync_of_bar = PeriodicSync(list, 1, is_main=True)
 
     @contextlib.contextmanager
     def session(self, output_folder: str) -> Iterator[None]:
@@ -195,7 +197,6 @@ class StageRunner:
         progress.is_in_pass = True
         self._begin(Stage.TRAIN, loader)
         saves = _IntraEpochSaves(self.train_step, options, self.policy, self.stop)
-        sync = PeriodicSync(progress.logged.confer, get_world_size(), is_main=if_main_process())
         started = time.monotonic()
         samples_before = int(sum_over_ranks([progress.meter.samples])[0])
         with self._bar(Stage.TRAIN, epoch, feed.length, initial=progress.step, enable=enable_bar) as bar:
@@ -210,7 +211,7 @@ class StageRunner:
 
             limit = float("inf") if options.optimizer_step_limit is None else options.optimizer_step_limit
             on_window = saves.on_window if saves.saves_by_steps or self.train_step.freezes else None
-            train_epoch(brain, feed, sync, on_sync, limit, on_window=on_window, tell=saves.tell)
+            train_epoch(brain, feed, self._sync, on_sync, limit, on_window=on_window, tell=saves.tell)
             if self.train_step.prepare_flush(brain):
                 brain.optimizers_step()
             progress.window.stepped()
@@ -288,7 +289,7 @@ class StageRunner:
         self._begin(stage, loader)
         started = time.monotonic()
         with self._bar(stage, epoch, self._limited(length_of(loader)), enable=enable_bar) as bar:
-            plan, sync = plan_of(loader), PeriodicSync(list, 1, is_main=True)
+            plan, sync = plan_of(loader), self._sync_of_bar
             bar.partial = plan is not None and plan.world_size > 1
             confer = StopsOfEvaluation(self.progress, self.stop.cause)
             batches = First(compared(loader, stage), self._limited(None))

@@ -115,6 +115,16 @@ def test_an_epoch_begins_with_a_beat_and_keeps_the_pace(clock):
     assert sync.due == 18
 
 
+def test_an_epoch_whose_first_step_waits_for_the_loader_keeps_most_of_the_pace(clock):
+    sync = PeriodicSync(list, 1, is_main=True)
+    sync.start(0)
+    steps_of_syncs(clock, sync, lambda step: 0.001, 3000)
+    sync.start(0)
+    found = steps_of_syncs(clock, sync, lambda step: 0.001 if step > 1 else 0.2, 3000)
+    assert len(found) <= 6, "from one step on it would be eleven"
+    assert found[1][0] <= 1 + 1000 // 4
+
+
 def test_what_a_beat_costs_is_not_taken_for_a_step(clock):
     def slow_sum(values):
         clock.now += 5.0

@@ -266,7 +266,7 @@ class KeyedDataset:
         _NOW.batch, _NOW.asked = batch, False
         try:
             loaded = self._load(batch, before)
-            has_moved = _STREAMS.look() != before[0]
+            has_moved = look_at_random_streams() != before[0]
             if has_moved and not self._draws:
                 self._draws = True
                 _STREAMS.restore(before)
@@ -294,10 +294,10 @@ class KeyedDataset:
         for place, index in enumerate(batch.indices):
             self._seed(batch, place)
             is_first = self._draws is None
-            seen = _STREAMS.look() if is_first else None
+            seen = look_at_random_streams() if is_first else None
             samples.append(dataset[index])
             if is_first:
-                self._draws = _STREAMS.look() != seen
+                self._draws = look_at_random_streams() != seen
                 if not self._draws:
                     _STREAMS.restore(before)
         return samples
@@ -306,9 +306,9 @@ class KeyedDataset:
         """Ask for the whole list; one by one as soon as loading draws, so that each sample can be keyed."""
         if not self._apart:
             self._seed(batch, _WHOLE)
-            seen = _STREAMS.look()
+            seen = look_at_random_streams()
             found = self.dataset.__getitems__(batch.indices)
-            draws = _NOW.asked or _STREAMS.look() != seen
+            draws = _NOW.asked or look_at_random_streams() != seen
             if not (draws and isinstance(found, list) and len(found) > 1):
                 return found
         self._draws = self._apart = True
@@ -332,19 +332,16 @@ class _Streams:
     """The process's global random streams: Python's, numpy's and torch's on the CPU."""
 
     def __init__(self) -> None:
-        self._seen: Any = None
-        self._read: Any = None
-
-    def look(self) -> tuple[Any, bytes]:
-        """Return something that is equal as long as no stream moves."""
-        return look_at_random_streams(), torch.default_generator.get_state().numpy().tobytes()
+        self._known: Any = None
 
     def state(self) -> _State:
-        """Return what :meth:`look` shows, and the states; Python's and numpy's are read only if they have moved."""
-        shown, generator = look_at_random_streams(), torch.default_generator.get_state()
-        if shown != self._seen:
-            self._seen, self._read = shown, (random.getstate(), np.random.get_state())  # noqa: NPY002 -- as above
-        return (shown, generator.numpy().tobytes()), *self._read, generator
+        """Return what shows that a stream has moved, and the states, which are read only where one has."""
+        shown = look_at_random_streams()
+        if self._known is None or shown != self._known[0]:
+            legacy = np.random.get_state()  # noqa: NPY002 -- as above
+            self._known = shown, random.getstate(), legacy, torch.default_generator.get_state()
+        known: _State = self._known
+        return known
 
     def restore(self, state: _State) -> None:
         """Put the streams where they were."""

@@ -62,7 +62,7 @@ class WeightAverage:
     Averaged are the parameters that are trained, or were since this was made, and the running statistics of
     normalisation layers (``running_mean``, ``running_var``). All else, frozen parameters and other buffers, has the
     value that it has in the modules. What is narrower than float32 is averaged in float32. Parameters of 8 bits or less
-    are quantized: they have to be frozen.
+    are quantized, and no optimizer steps them: they have the value of the modules.
 
     Args:
         modules: name -> module, wrapped or not. What is in it is looked at when it is needed, not now.
@@ -292,14 +292,7 @@ class WeightAverage:
 
 def _can_be_averaged(weight: _Weight) -> bool:
     value = weight.now()
-    if is_lazy(value) or not is_code(value):
-        return (value.is_floating_point() or value.is_complex()) and not is_lazy(value)
-    if value.requires_grad:
-        raise ConfigError(
-            f"ema_decay is set, and {weight.names[0]} is {value.dtype} and trained: such codes cannot be averaged. "
-            "Freeze it, train it in another dtype, or leave ema_decay out."
-        )
-    return False
+    return not is_lazy(value) and not is_code(value) and (value.is_floating_point() or value.is_complex())
 
 
 def _is_count(value: Any) -> bool:

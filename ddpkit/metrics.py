@@ -14,7 +14,6 @@ all ranks, with :func:`begin_stage`.
 from __future__ import annotations
 
 import contextlib
-import copy
 import math
 from typing import TYPE_CHECKING, Any, cast
 
@@ -385,13 +384,11 @@ class Accuracy(_Metric):
 
 
 class Reduced(Reducing):
-    """Any other metric with ``update``, ``compute`` and ``reset``, reduced where ddpkit's own metrics would be.
+    """A metric of torchmetrics, or a collection of them, reduced where ddpkit's own metrics would be.
 
-    Two kinds can be added up over the ranks. A metric of torchmetrics (or a collection of them) knows how its states
-    are joined. It would do so in every ``compute``, also where every rank has seen every sample, and its own exchange
-    needs a state of the same form on every rank. Here it is told when, and how to exchange states of any form. Any
-    other metric must have ``state_dict`` and ``load_state_dict``, and every number and tensor in its state must be a
-    sum: the sums are added up, in a copy.
+    By itself such a metric joins its states in every ``compute``, also where every rank has seen every sample, and its
+    own exchange needs a state of the same form on every rank. Here it is told when, and how to exchange states of any
+    form. One of ddpkit's own metrics is passed on to.
 
     Args:
         metric: on the device of the tensors it is updated with.
@@ -400,7 +397,7 @@ class Reduced(Reducing):
         metric: the same.
 
     Raises:
-        ConfigError: the metric lacks one of these methods, or was made with ``sync_on_compute=False``.
+        ConfigError: the metric is another one, or was made with ``sync_on_compute=False``.
 
     Ranks: local, but ``compute``.
 
@@ -411,33 +408,24 @@ class Reduced(Reducing):
         ``distributed_available_fn`` and ``compute_with_cache`` mean.
 
     Example:
-        >>> class Longest:
-        ...     def __init__(self): self.words = 0
-        ...     def update(self, words): self.words += len(words)
-        ...     def compute(self): return self.words
-        ...     def reset(self): self.words = 0
-        ...     def state_dict(self): return {"words": self.words}
-        ...     def load_state_dict(self, state): self.words = state["words"]
-        >>> metric = Reduced(Longest())
-        >>> metric.update(["one", "two"])
+        >>> metric = Reduced(Mean())
+        >>> metric.update(torch.tensor([1.0, 3.0]))
         >>> metric.compute()
-        2
+        2.0
     """
 
     def __init__(self, metric: Any) -> None:
         super().__init__()
         self.metric, self._is_reducing = metric, False
         inside = list(metric.modules()) if isinstance(metric, torch.nn.Module) else [metric]
-        self._synced = [one for one in inside if hasattr(one, "dist_sync_fn") and hasattr(one, "sync")]
-        needed = ["update", "compute", "reset"] + ([] if self._synced else ["state_dict", "load_state_dict"])
-        missing = [name for name in needed if not callable(getattr(metric, name, None))]
-        if missing or not all(one.sync_on_compute for one in self._synced):
+        synced = [one for one in inside if hasattr(one, "dist_sync_fn") and hasattr(one, "sync")]
+        if not (synced or isinstance(metric, Reducing)) or not all(one.sync_on_compute for one in synced):
+            problem = "it was made with sync_on_compute=False" if synced else "it is not a metric of torchmetrics"
             raise ConfigError(
-                f"{type(metric).__name__} cannot be reduced over the ranks: "
-                f"it has {' and '.join(f'no {name}' for name in missing) or 'sync_on_compute=False'}. Give a metric of "
-                "torchmetrics, or one with update, compute, reset, state_dict and load_state_dict; or use Brain.gather."
+                f"{type(metric).__name__} cannot be reduced over the ranks: {problem}. Count what is a sum in "
+                "ddpkit.metrics.Sum or Mean, or collect the samples' results and use Brain.gather."
             )
-        for one in self._synced:
+        for one in synced:
             one.dist_sync_fn, one.distributed_available_fn = _all_tensors, self._is_asked
             one.compute_with_cache = False  # a value may be of this rank alone
 
@@ -479,16 +467,6 @@ class Reduced(Reducing):
             return cast("Any", self.metric).compute(reduce)
         if not self._reduces(reduce):
             return self.metric.compute()
-        if self._synced:
-            return self._compute_synced()
-        from ddpkit.distributed import gather_objects
-
-        states = gather_objects(lambda: _on_cpu(self.metric.state_dict()))
-        whole = copy.deepcopy(self.metric)
-        whole.load_state_dict(_added(states, type(self.metric).__name__))
-        return whole.compute()
-
-    def _compute_synced(self) -> Any:
         self._is_reducing = True
         try:
             value = self.metric.compute()
@@ -514,34 +492,6 @@ def _all_tensors(tensor: Tensor | None, group: Any = None) -> list[Tensor]:  # n
     if len({(one.dim(), one.dtype) for one in found}) > 1:  # an empty list of a rank without samples
         found = [one for one in found if one.numel()] or found
     return found
-
-
-def _on_cpu(state: Any) -> Any:
-    """Copy a state with its tensors on the CPU."""
-    if isinstance(state, Tensor):
-        return state.detach().cpu()
-    if isinstance(state, dict):
-        return {key: _on_cpu(value) for key, value in state.items()}
-    return [_on_cpu(value) for value in state] if isinstance(state, (list, tuple)) else state
-
-
-def _added(states: list[Any], name: str) -> Any:
-    """Add up states over the ranks: their numbers and tensors; what is neither must be equal everywhere."""
-    first = states[0]
-    if isinstance(first, dict) and all(isinstance(one, dict) and one.keys() == first.keys() for one in states):
-        return {key: _added([one[key] for one in states], f"{name}.{key}") for key in first}
-    if isinstance(first, list) and all(isinstance(one, list) and len(one) == len(first) for one in states):
-        return [_added(list(ones), f"{name}[{number}]") for number, ones in enumerate(zip(*states, strict=True))]
-    if isinstance(first, Tensor) and all(isinstance(one, Tensor) and one.shape == first.shape for one in states):
-        return torch.stack(states).sum(0, dtype=first.dtype)
-    if all(isinstance(one, (int, float)) and not isinstance(one, bool) for one in states):
-        return sum(states)
-    if not isinstance(first, (dict, list, Tensor)) and all(one == first for one in states):
-        return first
-    raise DataError(
-        f"{name} cannot be added up over the ranks: its forms differ: {', '.join(map(repr, states))}. "
-        "Numbers and tensors in a metric's state_dict must be sums, of one form on every rank. Or use Brain.gather."
-    )
 
 
 _Entry = tuple[Tensor | float, Tensor | float]  # loss sum and count

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch.optim import Optimizer
@@ -28,8 +27,7 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 
-@dataclass(frozen=True)
-class StepResult:
+class StepResult(NamedTuple):
     """What became of an optimizer step.
 
     Attributes:
@@ -67,15 +65,14 @@ def gradients(optimizers: Sequence[Optimizer]) -> list[torch.Tensor]:
         [tensor([1., 1.])]
     """
     found = [
-        parameter
+        parameter.grad
         for optimizer in optimizers
         for group in optimizer.param_groups
         for parameter in group["params"]
         if parameter.grad is not None
     ]
-    if len(optimizers) > 1:  # a parameter may belong to two optimizers
-        found = list({id(parameter): parameter for parameter in found}.values())
-    return [parameter.grad for parameter in found]
+    # A parameter may belong to two optimizers.
+    return found if len(optimizers) == 1 else list({id(gradient): gradient for gradient in found}.values())
 
 
 def take_step(
@@ -121,7 +118,7 @@ def take_step(
         clip = torch.clamp((total_norm + 1e-6).reciprocal() * cast("float", max_norm), max=1.0)
         factor = clip if is_plain else multiplier * clip
     if clips or (finite and not is_plain):
-        _multiply(found, factor)
+        multiply_all(found, factor)
     if finite:
         for optimizer in optimizers:
             optimizer.step() if scaler is None else scaler.step(optimizer)
@@ -129,13 +126,6 @@ def take_step(
         scaler.update()
     zero_gradients(optimizers, set_to_none=True)
     return StepResult(stepped=finite, norm=norm, clipped=clips and norm > cast("float", max_norm))
-
-
-def _multiply(gradients: list[torch.Tensor], factor: float | torch.Tensor) -> None:
-    """Multiply gradients in one pass, which on a GPU is one kernel only where the factor has their dtype."""
-    if isinstance(factor, torch.Tensor) and {gradient.dtype for gradient in gradients} == {torch.float32}:
-        factor = factor.to(torch.float32)  # not half precision: a factor may be smaller than that can say
-    multiply_all(gradients, factor)
 
 
 def _unscale(optimizers: Sequence[Optimizer], scaler: torch.amp.GradScaler) -> list[Optimizer]:

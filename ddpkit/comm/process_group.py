@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from ddpkit.base import is_distributed_initialized, state_and_start
-from ddpkit.comm.consistency import compare_over_store, script_facts, software_facts
+from ddpkit.comm.consistency import compare_over_store, own_code_facts, script_facts, software_facts
 from ddpkit.comm.rendezvous import open_store
 from ddpkit.comm.runtime import Runtime, control_group, get_runtime, is_current
 from ddpkit.compat import all_groups
@@ -104,7 +104,13 @@ def init_group(run_opts: Mapping[str, Any] | Any) -> None:
         arguments["device_id"] = torch.device(device)
     store, hosts = open_store(info, timeout)
     if info.world_size > 1:
-        facts = {"number of processes": str(info.world_size), "backend": backend, **software_facts(), **script_facts()}
+        facts = {
+            "number of processes": str(info.world_size),
+            "backend": backend,
+            **software_facts(),
+            **own_code_facts(),
+        }
+        facts |= script_facts()
         compare_over_store(store, info.rank, info.world_size, facts, timeout.total_seconds())
     try:
         dist.init_process_group(

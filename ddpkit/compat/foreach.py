@@ -52,6 +52,8 @@ def multiply_all(tensors: Sequence[torch.Tensor], factor: float | torch.Tensor) 
         [tensor([3.]), tensor([3., 3.])]
     """
     at_once: Any = getattr(torch, "_foreach_mul_", None)
+    if isinstance(factor, torch.Tensor) and {tensor.dtype for tensor in tensors} == {torch.float32}:
+        factor = factor.to(torch.float32)  # else one kernel each; not half precision, which cannot say a small factor
     for device in {tensor.device for tensor in tensors}:
         own = [tensor for tensor in tensors if tensor.device == device]
         there = factor.to(device) if isinstance(factor, torch.Tensor) else factor

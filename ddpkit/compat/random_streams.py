@@ -1,8 +1,8 @@
-"""Have Python's or numpy's global random streams moved? Read from their generators' memory where that can be done.
+"""Have Python's, numpy's or torch's global random streams moved? Read from their memory where that can be done.
 
-Reason: a batch is asked about twice. Reading both states takes 30 us each time; copying what the objects hold takes
-one. numpy's twister has a public address. It is tried on fresh generators before it is used; where it does not show
-every draw, the states are read.
+Reason: a batch is asked about twice. Reading the states takes 30 us each time; copying what the objects hold takes
+one. numpy's twister has a public address; torch's generator holds its seed and then its twister. It is tried on fresh
+generators before it is used; where it does not show every draw, the states are read.
 """
 
 from __future__ import annotations
@@ -10,16 +10,22 @@ from __future__ import annotations
 import ctypes
 import functools
 import random
+import sys
 from typing import Any, cast
 
 import numpy as np
+import torch
 
 _PYTHON = cast("Any", random.getstate).__self__
 _TWISTER_BYTES = 4 * 625
+_NORMALS = (torch.float32, torch.float64)
+_TORCH_SEED = 0x5EED_0F_70_2C_11  # of a generator in whose memory it is looked for
+_TORCH_HEADER = 256  # bytes, after which it has come
+_TORCH_PARTS = ((16, 2500), (2524, 1), (2536, 1))  # from the seed on: the twister; whether a float, a double is kept
 
 
 def look_at_random_streams() -> Any:
-    """Return something that is equal as long as Python's and numpy's global streams have not moved.
+    """Return something that is equal as long as no global stream has moved: Python's, numpy's and torch's on the CPU.
 
     Raises:
         TypeError: another bit generator is in the place of numpy's MT19937.
@@ -39,17 +45,27 @@ def look_at_random_streams() -> Any:
             "sample. Leave np.random.set_bit_generator out; draw from np.random.default_rng(sample_seed())."
         )
     if _memory_shows_draws():
-        body, legacy, twister = _memory(_PYTHON, numpy.get_state.__self__, bits)
-        return body.raw, _PYTHON.gauss_next, legacy.raw, twister.raw
+        views = _memory(_PYTHON, numpy.get_state.__self__, bits, torch.default_generator)
+        return [_PYTHON.gauss_next, *(view.raw for view in views)]
     _, words, *rest = numpy.get_state()
-    return random.getstate(), words.tobytes(), rest
+    return random.getstate(), words.tobytes(), rest, torch.default_generator.get_state().numpy().tobytes()
 
 
-@functools.lru_cache(maxsize=1)  # made once per generator: a property of it and three views cost more than the reading
-def _memory(python: Any, legacy: Any, bits: Any) -> tuple[Any, ...]:
-    """Return views of what the generators hold: Python's twister, the numbers that numpy keeps, and its twister."""
-    twister = (ctypes.c_char * _TWISTER_BYTES).from_address(bits.ctypes.state_address)
-    return _body(python, random.Random.__base__), _body(legacy, np.random.RandomState), twister
+@functools.lru_cache(maxsize=1)  # made once per generator: a property of it and the views cost more than the reading
+def _memory(python: Any, legacy: Any, bits: Any, torchs: Any) -> tuple[Any, ...]:
+    """Return views of what the generators hold: Python's twister, numpy's kept numbers and its twister, torch's."""
+    twister, place = bits.ctypes.state_address, torchs._cdata + _torch_offset()  # noqa: SLF001 -- see the module
+    parts = [(twister, _TWISTER_BYTES), *((place + start, size) for start, size in _TORCH_PARTS)]
+    views = ((ctypes.c_char * size).from_address(start) for start, size in parts)
+    return _body(python, random.Random.__base__), _body(legacy, np.random.RandomState), *views
+
+
+@functools.cache
+def _torch_offset() -> int:
+    """Return where in a generator of torch's its seed and its twister are; -1 where the seed is not found."""
+    generator: Any = torch.Generator().manual_seed(_TORCH_SEED)
+    header = ctypes.string_at(generator._cdata, _TORCH_HEADER)  # noqa: SLF001 -- see the module
+    return header.find(_TORCH_SEED.to_bytes(8, sys.byteorder))
 
 
 def _body(owner: object, kind: Any) -> Any:
@@ -61,18 +77,25 @@ def _body(owner: object, kind: Any) -> Any:
 @functools.cache
 def _memory_shows_draws() -> bool:
     """Try on fresh generators whether their memory shows every draw, and nothing else."""
+    if _torch_offset() < 0:
+        return False
     python: Any = random.Random(1)
     bits = np.random.MT19937(1)
-    legacy = np.random.RandomState(bits)
-    views = _memory(python, legacy, bits)
+    legacy, torchs = np.random.RandomState(bits), torch.Generator()
+    views = _memory(python, legacy, bits, torchs)
 
     def look() -> tuple[Any, ...]:
         return (python.gauss_next, *(view.raw for view in views))
 
     normal = (lambda: python.gauss(0, 1)), legacy.standard_normal  # make two, and keep one
-    for draw in (python.random, lambda: python.seed(2), *normal, *normal, lambda: legacy.seed(2), legacy.rand):
-        before, same = look(), look()
+    of_torch = [lambda kind=kind: torch.empty(1, dtype=kind).normal_(generator=torchs) for kind in _NORMALS]
+    seeds = (lambda: python.seed(2)), (lambda: legacy.seed(2)), (lambda: torchs.manual_seed(2))
+    draws = (python.random, legacy.rand, lambda: torch.rand(1, generator=torchs), *normal, *of_torch)
+    for draw in (*draws, *normal, *of_torch, *seeds, *draws):
+        before, same, state = look(), look(), torchs.get_state()
         draw()
-        if same != before or look() == before:
+        has_moved = look() != before
+        torchs.set_state(state)
+        if same != before or not has_moved or look()[-len(_TORCH_PARTS) :] != before[-len(_TORCH_PARTS) :]:
             return False
     return True

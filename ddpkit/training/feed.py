@@ -114,19 +114,15 @@ class Counts(Protocol):
 
     def count(self, batch: int) -> int:
         """Return this rank's number of samples in a batch."""
-        ...
 
     def total(self, batch: int) -> int:
         """Return the number of samples of a batch over all ranks."""
-        ...
 
     def part(self, batch: int) -> float:
         """Return this rank's part of a batch, where every batch counts the same."""
-        ...
 
     def parts(self, batch: int) -> float:
         """Return the sum of all ranks' parts of a batch."""
-        ...
 
 
 @dataclass

@@ -144,11 +144,9 @@ class LoopHooks(Protocol):
 
     def fit_batch(self, batch: Any) -> Any:
         """Train on one micro-batch and return its mean loss, or a loss sum and its count, detached."""
-        ...
 
     def evaluate_batch(self, batch: Any, stage: Stage) -> Any:
         """Evaluate one batch and return its mean loss, or a loss sum and its count."""
-        ...
 
 
 def train_epoch(

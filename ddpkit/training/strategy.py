@@ -386,8 +386,7 @@ class DDP(Strategy):
             for module, synchronises in before:
                 module.require_backward_grad_sync = synchronises
 
-    @contextlib.contextmanager
-    def backward_pass(self, modules: nn.Module, *, closes: bool, counts: bool) -> Iterator[None]:
+    def backward_pass(self, modules: nn.Module, *, closes: bool, counts: bool) -> AbstractContextManager[None]:
         """Return a context for one backward pass of a window.
 
         Args:
@@ -396,9 +395,15 @@ class DDP(Strategy):
             counts: whether this rank's gradients count. If not they become zero, also for an infinite loss, which a
                 weight of 0 would turn into NaN.
         """
-        parameters = [] if counts else [one for one in modules.parameters() if one.requires_grad]
-        handles = [one.register_hook(torch.zeros_like) for one in parameters]  # type: ignore[no-untyped-call]
         watched = [module.gradient_reduction for module in self.wrapped if module.gradient_reduction.watched]
+        uncounted = [] if counts else [one for one in modules.parameters() if one.requires_grad]
+        return self._watched_pass(watched, uncounted, closes=closes) if watched or uncounted else NO_CONTEXT
+
+    @contextlib.contextmanager
+    def _watched_pass(
+        self, watched: list[_Reduction], uncounted: list[nn.Parameter], *, closes: bool
+    ) -> Iterator[None]:
+        handles = [one.register_hook(torch.zeros_like) for one in uncounted]  # type: ignore[no-untyped-call]
         for reduction in watched:
             reduction.defers = not closes
         try:
@@ -538,6 +543,7 @@ class DDP(Strategy):
         return {
             "device_ids": [torch.device(self.device)] if self.device.startswith("cuda") else None,
             "find_unused_parameters": self.find_unused_parameters,
+            "gradient_as_bucket_view": True,
             buffers: has_moving_buffers(module),
         }
 

@@ -8,9 +8,10 @@ sample weighs the same, as in :mod:`ddpkit.training.feed`.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ddpkit.control import start_loading
 from ddpkit.data import guess_batch_size
@@ -95,7 +96,7 @@ class StreamFeed:
         self.ready()
         place, done, whole = self.start % self.factor, 0.0, 0.0
         window.correction = 1.0
-        while ahead[0].ranks:
+        while ahead[0].told.ranks:
             turn = ahead.popleft()
             while len(ahead) < min(self.factor, 2):
                 ahead.append(reader.read())
@@ -107,57 +108,49 @@ class StreamFeed:
             whole = whole or self.factor * total
             done += total
             window.loss_scale = window.weight * self.world_size / whole if whole else 0.0
-            window.closes = place == self.factor or not ahead[0].ranks
+            window.closes = place == self.factor or not ahead[0].told.ranks
             window.correction = whole / done if window.closes and done else 1.0
             if window.closes:
                 place, done, whole = 0, 0.0, 0.0
-            with self.uneven(counts=turn.count > 0) if turn.ranks < self.world_size else _nothing():
+            with self.uneven(counts=turn.count > 0) if turn.told.ranks < self.world_size else _nothing():
                 yield turn.batch
 
     def _weigh(self, turn: _Turn) -> tuple[float, float]:
         """Return the weight of a batch on this rank, and on all ranks."""
+        ranks, samples, _ = turn.told
         if self.weighting == "samples":
-            return turn.count, turn.samples
+            return turn.count, samples
         if self.whole_batches:
-            return turn.present, turn.ranks
-        return (turn.count / turn.samples, 1.0) if turn.samples else (0.0, 0.0)
+            return turn.present, ranks
+        return (turn.count / samples, 1.0) if samples else (0.0, 0.0)
 
     def _require_batches(self, first: _Turn) -> None:
-        if first.able < self.world_size:
+        if first.told.able < self.world_size:
             raise DataError(
-                f"the stream gives a first batch to {first.able} of {self.world_size} rank(s) only: it is empty, or "
-                "has too few items for this many processes and this batch size, or yields nothing when it is iterated "
-                "again. Look at the stream, start fewer processes, or use a smaller batch_size."
+                f"the stream gives a first batch to {first.told.able:.0f} of {self.world_size} rank(s) only: it is "
+                "empty, or has too few items for this many processes and this batch size, or yields nothing when it is "
+                "iterated again. Look at the stream, start fewer processes, or use a smaller batch_size."
             )
 
 
+class _Told(NamedTuple):
+    """What all ranks have told each other of a batch."""
+
+    ranks: float  # that have a batch which is not a repeated one
+    samples: float  # of all ranks
+    able: float  # ranks that have a batch, if only one to repeat
+
+
 class _Turn:
-    """One batch of every rank; the ranks' exchange about it is awaited on first use."""
+    """One batch of every rank."""
 
     def __init__(self, batch: Any, present: int, count: int, sums: Callable[[], list[float]]) -> None:
-        self.batch, self.present, self.count = batch, present, count
-        self._await: Callable[[], list[float]] | None = sums
-        self._sums: list[float] = []
+        self.batch, self.present, self.count, self._sums = batch, present, count, sums
 
-    @property
-    def ranks(self) -> int:
-        """How many ranks have a batch that is not a repeated one."""
-        return int(self._known()[0])
-
-    @property
-    def samples(self) -> float:
-        """Samples of all ranks."""
-        return self._known()[1]
-
-    @property
-    def able(self) -> int:
-        """How many ranks have a batch, if only one to repeat."""
-        return int(self._known()[2])
-
-    def _known(self) -> list[float]:
-        if self._await is not None:
-            self._sums, self._await = self._await(), None
-        return self._sums
+    @functools.cached_property
+    def told(self) -> _Told:
+        """Of all ranks; awaited on first use."""
+        return _Told(*self._sums())
 
 
 class _Reader:

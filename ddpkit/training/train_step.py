@@ -70,11 +70,9 @@ class StepHooks(Protocol):
 
     def freeze_optimizers(self, optimizers: dict[str, torch.optim.Optimizer]) -> dict[str, torch.optim.Optimizer]:
         """Return the optimizers that step."""
-        ...
 
     def check_gradients(self) -> None:
         """Drop gradients that are not finite."""
-        ...
 
 
 class TrainStep:

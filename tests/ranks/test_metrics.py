@@ -138,30 +138,6 @@ def own_exchange(tensor, group=None):
     return found
 
 
-class Sums:
-    """A metric of somebody's own, of sums."""
-
-    def __init__(self):
-        self.reset()
-
-    def reset(self):
-        self.state = {"right": 0, "by_class": torch.zeros(3), "more": [0.0, 0.0], "name": "sums"}
-
-    def update(self, values):
-        self.state["right"] += len(values)
-        self.state["by_class"] = self.state["by_class"] + values.sum()
-        self.state["more"][1] += float(values.sum())
-
-    def compute(self):
-        return self.state["right"], self.state["by_class"].tolist(), self.state["more"], self.state["name"]
-
-    def state_dict(self):
-        return self.state
-
-    def load_state_dict(self, state):
-        self.state = state
-
-
 class Measured(Brain):
     """Sums the numbers of the samples in every kind of metric; reads that of the training late, as recipes may."""
 
@@ -186,7 +162,6 @@ class Measured(Brain):
                 Sum(),
                 Mean(),
                 Reduced(TorchMetric()),
-                Reduced(Sums()),
             ]
 
     def on_stage_end(self, stage, stage_loss, epoch=None):
@@ -218,10 +193,9 @@ def test_d7_d8_metrics_reduce_themselves_where_the_data_is_divided(ranks, world,
             assert trained == total
             assert again
             for found in (validated, tested):
-                sums, mean, one, own = found
+                sums, mean, one = found
                 assert (sums, mean) == (total, pytest.approx(total / size))
                 assert (one[0], sorted(one[1])) == (total, numbers)
-                assert own == (size, [total] * 3, [0.0, total], "sums")
 
 
 def by_hand():
@@ -264,7 +238,7 @@ def test_what_the_metric_has_computed_before_does_not_count(ranks):
 
 def on_main_alone(kind):
     begin_stage(divided=kind != "undivided")
-    metric = Reduced(Sums()) if kind == "reduced" else Sum()
+    metric = Reduced(TorchMetric()) if kind == "reduced" else Sum()
     metric.update(torch.ones(2))
     if kind == "undivided" and if_main_process():
         assert metric.compute() == 2.0  # one rank alone may
@@ -279,38 +253,18 @@ def test_d23_compute_in_main_only_code_says_so(ranks, kind):
         assert ("Reduced" if kind == "reduced" else "Sum") + ".compute was called inside main-only code" in message
 
 
-def unlike(kind):
+def unlike():
     begin_stage(divided=True)
-    if kind == "pieces":
-        metric = Reduced(TorchMetric(with_list=True))
-        metric.update(torch.ones(1 + dist.get_rank()))
-    else:
-        metric = Reduced(Sums())
-        metric.metric.state = {
-            "keys": {"a" if dist.get_rank() else "b": 1},
-            "shape": {"a": torch.zeros(1 + dist.get_rank())},
-            "words": {"a": "ab"[dist.get_rank()]},
-        }[kind]
+    metric = Reduced(TorchMetric(with_list=True))
+    metric.update(torch.ones(1 + dist.get_rank()))
     with pytest.raises(DataError) as caught:
         metric.compute()
     return str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("kind", "text"),
-    [
-        ("pieces", "keeps a list that is not concatenated, of different lengths on the ranks"),
-        ("keys", "Sums cannot be added up over the ranks: its forms differ: {'b': 1}, {'a': 1}"),
-        (
-            "shape",
-            "Sums.a cannot be added up over the ranks: its forms differ: tensor([0.]), tensor([0., 0",
-        ),
-        ("words", "Sums.a cannot be added up over the ranks: its forms differ: 'a', 'b'"),
-    ],
-)
-def test_states_that_do_not_fit_are_an_error_on_every_rank(ranks, kind, text):
-    for message in ranks.run(unlike, kind):
-        assert text in message
+def test_states_that_do_not_fit_are_an_error_on_every_rank(ranks):
+    for message in ranks.run(unlike):
+        assert "keeps a list that is not concatenated, of different lengths on the ranks" in message
 
 
 class Counting(Brain):

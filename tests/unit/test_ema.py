@@ -194,13 +194,6 @@ def test_quantized_weights_that_are_frozen_stay_as_they_are():
         assert modules.base.weight.dtype is codes.dtype
 
 
-def test_quantized_weights_that_are_trained_are_refused_by_name():
-    modules = nn.ModuleDict({"net": nn.Linear(2, 1, bias=False)})
-    modules.net.weight = nn.Parameter(modules.net.weight.detach().to(torch.float8_e5m2))
-    with pytest.raises(ConfigError, match=r"net\.weight is torch.float8_e5m2 and trained"):
-        WeightAverage(modules, 0.5).follow()
-
-
 def test_frozen_layers_cost_nothing_and_one_that_is_trained_later_is_averaged_as_if_it_always_had_been():
     modules, always = nn.ModuleDict({"net": Net()}), nn.ModuleDict({"net": Net()})
     for parameter in always.parameters():

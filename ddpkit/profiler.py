@@ -6,8 +6,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import torch
-from torch.profiler import ProfilerActivity, profile, schedule
+from torch.profiler import profile, schedule
 
 from ddpkit.distributed import get_rank
 from ddpkit.errors import ConfigError
@@ -35,7 +34,7 @@ def prepare_profiler(
         logdir: folder; ``profiler_logs`` is made inside it.
 
     Returns:
-        A profiler, not yet started. It records shapes and Python stacks, on CUDA too where it is there.
+        A profiler, not yet started. It records shapes and Python stacks, on an accelerator too where it is there.
 
     Raises:
         ConfigError: a negative warm-up, or no steps to record.
@@ -54,11 +53,7 @@ def prepare_profiler(
             f"profile_warmup={profile_warmup!r}, profile_steps={profile_steps!r}: the profiler needs a "
             "warm-up of 0 or more steps and at least 1 step to record. Try 5 and 5."
         )
-    activities = [ProfilerActivity.CPU]
-    if torch.cuda.is_available():
-        activities.append(ProfilerActivity.CUDA)
-    return profile(
-        activities=activities,
+    return profile(  # of all that torch can record here: the CPU, and CUDA or another accelerator
         schedule=schedule(wait=0, warmup=profile_warmup, active=profile_steps, repeat=1),
         on_trace_ready=_trace_writer(Path(logdir) / "profiler_logs"),
         record_shapes=True,

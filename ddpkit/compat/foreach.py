@@ -1,7 +1,7 @@
 """Operations over many tensors at once, which torch's own optimizers use and torch does not document.
 
-Reason: a kernel for each gradient would be launched in every step whose gradients are weighed, or added up in order; and
-torch's public ``get_total_norm`` makes 60 calls of Python in every step around the two that compute.
+Reason: a kernel for each gradient would be launched in every step whose gradients are weighed, or added up in order;
+and torch's public ``get_total_norm`` makes 60 calls of Python in every step around the two that compute.
 """
 
 from __future__ import annotations

@@ -2,10 +2,13 @@
 
     python benchmarks/loop_overhead.py                    # one process, bar off and on
     python benchmarks/loop_overhead.py --processes 2      # two processes through torchrun (gloo)
+    python benchmarks/loop_overhead.py --workers 2        # with loader workers
+    python benchmarks/loop_overhead.py --accumulate 8     # an optimizer step every eight batches
+    python benchmarks/loop_overhead.py --processes 2 --width 1450 --layers 7 --steps 20  # DDP of 12.7 M parameters
 
 The two loops run in turns in one process, on the same model and the same batches, so that a machine that
-slows down slows both. Reported are the medians over the turns, and Python calls per step, which do not depend on the
-machine at all.
+slows down slows both. Reported are the medians over the turns, of times and of ratios within a turn; Python calls per
+step, which do not depend on the machine at all; and whether both end with the same weights, to the last bit.
 """
 
 from __future__ import annotations
@@ -49,9 +52,10 @@ class OneBatch:
         return self.batch
 
 
-def make_net() -> nn.Module:
+def make_net(width: int = WIDTH, layers: int = 1) -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, CLASSES))
+    hidden = [part for number in range(layers) for part in (nn.Linear(width if number else WIDTH, width), nn.ReLU())]
+    return nn.Sequential(*hidden, nn.Linear(width, CLASSES))
 
 
 class Classifier(Brain):
@@ -70,22 +74,27 @@ def over_ranks(total: torch.Tensor) -> float:
 class Bare:
     """The loop that one would write by hand, with the same safety: clipping, a finite check, one loss at the end."""
 
-    def __init__(self, net: nn.Module) -> None:
-        self.net = net
+    def __init__(self, net: nn.Module, accumulate: int = 1) -> None:
+        self.net, self.accumulate = net, accumulate
         self.parameters = list(net.parameters())
         self.optimizer = torch.optim.SGD(self.parameters, lr=1e-4)
 
     def train(self, loader: DataLoader) -> float:
         self.net.train()
         total = torch.zeros((), dtype=torch.float64)
-        for inputs, targets in loader:
-            loss = nn.functional.cross_entropy(self.net(inputs), targets)
-            loss.backward()
+        for number, (inputs, targets) in enumerate(loader, 1):
+            steps = number % self.accumulate == 0
+            waits = isinstance(self.net, DistributedDataParallel) and not steps
+            with self.net.no_sync() if waits else contextlib.nullcontext():
+                loss = nn.functional.cross_entropy(self.net(inputs), targets)
+                (loss / self.accumulate if self.accumulate > 1 else loss).backward()
+            total += loss.detach()
+            if not steps:
+                continue
             norm = nn.utils.clip_grad_norm_(self.parameters, MAX_NORM)
             if math.isfinite(norm.item()):
                 self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
-            total += loss.detach()
         return over_ranks(total)
 
     def evaluate(self, loader: DataLoader) -> float:
@@ -117,8 +126,8 @@ def terminal() -> Iterator[None]:
         sys.stderr = before
 
 
-def in_turns(turns: int, steps: int, **runs: Callable[[], object]) -> dict[str, float]:
-    """Return the median microseconds per step of each run."""
+def in_turns(turns: int, steps: int, **runs: Callable[[], object]) -> dict[str, list[float]]:
+    """Return the microseconds per step of each run, in every turn."""
     times: dict[str, list[float]] = {name: [] for name in runs}
     for run in runs.values():
         run()
@@ -127,7 +136,7 @@ def in_turns(turns: int, steps: int, **runs: Callable[[], object]) -> dict[str, 
             start = time.perf_counter()
             run()
             times[name].append((time.perf_counter() - start) / steps * 1e6)
-    return {name: statistics.median(values) for name, values in times.items()}
+    return times
 
 
 def count_calls(run: Callable[[], object], steps: int) -> float:
@@ -147,22 +156,38 @@ def count_calls(run: Callable[[], object], steps: int) -> float:
     return calls / steps
 
 
-def measure(turns: int, steps: int) -> None:
-    brain = Classifier(
-        {"net": make_net()},
+def make_brain(net: nn.Module | None = None, accumulate: int = 1) -> Classifier:
+    return Classifier(
+        {"net": make_net() if net is None else net},
         lambda parameters: torch.optim.SGD(parameters, lr=1e-4),
-        run_opts={"device": "cpu", "noprogressbar": True, "max_grad_norm": MAX_NORM},
+        run_opts={
+            "device": "cpu",
+            "noprogressbar": True,
+            "max_grad_norm": MAX_NORM,
+            "grad_accumulation_factor": accumulate,
+        },
     )
+
+
+def measure(arguments: argparse.Namespace) -> None:
+    turns, steps, accumulate = arguments.turns, arguments.steps, arguments.accumulate
+    brain = make_brain(make_net(arguments.width, arguments.layers), accumulate)
     distributed = brain.distributed_launch
-    options = {"batch_size": BATCH, "collate_fn": OneBatch()}
+    options = {"batch_size": BATCH, "collate_fn": OneBatch(), "num_workers": arguments.workers}
     world_size = get_world_size()
+    warm = 8 * accumulate
     ours = brain.make_dataloader(range(steps * BATCH * world_size), Stage.TRAIN, **options)
     ours_valid = brain.make_dataloader(range(10 * steps * BATCH), Stage.VALID, **options)
-    brain.fit([1], range(8 * BATCH * world_size), train_loader_kwargs=options)
-    net = make_net()
-    bare = Bare(DistributedDataParallel(net, forward_sync_buffers=False) if distributed else net)
+    brain.fit([1], range(warm * BATCH * world_size), train_loader_kwargs=options)
+    net = make_net(arguments.width, arguments.layers)
+    bare = Bare(DistributedDataParallel(net) if distributed else net, accumulate)
+    bare.train(DataLoader(range(warm * BATCH), **options))
     theirs = DataLoader(range(steps * BATCH), **options)
     theirs_valid = DataLoader(range(10 * steps * BATCH), **options)
+    bare.train(theirs)
+    brain._fit_train(ours, 1, enable=False)
+    pairs = zip(brain.raw_modules.net.parameters(), net.parameters(), strict=True)
+    same = all(torch.equal(own, by_hand) for own, by_hand in pairs)
     with terminal():
         train = in_turns(
             turns,
@@ -189,20 +214,21 @@ def measure(turns: int, steps: int) -> None:
         ),
     }
     if if_main_process():
-        report(train, valid, calls)
+        report({"train": train, "valid": valid}, calls)
+        size = sum(parameter.numel() for parameter in net.parameters())
+        print(f"{size} parameters; weights after {warm + steps} steps: {'the same bits' if same else 'DIFFERENT'}")
 
 
-def report(train: dict[str, float], valid: dict[str, float], calls: dict[str, tuple[float, float]]) -> None:
-    print(f"{'':22}{'bare':>9}{'ddpkit':>9}{'above':>8}{'ratio':>8}   us per step")
-    for stage, times in (("train", train), ("valid", valid)):
+def report(times: dict[str, dict[str, list[float]]], calls: dict[str, tuple[float, float]]) -> None:
+    print(f"{'':22}{'bare':>9}{'ddpkit':>9}{'above':>8}{'ratio':>8}   us per step, medians")
+    for stage, of_loops in times.items():
+        bare = of_loops["bare"]
         for name, label in (("ddpkit", "bar off"), ("ddpkit_bar", "bar on")):
-            above = times[name] - times["bare"]
-            print(
-                f"{stage + ', ' + label:22}{times['bare']:9.1f}{times[name]:9.1f}{above:8.1f}"
-                f"{times[name] / times['bare']:8.3f}"
-            )
-    for stage, (bare, ours) in calls.items():
-        print(f"{stage + ', calls per step':22}{bare:9.1f}{ours:9.1f}{ours - bare:8.1f}")
+            ratio = statistics.median(own / by_hand for own, by_hand in zip(of_loops[name], bare, strict=True))
+            by_hand, own = statistics.median(bare), statistics.median(of_loops[name])
+            print(f"{stage + ', ' + label:22}{by_hand:9.1f}{own:9.1f}{own - by_hand:8.1f}{ratio:8.3f}")
+    for stage, (by_hand, own) in calls.items():
+        print(f"{stage + ', calls per step':22}{by_hand:9.1f}{own:9.1f}{own - by_hand:8.1f}{own / by_hand:8.3f}")
 
 
 def main() -> None:
@@ -210,12 +236,16 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--turns", type=int, default=21, help="how often each loop runs")
     parser.add_argument("--steps", type=int, default=1000, help="steps of each run")
+    parser.add_argument("--workers", type=int, default=0, help="loader workers")
+    parser.add_argument("--accumulate", type=int, default=1, help="batches per optimizer step")
+    parser.add_argument("--width", type=int, default=WIDTH)
+    parser.add_argument("--layers", type=int, default=1, help="hidden ones")
     arguments = parser.parse_args()
     if arguments.processes > 1 and "RANK" not in os.environ:
         command = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={arguments.processes}", *sys.argv]
         raise SystemExit(subprocess.call([sys.executable, *command], env={**os.environ, "OMP_NUM_THREADS": "1"}))
     torch.set_num_threads(1)
-    measure(arguments.turns, arguments.steps)
+    measure(arguments)
 
 
 if __name__ == "__main__":

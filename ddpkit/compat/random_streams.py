@@ -46,7 +46,7 @@ def look_at_random_streams() -> Any:
         )
     if _memory_shows_draws():
         views = _memory(_PYTHON, numpy.get_state.__self__, bits, torch.default_generator)
-        return [_PYTHON.gauss_next, *(view.raw for view in views)]
+        return [_PYTHON.gauss_next, *[view.raw for view in views]]
     _, words, *rest = numpy.get_state()
     return random.getstate(), words.tobytes(), rest, torch.default_generator.get_state().numpy().tobytes()
 

@@ -8,7 +8,6 @@ sample weighs the same, as in :mod:`ddpkit.training.feed`.
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -146,11 +145,14 @@ class _Turn:
 
     def __init__(self, batch: Any, present: int, count: int, sums: Callable[[], list[float]]) -> None:
         self.batch, self.present, self.count, self._sums = batch, present, count, sums
+        self._told: _Told | None = None
 
-    @functools.cached_property
+    @property
     def told(self) -> _Told:
         """Of all ranks; awaited on first use."""
-        return _Told(*self._sums())
+        if self._told is None:
+            self._told = _Told(*self._sums())
+        return self._told
 
 
 class _Reader:

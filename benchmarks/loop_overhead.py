@@ -4,6 +4,7 @@
     python benchmarks/loop_overhead.py --processes 2      # two processes through torchrun (gloo)
     python benchmarks/loop_overhead.py --workers 2        # with loader workers
     python benchmarks/loop_overhead.py --accumulate 8     # an optimizer step every eight batches
+    python benchmarks/loop_overhead.py --cpu_time         # processor time, where the machine is busy
     python benchmarks/loop_overhead.py --processes 2 --width 1450 --layers 7 --steps 20  # DDP of 12.7 M parameters
 
 The two loops run in turns in one process, on the same model and the same batches, so that a machine that
@@ -126,16 +127,18 @@ def terminal() -> Iterator[None]:
         sys.stderr = before
 
 
-def in_turns(turns: int, steps: int, **runs: Callable[[], object]) -> dict[str, list[float]]:
+def in_turns(
+    turns: int, steps: int, clock: Callable[[], float], **runs: Callable[[], object]
+) -> dict[str, list[float]]:
     """Return the microseconds per step of each run, in every turn."""
     times: dict[str, list[float]] = {name: [] for name in runs}
     for run in runs.values():
         run()
     for _ in range(turns):
         for name, run in runs.items():
-            start = time.perf_counter()
+            start = clock()
             run()
-            times[name].append((time.perf_counter() - start) / steps * 1e6)
+            times[name].append((clock() - start) / steps * 1e6)
     return times
 
 
@@ -188,10 +191,12 @@ def measure(arguments: argparse.Namespace) -> None:
     brain._fit_train(ours, 1, enable=False)
     pairs = zip(brain.raw_modules.net.parameters(), net.parameters(), strict=True)
     same = all(torch.equal(own, by_hand) for own, by_hand in pairs)
+    clock = time.process_time if arguments.cpu_time else time.perf_counter
     with terminal():
         train = in_turns(
             turns,
             steps,
+            clock,
             bare=lambda: bare.train(theirs),
             ddpkit=lambda: brain._fit_train(ours, 1, enable=False),
             ddpkit_bar=lambda: brain._fit_train(ours, 1, enable=True),
@@ -199,6 +204,7 @@ def measure(arguments: argparse.Namespace) -> None:
         valid = in_turns(
             turns,
             len(ours_valid),
+            clock,
             bare=lambda: bare.evaluate(theirs_valid),
             ddpkit=lambda: brain._fit_valid(ours_valid, 1, enable=False),
             ddpkit_bar=lambda: brain._fit_valid(ours_valid, 1, enable=True),
@@ -238,6 +244,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1000, help="steps of each run")
     parser.add_argument("--workers", type=int, default=0, help="loader workers")
     parser.add_argument("--accumulate", type=int, default=1, help="batches per optimizer step")
+    parser.add_argument("--cpu_time", action="store_true", help="measure processor time instead of time")
     parser.add_argument("--width", type=int, default=WIDTH)
     parser.add_argument("--layers", type=int, default=1, help="hidden ones")
     arguments = parser.parse_args()

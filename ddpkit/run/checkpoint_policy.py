@@ -99,10 +99,9 @@ class CheckpointPolicy:
         self._require_free(RANKS, "what the Brain saves of every rank")
         if scaler.is_enabled():
             self._require_free("scaler", f"the gradient scaler of precision={self.options.precision!r}")
+            checkpointer.add_recoverable("scaler", scaler, optional_load=True)
         checkpointer.add_recoverable("brain", brain)
         checkpointer.add_recoverable(RANKS, states, custom_load_hook=self._load_ranks, optional_load=True)
-        if scaler.is_enabled():
-            checkpointer.add_recoverable("scaler", scaler, optional_load=True)
         if self.train_step.ema is not None:
             self.train_step.ema.add_to(checkpointer)
         checkpointer.around_save = self._around_save
@@ -124,21 +123,21 @@ class CheckpointPolicy:
         Raises:
             ConfigError: the recipe has given its name to something else.
         """
-        other = self._recoverables().get("scheduler", before)
-        if other is not before:
-            raise ConfigError(_taken("scheduler", other, "the schedule of scheduler_class"))
+        self._require_free("scheduler", "the schedule of scheduler_class", before)
         self.add("scheduler", schedule)
 
-    def _require_free(self, name: str, what: str) -> None:
-        other = self._recoverables().get(name)
-        if other is None:
+    def _require_free(self, name: str, what: str, own: Any = None) -> None:
+        other = self._recoverables().get(name, own)
+        if other is own:
             return
         if hasattr(other, "fit_batch"):
             raise ConfigError(
                 "a Brain was made with this Checkpointer before, and a checkpoint holds the training of one. Give each "
                 "Brain a Checkpointer of its own; to evaluate what another has trained, one on the same folder."
             )
-        raise ConfigError(_taken(name, other, what))
+        raise ConfigError(
+            f"a recoverable of the recipe ({type(other).__name__}) is named {name!r}, as {what} is: rename it."
+        )
 
     def _recoverables(self) -> Mapping[str, Any]:
         return {} if self.checkpointer is None else self.checkpointer.recoverables
@@ -483,7 +482,3 @@ def _at_last_update(progress: Progress) -> Iterator[None]:
         yield
     finally:
         progress.step, progress.meter = before
-
-
-def _taken(name: str, other: Any, what: str) -> str:
-    return f"a recoverable of the recipe ({type(other).__name__}) is named {name!r}, as {what} is: rename it."

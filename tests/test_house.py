@@ -45,6 +45,7 @@ MAX_LAYERS = 8
 MAX_FILES_AT_THE_TOP = 28
 MAX_FILES_OF_A_PACKAGE = 12
 MAX_CHAIN = 14  # of modules that import each other
+MAX_REFERENCE_PAGES = 31
 
 # Modules whose classes are no place for `Ranks:`: the exception tree is drawn and
 # explained in one docstring, and the types of `types.py` do nothing by themselves.
@@ -232,6 +233,7 @@ def test_every_module_is_in_the_reference_once_on_the_page_of_its_package():
     pages = {path.stem: path.read_text(encoding="utf-8") for path in (ROOT / "docs" / "reference").glob("*.md")}
     found = [(name, page) for page, text in pages.items() for name in re.findall(r"module:: (ddpkit\S*)", text)]
     page_of = dict(found)
+    assert len(pages) <= MAX_REFERENCE_PAGES
     assert sorted(name for name, _ in found) == [name for name in MODULES if name != "ddpkit"]
     assert [name for name in page_of if page_of[name] != page_of[".".join(name.split(".")[:2])]] == []
     assert [page for page, text in pages.items() if not re.match(r"# .*\n\n\w|# .*\n\n`", text)] == []  # what it is for

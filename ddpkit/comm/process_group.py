@@ -13,6 +13,7 @@ import os
 import sys
 import time
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,6 +27,7 @@ from ddpkit.compat import all_groups
 from ddpkit.control import (
     POSITION,
     PROCESS,
+    FailureReport,
     Reason,
     Watchdog,
     at_exit,
@@ -36,11 +38,13 @@ from ddpkit.control import (
     watch_uncaught,
 )
 from ddpkit.device import resolve_device
-from ddpkit.errors import ConfigError, LaunchError
+from ddpkit.errors import ConfigError, LaunchError, RankFailedError
 from ddpkit.launch import find_launch
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from ddpkit.launch import LaunchInfo
 
 DEFAULT_TIMEOUT_MINUTES = 30.0
 AFTER_WATCH_SECONDS = 30.0  # that collectives wait longer, so that it is the watchdog that says why
@@ -98,33 +102,57 @@ def init_group(run_opts: Mapping[str, Any] | Any) -> None:
     backend = check_backend(_get(run_opts, "distributed_backend"), device)
     hang_timeout = float(_get(run_opts, "hang_timeout") or 0.0)
     timeout = timedelta(seconds=longest_wait(_get(run_opts, "distributed_timeout_minutes"), hang_timeout))
-    arguments: dict[str, Any] = {}
     if device.startswith("cuda"):
         torch.cuda.set_device(torch.device(device))
-        arguments["device_id"] = torch.device(device)
     store, hosts = open_store(info, timeout)
-    if info.world_size > 1:
-        facts = {
-            "number of processes": str(info.world_size),
-            "backend": backend,
-            **software_facts(),
-            **own_code_facts(),
-        }
-        facts |= script_facts()
-        compare_over_store(store, info.rank, info.world_size, facts, timeout.total_seconds())
+    report = FailureReport(store, info.rank, info.world_size)
+    watchdog = _start_watchdog(report, info, hang_timeout)
+    try:
+        with POSITION.inside(SimpleNamespace(epoch=0, step=0, optimizer_step=0), "ddp_init_group"):
+            if info.world_size > 1:
+                facts = {"number of processes": str(info.world_size), "backend": backend}
+                facts |= {**software_facts(), **own_code_facts(), **script_facts()}
+                compare_over_store(store, info.rank, info.world_size, facts, timeout.total_seconds())
+            _join(report, info, backend, device, timeout)
+            runtime = get_runtime(report)
+            runtime.timeout, runtime.watchdog = timeout, watchdog
+            _attend(hosts_store=hosts, destroy=True)
+            dist.barrier(group=control_group())  # a rank that ended now would fail those still connecting to it
+    except BaseException as error:  # told here: nobody can go on, whatever becomes of the exception
+        if not is_second_hand(error):
+            report.tell(Reason.of(info.rank, error, is_final=True))
+        report.depart()
+        if hosts:
+            report.await_departures(LAST_WORDS_SECONDS)
+        watchdog.stop()
+        raise
+
+
+def _start_watchdog(report: FailureReport, info: LaunchInfo, hang_timeout: float) -> Watchdog:
+    """Watch over this process from now on: a rank may fail before it has joined the group that the others wait in."""
+    near = info.node_ranks or range(info.first_on_node, info.first_on_node + info.local_world_size)
+    parent = os.getppid() if info.launcher == "torchrun" else None
+    is_guarded = info.launcher not in {"torchrun", "spawn"}  # whose parents end what does not end itself
+    watchdog = Watchdog(report, near, parent, guarded=is_guarded)
+    watchdog.set_limits(0.0, hang_timeout)
+    watchdog.start()
+    return watchdog
+
+
+def _join(report: FailureReport, info: LaunchInfo, backend: str, device: str, timeout: timedelta) -> None:
+    own, size = torch.device(device) if device.startswith("cuda") else None, info.world_size
     try:
         dist.init_process_group(
-            backend, rank=info.rank, world_size=info.world_size, store=store, timeout=timeout, **arguments
+            backend, rank=info.rank, world_size=size, store=report.store, timeout=timeout, device_id=own
         )
     except RuntimeError as error:  # torch.distributed.DistError derives from it
+        reason = report.find_reason() if is_second_hand(error) else None
+        if reason is not None:
+            raise RankFailedError(reason.summary()) from None
         raise LaunchError(
             f"rank {info.rank} of {info.world_size} could not join the process group "
             f"(backend={backend!r}, met at {info.address}:{info.port}): {error}. {_what_to_do(str(error), device)}"
         ) from error
-    get_runtime().timeout = timeout
-    _attend(hosts_store=hosts, destroy=True)
-    set_hang_limits(0.0, hang_timeout)
-    dist.barrier(group=control_group())  # a rank that ended now would fail those that are still connecting to it
 
 
 def _what_to_do(error: str, device: str) -> str:
@@ -246,16 +274,9 @@ def _attend(*, hosts_store: bool, destroy: bool) -> None:
     watch_uncaught(runtime.report)
     POSITION.waits_for_device = "nccl" in dist.get_backend()
     at_exit(functools.partial(_leave, runtime, destroy=destroy, handled=sys.exc_info()[1]))
-    if destroy:
-        info = find_launch()
-        near = info.node_ranks or range(info.first_on_node, info.first_on_node + info.local_world_size)
-        parent = os.getppid() if info.launcher == "torchrun" else None
-        is_guarded = info.launcher not in {"torchrun", "spawn"}  # whose parents end what does not end itself
-        runtime.watchdog = Watchdog(runtime.report, near, parent, guarded=is_guarded)
-    elif _can_be_shared(runtime.store):
+    if not destroy and _can_be_shared(runtime.store):
         everyone = range(runtime.report.world_size)  # who is on this machine shows when they tell where they are
         runtime.watchdog = Watchdog(runtime.report, everyone, guest=functools.partial(is_current, runtime))
-    if runtime.watchdog is not None:
         runtime.watchdog.start()
 
 

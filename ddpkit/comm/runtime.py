@@ -16,13 +16,16 @@ from ddpkit.comm.mailbox import Mailbox
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ddpkit.control import Watchdog
+    from ddpkit.control import FailureReport, Watchdog
 
 
 class Runtime:
     """What belongs to one process group.
 
     Made for the default process group.
+
+    Args:
+        report: of its ranks; None: they have none yet, and get one in the group's own store.
 
     Attributes:
         group: gives that group, if it is still there.
@@ -42,12 +45,12 @@ class Runtime:
     Ranks: local.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, report: FailureReport | None = None) -> None:
         from ddpkit.compat import default_store, timeout_of
         from ddpkit.control import FailureReport
 
-        self.store: dist.Store = default_store()
-        self.report = FailureReport(self.store, dist.get_rank(), dist.get_world_size())
+        self.report = report or FailureReport(default_store(), dist.get_rank(), dist.get_world_size())
+        self.store: dist.Store = self.report.store
         self.mailbox = Mailbox(self.report)
         # A weak reference: torch owns the groups. A strong one would keep a destroyed group's threads running, and the
         # process would abort at exit.
@@ -77,8 +80,11 @@ class Runtime:
 _runtime: Runtime | None = None
 
 
-def get_runtime() -> Runtime:
+def get_runtime(report: FailureReport | None = None) -> Runtime:
     """Return the runtime of the current default process group.
+
+    Args:
+        report: of its ranks, where the group has just been made and they have one already.
 
     Raises:
         ValueError: no process group is initialized (torch's own error).
@@ -96,7 +102,7 @@ def get_runtime() -> Runtime:
     if _runtime is None or dist.group.WORLD is None or _runtime.group() is not dist.group.WORLD:
         from ddpkit.control import POSITION
 
-        begun = Runtime()
+        begun = Runtime(report)
         if _runtime is not None:
             _runtime.end()
         _runtime = begun

@@ -19,8 +19,7 @@ import torch.distributed as dist
 from ddpkit.comm import process_group, shorten_timeout
 from ddpkit.distributed import control_group, ddp_init_group
 from ddpkit.errors import ConfigError, LaunchError
-from ddpkit.launch import find_launch
-from tests.launching import Run, free_port, python
+from tests.launching import Run, free_port, python, soon, start_by_hand, wait_until
 
 SCRIPT = """
     import json, logging, os, sys
@@ -87,15 +86,6 @@ def test_d6_srun_that_deals_tasks_out_in_turn(tmp_path):
         assert run.wait(90).code == 0, run.err
     found = facts(tmp_path, 4)
     assert [one["node"] for one in found] == [found[rank % 2]["pid"] for rank in range(4)]
-
-
-@pytest.mark.slow
-def test_d6_a_taken_port_is_gone_around(tmp_path):
-    environments = srun(f"{os.getpid()}{time.time_ns()}", 2)
-    with socket.create_server(("", find_launch(environments[0]).port)):
-        for run in start(tmp_path, environments):
-            assert run.wait().code == 0, run.err
-    facts(tmp_path, 2)
 
 
 @pytest.mark.slow
@@ -282,3 +272,41 @@ def test_a_backend_without_timeouts_is_left_alone(monkeypatch):
     assert asked == [timedelta(seconds=5)]
     monkeypatch.setattr(process_group, "dist", SimpleNamespace(group=SimpleNamespace(WORLD=object())))  # an older torch
     shorten_timeout(5)
+
+
+LOST_WHILE_JOINING = """
+    import os, sys, time
+    import torch.distributed as dist
+    import ddpkit
+
+    def join(*_, **__):
+        print("here", flush=True)
+        if sys.argv[1] == "raise":
+            raise ValueError("boom before the group")
+        time.sleep(3)  # until the others know each other
+        os.kill(os.getpid(), 9)
+
+    if os.environ["RANK"] == "1":
+        dist.init_process_group = join
+    ddpkit.ddp_init_group({"device": "cpu"})
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [
+        ("kill", "disappeared in ddp_init_group"),
+        pytest.param("raise", "failed first, at train.py:9 in join: ValueError: boom", marks=pytest.mark.slow),
+    ],
+)
+def test_a_rank_that_is_lost_while_the_group_is_made_ends_the_others(tmp_path, how, reason):
+    """No launcher ends them, and torch would wait for it for half an hour."""
+    (tmp_path / "train.py").write_text(textwrap.dedent(LOST_WHILE_JOINING))
+    first, lost = start_by_hand(python("train.py", how), tmp_path, 2)
+    assert wait_until(lambda: lost.out, 60)
+    began = time.monotonic()
+    first.wait(60)
+    assert soon(began, 10)
+    assert lost.wait().code != 0
+    assert first.code == 1
+    assert reason in first.tail(1), first.err

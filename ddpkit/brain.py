@@ -13,9 +13,9 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from ddpkit import optim
-from ddpkit.base import mark_as_loader, mark_as_saver, register_checkpoint_hooks
+from ddpkit.base import POSITION, mark_as_loader, mark_as_saver, register_checkpoint_hooks
 from ddpkit.comm import check_train_data, optimizer_facts, require_agreement, together
-from ddpkit.control import POSITION, failure_notice, usage_errors
+from ddpkit.control import failure_notice, usage_errors
 from ddpkit.dataloader import LoopedLoader, SaveableDataLoader
 from ddpkit.distributed import ddp_init_group, get_rank, get_world_size, run_on_main
 from ddpkit.ema import require_average, weight_average

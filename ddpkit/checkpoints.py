@@ -32,6 +32,7 @@ from ddpkit.base import (
     DEFAULT_LOAD_HOOKS,
     DEFAULT_SAVE_HOOKS,
     DEFAULT_TRANSFER_HOOKS,
+    POSITION,
     LoadHook,
     SaveHook,
     TransferHook,
@@ -80,7 +81,6 @@ from ddpkit.checkpointing import (
     torch_save,
     wait_for_folder,
 )
-from ddpkit.control import POSITION
 from ddpkit.distributed import exchange, get_world_size, if_main_process
 from ddpkit.errors import CheckpointError, ConfigError, RankCheckpointError
 from ddpkit.logger import get_logger, shown_path

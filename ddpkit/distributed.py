@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp
 
-from ddpkit.base import get_rank, get_world_size, is_distributed_initialized, this_place
+from ddpkit.base import POSITION, Reason, get_rank, get_world_size, is_distributed_initialized, this_place
 from ddpkit.comm import Outcome, call_site, control_group, get_runtime, outside_frame, raise_as_reader
 from ddpkit.errors import LaunchError, RankFailedError
 
@@ -202,8 +202,6 @@ def alone() -> Iterator[None]:
 
 def _on_one_rank(call: Callable[[], T], poster: int, readers: int, *, mine: bool, site: str) -> T | None:
     """Run ``call`` on one rank and give its value or its failure to the ``readers`` other ranks that ask."""
-    from ddpkit.control import POSITION, Reason
-
     mailbox = get_runtime().mailbox
     count = mailbox.next_count(site)
     if not mine:

@@ -29,8 +29,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from ddpkit.base import Reason
 from ddpkit.comm import get_runtime
-from ddpkit.control import Reason
 from ddpkit.errors import DdpkitError
 
 if TYPE_CHECKING:

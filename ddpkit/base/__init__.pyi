@@ -1,3 +1,12 @@
+from ddpkit.base.failure_report import (
+    PLACE as PLACE,
+    PROCESS as PROCESS,
+    FailureReport as FailureReport,
+    Reason as Reason,
+    explained as explained,
+    is_second_hand as is_second_hand,
+    text_and_line as text_and_line,
+)
 from ddpkit.base.marks import (
     DEFAULT_LOAD_HOOKS as DEFAULT_LOAD_HOOKS,
     DEFAULT_SAVE_HOOKS as DEFAULT_SAVE_HOOKS,
@@ -24,7 +33,6 @@ from ddpkit.base.process_probe import (
     is_relative as is_relative,
     kill_later as kill_later,
     state_and_start as state_and_start,
-    this_place as this_place,
 )
 from ddpkit.base.rank import (
     MPI_LAUNCHERS as MPI_LAUNCHERS,
@@ -34,6 +42,17 @@ from ddpkit.base.rank import (
     is_distributed_initialized as is_distributed_initialized,
     rank_if_known as rank_if_known,
     size as size,
+    this_place as this_place,
+)
+from ddpkit.base.rank_status import (
+    POSITION as POSITION,
+    Position as Position,
+    RankStatus as RankStatus,
+    host_name as host_name,
+    is_library as is_library,
+    line_of as line_of,
+    stage_of as stage_of,
+    table as table,
 )
 from ddpkit.base.signals import (
     REPEAT_SECONDS as REPEAT_SECONDS,

@@ -12,7 +12,6 @@ import multiprocessing
 import os
 import select
 import signal
-import socket
 import struct
 import sys
 import threading
@@ -30,26 +29,6 @@ LISTEN_SECONDS = 1.0  # between two looks of a guard
 LATER_SECONDS = 4.0  # than its limit is a process killed: the others, with the same limit, first say where all are
 DUMP_SECONDS = 0.5
 PF_EXITING = 0x4  # among the flags of /proc/PID/stat, see include/linux/sched.h
-
-
-def this_place() -> tuple[str, str, str]:
-    """Return where a process number means one process.
-
-    Returns:
-        Host, boot, and namespace of processes; the last two are empty where they cannot be known.
-
-    Ranks: local.
-
-    Example:
-        >>> len(this_place())
-        3
-    """
-    boot_id = namespace = ""
-    with contextlib.suppress(OSError):
-        if Path("/proc/self").readlink() == Path(str(os.getpid())):  # else /proc shows another namespace
-            boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-            namespace = str(Path("/proc/self/ns/pid").readlink())
-    return socket.gethostname(), boot_id, namespace
 
 
 def state_and_start(pid: int) -> tuple[str, int]:

@@ -6,9 +6,12 @@ and whether they contradict each other, is said by :mod:`ddpkit.launch.launchers
 
 from __future__ import annotations
 
+import contextlib
 import os
+import socket
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import NamedTuple
 
 # Slurm numbers the batch script, the external step and the interactive step from the top of 32 bits downward.
@@ -163,3 +166,23 @@ def size(environ: Mapping[str, str], *names: str) -> int:
     """
     found = (environ[name] for name in names if environ.get(name, "").isdecimal())
     return int(next(found, "0"))
+
+
+def this_place() -> tuple[str, str, str]:
+    """Return where a process number means one process.
+
+    Returns:
+        Host, boot, and namespace of processes; the last two are empty where they cannot be known.
+
+    Ranks: local.
+
+    Example:
+        >>> len(this_place())
+        3
+    """
+    boot_id = namespace = ""
+    with contextlib.suppress(OSError):
+        if Path("/proc/self").readlink() == Path(str(os.getpid())):  # else /proc shows another namespace
+            boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+            namespace = str(Path("/proc/self/ns/pid").readlink())
+    return socket.gethostname(), boot_id, namespace

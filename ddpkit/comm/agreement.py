@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from ddpkit.base import POSITION
 from ddpkit.comm.consistency import describe_differences, own_place
-from ddpkit.control import POSITION
 from ddpkit.distributed import exchange, get_world_size
 from ddpkit.errors import DataError, RankFailedError, RankMismatchError
 from ddpkit.logger import get_logger

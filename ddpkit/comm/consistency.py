@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from ddpkit import __version__
-from ddpkit.control import host_name, is_library
+from ddpkit.base import host_name, is_library
 from ddpkit.errors import LaunchError, RankMismatchError
 
 if TYPE_CHECKING:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import inspect
+import logging
 import pickle
 import re
 import time
@@ -25,16 +26,15 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
+from ddpkit.base import FailureReport, Reason, explained
 from ddpkit.errors import MainProcessError, RankFailedError
-from ddpkit.logger import get_logger
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import FrameType
 
-    from ddpkit.control import FailureReport, Reason
 
-logger = get_logger(__name__)
+logger = logging.getLogger(__name__)  # each message names its rank
 
 PIECE_BYTES = 4 << 20
 FIRST_WARNING_SECONDS = 30.0
@@ -54,7 +54,7 @@ class Outcome:
     Ranks: local.
 
     Example:
-        >>> from ddpkit.control import Reason
+        >>> from ddpkit.base import Reason
         >>> Outcome(reason=Reason.of(0, ValueError("no"), is_final=False)).reason.text
         'ValueError: no'
     """
@@ -150,7 +150,7 @@ class Mailbox:
 
     Example:
         >>> from torch.distributed import HashStore
-        >>> from ddpkit.control import FailureReport
+        >>> from ddpkit.base import FailureReport
         >>> box = Mailbox(FailureReport(HashStore(), rank=0, world_size=1))
         >>> box.post("site", box.next_count("site"), Outcome(3), readers=1)
         >>> box.read("site", "0.1", poster=0, readers=1).value
@@ -227,7 +227,7 @@ class Mailbox:
         except Exception as error:  # noqa: BLE001 -- the value's own code may raise anything, and others wait for an answer
             kind = type(outcome.value).__name__
             text = "%s: the value of this main-only call, a %s, cannot be handed to others (%s); they get None."
-            logger.warning(text, place(site), kind, error, main_process_only=False)
+            logger.warning(text, place(site), kind, error)
             return pickle.dumps(Outcome())
 
     def _unpickled(self, site: str, payload: bytes) -> Outcome:
@@ -236,7 +236,7 @@ class Mailbox:
         except Exception as error:  # noqa: BLE001 -- as above: the work was done, only its value is lost
             what = f"{type(error).__name__}: {error}"
             text = "%s: the value of this main-only call cannot be read on rank %d (%s), which gets None."
-            logger.warning(text, place(site), self.rank, what, main_process_only=False)
+            logger.warning(text, place(site), self.rank, what)
             return Outcome()
         return outcome
 
@@ -264,8 +264,6 @@ class Mailbox:
 
     def _why_lost(self, error: RuntimeError, site: str, poster: int) -> RankFailedError:
         """Say which rank was lost with the connection to the store, if that becomes known soon."""
-        from ddpkit.control import explained
-
         self.report.store_is_lost = True
         news = explained(error)
         if isinstance(news, RankFailedError) and news.__cause__ is None:
@@ -291,7 +289,7 @@ class Mailbox:
             "rank %d has waited %.0f s at %s for rank %d. If that is not working on this call, the ranks have taken "
             "different paths through the script."
         )
-        logger.warning(text, self.rank, seconds, place(site), poster, main_process_only=False)
+        logger.warning(text, self.rank, seconds, place(site), poster)
 
 
 def raise_as_reader(reason: Reason, site: str, poster: int) -> None:
@@ -309,7 +307,7 @@ def raise_as_reader(reason: Reason, site: str, poster: int) -> None:
     Ranks: local.
 
     Example:
-        >>> from ddpkit.control import Reason
+        >>> from ddpkit.base import Reason
         >>> raise_as_reader(Reason(0, "ValueError: no", trace="..."), "train.py:3 in prepare", 0)
         Traceback (most recent call last):
         ddpkit.errors.MainProcessError: rank 0 failed in the call at train.py:3 in prepare: ValueError: no

@@ -19,24 +19,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from ddpkit.base import is_distributed_initialized, state_and_start
-from ddpkit.comm.consistency import compare_over_store, own_code_facts, script_facts, software_facts
-from ddpkit.comm.rendezvous import open_store
-from ddpkit.comm.runtime import Runtime, control_group, get_runtime, is_current
-from ddpkit.compat import all_groups
-from ddpkit.control import (
+from ddpkit.base import (
     POSITION,
     PROCESS,
     FailureReport,
     Reason,
-    Watchdog,
-    at_exit,
     host_name,
+    is_distributed_initialized,
     is_second_hand,
-    kill_workers,
-    note_end_of_child,
-    watch_uncaught,
+    state_and_start,
 )
+from ddpkit.comm.consistency import compare_over_store, own_code_facts, script_facts, software_facts
+from ddpkit.comm.rendezvous import open_store
+from ddpkit.comm.runtime import Runtime, control_group, get_runtime, is_current
+from ddpkit.compat import all_groups
+from ddpkit.control import Watchdog, at_exit, kill_workers, note_end_of_child, watch_uncaught
 from ddpkit.device import resolve_device
 from ddpkit.errors import ConfigError, LaunchError, RankFailedError
 from ddpkit.launch import find_launch
@@ -108,7 +105,7 @@ def init_group(run_opts: Mapping[str, Any] | Any) -> None:
     report = FailureReport(store, info.rank, info.world_size)
     watchdog = _start_watchdog(report, info, hang_timeout)
     try:
-        with POSITION.inside(SimpleNamespace(epoch=0, step=0, optimizer_step=0), "ddp_init_group"):
+        with POSITION.inside(SimpleNamespace(epoch=0, step=0, optimizer_step=0)):
             if info.world_size > 1:
                 facts = {"number of processes": str(info.world_size), "backend": backend}
                 facts |= {**software_facts(), **own_code_facts(), **script_facts()}

@@ -1,6 +1,6 @@
 """The runtime of one process group, made by ddpkit or by other code: created on first use, ended with the group.
 
-The control plane is imported with the first group; asking for a rank does not import it.
+Its watchdog comes from the control plane, which is above; asking for a rank does not import that.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from ddpkit.base import is_distributed_initialized
+from ddpkit.base import POSITION, PROCESS, FailureReport, is_distributed_initialized
 from ddpkit.comm.mailbox import Mailbox
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ddpkit.control import FailureReport, Watchdog
+    from ddpkit.control import Watchdog
 
 
 class Runtime:
@@ -46,8 +46,7 @@ class Runtime:
     """
 
     def __init__(self, report: FailureReport | None = None) -> None:
-        from ddpkit.compat import default_store, timeout_of
-        from ddpkit.control import FailureReport
+        from ddpkit.compat import default_store, timeout_of  # reaches into torch: not for those who ask for a rank
 
         self.report = report or FailureReport(default_store(), dist.get_rank(), dist.get_world_size())
         self.store: dist.Store = self.report.store
@@ -66,8 +65,6 @@ class Runtime:
 
         The store is left alone: slower ranks may still be talking to it.
         """
-        from ddpkit.control import PROCESS
-
         self.is_over = True
         if self.watchdog is not None and not self.report.is_forked:
             self.watchdog.stop()
@@ -100,8 +97,6 @@ def get_runtime(report: FailureReport | None = None) -> Runtime:
     """
     global _runtime  # noqa: PLW0603 -- shadows torch's own global, the default process group
     if _runtime is None or dist.group.WORLD is None or _runtime.group() is not dist.group.WORLD:
-        from ddpkit.control import POSITION
-
         begun = Runtime(report)
         if _runtime is not None:
             _runtime.end()

@@ -8,13 +8,6 @@ from ddpkit.control.failure import (
     usage_errors as usage_errors,
     watch_uncaught as watch_uncaught,
 )
-from ddpkit.control.failure_report import (
-    PROCESS as PROCESS,
-    FailureReport as FailureReport,
-    Reason as Reason,
-    explained as explained,
-    is_second_hand as is_second_hand,
-)
 from ddpkit.control.loader_workers import (
     at_exit as at_exit,
     kill_workers as kill_workers,
@@ -26,12 +19,6 @@ from ddpkit.control.periodic_sync import (
     Requests as Requests,
     SyncReport as SyncReport,
     terminating_later as terminating_later,
-)
-from ddpkit.control.rank_status import (
-    POSITION as POSITION,
-    host_name as host_name,
-    is_library as is_library,
-    stage_of as stage_of,
 )
 from ddpkit.control.stopping import (
     MARKER as MARKER,

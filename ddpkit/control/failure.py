@@ -1,7 +1,7 @@
 """What a process does when it fails: it says why, where the launcher and the other ranks will look.
 
 The exception that ends a process is noted twice, by :func:`watch_uncaught`'s hook: in the file from which torchrun
-makes its closing summary, and in the report of the process group (:mod:`ddpkit.control.failure_report`).
+makes its closing summary, and in the report of the process group (:mod:`ddpkit.base.failure_report`).
 
 Source: ``torch.distributed.elastic.multiprocessing.errors.ErrorHandler.record_exception`` defines the file's format;
 torchrun takes the failure with the lowest timestamp, in whole seconds, for the root cause.
@@ -20,17 +20,18 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from ddpkit.base import rank_if_known
-from ddpkit.control.failure_report import (
+from ddpkit.base import (
     PLACE,
+    POSITION,
     PROCESS,
     FailureReport,
     Reason,
     explained,
     is_second_hand,
+    line_of,
+    rank_if_known,
     text_and_line,
 )
-from ddpkit.control.rank_status import POSITION, line_of
 from ddpkit.errors import ConfigError, FolderInUseError, LaunchError, RankFailedError, RunStopped
 from ddpkit.logger import get_logger
 

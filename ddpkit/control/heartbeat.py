@@ -12,9 +12,17 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ddpkit.base import has_ended, state_and_start, this_place
-from ddpkit.control.failure_report import FailureReport, Reason
-from ddpkit.control.rank_status import POSITION, Position, RankStatus, host_name
+from ddpkit.base import (
+    POSITION,
+    FailureReport,
+    Position,
+    RankStatus,
+    Reason,
+    has_ended,
+    host_name,
+    state_and_start,
+    this_place,
+)
 from ddpkit.logger import get_logger
 from ddpkit.types import Stage
 
@@ -195,7 +203,7 @@ class Heartbeat:
             seconds = self.still_for()
             is_away = self.position.has_no_limit() and seconds >= SILENT_SECONDS
             here = self.position.own_status(self.rank, seconds, look=is_away or self.is_in_trouble())
-            here.beats = self.beats
+            here.beats, here.started = self.beats, self._here.started
             text = here.to_json()
         except Exception as error:  # noqa: BLE001 -- that it lives matters more than where it is
             self.log_once("say where it is", error)

@@ -15,12 +15,21 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
-from ddpkit.base import Guard, asked_twice, kill_later
+from ddpkit.base import (
+    POSITION,
+    PROCESS,
+    FailureReport,
+    Guard,
+    Position,
+    Reason,
+    asked_twice,
+    host_name,
+    kill_later,
+    table,
+)
 from ddpkit.control.failure import record_for_launcher
-from ddpkit.control.failure_report import PROCESS, FailureReport, Reason
 from ddpkit.control.heartbeat import SILENT_SECONDS, Heartbeat
 from ddpkit.control.loader_workers import kill_workers, show_workers
-from ddpkit.control.rank_status import POSITION, Position, host_name, table
 from ddpkit.errors import LaunchError, RankFailedError
 from ddpkit.launch import find_launch
 from ddpkit.logger import get_logger

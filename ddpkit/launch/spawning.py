@@ -29,7 +29,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 
 import torch.distributed as dist
 
-from ddpkit.control import PLAIN, explained, is_second_hand
+from ddpkit.base import explained, is_second_hand
+from ddpkit.control import PLAIN
 from ddpkit.device import accelerator_kind, count_devices
 from ddpkit.errors import ConfigError, LaunchError, RankFailedError
 from ddpkit.launch.launchers import find_launch

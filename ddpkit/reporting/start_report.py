@@ -32,9 +32,8 @@ import numpy as np
 import torch
 
 from ddpkit import __version__
-from ddpkit.base import MPI_LAUNCHERS
+from ddpkit.base import MPI_LAUNCHERS, host_name
 from ddpkit.comm import software_facts
-from ddpkit.control import host_name
 from ddpkit.logger import get_logger, shown_path
 
 if TYPE_CHECKING:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING
 
+from ddpkit.base import POSITION
 from ddpkit.comm import AFTER_WATCH_SECONDS, get_runtime, longest_wait, set_hang_limits, shorten_timeout
-from ddpkit.control import POSITION, failure_notice, watch_loader_workers
+from ddpkit.control import failure_notice, watch_loader_workers
 from ddpkit.distributed import is_distributed_initialized
 
 if TYPE_CHECKING:

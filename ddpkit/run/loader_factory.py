@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader
 
-from ddpkit.control import POSITION
+from ddpkit.base import POSITION
 from ddpkit.data import is_batches, is_ordered
 from ddpkit.dataloader import LoopedLoader, Sharding, deal_batches, default_seed, reshard, shard
 from ddpkit.distributed import get_rank, get_world_size

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from ddpkit.control import POSITION, PeriodicSync, Requests, exit_code
+from ddpkit.base import POSITION
+from ddpkit.control import PeriodicSync, Requests, exit_code
 from ddpkit.dataloader import plan_of, set_epoch
 from ddpkit.distributed import (
     exchange,

@@ -7,17 +7,15 @@ import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ddpkit.base import SignalListener
+from ddpkit.base import SignalListener, host_name, stage_of
 from ddpkit.control import (
     MARKER,
     TIME_LIMIT,
     exit_code,
-    host_name,
     parse_duration,
     remove_marker,
     require_stop_signals,
     seconds_since_start,
-    stage_of,
     write_marker,
 )
 from ddpkit.distributed import get_rank, run_on_main

@@ -11,9 +11,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from torch.distributed import HashStore, TCPStore
 
+from ddpkit.base import FailureReport, Reason
 from ddpkit.comm import mailbox
 from ddpkit.comm.mailbox import Mailbox, Outcome, call_site, outside_frame, place, raise_as_reader
-from ddpkit.control import FailureReport, Reason
 from ddpkit.errors import MainProcessError, RankFailedError
 from tests.launching import wait_until
 

@@ -9,9 +9,9 @@ import time
 
 import pytest
 
+from ddpkit.base import Reason, host_name
 from ddpkit.comm import process_group
 from ddpkit.comm.process_group import SEEN_SECONDS, _let_launcher_see
-from ddpkit.control import Reason, host_name
 
 
 @pytest.fixture

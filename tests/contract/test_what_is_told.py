@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ddpkit.control import POSITION
+from ddpkit.base import POSITION
 from ddpkit.epoch_loop import EpochCounter
 from ddpkit.experiment import close_experiment, create_experiment_directory
 from ddpkit.optim import take_step

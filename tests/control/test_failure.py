@@ -12,9 +12,9 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 
+from ddpkit.base.failure_report import FailureReport, Reason
+from ddpkit.base.rank_status import Position
 from ddpkit.control import failure
-from ddpkit.control.failure_report import FailureReport, Reason
-from ddpkit.control.rank_status import Position
 from ddpkit.errors import MainProcessError, RankFailedError
 from tests.launching import soon
 
@@ -26,8 +26,8 @@ def _as_if_nothing_had_failed(monkeypatch):
     for name in ("report", "failed", "file", "left"):
         monkeypatch.setattr(failure.PROCESS, name, None)
     position = Position()
-    for module in ("failure", "failure_report"):
-        monkeypatch.setattr(f"ddpkit.control.{module}.POSITION", position)
+    for module in ("control.failure", "base.failure_report"):
+        monkeypatch.setattr(f"ddpkit.{module}.POSITION", position)
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ import signal
 
 import pytest
 
+from ddpkit.base.rank_status import POSITION
 from ddpkit.base.signals import _Listeners
-from ddpkit.control.rank_status import POSITION
 from ddpkit.control.stopping import MARKER
 from ddpkit.errors import RunStopped
 from tests.contract.recipes import Regression, make, points

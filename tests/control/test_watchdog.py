@@ -16,9 +16,9 @@ import pytest
 from torch.distributed import HashStore
 
 from ddpkit.base import state_and_start
-from ddpkit.control.failure_report import PROCESS, FailureReport, Reason
+from ddpkit.base.failure_report import PROCESS, FailureReport, Reason
+from ddpkit.base.rank_status import Position, RankStatus
 from ddpkit.control.heartbeat import BEAT_SECONDS, FIRST_BEATS, SEARCH_SECONDS, SILENT_SECONDS, beat_key
-from ddpkit.control.rank_status import Position, RankStatus
 from ddpkit.control.watchdog import GRACE_SECONDS, LAUNCHER_SECONDS, LOOK_SECONDS, Watchdog
 from ddpkit.training import Progress
 from ddpkit.types import Stage
@@ -64,7 +64,7 @@ def clock(monkeypatch):
     clock = Clock()
     for module in ("watchdog", "heartbeat"):
         monkeypatch.setattr(f"ddpkit.control.{module}.time", clock)
-    monkeypatch.setattr("ddpkit.control.failure_report.POSITION", Position(session=1))
+    monkeypatch.setattr("ddpkit.base.failure_report.POSITION", Position(session=1))
     return clock
 
 
@@ -662,7 +662,7 @@ def test_the_next_session_has_forgotten_the_failure_of_the_last(clock, store, mo
     pass_time(clock, 2, one, beating=[one])
     assert one.heartbeat.failure is not None
     one.position.session, one.position.waiting = 2, True
-    monkeypatch.setattr("ddpkit.control.failure_report.POSITION", one.position)
+    monkeypatch.setattr("ddpkit.base.failure_report.POSITION", one.position)
     pass_time(clock, 20, one, beating=[one])
     assert one.heartbeat.failure is None
     assert one.ended == []

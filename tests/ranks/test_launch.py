@@ -295,7 +295,7 @@ LOST_WHILE_JOINING = """
 @pytest.mark.parametrize(
     ("how", "reason"),
     [
-        ("kill", "disappeared in ddp_init_group"),
+        ("kill", "disappeared: it was killed, or has crashed"),
         pytest.param("raise", "failed first, at train.py:9 in join: ValueError: boom", marks=pytest.mark.slow),
     ],
 )

@@ -12,9 +12,9 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from ddpkit import distributed
+from ddpkit.base import host_name
 from ddpkit.brain import run_of
 from ddpkit.comm.consistency import own_place
-from ddpkit.control import host_name
 from ddpkit.distributed import exchange
 from ddpkit.run import preflight
 from tests.contract.recipes import QUIET, Regression, make, points, sgd, weights

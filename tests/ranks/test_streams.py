@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from ddpkit.control import POSITION
+from ddpkit.base import POSITION
 from ddpkit.dataloader import LoopedLoader
 from ddpkit.distributed import start_sum_over_ranks, sum_over_ranks
 from ddpkit.errors import RunStopped

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from ddpkit.control.rank_status import POSITION, line_of
+from ddpkit.base.rank_status import POSITION, line_of
 from ddpkit.errors import RankFailedError
 
 if TYPE_CHECKING:

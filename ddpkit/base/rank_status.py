@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import os
 import socket
@@ -12,8 +11,6 @@ import threading
 from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
-
-from ddpkit.base import state_and_start
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -224,7 +221,7 @@ class Position:
         """
         progress = self.progress
         pid, session = os.getpid(), self.session
-        found = RankStatus(rank, host_name(), pid, seconds=round(seconds, 1), started=_start_of(pid), session=session)
+        found = RankStatus(rank, host_name(), pid, seconds=round(seconds, 1), session=session)
         if progress is not None:
             found.inside = True
             if self.call:
@@ -236,11 +233,6 @@ class Position:
 
 
 POSITION = Position()
-
-
-@functools.cache
-def _start_of(pid: int) -> int:
-    return state_and_start(pid)[1]
 
 
 def stage_of(progress: Any) -> str:

@@ -8,7 +8,6 @@ from ddpkit.comm.agreement import (
     together as together,
 )
 from ddpkit.comm.consistency import (
-    own_code_facts as own_code_facts,
     recipe_facts as recipe_facts,
     script_facts as script_facts,
     software_facts as software_facts,

@@ -74,15 +74,6 @@ def software_facts() -> dict[str, str]:
     }
 
 
-def own_code_facts() -> dict[str, str]:
-    """Return a digest of this package's own code, which takes 10 ms: a run of one process does without.
-
-    Ranks: local.
-    """
-    own = code_digest(str(Path(__file__).parents[1]))
-    return {f"{FILE}ddpkit/*.py": f"code {own}"} if own else {}
-
-
 def script_facts() -> dict[str, str]:
     """Name the script that runs, and a digest of its text.
 
@@ -146,47 +137,10 @@ def file_digest(path: str) -> str:
         >>> len(file_digest(__file__)), file_digest("/no/such/file")
         (8, '')
     """
-    content = _content(path)
-    return "" if content is None else hashlib.blake2b(content, digest_size=4).hexdigest()
-
-
-@functools.cache
-def code_digest(folder: str) -> str:
-    """Return a short digest of all Python files below a folder, as they were when they were first looked at.
-
-    Args:
-        folder: of a package.
-
-    Returns:
-        Eight hexadecimal digits; empty if the folder has no file or a file cannot be read.
-
-    Ranks: local.
-
-    Example:
-        >>> len(code_digest(str(Path(__file__).parent))), code_digest("/no/such/folder")
-        (8, '')
-    """
-    digest = hashlib.blake2b(digest_size=4)
-    found = sorted(
-        os.path.join(parent, name)  # noqa: PTH118 -- Path is too slow for hundreds of files
-        for parent, _, names in os.walk(folder)
-        for name in names
-        if name.endswith(".py")
-    )
-    for path in found:
-        content = _content(path)
-        if content is None:
-            return ""
-        digest.update(f"{path[len(folder) :]} {len(content)} ".encode())
-        digest.update(content)
-    return digest.hexdigest() if found else ""
-
-
-def _content(path: str) -> bytes | None:
-    with contextlib.suppress(OSError, ValueError), open(path, "rb", buffering=0) as file:  # noqa: PTH123 -- as above
-        content = file.read(LARGEST_FILE_BYTES + 1)
-        return content if len(content) <= LARGEST_FILE_BYTES else None
-    return None
+    with contextlib.suppress(OSError, ValueError):  # ValueError: a name that no file can have
+        if Path(path).stat().st_size <= LARGEST_FILE_BYTES:
+            return hashlib.blake2b(Path(path).read_bytes(), digest_size=4).hexdigest()
+    return ""
 
 
 def _script() -> Path | None:

@@ -29,7 +29,7 @@ from ddpkit.base import (
     is_second_hand,
     state_and_start,
 )
-from ddpkit.comm.consistency import compare_over_store, own_code_facts, script_facts, software_facts
+from ddpkit.comm.consistency import compare_over_store, script_facts, software_facts
 from ddpkit.comm.rendezvous import open_store
 from ddpkit.comm.runtime import Runtime, control_group, get_runtime, is_current
 from ddpkit.compat import all_groups
@@ -108,7 +108,7 @@ def init_group(run_opts: Mapping[str, Any] | Any) -> None:
         with POSITION.inside(SimpleNamespace(epoch=0, step=0, optimizer_step=0)):
             if info.world_size > 1:
                 facts = {"number of processes": str(info.world_size), "backend": backend}
-                facts |= {**software_facts(), **own_code_facts(), **script_facts()}
+                facts |= {**software_facts(), **script_facts()}
                 compare_over_store(store, info.rank, info.world_size, facts, timeout.total_seconds())
             _join(report, info, backend, device, timeout)
             runtime = get_runtime(report)

@@ -91,15 +91,14 @@ def _from_slurm(environ: Mapping[str, str]) -> LaunchInfo | None:
         return None
     tasks = size(environ, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
     rank, local_rank = count(environ, "SLURM_PROCID"), count(environ, "SLURM_LOCALID")
-    node_ranks = tuple(_counts(environ["SLURM_GTIDS"])) if environ.get("SLURM_GTIDS") else ()
-    node_rank = count(environ, "SLURM_NODEID", 0)
-    on_node = len(node_ranks) or _tasks_on_node(environ, node_rank, tasks)
+    node_ranks = _ranks_on_node(environ)
+    on_node = len(node_ranks)
     check_below(
         environ,
         ("SLURM_PROCID", rank, "the number of tasks", tasks),
         ("SLURM_LOCALID", local_rank, "the number of tasks on this node", on_node),
     )
-    if node_ranks and node_ranks[local_rank] != rank:
+    if node_ranks[local_rank] != rank:
         reason = f"SLURM_PROCID={rank}, but SLURM_GTIDS has {node_ranks[local_rank]} for SLURM_LOCALID={local_rank}"
         raise contradiction(reason, environ)
     job = ".".join(environ.get(f"SLURM_{name}", "") for name in ("CLUSTER_NAME", "JOB_ID", "STEP_ID"))
@@ -113,20 +112,18 @@ def _from_slurm(environ: Mapping[str, str]) -> LaunchInfo | None:
         local_rank=local_rank,
         world_size=tasks,
         local_world_size=on_node,
-        node_rank=node_rank,
+        node_rank=count(environ, "SLURM_NODEID", 0),
         node_ranks=node_ranks,
         own_devices=bool(per_task) or any(word in binding for word in _GPUS_PER_TASK),
         **place,
     )
 
 
-def _tasks_on_node(environ: Mapping[str, str], node_rank: int, tasks: int) -> int:
-    nodes = max(1, size(environ, "SLURM_STEP_NUM_NODES", "SLURM_NNODES"))
-    text = environ.get("SLURM_STEP_TASKS_PER_NODE")
-    counts = _counts(text) if text else [tasks // nodes] * nodes
-    if sum(counts) != tasks or node_rank >= len(counts):
-        raise contradiction(f"neither SLURM_GTIDS nor SLURM_STEP_TASKS_PER_NODE={text!r} tells this node", environ)
-    return counts[node_rank]
+def _ranks_on_node(environ: Mapping[str, str]) -> tuple[int, ...]:
+    text = environ.get("SLURM_GTIDS", "")
+    if re.fullmatch(r"\d+(,\d+)*", text) is None:
+        raise contradiction(f"SLURM_GTIDS={text!r} is not a list of the ranks on this node, such as 0,1,2,3", environ)
+    return tuple(map(int, text.split(",")))
 
 
 def _host_of_task_zero(environ: Mapping[str, str], rank: int, one_node: bool) -> str:
@@ -152,17 +149,6 @@ def _first_host(text: str) -> str:
             'export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)'
         )
     return re.sub(r"\[(\d+)[^]]*\]", r"\1", name[0])
-
-
-def _counts(text: str) -> list[int]:
-    """Spell out one number per node: ``"4(x2),1"`` is twice 4, then 1."""
-    counts: list[int] = []
-    for part in text.split(","):
-        found = re.fullmatch(r"(\d+)(?:\(x(\d{1,6})\))?", part.strip())
-        if found is None:
-            raise LaunchError(f"cannot read the Slurm task list {text!r}: {part!r} is not a count such as 4 or 4(x2).")
-        counts += [int(found[1])] * int(found[2] or 1)
-    return counts
 
 
 # ------------------------------------------------------------------------------------------------ MPI

@@ -12,7 +12,6 @@ from ddpkit.comm import (
     model_facts,
     option_facts,
     outside_frame,
-    own_code_facts,
     recipe_facts,
     require_agreement,
     script_facts,
@@ -91,7 +90,6 @@ class Preflight:
             facts = {
                 "call": f"{call} at {path}",
                 **software_facts(),
-                **own_code_facts(),
                 **script_facts(),
                 **recipe_facts(type(brain), options.param_file),
                 "checkpointer": "none" if checkpointer is None else type(checkpointer).__name__,

@@ -22,11 +22,9 @@ from ddpkit.comm.consistency import (
     LARGEST_FILE_BYTES,
     MOST_FILES,
     MOST_SHOWN,
-    code_digest,
     compare_over_store,
     describe_differences,
     file_digest,
-    own_code_facts,
     recipe_facts,
     software_facts,
     strict_part,
@@ -42,22 +40,6 @@ def test_versions_are_those_that_run():
     assert facts["Python"] == f"{sys.version_info[0]}.{sys.version_info[1]}"
     assert facts["torch"] == torch.__version__
     assert facts["ddpkit"] == ddpkit.__version__
-    assert own_code_facts()["file ddpkit/*.py"] == f"code {code_digest(str(Path(ddpkit.__file__).parent))}"
-
-
-def test_every_byte_and_name_of_a_package_counts(tmp_path):
-    def digest(**files):
-        folder = tmp_path / str(time.monotonic_ns())
-        (folder / "inner").mkdir(parents=True)
-        for name, text in files.items():
-            (folder / name.replace("__", "/")).with_suffix(".py").write_text(text)
-        return code_digest(str(folder))
-
-    same = digest(a="1", inner__b="2")
-    assert len(same) == 8
-    assert same == digest(a="1", inner__b="2")
-    others = [digest(a="1", inner__b="3"), digest(a="1", inner__c="2"), digest(a="12", inner__b=""), digest(a="1")]
-    assert len({same, *others}) == 5
 
 
 def test_what_cannot_be_read_has_no_digest(tmp_path):
@@ -68,7 +50,6 @@ def test_what_cannot_be_read_has_no_digest(tmp_path):
     fits.write_bytes(b"#" * LARGEST_FILE_BYTES)
     assert [file_digest(str(path)) for path in (huge, tmp_path, tmp_path / "none.py", "\0")] == [""] * 4
     assert len(file_digest(str(fits))) == 8
-    assert code_digest(str(tmp_path)) == "", "of a package with a file like that nothing is known"
 
 
 def of_script(folder, script, *modules):

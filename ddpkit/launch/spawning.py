@@ -135,19 +135,15 @@ def _require_no_launcher(what: str) -> None:
         )
 
 
-def _listen() -> socket.socket:
-    """Listen where the store of the run will be: at a free port, or at the user's."""
-    port = given_port(os.environ)
+def _host_store() -> dist.TCPStore:
+    """Keep the store that the ranks meet at, as torchrun's agent does: at a free port, or at the user's."""
+    port, limit = given_port(os.environ), timedelta(seconds=STORE_SECONDS)
     try:
-        return socket.create_server((LOOPBACK, port))
+        listener = socket.create_server((LOOPBACK, port))  # torch's own would listen to other machines too
     except OSError as error:
         text = f"the store of the run cannot be kept at port {port} of MASTER_PORT: {error}."
         raise LaunchError(f"{text} Unset MASTER_PORT: a free port is found then.") from error
-
-
-def _host_store(listener: socket.socket) -> dist.TCPStore:
-    """Keep the store that the ranks meet at, as torchrun's agent does."""
-    port, limit = listener.getsockname()[1], timedelta(seconds=STORE_SECONDS)
+    port = listener.getsockname()[1]
     return dist.TCPStore(
         LOOPBACK, port, is_master=True, wait_for_workers=False, timeout=limit, master_listen_fd=listener.detach()
     )
@@ -184,7 +180,7 @@ def run_script(asked: int | str, device: str | None = None) -> NoReturn:
             "--nproc starts the running script again, and there is none: this is an interactive Python, or code from a "
             "pipe. Call ddpkit.spawn(function, nprocs), or put the code into a file."
         )
-    store = _host_store(_listen())
+    store = _host_store()
     with tempfile.TemporaryDirectory(prefix="ddpkit-") as folder:
         running: list[subprocess.Popen[bytes]] = []
         errors = [Path(folder, f"{rank}.json") for rank in range(number)]
@@ -268,16 +264,14 @@ def spawn(function: Callable[..., T], nprocs: int | str = "auto", *args: Any) ->
     _require_no_launcher("ddpkit.spawn")
     number = count_processes(nprocs)
     _require_importable(function, args)
-    listener = _listen()
-    port = int(listener.getsockname()[1])
+    store = _host_store()
     processes: list[BaseProcess] = []
     with tempfile.TemporaryDirectory(prefix="ddpkit-") as folder:
         files = [Path(folder, str(rank)) for rank in range(number)]
         try:
             for rank in range(number):
                 target_args = (files[rank], function, args)
-                processes.append(_start_process(target_args, rank_environment(rank, number, port)))
-            _store = _host_store(listener)  # as long as they run
+                processes.append(_start_process(target_args, rank_environment(rank, number, int(store.port))))
             pids = [process.pid or 0 for process in processes]
             polls = [functools.partial(getattr, process, "exitcode") for process in processes]
             supervisor = Supervisor(list(zip(pids, polls, strict=True)), lambda: all(map(Path.exists, files)))

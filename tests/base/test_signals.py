@@ -311,7 +311,7 @@ def test_a_helper_that_a_script_forks_can_be_ended():
         helper.start()
         time.sleep(0.2)
         helper.terminate()
-        helper.join(10)
+        helper.join(60)
         code = helper.exitcode
         helper.kill()
         helper.join()

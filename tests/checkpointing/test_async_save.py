@@ -38,7 +38,7 @@ class Gate(FileOperations):
     def write(self, path, writer):
         if path.name == "model.ckpt":
             self.waiting.set()
-            assert self.open.wait(20)
+            assert self.open.wait(60)
             if self.error is not None:
                 raise OSError(self.error, os.strerror(self.error))
         super().write(path, writer)
@@ -90,7 +90,7 @@ def names(checkpointer):
 
 def test_the_thread_lives_while_there_is_work_and_its_error_comes_out_once():
     background, go = BackgroundSave(), threading.Event()
-    background.start(Path("folder/CKPT+a"), lambda: (go.wait(20), 1 / 0))
+    background.start(Path("folder/CKPT+a"), lambda: (go.wait(60), 1 / 0))
     assert saver_threads() == ["ddpkit saves CKPT+a"]
     go.set()
     with pytest.raises(ZeroDivisionError):
@@ -136,7 +136,7 @@ def test_the_working_directory_may_change_while_a_relative_folder_is_written(tmp
     checkpointer = Checkpointer("save", {"model": model})
     checkpointer.asynchronous = True
     saved = checkpointer.save_checkpoint()
-    assert gate.waiting.wait(20)
+    assert gate.waiting.wait(60)
     monkeypatch.chdir("/")
     gate.open.set()
     checkpointer.wait()
@@ -146,7 +146,7 @@ def test_the_working_directory_may_change_while_a_relative_folder_is_written(tmp
 
 def test_a_save_returns_before_anything_large_is_written(checkpointer, gate):
     saved = checkpointer.save_checkpoint(meta={"loss": 0.5})
-    assert gate.waiting.wait(20)
+    assert gate.waiting.wait(60)
     assert not saved.path.exists()
     assert saved.meta["loss"] == 0.5
     assert saved.paramfiles == {"model": saved.path / "model.ckpt"}
@@ -168,7 +168,7 @@ def test_what_is_on_the_disk_is_the_state_at_the_call_though_training_goes_on(ch
         gate.open.clear()
         gate.waiting.clear()
         paths.append(checkpointer.save_checkpoint().path)
-        assert gate.waiting.wait(20)
+        assert gate.waiting.wait(60)
         for _ in range(5):
             model(torch.ones(2, 32)).sum().backward()
             optimizer.step()
@@ -240,7 +240,7 @@ def test_the_retention_is_applied_after_the_new_one_is_there(checkpointer, gate)
     checkpointer.wait()
     gate.open.clear()
     checkpointer.save_and_keep_only(name="new", meta={"unixtime": 2})
-    assert gate.waiting.wait(20)
+    assert gate.waiting.wait(60)
     assert "CKPT+old" in names(checkpointer)
     gate.open.set()
     checkpointer.wait()
@@ -446,7 +446,7 @@ def test_a_checkpointer_that_is_collected_finishes_its_save_first(tmp_path, mode
     checkpointer = Checkpointer(tmp_path, {"model": model})
     checkpointer.asynchronous = True
     saved = checkpointer.save_checkpoint()
-    assert gate.waiting.wait(20)
+    assert gate.waiting.wait(60)
     threading.Timer(0.2, gate.open.set).start()
     gone = weakref.ref(checkpointer)
     del checkpointer
@@ -519,7 +519,7 @@ def test_a_process_that_ends_finishes_its_save_and_one_that_is_killed_loses_that
 def test_forked_loader_workers_are_not_disturbed_and_disturb_nothing(checkpointer, gate, model):
     stamp(model, 9)
     saved = checkpointer.save_checkpoint()
-    assert gate.waiting.wait(20)
+    assert gate.waiting.wait(60)
     loader = DataLoader(range(64), batch_size=4, num_workers=2, multiprocessing_context="fork")
     assert sum(int(batch.sum()) for batch in loader) == sum(range(64))
     gate.open.set()
@@ -532,7 +532,7 @@ def test_forked_loader_workers_are_not_disturbed_and_disturb_nothing(checkpointe
 @pytest.mark.parametrize("use", [lambda c: None, lambda c: c._await_background_save(), lambda c: c.list_checkpoints()])
 def test_a_forked_process_has_nothing_to_wait_for(checkpointer, gate, use):
     saved = checkpointer.save_checkpoint()
-    assert gate.waiting.wait(20)
+    assert gate.waiting.wait(60)
     pid = os.fork()
     if pid == 0:
         try:
@@ -542,7 +542,7 @@ def test_a_forked_process_has_nothing_to_wait_for(checkpointer, gate, use):
             os._exit(0)
         finally:
             os._exit(1)
-    end = time.monotonic() + 20
+    end = time.monotonic() + 60
     while (ended := os.waitpid(pid, os.WNOHANG))[0] == 0 and time.monotonic() < end:
         time.sleep(0.01)
     assert ended == (pid, 0)

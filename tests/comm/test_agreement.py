@@ -40,9 +40,9 @@ class Ranks:
     def exchange(self, value, site=None):
         self.sites[self.rank.value].append(site)
         self.brought[self.rank.value] = value
-        self.barrier.wait(10)
+        self.barrier.wait(60)
         values = list(self.brought)
-        self.barrier.wait(10)
+        self.barrier.wait(60)
         return values
 
     def run(self, work):

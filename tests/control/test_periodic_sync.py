@@ -43,9 +43,9 @@ class Ranks:
     def add_up(self, rank, values):
         self.brought[rank] = values
         self.calls += rank == 0
-        self.barrier.wait(10)
+        self.barrier.wait(60)
         sums = [sum(column) for column in zip(*self.brought, strict=True)]
-        self.barrier.wait(10)
+        self.barrier.wait(60)
         return sums
 
     def run(self, work):

@@ -109,12 +109,12 @@ def test_positions_of_any_shape():
 
 def test_a_billion_samples_start_like_ten():
     tracemalloc.start()
-    began = time.perf_counter()
+    began = time.process_time()
     sampler = PlannedBatchSampler(10**9, 32, rank=3, world_size=8, shuffle=True)
     assert len(sampler) == 10**9 // 256
     sampler.skip = len(sampler) - 2000
     batches = list(itertools.islice(sampler, 1500))
-    seconds = time.perf_counter() - began
+    seconds = time.process_time() - began
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert len(set(itertools.chain(*batches))) == 1500 * 32

@@ -772,7 +772,7 @@ def too_few(kind):
 
 def test_d4_a_stream_too_short_for_the_ranks_ends_all_of_them(ranks):
     with pytest.raises(RankPoolError) as caught:
-        ranks.run(too_few, "ShardableStream", timeout=20)
+        ranks.run(too_few, "ShardableStream", timeout=100)
     for outcome in caught.value.outcomes:
         assert outcome.error_type == "DataError"
         assert "a first batch to 1 of 2 rank(s) only" in outcome.error

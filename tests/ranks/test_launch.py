@@ -140,7 +140,7 @@ def late_for_a_barrier():
 def test_f3_a_shortened_timeout_counts(ranks):
     seconds, text = ranks.run(late_for_a_barrier)[0]
     assert "Timed out" in text or "timeout" in text.lower(), text
-    assert 1 < seconds < 15, "the group itself waits for thirty"
+    assert 1 < seconds < 25, "the group itself waits for thirty"
 
 
 def limits_of_the_control_group(minutes):

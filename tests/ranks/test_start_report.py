@@ -235,7 +235,7 @@ def seconds_of_a_start():
 def test_a_start_is_not_held_up(ranks):
     """Measured 4 ms; the limit leaves room for a busy machine."""
     best = min(max(ranks.run(seconds_of_a_start)) for _ in range(5))
-    assert best < 0.1
+    assert best < 0.1 * PATIENCE
 
 
 # ------------------------------------------------------------------------------------------- what a person sees

@@ -376,7 +376,7 @@ def train_once_only():
 
 def test_a_loader_that_cannot_be_read_again_ends_all_ranks(ranks):
     with pytest.raises(RankPoolError) as caught:
-        ranks.run(train_once_only, timeout=20)
+        ranks.run(train_once_only, timeout=100)
     for outcome in caught.value.outcomes:
         assert outcome.error_type == "DataError"
         assert "yields nothing when it is iterated again" in outcome.error

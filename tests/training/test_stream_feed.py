@@ -41,7 +41,7 @@ class Ranks:
 
             def finish():
                 with self.changed:
-                    assert self.changed.wait_for(lambda: len(self.brought[call]) == self.world_size, timeout=10)
+                    assert self.changed.wait_for(lambda: len(self.brought[call]) == self.world_size, timeout=60)
                 return [sum(numbers) for numbers in zip(*self.brought[call], strict=True)]
 
             return finish

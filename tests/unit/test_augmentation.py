@@ -587,7 +587,7 @@ def test_persistent_workers_end_with_their_loader():
     list(loader)
     (worker,) = set(multiprocessing.active_children()) - others
     del loader
-    worker.join(10)
+    worker.join(60)
     assert not worker.is_alive(), "nothing but the loader holds them, not even in a circle"
 
 

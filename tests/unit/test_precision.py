@@ -85,14 +85,14 @@ def test_entered_by_two_threads_at_once():
     def other():
         with context:
             inside.set()
-            left.wait(5)
+            left.wait(60)
             seen.append(autocast_is_on())
         seen.append(autocast_is_on())
 
     thread = threading.Thread(target=other)
     with context:
         thread.start()
-        inside.wait(5)
+        inside.wait(60)
     left.set()
     thread.join()
     assert seen == [True, False]

@@ -116,18 +116,14 @@ def ask_items(dataset: Any, question: Callable[[Any], Any], who: str) -> list[An
     if not len(dataset):
         raise DataError(f"{who}: the dataset is empty. Check the paths and filters that made it.")
     keys: list[Any] = []
-    try:
-        return [question(item) for item in _entries(dataset)]
-    except KeyError as error:
-        keys += error.args
-        if not keys or not hasattr(dataset, "output_keys_as"):
-            raise DataError(f"{who}: an item of {type(dataset).__name__} has no {error}. Name a key it has.") from error
     while True:
         try:
+            if not keys:
+                return [question(item) for item in _entries(dataset)]
             with dataset.output_keys_as(list(keys)):
                 return [question(dataset[index]) for index in range(len(dataset))]
         except KeyError as error:
-            if not error.args or error.args[0] in keys:
+            if not error.args or error.args[0] in keys or not hasattr(dataset, "output_keys_as"):
                 raise DataError(f"{who}: {type(dataset).__name__} gives no {error}. Name a key it has.") from error
             keys += error.args
 

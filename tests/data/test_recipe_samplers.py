@@ -241,7 +241,7 @@ def test_balancing_computes_the_key_alone_where_it_is_dynamic():
     assert data.keys == ["heavy"]
     with pytest.raises(DataError, match=r"^BalancingDataSampler: Items gives no 'z'"):
         BalancingDataSampler(data, "z")
-    with pytest.raises(DataError, match=r"^BalancingDataSampler: an item of list has no 'z'"):
+    with pytest.raises(DataError, match=r"^BalancingDataSampler: list gives no 'z'"):
         BalancingDataSampler([{"y": 1}], "z")
     with pytest.raises(DataError, match="the dataset is empty"):
         BalancingDataSampler([], "y")

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import ast
 import os
 import re
 import shutil
 import stat
 import subprocess
-from importlib import import_module
 from pathlib import Path
 
 import pytest
-import yaml
 
 from ddpkit.cli import main
 from ddpkit.errors import ConfigError
 from ddpkit.porting import ddpkit_name, port_recipe, write_recipe
-from ddpkit.porting.scopes import dotted
 from tests.launching import Run, python
+from tests.porting.resolving import exists, names_of
 
 RECIPES = Path(__file__).parent / "recipes"
 CLEAN = "nothing to change: no Python or YAML file here names anything of SpeechBrain that ddpkit has\n"
@@ -33,45 +30,6 @@ def recipe(tmp_path):
 
 def picture(folder):
     return {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in folder.rglob("*") if path.is_file()}
-
-
-def exists(name):
-    """Whether Python finds a dotted name."""
-    parts = name.split(".")
-    for count in range(len(parts), 0, -1):
-        try:
-            value = import_module(".".join(parts[:count]))
-        except ModuleNotFoundError:
-            continue
-        for part in parts[count:]:
-            if not hasattr(value, part):
-                return False
-            value = getattr(value, part)
-        return True
-    return False
-
-
-def names_of(path):
-    """All dotted names that a file imports or uses, in full."""
-    if path.suffix != ".py":
-        tokens = [token.value for token in yaml.scan(path.read_text()) if isinstance(token, yaml.TagToken)]
-        return [word.rpartition(":")[2] for _, word in tokens]
-    tree, found, bound = ast.parse(path.read_text()), [], {}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            found += [alias.name for alias in node.names]
-            bound |= {
-                a.asname or a.name.split(".")[0]: a.name if a.asname else a.name.split(".")[0] for a in node.names
-            }
-        elif isinstance(node, ast.ImportFrom):
-            found += [f"{node.module}.{alias.name}" for alias in node.names]
-            bound |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
-    inner = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
-    for node in ast.walk(tree):
-        first, _, rest = dotted(node).partition(".")
-        if rest and first in bound and id(node) not in inner:
-            found.append(f"{bound[first]}.{rest}")
-    return found
 
 
 # ------------------------------------------------------------------------------------------- names

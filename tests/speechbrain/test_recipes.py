@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 from pathlib import Path
 
@@ -10,10 +9,10 @@ import pytest
 import torch
 
 from tests.launching import Run, python, torchrun
+from tests.speechbrain.trained import Trained
 
 RECIPES = Path(__file__).parent / "recipes"
 RUN = ("-m", "ddpkit.speechbrain", "train.py", "hparams.yaml", "--device=cpu", "--noprogressbar")
-ROUNDING = {"rel": 2e-5, "abs": 1e-7}
 
 # What each rank gets on two processes, or what one process adds up, so that a step has the same samples.
 HALVES = {"keywords": "--batch_size=4", "denoise": "--batch_size=2", "phones": "--grad_accumulation_factor=1"}
@@ -36,32 +35,6 @@ class Recipe:
         run = Run(command, place, environment).wait(240)
         assert run.code == 0, f"{run.out}\n{run.err}"
         return run, Trained(place / "results", MEANS.get(self.name))
-
-
-class Trained:
-    def __init__(self, folder, different):
-        self.log = (folder / "train_log.txt").read_text()
-        text = re.sub(different, "", self.log) if different else self.log
-        self.words = re.sub(r"-?\d+\.\d+e[+-]\d+|-?\d+\.\d+", "#", text)
-        self.numbers = [float(one) for one in re.findall(r"-?\d+\.\d+(?:e[+-]\d+)?", text)]
-        newest = max((folder / "save").glob("CKPT*"), key=_time)
-        self.weights = {}
-        for path in sorted(newest.glob("*.ckpt")):
-            if path.stem in {"model", "encoder", "classifier", "generator", "critic"}:
-                state = torch.load(path, weights_only=True)
-                self.weights |= {f"{path.stem}.{name}": value.double() for name, value in state.items()}
-
-    def assert_same(self, other):
-        assert self.words == other.words
-        assert self.numbers == pytest.approx(other.numbers, **ROUNDING), f"{self.log}\n{other.log}"
-        assert self.weights.keys() == other.weights.keys() != set()
-        for name, value in self.weights.items():
-            torch.testing.assert_close(value, other.weights[name], rtol=1e-4, atol=1e-6, msg=f"{name}: {value}")
-
-
-def _time(checkpoint):
-    """When it was saved: several of one second have names in any order."""
-    return float(re.search(r"unixtime\W+([\d.]+)", (checkpoint / "CKPT.yaml").read_text())[1])
 
 
 @pytest.fixture(params=["keywords", "phones", "denoise"])

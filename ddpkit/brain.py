@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -32,11 +33,11 @@ from ddpkit.training import (
     Recipe,
     RunLength,
     batch_sizes,
+    choose_strategy,
     compile_modules,
     count_epochs,
     gather_results,
     length_of,
-    make_strategy,
     modules_on_device,
     one_number,
     require_module_keys,
@@ -183,15 +184,12 @@ class Brain(_Typed):
         ddp_init_group(options)
         self.rank = get_rank() or 0
         device, recipe = str(options.device), self._recipe()
-        strategy = make_strategy(
-            device,
-            data_parallel=options.data_parallel_backend,
-            find_unused_parameters=options.find_unused_parameters,
-            decides_late=recipe.has_own_fit_batch,
-        )
+        strategy = choose_strategy(options, decides_late=recipe.has_own_fit_batch)
         take_device(device)
         self.modules = modules_on_device(modules or {}, device)
         self.progress = Progress()
+        if options.virtual_ranks is not None:
+            self.progress.round_nothing()
         self.progress.logged.train_logger = getattr(self.hparams, "train_logger", None)
         self.steps_per_epoch: int | None = None
         self.total_steps: int | None = None
@@ -781,10 +779,13 @@ class Brain(_Typed):
         """Compare the data of the ranks, and work out what follows from its length."""
         run, options, world_size = self.__run, self.run_opts, get_world_size()
         run.preflight.compare_data(train=train, valid=valid)
-        length, factor = length_of(train), options.grad_accumulation_factor
+        length, shards = length_of(train), run.strategy.shards
         check_train_data(train, length)
+        length, factor = length and length // shards, options.grad_accumulation_factor // shards
         self._take_length(length, factor)
-        sizes = batch_sizes(train, length, factor, world_size)
+        sizes = batch_sizes(train, length, factor, world_size * shards)
+        if options.virtual_ranks is not None:
+            sizes = replace(sizes, virtual_on=world_size)
         run.policy.run_state.step_plan = StepPlan.of(sizes, train)
         run.lr_scaling.choose(options, train, world_size)
         return sizes
@@ -813,6 +814,7 @@ class Brain(_Typed):
 
     def _check_prepared(self, *, validates: bool) -> None:
         """Check what ``on_fit_start`` has made; after its first call, compare optimizers."""
+        self.__run.strategy.require_known(self.__run.train_step.named_optimizers())
         schedule = self.__run.train_step.schedule
         if self.scheduler_class is not None and schedule is None:
             raise ConfigError(

@@ -56,6 +56,7 @@ __all__ = [
     "run_on_main",
     "run_once_per_node",
     "start_sum_over_ranks",
+    "sum_exactly",
     "sum_over_ranks",
 ]
 
@@ -637,6 +638,24 @@ def sum_over_ranks(values: list[float]) -> list[float]:
     with get_runtime().mailbox.forgetting():
         sums: list[float] = ddp_all_reduce(tensor).tolist()
     return sums
+
+
+def sum_exactly(values: list[Any]) -> list[Any]:
+    """Add up a few numbers over all ranks without rounding: whole numbers and fractions stay what they are.
+
+    Args:
+        values: the same number of them on every rank.
+
+    Returns:
+        The sums, on every rank.
+
+    Ranks: collective.
+
+    Example:
+        >>> sum_exactly([1, 2.5])
+        [1, 2.5]
+    """
+    return [sum(numbers) for numbers in zip(*exchange(values, site="exact sums"), strict=True)]
 
 
 def start_sum_over_ranks(values: list[float]) -> Callable[[], list[float]]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from fractions import Fraction
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -572,7 +573,14 @@ class LossMeter:
         loss, count, nonfinite = (held + more for held, more in zip(self._host, on_device, strict=True))
         return loss, count, int(nonfinite)
 
-    def restore(self, loss_sum: float, count: float, nonfinite: int = 0, samples: int = 0) -> None:
+    def totals(self) -> list[Any]:
+        """Return :meth:`sums` as they are to be added up over the ranks.
+
+        Ranks: local.
+        """
+        return list(self.sums())
+
+    def restore(self, loss_sum: Any, count: Any, nonfinite: int = 0, samples: int = 0) -> None:
         """Go on from sums that :meth:`sums` returned before, instead of from what is there now.
 
         Args:
@@ -647,6 +655,94 @@ class LossMeter:
         self._partial = self._added()
         self._means.clear()
         self._sums.clear()
+
+
+class ExactMeter:
+    """A :class:`LossMeter` that rounds nothing: its sums depend neither on their order nor on who has added up what.
+
+    It reads losses from their device every 64.
+
+    Attributes:
+        samples: samples seen, whatever their losses count; written by the loop.
+
+    Ranks: local.
+
+    Example:
+        >>> meter = ExactMeter()
+        >>> for loss in (1e100, 1.0, float("nan"), -1e100):
+        ...     meter.append(torch.tensor(loss, dtype=torch.float64), 8)
+        >>> meter.sums()
+        (8.0, 24.0, 1)
+    """
+
+    def __init__(self) -> None:
+        self.samples = 0
+        self._entries: list[tuple[Tensor | float, Tensor | float, bool]] = []
+        self._loss = self._count = Fraction()
+        self._nonfinite = 0
+
+    def append(self, loss: Tensor | float, count: float) -> None:
+        """Take in one step's loss: the mean over ``count`` samples."""
+        self._take((loss, count, True))
+
+    def append_sum(self, loss_sum: Tensor | float, count: Tensor | float) -> None:
+        """Take in a sum of losses and its count."""
+        self._take((loss_sum, count, False))
+
+    def sums(self) -> tuple[float, float, int]:
+        """Return the sums, each rounded once, and the number of losses that were not finite."""
+        loss, count, nonfinite = self.totals()
+        return float(loss), float(count), nonfinite
+
+    def totals(self) -> list[Any]:
+        """Return the sums as fractions, to be added up over the ranks, and the number of losses left out."""
+        self._flush()
+        return [self._loss, self._count, self._nonfinite]
+
+    def restore(self, loss_sum: Any, count: Any, nonfinite: int = 0, samples: int = 0) -> None:
+        """Go on from sums: numbers, fractions, or fractions written out."""
+        self._entries, self.samples = [], samples
+        self._loss, self._count, self._nonfinite = Fraction(loss_sum), Fraction(count), nonfinite
+
+    def copy(self) -> ExactMeter:
+        """Return a meter with the same losses."""
+        copied, (loss, count, nonfinite) = ExactMeter(), self.totals()
+        copied.restore(loss, count, nonfinite, self.samples)
+        return copied
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all that is needed to go on; also as a :class:`LossMeter`."""
+        loss, count, nonfinite = self.totals()
+        rounded = [float(loss), float(count), float(nonfinite)]
+        return {"added": rounded, "exact": [str(loss), str(count)], "samples": self.samples}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from a state, also from a :class:`LossMeter`'s."""
+        meter = LossMeter()
+        meter.load_state_dict(state_dict)
+        rounded = meter.sums()
+        loss, count = state_dict.get("exact", rounded[:2])
+        self.restore(loss, count, rounded[2], meter.samples)
+
+    def _take(self, entry: tuple[Tensor | float, Tensor | float, bool]) -> None:
+        self._entries.append(entry)
+        if len(self._entries) >= FLUSH_AFTER:
+            self._flush()
+
+    def _flush(self) -> None:
+        entries, self._entries = self._entries, []
+        numbers = [one for entry in entries for one in entry[:2]]
+        device = next((one.device for one in reversed(numbers) if isinstance(one, Tensor)), None)
+        if device is not None:  # all are read at once
+            numbers = _column(numbers, device).tolist()
+        for place, (_, _, is_mean) in enumerate(entries):
+            loss, count = float(numbers[2 * place]), float(numbers[2 * place + 1])
+            total = loss * count if is_mean else loss
+            if count and math.isfinite(total) and math.isfinite(count):
+                self._loss += Fraction(total)
+                self._count += Fraction(count)
+            elif count:
+                self._nonfinite += 1
 
 
 def _frozen(number: Tensor | float) -> list[Any]:

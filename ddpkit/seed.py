@@ -98,7 +98,7 @@ def global_seed() -> int | None:
     return None
 
 
-def seed_epoch_streams(base: int, epoch: int, optimizer_step: int) -> int:
+def seed_epoch_streams(base: int, epoch: int, optimizer_step: int, rank: int | None = None) -> int:
     """Begin an epoch of training: give this rank the random streams of that epoch.
 
     Args:
@@ -106,6 +106,7 @@ def seed_epoch_streams(base: int, epoch: int, optimizer_step: int) -> int:
         epoch: of the training.
         optimizer_step: how many optimizer steps have been made before the epoch, so that an epoch of the same number
             in a second ``fit`` draws other numbers.
+        rank: whose streams they are; None: this rank's.
 
     Returns:
         The 64-bit seed of this rank's torch stream.
@@ -119,7 +120,26 @@ def seed_epoch_streams(base: int, epoch: int, optimizer_step: int) -> int:
         >>> first == (seed_epoch_streams(7, 1, 0), torch.rand(1).item())
         True
     """
-    stream = stream_seed(base, get_rank() or 0, epoch, optimizer_step)
+    return seed_streams(base, (get_rank() or 0) if rank is None else rank, epoch, optimizer_step)
+
+
+def seed_streams(seed: int, *place: int) -> int:
+    """Seed the random streams of this process by :func:`stream_seed`, and return that.
+
+    Args:
+        seed: of the run.
+        place: numbers that name the streams.
+
+    Ranks: local.
+
+    State: the random states of Python, numpy and torch (all devices).
+
+    Example:
+        >>> first = seed_streams(7, 1), torch.rand(1).item()
+        >>> first == (seed_streams(7, 1), torch.rand(1).item())
+        True
+    """
+    stream = stream_seed(seed, *place)
     _seed_generators(stream, stream & MAX_SEED)
     return stream
 

@@ -1,3 +1,7 @@
+from ddpkit.compat.bucket_order import (
+    GradientOrder as GradientOrder,
+    show_order as show_order,
+)
 from ddpkit.compat.foreach import (
     add_all as add_all,
     multiply_all as multiply_all,

@@ -256,6 +256,8 @@ class OptionTypes:
         choices=("samples", "batches"))
     lr_scaling: str = option("none", BATCHES, "scale learning rates with the batch per step",
         choices=("none", "linear", "sqrt"))
+    virtual_ranks: int | None = option(None, BATCHES, "same bits on any number of processes; they divide N",
+        form="N", minimum=1, shown="off")
     reference_batch_size: int | None = option(None, BATCHES, "batch per step that the learning rates are meant for",
         form="N", minimum=1)
 

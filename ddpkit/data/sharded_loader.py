@@ -54,8 +54,8 @@ class Sharding:
         seed: of the shuffling.
         global_batch_size: samples of an optimizer step over all ranks; takes the place of ``batch_size``.
         micro_batches: batches that those are worked on in, one after the other.
-        shards: parts of every batch that each rank takes, one after another: the data is divided as over
-            ``world_size * shards`` ranks.
+        virtual_ranks: a multiple of the ranks, over which the data is divided then; each rank takes as many of their
+            parts as it stands for, one after another. None: the ranks themselves.
 
     Ranks: local.
 
@@ -70,7 +70,12 @@ class Sharding:
     seed: int = DEFAULT_SEED
     global_batch_size: int | None = None
     micro_batches: int = 1
-    shards: int = 1
+    virtual_ranks: int | None = None
+
+    @property
+    def shards(self) -> int:
+        """How many parts of every batch each rank takes."""
+        return (self.virtual_ranks or self.world_size) // self.world_size
 
     @classmethod
     def of_this_rank(cls, **given: Any) -> Sharding:

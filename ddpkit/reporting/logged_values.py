@@ -53,6 +53,7 @@ class LoggedValues:
 
     Args:
         new_meter: makes what adds up the values of a name: :class:`ddpkit.metrics.LossMeter`, or what has its methods.
+        add_up: adds up the totals of such meters over the ranks.
 
     Attributes:
         values: means of the last training, validation and test, by stage (``"train"``, ``"valid"``, ``"test"``) and
@@ -74,10 +75,10 @@ class LoggedValues:
         {'valid': {'accuracy': 0.5}}
     """
 
-    def __init__(self, new_meter: Callable[[], Any]) -> None:
+    def __init__(self, new_meter: Callable[[], Any], add_up: Callable[[list[Any]], list[Any]] = sum_over_ranks) -> None:
         self.values: dict[str, dict[str, float]] = {}
         self.train_logger: Any = None
-        self._new_meter = new_meter
+        self._new_meter, self._add_totals = new_meter, add_up
         self._stage, self._is_over = "", False
         self._epoch: int | None = None
         self._held: dict[str, dict[str, _Held]] = {}  # by stage and name, as are the next
@@ -205,12 +206,13 @@ class LoggedValues:
         self._settle()
         size, known = len(numbers), self._known.setdefault(self._stage, {})
         news = self._held[self._stage].keys() - known.keys()
-        sums = sum_over_ranks([*numbers, float(len(news)), *self._own_sums(at_end=at_end)])
+        add_up = self._add_totals if at_end else sum_over_ranks
+        sums = add_up([*numbers, float(len(news)), *self._own_sums(at_end=at_end)])
         found = sums[size + 1 :]
         if sums[size]:
             self._agree({name: self._held[self._stage][name].kind for name in news})
             own = self._own_sums(at_end=at_end)
-            found = sum_over_ranks(own) if own else []
+            found = add_up(own) if own else []
         self._take(iter(found), at_end=at_end)
         self._is_over = at_end
         return sums[:size]
@@ -240,7 +242,8 @@ class LoggedValues:
                 yield name, True, held.recent
 
     def _own_sums(self, *, at_end: bool) -> list[float]:
-        return [float(number) for _, _, meter in self._meters(at_end=at_end) for number in meter.sums()]
+        meters = [meter for _, _, meter in self._meters(at_end=at_end)]
+        return [number for meter in meters for number in (meter.totals() if at_end else map(float, meter.sums()))]
 
     def _agree(self, news: dict[str, _Kind]) -> None:
         """Exchange the names that some rank has used for the first time."""
@@ -259,7 +262,7 @@ class LoggedValues:
         """Store the sums of all ranks. The main process then holds a stage's sums, the others zeros."""
         for name, is_recent, meter in list(self._meters(at_end=at_end)):
             total, count, bad = next(found), next(found), int(next(found))
-            mean = total / count if count else math.nan
+            mean = float(total / count) if count else math.nan
             if is_recent:
                 meter.restore(0.0, 0.0)
                 self._per_step |= {name: mean} if count else {}
@@ -301,7 +304,7 @@ class LoggedValues:
                 meter = self._new_meter()
                 meter.load_state_dict(saved["total"])
                 if name in taken:
-                    total, count, bad = map(sum, zip(taken[name].total.sums(), meter.sums(), strict=True))
+                    total, count, bad = map(sum, zip(taken[name].total.totals(), meter.totals(), strict=True))
                     meter.restore(total, count, int(bad))
                 taken[name] = _Held(_Kind(*saved["kind"]), meter, self._new_meter())
 

@@ -16,10 +16,11 @@ from ddpkit.checkpointing import checkpoint_work_on_main, ckpt_recency, read_che
 from ddpkit.checkpoints import Checkpointer
 from ddpkit.config import OPTION_BY_NAME
 from ddpkit.control import terminating_later
-from ddpkit.distributed import alone, get_rank, get_world_size, run_on_main, sum_over_ranks
+from ddpkit.distributed import alone, get_rank, get_world_size, run_on_main
 from ddpkit.errors import ConfigError
 from ddpkit.logger import get_logger
 from ddpkit.run.resuming import NEVER, NEWEST, choose_start, modules_not_saved, optimizers_not_saved
+from ddpkit.training import data_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -220,7 +221,7 @@ class CheckpointPolicy:
         before = None if state.start is None else state.start.step_plan
         if before is None or options.global_batch_size is not None:
             return
-        changed = before.on(get_world_size(), is_looped=is_looped)
+        changed = before.on(data_ranks(options, get_world_size()), is_looped=is_looped)
         state.asked_plan = before if changed else None
         for name, value in changed.items():
             options[name] = value
@@ -364,7 +365,7 @@ class CheckpointPolicy:
         """Save after a batch; only the newest such checkpoint is kept."""
         if self.checkpointer is None:
             return
-        sums = sum_over_ranks(self.rank_state.own_sums())
+        sums = self.progress.add_totals(self.rank_state.own_sums())
         self.rank_state.end_pass()
         with self._with_sums(sums):
             self._save_intra_epoch(self.checkpointer)
@@ -460,7 +461,7 @@ class CheckpointPolicy:
         self.rank_state.is_inside_batch = True
         try:
             have_all_come = states is not None and states.gather_if_all_come()
-            with self._with_sums(sum_over_ranks(self.rank_state.own_sums()) if have_all_come else None):
+            with self._with_sums(self.progress.add_totals(self.rank_state.own_sums()) if have_all_come else None):
                 yield
         finally:
             self.run_state.lacks = self.rank_state.trained_batches = None

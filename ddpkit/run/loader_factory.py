@@ -13,7 +13,7 @@ from ddpkit.dataloader import LoopedLoader, Sharding, deal_batches, default_seed
 from ddpkit.distributed import get_rank, get_world_size
 from ddpkit.errors import ConfigError, DataError
 from ddpkit.logger import get_logger
-from ddpkit.training import micro_batches
+from ddpkit.training import data_ranks, micro_batches
 from ddpkit.types import Stage
 
 if TYPE_CHECKING:
@@ -59,9 +59,9 @@ class LoaderFactory:
         asked = self._options.grad_accumulation_factor
         if self._accumulation is not None and self._accumulation[1] == asked:
             asked = self._accumulation[0]  # `fit` has written the result into the option
-        options = self._options.copy()
+        options, ranks = self._options.copy(), data_ranks(self._options, world_size)
         options.grad_accumulation_factor = asked
-        found = micro_batches(options, world_size)
+        found = micro_batches(options, ranks) * ranks // world_size
         self._accumulation = (asked, found)
         return found
 
@@ -124,7 +124,12 @@ class LoaderFactory:
 
     def _require_fixed_length(self, stage: Stage) -> None:
         """Refuse nominal epochs whose batches are another part of a step on another number of processes."""
-        size = self._options.micro_batch_size
+        size, ranks = self._options.micro_batch_size, self._options.virtual_ranks
+        if ranks is not None and (stage is Stage.TRAIN or self._options.shard_evaluation):
+            raise ConfigError(
+                f"virtual_ranks={ranks} does not work with nominal epochs (looped_nominal_epoch, LoopedLoader), which "
+                "count batches of a process. Leave one of them out."
+            )
         if stage is Stage.TRAIN and size is not None:
             raise ConfigError(
                 f"micro_batch_size={size} lets the batches per step depend on the number of processes, and nominal "
@@ -139,15 +144,17 @@ class LoaderFactory:
         return loader_kwargs
 
     def _sharding(self, stage: Stage) -> Sharding:
-        options, seed = self._options, default_seed()
+        options, seed, world_size = self._options, default_seed(), get_world_size()
+        own: dict[str, Any] = {"seed": seed, "virtual_ranks": options.virtual_ranks}
         if stage is Stage.TRAIN:
+            factor = options.grad_accumulation_factor * world_size // data_ranks(options, world_size)
             return Sharding(
                 get_rank() or 0,
-                get_world_size(),
-                seed=seed,
+                world_size,
                 global_batch_size=options.global_batch_size,
-                micro_batches=1 if options.global_batch_size is None else options.grad_accumulation_factor,
+                micro_batches=1 if options.global_batch_size is None else factor,
+                **own,
             )
         if options.shard_evaluation or self._divides_evaluation:
-            return Sharding(get_rank() or 0, get_world_size(), keep_step=False, seed=seed)
+            return Sharding(get_rank() or 0, world_size, keep_step=False, **own)
         return Sharding(seed=seed)

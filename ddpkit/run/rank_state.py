@@ -14,7 +14,7 @@ from ddpkit.checkpointing import RankStates
 from ddpkit.data import StreamShard, is_stateful
 from ddpkit.dataloader import LoopedLoader, go_on_after_end, go_on_at, state_at, state_at_end, want_states
 from ddpkit.logger import get_logger
-from ddpkit.metrics import LossMeter
+from ddpkit.metrics import ExactMeter, LossMeter
 from ddpkit.seed import RngState, global_seed, seed_epoch_streams
 
 if TYPE_CHECKING:
@@ -91,7 +91,9 @@ class RankState:
         self._seed(self.progress.epoch, self.progress.optimizer_step)
 
     def _seed(self, epoch: int, optimizer_step: int) -> None:
-        self._epoch_seed = seed_epoch_streams(self.base_seed or 0, epoch, optimizer_step)
+        # With virtual ranks alike on all ranks: then what hooks draw does not depend on the number of processes.
+        rank = None if self.strategy.virtual_ranks is None else 0
+        self._epoch_seed = seed_epoch_streams(self.base_seed or 0, epoch, optimizer_step, rank)
 
     # ------------------------------------------------------------------ one pass over the training data
 
@@ -174,12 +176,12 @@ class RankState:
             "gradients": self.strategy.gradient_orders(),
         }
 
-    def own_sums(self) -> list[float]:
+    def own_sums(self) -> list[Any]:
         """Return this rank's sum of losses, its weight, and the samples seen."""
         meter = self._losses_so_far()
-        return [*meter.sums()[:2], meter.samples]
+        return [*meter.totals()[:2], meter.samples]
 
-    def _losses_so_far(self) -> LossMeter:
+    def _losses_so_far(self) -> LossMeter | ExactMeter:
         """Return the losses of this rank, including the current batch if it has been trained on."""
         progress = self.progress
         if not self.is_inside_batch or progress.result is None or progress.result_at != progress.step:

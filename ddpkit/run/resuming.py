@@ -347,6 +347,7 @@ def changed_options(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[s
         >>> changed_options({"precision": "bf16"}, {"precision": "fp32", "max_grad_norm": 5.0})
         ["precision='fp32', before 'bf16'"]
     """
+    before = {"virtual_ranks": None, **before}  # which a checkpoint of an earlier version does not have
     changed = [name for name in TELLING if name in before and name in now and before[name] != now[name]]
     return [f"{name}={now[name]!r}, before {before[name]!r}" for name in changed]
 

@@ -20,7 +20,7 @@ from ddpkit.distributed import (
 )
 from ddpkit.errors import BatchError, RunStopped
 from ddpkit.logger import get_logger
-from ddpkit.metrics import LossMeter, begin_stage
+from ddpkit.metrics import begin_stage
 from ddpkit.profiler import prepare_profiler
 from ddpkit.reporting import COLOURS, ProgressBar
 from ddpkit.train_logger import run_event
@@ -182,7 +182,7 @@ class StageRunner:
             train_step.schedule.after_stage(Stage.TRAIN, progress.avg_train_loss, progress.optimizer_step)
         with self._no_failure_saved():
             brain.on_stage_end(Stage.TRAIN, progress.avg_train_loss, epoch)
-        progress.avg_train_loss, progress.step, progress.meter = 0.0, 0, LossMeter()
+        progress.avg_train_loss, progress.step, progress.meter = 0.0, 0, progress.new_meter()
 
     def _pass(self, brain: StageHooks, loader: Any, epoch: int, *, enable_bar: bool) -> float:
         """Train on every batch of the epoch; return the mean loss over all samples of all ranks."""
@@ -194,6 +194,7 @@ class StageRunner:
         set_epoch(loader, epoch)  # after begin_pass, which may give a stream the epoch before
         require_same_draw(loader)
         feed = self._feed(loader, left_out, ready)
+        feed = self.train_step.strategy.feed(feed, progress, self.rank_state.base_seed or 0)
         progress.window_end, progress.train_meter, progress.train_sums = progress.step, progress.meter, None
         progress.is_in_pass = True
         self._begin(Stage.TRAIN, loader)
@@ -223,7 +224,8 @@ class StageRunner:
 
     def _feed(self, loader: Any, left_out: int, ready: Callable[[], object]) -> Feed | StreamFeed:
         """Say what a pass takes its batches from. Of a stream the ranks tell each other what they have."""
-        options, length = self.options, self._limited(length_of(loader))
+        options, strategy = self.options, self.train_step.strategy
+        length = self._limited(length_of(loader), strategy.shards)
         batches = compared(loader, Stage.TRAIN)
         if self.profiler is not None:
             batches = Profiled(batches, self.profiler, left_out)
@@ -236,15 +238,17 @@ class StageRunner:
             "ready": ready,
         }
         if length is not None:
+            known["world_size"] = 1 if strategy.virtual_ranks else get_world_size()  # gradients are summed, or averaged
             return Feed(loader=batches, length=length, counts=counts_of(loader), **known)
         if options.debug:
-            batches = First(batches, max(options.debug_batches - self.progress.step + left_out, 0))
+            most = options.debug_batches * strategy.shards
+            batches = First(batches, max(most - self.progress.step + left_out, 0))
         return StreamFeed(
             loader=batches,
             whole_batches=getattr(loader, "batch_size", None) is None,
             start_sum=start_sum_over_ranks,
             size_of=size_of(loader),
-            uneven=self.train_step.strategy.noting_use,
+            uneven=strategy.noting_use,
             **known,
         )
 
@@ -281,12 +285,12 @@ class StageRunner:
                 schedule.after_stage(stage, loss, progress.optimizer_step)
         with torch.no_grad(), self._no_failure_saved():
             brain.on_stage_end(stage, loss, epoch)
-        progress.step, progress.meter = 0, LossMeter()
+        progress.step, progress.meter = 0, progress.new_meter()
         return loss
 
     def _evaluate(self, brain: StageHooks, loader: Any, stage: Stage, epoch: int | None, *, enable_bar: bool) -> float:
         require_same_draw(loader)
-        self.progress.meter, self.progress.is_in_pass = LossMeter(), False
+        self.progress.meter, self.progress.is_in_pass = self.progress.new_meter(), False
         self._begin(stage, loader)
         started = time.monotonic()
         with self._bar(stage, epoch, self._limited(length_of(loader)), enable=enable_bar) as bar:
@@ -371,11 +375,12 @@ class StageRunner:
         POSITION.stage_begins()
         self.progress.seen = Seen(stage, loader, divided, first=self.progress.step if is_training else 0)
 
-    def _limited(self, length: int | None) -> int | None:
+    def _limited(self, length: int | None, shards: int = 1) -> int | None:
         """Return how many batches of a loader are used, with the option ``debug`` only a few; None: all."""
         if not self.options.debug:
             return length
-        return self.options.debug_batches if length is None else min(length, self.options.debug_batches)
+        most = self.options.debug_batches * shards
+        return most if length is None else min(length, most)
 
     def _bar(
         self, stage: Stage, epoch: int | None, length: int | None, *, initial: int = 0, enable: bool
@@ -416,12 +421,12 @@ class StageRunner:
         if seen is not None:
             seen.close(progress.step)
             copies = 1 if seen.divided else get_world_size()  # where every rank had every sample
-        own = [float(number) for number in (*meter.sums(), meter.samples)]
+        own = [*meter.totals(), meter.samples]
         loss_sum, count, bad, samples = progress.logged.confer(own, at_end=True)
-        mean = loss_sum / count if count else float("nan")
+        mean = float(loss_sum / count) if count else float("nan")
         if stage is Stage.TRAIN:
             progress.train_sums, progress.is_in_pass = (loss_sum, count, samples), False
-        bad, samples = bad // copies, samples // copies
+        bad, samples = int(bad) // copies, int(samples) // copies
         bar.partial = False
         bar.show(progress.step, mean, int(samples))
         if stage is not Stage.TRAIN and not samples and not count:

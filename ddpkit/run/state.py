@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -227,7 +228,7 @@ class RunState:
         self.recovered: Path | None = None
         self.is_recovered_here = True
         self.expected_epoch: int | None = None
-        self.loss_sums: list[float] | None = None
+        self.loss_sums: list[Any] | None = None
         self.lacks: int | None = None
         self._rates: dict[str, Any] | None = None  # with which the training of each optimizer has begun
         self._script_rates: dict[str, list[float]] | None = None
@@ -245,8 +246,9 @@ class RunState:
         """
         progress, divisor = self.progress, self.train_step.sum_divisor
         loss_sum, loss_count, samples = self.loss_sums or self._loss_sums_by_itself()
+        shards = self.train_step.strategy.shards
         state = {
-            "step": self.rank_state.step_to_save,
+            "step": self.rank_state.step_to_save // shards,
             "epoch": progress.epoch,
             "avg_train_loss": float(progress.avg_train_loss),
             "optimizer_step": progress.optimizer_step,
@@ -254,8 +256,8 @@ class RunState:
             "nonfinite": progress.nonfinite,
             "clipped": progress.clipped,
             **({} if divisor is None else {"sum_divisor": divisor}),
-            "loss_sum": loss_sum,
-            "loss_count": loss_count,
+            "loss_sum": str(loss_sum) if isinstance(loss_sum, Fraction) else loss_sum,
+            "loss_count": str(loss_count) if isinstance(loss_count, Fraction) else loss_count,
             "samples": int(samples),
             **self.step_plan.state_dict(),
             "asked": (self.asked_plan or self.step_plan).state_dict(),
@@ -267,13 +269,13 @@ class RunState:
             "rates": self._rates,
             "trained": {} if self._flags is None else self._flags.changes(),
             "launch": os.environ.get("TORCHELASTIC_RUN_ID"),
-            "grad_accumulation_factor": self.options["grad_accumulation_factor"],
+            "grad_accumulation_factor": self.options["grad_accumulation_factor"] // shards,
             "options": {name: self.options[name] for name in TELLING},
             **self._as_evaluated(),
         }
         path.write_text(dump_plain_yaml(state), encoding="utf-8")
 
-    def _loss_sums_by_itself(self) -> Sequence[float]:
+    def _loss_sums_by_itself(self) -> Sequence[Any]:
         """Return the sums for a save that a recipe makes, perhaps on the main process alone."""
         if not self.modules.training:
             return 0.0, 0.0, 0  # the meter holds losses of an evaluation
@@ -336,7 +338,8 @@ class RunState:
             logger.warning(words, state["lacks"])
         samples = state.get("samples", 0)
         before = StepPlan.read(state)
-        progress.step, told = self.step_plan.place(before, state["step"], samples)
+        batches, told = self.step_plan.place(before, state["step"], samples)
+        progress.step = batches * self.train_step.strategy.shards
         for one in filter(None, (told, self.step_plan.other_data(before) if state["step"] else None)):
             logger.warning("%s", one)
         if "loss_sum" not in state and progress.step:
@@ -351,7 +354,7 @@ class RunState:
         if not get_rank():
             count = state.get("loss_count", progress.step)
             loss_sum = state.get("loss_sum", progress.avg_train_loss * count)
-            progress.meter.restore(loss_sum, count, samples=samples)
+            progress.meter.restore(Fraction(loss_sum), Fraction(count), samples=samples)
 
     def _warn_of_changes(self, state: Mapping[str, Any]) -> None:
         options, own_seed = state.get("options"), self.rank_state.base_seed

@@ -32,6 +32,7 @@ from ddpkit.training.sizes import (
     RunLength as RunLength,
     batch_sizes as batch_sizes,
     count_epochs as count_epochs,
+    data_ranks as data_ranks,
     micro_batches as micro_batches,
 )
 from ddpkit.training.stage_batches import (
@@ -61,4 +62,7 @@ from ddpkit.training.train_step import (
     Recipe as Recipe,
     StepHooks as StepHooks,
     TrainStep as TrainStep,
+)
+from ddpkit.training.virtual_ranks import (
+    choose_strategy as choose_strategy,
 )

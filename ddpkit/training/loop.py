@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from ddpkit.control import Requests, start_loading
+from ddpkit.distributed import sum_exactly, sum_over_ranks
 from ddpkit.errors import BatchError, NonFiniteLossError
 from ddpkit.logger import get_logger
-from ddpkit.metrics import LossMeter, nothing_counts
+from ddpkit.metrics import ExactMeter, LossMeter, nothing_counts
 from ddpkit.reporting import LoggedValues
 from ddpkit.training.feed import Window
 from ddpkit.types import Stage
@@ -61,6 +62,8 @@ class Progress:
         train_loss: mean training loss of the last finished epoch, over all ranks; None before the first.
         valid_loss: likewise of the validation.
         logged: values logged by the recipe.
+        new_meter: makes a meter of losses.
+        add_totals: adds up the totals of meters over the ranks.
 
     Ranks: local.
 
@@ -81,8 +84,8 @@ class Progress:
     clipped: int = 0
     has_told_clipping: bool = False
     window: Window = field(default_factory=Window)
-    meter: LossMeter = field(default_factory=LossMeter)
-    train_meter: LossMeter | None = None
+    meter: LossMeter | ExactMeter = field(default_factory=LossMeter)
+    train_meter: LossMeter | ExactMeter | None = None
     train_sums: tuple[float, float, float] | None = None
     seen: Seen | None = None
     loader: Any = None
@@ -92,10 +95,18 @@ class Progress:
     train_loss: float | None = None
     valid_loss: float | None = None
     logged: LoggedValues = field(default_factory=lambda: LoggedValues(LossMeter))
+    new_meter: Callable[[], Any] = LossMeter
+    add_totals: Callable[[list[Any]], list[Any]] = sum_over_ranks
+
+    def round_nothing(self) -> None:
+        """Add losses and logged values up exactly, so that no rounding depends on the number of processes."""
+        self.new_meter, self.add_totals = ExactMeter, sum_exactly
+        self.meter = self.new_meter()
+        self.logged = LoggedValues(self.new_meter, self.add_totals)
 
     def restart(self) -> None:
         """Reset the position of an interrupted pass."""
-        self.step, self.window, self.meter = 0, Window(), LossMeter()
+        self.step, self.window, self.meter = 0, Window(), self.new_meter()
         self.window_end, self.train_meter, self.train_sums, self.loader = 0, None, None, None
         self.is_in_pass = False
         self.result, self.result_at = None, 0

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from ddpkit.errors import ConfigError
 from ddpkit.logger import get_logger
-from ddpkit.training.sizes import batch_sizes
+from ddpkit.training.sizes import batch_sizes, data_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -113,8 +113,9 @@ class LrScaling:
         require_reference(options)
         if rule == "none" or reference is None:
             return
-        accumulated = options.grad_accumulation_factor
-        samples = batch_sizes(loader, None, accumulated, world_size).per_step
+        ranks = data_ranks(options, world_size)
+        accumulated = options.grad_accumulation_factor * world_size // ranks
+        samples = batch_sizes(loader, None, accumulated, ranks).per_step
         if samples is None:
             raise ConfigError(
                 f"lr_scaling={rule} needs a step of known size, and the batches of the training come from a batch "

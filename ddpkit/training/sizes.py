@@ -56,12 +56,29 @@ def micro_batches(options: RunOptions, world_size: int) -> int:
     return needed
 
 
+def data_ranks(options: RunOptions, world_size: int) -> int:
+    """Return over how many ranks the training data is divided: the virtual ones where the option says so.
+
+    Args:
+        options: ``virtual_ranks``.
+        world_size: number of ranks.
+
+    Ranks: local; equal on all ranks.
+
+    Example:
+        >>> from ddpkit.run_opts import RunOptions
+        >>> data_ranks(RunOptions(virtual_ranks=8), 2), data_ranks(RunOptions(), 2)
+        (8, 2)
+    """
+    return options.virtual_ranks or world_size
+
+
 @dataclass(frozen=True)
 class BatchSizes:
     """Batch sizes that follow from a training loader and the options.
 
     Attributes:
-        world_size: number of ranks.
+        world_size: number of ranks; of virtual ranks, where there are such.
         per_process: samples of a full batch of one process: the smallest and the largest; None where a recipe's batch
             sampler or a stream decides.
         factor: batches of each process per optimizer step.
@@ -70,6 +87,7 @@ class BatchSizes:
         samples: samples per epoch over all ranks; None where it is not known.
         alone: samples of a full optimizer step of one process with the same ``batch_size``; None where
             ``global_batch_size`` cannot be used, because others make the batches.
+        virtual_on: number of processes that virtual ranks are divided over; None: the ranks are not virtual.
 
     Ranks: local; equal on all ranks.
 
@@ -85,10 +103,14 @@ class BatchSizes:
     steps: int | None
     samples: int | None
     alone: int | None = None
+    virtual_on: int | None = None
 
     def __str__(self) -> str:
         """Say it in one line."""
-        processes = f"{self.world_size} process{'' if self.world_size == 1 else 'es'}"
+        number = self.virtual_on or self.world_size
+        processes = f"{number} process{'' if number == 1 else 'es'}"
+        if self.virtual_on is not None:
+            processes = f"{_number_of(self.world_size, 'virtual rank')} on {processes}"
         smallest, largest = self.per_process or (None, None)
         size = str(largest) if smallest == largest else f"{smallest} to {largest}"
         batch = "batches of changing size" if self.per_process is None else f"batch {size}"
@@ -101,7 +123,7 @@ class BatchSizes:
 
     def advice(self) -> str:
         """Say how several processes train as one does, where ``batch_size`` was given; nothing for one process."""
-        if self.world_size == 1 or self.alone is None:
+        if self.world_size == 1 or self.alone is None or self.virtual_on is not None:
             return ""
         return (
             f"{_number_of(self.per_step or 0, 'sample')}; one process has {self.alone}: "
@@ -210,8 +232,8 @@ def batch_sizes(loader: Any, length: int | None, factor: int, world_size: int) -
     if inner is loader and getattr(inner, "batch_sampler", None) is not None:  # else not a whole pass, or of batches
         if isinstance(planned, PlannedBatchSampler):
             samples = planned.plan.used_samples
-        elif isinstance(planned, DealtBatchSampler) and length is not None:
-            samples = sum(planned.total(batch) for batch in range(length))
+        elif isinstance(planned, DealtBatchSampler):
+            samples = sum(planned.total(batch) for batch in range(len(planned)))
     return BatchSizes(world_size, per_process, factor, per_step, steps, samples, alone)
 
 

@@ -19,11 +19,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpkit import distributed
+from ddpkit.compat import GradientOrder, show_order
 from ddpkit.device import own_first, widest_float
 from ddpkit.errors import ConfigError
 from ddpkit.logger import get_logger
 from ddpkit.syncbn import convert_sync_batchnorm
-from ddpkit.training.bucket_order import GradientOrder, show_order
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -219,6 +219,10 @@ class WrappedDDP(_Reaching, DistributedDataParallel):
 class Strategy:
     """One process, one device: nothing to wrap. Base class of the other strategies.
 
+    Attributes:
+        virtual_ranks: over how many the data is divided; None: over the ranks.
+        shards: how many parts of every batch each rank works on.
+
     Ranks: local.
 
     Example:
@@ -227,12 +231,21 @@ class Strategy:
     """
 
     name = "one device"
+    virtual_ranks: int | None = None
+    shards = 1
 
     def wrap(self, modules: nn.ModuleDict) -> None:
         """Wrap every trainable entry that is not wrapped yet, in place."""
 
     def follow(self, modules: nn.ModuleDict) -> None:
         """Wrap entries again in which a recipe has frozen or unfrozen parameters."""
+
+    def require_known(self, optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
+        """Refuse optimizers with parameters whose gradients this strategy would not make equal on all ranks."""
+
+    def feed(self, feed: Any, progress: Any, seed: int) -> Any:
+        """Return what a training pass takes its batches from, so that the strategy comes to know of each."""
+        return feed
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Return a context in which gradients are accumulated without being averaged over ranks."""
@@ -351,7 +364,7 @@ class DDP(Strategy):
                     self._orders[name] = GradientOrder(wrapped)
                     self._noting.append(self._orders[name])
             else:
-                self._spread(module)
+                spread_from_main(module, self.device)
 
     def follow(self, modules: nn.ModuleDict) -> None:
         """Wrap entries again whose trainable parameters have changed since they were wrapped.
@@ -517,15 +530,6 @@ class DDP(Strategy):
 
         return average
 
-    def _spread(self, module: nn.Module) -> None:
-        """Give every rank the parameters and buffers of rank 0, so that frozen random layers are equal everywhere."""
-        for tensor in [*module.parameters(), *module.buffers()]:
-            if tensor.device.type == torch.device(self.device).type:
-                sent = tensor.detach().contiguous()  # else NCCL refuses it, and gloo sends it in the order of memory
-                torch.distributed.broadcast(sent, src=0)
-                if sent.data_ptr() != tensor.data_ptr():
-                    tensor.detach().copy_(sent)
-
     def _converted(self, module: nn.Module) -> nn.Module:
         for part in module.modules():
             if str(getattr(part, "original_name", "")).startswith("BatchNorm"):  # what torch.jit.script leaves of it
@@ -546,6 +550,23 @@ class DDP(Strategy):
             "gradient_as_bucket_view": True,
             buffers: has_moving_buffers(module),
         }
+
+
+def spread_from_main(module: nn.Module, device: str) -> None:
+    """Give every rank the parameters and buffers of rank 0, so that also what is frozen and random is equal everywhere.
+
+    Args:
+        module: is changed.
+        device: of this rank; what is elsewhere is left alone.
+
+    Ranks: collective.
+    """
+    for tensor in [*module.parameters(), *module.buffers()]:
+        if tensor.device.type == torch.device(device).type:
+            sent = tensor.detach().contiguous()  # else NCCL refuses it, and gloo sends it in the order of memory
+            torch.distributed.broadcast(sent, src=0)
+            if sent.data_ptr() != tensor.data_ptr():
+                tensor.detach().copy_(sent)
 
 
 def make_strategy(

@@ -1,0 +1,165 @@
+"""The same bits on any number of processes: ``--virtual_ranks``."""
+
+from __future__ import annotations
+
+import hashlib
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import BatchSampler, RandomSampler
+
+from ddpkit.brain import Brain
+from ddpkit.types import Stage
+
+FEATURES, CLASSES = 12, 4
+
+
+def points(number=53):
+    draw = torch.Generator().manual_seed(3)
+    inputs = torch.randn(number, FEATURES, generator=draw)
+    return list(zip(inputs, torch.randint(0, CLASSES, (number,), generator=draw), strict=True))
+
+
+def make_net(norm):
+    torch.manual_seed(1)
+    middle = {"layer": nn.LayerNorm(16), "batch": nn.BatchNorm1d(16)}[norm]
+    return nn.Sequential(nn.Linear(FEATURES, 16), middle, nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, CLASSES))
+
+
+class Killed(Exception):
+    pass
+
+
+class Classifier(Brain):
+    """Classifies with noise; says all that it was told."""
+
+    counts = False
+    dies_at = None
+
+    def compute_forward(self, batch, stage):
+        return self.modules.head(self.modules.net(batch[0]))
+
+    def compute_objectives(self, predictions, batch, stage):
+        losses = nn.functional.cross_entropy(predictions, batch[1], reduction="none")
+        self.log("right", (predictions.argmax(-1) == batch[1]).float().mean())
+        if self.counts:
+            real = (batch[1] > 0) * 0.7
+            return (losses * real).sum(), real.sum()
+        return losses.mean()
+
+    def on_fit_batch_start(self, batch, should_step):
+        if self.dies_at == (self.progress.epoch, self.optimizer_step):
+            raise Killed
+
+    def on_stage_end(self, stage, stage_loss, epoch=None):
+        self.told = [*getattr(self, "told", []), (stage.name, epoch, stage_loss, torch.rand(1).item())]
+
+
+class Counting(Classifier):
+    counts = True
+
+
+class OwnBatch(Classifier):
+    """Two losses of one batch, each with its own backward pass; tells the step by should_step."""
+
+    def fit_batch(self, batch):
+        loss = self.compute_objectives(self.compute_forward(batch, Stage.TRAIN), batch, Stage.TRAIN)
+        self.backward(0.5 * loss, retain_graph=True)
+        self.backward(0.5 * loss)
+        if self.should_step:
+            self.optimizers_step()
+        return loss.detach()
+
+
+class TwoOptimizers(Classifier):
+    def init_optimizers(self):
+        self.optimizers_dict = {
+            "net": torch.optim.AdamW(self.modules.net.parameters(), lr=0.01),
+            "head": torch.optim.SGD(self.modules.head.parameters(), lr=0.1, momentum=0.9),
+        }
+
+
+class PastTheBrain(Classifier):
+    def fit_batch(self, batch):
+        loss = self.compute_objectives(self.compute_forward(batch, Stage.TRAIN), batch, Stage.TRAIN)
+        loss.backward()
+        self.optimizers_step()
+        return loss.detach()
+
+
+LOADING = {"batch_size": 2, "shuffle": True}
+
+
+def make(kind=Classifier, folder=None, norm="layer", **options):
+    modules = {"net": make_net(norm), "head": nn.Linear(CLASSES, CLASSES)}
+    checkpointer = None if folder is None else Checkpointer(folder)
+    given = {"device": "cpu", "noprogressbar": True, "virtual_ranks": 6, "max_grad_norm": 0.5, **options}
+    return kind(
+        modules,
+        lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
+        run_opts=given,
+        checkpointer=checkpointer,
+    )
+
+
+def digest(brain):
+    """Hash the weights and all numbers that were reported."""
+    tensors = dict(brain.raw_modules.state_dict())
+    if brain.ema is not None:
+        tensors |= {
+            f"ema {name}": one for name, one in enumerate(brain.ema.state_dict().values()) if torch.is_tensor(one)
+        }
+    data = b"".join(
+        str(name).encode() + one.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        for name, one in tensors.items()
+    )
+    return hashlib.sha256(data).hexdigest(), brain.optimizer_step
+
+
+def train(kind=Classifier, samples=53, loading=None, valid=11, **options):
+    brain = make(kind, **options)
+    loading = {**LOADING, **(loading or {})}
+    data = points(samples)
+    result = brain.fit(
+        range(1, 3), data, data[:valid], train_loader_kwargs=loading, valid_loader_kwargs={"batch_size": 2}
+    )
+    return digest(brain), brain.told, result.train_loss, result.valid_loss, result.logged
+
+
+CASES = {
+    "clipping, averages, divided evaluation": {"ema_decay": 0.9, "shard_evaluation": True},
+    "accumulation, counts": {"kind": Counting, "grad_accumulation_factor": 3},
+    "uneven shards": {"loading": {"batch_size": None}, "global_batch_size": 23},
+    "uneven shards in micro-batches": {"global_batch_size": 23, "micro_batch_size": 2},
+    "batch norm, bf16": {"norm": "batch", "precision": "bf16", "samples": 96},
+    "two optimizers": {"kind": TwoOptimizers},
+    "own fit_batch": {"kind": OwnBatch, "grad_accumulation_factor": 2},
+    "fewer samples than shards": {"samples": 4, "valid": 1},
+    "a sampler": {"loading": "sampler"},
+    "a batch sampler": {"loading": "batch_sampler"},
+    "batches count the same": {"loss_weighting": "batches"},
+}
+
+
+def case(name):
+    given = dict(CASES[name])
+    if given.get("loading") == "sampler":
+        given["loading"] = {"sampler": RandomSampler(range(53), replacement=True), "shuffle": False}
+    elif given.get("loading") == "batch_sampler":
+        batches = BatchSampler(RandomSampler(range(53)), 3, drop_last=False)
+        given["loading"] = {"batch_sampler": batches, "shuffle": False, "batch_size": 1}
+    elif "global_batch_size" in given:
+        given["loading"] = {}
+    return train(**given)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_same_bits_on_one_process_and_on_two(ranks, name):
+    assert ranks.run(case, name, world_size=2) == [case(name)] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_the_same_bits_on_one_process_and_on_three(ranks, name):
+    assert ranks.run(case, name, world_size=3) == [case(name)] * 3

@@ -352,9 +352,9 @@ class RunState:
         progress.clipped = state.get("clipped", 0)
         progress.avg_train_loss = state["avg_train_loss"]
         if not get_rank():
-            count = state.get("loss_count", progress.step)
-            loss_sum = state.get("loss_sum", progress.avg_train_loss * count)
-            progress.meter.restore(Fraction(loss_sum), Fraction(count), samples=samples)
+            count = Fraction(state.get("loss_count", progress.step))
+            loss_sum = Fraction(state.get("loss_sum", progress.avg_train_loss * float(count)))
+            progress.meter.restore(loss_sum, count, samples=samples)
 
     def _warn_of_changes(self, state: Mapping[str, Any]) -> None:
         options, own_seed = state.get("options"), self.rank_state.base_seed

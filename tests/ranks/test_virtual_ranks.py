@@ -10,6 +10,10 @@ from torch import nn
 from torch.utils.data import BatchSampler, RandomSampler
 
 from ddpkit.brain import Brain
+from ddpkit.checkpoints import Checkpointer
+from ddpkit.epoch_loop import EpochCounter
+from ddpkit.errors import ConfigError
+from ddpkit.training.sizes import BatchSizes
 from ddpkit.types import Stage
 
 FEATURES, CLASSES = 12, 4
@@ -163,3 +167,82 @@ def test_the_same_bits_on_one_process_and_on_two(ranks, name):
 @pytest.mark.parametrize("name", CASES)
 def test_the_same_bits_on_one_process_and_on_three(ranks, name):
     assert ranks.run(case, name, world_size=3) == [case(name)] * 3
+
+
+# ---------------------------------------------------------------------------------------- killed, and gone on with
+
+
+def go_on(folder, dies_at=None, **options):
+    """Train three epochs, with checkpoints inside of them; die where it is told to."""
+    brain = make(Counting, folder, ema_decay=0.9, ckpt_interval_steps=1, **options)
+    brain.dies_at = dies_at
+    counter = EpochCounter(3)
+    brain.checkpointer.add_recoverables({"counter": counter, **brain.modules})
+    data = points()
+    try:
+        result = brain.fit(counter, data, data[:11], train_loader_kwargs=LOADING)
+    except Killed:
+        return None
+    told = [one[:3] for one in brain.told if one[1] == 3]
+    return digest(brain), told, result.train_loss, result.valid_loss, result.logged
+
+
+@pytest.mark.parametrize("ways", [(1, 2), (2, 1), pytest.param((3, 2, 1), marks=pytest.mark.slow)], ids=str)
+def test_a_run_that_goes_on_with_another_number_of_processes_has_the_same_bits(ranks, tmp_path, ways):
+    expected = go_on(tmp_path / "whole")
+    for world_size, dies_at in zip(ways[:-1], [(1, 3), (2, 7)], strict=False):
+        for found in ranks.outcomes(go_on, tmp_path / "cut", dies_at, world_size=world_size):
+            assert "Killed" in str(found.error) or found.value is None
+    assert ranks.run(go_on, tmp_path / "cut", world_size=ways[-1]) == [expected] * ways[-1]
+
+
+def test_a_checkpoint_without_the_option_and_the_reverse_go_on_with_a_warning(tmp_path, caplog):
+    go_on(tmp_path / "without", dies_at=(1, 3), virtual_ranks=None, global_batch_size=12)
+    go_on(tmp_path / "with", dies_at=(1, 3), global_batch_size=12)
+    caplog.clear()
+    assert go_on(tmp_path / "without", global_batch_size=12) is not None
+    assert [one.getMessage() for one in caplog.records if "virtual_ranks=6, before None" in one.getMessage()]
+    assert go_on(tmp_path / "with", virtual_ranks=None, global_batch_size=12) is not None
+    assert [one.getMessage() for one in caplog.records if "virtual_ranks=None, before 6" in one.getMessage()]
+
+
+# ---------------------------------------------------------------------------------------- what cannot work
+
+
+def refused(**options):
+    with pytest.raises(ConfigError) as caught:
+        train(**options)
+    return str(caught.value)
+
+
+def test_another_number_of_processes_is_refused_with_those_that_work(ranks):
+    for message in ranks.run(refused_on_ranks, world_size=2):
+        assert "virtual_ranks=9 cannot be divided over 2 processes" in message
+        assert "Start 1, 3, 9 processes" in message
+
+
+def refused_on_ranks():
+    return refused(virtual_ranks=9)
+
+
+def test_what_cannot_work_is_refused_by_name():
+    assert "check_parity" in refused(check_parity=2)
+    assert "called loss.backward() past the Brain" in refused(kind=PastTheBrain, virtual_ranks=1)
+    assert "optimizers_step() in the middle of a step" in refused(kind=PastTheBrain)
+    assert "nominal epochs" in refused(loading={"looped_nominal_epoch": 3})
+
+
+def test_an_optimizer_of_parameters_outside_of_modules_is_refused():
+    outside = nn.Linear(CLASSES, CLASSES)
+
+    class Outside(Classifier):
+        def init_optimizers(self):
+            self.optimizers_dict = {"outside": torch.optim.SGD(outside.parameters(), lr=0.1)}
+
+    assert "'outside' has parameters that are not in modules" in refused(kind=Outside)
+
+
+def test_the_start_up_block_names_the_virtual_ranks():
+    sizes = BatchSizes(6, (2, 2), 1, 12, 5, 53, 2, virtual_on=3)
+    assert str(sizes).startswith("6 virtual ranks on 3 processes x batch 2 x accumulation 1 = 12 samples")
+    assert not sizes.advice(), "no other number of processes trains otherwise"

@@ -162,8 +162,12 @@ def test_f11_a_stuck_rank_is_named_with_its_line_and_ends_the_run(tmp_path, faul
     [run] = start(tmp_path, f"fault={fault}@{where}", "rank=1", *words)
     await_fault(tmp_path, [run])
     run.wait(8 + GONE_SECONDS)
-    guilty = r"^rank 1 \(.*\): in TRAIN of epoch 1 at step \d+, for \d+ s .*control_recipe.py:\d+ in happen"
+    at = "waiting for its loader at " if where == "worker" else r".*control_recipe.py:\d+ in happen"
+    guilty = rf"^rank 1 \(.*\): in TRAIN of epoch 1 at step \d+, for \d+ s {at}"
     assert re.search(guilty, run.err, re.MULTILINE), run.err
+    if where == "worker":
+        stacks = run.err.partition("A worker of the loader (pid ")[2]
+        assert re.search(r"control_recipe.py\", line \d+ in happen", stacks), run.err
     assert re.search(r"^rank 0: in TRAIN of epoch 1 at step \d+, .* waiting for other ranks", run.err, re.MULTILINE)
     assert "where all threads are" in run.err
     assert run.code != 0

@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from ddpkit.config import (
     IN_RUN_OPTS,
@@ -19,15 +19,16 @@ from ddpkit.config import (
     OPTION_BY_NAME,
     OPTIONS,
     RUN_OPTIONS,
-    CommandLine,
     OptionTypes,
-    read_command_line,
 )
 from ddpkit.control import usage_errors, watch_uncaught
 from ddpkit.device import default_backend, resolve_device
 from ddpkit.errors import ConfigError, MissingFileError
 from ddpkit.launch import PARITY, LaunchInfo, find_launch, run_script
 from ddpkit.logger import get_logger
+
+if TYPE_CHECKING:
+    from ddpkit.config import CommandLine
 
 __all__ = ["OPTIONS", "RunOptions", "option_attributes", "parse_arguments"]
 
@@ -303,6 +304,8 @@ def parse_arguments(arg_list: Sequence[str] | None = None) -> tuple[str, RunOpti
         Traceback (most recent call last):
         ddpkit.errors.ConfigError: --precision expects one of fp32, fp16, bf16, got 'fp8'...
     """
+    from ddpkit.config import read_command_line  # loads ruamel.yaml: not for a Brain alone
+
     words = list(sys.argv[1:] if arg_list is None else arg_list)
     with usage_errors():
         line = read_command_line(words)

@@ -41,7 +41,6 @@ __all__ = [
 ]
 
 FLUSH_AFTER = 64
-NEVER = -1
 
 
 class _Stages:
@@ -49,7 +48,7 @@ class _Stages:
 
     divided = False
     number = 0
-    last_divided = NEVER
+    last_divided = -1  # none was
     repeating = False  # the current batch is one that a rank repeats to keep step
 
 

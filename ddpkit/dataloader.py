@@ -12,6 +12,7 @@ from torch.utils.data import IterableDataset
 
 from ddpkit.base import mark_as_loader, mark_as_saver, register_checkpoint_hooks
 from ddpkit.data import (
+    DECIDED,
     DEFAULT_SEED,
     SaveableDataLoader,
     Sharding,
@@ -26,7 +27,9 @@ from ddpkit.data import (
     set_epoch,
     shard,
 )
+from ddpkit.distributed import get_rank, get_world_size
 from ddpkit.errors import DataError
+from ddpkit.logger import get_logger
 from ddpkit.sampler import DealtBatchSampler, PlannedBatchSampler
 
 if TYPE_CHECKING:
@@ -42,6 +45,7 @@ __all__ = [
     "Sharding",
     "deal_batches",
     "default_seed",
+    "distributed_loader_specifics",
     "go_on_after_end",
     "go_on_at",
     "make_dataloader",
@@ -53,6 +57,8 @@ __all__ = [
     "state_at_end",
     "want_states",
 ]
+
+logger = get_logger(__name__)
 
 
 @register_checkpoint_hooks
@@ -412,3 +418,36 @@ def make_dataloader(dataset: Any, looped_nominal_epoch: int | None = None, **loa
     if looped_nominal_epoch is not None:
         return LoopedLoader(loader, looped_nominal_epoch)
     return loader
+
+
+def distributed_loader_specifics(
+    distributed_launch: bool, rank: int | None, dataset: Any, loader_kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    """Return loader arguments that give one rank its share, for a loader that a recipe makes itself.
+
+    Given to ``Brain.fit``, such a loader is divided like any other, as a whole and once.
+
+    Args:
+        distributed_launch: False returns the arguments as they are.
+        rank: this rank; None: the rank of the process.
+        dataset: the loader's dataset. A stream cannot be divided by arguments: its arguments come back with a
+            warning.
+        loader_kwargs: as for ``torch.utils.data.DataLoader``; not changed.
+
+    Ranks: local; all ranks must give the same arguments but ``rank``.
+
+    Example:
+        >>> distributed_loader_specifics(False, 0, range(4), {"batch_size": 2})
+        {'batch_size': 2}
+    """
+    if not distributed_launch:
+        return loader_kwargs
+    if isinstance(dataset, IterableDataset):
+        logger.warning("%s is a stream: give it to Brain.fit, which divides it.", type(dataset).__name__)
+        return loader_kwargs
+    sharding = Sharding((get_rank() or 0) if rank is None else rank, get_world_size(), seed=default_seed())
+    loader = shard(dataset, sharding, **loader_kwargs)
+    others = {name: value for name, value in loader_kwargs.items() if name not in DECIDED}
+    if loader.batch_sampler is None:
+        return {**others, "batch_size": None, "sampler": loader.sampler}
+    return {**others, "batch_sampler": loader.batch_sampler}

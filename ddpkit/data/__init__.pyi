@@ -19,6 +19,7 @@ from ddpkit.data.recipe_samplers import (
     ReproducibleWeightedRandomSampler as ReproducibleWeightedRandomSampler,
 )
 from ddpkit.data.sharded_loader import (
+    DECIDED as DECIDED,
     DEFAULT_SEED as DEFAULT_SEED,
     SaveableDataLoader as SaveableDataLoader,
     Sharding as Sharding,

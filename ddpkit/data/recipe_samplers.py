@@ -133,9 +133,9 @@ class ReproducibleWeightedRandomSampler(WeightedRandomSampler):
     ) -> None:
         try:
             super().__init__(weights, num_samples, replacement)
-            torch.multinomial(self.weights, num_samples, replacement, generator=torch.Generator())  # can it be drawn?
-        except (ValueError, RuntimeError) as error:
+        except ValueError as error:
             raise ConfigError(f"{type(self).__name__}: {error}.") from error
+        self._check_weights()
         self.seed = _seed_or(129491412, seed)
         self.epoch = epoch
         self.generator = torch.Generator()
@@ -147,6 +147,16 @@ class ReproducibleWeightedRandomSampler(WeightedRandomSampler):
     def __iter__(self) -> Iterator[int]:
         self.generator.manual_seed(mix_key(self.seed, self.epoch) >> 1)
         return super().__iter__()
+
+    def _check_weights(self) -> None:
+        possible = int(torch.count_nonzero(self.weights))
+        is_weight = torch.isfinite(self.weights) & (self.weights >= 0)
+        if not is_weight.all() or possible < (1 if self.replacement else self.num_samples):
+            raise ConfigError(
+                f"{type(self).__name__}: num_samples={self.num_samples} cannot be drawn with "
+                f"replacement={self.replacement}: {int((~is_weight).sum())} weight(s) are negative or not finite, "
+                f"{possible} are not 0."
+            )
 
 
 class ConcatDatasetBatchSampler(Sampler[list[int]]):

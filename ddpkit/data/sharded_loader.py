@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 DEFAULT_SEED = 563375142
+DECIDED = ("batch_size", "shuffle", "sampler", "batch_sampler", "drop_last")
 
 
 @dataclass(frozen=True)
@@ -242,7 +243,7 @@ def shard(dataset: Any, sharding: Sharding, **loader_kwargs: Any) -> Any:
     collate = default_collate_for(dataset)
     if collate is not None and (options.get("batch_size", 1) is not None or options.get("batch_sampler") is not None):
         options.setdefault("collate_fn", collate)
-    if _is_divided(options.get("batch_sampler"), options.get("sampler")):
+    if _is_divided(options.get("batch_sampler"), options.get("sampler")) or _is_share(options):
         _refuse_global_batch(sharding, "what a DistributedSampler has divided already")
         return SaveableDataLoader(dataset, **options)
     batch_sampler, sampler = options.pop("batch_sampler", None), options.pop("sampler", None)
@@ -423,6 +424,13 @@ def _is_divided(batch_sampler: Any, sampler: Any) -> bool:
     """Say whether the user has divided the data already: with a ``DistributedSampler``, or one that says so."""
     deciding = sampler if batch_sampler is None else batch_sampler
     return any(isinstance(one, DistributedSampler) or is_sharded(one) for one in layers(deciding))
+
+
+def _is_share(options: dict[str, Any]) -> bool:
+    """Say whether loader arguments hold a rank's share already, from :func:`distributed_loader_specifics`."""
+    sampler = options.get("sampler")
+    planned = sampler.planned if isinstance(sampler, _Single) else options.get("batch_sampler")
+    return isinstance(planned, (PlannedBatchSampler, DealtBatchSampler)) and planned.world_size > 1
 
 
 def _order_of(loader: DataLoader[Any]) -> dict[str, Any]:

@@ -62,7 +62,7 @@ speechbrain.utils.train_logger ddpkit.train_logger: FileTrainLogger ProgressSamp
 speechbrain.utils.train_logger ddpkit.train_logger: WandBLogger
 speechbrain.dataio ddpkit:
 speechbrain.dataio.batch ddpkit.batch: BatchsizeGuesser PaddedBatch PaddedData
-speechbrain.dataio.dataloader ddpkit.dataloader: LoopedLoader SaveableDataLoader
+speechbrain.dataio.dataloader ddpkit.dataloader: LoopedLoader SaveableDataLoader distributed_loader_specifics
 speechbrain.dataio.dataloader ddpkit.dataloader: make_dataloader
 speechbrain.dataio.sampler ddpkit.sampler: BalancingDataSampler ConcatDatasetBatchSampler DistributedSamplerWrapper
 speechbrain.dataio.sampler ddpkit.sampler: DynamicBatchSampler ReproducibleRandomSampler

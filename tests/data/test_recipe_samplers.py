@@ -10,7 +10,7 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 import ddpkit
 from ddpkit import sampler
@@ -26,11 +26,14 @@ from ddpkit.data.recipe_samplers import (
 from ddpkit.dataloader import (
     Sharding,
     default_seed,
+    distributed_loader_specifics,
     make_dataloader,
+    plan_of,
     reshard,
     shard,
 )
 from ddpkit.errors import BucketingError, ConfigError, DataError
+from ddpkit.sampler import PlannedBatchSampler
 from ddpkit.seed import RngState
 from tests.launching import soon
 
@@ -211,10 +214,10 @@ def test_weights_decide_how_often():
 @pytest.mark.parametrize(
     ("weights", "options", "match"),
     [
-        ([1.0, -1.0], {}, "invalid multinomial distribution"),
-        ([1.0, math.nan], {}, "invalid multinomial distribution"),
-        ([0.0, 0.0], {}, "invalid multinomial distribution"),
-        ([1.0], {"replacement": False}, "cannot sample n_sample > prob_dist"),
+        ([1.0, -1.0], {}, r"1 weight\(s\) are negative or not finite"),
+        ([1.0, math.nan], {}, r"1 weight\(s\) are negative or not finite"),
+        ([0.0, 0.0], {}, r"num_samples=2 cannot be drawn with .* 0 are not 0"),
+        ([1.0, 0.0], {"replacement": False}, r"num_samples=2 cannot be drawn with replacement=False.* 1 are not 0"),
         ([[1.0]], {}, r"ReproducibleWeightedRandomSampler: weights should be a 1d sequence"),
         ([1.0], {"num_samples": 0}, r"num_samples should be a positive integer"),
     ],
@@ -544,6 +547,35 @@ def test_the_wrapper_tells_the_inner_sampler_the_epoch():
     wrapper.set_epoch(4)
     assert inner.told == [4]
     assert wrapper.sampler is wrapper.dataset is inner
+
+
+# ------------------------------------------------------------------------------ loader arguments that divide
+
+
+def test_distributed_loader_specifics_leave_alone_what_they_cannot_divide(caplog):
+    """CONTRACT 1.10: one process, and streams."""
+
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter(range(4))
+
+    given = {"batch_size": 2, "shuffle": True}
+    assert distributed_loader_specifics(False, 0, range(4), given) is given
+    caplog.set_level("WARNING", logger="ddpkit")
+    assert distributed_loader_specifics(True, 0, Stream(), given) is given
+    assert "Stream is a stream: give it to Brain.fit, which divides it." in caplog.text
+
+
+def test_arguments_that_hold_a_share_are_not_divided_again():
+    """CONTRACT 1.10: a loader made with them gives the share, and is divided as a whole when it is given to ``fit``."""
+    planned = PlannedBatchSampler(10, 2, rank=1, world_size=2)
+    loader = make_dataloader(range(10), batch_sampler=planned)
+    assert loader.batch_sampler is planned
+    assert [batch.tolist() for batch in loader] == [[2, 3], [6, 7], [9]]
+    alone = reshard(loader, Sharding())
+    assert sorted(index for batch in alone for index in batch.tolist()) == list(range(10))
+    whole = shard(range(10), Sharding(1, 2), batch_sampler=PlannedBatchSampler(10, 2))
+    assert [plan_of(whole).count(number) for number in range(3)] == [2, 2, 0], "of one process: dealt out by batches"
 
 
 def test_a_recovered_loader_says_how_much_it_skips_under_its_old_name(tmp_path):

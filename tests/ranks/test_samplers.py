@@ -8,9 +8,10 @@ from collections import Counter
 
 import pytest
 import torch
-from torch.utils.data import BatchSampler, ConcatDataset
+from torch.utils.data import BatchSampler, ConcatDataset, DataLoader
 
 from ddpkit.checkpoints import Checkpointer
+from ddpkit.dataloader import distributed_loader_specifics, make_dataloader
 from ddpkit.distributed import get_rank
 from ddpkit.epoch_loop import EpochCounter
 from ddpkit.sampler import (
@@ -279,6 +280,42 @@ def test_a_wrapped_sampler_is_not_divided_again(ranks, world, shuffle, of_batche
     counts = Counter(flat(flat(joined(results, 1))))
     assert set(counts) == set(range(13))
     assert sum(counts.values()) - 13 == repeated, "every rank the same number, as DistributedSampler has it"
+
+
+def share_through_arguments(kind):
+    """A loader that a recipe makes itself, with the arguments that divide; then the Brain's own division of it."""
+    kwargs = {
+        "plain": {"batch_size": 2, "shuffle": True},
+        "sampler": {"batch_size": 2, "sampler": SAMPLERS["random"](4)},
+        "batch_sampler": {"batch_sampler": dynamic(4)},
+        "whole batches": {"batch_size": None},
+    }[kind]
+    before = dict(kwargs)
+    divided = distributed_loader_specifics(True, None, numbered(), {**kwargs, "num_workers": 0})
+    assert kwargs == before
+    found = []
+    for make_one in (DataLoader, make_dataloader):
+        loader = make_one(numbered(), **divided)
+        found.append([torch.atleast_1d(batch[2]).tolist() for batch in loader])
+    assert found[0] == found[1]
+    if kind == "whole batches":  # which the data of these tests are not
+        return found[0], None, None
+    brain, ready = make(Noting), make(Noting)
+    brain.fit([1], numbered(), train_loader_kwargs=divided)
+    ready.fit([1], make_dataloader(numbered(), **divided))
+    return found[0], brain.noted[1], ready.noted[1]
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("world", [2, 1, 3])
+@pytest.mark.parametrize("kind", ["plain", "sampler", "batch_sampler", "whole batches"])
+def test_distributed_loader_specifics_divide_once(ranks, kind, world):
+    results = ranks.run(share_through_arguments, kind, world_size=world)
+    drawn = flat(flat(share for share, _, _ in results))
+    assert set(drawn) == set(range(NUMBER))
+    if kind != "whole batches":
+        for way in (1, 2):
+            assert sorted(flat(flat(result[way] for result in results))) == list(range(NUMBER))
 
 
 def fit_concat_of_datasets():

@@ -630,10 +630,9 @@ class LossMeter:
         partial = state_dict.get("added_on_device")
         self._partial = None if partial is None else torch.tensor(partial, dtype=torch.float64)
         self._means, self._sums = [], []
-        for loss, count in state_dict.get("means", []):
-            self.append(_thawed(loss), _thawed(count))
-        for loss, count in state_dict.get("sums", []):
-            self.append_sum(_thawed(loss), _thawed(count))
+        for name, append in (("means", self.append), ("sums", self.append_sum)):
+            for loss, count in state_dict.get(name, []):
+                append(_thawed(loss), _thawed(count))
         self.samples = state_dict.get("samples", 0)
 
     def _add(self, total: float, count: float) -> None:

@@ -75,6 +75,7 @@ def main():
             torch.save({"net": net.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch}, new)
             new.replace(CHECKPOINT)
     if dist.is_initialized():
+        del model  # if it outlives the group, torch may hang: the group's last thread and Python's wait for each other
         dist.destroy_process_group()
 
 

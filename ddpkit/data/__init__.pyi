@@ -18,6 +18,10 @@ from ddpkit.data.recipe_samplers import (
     ReproducibleRandomSampler as ReproducibleRandomSampler,
     ReproducibleWeightedRandomSampler as ReproducibleWeightedRandomSampler,
 )
+from ddpkit.data.shard_streams import (
+    ShardStream as ShardStream,
+    ShardStreamLoader as ShardStreamLoader,
+)
 from ddpkit.data.sharded_loader import (
     DECIDED as DECIDED,
     DEFAULT_SEED as DEFAULT_SEED,

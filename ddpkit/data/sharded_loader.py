@@ -21,6 +21,7 @@ from ddpkit.batch import default_collate_for
 from ddpkit.control import start_loading
 from ddpkit.data.likeness import sketch
 from ddpkit.data.permutation import mix_key
+from ddpkit.data.shard_streams import ShardStreamLoader, shard_stream_loader
 from ddpkit.data.streams import StreamLoader, batch_loader, is_batches, is_sharded, stream_loader
 from ddpkit.errors import ConfigError, DataError
 from ddpkit.logger import get_logger
@@ -233,10 +234,7 @@ def shard(dataset: Any, sharding: Sharding, **loader_kwargs: Any) -> Any:
     """
     options = dict(loader_kwargs)
     if isinstance(dataset, IterableDataset):
-        whole = _batch_of_all_ranks(sharding)
-        return stream_loader(
-            dataset, sharding.rank, sharding.world_size, options, seed=sharding.seed, global_batch_size=whole
-        )
+        return _shard_stream(dataset, sharding, options)
     if is_batches(dataset) and not options:
         return deal_batches(dataset, sharding)
     _check_exclusive(options)
@@ -244,7 +242,7 @@ def shard(dataset: Any, sharding: Sharding, **loader_kwargs: Any) -> Any:
     if collate is not None and (options.get("batch_size", 1) is not None or options.get("batch_sampler") is not None):
         options.setdefault("collate_fn", collate)
     if _is_divided(options.get("batch_sampler"), options.get("sampler")) or _is_share(options):
-        _refuse_global_batch(sharding, "what a DistributedSampler has divided already")
+        _refuse_divided(sharding, "what a DistributedSampler has divided already")
         return SaveableDataLoader(dataset, **options)
     batch_sampler, sampler = options.pop("batch_sampler", None), options.pop("sampler", None)
     shuffle, drop_last = bool(options.pop("shuffle", False)), bool(options.pop("drop_last", False))
@@ -302,12 +300,12 @@ def reshard(loader: DataLoader[Any], sharding: Sharding) -> Any:
         sizes = {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
         return shard(loader.dataset, sharding, **sizes, **options)
     if _is_divided(loader.batch_sampler, loader.sampler):
-        _refuse_global_batch(sharding, "a loader that a DistributedSampler has divided already")
+        _refuse_divided(sharding, "a loader that a DistributedSampler has divided already")
         return loader
     return shard(loader.dataset, sharding, **_order_of(loader), **options)
 
 
-def deal_batches(loader: Any, sharding: Sharding) -> StreamLoader:
+def deal_batches(loader: Any, sharding: Sharding) -> StreamLoader | ShardStreamLoader:
     """Shard an opaque iterable of batches: rank r keeps every world_size-th batch.
 
     Args:
@@ -326,8 +324,11 @@ def deal_batches(loader: Any, sharding: Sharding) -> StreamLoader:
         loader = loader.whole
     name = type(loader).__name__
     if is_sharded(loader):
+        _refuse_divided(sharding, f"{name}, which divides itself over the processes")
         logger.info("%s divides itself over the ranks (is_sharded): it is used as it is.", name)
         return batch_loader(loader, 0, 1, seed=mix_key(sharding.seed, sharding.rank))
+    if _is_virtual(sharding):
+        return shard_stream_loader(loader, sharding, {"collate_fn": _as_it_is}, of_batches=True)
     if sharding.world_size > 1:
         logger.info(
             "%s is dealt out by batches: every rank reads all of them, and trains on one in %d.",
@@ -341,6 +342,30 @@ def _has_its_own_way(loader: DataLoader[Any]) -> bool:
     """Return whether a loader's class has its own iteration, which a rebuilt loader would lose."""
     kind = next(one for one in type(loader).__mro__ if "__iter__" in vars(one))
     return kind.__module__.split(".")[0] not in {"torch", "torchdata", "ddpkit"}
+
+
+def _shard_stream(dataset: Any, sharding: Sharding, options: dict[str, Any]) -> Any:
+    whole = _batch_of_all_ranks(sharding)
+    if _is_virtual(sharding):
+        return shard_stream_loader(dataset, sharding, options, whole)
+    return stream_loader(
+        dataset, sharding.rank, sharding.world_size, options, seed=sharding.seed, global_batch_size=whole
+    )
+
+
+def _is_virtual(sharding: Sharding) -> bool:
+    """Return whether a stream is divided over virtual ranks: in training, not where it is only evaluated."""
+    return sharding.virtual_ranks is not None and sharding.keep_step
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
+def _refuse_divided(sharding: Sharding, what: str) -> None:
+    if sharding.virtual_ranks is not None:
+        raise ConfigError(f"virtual_ranks={sharding.virtual_ranks} cannot divide {what}. Give the data undivided.")
+    _refuse_global_batch(sharding, what)
 
 
 def _refuse_global_batch(sharding: Sharding, what: str) -> None:

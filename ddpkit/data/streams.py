@@ -117,9 +117,12 @@ class StreamShard(IterableDataset[Any], Source):
 
     def __iter__(self) -> Iterator[Any]:
         info = get_worker_info()
-        worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
+        return self.read(*((0, 1) if info is None else (info.id, info.num_workers)))
+
+    def read(self, worker: int, workers: int) -> Iterator[Any]:
+        """Yield the items of one of the processes that read this rank's part."""
         epoch = int(self.epoch)
-        if info is not None:
+        if get_worker_info() is not None:
             tell_epoch(self.whole, epoch)
         if self.divides_itself:
             return self._own_shard(self.rank * workers + worker, self.world_size * workers, epoch)

@@ -25,7 +25,7 @@ from ddpkit.base import load_plain_yaml
 from ddpkit.checkpointing import Checkpoint, ckpt_recency
 from ddpkit.compat import shuffle_digest
 from ddpkit.config import BATCHES, GRADIENTS, OPTIONS
-from ddpkit.data import StreamLoader, StreamShard
+from ddpkit.data import ShardStream, StreamShard
 from ddpkit.dataloader import LoopedLoader, plan_of
 from ddpkit.errors import CheckpointError, ConfigError
 from ddpkit.launch import find_launch
@@ -89,7 +89,9 @@ class StepPlan:
             loader: the training loader.
         """
         inner, data = loader.loader if isinstance(loader, LoopedLoader) else loader, order_of(loader)
-        if isinstance(plan_of(inner), DealtBatchSampler) or (isinstance(inner, StreamLoader) and inner.of_batches):
+        if isinstance(plan_of(inner), DealtBatchSampler) or getattr(
+            getattr(inner, "dataset", None), "of_batches", False
+        ):
             return cls(sizes.world_size, sizes.factor, data=data)  # whole batches are dealt out, whatever their sizes
         largest = None if sizes.per_process is None else sizes.per_process[1]
         return cls(sizes.world_size, sizes.factor, sizes.per_step, largest, data)
@@ -262,7 +264,7 @@ def order_of(loader: Any) -> dict[str, str | int]:
     if isinstance(plan, (PlannedBatchSampler, DealtBatchSampler)):
         sampler = plan.source if isinstance(plan, PlannedBatchSampler) else plan.batch_sampler
         return {"order": _names(layers(sampler)), "drop_last": bool(plan.drop_last), **_samples(dataset)}
-    if isinstance(dataset, StreamShard):
+    if isinstance(dataset, (StreamShard, ShardStream)):
         drop_last = {} if dataset.of_batches else {"drop_last": bool(dataset.drop_last)}
         return {"order": f"of {type(dataset.whole).__name__}", **drop_last, **_shuffle(dataset.whole)}
     if isinstance(loader, DataLoader) and not isinstance(dataset, IterableDataset):  # divided by its maker

@@ -18,7 +18,7 @@ from ddpkit.distributed import (
     start_sum_over_ranks,
     sum_over_ranks,
 )
-from ddpkit.errors import BatchError, RunStopped
+from ddpkit.errors import BatchError, ConfigError, RunStopped
 from ddpkit.logger import get_logger
 from ddpkit.metrics import begin_stage
 from ddpkit.profiler import prepare_profiler
@@ -243,8 +243,15 @@ class StageRunner:
         if options.debug:
             most = options.debug_batches * strategy.shards
             batches = First(batches, max(most - self.progress.step + left_out, 0))
+        whole = 0.0
+        if strategy.virtual_ranks is not None:
+            if options.loss_weighting == "batches":
+                raise ConfigError("loss_weighting=batches of a stream does not work with virtual_ranks.")
+            block = 1 if getattr(loader, "batch_size", None) is None else loader.dataset.block_size
+            whole = float(block * options.grad_accumulation_factor // strategy.shards)
         return StreamFeed(
             loader=batches,
+            whole=whole,
             whole_batches=getattr(loader, "batch_size", None) is None,
             start_sum=start_sum_over_ranks,
             size_of=size_of(loader),

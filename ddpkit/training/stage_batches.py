@@ -11,6 +11,7 @@ from ddpkit.comm import require_agreement
 from ddpkit.data import (
     MOST_ITEMS,
     FirstItems,
+    ShardStreamLoader,
     StreamLoader,
     first_samples,
     guess_batch_size,
@@ -62,7 +63,7 @@ def size_of(loader: Any) -> Callable[[Any], int]:
 
     Ranks: local.
     """
-    return loader.size_of if isinstance(loader, StreamLoader) else guess_batch_size
+    return loader.size_of if isinstance(loader, (StreamLoader, ShardStreamLoader)) else guess_batch_size
 
 
 def counting(loader: Any) -> Callable[[int, Any], int]:
@@ -87,7 +88,7 @@ def require_same_draw(loader: Any) -> None:
     """
     plan, inner = plan_of(loader), loader.loader if isinstance(loader, LoopedLoader) else loader
     facts = plan.drawn_words() if plan is not None and plan.world_size > 1 else {}
-    if isinstance(inner, StreamLoader):
+    if isinstance(inner, (StreamLoader, ShardStreamLoader)):
         facts = inner.drawn_words()
     if facts:
         require_agreement(facts)

@@ -46,6 +46,7 @@ class StreamFeed:
         loader: yields this rank's micro-batches, however many.
         factor: micro-batches per optimizer step.
         weighting: ``"samples"``: every sample counts the same; ``"batches"``: every batch of all ranks together does.
+        whole: what a full step weighs, where gradients are summed over the ranks; 0: they are averaged.
         whole_batches: whether the data yields whole batches; with ``"batches"`` every rank's batch then counts one.
         world_size: number of ranks.
         start: micro-batches of this epoch done before.
@@ -71,6 +72,7 @@ class StreamFeed:
     weighting: str = "samples"
     world_size: int = 1
     start: int = 0
+    whole: float = 0.0
     whole_batches: bool = False
     start_sum: Callable[[list[float]], Callable[[], list[float]]] = _alone
     size_of: Callable[[Any], int] = guess_batch_size
@@ -104,9 +106,9 @@ class StreamFeed:
             place += 1
             window.count = turn.count
             window.weight, total = self._weigh(turn)
-            whole = whole or self.factor * total
+            whole = whole or self.whole or self.factor * total
             done += total
-            window.loss_scale = window.weight * self.world_size / whole if whole else 0.0
+            window.loss_scale = window.weight * (1 if self.whole else self.world_size) / whole if whole else 0.0
             window.closes = place == self.factor or not ahead[0].told.ranks
             window.correction = whole / done if window.closes and done else 1.0
             if window.closes:

@@ -7,7 +7,7 @@ import hashlib
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import BatchSampler, RandomSampler
+from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, default_collate
 
 from ddpkit.brain import Brain
 from ddpkit.checkpoints import Checkpointer
@@ -121,14 +121,43 @@ def digest(brain):
     return hashlib.sha256(data).hexdigest(), brain.optimizer_step
 
 
-def train(kind=Classifier, samples=53, loading=None, valid=11, **options):
+def train(kind=Classifier, samples=53, loading=None, valid=11, data=None, **options):
     brain = make(kind, **options)
-    loading = {**LOADING, **(loading or {})}
-    data = points(samples)
+    loading = {} if isinstance(data, Batches) else {**LOADING, **(loading or {})}
+    known = points(samples)
     result = brain.fit(
-        range(1, 3), data, data[:valid], train_loader_kwargs=loading, valid_loader_kwargs={"batch_size": 2}
+        range(1, 3),
+        known if data is None else data,
+        known[:valid],
+        train_loader_kwargs=loading,
+        valid_loader_kwargs={"batch_size": 2},
     )
     return digest(brain), brain.told, result.train_loss, result.valid_loss, result.logged
+
+
+class Numbered(IterableDataset):
+    """A stream of points; with ``shard`` each part of it by itself."""
+
+    def __init__(self, data):
+        self.data = data
+
+    def __iter__(self):
+        return iter(self.data)
+
+
+class Divisible(Numbered):
+    num_shards = 6
+
+    def shard(self, num_shards, index):
+        return Numbered(self.data[index::num_shards][: 7 + index % 3])
+
+
+class Batches:
+    """A loader of one's own."""
+
+    def __iter__(self):
+        data = points()
+        return iter([default_collate(data[start : start + 3]) for start in range(0, 53, 3)])
 
 
 CASES = {
@@ -143,6 +172,11 @@ CASES = {
     "a sampler": {"loading": "sampler"},
     "a batch sampler": {"loading": "batch_sampler"},
     "batches count the same": {"loss_weighting": "batches"},
+    "a stream": {"data": Numbered(points()), "loading": {"shuffle": False}, "grad_accumulation_factor": 2},
+    "a stream with shards, workers": {"data": Divisible(points()), "loading": {"shuffle": False, "num_workers": 2}},
+    "a stream, uneven shards": {"data": Numbered(points()), "loading": {}, "global_batch_size": 23},
+    "a short stream, workers": {"data": Numbered(points(4)), "loading": {"shuffle": False, "num_workers": 1}},
+    "batches of one's own": {"data": Batches(), "loading": {}, "kind": Counting},
 }
 
 
@@ -154,7 +188,7 @@ def case(name):
         batches = BatchSampler(RandomSampler(range(53)), 3, drop_last=False)
         given["loading"] = {"batch_sampler": batches, "shuffle": False, "batch_size": 1}
     elif "global_batch_size" in given:
-        given["loading"] = {}
+        given["loading"] = {"batch_size": 1, "shuffle": "data" not in given}
     return train(**given)
 
 

@@ -1,0 +1,98 @@
+"""What the same bits cost: a training step with --virtual_ranks against DDP with the same micro-batches.
+
+    python benchmarks/virtual_ranks.py [--processes 2] [--steps 30]
+
+Both train the same network on as many gloo processes, in the same run, taking turns of some steps each; a step of DDP
+accumulates as many micro-batches of the same size as a step with virtual ranks has shards on a process. Printed are the
+median of the turns' ratios with its quartiles, the time of a step, and the most memory that gradients take beside the
+model's own, counted in gradients: with virtual ranks what waits in the tree, and what is sent.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+
+import torch
+from torch import nn
+
+from ddpkit.brain import Brain
+from ddpkit.testing import RankPool
+
+FEATURES, PER_SHARD, STEPS_A_TURN = 64, 8, 5
+WIDTHS = {"0.02 M parameters": 128, "1.1 M parameters": 1024, "4.2 M parameters": 2048}
+
+
+class Regression(Brain):
+    """Fits noise; tells how long its steps take, but for the first of each turn."""
+
+    def compute_forward(self, batch, stage):
+        return self.modules.net(batch[0])
+
+    def compute_objectives(self, predictions, batch, stage):
+        return nn.functional.mse_loss(predictions, batch[1])
+
+    def on_fit_batch_end(self, batch, outputs, loss, should_step):
+        if should_step:
+            self.times.append(time.perf_counter())
+
+
+def make(width: int, virtual_ranks: int | None, world_size: int, shards: int) -> Regression:
+    torch.manual_seed(1)
+    net = nn.Sequential(nn.Linear(FEATURES, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 1))
+    options = {"device": "cpu", "noprogressbar": True, "max_grad_norm": 1.0}
+    if virtual_ranks is None:
+        options["grad_accumulation_factor"] = shards // world_size
+    else:
+        options["virtual_ranks"] = virtual_ranks
+    return Regression({"net": net}, lambda those: torch.optim.AdamW(those, lr=1e-3), run_opts=options)
+
+
+def turns(width: int, shards: int, steps: int) -> list[tuple[float, float]]:
+    """Return the seconds of a step in each turn: with DDP, and with virtual ranks."""
+    world_size = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    samples = PER_SHARD * shards * (STEPS_A_TURN + 1)
+    draw = torch.Generator().manual_seed(2)
+    inputs = torch.randn(samples, FEATURES, generator=draw)
+    data = list(zip(inputs, inputs[:, :1], strict=True))
+    brains = [make(width, number, world_size, shards) for number in (None, shards)]
+    found = []
+    for turn in range(steps // STEPS_A_TURN + 1):
+        seconds = []
+        for brain in brains:
+            brain.times = []
+            brain.fit([turn + 1], data, train_loader_kwargs={"batch_size": PER_SHARD})
+            seconds.append((brain.times[-1] - brain.times[0]) / (len(brain.times) - 1))
+        found.append((seconds[0], seconds[1]))
+    return found[1:]
+
+
+def gradients_held(shards: int, world_size: int) -> str:
+    """Count what is held at most, in gradients of the model: in the tree, and in what is sent, received and joined."""
+    own = shards // world_size
+    waiting = own.bit_length()
+    return f"{waiting} + {0 if world_size == 1 else 3} buckets"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=60)
+    given = parser.parse_args()
+    head = f"{'':20}{'shards':>8}{'processes':>11}{'DDP, ms':>10}{'virtual, ms':>13}"
+    print(f"{head}{'ratio (quartiles)':>24}{'memory':>20}")
+    with RankPool(timeout=600) as pool:
+        for name, width in WIDTHS.items():
+            for shards in (given.processes, 4 * given.processes):
+                for world_size in sorted({1, given.processes}):
+                    found = pool.run(turns, width, shards, given.steps, world_size=world_size)[0]
+                    low, ratio, high = statistics.quantiles([virtual / usual for usual, virtual in found], n=4)
+                    usual, virtual = (1000 * statistics.median(one) for one in zip(*found, strict=True))
+                    shown = f"{ratio:.2f} ({low:.2f} to {high:.2f})"
+                    memory = gradients_held(shards, world_size)
+                    print(f"{name:20}{shards:>8}{world_size:>11}{usual:>10.2f}{virtual:>13.2f}{shown:>24}{memory:>20}")
+
+
+if __name__ == "__main__":
+    main()

@@ -18,10 +18,6 @@ from ddpkit.data.recipe_samplers import (
     ReproducibleRandomSampler as ReproducibleRandomSampler,
     ReproducibleWeightedRandomSampler as ReproducibleWeightedRandomSampler,
 )
-from ddpkit.data.shard_streams import (
-    ShardStream as ShardStream,
-    ShardStreamLoader as ShardStreamLoader,
-)
 from ddpkit.data.sharded_loader import (
     DECIDED as DECIDED,
     DEFAULT_SEED as DEFAULT_SEED,
@@ -41,6 +37,8 @@ from ddpkit.data.stream_position import (
     one_by_one as one_by_one,
 )
 from ddpkit.data.streams import (
+    ShardStream as ShardStream,
+    ShardStreamLoader as ShardStreamLoader,
     StreamLoader as StreamLoader,
     StreamShard as StreamShard,
     guess_batch_size as guess_batch_size,

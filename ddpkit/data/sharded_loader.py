@@ -21,8 +21,15 @@ from ddpkit.batch import default_collate_for
 from ddpkit.control import start_loading
 from ddpkit.data.likeness import sketch
 from ddpkit.data.permutation import mix_key
-from ddpkit.data.shard_streams import ShardStreamLoader, shard_stream_loader
-from ddpkit.data.streams import StreamLoader, batch_loader, is_batches, is_sharded, stream_loader
+from ddpkit.data.streams import (
+    ShardStreamLoader,
+    StreamLoader,
+    batch_loader,
+    is_batches,
+    is_sharded,
+    shard_stream_loader,
+    stream_loader,
+)
 from ddpkit.errors import ConfigError, DataError
 from ddpkit.logger import get_logger
 from ddpkit.sampler import (
@@ -320,6 +327,8 @@ def deal_batches(loader: Any, sharding: Sharding) -> StreamLoader | ShardStreamL
         ['ab', 'e']
     """
     _refuse_global_batch(sharding, "the batches of a loader of one's own")
+    if isinstance(loader, ShardStreamLoader):
+        return loader  # a recipe has had it made by the Brain
     if isinstance(loader, StreamLoader):
         loader = loader.whole
     name = type(loader).__name__

@@ -11,9 +11,11 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+import sys
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from numbers import Integral
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -33,6 +35,7 @@ from ddpkit.data.stream_position import (
     one_by_one,
     tell_epoch,
 )
+from ddpkit.distributed import get_world_size
 from ddpkit.errors import ConfigError
 from ddpkit.logger import get_logger
 from ddpkit.sampler import SamplingPlan, part
@@ -55,7 +58,8 @@ class StreamShard(IterableDataset[Any], Source):
     in blocks, block ``n`` being the items ``[n * block_size, (n + 1) * block_size)``: it is worker ``n % num_workers``
     that reads it, so that the loader's ``n``-th batch comes from it whatever the workers; and rank ``r`` takes the
     items of it at ``r``, ``r + world_size`` and so on. So the blocks, which are the global batches, do not depend on
-    ranks or workers, and the last one is divided to within one item.
+    ranks or workers, and the last one is divided to within one item. In training a rank without an item of it is given
+    the last item again, which counts nothing: so its gradient is of what the others work on.
 
     While the stream is read, ``torch.utils.data.get_worker_info()`` returns None, so that a stream that shards by
     worker does not divide itself again. A stream that ddpkit divides draws its random numbers (Python's, numpy's and
@@ -75,6 +79,7 @@ class StreamShard(IterableDataset[Any], Source):
     Attributes:
         whole: the user's own stream or loader.
         divides_itself: whether the stream's own ``shard`` divides it over the ranks and their workers.
+        keep_step: whether a rank without an item of the last block is given one that counts nothing.
         shows_first: whether the first thing that is read comes with a sketch of the undivided stream's first items.
 
     Ranks: local; all ranks must give the same arguments but ``rank``.
@@ -104,7 +109,7 @@ class StreamShard(IterableDataset[Any], Source):
         self.rank, self.world_size = rank, world_size
         self.block_size = block_size or world_size
         self.drop_last = drop_last
-        self.shows_first = False
+        self.keep_step = self.shows_first = False
         self.seed, self.of_batches = seed, of_batches
         self.epoch = torch.zeros((), dtype=torch.int64)
         if num_workers:  # workers that outlive an epoch have a copy of this object, and must learn which epoch comes
@@ -165,9 +170,9 @@ class StreamShard(IterableDataset[Any], Source):
                 own, read = self._read_block(items, sketches, is_mine=is_mine)
             self._block = block + 1
             if read < self.block_size and self.drop_last:
-                return
-            if sketches is not None and own:
-                own[0] = _Leading(own[0], FirstItems((int(self.epoch), block), sketches))
+                own = []
+            if sketches is not None:
+                own = _with_sketches(own, FirstItems((int(self.epoch), block), sketches))
             yield from own
             if read < self.block_size:
                 return
@@ -177,13 +182,15 @@ class StreamShard(IterableDataset[Any], Source):
     ) -> tuple[list[Any], int]:
         """Read one block; return this rank's items of it, and how many it had for all."""
         own: list[Any] = []
-        read = 0
+        read, item = 0, None
         for item in itertools.islice(items, self.block_size):
             if sketches is not None and read < MOST_ITEMS:
                 sketches.append(sketch(item))
             if is_mine and read % self.world_size == self.rank:
                 own.append(item)
             read += 1
+        if is_mine and self.keep_step and read and not own:
+            own.append(_Marked(item, is_again=True))
         return own, read
 
     def read_again(self) -> list[Sketches] | None:
@@ -201,11 +208,30 @@ class StreamShard(IterableDataset[Any], Source):
         return found
 
 
-class _Leading(NamedTuple):
-    """The item that a rank yields first, and the first items of all ranks."""
+@dataclass
+class _Marked:
+    """An item with facts about it.
+
+    Attributes:
+        item: the item.
+        is_again: a copy of another rank's item, only to keep step; it has weight 0.
+        first: the first items read, sent along with this item.
+        is_nothing: placeholder without an item; only ``first`` is sent.
+    """
 
     item: Any
-    first: FirstItems
+    is_again: bool = False
+    first: FirstItems | None = None
+    is_nothing: bool = False
+
+
+def _with_sketches(items: list[Any], first: FirstItems) -> list[Any]:
+    """Send the first items read along with the next item, or alone."""
+    if not items:
+        return [_Marked(None, first=first, is_nothing=True)]
+    if isinstance(items[0], _Marked):
+        return [replace(items[0], first=first), *items[1:]]
+    return [_Marked(items[0], first=first), *items[1:]]
 
 
 class StreamLoader(DataLoader[Any]):
@@ -214,6 +240,7 @@ class StreamLoader(DataLoader[Any]):
     Attributes:
         last_size: items of the batch that was yielded last; None where the stream makes the batches.
         first: the first items read of a stream that is divided over several ranks; None if there are none.
+        keep_step: whether a rank without a share of the last batch is given one that counts nothing, as in training.
 
     Args:
         dataset: this rank's part of the stream.
@@ -234,6 +261,7 @@ class StreamLoader(DataLoader[Any]):
         super().__init__(dataset, **options)
         self.last_size: int | None = None
         self.first: FirstItems | None = None
+        self.keep_step = self._is_again = False
         self.collate_fn = _Counting(self.collate_fn, makes_batches=self.batch_size is not None)
         self._source = dataset if isinstance(dataset, StreamShard) else ReadApart(dataset, key)
         can_tell = self.num_workers == 0 and is_stateful(self._source.whole)
@@ -278,39 +306,45 @@ class StreamLoader(DataLoader[Any]):
         """Read the first items again, three times; return sketches of them, or None where that cannot be done."""
         return self._source.read_again() if isinstance(self._source, StreamShard) else None
 
-    def size_of(self, batch: Any) -> int:
-        """Return the number of items of the batch that was yielded last."""
+    def size_of(self, batch: Any) -> int | None:
+        """Return the number of items of the batch that was yielded last; None if it is one that another rank has."""
+        if self._is_again:
+            return None
         return guess_batch_size(batch) if self.last_size is None else self.last_size
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         source, begin = self._source, functools.partial(start_loading, self, super().__iter__)
         if isinstance(source, StreamShard):
-            source.shows_first = self.is_dealt
+            source.keep_step, source.shows_first = self.keep_step, self.is_dealt
         elif self.num_workers == 0:
             begin = functools.partial(source.read, begin)
         return self._sized(self.position.marked(begin))
 
     def _sized(self, inner: Iterator[Any]) -> Iterator[Any]:
         self.first = None
-        for self.last_size, first, batch in inner:
-            self.first = first or self.first
-            yield batch
+        for self.last_size, mark, batch in inner:
+            self._is_again = mark is not None and mark.is_again
+            if mark is not None and mark.first is not None:
+                self.first = mark.first
+            if mark is None or not mark.is_nothing:
+                yield batch
 
 
 class _Counting:
-    """A collate function that also counts the items, and takes the first items of all ranks aside."""
+    """A collate function that also counts the items, and marks batches of weight 0."""
 
     def __init__(self, collate_fn: Callable[[Any], Any], *, makes_batches: bool) -> None:
         self.collate_fn, self.makes_batches = collate_fn, makes_batches
 
-    def __call__(self, given: Any) -> tuple[int | None, FirstItems | None, Any]:
-        items = given if self.makes_batches else [given]
-        first = None
-        if isinstance(items[0], _Leading):
-            first, items = items[0].first, [items[0].item, *items[1:]]
-        if self.makes_batches:
-            return len(items), first, self.collate_fn(items)
-        return None, first, self.collate_fn(items[0])
+    def __call__(self, given: Any) -> tuple[int | None, _Marked | None, Any]:
+        first = given[0] if self.makes_batches else given
+        mark, size = None, len(given) if self.makes_batches else None
+        if isinstance(first, _Marked):
+            mark, first = replace(first, item=None), first.item
+            if mark.is_nothing:
+                return size, mark, None
+            given = [first, *given[1:]] if self.makes_batches else first
+        return size, mark, self.collate_fn(given)
 
 
 def batch_loader(loader: Any, rank: int, world_size: int, *, seed: int = 0) -> StreamLoader:
@@ -349,7 +383,8 @@ def stream_loader(
 
     Args:
         dataset: the whole stream. One that divides itself, over ranks and workers, is left as it is: it says
-            ``is_sharded = True``, or is a pipeline of ``webdataset``, or one of ``datasets`` that was split by node.
+            ``is_sharded = True``, or is a pipeline of ``webdataset``, or one of ``datasets`` that was split by node. A
+            pipeline of ``webdataset`` without a node splitter is given one.
         rank: this rank.
         world_size: number of ranks that divide the stream.
         options: as for ``torch.utils.data.DataLoader``; used up.
@@ -387,6 +422,7 @@ def stream_loader(
                 "and loses others. Give it rng=random, Python's module, which is seeded for every epoch.",
                 type(dataset).__name__,
             )
+        dataset = _divisible(dataset, world_size, max(options.get("num_workers") or 0, 1))
     block_size = _block_size(rank, world_size, options, global_batch_size)
     if is_sharded(dataset):
         logger.info("%s divides itself over ranks and workers: it is left as it is.", type(dataset).__name__)
@@ -696,6 +732,40 @@ def _tell_dealt(name: str, number: int) -> None:
 
 def _is_webdataset(data: Any) -> bool:
     return _comes_from(data, "webdataset")
+
+
+def _divisible(pipeline: Any, world_size: int, workers: int) -> Any:
+    """Return a pipeline of ``webdataset`` that does not refuse several processes, as one without a node splitter does.
+
+    Its shards are divided, or, if there are too few of them or every rank takes the whole, it is handed out as it is.
+    """
+    stages = getattr(pipeline, "pipeline", [])
+    refusing = next((stage for stage in stages if _refuses(stage)), None)
+    if refusing is None or get_world_size() == 1:
+        return pipeline
+    urls = getattr(stages[0], "urls", None)
+    found = copy.copy(pipeline)
+    if world_size > 1 and urls is not None and len(urls) >= world_size * workers:
+        logger.info("%s has no nodesplitter: its %d shards are divided by node.", type(pipeline).__name__, len(urls))
+        split = sys.modules[refusing.__module__].split_by_node
+        found.pipeline = [split if stage is refusing else stage for stage in stages]
+        return found
+    found.pipeline = [stage for stage in stages if stage is not refusing]
+    return _Items(found)
+
+
+def _refuses(stage: Any) -> bool:
+    return getattr(stage, "__name__", "") == "single_node_only" and stage.__module__.startswith("webdataset.")
+
+
+class _Items(IterableDataset[Any]):
+    """What a pipeline yields, as nothing more than a stream."""
+
+    def __init__(self, pipeline: Any) -> None:
+        self.pipeline = pipeline
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.pipeline)
 
 
 def _comes_from(data: Any, package: str) -> bool:

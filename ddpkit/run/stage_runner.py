@@ -10,6 +10,7 @@ import torch
 
 from ddpkit.base import POSITION
 from ddpkit.control import PeriodicSync, Requests, exit_code
+from ddpkit.data import StreamLoader
 from ddpkit.dataloader import plan_of, set_epoch
 from ddpkit.distributed import (
     exchange,
@@ -240,6 +241,8 @@ class StageRunner:
         if length is not None:
             known["world_size"] = 1 if strategy.virtual_ranks else get_world_size()  # gradients are summed, or averaged
             return Feed(loader=batches, length=length, counts=counts_of(loader), **known)
+        if isinstance(loader, StreamLoader):
+            loader.keep_step = True
         if options.debug:
             most = options.debug_batches * strategy.shards
             batches = First(batches, max(most - self.progress.step + left_out, 0))

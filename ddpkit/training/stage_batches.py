@@ -58,8 +58,8 @@ def length_of(loader: Any) -> int | None:
         return None
 
 
-def size_of(loader: Any) -> Callable[[Any], int]:
-    """Return what tells the number of samples of a batch that was just read.
+def size_of(loader: Any) -> Callable[[Any], int | None]:
+    """Return what tells the number of samples of a batch that was just read; None of one that another rank has.
 
     Ranks: local.
     """
@@ -74,7 +74,7 @@ def counting(loader: Any) -> Callable[[int, Any], int]:
     counts = counts_of(loader)
     if counts is None:
         size = size_of(loader)
-        return lambda _, batch: size(batch)
+        return lambda _, batch: size(batch) or 0
     return lambda number, _: counts.count(number)
 
 

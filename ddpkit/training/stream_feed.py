@@ -1,8 +1,8 @@
 """Feed of a training pass over a stream, where the number of batches and their sizes are unknown.
 
 The ranks tell each other, one or two batches ahead of the one that is worked on, how many samples the coming one has.
-So they end together; a rank whose batches are used up works on its last one again, which then weighs nothing; and every
-sample weighs the same, as in :mod:`ddpkit.training.feed`.
+So they end together; a rank whose batches are used up works on one that weighs nothing (one of the others', where it
+has read that too, else its own last one); and every sample weighs the same, as in :mod:`ddpkit.training.feed`.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class StreamFeed:
         left_out: how many of those the loader yields again; they are skipped.
         ready: called once, when all that was done before is behind and as much has been read ahead as always is.
         start_sum: starts to add up a few numbers over the ranks, and returns what waits for the sums.
-        size_of: tells the number of samples of a batch.
+        size_of: tells the number of samples of a batch; None of one that another rank has, which counts nothing here.
         uneven: makes a context for a batch that does not count on all ranks, from whether it does on this one.
         length: None: unknown.
 
@@ -75,7 +75,7 @@ class StreamFeed:
     whole: float = 0.0
     whole_batches: bool = False
     start_sum: Callable[[list[float]], Callable[[], list[float]]] = _alone
-    size_of: Callable[[Any], int] = guess_batch_size
+    size_of: Callable[[Any], int | None] = guess_batch_size
     uneven: Callable[..., AbstractContextManager[None]] = _nothing
     length: int | None = None
     left_out: int = 0
@@ -163,7 +163,7 @@ class _Reader:
     def __init__(
         self,
         batches: Iterator[Any],
-        size_of: Callable[[Any], int],
+        size_of: Callable[[Any], int | None],
         start_sum: Callable[[list[float]], Callable[[], list[float]]],
     ) -> None:
         self.batches, self.size_of, self.start_sum = batches, size_of, start_sum
@@ -177,9 +177,9 @@ class _Reader:
 
     def read(self) -> _Turn:
         """Take a batch, and start telling the other ranks of it."""
-        present = self._take()
-        count = self.size_of(self.last) if present else 0
-        return _Turn(self.last, int(present), count, self.start_sum([float(present), float(count), float(self.able)]))
+        size = self.size_of(self.last) if self._take() else None
+        present, count = int(size is not None), size or 0
+        return _Turn(self.last, present, count, self.start_sum([float(present), float(count), float(self.able)]))
 
     def _take(self) -> bool:
         if not self.over:

@@ -8,7 +8,6 @@ recipe: the three differ in nothing but which meta they can read again), and as 
 from __future__ import annotations
 
 import copy
-import json
 import logging
 import math
 
@@ -409,11 +408,6 @@ def test_a_save_that_was_killed_before_all_files_were_there_is_an_error_that_nam
 def test_the_command_line_understands_them(folder, capsys, tmp_path):
     write_speechbrain(folder, "a", Source(), epoch=1, unixtime=1.5, meta=NUMPY_SCALAR.format(module="numpy._core"))
     write_speechbrain(folder, "b", Source(), epoch=2, unixtime=2.5, step=3)
-    assert main(["ckpt", "ls", str(folder), "--json"]) == 0
-    newest, oldest = json.loads(capsys.readouterr().out)["checkpoints"]
-    assert (newest["epoch"], newest["meta"]["end-of-epoch"], newest["step"]) == (2, False, 3)
-    assert newest["optimizer_step"] == 8
-    assert (oldest["epoch"], oldest["metrics"]) == (1, {"loss": 0.5, "shape": [1, 2]})
     assert main(["ckpt", "ls", str(folder)]) == 0
     listing = capsys.readouterr().out
     assert "in 2, batch 3" in listing

@@ -109,7 +109,12 @@ class NoisyAlone(Noisy):
 
 class Short(Stream):
     def __init__(self):
-        super().__init__(2)
+        super().__init__(1)
+
+
+class ShortParts(DividesItself):
+    def __init__(self):
+        super().__init__(1)
 
 
 def train_on(kind, num_workers, stage):
@@ -156,9 +161,9 @@ def test_a_stream_that_says_that_it_divides_itself_is_left_as_it_is(ranks, num_w
     assert not any(warnings for _, warnings in results)
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_a_stream_that_is_random_is_told_too(ranks, world):
-    for found, _ in ranks.run(train_on, Shuffled, 0, "fit", world_size=world):
+@pytest.mark.parametrize(("kind", "world"), [(Shuffled, 2), (Shuffled, 3), (ShortParts, 2)])
+def test_a_stream_that_is_random_or_short_is_told_too(ranks, kind, world):
+    for found, _ in ranks.run(train_on, kind, 0, "fit", world_size=world):
         assert isinstance(found, str)
         assert RANDOM in found
 
@@ -171,7 +176,7 @@ def test_a_stream_that_is_random_is_told_too(ranks, world):
 )
 def test_a_stream_that_is_the_same_but_for_noise_is_dealt_out_without_a_word(ranks, kind, num_workers, stage):
     results = ranks.run(train_on, kind, num_workers, stage, world_size=2)
-    epochs, size = 2 if stage == "fit" else 1, 2 if kind is Short else SIZE
+    epochs, size = 2 if stage == "fit" else 1, 1 if kind is Short else SIZE
     assert not any(isinstance(found, str) for found, _ in results), results[0][0]
     assert Counter(itertools.chain.from_iterable(found for found, _ in results)) == dict.fromkeys(range(size), epochs)
     assert not any(warnings for _, warnings in results)

@@ -51,23 +51,45 @@ def train(urls, num_workers, options):
     return brain.seen
 
 
+@pytest.mark.parametrize("options", [{}, {"nodesplitter": wds.split_by_node}], ids=["as it is", "split by node"])
 @pytest.mark.parametrize(("world", "num_workers"), [(1, 0), (2, 0), (2, 2), (3, 0)])
-def test_a_pipeline_is_divided_by_its_node_splitter(ranks, shards, world, num_workers):
-    parts = ranks.run(train, shards, num_workers, {"nodesplitter": wds.split_by_node}, world_size=world)
+def test_a_pipeline_with_or_without_a_node_splitter_is_divided(ranks, shards, world, num_workers, options):
+    parts = ranks.run(train, shards, num_workers, options, world_size=world)
     assert Counter(itertools.chain.from_iterable(parts)) == dict.fromkeys(range(SHARDS * EACH), 2)
     if world == 2:
         assert all(len(part) == SHARDS * EACH for part in parts), "half of the shards each"
 
 
-def train_on_a_loader(urls, kind):
-    data = pipeline(urls) if kind == "pipeline" else wds.WebLoader(pipeline(urls), batch_size=2)
+def test_a_pipeline_of_fewer_shards_than_processes_is_dealt_out_by_counting(ranks, shards):
+    parts = ranks.run(train, shards, 2, {}, world_size=3)
+    assert Counter(itertools.chain.from_iterable(parts)) == dict.fromkeys(range(SHARDS * EACH), 2)
+
+
+def evaluate(urls, shard_evaluation):
+    brain = make(Seen, net=torch.nn.Linear(1, 1).double(), shard_evaluation=shard_evaluation)
+    loss = brain.evaluate(pipeline(urls), test_loader_kwargs={"batch_size": 2})
+    return loss, brain.seen
+
+
+@pytest.mark.parametrize("shard_evaluation", [False, True])
+def test_a_pipeline_is_evaluated_whole_or_divided(ranks, shards, shard_evaluation):
+    torch.manual_seed(0)
+    (first, seen), (second, others) = ranks.run(evaluate, shards, shard_evaluation, world_size=2)
+    assert first == second
+    if shard_evaluation:
+        assert sorted(seen + others) == list(range(SHARDS * EACH))
+    else:
+        assert seen == others == list(range(SHARDS * EACH))
+
+
+def train_on_a_loader(urls):
+    loader = wds.WebLoader(pipeline(urls), batch_size=2)
     with pytest.raises(ValueError, match="you need to add an explicit nodesplitter"):
-        make(Seen).fit([1], data)
+        make(Seen).fit([1], loader)
 
 
-@pytest.mark.parametrize("kind", ["pipeline", "loader"])
-def test_without_a_node_splitter_it_is_told_what_to_pass(ranks, shards, kind):
-    ranks.run(train_on_a_loader, shards, kind, world_size=2)
+def test_a_web_loader_without_a_node_splitter_is_told_what_to_pass(ranks, shards):
+    ranks.run(train_on_a_loader, shards, world_size=2)
 
 
 def test_a_shuffle_that_is_seeded_by_the_clock_is_told(shards, caplog):
@@ -82,7 +104,7 @@ def test_a_shuffle_that_is_seeded_by_the_clock_is_told(shards, caplog):
 def numbered(urls, num_workers, shuffles):
     """Rows with a number; shuffled with Python's own stream, which follows from seed and epoch while it is read."""
     table = rows(SHARDS * EACH)
-    found = wds.WebDataset(urls, shardshuffle=False, nodesplitter=wds.split_by_node).decode().to_tuple("txt")
+    found = wds.WebDataset(urls, shardshuffle=False).decode().to_tuple("txt")
     found = found.shuffle(5, initial=5, rng=random) if shuffles else found
     return found.map(lambda sample: table[int(sample[0])]), {"batch_size": 2, "num_workers": num_workers}
 

@@ -187,8 +187,8 @@ class LoopedLoader:
     def go_on_in_pass(self, state: dict[str, Any] | None) -> None:
         """Continue at a saved position, instead of by the counters alone; without a state nothing is changed.
 
-        If the batch size has changed, the position is counted in samples, a partly trained batch is repeated whole, and
-        a stream is read again from the beginning of the pass.
+        If the batch size has changed, the position is counted in samples, and a partly trained batch is repeated
+        whole.
 
         Args:
             state: what :meth:`state_in_pass` returned.
@@ -202,10 +202,10 @@ class LoopedLoader:
             set_epoch(self.loader, state["pass"])  # its length is read below
         before, done = state["in_pass"], state.get("done")
         self._skip = _batches_after(self.loader, done, before)
-        if marks is not None and state["loader"] is not None and done == _done_in(self.loader, before):
+        if marks is not None and state["loader"] is not None:
             number, place = state["loader"]["again"]
-            self._skip = before - int(number)
-            marks.go_on(number, place)
+            first, self._skip = _batches_from(self.loader, done, before, number)
+            marks.go_on(first, place)
         if self.has_counts:  # whose numbers follow from the batches of all passes
             self.total_steps = self._passes * len(self.loader) + self._skip
 
@@ -300,9 +300,10 @@ def go_on_at(loader: Any, step: int, state: Any, *, same_batches: bool = True) -
     if marks is None or state is None or not step:
         return step
     size = _batch_size(loader)
-    if not same_batches or (state.get("step", step), state.get("batch", size)) != (step, size):
-        return step  # it is read again from the beginning of the epoch
-    number, place = state["again"]
+    same_batches = same_batches and (state.get("step", step), state.get("batch", size)) == (step, size)
+    number, place = state["again"] if same_batches else (step, state["next"])
+    if place is None:
+        return step
     marks.go_on(number, place)
     return step - int(number)
 
@@ -389,6 +390,22 @@ def _batches_after(loader: Any, done: list[Any] | None, batches: int) -> int:
     if isinstance(plan, PlannedBatchSampler) and unit == "samples":
         return plan.plan.batch_after(number)
     return batches if size is None or unit != size[0] else int(number // size[1])
+
+
+def _batches_from(loader: Any, done: list[Any] | None, batches: int, mark: int) -> tuple[int, int]:
+    """Say which batch a mark is before, and how many come from there to what is done, both of the size they have now.
+
+    Args:
+        loader: a stream, or a source of batches.
+        done: what :func:`_done_in` returned for ``batches``.
+        batches: done then.
+        mark: the batch then that it was before; at most ``batches``.
+    """
+    size = _batch_size(loader)
+    if size is None or done is None or done[0] != size[0] or not mark:
+        return mark, _batches_after(loader, done, batches) - mark
+    before = done[1] * mark // batches
+    return max(before // size[1], 1), int((done[1] - before) // size[1])
 
 
 def make_dataloader(dataset: Any, looped_nominal_epoch: int | None = None, **loader_kwargs: Any) -> Any:

@@ -309,21 +309,22 @@ class StreamPosition:
             state = source.state_dict()
 
     def around(self, number: int) -> dict[str, Any] | None:
-        """Return where the batch before batch ``number`` of this epoch begins.
+        """Return where batch ``number`` of this epoch begins, and the one before it.
 
-        Who goes on reads that one again: it may have to be repeated, and what comes after it may be the end, which no
-        stream's state tells.
+        Who goes on reads the one before again: it may have to be repeated, and what comes after it may be the end,
+        which no stream's state tells.
 
         Args:
             number: from 0.
 
         Returns:
-            ``"again"``: a number less than the given, and the state there. Or None if it is unknown.
+            ``"again"``: a number less than the given, and the state there; ``"next"``: the state at the given one, or
+            None if nothing was read there. Or None if neither is known.
         """
         before = [mark for mark in self._kept if mark[0] < number]
         if self._source is None or not before:
             return None
-        return {"again": list(before[-1])}
+        return {"again": list(before[-1]), "next": next((mark[1] for mark in self._kept if mark[0] == number), None)}
 
     def want(self) -> None:
         """Remember from now on, if what the stream says of itself can be stored."""

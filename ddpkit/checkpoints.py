@@ -604,7 +604,7 @@ class Checkpointer:
         Ranks: main only.
         """
         found, folder = self.list_checkpoints(), self._folder()
-        if start in found:
+        if start is not None and any(one.path.samefile(start.path) for one in found):  # whatever it was called
             found = [one for one in found if ckpt_recency(one) > ckpt_recency(start)]
         if found:
             with folder.lock.hold():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import subprocess
 import sys
 
@@ -60,6 +62,17 @@ def test_the_marker(tmp_path):
     remove_marker(folder)
     remove_marker(folder)
     assert list(folder.iterdir()) == []
+
+
+def test_without_a_note_nothing_is_deleted_which_a_read_only_file_system_refuses(tmp_path, monkeypatch):
+    def refuse(path):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
+    monkeypatch.setattr(os, "unlink", refuse)
+    remove_marker(tmp_path)
+    (tmp_path / MARKER).write_text("{}")
+    with pytest.raises(OSError, match="Read-only file system"):
+        remove_marker(tmp_path)
 
 
 def test_time_counts_from_the_start_of_the_process():

@@ -72,6 +72,17 @@ def test_what_is_asked_for_is_the_start_and_its_pace(tmp_path, caplog):
     assert choose_start(checkpointer, "auto").resume == "auto", "what was moved is not found"
 
 
+@pytest.mark.parametrize(("folder", "path"), [("save", "link/{}"), ("link", "save/{}"), ("save", "link/../save/{}")])
+def test_the_start_stays_by_whatever_path_it_is_named(tmp_path, folder, path):
+    """Scratch disks are links: what the run goes on from must not be moved, nor what came before it."""
+    (tmp_path / "link").symlink_to(tmp_path / "save")
+    old, named, newer = (save(tmp_path / "save", {}).path.name for _ in range(3))
+    start = choose_start(Checkpointer(tmp_path / folder), str(tmp_path / path.format(named)))
+    assert start.resume.path.samefile(tmp_path / "save" / named)
+    assert {one.name for one in tmp_path.glob("save/CKPT*")} == {old, named}
+    assert [one.name for one in tmp_path.glob("save/earlier-*/*")] == [newer]
+
+
 def test_what_is_asked_for_must_be_whole(tmp_path):
     (save(tmp_path, {}).path / "brain.ckpt").write_text("damaged")
     with pytest.raises(CheckpointError, match="is damaged"):

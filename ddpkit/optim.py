@@ -104,6 +104,7 @@ def take_step(
         >>> take_step([torch.optim.SGD([weight], lr=1.0)], max_norm=None), weight.item()
         (StepResult(stepped=True, norm=3.0, clipped=False), -3.0)
     """
+    own_gradients([one for one in optimizers if not type(one).__module__.startswith("torch.")])
     if scaler is not None:
         optimizers = _unscale(optimizers, scaler)
     found = gradients(optimizers)
@@ -365,6 +366,23 @@ def zero_gradients(optimizers: Iterable[Optimizer], *, set_to_none: bool) -> Non
         for group in optimizer.param_groups:  # what torch's would do, within 40 calls
             for parameter in group["params"]:
                 parameter.grad = None
+
+
+def own_gradients(optimizers: Sequence[Optimizer]) -> None:
+    """Copy gradients, which may be views of DDP's buckets: for one who keeps them beyond the next backward pass.
+
+    Args:
+        optimizers: of whose parameters.
+
+    Ranks: local.
+
+    Example:
+        >>> own_gradients([])
+    """
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    for parameter in (one for group in groups for one in group["params"]):
+        if parameter.grad is not None and torch.distributed.is_initialized():
+            parameter.grad = parameter.grad.clone()
 
 
 def drop_nonfinite(modules: torch.nn.Module) -> list[str]:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 INTERVAL_SECONDS = 1.0
-MOST_SHORTER = 8  # times: the distance of syncs after the first step of an epoch, against that before
+MOST_SHORTER = 4  # times: the distance of syncs that an epoch may begin with, against that of the epoch before
 
 
 @dataclass(frozen=True)
@@ -133,13 +133,17 @@ class PeriodicSync:
         self.due = 1
         self._last_step = 0
         self._last_time = 0.0
-        self._steps_apart = self._fewest_apart = 1
+        self._steps_apart = self._known = 1
 
     def start(self, step: int) -> None:
-        """Begin an epoch, or go on with one, after ``step`` steps; the distance of syncs is kept, within limits."""
+        """Begin an epoch, or go on with one, after ``step`` steps.
+
+        The first step also waits for the loader, and a few come before the next sync. Only where they were quick are
+        the syncs soon as far apart as in the epoch before.
+        """
         self._last_step, self._last_time = step, time.monotonic()
         self.due = step + 1
-        self._fewest_apart = max(self._steps_apart // MOST_SHORTER, 1)  # the first step also waits for the loader
+        self._known = self._steps_apart
 
     def __call__(
         self,
@@ -170,8 +174,7 @@ class PeriodicSync:
         )
         stop = next((cause for cause, ranks in zip(CAUSES, stopped_by, strict=True) if ranks), "")
         wanted = int(self.interval * self.world_size / max(seconds, 1e-9))
-        self._steps_apart = max(self._fewest_apart, min(wanted, 2 * self._steps_apart))
-        self._fewest_apart = 1
+        self._steps_apart = max(1, min(wanted, max(2 * self._steps_apart, self._known // MOST_SHORTER)))
         self.due = step + self._steps_apart
         self._last_step, self._last_time = step, time.monotonic()
         mean = total_loss / total if total else float("nan")

@@ -214,7 +214,7 @@ class Side:
             for batch in feed.batches(progress.window):
                 self.sketches.append(sketch(batch))
                 progress.step += 1
-                with contextlib.nullcontext() if progress.window.count else _counting_nothing():
+                with nothing_counts(not progress.window.count):
                     brain.fit_batch(batch)
             if self.parts.train_step.prepare_flush(brain):
                 brain.optimizers_step()
@@ -231,19 +231,15 @@ class Side:
         """Switch noise off, keep BatchNorm still, and note which of its layers are used."""
         brain = self.brain
         layers = {name: one for name, one in brain.raw_modules.named_modules() if isinstance(one, _BatchNorm)}
-        modes = {layer: layer.training for layer in layers.values()}
         with contextlib.ExitStack() as stack:
             stack.enter_context(without_noise(brain.modules))
             for name, layer in layers.items():
+                stack.callback(setattr, layer, "training", layer.training)
                 layer.training = layer.training and not still
                 note = functools.partial(self._note_norm, name)
                 stack.callback(layer.register_forward_pre_hook(note).remove)
             stack.enter_context(torch.compiler.set_stance("force_eager"))
-            try:
-                yield
-            finally:
-                for layer, mode in modes.items():
-                    layer.training = mode
+            yield
 
     def _note_norm(self, name: str, layer: nn.Module, _: Any) -> None:
         if layer.training:
@@ -292,10 +288,12 @@ class Side:
                         self.moved[name] = None
                     tensor.detach().copy_(value)
             for name, module, attribute, value, kept in self._attributes:
-                if getattr(module, attribute, None) is not value:
+                is_dense = isinstance(value, Tensor) and value.layout is torch.strided
+                has_changed = is_dense and not torch.equal(value, kept)
+                if has_changed or getattr(module, attribute, None) is not value:
                     self.moved[name] = None
-                setattr(module, attribute, value)
-                if isinstance(value, Tensor):
+                    setattr(module, attribute, value)
+                if has_changed:
                     value.detach().copy_(kept)
 
 
@@ -319,12 +317,6 @@ def _require_samples(loader: Any, plan: Any) -> None:
             f"{type(getattr(loader, 'dataset', loader)).__name__}: nobody can say which samples are in them. Check "
             "parity with a map-style dataset (a list of a few of the samples will do), and let ddpkit divide it."
         )
-
-
-@contextlib.contextmanager
-def _counting_nothing() -> Iterator[None]:
-    with nothing_counts():
-        yield
 
 
 def _nothing(*_: Any, **__: Any) -> None:

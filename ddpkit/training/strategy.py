@@ -547,7 +547,8 @@ class DDP(Strategy):
         return {
             "device_ids": [torch.device(self.device)] if self.device.startswith("cuda") else None,
             "find_unused_parameters": self.find_unused_parameters,
-            "gradient_as_bucket_view": True,
+            # A fit_batch may keep a gradient; a view is overwritten by the next backward pass.
+            "gradient_as_bucket_view": not self.decides_late,
             buffers: has_moving_buffers(module),
         }
 

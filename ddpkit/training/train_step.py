@@ -246,6 +246,7 @@ class TrainStep:
         self.strategy.finish_gradients()
         scaler = self._active_scaler
         if scaler is None and self.options["skip_nonfinite_grads"]:  # by name: a call less in every step
+            optim.own_gradients(optimizers)
             brain.check_gradients()
         self.is_stepping = True
         updates = scaler is None or self._note_unscaled(optimizers)

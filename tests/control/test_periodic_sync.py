@@ -125,6 +125,15 @@ def test_an_epoch_whose_first_step_waits_for_the_loader_keeps_most_of_the_pace(c
     assert found[1][0] <= 1 + 1000 // 4
 
 
+def test_an_epoch_of_slow_steps_after_one_of_quick_steps_confers_each_second_at_once(clock):
+    """As with longer sequences, or in a second fit: a preempted run has seconds to save."""
+    sync = PeriodicSync(list, 1, is_main=True)
+    sync.start(0)
+    steps_of_syncs(clock, sync, lambda step: 0.001, 3000)
+    sync.start(0)
+    assert [step for step, _ in steps_of_syncs(clock, sync, lambda step: 1.0, 5)] == [1, 2, 3, 4, 5]
+
+
 def test_what_a_beat_costs_is_not_taken_for_a_step(clock):
     def slow_sum(values):
         clock.now += 5.0

@@ -131,6 +131,61 @@ def test_a_documented_fit_batch_on_a_stream(name, number, factor):
     assert_close(streamed, mapped)
 
 
+class Surgery(Regression):
+    """Keeps the gradients of a first loss while a second one is back-propagated."""
+
+    def fit_batch(self, batch):
+        parameters, kept = list(self.modules.parameters()), []
+        for sign in (1, -1):
+            self.zero_grad(set_to_none=True)
+            loss = (self.modules.net(batch[0]) - sign * batch[1]).square().mean()
+            self.backward(loss)
+            kept.append([one.grad for one in parameters])
+        for one, first, second in zip(parameters, *kept, strict=True):
+            one.grad = 3 * first - second
+        self.optimizers_step()
+        return loss.detach()
+
+
+class Momentum(Regression):
+    """Adds half of the step's gradients before, which it has kept."""
+
+    kept = None
+
+    def check_gradients(self):
+        kept, parameters = self.kept, list(self.modules.parameters())
+        self.kept = [one.grad for one in parameters]
+        for one, before in zip(parameters, kept or (), strict=bool(kept)):
+            one.grad = one.grad + before / 2
+
+
+class Difference(torch.optim.SGD):
+    """Keeps the last gradient, as some optimizers do."""
+
+    @torch.no_grad()
+    def step(self):
+        for one in self.param_groups[0]["params"]:
+            one.sub_(0.1 * (2 * one.grad - self.state[one].get("last", one.grad)))
+            self.state[one]["last"] = one.grad
+
+
+def kept_gradients(cls, optimizer):
+    brain = make(cls, opt=lambda parameters: optimizer(parameters, lr=0.1), skip_nonfinite_grads=cls is Momentum)
+    brain.fit([1], points(24), train_loader_kwargs={"batch_size": 6 // world_size()})
+    return weights(brain)
+
+
+KEEPING = [(Surgery, torch.optim.SGD), (Momentum, torch.optim.SGD), (Regression, Difference)]
+
+
+@pytest.mark.parametrize(("cls", "optimizer"), KEEPING)
+def test_a_gradient_that_is_kept_is_not_overwritten(ranks, cls, optimizer):
+    """DDP's own buckets are, by the next backward pass."""
+    expected = kept_gradients(cls, optimizer)
+    for found in ranks.run(kept_gradients, cls, optimizer):
+        assert_close(found, expected)
+
+
 class Default(Regression):
     """The same arithmetic through the default fit_batch."""
 

@@ -26,7 +26,7 @@ def campaign(*words):
     """Run the campaign as `make faults` does: in a process that has one thread, so that it may fork ranks."""
     command = [sys.executable, "-m", "tests.faults.campaign", *words]
     found = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, cwd=ROOT, env=found, capture_output=True, text=True, timeout=280, check=False)
+    return subprocess.run(command, cwd=ROOT, env=found, capture_output=True, text=True, timeout=560, check=False)
 
 
 def test_f4_twenty_random_kills_change_nothing(tmp_path):

@@ -474,5 +474,5 @@ def late_at_every_point(events, saves_before):
 )
 def test_f18_an_old_run_that_wakes_up_late_changes_nothing(ranks, events, saves_before, at_least):
     """Stopped at every point of three saves, a replacement and a deletion, and of taking and releasing the lock."""
-    run = ranks.run(late_at_every_point, events, saves_before, world_size=1, init=False, timeout=280)
+    run = ranks.run(late_at_every_point, events, saves_before, world_size=1, init=False, timeout=560)
     assert run[0] >= at_least

@@ -4,8 +4,8 @@
 
 Both train the same network on as many gloo processes, in the same run, taking turns of some steps each; a step of DDP
 accumulates as many micro-batches of the same size as a step with virtual ranks has shards on a process. Printed are the
-median of the turns' ratios with its quartiles, the time of a step, and the most memory that gradients take beside the
-model's own, counted in gradients: with virtual ranks what waits in the tree, and what is sent.
+median of the turns' ratios with its quartiles, the time of a step, and how many gradients of the whole model exist at a
+time with virtual ranks: what waits in the tree, or is about to be sent, and what has come back.
 """
 
 from __future__ import annotations
@@ -69,10 +69,11 @@ def turns(width: int, shards: int, steps: int) -> list[tuple[float, float]]:
 
 
 def gradients_held(shards: int, world_size: int) -> str:
-    """Count what is held at most, in gradients of the model: in the tree, and in what is sent, received and joined."""
+    """Count the whole gradients of the model that exist at a time, and the buckets of at most 32 MB beside them."""
     own = shards // world_size
-    waiting = own.bit_length()
-    return f"{waiting} + {0 if world_size == 1 else 3} buckets"
+    if world_size == 1:
+        return f"{own.bit_length()}"
+    return f"{max(own.bit_length(), own.bit_count() + 1)} and 4 buckets"
 
 
 def main() -> None:

@@ -131,7 +131,9 @@ class RankState:
         return go_on_at(loader, progress.step, own.get("loader"), same_batches=same), restore
 
     def end_pass(self) -> None:
-        """Collect what a save after the epoch will need of every rank."""
+        """Collect what a save after the epoch will need of every rank; let what follows draw alike on virtual ranks."""
+        if self.strategy.virtual_ranks is not None:
+            self._seed_anew()
         if self.states is not None:
             self.states.gather()
 

@@ -226,7 +226,9 @@ class StageRunner:
     def _feed(self, loader: Any, left_out: int, ready: Callable[[], object]) -> Feed | StreamFeed:
         """Say what a pass takes its batches from. Of a stream the ranks tell each other what they have."""
         options, strategy = self.options, self.train_step.strategy
-        length = self._limited(length_of(loader), strategy.shards)
+        length = length_of(loader)
+        if length is not None or strategy.virtual_ranks is None:  # else a feed that knows its sizes is needed
+            length = self._limited(length, strategy.shards)
         batches = compared(loader, Stage.TRAIN)
         if self.profiler is not None:
             batches = Profiled(batches, self.profiler, left_out)

@@ -219,7 +219,7 @@ class VirtualRanks(Strategy):
         for parameter, gradient in zip(self._parameters, sums[len(moving) :], strict=True):
             parameter.grad = gradient
         self._move_buffers(dict(zip(moving, sums, strict=False)), number)
-        self._is_added = True
+        self._tree, self._parts, self._is_added = TreeSum(add_tensors), {}, True
 
     # ------------------------------------------------------------------ one shard
 
@@ -336,4 +336,3 @@ class ShardFeed:
             seed_streams(self.seed, *place, number // ranks.shards, shard)
             yield batch
             ranks.end_shard(window)
-        seed_streams(self.seed, *place)  # what follows draws the same on all ranks

@@ -29,6 +29,7 @@ from .campaign_moments import ALL, BETWEEN, STEPPED, TRAIN, VALID, Kill
 from .campaign_ranks import Attempt, run_attempt, zygote
 from .campaign_sizes import SIZES, print_sizes
 from .campaign_verdict import Difference, Reference, compare
+from .campaign_virtual import print_virtual
 from .recipes_for_faults import VARIANTS, Setting, kill_of, setting_of, text_of
 
 PLACES = {"train": 6, "save": 5, "valid": 2, "between": 2, "first": 2, "start": 1, "time": 4}
@@ -251,6 +252,9 @@ def main() -> int:
     parser.add_argument(
         "--sizes", nargs="*", metavar="2:1", help="instead: go on with another number of processes, 2 and then 1"
     )
+    parser.add_argument(
+        "--virtual", action="store_true", help="instead: with --virtual_ranks, on another number after each kill"
+    )
     parser.add_argument("--sabotage", choices=list(SABOTAGE), help="do not restore this, to see that it is noticed")
     parser.add_argument("--replay", nargs="+", metavar="JSON", help="a setting and its kills, as printed")
     options = parser.parse_args()
@@ -261,6 +265,8 @@ def main() -> int:
         with zygote():
             if options.replay:
                 return replay(options.replay, folder)
+            if options.virtual:
+                return int(print_virtual(folder, options.kills, options.seed) > 0)
             if options.sizes is not None:
                 pairs = [tuple(map(int, pair.split(":"))) for pair in options.sizes]
                 return int(print_sizes(folder, pairs or SIZES) > 0)

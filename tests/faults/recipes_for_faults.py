@@ -94,6 +94,12 @@ VARIANTS = {
 }
 # What may go on with another number of processes: nothing in it is random per rank.
 DOUBLE = {"double": Variant(double=True), "double accumulation": Variant(double=True, factor=2, scheduler=True)}
+# Goes on with another number of processes and ends with the same bits: with --virtual_ranks.
+_NO_NORM = {name: one for name, one in _ALL.items() if name != "batchnorm"}  # whose shards may have a single sample
+VIRTUAL = {
+    "virtual ranks": Variant(**_NO_NORM, workers=2),
+    "virtual ranks, stream": Variant(**{**_NO_NORM, "factor": 1}, stream="dataset"),
+}
 
 
 @dataclass(frozen=True)
@@ -118,7 +124,7 @@ class Setting:
 
     @property
     def recipe(self) -> Variant:
-        return {**VARIANTS, **DOUBLE}[self.variant]
+        return {**VARIANTS, **DOUBLE, **VIRTUAL}[self.variant]
 
 
 # ------------------------------------------------------------------------------------------------ data

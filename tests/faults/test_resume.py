@@ -56,6 +56,12 @@ def test_another_number_of_processes_takes_the_same_steps():
     assert len(run.stdout.splitlines()) == 12
 
 
+def test_another_number_of_processes_ends_with_the_same_bits_with_virtual_ranks():
+    run = campaign("--virtual", "--kills", "6", "--seed", "1")
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert run.stdout.splitlines()[-1] == "another number of processes: 6 kills, 0 runs that differ."
+
+
 @pytest.mark.parametrize("at", [(2, TRAIN, 4, STEPPING), (2, VALID, 1, 0), (1, VALID_END, 0, 0), (1, SAVED, 0, 0)])
 def test_what_was_saved_of_a_failure_can_be_resumed(at):
     """A rank is killed, and the other saves once more, alone: it has no random streams of both, but all the rest."""

@@ -40,6 +40,7 @@ UNKNOWN_HOST_SECONDS = 30.0
 WARNING_SECONDS = 30.0
 
 _MOST_NAMED = 16
+_ALL_MET = "ddpkit/met/run"  # the run whose ranks have all met at this store
 
 
 def open_store(info: LaunchInfo, timeout: timedelta) -> tuple[dist.Store, bool]:
@@ -68,8 +69,15 @@ def open_store(info: LaunchInfo, timeout: timedelta) -> tuple[dist.Store, bool]:
         raise LaunchError(_no_address(info))
     hosts = info.rank == 0 and not info.agent_hosts_store
     end = time.monotonic() + timeout.total_seconds()
-    store = _host(info, timeout) if hosts else _connect(info.address, info.port, end, timeout)
-    name = join_attempt(store, info, end, once=not info.agent_hosts_store)
+    try:
+        store = _host(info, timeout) if hosts else _find(info, end, timeout)
+        name = join_attempt(store, info, end, once=not info.agent_hosts_store)
+    except dist.DistNetworkError as error:
+        raise LaunchError(
+            f"rank {info.rank} of {info.world_size} has lost the store at {info.address}:{info.port} before all ranks "
+            f"had met there: {str(error).splitlines()[0]} The process that kept it has ended, the network was cut, or "
+            "another program has that port. Look at the output of rank 0, or of the launcher."
+        ) from error
     return dist.PrefixStore(name, store), hosts
 
 
@@ -102,6 +110,23 @@ def _host(info: LaunchInfo, timeout: timedelta) -> dist.Store:
             "another run, or by what an earlier run has left behind. Give MASTER_PORT another number, the same to "
             f"every process; `ss -ltnp | grep :{port}` shows who has it."
         ) from error
+
+
+def _find(info: LaunchInfo, end: float, timeout: timedelta) -> dist.Store:
+    """Connect to the store; not to that of an earlier command of the same job step, which has the same port."""
+    store = _connect(info.address, info.port, end, timeout)
+    for _ in poll_until(end):
+        if not _is_of_earlier_command(store, info):
+            break
+        store = _connect(info.address, info.port, end, timeout)
+    return store
+
+
+def _is_of_earlier_command(store: dist.Store, info: LaunchInfo) -> bool:
+    """Say whether all ranks of this run have met there already, and another process was this rank: it has ended."""
+    if not info.run_id or not store.check([_ALL_MET, _holder(info.rank)]):
+        return False
+    return store.get(_ALL_MET).decode() == info.run_id and store.get(_holder(info.rank)).decode() != _me()
 
 
 def _connect(address: str, port: int, end: float, timeout: timedelta) -> dist.Store:
@@ -182,6 +207,7 @@ def join_attempt(store: dist.Store, info: LaunchInfo, end: float, *, once: bool)
         _claim(store, info)
     if info.rank == 0:
         _await_all(store, info, token, end)
+        store.set(_ALL_MET, info.run_id)
         return f"ddpkit/{token}"
     store.set(_place(info.rank), token)
     answer = f"{_place(info.rank)}/{token}"
@@ -229,14 +255,22 @@ def _claim(store: dist.Store, info: LaunchInfo) -> None:
             f"the store at {info.address}:{info.port} is another run's ({owner}; this one is {info.run_id}): both have "
             "made the same port from their ids. Give MASTER_PORT another number, the same to every process."
         )
-    me = f"process {os.getpid()} on {socket.gethostname()}"
-    holder = store.compare_set(f"ddpkit/here/{info.rank}", "", me).decode()
+    me = _me()
+    holder = store.compare_set(_holder(info.rank), "", me).decode()
     if holder != me:
         raise LaunchError(
             f"rank {info.rank} is there twice: {holder} has met the others at {info.address}:{info.port} before "
             f"{me} did. Two runs use the same MASTER_ADDR and MASTER_PORT (give one of them another port), or two "
             "processes were given the same RANK."
         )
+
+
+def _me() -> str:
+    return f"process {os.getpid()} on {socket.gethostname()}"
+
+
+def _holder(rank: int) -> str:
+    return f"ddpkit/here/{rank}"
 
 
 def _place(rank: int) -> str:

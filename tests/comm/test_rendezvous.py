@@ -91,6 +91,53 @@ def test_a_rank_does_not_join_the_run_that_has_its_port():
         open_store(info(1, port=port, run_id="slurm 2.0"), LIMIT)
 
 
+def test_a_rank_waits_until_an_earlier_command_of_its_job_step_has_ended(run_id):
+    """`srun bash -c "python train.py; python test.py"`: both have the same port, and the first rank 0 may end late."""
+    port = derived_port(run_id)
+    earlier = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, timeout=LIMIT)
+    for key, value in {"run": run_id, "here/1": "process 1 of that command", "met/run": run_id}.items():
+        earlier.set(f"ddpkit/{key}", value)
+    late, found, calls, again = info(1, port=port, run_id=run_id), [], [], threading.Event()
+    connect = rendezvous._connect
+
+    def watched(*args):
+        calls.append(args)
+        if len(calls) > 1:
+            again.set()
+        return connect(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rendezvous, "_connect", watched)
+        thread = threading.Thread(target=lambda: found.append(open_store(late, LIMIT)))
+        thread.start()
+        assert again.wait(10)
+        del earlier
+        store, hosts = open_store(info(0, port=port, run_id=run_id), LIMIT)
+        thread.join(20)
+    assert hosts
+    assert talk([store, found[0][0]])
+
+
+def test_a_store_that_is_lost_before_all_have_met_is_named(run_id):
+    port = derived_port(run_id)
+    store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, timeout=LIMIT)
+    failed = []
+
+    def come():
+        with pytest.raises(
+            LaunchError, match=r"rank 1 of 2 has lost the store at 127.0.0.1:\d+ before all ranks"
+        ) as caught:
+            open_store(info(1, port=port), LIMIT)
+        failed.append(caught.value)
+
+    thread = threading.Thread(target=come)
+    thread.start()
+    store.get("ddpkit/meet/1")  # waits for it
+    del store
+    thread.join(20)
+    assert isinstance(failed[0].__cause__, dist.DistNetworkError)
+
+
 def test_the_port_of_the_user_is_taken(stranger):
     with pytest.raises(LaunchError, match=f"port {stranger} of MASTER_PORT is taken on this machine"):
         open_store(info(0, port=stranger), LIMIT)

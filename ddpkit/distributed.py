@@ -84,6 +84,7 @@ def ddp_init_group(run_opts: Mapping[str, Any] | Any) -> None:
         ConfigError: the backend is unknown, or not built into this torch, or does not fit the device.
         LaunchError: the environment contradicts itself or does not say where to meet, the port is taken, or the other
             processes do not come or cannot be reached.
+        RankFailedError: another process has ended meanwhile; the message says which.
         RankMismatchError: the processes differ in their versions of Python, torch, numpy or ddpkit, in their script or
             in the backend; on every rank.
 

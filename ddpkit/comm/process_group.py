@@ -80,6 +80,7 @@ def init_group(run_opts: Mapping[str, Any] | Any) -> None:
     Raises:
         ConfigError: as there.
         LaunchError: as there.
+        RankFailedError: as there.
         RankMismatchError: as there.
 
     Ranks: collective.
@@ -116,13 +117,22 @@ def init_group(run_opts: Mapping[str, Any] | Any) -> None:
             _attend(hosts_store=hosts, destroy=True)
             dist.barrier(group=control_group())  # a rank that ended now would fail those still connecting to it
     except BaseException as error:  # told here: nobody can go on, whatever becomes of the exception
-        if not is_second_hand(error):
-            report.tell(Reason.of(info.rank, error, is_final=True))
+        reason = _tell_or_ask(report, error)
         report.depart()
         if hosts:
             report.await_departures(LAST_WORDS_SECONDS)
         watchdog.stop()
+        if reason is not None:
+            raise RankFailedError(reason.summary()) from None
         raise
+
+
+def _tell_or_ask(report: FailureReport, error: BaseException) -> Reason | None:
+    """Tell the others of an error of this rank's own; of one that only shows a lost rank, find that one's reason."""
+    if is_second_hand(error):
+        return report.find_reason()
+    report.tell(Reason.of(report.rank, error, is_final=True))
+    return None
 
 
 def _start_watchdog(report: FailureReport, info: LaunchInfo, hang_timeout: float) -> Watchdog:
@@ -143,9 +153,6 @@ def _join(report: FailureReport, info: LaunchInfo, backend: str, device: str, ti
             backend, rank=info.rank, world_size=size, store=report.store, timeout=timeout, device_id=own
         )
     except RuntimeError as error:  # torch.distributed.DistError derives from it
-        reason = report.find_reason() if is_second_hand(error) else None
-        if reason is not None:
-            raise RankFailedError(reason.summary()) from None
         raise LaunchError(
             f"rank {info.rank} of {info.world_size} could not join the process group "
             f"(backend={backend!r}, met at {info.address}:{info.port}): {error}. {_what_to_do(str(error), device)}"

@@ -279,6 +279,8 @@ LOST_WHILE_JOINING = """
     import torch.distributed as dist
     import ddpkit
 
+    really_join = dist.init_process_group
+
     def join(*_, **__):
         print("here", flush=True)
         if sys.argv[1] == "raise":
@@ -286,8 +288,15 @@ LOST_WHILE_JOINING = """
         time.sleep(3)  # until the others know each other
         os.kill(os.getpid(), 9)
 
-    if os.environ["RANK"] == "1":
+    def join_and_be_killed(*given, **more):
+        really_join(*given, **more)
+        print("here", flush=True)
+        os.kill(os.getpid(), 9)
+
+    if os.environ["RANK"] == "1" and sys.argv[1] != "kill the first":
         dist.init_process_group = join
+    if os.environ["RANK"] == "0" and sys.argv[1] == "kill the first":
+        dist.init_process_group = join_and_be_killed
     ddpkit.ddp_init_group({"device": "cpu"})
 """
 
@@ -296,13 +305,16 @@ LOST_WHILE_JOINING = """
     ("how", "reason"),
     [
         ("kill", "disappeared: it was killed, or has crashed"),
-        pytest.param("raise", "failed first, at train.py:9 in join: ValueError: boom", marks=pytest.mark.slow),
+        ("kill the first", "disappeared: it was lost with the store on"),
+        pytest.param("raise", "failed first, at train.py:11 in join: ValueError: boom", marks=pytest.mark.slow),
     ],
 )
 def test_a_rank_that_is_lost_while_the_group_is_made_ends_the_others(tmp_path, how, reason):
     """No launcher ends them, and torch would wait for it for half an hour."""
     (tmp_path / "train.py").write_text(textwrap.dedent(LOST_WHILE_JOINING))
     first, lost = start_by_hand(python("train.py", how), tmp_path, 2)
+    if how == "kill the first":
+        first, lost = lost, first
     assert wait_until(lambda: lost.out, 60)
     began = time.monotonic()
     first.wait(60)

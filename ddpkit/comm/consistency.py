@@ -297,25 +297,17 @@ def compare_over_store(store: Store, rank: int, world_size: int, facts: Mapping[
         >>> compare_over_store(HashStore(), 0, 1, {"torch": "2.13.0"}, 1.0)
     """
     end = time.monotonic() + seconds
-    try:
-        store.set(f"ddpkit/start/{rank}", json.dumps([dict(facts), own_place()]))
-        if rank == 0:
-            found = [json.loads(_get(store, f"ddpkit/start/{other}", end, other)) for other in range(world_size)]
-            everybody, places = zip(*found, strict=True)
-            message = describe_differences(everybody, places)
-            store.set("ddpkit/start/verdict", message)
-            if message:
-                _await_readers(store, world_size - 1)
-        else:
-            message = _get(store, "ddpkit/start/verdict", end, 0)
-            store.add("ddpkit/start/read", 1)
-    except LaunchError:
-        raise
-    except RuntimeError as error:  # torch.distributed.DistError derives from it
-        raise LaunchError(
-            f"rank {rank} of {world_size} lost the connection to the store while the processes compared their software "
-            f"and code: {error}. Some process of the run has died; look for the first error above."
-        ) from error
+    store.set(f"ddpkit/start/{rank}", json.dumps([dict(facts), own_place()]))
+    if rank == 0:
+        found = [json.loads(_get(store, f"ddpkit/start/{other}", end, other)) for other in range(world_size)]
+        everybody, places = zip(*found, strict=True)
+        message = describe_differences(everybody, places)
+        store.set("ddpkit/start/verdict", message)
+        if message:
+            _await_readers(store, world_size - 1)
+    else:
+        message = _get(store, "ddpkit/start/verdict", end, 0)
+        store.add("ddpkit/start/read", 1)
     if message:
         raise RankMismatchError(message)
 

@@ -12,12 +12,12 @@ not made from torchrun's count of restarts, which differs between nodes and stan
 
 from __future__ import annotations
 
-import errno
 import os
 import secrets
 import socket
 import threading
 import time
+from concurrent.futures import Future, TimeoutError as FutureTimeoutError
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -40,7 +40,6 @@ UNKNOWN_HOST_SECONDS = 30.0
 WARNING_SECONDS = 30.0
 
 _MOST_NAMED = 16
-_ALL_MET = "ddpkit/met/run"  # the run whose ranks have all met at this store
 
 
 def open_store(info: LaunchInfo, timeout: timedelta) -> tuple[dist.Store, bool]:
@@ -72,11 +71,10 @@ def open_store(info: LaunchInfo, timeout: timedelta) -> tuple[dist.Store, bool]:
     try:
         store = _host(info, timeout) if hosts else _find(info, end, timeout)
         name = join_attempt(store, info, end, once=not info.agent_hosts_store)
-    except dist.DistNetworkError as error:
+    except (dist.DistNetworkError, FutureTimeoutError) as error:
         raise LaunchError(
-            f"rank {info.rank} of {info.world_size} has lost the store at {info.address}:{info.port} before all ranks "
-            f"had met there: {str(error).splitlines()[0]} The process that kept it has ended, the network was cut, or "
-            "another program has that port. Look at the output of rank 0, or of the launcher."
+            f"rank {info.rank} has lost the store at {info.address}:{info.port} (see the output of rank 0), or what "
+            "has that port does not answer as torch's store does: give every process another MASTER_PORT."
         ) from error
     return dist.PrefixStore(name, store), hosts
 
@@ -102,7 +100,7 @@ def _host(info: LaunchInfo, timeout: timedelta) -> dist.Store:
     try:
         return dist.TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, timeout=timeout, multi_tenant=True)
     except RuntimeError as error:  # torch.distributed.DistError derives from it
-        if "EADDRINUSE" not in str(error) and os.strerror(errno.EADDRINUSE).lower() not in str(error).lower():
+        if "EADDRINUSE" not in str(error):
             raise
         origin = f"made from the id of this run ({info.run_id})" if info.run_id else "of MASTER_PORT"
         raise LaunchError(
@@ -114,45 +112,28 @@ def _host(info: LaunchInfo, timeout: timedelta) -> dist.Store:
 
 def _find(info: LaunchInfo, end: float, timeout: timedelta) -> dist.Store:
     """Connect to the store; not to that of an earlier command of the same job step, which has the same port."""
-    store = _connect(info.address, info.port, end, timeout)
+    seat = f"ddpkit/here/{info.rank}"
     for _ in poll_until(end):
-        if not _is_of_earlier_command(store, info):
-            break
         store = _connect(info.address, info.port, end, timeout)
+        if not (info.run_id and store.check([f"ddpkit/met/{info.run_id}", seat])) or store.get(seat).decode() == _me():
+            break
     return store
-
-
-def _is_of_earlier_command(store: dist.Store, info: LaunchInfo) -> bool:
-    """Say whether all ranks of this run have met there already, and another process was this rank: it has ended."""
-    if not info.run_id or not store.check([_ALL_MET, _holder(info.rank)]):
-        return False
-    return store.get(_ALL_MET).decode() == info.run_id and store.get(_holder(info.rank)).decode() != _me()
 
 
 def _connect(address: str, port: int, end: float, timeout: timedelta) -> dist.Store:
     """Connect to a store on another process, as soon as it is there."""
     _await_listener(address, port, end)
-    made: list[dist.Store] = []
-    failed: list[Exception] = []
+    made = Future[dist.Store]()
 
     def connect() -> None:
         try:
-            made.append(dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timeout))
+            made.set_result(dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timeout))
         except Exception as error:  # noqa: BLE001 -- raised below, in the thread that waits
-            failed.append(error)
+            made.set_exception(error)
 
     # What is not a store of torch's may take the connection and never answer; torch then waits without a limit.
-    thread = threading.Thread(target=connect, name="ddpkit-connect", daemon=True)
-    thread.start()
-    thread.join(CONNECT_SECONDS)
-    if failed:
-        raise failed[0]
-    if not made:
-        raise LaunchError(
-            f"what listens at {address}:{port} does not answer as torch's store does: another program has the port, "
-            "or an earlier run hangs there. Give MASTER_PORT another number, the same to every process."
-        )
-    return made[0]
+    threading.Thread(target=connect, name="ddpkit-connect", daemon=True).start()
+    return made.result(CONNECT_SECONDS)
 
 
 def _await_listener(address: str, port: int, end: float) -> None:
@@ -207,7 +188,7 @@ def join_attempt(store: dist.Store, info: LaunchInfo, end: float, *, once: bool)
         _claim(store, info)
     if info.rank == 0:
         _await_all(store, info, token, end)
-        store.set(_ALL_MET, info.run_id)
+        store.set(f"ddpkit/met/{info.run_id}", "1")
         return f"ddpkit/{token}"
     store.set(_place(info.rank), token)
     answer = f"{_place(info.rank)}/{token}"
@@ -256,7 +237,7 @@ def _claim(store: dist.Store, info: LaunchInfo) -> None:
             "made the same port from their ids. Give MASTER_PORT another number, the same to every process."
         )
     me = _me()
-    holder = store.compare_set(_holder(info.rank), "", me).decode()
+    holder = store.compare_set(f"ddpkit/here/{info.rank}", "", me).decode()
     if holder != me:
         raise LaunchError(
             f"rank {info.rank} is there twice: {holder} has met the others at {info.address}:{info.port} before "
@@ -267,10 +248,6 @@ def _claim(store: dist.Store, info: LaunchInfo) -> None:
 
 def _me() -> str:
     return f"process {os.getpid()} on {socket.gethostname()}"
-
-
-def _holder(rank: int) -> str:
-    return f"ddpkit/here/{rank}"
 
 
 def _place(rank: int) -> str:

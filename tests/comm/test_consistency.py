@@ -269,15 +269,6 @@ def test_a_rank_that_does_not_come_is_named(rank, missing):
         compare_over_store(HashStore(), rank, 2, {"a": "1"}, 0.05)
 
 
-def test_a_store_that_has_gone_is_told():
-    class Gone(HashStore):
-        def check(self, keys):
-            raise RuntimeError("Connection reset by peer")
-
-    with pytest.raises(LaunchError, match=r"rank 1 of 2 lost the connection .*: Connection reset by peer"):
-        compare_over_store(Gone(), 1, 2, {"a": "1"}, 5.0)
-
-
 def test_long_values_and_many_of_them_are_cut():
     one = "x" * 3000 + "a" + "y" * 3000
     text = describe_differences([{"option": one}, {"option": one.replace("a", "b")}])

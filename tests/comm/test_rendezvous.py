@@ -95,7 +95,7 @@ def test_a_rank_waits_until_an_earlier_command_of_its_job_step_has_ended(run_id)
     """`srun bash -c "python train.py; python test.py"`: both have the same port, and the first rank 0 may end late."""
     port = derived_port(run_id)
     earlier = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, timeout=LIMIT)
-    for key, value in {"run": run_id, "here/1": "process 1 of that command", "met/run": run_id}.items():
+    for key, value in {"run": run_id, "here/1": "process 1 of that command", f"met/{run_id}": "1"}.items():
         earlier.set(f"ddpkit/{key}", value)
     late, found, calls, again = info(1, port=port, run_id=run_id), [], [], threading.Event()
     connect = rendezvous._connect
@@ -124,9 +124,7 @@ def test_a_store_that_is_lost_before_all_have_met_is_named(run_id):
     failed = []
 
     def come():
-        with pytest.raises(
-            LaunchError, match=r"rank 1 of 2 has lost the store at 127.0.0.1:\d+ before all ranks"
-        ) as caught:
+        with pytest.raises(LaunchError, match=r"rank 1 has lost the store at 127.0.0.1:\d+ ") as caught:
             open_store(info(1, port=port), LIMIT)
         failed.append(caught.value)
 

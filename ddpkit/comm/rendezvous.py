@@ -112,10 +112,11 @@ def _host(info: LaunchInfo, timeout: timedelta) -> dist.Store:
 
 def _find(info: LaunchInfo, end: float, timeout: timedelta) -> dist.Store:
     """Connect to the store; not to that of an earlier command of the same job step, which has the same port."""
-    seat = f"ddpkit/here/{info.rank}"
     for _ in poll_until(end):
         store = _connect(info.address, info.port, end, timeout)
-        if not (info.run_id and store.check([f"ddpkit/met/{info.run_id}", seat])) or store.get(seat).decode() == _me():
+        is_full = bool(info.run_id) and store.check([f"ddpkit/met/{info.run_id}"])
+        # it has met there itself where it joins again
+        if not is_full or store.get(f"ddpkit/here/{info.rank}").decode() == _me():
             break
     return store
 
@@ -236,12 +237,11 @@ def _claim(store: dist.Store, info: LaunchInfo) -> None:
             f"the store at {info.address}:{info.port} is another run's ({owner}; this one is {info.run_id}): both have "
             "made the same port from their ids. Give MASTER_PORT another number, the same to every process."
         )
-    me = _me()
-    holder = store.compare_set(f"ddpkit/here/{info.rank}", "", me).decode()
-    if holder != me:
+    holder = store.compare_set(f"ddpkit/here/{info.rank}", "", _me()).decode()
+    if holder != _me():
         raise LaunchError(
             f"rank {info.rank} is there twice: {holder} has met the others at {info.address}:{info.port} before "
-            f"{me} did. Two runs use the same MASTER_ADDR and MASTER_PORT (give one of them another port), or two "
+            f"{_me()} did. Two runs use the same MASTER_ADDR and MASTER_PORT (give one of them another port), or two "
             "processes were given the same RANK."
         )
 

@@ -656,7 +656,7 @@ def sum_exactly(values: list[Any]) -> list[Any]:
         >>> sum_exactly([1, 2.5])
         [1, 2.5]
     """
-    return [sum(numbers) for numbers in zip(*exchange(values, site="exact sums"), strict=True)]
+    return [sum(numbers) for numbers in zip(*gather_objects(lambda: values), strict=True)]
 
 
 def start_sum_over_ranks(values: list[float]) -> Callable[[], list[float]]:

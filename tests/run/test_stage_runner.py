@@ -48,7 +48,7 @@ class Host:
     """Stands for the recipe and for all parts of a run: the loss of a batch is its mean."""
 
     freezes = False
-    ema = schedule = None
+    ema = schedule = base_seed = None
 
     def __init__(self, **given):
         self.run_opts = options(**given)

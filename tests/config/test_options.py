@@ -67,10 +67,11 @@ def test_the_table_is_whole():
         "hang_timeout",
         "ema_decay",
         "evaluate_ema",
+        "virtual_ranks",
     }
     assert set(RunOptions()) == contract
     assert set(OPTION_BY_NAME) - PARSER_ONLY == contract == set(OptionTypes.__annotations__)
     for option in OPTIONS:
         assert option.default is None or option.coerce(option.default, "here") == option.default, option.name
         assert option.default is not None or option.is_optional, option.name
-        assert hasattr(Brain, option.name) == (option.name not in PARSER_ONLY)
+        assert hasattr(Brain, option.name) == (option.name not in {*PARSER_ONLY, "virtual_ranks"})

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, default_collate
+from torch.utils.data.distributed import DistributedSampler
 
 from ddpkit.brain import Brain
 from ddpkit.checkpoints import Checkpointer
@@ -152,6 +153,10 @@ class Divisible(Numbered):
         return Numbered(self.data[index::num_shards][: 7 + index % 3])
 
 
+class DividesItself(Numbered):
+    is_sharded = True
+
+
 class Batches:
     """A loader of one's own."""
 
@@ -176,6 +181,8 @@ CASES = {
     "a stream with shards, workers": {"data": Divisible(points()), "loading": {"shuffle": False, "num_workers": 2}},
     "a stream, uneven shards": {"data": Numbered(points()), "loading": {}, "global_batch_size": 23},
     "a short stream, workers": {"data": Numbered(points(4)), "loading": {"shuffle": False, "num_workers": 1}},
+    "a stream that is debugged": {"data": Numbered(points()), "loading": {"shuffle": False}, "debug": True},
+    "a limit of steps": {"optimizer_step_limit": 3},
     "batches of one's own": {"data": Batches(), "loading": {}, "kind": Counting},
 }
 
@@ -263,6 +270,9 @@ def test_what_cannot_work_is_refused_by_name():
     assert "check_parity" in refused(check_parity=2)
     assert "called loss.backward() past the Brain" in refused(kind=PastTheBrain, virtual_ranks=1)
     assert "optimizers_step() in the middle of a step" in refused(kind=PastTheBrain)
+    assert "DividesItself divides itself" in refused(data=DividesItself(points()), loading={"shuffle": False})
+    divided = {"sampler": DistributedSampler(points(), 1, 0), "shuffle": False}
+    assert "a DistributedSampler has divided already" in refused(loading=divided)
     assert "nominal epochs" in refused(loading={"looped_nominal_epoch": 3})
 
 

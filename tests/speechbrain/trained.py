@@ -38,8 +38,8 @@ class Trained:
     def distance(self, other):
         """The greatest difference of two losses that are logged.
 
-        Error rates and F are left out: they are counts of decisions, which a small difference of the loss can turn over,
-        each by a whole item (of 17 phones: by 5.9 percent). ``assert_same`` compares them.
+        Error rates and F are left out: they are counts of decisions, which a small difference of the weights can turn
+        over, each by a whole item (of 17 phones: by 5.9 percent). ``assert_same`` compares them.
         """
         assert self.words == other.words
         return max(abs(one - two) for one, two in zip(self.losses, other.losses, strict=True))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import multiprocessing
 import os
 import signal
@@ -51,20 +52,30 @@ def say_and_sleep(connection):
     time.sleep(600)
 
 
+def write_stderr_into(path, worker):
+    """A forkserver that an earlier test has started has the stderr of that test, and its workers have it too."""
+    os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
+
+
 @pytest.mark.parametrize("context", ["fork", "spawn", "forkserver"])
-def test_workers_are_deaf_answer_and_end(context, capfd):
-    loader = DataLoader(Looking(), batch_size=None, num_workers=1, multiprocessing_context=context)
+def test_workers_are_deaf_answer_and_end(context, capfd, tmp_path):
+    stderr = tmp_path / "stderr"
+    loader = DataLoader(
+        Looking(),
+        batch_size=None,
+        num_workers=1,
+        multiprocessing_context=context,
+        worker_init_fn=functools.partial(write_stderr_into, stderr),
+    )
     batches = start_loading(loader)
     [process] = batches._workers
     assert next(batches) == [process.pid, -signal.SIGTERM, -signal.SIGTERM], "what a worker starts is not deaf"
     os.kill(process.pid, signal.SIGTERM)  # as a launcher sends to all
     end = time.monotonic() + 60
-    said = ""
-    while "in __getitem__" not in said and time.monotonic() < end:
+    while "in __getitem__" not in stderr.read_text() and time.monotonic() < end:
         show_workers()
-        said = capfd.readouterr().err
-    stack = said.partition(f"A worker of the loader (pid {process.pid}) is here:")[2]
-    assert 'test_loader_workers.py", line' in stack
+    assert f"A worker of the loader (pid {process.pid}) is here:" in capfd.readouterr().err
+    assert 'test_loader_workers.py", line' in stderr.read_text()
     kill_workers()
     process.join(60)
     assert process.exitcode in {-signal.SIGKILL, 255}

@@ -322,10 +322,12 @@ def judge_stuck(outcome: Outcome, judge: Judge) -> None:
     end = GONE_SECONDS if trial.launcher == "plain" else TORCHRUN_SECONDS
     judge.in_time(outcome, outcome.seconds - trial.hang, end, f"all gone {trial.hang:g} s and then")
     outcome.require(all(outcome.codes), f"exit codes {outcome.codes}")
-    here = r"table_recipe\.py:\d+ in happen"
     silent = trial.kind in {"stop", "gil"}
+    here = r"table_recipe\.py:\d+ in happen"
     if trial.where == "worker":
-        here = rf"worker \(pid \d+\): {'.*' if silent else here}"
+        here = "waiting for its loader at "
+        stack = "" if silent else r'(?s:.*)table_recipe\.py", line \d+ in happen'
+        outcome.require_said(rf"^A worker of the loader \(pid \d+\) is here:{stack}")
     elif silent:
         here = "silent for"
     place = rf"^rank {trial.rank} \(.*{here}"

@@ -363,7 +363,7 @@ def zero_gradients(optimizers: Iterable[Optimizer], *, set_to_none: bool) -> Non
         if not (set_to_none and is_torchs and "zero_grad" not in vars(optimizer)):
             optimizer.zero_grad(set_to_none=set_to_none)
             continue
-        for group in optimizer.param_groups:  # what torch's would do, within 40 calls
+        for group in optimizer.param_groups:  # as torch's does, which makes 40 calls of Python
             for parameter in group["params"]:
                 parameter.grad = None
 

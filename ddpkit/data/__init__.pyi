@@ -20,16 +20,18 @@ from ddpkit.data.recipe_samplers import (
 )
 from ddpkit.data.sharded_loader import (
     DECIDED as DECIDED,
-    DEFAULT_SEED as DEFAULT_SEED,
     SaveableDataLoader as SaveableDataLoader,
-    Sharding as Sharding,
     deal_batches as deal_batches,
-    default_seed as default_seed,
     first_samples as first_samples,
     plan_of as plan_of,
     reshard as reshard,
     set_epoch as set_epoch,
     shard as shard,
+)
+from ddpkit.data.sharding import (
+    DEFAULT_SEED as DEFAULT_SEED,
+    Sharding as Sharding,
+    default_seed as default_seed,
 )
 from ddpkit.data.stream_position import (
     StreamPosition as StreamPosition,

@@ -43,7 +43,7 @@ from ddpkit.sampler import SamplingPlan, part
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from ddpkit.data import sharded_loader
+    from ddpkit.data import sharding
     from ddpkit.data.likeness import Sketch, Sketches
 
 logger = get_logger(__name__)
@@ -458,7 +458,7 @@ class ShardStream(IterableDataset[Any]):
         [(0, {0: [0, 2], 1: [1, 3]}), (1, {0: [4, 6], 1: [5]})]
     """
 
-    def __init__(self, whole: Any, sharding: sharded_loader.Sharding, block_size: int, **options: Any) -> None:
+    def __init__(self, whole: Any, sharding: sharding.Sharding, block_size: int, **options: Any) -> None:
         number = sharding.shards * sharding.world_size
         self.whole, self.block_size, self.number = whole, block_size, number
         self.mine = range(sharding.rank * sharding.shards, (sharding.rank + 1) * sharding.shards)
@@ -581,7 +581,7 @@ class _CollatedShards:
 
 def shard_stream_loader(
     dataset: Any,
-    sharding: sharded_loader.Sharding,
+    sharding: sharding.Sharding,
     options: dict[str, Any],
     block_size: int | None = None,
     *,

@@ -26,25 +26,21 @@ from ddpkit.precision import Precision
 from ddpkit.reporting import join_loggers
 from ddpkit.run import Run, StepPlan
 from ddpkit.run_opts import RunOptions, option_attributes
+from ddpkit.strategies import NO_CONTEXT, choose_strategy, modules_on_device, take_device, unwrap
 from ddpkit.training import (
-    NO_CONTEXT,
     BatchSizes,
     Progress,
     Recipe,
     RunLength,
     batch_sizes,
-    choose_strategy,
     compile_modules,
     count_epochs,
     gather_results,
     length_of,
-    modules_on_device,
     one_number,
     require_module_keys,
     require_reference,
     sum_and_count,
-    take_device,
-    unwrap,
 )
 from ddpkit.types import FitResult, Stage
 

@@ -29,7 +29,7 @@ from ddpkit.logger import get_logger
 from ddpkit.parity.causes import diagnose
 from ddpkit.parity.report import ParityReport
 from ddpkit.parity.side import Side
-from ddpkit.training import refuse_shared_parameters
+from ddpkit.strategies import refuse_shared_parameters
 
 logger = get_logger(__name__)
 

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
     from ddpkit.ema import WeightAverage
     from ddpkit.run_opts import RunOptions
-    from ddpkit.training import Progress, Recipe, Strategy
+    from ddpkit.strategies import Strategy
+    from ddpkit.training import Progress, Recipe
 
 
 class Run:

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from ddpkit.training import Progress, Strategy
+    from ddpkit.strategies import Strategy
+    from ddpkit.training import Progress
 
 logger = get_logger(__name__)
 
@@ -47,7 +48,7 @@ class RankState:
 
     Example:
         >>> from ddpkit.training.loop import Progress
-        >>> from ddpkit.training.strategy import Strategy
+        >>> from ddpkit.strategies import Strategy
         >>> RankState(Progress(), Strategy(), torch.nn.ModuleDict(), saves=False).own_sums()
         [0.0, 0.0, 0]
     """

@@ -46,15 +46,6 @@ from ddpkit.training.stage_batches import (
     require_same_draw as require_same_draw,
     size_of as size_of,
 )
-from ddpkit.training.strategy import (
-    NO_CONTEXT as NO_CONTEXT,
-    Strategy as Strategy,
-    make_strategy as make_strategy,
-    modules_on_device as modules_on_device,
-    refuse_shared_parameters as refuse_shared_parameters,
-    take_device as take_device,
-    unwrap as unwrap,
-)
 from ddpkit.training.stream_feed import (
     StreamFeed as StreamFeed,
 )
@@ -62,7 +53,4 @@ from ddpkit.training.train_step import (
     Recipe as Recipe,
     StepHooks as StepHooks,
     TrainStep as TrainStep,
-)
-from ddpkit.training.virtual_ranks import (
-    choose_strategy as choose_strategy,
 )

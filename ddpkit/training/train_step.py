@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from ddpkit.ema import WeightAverage
     from ddpkit.run_opts import RunOptions
-    from ddpkit.training.strategy import Strategy
+    from ddpkit.strategies import Strategy
 
 logger = get_logger(__name__)
 
@@ -98,7 +98,7 @@ class TrainStep:
 
     Example:
         >>> from ddpkit.run_opts import RunOptions
-        >>> from ddpkit.training.strategy import Strategy
+        >>> from ddpkit.strategies import Strategy
         >>> net, scaler = torch.nn.Linear(1, 1), torch.amp.GradScaler("cpu", enabled=False)
         >>> step = TrainStep(Recipe("Line"), net, Strategy(), RunOptions(), Progress(), scaler)
         >>> step.should_step

@@ -18,7 +18,8 @@ from ddpkit.dataloader import Sharding, plan_of, shard
 from ddpkit.distributed import get_world_size
 from ddpkit.metrics import Accuracy, Mean, nothing_counts
 from ddpkit.optim import take_step
-from ddpkit.training import Feed, Window, make_strategy
+from ddpkit.strategies import make_strategy
+from ddpkit.training import Feed, Window
 
 
 def train(net, loader, optimizer, hparams, device):

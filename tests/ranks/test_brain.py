@@ -30,10 +30,10 @@ from ddpkit.epoch_loop import EpochCounter, EpochCounterWithStopper
 from ddpkit.errors import NonFiniteLossError
 from ddpkit.run import stage_runner
 from ddpkit.seed import seed_everything
+from ddpkit.strategies.ddp import DDP
 from ddpkit.syncbn import SyncBatchNorm
 from ddpkit.testing import RankPoolError
 from ddpkit.train_logger import FileTrainLogger
-from ddpkit.training.strategy import DDP
 from ddpkit.types import Stage
 from tests.contract.recipes import QUIET, Regression, linear, make, points, seen_in, sgd, weights, world_size
 from tests.contract.test_brain_gradients import Gan, OwnFitBatch, gan_modules

@@ -12,7 +12,7 @@ from torch import nn
 
 from ddpkit import device
 from ddpkit.brain import Brain
-from ddpkit.training.strategy import DDP
+from ddpkit.strategies.ddp import DDP
 
 
 def brain_in_a_group_of_the_script(backend, chosen):

@@ -19,8 +19,9 @@ from ddpkit.dataloader import LoopedLoader, Sharding, go_on_at, make_dataloader,
 from ddpkit.run import stage_runner
 from ddpkit.run.stage_runner import StageRunner
 from ddpkit.run_opts import RunOptions
+from ddpkit.strategies import Strategy
 from ddpkit.train_logger import set_run_log
-from ddpkit.training import Progress, Strategy, counts_of, length_of
+from ddpkit.training import Progress, counts_of, length_of
 from ddpkit.types import Stage
 
 

@@ -17,8 +17,8 @@ from ddpkit.checkpoints import Checkpointer, safe_load
 from ddpkit.ema import WeightAverage, module_states
 from ddpkit.epoch_loop import EpochCounter
 from ddpkit.errors import CheckpointError, ConfigError
+from ddpkit.strategies.data_parallel import WrappedDataParallel
 from ddpkit.syncbn import convert_sync_batchnorm
-from ddpkit.training.strategy import WrappedDataParallel
 from ddpkit.types import Stage
 from tests.contract.recipes import QUIET, Killed, Regression, assert_same, linear, make, points, sgd, weights
 from tests.contract.test_brain_gradients import Gan, gan_modules

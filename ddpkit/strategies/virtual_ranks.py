@@ -20,16 +20,14 @@ from ddpkit.device import widest_float
 from ddpkit.distributed import get_rank, get_world_size
 from ddpkit.errors import ConfigError
 from ddpkit.seed import seed_streams
-from ddpkit.training.strategy import NO_CONTEXT, Strategy, make_strategy, spread_from_main
+from ddpkit.strategies.base import NO_CONTEXT, Strategy
+from ddpkit.strategies.modules import spread_from_main
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
     from contextlib import AbstractContextManager
 
-    from ddpkit.run_opts import RunOptions
-    from ddpkit.training.feed import Feed, Window
-    from ddpkit.training.loop import Progress
-    from ddpkit.training.stream_feed import StreamFeed
+    from ddpkit.training import Feed, Progress, StreamFeed, Window
 
     Part = list[torch.Tensor | None]  # number of shards, count of the loss, moves of buffers, gradients
 
@@ -43,47 +41,6 @@ PAST = (
     "virtual_ranks={}: fit_batch called {} past the Brain: the gradients of the shards would not be added up in one "
     "order. Call self.backward(loss), and self.optimizers_step() where self.should_step is true."
 )
-
-
-def choose_strategy(options: RunOptions, *, decides_late: bool = False) -> Strategy:
-    """Choose the strategy from the launch and the options.
-
-    Args:
-        options: of the run.
-        decides_late: whether the recipe has its own ``fit_batch``.
-
-    Raises:
-        ConfigError: the options cannot work together, or on so many processes.
-
-    Ranks: local; alike on all ranks.
-
-    Example:
-        >>> from ddpkit.run_opts import RunOptions
-        >>> choose_strategy(RunOptions(device="cpu", virtual_ranks=6)).shards
-        6
-    """
-    number, device, world_size = options.virtual_ranks, str(options.device), get_world_size()
-    if number is None:
-        return make_strategy(
-            device,
-            data_parallel=options.data_parallel_backend,
-            find_unused_parameters=options.find_unused_parameters,
-            decides_late=decides_late,
-        )
-    if number % world_size:
-        able = ", ".join(str(one) for one in range(1, number + 1) if not number % one)
-        raise ConfigError(
-            f"virtual_ranks={number} cannot be divided over {world_size} processes: it must be a multiple of their "
-            f"number. Start {able} processes, or give another --virtual_ranks, which is another training."
-        )
-    refused = {
-        "data_parallel_backend": options.data_parallel_backend,
-        "check_parity": options.check_parity is not None,
-        "precision=fp16, whose range needs a scale (use bf16)": options.precision == "fp16",
-    }
-    for name in (name for name, is_given in refused.items() if is_given):
-        raise ConfigError(f"virtual_ranks={number} does not work with {name}. Leave one of them out.")
-    return VirtualRanks(device, number, is_strict=decides_late)
 
 
 class VirtualRanks(Strategy):

@@ -1,4 +1,4 @@
-"""How the modules run: on one device, under ``nn.DataParallel``, or under ``DistributedDataParallel``.
+"""``DistributedDataParallel``: several processes, each with the whole model.
 
 Source: what ``forward`` and ``no_sync`` of torch's DDP do was read in torch 2.13: only a forward pass through the
 wrapper with synchronisation on arms the reducer, and the backward pass after it reduces all gradients accumulated
@@ -8,7 +8,6 @@ so far.
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 from typing import TYPE_CHECKING, Any
 
@@ -20,90 +19,27 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpkit import distributed
 from ddpkit.compat import GradientOrder, show_order
-from ddpkit.device import own_first, widest_float
+from ddpkit.device import widest_float
 from ddpkit.errors import ConfigError
 from ddpkit.logger import get_logger
+from ddpkit.strategies.base import NO_CONTEXT, Strategy
+from ddpkit.strategies.modules import (
+    Reaching,
+    has_moving_buffers,
+    refuse_shared_parameters,
+    spread_from_main,
+    trained_parameters,
+)
 from ddpkit.syncbn import convert_sync_batchnorm
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping
     from contextlib import AbstractContextManager
 
 logger = get_logger(__name__)
 
 APART = 1e-9  # of what the weights of an entry add up to, in float64: equal weights differ by its rounding alone
 ORDER_MATTERS_ABOVE = 2  # ranks: a sum of two numbers is the same either way
-NO_CONTEXT: AbstractContextManager[None] = contextlib.nullcontext()
-
-
-class _Reaching(nn.Module):
-    """Makes the attributes of the wrapped ``module`` reachable through its wrapper, for reading and for writing.
-
-    What the wrapper has itself, or got while it was made, is its own; all else is the module's.
-    """
-
-    _is_made = False
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        own = self.__dict__
-        if value.__class__ is bool and name in own:
-            own[name] = value  # DDP writes one in every forward pass; torch's own way takes a microsecond
-        elif name in own or not self._is_made or name == "module" or hasattr(type(self), name):
-            super().__setattr__(name, value)
-        else:
-            setattr(self.module, name, value)
-
-    def __getitem__(self, key: Any) -> Any:
-        return self.module[key]
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.module)
-
-    def __len__(self) -> int:
-        return len(self.module)
-
-    def __bool__(self) -> bool:
-        return True
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            inner = self.__dict__.get("_modules", {}).get("module")
-            if inner is None:
-                raise
-            return getattr(inner, name)
-
-
-class WrappedDataParallel(_Reaching, nn.DataParallel[nn.Module]):
-    """``nn.DataParallel`` through which attributes can be reached; its replicas compute in the caller's precision.
-
-    Ranks: local (one process, several GPUs).
-
-    Example:
-        >>> WrappedDataParallel(torch.nn.Linear(2, 1)).in_features
-        2
-    """
-
-    def __init__(self, module: nn.Module, **options: Any) -> None:
-        super().__init__(module, **options)
-        self._is_made = True
-
-    def parallel_apply(self, replicas: Sequence[nn.Module], inputs: Sequence[Any], kwargs: Any) -> list[Any]:
-        """Run each replica in a thread, which torch tells that autocast is on, but not in which dtype: that is ours.
-
-        Source: ``torch/nn/parallel/parallel_apply.py`` of torch 2.13; the dtype of autocast is kept per thread.
-        """
-        kind = self.src_device_obj.type
-        dtype = torch.get_autocast_dtype(kind)
-        in_dtype: Any = [functools.partial(_run_in, kind, dtype, replica) for replica in replicas]
-        return super().parallel_apply(in_dtype, inputs, kwargs)
-
-
-def _run_in(kind: str, dtype: torch.dtype, module: nn.Module, *inputs: Any, **kwargs: Any) -> Any:
-    """Run a module in the dtype that autocast, if it is on here, shall compute in."""
-    with torch.autocast(kind, dtype=dtype, enabled=torch.is_autocast_enabled(kind)):
-        return module(*inputs, **kwargs)
 
 
 class _Reduction:
@@ -143,7 +79,7 @@ def _average_or_defer(state: _Reduction, bucket: torch.distributed.GradBucket) -
 _average_or_defer.__annotations__.clear()  # DDP compares them with types, and here they are strings
 
 
-class WrappedDDP(_Reaching, DistributedDataParallel):
+class WrappedDDP(Reaching, DistributedDataParallel):
     """DDP through which attributes can be reached, and that stays out of the way when nothing is trained.
 
     Without gradients, or in eval mode, the module runs by itself: no collective, so that ranks may evaluate
@@ -214,103 +150,6 @@ class WrappedDDP(_Reaching, DistributedDataParallel):
                 if anywhere:  # a rank that took another branch gets the others' gradients
                     own.copy_(average.view_as(own))
                     parameter.grad = own
-
-
-class Strategy:
-    """One process, one device: nothing to wrap. Base class of the other strategies.
-
-    Attributes:
-        virtual_ranks: over how many the data is divided; None: over the ranks.
-        shards: how many parts of every batch each rank works on.
-
-    Ranks: local.
-
-    Example:
-        >>> Strategy().name
-        'one device'
-    """
-
-    name = "one device"
-    virtual_ranks: int | None = None
-    shards = 1
-
-    def wrap(self, modules: nn.ModuleDict) -> None:
-        """Wrap every trainable entry that is not wrapped yet, in place."""
-
-    def follow(self, modules: nn.ModuleDict) -> None:
-        """Wrap entries again in which a recipe has frozen or unfrozen parameters."""
-
-    def require_known(self, optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
-        """Refuse optimizers with parameters whose gradients this strategy would not make equal on all ranks."""
-
-    def feed(self, feed: Any, progress: Any, seed: int) -> Any:
-        """Return what a training pass takes its batches from, so that the strategy comes to know of each."""
-        return feed
-
-    def no_sync(self) -> AbstractContextManager[None]:
-        """Return a context in which gradients are accumulated without being averaged over ranks."""
-        return NO_CONTEXT
-
-    def backward_pass(self, modules: nn.Module, *, closes: bool, counts: bool) -> AbstractContextManager[None]:
-        """Return a context for one backward pass of a window."""
-        return NO_CONTEXT
-
-    def finish_gradients(self) -> None:
-        """Make sure that the gradients present are averages over the ranks."""
-
-    def noting_use(self, *, counts: bool) -> AbstractContextManager[None]:
-        """Return a context for a micro-batch that does not count on all ranks: what only others use has no gradient."""
-        return NO_CONTEXT
-
-    def apart(self, modules: nn.Module) -> list[str]:
-        """Return the trained entries whose weights are others on some ranks."""
-        return []
-
-    def gradient_orders(self) -> dict[str, list[int]]:
-        """Return the order in which each entry's gradients became ready, where that bears on their sums."""
-        return {}
-
-    def show_gradient_orders(self, modules: nn.ModuleDict, orders: Mapping[str, list[int]]) -> None:
-        """Have gradients added up in the order of the run that wrote a checkpoint."""
-
-    def start_average(self, count: torch.Tensor | float, device: str) -> Callable[[], torch.Tensor | float]:
-        """Start to average a number over the ranks, before the backward pass; return a getter of the average."""
-        average = count.detach().to(widest_float(device)) if isinstance(count, torch.Tensor) else count
-        return lambda: average
-
-
-class DataParallel(Strategy):
-    """One process, ``nn.DataParallel`` around every trainable entry of the modules, on all GPUs.
-
-    Args:
-        device: where the modules are, such as ``"cuda:1"``; its GPU comes first, as ``nn.DataParallel`` wants it.
-
-    Raises:
-        ConfigError: this machine has no GPU.
-
-    Ranks: local.
-
-    Example:
-        >>> DataParallel("cpu")
-        Traceback (most recent call last):
-        ddpkit.errors.ConfigError: data_parallel_backend=True needs a GPU, ...
-    """
-
-    name = "nn.DataParallel"
-
-    def __init__(self, device: str) -> None:
-        if not device.startswith("cuda"):
-            raise ConfigError(
-                f"data_parallel_backend=True needs a GPU, and the device is {device!r}. Leave it out, or use several "
-                "processes: torchrun --standalone --nproc_per_node=2 train.py hparams.yaml --device=cpu"
-            )
-        self.device = device
-
-    def wrap(self, modules: nn.ModuleDict) -> None:
-        """Put ``nn.DataParallel`` around every trainable entry."""
-        for name, module in modules.items():
-            if trained_parameters(module) and not isinstance(module, nn.DataParallel):
-                modules[name] = WrappedDataParallel(module, device_ids=own_first(self.device))
 
 
 class DDP(Strategy):
@@ -551,187 +390,3 @@ class DDP(Strategy):
             "gradient_as_bucket_view": not self.decides_late,
             buffers: has_moving_buffers(module),
         }
-
-
-def spread_from_main(module: nn.Module, device: str) -> None:
-    """Give every rank the parameters and buffers of rank 0, so that also what is frozen and random is equal everywhere.
-
-    Args:
-        module: is changed.
-        device: of this rank; what is elsewhere is left alone.
-
-    Ranks: collective.
-    """
-    for tensor in [*module.parameters(), *module.buffers()]:
-        if tensor.device.type == torch.device(device).type:
-            sent = tensor.detach().contiguous()  # else NCCL refuses it, and gloo sends it in the order of memory
-            torch.distributed.broadcast(sent, src=0)
-            if sent.data_ptr() != tensor.data_ptr():
-                tensor.detach().copy_(sent)
-
-
-def make_strategy(
-    device: str,
-    *,
-    distributed_launch: bool | None = None,
-    data_parallel: bool = False,
-    find_unused_parameters: bool = False,
-    decides_late: bool = False,
-) -> Strategy:
-    """Choose the strategy from the launch and the options.
-
-    Args:
-        device: of this process.
-        distributed_launch: whether a launcher started several processes; None: whether there is a process group.
-        data_parallel: the option ``data_parallel_backend``.
-        find_unused_parameters: passed on to DDP.
-        decides_late: likewise.
-
-    Raises:
-        ConfigError: both at once, or DataParallel without a GPU.
-
-    Ranks: local.
-
-    Example:
-        >>> make_strategy("cpu").name
-        'one device'
-    """
-    if distributed_launch is None:
-        distributed_launch = distributed.is_distributed_initialized()
-    if distributed_launch and data_parallel:
-        raise ConfigError(
-            "data_parallel_backend=True is for one process, and a launcher has started "
-            f"{distributed.get_world_size()} processes. Use one of:\n"
-            "    python train.py hparams.yaml --data_parallel_backend\n"
-            "    torchrun --standalone --nproc_per_node=N train.py hparams.yaml"
-        )
-    if distributed_launch:
-        return DDP(device, find_unused_parameters=find_unused_parameters, decides_late=decides_late)
-    return DataParallel(device) if data_parallel else Strategy()
-
-
-def take_device(device: str) -> None:
-    """Make a device the current one of this process: what asks for "cuda" without a number then gets the rank's own.
-
-    Else memory that is pinned, kernels that recipes bring along, and tensors on ``"cuda"`` would each open a context of
-    this process on the first GPU, half a gigabyte large.
-
-    Args:
-        device: of this rank, such as ``"cuda:1"``; nothing is done for one without a number.
-
-    Ranks: local.
-
-    State: the current device.
-
-    Example:
-        >>> take_device("cpu")
-    """
-    kind, _, number = device.partition(":")
-    set_device = getattr(getattr(torch, kind, None), "set_device", None)
-    if number and callable(set_device):
-        set_device(torch.device(device))
-
-
-def modules_on_device(modules: Mapping[str, Any], device: str) -> nn.ModuleDict:
-    """Gather a recipe's modules on a device; each through its own ``to``, in case it moves more than tensors.
-
-    Args:
-        modules: by name.
-        device: such as ``"cuda:1"``.
-
-    Raises:
-        ConfigError: an entry is not a module.
-
-    Ranks: local.
-
-    Example:
-        >>> modules_on_device({"net": nn.Linear(1, 1)}, "cpu").net.weight.device
-        device(type='cpu')
-    """
-    for name, module in modules.items():
-        if not isinstance(module, nn.Module):
-            raise ConfigError(
-                f"modules[{name!r}] is a {type(module).__name__}, not a torch.nn.Module. Pass modules only."
-            )
-        module.to(device)
-    return nn.ModuleDict(dict(modules)).to(device)
-
-
-def trained_parameters(module: nn.Module) -> frozenset[int]:
-    """Return the identities of the parameters of a module that require a gradient.
-
-    Ranks: local.
-
-    Example:
-        >>> len(trained_parameters(nn.Linear(1, 1)))
-        2
-    """
-    return frozenset(id(parameter) for parameter in module.parameters() if parameter.requires_grad)
-
-
-def unwrap(module: nn.Module) -> nn.Module:
-    """Take DDP, DataParallel and ``torch.compile`` off a module.
-
-    Ranks: local.
-
-    Example:
-        >>> inner = nn.Linear(1, 1)
-        >>> unwrap(WrappedDataParallel(inner)) is inner
-        True
-    """
-    while True:
-        if isinstance(module, (DistributedDataParallel, nn.DataParallel)):
-            module = module.module
-        elif "_orig_mod" in dict(module.named_children()):
-            module = module.get_submodule("_orig_mod")
-        else:
-            return module
-
-
-def has_moving_buffers(module: nn.Module) -> bool:
-    """Say whether a module has saved floating-point buffers that are not batch statistics.
-
-    Such buffers (codebooks, running normalisers) may drift apart between ranks, so DDP broadcasts them from rank 0
-    before each training forward pass, as it does by default. Batch statistics are equal already.
-
-    Ranks: local.
-
-    Example:
-        >>> has_moving_buffers(nn.BatchNorm1d(3))
-        False
-    """
-    saved = module.state_dict(keep_vars=True)
-    batch_statistics = {
-        id(buffer)
-        for part in module.modules()
-        if isinstance(part, _BatchNorm)
-        for buffer in part.buffers(recurse=False)
-    }
-    return any(
-        name in saved and buffer.is_floating_point() and id(buffer) not in batch_statistics
-        for name, buffer in module.named_buffers()
-    )
-
-
-def refuse_shared_parameters(modules: nn.ModuleDict) -> None:
-    """Refuse two entries that share a trainable parameter.
-
-    Raises:
-        ConfigError: naming both entries and the parameter.
-
-    Ranks: local.
-
-    Example:
-        >>> refuse_shared_parameters(nn.ModuleDict({"a": nn.Linear(1, 1), "b": nn.Linear(1, 1)}))
-    """
-    owner: dict[int, tuple[str, str]] = {}
-    for entry, module in modules.items():
-        for name, parameter in unwrap(module).named_parameters():
-            if not parameter.requires_grad:
-                continue
-            other = owner.setdefault(id(parameter), (entry, name))
-            if other[0] != entry:
-                raise ConfigError(
-                    f"modules[{entry!r}] and modules[{other[0]!r}] share the trainable parameter {other[1]!r}, whose "
-                    "gradient DDP would average twice. Keep the parameter in one entry of modules only."
-                )

@@ -14,19 +14,12 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ddpkit.errors import ConfigError
+from ddpkit.strategies.base import Strategy
+from ddpkit.strategies.choice import make_strategy
+from ddpkit.strategies.data_parallel import DataParallel, WrappedDataParallel
+from ddpkit.strategies.ddp import DDP, WrappedDDP
+from ddpkit.strategies.modules import has_moving_buffers, modules_on_device, refuse_shared_parameters, unwrap
 from ddpkit.syncbn import SyncBatchNorm
-from ddpkit.training.strategy import (
-    DDP,
-    DataParallel,
-    Strategy,
-    WrappedDataParallel,
-    WrappedDDP,
-    has_moving_buffers,
-    make_strategy,
-    modules_on_device,
-    refuse_shared_parameters,
-    unwrap,
-)
 
 
 @pytest.fixture

@@ -1,0 +1,7 @@
+"""How the modules run on one device or several: DataParallel, DDP, virtual ranks."""
+
+from __future__ import annotations
+
+from ddpkit import _names_of_stub
+
+__getattr__ = _names_of_stub(__name__)  # of __init__.pyi; each is loaded on first use

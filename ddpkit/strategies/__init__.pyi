@@ -1,0 +1,14 @@
+from ddpkit.strategies.base import (
+    NO_CONTEXT as NO_CONTEXT,
+    Strategy as Strategy,
+)
+from ddpkit.strategies.choice import (
+    choose_strategy as choose_strategy,
+    make_strategy as make_strategy,
+)
+from ddpkit.strategies.modules import (
+    modules_on_device as modules_on_device,
+    refuse_shared_parameters as refuse_shared_parameters,
+    take_device as take_device,
+    unwrap as unwrap,
+)

@@ -1,0 +1,81 @@
+"""What a strategy is asked; by itself the strategy of one process on one device."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ddpkit.device import widest_float
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from contextlib import AbstractContextManager
+
+    from torch import nn
+
+NO_CONTEXT: AbstractContextManager[None] = contextlib.nullcontext()
+
+
+class Strategy:
+    """One process, one device: nothing to wrap. Base class of the other strategies.
+
+    Attributes:
+        virtual_ranks: over how many the data is divided; None: over the ranks.
+        shards: how many parts of every batch each rank works on.
+
+    Ranks: local.
+
+    Example:
+        >>> Strategy().name
+        'one device'
+    """
+
+    name = "one device"
+    virtual_ranks: int | None = None
+    shards = 1
+
+    def wrap(self, modules: nn.ModuleDict) -> None:
+        """Wrap every trainable entry that is not wrapped yet, in place."""
+
+    def follow(self, modules: nn.ModuleDict) -> None:
+        """Wrap entries again in which a recipe has frozen or unfrozen parameters."""
+
+    def require_known(self, optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
+        """Refuse optimizers with parameters whose gradients this strategy would not make equal on all ranks."""
+
+    def feed(self, feed: Any, progress: Any, seed: int) -> Any:
+        """Return what a training pass takes its batches from, so that the strategy comes to know of each."""
+        return feed
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Return a context in which gradients are accumulated without being averaged over ranks."""
+        return NO_CONTEXT
+
+    def backward_pass(self, modules: nn.Module, *, closes: bool, counts: bool) -> AbstractContextManager[None]:
+        """Return a context for one backward pass of a window."""
+        return NO_CONTEXT
+
+    def finish_gradients(self) -> None:
+        """Make sure that the gradients present are averages over the ranks."""
+
+    def noting_use(self, *, counts: bool) -> AbstractContextManager[None]:
+        """Return a context for a micro-batch that does not count on all ranks: what only others use has no gradient."""
+        return NO_CONTEXT
+
+    def apart(self, modules: nn.Module) -> list[str]:
+        """Return the trained entries whose weights are others on some ranks."""
+        return []
+
+    def gradient_orders(self) -> dict[str, list[int]]:
+        """Return the order in which each entry's gradients became ready, where that bears on their sums."""
+        return {}
+
+    def show_gradient_orders(self, modules: nn.ModuleDict, orders: Mapping[str, list[int]]) -> None:
+        """Have gradients added up in the order of the run that wrote a checkpoint."""
+
+    def start_average(self, count: torch.Tensor | float, device: str) -> Callable[[], torch.Tensor | float]:
+        """Start to average a number over the ranks, before the backward pass; return a getter of the average."""
+        average = count.detach().to(widest_float(device)) if isinstance(count, torch.Tensor) else count
+        return lambda: average

@@ -1,0 +1,96 @@
+"""Which strategy the launch and the options ask for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ddpkit import distributed
+from ddpkit.errors import ConfigError
+from ddpkit.strategies.base import Strategy
+from ddpkit.strategies.data_parallel import DataParallel
+from ddpkit.strategies.ddp import DDP
+from ddpkit.strategies.virtual_ranks import VirtualRanks
+
+if TYPE_CHECKING:
+    from ddpkit.run_opts import RunOptions
+
+
+def choose_strategy(options: RunOptions, *, decides_late: bool = False) -> Strategy:
+    """Choose the strategy from the launch and the options.
+
+    Args:
+        options: of the run.
+        decides_late: whether the recipe has its own ``fit_batch``.
+
+    Raises:
+        ConfigError: the options cannot work together, or on so many processes.
+
+    Ranks: local; alike on all ranks.
+
+    Example:
+        >>> from ddpkit.run_opts import RunOptions
+        >>> choose_strategy(RunOptions(device="cpu", virtual_ranks=6)).shards
+        6
+    """
+    number, device, world_size = options.virtual_ranks, str(options.device), distributed.get_world_size()
+    if number is None:
+        return make_strategy(
+            device,
+            data_parallel=options.data_parallel_backend,
+            find_unused_parameters=options.find_unused_parameters,
+            decides_late=decides_late,
+        )
+    if number % world_size:
+        able = ", ".join(str(one) for one in range(1, number + 1) if not number % one)
+        raise ConfigError(
+            f"virtual_ranks={number} cannot be divided over {world_size} processes: it must be a multiple of their "
+            f"number. Start {able} processes, or give another --virtual_ranks, which is another training."
+        )
+    refused = {
+        "data_parallel_backend": options.data_parallel_backend,
+        "check_parity": options.check_parity is not None,
+        "precision=fp16, whose range needs a scale (use bf16)": options.precision == "fp16",
+    }
+    for name in (name for name, is_given in refused.items() if is_given):
+        raise ConfigError(f"virtual_ranks={number} does not work with {name}. Leave one of them out.")
+    return VirtualRanks(device, number, is_strict=decides_late)
+
+
+def make_strategy(
+    device: str,
+    *,
+    distributed_launch: bool | None = None,
+    data_parallel: bool = False,
+    find_unused_parameters: bool = False,
+    decides_late: bool = False,
+) -> Strategy:
+    """Choose the strategy from the launch and the options.
+
+    Args:
+        device: of this process.
+        distributed_launch: whether a launcher started several processes; None: whether there is a process group.
+        data_parallel: the option ``data_parallel_backend``.
+        find_unused_parameters: passed on to DDP.
+        decides_late: likewise.
+
+    Raises:
+        ConfigError: both at once, or DataParallel without a GPU.
+
+    Ranks: local.
+
+    Example:
+        >>> make_strategy("cpu").name
+        'one device'
+    """
+    if distributed_launch is None:
+        distributed_launch = distributed.is_distributed_initialized()
+    if distributed_launch and data_parallel:
+        raise ConfigError(
+            "data_parallel_backend=True is for one process, and a launcher has started "
+            f"{distributed.get_world_size()} processes. Use one of:\n"
+            "    python train.py hparams.yaml --data_parallel_backend\n"
+            "    torchrun --standalone --nproc_per_node=N train.py hparams.yaml"
+        )
+    if distributed_launch:
+        return DDP(device, find_unused_parameters=find_unused_parameters, decides_late=decides_late)
+    return DataParallel(device) if data_parallel else Strategy()

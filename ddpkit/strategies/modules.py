@@ -1,0 +1,205 @@
+"""The modules of a recipe: on their device, equal on all ranks, and without their wrappers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parallel import DistributedDataParallel
+
+from ddpkit.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+
+class Reaching(nn.Module):
+    """Makes the attributes of the wrapped ``module`` reachable through its wrapper, for reading and for writing.
+
+    What the wrapper has itself, or got while it was made, is its own; all else is the module's. A base class, beside
+    torch's own wrapper.
+
+    Ranks: local.
+
+    Example:
+        >>> Reaching().__class__.__name__
+        'Reaching'
+    """
+
+    _is_made = False
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        own = self.__dict__
+        if value.__class__ is bool and name in own:
+            own[name] = value  # DDP writes one in every forward pass; torch's own way takes a microsecond
+        elif name in own or not self._is_made or name == "module" or hasattr(type(self), name):
+            super().__setattr__(name, value)
+        else:
+            setattr(self.module, name, value)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.module[key]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.module)
+
+    def __len__(self) -> int:
+        return len(self.module)
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            inner = self.__dict__.get("_modules", {}).get("module")
+            if inner is None:
+                raise
+            return getattr(inner, name)
+
+
+def spread_from_main(module: nn.Module, device: str) -> None:
+    """Give every rank the parameters and buffers of rank 0, so that also what is frozen and random is equal everywhere.
+
+    Args:
+        module: is changed.
+        device: of this rank; what is elsewhere is left alone.
+
+    Ranks: collective.
+    """
+    for tensor in [*module.parameters(), *module.buffers()]:
+        if tensor.device.type == torch.device(device).type:
+            sent = tensor.detach().contiguous()  # else NCCL refuses it, and gloo sends it in the order of memory
+            torch.distributed.broadcast(sent, src=0)
+            if sent.data_ptr() != tensor.data_ptr():
+                tensor.detach().copy_(sent)
+
+
+def take_device(device: str) -> None:
+    """Make a device the current one of this process: what asks for "cuda" without a number then gets the rank's own.
+
+    Else memory that is pinned, kernels that recipes bring along, and tensors on ``"cuda"`` would each open a context of
+    this process on the first GPU, half a gigabyte large.
+
+    Args:
+        device: of this rank, such as ``"cuda:1"``; nothing is done for one without a number.
+
+    Ranks: local.
+
+    State: the current device.
+
+    Example:
+        >>> take_device("cpu")
+    """
+    kind, _, number = device.partition(":")
+    set_device = getattr(getattr(torch, kind, None), "set_device", None)
+    if number and callable(set_device):
+        set_device(torch.device(device))
+
+
+def modules_on_device(modules: Mapping[str, Any], device: str) -> nn.ModuleDict:
+    """Gather a recipe's modules on a device; each through its own ``to``, in case it moves more than tensors.
+
+    Args:
+        modules: by name.
+        device: such as ``"cuda:1"``.
+
+    Raises:
+        ConfigError: an entry is not a module.
+
+    Ranks: local.
+
+    Example:
+        >>> modules_on_device({"net": nn.Linear(1, 1)}, "cpu").net.weight.device
+        device(type='cpu')
+    """
+    for name, module in modules.items():
+        if not isinstance(module, nn.Module):
+            raise ConfigError(
+                f"modules[{name!r}] is a {type(module).__name__}, not a torch.nn.Module. Pass modules only."
+            )
+        module.to(device)
+    return nn.ModuleDict(dict(modules)).to(device)
+
+
+def trained_parameters(module: nn.Module) -> frozenset[int]:
+    """Return the identities of the parameters of a module that require a gradient.
+
+    Ranks: local.
+
+    Example:
+        >>> len(trained_parameters(nn.Linear(1, 1)))
+        2
+    """
+    return frozenset(id(parameter) for parameter in module.parameters() if parameter.requires_grad)
+
+
+def unwrap(module: nn.Module) -> nn.Module:
+    """Take DDP, DataParallel and ``torch.compile`` off a module.
+
+    Ranks: local.
+
+    Example:
+        >>> inner = nn.Linear(1, 1)
+        >>> unwrap(nn.DataParallel(inner)) is inner
+        True
+    """
+    while True:
+        if isinstance(module, (DistributedDataParallel, nn.DataParallel)):
+            module = module.module
+        elif "_orig_mod" in dict(module.named_children()):
+            module = module.get_submodule("_orig_mod")
+        else:
+            return module
+
+
+def has_moving_buffers(module: nn.Module) -> bool:
+    """Say whether a module has saved floating-point buffers that are not batch statistics.
+
+    Such buffers (codebooks, running normalisers) may drift apart between ranks, so DDP broadcasts them from rank 0
+    before each training forward pass, as it does by default. Batch statistics are equal already.
+
+    Ranks: local.
+
+    Example:
+        >>> has_moving_buffers(nn.BatchNorm1d(3))
+        False
+    """
+    saved = module.state_dict(keep_vars=True)
+    batch_statistics = {
+        id(buffer)
+        for part in module.modules()
+        if isinstance(part, _BatchNorm)
+        for buffer in part.buffers(recurse=False)
+    }
+    return any(
+        name in saved and buffer.is_floating_point() and id(buffer) not in batch_statistics
+        for name, buffer in module.named_buffers()
+    )
+
+
+def refuse_shared_parameters(modules: nn.ModuleDict) -> None:
+    """Refuse two entries that share a trainable parameter.
+
+    Raises:
+        ConfigError: naming both entries and the parameter.
+
+    Ranks: local.
+
+    Example:
+        >>> refuse_shared_parameters(nn.ModuleDict({"a": nn.Linear(1, 1), "b": nn.Linear(1, 1)}))
+    """
+    owner: dict[int, tuple[str, str]] = {}
+    for entry, module in modules.items():
+        for name, parameter in unwrap(module).named_parameters():
+            if not parameter.requires_grad:
+                continue
+            other = owner.setdefault(id(parameter), (entry, name))
+            if other[0] != entry:
+                raise ConfigError(
+                    f"modules[{entry!r}] and modules[{other[0]!r}] share the trainable parameter {other[1]!r}, whose "
+                    "gradient DDP would average twice. Keep the parameter in one entry of modules only."
+                )

@@ -236,7 +236,7 @@ def _merged(run_opts: RunOptions, from_yaml: Mapping[str, Any], info: LaunchInfo
 
 
 def option_attributes(owner: type[T]) -> type[T]:
-    """Give a class one property per option (but ``virtual_ranks``), which reads and writes ``self.run_opts``.
+    """Give a class one property per option that a Brain shows, which reads and writes ``self.run_opts``.
 
     Args:
         owner: a class whose objects have ``run_opts``.
@@ -255,8 +255,9 @@ def option_attributes(owner: type[T]) -> type[T]:
         >>> host.run_opts["max_grad_norm"], host.run_opts.overridden_args
         (3.0, {'max_grad_norm'})
     """
-    for name in RUN_OPTIONS.keys() - {"virtual_ranks"}:  # what no recipe reads needs no name on the Brain
-        setattr(owner, name, _option_property(name))
+    for name, option in RUN_OPTIONS.items():
+        if option.is_attribute:
+            setattr(owner, name, _option_property(name))
     return owner
 
 

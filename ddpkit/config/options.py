@@ -36,6 +36,8 @@ class Option:
         minimum: the smallest number that makes sense.
         above: a bound that the number must exceed.
         shown: how ``--help`` says the default where the value itself would not tell.
+        is_attribute: whether a Brain has an attribute of this name. What no recipe reads or sets needs none: a
+            recipe's own attribute of the name then means what it likes. It is read at ``brain.run_opts``.
 
     Ranks: local.
 
@@ -52,6 +54,7 @@ class Option:
     minimum: float | None = None
     above: float | None = None
     shown: str = ""
+    is_attribute: bool = True
 
     def __set_name__(self, owner: type, name: str) -> None:
         annotation = owner.__annotations__[name]
@@ -203,6 +206,7 @@ _KINDS: dict[str, tuple[type, Any, str]] = {
 
 RUNNING = "What is run"
 WHERE = "Where it runs"
+STRATEGY = "How several processes train one model"
 BATCHES = "Batches, and what they weigh"
 GRADIENTS = "Precision, gradients and optimizer steps"
 CHECKPOINTS = "Checkpoints and resuming"
@@ -245,7 +249,10 @@ class OptionTypes:
     data_parallel_count: int = option(-1, "", "no effect")
     distributed_backend: str = option(None, WHERE, "nccl, gloo or mpi", form="NAME", shown="nccl on GPUs, else gloo")
     distributed_timeout_minutes: float = option(30.0, WHERE, "longest wait for other processes", form="M", above=0)
-    find_unused_parameters: bool = option(False, WHERE, "DDP looks for parameters that got no gradient")
+
+    virtual_ranks: int | None = option(None, STRATEGY, "same bits on any number of processes; they divide N",
+        form="N", minimum=1, shown="off", is_attribute=False)
+    find_unused_parameters: bool = option(False, STRATEGY, "DDP looks for parameters that got no gradient")
 
     grad_accumulation_factor: int = option(1, BATCHES, "batches per optimizer step", form="N", minimum=1)
     global_batch_size: int | None = option(None, BATCHES, "samples per optimizer step, over all processes", form="N",
@@ -256,8 +263,6 @@ class OptionTypes:
         choices=("samples", "batches"))
     lr_scaling: str = option("none", BATCHES, "scale learning rates with the batch per step",
         choices=("none", "linear", "sqrt"))
-    virtual_ranks: int | None = option(None, BATCHES, "same bits on any number of processes; they divide N",
-        form="N", minimum=1, shown="off")
     reference_batch_size: int | None = option(None, BATCHES, "batch per step that the learning rates are meant for",
         form="N", minimum=1)
 

@@ -74,4 +74,4 @@ def test_the_table_is_whole():
     for option in OPTIONS:
         assert option.default is None or option.coerce(option.default, "here") == option.default, option.name
         assert option.default is not None or option.is_optional, option.name
-        assert hasattr(Brain, option.name) == (option.name not in {*PARSER_ONLY, "virtual_ranks"})
+        assert hasattr(Brain, option.name) == (option.is_attribute and option.name not in PARSER_ONLY)

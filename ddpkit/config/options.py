@@ -250,6 +250,8 @@ class OptionTypes:
     distributed_backend: str = option(None, WHERE, "nccl, gloo or mpi", form="NAME", shown="nccl on GPUs, else gloo")
     distributed_timeout_minutes: float = option(30.0, WHERE, "longest wait for other processes", form="M", above=0)
 
+    strategy: str = option("auto", STRATEGY, "what each process holds of the model",
+        choices=("auto", "ddp", "fsdp", "zero1", "single"), is_attribute=False)
     virtual_ranks: int | None = option(None, STRATEGY, "same bits on any number of processes; they divide N",
         form="N", minimum=1, shown="off", is_attribute=False)
     find_unused_parameters: bool = option(False, STRATEGY, "DDP looks for parameters that got no gradient")

@@ -33,6 +33,7 @@ def choose_strategy(options: RunOptions, *, decides_late: bool = False) -> Strat
         6
     """
     number, device, world_size = options.virtual_ranks, str(options.device), distributed.get_world_size()
+    _require_sense(options.strategy, options, world_size)
     if number is None:
         return make_strategy(
             device,
@@ -54,6 +55,22 @@ def choose_strategy(options: RunOptions, *, decides_late: bool = False) -> Strat
     for name in (name for name, is_given in refused.items() if is_given):
         raise ConfigError(f"virtual_ranks={number} does not work with {name}. Leave one of them out.")
     return VirtualRanks(device, number, is_strict=decides_late)
+
+
+def _require_sense(name: str, options: RunOptions, world_size: int) -> None:
+    """Refuse a strategy that does not fit the launch or the other options."""
+    if name == "auto":
+        return
+    if name == "single" and world_size > 1:
+        raise ConfigError(
+            f"strategy='single' is for one process, and a launcher has started {world_size}, each of which would train "
+            "a model of its own. Start one: python train.py hparams.yaml --strategy=single; or leave --strategy out."
+        )
+    for other in ("data_parallel_backend", *(() if name == "single" else ("virtual_ranks",))):
+        if options[other]:
+            raise ConfigError(f"strategy={name!r} does not work with {other}={options[other]}. Leave one of them out.")
+    if name in {"fsdp", "zero1"}:
+        raise ConfigError(f"strategy={name!r} is not there yet. Use --strategy=ddp.")
 
 
 def make_strategy(

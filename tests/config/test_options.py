@@ -67,6 +67,7 @@ def test_the_table_is_whole():
         "hang_timeout",
         "ema_decay",
         "evaluate_ema",
+        "strategy",
         "virtual_ranks",
     }
     assert set(RunOptions()) == contract

@@ -14,8 +14,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ddpkit.errors import ConfigError
+from ddpkit.run_opts import RunOptions
 from ddpkit.strategies.base import Strategy
-from ddpkit.strategies.choice import make_strategy
+from ddpkit.strategies.choice import choose_strategy, make_strategy
 from ddpkit.strategies.data_parallel import DataParallel, WrappedDataParallel
 from ddpkit.strategies.ddp import DDP, WrappedDDP
 from ddpkit.strategies.modules import has_moving_buffers, modules_on_device, refuse_shared_parameters, unwrap
@@ -73,6 +74,26 @@ def test_choices_that_cannot_work():
         ConfigError, match=r"^data_parallel_backend=True needs a GPU, and the device is 'cpu'.*torchrun"
     ):
         make_strategy("cpu", distributed_launch=False, data_parallel=True)
+
+
+def refused(**options):
+    with pytest.raises(ConfigError) as caught:
+        choose_strategy(RunOptions(device="cpu", **options))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["auto", "ddp", "single"])
+def test_one_process_needs_no_strategy(name):
+    assert type(choose_strategy(RunOptions(device="cpu", strategy=name))) is Strategy
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp", "zero1"])
+def test_strategies_that_do_not_go_with_others(name):
+    for other in ({"virtual_ranks": 4}, {"data_parallel_backend": True}):
+        ((option, value),) = other.items()
+        assert f"strategy='{name}' does not work with {option}={value}" in refused(strategy=name, **other)
+    assert "data_parallel_backend" in refused(strategy="single", data_parallel_backend=True)
+    assert choose_strategy(RunOptions(device="cpu", strategy="single", virtual_ranks=4)).shards == 4
 
 
 def test_one_device_does_nothing():

@@ -33,6 +33,7 @@ from ddpkit.training import (
     Recipe,
     RunLength,
     batch_sizes,
+    checkpoint_blocks,
     compile_modules,
     count_epochs,
     gather_results,
@@ -797,6 +798,7 @@ class Brain(_Typed):
         self.steps_per_epoch, self.total_steps = found.steps_per_epoch, found.total_steps
 
     def _compile(self) -> None:
+        checkpoint_blocks(self.modules, self.run_opts)
         compile_modules(self.modules, self.run_opts)
 
     def _wrap_distributed(self) -> None:

@@ -275,6 +275,8 @@ class OptionTypes:
     scheduler_every: str = option("step", GRADIENTS, "step scheduler_class's schedule after each",
         choices=("step", "epoch"))
     nonfinite_patience: int = option(3, GRADIENTS, "non-finite steps to skip per epoch", form="N", minimum=0)
+    activation_checkpointing: list[str] | None = option(None, GRADIENTS, "less memory: compute blocks of these classes "
+        "again in the backward pass", form="A B", is_attribute=False)
     skip_nonfinite_grads: bool = option(False, GRADIENTS, "drop single gradients that are not finite")
     remove_vector_weight_decay: bool = option(False, GRADIENTS, "no weight decay for biases and norms")
 

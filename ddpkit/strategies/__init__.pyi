@@ -7,6 +7,7 @@ from ddpkit.strategies.choice import (
     make_strategy as make_strategy,
 )
 from ddpkit.strategies.modules import (
+    blocks_of as blocks_of,
     modules_on_device as modules_on_device,
     refuse_shared_parameters as refuse_shared_parameters,
     take_device as take_device,

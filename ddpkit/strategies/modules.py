@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddpkit.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Collection, Iterator, Mapping
 
 
 class Reaching(nn.Module):
@@ -154,6 +154,37 @@ def unwrap(module: nn.Module) -> nn.Module:
             module = module.get_submodule("_orig_mod")
         else:
             return module
+
+
+def blocks_of(modules: nn.Module, classes: Collection[str], option: str) -> dict[str, nn.Module]:
+    """Find the parts of a model whose class has one of the given names.
+
+    Args:
+        modules: the model.
+        classes: names of classes, such as ``"TransformerEncoderLayer"``.
+        option: which gave them, for the message.
+
+    Returns:
+        By their names in the model; each once.
+
+    Raises:
+        ConfigError: no part is of such a class.
+
+    Ranks: local.
+
+    Example:
+        >>> list(blocks_of(nn.Sequential(nn.Linear(1, 1), nn.ReLU()), ["ReLU"], "compile_blocks"))
+        ['1']
+    """
+    parts = {name: one for name, one in modules.named_modules() if name}
+    there = {type(one).__name__ for one in parts.values()}
+    unknown = sorted(set(classes) - there)
+    if unknown:
+        raise ConfigError(
+            f"{option}={list(classes)!r} names {', '.join(map(repr, unknown))}, and the classes in the modules are: "
+            f"{', '.join(sorted(there)) or 'none'}."
+        )
+    return {name: one for name, one in parts.items() if type(one).__name__ in classes}
 
 
 def has_moving_buffers(module: nn.Module) -> bool:

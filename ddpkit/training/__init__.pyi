@@ -1,3 +1,6 @@
+from ddpkit.training.activation_checkpointing import (
+    checkpoint_blocks as checkpoint_blocks,
+)
 from ddpkit.training.compilation import (
     compile_modules as compile_modules,
     require_module_keys as require_module_keys,

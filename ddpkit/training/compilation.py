@@ -9,6 +9,7 @@ import torch
 
 from ddpkit.errors import ConfigError
 from ddpkit.logger import get_logger
+from ddpkit.strategies import blocks_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -74,15 +75,16 @@ def require_module_keys(modules: torch.nn.ModuleDict, options: RunOptions) -> No
 
     Args:
         modules: the entries.
-        options: ``compile_module_keys`` and ``jit_module_keys`` count.
+        options: ``compile_module_keys``, ``jit_module_keys`` and ``activation_checkpointing`` count.
 
     Raises:
-        ConfigError: a key that is not in ``modules``.
+        ConfigError: a key that is not in ``modules``, or a class that no part of them has.
 
     Ranks: local.
     """
     _chosen(modules, "compile_module_keys", options.compile_module_keys, every=False)
     _chosen(modules, "jit_module_keys", options.jit_module_keys, every=False)
+    blocks_of(modules, options.activation_checkpointing or (), "activation_checkpointing")
 
 
 def _chosen(modules: torch.nn.ModuleDict, option: str, keys: Iterable[str] | None, *, every: bool) -> list[str]:

@@ -69,6 +69,7 @@ def test_the_table_is_whole():
         "evaluate_ema",
         "strategy",
         "virtual_ranks",
+        "activation_checkpointing",
     }
     assert set(RunOptions()) == contract
     assert set(OPTION_BY_NAME) - PARSER_ONLY == contract == set(OptionTypes.__annotations__)

@@ -1,0 +1,148 @@
+"""What is done to blocks, named by their classes: activation checkpointing."""
+
+from __future__ import annotations
+
+import hashlib
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations
+
+from ddpkit.brain import Brain
+from ddpkit.checkpoints import Checkpointer
+from ddpkit.errors import ConfigError
+from tests.contract.recipes import QUIET
+
+WIDTH = 8
+
+
+class Counted(nn.Linear):
+    """Counts its forward passes."""
+
+    passes = 0
+
+    def forward(self, x):
+        self.passes += 1
+        return super().forward(x)
+
+
+class Block(nn.Module):
+    """A block with noise, batch statistics, and an argument that has a name."""
+
+    def __init__(self, norm=True):
+        super().__init__()
+        self.inner, self.norm = Counted(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH) if norm else nn.LayerNorm(WIDTH)
+        self.drop = nn.Dropout(0.3)
+
+    def forward(self, x, *, factor=1.0):
+        return x + self.drop(torch.tanh(self.norm(self.inner(x)))) * factor
+
+
+class Net(nn.Module):
+    def __init__(self, norm=True):
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList(Block(norm) for _ in range(2)), nn.Linear(WIDTH, 1)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x, factor=0.5)
+        return self.head(x)
+
+
+class Regression(Brain):
+    def compute_forward(self, batch, stage):
+        return self.modules.net(batch[:, :WIDTH])
+
+    def compute_objectives(self, predictions, batch, stage):
+        return nn.functional.mse_loss(predictions, batch[:, WIDTH:])
+
+
+def samples(number=44):
+    return list(torch.randn(number, WIDTH + 1, generator=torch.Generator().manual_seed(2)))
+
+
+def make(folder=None, norm=True, **options):
+    torch.manual_seed(4)
+    modules = {"net": Net(norm)}
+    checkpointer = None if folder is None else Checkpointer(folder, modules)
+    return Regression(
+        modules, lambda of: torch.optim.AdamW(of, lr=0.01), run_opts={**QUIET, **options}, checkpointer=checkpointer
+    )
+
+
+def digest(brain):
+    state = brain.raw_modules.state_dict()
+    data = b"".join(name.encode() + one.contiguous().view(-1).numpy().tobytes() for name, one in state.items())
+    return hashlib.sha256(data).hexdigest()
+
+
+def train(folder=None, epochs=2, **options):
+    """Return all that must not depend on how the gradients were computed; and the forward passes of a block."""
+    brain = make(folder, **options)
+    data = samples()
+    brain.fit(range(1, epochs + 1), data, data[:10], train_loader_kwargs={"batch_size": 8, "shuffle": True})
+    steps = {name: int(one) for name, one in brain.raw_modules.state_dict().items() if name.endswith("tracked")}
+    told = brain.progress.train_loss, brain.progress.valid_loss
+    return (digest(brain), told, steps, torch.rand(1).item()), brain.raw_modules.net.blocks[0].inner.passes
+
+
+CASES = {
+    "accumulation": {"grad_accumulation_factor": 2},
+    "bf16": {"precision": "bf16"},
+    "unused parameters": {"find_unused_parameters": True},
+    "virtual ranks": {"virtual_ranks": 2},
+}
+
+
+def trained_twice(name):
+    options = CASES[name]
+    return train(**options), train(activation_checkpointing=["Block"], **options)
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_checkpointed_blocks_give_the_same_bits_and_compute_twice(ranks, name, world_size):
+    run = [trained_twice(name)] if world_size == 1 else ranks.run(trained_twice, name, world_size=2)
+    evaluated = 2 * 10  # passes of the validations, which are not done twice
+    for (plain, passes), (recomputed, more) in run:
+        assert recomputed == plain
+        assert more - evaluated == 2 * (passes - evaluated) > 0
+
+
+def test_batch_statistics_move_once_per_batch():
+    (_, _, steps, _), _ = train(activation_checkpointing=["Block"])
+    assert steps == {f"net.blocks.{number}.norm.num_batches_tracked": 12 for number in range(2)}
+
+
+@pytest.mark.parametrize(("first", "then"), [(["Block"], None), (None, ["Block"])])
+def test_a_checkpoint_is_the_same_with_and_without(tmp_path, first, then):
+    whole, _ = train(tmp_path / "whole", epochs=2)
+    train(tmp_path / "parts", epochs=1, activation_checkpointing=first)
+    assert train(tmp_path / "parts", epochs=2, activation_checkpointing=then)[0][0] == whole[0]
+
+
+def refused(blocks, net=None, **options):
+    def start():
+        brain = make(activation_checkpointing=blocks, **options)
+        brain.modules.net = net or brain.modules.net
+        brain.fit([1], samples(), train_loader_kwargs={"batch_size": 8})
+
+    with pytest.raises(ConfigError) as error:
+        start()
+    return str(error.value)
+
+
+def test_what_cannot_work_is_refused():
+    assert refused(["Block", "Attention"]) == (
+        "activation_checkpointing=['Block', 'Attention'] names 'Attention', and the classes in the modules are: "
+        "BatchNorm1d, Block, Counted, Dropout, Linear, ModuleList, Net."
+    )
+    assert "does not work with jit." in refused(["Block"], jit=True)
+    assert "a BatchNorm keeps its input only" in refused(["BatchNorm1d"])
+
+
+def test_a_buffer_that_moves_is_refused():
+    net = nn.Sequential(Block(), nn.Linear(WIDTH, 1))
+    parametrizations.spectral_norm(net[0].inner)
+    assert "a Block changes its buffer 'inner.parametrizations.weight.0._u'" in refused(["Block"], net)

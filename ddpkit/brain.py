@@ -798,7 +798,8 @@ class Brain(_Typed):
         self.steps_per_epoch, self.total_steps = found.steps_per_epoch, found.total_steps
 
     def _compile(self) -> None:
-        checkpoint_blocks(self.modules, self.run_opts)
+        if self.run_opts.activation_checkpointing:
+            checkpoint_blocks(self.modules, self.run_opts)
         compile_modules(self.modules, self.run_opts)
 
     def _wrap_distributed(self) -> None:

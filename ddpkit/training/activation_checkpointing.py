@@ -55,9 +55,7 @@ def checkpoint_blocks(modules: nn.ModuleDict, options: RunOptions) -> None:
         Traceback (most recent call last):
         ddpkit.errors.ConfigError: ...names 'Attention', and the classes ... are: Linear, Sequential, Tanh.
     """
-    classes = options.activation_checkpointing
-    if not classes:
-        return
+    classes = options.activation_checkpointing or []
     for other in ("jit", "jit_module_keys", "data_parallel_backend"):
         if options[other]:
             raise ConfigError(f"{_OPTION}={classes!r} does not work with {other}. Leave one of them out.")

@@ -1,23 +1,34 @@
-"""What a step costs where the machine does not matter: calls of Python and reads by the host, against a loop by hand.
+"""What a step costs where the machine does not matter, with a bound beside each figure.
 
-The loops are those of ``benchmarks/loop_overhead.py``. Counted is what a pass has more than one of half its length, so
-that what belongs to a pass counts nothing. The collectives of a step are counted in ``tests/ranks/test_brain.py``.
+Python calls, allocations and reads by the host are counted against the loop by hand of ``benchmarks/loop_overhead.py``:
+what a pass has more than one of half its length, so that what belongs to a pass counts nothing. Collectives are
+counted on two ranks: those of a step, and those of an epoch beside its steps.
 """
 
 from __future__ import annotations
 
 import runpy
+import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
+from torch import nn
+from torch.profiler import profile
 from torch.utils.data import DataLoader
 
+from ddpkit.control import PeriodicSync
+from ddpkit.run import stage_runner
 from ddpkit.types import Stage
+from tests.contract.recipes import Regression, make, points
 from tests.host_reads import HostReads
 
 STEPS = 128
 # A bound is a little above the figure of torch 2.13. It goes down when the figure does.
 MOST_OF_BY_HAND = 0.75  # training: 252 calls of 345
+MOST_ALLOCATIONS = 0.8  # of those by hand, training: 21.5 of 30, and those of a sync
+MOST_MORE_ALLOCATIONS = 1  # validation: 6.5, 7 by hand
+PER_EPOCH = {"c10d::allreduce_": 3}  # training: samples before the pass, sums after it; validation: sums
 MOST_MORE_IN_VALIDATION = 38  # 100 calls, 64 by hand; without loader workers, which look after random numbers
 
 
@@ -68,3 +79,71 @@ def test_reads_by_the_host_per_step(passes, stage, per_step):
             passes(steps)[stage]()
         found.append(reads.count)
     assert found[0] - found[1] <= per_step * STEPS
+
+
+def allocations(run):
+    """Count what torch allocates in a pass."""
+    with profile(profile_memory=True, acc_events=False) as profiler:
+        run()
+    events = profiler.profiler.kineto_results.events()
+    return sum(event.name() == "[memory]" and event.nbytes() > 0 for event in events)
+
+
+def test_allocations_per_step(passes):
+    long, short = passes(2 * STEPS), passes(STEPS)
+    for run in (*long.values(), *short.values()):
+        run()
+    found = {name: (allocations(long[name]) - allocations(short[name])) / STEPS for name in long}
+    assert found["train"] <= MOST_ALLOCATIONS * found["train by hand"], found
+    assert 0 < found["valid"] <= found["valid by hand"] + MOST_MORE_ALLOCATIONS, found
+
+
+@pytest.mark.parametrize("stage", ["train", "valid"])
+def test_a_step_leaves_no_python_objects(passes, stage):
+    run = passes(STEPS)[stage]
+    run()
+    before = sys.getallocatedblocks()
+    run()
+    assert sys.getallocatedblocks() - before < STEPS
+
+
+# ---------------------------------------------------------------------------------------------- two ranks
+
+
+class Counted(PeriodicSync):
+    """Counts the syncs of the ranks: how many there are is a matter of time."""
+
+    calls = 0
+
+    def __call__(self, *args):
+        Counted.calls += self.world_size > 1
+        return super().__call__(*args)
+
+
+def count_collectives(layers, epochs, steps):
+    """Count the c10d operations of a fit, without the syncs; there is one a second."""
+    net = nn.Sequential(*(nn.BatchNorm1d(3) for _ in range(layers)), nn.Linear(3, 1)).double()
+    real, Counted.calls = stage_runner.PeriodicSync, 0
+    stage_runner.PeriodicSync = Counted
+    try:
+        brain = make(Regression, net=net)
+        with profile(acc_events=False) as profiler:
+            brain.fit(range(1, epochs + 1), points(4 * steps), points(8), train_loader_kwargs={"batch_size": 2})
+    finally:
+        stage_runner.PeriodicSync = real
+    found = Counter(event.name() for event in profiler.profiler.kineto_results.events())
+    found = Counter({name: count for name, count in found.items() if name.startswith("c10d::")})
+    found["c10d::allreduce_"] -= Counted.calls
+    return found
+
+
+@pytest.mark.parametrize(
+    ("layers", "per_step"),
+    [(0, {"c10d::allreduce_": 1}), (3, {"c10d::allreduce_": 3, "c10d::allgather_": 3})],
+)
+def test_collectives_of_a_step_and_of_an_epoch(ranks, layers, per_step):
+    """One for the gradients, and two for each BatchNorm but the first, whose input has no gradient."""
+    sizes = ((1, 4), (1, 8), (2, 4))  # epochs, steps
+    begun, longer, twice = (ranks.run(count_collectives, layers, *size)[0] for size in sizes)
+    assert longer - begun == {name: 4 * count for name, count in per_step.items()}
+    assert twice - begun - (longer - begun) == PER_EPOCH

@@ -97,6 +97,7 @@ def guards_of(process):
     return [path for path in Path("/proc").glob("[0-9]*/cmdline") if wanted in _text(path)]
 
 
+@pytest.mark.slow
 def test_a_process_that_keeps_the_interpreter_lock_is_ended_by_its_guard(tmp_path):
     with (tmp_path / "stderr").open("wb") as file:
         process = subprocess.Popen([sys.executable, "-c", SILENT, "2", "lock"], stdout=subprocess.PIPE, stderr=file)
@@ -109,6 +110,7 @@ def test_a_process_that_keeps_the_interpreter_lock_is_ended_by_its_guard(tmp_pat
     assert wait_until(lambda: not guards_of(process), 10)
 
 
+@pytest.mark.slow
 def test_a_guard_lets_a_stopped_process_be_and_one_that_has_no_limit(start):
     stopped, free = start(sys.executable, "-c", SILENT, "2", "wait"), start(sys.executable, "-c", SILENT, "0", "wait")
     for process in (stopped, free):

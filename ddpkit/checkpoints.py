@@ -173,6 +173,8 @@ class Checkpointer:
         not_taken: names of its entries that no recoverable has loaded, sorted.
         around_save: returns a context for every save; called with whether an epoch has ended.
         tell_epoch: returns the epoch of a save.
+        whole_states: where each rank holds a part of some states: called before every save with what
+            :func:`torch_save` saves, returns what to save in the place of some of it. Every rank must save then.
         load_mode: ``"all"``: every rank reads the files. ``"broadcast"``: rank 0 reads and sends, and all ranks must
             load together; the main process alone reads by itself, after half a minute.
 
@@ -216,6 +218,7 @@ class Checkpointer:
         self.not_taken: tuple[str, ...] = ()
         self.around_save: Callable[[bool], AbstractContextManager[None]] = lambda _: contextlib.nullcontext()
         self.tell_epoch: Callable[[], int | None] = lambda: None
+        self.whole_states: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None
         self._lock: FolderLock | None = None
         self._ledger = DamageLedger()
         self._memory = SnapshotMemory()
@@ -563,7 +566,7 @@ class Checkpointer:
     @property
     def saves_on_every_rank(self) -> bool:
         """Whether some saver must run on every rank, so that the main process cannot save alone."""
-        return any(map(saves_on_every_rank, self.require_hooks().values()))
+        return self.whole_states is not None or any(map(saves_on_every_rank, self.require_hooks().values()))
 
     @contextlib.contextmanager
     def hold_folder(self) -> Iterator[None]:
@@ -674,6 +677,9 @@ class Checkpointer:
             if name is not None:
                 check_file_name(name, "the name of a checkpoint,")
             objects, hooks, epoch = self.recoverables, self.require_hooks(), self.tell_epoch()
+            if self.whole_states is not None:
+                stored = {one: obj for one, obj in objects.items() if hooks[one] is torch_save}
+                objects = {**objects, **self.whole_states(stored)}
             save = SaveRequest(meta or {}, end_of_epoch, name, verbosity, objects, hooks, retention, epoch)
             everywhere = save.hooks_where(every_rank=True)
             if not everywhere:

@@ -48,6 +48,7 @@ from ddpkit.checkpointing.loading import (
 )
 from ddpkit.checkpointing.rank_states import (
     RankStates as RankStates,
+    all_ranks_come as all_ranks_come,
 )
 from ddpkit.checkpointing.run_lock import (
     FolderLock as FolderLock,

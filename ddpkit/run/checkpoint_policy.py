@@ -12,12 +12,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ddpkit.checkpointing import checkpoint_work_on_main, ckpt_recency, read_checkpoint
+from ddpkit.checkpointing import all_ranks_come, checkpoint_work_on_main, ckpt_recency, read_checkpoint
 from ddpkit.checkpoints import Checkpointer
 from ddpkit.config import OPTION_BY_NAME
 from ddpkit.control import terminating_later
 from ddpkit.distributed import alone, get_rank, get_world_size, run_on_main
-from ddpkit.errors import ConfigError
+from ddpkit.errors import CheckpointError, ConfigError
 from ddpkit.logger import get_logger
 from ddpkit.run.resuming import NEVER, NEWEST, choose_start, modules_not_saved, optimizers_not_saved
 from ddpkit.training import data_ranks
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
+WAIT_SECONDS = 10.0  # for the other ranks, where a save needs them
 RANKS = "ranks"  # the recoverable with what every rank has of its own
 INTRA_EPOCH_KEY = "brain_intra_epoch_ckpt"
 
@@ -107,6 +108,8 @@ class CheckpointPolicy:
             self.train_step.ema.add_to(checkpointer)
         checkpointer.around_save = self._around_save
         checkpointer.tell_epoch = lambda: self.progress.epoch or None
+        if not self.train_step.strategy.saves_alone:
+            checkpointer.whole_states = self._whole_states
         self._hand_on_options(checkpointer)
 
     def add(self, name: str, recoverable: Any) -> None:
@@ -399,6 +402,16 @@ class CheckpointPolicy:
             self.run_state.loss_sums = None
             if self.rank_state.states is not None:
                 self.rank_state.states.forget()
+
+    def _whole_states(self, objects: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Make states whole that are divided over the ranks, if every rank saves and not the main process alone."""
+        if get_world_size() > 1 and not all_ranks_come("save", WAIT_SECONDS):
+            raise CheckpointError(
+                f"strategy={self.options.strategy!r} divides weights or states of optimizers over the ranks, and the "
+                "main process saves alone. Call save_checkpoint or save_and_keep_only on every rank: not under "
+                "`if if_main_process():`, not in run_on_main."
+            )
+        return self.train_step.strategy.whole_states(objects)
 
     def _bring_to_safety(self, checkpointer: Checkpointer, error: BaseException) -> None:
         """Finish a running save, and save once more with ``ckpt_on_error``; main process only."""

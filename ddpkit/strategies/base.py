@@ -24,6 +24,8 @@ class Strategy:
     Attributes:
         virtual_ranks: over how many the data is divided; None: over the ranks.
         shards: how many parts of every batch each rank works on.
+        saves_alone: whether the main process has all that a checkpoint needs; not where each rank has a part of the
+            weights, or of what the optimizers know.
 
     Ranks: local.
 
@@ -35,6 +37,7 @@ class Strategy:
     name = "one device"
     virtual_ranks: int | None = None
     shards = 1
+    saves_alone = True
 
     def wrap(self, modules: nn.ModuleDict) -> None:
         """Wrap every trainable entry that is not wrapped yet, in place."""
@@ -74,6 +77,19 @@ class Strategy:
 
     def show_gradient_orders(self, modules: nn.ModuleDict, orders: Mapping[str, list[int]]) -> None:
         """Have gradients added up in the order of the run that wrote a checkpoint."""
+
+    def whole_states(self, objects: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Make the states of objects whole before rank 0 saves them: collective, on every rank in the same order.
+
+        Called only where :attr:`saves_alone` is False.
+
+        Args:
+            objects: what a checkpoint stores as ``torch.save`` does, by name.
+
+        Returns:
+            By name what to save on rank 0 in the place of some of them: has ``state_dict``, which needs no other rank.
+        """
+        return {}
 
     def start_average(self, count: torch.Tensor | float, device: str) -> Callable[[], torch.Tensor | float]:
         """Start to average a number over the ranks, before the backward pass; return a getter of the average."""

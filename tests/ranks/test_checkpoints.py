@@ -47,6 +47,40 @@ def test_all_ranks_get_the_checkpoint_and_load_the_state_of_main(ranks, tmp_path
     assert '"world_size": 2' in (path / "manifest.json").read_text()
 
 
+class Part:
+    """Has a number of which each rank holds a part."""
+
+    def __init__(self, part):
+        self.part = part
+
+    def state_dict(self):
+        return {"part": self.part}
+
+    def load_state_dict(self, state):
+        self.part = state["part"]
+
+
+def save_what_is_divided(folder):
+    part, whole = Part(dist.get_rank() + 10), Value(3)
+    checkpointer = Checkpointer(folder, {"part": part, "whole": whole})
+    asked = []
+
+    def whole_states(objects):
+        asked.append(sorted(objects))
+        total = torch.tensor(part.part)
+        dist.all_reduce(total)
+        return {"part": Part(total.item())}
+
+    checkpointer.whole_states = whole_states
+    checkpointer.save_checkpoint()
+    checkpointer.recover_if_possible()
+    return part.part, asked, checkpointer.saves_on_every_rank
+
+
+def test_states_that_are_divided_over_the_ranks_are_made_whole_before_a_save(ranks, tmp_path):
+    assert ranks.run(save_what_is_divided, tmp_path) == [(21, [["part"]], True)] * 2
+
+
 def count_handovers(folder):
     posts = []
     real = mailbox.Mailbox.post

@@ -3,7 +3,8 @@
 A collective is positional: the n-th call of one rank meets the n-th call of the others, so a call that only
 the main process makes leaves it waiting forever. Here a value is *posted* under a key that names the call, and
 ranks that make the same call read it. The poster never waits, so a call that only one rank makes is legal. A
-reader waits as long as the poster is alive, however long its work takes.
+reader waits as long as the poster is alive, however long its work takes. A wait on the store does not notice a process
+that has ended on another machine; so a reader also asks once a second for its own connection to the poster.
 
 The key of a call is the path of code lines that led to it (the *call site*) and how often this rank has taken
 that path. A helper that is called both under ``if if_main_process():`` and by all ranks therefore has two
@@ -30,7 +31,7 @@ from ddpkit.base import FailureReport, Reason, explained
 from ddpkit.errors import MainProcessError, RankFailedError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from types import FrameType
 
 
@@ -38,6 +39,7 @@ logger = logging.getLogger(__name__)  # each message names its rank
 
 PIECE_BYTES = 4 << 20
 FIRST_WARNING_SECONDS = 30.0
+CONNECTION_SECONDS = 1.0
 TROUBLE_SECONDS = 5.0
 WARNING_INTERVAL_SECONDS = 60.0
 LONGEST_NAP_SECONDS = 0.02
@@ -145,6 +147,7 @@ class Mailbox:
 
     Args:
         report: of the process group; the store is the same.
+        check_connection: raises a RuntimeError if the connection to a rank, by its number, is lost; never waits.
 
     Ranks: local; each method says which ranks take part.
 
@@ -157,8 +160,8 @@ class Mailbox:
         3
     """
 
-    def __init__(self, report: FailureReport) -> None:
-        self.report, self.store = report, report.store
+    def __init__(self, report: FailureReport, check_connection: Callable[[int], object] = lambda _: None) -> None:
+        self.report, self.store, self.check_connection = report, report.store, check_connection
         self.rank, self.world_size = report.rank, report.world_size
         self._counts: dict[str, int] = {}
         self._collectives = 0
@@ -188,7 +191,8 @@ class Mailbox:
         """Wait until ``poster`` has posted call number ``count`` of ``site`` and return its outcome.
 
         Raises:
-            RankFailedError: the poster has come to its end without making this call, or has been silent for too long.
+            RankFailedError: the poster has come to its end without making this call, or the connection to it is lost,
+                or it has been silent for too long.
         """
         key = _key(site, count)
         try:
@@ -243,12 +247,16 @@ class Mailbox:
     def _wait(self, key: str, site: str, poster: int) -> None:
         started = time.monotonic()
         next_warning = started + FIRST_WARNING_SECONDS
+        next_look = CONNECTION_SECONDS
         nap = 0.0005
         try:
             while not self.store.check([key]):
                 if self.report.has_departed(poster) and not self.store.check([key]):
                     raise RankFailedError(self._why_gone(site, poster))
                 waited = time.monotonic() - started
+                if waited >= next_look:
+                    next_look = waited + CONNECTION_SECONDS
+                    self._look_at_connection(key, site, poster)
                 if waited > TROUBLE_SECONDS:
                     self.report.awaited = poster
                 if started + waited >= next_warning:
@@ -258,6 +266,14 @@ class Mailbox:
                 nap = min(nap * 1.5, LONGEST_NAP_SECONDS)
         finally:
             self.report.awaited = None
+
+    def _look_at_connection(self, key: str, site: str, poster: int) -> None:
+        try:
+            self.check_connection(poster)
+        except RuntimeError as error:
+            if not self.store.check([key]):  # else it has posted, and ended
+                news = explained(error)
+                raise RankFailedError(f"{news}\n{self._waiting(site, poster)}") from news.__cause__
 
     def _waiting(self, site: str, poster: int) -> str:
         return f"(rank {self.rank} was waiting at {place(site)} for rank {poster})"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING
 
+import torch
 import torch.distributed as dist
 
 from ddpkit.base import POSITION, PROCESS, FailureReport, is_distributed_initialized
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ddpkit.control import Watchdog
+
+CONNECTION_TAG = 0x64647000  # of sends that nobody receives
 
 
 class Runtime:
@@ -50,7 +53,7 @@ class Runtime:
 
         self.report = report or FailureReport(default_store(), dist.get_rank(), dist.get_world_size())
         self.store: dist.Store = self.report.store
-        self.mailbox = Mailbox(self.report)
+        self.mailbox = Mailbox(self.report, self.check_connection)
         # A weak reference: torch owns the groups. A strong one would keep a destroyed group's threads running, and the
         # process would abort at exit.
         self.group: Callable[[], dist.ProcessGroup | None] = weakref.ref(dist.group.WORLD)
@@ -59,6 +62,22 @@ class Runtime:
         self.machine: tuple[int, tuple[int, ...]] | None = None
         self.is_attended = self.hosts_store = self.is_over = self.has_left = False
         self.watchdog: Watchdog | None = None
+
+    def check_connection(self, rank: int) -> None:
+        """Raise if the control group's connection to a rank is lost, as it is once the process has ended; never wait.
+
+        A byte is offered that the rank never asks for: gloo refuses at once where the connection has broken, and sends
+        only the offer otherwise.
+
+        Args:
+            rank: another one than this.
+
+        Raises:
+            RuntimeError: it is lost.
+        """
+        group = self.control_group()
+        if group is not None:
+            dist.isend(torch.zeros(1, dtype=torch.uint8), rank, group=group, tag=CONNECTION_TAG)
 
     def end(self) -> None:
         """End all that belongs to the group, because another one takes its place.

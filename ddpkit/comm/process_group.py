@@ -116,6 +116,7 @@ def init_group(run_opts: Mapping[str, Any] | Any) -> None:
             runtime.timeout, runtime.watchdog = timeout, watchdog
             _attend(hosts_store=hosts, destroy=True)
             dist.barrier(group=control_group())  # a rank that ended now would fail those still connecting to it
+            watchdog.heartbeat.is_starting = False
     except BaseException as error:  # told here: nobody can go on, whatever becomes of the exception
         reason = _tell_or_ask(report, error)
         report.depart()
@@ -142,6 +143,7 @@ def _start_watchdog(report: FailureReport, info: LaunchInfo, hang_timeout: float
     is_guarded = info.launcher not in {"torchrun", "spawn"}  # whose parents end what does not end itself
     watchdog = Watchdog(report, near, parent, guarded=is_guarded)
     watchdog.set_limits(0.0, hang_timeout)
+    watchdog.heartbeat.is_starting = info.rank == 0  # without connections yet only silence shows that a rank is lost
     watchdog.start()
     return watchdog
 

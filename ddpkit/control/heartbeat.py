@@ -38,6 +38,7 @@ BEAT_SECONDS = 1.0  # between two calls of the store
 FIRST_BEATS = 8  # that are quicker: so that the ranks soon know each other
 SILENT_SECONDS = 4.0  # without a beat
 SEARCH_SECONDS = 2.2  # in which every rank that lives beats at least once
+START_SECONDS = 30.0  # without a beat, while the group is made: nothing then keeps the interpreter lock for long
 MOST_NAMED = 16  # of the ranks of a machine that is gone
 GONE = "DistNetworkError"  # of torch.distributed: no answer will come any more
 
@@ -72,6 +73,7 @@ class Heartbeat:
         neighbours: the other ranks whose processes can be looked for.
         failure: the failed rank, if this rank must react.
         is_searching: whether silent ranks are looked for on all machines, because a connection was lost.
+        is_starting: whether this rank looks for ranks that fall silent, or never beat, while the group is made.
         store_lost: why the store cannot be used any more; None: it can.
         answered: when the store last answered, on the monotonic clock.
 
@@ -102,7 +104,7 @@ class Heartbeat:
         self.latest: dict[int, RankStatus] = {}
         self.silence: dict[int, float] = {}
         self.failure: Reason | None = None
-        self.is_searching = False
+        self.is_searching = self.is_starting = False
         self.store_lost: str | None = None
         self.answered = time.monotonic()
         self.beats = 0
@@ -258,7 +260,7 @@ class Heartbeat:
     def _read_others(self, store: Store) -> None:
         """Read where ranks are that may keep this one waiting."""
         awaited = self.report.awaited
-        if self.is_searching:
+        if self.is_searching or self.is_starting:
             self._search(store)
         elif awaited is not None:
             self._read_if_there(store, awaited)
@@ -278,11 +280,12 @@ class Heartbeat:
         for rank in range(self.world_size):
             if rank != self.rank and not report.has_departed(rank):
                 self._read_if_there(store, rank)
-        long = [rank for rank in self.latest if self.silence[rank] >= SEARCH_SECONDS]
+        limit, known = (START_SECONDS, self.silence) if self.is_starting else (SEARCH_SECONDS, self.latest)
+        long = [rank for rank in known if self.silence[rank] >= limit]
         silent = [rank for rank in long if not report.has_departed(rank)]
         if silent:
             first, *others = sorted(silent)
-            names = ", ".join(self.latest[rank].name() for rank in others[:MOST_NAMED])
+            names = ", ".join(self.latest.get(rank, RankStatus(rank)).name() for rank in others[:MOST_NAMED])
             more = f" and {len(others) - MOST_NAMED} more" if len(others) > MOST_NAMED else ""
             likewise = f". So have {names}{more}" if names else ""
             how = f"has told nothing for {self.silence[first]:.0f} s: it was killed, or its machine is gone, or the"

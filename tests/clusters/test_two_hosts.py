@@ -98,6 +98,30 @@ def test_a_cable_that_is_cut_while_the_main_process_works_alone(hosts, tmp_path)
     assert re.search(r"rank 1 \(host2, pid \d+\): silent for \d+ s", working), working
 
 
+WAITING = """\
+import os, pathlib, signal
+import ddpkit
+
+ddpkit.ddp_init_group({"device": "cpu", "hang_timeout": 1800.0})
+ddpkit.distributed.exchange("met")
+if os.environ["RANK"] == "1":
+    pathlib.Path("killed").touch()
+    os.kill(os.getpid(), signal.SIGKILL)
+ddpkit.distributed.exchange("here")
+"""
+
+
+def test_a_rank_that_is_killed_is_named_by_who_waits_for_it_at_the_store(hosts, tmp_path):
+    """No collective is running whose connection breaks, and the torchrun that ends is not that of rank 0."""
+    script = tmp_path / "waiting.py"
+    script.write_text(WAITING)
+    with hosts.torchrun(tmp_path, str(script), options=STATIC) as runs:
+        assert wait_until((tmp_path / "killed").exists, 60)
+        said = ends(runs[0], 10)
+    assert re.search(r"rank 1 \(host2, pid \d+\) disappeared: it has told nothing for \d+ s: it was killed", said), said
+    assert "(rank 0 was waiting at waiting.py:9 in <module> for rank 1)" in said
+
+
 @pytest.mark.parametrize("how", ["its torchrun is killed", "it is cut off"])
 def test_the_other_host_goes_on_alone_with_the_same_batches(hosts, tmp_path, how):
     """Of ``--nnodes=1:2``; and a host that is cut off keeps its torchrun, which may come back."""

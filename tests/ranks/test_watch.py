@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
+import signal
 import threading
 import time
 
@@ -288,44 +289,73 @@ def test_f1_a_failure_that_was_caught_in_a_nested_call_does_not_end_the_outer_on
 
 WAITING = """\
 import atexit, os, signal, time
-from ddpkit.comm import mailbox
+from ddpkit.comm import mailbox, process_group
+from ddpkit.control import heartbeat
 from ddpkit.distributed import ddp_init_group, exchange, get_rank
 
-mailbox.TROUBLE_SECONDS = 0.2
+mailbox.TROUBLE_SECONDS, heartbeat.START_SECONDS = 0.2, 2.0
 if os.environ["LOCAL_WORLD_SIZE"] == "1":
     os.environ.update(LOCAL_RANK="0", GROUP_RANK=os.environ["RANK"])
-ddp_init_group({"device": "cpu", "hang_timeout": 3.0})
+BEFORE
+ddp_init_group({"device": "cpu", "hang_timeout": LIMIT})
 assert exchange("met")[1] == "met"
 if get_rank() == WHO:
     WHAT
 print(exchange("here"))
 """
+KILL, STOP = "os.kill(os.getpid(), signal.SIGKILL)", "os.kill(os.getpid(), signal.SIGSTOP)"
 
 
-def wait_outside(folder, rank, what, near="2"):
-    script = folder / "train.py"
-    script.write_text(WAITING.replace("WHO", str(rank)).replace("WHAT", what))
-    return start_by_hand(python(str(script)), folder, 2, warm=True, LOCAL_WORLD_SIZE=near)
+def wait_outside(folder, rank, what, near="2", limit=3.0, before=""):
+    words = {"WHO": str(rank), "WHAT": what, "LIMIT": str(limit), "BEFORE": before}
+    text = WAITING
+    for word, value in words.items():
+        text = text.replace(word, value)
+    (folder / "train.py").write_text(text)
+    return start_by_hand(python(str(folder / "train.py")), folder, 2, warm=True, LOCAL_WORLD_SIZE=near)
 
 
 @pytest.mark.parametrize(
-    ("near", "says"),
+    ("near", "what", "limit", "says"),
     [
-        ("2", "disappeared: it was killed, or has crashed"),
-        ("1", r"disappeared: it has told nothing for \d+ s \(--hang_timeout=3\)"),
+        ("2", KILL, 1800.0, "disappeared: it was killed, or has crashed"),
+        ("1", KILL, 1800.0, r"disappeared: it has told nothing for \d+ s: it was killed, or its machine is gone"),
+        pytest.param(
+            "1",
+            STOP,
+            3.0,
+            r"has told nothing for \d+ s \(--hang_timeout=3\): it was killed or stopped",
+            marks=pytest.mark.slow,
+        ),
     ],
-    ids=["one machine", "two machines"],
+    ids=["killed, one machine", "killed, two machines", "stopped, two machines"],
 )
-def test_f4_who_waits_for_a_killed_rank_outside_of_fit_ends_and_names_it(tmp_path, near, says):
-    main, other = wait_outside(tmp_path, 1, "os.kill(os.getpid(), signal.SIGKILL)", near)
-    other.wait(30)
+def test_f4_f11_who_waits_for_a_lost_rank_outside_of_fit_ends_and_names_it(tmp_path, near, what, limit, says):
+    main, other = wait_outside(tmp_path, 1, what, near, limit)
+    if what == KILL:
+        other.wait(30)
     began = time.monotonic()
     main.wait(30)
-    assert soon(began, 10)
+    assert what == STOP or soon(began, 6)
+    other.signal(signal.SIGKILL)
+    other.wait(5)
     assert (main.code, other.code) == (1, -9), other.err
     assert f"rank 1 ({heartbeat.host_name()}, pid " in main.tail(2), main.err
     assert re.search(says, main.tail(2))
-    assert "(rank 0 was waiting at train.py:12 in <module> for rank 1)" in main.tail(1)
+    assert "(rank 0 was waiting at train.py:14 in <module> for rank 1)" in main.tail(1)
+
+
+@pytest.mark.parametrize("call", ["_start_watchdog", pytest.param("_join", marks=pytest.mark.slow)])
+def test_f4_a_rank_that_is_killed_while_the_group_is_made_is_named(tmp_path, call):
+    """On another machine, once all have met: before it has told anything, and before there is a connection to it."""
+    dies = f"if os.environ['RANK'] == '1': process_group.{call} = lambda *_: {KILL}"
+    main, other = wait_outside(tmp_path, 1, "pass", "1", 1800.0, dies)
+    other.wait(30)
+    began = time.monotonic()
+    main.wait(30)
+    assert soon(began, 6)
+    assert (main.code, other.code) == (1, -9), other.err
+    assert re.search(r"rank 1\b.* disappeared: it has told nothing for \d s: it was killed", main.tail(1)), main.err
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -309,6 +309,8 @@ class OptionTypes:
 
     compile: bool = option(False, COMPILING, "torch.compile all modules")
     compile_module_keys: list[str] | None = option(None, COMPILING, "compile only these", form="A B", shown="all")
+    compile_blocks: list[str] | None = option(None, COMPILING, "compile only blocks of these classes, each by itself",
+        form="A B", shown="none", is_attribute=False)
     compile_mode: str = option("default", COMPILING, "or reduce-overhead, or max-autotune", form="MODE")
     compile_using_fullgraph: bool = option(False, COMPILING, "a break in the graph is an error")
     compile_using_dynamic_shape_tracing: bool = option(False, COMPILING, "trace with dynamic shapes")

@@ -62,23 +62,60 @@ def checkpoint_blocks(modules: nn.ModuleDict, options: RunOptions) -> None:
     for block in blocks_of(modules, classes, _OPTION).values():
         if isinstance(block, _BatchNorm):
             raise ConfigError(f"{_OPTION}={classes!r}: a BatchNorm keeps its input only. Name the block it is in.")
-        if not isinstance(vars(block).get("forward"), _Recomputed):
-            vars(block)["forward"] = _Recomputed(block, classes)
+        if recomputed(block) is None:
+            vars(block)["forward"] = Recomputed(block, classes)
 
 
-class _Recomputed:
-    """The ``forward`` of a block that is run again in the backward pass."""
+def recomputed(module: nn.Module) -> Recomputed | None:
+    """Return what runs a checkpointed block; None for another module.
+
+    Ranks: local.
+
+    Example:
+        >>> recomputed(torch.nn.Linear(1, 1)) is None
+        True
+    """
+    found = vars(module).get("forward")
+    return found if isinstance(found, Recomputed) else None
+
+
+class Recomputed:
+    """The ``forward`` of a block that is run again in the backward pass.
+
+    Args:
+        block: the module.
+        classes: what the option names, for messages.
+
+    Ranks: as the block.
+
+    Example:
+        >>> layer = torch.nn.Linear(1, 1)
+        >>> torch.equal(Recomputed(layer, ["Linear"])(torch.ones(1)), layer(torch.ones(1)))
+        True
+    """
 
     def __init__(self, block: nn.Module, classes: list[str]) -> None:
-        self.block, self.forward, self.classes = block, block.forward, classes
-        self.is_checked = False
+        self.block, self.classes, self.is_checked = block, classes, False
+        self.run = self.forward = block.forward
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether what is run twice is compiled."""
+        return self.run is not self.forward
+
+    def compile(self, **options: Any) -> None:
+        """Compile what is run twice: a compiler that saw the checkpoint would not know that buffers move once."""
+        self.run = torch.compile(self.forward, **options)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what is compiled, which is bound to this very block."""
+        return {**vars(self), "run": self.forward}
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
+        """Run the block."""
         if not torch.is_grad_enabled():
-            return self.forward(*inputs, **named)
-        run = functools.partial(self.forward, **named)
-        if torch.compiler.is_compiling():  # where buffers move once by themselves
-            return checkpoint(run, *inputs, use_reentrant=False)
+            return self.run(*inputs, **named)
+        run = functools.partial(self.run, **named)
         with NO_CONTEXT if self.is_checked else self._checking_buffers():
             return checkpoint(run, *inputs, use_reentrant=False, context_fn=self._contexts)
 

@@ -10,6 +10,7 @@ import torch
 from ddpkit.errors import ConfigError
 from ddpkit.logger import get_logger
 from ddpkit.strategies import blocks_of
+from ddpkit.training.activation_checkpointing import recomputed
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -25,7 +26,7 @@ _WRAP_ERRORS = (RuntimeError, ImportError, ValueError, TypeError, AttributeError
 
 
 def compile_modules(modules: torch.nn.ModuleDict, options: RunOptions) -> None:
-    """Compile or script the modules that the options name. A second call changes nothing.
+    """Compile or script the modules, or compile the blocks, that the options name. A second call changes nothing.
 
     Compiling happens in place (``module.compile``, that is ``torch.compile`` of what calling the module
     runs): class, attributes and state-dict keys stay, there is no ``_orig_mod``. Scripting replaces the entry
@@ -40,7 +41,8 @@ def compile_modules(modules: torch.nn.ModuleDict, options: RunOptions) -> None:
         options: the ``compile`` and ``jit`` options are read.
 
     Raises:
-        ConfigError: a key that is not in ``modules``.
+        ConfigError: a key that is not in ``modules``; a class that no part of them has; or blocks to be compiled inside
+            of modules that are to be compiled, or scripted, themselves.
 
     Ranks: local, but all ranks must do the same.
 
@@ -56,6 +58,7 @@ def compile_modules(modules: torch.nn.ModuleDict, options: RunOptions) -> None:
     """
     to_compile = _chosen(modules, "compile_module_keys", options.compile_module_keys, every=options.compile)
     to_script = _chosen(modules, "jit_module_keys", options.jit_module_keys, every=options.jit)
+    _compile_blocks(modules, options, others=to_compile or to_script)
     if to_compile and not options.compile:
         logger.warning(
             "compile_module_keys=%s is given without compile: these modules are compiled all the same.", to_compile
@@ -75,7 +78,7 @@ def require_module_keys(modules: torch.nn.ModuleDict, options: RunOptions) -> No
 
     Args:
         modules: the entries.
-        options: ``compile_module_keys``, ``jit_module_keys`` and ``activation_checkpointing`` count.
+        options: those that name entries, or classes of their parts.
 
     Raises:
         ConfigError: a key that is not in ``modules``, or a class that no part of them has.
@@ -84,7 +87,8 @@ def require_module_keys(modules: torch.nn.ModuleDict, options: RunOptions) -> No
     """
     _chosen(modules, "compile_module_keys", options.compile_module_keys, every=False)
     _chosen(modules, "jit_module_keys", options.jit_module_keys, every=False)
-    blocks_of(modules, options.activation_checkpointing or (), "activation_checkpointing")
+    for option in ("activation_checkpointing", "compile_blocks"):
+        blocks_of(modules, options[option] or (), option)
 
 
 def _chosen(modules: torch.nn.ModuleDict, option: str, keys: Iterable[str] | None, *, every: bool) -> list[str]:
@@ -101,18 +105,37 @@ def _chosen(modules: torch.nn.ModuleDict, option: str, keys: Iterable[str] | Non
     return [key for key in modules if key in wanted]
 
 
+def _compile_blocks(modules: torch.nn.ModuleDict, options: RunOptions, *, others: list[str]) -> None:
+    classes = options.compile_blocks
+    if classes and others:
+        raise ConfigError(
+            f"compile_blocks={classes!r} compiles blocks and leaves the rest as it is: leave it out, or --compile, "
+            "--compile_module_keys, --jit and --jit_module_keys."
+        )
+    for name, block in blocks_of(modules, classes or (), "compile_blocks").items():
+        if not _is_compiled(block):
+            _compile(name, block, options)
+
+
 def _is_compiled(module: torch.nn.Module) -> bool:
     wrapped = hasattr(module, "_orig_mod")  # torch.compile(module) by the user
-    return wrapped or getattr(module, "_compiled_call_impl", None) is not None
+    checkpointed = recomputed(module)
+    inside = checkpointed is not None and checkpointed.is_compiled
+    return wrapped or inside or getattr(module, "_compiled_call_impl", None) is not None
 
 
 def _compile(key: str, module: torch.nn.Module, options: RunOptions) -> None:
+    if any(recomputed(one) is not None for one in module.modules() if one is not module):
+        raise ConfigError(
+            f"{key!r} cannot be compiled as a whole, as activation_checkpointing={options.activation_checkpointing!r} "
+            "names blocks of it. Compile these blocks: give the same classes to --compile_blocks, and no --compile."
+        )
     try:
         with warnings.catch_warnings():
             # The compiler is imported here, and torch 2.13 warns of its own use of a deprecated function.
             own = r".*torch\.jit\.script_method"
             warnings.filterwarnings("ignore", message=own, category=DeprecationWarning)
-            module.compile(
+            (recomputed(module) or module).compile(
                 mode=options.compile_mode,
                 fullgraph=options.compile_using_fullgraph,
                 dynamic=options.compile_using_dynamic_shape_tracing,

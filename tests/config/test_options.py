@@ -70,6 +70,7 @@ def test_the_table_is_whole():
         "strategy",
         "virtual_ranks",
         "activation_checkpointing",
+        "compile_blocks",
     }
     assert set(RunOptions()) == contract
     assert set(OPTION_BY_NAME) - PARSER_ONLY == contract == set(OptionTypes.__annotations__)

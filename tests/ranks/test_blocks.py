@@ -1,8 +1,11 @@
-"""What is done to blocks, named by their classes: activation checkpointing."""
+"""What is done to blocks, named by their classes: activation checkpointing, compilation."""
 
 from __future__ import annotations
 
+import copy
+import functools
 import hashlib
+import warnings
 
 import pytest
 import torch
@@ -12,18 +15,21 @@ from torch.nn.utils import parametrizations
 from ddpkit.brain import Brain
 from ddpkit.checkpoints import Checkpointer
 from ddpkit.errors import ConfigError
+from ddpkit.run_opts import RunOptions
+from ddpkit.training import checkpoint_blocks, compile_modules
 from tests.contract.recipes import QUIET
 
 WIDTH = 8
 
 
 class Counted(nn.Linear):
-    """Counts its forward passes."""
+    """Counts its forward passes, but those that are compiled."""
 
     passes = 0
 
     def forward(self, x):
-        self.passes += 1
+        if not torch.compiler.is_compiling():
+            self.passes += 1
         return super().forward(x)
 
 
@@ -146,3 +152,61 @@ def test_a_buffer_that_moves_is_refused():
     net = nn.Sequential(Block(), nn.Linear(WIDTH, 1))
     parametrizations.spectral_norm(net[0].inner)
     assert "a Block changes its buffer 'inner.parametrizations.weight.0._u'" in refused(["Block"], net)
+
+
+# ---------------------------------------------------------------------------------------- compiled blocks
+
+
+def train_compiled(norm, **options):
+    """Train with and without compiled blocks; return both, and how many graphs were made."""
+    graphs, compiled = [], torch.compile
+
+    def count(graph, inputs):
+        graphs.append(len(inputs))
+        return graph.forward
+
+    plain, _ = train(norm=norm, grad_accumulation_factor=2)
+    torch.compile = functools.partial(compiled, backend=count)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's own, inside its compiler
+            found, _ = train(norm=norm, grad_accumulation_factor=2, compile_blocks=["Block"], **options)
+    finally:
+        torch.compile = compiled
+        torch.compiler.reset()
+    return plain, found, len(graphs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpointed", [None, ["Block"]])
+@pytest.mark.parametrize("norm", ["layer", "batch"])
+def test_compiled_blocks_are_compiled_under_ddp_and_give_the_same_bits(ranks, norm, checkpointed):
+    options = {"norm": norm == "batch", "activation_checkpointing": checkpointed}
+    for plain, found, graphs in ranks.run(functools.partial(train_compiled, **options), world_size=2):
+        assert found == plain
+        assert graphs >= 3  # two sizes of batches, and the evaluation
+
+
+def test_compiled_blocks_that_are_checkpointed_give_the_same_bits_on_one_process():
+    plain, found, graphs = train_compiled(norm=True, activation_checkpointing=["Block"])
+    assert found == plain
+    assert graphs >= 3
+
+
+def test_a_copy_of_a_compiled_block_that_is_checkpointed_computes_with_its_own_weights():
+    modules = nn.ModuleDict({"net": Net(norm=False).eval()})
+    options = RunOptions(activation_checkpointing=["Block"], compile_blocks=["Block"])
+    checkpoint_blocks(modules, options)
+    compile_modules(modules, options)
+    x, twin = torch.randn(2, WIDTH), copy.deepcopy(modules)
+    with torch.no_grad():
+        twin.net.blocks[0].inner.weight.zero_()
+    for number, block in enumerate(modules.net.blocks):
+        assert torch.equal(block.forward.forward(x), twin.net.blocks[number](x)) is (number == 1)
+
+
+def test_what_cannot_be_compiled_is_refused():
+    assert "compile_blocks=['Blocks'] names 'Blocks'" in refused(None, compile_blocks=["Blocks"])
+    assert "leave it out, or --compile," in refused(None, compile_blocks=["Block"], compile=True)
+    assert "'net.blocks.0'" not in (said := refused(["Block"], compile=True))
+    assert "'net' cannot be compiled as a whole, as activation_checkpointing=['Block'] names blocks of it" in said

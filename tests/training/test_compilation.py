@@ -19,6 +19,7 @@ def options(**given):
         **{
             "compile": False,
             "compile_module_keys": None,
+            "compile_blocks": None,
             "compile_mode": "default",
             "compile_using_fullgraph": False,
             "compile_using_dynamic_shape_tracing": False,

@@ -45,8 +45,8 @@ class Strategy:
     def follow(self, modules: nn.ModuleDict) -> None:
         """Wrap entries again in which a recipe has frozen or unfrozen parameters."""
 
-    def require_known(self, optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
-        """Refuse optimizers with parameters whose gradients this strategy would not make equal on all ranks."""
+    def adopt(self, optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
+        """Take over optimizers, before a checkpoint is loaded into them; refuse those that cannot work so."""
 
     def feed(self, feed: Any, progress: Any, seed: int) -> Any:
         """Return what a training pass takes its batches from, so that the strategy comes to know of each."""

@@ -10,6 +10,7 @@ from ddpkit.strategies.base import Strategy
 from ddpkit.strategies.data_parallel import DataParallel
 from ddpkit.strategies.ddp import DDP
 from ddpkit.strategies.virtual_ranks import VirtualRanks
+from ddpkit.strategies.zero1 import Zero1
 
 if TYPE_CHECKING:
     from ddpkit.run_opts import RunOptions
@@ -37,6 +38,7 @@ def choose_strategy(options: RunOptions, *, decides_late: bool = False) -> Strat
     if number is None:
         return make_strategy(
             device,
+            name=options.strategy,
             data_parallel=options.data_parallel_backend,
             find_unused_parameters=options.find_unused_parameters,
             decides_late=decides_late,
@@ -69,13 +71,14 @@ def _require_sense(name: str, options: RunOptions, world_size: int) -> None:
     for other in ("data_parallel_backend", *(() if name == "single" else ("virtual_ranks",))):
         if options[other]:
             raise ConfigError(f"strategy={name!r} does not work with {other}={options[other]}. Leave one of them out.")
-    if name in {"fsdp", "zero1"}:
+    if name == "fsdp":
         raise ConfigError(f"strategy={name!r} is not there yet. Use --strategy=ddp.")
 
 
 def make_strategy(
     device: str,
     *,
+    name: str = "auto",
     distributed_launch: bool | None = None,
     data_parallel: bool = False,
     find_unused_parameters: bool = False,
@@ -85,6 +88,7 @@ def make_strategy(
 
     Args:
         device: of this process.
+        name: the option ``strategy``.
         distributed_launch: whether a launcher started several processes; None: whether there is a process group.
         data_parallel: the option ``data_parallel_backend``.
         find_unused_parameters: passed on to DDP.
@@ -109,5 +113,6 @@ def make_strategy(
             "    torchrun --standalone --nproc_per_node=N train.py hparams.yaml"
         )
     if distributed_launch:
-        return DDP(device, find_unused_parameters=find_unused_parameters, decides_late=decides_late)
+        kind = Zero1 if name == "zero1" else DDP
+        return kind(device, find_unused_parameters=find_unused_parameters, decides_late=decides_late)
     return DataParallel(device) if data_parallel else Strategy()

@@ -119,7 +119,7 @@ class VirtualRanks(Strategy):
         self._moving = None
         self._begin_step()
 
-    def require_known(self, optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
+    def adopt(self, optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
         """Refuse optimizers with parameters that are in no module.
 
         Raises:

@@ -1,0 +1,242 @@
+"""ZeRO-1: DDP where each rank keeps the optimizer state of a part of the parameters only.
+
+Every rank has all weights and all gradients. A step updates on each rank the parameters that the rank *owns*; then the
+owners send them to the others. The numbers are those of DDP to the last bit, since an optimizer that works on each
+parameter by itself does not know which others it works on.
+
+The optimizer stays the recipe's own object, with all its parameters in ``param_groups``: schedulers, the gradient
+scaler, clipping and a recipe's attributes hold it. Only inside of its ``step`` the groups have the rank's own part.
+
+Source: stage 1 of Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020
+(arXiv:1910.02054). How parameters are dealt out, the largest first to the rank with the least, is as in
+``torch.distributed.optim.ZeroRedundancyOptimizer``, which is not used itself (decision 0019).
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import distributed as dist
+from torch.optim import LBFGS, Optimizer
+
+from ddpkit.comm import control_group, optimizer_facts, require_agreement
+from ddpkit.errors import ConfigError, RankMismatchError
+from ddpkit.strategies.ddp import DDP
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+PACKED_BELOW = 1 << 20  # bytes: smaller parameters of an owner travel together
+
+NOT_WHOLE = (
+    "strategy='zero1': {}.state_dict() has a part of the state only, since each rank has its own. The state is whole "
+    "on the main process while the Brain's checkpointer saves: make the optimizer one of its recoverables."
+)
+CANNOT = (
+    "strategy='zero1' cannot divide the optimizer {!r}: {} {} Use one that steps each parameter by itself, such as "
+    "torch.optim.AdamW; or --strategy=ddp."
+)
+DIFFERS = "keeps numbers that are not of one parameter, and differ where each rank has other parameters."
+
+MARK = "ddpkit_zero1"  # attribute of an optimizer that is divided already
+
+
+class WholeState(NamedTuple):
+    """Stands for an optimizer in a save."""
+
+    state: dict[str, Any]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state."""
+        return self.state
+
+
+class DividedOptimizer:
+    """Has each rank step its own part of an optimizer's parameters, and keep the state of that part.
+
+    Args:
+        name: of the optimizer, for messages.
+        optimizer: is given hooks.
+
+    Ranks: collective: its steps, and :meth:`whole`.
+    """
+
+    def __init__(self, name: str, optimizer: Optimizer) -> None:
+        self.name, self.optimizer = name, optimizer
+        self._rank = dist.get_rank()
+        self._owners: dict[int, int] = {}
+        self._sizes = [0] * dist.get_world_size()  # elements that each rank owns
+        self._known: list[torch.Tensor] = []  # keeps the ids in use
+        self._is_gathering = False
+        self._steps_of: list[int] = []  # ids of the parameters that the plan below is for
+        self._own: list[list[torch.Tensor]] = []
+        self._sent: list[tuple[int, torch.Tensor | None, list[torch.Tensor]]] = []  # None: the parameter itself is
+        self._groups: list[list[torch.Tensor]] | None = None  # while a step hides the others' parameters
+        self._is_compared = False
+        parameters = self._parameters()
+        self._deal([one for one in parameters if one.requires_grad])
+        self._deal(parameters)
+        for parameter in [one for one in optimizer.state if not self._is_mine(one)]:
+            del optimizer.state[parameter]
+        optimizer.register_step_pre_hook(self._show_own)
+        optimizer.register_step_post_hook(self._send_own)
+        optimizer.register_load_state_dict_pre_hook(self._own_part)
+        optimizer.register_state_dict_pre_hook(self._refuse_part)
+
+    # ------------------------------------------------------------------ who owns what
+
+    def _parameters(self) -> list[torch.Tensor]:
+        return [one for group in self.optimizer.param_groups for one in group["params"]]
+
+    def _is_mine(self, parameter: Any) -> bool:
+        return self._owners.get(id(parameter), self._rank) == self._rank
+
+    def _deal(self, parameters: list[torch.Tensor]) -> None:
+        """Give parameters that nobody owns yet to ranks, the largest first, each to the rank that has the least."""
+        new = [one for one in parameters if id(one) not in self._owners]
+        for parameter in sorted(new, key=torch.Tensor.numel, reverse=True):
+            owner = self._sizes.index(min(self._sizes))
+            self._owners[id(parameter)] = owner
+            self._sizes[owner] += parameter.numel()
+        self._known += new
+
+    def _plan(self, trained: list[torch.Tensor]) -> None:
+        """Work out what this rank steps, and what travels together."""
+        self._deal(trained)
+        self._own = [list(filter(self._is_mine, group["params"])) for group in self.optimizer.param_groups]
+        together: dict[tuple[Any, ...], list[torch.Tensor]] = {}
+        for one in trained:
+            is_alone = one.is_contiguous() and one.numel() * one.element_size() >= PACKED_BELOW
+            key = self._owners[id(one)], one.dtype, one.device, id(one) if is_alone else 0
+            together.setdefault(key, []).append(one)
+        self._sent = []
+        for (owner, dtype, device, alone), packed in together.items():
+            size = sum(one.numel() for one in packed)
+            buffer = None if alone else torch.empty(size, dtype=dtype, device=device)
+            self._sent.append((owner, buffer, packed))
+
+    # ------------------------------------------------------------------ a step
+
+    def _show_own(self, *_: Any) -> None:
+        self._show_all()  # after a step that failed
+        trained = [one for one in self._parameters() if one.requires_grad or one.grad is not None]
+        ids = list(map(id, trained))
+        if ids != self._steps_of or len(self._own) != len(self.optimizer.param_groups):
+            self._plan(trained)
+            self._steps_of = ids
+        self._groups = [group["params"] for group in self.optimizer.param_groups]
+        for group, own in zip(self.optimizer.param_groups, self._own, strict=True):
+            group["params"] = own
+
+    def _show_all(self) -> None:
+        for group, parameters in zip(self.optimizer.param_groups, self._groups or (), strict=False):
+            group["params"] = parameters
+        self._groups = None
+
+    @torch.no_grad()
+    def _send_own(self, *_: Any) -> None:
+        self._show_all()
+        works = []
+        for owner, buffer, packed in self._sent:
+            if buffer is not None and owner == self._rank:
+                torch.cat([one.flatten() for one in packed], out=buffer)
+            works.append(dist.broadcast(packed[0] if buffer is None else buffer, src=owner, async_op=True))
+        for work, (owner, buffer, packed) in zip(works, self._sent, strict=True):
+            work.wait()
+            if buffer is not None and owner != self._rank:
+                for one, values in zip(packed, torch.split(buffer, [one.numel() for one in packed]), strict=True):
+                    one.copy_(values.view_as(one))
+        if not self._is_compared:
+            self._is_compared = True
+            self._require_equal_groups()
+
+    def _require_equal_groups(self) -> None:
+        """Refuse an optimizer that notes numbers over its parameters in its groups: they are others on other ranks."""
+        try:
+            require_agreement(optimizer_facts({self.name: self.optimizer}))
+        except RankMismatchError as error:
+            raise ConfigError(CANNOT.format(self.name, type(self.optimizer).__name__, f"{DIFFERS}\n{error}")) from error
+
+    # ------------------------------------------------------------------ checkpoints
+
+    def _own_part(self, _: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        """Leave of a state that is loaded what this rank owns, before it takes any memory of the device."""
+        numbers = itertools.chain.from_iterable(group["params"] for group in state["param_groups"])
+        by_number = dict(zip(numbers, self._parameters(), strict=False))
+        own = {key: value for key, value in state["state"].items() if self._is_mine(by_number.get(key))}
+        return {**state, "state": own}
+
+    def _refuse_part(self, *_: Any) -> None:
+        if not self._is_gathering:
+            raise ConfigError(NOT_WHOLE.format(type(self.optimizer).__name__))
+
+    def whole(self) -> WholeState:
+        """Return the whole state on the main process, elsewhere a part of it.
+
+        Ranks: collective. The other ranks send their parts, one after the other.
+        """
+        self._require_equal_groups()
+        self._is_gathering = True
+        state = self.optimizer.state_dict()
+        self._is_gathering = False
+        parts, group = state["state"], control_group()
+        for source in range(1, dist.get_world_size()):
+            if self._rank == source:
+                file = io.BytesIO()
+                torch.save(parts, file)
+                data = torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
+                dist.send(torch.tensor([len(data)]), 0, group=group)
+                dist.send(data, 0, group=group)
+            elif self._rank == 0:
+                dist.recv(size := torch.zeros(1, dtype=torch.int64), source, group=group)
+                dist.recv(data := torch.empty(int(size), dtype=torch.uint8), source, group=group)
+                parts = torch.load(io.BytesIO(data.numpy().data), map_location="cpu", weights_only=True) | parts
+        return WholeState({**state, "state": parts})
+
+
+class Zero1(DDP):
+    """DDP with the optimizers' state divided over the ranks. Takes what :class:`~ddpkit.strategies.ddp.DDP` takes.
+
+    An optimizer must be torch's in this: a ``torch.optim.Optimizer`` that steps each parameter by itself and keeps its
+    state in ``state``. A parameter is not divided: the rank with the largest one has its whole state.
+
+    Ranks: collective.
+
+    Example:
+        >>> Zero1("cpu").name
+        'DistributedDataParallel, optimizer state divided (ZeRO-1)'
+    """
+
+    name = "DistributedDataParallel, optimizer state divided (ZeRO-1)"
+    saves_alone = False
+
+    def __init__(self, device: str, **options: Any) -> None:
+        super().__init__(device, **options)
+        self.optimizers: list[DividedOptimizer] = []
+
+    def adopt(self, optimizers: Mapping[str, Any]) -> None:
+        """Divide the state of optimizers over the ranks.
+
+        Raises:
+            ConfigError: one of them works on all its parameters together, or keeps its state in its own way.
+        """
+        for name, one in optimizers.items():
+            kind, reason = type(one), ""
+            if not isinstance(one, Optimizer):
+                reason = "is not a torch.optim.Optimizer."
+            elif isinstance(one, LBFGS):
+                reason = "works on all parameters together."
+            elif kind.state_dict is not Optimizer.state_dict or kind.load_state_dict is not Optimizer.load_state_dict:
+                reason = "has a state_dict of its own."
+            if reason:
+                raise ConfigError(CANNOT.format(name, kind.__name__, reason))
+            divided = vars(one)[MARK] = vars(one).get(MARK) or DividedOptimizer(name, one)
+            self.optimizers += [] if divided in self.optimizers else [divided]
+
+    def whole_states(self, objects: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the whole states of the optimizers among some objects; on the CPU, but for rank 0's own part."""
+        found = {name: getattr(one, MARK, None) for name, one in objects.items()}
+        return {name: one.whole() for name, one in found.items() if one is not None}

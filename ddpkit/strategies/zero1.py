@@ -23,6 +23,7 @@ from torch import distributed as dist
 from torch.optim import LBFGS, Optimizer
 
 from ddpkit.comm import control_group, optimizer_facts, require_agreement
+from ddpkit.distributed import get_world_size
 from ddpkit.errors import ConfigError, RankMismatchError
 from ddpkit.strategies.ddp import DDP
 
@@ -60,15 +61,15 @@ class DividedOptimizer:
     Args:
         name: of the optimizer, for messages.
         optimizer: is given hooks.
+        loads: elements that each rank owns of all optimizers; kept up to date.
 
     Ranks: collective: its steps, and :meth:`whole`.
     """
 
-    def __init__(self, name: str, optimizer: Optimizer) -> None:
-        self.name, self.optimizer = name, optimizer
+    def __init__(self, name: str, optimizer: Optimizer, loads: list[int]) -> None:
+        self.name, self.optimizer, self._loads = name, optimizer, loads
         self._rank = dist.get_rank()
         self._owners: dict[int, int] = {}
-        self._sizes = [0] * dist.get_world_size()  # elements that each rank owns
         self._known: list[torch.Tensor] = []  # keeps the ids in use
         self._is_gathering = False
         self._steps_of: list[int] = []  # ids of the parameters that the plan below is for
@@ -98,9 +99,9 @@ class DividedOptimizer:
         """Give parameters that nobody owns yet to ranks, the largest first, each to the rank that has the least."""
         new = [one for one in parameters if id(one) not in self._owners]
         for parameter in sorted(new, key=torch.Tensor.numel, reverse=True):
-            owner = self._sizes.index(min(self._sizes))
+            owner = self._loads.index(min(self._loads))
             self._owners[id(parameter)] = owner
-            self._sizes[owner] += parameter.numel()
+            self._loads[owner] += parameter.numel()
         self._known += new
 
     def _plan(self, trained: list[torch.Tensor]) -> None:
@@ -216,6 +217,7 @@ class Zero1(DDP):
     def __init__(self, device: str, **options: Any) -> None:
         super().__init__(device, **options)
         self.optimizers: list[DividedOptimizer] = []
+        self._loads = [0] * get_world_size()
 
     def adopt(self, optimizers: Mapping[str, Any]) -> None:
         """Divide the state of optimizers over the ranks.
@@ -233,7 +235,7 @@ class Zero1(DDP):
                 reason = "has a state_dict of its own."
             if reason:
                 raise ConfigError(CANNOT.format(name, kind.__name__, reason))
-            divided = vars(one)[MARK] = vars(one).get(MARK) or DividedOptimizer(name, one)
+            divided = vars(one)[MARK] = vars(one).get(MARK) or DividedOptimizer(name, one, self._loads)
             self.optimizers += [] if divided in self.optimizers else [divided]
 
     def whole_states(self, objects: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-WAIT_SECONDS = 10.0  # for the other ranks, where a save needs them
+WAIT_SECONDS = 300.0  # for the other ranks, where a save needs them: one may be late
 RANKS = "ranks"  # the recoverable with what every rank has of its own
 INTRA_EPOCH_KEY = "brain_intra_epoch_ckpt"
 

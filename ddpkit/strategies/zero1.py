@@ -46,12 +46,15 @@ MARK = "ddpkit_zero1"  # attribute of an optimizer that is divided already
 
 
 class WholeState(NamedTuple):
-    """Stands for an optimizer in a save."""
+    """Stands for an optimizer in a save.
+
+    Ranks: local.
+    """
 
     state: dict[str, Any]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state."""
+        """Return what the optimizer's own would be, had it not been divided."""
         return self.state
 
 

@@ -31,7 +31,7 @@ from ddpkit.comm.runtime import (
     get_runtime as get_runtime,
 )
 from ddpkit.comm.tree_sum import (
+    OrderedSum as OrderedSum,
     TreeSum as TreeSum,
     add_tensors as add_tensors,
-    sum_over_ranks_in_order as sum_over_ranks_in_order,
 )

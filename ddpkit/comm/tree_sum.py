@@ -9,6 +9,7 @@ order of the tree: with one subtree per rank, as many bytes travel as in a ring 
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
 BUCKET_BYTES = 32 * 2**20  # sent at once, of each subtree
+ALIGNED_BYTES = 64  # vector kernels may add up a tensor in another order from another address on
 
 
 class Subtree(NamedTuple):
@@ -98,95 +100,119 @@ def add_tensors(left: list[torch.Tensor | None], right: list[torch.Tensor | None
     return total
 
 
-def sum_over_ranks_in_order(
-    tree: TreeSum, parts: int, like: Sequence[torch.Tensor], bucket_bytes: int = BUCKET_BYTES
-) -> list[torch.Tensor | None]:
-    """Add up lists of tensors over all ranks, in the order of the tree over all parts.
+class OrderedSum:
+    """Adds up lists of tensors over all ranks, in the order of the tree over all parts.
 
     Args:
-        tree: this rank's parts: lists of tensors and None, added by :func:`add_tensors`. Rank ``r`` of ``W`` has the
-            parts from ``r * parts / W`` on.
-        parts: their number over all ranks, a multiple of the number of ranks.
         like: the shapes, dtypes and devices of a part's tensors.
+        parts: their number over all ranks, a multiple of the number of ranks. Rank ``r`` of ``W`` has the parts from
+            ``r * parts / W`` on.
         bucket_bytes: how much of a subtree is sent at once; changes no bit of the sums.
 
-    Returns:
-        The sums, the same bits on any number of ranks; None where no part has a tensor.
-
-    Ranks: collective.
+    Ranks: local; :meth:`over_ranks` is collective.
 
     Example:
         >>> tree = TreeSum(add_tensors)
-        >>> tree.push(0, [torch.ones(1)]); tree.push(1, [torch.ones(1)])
-        >>> sum_over_ranks_in_order(tree, 2, [torch.ones(1)])
-        [tensor([2.])]
+        >>> tree.push(0, [torch.ones(1), None]); tree.push(1, [torch.ones(1), None])
+        >>> OrderedSum([torch.ones(1), torch.ones(2)], 2).over_ranks(tree)
+        [tensor([2.]), None]
     """
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
-        found: list[torch.Tensor | None] = tree.total()
-        return found
-    own = [one.total for one in tree.subtrees]
-    is_full = all(tensor is not None for total in own for tensor in total)
-    present = [torch.tensor([float(one is not None) for one in total]).to(like[0].device) for total in own]
-    own, like = [[*total, one] for total, one in zip(own, present, strict=True)], [*like, present[0]]
-    exchange, sums = _Exchange(parts, dist.get_world_size()), list[Any](like)
-    for places in _buckets(like, bucket_bytes):
-        added = exchange.add([[total[place] for place in places] for total in own], [like[place] for place in places])
-        for place, tensor in zip(places, added, strict=True):
-            sums[place] = tensor
-    *sums, counts = sums
-    return sums if is_full else [one if count else None for one, count in zip(sums, counts.tolist(), strict=True)]
 
+    def __init__(self, like: Sequence[torch.Tensor], parts: int, bucket_bytes: int = BUCKET_BYTES) -> None:
+        self.world_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+        self._like, self._bucket_bytes, each = like, bucket_bytes, parts // self.world_size
+        self._subtrees = [_subtrees_of(range(rank * each, (rank + 1) * each)) for rank in range(self.world_size)]
+        self._known: dict[tuple[int, ...], list[_Bucket]] = {}  # by which tensors are there
 
-def _buckets(like: Sequence[torch.Tensor], most: int) -> Iterator[list[int]]:
-    """Yield the places of tensors that are sent together: of one dtype, and not many bytes but for a large tensor."""
-    open_buckets: dict[Any, tuple[int, list[int]]] = defaultdict(lambda: (0, []))
-    for place, tensor in enumerate(like):
-        key = tensor.dtype, tensor.device
-        size, places = open_buckets[key]
-        size += tensor.numel() * tensor.element_size()
-        open_buckets[key] = size, [*places, place]
-        if size >= most:
-            yield open_buckets.pop(key)[1]
-    yield from (places for _, places in open_buckets.values())
+    def over_ranks(self, tree: TreeSum) -> list[torch.Tensor | None]:
+        """Return the sums, the same bits on any number of ranks; None where no part has a tensor.
 
+        Args:
+            tree: this rank's parts: lists of tensors and None, added by :func:`add_tensors`.
 
-class _Exchange:
-    """Sends the chunks of every rank's subtrees to the rank that adds them up, and the sums back."""
+        Ranks: collective.
+        """
+        if self.world_size == 1:
+            found: list[torch.Tensor | None] = tree.total()
+            return found
+        own, sums = [one.total for one in tree.subtrees], list[Any]([None] * len(self._like))
+        present = torch.tensor([any(one is not None for one in column) for column in zip(*own, strict=True)])
+        present = present.to(self._like[0].device, torch.uint8)
+        dist.all_reduce(present, dist.ReduceOp.MAX)
+        for bucket in self._buckets(tuple(present.tolist())):
+            added = self._add([[total[place] for place in bucket.places] for total in own], bucket)
+            for place, size, padded in zip(bucket.places, bucket.sizes, added, strict=True):
+                sums[place] = padded[:size].view(self._like[place].shape)
+        return sums
 
-    def __init__(self, parts: int, world_size: int) -> None:
-        self.world_size, self.shapes = world_size, []
-        each = parts // world_size
-        for rank in range(world_size):
-            tree = TreeSum(lambda *_: None)
-            for part in range(rank * each, (rank + 1) * each):
-                tree.push(part, None)
-            self.shapes.append([(one.level, one.number) for one in tree.subtrees])
+    def _buckets(self, present: tuple[int, ...]) -> list[_Bucket]:
+        if present not in self._known:
+            places = [place for place, is_there in enumerate(present) if is_there]
+            self._known[present] = [
+                _Bucket([self._like[place] for place in those], those, self.world_size)
+                for those in _divided(self._like, places, self._bucket_bytes)
+            ]
+        return self._known[present]
 
-    def add(self, totals: list[list[torch.Tensor | None]], like: list[torch.Tensor]) -> list[torch.Tensor]:
-        sizes = [one.numel() for one in like]
-        chunk = -(-sum(sizes) // self.world_size)
-        padding = like[0].new_zeros(chunk * self.world_size - sum(sizes))
-        flat = []
-        for total in totals:
-            pairs = zip(total, like, strict=True)
-            rows = [one.new_zeros(one.numel()) if own is None else own.reshape(-1) for own, one in pairs]
-            flat.append(torch.cat([*rows, padding]))
-        sent = torch.stack(flat).view(len(flat), self.world_size, chunk).transpose(0, 1).reshape(-1)
-        counts = [len(shapes) * chunk for shapes in self.shapes]
+    def _add(self, totals: list[list[torch.Tensor | None]], bucket: _Bucket) -> tuple[torch.Tensor, ...]:
+        """Send the chunks of every rank's subtrees to the rank that adds them up, and the sums back."""
+        zeros, number, world_size, chunk = bucket.zeros(), len(totals), self.world_size, bucket.chunk
+        flat = torch.cat([row for total in totals for row in bucket.rows(total, zeros)])
+        sent = flat.view(number, world_size, chunk).transpose(0, 1).reshape(-1)
+        counts = [len(subtrees) * chunk for subtrees in self._subtrees]
         received = sent.new_empty(sum(counts))
         item = sent.element_size()  # bytes travel: not every backend knows every dtype
         dist.all_to_all_single(
             received.view(torch.uint8),
             sent.view(torch.uint8),
             [count * item for count in counts],
-            [len(flat) * chunk * item] * self.world_size,
+            [number * chunk * item] * world_size,
         )
         tree = TreeSum(torch.Tensor.add_)
-        shapes = (shape for shapes in self.shapes for shape in shapes)
-        for (level, number), part in zip(shapes, received.view(-1, chunk).unbind(), strict=True):
-            tree.push(number, part, level)
-        joined = sent.new_empty(self.world_size * chunk)
+        subtrees = itertools.chain.from_iterable(self._subtrees)
+        for (level, place), part in zip(subtrees, received.view(-1, chunk).unbind(), strict=True):
+            tree.push(place, part, level)
+        joined = sent.new_empty(world_size * chunk)
         own_sum = tree.total().contiguous()
-        dist.all_gather(list(joined.view(torch.uint8).chunk(self.world_size)), own_sum.view(torch.uint8))
-        parts = torch.split(joined[: sum(sizes)], sizes)
-        return [part.view(one.shape) for part, one in zip(parts, like, strict=True)]
+        dist.all_gather(list(joined.view(torch.uint8).chunk(world_size)), own_sum.view(torch.uint8))
+        return torch.split(joined, bucket.padded)[: len(bucket.places)]
+
+
+class _Bucket:
+    """Tensors of one dtype that are sent together, each from a place on where a tensor of its own could begin."""
+
+    def __init__(self, like: list[torch.Tensor], places: list[int], world_size: int) -> None:
+        self.places, self.sizes, self._first = places, [one.numel() for one in like], like[0]
+        unit = ALIGNED_BYTES // like[0].element_size()
+        padded = [-(-size // unit) * unit for size in self.sizes]
+        self.chunk = -(-sum(padded) // (world_size * unit)) * unit
+        self.padded = [*padded, self.chunk * world_size - sum(padded)]
+
+    def zeros(self) -> torch.Tensor:
+        return self._first.new_zeros(max(self.padded))
+
+    def rows(self, total: list[torch.Tensor | None], zeros: torch.Tensor) -> Iterator[torch.Tensor]:
+        for own, size, padded in zip(total, self.sizes, self.padded, strict=False):
+            yield zeros[:size] if own is None else own.reshape(-1)
+            yield zeros[: padded - size]
+        yield zeros[: self.padded[-1]]
+
+
+def _subtrees_of(parts: range) -> list[tuple[int, int]]:
+    tree = TreeSum(lambda *_: None)
+    for part in parts:
+        tree.push(part, None)
+    return [(one.level, one.number) for one in tree.subtrees]
+
+
+def _divided(like: Sequence[torch.Tensor], places: list[int], most: int) -> Iterator[list[int]]:
+    """Yield the places of tensors that are sent together: of one dtype, and not many bytes but for a large tensor."""
+    open_buckets: dict[Any, tuple[int, list[int]]] = defaultdict(lambda: (0, []))
+    for place in places:
+        key = like[place].dtype, like[place].device
+        size, those = open_buckets[key]
+        size += like[place].numel() * like[place].element_size()
+        open_buckets[key] = size, [*those, place]
+        if size >= most:
+            yield open_buckets.pop(key)[1]
+    yield from (those for _, those in open_buckets.values())

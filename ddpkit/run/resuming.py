@@ -47,7 +47,7 @@ EVALUATED = "only_evaluated"  # said by a checkpoint if the Brain that saved it 
 TELLING = tuple(
     option.name
     for option in OPTIONS
-    if option.group in {BATCHES, GRADIENTS}
+    if (option.group in {BATCHES, GRADIENTS} or option.name == "virtual_ranks")
     and option.name not in {"grad_accumulation_factor", "global_batch_size", "micro_batch_size", "optimizer_step_limit"}
 )
 

@@ -8,6 +8,7 @@ on the number of processes. DDP takes no part in it.
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -15,13 +16,14 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpkit.comm import TreeSum, add_tensors, sum_over_ranks_in_order
+from ddpkit.comm import OrderedSum, TreeSum, add_tensors
 from ddpkit.device import widest_float
 from ddpkit.distributed import get_rank, get_world_size
 from ddpkit.errors import ConfigError
 from ddpkit.seed import seed_streams
 from ddpkit.strategies.base import NO_CONTEXT, Strategy
 from ddpkit.strategies.modules import spread_from_main
+from ddpkit.syncbn import SyncBatchNorm
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -42,11 +44,17 @@ PAST = (
     "order. Call self.backward(loss), and self.optimizers_step() where self.should_step is true."
 )
 
+CHANGED = (
+    "virtual_ranks={}: fit_batch changed gradients between self.backward(loss) and self.optimizers_step(), when they "
+    "are those of a single shard. Clip with --max_grad_norm; change their sum in a hook of the optimizer "
+    "(register_step_pre_hook)."
+)
+
 
 class VirtualRanks(Strategy):
     """``V`` virtual ranks: every process computes the gradients of its shards, which are added up in one order.
 
-    A buffer of a module that changes in a forward pass, such as the statistics of a BatchNorm, starts from the same
+    A buffer that is saved and changes in a forward pass, such as the statistics of a BatchNorm, starts from the same
     value in every shard; the mean of what the shards make of it is its next value, once per optimizer step.
 
     Args:
@@ -74,9 +82,10 @@ class VirtualRanks(Strategy):
         self._first = (get_rank() or 0) * self.shards
         self._parameters: list[nn.Parameter] = []
         self._buffers: dict[str, tuple[nn.Module, str]] = {}
-        self._moving: set[str] | None = None  # names of buffers; None until the first step of an epoch has shown them
+        self._sum = OrderedSum([], number)
         self._window: Window | None = None
         self._shard, self._adds_at_once, self._dtype = 0, True, widest_float(device)
+        self._noted: list[Any] | None = None
         self._begin_step()
 
     def _begin_step(self) -> None:
@@ -96,6 +105,7 @@ class VirtualRanks(Strategy):
             ConfigError: an entry is wrapped, or sharded, already.
         """
         for name, module in modules.items():
+            self._require_additive(name, module)
             is_wrapped = isinstance(module, (DistributedDataParallel, nn.DataParallel))
             if is_wrapped or any(hasattr(one, "device_mesh") for one in module.parameters()):
                 raise ConfigError(
@@ -110,13 +120,27 @@ class VirtualRanks(Strategy):
             torch.use_deterministic_algorithms(True)
         self.follow(modules)
 
+    def _require_additive(self, name: str, module: nn.Module) -> None:
+        for part in module.modules():
+            kind, what = type(part).__name__, None
+            if isinstance(part, (SyncBatchNorm, nn.SyncBatchNorm)):
+                what = (
+                    "which shares statistics between processes. Use nn.BatchNorm: each shard has statistics of its own"
+                )
+            elif getattr(part, "sparse", False) is True:
+                what = "with sparse=True, and sparse gradients are not added up in order. Leave sparse out"
+            if what is not None:
+                raise ConfigError(f"virtual_ranks={self.virtual_ranks}: modules[{name!r}] has a {kind} {what}.")
+
     def follow(self, modules: nn.ModuleDict) -> None:
-        """Take note of what is trained in the coming epoch, and look anew at which buffers move."""
-        self._parameters = [one for one in modules.parameters() if one.requires_grad]
+        """Take note of the parameters, also of frozen ones, and of the buffers."""
+        self._parameters = list(modules.parameters())
         owners, saved = dict(modules.named_modules()), modules.state_dict(keep_vars=True)
         names = [name for name, _ in modules.named_buffers() if name in saved]
         self._buffers = {name: (owners[name.rpartition(".")[0]], name.rpartition(".")[2]) for name in names}
-        self._moving = None
+        wide = self._wide(0.0)
+        moves = [wide.expand(self._buffer(name).shape) for name in names]
+        self._sum = OrderedSum([wide, wide, *moves, *self._parameters], self.virtual_ranks)
         self._begin_step()
 
     def adopt(self, optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
@@ -142,7 +166,17 @@ class VirtualRanks(Strategy):
         """Refuse a backward pass after the gradients of the step were added up."""
         if self._is_added:
             raise ConfigError(INSIDE.format(self.virtual_ranks))
-        return NO_CONTEXT
+        return self._noting_gradients() if self._is_strict else NO_CONTEXT
+
+    @contextlib.contextmanager
+    def _noting_gradients(self) -> Iterator[None]:
+        yield
+        self._noted = self._versions()
+
+    def _versions(self) -> list[Any]:
+        """Return what tells whether a recipe has changed gradients."""
+        gradients = (one.grad for one in self._parameters)
+        return [None if one is None else (id(one), getattr(one, "_version", 0)) for one in gradients]
 
     def start_average(self, count: torch.Tensor | float, device: str) -> Callable[[], torch.Tensor]:
         """Take the count of the shard that closes a step; return what adds up the step, and gives its count."""
@@ -169,13 +203,12 @@ class VirtualRanks(Strategy):
         self._take_shard(window)
         for shard, part in self._parts.items():
             self._tree.push(self._first + shard, part)
-        moving = self._watched()
-        wide = [torch.empty_like(self._before[name], dtype=self._dtype) for name in moving]
-        like = [self._wide(0.0), self._wide(0.0), *wide, *self._parameters]
-        number, self._total, *sums = sum_over_ranks_in_order(self._tree, self.virtual_ranks, like)
-        for parameter, gradient in zip(self._parameters, sums[len(moving) :], strict=True):
+        number, self._total, *sums = self._sum.over_ranks(self._tree)
+        for parameter, gradient in zip(self._parameters, sums[len(self._buffers) :], strict=True):
             parameter.grad = gradient
-        self._move_buffers(dict(zip(moving, sums, strict=False)), number)
+        for (name, before), move in zip(self._before.items(), sums, strict=False):
+            after = before if move is None or number is None else before.to(self._dtype) + move / number
+            self._buffer(name).copy_(after)
         self._tree, self._parts, self._is_added = TreeSum(add_tensors), {}, True
 
     # ------------------------------------------------------------------ one shard
@@ -192,7 +225,7 @@ class VirtualRanks(Strategy):
         if self._is_added:
             self._begin_step()
         if not self._before:
-            self._before = {name: self._buffer(name).clone() for name in self._watched()}
+            self._before = {name: self._buffer(name).clone() for name in self._buffers}
         for name, before in self._before.items():
             self._buffer(name).copy_(before)
         return self._first + self._shard
@@ -209,10 +242,14 @@ class VirtualRanks(Strategy):
         elif not self._is_added:
             if self._is_strict:
                 raise ConfigError(PAST.format(self.virtual_ranks, "optimizer.step(), or left a step out,"))
-            self._begin_step()  # nobody wants the gradients: no optimizer steps
+            self.finish_gradients()  # no optimizer steps, but buffers move
+            for parameter in self._parameters:
+                parameter.grad = None
 
     def _take_shard(self, window: Window) -> None:
-        gradients = [one.grad for one in self._parameters]
+        if self._noted is not None and self._noted != self._versions():
+            raise ConfigError(CHANGED.format(self.virtual_ranks))
+        self._noted, gradients = None, [one.grad for one in self._parameters]
         for parameter in self._parameters:
             parameter.grad = None
         if any(one is not None for one in gradients) and not (window.is_weighed or window.counted is not None):
@@ -220,9 +257,8 @@ class VirtualRanks(Strategy):
         count, self._count = self._count, None
         if window.counted is not None and not window.closes:
             count, window.counted = self._wide(window.counted), 0.0
-        watched = self._watched()
-        moves = [self._buffer(name).to(self._dtype) - self._before[name].to(self._dtype) for name in watched]
-        part: Part = [self._wide(1.0), count, *moves, *(None if one is None else one.contiguous() for one in gradients)]
+        contiguous = (None if one is None else one.contiguous() for one in gradients)
+        part: Part = [self._wide(1.0), count, *self._moves(), *contiguous]
         if not window.count:
             part = [None] * len(part)  # of a sample that is repeated to keep step
         if self._adds_at_once:
@@ -238,23 +274,22 @@ class VirtualRanks(Strategy):
 
     # ------------------------------------------------------------------ buffers
 
-    def _watched(self) -> list[str]:
-        return [name for name in self._buffers if self._moving is None or name in self._moving]
-
     def _buffer(self, name: str) -> torch.Tensor:
         owner, attribute = self._buffers[name]
         found: torch.Tensor = getattr(owner, attribute)
         return found
 
-    def _move_buffers(self, moves: dict[str, torch.Tensor | None], number: torch.Tensor | None) -> None:
-        """Move buffers by the mean of what the shards have moved them by; find out which move at all."""
-        if self._moving is None:
-            self._moving = {name for name, move in moves.items() if move is not None and move.any()}
-        for name, move in moves.items():
-            before = self._before[name]
-            if move is not None and number is not None and name in self._moving:
-                before = before.to(self._dtype) + move / number
-            self._buffer(name).copy_(before)
+    def _moves(self) -> list[torch.Tensor | None]:
+        """Return by how much this shard has moved each buffer; None of one that it has not."""
+        if not self._before:
+            return []
+        changed = [(before != self._buffer(name)).any() for name, before in self._before.items()]
+        pairs = zip(self._before.items(), torch.stack(changed).tolist(), strict=True)
+        return [self._move(self._buffer(name), before) if moved else None for (name, before), moved in pairs]
+
+    def _move(self, now: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+        move = now.to(self._dtype) - before.to(self._dtype)
+        return move.where(now != before, 0.0)  # inf - inf is NaN, as in a mask
 
 
 @dataclass

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ddpkit.comm import TreeSum, add_tensors, sum_over_ranks_in_order
+from ddpkit.comm import OrderedSum, TreeSum, add_tensors
 
 SHAPES = [((3, 5), torch.float32), ((7,), torch.float64), ((1,), torch.bfloat16), ((), torch.float32)]
 
@@ -31,7 +31,7 @@ def add_up(parts, bucket_bytes=40):
         tree.push(number, part(number))
     return [
         None if one is None else (list(one.shape), one.dtype, one.reshape(-1).view(torch.uint8).tolist())
-        for one in sum_over_ranks_in_order(tree, parts, LIKE, bucket_bytes)
+        for one in OrderedSum(LIKE, parts, bucket_bytes).over_ranks(tree)
     ]
 
 

@@ -14,6 +14,7 @@ from ddpkit.brain import Brain
 from ddpkit.checkpoints import Checkpointer
 from ddpkit.epoch_loop import EpochCounter
 from ddpkit.errors import ConfigError
+from ddpkit.syncbn import SyncBatchNorm
 from ddpkit.training.sizes import BatchSizes
 from ddpkit.types import Stage
 
@@ -85,6 +86,41 @@ class TwoOptimizers(Classifier):
         }
 
 
+class Masked(nn.Linear):
+    """Has a buffer with infinities, and statistics that begin to move after two steps."""
+
+    def __init__(self):
+        super().__init__(CLASSES, CLASSES)
+        self.register_buffer("mask", torch.full((CLASSES, CLASSES), float("-inf")).triu(1))
+        self.norm, self.steps = nn.BatchNorm1d(CLASSES), 0
+
+    def forward(self, inputs):
+        inputs = inputs @ self.mask.softmax(-1)
+        return super().forward(self.norm(inputs) if self.steps > 1 and len(inputs) > 1 else inputs)
+
+
+class Changing(TwoOptimizers):
+    """Freezes and unfreezes parameters in the middle of an epoch; takes a step with no optimizer."""
+
+    def on_fit_batch_start(self, batch, should_step):
+        self.modules.head.steps = steps = self.optimizer_step - self.progress.began_at
+        self.modules.net[0].requires_grad_(steps % 2 == 1)
+
+    def freeze_optimizers(self, optimizers):
+        self.asked = getattr(self, "asked", 0) + 1
+        return {} if self.asked == 3 else optimizers
+
+
+class ClipsByItself(Classifier):
+    def fit_batch(self, batch):
+        loss = self.compute_objectives(self.compute_forward(batch, Stage.TRAIN), batch, Stage.TRAIN)
+        self.backward(loss)
+        if self.should_step:
+            nn.utils.clip_grad_norm_(self.modules.parameters(), 0.1)
+            self.optimizers_step()
+        return loss.detach()
+
+
 class PastTheBrain(Classifier):
     def fit_batch(self, batch):
         loss = self.compute_objectives(self.compute_forward(batch, Stage.TRAIN), batch, Stage.TRAIN)
@@ -96,8 +132,8 @@ class PastTheBrain(Classifier):
 LOADING = {"batch_size": 2, "shuffle": True}
 
 
-def make(kind=Classifier, folder=None, norm="layer", **options):
-    modules = {"net": make_net(norm), "head": nn.Linear(CLASSES, CLASSES)}
+def make(kind=Classifier, folder=None, norm="layer", head=None, **options):
+    modules = {"net": make_net(norm), "head": nn.Linear(CLASSES, CLASSES) if head is None else head()}
     checkpointer = None if folder is None else Checkpointer(folder)
     given = {"device": "cpu", "noprogressbar": True, "virtual_ranks": 6, "max_grad_norm": 0.5, **options}
     return kind(
@@ -172,6 +208,7 @@ CASES = {
     "uneven shards in micro-batches": {"global_batch_size": 23, "micro_batch_size": 2},
     "batch norm, bf16": {"norm": "batch", "precision": "bf16", "samples": 96},
     "two optimizers": {"kind": TwoOptimizers},
+    "what moves and is frozen changes": {"kind": Changing, "head": Masked, "samples": 96},
     "own fit_batch": {"kind": OwnBatch, "grad_accumulation_factor": 2},
     "fewer samples than shards": {"samples": 4, "valid": 1},
     "a sampler": {"loading": "sampler"},
@@ -273,6 +310,9 @@ def test_what_cannot_work_is_refused_by_name():
     assert "DividesItself divides itself" in refused(data=DividesItself(points()), loading={"shuffle": False})
     divided = {"sampler": DistributedSampler(points(), 1, 0), "shuffle": False}
     assert "a DistributedSampler has divided already" in refused(loading=divided)
+    assert "fit_batch changed gradients" in refused(kind=ClipsByItself)
+    assert "shares statistics between processes" in refused(head=lambda: SyncBatchNorm(CLASSES))
+    assert "Embedding with sparse=True" in refused(head=lambda: nn.Embedding(CLASSES, CLASSES, sparse=True))
     assert "nominal epochs" in refused(loading={"looped_nominal_epoch": 3})
 
 

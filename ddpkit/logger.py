@@ -13,15 +13,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import logging.config
 import math
 import os
 import sys
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 from typing import Any, TextIO
-
-import yaml
 
 from ddpkit.base import get_rank
 from ddpkit.errors import ConfigError, MissingFileError
@@ -349,6 +346,10 @@ def _console_level(level: int | str) -> int:
 
 
 def _apply_config(path: Path, overrides: Mapping[str, Any], log_file: Path | None) -> None:
+    import logging.config
+
+    import yaml  # not for a Brain alone
+
     try:
         config = yaml.safe_load(path.read_text(encoding="utf-8"))
         if log_file is not None and "file_handler" in config.get("handlers", {}):

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
 
-from ddpkit.base import SaveHook, dump_plain_yaml, to_plain
+from ddpkit.base import SaveHook
 from ddpkit.checkpointing import storage
 from ddpkit.checkpointing.async_save import state_bytes
 from ddpkit.checkpointing.hooks import saved_state, saves_on_every_rank, torch_save, write_state
@@ -144,6 +144,8 @@ class SaveRequest:
 
     def all_meta(self, after: float = 0.0) -> dict[str, Any]:
         """Return what ``CKPT.yaml`` says; a clock that was set back makes it no older than ``after``."""
+        from ddpkit.base import to_plain
+
         now = max(time.time(), math.nextafter(after, math.inf))
         meta: dict[str, Any] = to_plain({"unixtime": now, "end-of-epoch": self.end_of_epoch, **self.meta})
         if as_number(meta["unixtime"]) is None:
@@ -272,6 +274,8 @@ class CheckpointFolder:
         Raises:
             CheckpointError: it could not be done, and nothing is left of it.
         """
+        from ddpkit.base import dump_plain_yaml
+
         hooks = save.hooks_where(every_rank=False)
         states: Mapping[str, Any] = {}
         is_copy = False

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ddpkit.base import load_plain_yaml
 from ddpkit.checkpointing.hooks import safe_load
 from ddpkit.checkpointing.storage import MANIFEST_NAME, VerifyMode, read_text, verify
 from ddpkit.errors import CheckpointError, ConfigError
@@ -290,6 +289,8 @@ def read_checkpoint(path: Path) -> Checkpoint:
         >>> read_checkpoint(path).meta
         {'unixtime': 1.5}
     """
+    from ddpkit.base import load_plain_yaml
+
     try:
         meta = load_plain_yaml(read_text(path / META_NAME))
         files = {file.name.removesuffix(SUFFIX): file for file in sorted(path.iterdir()) if file.suffix == SUFFIX}

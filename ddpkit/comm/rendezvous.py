@@ -13,7 +13,6 @@ not made from torchrun's count of restarts, which differs between nodes and stan
 from __future__ import annotations
 
 import os
-import secrets
 import socket
 import threading
 import time
@@ -184,7 +183,7 @@ def join_attempt(store: dist.Store, info: LaunchInfo, end: float, *, once: bool)
         >>> join_attempt(dist.HashStore(), LaunchInfo("slurm"), end=0.0, once=True).startswith("ddpkit/")
         True
     """
-    token = secrets.token_hex(8)
+    token = os.urandom(8).hex()
     if once:
         _claim(store, info)
     if info.rank == 0:

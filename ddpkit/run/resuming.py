@@ -21,7 +21,6 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
-from ddpkit.base import load_plain_yaml
 from ddpkit.checkpointing import Checkpoint, ckpt_recency
 from ddpkit.compat import shuffle_digest
 from ddpkit.config import BATCHES, GRADIENTS, OPTIONS
@@ -308,6 +307,8 @@ def read_brain_file(checkpoint: Path) -> dict[str, Any]:
         >>> read_brain_file(Path("nowhere"))
         {}
     """
+    from ddpkit.base import load_plain_yaml
+
     path = checkpoint / BRAIN_FILE
     try:
         state = load_plain_yaml(path.read_text(encoding="utf-8"))

@@ -8,7 +8,6 @@ from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ddpkit.base import dump_plain_yaml
 from ddpkit.checkpointing import SUFFIX, Checkpoint
 from ddpkit.distributed import get_rank, get_world_size
 from ddpkit.errors import CheckpointError
@@ -273,6 +272,8 @@ class RunState:
             "options": {name: self.options[name] for name in TELLING},
             **self._as_evaluated(),
         }
+        from ddpkit.base import dump_plain_yaml  # loads yaml: not for a Brain alone
+
         path.write_text(dump_plain_yaml(state), encoding="utf-8")
 
     def _loss_sums_by_itself(self) -> Sequence[Any]:

@@ -1,4 +1,4 @@
-"""Which strategy the launch and the options ask for."""
+"""Which strategy the launch and the options ask for. Only that one is loaded."""
 
 from __future__ import annotations
 
@@ -7,10 +7,6 @@ from typing import TYPE_CHECKING
 from ddpkit import distributed
 from ddpkit.errors import ConfigError
 from ddpkit.strategies.base import Strategy
-from ddpkit.strategies.data_parallel import DataParallel
-from ddpkit.strategies.ddp import DDP
-from ddpkit.strategies.virtual_ranks import VirtualRanks
-from ddpkit.strategies.zero1 import Zero1
 
 if TYPE_CHECKING:
     from ddpkit.run_opts import RunOptions
@@ -56,6 +52,8 @@ def choose_strategy(options: RunOptions, *, decides_late: bool = False) -> Strat
     }
     for name in (name for name, is_given in refused.items() if is_given):
         raise ConfigError(f"virtual_ranks={number} does not work with {name}. Leave one of them out.")
+    from ddpkit.strategies.virtual_ranks import VirtualRanks
+
     return VirtualRanks(device, number, is_strict=decides_late)
 
 
@@ -113,6 +111,13 @@ def make_strategy(
             "    torchrun --standalone --nproc_per_node=N train.py hparams.yaml"
         )
     if distributed_launch:
+        from ddpkit.strategies.ddp import DDP
+        from ddpkit.strategies.zero1 import Zero1
+
         kind = Zero1 if name == "zero1" else DDP
         return kind(device, find_unused_parameters=find_unused_parameters, decides_late=decides_late)
-    return DataParallel(device) if data_parallel else Strategy()
+    if data_parallel:
+        from ddpkit.strategies.data_parallel import DataParallel
+
+        return DataParallel(device)
+    return Strategy()

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
@@ -69,6 +68,8 @@ class _Reduction:
 def _average_or_defer(state: _Reduction, bucket: torch.distributed.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Average a bucket of gradients over the ranks, as DDP does it by itself; or leave them as they are."""
     if not state.defers:
+        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
         state.fired = True
         return allreduce_hook(None, bucket)  # type: ignore[arg-type]  # torch takes its default group then
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future()

@@ -23,6 +23,9 @@ from ddpkit.compat.shuffled_streams import (
     shuffle_digest as shuffle_digest,
     shuffles_by_clock as shuffles_by_clock,
 )
+from ddpkit.compat.unreduced import (
+    unreduced_parameters as unreduced_parameters,
+)
 from ddpkit.compat.worker_info import (
     show_worker as show_worker,
 )

@@ -110,11 +110,21 @@ def show_order(module: Any, order: list[int]) -> bool:
     parameters = trained_in(module)
     if sorted(order) != list(range(len(parameters))):
         return False
+    if module.static_graph:  # its first backward pass only looks at what is used; the second makes the order
+        module.reducer.prepare_for_forward()
+        _go_backwards(module, parameters, order)
+        module.reducer._delay_all_reduce()  # noqa: SLF001 -- what DDP calls at the end of that pass
+        module._static_graph_delay_allreduce_enqueued = True  # noqa: SLF001 -- no other pass is the first
+        module.reducer.prepare_for_forward()
+    _go_backwards(module, parameters, order)
+    for parameter in parameters:
+        parameter.grad = None
+    return True
+
+
+def _go_backwards(module: Any, parameters: list[torch.nn.Parameter], order: list[int]) -> None:
     total = torch.zeros((), device=parameters[0].device)
     for number in reversed(order):  # what is added last is the first to go backwards
         total = total + (parameters[number].reshape(-1)[:1].float() * 0.0).sum()
     module.reducer.prepare_for_backward([])
     total.backward()  # type: ignore[no-untyped-call]
-    for parameter in parameters:
-        parameter.grad = None
-    return True

@@ -255,6 +255,17 @@ class OptionTypes:
     virtual_ranks: int | None = option(None, STRATEGY, "same bits on any number of processes; they divide N",
         form="N", minimum=1, shown="off", is_attribute=False)
     find_unused_parameters: bool = option(False, STRATEGY, "DDP looks for parameters that got no gradient")
+    static_graph: bool = option(False, STRATEGY, "DDP: all steps use the same parameters", is_attribute=False)
+    gradient_as_bucket_view: bool | None = option(None, STRATEGY, "DDP: no copies of gradients", form="on|off",
+        shown="on; own fit_batch: off", is_attribute=False)
+    bucket_cap_mb: float | None = option(None, STRATEGY, "DDP: gradients travel in pieces of X MiB", form="X", above=0,
+        shown="25", is_attribute=False)
+    broadcast_buffers: bool | None = option(None, STRATEGY, "DDP: buffers of rank 0 in each step", form="on|off",
+        shown="if they may differ", is_attribute=False)
+    ddp_comm_hook: str | None = option(None, STRATEGY, "DDP: gradients travel in half precision",
+        choices=("fp16", "bf16"), is_attribute=False)
+    sync_batchnorm: bool = option(True, STRATEGY, "BatchNorm over the rows of all processes", form="on|off",
+        is_attribute=False)
 
     grad_accumulation_factor: int = option(1, BATCHES, "batches per optimizer step", form="N", minimum=1)
     global_batch_size: int | None = option(None, BATCHES, "samples per optimizer step, over all processes", form="N",

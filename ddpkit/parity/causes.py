@@ -143,7 +143,8 @@ class _Diagnosis:
         norms = self.records[0]["norms"]
         apart = [name for name, shared in norms.items() if not (shared and self.side.joins)]
         if apart:
-            words = MADE_ALREADY if all(norms.values()) else NOT_SHARED
+            unshared = NOT_SHARED if self.brain.run_opts.sync_batchnorm else OFF
+            words = MADE_ALREADY if all(norms.values()) else unshared
             self.causes["batch norm"] = words.format(_listed([one for one in apart if not norms[one]] or apart))
             return
         if self.brain.training_ctx.enabled:
@@ -281,6 +282,10 @@ NOT_SHARED = (
     "BatchNorm without synchronisation: {}. A BatchNorm is synchronised unless it has a forward or a parametrization "
     "of its own, or stands in an entry of modules that is not trained. Build the layer on ddpkit.syncbn.SyncBatchNorm, "
     "normalise per sample (GroupNorm, LayerNorm), or call eval() on it in training."
+)
+OFF = (
+    "BatchNorm without synchronisation, as sync_batchnorm=off says: {}. Each rank normalises over its own rows. Leave "
+    "--sync_batchnorm out to normalise over all rows of a step."
 )
 MADE_ALREADY = (
     "BatchNorm over batches that the loader does not make: {}. Ranks normalise over their batches together, one "

@@ -143,6 +143,7 @@ class Preflight:
             "optimizer": optimizer_row(optimizers),
             "schedule": "" if self.train_step.schedule is None else str(self.train_step.schedule),
             "clipping": clipping_row(options.max_grad_norm) if optimizers else "",
+            **self.train_step.strategy.start_rows(self.train_step.modules),
         }
         self._show("Training", first, {"records": records_row(files), "start": start}, contexts)
 

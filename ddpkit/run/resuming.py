@@ -46,7 +46,7 @@ EVALUATED = "only_evaluated"  # said by a checkpoint if the Brain that saved it 
 TELLING = tuple(
     option.name
     for option in OPTIONS
-    if (option.group in {BATCHES, GRADIENTS} or option.name == "virtual_ranks")
+    if (option.group in {BATCHES, GRADIENTS} or option.name in {"virtual_ranks", "ddp_comm_hook", "sync_batchnorm"})
     and option.name not in {"grad_accumulation_factor", "global_batch_size", "micro_batch_size", "optimizer_step_limit"}
 )
 
@@ -350,7 +350,8 @@ def changed_options(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[s
         >>> changed_options({"precision": "bf16"}, {"precision": "fp32", "max_grad_norm": 5.0})
         ["precision='fp32', before 'bf16'"]
     """
-    before = {"virtual_ranks": None, **before}  # which a checkpoint of an earlier version does not have
+    # A checkpoint of an earlier version does not have these.
+    before = {"virtual_ranks": None, "ddp_comm_hook": None, "sync_batchnorm": True, **before}
     changed = [name for name in TELLING if name in before and name in now and before[name] != now[name]]
     return [f"{name}={now[name]!r}, before {before[name]!r}" for name in changed]
 

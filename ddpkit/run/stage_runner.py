@@ -218,6 +218,7 @@ class StageRunner:
             if self.train_step.prepare_flush(brain):
                 brain.optimizers_step()
             progress.window.stepped()
+            self.train_step.strategy.end_pass(self.modules)
             self.train_step.look_at_weights()
             progress.window.count, progress.window.weight = 1, 1.0  # an evaluation follows, whose batches all count
             self.rank_state.end_pass()

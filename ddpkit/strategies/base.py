@@ -67,6 +67,13 @@ class Strategy:
         """Return a context for a micro-batch that does not count on all ranks: what only others use has no gradient."""
         return NO_CONTEXT
 
+    def end_pass(self, modules: nn.ModuleDict) -> None:
+        """Make equal on all ranks, at the end of a training pass, what the strategy has let differ."""
+
+    def start_rows(self, modules: nn.Module) -> dict[str, str]:
+        """Return rows for the start-up block, on what is not computed as in one process."""
+        return {}
+
     def apart(self, modules: nn.Module) -> list[str]:
         """Return the trained entries whose weights are others on some ranks."""
         return []

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from ddpkit import distributed
 from ddpkit.errors import ConfigError
 from ddpkit.strategies.base import Strategy
+from ddpkit.strategies.ddp_options import DDPOptions
 
 if TYPE_CHECKING:
     from ddpkit.run_opts import RunOptions
@@ -36,7 +37,7 @@ def choose_strategy(options: RunOptions, *, decides_late: bool = False) -> Strat
             device,
             name=options.strategy,
             data_parallel=options.data_parallel_backend,
-            find_unused_parameters=options.find_unused_parameters,
+            ddp=_ddp_options(options),
             decides_late=decides_late,
         )
     if number % world_size:
@@ -49,12 +50,29 @@ def choose_strategy(options: RunOptions, *, decides_late: bool = False) -> Strat
         "data_parallel_backend": options.data_parallel_backend,
         "check_parity": options.check_parity is not None,
         "precision=fp16, whose range needs a scale (use bf16)": options.precision == "fp16",
+        f"ddp_comm_hook={options.ddp_comm_hook}, which is DDP's": options.ddp_comm_hook is not None,
     }
     for name in (name for name, is_given in refused.items() if is_given):
         raise ConfigError(f"virtual_ranks={number} does not work with {name}. Leave one of them out.")
     from ddpkit.strategies.virtual_ranks import VirtualRanks
 
     return VirtualRanks(device, number, is_strict=decides_late)
+
+
+def _ddp_options(options: RunOptions) -> DDPOptions:
+    """Return what the run says of DDP; refuse what its other options rule out."""
+    hook, is_off = options.ddp_comm_hook, not options.sync_batchnorm
+    if hook is not None and options.check_parity is not None:
+        raise ConfigError(
+            f"check_parity={options.check_parity} does not work with ddp_comm_hook={hook}, which rounds the gradients "
+            "that are compared. Leave --ddp_comm_hook out while you check."
+        )
+    if is_off and options.evaluate_ema:
+        raise ConfigError(
+            "sync_batchnorm=off does not work with evaluate_ema: the averages of batch statistics would be others on "
+            "each process. Leave one of them out."
+        )
+    return DDPOptions.of(options)
 
 
 def _require_sense(name: str, options: RunOptions, world_size: int) -> None:
@@ -79,7 +97,7 @@ def make_strategy(
     name: str = "auto",
     distributed_launch: bool | None = None,
     data_parallel: bool = False,
-    find_unused_parameters: bool = False,
+    ddp: DDPOptions | None = None,
     decides_late: bool = False,
 ) -> Strategy:
     """Choose the strategy from the launch and the options.
@@ -89,8 +107,8 @@ def make_strategy(
         name: the option ``strategy``.
         distributed_launch: whether a launcher started several processes; None: whether there is a process group.
         data_parallel: the option ``data_parallel_backend``.
-        find_unused_parameters: passed on to DDP.
-        decides_late: likewise.
+        ddp: the run options of DDP.
+        decides_late: passed on to DDP.
 
     Raises:
         ConfigError: both at once, or DataParallel without a GPU.
@@ -115,7 +133,7 @@ def make_strategy(
         from ddpkit.strategies.zero1 import Zero1
 
         kind = Zero1 if name == "zero1" else DDP
-        return kind(device, find_unused_parameters=find_unused_parameters, decides_late=decides_late)
+        return kind(device, options=ddp, decides_late=decides_late)
     if data_parallel:
         from ddpkit.strategies.data_parallel import DataParallel
 

@@ -17,11 +17,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpkit import distributed
-from ddpkit.compat import GradientOrder, show_order
+from ddpkit.compat import GradientOrder, show_order, unreduced_parameters
 from ddpkit.device import widest_float
 from ddpkit.errors import ConfigError
 from ddpkit.logger import get_logger
 from ddpkit.strategies.base import NO_CONTEXT, Strategy
+from ddpkit.strategies.ddp_options import DDPOptions
 from ddpkit.strategies.modules import (
     Reaching,
     has_moving_buffers,
@@ -39,6 +40,21 @@ logger = get_logger(__name__)
 
 APART = 1e-9  # of what the weights of an entry add up to, in float64: equal weights differ by its rounding alone
 ORDER_MATTERS_ABOVE = 2  # ranks: a sum of two numbers is the same either way
+UNUSED = (
+    "modules[{!r}] has parameters that this optimizer step did not use: {}. DDP waits for the gradient of each before "
+    "it averages. {}"
+)
+WAYS = {  # by attribute of DDP
+    "static_graph": "--static_graph says that every step uses the same: give --find_unused_parameters instead.",
+    "find_unused_parameters": (
+        "--find_unused_parameters looks from what forward() returns: return all tensors that the loss is made of, in a "
+        "tuple, list or dict."
+    ),
+    "": (
+        "Where steps differ in what they use, give --find_unused_parameters; freeze what no step uses "
+        "(requires_grad_(False)), or leave it out."
+    ),
+}
 
 
 class _Reduction:
@@ -49,13 +65,18 @@ class _Reduction:
         armed: whether the next backward pass through the module averages.
         watched: whether DDP asks when a backward pass has come (:func:`_average_or_defer`).
         defers: whether it is told then not to.
+        held: whether ``no_sync`` tells it so, where torch's own way fails: with a static graph.
+        entry: name of the module.
+        hook: of DDP, that averages a bucket: its state and its function; None: as DDP does it by itself.
         fired: whether it has averaged since that was last looked at.
     """
 
-    __slots__ = ("armed", "defers", "fired", "reduced", "watched")
+    __slots__ = ("armed", "defers", "entry", "fired", "held", "hook", "reduced", "watched")
 
     def __init__(self) -> None:
-        self.reduced = self.armed = self.watched = self.defers = self.fired = False
+        self.reduced = self.armed = self.watched = self.defers = self.held = self.fired = False
+        self.entry = ""
+        self.hook: tuple[Any, Callable[..., Any]] | None = None
 
     def after_backward(self) -> None:
         """Record the result of a backward pass, which may have reached this module or not."""
@@ -66,12 +87,14 @@ class _Reduction:
 
 
 def _average_or_defer(state: _Reduction, bucket: torch.distributed.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Average a bucket of gradients over the ranks, as DDP does it by itself; or leave them as they are."""
-    if not state.defers:
+    """Average a bucket of gradients over the ranks; or leave them as they are."""
+    if not (state.defers or state.held):
         from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
         state.fired = True
-        return allreduce_hook(None, bucket)  # type: ignore[arg-type]  # torch takes its default group then
+        hook: tuple[Any, Callable[..., Any]] = state.hook or (None, allreduce_hook)  # None: torch's default group
+        averaged: torch.futures.Future[torch.Tensor] = hook[1](hook[0], bucket)
+        return averaged
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     future.set_result(bucket.buffer())
     return future
@@ -107,8 +130,7 @@ class WrappedDDP(Reaching, DistributedDataParallel):
         """Support copying: DDP rebuilds its own parts."""
         super().__setstate__({**state, "_is_made": False})  # type: ignore[no-untyped-call]
         self._is_made = True
-        if self.gradient_reduction.watched:
-            self.watch_reduction()
+        self._register_hook()
 
     def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module; where nothing is trained, without a detour through this one, unless it has hooks."""
@@ -120,13 +142,33 @@ class WrappedDDP(Reaching, DistributedDataParallel):
         """Run the module; with gradients, through DDP."""
         if not (self.training and torch.is_grad_enabled()):
             return self.module(*inputs, **kwargs)
-        self.gradient_reduction.reduced = self.gradient_reduction.armed = self.require_backward_grad_sync
-        return DistributedDataParallel.forward(self, *inputs, **kwargs)  # type: ignore[no-untyped-call]
+        reduction = self.gradient_reduction
+        reduction.reduced = reduction.armed = self.require_backward_grad_sync and not reduction.held
+        try:
+            return DistributedDataParallel.forward(self, *inputs, **kwargs)  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            self._require_reduced(error)
+            raise
 
-    def watch_reduction(self) -> None:
-        """Have DDP decide when a backward pass comes, not in the forward pass before it, whether it averages."""
-        self.register_comm_hook(self.gradient_reduction, _average_or_defer)
-        self.gradient_reduction.watched = True
+    def _require_reduced(self, error: RuntimeError | None = None) -> None:
+        unused = unreduced_parameters(self, error)
+        if unused is not None:
+            way = next((way for option, way in WAYS.items() if getattr(self, option, False)), WAYS[""])
+            raise ConfigError(UNUSED.format(self.gradient_reduction.entry, ", ".join(unused), way)) from error
+
+    def choose_hook(self, hook: tuple[Any, Callable[..., Any]] | None, *, watched: bool) -> None:
+        """Have DDP call a hook for each bucket.
+
+        Args:
+            hook: its state, and the function that averages; None: DDP averages.
+            watched: DDP decides when a backward pass comes, not in the forward pass before it, whether it averages.
+        """
+        self.gradient_reduction.hook, self.gradient_reduction.watched = hook, watched
+        self._register_hook()
+
+    def _register_hook(self) -> None:
+        if self.gradient_reduction.watched or self.gradient_reduction.hook is not None:
+            self.register_comm_hook(self.gradient_reduction, _average_or_defer)
 
     def reduce_leftovers(self) -> None:
         """Average gradients that DDP has not: accumulated under ``no_sync``, or made past its ``forward``.
@@ -135,6 +177,7 @@ class WrappedDDP(Reaching, DistributedDataParallel):
         """
         if self.gradient_reduction.reduced:
             self.gradient_reduction.reduced = False
+            self._require_reduced()
             return
         parameters = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
@@ -158,7 +201,7 @@ class DDP(Strategy):
 
     Args:
         device: of this rank, such as ``"cuda:1"`` or ``"cpu"``.
-        find_unused_parameters: let a forward pass leave parameters out.
+        options: of the run; None: the defaults.
         decides_late: a backward pass is told whether to average, whatever the forward pass before it expected: for a
             ``fit_batch`` that does not say so before (see :meth:`backward_pass`).
 
@@ -171,9 +214,8 @@ class DDP(Strategy):
 
     name = "DistributedDataParallel"
 
-    def __init__(self, device: str, *, find_unused_parameters: bool = False, decides_late: bool = False) -> None:
-        self.device = device
-        self.find_unused_parameters, self.decides_late = find_unused_parameters, decides_late
+    def __init__(self, device: str, options: DDPOptions | None = None, *, decides_late: bool = False) -> None:
+        self.device, self.options, self.decides_late = device, options or DDPOptions(), decides_late
         self.wrapped: list[WrappedDDP] = []
         self._trained: dict[str, frozenset[int]] = {}
         self._orders: dict[str, GradientOrder] = {}
@@ -198,9 +240,9 @@ class DDP(Strategy):
                 wrapped = WrappedDDP(self._converted(module), **self._options(module))
                 modules[name] = wrapped
                 self.wrapped.append(wrapped)
-                if self.decides_late:
-                    wrapped.watch_reduction()
-                if torch.distributed.get_world_size() > ORDER_MATTERS_ABOVE and not self.find_unused_parameters:
+                wrapped.gradient_reduction.entry = name
+                wrapped.choose_hook(self.options.hook, watched=self.decides_late or self.options.static_graph)
+                if torch.distributed.get_world_size() > ORDER_MATTERS_ABOVE and not self.options.find_unused_parameters:
                     self._orders[name] = GradientOrder(wrapped)
                     self._noting.append(self._orders[name])
             else:
@@ -230,14 +272,18 @@ class DDP(Strategy):
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Return a context in which gradients are accumulated without being averaged over ranks."""
-        before = [(module, module.require_backward_grad_sync) for module in self.wrapped]
-        for module in self.wrapped:
-            module.require_backward_grad_sync = False
+        held: list[tuple[Any, str, bool, bool]]
+        if self.options.static_graph:  # torch's own way averages in the wrong backward passes then
+            held = [(one.gradient_reduction, "held", one.gradient_reduction.held, True) for one in self.wrapped]
+        else:
+            held = [(one, "require_backward_grad_sync", one.require_backward_grad_sync, False) for one in self.wrapped]
+        for owner, name, _, during in held:
+            setattr(owner, name, during)
         try:
             yield
         finally:
-            for module, synchronises in before:
-                module.require_backward_grad_sync = synchronises
+            for owner, name, before, _ in held:
+                setattr(owner, name, before)
 
     def backward_pass(self, modules: nn.Module, *, closes: bool, counts: bool) -> AbstractContextManager[None]:
         """Return a context for one backward pass of a window.
@@ -293,7 +339,7 @@ class DDP(Strategy):
         Args:
             counts: whether it counts on this rank.
         """
-        if not self.find_unused_parameters:  # then all parameters are used by every batch
+        if not self.options.find_unused_parameters:  # then all parameters are used by every batch
             yield
             return
         parameters = self._parameters()
@@ -370,24 +416,45 @@ class DDP(Strategy):
 
         return average
 
+    def end_pass(self, modules: nn.ModuleDict) -> None:
+        """Give every rank the batch statistics of rank 0, where each rank has its own."""
+        if not self.options.sync_batchnorm:
+            for part in _batch_norms(modules):
+                for buffer in part.buffers(recurse=False):
+                    torch.distributed.broadcast(buffer, src=0)
+
+    def start_rows(self, modules: nn.Module) -> dict[str, str]:
+        """Return rows on statistics of each rank by itself, and on how gradients travel."""
+        return self.options.rows(normalises=any(_batch_norms(modules)))
+
     def _converted(self, module: nn.Module) -> nn.Module:
+        if not self.options.sync_batchnorm:
+            return module
         for part in module.modules():
             if str(getattr(part, "original_name", "")).startswith("BatchNorm"):  # what torch.jit.script leaves of it
                 raise ConfigError(
                     "--jit has scripted a BatchNorm, which cannot share its statistics over the processes. Leave --jit "
                     "out, or name other modules in --jit_module_keys."
                 )
-        if any(isinstance(part, _BatchNorm) for part in module.modules()):
-            return convert_sync_batchnorm(module)
-        return module
+        return convert_sync_batchnorm(module) if any(_batch_norms(module)) else module
 
     def _options(self, module: nn.Module) -> dict[str, Any]:
-        accepted = inspect.signature(DistributedDataParallel).parameters
+        given, accepted = self.options, inspect.signature(DistributedDataParallel).parameters
         buffers = "forward_sync_buffers" if "forward_sync_buffers" in accepted else "broadcast_buffers"
         return {
             "device_ids": [torch.device(self.device)] if self.device.startswith("cuda") else None,
-            "find_unused_parameters": self.find_unused_parameters,
+            "find_unused_parameters": given.find_unused_parameters,
+            "static_graph": given.static_graph,
+            "bucket_cap_mb": given.bucket_cap_mb,
             # A fit_batch may keep a gradient; a view is overwritten by the next backward pass.
-            "gradient_as_bucket_view": not self.decides_late,
-            buffers: has_moving_buffers(module),
+            "gradient_as_bucket_view": _or(given.gradient_as_bucket_view, not self.decides_late),
+            buffers: _or(given.broadcast_buffers, has_moving_buffers(module)),
         }
+
+
+def _or(given: bool | None, default: bool) -> bool:
+    return default if given is None else given
+
+
+def _batch_norms(module: nn.Module) -> Iterator[nn.Module]:
+    return (part for part in module.modules() if isinstance(part, _BatchNorm))

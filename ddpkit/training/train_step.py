@@ -215,11 +215,11 @@ class TrainStep:
         return 1.0 / window.divisor if window.count else 0.0
 
     def _divisor_of_sums(self, count: torch.Tensor | float) -> float:
-        """Return what sums are divided by before they are scaled for fp16, whose range they would leave.
+        """Return what sums are divided by before they are scaled for fp16, or sent in it, whose range they would leave.
 
         A power of two, near what the ranks' first sums of the run count. It is agreed on once, and saved.
         """
-        if self._active_scaler is None:
+        if self._active_scaler is None and self.options["ddp_comm_hook"] != "fp16":
             return 1.0
         if self.sum_divisor is None:
             average = float(self.strategy.start_average(count, self.device)())

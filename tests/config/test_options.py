@@ -71,6 +71,12 @@ def test_the_table_is_whole():
         "virtual_ranks",
         "activation_checkpointing",
         "compile_blocks",
+        "static_graph",
+        "gradient_as_bucket_view",
+        "bucket_cap_mb",
+        "broadcast_buffers",
+        "ddp_comm_hook",
+        "sync_batchnorm",
     }
     assert set(RunOptions()) == contract
     assert set(OPTION_BY_NAME) - PARSER_ONLY == contract == set(OptionTypes.__annotations__)

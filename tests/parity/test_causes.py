@@ -451,6 +451,12 @@ def test_other_causes_are_named(check, cls, kind, data, causes, words):
     assert re.search(words, next(iter(report.causes.values()))), report
 
 
+def test_a_batch_norm_that_the_run_does_not_synchronise_is_named(check):
+    report = check(kind="batch norm", sync_batchnorm=False)
+    assert tuple(report.causes) == ("batch norm",), report
+    assert "as sync_batchnorm=off says: net.1 (BatchNorm1d)." in report.causes["batch norm"]
+
+
 def test_what_the_users_batches_hold_together_is_the_same_everywhere(check):
     assert check(Contrastive, data="own batches").holds
 

@@ -19,6 +19,7 @@ from ddpkit.strategies.base import Strategy
 from ddpkit.strategies.choice import choose_strategy, make_strategy
 from ddpkit.strategies.data_parallel import DataParallel, WrappedDataParallel
 from ddpkit.strategies.ddp import DDP, WrappedDDP
+from ddpkit.strategies.ddp_options import DDPOptions
 from ddpkit.strategies.modules import has_moving_buffers, modules_on_device, refuse_shared_parameters, unwrap
 from ddpkit.syncbn import SyncBatchNorm
 
@@ -59,9 +60,9 @@ def frozen(module):
 
 def test_make_strategy():
     assert type(make_strategy("cpu", distributed_launch=False, data_parallel=False)) is Strategy
-    ddp = make_strategy("cpu", distributed_launch=True, data_parallel=False, find_unused_parameters=True)
+    ddp = make_strategy("cpu", distributed_launch=True, ddp=DDPOptions(find_unused_parameters=True))
     assert type(ddp) is DDP
-    assert ddp.find_unused_parameters
+    assert ddp.options.find_unused_parameters
     assert type(make_strategy("cuda:0", distributed_launch=False, data_parallel=True)) is DataParallel
 
 

@@ -25,6 +25,7 @@ CURVES = {
     "stream": LOSSES,
     "fine_tuning": LOSSES,
     "own_loop": LOSSES,
+    "transformer": LOSSES,
 }
 WORDS = {"tagging": ["--grad_accumulation_factor=2"]}
 

@@ -39,6 +39,7 @@ from ddpkit.distributed import get_world_size
 from ddpkit.errors import ConfigError
 from ddpkit.logger import get_logger
 from ddpkit.sampler import SamplingPlan, part
+from ddpkit.seed import own_randomness
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -532,7 +533,7 @@ class ShardStreamLoader:
         self._loader: Any = DataLoader(
             dataset,
             batch_size=None,
-            collate_fn=cast("Any", _CollatedShards(collate, makes_batches=batch_size is not None)),
+            collate_fn=cast("Any", _CollatedShards(collate, dataset, makes_batches=batch_size is not None)),
             **{**options, "generator": self._generator},
         )
         self._size = 0
@@ -567,15 +568,17 @@ class ShardStreamLoader:
 class _CollatedShards:
     """Collates what the shards have of a block; one without an item is left out, but for a process without any."""
 
-    def __init__(self, collate_fn: Callable[[Any], Any], *, makes_batches: bool) -> None:
-        self.collate_fn, self.makes_batches = collate_fn, makes_batches
+    def __init__(self, collate_fn: Callable[[Any], Any], stream: ShardStream, *, makes_batches: bool) -> None:
+        self.collate_fn, self.stream, self.makes_batches = collate_fn, stream, makes_batches
 
     def __call__(self, given: tuple[int, dict[int, list[Any]]]) -> tuple[int, dict[int, tuple[int, Any]]]:
         block, shards = given
-        return block, {place: self._collated(items) for place, items in shards.items() if items}
+        return block, {place: self._collated(items, block, place) for place, items in shards.items() if items}
 
-    def _collated(self, items: list[Any]) -> tuple[int, Any]:
-        batch = self.collate_fn(items if self.makes_batches else items[0])
+    def _collated(self, items: list[Any], block: int, place: int) -> tuple[int, Any]:
+        part = self.stream.parts[0]
+        with own_randomness(mix_key(part.seed, int(part.epoch), _SHARDS, block, self.stream.mine[place])):
+            batch = self.collate_fn(items if self.makes_batches else items[0])
         return (len(items) if self.makes_batches else guess_batch_size(batch)), batch
 
 

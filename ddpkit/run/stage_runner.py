@@ -50,7 +50,7 @@ from ddpkit.training import (
 from ddpkit.types import Stage
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
     from contextlib import AbstractContextManager
 
     from torch import nn
@@ -306,11 +306,16 @@ class StageRunner:
         self.progress.meter, self.progress.is_in_pass = self.progress.new_meter(), False
         self._begin(stage, loader)
         started = time.monotonic()
-        with self._bar(stage, epoch, self._limited(length_of(loader)), enable=enable_bar) as bar:
+        progress, strategy, is_shared = self.progress, self.train_step.strategy, self.options.shard_evaluation
+        shards = strategy.shards if is_shared else 1
+        with self._bar(stage, epoch, self._limited(length_of(loader), shards), enable=enable_bar) as bar:
             plan, sync = plan_of(loader), self._sync_of_bar
             bar.partial = plan is not None and plan.world_size > 1
             confer = StopsOfEvaluation(self.progress, self.stop.cause)
-            batches = First(compared(loader, stage), self._limited(None))
+            batches: Iterable[Any] = First(compared(loader, stage), self._limited(None, shards))
+            if is_shared:
+                place = progress.epoch, progress.optimizer_step
+                batches = strategy.evaluated(batches, self.rank_state.base_seed or 0, *place)
             evaluate_epoch(brain, batches, stage, bar, count=counting(loader), sync=sync, confer=confer)
             confer.await_others()
             return self._finish(stage, epoch, time.monotonic() - started, bar)

@@ -10,7 +10,7 @@ import torch
 from ddpkit.device import widest_float
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
     from contextlib import AbstractContextManager
 
     from torch import nn
@@ -51,6 +51,16 @@ class Strategy:
     def feed(self, feed: Any, progress: Any, seed: int) -> Any:
         """Return what a training pass takes its batches from, so that the strategy comes to know of each."""
         return feed
+
+    def evaluated(self, batches: Iterable[Any], seed: int, *place: int) -> Iterable[Any]:
+        """Return the batches of a divided evaluation.
+
+        Args:
+            batches: of this rank.
+            seed: of the run.
+            place: numbers that name the evaluation.
+        """
+        return batches
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Return a context in which gradients are accumulated without being averaged over ranks."""

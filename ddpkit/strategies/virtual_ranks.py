@@ -26,14 +26,14 @@ from ddpkit.strategies.modules import spread_from_main
 from ddpkit.syncbn import SyncBatchNorm
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
     from contextlib import AbstractContextManager
 
     from ddpkit.training import Feed, Progress, StreamFeed, Window
 
     Part = list[torch.Tensor | None]  # number of shards, count of the loss, moves of buffers, gradients
 
-_NOISE = 0x5AAD  # what random numbers are for
+_NOISE, _EVALUATION = 0x5AAD, 0xE7A1  # what random numbers are for
 
 INSIDE = (
     "virtual_ranks={0}: fit_batch called optimizers_step() in the middle of a step, or twice in one. A step of {0} "
@@ -161,6 +161,10 @@ class VirtualRanks(Strategy):
     def feed(self, feed: Feed | StreamFeed, progress: Progress, seed: int) -> ShardFeed:
         """Return the feed, which seeds the noise of each shard and takes its gradient away after it."""
         return ShardFeed(feed, self, progress, seed)
+
+    def evaluated(self, batches: Iterable[Any], seed: int, *place: int) -> Iterable[Any]:
+        """Return the batches, before each of which the noise of its shard is seeded; after them that of all ranks."""
+        return _Evaluated(batches, self.shards, self._first, (seed, _EVALUATION, *place))
 
     def backward_pass(self, modules: nn.Module, *, closes: bool, counts: bool) -> AbstractContextManager[None]:
         """Refuse a backward pass after the gradients of the step were added up."""
@@ -290,6 +294,20 @@ class VirtualRanks(Strategy):
     def _move(self, now: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
         move = now.to(self._dtype) - before.to(self._dtype)
         return move.where(now != before, 0.0)  # inf - inf is NaN, as in a mask
+
+
+class _Evaluated:
+    def __init__(self, batches: Iterable[Any], shards: int, first: int, place: tuple[int, ...]) -> None:
+        self.batches, self.shards, self.first, self.place = batches, shards, first, place
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._seeded(iter(self.batches))
+
+    def _seeded(self, batches: Iterator[Any]) -> Iterator[Any]:
+        for number, batch in enumerate(batches):
+            seed_streams(*self.place, number // self.shards, self.first + number % self.shards)
+            yield batch
+        seed_streams(*self.place)
 
 
 @dataclass

@@ -111,6 +111,16 @@ class Changing(TwoOptimizers):
         return {} if self.asked == 3 else optimizers
 
 
+class Noisy(Classifier):
+    def compute_forward(self, batch, stage):
+        return super().compute_forward([batch[0] + 0.1 * torch.randn(()), batch[1]], stage)
+
+
+def noisy_collate(items):
+    inputs, labels = default_collate(items)
+    return [inputs + 0.1 * torch.randn(()), labels]
+
+
 class ClipsByItself(Classifier):
     def fit_batch(self, batch):
         loss = self.compute_objectives(self.compute_forward(batch, Stage.TRAIN), batch, Stage.TRAIN)
@@ -209,6 +219,14 @@ CASES = {
     "batch norm, bf16": {"norm": "batch", "precision": "bf16", "samples": 96},
     "two optimizers": {"kind": TwoOptimizers},
     "what moves and is frozen changes": {"kind": Changing, "head": Masked, "samples": 96},
+    "noise in collating and in a divided evaluation": {
+        "kind": Noisy,
+        "data": Numbered(points(96)),
+        "loading": {"shuffle": False, "collate_fn": noisy_collate},
+        "debug": True,
+        "shard_evaluation": True,
+        "valid": 48,
+    },
     "own fit_batch": {"kind": OwnBatch, "grad_accumulation_factor": 2},
     "fewer samples than shards": {"samples": 4, "valid": 1},
     "a sampler": {"loading": "sampler"},

@@ -1,0 +1,264 @@
+"""What a run costs on many ranks, by simulation: one rank of a group whose collectives do nothing.
+
+    python benchmarks/scale.py                  # the table of docs/explanation/scale.md, in two minutes
+    python benchmarks/scale.py --ranks 2 256    # other numbers
+
+The collectives of torch's ``fake`` process group return at once, whatever the number of ranks. So one process makes the
+steps of one rank, with ddpkit's own strategy, step and loop, and what it asks of the group is counted: collectives,
+bytes, and the memory around them. Bytes sent are those of the ring algorithms. The heartbeats of a machine with eight
+ranks talk to a store in this process, and what one of them asks is counted. The plan is the real one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import time
+import tracemalloc
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.profiler import profile
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ddpkit.base import FailureReport
+from ddpkit.control import PeriodicSync
+from ddpkit.control.heartbeat import BEAT_SECONDS, Heartbeat
+from ddpkit.run_opts import RunOptions
+from ddpkit.sampler import PlannedBatchSampler
+from ddpkit.strategies import choose_strategy
+from ddpkit.training import Feed, Progress, Recipe, TrainStep, train_epoch
+
+RANKS = (2, 64, 1024, 16384)
+WIDTH, LAYERS, ROWS = 1024, 12, 8
+STEPS, WARM = 4, 3
+PER_MACHINE, OWN_RANK = 8, 5
+SAMPLES, BATCH = 10**9, 32
+MB = 1e6
+
+
+class Collectives(TorchDispatchMode):
+    """A context in which collectives are counted, and the bytes that a ring sends for them."""
+
+    def __init__(self, ranks: int) -> None:
+        super().__init__()
+        self.ranks, self.counts, self.sent = ranks, Counter(), 0.0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function.namespace == "c10d":
+            name = function._schema.name.partition("::")[2].strip("_")
+            self.counts[name] += 1
+            self.sent += sent_by_ring(name, args, self.ranks)
+        result = function(*args, **(kwargs or {}))
+        if function.namespace == "c10d" and name.startswith("alltoall"):
+            args[0].view(torch.float32).fill_(1.0)  # the fake group writes nothing there
+        elif function.namespace == "c10d" and name == "broadcast" and args[0][0].is_floating_point():
+            args[0][0].nan_to_num_(0.0, 0.0, 0.0).clamp_(-1.0, 1.0)  # likewise: what is in new memory
+        return result
+
+
+def size_of(tensors: Iterable[Any]) -> int:
+    """Return the bytes of some tensors, or lists of them."""
+    return sum(one.nbytes if isinstance(one, torch.Tensor) else size_of(one) for one in tensors)
+
+
+def sent_by_ring(name: str, args: Any, ranks: int) -> float:
+    """Return the bytes that each rank sends."""
+    if name.startswith("allreduce"):
+        return 2 * size_of(args[0]) * (ranks - 1) / ranks
+    if name == "allgather":
+        return size_of(args[1]) * (ranks - 1)
+    if name.startswith("alltoall"):
+        return size_of([args[1]]) * (ranks - 1) / ranks
+    if name == "broadcast":  # handed on; the last one sends nothing
+        return size_of(args[0])
+    raise NotImplementedError(name)
+
+
+def all_reduce_bucket(_: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Reduce a bucket of gradients in DDP's place, which wants a result that the fake group has not."""
+    dist.all_reduce(bucket.buffer())
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
+all_reduce_bucket.__annotations__.clear()  # DDP compares them with types, and here they are strings
+
+
+class Step:
+    """What the loop asks of a Brain, for a model without data."""
+
+    def __init__(self, strategy: str, ranks: int) -> None:
+        torch.manual_seed(1)
+        layers = [part for _ in range(LAYERS) for part in (nn.Linear(WIDTH, WIDTH), nn.ReLU())]
+        self.modules = nn.ModuleDict({"net": nn.Sequential(*layers)})
+        chosen = {"virtual_ranks": ranks} if strategy == "virtual_ranks" else {"strategy": strategy}
+        options = RunOptions(device="cpu", **chosen)
+        self.strategy, self.progress = choose_strategy(options), Progress()
+        self.strategy.wrap(self.modules)
+        for module in getattr(self.strategy, "wrapped", ()):
+            module.register_comm_hook(None, all_reduce_bucket)
+        scaler = torch.amp.GradScaler("cpu", enabled=False)
+        self.train_step = TrainStep(Recipe("Step"), self.modules, self.strategy, options, self.progress, scaler)
+        optimizer = self.train_step.optimizer = torch.optim.AdamW(self.modules.parameters(), lr=1e-4)
+        self.strategy.adopt({"optimizer": optimizer})
+        for divided in getattr(self.strategy, "optimizers", ()):
+            divided._is_compared = True  # there are no others to compare the groups with
+        self.ranks = 1 if self.strategy.virtual_ranks else ranks
+
+    def fit_batch(self, batch: torch.Tensor) -> torch.Tensor:
+        loss = self.modules["net"](batch).square().mean()
+        self.train_step.backward(loss)
+        self.train_step.step_optimizers(self)
+        return loss.detach()
+
+    def check_gradients(self) -> None:
+        """Nothing is looked at."""
+
+    def train(self, steps: int) -> None:
+        batches = [torch.ones(ROWS, WIDTH)] * steps
+        self.progress.restart()
+        feed = self.strategy.feed(Feed(batches, steps, world_size=self.ranks), self.progress, 0)
+        train_epoch(self, feed, PeriodicSync(list, 1, is_main=True), lambda *_: None, float("inf"))
+
+
+def memory(profiler: profile) -> tuple[int, int]:
+    """Return the bytes that were allocated and not freed in a profiled piece of a run, and the most at a time."""
+    most = now = 0
+    events = (event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]")
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        now += event.nbytes()
+        most = max(most, now)
+    return now, most
+
+
+def one_step(strategy: str, ranks: int) -> dict[str, str]:
+    """Return the cost of a training step on one of so many ranks."""
+    gc.collect()  # what is freed below was also made below
+    dist.init_process_group("fake", rank=OWN_RANK % ranks, world_size=ranks, store=FakeStore())
+    try:
+        with profile(profile_memory=True, acc_events=False) as profiler, Collectives(ranks) as counted:
+            step = Step(strategy, ranks)
+            step.train(WARM)
+        held, most = memory(profiler)
+        counted.counts.clear()
+        counted.sent, began = 0.0, time.process_time()
+        with counted:
+            step.train(STEPS)
+        seconds = (time.process_time() - began) / STEPS
+        if step.progress.optimizer_step != WARM + STEPS:
+            raise RuntimeError(f"only {step.progress.optimizer_step} of {WARM + STEPS} steps were made")
+        collectives = ", ".join(f"{count / STEPS:g} {name}" for name, count in sorted(counted.counts.items()))
+        return {
+            "collectives": collectives,
+            "MB sent": f"{counted.sent / STEPS / MB:.1f}",
+            "MB held between steps": f"{held / MB:.0f}",
+            "MB at the peak": f"{most / MB:.0f}",
+            "ms of processor time, the model's too": f"{seconds * 1e3:.0f}",
+        }
+    finally:
+        dist.destroy_process_group()
+
+
+class CountedStore:
+    """Passes on to a store; counts calls and bytes."""
+
+    def __init__(self, store: dist.Store) -> None:
+        self.store, self.calls, self.bytes = store, 0, 0
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self.store, name)
+
+        def counted(*arguments: Any) -> Any:
+            self.calls += 1
+            answer = method(*arguments)
+            self.bytes += sum(map(len, texts((arguments, answer))))
+            return answer
+
+        return counted
+
+
+def texts(value: Any) -> Iterator[str | bytes]:
+    if isinstance(value, (str, bytes)):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for one in value:
+            yield from texts(one)
+
+
+def heartbeats(ranks: int) -> dict[str, str]:
+    """Return what a rank asks of the launcher's store in a second; and the lowest rank, while a step is late."""
+    store = dist.HashStore()
+    near = range(min(PER_MACHINE, ranks))
+    beats = {rank: Heartbeat(FailureReport(store, rank, ranks), near) for rank in near}
+    for _ in range(3):
+        for beat in beats.values():
+            beat.beat(store)
+    usual, late = CountedStore(store), CountedStore(store)
+    beats[OWN_RANK % ranks].beat(usual)
+    beats[0].is_in_trouble = lambda: True
+    beats[0].beat(late)
+    return {
+        "calls": f"{usual.calls / BEAT_SECONDS:.0f}",
+        "kB": f"{usual.bytes / BEAT_SECONDS / 1e3:.1f}",
+        "calls of all ranks": f"{ranks * usual.calls / BEAT_SECONDS:,.0f}",
+        "calls of the lowest rank while a step is late": f"{late.calls / BEAT_SECONDS:,.0f}",
+    }
+
+
+def plan(ranks: int) -> dict[str, str]:
+    """Return the cost of knowing which samples one of so many ranks gets."""
+
+    def batches() -> Iterator[list[int]]:
+        return iter(PlannedBatchSampler(SAMPLES, BATCH, OWN_RANK % ranks, ranks, shuffle=True, seed=1))
+
+    began = time.process_time()
+    next(batches())
+    first = time.process_time() - began
+    source, taken, began = batches(), 0, time.process_time()
+    for _ in range(1000):
+        taken += len(next(source))
+    each = (time.process_time() - began) / taken
+    tracemalloc.start()
+    for _, _batch in zip(range(1000), batches(), strict=False):
+        pass
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    return {
+        "ms to the first batch": f"{first * 1e3:.1f}",
+        "ns per sample": f"{each * 1e9:.0f}",
+        "MB at the peak": f"{most / MB:.2f}",
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="+", default=RANKS)
+    ranks = parser.parse_args().ranks
+    torch.set_num_threads(1)
+    columns: dict[str, list[str]] = {}
+    for number in ranks:
+        found = {
+            "DDP, per step": one_step("ddp", number),
+            "ZeRO-1, per step": one_step("zero1", number),
+            "virtual ranks, a shard on each rank, per step": one_step("virtual_ranks", number),
+            "store, per second": heartbeats(number),
+            f"plan of {SAMPLES:.0e} samples": plan(number),
+        }
+        for what, figures in found.items():
+            for name, figure in figures.items():
+                columns.setdefault(f"{what}: {name}", []).append(figure)
+    print(f"| of one rank | {' | '.join(f'{number:,}' for number in ranks)} |")
+    print("|---|" + "---|" * len(ranks))
+    for name, figures in columns.items():
+        print(f"| {name} | {' | '.join(figures)} |")
+
+
+if __name__ == "__main__":
+    main()

@@ -8,6 +8,8 @@ The state is that of a model with layers of 4 MiB. Everything is repeated in tur
 reported: what the machine can do, and what it did. `memcpy` is the copy of the state into memory that has been written
 to before; `torch.save` is one file written through a Python handle, and `fsync`. `asynchronous, whole` runs from the
 call until the checkpoint is committed. `first` is the first save of a checkpointer, which must touch fresh memory.
+`verified load` is that of one process: every byte is hashed first. `by hand` is `load_state_dict(torch.load(...))`. The
+hashing shares the cores with whatever else runs: the load of the machine stands beside it.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ddpkit.checkpointing import verify as verify_checkpoint
 from ddpkit.checkpoints import Checkpointer
 from ddpkit.testing import RankPool
 
@@ -120,6 +123,30 @@ def measure_loading(megabytes: int, folder: str, turns: int) -> dict[str, list[f
     return times
 
 
+def measure_verified_load(megabytes: int, folder: Path, turns: int) -> dict[str, list[float]]:
+    """Take turns in one process; the file is in the page cache."""
+    model = make(megabytes)
+    checkpointer = Checkpointer(folder, {"model": model})
+    saved = checkpointer.save_checkpoint(name="d")
+    path = saved.paramfiles["model"]
+
+    def verify() -> None:
+        if verify_checkpoint(saved.path):
+            raise ValueError("it is damaged")
+
+    works: dict[str, Callable[[], object]] = {
+        "torch.load": lambda: torch.load(path, weights_only=True),
+        "load by hand": lambda: model.load_state_dict(torch.load(path, weights_only=True)),
+        "verification alone": verify,
+        "verified load": lambda: checkpointer.load_checkpoint(saved),
+    }
+    times: dict[str, list[float]] = {name: [] for name in works}
+    for _ in range(turns):
+        for name, work in works.items():
+            times[name].append(seconds(work))
+    return times
+
+
 def report(times: dict[str, list[float]], title: str = "") -> None:
     against = {
         "asynchronous, stall, first": "memcpy",
@@ -127,6 +154,8 @@ def report(times: dict[str, list[float]], title: str = "") -> None:
         "asynchronous, whole": "torch.save + fsync",
         "synchronous": "torch.save + fsync",
         "broadcast": "all",
+        "verification alone": "load by hand",
+        "verified load": "load by hand",
     }
     for name, values in times.items():
         best, median, base = min(values), statistics.median(values), against.get(name)
@@ -146,6 +175,8 @@ def main() -> None:
         with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
             print(f"{megabytes} MB in {folder}")
             report(measure_saving(megabytes, Path(folder), arguments.turns))
+            report(measure_verified_load(megabytes, Path(folder), arguments.turns))
+            print(f"  load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
         with (
             tempfile.TemporaryDirectory(dir=arguments.folder) as folder,
             contextlib.closing(RankPool(timeout=600)) as pool,

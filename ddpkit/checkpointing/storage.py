@@ -9,7 +9,8 @@ The order of :func:`make_staging` and :func:`commit_staging` is what makes a sav
 Whatever has its final name is therefore complete, and :func:`verify` tells whether it still is
 what was written. The manifest guards against damage, not against forgery. A file of :func:`write_file` is hashed while
 it is written, by the thread that writes it: ``hashlib`` releases the interpreter lock. Only what others have made is
-read again for the manifest.
+read again for the manifest. SHA-256 is slower than the load of a file that is in memory, and one sum needs one core.
+So a large file is hashed in pieces, which several cores do when it is verified; its digest is that of theirs.
 
 Source: the order follows Pillai et al., "All File Systems Are Not Created Equal", OSDI 2014
 (https://www.usenix.org/conference/osdi14/technical-sessions/presentation/pillai); that ``torch.save``
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import hashlib
 import json
 import os
@@ -29,7 +31,8 @@ import stat
 import uuid
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from types import MappingProxyType
 from typing import Any, BinaryIO, Literal, cast
@@ -43,7 +46,11 @@ from ddpkit.logger import get_logger
 logger = get_logger(__name__)
 
 MANIFEST_NAME = "manifest.json"
-MANIFEST_FORMAT = 1
+MANIFEST_FORMAT = 2
+PIECE_BYTES_OF_FORMAT = {1: 1 << 63, 2: 16 << 20}  # format 1, of ddpkit 0.1: a file is hashed whole
+PIECE_BYTES = PIECE_BYTES_OF_FORMAT[MANIFEST_FORMAT]
+BLOCK_BYTES = 1 << 20
+VERIFY_THREADS = min(8, os.cpu_count() or 1)
 STAGING_PREFIX = ".tmp-"
 TRASH_PREFIX = ".trash-"
 REPLACED_PREFIX = ".trash-of-"  # followed by the name whose place a new directory is about to take
@@ -115,11 +122,19 @@ FILES = FileOperations()
 class _HashingFile:
     """What ``torch.save`` needs of a file for writing; hashes the bytes on their way."""
 
-    def __init__(self, handle: BinaryIO, digest: Any) -> None:
-        self._handle, self._digest = handle, digest
+    def __init__(self, handle: BinaryIO) -> None:
+        self._handle, self._left = handle, 0
+        self.pieces: list[Any] = []
 
     def write(self, data: bytes) -> int:
-        self._digest.update(data)
+        rest = memoryview(data).cast("B")
+        while rest:
+            if not self._left:
+                self.pieces.append(hashlib.sha256())
+                self._left = PIECE_BYTES
+            part, rest = rest[: self._left], rest[self._left :]
+            self.pieces[-1].update(part)
+            self._left -= len(part)
         return self._handle.write(data)
 
     def flush(self) -> None:
@@ -134,7 +149,7 @@ def write_file(path: Path, writer: Callable[[BinaryIO], object]) -> str:
         writer: called with the open binary handle, on which only ``write`` and ``flush`` may be called.
 
     Returns:
-        The SHA-256 of what was written, in hexadecimal digits.
+        The digest of what was written, as :func:`file_sha256` gives it.
 
     Raises:
         OSError: the file cannot be opened or written.
@@ -147,24 +162,57 @@ def write_file(path: Path, writer: Callable[[BinaryIO], object]) -> str:
         >>> write_file(path, lambda handle: torch.save({"w": torch.ones(2)}, handle)) == file_sha256(path)
         True
     """
-    digest = hashlib.sha256()
-    FILES.write(path, lambda handle: writer(cast("BinaryIO", _HashingFile(handle, digest))))
-    return digest.hexdigest()
+    pieces: list[Any] = []
+
+    def write(handle: BinaryIO) -> None:
+        hashing = _HashingFile(handle)
+        writer(cast("BinaryIO", hashing))
+        pieces.extend(hashing.pieces)
+
+    FILES.write(path, write)
+    return _digest_of([piece.digest() for piece in pieces])
 
 
-def file_sha256(path: Path) -> str:
-    """Return the SHA-256 of a file, in hexadecimal digits.
+def file_sha256(path: Path, piece_bytes: int = PIECE_BYTES, threads: int = 1) -> str:
+    """Return the SHA-256 of a file, or of the digests of its pieces if it has several, in hexadecimal digits.
+
+    Args:
+        path: the file.
+        piece_bytes: size of a piece; the last one may be smaller.
+        threads: that hash pieces; with one this thread does, also while the interpreter ends.
 
     Raises:
         OSError: it cannot be read.
 
     Ranks: local.
+
+    Example:
+        >>> import tempfile
+        >>> path = Path(tempfile.mkdtemp()) / "a"
+        >>> _ = path.write_bytes(b"12")
+        >>> one, two = (hashlib.sha256(part).digest() for part in (b"1", b"2"))
+        >>> file_sha256(path, 1) == hashlib.sha256(one + two).hexdigest()
+        True
     """
-    digest = hashlib.sha256()
-    with path.open("rb") as handle:
-        while block := handle.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
+    starts, digest_at = range(0, path.stat().st_size, piece_bytes), functools.partial(_piece_digest, path, piece_bytes)
+    if threads == 1 or len(starts) == 1:
+        return _digest_of(list(map(digest_at, starts)))
+    with ThreadPoolExecutor(threads) as pool:
+        return _digest_of(list(pool.map(digest_at, starts)))
+
+
+def _piece_digest(path: Path, size: int, start: int) -> bytes:
+    digest, block = hashlib.sha256(), memoryview(bytearray(BLOCK_BYTES))
+    with path.open("rb", buffering=0) as handle:
+        handle.seek(start)
+        while size and (count := handle.readinto(block[:size])):
+            digest.update(block[:count])
+            size -= count
+    return digest.digest()
+
+
+def _digest_of(pieces: Sequence[bytes]) -> str:
+    return pieces[0].hex() if len(pieces) == 1 else hashlib.sha256(b"".join(pieces)).hexdigest()
 
 
 def make_staging(final: Path) -> Path:
@@ -536,14 +584,15 @@ def verify(
         faults = [_fault_without_manifest(path, mode) for path in paths]
     else:
         try:
-            files = _read_manifest(directory / MANIFEST_NAME)
+            files, piece_bytes = _read_manifest(directory / MANIFEST_NAME)
         except CheckpointError as error:
             return [str(error)]
-        faults = [_fault(directory, name, entry, mode) for name, entry in files.items() if only in {None, name}]
+        wanted = [name for name in files if only in {None, name}]
+        faults = [_fault(directory, name, files[name], mode, piece_bytes) for name in wanted]
     return [fault for fault in faults if fault is not None]
 
 
-def _fault(directory: Path, name: str, entry: Mapping[str, Any], mode: VerifyMode) -> str | None:
+def _fault(directory: Path, name: str, entry: Mapping[str, Any], mode: VerifyMode, piece_bytes: int) -> str | None:
     if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
         return f"{MANIFEST_NAME} names a file outside the directory: {name!r}"
     path = directory / name
@@ -551,7 +600,7 @@ def _fault(directory: Path, name: str, entry: Mapping[str, Any], mode: VerifyMod
         size = _regular(path).st_size
         if size != entry["size"]:
             return f"{name} has {size} bytes instead of {entry['size']}"
-        if mode == "full" and file_sha256(path) != entry["sha256"]:
+        if mode == "full" and file_sha256(path, piece_bytes, VERIFY_THREADS) != entry["sha256"]:
             return f"{name} fails its checksum: its content has changed since it was saved"
     except FileNotFoundError:
         return f"{name} is missing"
@@ -616,21 +665,22 @@ def read_text(path: Path, limit: int = MOST_TEXT) -> str:
     return path.read_text(encoding="utf-8")
 
 
-def _read_manifest(path: Path) -> dict[str, dict[str, Any]]:
+def _read_manifest(path: Path) -> tuple[dict[str, dict[str, Any]], int]:
+    """Return what a manifest says of each file, and the size of the pieces in which files were hashed."""
     try:
         manifest = json.loads(read_text(path))
         stated = manifest.pop("digest")
-        if manifest["format"] != MANIFEST_FORMAT:
-            raise CheckpointError(
-                f"{path.name} has format {manifest['format']!r}, this ddpkit reads format {MANIFEST_FORMAT}"
-            )
+        piece_bytes = PIECE_BYTES_OF_FORMAT.get(manifest["format"])
+        if piece_bytes is None:
+            known = " and ".join(map(str, PIECE_BYTES_OF_FORMAT))
+            raise CheckpointError(f"{path.name} has format {manifest['format']!r}, this ddpkit reads {known}")
         files: dict[str, Any] = dict(manifest["files"])
         complete = all(isinstance(entry, dict) and {"size", "sha256"} <= set(entry) for entry in files.values())
         if stated != _manifest_digest(manifest) or not complete:
             raise CheckpointError(f"{path.name} fails its checksum")
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path.name} cannot be read: {error}") from error
-    return files
+    return files, piece_bytes
 
 
 def _manifest_digest(manifest: Mapping[str, Any]) -> str:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import signal
 import subprocess
@@ -27,7 +28,10 @@ def test_the_checksum_is_that_of_all_that_was_written(tmp_path, sizes):
     pieces, path = pieces_of(*sizes), tmp_path / "a"
     digest = write_file(path, lambda handle: [handle.write(piece) for piece in pieces])
     assert path.read_bytes() == b"".join(pieces)
-    assert digest == hashlib.sha256(path.read_bytes()).hexdigest()
+    parts = [path.read_bytes()[start : start + 16 * MIB] for start in range(0, max(sum(sizes), 1), 16 * MIB)]
+    sums = [hashlib.sha256(part).digest() for part in parts]
+    assert digest == (sums[0].hex() if len(sums) == 1 else hashlib.sha256(b"".join(sums)).hexdigest())
+    assert digest == storage.file_sha256(path)
 
 
 def test_a_kill_while_a_large_file_is_written_leaves_no_checkpoint_of_that_name(tmp_path):
@@ -58,6 +62,40 @@ write_file(make_staging(final) / "model.ckpt", die)
 def commit(final, write):
     staging = make_staging(final)
     commit_staging(staging, final, write(staging))
+
+
+def as_format_1(final):
+    """Write the manifest as ddpkit 0.1 did: one sum for a file, however large."""
+    manifest = json.loads((final / "manifest.json").read_text())
+    del manifest["digest"]
+    manifest["format"] = 1
+    for name, entry in manifest["files"].items():
+        entry["sha256"] = hashlib.sha256((final / name).read_bytes()).hexdigest()
+    manifest["digest"] = storage._manifest_digest(manifest)
+    (final / "manifest.json").write_text(json.dumps(manifest))
+
+
+@pytest.mark.parametrize("is_old", [False, True])
+def test_each_piece_of_a_large_file_is_verified_and_what_ddpkit_0_1_has_saved(tmp_path, is_old):
+    final = tmp_path / "CKPT+a"
+    content = bytearray(os.urandom(33 * MIB))
+
+    def write(folder):
+        path = folder / "a.ckpt"
+        return {path: write_file(path, lambda handle: handle.write(content))}
+
+    commit(final, write)
+    if is_old:
+        as_format_1(final)
+    assert verify(final) == []
+    for place in (0, 16 * MIB - 1, 16 * MIB, 32 * MIB + 5, 33 * MIB - 1):
+        content[place] ^= 1
+        (final / "a.ckpt").write_bytes(content)
+        assert verify(final) == ["a.ckpt fails its checksum: its content has changed since it was saved"], place
+        content[place] ^= 1
+    first, second, rest = content[: 16 * MIB], content[16 * MIB : 32 * MIB], content[32 * MIB :]
+    (final / "a.ckpt").write_bytes(second + first + rest)
+    assert len(verify(final)) == 1, "the order of the pieces counts"
 
 
 def test_only_what_others_have_written_is_read_again(tmp_path, monkeypatch):

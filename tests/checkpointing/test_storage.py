@@ -306,7 +306,7 @@ def damage_no_manifest(final):
 
 def damage_other_format(final):
     text = (final / "manifest.json").read_text()
-    (final / "manifest.json").write_text(text.replace('"format": 1', '"format": 2'))
+    (final / "manifest.json").write_text(text.replace('"format": 2', '"format": 3'))
 
 
 @pytest.mark.parametrize(
@@ -318,7 +318,7 @@ def damage_other_format(final):
         (damage_swapped, "a.ckpt fails its checksum", False),
         (damage_manifest, "manifest.json cannot be read", True),
         (damage_no_manifest, "manifest.json is missing", True),
-        (damage_other_format, "manifest.json has format 2", True),
+        (damage_other_format, "manifest.json has format 3", True),
     ],
 )
 def test_k2_damage_is_found_and_named(tmp_path, damage, reason, seen_by_size):

@@ -23,9 +23,10 @@ from torch import distributed as dist
 from torch.optim import LBFGS, Optimizer
 
 from ddpkit.comm import control_group, optimizer_facts, require_agreement
-from ddpkit.distributed import get_world_size
+from ddpkit.device import widest_float
+from ddpkit.distributed import exchange, get_world_size
 from ddpkit.errors import ConfigError, RankMismatchError
-from ddpkit.strategies.ddp import DDP
+from ddpkit.strategies.ddp import APART, DDP
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -39,6 +40,12 @@ NOT_WHOLE = (
 CANNOT = (
     "strategy='zero1' cannot divide the optimizer {!r}: {} {} Use one that steps each parameter by itself, such as "
     "torch.optim.AdamW; or --strategy=ddp."
+)
+NOT_AVERAGED = (
+    "strategy='zero1': the gradients of the optimizer {!r} are not the same on all ranks, so that each parameter would "
+    "follow one rank's data. DDP averages what is computed through self.modules, not through hparams or a module's "
+    "inner parts. Call self.backward(loss) and self.optimizers_step(), which averages the rest, and not the "
+    "optimizer's own step()."
 )
 DIFFERS = "keeps numbers that are not of one parameter, and differ where each rank has other parameters."
 
@@ -132,6 +139,8 @@ class DividedOptimizer:
             self._plan(trained)
             self._steps_of = ids
         self._groups = [group["params"] for group in self.optimizer.param_groups]
+        if not self._is_compared:
+            self._require_equal_gradients()
         for group, own in zip(self.optimizer.param_groups, self._own, strict=True):
             group["params"] = own
 
@@ -156,6 +165,13 @@ class DividedOptimizer:
         if not self._is_compared:
             self._is_compared = True
             self._require_equal_groups()
+
+    def _require_equal_gradients(self) -> None:
+        """Refuse, in the first step, gradients that are not averages over the ranks: no weights would show it later."""
+        gradients = [one.grad for one in self._parameters() if one.grad is not None]
+        sizes = exchange(float(sum(one.abs().sum(dtype=widest_float(one.device)) for one in gradients)), MARK)
+        if max(sizes) - min(sizes) > APART * max(sizes):
+            raise ConfigError(NOT_AVERAGED.format(self.name))
 
     def _require_equal_groups(self) -> None:
         """Refuse an optimizer that notes numbers over its parameters in its groups: they are others on other ranks."""

@@ -65,6 +65,18 @@ class OwnBatch(TwoOptimizers):
         return loss.detach()
 
 
+class Growing(Recipe):
+    """Gives the optimizer the rest of the parameters in the second epoch."""
+
+    def init_optimizers(self):
+        self.optimizer = torch.optim.Adam(self.modules.head.parameters(), lr=0.02)
+        self.optimizers_dict = {"adam": self.optimizer}
+
+    def on_stage_start(self, stage, epoch=None):
+        if stage is Stage.TRAIN and epoch == 2:
+            self.optimizer.add_param_group({"params": list(self.modules.net.parameters()), "lr": 0.01})
+
+
 class Unfreezing(Recipe):
     """Trains the head alone in its first epoch."""
 
@@ -73,7 +85,7 @@ class Unfreezing(Recipe):
             self.modules.net.requires_grad_(epoch > 1)
 
 
-KINDS = {one.__name__: one for one in (Recipe, TwoOptimizers, OwnBatch, Unfreezing)}
+KINDS = {one.__name__: one for one in (Recipe, TwoOptimizers, OwnBatch, Growing, Unfreezing)}
 
 
 def make(kind, folder=None, opt=None, norm=nn.BatchNorm1d, **options):
@@ -113,6 +125,7 @@ SETTINGS = [
     ("Recipe", {"remove_vector_weight_decay": True, "ema_decay": 0.8, "grad_accumulation_factor": 2}),
     ("TwoOptimizers", {"grad_accumulation_factor": 1}),
     ("OwnBatch", {"lr_scaling": "linear", "reference_batch_size": 6}),
+    ("Growing", {"grad_accumulation_factor": 2}),
     ("Unfreezing", {"find_unused_parameters": True}),
 ]
 
@@ -177,7 +190,7 @@ ONE_AFTER_THE_OTHER = [
 @pytest.mark.parametrize("kind", ["TwoOptimizers", pytest.param("Recipe", marks=pytest.mark.slow)])
 def test_a_run_goes_on_from_a_checkpoint_of_zero1_and_from_one_of_ddp(ranks, tmp_path, kind, before, after):
     """To the last bit on as many processes; what is saved is a plain optimizer's state, whole."""
-    options = {"ckpt_interval_steps": 2, "ema_decay": 0.8, "ckpt_async": True}
+    options = {"ckpt_interval_steps": 2, "ema_decay": 0.8, "ckpt_async": True, "ckpt_on_error": True}
     if before[1] != after[1]:
         options["norm"] = nn.LayerNorm  # BatchNorm has other batches where one process accumulates
     expected = ranks.run(run_twice, None, "ddp", kind, tmp_path / "whole", options, world_size=before[1])[0]
@@ -275,6 +288,31 @@ def test_a_state_that_is_not_whole_is_not_given_away(ranks, tmp_path):
     first, second = ranks.run(saves_alone, tmp_path, "one-sided")
     assert first.startswith("CheckpointError: strategy='zero1' divides weights or states of optimizers over the ranks")
     assert "rank 0" in second
+
+
+class PastTheBrain(Recipe):
+    """Back-propagates a loss that is not computed through DDP."""
+
+    def fit_batch(self, batch):
+        loss = nn.functional.mse_loss(self.raw_modules.head(self.raw_modules.net(batch[0])), batch[1])
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+
+KINDS["PastTheBrain"] = PastTheBrain
+
+
+def not_averaged():
+    with pytest.raises(ConfigError) as caught:
+        train_with("zero1", "PastTheBrain", None, {})
+    return str(caught.value)
+
+
+def test_gradients_that_are_not_averaged_are_refused(ranks):
+    for message in ranks.run(not_averaged):
+        assert "the gradients of the optimizer 'opt_class' are not the same on all ranks" in message
 
 
 def one_tensor(strategy):

@@ -262,8 +262,12 @@ class OptionTypes:
         shown="25", is_attribute=False)
     broadcast_buffers: bool | None = option(None, STRATEGY, "DDP: buffers of rank 0 in each step", form="on|off",
         shown="if they may differ", is_attribute=False)
-    ddp_comm_hook: str | None = option(None, STRATEGY, "DDP: gradients travel in half precision",
-        choices=("fp16", "bf16"), is_attribute=False)
+    ddp_comm_hook: str | None = option(None, STRATEGY, "DDP: gradients travel in fewer bytes",
+        choices=("fp16", "bf16", "powersgd"), is_attribute=False)
+    matrix_approximation_rank: int = option(1, STRATEGY, "powersgd: columns of the matrices", form="N", minimum=1,
+        is_attribute=False)
+    start_powersgd_iter: int = option(1000, STRATEGY, "powersgd: steps before it begins", form="N", minimum=2,
+        is_attribute=False)
     sync_batchnorm: bool = option(True, STRATEGY, "BatchNorm over the rows of all processes", form="on|off",
         is_attribute=False)
 

@@ -118,6 +118,7 @@ class RankState:
             self._from_last_call = None
             if states.is_complete:
                 self.strategy.show_gradient_orders(self.modules, own.get("gradients", {}))
+                self.strategy.load_hook_states(own.get("hooks", {}))
         if not progress.step:
             go_on_after_end(loader, own.get("loader_end"))
             return go_on_at(loader, 0, None), bool
@@ -155,7 +156,7 @@ class RankState:
     def _of_last_call(self, loader: Any) -> dict[str, Any]:
         """Return what a checkpoint of the end of the call of ``fit`` before has left to this one."""
         source, left = self._from_last_call or (None, {})
-        own = {"gradients": left.get("gradients", {})}
+        own = {name: left.get(name, {}) for name in ("gradients", "hooks")}
         if source is not None and source is _source_of(loader):  # data that goes on from call to call
             own["loader_end"] = left.get("loader_end")
         return own
@@ -177,6 +178,7 @@ class RankState:
             "loader": state_at(loader, self.step_to_save),
             "loader_end": state_at_end(loader),
             "gradients": self.strategy.gradient_orders(),
+            "hooks": self.strategy.hook_states(),
         }
 
     def own_sums(self) -> list[Any]:

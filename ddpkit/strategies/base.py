@@ -95,6 +95,16 @@ class Strategy:
     def show_gradient_orders(self, modules: nn.ModuleDict, orders: Mapping[str, list[int]]) -> None:
         """Have gradients added up in the order of the run that wrote a checkpoint."""
 
+    def hook_states(self) -> dict[str, dict[str, Any]]:
+        """Return what the averaging of gradients keeps on this rank from step to step, by entry."""
+        return {}
+
+    def load_hook_states(self, states: Mapping[str, Mapping[str, Any]]) -> None:
+        """Go on with what :meth:`hook_states` returned on this rank."""
+
+    def forget_errors(self) -> None:
+        """Drop what the averaging of gradients has kept, after gradients that are not finite."""
+
     def whole_states(self, objects: Mapping[str, Any]) -> Mapping[str, Any]:
         """Make the states of objects whole before rank 0 saves them: collective, on every rank in the same order.
 

@@ -62,11 +62,30 @@ def choose_strategy(options: RunOptions, *, decides_late: bool = False) -> Strat
 def _ddp_options(options: RunOptions) -> DDPOptions:
     """Return what the run says of DDP; refuse what its other options rule out."""
     hook, is_off = options.ddp_comm_hook, not options.sync_batchnorm
+    refused = {}
     if hook is not None and options.check_parity is not None:
-        raise ConfigError(
-            f"check_parity={options.check_parity} does not work with ddp_comm_hook={hook}, which rounds the gradients "
-            "that are compared. Leave --ddp_comm_hook out while you check."
-        )
+        refused[f"check_parity={options.check_parity}"] = "the gradients that are compared would be rounded"
+    if hook == "powersgd":
+        refused |= {
+            name: why
+            for name, given, why in (
+                (
+                    "find_unused_parameters",
+                    options.find_unused_parameters,
+                    "it compresses every gradient in every step",
+                ),
+                ("static_graph", options.static_graph, "DDP makes its buckets anew too late"),
+                ("precision=fp16", options.precision == "fp16", "what is left over of a step would have its scale"),
+                (
+                    "skip_nonfinite_grads",
+                    options.skip_nonfinite_grads,
+                    "a gradient that is not finite is in all others",
+                ),
+            )
+            if given
+        }
+    for name, why in refused.items():
+        raise ConfigError(f"ddp_comm_hook={hook} does not work with {name}: {why}. Leave one of them out.")
     if is_off and options.evaluate_ema:
         raise ConfigError(
             "sync_batchnorm=off does not work with evaluate_ema: the averages of batch statistics would be others on "

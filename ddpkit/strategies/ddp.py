@@ -67,7 +67,7 @@ class _Reduction:
         defers: whether it is told then not to.
         held: whether ``no_sync`` tells it so, where torch's own way fails: with a static graph.
         entry: name of the module.
-        hook: of DDP, that averages a bucket: its state and its function; None: as DDP does it by itself.
+        hook: averages a bucket; None: as DDP does it by itself.
         fired: whether it has averaged since that was last looked at.
     """
 
@@ -76,7 +76,7 @@ class _Reduction:
     def __init__(self) -> None:
         self.reduced = self.armed = self.watched = self.defers = self.held = self.fired = False
         self.entry = ""
-        self.hook: tuple[Any, Callable[..., Any]] | None = None
+        self.hook: Callable[..., torch.futures.Future[torch.Tensor]] | None = None
 
     def after_backward(self) -> None:
         """Record the result of a backward pass, which may have reached this module or not."""
@@ -92,9 +92,8 @@ def _average_or_defer(state: _Reduction, bucket: torch.distributed.GradBucket) -
         from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
         state.fired = True
-        hook: tuple[Any, Callable[..., Any]] = state.hook or (None, allreduce_hook)  # None: torch's default group
-        averaged: torch.futures.Future[torch.Tensor] = hook[1](hook[0], bucket)
-        return averaged
+        hook = state.hook
+        return allreduce_hook(None, bucket) if hook is None else hook(bucket)  # type: ignore[arg-type]  # None: torch's
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     future.set_result(bucket.buffer())
     return future
@@ -156,11 +155,11 @@ class WrappedDDP(Reaching, DistributedDataParallel):
             way = next((way for option, way in WAYS.items() if getattr(self, option, False)), WAYS[""])
             raise ConfigError(UNUSED.format(self.gradient_reduction.entry, ", ".join(unused), way)) from error
 
-    def choose_hook(self, hook: tuple[Any, Callable[..., Any]] | None, *, watched: bool) -> None:
+    def choose_hook(self, hook: Callable[..., Any] | None, *, watched: bool) -> None:
         """Have DDP call a hook for each bucket.
 
         Args:
-            hook: its state, and the function that averages; None: DDP averages.
+            hook: averages a bucket; None: DDP does.
             watched: DDP decides when a backward pass comes, not in the forward pass before it, whether it averages.
         """
         self.gradient_reduction.hook, self.gradient_reduction.watched = hook, watched
@@ -241,8 +240,10 @@ class DDP(Strategy):
                 modules[name] = wrapped
                 self.wrapped.append(wrapped)
                 wrapped.gradient_reduction.entry = name
-                wrapped.choose_hook(self.options.hook, watched=self.decides_late or self.options.static_graph)
-                if torch.distributed.get_world_size() > ORDER_MATTERS_ABOVE and not self.options.find_unused_parameters:
+                wrapped.choose_hook(self.options.make_hook(), watched=self.decides_late or self.options.static_graph)
+                by_bucket = self.options.ddp_comm_hook == "powersgd"
+                order_matters = by_bucket or torch.distributed.get_world_size() > ORDER_MATTERS_ABOVE
+                if order_matters and not self.options.find_unused_parameters:
                     self._orders[name] = GradientOrder(wrapped)
                     self._noting.append(self._orders[name])
             else:
@@ -392,6 +393,29 @@ class DDP(Strategy):
             noted = self._orders.get(name)
             if noted is not None and not noted.order and show_order(modules[name], order):
                 noted.order[:] = order
+
+    def hook_states(self) -> dict[str, dict[str, Any]]:
+        """Return by entry what this rank's communication hooks keep from step to step."""
+        return {entry: hook.state_dict() for entry, hook in self._compressing().items()}
+
+    def load_hook_states(self, states: Mapping[str, Mapping[str, Any]]) -> None:
+        """Go on with what the hooks of this rank have kept, after :meth:`show_gradient_orders`.
+
+        Args:
+            states: what :meth:`hook_states` returned.
+        """
+        found = self._compressing()
+        for entry in found.keys() & states.keys():
+            found[entry].load_state_dict(states[entry], self.device)
+
+    def forget_errors(self) -> None:
+        """Drop what hooks have kept, after gradients that are not finite."""
+        for hook in self._compressing().values():
+            hook.forget()
+
+    def _compressing(self) -> dict[str, Any]:
+        found = {one.gradient_reduction.entry: one.gradient_reduction.hook for one in self.wrapped}
+        return {entry: hook for entry, hook in found.items() if hasattr(hook, "forget")}
 
     def start_average(self, count: torch.Tensor | float, device: str) -> Callable[[], torch.Tensor]:
         """Start averaging a number over the ranks, without waiting for it or for the device.

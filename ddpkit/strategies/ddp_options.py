@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,9 @@ class DDPOptions:
         broadcast_buffers: whether buffers are sent from rank 0 before each training forward pass. None: where a
             module has buffers that may drift apart.
         sync_batchnorm: whether a BatchNorm normalises over the rows of all ranks.
-        ddp_comm_hook: how gradients travel: as ``"fp16"`` or ``"bf16"``; None: as they are.
+        ddp_comm_hook: how gradients travel: as ``"fp16"``, ``"bf16"`` or ``"powersgd"``; None: as they are.
+        matrix_approximation_rank: of PowerSGD.
+        start_powersgd_iter: optimizer steps before PowerSGD begins.
 
     Raises:
         ConfigError: options that do not go together.
@@ -44,6 +47,8 @@ class DDPOptions:
     broadcast_buffers: bool | None = None
     sync_batchnorm: bool = True
     ddp_comm_hook: str | None = None
+    matrix_approximation_rank: int = 1
+    start_powersgd_iter: int = 1000
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> DDPOptions:
@@ -62,15 +67,18 @@ class DDPOptions:
                 "used in each step or in none, else --find_unused_parameters alone."
             )
 
-    @property
-    def hook(self) -> tuple[Any, Callable[..., Any]] | None:
-        """The state and the function of DDP's communication hook; None where gradients travel as they are."""
+    def make_hook(self) -> Callable[..., Any] | None:
+        """Return what averages a bucket of gradients of one module; None where gradients travel as they are."""
         if self.ddp_comm_hook is None:
             return None
+        if self.ddp_comm_hook == "powersgd":
+            from ddpkit.strategies.powersgd import PowerSGD
+
+            return PowerSGD(self.matrix_approximation_rank, self.start_powersgd_iter)
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
         half = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
-        return None, half[self.ddp_comm_hook]
+        return functools.partial(half[self.ddp_comm_hook], None)  # type: ignore[arg-type]  # torch's default group
 
     def rows(self, *, normalises: bool) -> dict[str, str]:
         """Return the rows of the start-up block on what is not as in one process.

@@ -267,6 +267,7 @@ class TrainStep:
                 "The count of (loss_sum, count) was 0 over all batches of an optimizer step: such steps are left out."
             )
         elif scaler is None or scaler.get_scale() < 1.0:  # at 1 or more an overflow is its fault: it shrinks
+            self.strategy.forget_errors()
             self.progress.count_skipped(result.norm, self.options.nonfinite_patience)
 
     def optimizers_to_step(self, brain: StepHooks) -> list[torch.optim.Optimizer]:

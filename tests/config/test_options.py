@@ -76,6 +76,8 @@ def test_the_table_is_whole():
         "bucket_cap_mb",
         "broadcast_buffers",
         "ddp_comm_hook",
+        "matrix_approximation_rank",
+        "start_powersgd_iter",
         "sync_batchnorm",
     }
     assert set(RunOptions()) == contract

@@ -100,6 +100,52 @@ def test_gradients_travel_in_half_precision_and_are_the_same_on_all_ranks(ranks,
     assert any(not torch.equal(first[key], value) for key, value in exact.items())
 
 
+POWER = {"ddp_comm_hook": "powersgd", "start_powersgd_iter": 2, "bucket_cap_mb": 0.001, "max_grad_norm": 0}
+
+
+def power_factor(cls, options):
+    """Return the numbers sent per step, the loss of each epoch, and whether the ranks' weights are the same bits."""
+    sent, real = [], dist.all_reduce
+
+    def noted(tensor, *args, **kwargs):
+        sent.append(tensor.numel())
+        return real(tensor, *args, **kwargs)
+
+    brain = make(cls, net=Net(), opt=sgd(0.05), **options)
+    brain.fit([1], points(16), train_loader_kwargs={"batch_size": 2})
+    dist.all_reduce = noted
+    try:
+        brain.fit(range(2, 12), points(16), train_loader_kwargs={"batch_size": 2})
+    finally:
+        dist.all_reduce = real
+    everybody = gather_objects(lambda: weights(brain))
+    alike = all(torch.equal(one, everybody[0][key]) for other in everybody for key, one in other.items())
+    return sum(sent), [loss for *_, loss in brain.losses], alike
+
+
+@pytest.mark.parametrize("cls", [Regression, OwnFitBatch])
+def test_powersgd_sends_thin_matrices_and_learns_what_it_has_left_out(ranks, cls):
+    steps, gradients = 10 * 4, sum(one.numel() for one in Net().parameters())
+    exact = ranks.run(power_factor, cls, {"max_grad_norm": 0})[0][1]
+    for sent, losses, alike in ranks.run(power_factor, cls, POWER, world_size=2):
+        assert alike
+        assert steps < sent < steps * gradients / 5
+        assert losses[-1] < 0.7 * losses[0]
+        assert losses[-1] == pytest.approx(exact[-1], rel=0.3)
+
+
+class PoisonedOnce(Regression):
+    def compute_objectives(self, predictions, batch, stage):
+        loss = super().compute_objectives(predictions, batch, stage)
+        return loss * float("nan") if self.optimizer_step == 5 and not self.nonfinite_count else loss
+
+
+def test_powersgd_goes_on_after_a_step_that_was_not_finite(ranks):
+    for _, losses, alike in ranks.run(power_factor, PoisonedOnce, POWER, world_size=2):
+        assert alike
+        assert losses[-1] < 0.7 * losses[0]
+
+
 class Sums(Regression):
     def compute_objectives(self, predictions, batch, stage):
         return 1e6 * (predictions - batch[1]).square().sum(), 1e6 * len(batch[1])
@@ -145,6 +191,8 @@ def train_mortal(folder, dies_at, options):
         {"static_graph": True},
         pytest.param({"static_graph": True, "grad_accumulation_factor": 2}, marks=pytest.mark.slow),
         pytest.param({"ddp_comm_hook": "bf16"}, marks=pytest.mark.slow),
+        POWER,
+        pytest.param(POWER | {"grad_accumulation_factor": 2}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -204,7 +252,9 @@ CONTRADICTIONS = {
         "static_graph": True,
         "find_unused_parameters": True,
     },
-    "check_parity=2 does not work with ddp_comm_hook=fp16": {"check_parity": 2, "ddp_comm_hook": "fp16"},
+    "ddp_comm_hook=fp16 does not work with check_parity=2": {"check_parity": 2, "ddp_comm_hook": "fp16"},
+    "ddp_comm_hook=powersgd does not work with static_graph": {"static_graph": True, "ddp_comm_hook": "powersgd"},
+    "ddp_comm_hook=powersgd does not work with precision=fp16": {"precision": "fp16", "ddp_comm_hook": "powersgd"},
     "virtual_ranks=2 does not work with ddp_comm_hook=bf16": {"virtual_ranks": 2, "ddp_comm_hook": "bf16"},
     "sync_batchnorm=off does not work with evaluate_ema": {
         "sync_batchnorm": False,

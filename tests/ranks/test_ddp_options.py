@@ -58,7 +58,9 @@ LEVERS = {
 @pytest.mark.grid
 @pytest.mark.parametrize("factor", [1, 3])
 @pytest.mark.parametrize("cls", [Regression, OwnFitBatch])
-@pytest.mark.parametrize("name", LEVERS)
+@pytest.mark.parametrize(
+    "name", ["several", "static graph", *(pytest.param(name, marks=pytest.mark.slow) for name in list(LEVERS)[1:-1])]
+)
 def test_the_options_change_no_number(ranks, name, cls, factor):
     """Also with a short last window, and a rank without a sample in the last batch."""
     expected, steps, losses = train(cls, factor, {})
@@ -123,7 +125,7 @@ def power_factor(cls, options):
     return sum(sent), [loss for *_, loss in brain.losses], alike
 
 
-@pytest.mark.parametrize("cls", [Regression, OwnFitBatch])
+@pytest.mark.parametrize("cls", [Regression, pytest.param(OwnFitBatch, marks=pytest.mark.slow)])
 def test_powersgd_sends_thin_matrices_and_learns_what_it_has_left_out(ranks, cls):
     steps, gradients = 10 * 4, sum(one.numel() for one in Net().parameters())
     exact = ranks.run(power_factor, cls, {"max_grad_norm": 0})[0][1]

@@ -80,6 +80,7 @@ from ddpkit.checkpointing import (
     torch_recovery,
     torch_save,
     wait_for_folder,
+    whole_state_dict,
 )
 from ddpkit.distributed import exchange, get_world_size, if_main_process
 from ddpkit.errors import CheckpointError, ConfigError, RankCheckpointError
@@ -114,6 +115,7 @@ __all__ = [
     "torch_parameter_transfer",
     "torch_recovery",
     "torch_save",
+    "whole_state_dict",
 ]
 
 logger = get_logger(__name__)

@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
+from ddpkit.base import local_part, sharded_like
 from ddpkit.checkpointing import is_code, plain_key
 from ddpkit.errors import CheckpointError, ConfigError
 from ddpkit.logger import get_logger
@@ -147,9 +148,9 @@ class WeightAverage:
                 continue
             averages[weight.names[0]] = average
             group = groups.setdefault((now.dtype, now.device), _Group())
-            group.averages.append(average)
+            group.averages.append(local_part(average))
             if isinstance(now, nn.Parameter):
-                group.parameters.append(now)
+                group.parameters.append(local_part(now))
             else:
                 group.statistics.append(weight)
         self._averages, self._groups, self._loaded = averages, list(groups.values()), None
@@ -252,7 +253,7 @@ class WeightAverage:
             raise CheckpointError(f"the average is of other modules; missing, unknown or of another shape: {listed}.")
         self.updates = int(state[COUNT])
         self._averages, self._groups = {}, []
-        self._loaded = {name: state[name].detach().clone() for name in weights}
+        self._loaded = {name: sharded_like(state[name], now).detach().clone() for name, now in weights.items()}
 
     # ------------------------------------------------------------------------------------ what there is
 
@@ -273,7 +274,7 @@ class WeightAverage:
     def _average_of(self, weight: _Weight, now: torch.Tensor) -> torch.Tensor | None:
         """Return the average of a weight, or None for one that is frozen and whose average is its value."""
         name = weight.names[0]
-        known = self._averages.get(name)
+        known: torch.Tensor | None = sharded_like(self._averages.get(name), now)
         if known is not None and known.shape == now.shape and known.device == now.device:
             return known
         wide = torch.promote_types(now.dtype, torch.float32)
@@ -281,9 +282,9 @@ class WeightAverage:
         trained = now.requires_grad or not isinstance(now, nn.Parameter)
         saved = (self._loaded or {}).get(name)
         if saved is not None:
-            saved = saved.to(now.device, wide)
-            trained = trained or not torch.equal(saved, value)
-            value = saved
+            average: torch.Tensor = sharded_like(saved, now).to(now.device, wide)
+            trained = trained or not torch.equal(average, value)
+            value = average
         return torch.empty_like(now, dtype=wide, requires_grad=False).copy_(value) if trained else None
 
     def _module_state(self) -> dict[str, Any]:

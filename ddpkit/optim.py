@@ -16,7 +16,9 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from ddpkit.base import is_sharded, local_part
 from ddpkit.compat import multiply_all, norm_of_all
+from ddpkit.device import widest_float
 from ddpkit.errors import ConfigError
 from ddpkit.logger import get_logger
 from ddpkit.types import Stage
@@ -97,7 +99,8 @@ def take_step(
         Whether the step was taken, the norm, and whether that was clipped. A step is skipped, and its gradients
         dropped, when a gradient is not finite.
 
-    Ranks: local; gradients must have been averaged over the ranks before.
+    Ranks: local; gradients must have been averaged over the ranks before. Where each rank has a part of them,
+        collective: one small sum gives all the same norm.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.zeros(1)); (3 * weight).sum().backward()
@@ -107,8 +110,8 @@ def take_step(
     own_gradients([one for one in optimizers if not type(one).__module__.startswith("torch.")])
     if scaler is not None:
         optimizers = _unscale(optimizers, scaler)
-    found = gradients(optimizers)
-    total_norm, factor = norm_of_all(found), multiplier
+    factor = multiplier
+    found, total_norm = _with_norm(gradients(optimizers))
     is_plain = isinstance(multiplier, float) and multiplier == 1.0
     if not is_plain:
         total_norm = total_norm * multiplier
@@ -127,6 +130,17 @@ def take_step(
         scaler.update()
     zero_gradients(optimizers, set_to_none=True)
     return StepResult(stepped=finite, norm=norm, clipped=clips and norm > cast("float", max_norm))
+
+
+def _with_norm(found: list[Any]) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Return what this rank has of the gradients, and the norm of all of them on all ranks as of one vector."""
+    if not found or found[0].__class__ is torch.Tensor or not is_sharded(found[0]):
+        return found, norm_of_all(found)
+    parts = [local_part(one) for one in found]
+    square = norm_of_all(parts).to(widest_float(parts[0].device)).square()
+    shared = square.to(found[0].device_mesh.device_type)  # the parts may be in host memory
+    torch.distributed.all_reduce(shared, group=found[0].device_mesh.get_group())
+    return parts, shared.sqrt().to(square.device)
 
 
 def _unscale(optimizers: Sequence[Optimizer], scaler: torch.amp.GradScaler) -> list[Optimizer]:

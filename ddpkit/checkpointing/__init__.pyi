@@ -23,6 +23,8 @@ from ddpkit.checkpointing.hooks import (
     torch_parameter_transfer as torch_parameter_transfer,
     torch_recovery as torch_recovery,
     torch_save as torch_save,
+    whole_state_dict as whole_state_dict,
+    whole_states as whole_states,
 )
 from ddpkit.checkpointing.index import (
     DIRECTORY_PREFIX as DIRECTORY_PREFIX,

@@ -185,7 +185,7 @@ class SnapshotMemory:
             tensor.set_(storage, value.storage_offset(), value.size(), value.stride())
             return tensor.requires_grad_(value.requires_grad)
 
-        return {name: _mapped(state, copied) for name, state in states.items()}
+        return {name: mapped(state, copied) for name, state in states.items()}
 
     def clear(self) -> None:
         """Give the memory back, as soon as no snapshot is in it."""
@@ -229,21 +229,32 @@ def _storages(states: Mapping[str, Any]) -> dict[int, torch.UntypedStorage]:
             found[id(storage)] = storage
 
     for state in states.values():
-        _mapped(state, note)
+        mapped(state, note)
     return found
 
 
-def _mapped(value: Any, function: Callable[[Any], Any]) -> Any:
-    """Rebuild plain containers with a function's values in the place of what they hold."""
+def mapped(value: Any, function: Callable[[Any], Any]) -> Any:
+    """Rebuild plain containers with a function's values in the place of what they hold.
+
+    Args:
+        value: plain containers of anything.
+        function: called with all that is neither a container nor a number, text or None.
+
+    Ranks: local.
+
+    Example:
+        >>> mapped({"a": [torch.ones(1), 3]}, torch.numel)
+        {'a': [1, 3]}
+    """
     if type(value) in {dict, OrderedDict}:
-        rebuilt = type(value)((key, _mapped(one, function)) for key, one in value.items())
+        rebuilt = type(value)((key, mapped(one, function)) for key, one in value.items())
         if type(value) is OrderedDict:
             vars(rebuilt).update(vars(value))  # the versions of a module's state
         return rebuilt
     if type(value) in {list, tuple}:
         if _FIXED.issuperset(map(type, value)):  # long ones of numbers are many
             return type(value)(value)
-        return type(value)(_mapped(one, function) for one in value)
+        return type(value)(mapped(one, function) for one in value)
     return value if type(value) in _FIXED else function(value)
 
 

@@ -42,9 +42,13 @@ from ddpkit.base import (
     MethodHook,
     SaveHook,
     TransferHook,
+    gather_whole,
+    is_sharded,
+    sharded_like,
 )
+from ddpkit.checkpointing.async_save import mapped
 from ddpkit.checkpointing.storage import write_file
-from ddpkit.distributed import main_process_only
+from ddpkit.distributed import get_rank, main_process_only
 from ddpkit.errors import CheckpointError
 from ddpkit.logger import get_logger
 from ddpkit.types import Stateful
@@ -229,6 +233,51 @@ def saved_state(obj: Any) -> Any:
     return _unwrapped_state(obj) if isinstance(obj, nn.Module) else _without_numpy_numbers(obj.state_dict())
 
 
+def whole_states(objects: Mapping[str, Any]) -> dict[str, Any]:
+    """Gather the states of those objects whose tensors are divided over the ranks.
+
+    Args:
+        objects: by name, as for :func:`torch_save`.
+
+    Returns:
+        By name the states that were divided, with plain tensors on the CPU; on other ranks than rank 0 they are empty,
+        since each tensor is dropped as soon as it is gathered.
+
+    Ranks: collective; the same objects in the same order on all ranks.
+
+    Example:
+        >>> whole_states({"net": nn.Linear(1, 1)})
+        {}
+    """
+    found = {}
+    for name, obj in objects.items():
+        state = saved_state(obj)
+        values: list[Any] = []
+        mapped(state, values.append)
+        if any(map(is_sharded, values)):
+            found[name] = mapped(state, lambda one: gather_whole(one, keep=not get_rank()) if is_sharded(one) else one)
+    return found
+
+
+def whole_state_dict(obj: Any) -> Any:
+    """Return the ``state_dict`` of a module or an optimizer, whole, also where each rank holds a part (``fsdp``).
+
+    Args:
+        obj: as for :func:`torch_save`.
+
+    Returns:
+        On rank 0 the state, with plain tensors; None on the other ranks.
+
+    Ranks: collective. In main-only code each rank's part alone is there: call it before, on every rank.
+
+    Example:
+        >>> sorted(whole_state_dict(nn.Linear(2, 1)))
+        ['bias', 'weight']
+    """
+    state = whole_states({"": obj}).get("")
+    return None if get_rank() else saved_state(obj) if state is None else state
+
+
 def write_state(state: Any, path: Path) -> str:
     """Write a file of ``torch.save`` that can be loaded without running code.
 
@@ -240,7 +289,8 @@ def write_state(state: Any, path: Path) -> str:
         Its SHA-256, in hexadecimal digits.
 
     Raises:
-        CheckpointError: the state holds objects that could not be loaded again without running code.
+        CheckpointError: the state holds objects that could not be loaded again without running code, or tensors of
+            which each rank has a part.
         OSError: the file cannot be written.
 
     Ranks: main only.
@@ -252,6 +302,13 @@ def write_state(state: Any, path: Path) -> str:
         >>> safe_load(path)
         {'step': 3}
     """
+    values: list[Any] = []
+    mapped(state, values.append)
+    if any(hasattr(one, "full_tensor") for one in values):
+        raise CheckpointError(
+            "each rank has a part of its tensors (DTensor), and only the main process saves. Save it with the Brain's "
+            "checkpointer, on every rank; or save what ddpkit.checkpoints.whole_state_dict gives, called on every rank."
+        )
     digest = write_file(path, functools.partial(torch.save, state))
     refused = torch.serialization.get_unsafe_globals_in_checkpoint(path)  # reads the pickle alone, not the tensors
     if refused:
@@ -310,7 +367,9 @@ def load_state(obj: Any, state: Any, path: Path) -> None:
     try:
         if isinstance(obj, nn.Module):
             inner = _unwrap(obj)
-            inner.load_state_dict(_rename_for(inner, state))
+            inner.load_state_dict(_for_module(inner, state))
+        elif isinstance(obj, Optimizer):
+            obj.load_state_dict(_for_optimizer(obj, state))
         else:
             obj.load_state_dict(state)
     except Exception as error:
@@ -338,7 +397,7 @@ def torch_parameter_transfer(obj: nn.Module, path: Path) -> None:
     state = safe_load(path)
     inner = _unwrap(obj)
     try:
-        keys = inner.load_state_dict(_rename_for(inner, state), strict=False)
+        keys = inner.load_state_dict(_for_module(inner, state), strict=False)
     except Exception as error:
         raise _misfit(obj, path, error) from error
     name = type(inner).__name__
@@ -546,6 +605,30 @@ def _rename_for(inner: nn.Module, state: Any) -> Any:
         guess = alike[0] if len(alike) == 1 and alike[0] not in state else name
         names[name] = plain.get(name, guess)
     return _renamed(state, names)
+
+
+def _for_module(inner: nn.Module, state: Any) -> Any:
+    """Give the entries of a state the module's names; divide them where the module's parameters are divided."""
+    renamed = _rename_for(inner, state)
+    if any(hasattr(one, "full_tensor") for one in inner.parameters()):
+        own, renamed = inner.state_dict(), _renamed(renamed, {})
+        for name, value in renamed.items():
+            renamed[name] = sharded_like(value, own.get(name))
+    return renamed
+
+
+def _for_optimizer(optimizer: Optimizer, state: Any) -> Any:
+    """Divide what the state has of each parameter as the parameter is divided."""
+    parameters = [one for group in optimizer.param_groups for one in group["params"]]
+    if not any(hasattr(one, "full_tensor") for one in parameters):
+        return state
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    own = dict(zip(numbers, parameters, strict=True))
+    divided = {
+        number: {name: sharded_like(value, own.get(number)) for name, value in known.items()}
+        for number, known in state["state"].items()
+    }
+    return {**state, "state": divided}
 
 
 _TORCHS_OWN = (nn.Module, Optimizer, LRScheduler, ReduceLROnPlateau, GradScaler)

@@ -252,6 +252,18 @@ class OptionTypes:
 
     strategy: str = option("auto", STRATEGY, "what each process holds of the model",
         choices=("auto", "ddp", "fsdp", "zero1", "single"), is_attribute=False)
+    fsdp_blocks: list[str] | None = option(None, STRATEGY, "classes of what fsdp gathers at a time", form="A B",
+        shown="by size", is_attribute=False)
+    fsdp_min_parameters: int = option(5_000_000, STRATEGY, "or the least parameters of such a block", form="N",
+        minimum=1, is_attribute=False)
+    fsdp_reshard_after_forward: bool = option(True, STRATEGY, "free a block between forward and backward pass",
+        is_attribute=False)
+    fsdp_whole_gradients: bool = option(False, STRATEGY, "accumulate whole gradients, exchanged once per step",
+        is_attribute=False)
+    fsdp_cpu_offload: bool = option(False, STRATEGY, "keep weights and optimizer state in host memory",
+        is_attribute=False)
+    fsdp_param_dtype: str = option("own", STRATEGY, "number format in which blocks are computed",
+        choices=("own", "bf16"), is_attribute=False)
     virtual_ranks: int | None = option(None, STRATEGY, "same bits on any number of processes; they divide N",
         form="N", minimum=1, shown="off", is_attribute=False)
     find_unused_parameters: bool = option(False, STRATEGY, "DDP looks for parameters that got no gradient")

@@ -290,7 +290,7 @@ class StageRunner:
         brain.on_stage_start(stage, epoch)
         self.modules.eval()
         progress.step = 0
-        with self._stoppable(), self._averaged_weights(stage):
+        with self._stoppable(), self._averaged_weights(stage), self._evaluating(loader):
             loss = self._evaluate(brain, loader, stage, epoch, enable_bar=enable_bar)
         if stage is Stage.VALID:
             progress.step, progress.valid_loss = 0, loss
@@ -343,7 +343,7 @@ class StageRunner:
         progress.step = 0
         try:
             with self._stoppable(), progress.logged.during(None, None):
-                with self._averaged_weights(Stage.TEST):
+                with self._averaged_weights(Stage.TEST), self._evaluating(loader):
                     outputs = self._outputs(brain, loader, precision, enable_bar=enable_bar)
                 gathered: list[Any] = gather_results(progress.seen, outputs)
         finally:
@@ -417,6 +417,10 @@ class StageRunner:
     def _averaged_weights(self, stage: Stage) -> AbstractContextManager[None]:
         ema = self.train_step.ema
         return ema.evaluated(stage) if self.options.evaluate_ema and ema is not None else contextlib.nullcontext()
+
+    def _evaluating(self, loader: Any) -> AbstractContextManager[None]:
+        divided = is_divided(loader, unknown=self.options.shard_evaluation)
+        return self.train_step.strategy.evaluating(None if divided else length_of(loader))
 
     @contextlib.contextmanager
     def _stoppable(self) -> Iterator[None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -16,6 +16,19 @@ if TYPE_CHECKING:
     from torch import nn
 
 NO_CONTEXT: AbstractContextManager[None] = contextlib.nullcontext()
+
+
+class WholeState(NamedTuple):
+    """Stands in a save for what is divided over the ranks.
+
+    Ranks: local.
+    """
+
+    state: dict[str, Any]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what its own would be, had it not been divided."""
+        return self.state
 
 
 class Strategy:
@@ -104,6 +117,14 @@ class Strategy:
 
     def forget_errors(self) -> None:
         """Drop what the averaging of gradients has kept, after gradients that are not finite."""
+
+    def evaluating(self, length: int | None) -> AbstractContextManager[None]:
+        """Return a context for an evaluation. Collective.
+
+        Args:
+            length: number of batches of this rank, if each rank evaluates the same data; None: they may differ.
+        """
+        return NO_CONTEXT
 
     def whole_states(self, objects: Mapping[str, Any]) -> Mapping[str, Any]:
         """Make the states of objects whole before rank 0 saves them: collective, on every rank in the same order.

@@ -32,6 +32,10 @@ def choose_strategy(options: RunOptions, *, decides_late: bool = False) -> Strat
     """
     number, device, world_size = options.virtual_ranks, str(options.device), distributed.get_world_size()
     _require_sense(options.strategy, options, world_size)
+    if options.strategy == "fsdp" and distributed.is_distributed_initialized():
+        from ddpkit.strategies.fsdp import FSDP  # loads torch.distributed.fsdp: not for the others
+
+        return FSDP(options, decides_late=decides_late)
     if number is None:
         return make_strategy(
             device,
@@ -106,8 +110,6 @@ def _require_sense(name: str, options: RunOptions, world_size: int) -> None:
     for other in ("data_parallel_backend", *(() if name == "single" else ("virtual_ranks",))):
         if options[other]:
             raise ConfigError(f"strategy={name!r} does not work with {other}={options[other]}. Leave one of them out.")
-    if name == "fsdp":
-        raise ConfigError(f"strategy={name!r} is not there yet. Use --strategy=ddp.")
 
 
 def make_strategy(

@@ -27,6 +27,7 @@ from ddpkit.strategies.modules import (
     Reaching,
     has_moving_buffers,
     refuse_shared_parameters,
+    refuse_wrapped,
     spread_from_main,
     trained_parameters,
 )
@@ -234,6 +235,7 @@ class DDP(Strategy):
             trained = trained_parameters(module)
             if isinstance(module, DistributedDataParallel) or self._trained.get(name) == trained:
                 continue
+            refuse_wrapped(name, module, "strategy='ddp'")
             self._trained[name] = trained
             if trained:
                 wrapped = WrappedDDP(self._converted(module), **self._options(module))

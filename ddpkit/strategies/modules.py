@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
+from ddpkit.base import is_sharded
 from ddpkit.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -210,6 +211,32 @@ def has_moving_buffers(module: nn.Module) -> bool:
         name in saved and buffer.is_floating_point() and id(buffer) not in batch_statistics
         for name, buffer in module.named_buffers()
     )
+
+
+def refuse_wrapped(name: str, module: nn.Module, option: str) -> None:
+    """Refuse an entry that is wrapped, or whose parameters are divided over the ranks, already.
+
+    Args:
+        name: of the entry.
+        module: the entry.
+        option: what ddpkit would do with it.
+
+    Raises:
+        ConfigError: naming the entry.
+
+    Ranks: local.
+
+    Example:
+        >>> refuse_wrapped("net", nn.DataParallel(nn.Linear(1, 1)), "strategy='fsdp'")
+        Traceback (most recent call last):
+        ddpkit.errors.ConfigError: strategy='fsdp': modules['net'] is wrapped or sharded already (DataParallel)...
+    """
+    is_wrapped = isinstance(module, (DistributedDataParallel, nn.DataParallel))
+    if is_wrapped or any(map(is_sharded, module.parameters())):
+        raise ConfigError(
+            f"{option}: modules[{name!r}] is wrapped or sharded already ({type(module).__name__}). Give the module "
+            "itself; --strategy=fsdp shards it."
+        )
 
 
 def refuse_shared_parameters(modules: nn.ModuleDict) -> None:

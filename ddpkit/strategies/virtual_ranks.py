@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from ddpkit.comm import OrderedSum, TreeSum, add_tensors
 from ddpkit.device import widest_float
@@ -22,7 +21,7 @@ from ddpkit.distributed import get_rank, get_world_size
 from ddpkit.errors import ConfigError
 from ddpkit.seed import seed_streams
 from ddpkit.strategies.base import NO_CONTEXT, Strategy
-from ddpkit.strategies.modules import spread_from_main
+from ddpkit.strategies.modules import refuse_wrapped, spread_from_main
 from ddpkit.syncbn import SyncBatchNorm
 
 if TYPE_CHECKING:
@@ -106,12 +105,7 @@ class VirtualRanks(Strategy):
         """
         for name, module in modules.items():
             self._require_additive(name, module)
-            is_wrapped = isinstance(module, (DistributedDataParallel, nn.DataParallel))
-            if is_wrapped or any(hasattr(one, "device_mesh") for one in module.parameters()):
-                raise ConfigError(
-                    f"virtual_ranks={self.virtual_ranks}: modules[{name!r}] is wrapped or sharded already "
-                    f"({type(module).__name__}). Give the module itself."
-                )
+            refuse_wrapped(name, module, f"virtual_ranks={self.virtual_ranks}")
             if get_world_size() > 1:
                 spread_from_main(module, self.device)
         if self.device.startswith("cpu"):

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import io
 import itertools
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import distributed as dist
@@ -26,6 +26,7 @@ from ddpkit.comm import control_group, optimizer_facts, require_agreement
 from ddpkit.device import widest_float
 from ddpkit.distributed import exchange, get_world_size
 from ddpkit.errors import ConfigError, RankMismatchError
+from ddpkit.strategies.base import WholeState
 from ddpkit.strategies.ddp import APART, DDP
 
 if TYPE_CHECKING:
@@ -50,19 +51,6 @@ NOT_AVERAGED = (
 DIFFERS = "keeps numbers that are not of one parameter, and differ where each rank has other parameters."
 
 MARK = "ddpkit_zero1"  # attribute of an optimizer that is divided already
-
-
-class WholeState(NamedTuple):
-    """Stands for an optimizer in a save.
-
-    Ranks: local.
-    """
-
-    state: dict[str, Any]
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what the optimizer's own would be, had it not been divided."""
-        return self.state
 
 
 class DividedOptimizer:

@@ -87,7 +87,7 @@ def require_module_keys(modules: torch.nn.ModuleDict, options: RunOptions) -> No
     """
     _chosen(modules, "compile_module_keys", options.compile_module_keys, every=False)
     _chosen(modules, "jit_module_keys", options.jit_module_keys, every=False)
-    for option in ("activation_checkpointing", "compile_blocks"):
+    for option in ("activation_checkpointing", "compile_blocks", "fsdp_blocks"):
         blocks_of(modules, options[option] or (), option)
 
 

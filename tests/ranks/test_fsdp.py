@@ -1,25 +1,434 @@
-"""``--strategy``, and the same answer from sharded weights."""
+"""``--strategy=fsdp``: the same answer from weights, gradients and optimizer states that are divided over the ranks."""
 
 from __future__ import annotations
+
+import functools
+import math
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from ddpkit.brain import Brain
-from ddpkit.errors import ConfigError
+from ddpkit.checkpoints import Checkpointer, torch_recovery, torch_save, whole_state_dict
+from ddpkit.distributed import if_main_process, run_on_main
+from ddpkit.epoch_loop import EpochCounter
+from ddpkit.errors import CheckpointError, ConfigError, MainProcessError, RankFailedError
+from ddpkit.run import checkpoint_policy
+from ddpkit.strategies.base import WholeState
+from ddpkit.types import Stage
+from tests.contract.recipes import QUIET, assert_same
+
+FEATURES, CLASSES = 6, 3
+
+
+def data(number=37):
+    draw = torch.Generator().manual_seed(3)
+    inputs = torch.randn(number, FEATURES, generator=draw, dtype=torch.float64)
+    return list(zip(inputs, torch.randint(0, CLASSES, (number,), generator=draw), strict=True))
+
+
+class Block(nn.Module):
+    def __init__(self, width, *, norm):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(width) if norm else nn.LayerNorm(width)
+        self.layer = nn.Linear(width, width, bias=not norm)
+
+    def forward(self, inputs):
+        return inputs + torch.tanh(self.layer(self.norm(inputs)))
+
+
+def make_net(*, norm=False):
+    torch.manual_seed(11)
+    blocks = [Block(5, norm=norm) for _ in range(2)]  # 5 rows: uneven on 2 ranks and 3
+    return nn.Sequential(nn.Linear(FEATURES, 5), *blocks, nn.Linear(5, CLASSES)).double()
+
+
+class Killed(Exception):
+    pass
+
+
+class Classifier(Brain):
+    counts = False
+    dies_at = None
+    poisoned_at = None
+
+    def compute_forward(self, batch, stage):
+        if stage is Stage.TRAIN and self.dies_at == (self.progress.epoch, self.optimizer_step):
+            raise Killed
+        return self.modules.net(batch[0])
+
+    def compute_objectives(self, predictions, batch, stage):
+        losses = nn.functional.cross_entropy(predictions, batch[1], reduction="none")
+        if stage is Stage.TRAIN and self.poisoned_at == self.optimizer_step and self.progress.nonfinite == 0:
+            losses = losses * math.nan
+        if self.counts:
+            real = (batch[1] > 0).double() * 0.7
+            return (losses * real).sum(), real.sum()
+        return losses.mean()
+
+    def on_stage_end(self, stage, stage_loss, epoch=None):
+        self.told = [*getattr(self, "told", []), stage_loss]
+        if stage is Stage.VALID and self.checkpointer is not None:
+            self.checkpointer.save_and_keep_only(meta={"loss": stage_loss}, num_to_keep=9)
+
+
+def make(kind=Classifier, folder=None, net=None, **options):
+    net, counter = net or make_net(), EpochCounter(2)
+    given = {**QUIET, "max_grad_norm": 0.4, "global_batch_size": 12, "strategy": "fsdp", "fsdp_min_parameters": 30}
+    checkpointer = None if folder is None else Checkpointer(folder, {"net": net, "counter": counter})
+    brain = kind({"net": net}, lambda p: torch.optim.AdamW(p, lr=0.02), None, {**given, **options}, checkpointer)
+    return brain, counter
+
+
+def whole(brain):
+    """The weights, and their average: plain tensors on every rank, gathered by torch."""
+    average = {} if brain.ema is None else {f"ema {name}": one for name, one in brain.ema.state_dict().items()}
+    state = {**brain.raw_modules.state_dict(), **average}
+    return {name: (one.full_tensor() if hasattr(one, "full_tensor") else one).clone() for name, one in state.items()}
+
+
+def train(*arguments, samples=37, valid=7, dies_at=None, poisoned_at=None, counts=False, **options):
+    brain, counter = make(*arguments, **options)
+    brain.dies_at, brain.poisoned_at, brain.counts = dies_at, poisoned_at, counts
+    try:
+        brain.fit(counter, data(samples), data(valid), train_loader_kwargs={"shuffle": True})
+    except Killed:
+        return None
+    return {"weights": whole(brain), "told": brain.told, "steps": brain.optimizer_step}
+
+
+def close(one, other, tolerance=1e-10):
+    assert one["steps"] == other["steps"] > 0
+    assert one["told"] == pytest.approx(other["told"], rel=tolerance, abs=tolerance)
+    for name, value in one["weights"].items():
+        torch.testing.assert_close(value, other["weights"][name], rtol=tolerance, atol=tolerance, msg=name)
 
 
 def refused(**options):
     with pytest.raises(ConfigError) as caught:
-        Brain({"net": nn.Linear(2, 1)}, torch.optim.SGD, run_opts={"device": "cpu", **options})
+        make(**options)
     return str(caught.value)
 
 
-def refused_on_ranks():
-    return refused(strategy="single")
+def refused_on_ranks(given):
+    return [refused(**options) for options in given]
 
 
-def test_single_is_for_one_process(ranks):
-    for message in ranks.run(refused_on_ranks, world_size=2):
-        assert "strategy='single' is for one process, and a launcher has started 2" in message
+def test_what_cannot_work_is_refused_by_name(ranks):
+    given = {
+        "is for one process, and a launcher has started 2": {"strategy": "single"},
+        "check_parity=2: it compares": {"check_parity": 2},
+        "find_unused_parameters=True: all ranks": {"find_unused_parameters": True},
+        "skip_nonfinite_grads=True: each rank": {"skip_nonfinite_grads": True},
+        "jit=True": {"jit": True},
+        "precision='fp16'": {"precision": "fp16"},
+        "virtual_ranks=4": {"virtual_ranks": 4},
+    }
+    for messages in ranks.run(refused_on_ranks, list(given.values())):
+        for words, message in zip(given, messages, strict=True):
+            assert words in message
+
+
+def train_all(cases):
+    return [train(**options) for options in cases]
+
+
+CASES = [
+    {},
+    {"counts": True, "fsdp_reshard_after_forward": False},
+    {"micro_batch_size": 1, "fsdp_whole_gradients": True},
+    {"micro_batch_size": 1, "counts": True, "poisoned_at": 2},
+    {"samples": 25, "shard_evaluation": True, "fsdp_blocks": ["Block"]},  # a rank without a sample in the last batch
+    {"ema_decay": 0.8, "evaluate_ema": True, "shard_evaluation": True, "valid": 1},  # ranks without a batch
+]
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_the_same_answer(ranks, size):
+    expected = [train(**{**one, "micro_batch_size": None}) for one in CASES]
+    for results in ranks.run(train_all, CASES, world_size=size):
+        for result, alone in zip(results, expected, strict=True):
+            close(result, alone)
+
+
+SAVING = {"ema_decay": 0.8, "evaluate_ema": True, "ckpt_interval_steps": 1, "micro_batch_size": 2}
+
+
+def through():
+    return train(**SAVING)
+
+
+def stop(folder, strategy="fsdp"):
+    assert train(Classifier, folder, dies_at=(2, 5), strategy=strategy, **SAVING) is None
+
+
+def go_on(folder, strategy="fsdp"):
+    return train(Classifier, folder, strategy=strategy, **SAVING)
+
+
+def stop_and_go_on(folder):
+    stop(folder)
+    return go_on(folder)
+
+
+def test_a_resumed_run_has_the_same_bits(ranks, tmp_path):
+    for one, other in zip(ranks.run(through), ranks.run(stop_and_go_on, tmp_path), strict=True):
+        assert one["steps"] == other["steps"] > 0
+        assert_same(one["weights"], other["weights"])
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ((2, "fsdp"), (3, "fsdp")),
+        pytest.param((2, "fsdp"), (2, "ddp"), marks=pytest.mark.slow),
+        pytest.param((2, "fsdp"), (1, "auto"), marks=pytest.mark.slow),
+        pytest.param((2, "ddp"), (2, "fsdp"), marks=pytest.mark.slow),
+        pytest.param((1, "auto"), (3, "fsdp"), marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_goes_on_from_and_to_other_strategies(ranks, tmp_path, before, after):
+    expected = through()
+    for (size, strategy), run in ((before, stop), (after, go_on)):
+        results = [run(tmp_path, strategy)] if size == 1 else ranks.run(run, tmp_path, strategy, world_size=size)
+    for result in results:
+        assert result["steps"] == expected["steps"]
+        assert result["told"] == pytest.approx(expected["told"][2:], abs=1e-10)
+        for name, value in expected["weights"].items():
+            torch.testing.assert_close(result["weights"][name], value, rtol=1e-10, atol=1e-10, msg=name)
+
+
+# ------------------------------------------------------------------------------- what a recipe may do
+
+
+class OwnBatch(Classifier):
+    """Its own step, with a look at the weights between backward pass and step, and predictions after it."""
+
+    def fit_batch(self, batch):
+        loss = self.compute_objectives(self.compute_forward(batch, Stage.TRAIN), batch, Stage.TRAIN)
+        self.backward(loss)
+        with torch.no_grad():
+            self.modules.net(batch[0])  # leaves the weights whole with fsdp_reshard_after_forward=False
+        if self.should_step:
+            self.optimizers_step()
+        return loss.detach()
+
+
+class Unfreezes(Classifier):
+    """Trains the first block from the second epoch on."""
+
+    def on_stage_start(self, stage, epoch=None):
+        self.modules.net[1].requires_grad_(requires_grad=epoch != 1)
+
+
+class TwoNets(Classifier):
+    """Two entries of modules, one of them frozen, and an optimizer for each."""
+
+    def compute_forward(self, batch, stage):
+        return self.modules.net(batch[0]) + self.modules.other(batch[0])
+
+    def init_optimizers(self):
+        nets = self.modules.net.parameters(), self.modules.other.parameters()
+        self.optimizers_dict = {
+            "net": torch.optim.AdamW(nets[0], lr=0.02),
+            "other": torch.optim.SGD(nets[1], lr=0.1, momentum=0.9),
+        }
+
+
+class Tied(nn.Module):
+    """Two blocks with one weight, which is that of the first layer, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.Sequential(Block(FEATURES, norm=False), Block(FEATURES, norm=False))
+        self.head, self.last = nn.Linear(FEATURES, FEATURES, bias=False), nn.Linear(FEATURES, CLASSES)
+        self.head.weight = self.blocks[0].layer.weight
+
+    def forward(self, inputs):
+        return self.last(self.head(self.blocks(inputs)))
+
+
+def make_tied():
+    torch.manual_seed(4)
+    return Tied().double()
+
+
+def fit(kind, modules, samples=37, **options):
+    given = {**QUIET, "max_grad_norm": 0.4, "global_batch_size": 12, "strategy": "fsdp", "fsdp_min_parameters": 30}
+    brain = kind(modules, lambda p: torch.optim.AdamW(p, lr=0.02), None, {**given, **options})
+    brain.fit(range(1, 3), data(samples), data(7), train_loader_kwargs={"shuffle": True})
+    outputs = torch.stack(brain.predict(data(7), loader_kwargs={"batch_size": 2}))
+    tested = brain.evaluate(data(5))
+    return {"weights": whole(brain), "told": [*brain.told, tested], "steps": brain.optimizer_step, "outputs": outputs}
+
+
+def other():
+    torch.manual_seed(5)
+    return nn.Linear(FEATURES, CLASSES).double()
+
+
+class Moving(nn.Module):
+    """Has a buffer that is another on each rank after a forward pass, as codebooks have."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(6)
+        self.layer = nn.Linear(FEATURES, CLASSES)
+        self.register_buffer("mean", torch.zeros(FEATURES))
+        self.double()
+
+    def forward(self, inputs):
+        if self.training:
+            self.mean.lerp_(inputs.detach().mean(0), 0.1)
+        return self.layer(inputs - self.mean)
+
+
+def fit_moving(strategy):
+    return fit(Classifier, {"net": Moving()}, strategy=strategy)
+
+
+@pytest.mark.slow
+def test_buffers_that_move_are_those_of_rank_0_as_with_ddp(ranks):
+    found, expected = ranks.run(fit_moving, "fsdp"), ranks.run(fit_moving, "ddp")
+    close(found[0], expected[0])
+
+
+def fit_one(name):
+    if name == "two nets":
+        return fit(TwoNets, {"net": make_net(), "other": other()})
+    if name == "a frozen net":
+        return fit(TwoNets, {"net": make_net(), "other": other().requires_grad_(requires_grad=False)})
+    if name == "batch norm":
+        return fit(Classifier, {"net": make_net(norm=True)}, samples=36)
+    if name == "own fit_batch":
+        return fit(OwnBatch, {"net": make_net()}, fsdp_reshard_after_forward=False)
+    if name == "unfreezes":
+        return fit(Unfreezes, {"net": make_net()})
+    if name == "tied":
+        return fit(Classifier, {"net": make_tied()})
+    if name == "recomputed":
+        return fit(Classifier, {"net": make_net()}, activation_checkpointing=["Block"], fsdp_blocks=["Block"])
+    assert name == "offloaded"
+    return fit(Classifier, {"net": make_net()}, fsdp_cpu_offload=True, ema_decay=0.5)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "two nets",
+        *(
+            pytest.param(one, marks=pytest.mark.slow)
+            for one in ("own fit_batch", "batch norm", "a frozen net", "unfreezes", "tied", "recomputed", "offloaded")
+        ),
+    ],
+)
+def test_recipes_of_all_kinds(ranks, name):
+    expected = fit_one(name)
+    for result in ranks.run(fit_one, name):
+        close(result, expected)
+        torch.testing.assert_close(result["outputs"], expected["outputs"], rtol=1e-10, atol=1e-10)
+
+
+class SavesAlone(Classifier):
+    def on_stage_end(self, stage, stage_loss, epoch=None):
+        if stage is Stage.VALID and if_main_process():
+            self.checkpointer.save_checkpoint()
+
+
+class LooksInside(Classifier):
+    """Saves weights by itself: what rank 0 has, and what all have."""
+
+    def on_stage_end(self, stage, stage_loss, epoch=None):
+        state = whole_state_dict(self.modules.net)
+        optimizer = whole_state_dict(self.optimizer)
+        if if_main_process():
+            torch_save(WholeState(state), self.folder / "whole.ckpt")
+            torch_save(WholeState(optimizer), self.folder / "optimizer.ckpt")
+        run_on_main(lambda: torch_save(self.modules.net, self.folder / "part.ckpt"))
+
+
+def message_of(kind, error, folder, modules=None, **options):
+    given = {**QUIET, "strategy": "fsdp", **options}
+    try:
+        opt_class = functools.partial(torch.optim.AdamW, lr=0.02)
+        brain = kind(modules or {"net": make_net()}, opt_class, None, given, Checkpointer(folder))
+        brain.folder = folder
+        brain.fit([1], data(8), data(4), train_loader_kwargs={"batch_size": 2})
+    except error as problem:
+        return str(problem)
+    return None
+
+
+def saves_alone(folder):
+    seconds, checkpoint_policy.WAIT_SECONDS = checkpoint_policy.WAIT_SECONDS, 0.2
+    try:
+        return message_of(SavesAlone, (CheckpointError, RankFailedError), folder)
+    finally:
+        checkpoint_policy.WAIT_SECONDS = seconds
+
+
+def test_a_save_by_the_main_process_alone_is_an_error(ranks, tmp_path):
+    for message in ranks.run(saves_alone, tmp_path, timeout=60):
+        assert "the main process saves alone. Call save_checkpoint or save_and_keep_only on every rank" in message
+
+
+def test_a_recipe_that_saves_a_part_is_told_how_to_save_all(ranks, tmp_path):
+    for message in ranks.run(message_of, LooksInside, (CheckpointError, MainProcessError), tmp_path):
+        assert "each rank has a part of its tensors" in message
+        assert "ddpkit.checkpoints.whole_state_dict" in message
+    net = make_net()
+    torch_recovery(net, tmp_path / "whole.ckpt", end_of_epoch=True)
+    optimizer = torch.optim.AdamW(net.parameters())
+    torch_recovery(optimizer, tmp_path / "optimizer.ckpt", end_of_epoch=True)
+    assert {one["exp_avg"].shape for one in optimizer.state.values()} == {one.shape for one in net.parameters()}
+    assert not (tmp_path / "part.ckpt").exists()
+
+
+class Outside(Classifier):
+    def init_optimizers(self):
+        self.optimizers_dict = {"outside": torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)}
+
+
+class Scalar(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.factor = nn.Parameter(torch.ones((), dtype=torch.float64))
+
+
+class Sharded(Classifier):
+    def on_fit_start(self):
+        fully_shard(self.modules.net, mesh=init_device_mesh("cpu", (2,)))
+        super().on_fit_start()
+
+
+def messages(folder):
+    return [
+        message_of(Outside, ConfigError, folder / "a"),
+        message_of(Classifier, ConfigError, folder / "b", {"net": Scalar()}),
+        message_of(Classifier, ConfigError, folder / "c", {"net": make_tied()}, fsdp_blocks=["Block"]),
+        message_of(Classifier, ConfigError, folder / "d", fsdp_blocks=["Blok"]),
+        message_of(Sharded, ConfigError, folder / "e", strategy="fsdp"),
+        message_of(Sharded, ConfigError, folder / "f", strategy="ddp"),
+        message_of(OwnBatch, ConfigError, folder / "g", fsdp_whole_gradients=True),
+    ]
+
+
+def test_what_cannot_be_divided_is_an_error_on_every_rank(ranks, tmp_path):
+    for found in ranks.run(messages, tmp_path):
+        for words, message in zip(
+            [
+                "the optimizer 'outside' has parameters that are not in modules",
+                "torch cannot divide modules['net']: fully_shard doesn't support scalar parameters",
+                "blocks.0 of modules['net'] shares a parameter with a part outside",
+                "'Blok'",
+                "strategy='fsdp': modules['net'] is wrapped or sharded already",
+                "strategy='ddp': modules['net'] is wrapped or sharded already",
+                "fsdp_whole_gradients does not work with a fit_batch of the recipe's own",
+            ],
+            found,
+            strict=True,
+        ):
+            assert words in message

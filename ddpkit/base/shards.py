@@ -1,0 +1,81 @@
+"""Tensors of which each rank holds a part: torch's ``DTensor``, as ``fully_shard`` makes them of parameters.
+
+They are known by what they can do, so that a run without them does not load ``torch.distributed.tensor``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def is_sharded(value: Any) -> bool:
+    """Say whether a value is a tensor that is divided over the ranks.
+
+    Ranks: local.
+
+    Example:
+        >>> is_sharded(torch.ones(2))
+        False
+    """
+    return hasattr(value, "full_tensor") and hasattr(value, "device_mesh")
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's rows of a sharded tensor, in the same memory; of another tensor, the tensor itself.
+
+    Ranks: local.
+
+    Example:
+        >>> local_part(torch.ones(2))
+        tensor([1., 1.])
+    """
+    own: Any = tensor.detach() if is_sharded(tensor) else tensor
+    part: torch.Tensor = own.to_local() if is_sharded(tensor) else tensor
+    return part
+
+
+def sharded_like(value: Any, own: Any) -> Any:
+    """Divide a whole tensor as another one is divided; what is of another shape, or divided, stays as it is.
+
+    Args:
+        value: the same on all ranks, such as an entry of a checkpoint.
+        own: sharded by its first dimension, or not at all.
+
+    Returns:
+        A tensor with a copy of this rank's rows, on the device of ``own``; or ``value``.
+
+    Ranks: local.
+
+    Source: the rows of a rank are those of ``torch.chunk``, as in ``Shard(0)`` of torch 2.13; a rank may have none.
+
+    Example:
+        >>> sharded_like(torch.ones(2), torch.zeros(2))
+        tensor([1., 1.])
+    """
+    if not is_sharded(own) or is_sharded(value) or not isinstance(value, torch.Tensor) or value.shape != own.shape:
+        return value
+    from torch.distributed.tensor import DTensor  # is loaded: `own` is one
+
+    mesh, part = own.device_mesh, local_part(own)
+    size = -(-own.shape[0] // mesh.size())
+    start = min(mesh.get_local_rank() * size, own.shape[0])
+    rows = value.detach()[start : start + part.shape[0]].to(part.device, copy=True)
+    return DTensor.from_local(rows, mesh, own.placements, run_check=False, shape=own.shape, stride=own.stride())
+
+
+def gather_whole(tensor: Any, *, keep: bool) -> torch.Tensor:
+    """Gather a sharded tensor.
+
+    Args:
+        tensor: sharded; its part may be in host memory while the ranks communicate on GPUs.
+        keep: whether this rank wants it.
+
+    Returns:
+        The whole tensor on the CPU; empty where it is not kept.
+
+    Ranks: collective, in the same order on all ranks.
+    """
+    gathered: torch.Tensor = tensor.detach().to(tensor.device_mesh.device_type).full_tensor()
+    return gathered.cpu() if keep else gathered.new_empty(0)

@@ -1,0 +1,266 @@
+"""FSDP2, ``torch.distributed.fsdp.fully_shard``: each rank holds a part of every weight, gradient and optimizer state.
+
+The parameters of a *block* are gathered on all ranks for its forward pass, and again for its backward pass, and freed
+after each. Its gradients are averaged over the ranks and divided in one go. Class and names of the modules stay.
+
+Source: what a block gathers, and when, was read in ``torch/distributed/fsdp/_fully_shard`` of torch 2.13. A block that
+is not divided again after a forward pass without a backward pass would go on with old weights after the next optimizer
+step, so :meth:`FSDP.finish_gradients` divides all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from ddpkit.base import is_sharded
+from ddpkit.checkpointing import whole_states
+from ddpkit.distributed import exchange, get_world_size
+from ddpkit.errors import ConfigError
+from ddpkit.logger import get_logger
+from ddpkit.strategies.base import NO_CONTEXT, Strategy, WholeState
+from ddpkit.strategies.ddp import DDP
+from ddpkit.strategies.modules import has_moving_buffers, refuse_shared_parameters, refuse_wrapped, spread_from_main
+from ddpkit.syncbn import convert_sync_batchnorm
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from contextlib import AbstractContextManager
+
+    from ddpkit.run_opts import RunOptions
+
+logger = get_logger(__name__)
+
+# What fully_shard raises for a parameter that it cannot divide.
+_REFUSALS = (ValueError, NotImplementedError, AssertionError)
+
+NOT_THERE = {
+    "ddp_comm_hook": "it is DDP's",
+    "static_graph": "it is DDP's",
+    "check_parity": "it compares gradients of whole models: check the recipe with --strategy=ddp",
+    "find_unused_parameters": "all ranks gather a block together, so each must use it",
+    "skip_nonfinite_grads": "each rank sees a part of a gradient only",
+    "jit": "torch does not divide scripted modules",
+}
+
+
+def _owners(module: nn.Module) -> Counter[int]:
+    """Count in how many parts of a module each parameter is, by its id."""
+    parts = [part for _, part in module.named_modules(remove_duplicate=False)]
+    return Counter(id(one) for part in parts for one in part.parameters(recurse=False))
+
+
+class FSDP(Strategy):
+    """Several processes: ``fully_shard`` on every entry with parameters, and on blocks inside of it.
+
+    Args:
+        options: of the run; those with ``fsdp_`` in their name are read here.
+        decides_late: whether the recipe has its own ``fit_batch``.
+
+    Raises:
+        ConfigError: another option does not work with it.
+
+    Ranks: collective.
+
+    Example:
+        >>> from ddpkit.run_opts import RunOptions
+        >>> FSDP(RunOptions(device="cpu", jit=True))
+        Traceback (most recent call last):
+        ddpkit.errors.ConfigError: strategy='fsdp' does not work with jit=True: torch does not divide ...
+    """
+
+    name = "fully_shard (FSDP2)"
+    saves_alone = False
+
+    def __init__(self, options: RunOptions, *, decides_late: bool = False) -> None:
+        for name in (name for name in NOT_THERE if options[name]):
+            raise ConfigError(f"strategy='fsdp' does not work with {name}={options[name]}: {NOT_THERE[name]}.")
+        if not options.sync_batchnorm:
+            raise ConfigError("strategy='fsdp' does not work with sync_batchnorm=off: use --strategy=ddp.")
+        if options.precision == "fp16":
+            raise ConfigError(
+                "strategy='fsdp' does not work with precision='fp16', whose range needs a scale: use bf16."
+            )
+        if options.fsdp_whole_gradients and decides_late:
+            raise ConfigError(
+                "fsdp_whole_gradients does not work with a fit_batch of the recipe's own, which may step whenever it "
+                "likes: leave it out."
+            )
+        self.device, self.options = str(options.device), options
+        self.start_average = DDP(self.device).start_average  # type: ignore[method-assign]
+        self._roots: list[Any] = []
+        self._blocks: list[Any] = []  # the roots, too
+        self._moving: dict[nn.Module, list[torch.Tensor]] = {}  # of roots: buffers that are sent from rank 0, as in DDP
+        self._has_run: list[Any] = []  # roots
+        self._gathered: dict[int, nn.Parameter] = {}  # what autograd computes gradients of: whole parameters
+
+    # ------------------------------------------------------------------ dividing
+
+    def wrap(self, modules: nn.ModuleDict) -> None:
+        """Give every rank the values of rank 0, convert BatchNorm, and divide every entry that has parameters.
+
+        Raises:
+            ConfigError: an entry is wrapped or divided already, two share a parameter, or torch cannot divide one.
+        """
+        refuse_shared_parameters(modules)
+        for name in [name for name, module in modules.items() if all(module is not one for one in self._roots)]:
+            refuse_wrapped(name, modules[name], "strategy='fsdp'")
+            spread_from_main(modules[name], self.device)
+            if any(isinstance(part, _BatchNorm) for part in modules[name].modules()):
+                modules[name] = convert_sync_batchnorm(modules[name])
+            if next(modules[name].parameters(), None) is not None:
+                try:
+                    self._divide(name, modules[name])
+                except _REFUSALS as error:
+                    raise ConfigError(f"strategy='fsdp': torch cannot divide modules[{name!r}]: {error}") from error
+
+    def _divide(self, name: str, module: nn.Module) -> None:
+        from torch.distributed.fsdp import (
+            CPUOffloadPolicy,
+            MixedPrecisionPolicy,
+            fully_shard,
+        )  # changes warning filters
+
+        options, blocks = self.options, self._chosen_blocks(name, module)
+        if has_moving_buffers(module):
+            self._moving[module] = list(module.buffers())
+        kind = torch.device(self.device).type
+        policy: dict[str, Any] = {
+            "mesh": torch.distributed.init_device_mesh(kind, (get_world_size(),)),
+            "reshard_after_forward": options.fsdp_reshard_after_forward,
+        }
+        if options.fsdp_param_dtype != "own":
+            policy["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        if options.fsdp_cpu_offload:
+            policy["offload_policy"] = CPUOffloadPolicy(pin_memory=kind != "cpu")
+        for block in (*blocks, module):
+            fully_shard(block, **policy)
+        self._roots.append(module)
+        module.register_forward_pre_hook(self._before_forward)
+        for block in (*blocks, module):
+            self._blocks.append(block)
+            self._blocks[-1].unshard()
+            self._gathered |= {id(one): one for one in block.parameters() if not is_sharded(one)}
+            self._blocks[-1].reshard()
+        logger.info("modules[%r] is divided over %d ranks, in %d blocks.", name, get_world_size(), len(blocks) + 1)
+
+    def _before_forward(self, module: nn.Module, _: Any) -> None:
+        if all(module is not one for one in self._has_run):
+            self._has_run.append(module)
+        if module.training and torch.is_grad_enabled():
+            for buffer in self._moving.get(module, ()):
+                torch.distributed.broadcast(buffer.detach(), src=0)
+
+    def _chosen_blocks(self, name: str, module: nn.Module) -> list[nn.Module]:
+        """Return the parts of a module that are gathered by themselves, inner ones first."""
+        names, least = set(self.options.fsdp_blocks or ()), self.options.fsdp_min_parameters
+        everywhere, taken, blocks = _owners(module), set[int](), []
+        for path, part in reversed(list(module.named_modules())):  # a part comes after all that is in it
+            own = {id(one): one.numel() for one in part.parameters() if id(one) not in taken}
+            is_large = next(part.children(), None) is not None and sum(own.values()) >= least
+            is_wanted = type(part).__name__ in names if names else is_large
+            if part is module or not own or not is_wanted or type(part).forward is nn.Module.forward:
+                continue
+            if all(everywhere[one] == number for one, number in _owners(part).items()):
+                taken |= own.keys()
+                blocks.append(part)
+            elif names:
+                raise ConfigError(
+                    f"fsdp_blocks={sorted(names)}: {path} of modules[{name!r}] shares a parameter with a part outside "
+                    "of it. Name a class that contains both, or leave this one out."
+                )
+        return blocks
+
+    def follow(self, modules: nn.ModuleDict) -> None:
+        """Divide what a recipe's own forward pass has left whole, before an epoch."""
+        self._reshard()
+
+    def _reshard(self) -> None:
+        for block in self._blocks:
+            block.reshard()
+
+    def adopt(self, optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
+        """Refuse optimizers with parameters that are not divided.
+
+        Raises:
+            ConfigError: there is one.
+        """
+        for name, optimizer in optimizers.items():
+            if not all(is_sharded(one) for group in optimizer.param_groups for one in group["params"]):
+                raise ConfigError(
+                    f"strategy='fsdp': the optimizer {name!r} has parameters that are not in modules, or that were "
+                    "taken before they were divided. Put their module into modules, and make the optimizer in "
+                    "init_optimizers."
+                )
+
+    # ------------------------------------------------------------------ gradients
+
+    @contextlib.contextmanager
+    def _gradients_stay(self) -> Iterator[None]:
+        for root in self._roots:
+            root.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            for root in self._roots:
+                root.set_requires_gradient_sync(True)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Return a context in which whole gradients are accumulated, with ``fsdp_whole_gradients``; else no such."""
+        return self._gradients_stay() if self.options.fsdp_whole_gradients else NO_CONTEXT
+
+    def backward_pass(self, modules: nn.Module, *, closes: bool, counts: bool) -> AbstractContextManager[None]:
+        """Return a context for one backward pass of a window; where it does not count, all gradients become zero."""
+        return NO_CONTEXT if counts else self._zero_gradients()
+
+    @contextlib.contextmanager
+    def _zero_gradients(self) -> Iterator[None]:
+        handles = [
+            one.register_hook(torch.zeros_like)  # type: ignore[no-untyped-call]
+            for one in self._gathered.values()
+            if one.requires_grad
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def finish_gradients(self) -> None:
+        """Divide what a forward pass without a backward pass has left whole: an optimizer steps on the parts."""
+        self._reshard()
+
+    # ------------------------------------------------------------------ evaluation and checkpoints
+
+    @contextlib.contextmanager
+    def evaluating(self, length: int | None) -> Iterator[None]:
+        """Return a context for an evaluation, which keeps the blocks whole if the ranks' forward passes may differ.
+
+        Args:
+            length: number of batches of this rank, if each rank evaluates the same data; else None.
+        """
+        lengths = set(exchange(length, site="evaluating"))
+        keeps_whole = None in lengths or len(lengths) > 1
+        if keeps_whole:
+            for root in self._roots:
+                root.set_reshard_after_forward(False)
+            for block in self._blocks:
+                block.unshard()
+        try:
+            yield
+        finally:
+            for root in self._has_run:
+                root.reset_iter_state()  # else the next backward pass would gather what the evaluation came to last
+            self._reshard()
+            for root in self._roots:
+                root.set_reshard_after_forward(self.options.fsdp_reshard_after_forward)
+
+    def whole_states(self, objects: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Gather the states that are divided; on the other ranks than rank 0 each tensor is dropped at once."""
+        self._reshard()
+        return {name: WholeState(state) for name, state in whole_states(objects).items()}

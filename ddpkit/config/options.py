@@ -238,6 +238,8 @@ class OptionTypes:
     shard_evaluation: bool = option(False, RUNNING, "divide validation and test sets over the processes")
     check_parity: int | None = option(None, RUNNING, "compare the gradients of N processes with one", form="N",
         minimum=2, shown="off")
+    gc_interval: int = option(0, RUNNING, "collect garbage every N optimizer steps; 0: by itself", form="N",
+        minimum=0, is_attribute=False)
     log_config: str | None = option(None, RUNNING, "YAML with the logging set-up", form="FILE")
     noprogressbar: bool = option(False, RUNNING, "no progress bar")
     tqdm_colored_bar: bool = option(False, RUNNING, "colour the progress bar by stage")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import time
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -134,6 +135,8 @@ class StageRunner:
     def session(self, output_folder: str) -> Iterator[None]:
         """Mark the time of a call of ``fit``, in which a recovered checkpoint sets the position; run the profiler.
 
+        With the option ``gc_interval`` Python collects no garbage by itself in that time.
+
         Args:
             output_folder: for the profiler's records.
         """
@@ -142,7 +145,7 @@ class StageRunner:
         try:
             if options.profile_training:
                 self.profiler = prepare_profiler(options.profile_warmup, options.profile_steps, output_folder)
-            with self.profiler or contextlib.nullcontext():
+            with self.profiler or contextlib.nullcontext(), _collecting_by_steps(options.gc_interval):
                 yield
             if self.profiler is not None and self.profiler.step_num < options.profile_warmup:
                 words = "profile_training: nothing was recorded: training ended within --profile_warmup=%d batches."
@@ -562,6 +565,19 @@ class _IntraEpochSaves:
 
     def _start_anew(self) -> None:
         self.last_time, self.last_step = time.monotonic(), self.progress.step
+
+
+@contextlib.contextmanager
+def _collecting_by_steps(interval: int) -> Iterator[None]:
+    """Return a context in which Python collects no garbage by itself, if the optimizer steps say when."""
+    is_on = gc.isenabled()
+    if interval:
+        gc.disable()
+    try:
+        yield
+    finally:
+        if is_on:
+            gc.enable()
 
 
 def _added_over_store(values: list[float]) -> list[float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -126,6 +127,7 @@ class TrainStep:
         self.is_stepping = False
         self._recipe_freezes = recipe.freezes
         self._may_part = recipe.has_own_fit_batch
+        self._gc_interval = options.gc_interval
         self._unscaled: tuple[torch.optim.Optimizer, ...] = ()
         self._stepped: list[torch.optim.Optimizer] | None = None
 
@@ -327,12 +329,14 @@ class TrainStep:
         return window.stepped()
 
     def _follow_step(self, stepped: list[torch.optim.Optimizer]) -> None:
-        """Count an optimizer step; average the weights and step the schedule after it."""
+        """Count an optimizer step; average the weights, step the schedule and collect garbage after it."""
         self.progress.optimizer_step += 1
         if self.ema is not None:
             self.ema.update()
         if self.schedule is not None:
             self.schedule.after_step(stepped)
+        if self._gc_interval and self.progress.optimizer_step % self._gc_interval == 0:
+            gc.collect()
 
     def _note_unscaled(self, optimizers: list[torch.optim.Optimizer]) -> bool:
         """Note which optimizers are unscaled; return whether no gradients wait with the present scale."""

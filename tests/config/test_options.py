@@ -85,6 +85,7 @@ def test_the_table_is_whole():
         "matrix_approximation_rank",
         "start_powersgd_iter",
         "sync_batchnorm",
+        "gc_interval",
     }
     assert set(RunOptions()) == contract
     assert set(OPTION_BY_NAME) - PARSER_ONLY == contract == set(OptionTypes.__annotations__)

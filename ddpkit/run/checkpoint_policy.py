@@ -435,6 +435,7 @@ class CheckpointPolicy:
             )
             logger.warning("No checkpoint is made of the failure: %s.", reason)
             return
+        self.train_step.strategy.undo_step()
         is_over = progress.train_sums is not None  # the pass: then the sums of all ranks are known
         with _at_last_update(progress), self._with_sums(list(progress.train_sums or ()) or None):
             own = self.rank_state.state_dict() | {"random": None}  # which has been drawn from since

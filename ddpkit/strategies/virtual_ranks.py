@@ -156,6 +156,11 @@ class VirtualRanks(Strategy):
         """Return the feed, which seeds the noise of each shard and takes its gradient away after it."""
         return ShardFeed(feed, self, progress, seed)
 
+    def undo_step(self) -> None:
+        """Give buffers the values of the beginning of the step, unless it is finished."""
+        for name, before in () if self._is_added else self._before.items():
+            self._buffer(name).copy_(before)
+
     def evaluated(self, batches: Iterable[Any], seed: int, *place: int) -> Iterable[Any]:
         """Return the batches, before each of which the noise of its shard is seeded; after them that of all ranks."""
         return _Evaluated(batches, self.shards, self._first, (seed, _EVALUATION, *place))
@@ -224,8 +229,7 @@ class VirtualRanks(Strategy):
             self._begin_step()
         if not self._before:
             self._before = {name: self._buffer(name).clone() for name in self._buffers}
-        for name, before in self._before.items():
-            self._buffer(name).copy_(before)
+        self.undo_step()
         return self._first + self._shard
 
     @torch.no_grad()

@@ -67,6 +67,8 @@ class VirtualRanks(Strategy):
 
     Ranks: collective.
 
+    State: the process computes with one thread on a CPU, and with deterministic kernels elsewhere.
+
     Example:
         >>> VirtualRanks("cpu", 8).shards
         8
@@ -85,6 +87,10 @@ class VirtualRanks(Strategy):
         self._window: Window | None = None
         self._shard, self._adds_at_once, self._dtype = 0, True, widest_float(device)
         self._noted: list[Any] | None = None
+        if device.startswith("cpu"):
+            torch.set_num_threads(1)  # sums of several threads have other bits than those of one
+        else:
+            torch.use_deterministic_algorithms(True)
         self._begin_step()
 
     def _begin_step(self) -> None:
@@ -98,7 +104,7 @@ class VirtualRanks(Strategy):
     # ------------------------------------------------------------------ as a strategy
 
     def wrap(self, modules: nn.ModuleDict) -> None:
-        """Give every rank the values of rank 0, and see to it that the same computation gives the same bits.
+        """Give every rank the values of rank 0.
 
         Raises:
             ConfigError: an entry is wrapped, or sharded, already.
@@ -108,10 +114,6 @@ class VirtualRanks(Strategy):
             refuse_wrapped(name, module, f"virtual_ranks={self.virtual_ranks}")
             if get_world_size() > 1:
                 spread_from_main(module, self.device)
-        if self.device.startswith("cpu"):
-            torch.set_num_threads(1)  # sums of several threads have other bits than those of one
-        else:
-            torch.use_deterministic_algorithms(True)
         self.follow(modules)
 
     def _require_additive(self, name: str, module: nn.Module) -> None:

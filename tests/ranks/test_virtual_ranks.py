@@ -265,6 +265,14 @@ def test_the_same_bits_on_one_process_and_on_three(ranks, name):
     assert ranks.run(case, name, world_size=3) == [case(name)] * 3
 
 
+def test_an_evaluation_without_training_computes_with_one_thread_too():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    make()
+    assert torch.get_num_threads() == 1
+    torch.set_num_threads(before)
+
+
 # ---------------------------------------------------------------------------------------- killed, and gone on with
 
 

@@ -42,6 +42,7 @@ from ddpkit.data.streams import (
     ShardStream as ShardStream,
     ShardStreamLoader as ShardStreamLoader,
     StreamLoader as StreamLoader,
+    StreamReader as StreamReader,
     StreamShard as StreamShard,
     guess_batch_size as guess_batch_size,
     is_batches as is_batches,

@@ -24,6 +24,7 @@ from ddpkit.data.sharding import Sharding, default_seed
 from ddpkit.data.streams import (
     ShardStreamLoader,
     StreamLoader,
+    StreamReader,
     batch_loader,
     is_batches,
     is_sharded,
@@ -388,7 +389,7 @@ def set_epoch(loader: Any, epoch: int) -> None:
         loader.set_epoch(epoch)
     else:
         set_epoch_inside(loader, epoch)
-    if not isinstance(loader, StreamLoader):  # which has told its stream
+    if not isinstance(loader, StreamReader):  # which has told its stream
         set_epoch_inside(getattr(loader, "dataset", None), epoch)
 
 

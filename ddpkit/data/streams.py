@@ -235,12 +235,53 @@ def _with_sketches(items: list[Any], first: FirstItems) -> list[Any]:
     return [_Marked(items[0], first=first), *items[1:]]
 
 
-class StreamLoader(DataLoader[Any]):
+class StreamReader:
+    """What every loader of a stream can tell of it; a base class.
+
+    Attributes:
+        first: the first items read of a stream that is divided over several ranks; None if there are none.
+        position: where the stream is; None where it is read again from the beginning of the epoch after a restart.
+        is_divided: whether every rank reads a part of it.
+        is_dealt: whether every rank reads the whole, and keeps its own items of it.
+
+    Ranks: local.
+    """
+
+    first: FirstItems | None = None
+    position: StreamPosition | None = None
+    is_divided = is_dealt = False
+    _source: StreamShard | ReadApart
+
+    @property
+    def whole(self) -> Any:
+        """The user's own stream or loader."""
+        return self._source.whole
+
+    @property
+    def of_batches(self) -> bool:
+        """Whether a loader of one's own is read, whose items are batches."""
+        return isinstance(self._source, StreamShard) and self._source.of_batches
+
+    def drawn_words(self) -> dict[str, str]:
+        """Describe how the stream shuffles, for a comparison with the other ranks; empty if each may have its own."""
+        digest = shuffle_digest(self.whole) if self.is_divided else ""
+        name = f"shuffle of {type(self.whole).__name__} (without a seed each process shuffles differently: give one)"
+        return {name: digest} if digest else {}
+
+    def read_again(self) -> list[Sketches] | None:
+        """Read the first items again, three times; return sketches of them, or None where that cannot be done."""
+        return self._source.read_again() if isinstance(self._source, StreamShard) else None
+
+    def size_of(self, batch: Any) -> int | None:
+        """Return the number of items of the batch that was yielded last; None if it is one that another rank has."""
+        raise NotImplementedError
+
+
+class StreamLoader(DataLoader[Any], StreamReader):
     """A ``DataLoader`` of a stream, with worker seeds that follow from a key and the epoch.
 
     Attributes:
         last_size: items of the batch that was yielded last; None where the stream makes the batches.
-        first: the first items read of a stream that is divided over several ranks; None if there are none.
         keep_step: whether a rank without a share of the last batch is given one that counts nothing, as in training.
 
     Args:
@@ -255,16 +296,20 @@ class StreamLoader(DataLoader[Any]):
         [[0, 1], [2]]
     """
 
+    position: StreamPosition
+
     def __init__(self, dataset: Any, key: int, **options: Any) -> None:
         self.key = key if options.get("generator") is None else None
         if self.key is not None:
             options["generator"] = torch.Generator()
         super().__init__(dataset, **options)
         self.last_size: int | None = None
-        self.first: FirstItems | None = None
         self.keep_step = self._is_again = False
         self.collate_fn = _Counting(self.collate_fn, makes_batches=self.batch_size is not None)
-        self._source = dataset if isinstance(dataset, StreamShard) else ReadApart(dataset, key)
+        self._source = source = dataset if isinstance(dataset, StreamShard) else ReadApart(dataset, key)
+        is_whole = isinstance(source, StreamShard) and source.world_size == 1
+        self.is_divided = not (is_whole or getattr(self.whole, "is_sharded", False) is True)
+        self.is_dealt = isinstance(source, StreamShard) and source.world_size > 1 and not source.divides_itself
         can_tell = self.num_workers == 0 and is_stateful(self._source.whole)
         self.position = StreamPosition(self._source if can_tell else None)
         self._seed_workers(1)
@@ -277,35 +322,6 @@ class StreamLoader(DataLoader[Any]):
     def _seed_workers(self, epoch: int) -> None:
         if self.key is not None and self.generator is not None:
             self.generator.manual_seed(mix_key(self.key, epoch) >> 1)
-
-    @property
-    def whole(self) -> Any:
-        """The user's own stream or loader."""
-        return self._source.whole
-
-    @property
-    def of_batches(self) -> bool:
-        """Whether a loader of one's own is read, whose items are batches."""
-        return isinstance(self._source, StreamShard) and self._source.of_batches
-
-    @property
-    def is_dealt(self) -> bool:
-        """Whether every rank reads the whole, and keeps its own items of it."""
-        source = self._source
-        return isinstance(source, StreamShard) and source.world_size > 1 and not source.divides_itself
-
-    def drawn_words(self) -> dict[str, str]:
-        """Describe how the stream shuffles, for a comparison with the other ranks; empty if each may have its own."""
-        source = self._source
-        is_own = isinstance(source, StreamShard) and source.world_size == 1
-        is_own = is_own or getattr(self.whole, "is_sharded", False) is True
-        digest = "" if is_own else shuffle_digest(self.whole)
-        name = f"shuffle of {type(self.whole).__name__} (without a seed each process shuffles differently: give one)"
-        return {name: digest} if digest else {}
-
-    def read_again(self) -> list[Sketches] | None:
-        """Read the first items again, three times; return sketches of them, or None where that cannot be done."""
-        return self._source.read_again() if isinstance(self._source, StreamShard) else None
 
     def size_of(self, batch: Any) -> int | None:
         """Return the number of items of the batch that was yielded last; None if it is one that another rank has."""
@@ -439,6 +455,9 @@ def stream_loader(
     return StreamLoader(dataset, mix_key(seed, rank, _WORKERS), **options)
 
 
+_Block = tuple[int, dict[int, list[Any]], FirstItems | None]  # number, items by shard, the first that were read
+
+
 class ShardStream(IterableDataset[Any]):
     """This process's shards of a stream, block by block.
 
@@ -456,7 +475,7 @@ class ShardStream(IterableDataset[Any]):
     Example:
         >>> from ddpkit.data import Sharding
         >>> list(ShardStream(range(7), Sharding(0, 1, virtual_ranks=2), 4))
-        [(0, {0: [0, 2], 1: [1, 3]}), (1, {0: [4, 6], 1: [5]})]
+        [(0, {0: [0, 2], 1: [1, 3]}, None), (1, {0: [4, 6], 1: [5]}, None)]
     """
 
     def __init__(self, whole: Any, sharding: sharding.Sharding, block_size: int, **options: Any) -> None:
@@ -465,7 +484,9 @@ class ShardStream(IterableDataset[Any]):
         self.mine = range(sharding.rank * sharding.shards, (sharding.rank + 1) * sharding.shards)
         parts = [StreamShard(whole, shard, number, block_size, **options) for shard in self.mine]
         self.divides_itself = parts[0].divides_itself
+        self.is_divided = sharding.world_size > 1
         self.parts = parts if self.divides_itself else [StreamShard(whole, 0, 1, block_size, **options)]
+        self.parts[0].shows_first = self.is_divided and not self.divides_itself
         self.drop_last, self.of_batches = parts[0].drop_last, parts[0].of_batches
 
     def set_epoch(self, epoch: int) -> None:
@@ -473,12 +494,12 @@ class ShardStream(IterableDataset[Any]):
         for one in self.parts:
             one.set_epoch(epoch)
 
-    def __iter__(self) -> Iterator[tuple[int, dict[int, list[Any]]]]:
+    def __iter__(self) -> Iterator[_Block]:
         info = get_worker_info()
         worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
         return self._own_shards(worker, workers) if self.divides_itself else self._dealt(worker, workers)
 
-    def _own_shards(self, worker: int, workers: int) -> Iterator[tuple[int, dict[int, list[Any]]]]:
+    def _own_shards(self, worker: int, workers: int) -> Iterator[_Block]:
         """Yield block by block what this worker's shards have: one item of the loader per shard, and per worker."""
         places = range(worker, len(self.parts), workers)
         readers = {place: self.parts[place].read(0, 1) for place in places}
@@ -486,23 +507,25 @@ class ShardStream(IterableDataset[Any]):
             own = {place: list(itertools.islice(readers[place], self._size(place))) for place in places}
             if not any(own.values()):
                 return
-            yield from ((block, {place: items}) for place, items in own.items())
+            yield from ((block, {place: items}, None) for place, items in own.items())
 
-    def _dealt(self, worker: int, workers: int) -> Iterator[tuple[int, dict[int, list[Any]]]]:
+    def _dealt(self, worker: int, workers: int) -> Iterator[_Block]:
         items = self.parts[0].read(worker, workers)
         for block in itertools.count(worker, workers):
-            rows = list(itertools.islice(items, self.block_size))
+            rows, first = list(itertools.islice(items, self.block_size)), None
+            if rows and isinstance(rows[0], _Marked):
+                first, rows[:1] = rows[0].first, [] if rows[0].is_nothing else [rows[0].item]
             if not rows:
                 return
             own = {place: rows[shard :: self.number] for place, shard in enumerate(self.mine)}
-            yield block, own if any(own.values()) else {-1: rows[-1:]}  # something to work on, that counts nothing
+            yield block, own if any(own.values()) else {-1: rows[-1:]}, first  # -1: to work on, counts nothing
 
     def _size(self, place: int) -> int:
         start, stop = part(self.block_size, self.number, self.mine[place])
         return stop - start
 
 
-class ShardStreamLoader:
+class ShardStreamLoader(StreamReader):
     """Yields this process's shards of a stream, as many for each block.
 
     A shard without an item in a block is given another one's batch, which counts nothing.
@@ -511,9 +534,6 @@ class ShardStreamLoader:
         dataset: the shards.
         batch_size: items of a shard; None where the stream makes the batches.
         options: for torch's ``DataLoader``.
-
-    Attributes:
-        position: None: after a restart the stream is read again from the beginning of the epoch.
 
     Ranks: local.
 
@@ -524,10 +544,9 @@ class ShardStreamLoader:
         [([0, 2], 2), ([1, 3], 2), ([4], 1), ([4], 0)]
     """
 
-    position = None
-
     def __init__(self, dataset: ShardStream, batch_size: int | None, **options: Any) -> None:
-        self.dataset, self.batch_size = dataset, batch_size
+        self.dataset, self.batch_size, self._source = dataset, batch_size, dataset.parts[0]
+        self.is_divided, self.is_dealt = dataset.is_divided, self._source.shows_first
         collate = options.pop("collate_fn", None) or (default_convert if batch_size is None else default_collate)
         self._generator = torch.Generator()
         self._loader: Any = DataLoader(
@@ -548,18 +567,13 @@ class ShardStreamLoader:
         """Return the number of items of the batch that was yielded last; 0 of another shard's."""
         return self._size
 
-    def drawn_words(self) -> dict[str, str]:
-        """Describe how the stream shuffles, for a comparison with the other ranks."""
-        digest = shuffle_digest(self.dataset.whole)
-        name = f"shuffle of {type(self.dataset.whole).__name__} (without a seed each process shuffles differently)"
-        return {name: digest} if digest else {}
-
     def __iter__(self) -> Iterator[Any]:
-        last: Any = None
+        last, self.first = cast("Any", None), None
         for _, group in itertools.groupby(start_loading(self._loader), key=lambda item: item[0]):
             found: dict[int, tuple[int, Any]] = {}
-            for _, shards in group:
+            for _, shards, first in group:
                 found |= shards
+                self.first = first or self.first
             for place in range(len(self.dataset.mine)):
                 self._size, last = found.get(place, (0, next(iter(found.values()))[1] if last is None else last))
                 yield last
@@ -571,9 +585,9 @@ class _CollatedShards:
     def __init__(self, collate_fn: Callable[[Any], Any], stream: ShardStream, *, makes_batches: bool) -> None:
         self.collate_fn, self.stream, self.makes_batches = collate_fn, stream, makes_batches
 
-    def __call__(self, given: tuple[int, dict[int, list[Any]]]) -> tuple[int, dict[int, tuple[int, Any]]]:
-        block, shards = given
-        return block, {place: self._collated(items, block, place) for place, items in shards.items() if items}
+    def __call__(self, given: _Block) -> tuple[int, dict[int, tuple[int, Any]], FirstItems | None]:
+        block, shards, first = given
+        return block, {place: self._collated(items, block, place) for place, items in shards.items() if items}, first
 
     def _collated(self, items: list[Any], block: int, place: int) -> tuple[int, Any]:
         part = self.stream.parts[0]

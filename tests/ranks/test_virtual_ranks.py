@@ -12,8 +12,9 @@ from torch.utils.data.distributed import DistributedSampler
 
 from ddpkit.brain import Brain
 from ddpkit.checkpoints import Checkpointer
+from ddpkit.distributed import get_rank
 from ddpkit.epoch_loop import EpochCounter
-from ddpkit.errors import ConfigError
+from ddpkit.errors import ConfigError, RankMismatchError
 from ddpkit.syncbn import SyncBatchNorm
 from ddpkit.training.sizes import BatchSizes
 from ddpkit.types import Stage
@@ -199,6 +200,11 @@ class Divisible(Numbered):
         return Numbered(self.data[index::num_shards][: 7 + index % 3])
 
 
+class OfOneRank(Numbered):
+    def __iter__(self):
+        return iter(self.data[get_rank() or 0 :])
+
+
 class DividesItself(Numbered):
     is_sharded = True
 
@@ -348,6 +354,17 @@ def test_another_number_of_processes_is_refused_with_those_that_work(ranks):
 
 def refused_on_ranks():
     return refused(virtual_ranks=9)
+
+
+def test_a_stream_that_is_another_one_on_each_rank_is_refused(ranks):
+    for message in ranks.run(refused_stream, world_size=2):
+        assert "the ranks do not read the same items" in message
+
+
+def refused_stream():
+    with pytest.raises(RankMismatchError) as caught:
+        train(data=OfOneRank(points()), loading={"shuffle": False, "num_workers": 1})
+    return str(caught.value)
 
 
 def test_what_cannot_work_is_refused_by_name():

@@ -124,13 +124,13 @@ class Counted(PeriodicSync):
         return super().__call__(*args)
 
 
-def count_collectives(layers, epochs, steps):
+def count_collectives(layers, options, epochs, steps):
     """Count the c10d operations of a fit, without the syncs; there is one a second."""
     net = nn.Sequential(*(nn.BatchNorm1d(3) for _ in range(layers)), nn.Linear(3, 1)).double()
     real, Counted.calls = stage_runner.PeriodicSync, 0
     stage_runner.PeriodicSync = Counted
     try:
-        brain = make(Regression, net=net)
+        brain = make(Regression, net=net, **options)
         with profile(acc_events=False) as profiler:
             brain.fit(range(1, epochs + 1), points(4 * steps), points(8), train_loader_kwargs={"batch_size": 2})
     finally:
@@ -142,12 +142,20 @@ def count_collectives(layers, epochs, steps):
 
 
 @pytest.mark.parametrize(
-    ("layers", "per_step"),
-    [(0, {"c10d::allreduce_": 1}), (3, {"c10d::allreduce_": 3, "c10d::allgather_": 3})],
+    ("layers", "options", "per_step", "more_per_epoch"),
+    [
+        (0, {}, {"c10d::allreduce_": 1}, {}),
+        (3, {}, {"c10d::allreduce_": 3, "c10d::allgather_": 3}, {}),
+        (3, {"sync_batchnorm": False}, {"c10d::allreduce_": 1}, {"c10d::broadcast_": 9}),
+    ],
+    ids=["none", "three", "three by themselves"],
 )
-def test_collectives_of_a_step_and_of_an_epoch(ranks, layers, per_step):
-    """One for the gradients, and two for each BatchNorm but the first, whose input has no gradient."""
+def test_collectives_of_a_step_and_of_an_epoch(ranks, layers, options, per_step, more_per_epoch):
+    """One for the gradients, and two for each BatchNorm but the first, whose input has no gradient.
+
+    Where each rank has statistics of its own, they are sent once an epoch.
+    """
     sizes = ((1, 4), (1, 8), (2, 4))  # epochs, steps
-    begun, longer, twice = (ranks.run(count_collectives, layers, *size)[0] for size in sizes)
+    begun, longer, twice = (ranks.run(count_collectives, layers, options, *size)[0] for size in sizes)
     assert longer - begun == {name: 4 * count for name, count in per_step.items()}
-    assert twice - begun - (longer - begun) == PER_EPOCH
+    assert twice - begun - (longer - begun) == PER_EPOCH | more_per_epoch

@@ -12,6 +12,13 @@ from ddpkit.strategies.ddp_options import DDPOptions
 if TYPE_CHECKING:
     from ddpkit.run_opts import RunOptions
 
+NOT_WITH_POWERSGD = {
+    "find_unused_parameters": "it compresses every gradient in every step",
+    "static_graph": "DDP makes its buckets anew too late",
+    "precision": "what is left over of a step would have its scale",
+    "skip_nonfinite_grads": "what is not finite would stay in what is left over",
+}
+
 
 def choose_strategy(options: RunOptions, *, decides_late: bool = False) -> Strategy:
     """Choose the strategy from the launch and the options.
@@ -66,30 +73,13 @@ def choose_strategy(options: RunOptions, *, decides_late: bool = False) -> Strat
 def _ddp_options(options: RunOptions) -> DDPOptions:
     """Return what the run says of DDP; refuse what its other options rule out."""
     hook, is_off = options.ddp_comm_hook, not options.sync_batchnorm
-    refused = {}
+    why = NOT_WITH_POWERSGD if hook == "powersgd" else {}
+    refused = [name for name in why if options[name] is True or options[name] == "fp16"]
     if hook is not None and options.check_parity is not None:
-        refused[f"check_parity={options.check_parity}"] = "the gradients that are compared would be rounded"
-    if hook == "powersgd":
-        refused |= {
-            name: why
-            for name, given, why in (
-                (
-                    "find_unused_parameters",
-                    options.find_unused_parameters,
-                    "it compresses every gradient in every step",
-                ),
-                ("static_graph", options.static_graph, "DDP makes its buckets anew too late"),
-                ("precision=fp16", options.precision == "fp16", "what is left over of a step would have its scale"),
-                (
-                    "skip_nonfinite_grads",
-                    options.skip_nonfinite_grads,
-                    "a gradient that is not finite is in all others",
-                ),
-            )
-            if given
-        }
-    for name, why in refused.items():
-        raise ConfigError(f"ddp_comm_hook={hook} does not work with {name}: {why}. Leave one of them out.")
+        refused, why = ["check_parity"], {"check_parity": "it would compare gradients that were rounded"}
+    if refused:
+        given = f"{refused[0]}={options[refused[0]]}"
+        raise ConfigError(f"ddp_comm_hook={hook} does not work with {given}: {why[refused[0]]}. Leave one of them out.")
     if is_off and options.evaluate_ema:
         raise ConfigError(
             "sync_batchnorm=off does not work with evaluate_ema: the averages of batch statistics would be others on "

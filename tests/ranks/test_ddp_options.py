@@ -255,7 +255,10 @@ CONTRADICTIONS = {
         "find_unused_parameters": True,
     },
     "ddp_comm_hook=fp16 does not work with check_parity=2": {"check_parity": 2, "ddp_comm_hook": "fp16"},
-    "ddp_comm_hook=powersgd does not work with static_graph": {"static_graph": True, "ddp_comm_hook": "powersgd"},
+    "ddp_comm_hook=powersgd does not work with static_graph=True: DDP makes": {
+        "static_graph": True,
+        "ddp_comm_hook": "powersgd",
+    },
     "ddp_comm_hook=powersgd does not work with precision=fp16": {"precision": "fp16", "ddp_comm_hook": "powersgd"},
     "virtual_ranks=2 does not work with ddp_comm_hook=bf16": {"virtual_ranks": 2, "ddp_comm_hook": "bf16"},
     "sync_batchnorm=off does not work with evaluate_ema": {

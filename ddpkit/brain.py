@@ -777,6 +777,8 @@ class Brain(_Typed):
         """Compare the data of the ranks, and work out what follows from its length."""
         run, options, world_size = self.__run, self.run_opts, get_world_size()
         run.preflight.compare_data(train=train, valid=valid)
+        if options.auto_micro_batch:
+            run.stages.auto_micro_batch.require(train)
         length, shards = length_of(train), run.strategy.shards
         check_train_data(train, length)
         length, factor = length and length // shards, options.grad_accumulation_factor // shards

@@ -232,6 +232,16 @@ class PlannedBatchSampler(Sampler[list[int]]):
         if global_batch_size is not None:
             division["global_batch_size"] = global_batch_size
         self._plan = SamplingPlan(size, batch_size, world_size * shards, drop_last, **division)
+        self.divide(micro_batches)
+
+    def divide(self, micro_batches: int) -> None:
+        """Divide every global batch into so many batches, from the next iteration on.
+
+        Args:
+            micro_batches: as in :class:`SamplingPlan`.
+        """
+        shards = self.shards
+        self._plan = dataclasses.replace(self._plan, micro_batches=micro_batches)
         self.batch_size = self._plan.batch_size
         self._full_batches = self._plan.full_batches * shards
         full = dataclasses.replace(self._plan, num_samples=self._plan.global_batch_size)

@@ -290,6 +290,8 @@ class OptionTypes:
         minimum=1)
     micro_batch_size: int | None = option(None, BATCHES, "of those, at most N at a time on a process", form="N",
         minimum=1, shown="all at once")
+    auto_micro_batch: bool = option(False, BATCHES, "halve that where a process lacks memory",
+        is_attribute=False)
     loss_weighting: str = option("samples", BATCHES, "what counts the same: each sample, or each batch",
         choices=("samples", "batches"))
     lr_scaling: str = option("none", BATCHES, "scale learning rates with the batch per step",
@@ -304,8 +306,8 @@ class OptionTypes:
     scheduler_every: str = option("step", GRADIENTS, "step scheduler_class's schedule after each",
         choices=("step", "epoch"))
     nonfinite_patience: int = option(3, GRADIENTS, "non-finite steps to skip per epoch", form="N", minimum=0)
-    activation_checkpointing: list[str] | None = option(None, GRADIENTS, "less memory: compute blocks of these classes "
-        "again in the backward pass", form="A B", is_attribute=False)
+    activation_checkpointing: list[str] | None = option(None, GRADIENTS, "compute such blocks again in backward",
+        form="A B", is_attribute=False)
     skip_nonfinite_grads: bool = option(False, GRADIENTS, "drop single gradients that are not finite")
     remove_vector_weight_decay: bool = option(False, GRADIENTS, "no weight decay for biases and norms")
 
@@ -338,7 +340,7 @@ class OptionTypes:
 
     compile: bool = option(False, COMPILING, "torch.compile all modules")
     compile_module_keys: list[str] | None = option(None, COMPILING, "compile only these", form="A B", shown="all")
-    compile_blocks: list[str] | None = option(None, COMPILING, "compile only blocks of these classes, each by itself",
+    compile_blocks: list[str] | None = option(None, COMPILING, "compile only blocks of these classes",
         form="A B", shown="none", is_attribute=False)
     compile_mode: str = option("default", COMPILING, "or reduce-overhead, or max-autotune", form="MODE")
     compile_using_fullgraph: bool = option(False, COMPILING, "a break in the graph is an error")

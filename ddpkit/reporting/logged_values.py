@@ -162,6 +162,17 @@ class LoggedValues:
             if at <= step:
                 append(number, count)
 
+    def forget_after(self, step: int) -> None:
+        """Leave out what was logged in batches after a step, which are done again under other numbers.
+
+        Args:
+            step: batches of the stage.
+
+        Ranks: local.
+        """
+        self._fresh = [one for one in self._fresh if one[0] <= step]
+        self._settle()
+
     def _hold(self, name: str, kind: _Kind) -> _Held:
         """Return new sums for a name that this stage has not logged yet."""
         if type(name) is not str or not name:

@@ -214,6 +214,8 @@ class CheckpointPolicy:
     def keep_global_batch(self, *, is_looped: bool) -> None:
         """Where a checkpoint of another number of processes is resumed, take steps of as many samples as those did.
 
+        With ``auto_micro_batch``, begin with the micro-batches that the checkpoint's run had found.
+
         Args:
             is_looped: whether training has nominal epochs, which count batches.
 
@@ -222,6 +224,9 @@ class CheckpointPolicy:
         """
         options, state = self.options, self.run_state
         before = None if state.start is None else state.start.step_plan
+        if before is not None and before.per_process is not None and options.auto_micro_batch:
+            options.micro_batch_size = min(before.per_process, options.micro_batch_size or before.per_process)
+            options.grad_accumulation_factor = 1
         if before is None or options.global_batch_size is not None:
             return
         changed = before.on(data_ranks(options, get_world_size()), is_looped=is_looped)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ddpkit.run.auto_micro_batch import AutoMicroBatch
 from ddpkit.run.checkpoint_policy import CheckpointPolicy
 from ddpkit.run.guard import RunGuard
 from ddpkit.run.loader_factory import LoaderFactory
@@ -81,9 +82,8 @@ class Run:
         self.stop = StopControl(options, hparams, progress, self.policy)
         self.guard = RunGuard(options, progress, self.stop.signals)
         self.preflight = Preflight(options, progress, self.train_step, self.policy)
-        self.stages = StageRunner(
-            options, progress, modules, self.train_step, rank_state, self.policy, self.stop, self.guard, self.preflight
-        )
+        owners = self.policy, self.stop, self.guard, self.preflight, AutoMicroBatch(recipe, self.train_step, run_state)
+        self.stages = StageRunner(options, progress, modules, self.train_step, rank_state, *owners)
         self.loaders = LoaderFactory(options, hparams)
         self.epochs: int | None = 1
         self.length = RunLength()

@@ -42,12 +42,13 @@ DAMAGED = "The checkpoint is damaged; delete it or start with --resume=<an older
 NOMINAL = "nominal epoch"
 NEWEST, NEVER = "auto", "never"  # what the option `resume` says, or else a path
 EVALUATED = "only_evaluated"  # said by a checkpoint if the Brain that saved it had trained nothing
+_ALIKE = {"optimizer_step_limit", "activation_checkpointing", "auto_micro_batch"}
 #: Options that change a run's numbers, except options that follow from the number of processes.
 TELLING = tuple(
     option.name
     for option in OPTIONS
     if (option.group in {BATCHES, GRADIENTS} or option.name in {"virtual_ranks", "ddp_comm_hook", "sync_batchnorm"})
-    and option.name not in {"grad_accumulation_factor", "global_batch_size", "micro_batch_size", "optimizer_step_limit"}
+    and option.name not in {"grad_accumulation_factor", "global_batch_size", "micro_batch_size", *_ALIKE}
 )
 
 

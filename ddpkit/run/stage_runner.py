@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import time
 from typing import TYPE_CHECKING, Any, Protocol
@@ -57,6 +58,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from ddpkit.control import SyncReport
+    from ddpkit.run.auto_micro_batch import AutoMicroBatch
     from ddpkit.run.checkpoint_policy import CheckpointPolicy
     from ddpkit.run.guard import RunGuard
     from ddpkit.run.preflight import Preflight
@@ -105,6 +107,7 @@ class StageRunner:
         stop: knows what has asked to stop.
         guard: tightens its limits after the first steps.
         preflight: looks at a batch of every epoch.
+        auto_micro_batch: repeats steps that are too large, if the option says so.
 
     Attributes:
         profiler: of this call of ``fit``, or None.
@@ -123,10 +126,11 @@ class StageRunner:
         stop: StopControl,
         guard: RunGuard,
         preflight: Preflight,
+        auto_micro_batch: AutoMicroBatch,
     ) -> None:
         self.options, self.progress, self.modules, self.train_step = options, progress, modules, train_step
         self.rank_state, self.policy, self.stop = rank_state, policy, stop
-        self.guard, self.preflight = guard, preflight
+        self.guard, self.preflight, self.auto_micro_batch = guard, preflight, auto_micro_batch
         self.profiler: Any = None
         self._sync = PeriodicSync(progress.logged.confer, get_world_size(), is_main=if_main_process())
         self._sync_of_bar = PeriodicSync(list, 1, is_main=True)
@@ -180,7 +184,9 @@ class StageRunner:
         brain.zero_grad()
         if not progress.step:
             progress.nonfinite = 0
-        progress.avg_train_loss = progress.train_loss = self._pass(brain, loader, epoch, enable_bar=enable_bar)
+        one_pass = functools.partial(self._pass, brain, loader, epoch, enable_bar=enable_bar)
+        found = self.auto_micro_batch.run(one_pass, loader) if self.options.auto_micro_batch else one_pass()
+        progress.avg_train_loss = progress.train_loss = found
         brain.zero_grad(set_to_none=True)
         if train_step.schedule is not None:
             train_step.schedule.after_stage(Stage.TRAIN, progress.avg_train_loss, progress.optimizer_step)
@@ -197,9 +203,13 @@ class StageRunner:
         left_out, ready = self.rank_state.begin_pass(loader)
         set_epoch(loader, epoch)  # after begin_pass, which may give a stream the epoch before
         require_same_draw(loader)
-        feed = self._feed(loader, left_out, ready)
+        if options.auto_micro_batch:
+            ready = self.auto_micro_batch.ready(ready)
+        feed: Any = self._feed(loader, left_out, ready)
         feed = self.train_step.strategy.feed(feed, progress, self.rank_state.base_seed or 0)
-        progress.window_end, progress.train_meter, progress.train_sums = progress.step, progress.meter, None
+        if options.auto_micro_batch:
+            feed = self.auto_micro_batch.feed(feed)
+        progress.window_end, progress.train_meter, progress.train_sums = progress.step, progress.meter.copy(), None
         progress.is_in_pass = True
         self._begin(Stage.TRAIN, loader)
         saves = _IntraEpochSaves(self.train_step, options, self.policy, self.stop)

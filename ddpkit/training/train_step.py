@@ -16,6 +16,7 @@ from ddpkit.logger import get_logger
 from ddpkit.training.loop import Progress, backward, sum_and_count
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from contextlib import AbstractContextManager
 
     from torch import nn
@@ -94,6 +95,7 @@ class TrainStep:
         schedule: stepped after every optimizer step; or None.
         sum_divisor: what sums are divided by before fp16 scaling; None until it is agreed on.
         is_stepping: whether weights are being changed.
+        agree: called before the ranks send each other anything of an optimizer step; or None.
 
     Ranks: collective.
 
@@ -125,6 +127,7 @@ class TrainStep:
         self.schedule: optim.Schedule | None = None
         self.sum_divisor: float | None = None
         self.is_stepping = False
+        self.agree: Callable[[], None] | None = None
         self._recipe_freezes = recipe.freezes
         self._may_part = recipe.has_own_fit_batch
         self._gc_interval = options.gc_interval
@@ -212,7 +215,7 @@ class TrainStep:
             window.divisor = self._divisor_of_sums(count)
         window.counted = count if window.counted is None else window.counted + count
         window.counted_at = self.progress.step
-        if window.closes:
+        if window.closes and self.agree is None:
             window.average = self.strategy.start_average(window.counted, self.device)
         return 1.0 / window.divisor if window.count else 0.0
 
@@ -321,6 +324,8 @@ class TrainStep:
 
     def close_window(self) -> torch.Tensor | float:
         """Return the factor for the gradients before the step, and reset the count."""
+        if self.agree is not None:
+            self.agree()
         window = self.progress.window
         if window.counted is not None:
             average = window.average or self.strategy.start_average(window.counted, self.device)

@@ -86,6 +86,7 @@ def test_the_table_is_whole():
         "start_powersgd_iter",
         "sync_batchnorm",
         "gc_interval",
+        "auto_micro_batch",
     }
     assert set(RunOptions()) == contract
     assert set(OPTION_BY_NAME) - PARSER_ONLY == contract == set(OptionTypes.__annotations__)

@@ -108,7 +108,7 @@ class Host:
 
 
 def runner_of(host):
-    runner = StageRunner(host.run_opts, host.progress, nn.ModuleDict(), *[host] * 6)
+    runner = StageRunner(host.run_opts, host.progress, nn.ModuleDict(), *[host] * 7)
     runner.profiler = host.profiler
     return runner
 

@@ -1,0 +1,239 @@
+"""``--auto_micro_batch``: an optimizer step that some rank has no memory for is repeated on all, in smaller parts."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from ddpkit.dataloader import plan_of
+from ddpkit.distributed import get_rank, get_world_size, sum_over_ranks
+from ddpkit.errors import ConfigError
+from ddpkit.logger import get_logger
+from ddpkit.sampler import PlannedBatchSampler
+from ddpkit.seed import RngState
+from ddpkit.training import Window
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from torch import nn
+
+    from ddpkit.run.state import RunState
+    from ddpkit.training import Feed, Recipe, StreamFeed, TrainStep
+
+logger = get_logger(__name__)
+
+ABLE = {"one device", "DistributedDataParallel"}  # strategies that communicate after the agreement only
+UNAGREED = (
+    "auto_micro_batch: {}.optimizers_step does not call super().optimizers_step(), in which the processes agree on "
+    "whether all have had enough memory. Call it, or leave --auto_micro_batch out."
+)
+
+
+class StepTooLargeError(Exception):
+    """Some other rank had no memory for the optimizer step; never seen by a user."""
+
+
+class AutoMicroBatch:
+    """Repeats what is left of a pass with micro-batches of half the size where a step does not fit into memory.
+
+    All that an optimizer step computes is sent after the ranks have agreed that each of them had enough memory for it:
+    with DDP gradients are averaged in one piece then, not while they are computed.
+
+    Args:
+        recipe: what its class overrides.
+        train_step: of the run.
+        run_state: gets the step plan.
+
+    Ranks: collective.
+
+    State: ``micro_batch_size`` and ``grad_accumulation_factor`` of the run's options; the plan of the loader.
+    """
+
+    def __init__(self, recipe: Recipe, train_step: TrainStep, run_state: RunState) -> None:
+        self.recipe, self.train_step, self.run_state = recipe, train_step, run_state
+        self._is_open = False  # whether the ranks have still to agree on a step
+        self._random: RngState | None = None  # as the step began
+        self._buffers: list[tuple[nn.Module, str, torch.Tensor]] = []  # likewise
+        self._sent: list[torch.Tensor] = []  # buffers that rank 0 sends after an agreement, as DDP in a forward pass
+
+    def require(self, loader: Any) -> None:
+        """Refuse what cannot be repeated, or divided.
+
+        Args:
+            loader: of the training.
+
+        Raises:
+            ConfigError: there is such a thing.
+        """
+        step, options = self.train_step, self.train_step.options
+        has_batch_norm = any(isinstance(one, _BatchNorm) for one in step.modules.modules())
+        refused = {
+            "without global_batch_size, which it divides": options.global_batch_size is None,
+            f"with {step.strategy.name}": step.strategy.name not in ABLE,
+            "with static_graph": options.static_graph,
+            "with ddp_comm_hook": options.ddp_comm_hook is not None,
+            "with fp16, whose scale is agreed on inside of a step (use bf16)": step.scaler.is_enabled(),
+            f"with a fit_batch of its own, as {self.recipe.name} has it": self.recipe.has_own_fit_batch,
+            "with BatchNorm on several processes, which waits for all of them": has_batch_norm and get_world_size() > 1,
+            f"with a {type(loader).__name__}, whose batches it cannot divide: give a dataset with a length": not (
+                isinstance(plan_of(loader), PlannedBatchSampler) and getattr(loader, "batch_sampler", None)
+            ),
+        }
+        for words in (words for words, is_so in refused.items() if is_so):
+            raise ConfigError(f"auto_micro_batch does not work {words}. Leave --auto_micro_batch out.")
+
+    def run(self, one_pass: Callable[[], float], loader: Any) -> float:
+        """Make a pass, and again what is left of it after each step that was too large.
+
+        Args:
+            one_pass: goes on where the progress says, with batches of :meth:`feed`.
+            loader: of this rank.
+
+        Returns:
+            What it returns.
+
+        Raises:
+            ConfigError: a step is too large with one sample at a time.
+        """
+        with self._agreeing():
+            while True:
+                error = ""
+                try:
+                    return one_pass()
+                except StepTooLargeError:
+                    pass
+                except torch.OutOfMemoryError as found:
+                    if not self._is_open:
+                        raise
+                    error = f" ({str(found).partition(chr(10))[0]})"
+                    logger.warning("Rank %d ran out of memory%s.", get_rank() or 0, error, main_process_only=False)
+                    self._confer(failed=True)
+                self._divide(loader.batch_sampler, error)  # here what was computed is freed
+
+    def ready(self, otherwise: Callable[[], object]) -> Callable[[], object]:
+        """Return what is to be called when a pass has its loader's iterator.
+
+        Args:
+            otherwise: what that is in a first attempt.
+        """
+        return otherwise if self._random is None else self._random.restore
+
+    def feed(self, feed: Feed | StreamFeed) -> AttemptFeed:
+        """Return a feed that tells when a step begins."""
+        return AttemptFeed(feed, self)
+
+    def begin_step(self) -> None:
+        """Note what a second attempt at this step begins with.
+
+        Raises:
+            ConfigError: the ranks have not agreed on the step before.
+        """
+        if self._is_open:
+            raise ConfigError(UNAGREED.format(self.recipe.name))
+        self._is_open, self._random = True, RngState.capture()
+        self._buffers = [(owner, name, getattr(owner, name).clone()) for owner, name, _ in self._buffers]
+
+    def agree(self) -> None:
+        """Let the ranks agree, after the backward passes of a step, on whether all had enough memory for it.
+
+        Raises:
+            StepTooLargeError: one had not.
+        """
+        if self._confer(failed=False):
+            raise StepTooLargeError
+        for buffer in self._sent:
+            torch.distributed.broadcast(buffer, src=0)
+
+    def _confer(self, *, failed: bool) -> bool:
+        self._is_open = False
+        return bool(sum_over_ranks([float(failed)])[0])
+
+    @contextlib.contextmanager
+    def _agreeing(self) -> Iterator[None]:
+        """Return a context in which nothing of a step is sent before the ranks have agreed on it."""
+        step = self.train_step
+        saved = step.modules.state_dict(keep_vars=True)
+        owners = dict(step.modules.named_modules())
+        places = [(name.rpartition("."), one) for name, one in step.modules.named_buffers() if name in saved]
+        self._buffers = [(owners[path], name, one) for (path, _, name), one in places]
+        self._sent = []
+        for module in getattr(step.strategy, "wrapped", ()):
+            self._sent += module.module.buffers() if module.forward_sync_buffers else ()
+            module.require_forward_param_sync = False  # else DDP sends its buffers in the first forward pass
+        self._random, step.agree = None, self.agree
+        try:
+            with step.strategy.no_sync():
+                yield
+        finally:
+            step.agree, self._is_open, self._buffers = None, False, []
+
+    def _divide(self, sampler: PlannedBatchSampler, error: str) -> None:
+        """Go back to the end of the last step, and make micro-batches of half the size."""
+        step, progress, options, plan = self.train_step, self.train_step.progress, self.train_step.options, sampler.plan
+        size = plan.batch_size // 2
+        if not size:
+            raise ConfigError(
+                f"auto_micro_batch: one sample at a time is too much for the memory of a process{error}, in epoch "
+                f"{progress.epoch}, optimizer step {progress.optimizer_step + 1}. Use a smaller model or shorter "
+                "samples, --activation_checkpointing, or --precision=bf16."
+            )
+        factor = -(-plan.global_batch_size // (size * get_world_size()))
+        options.micro_batch_size, options.grad_accumulation_factor = size, factor
+        sampler.divide(factor)
+        progress.logged.forget_after(progress.window_end)
+        progress.step = progress.window_end = progress.window_end // plan.micro_batches * factor
+        progress.meter, progress.window = progress.train_meter or progress.new_meter(), Window()
+        self.run_state.step_plan = replace(self.run_state.step_plan, factor=factor, per_process=size)
+        with torch.no_grad():
+            for owner, name, before in self._buffers:
+                getattr(owner, name).copy_(before)
+        for parameter in step.modules.parameters():
+            parameter.grad = None
+        gc.collect()
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            torch.cuda.empty_cache()
+        words = (
+            "auto_micro_batch: optimizer step %d was too large for the memory. It is repeated, and the run goes on, "
+        )
+        words += "with at most %d samples at a time on a process (--micro_batch_size=%d), accumulated over %d batches."
+        logger.announce(words, progress.optimizer_step + 1, size, size, factor)
+
+
+@dataclass
+class AttemptFeed:
+    """A feed that tells when the first micro-batch of a step is there.
+
+    Attributes:
+        inner: yields the micro-batches.
+        attempts: is told.
+
+    Ranks: as the inner feed.
+    """
+
+    inner: Feed | StreamFeed
+    attempts: AutoMicroBatch
+
+    @property
+    def length(self) -> int | None:
+        """The number of micro-batches of an epoch."""
+        return self.inner.length
+
+    @property
+    def factor(self) -> int:
+        """The number of micro-batches of an optimizer step."""
+        return self.inner.factor
+
+    def batches(self, window: Window) -> Iterator[Any]:
+        """Yield the micro-batches."""
+        begins = True
+        for batch in self.inner.batches(window):
+            if begins:
+                self.attempts.begin_step()
+            begins = window.closes
+            yield batch

@@ -1,0 +1,265 @@
+"""``--auto_micro_batch``: a step that one rank has no memory for is repeated on all, with smaller micro-batches."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import BatchSampler, IterableDataset, SequentialSampler
+
+from ddpkit.brain import Brain
+from ddpkit.checkpoints import Checkpointer
+from ddpkit.distributed import get_rank
+from ddpkit.epoch_loop import EpochCounter
+from ddpkit.errors import ConfigError
+from tests.contract.recipes import QUIET, Killed, points
+
+
+class Small(nn.Module):
+    """A model whose memory, on one rank, is enough for so many rows; it runs out forwards or backwards."""
+
+    def __init__(self, most, on_rank=0, backward=False, norm=False, noise=0.0, after=0):
+        super().__init__()
+        torch.manual_seed(7)
+        middle = nn.BatchNorm1d(4) if norm else nn.Identity()
+        self.net = nn.Sequential(nn.Linear(3, 4), middle, nn.Tanh(), nn.Dropout(noise), nn.Linear(4, 1)).double()
+        self.register_buffer("scale", torch.ones(1, dtype=torch.float64))  # DDP sends it, as it may move
+        self.most, self.on_rank, self.backward, self.after, self.steps = most, on_rank, backward, after, 0
+
+    def forward(self, x):
+        out = self.net(x) * self.scale
+        self.steps += self.training
+        if self.training and len(x) > self.most and (get_rank() or 0) == self.on_rank and self.steps > self.after:
+            if not self.backward:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore words.")
+            out.register_hook(fail)
+        return out
+
+
+def fail(gradient):
+    raise torch.OutOfMemoryError("CUDA out of memory, backwards")
+
+
+class Regression(Brain):
+    """Says all that must not depend on the attempts."""
+
+    counts, dies_at = False, None
+
+    def compute_forward(self, batch, stage):
+        return self.modules.model(batch[0])
+
+    def compute_objectives(self, predictions, batch, stage):
+        errors = (predictions - batch[1]).square()
+        self.log("large", (errors > 1).sum(), count=errors.numel())
+        self.log("error", errors.mean())
+        return (errors.sum(), float(errors.numel())) if self.counts else errors.mean()
+
+    def on_fit_batch_start(self, batch, should_step):
+        self.seen = [*getattr(self, "seen", []), (self.optimizer_step, batch[1].flatten().tolist())]
+        if self.dies_at == self.optimizer_step:
+            raise Killed
+
+
+class Counting(Regression):
+    counts = True
+
+
+SAMPLES, GLOBAL = 50, 12
+
+
+def make(kind=Regression, folder=None, most=100, model=None, **options):
+    modules = {"model": Small(most, **(model or {}))}
+    given = {**QUIET, "global_batch_size": GLOBAL, "auto_micro_batch": True, **options}
+    checkpointer = None if folder is None else Checkpointer(folder, modules)
+    return kind(modules, lambda of: torch.optim.AdamW(of, lr=0.05), run_opts=given, checkpointer=checkpointer)
+
+
+def told(brain, result):
+    weights = {name: one.tolist() for name, one in brain.raw_modules.state_dict().items()}
+    return weights, result.train_loss, result.valid_loss, result.logged, result.optimizer_steps
+
+
+def sizes(brain):
+    return brain.run_opts.micro_batch_size, brain.grad_accumulation_factor
+
+
+def train(kind=Regression, most=100, loading=None, **options):
+    """Return what a training comes to, the size of its micro-batches, and the samples of its last epoch."""
+    brain = make(kind, most=most, **options)
+    data = points(SAMPLES)
+    result = brain.fit(range(1, 4), data, data[:7], train_loader_kwargs=loading or {"shuffle": True})
+    return told(brain, result), sizes(brain), brain.seen
+
+
+# What is given, and the micro-batch that then fits on two processes.
+IN_THE_FIRST_STEP = {
+    "forwards on rank 0": ({"most": 2}, 1),
+    "forwards on the last rank": ({"most": 3, "model": {"on_rank": 1}}, 3),
+    "backwards": ({"most": 3, "model": {"backward": True}}, 3),
+    "counts": ({"kind": Counting, "most": 2, "model": {"backward": True, "on_rank": 1}}, 1),
+    "noise": ({"most": 3, "model": {"noise": 0.4}}, 3),
+    "workers": ({"most": 3, "loading": {"num_workers": 1, "persistent_workers": True, "shuffle": True}}, 3),
+    "bf16": ({"most": 3, "precision": "bf16"}, 3),
+    "unused parameters": ({"most": 3, "find_unused_parameters": True}, 3),
+}
+LATER = {
+    "forwards": ({"most": 2, "model": {"after": 9}, "micro_batch_size": 3}, 1),
+    "backwards": ({"most": 3, "model": {"after": 7, "on_rank": 1, "backward": True}}, 3),
+    "counts": ({"kind": Counting, "most": 2, "model": {"after": 12, "on_rank": 1}, "micro_batch_size": 5}, 1),
+    "in the last step of an epoch": ({"most": 1, "model": {"after": 4}, "micro_batch_size": 6}, 1),
+}
+
+
+def both(given):
+    """Train with a memory that is too small; and from the start with the micro-batches that fit."""
+    found, size, seen = train(**given)
+    expected, begun, _ = train(**{**given, "most": 100, "micro_batch_size": size[0]})
+    return found, size, expected, begun, seen
+
+
+def assert_close(found, expected):
+    assert [*found[0]] == [*expected[0]]
+    for name, values in expected[0].items():
+        torch.testing.assert_close(torch.tensor(found[0][name]), torch.tensor(values), rtol=0, atol=1e-10)
+    assert found[1:3] == pytest.approx(expected[1:3], rel=1e-10)
+    assert found[3]["train"] == pytest.approx(expected[3]["train"], rel=1e-10)
+    assert found[4] == expected[4]
+
+
+def quick(cases, number):
+    return [one if place < number else pytest.param(one, marks=pytest.mark.slow) for place, one in enumerate(cases)]
+
+
+@pytest.mark.parametrize("case", quick(IN_THE_FIRST_STEP, 2))
+def test_the_same_bits_as_with_the_size_that_fits_where_the_first_step_shows_it(ranks, case):
+    given, micro = IN_THE_FIRST_STEP[case]
+    for found, size, expected, begun, _ in ranks.run(both, given, world_size=2):
+        assert found == expected
+        assert size == begun == (micro, GLOBAL // 2 // micro)
+
+
+@pytest.mark.parametrize("case", quick(LATER, 2))
+@pytest.mark.parametrize("number", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_no_sample_is_lost_or_counted_twice_where_memory_runs_out_later(ranks, case, number):
+    given, micro = LATER[case]
+    run = ranks.run(both, given, world_size=number)
+    shown = [(step, sample) for *_, seen in run for step, batch in seen for sample in batch]
+    for epoch in range(3):
+        steps = range(5 * epoch, 5 * (epoch + 1))
+        once = sorted(sample for step, sample in set(shown) if step in steps)
+        assert once == sorted(one[1].item() for one in points(SAMPLES))
+    for found, size, expected, begun, _ in run:
+        assert_close(found, expected)
+        assert size == begun
+        assert size[0] == micro or number != 2
+
+
+def test_on_one_process_batch_statistics_move_once():
+    found, size, expected, begun, _ = both({"most": 3, "model": {"norm": True}})
+    assert found == expected
+    assert size == begun == (3, 4)
+
+
+def test_without_a_lack_of_memory_the_answer_is_that_of_ddp(ranks):
+    for (agreed, size, _), (plain, _, _) in zip(
+        ranks.run(train, world_size=2), ranks.run(train_plainly, world_size=2), strict=True
+    ):
+        assert_close(agreed, plain)
+        assert size == (None, 1)
+
+
+def train_plainly():
+    return train(auto_micro_batch=False)
+
+
+# ---------------------------------------------------------------------------------------- killed, and gone on with
+
+
+def go_on(folder, dies_at=None):
+    brain = make(Counting, folder, most=2, model={"after": 3, "on_rank": 1}, ckpt_interval_steps=1)
+    brain.dies_at = dies_at
+    counter = EpochCounter(3)
+    brain.checkpointer.add_recoverables({"counter": counter})
+    data = points(SAMPLES)
+    try:
+        result = brain.fit(counter, data, train_loader_kwargs={"shuffle": True})
+    except Killed:
+        return None
+    return told(brain, result)[0], sizes(brain), brain.seen[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dies_at", [4, 8])
+def test_a_resumed_run_begins_with_the_size_that_was_found_and_ends_with_the_same_bits(ranks, tmp_path, dies_at):
+    whole = ranks.run(go_on, tmp_path / "whole", world_size=2)
+    ranks.run(go_on, tmp_path / "parts", dies_at, world_size=2)
+    for (weights, size, first), expected in zip(ranks.run(go_on, tmp_path / "parts", world_size=2), whole, strict=True):
+        assert (weights, size) == expected[:2]
+        assert first[0] == dies_at
+        assert len(first[1]) == size[0]
+
+
+# ---------------------------------------------------------------------------------------- what cannot work
+
+
+def test_one_sample_that_is_too_large_is_an_error_on_every_rank(ranks):
+    for outcome in ranks.outcomes(train, Regression, 0, world_size=2):
+        assert not outcome.ok
+        assert "one sample at a time is too much for the memory" in outcome.error
+
+
+class OwnBatch(Regression):
+    def fit_batch(self, batch):
+        return super().fit_batch(batch)
+
+
+class StepsByItself(Regression):
+    def optimizers_step(self):
+        self.optimizer.step()
+        self.zero_grad()
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(points(SAMPLES))
+
+
+def refused(kind=Regression, data=None, loading=None, scaler=None, **options):
+    brain = make(kind, **options)
+    brain.scaler = scaler or brain.scaler
+    with pytest.raises(ConfigError) as error:
+        brain.fit([1], data or points(SAMPLES), train_loader_kwargs=loading or {})
+    return str(error.value)
+
+
+def test_what_cannot_be_repeated_or_divided_is_refused():
+    assert "without global_batch_size" in refused(global_batch_size=None)
+    assert "with virtual ranks" in refused(virtual_ranks=2)
+    assert "with static_graph." in refused(static_graph=True)
+    assert "with ddp_comm_hook." in refused(ddp_comm_hook="fp16")
+    assert "with fp16, whose scale" in refused(scaler=torch.amp.GradScaler("cpu"))
+    assert "with a fit_batch of its own, as OwnBatch has it" in refused(OwnBatch)
+    assert "with a StreamLoader, whose batches it cannot divide" in refused(data=Stream())
+    assert "with a LoopedLoader" in refused(loading={"looped_nominal_epoch": 4})
+    batches = BatchSampler(SequentialSampler(range(SAMPLES)), 4, drop_last=False)
+    assert "made already, by a batch_sampler" in refused(loading={"batch_sampler": batches})
+    assert "StepsByItself.optimizers_step does not call super().optimizers_step()" in refused(StepsByItself)
+
+
+def test_batch_norm_on_several_processes_is_refused(ranks):
+    for outcome in ranks.outcomes(train_normalised, world_size=2):
+        assert "with BatchNorm on several processes" in outcome.error
+
+
+def train_normalised():
+    return train(model={"norm": True})
+
+
+def test_another_failure_is_not_taken_for_a_lack_of_memory(caplog):
+    class Fails(Regression):
+        def on_fit_batch_end(self, batch, outputs, loss, should_step):
+            raise torch.OutOfMemoryError("after the step")
+
+    with pytest.raises(torch.OutOfMemoryError, match="after the step"):
+        make(Fails).fit([1], points(SAMPLES))
+    assert "ran out of memory" not in caplog.text

@@ -14,7 +14,8 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from torch import nn
+from torch import distributed as dist, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import profile
 from torch.utils.data import DataLoader
 
@@ -29,13 +30,17 @@ STEPS = 128
 MOST_OF_BY_HAND = 0.75  # training: 252 calls of 345
 MOST_ALLOCATIONS = 0.8  # of those by hand, training: 21.5 of 30, and those of a sync
 MOST_MORE_ALLOCATIONS = 1  # validation: 6.5, 7 by hand
+MOST_MORE_ON_TWO_RANKS = {1: -60, 8: 15}  # by batches per step: 327 calls of 416, 234 of 228; and those of syncs
 PER_EPOCH = {"c10d::allreduce_": 3}  # training: samples before the pass, sums after it; validation: sums
 MOST_MORE_IN_VALIDATION = 38  # 100 calls, 64 by hand; without loader workers, which look after random numbers
 
 
+BENCHMARK = str(Path(__file__).parents[1] / "benchmarks/loop_overhead.py")
+
+
 @pytest.fixture(scope="module")
 def loops():
-    return runpy.run_path(str(Path(__file__).parents[1] / "benchmarks/loop_overhead.py"), run_name="loaded")
+    return runpy.run_path(BENCHMARK, run_name="loaded")
 
 
 @pytest.fixture
@@ -112,6 +117,33 @@ def test_a_step_leaves_no_python_objects(passes, stage):
 
 
 # ---------------------------------------------------------------------------------------------- two ranks
+
+
+def count_calls(accumulate):
+    """Count the calls of Python in a batch, of ddpkit and by hand."""
+    loops = runpy.run_path(BENCHMARK, run_name="loaded")
+    world, net = dist.get_world_size() if dist.is_initialized() else 1, loops["make_net"]()
+    brain = loops["make_brain"](accumulate=accumulate)
+    bare = loops["Bare"](DistributedDataParallel(net) if world > 1 else net, accumulate)
+    options = {"batch_size": loops["BATCH"], "collate_fn": loops["OneBatch"]()}
+    brain.fit([1], range(8 * accumulate * loops["BATCH"] * world), train_loader_kwargs=options)
+    found = []
+    for steps in (2 * STEPS, STEPS):
+        samples = steps * loops["BATCH"]
+        ours = brain.make_dataloader(range(samples * world), Stage.TRAIN, **options)
+        by_hand = DataLoader(range(samples), **options)
+        runs = lambda: brain._fit_train(ours, 1, enable=False), lambda: bare.train(by_hand)  # noqa: B023
+        for run in runs:
+            run()
+        found.append([loops["count_calls"](run, 1) for run in runs])
+    return [(long - short) / STEPS for long, short in zip(*found, strict=True)]
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize(("accumulate", "most_more"), MOST_MORE_ON_TWO_RANKS.items())
+def test_calls_of_python_per_batch_on_two_ranks(ranks, accumulate, most_more):
+    for calls, by_hand in ranks.run(count_calls, accumulate):
+        assert calls <= by_hand + most_more
 
 
 class Counted(PeriodicSync):

@@ -27,6 +27,7 @@ def test_a_step_has_as_many_collectives_on_many_ranks_as_on_two():
     found = {name: figures for name, *figures in rows if name.endswith(": collectives")}
     assert {name.partition(",")[0]: len(set(figures)) for name, figures in found.items()} == {
         "DDP": 1,
+        "FSDP": 1,
         "virtual ranks": 1,
         "ZeRO-1": 2,
     }

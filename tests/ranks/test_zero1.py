@@ -333,6 +333,33 @@ def test_a_rank_may_have_no_parameter_of_its_own(ranks):
         assert_same(own, expected)
 
 
+OPTIMIZERS = {
+    **{f"{name} {way}": (name, {way: True}) for name in ("Adam", "AdamW", "SGD") for way in ("foreach", "fused")},
+    **{name: (name, {}) for name in ("Adadelta", "Adagrad", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop")},
+    "Adafactor": ("Adafactor", {}),
+    "AdamW amsgrad": ("AdamW", {"amsgrad": True}),
+}
+
+
+def with_optimizer(strategy):
+    found = {}
+    for shown, (name, options) in OPTIMIZERS.items():
+        opt = lambda parameters, name=name, options=options: getattr(torch.optim, name)(parameters, lr=0.01, **options)
+        brain = Recipe({"net": linear(), "head": nn.Identity()}, opt, None, {**QUIET, "strategy": strategy})
+        brain.fit(range(1, 3), points(24), train_loader_kwargs={"batch_size": 2})
+        assert len(brain.optimizer.state) <= (2 if strategy == "ddp" else 1), shown
+        found[shown] = weights(brain)
+    return found
+
+
+@pytest.mark.slow
+def test_optimizers_of_torch_also_on_a_rank_without_a_parameter(ranks):
+    expected = ranks.run(with_optimizer, "ddp", world_size=3)[0]
+    for own in ranks.run(with_optimizer, "zero1", world_size=3):
+        for name, weights_of_ddp in expected.items():
+            assert_same(own[name], weights_of_ddp)
+
+
 def half_precision(strategy):
     brain = Recipe({"net": linear().float(), "head": nn.Identity()}, adam, None, {**QUIET, "strategy": strategy})
     brain.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**126, growth_interval=3)  # the first steps overflow

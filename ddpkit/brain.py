@@ -806,6 +806,7 @@ class Brain(_Typed):
         compile_modules(self.modules, self.run_opts)
 
     def _wrap_distributed(self) -> None:
+        self.modules.zero_grad()  # what was computed before, perhaps on one rank, is of no step
         self.__run.strategy.wrap(self.modules)
 
     def _scale_learning_rates(self) -> None:

@@ -105,7 +105,8 @@ class DividedOptimizer:
     def _plan(self, trained: list[torch.Tensor]) -> None:
         """Work out what this rank steps, and what travels together."""
         self._deal(trained)
-        self._own = [list(filter(self._is_mine, group["params"])) for group in self.optimizer.param_groups]
+        groups = [group["params"] for group in self.optimizer.param_groups]
+        self._own = [[one for one in group if one.requires_grad and self._is_mine(one)] for group in groups]
         together: dict[tuple[Any, ...], list[torch.Tensor]] = {}
         for one in trained:
             is_alone = one.is_contiguous() and one.numel() * one.element_size() >= PACKED_BELOW
@@ -121,7 +122,7 @@ class DividedOptimizer:
 
     def _show_own(self, *_: Any) -> None:
         self._show_all()  # after a step that failed
-        trained = [one for one in self._parameters() if one.requires_grad or one.grad is not None]
+        trained = [one for one in self._parameters() if one.requires_grad]
         ids = list(map(id, trained))
         if ids != self._steps_of or len(self._own) != len(self.optimizer.param_groups):
             self._plan(trained)

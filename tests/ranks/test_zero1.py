@@ -375,3 +375,19 @@ def test_fp16_skips_the_same_steps(ranks):
         assert_same(mine[0], same[0])
         assert mine[1:] == same[1:]
         assert mine[2] < 2 * 6
+
+
+def with_leftovers(strategy):
+    """Train as a recipe does whose first process has worked with the weights before."""
+    brain = make("Unfreezing", opt=None, strategy=strategy)
+    if if_main_process():
+        for one in brain.modules.parameters():
+            one.grad = torch.ones_like(one)
+    brain.fit(range(1, 3), points(24), train_loader_kwargs={"batch_size": 6})
+    return weights(brain)
+
+
+def test_gradients_of_before_are_of_no_step(ranks):
+    for strategy in ("ddp", "zero1"):
+        first, second = ranks.run(with_leftovers, strategy)
+        assert_same(first, second)

@@ -11,7 +11,7 @@ from train import Sorting, strings
 
 import ddpkit
 
-WAYS = ("ddp", "zero1")
+WAYS = ("ddp", "zero1", "fsdp")
 
 
 def size(tensors):

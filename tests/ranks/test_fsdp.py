@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import warnings
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from ddpkit.base import local_part
 from ddpkit.brain import Brain
 from ddpkit.checkpoints import Checkpointer, torch_recovery, torch_save, whole_state_dict
 from ddpkit.distributed import if_main_process, run_on_main
@@ -64,6 +66,8 @@ class Classifier(Brain):
         losses = nn.functional.cross_entropy(predictions, batch[1], reduction="none")
         if stage is Stage.TRAIN and self.poisoned_at == self.optimizer_step and self.progress.nonfinite == 0:
             losses = losses * math.nan
+        if stage is Stage.TRAIN and not self.progress.window.count:
+            losses = losses / 0.0  # of a sample that is repeated to keep step, which must not count
         if self.counts:
             real = (batch[1] > 0).double() * 0.7
             return (losses * real).sum(), real.sum()
@@ -159,6 +163,51 @@ SAVING = {"ema_decay": 0.8, "evaluate_ema": True, "ckpt_interval_steps": 1, "mic
 
 def through():
     return train(**SAVING)
+
+
+def parts(**options):
+    """How many elements of weights, and of the optimizer's state, this rank has."""
+    brain, counter = make(**options)
+    brain.fit(counter, data(12), data(7))
+    state = [one for known in brain.optimizer.state.values() for one in known.values() if one.ndim]
+    return [sum(local_part(one).numel() for one in known) for known in (brain.modules.parameters(), state)]
+
+
+def test_each_rank_holds_a_part(ranks):
+    weights, states = zip(*ranks.run(parts), strict=True)
+    assert [sum(weights), sum(states)] == parts()
+    assert max(weights) < 0.7 * sum(weights), "rows of 5 are 3 and 2"
+
+
+class InBfloat16(Classifier):
+    def compute_forward(self, batch, stage):
+        outputs = self.modules.net(batch[0].float())
+        assert outputs.dtype == torch.bfloat16
+        return outputs.float()
+
+
+def train_in_bfloat16():
+    brain, counter = make(InBfloat16, net=make_net().float(), fsdp_param_dtype="bf16")
+    brain.fit(counter, data(), data(7), train_loader_kwargs={"shuffle": True})
+    assert {one.dtype for one in brain.modules.parameters()} == {torch.float32}
+    return brain.told
+
+
+@pytest.mark.slow
+def test_blocks_are_computed_in_bfloat16(ranks):
+    for told in ranks.run(train_in_bfloat16):
+        assert told == pytest.approx(train()["told"], rel=0.01)
+
+
+def train_compiled():
+    warnings.simplefilter("ignore")  # torch's own, of its compiler
+    return train(fsdp_blocks=["Block"], compile_blocks=["Block"])
+
+
+@pytest.mark.slow
+def test_blocks_are_compiled(ranks):
+    for result in ranks.run(train_compiled, timeout=500):
+        close(result, train())
 
 
 def stop(folder, strategy="fsdp"):

@@ -46,6 +46,7 @@ NOT_THERE = {
     "find_unused_parameters": "all ranks gather a block together, so each must use it",
     "skip_nonfinite_grads": "each rank sees a part of a gradient only",
     "jit": "torch does not divide scripted modules",
+    "jit_module_keys": "torch does not divide scripted modules",
 }
 
 
@@ -53,6 +54,13 @@ def _owners(module: nn.Module) -> Counter[int]:
     """Count in how many parts of a module each parameter is, by its id."""
     parts = [part for _, part in module.named_modules(remove_duplicate=False)]
     return Counter(id(one) for part in parts for one in part.parameters(recurse=False))
+
+
+def _send_buffers(module: nn.Module, _: Any) -> None:
+    """Give all ranks the buffers of rank 0 before a training forward pass, as DDP does where they move."""
+    if module.training and torch.is_grad_enabled():
+        for buffer in module.buffers():
+            torch.distributed.broadcast(buffer.detach(), src=0)
 
 
 class FSDP(Strategy):
@@ -95,8 +103,6 @@ class FSDP(Strategy):
         self.start_average = DDP(self.device).start_average  # type: ignore[method-assign]
         self._roots: list[Any] = []
         self._blocks: list[Any] = []  # the roots, too
-        self._moving: dict[nn.Module, list[torch.Tensor]] = {}  # of roots: buffers that are sent from rank 0, as in DDP
-        self._has_run: list[Any] = []  # roots
         self._gathered: dict[int, nn.Parameter] = {}  # what autograd computes gradients of: whole parameters
 
     # ------------------------------------------------------------------ dividing
@@ -120,15 +126,12 @@ class FSDP(Strategy):
                     raise ConfigError(f"strategy='fsdp': torch cannot divide modules[{name!r}]: {error}") from error
 
     def _divide(self, name: str, module: nn.Module) -> None:
-        from torch.distributed.fsdp import (
-            CPUOffloadPolicy,
-            MixedPrecisionPolicy,
-            fully_shard,
-        )  # changes warning filters
+        # Not at the top: it changes the filters of warnings.
+        from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
         options, blocks = self.options, self._chosen_blocks(name, module)
         if has_moving_buffers(module):
-            self._moving[module] = list(module.buffers())
+            module.register_forward_pre_hook(_send_buffers)
         kind = torch.device(self.device).type
         policy: dict[str, Any] = {
             "mesh": torch.distributed.init_device_mesh(kind, (get_world_size(),)),
@@ -141,20 +144,12 @@ class FSDP(Strategy):
         for block in (*blocks, module):
             fully_shard(block, **policy)
         self._roots.append(module)
-        module.register_forward_pre_hook(self._before_forward)
         for block in (*blocks, module):
             self._blocks.append(block)
             self._blocks[-1].unshard()
             self._gathered |= {id(one): one for one in block.parameters() if not is_sharded(one)}
             self._blocks[-1].reshard()
         logger.info("modules[%r] is divided over %d ranks, in %d blocks.", name, get_world_size(), len(blocks) + 1)
-
-    def _before_forward(self, module: nn.Module, _: Any) -> None:
-        if all(module is not one for one in self._has_run):
-            self._has_run.append(module)
-        if module.training and torch.is_grad_enabled():
-            for buffer in self._moving.get(module, ()):
-                torch.distributed.broadcast(buffer.detach(), src=0)
 
     def _chosen_blocks(self, name: str, module: nn.Module) -> list[nn.Module]:
         """Return the parts of a module that are gathered by themselves, inner ones first."""
@@ -254,8 +249,6 @@ class FSDP(Strategy):
         try:
             yield
         finally:
-            for root in self._has_run:
-                root.reset_iter_state()  # else the next backward pass would gather what the evaluation came to last
             self._reshard()
             for root in self._roots:
                 root.set_reshard_after_forward(self.options.fsdp_reshard_after_forward)

@@ -227,6 +227,12 @@ def test_a_resumed_run_has_the_same_bits(ranks, tmp_path):
     for one, other in zip(ranks.run(through), ranks.run(stop_and_go_on, tmp_path), strict=True):
         assert one["steps"] == other["steps"] > 0
         assert_same(one["weights"], other["weights"])
+    newest = Checkpointer(tmp_path).find_checkpoint()
+    files = {name: torch.load(newest.paramfiles[name], weights_only=True) for name in ("net", "ema", "optimizer")}
+    assert {type(one) for one in [*files["net"].values(), *files["ema"].values()]} == {torch.Tensor}
+    assert [known["exp_avg"].shape for known in files["optimizer"]["state"].values()] == [
+        one.shape for one in make_net().parameters()
+    ]
 
 
 @pytest.mark.parametrize(

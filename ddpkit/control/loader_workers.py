@@ -197,18 +197,20 @@ def show_workers() -> None:
     Example:
         >>> show_workers()
     """
-    number = _dump_signal()
+    number = _dump_signal() or 0
     # Others would die of it.
     asked = [child for child in multiprocessing.active_children() if number and _has("SigCgt", child.pid, number)]
     for child in asked[:MOST_SHOWN]:
         with contextlib.suppress(OSError):  # stderr may be closed, or the worker have ended meanwhile
             os.write(2, f"\nA worker of the loader (pid {child.pid}) is here:\n".encode())
-            os.kill(child.pid or 0, number or 0)
-        time.sleep(DUMP_SECONDS)
+            os.kill(child.pid or 0, number)
+        end = time.monotonic() + DUMP_SECONDS
+        while time.monotonic() < end and (_has("ShdPnd", child.pid, number) or _has("SigBlk", child.pid, number)):
+            time.sleep(DUMP_SECONDS / 100)  # it has not heard the signal, or is writing, with the signal blocked
 
 
 def _has(mask: str, pid: int | None, number: int) -> bool:
-    """Say whether a process catches (``SigCgt``) or blocks (``SigBlk``) a signal."""
+    """Say whether a process catches (``SigCgt``) or blocks (``SigBlk``) a signal, or has not heard it (``ShdPnd``)."""
     try:
         status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
     except OSError:

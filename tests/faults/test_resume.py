@@ -131,12 +131,12 @@ def test_a_sample_that_comes_twice_in_the_uninterrupted_run_is_found(tmp_path):
 LAUNCHED = Setting("all", 2, options=(("ckpt_async", True),))
 
 
-def start(folder, *kills, restarts=0, name="run", first=0):
-    """Start the recipe under torchrun; the n-th kill is for the n-th attempt."""
+def start(folder, *kills, restarts=0, name="run", first=0, warm=True):
+    """Start the recipe under torchrun; the n-th kill is for the n-th attempt. Cold, an attempt takes 20 s, and not 3."""
     script = ("-m", "tests.faults.recipes_for_faults", str(folder), text_of(LAUNCHED), *map(text_of, kills))
     environment = {"PYTHONPATH": str(ROOT), "FIRST_ATTEMPT": str(first)}
     folder.mkdir(exist_ok=True)
-    return Run(torchrun(2, f"--max-restarts={restarts}", *script), folder, environment, name=name)
+    return Run(torchrun(2, f"--max-restarts={restarts}", *script), folder, environment, name=name, warm=warm)
 
 
 def attempts_in(folder, number):
@@ -175,17 +175,17 @@ def test_f4_torchrun_restarts_what_was_killed_and_it_is_the_same_run(tmp_path, u
     assert_same_run(uninterrupted, tmp_path / "killed", 4)
 
 
-@pytest.mark.parametrize("at", [(1, TRAIN, 6, STEPPED), (2, VALID_END, 0, 0)])
-def test_f4_torchrun_and_all_it_started_is_killed_and_started_by_hand(tmp_path, uninterrupted, at):
+@pytest.mark.parametrize(("at", "warm"), [((1, TRAIN, 6, STEPPED), False), ((2, VALID_END, 0, 0), True)])
+def test_f4_torchrun_and_all_it_started_is_killed_and_started_by_hand(tmp_path, uninterrupted, at, warm):
     """kill -9 of the launcher while a rank stands still at the moment that is asked for, then of its workers."""
     folder = tmp_path / "killed"
-    run = start(folder, Kill("stop", who=1, at=at))
+    run = start(folder, Kill("stop", who=1, at=at), warm=warm)
     assert wait_until(lambda: any(entry[0] == "kill" for entry in Diary.read(folder, 1, 0)), 60), run.err
     run.signal(signal.SIGKILL)
     for pid in run.alive():
         if pid != run.process.pid:
             os.kill(pid, signal.SIGKILL)
     assert run.wait(10).code == -signal.SIGKILL
-    again = start(folder, name="again", first=1).wait(90)
+    again = start(folder, name="again", first=1, warm=warm).wait(90)
     assert again.code == 0, again.err
     assert_same_run(uninterrupted, folder, 2)

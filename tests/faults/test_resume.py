@@ -132,7 +132,7 @@ LAUNCHED = Setting("all", 2, options=(("ckpt_async", True),))
 
 
 def start(folder, *kills, restarts=0, name="run", first=0, warm=True):
-    """Start the recipe under torchrun; the n-th kill is for the n-th attempt. Cold, an attempt takes 20 s, and not 3."""
+    """Start the recipe under torchrun; the n-th kill is for the n-th attempt. Cold, one takes 20 s, and not 3."""
     script = ("-m", "tests.faults.recipes_for_faults", str(folder), text_of(LAUNCHED), *map(text_of, kills))
     environment = {"PYTHONPATH": str(ROOT), "FIRST_ATTEMPT": str(first)}
     folder.mkdir(exist_ok=True)

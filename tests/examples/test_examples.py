@@ -135,3 +135,11 @@ def test_bf16_trains_the_language_model(tmp_path):
     full, half = stats(folder / "fp32"), stats(folder / "bf16")
     assert half != full
     assert half == pytest.approx(full, rel=0.05)
+
+
+def test_parity_of_the_transformer_under_zero1(tmp_path):
+    folder = copy_of("transformer", tmp_path)
+    words = (*COMMAND, "--check_parity=2", "--strategy=zero1", "--num_train=256")
+    ended = Run(python(*words), folder, warm=True).wait(180)
+    assert ended.code == 0, ended.tail()
+    assert "Parity holds: 2 processes" in ended.err

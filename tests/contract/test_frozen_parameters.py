@@ -133,7 +133,7 @@ def test_of_a_checkpoint_that_does_not_tell_nothing_is_frozen(tmp_path, monkeypa
 
     whole = script(tmp_path / "whole")
     assert_same(script(tmp_path / "whole"), whole)
-    monkeypatch.setattr("ddpkit.run.state.dump_plain_yaml", without_flags)
+    monkeypatch.setattr("ddpkit.base.dump_plain_yaml", without_flags)
     with pytest.raises(Killed):
         script(tmp_path / "killed", (3, 1))
     monkeypatch.undo()

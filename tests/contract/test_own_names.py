@@ -11,6 +11,7 @@ from torch import nn
 
 import ddpkit
 from ddpkit.checkpoints import Checkpointer
+from ddpkit.config.options import RUN_OPTIONS
 from ddpkit.epoch_loop import EpochCounter
 from ddpkit.run_opts import RunOptions
 
@@ -29,6 +30,7 @@ ATTRIBUTES = {
     "train_sampler", "training_ctx",
 }  # fmt: skip
 OPTIONS = {name for name in dir(RunOptions()) if not name.startswith("_")} | set(RunOptions().as_dict())
+OPTIONS -= {one.name for one in RUN_OPTIONS.values() if not one.is_attribute}  # a recipe may use these names
 
 # What a recipe might well call something of its own: the names of the Brain's parts and steps, today's and former ones.
 NAMES = """

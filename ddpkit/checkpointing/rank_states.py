@@ -37,6 +37,11 @@ logger = get_logger(__name__)
 FORMAT = 1
 WAIT_SECONDS = 10.0  # for the other ranks, when a recipe saves inside an epoch for the first time
 SHORT_WAIT_SECONDS = 0.5  # once they have not come
+TELL_SECONDS = 10.0  # until a longer wait is told
+ALONE = (
+    "The main process has waited %.0f s for the other ranks to %s, too, and waits %.0f s in all. It is called on every "
+    "rank: not under `if if_main_process():`."
+)
 
 
 class RankStates:
@@ -201,10 +206,14 @@ def all_ranks_come(what: str, seconds: float) -> bool:
         store.add(key, 1)
 
     def wait() -> bool:
-        end = time.monotonic() + seconds
+        begin, is_told = time.monotonic(), False
         while store.add(key, 0) < get_world_size() - 1:
-            if time.monotonic() > end:
+            waited = time.monotonic() - begin
+            if waited > seconds:
                 return False
+            if waited > TELL_SECONDS and not is_told:
+                is_told = True
+                logger.warning(ALONE, waited, what, seconds)
             time.sleep(0.001)
         store.delete_key(key)
         return True

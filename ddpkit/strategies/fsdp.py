@@ -49,6 +49,14 @@ NOT_THERE = {
     "jit_module_keys": "torch does not divide scripted modules",
 }
 
+WHOLE_MATRICES = (torch.optim.LBFGS, torch.optim.Muon, torch.optim.Adafactor, torch.optim.Rprop)
+FUSED_FAILS = (torch.optim.SGD, torch.optim.Adagrad)
+CANNOT = (
+    "strategy='fsdp' does not work with the optimizer {!r}, {}: each rank would step its part of a parameter by other "
+    "numbers than the whole, or torch fails. Use one that works on each element by itself, such as torch.optim.AdamW; "
+    "or --strategy=zero1."
+)
+
 
 def _owners(module: nn.Module) -> Counter[int]:
     """Count in how many parts of a module each parameter is, by its id."""
@@ -180,12 +188,22 @@ class FSDP(Strategy):
             block.reshard()
 
     def adopt(self, optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
-        """Refuse optimizers with parameters that are not divided.
+        """Refuse optimizers with parameters that are not divided, and optimizers that need whole parameters.
 
         Raises:
             ConfigError: there is one.
+
+        Source: each optimizer of torch 2.13 was compared with one process. ``Muon`` steps otherwise without an error;
+        the others fail.
         """
         for name, optimizer in optimizers.items():
+            is_fused = isinstance(optimizer, FUSED_FAILS) and any(
+                group.get("fused") for group in optimizer.param_groups
+            )
+            if is_fused or isinstance(optimizer, WHOLE_MATRICES):
+                raise ConfigError(
+                    CANNOT.format(name, type(optimizer).__name__ + (" with fused=True" if is_fused else ""))
+                )
             if not all(is_sharded(one) for group in optimizer.param_groups for one in group["params"]):
                 raise ConfigError(
                     f"strategy='fsdp': the optimizer {name!r} has parameters that are not in modules, or that were "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import math
 import warnings
 
@@ -14,6 +15,7 @@ from torch.distributed.fsdp import fully_shard
 
 from ddpkit.base import local_part
 from ddpkit.brain import Brain
+from ddpkit.checkpointing import rank_states
 from ddpkit.checkpoints import Checkpointer, torch_recovery, torch_save, whole_state_dict
 from ddpkit.distributed import if_main_process, run_on_main
 from ddpkit.epoch_loop import EpochCounter
@@ -418,16 +420,25 @@ def message_of(kind, error, folder, modules=None, **options):
 
 
 def saves_alone(folder):
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())
+    log = logging.getLogger(rank_states.__name__)
+    log.addHandler(handler)
     seconds, checkpoint_policy.WAIT_SECONDS = checkpoint_policy.WAIT_SECONDS, 0.2
+    tells, rank_states.TELL_SECONDS = rank_states.TELL_SECONDS, 0.1
     try:
-        return message_of(SavesAlone, (CheckpointError, RankFailedError), folder)
+        return message_of(SavesAlone, (CheckpointError, RankFailedError), folder), told
     finally:
-        checkpoint_policy.WAIT_SECONDS = seconds
+        checkpoint_policy.WAIT_SECONDS, rank_states.TELL_SECONDS = seconds, tells
+        log.removeHandler(handler)
 
 
 def test_a_save_by_the_main_process_alone_is_an_error(ranks, tmp_path):
-    for message in ranks.run(saves_alone, tmp_path, timeout=60):
+    results = ranks.run(saves_alone, tmp_path, timeout=60)
+    for message, _ in results:
         assert "the main process saves alone. Call save_checkpoint or save_and_keep_only on every rank" in message
+    assert "has waited 0 s for the other ranks to save, too, and waits 0 s in all" in "".join(results[0][1])
 
 
 def test_a_recipe_that_saves_a_part_is_told_how_to_save_all(ranks, tmp_path):
@@ -445,6 +456,20 @@ def test_a_recipe_that_saves_a_part_is_told_how_to_save_all(ranks, tmp_path):
 class Outside(Classifier):
     def init_optimizers(self):
         self.optimizers_dict = {"outside": torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)}
+
+
+def matrix():
+    return {"net": nn.Linear(FEATURES, CLASSES, bias=False).double()}
+
+
+class Fused(Classifier):
+    def init_optimizers(self):
+        self.optimizers_dict = {"fused": torch.optim.SGD(self.modules.net.parameters(), lr=0.1, fused=True)}
+
+
+class Orthogonal(Classifier):
+    def init_optimizers(self):
+        self.optimizers_dict = {"muon": torch.optim.Muon(self.modules.net.parameters())}
 
 
 class Scalar(nn.Module):
@@ -468,6 +493,8 @@ def messages(folder):
         message_of(Sharded, ConfigError, folder / "e", strategy="fsdp"),
         message_of(Sharded, ConfigError, folder / "f", strategy="ddp"),
         message_of(OwnBatch, ConfigError, folder / "g", fsdp_whole_gradients=True),
+        message_of(Fused, ConfigError, folder / "h"),
+        message_of(Orthogonal, ConfigError, folder / "i", matrix()),
     ]
 
 
@@ -482,6 +509,8 @@ def test_what_cannot_be_divided_is_an_error_on_every_rank(ranks, tmp_path):
                 "strategy='fsdp': modules['net'] is wrapped or sharded already",
                 "strategy='ddp': modules['net'] is wrapped or sharded already",
                 "fsdp_whole_gradients does not work with a fit_batch of the recipe's own",
+                "does not work with the optimizer 'fused', SGD with fused=True",
+                "does not work with the optimizer 'muon', Muon: each rank would step",
             ],
             found,
             strict=True,

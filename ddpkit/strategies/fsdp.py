@@ -49,7 +49,7 @@ NOT_THERE = {
     "jit_module_keys": "torch does not divide scripted modules",
 }
 
-WHOLE_MATRICES = (torch.optim.LBFGS, torch.optim.Muon, torch.optim.Adafactor, torch.optim.Rprop)
+WHOLE_MATRICES = {"LBFGS", "Muon", "Adafactor", "Rprop"}  # by name: an older torch has fewer
 FUSED_FAILS = (torch.optim.SGD, torch.optim.Adagrad)
 CANNOT = (
     "strategy='fsdp' does not work with the optimizer {!r}, {}: each rank would step its part of a parameter by other "
@@ -200,7 +200,7 @@ class FSDP(Strategy):
             is_fused = isinstance(optimizer, FUSED_FAILS) and any(
                 group.get("fused") for group in optimizer.param_groups
             )
-            if is_fused or isinstance(optimizer, WHOLE_MATRICES):
+            if is_fused or not WHOLE_MATRICES.isdisjoint(one.__name__ for one in type(optimizer).__mro__):
                 raise ConfigError(
                     CANNOT.format(name, type(optimizer).__name__ + (" with fused=True" if is_fused else ""))
                 )

@@ -214,6 +214,8 @@ def _settle(wanted, streams, connection):
     os.environ.clear()
     os.environ.update(wanted["env"])
     os.chdir(wanted["cwd"])
+    more = wanted["env"].get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[1:1] = [one for one in more if one and one not in sys.path[1:]]
     sys.modules["numpy"].random.seed()  # as a process that starts
     connection.sendall(f"{os.getpid()}\n".encode())
     connection.close()

@@ -14,6 +14,10 @@ from torch.utils.data import DataLoader, Dataset
 from ddpkit.control import start_loading
 
 
+def wrapped_modules():
+    return sum(isinstance(thing, DistributedDataParallel) for thing in gc.get_objects())
+
+
 class Looking(Dataset):
     """Tells how many wrapped modules the garbage collector of its worker would look at."""
 
@@ -21,11 +25,13 @@ class Looking(Dataset):
         return 4
 
     def __getitem__(self, index):
-        return torch.tensor(sum(isinstance(thing, DistributedDataParallel) for thing in gc.get_objects()))
+        return torch.tensor(wrapped_modules())
 
 
 def load_beside_garbage():
     """Leave a trained module behind that only the garbage collector can find, then start workers."""
+    gc.collect()  # what other tests have left
+    before = wrapped_modules()
     gc.disable()
     try:
         module = DistributedDataParallel(nn.Linear(2, 2))
@@ -33,7 +39,7 @@ def load_beside_garbage():
         module.itself = [module]
         del module
         found = [int(item) for item in start_loading(DataLoader(Looking(), batch_size=None, num_workers=2))]
-        own = sum(isinstance(thing, DistributedDataParallel) for thing in gc.get_objects())
+        own = wrapped_modules() - before
     finally:
         gc.enable()
     dist.barrier()

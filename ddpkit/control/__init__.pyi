@@ -12,7 +12,6 @@ from ddpkit.control.loader_workers import (
     at_exit as at_exit,
     kill_workers as kill_workers,
     start_loading as start_loading,
-    watch_loader_workers as watch_loader_workers,
 )
 from ddpkit.control.periodic_sync import (
     PeriodicSync as PeriodicSync,

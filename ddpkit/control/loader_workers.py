@@ -57,19 +57,11 @@ def deaf_signals() -> set[signal.Signals]:
     return {signal.Signals[name] for name in names if hasattr(signal, name)}
 
 
-def watch_loader_workers() -> None:
-    """See to it that the workers of this process's loaders end with it.
-
-    Ranks: local.
-
-    State: hooks at the end of the process, once per process.
-
-    Example:
-        >>> watch_loader_workers()
-    """
+def _kill_workers_at_exit() -> None:
+    """Have workers killed that are still there when this process ends: Python would wait for them without end."""
     if _Here.process != os.getpid():
         _Here.process = os.getpid()
-        at_exit(kill_workers)  # Python would wait for them, after a SIGTERM that they do not hear
+        at_exit(kill_workers)  # before multiprocessing sends them a SIGTERM, which they do not hear
 
 
 def at_exit(call: Callable[[], object]) -> None:
@@ -113,6 +105,7 @@ def start_loading(loader: Any, begin: Callable[[], Iterator[Any]] | None = None)
     workers, init = getattr(loader, "num_workers", None), getattr(loader, "worker_init_fn", None)
     if workers == 0:
         return begin()
+    _kill_workers_at_exit()
     with _deaf_start(getattr(loader, "multiprocessing_context", None)):
         if workers is None:
             return begin()

@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import signal
 import subprocess
+import sys
 import time
 
 import pytest
@@ -163,3 +164,19 @@ def test_a_worker_that_is_terminated_ends_although_it_is_deaf():
     worker.join(60)
     assert worker.exitcode == -signal.SIGKILL
     del loading
+
+
+LEAVES_A_LOADER = """
+from ddpkit.data import Sharding, shard
+batches = iter(shard(range(100), Sharding(), batch_size=2, num_workers=1))
+print(next(batches).tolist())
+"""
+
+
+def test_a_script_that_leaves_a_loader_in_the_middle_ends():
+    """Python's own end waits for the worker, after a SIGTERM that the worker does not hear."""
+    ended = subprocess.run(
+        [sys.executable, "-c", LEAVES_A_LOADER], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert len(ended.stdout.split()) == 2

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ddpkit.base import POSITION
 from ddpkit.comm import AFTER_WATCH_SECONDS, get_runtime, longest_wait, set_hang_limits, shorten_timeout
-from ddpkit.control import failure_notice, watch_loader_workers
+from ddpkit.control import failure_notice
 from ddpkit.distributed import is_distributed_initialized
 
 if TYPE_CHECKING:
@@ -31,7 +31,6 @@ class RunGuard:
 
     def __init__(self, options: RunOptions, progress: Progress, signals: SignalListener) -> None:
         self._options, self._progress, self._signals = options, progress, signals
-        watch_loader_workers()
 
     @contextlib.contextmanager
     def guarded(self, call: str) -> Iterator[None]:

@@ -9,6 +9,8 @@ import signal
 
 import pytest
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # as `make test` has it, also where pytest is started by hand
+
 from tests import warm_starts
 from tests.guards import Picture
 

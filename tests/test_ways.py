@@ -113,7 +113,7 @@ def test_a_resume(tmp_path):
     follow(tmp_path / "begun", None)
     resumed, fresh = (follow(tmp_path / name, "resume", epochs=2) for name in ("begun", "new"))
     assert resumed.functions["run.resuming", "read_brain_file"] == 1
-    check(resumed, 63)
+    check(resumed, 64)
     for function in fresh.functions:
         del resumed.functions[function]
     check(resumed, 15)
@@ -131,4 +131,4 @@ def test_a_save_of_three_ranks(ranks, tmp_path):
     """
     way = ranks.run(save_of_rank_0, tmp_path, world_size=3)[0]
     assert way.modules >= SAVED
-    check(way, 21 + len(SAVED))
+    check(way, 22 + len(SAVED))

@@ -31,9 +31,8 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
         >>> local_part(torch.ones(2))
         tensor([1., 1.])
     """
-    own: Any = tensor.detach() if is_sharded(tensor) else tensor
-    part: torch.Tensor = own.to_local() if is_sharded(tensor) else tensor
-    return part
+    own: Any = tensor.detach()
+    return own.to_local() if is_sharded(tensor) else tensor
 
 
 def sharded_like(value: Any, own: Any) -> Any:

@@ -304,7 +304,7 @@ def write_state(state: Any, path: Path) -> str:
     """
     values: list[Any] = []
     mapped(state, values.append)
-    if any(hasattr(one, "full_tensor") for one in values):
+    if any(map(is_sharded, values)):
         raise CheckpointError(
             "each rank has a part of its tensors (DTensor), and only the main process saves. Save it with the Brain's "
             "checkpointer, on every rank; or save what ddpkit.checkpoints.whole_state_dict gives, called on every rank."
@@ -610,7 +610,7 @@ def _rename_for(inner: nn.Module, state: Any) -> Any:
 def _for_module(inner: nn.Module, state: Any) -> Any:
     """Give the entries of a state the module's names; divide them where the module's parameters are divided."""
     renamed = _rename_for(inner, state)
-    if any(hasattr(one, "full_tensor") for one in inner.parameters()):
+    if any(map(is_sharded, inner.parameters())):
         own, renamed = inner.state_dict(), _renamed(renamed, {})
         for name, value in renamed.items():
             renamed[name] = sharded_like(value, own.get(name))
@@ -620,7 +620,7 @@ def _for_module(inner: nn.Module, state: Any) -> Any:
 def _for_optimizer(optimizer: Optimizer, state: Any) -> Any:
     """Divide what the state has of each parameter as the parameter is divided."""
     parameters = [one for group in optimizer.param_groups for one in group["params"]]
-    if not any(hasattr(one, "full_tensor") for one in parameters):
+    if not any(map(is_sharded, parameters)):
         return state
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     own = dict(zip(numbers, parameters, strict=True))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +17,7 @@ from ddpkit.errors import ConfigError
 from ddpkit.logger import get_logger
 from ddpkit.sampler import PlannedBatchSampler
 from ddpkit.seed import RngState
-from ddpkit.training import Window
+from ddpkit.training import FeedThrough, Window
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-ABLE = {"one device", "DistributedDataParallel"}  # strategies that communicate after the agreement only
 UNAGREED = (
     "auto_micro_batch: {}.optimizers_step does not call super().optimizers_step(), in which the processes agree on "
     "whether all have had enough memory. Call it, or leave --auto_micro_batch out."
@@ -75,7 +75,7 @@ class AutoMicroBatch:
         has_batch_norm = any(isinstance(one, _BatchNorm) for one in step.modules.modules())
         refused = {
             "without global_batch_size, which it divides": options.global_batch_size is None,
-            f"with {step.strategy.name}": step.strategy.name not in ABLE,
+            f"with {step.strategy.name}": not step.strategy.repeats_steps,
             "with static_graph": options.static_graph,
             "with ddp_comm_hook": options.ddp_comm_hook is not None,
             "with fp16, whose scale is agreed on inside of a step (use bf16)": step.scaler.is_enabled(),
@@ -113,7 +113,7 @@ class AutoMicroBatch:
                         raise
                     error = f" ({str(found).partition(chr(10))[0]})"
                     logger.warning("Rank %d ran out of memory%s.", get_rank() or 0, error, main_process_only=False)
-                    self._confer(failed=True)
+                    self._one_has_failed(failed=True)
                 self._divide(loader.batch_sampler, error)  # here what was computed is freed
 
     def ready(self, otherwise: Callable[[], object]) -> Callable[[], object]:
@@ -124,9 +124,17 @@ class AutoMicroBatch:
         """
         return otherwise if self._random is None else self._random.restore
 
-    def feed(self, feed: Feed | StreamFeed) -> AttemptFeed:
+    def feed(self, feed: Feed | StreamFeed) -> FeedThrough:
         """Return a feed that tells when a step begins."""
-        return AttemptFeed(feed, self)
+        return FeedThrough(feed, functools.partial(self._batches, feed))
+
+    def _batches(self, feed: Feed | StreamFeed, window: Window) -> Iterator[Any]:
+        begins = True
+        for batch in feed.batches(window):
+            if begins:
+                self.begin_step()
+            begins = window.closes
+            yield batch
 
     def begin_step(self) -> None:
         """Note what a second attempt at this step begins with.
@@ -145,12 +153,12 @@ class AutoMicroBatch:
         Raises:
             StepTooLargeError: one had not.
         """
-        if self._confer(failed=False):
+        if self._one_has_failed(failed=False):
             raise StepTooLargeError
         for buffer in self._sent:
             torch.distributed.broadcast(buffer, src=0)
 
-    def _confer(self, *, failed: bool) -> bool:
+    def _one_has_failed(self, *, failed: bool) -> bool:
         self._is_open = False
         return bool(sum_over_ranks([float(failed)])[0])
 
@@ -203,37 +211,3 @@ class AutoMicroBatch:
         )
         words += "with at most %d samples at a time on a process (--micro_batch_size=%d), accumulated over %d batches."
         logger.announce(words, progress.optimizer_step + 1, size, size, factor)
-
-
-@dataclass
-class AttemptFeed:
-    """A feed that tells when the first micro-batch of a step is there.
-
-    Attributes:
-        inner: yields the micro-batches.
-        attempts: is told.
-
-    Ranks: as the inner feed.
-    """
-
-    inner: Feed | StreamFeed
-    attempts: AutoMicroBatch
-
-    @property
-    def length(self) -> int | None:
-        """The number of micro-batches of an epoch."""
-        return self.inner.length
-
-    @property
-    def factor(self) -> int:
-        """The number of micro-batches of an optimizer step."""
-        return self.inner.factor
-
-    def batches(self, window: Window) -> Iterator[Any]:
-        """Yield the micro-batches."""
-        begins = True
-        for batch in self.inner.batches(window):
-            if begins:
-                self.attempts.begin_step()
-            begins = window.closes
-            yield batch

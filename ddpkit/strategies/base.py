@@ -40,6 +40,9 @@ class Strategy:
         saves_alone: whether the main process has all that a checkpoint needs; not where each rank has a part of the
             weights, or of what the optimizers know.
 
+        repeats_steps: whether nothing of an optimizer step is sent under :meth:`no_sync` before
+            :meth:`finish_gradients`, so that the step can be repeated.
+
     Ranks: local.
 
     Example:
@@ -51,6 +54,7 @@ class Strategy:
     virtual_ranks: int | None = None
     shards = 1
     saves_alone = True
+    repeats_steps = True
 
     def wrap(self, modules: nn.ModuleDict) -> None:
         """Wrap every trainable entry that is not wrapped yet, in place."""
@@ -146,3 +150,29 @@ class Strategy:
         """Start to average a number over the ranks, before the backward pass; return a getter of the average."""
         average = count.detach().to(widest_float(device)) if isinstance(count, torch.Tensor) else count
         return lambda: average
+
+
+def start_average_over_ranks(count: torch.Tensor | float, device: str) -> Callable[[], torch.Tensor]:
+    """Start averaging a number over the ranks, without waiting for it or for the device.
+
+    Args:
+        count: a number, or a tensor of one element.
+        device: of this rank.
+
+    Returns:
+        What waits for the others and gives the average, shape ``()``.
+
+    Ranks: collective.
+    """
+    wide = widest_float(device)
+    if isinstance(count, torch.Tensor):
+        total = count.detach().reshape(()).to(device, wide, copy=True, non_blocking=True)
+    else:
+        total = torch.full((), count, dtype=wide, device=device)
+    work = torch.distributed.all_reduce(total, async_op=True)
+
+    def average() -> torch.Tensor:
+        work.wait()
+        return total / torch.distributed.get_world_size()
+
+    return average

@@ -38,7 +38,7 @@ def choose_strategy(options: RunOptions, *, decides_late: bool = False) -> Strat
         6
     """
     number, device, world_size = options.virtual_ranks, str(options.device), distributed.get_world_size()
-    _require_sense(options.strategy, options, world_size)
+    _refuse_contradictions(options.strategy, options, world_size)
     if options.strategy == "fsdp" and distributed.is_distributed_initialized():
         from ddpkit.strategies.fsdp import FSDP  # loads torch.distributed.fsdp: not for the others
 
@@ -88,7 +88,7 @@ def _ddp_options(options: RunOptions) -> DDPOptions:
     return DDPOptions.of(options)
 
 
-def _require_sense(name: str, options: RunOptions, world_size: int) -> None:
+def _refuse_contradictions(name: str, options: RunOptions, world_size: int) -> None:
     """Refuse a strategy that does not fit the launch or the other options."""
     if name == "auto":
         return
@@ -115,14 +115,14 @@ def make_strategy(
 
     Args:
         device: of this process.
-        name: the option ``strategy``.
+        name: ``auto``, ``ddp`` or ``zero1``; ``fsdp`` needs more options, see :func:`choose_strategy`.
         distributed_launch: whether a launcher started several processes; None: whether there is a process group.
         data_parallel: the option ``data_parallel_backend``.
         ddp: the run options of DDP.
         decides_late: passed on to DDP.
 
     Raises:
-        ConfigError: both at once, or DataParallel without a GPU.
+        ConfigError: both at once, DataParallel without a GPU, or another name.
 
     Ranks: local.
 
@@ -143,8 +143,10 @@ def make_strategy(
         from ddpkit.strategies.ddp import DDP
         from ddpkit.strategies.zero1 import Zero1
 
-        kind = Zero1 if name == "zero1" else DDP
-        return kind(device, options=ddp, decides_late=decides_late)
+        kinds: dict[str, type[DDP]] = {"auto": DDP, "ddp": DDP, "zero1": Zero1}
+        if name not in kinds:
+            raise ConfigError(f"make_strategy makes one of {', '.join(kinds)}, got {name!r}. A Brain makes the others.")
+        return kinds[name](device, options=ddp, decides_late=decides_late)
     if data_parallel:
         from ddpkit.strategies.data_parallel import DataParallel
 

@@ -11,13 +11,13 @@ from torch import nn
 from ddpkit.device import own_first
 from ddpkit.errors import ConfigError
 from ddpkit.strategies.base import Strategy
-from ddpkit.strategies.modules import Reaching, trained_parameters
+from ddpkit.strategies.modules import AttributeForwarding, trained_parameters
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-class WrappedDataParallel(Reaching, nn.DataParallel[nn.Module]):
+class WrappedDataParallel(AttributeForwarding, nn.DataParallel[nn.Module]):
     """``nn.DataParallel`` through which attributes can be reached; its replicas compute in the caller's precision.
 
     Ranks: local (one process, several GPUs).
@@ -66,6 +66,7 @@ class DataParallel(Strategy):
     """
 
     name = "nn.DataParallel"
+    repeats_steps = False
 
     def __init__(self, device: str) -> None:
         if not device.startswith("cuda"):

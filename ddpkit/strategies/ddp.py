@@ -21,14 +21,14 @@ from ddpkit.compat import GradientOrder, show_order, unreduced_parameters
 from ddpkit.device import widest_float
 from ddpkit.errors import ConfigError
 from ddpkit.logger import get_logger
-from ddpkit.strategies.base import NO_CONTEXT, Strategy
+from ddpkit.strategies.base import NO_CONTEXT, Strategy, start_average_over_ranks
 from ddpkit.strategies.ddp_options import DDPOptions
 from ddpkit.strategies.modules import (
-    Reaching,
+    AttributeForwarding,
+    broadcast_from_main,
     has_moving_buffers,
     refuse_shared_parameters,
     refuse_wrapped,
-    spread_from_main,
     trained_parameters,
 )
 from ddpkit.syncbn import convert_sync_batchnorm
@@ -103,7 +103,7 @@ def _average_or_defer(state: _Reduction, bucket: torch.distributed.GradBucket) -
 _average_or_defer.__annotations__.clear()  # DDP compares them with types, and here they are strings
 
 
-class WrappedDDP(Reaching, DistributedDataParallel):
+class WrappedDDP(AttributeForwarding, DistributedDataParallel):
     """DDP through which attributes can be reached, and that stays out of the way when nothing is trained.
 
     Without gradients, or in eval mode, the module runs by itself: no collective, so that ranks may evaluate
@@ -114,10 +114,6 @@ class WrappedDDP(Reaching, DistributedDataParallel):
         gradient_reduction: whether the last backward pass averages the gradients over the ranks.
 
     Ranks: collective, in training mode.
-
-    Example:
-        >>> WrappedDDP.__bases__[-1].__name__
-        'DistributedDataParallel'
     """
 
     def __init__(self, module: nn.Module, **options: Any) -> None:
@@ -249,7 +245,7 @@ class DDP(Strategy):
                     self._orders[name] = GradientOrder(wrapped)
                     self._noting.append(self._orders[name])
             else:
-                spread_from_main(module, self.device)
+                broadcast_from_main(module, self.device)
 
     def follow(self, modules: nn.ModuleDict) -> None:
         """Wrap entries again whose trainable parameters have changed since they were wrapped.
@@ -420,27 +416,8 @@ class DDP(Strategy):
         return {entry: hook for entry, hook in found.items() if hasattr(hook, "forget")}
 
     def start_average(self, count: torch.Tensor | float, device: str) -> Callable[[], torch.Tensor]:
-        """Start averaging a number over the ranks, without waiting for it or for the device.
-
-        Args:
-            count: a number, or a tensor of one element.
-            device: of this rank.
-
-        Returns:
-            What waits for the others and gives the average, shape ``()``.
-        """
-        wide = widest_float(device)
-        if isinstance(count, torch.Tensor):
-            total = count.detach().reshape(()).to(device, wide, copy=True, non_blocking=True)
-        else:
-            total = torch.full((), count, dtype=wide, device=device)
-        work = torch.distributed.all_reduce(total, async_op=True)
-
-        def average() -> torch.Tensor:
-            work.wait()
-            return total / torch.distributed.get_world_size()
-
-        return average
+        """Start averaging a number over the ranks, without waiting for it or for the device."""
+        return start_average_over_ranks(count, device)
 
     def end_pass(self, modules: nn.ModuleDict) -> None:
         """Give every rank the batch statistics of rank 0, where each rank has its own."""

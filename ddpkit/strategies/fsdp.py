@@ -23,13 +23,12 @@ from ddpkit.checkpointing import whole_states
 from ddpkit.distributed import exchange, get_world_size
 from ddpkit.errors import ConfigError
 from ddpkit.logger import get_logger
-from ddpkit.strategies.base import NO_CONTEXT, Strategy, WholeState
-from ddpkit.strategies.ddp import DDP
-from ddpkit.strategies.modules import has_moving_buffers, refuse_shared_parameters, refuse_wrapped, spread_from_main
+from ddpkit.strategies.base import NO_CONTEXT, Strategy, WholeState, start_average_over_ranks
+from ddpkit.strategies.modules import broadcast_from_main, has_moving_buffers, refuse_shared_parameters, refuse_wrapped
 from ddpkit.syncbn import convert_sync_batchnorm
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
     from contextlib import AbstractContextManager
 
     from ddpkit.run_opts import RunOptions
@@ -91,7 +90,7 @@ class FSDP(Strategy):
     """
 
     name = "fully_shard (FSDP2)"
-    saves_alone = False
+    saves_alone = repeats_steps = False
 
     def __init__(self, options: RunOptions, *, decides_late: bool = False) -> None:
         for name in (name for name in NOT_THERE if options[name]):
@@ -108,7 +107,6 @@ class FSDP(Strategy):
                 "likes: leave it out."
             )
         self.device, self.options = str(options.device), options
-        self.start_average = DDP(self.device).start_average  # type: ignore[method-assign]
         self._roots: list[Any] = []
         self._blocks: list[Any] = []  # the roots, too
         self._gathered: dict[int, nn.Parameter] = {}  # what autograd computes gradients of: whole parameters
@@ -124,7 +122,7 @@ class FSDP(Strategy):
         refuse_shared_parameters(modules)
         for name in [name for name, module in modules.items() if all(module is not one for one in self._roots)]:
             refuse_wrapped(name, modules[name], "strategy='fsdp'")
-            spread_from_main(modules[name], self.device)
+            broadcast_from_main(modules[name], self.device)
             if any(isinstance(part, _BatchNorm) for part in modules[name].modules()):
                 modules[name] = convert_sync_batchnorm(modules[name])
             if next(modules[name].parameters(), None) is not None:
@@ -247,6 +245,10 @@ class FSDP(Strategy):
     def finish_gradients(self) -> None:
         """Divide what a forward pass without a backward pass has left whole: an optimizer steps on the parts."""
         self._reshard()
+
+    def start_average(self, count: torch.Tensor | float, device: str) -> Callable[[], torch.Tensor]:
+        """Start averaging a number over the ranks, without waiting for it or for the device."""
+        return start_average_over_ranks(count, device)
 
     # ------------------------------------------------------------------ evaluation and checkpoints
 

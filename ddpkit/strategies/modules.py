@@ -16,17 +16,13 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
 
 
-class Reaching(nn.Module):
+class AttributeForwarding(nn.Module):
     """Makes the attributes of the wrapped ``module`` reachable through its wrapper, for reading and for writing.
 
     What the wrapper has itself, or got while it was made, is its own; all else is the module's. A base class, beside
     torch's own wrapper.
 
     Ranks: local.
-
-    Example:
-        >>> Reaching().__class__.__name__
-        'Reaching'
     """
 
     _is_made = False
@@ -62,7 +58,7 @@ class Reaching(nn.Module):
             return getattr(inner, name)
 
 
-def spread_from_main(module: nn.Module, device: str) -> None:
+def broadcast_from_main(module: nn.Module, device: str) -> None:
     """Give every rank the parameters and buffers of rank 0, so that also what is frozen and random is equal everywhere.
 
     Args:

@@ -9,7 +9,7 @@ on the number of processes. DDP takes no part in it.
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass
+import functools
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -21,8 +21,9 @@ from ddpkit.distributed import get_rank, get_world_size
 from ddpkit.errors import ConfigError
 from ddpkit.seed import seed_streams
 from ddpkit.strategies.base import NO_CONTEXT, Strategy
-from ddpkit.strategies.modules import refuse_wrapped, spread_from_main
+from ddpkit.strategies.modules import broadcast_from_main, refuse_wrapped
 from ddpkit.syncbn import SyncBatchNorm
+from ddpkit.training import FeedThrough
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -75,6 +76,7 @@ class VirtualRanks(Strategy):
     """
 
     name = "virtual ranks"
+    repeats_steps = False
 
     def __init__(self, device: str, number: int, *, is_strict: bool = False) -> None:
         self.device, self.shards = device, number // get_world_size()
@@ -113,7 +115,7 @@ class VirtualRanks(Strategy):
             self._require_additive(name, module)
             refuse_wrapped(name, module, f"virtual_ranks={self.virtual_ranks}")
             if get_world_size() > 1:
-                spread_from_main(module, self.device)
+                broadcast_from_main(module, self.device)
         self.follow(modules)
 
     def _require_additive(self, name: str, module: nn.Module) -> None:
@@ -154,9 +156,18 @@ class VirtualRanks(Strategy):
                     "modules: their gradients would not be added up over the processes. Put their module into modules."
                 )
 
-    def feed(self, feed: Feed | StreamFeed, progress: Progress, seed: int) -> ShardFeed:
+    def feed(self, feed: Feed | StreamFeed, progress: Progress, seed: int) -> FeedThrough:
         """Return the feed, which seeds the noise of each shard and takes its gradient away after it."""
-        return ShardFeed(feed, self, progress, seed)
+        return FeedThrough(feed, functools.partial(self._shards_of, feed, progress, seed))
+
+    def _shards_of(self, feed: Feed | StreamFeed, progress: Progress, seed: int, window: Window) -> Iterator[Any]:
+        """Yield the shards, each after seeding the random streams by (seed, step, shard); take their gradients."""
+        place = _NOISE, progress.epoch, progress.began_at
+        for number, batch in enumerate(feed.batches(window), feed.start):
+            shard = self.begin_shard(window, number, feed.factor)
+            seed_streams(seed, *place, number // self.shards, shard)
+            yield batch
+            self.end_shard(window)
 
     def undo_step(self) -> None:
         """Give buffers the values of the beginning of the step, unless it is finished."""
@@ -308,41 +319,3 @@ class _Evaluated:
             seed_streams(*self.place, number // self.shards, self.first + number % self.shards)
             yield batch
         seed_streams(*self.place)
-
-
-@dataclass
-class ShardFeed:
-    """A feed whose batches are shards: each has noise and a gradient of its own.
-
-    Attributes:
-        inner: yields this process's shards.
-        ranks: takes their gradients.
-        progress: of the run.
-        seed: of the run.
-
-    Ranks: as the inner feed.
-    """
-
-    inner: Feed | StreamFeed
-    ranks: VirtualRanks
-    progress: Progress
-    seed: int
-
-    @property
-    def length(self) -> int | None:
-        """The number of shards of this process in an epoch, or None."""
-        return self.inner.length
-
-    @property
-    def factor(self) -> int:
-        """The number of shards of this process in an optimizer step."""
-        return self.inner.factor
-
-    def batches(self, window: Window) -> Iterator[Any]:
-        """Yield the shards, each after seeding the random streams by (seed, step, shard); take their gradients."""
-        ranks, place = self.ranks, (_NOISE, self.progress.epoch, self.progress.began_at)
-        for number, batch in enumerate(self.inner.batches(window), self.inner.start):
-            shard = ranks.begin_shard(window, number, self.inner.factor)
-            seed_streams(self.seed, *place, number // ranks.shards, shard)
-            yield batch
-            ranks.end_shard(window)

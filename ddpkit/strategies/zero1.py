@@ -220,7 +220,7 @@ class Zero1(DDP):
     """
 
     name = "DistributedDataParallel, optimizer state divided (ZeRO-1)"
-    saves_alone = False
+    saves_alone = repeats_steps = False
 
     def __init__(self, device: str, **options: Any) -> None:
         super().__init__(device, **options)

@@ -8,6 +8,7 @@ from ddpkit.training.compilation import (
 from ddpkit.training.feed import (
     Counts as Counts,
     Feed as Feed,
+    FeedThrough as FeedThrough,
     Window as Window,
 )
 from ddpkit.training.gathering import (

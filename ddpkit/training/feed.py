@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from ddpkit.training.stream_feed import StreamFeed
+
 
 @dataclass
 class Window:
@@ -196,3 +198,33 @@ class Feed:
         if self.counts is None:
             return lambda _: self.world_size
         return self.counts.total if self.weighting == "samples" else self.counts.parts
+
+
+@dataclass
+class FeedThrough:
+    """A feed whose batches pass through something that follows the steps.
+
+    Attributes:
+        inner: yields this rank's micro-batches.
+        batches: yields what ``inner.batches`` does, for a window.
+
+    Ranks: as the inner feed.
+
+    Example:
+        >>> feed = Feed(loader="abc", length=3)
+        >>> list(FeedThrough(feed, lambda window: map(str.upper, feed.batches(window))).batches(Window()))
+        ['A', 'B', 'C']
+    """
+
+    inner: Feed | StreamFeed
+    batches: Callable[[Window], Iterator[Any]]
+
+    @property
+    def length(self) -> int | None:
+        """The number of micro-batches of this rank in an epoch, or None."""
+        return self.inner.length
+
+    @property
+    def factor(self) -> int:
+        """The number of micro-batches in an optimizer step."""
+        return self.inner.factor

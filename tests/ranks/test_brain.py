@@ -1001,6 +1001,7 @@ def caught_on_one_rank():
     brain.evaluate(data, test_loader_kwargs={"batch_size": 2})
 
 
+@pytest.mark.slow  # the other rank is given half a minute
 def test_an_exception_that_one_rank_catches_ends_all_of_them(ranks):
     """The other rank is in a collective that nobody joins any more: the one that went on must notice, and end."""
     outcomes = ranks.outcomes(caught_on_one_rank, world_size=2)

@@ -449,3 +449,8 @@ def test_a_backward_pass_that_counts_nothing_leaves_zeros(group):
     assert [one.grad.item() for one in modules.parameters()] == [0.0, 0.0]
     modules.net(torch.ones(1, 1)).sum().backward()
     assert [one.grad.item() for one in modules.parameters()] == [1.0, 1.0]
+
+
+def test_make_strategy_does_not_take_another_name_for_ddp():
+    with pytest.raises(ConfigError, match="make_strategy makes one of auto, ddp, zero1, got 'fsdp'"):
+        make_strategy("cpu", name="fsdp", distributed_launch=True)

@@ -116,7 +116,7 @@ def test_a_resume(tmp_path):
     check(resumed, 64)
     for function in fresh.functions:
         del resumed.functions[function]
-    check(resumed, 15)
+    check(resumed, 16)
 
 
 def save_of_rank_0(folder):

@@ -292,6 +292,8 @@ class OptionTypes:
         minimum=1, shown="all at once")
     auto_micro_batch: bool = option(False, BATCHES, "halve that where a process lacks memory",
         is_attribute=False)
+    prefetch_to_device: bool = option(False, BATCHES, "move the next batch to the GPU during a step",
+        is_attribute=False)
     loss_weighting: str = option("samples", BATCHES, "what counts the same: each sample, or each batch",
         choices=("samples", "batches"))
     lr_scaling: str = option("none", BATCHES, "scale learning rates with the batch per step",

@@ -42,7 +42,7 @@ from ddpkit.sampler import (
 from ddpkit.seed import global_seed
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from ddpkit.data.likeness import Sketch, Sketches
@@ -66,6 +66,10 @@ class SaveableDataLoader(DataLoader[Any]):
         args: as for ``torch.utils.data.DataLoader``.
         kwargs: likewise.
 
+    Attributes:
+        yielded: batches handed out in this iteration, with those skipped; None before the first.
+        passed_through: what the batches pass through before they are handed out, which may read ahead; or None.
+
     Ranks: local.
 
     Example:
@@ -79,6 +83,7 @@ class SaveableDataLoader(DataLoader[Any]):
             kwargs["generator"] = torch.Generator()
         super().__init__(*args, **kwargs)
         self.yielded: int | None = None
+        self.passed_through: Callable[[Iterator[Any]], Iterator[Any]] | None = None
         self._skip = 0
         self._keyed: DataLoader[Any] | None = None
         self._place = Place(default_seed())  # for batches that no plan of ours deals out
@@ -104,7 +109,7 @@ class SaveableDataLoader(DataLoader[Any]):
         inner = self._begin()
         if skip and plan is None:
             inner = itertools.islice(inner, skip, None)
-        return self._counted(inner)
+        return self._counted(inner if self.passed_through is None else self.passed_through(inner))
 
     def _begin(self) -> Iterator[Any]:
         """Start torch's iterator, of a loader like this one whose randomness is keyed (but for a stream)."""

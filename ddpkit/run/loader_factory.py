@@ -13,7 +13,7 @@ from ddpkit.dataloader import LoopedLoader, Sharding, deal_batches, default_seed
 from ddpkit.distributed import get_rank, get_world_size
 from ddpkit.errors import ConfigError, DataError
 from ddpkit.logger import get_logger
-from ddpkit.training import data_ranks, micro_batches
+from ddpkit.training import data_ranks, micro_batches, move_ahead
 from ddpkit.types import Stage
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ class LoaderFactory:
         if looped is not None:
             self._require_fixed_length(stage)
             loader = LoopedLoader(loader, looped)
-        return loader
+        return self._moved_ahead(loader)
 
     @contextlib.contextmanager
     def named(self, stage: Stage) -> Iterator[None]:
@@ -107,11 +107,17 @@ class LoaderFactory:
             self._require_fixed_length(stage)
             adapt = reshard if isinstance(loader.loader, DataLoader) else deal_batches
             loader.loader = adapt(loader.loader, self._sharding(stage))
-            return loader
+            return self._moved_ahead(loader)
         planned = reshard(loader, self._sharding(stage))
         if planned is not loader and not getattr(planned, "of_batches", False):
             logger.info("%s: the ready-made loader is planned anew, with its dataset, order and sizes.", stage.name)
-        return planned
+        return self._moved_ahead(planned)
+
+    def _moved_ahead(self, loader: Any) -> Any:
+        """Return a loader, which with the option ``prefetch_to_device`` moves its batches to the GPU."""
+        if self._options.prefetch_to_device:
+            move_ahead(loader, str(self._options.device))
+        return loader
 
     @contextlib.contextmanager
     def dividing_evaluation(self) -> Iterator[None]:

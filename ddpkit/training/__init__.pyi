@@ -31,6 +31,9 @@ from ddpkit.training.lr_scaling import (
     LrScaling as LrScaling,
     require_reference as require_reference,
 )
+from ddpkit.training.moved_ahead import (
+    move_ahead as move_ahead,
+)
 from ddpkit.training.sizes import (
     BatchSizes as BatchSizes,
     RunLength as RunLength,

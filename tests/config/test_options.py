@@ -87,6 +87,7 @@ def test_the_table_is_whole():
         "sync_batchnorm",
         "gc_interval",
         "auto_micro_batch",
+        "prefetch_to_device",
     }
     assert set(RunOptions()) == contract
     assert set(OPTION_BY_NAME) - PARSER_ONLY == contract == set(OptionTypes.__annotations__)

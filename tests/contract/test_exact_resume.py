@@ -221,3 +221,17 @@ def test_nominal_epochs_of_every_kind(tmp_path, kind, dies_at, saves):
         return LoopedLoader(make_dataloader(stream, batch_size=3), 4)
 
     assert_exact(tmp_path, make, dies_at, cls=Loopy, ckpt_interval_steps=2)
+
+
+def test_batches_that_are_moved_ahead_change_no_number_and_no_position(tmp_path):
+    """A batch that was fetched, and not trained on, is not done: saved and resumed in the middle of an epoch."""
+    options = {"ckpt_interval_steps": 2, "valid": points(6)}
+    usual = run(tmp_path / "usual", points(14), kwargs={"batch_size": 2, "shuffle": True}, **options)
+    options |= {"kwargs": {"batch_size": 2, "shuffle": True, "num_workers": 1}, "prefetch_to_device": True}
+    run(tmp_path / "killed", points(14), dies_at=(1, 5), **options)
+    (place,) = (tmp_path / "killed").glob("CKPT*/dataloader-TRAIN.ckpt")
+    assert place.read_text(encoding="utf-8") == "4"
+    resumed = run(tmp_path / "killed", points(14), **options)
+    assert_same(weights(resumed), weights(usual))
+    assert_same_losses(resumed.losses, usual.losses)
+    assert [one.tolist() for one in resumed.trained_on] == [one.tolist() for one in usual.trained_on[4:]]

@@ -117,7 +117,7 @@ class Step:
         self.strategy.adopt({"optimizer": optimizer})
         for divided in getattr(self.strategy, "optimizers", ()):
             divided._is_compared = True  # there are no others to compare the groups with
-        self.ranks = 1 if self.strategy.virtual_ranks else ranks
+        self.ranks = ranks
 
     def fit_batch(self, batch: torch.Tensor) -> torch.Tensor:
         loss = self.modules["net"](batch).square().mean()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import operator
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -185,7 +184,7 @@ class Brain(_Typed):
         take_device(device)
         self.modules = modules_on_device(modules or {}, device)
         self.progress = Progress()
-        if options.virtual_ranks is not None:
+        if strategy.same_bits:
             self.progress.round_nothing()
         self.progress.logged.train_logger = getattr(self.hparams, "train_logger", None)
         self.steps_per_epoch: int | None = None
@@ -753,7 +752,7 @@ class Brain(_Typed):
         if not run.is_prepared:
             is_looped = isinstance(train_set, LoopedLoader) or train_kwargs.get("looped_nominal_epoch") is not None
             run.policy.keep_global_batch(is_looped=is_looped)
-        self.run_opts.grad_accumulation_factor = run.loaders.micro_batches(get_world_size())
+        self.run_opts.grad_accumulation_factor = run.loaders.micro_batches()
         return together(
             lambda: (
                 self._loader(train_set, Stage.TRAIN, train_kwargs),
@@ -775,7 +774,7 @@ class Brain(_Typed):
 
     def _compare_data(self, train: Any, valid: Any) -> BatchSizes:
         """Compare the data of the ranks, and work out what follows from its length."""
-        run, options, world_size = self.__run, self.run_opts, get_world_size()
+        run, options = self.__run, self.run_opts
         run.preflight.compare_data(train=train, valid=valid)
         if options.auto_micro_batch:
             run.stages.auto_micro_batch.require(train)
@@ -783,11 +782,9 @@ class Brain(_Typed):
         check_train_data(train, length)
         length, factor = length and length // shards, options.grad_accumulation_factor // shards
         self._take_length(length, factor)
-        sizes = batch_sizes(train, length, factor, world_size * shards)
-        if options.virtual_ranks is not None:
-            sizes = replace(sizes, virtual_on=world_size)
+        sizes = batch_sizes(train, length, factor, get_world_size(), run.strategy.virtual_ranks)
         run.policy.run_state.step_plan = StepPlan.of(sizes, train)
-        run.lr_scaling.choose(options, train, world_size)
+        run.lr_scaling.choose(options, sizes)
         return sizes
 
     def _take_length(self, length: int | None, factor: int) -> None:

@@ -106,7 +106,7 @@ class Side:
         loader_kwargs: Mapping[str, Any],
         start: Mapping[str, Any] | None = None,
     ) -> None:
-        self.brain, self.parts, self.factor = brain, parts, parts.loaders.micro_batches(get_world_size())
+        self.brain, self.parts, self.factor = brain, parts, parts.loaders.micro_batches()
         brain.grad_accumulation_factor = self.factor
         loader = brain._loader(train_set, Stage.TRAIN, loader_kwargs)
         self.loader: Any = loader.loader if isinstance(loader, LoopedLoader) else loader

@@ -20,7 +20,6 @@ from ddpkit.distributed import alone, get_rank, get_world_size, run_on_main
 from ddpkit.errors import CheckpointError, ConfigError
 from ddpkit.logger import get_logger
 from ddpkit.run.resuming import NEVER, NEWEST, choose_start, modules_not_saved, optimizers_not_saved
-from ddpkit.training import data_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -229,7 +228,8 @@ class CheckpointPolicy:
             options.grad_accumulation_factor = 1
         if before is None or options.global_batch_size is not None:
             return
-        changed = before.on(data_ranks(options, get_world_size()), is_looped=is_looped)
+        ranks = get_world_size() * self.train_step.strategy.shards
+        changed = before.on(ranks, is_looped=is_looped)
         state.asked_plan = before if changed else None
         for name, value in changed.items():
             options[name] = value

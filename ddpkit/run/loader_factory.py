@@ -13,7 +13,7 @@ from ddpkit.dataloader import LoopedLoader, Sharding, deal_batches, default_seed
 from ddpkit.distributed import get_rank, get_world_size
 from ddpkit.errors import ConfigError, DataError
 from ddpkit.logger import get_logger
-from ddpkit.training import data_ranks, micro_batches, move_ahead
+from ddpkit.training import micro_batches, move_ahead
 from ddpkit.types import Stage
 
 if TYPE_CHECKING:
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from types import SimpleNamespace
 
     from ddpkit.run_opts import RunOptions
+    from ddpkit.strategies import Strategy
 
 logger = get_logger(__name__)
 
@@ -31,27 +32,26 @@ class LoaderFactory:
     Args:
         options: of the run.
         hparams: of the recipe; ``sorting`` in it decides about shuffling.
+        strategy: says over how many ranks data is divided.
 
     Ranks: local; alike on every rank.
 
     Example:
         >>> from types import SimpleNamespace
         >>> from ddpkit.run_opts import RunOptions
-        >>> factory = LoaderFactory(RunOptions(device="cpu"), SimpleNamespace())
+        >>> from ddpkit.strategies import Strategy
+        >>> factory = LoaderFactory(RunOptions(device="cpu"), SimpleNamespace(), Strategy())
         >>> len(factory.make(range(10), Stage.TRAIN, {"batch_size": 4}))
         3
     """
 
-    def __init__(self, options: RunOptions, hparams: SimpleNamespace) -> None:
-        self._options, self._hparams = options, hparams
+    def __init__(self, options: RunOptions, hparams: SimpleNamespace, strategy: Strategy) -> None:
+        self._options, self._hparams, self._strategy = options, hparams, strategy
         self._divides_evaluation = False
         self._accumulation: tuple[int, int] | None = None  # what a recipe asked for, and what that came to
 
-    def micro_batches(self, world_size: int) -> int:
-        """Return how many batches each process works on per optimizer step, on so many processes.
-
-        Args:
-            world_size: number of ranks.
+    def micro_batches(self) -> int:
+        """Return how many batches each process works on per optimizer step.
 
         Raises:
             ConfigError: sizes that contradict each other.
@@ -59,9 +59,9 @@ class LoaderFactory:
         asked = self._options.grad_accumulation_factor
         if self._accumulation is not None and self._accumulation[1] == asked:
             asked = self._accumulation[0]  # `fit` has written the result into the option
-        options, ranks = self._options.copy(), data_ranks(self._options, world_size)
+        options, shards = self._options.copy(), self._strategy.shards
         options.grad_accumulation_factor = asked
-        found = micro_batches(options, ranks) * ranks // world_size
+        found = micro_batches(options, get_world_size() * shards) * shards
         self._accumulation = (asked, found)
         return found
 
@@ -130,11 +130,11 @@ class LoaderFactory:
 
     def _require_fixed_length(self, stage: Stage) -> None:
         """Refuse nominal epochs whose batches are another part of a step on another number of processes."""
-        size, ranks = self._options.micro_batch_size, self._options.virtual_ranks
-        if ranks is not None and (stage is Stage.TRAIN or self._options.shard_evaluation):
+        size, strategy = self._options.micro_batch_size, self._strategy
+        if strategy.same_bits and (stage is Stage.TRAIN or self._options.shard_evaluation):
             raise ConfigError(
-                f"virtual_ranks={ranks} does not work with nominal epochs (looped_nominal_epoch, LoopedLoader), which "
-                "count batches of a process. Leave one of them out."
+                f"nominal epochs (looped_nominal_epoch, LoopedLoader) do not work with {strategy.name}: they count "
+                "batches of a process. Leave one of them out."
             )
         if stage is Stage.TRAIN and size is not None:
             raise ConfigError(
@@ -151,9 +151,9 @@ class LoaderFactory:
 
     def _sharding(self, stage: Stage) -> Sharding:
         options, seed, world_size = self._options, default_seed(), get_world_size()
-        own: dict[str, Any] = {"seed": seed, "virtual_ranks": options.virtual_ranks}
+        own: dict[str, Any] = {"seed": seed, "virtual_ranks": self._strategy.virtual_ranks}
         if stage is Stage.TRAIN:
-            factor = options.grad_accumulation_factor * world_size // data_ranks(options, world_size)
+            factor = options.grad_accumulation_factor // self._strategy.shards
             return Sharding(
                 get_rank() or 0,
                 world_size,

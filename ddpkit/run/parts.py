@@ -84,7 +84,7 @@ class Run:
         self.preflight = Preflight(options, progress, self.train_step, self.policy)
         owners = self.policy, self.stop, self.guard, self.preflight, AutoMicroBatch(recipe, self.train_step, run_state)
         self.stages = StageRunner(options, progress, modules, self.train_step, rank_state, *owners)
-        self.loaders = LoaderFactory(options, hparams)
+        self.loaders = LoaderFactory(options, hparams, strategy)
         self.epochs: int | None = 1
         self.length = RunLength()
         self.lr_scaling = LrScaling()

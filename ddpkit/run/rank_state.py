@@ -92,8 +92,7 @@ class RankState:
         self._seed(self.progress.epoch, self.progress.optimizer_step)
 
     def _seed(self, epoch: int, optimizer_step: int) -> None:
-        # With virtual ranks alike on all ranks: then what hooks draw does not depend on the number of processes.
-        rank = None if self.strategy.virtual_ranks is None else 0
+        rank = 0 if self.strategy.same_bits else None
         self._epoch_seed = seed_epoch_streams(self.base_seed or 0, epoch, optimizer_step, rank)
 
     # ------------------------------------------------------------------ one pass over the training data
@@ -133,9 +132,9 @@ class RankState:
         return go_on_at(loader, progress.step, own.get("loader"), same_batches=same), restore
 
     def end_pass(self) -> None:
-        """Collect what a save after the epoch will need of every rank; let what follows draw alike on virtual ranks."""
-        if self.strategy.virtual_ranks is not None:
-            self._seed_anew()
+        """Collect what a save after the epoch will need of every rank."""
+        if self.strategy.same_bits:
+            self._seed_anew()  # after what each rank has drawn in its batches
         if self.states is not None:
             self.states.gather()
 

@@ -21,7 +21,7 @@ from ddpkit.distributed import (
     start_sum_over_ranks,
     sum_over_ranks,
 )
-from ddpkit.errors import BatchError, ConfigError, RunStopped
+from ddpkit.errors import BatchError, RunStopped
 from ddpkit.logger import get_logger
 from ddpkit.metrics import begin_stage
 from ddpkit.profiler import prepare_profiler
@@ -240,10 +240,7 @@ class StageRunner:
     def _feed(self, loader: Any, left_out: int, ready: Callable[[], object]) -> Feed | StreamFeed:
         """Say what a pass takes its batches from. Of a stream the ranks tell each other what they have."""
         options, strategy = self.options, self.train_step.strategy
-        length = length_of(loader)
-        if length is not None or strategy.virtual_ranks is None:  # else a feed that knows its sizes is needed
-            length = self._limited(length, strategy.shards)
-        batches = compared(loader, Stage.TRAIN)
+        length, batches = length_of(loader), compared(loader, Stage.TRAIN)
         if self.profiler is not None:
             batches = Profiled(batches, self.profiler, left_out)
         known: dict[str, Any] = {
@@ -255,22 +252,15 @@ class StageRunner:
             "ready": ready,
         }
         if length is not None:
-            known["world_size"] = 1 if strategy.virtual_ranks else get_world_size()  # gradients are summed, or averaged
-            return Feed(loader=batches, length=length, counts=counts_of(loader), **known)
+            known["length"] = self._limited(length, strategy.shards)
+            return Feed(loader=batches, counts=counts_of(loader), **known)
         if isinstance(loader, StreamLoader):
             loader.keep_step = True
         if options.debug:
             most = options.debug_batches * strategy.shards
             batches = First(batches, max(most - self.progress.step + left_out, 0))
-        whole = 0.0
-        if strategy.virtual_ranks is not None:
-            if options.loss_weighting == "batches":
-                raise ConfigError("loss_weighting=batches of a stream does not work with virtual_ranks.")
-            block = 1 if getattr(loader, "batch_size", None) is None else loader.dataset.block_size
-            whole = float(block * options.grad_accumulation_factor // strategy.shards)
         return StreamFeed(
             loader=batches,
-            whole=whole,
             whole_batches=getattr(loader, "batch_size", None) is None,
             start_sum=start_sum_over_ranks,
             size_of=size_of(loader),

@@ -37,6 +37,8 @@ class Strategy:
     Attributes:
         virtual_ranks: over how many the data is divided; None: over the ranks.
         shards: how many parts of every batch each rank works on.
+        same_bits: whether no bit may depend on the number of processes: losses and logged values are then added up
+            without rounding, and outside of batches all ranks draw the same random numbers.
         saves_alone: whether the main process has all that a checkpoint needs; not where each rank has a part of the
             weights, or of what the optimizers know.
 
@@ -53,6 +55,7 @@ class Strategy:
     name = "one device"
     virtual_ranks: int | None = None
     shards = 1
+    same_bits = False
     saves_alone = True
     repeats_steps = True
 

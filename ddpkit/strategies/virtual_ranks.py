@@ -23,13 +23,13 @@ from ddpkit.seed import seed_streams
 from ddpkit.strategies.base import NO_CONTEXT, Strategy
 from ddpkit.strategies.modules import broadcast_from_main, refuse_wrapped
 from ddpkit.syncbn import SyncBatchNorm
-from ddpkit.training import FeedThrough
+from ddpkit.training import FeedThrough, StreamFeed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
     from contextlib import AbstractContextManager
 
-    from ddpkit.training import Feed, Progress, StreamFeed, Window
+    from ddpkit.training import Feed, Progress, Window
 
     Part = list[torch.Tensor | None]  # number of shards, count of the loss, moves of buffers, gradients
 
@@ -76,6 +76,7 @@ class VirtualRanks(Strategy):
     """
 
     name = "virtual ranks"
+    same_bits = True
     repeats_steps = False
 
     def __init__(self, device: str, number: int, *, is_strict: bool = False) -> None:
@@ -157,7 +158,21 @@ class VirtualRanks(Strategy):
                 )
 
     def feed(self, feed: Feed | StreamFeed, progress: Progress, seed: int) -> FeedThrough:
-        """Return the feed, which seeds the noise of each shard and takes its gradient away after it."""
+        """Return the feed, which seeds the noise of each shard and takes its gradient away after it.
+
+        Raises:
+            ConfigError: every batch of a stream shall count the same.
+        """
+        if not isinstance(feed, StreamFeed):
+            feed.world_size = 1  # gradients are summed, not averaged
+        elif feed.weighting == "batches":
+            raise ConfigError(
+                f"virtual_ranks={self.virtual_ranks}: loss_weighting=batches does not work with a stream. Leave "
+                "--loss_weighting out."
+            )
+        else:
+            block = 1 if feed.whole_batches else progress.loader.dataset.block_size
+            feed.whole = float(block * feed.factor // self.shards)
         return FeedThrough(feed, functools.partial(self._shards_of, feed, progress, seed))
 
     def _shards_of(self, feed: Feed | StreamFeed, progress: Progress, seed: int, window: Window) -> Iterator[Any]:

@@ -39,7 +39,6 @@ from ddpkit.training.sizes import (
     RunLength as RunLength,
     batch_sizes as batch_sizes,
     count_epochs as count_epochs,
-    data_ranks as data_ranks,
     micro_batches as micro_batches,
 )
 from ddpkit.training.stage_batches import (

@@ -21,12 +21,12 @@ from torch.optim import Optimizer
 
 from ddpkit.errors import ConfigError
 from ddpkit.logger import get_logger
-from ddpkit.training.sizes import batch_sizes, data_ranks
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Mapping
 
     from ddpkit.run_opts import RunOptions
+    from ddpkit.training.sizes import BatchSizes
 
 logger = get_logger(__name__)
 
@@ -85,10 +85,11 @@ class LrScaling:
     Example:
         >>> import torch
         >>> from ddpkit.run_opts import RunOptions
+        >>> from ddpkit.training import BatchSizes
         >>> weight = torch.nn.Parameter(torch.zeros(1)); weight.grad = torch.ones(1)
         >>> scaling, sgd = LrScaling(), torch.optim.SGD([weight], lr=0.5)
         >>> options = RunOptions(lr_scaling="linear", reference_batch_size=8)
-        >>> scaling.choose(options, torch.utils.data.DataLoader(range(99), batch_size=16), world_size=1)
+        >>> scaling.choose(options, BatchSizes(1, (16, 16), factor=1, per_step=16, steps=7, samples=99))
         >>> scaling.follow({"sgd": sgd}); sgd.step()
         >>> weight.item(), sgd.param_groups[0]["lr"]
         (-1.0, 0.5)
@@ -98,13 +99,12 @@ class LrScaling:
         self.factor, self.reason = 1.0, "lr_scaling=none"
         self._own_rates: weakref.WeakKeyDictionary[Optimizer, list[Any]] = weakref.WeakKeyDictionary()
 
-    def choose(self, options: RunOptions, loader: Iterable[Any], world_size: int) -> None:
+    def choose(self, options: RunOptions, sizes: BatchSizes) -> None:
         """Find the factor for a call of ``fit``.
 
         Args:
-            options: ``lr_scaling``, ``reference_batch_size`` and ``grad_accumulation_factor`` count.
-            loader: of the training.
-            world_size: number of ranks.
+            options: ``lr_scaling`` and ``reference_batch_size`` count.
+            sizes: of the training.
 
         Raises:
             ConfigError: the reference batch size is missing, or the samples per step are unknown.
@@ -113,16 +113,14 @@ class LrScaling:
         require_reference(options)
         if rule == "none" or reference is None:
             return
-        ranks = data_ranks(options, world_size)
-        accumulated = options.grad_accumulation_factor * world_size // ranks
-        samples = batch_sizes(loader, None, accumulated, ranks).per_step
-        if samples is None:
+        if sizes.per_step is None:
             raise ConfigError(
                 f"lr_scaling={rule} needs a step of known size, and the batches of the training come from a batch "
                 "sampler without batch_size, or whole out of the dataset. Use --lr_scaling=none, or give batch_size."
             )
-        self.factor = scaling_factor(rule, samples, reference)
-        shown = f"{samples} samples per step ({world_size} process(es), accumulation {accumulated})"
+        self.factor = scaling_factor(rule, sizes.per_step, reference)
+        processes = sizes.virtual_on or sizes.world_size
+        shown = f"{sizes.per_step} samples per step ({processes} process(es), accumulation {sizes.factor})"
         self.reason = f"lr_scaling={rule}, {shown}, reference_batch_size={reference}: x {self.factor:.6g}"
 
     def follow(self, optimizers: Mapping[str, Any]) -> None:

@@ -56,23 +56,6 @@ def micro_batches(options: RunOptions, world_size: int) -> int:
     return needed
 
 
-def data_ranks(options: RunOptions, world_size: int) -> int:
-    """Return over how many ranks the training data is divided: the virtual ones where the option says so.
-
-    Args:
-        options: ``virtual_ranks``.
-        world_size: number of ranks.
-
-    Ranks: local; equal on all ranks.
-
-    Example:
-        >>> from ddpkit.run_opts import RunOptions
-        >>> data_ranks(RunOptions(virtual_ranks=8), 2), data_ranks(RunOptions(), 2)
-        (8, 2)
-    """
-    return options.virtual_ranks or world_size
-
-
 @dataclass(frozen=True)
 class BatchSizes:
     """Batch sizes that follow from a training loader and the options.
@@ -206,7 +189,9 @@ def count_epochs(epoch_counter: Any, options: RunOptions) -> int | None:
     return last if number is None else min(number, last)
 
 
-def batch_sizes(loader: Any, length: int | None, factor: int, world_size: int) -> BatchSizes:
+def batch_sizes(
+    loader: Any, length: int | None, factor: int, world_size: int, virtual_ranks: int | None = None
+) -> BatchSizes:
     """Compute the batch sizes from a training loader and an accumulation factor.
 
     Args:
@@ -214,6 +199,7 @@ def batch_sizes(loader: Any, length: int | None, factor: int, world_size: int) -
         length: its number of batches, if that is known.
         factor: batches per optimizer step.
         world_size: number of ranks.
+        virtual_ranks: as in :class:`~ddpkit.dataloader.Sharding`.
 
     Ranks: local; equal on all ranks.
 
@@ -223,8 +209,8 @@ def batch_sizes(loader: Any, length: int | None, factor: int, world_size: int) -
         >>> str(batch_sizes(loader, len(loader), 1, 2))
         '2 processes x batch 2 x accumulation 1 = 4 samples per optimizer step; 3 steps, 10 samples per epoch'
     """
-    steps = None if length is None else -(-length // factor)
-    inner = loader.loader if isinstance(loader, LoopedLoader) else loader
+    steps, on = None if length is None else -(-length // factor), world_size if virtual_ranks else None
+    world_size, inner = virtual_ranks or world_size, loader.loader if isinstance(loader, LoopedLoader) else loader
     per_process, per_step = _sizes(inner, factor, world_size)
     planned, samples = plan_of(inner), None
     is_divided = isinstance(planned, PlannedBatchSampler) or isinstance(getattr(inner, "dataset", None), StreamShard)
@@ -234,7 +220,7 @@ def batch_sizes(loader: Any, length: int | None, factor: int, world_size: int) -
             samples = planned.plan.used_samples
         elif isinstance(planned, DealtBatchSampler):
             samples = sum(planned.total(batch) for batch in range(len(planned)))
-    return BatchSizes(world_size, per_process, factor, per_step, steps, samples, alone)
+    return BatchSizes(world_size, per_process, factor, per_step, steps, samples, alone, on)
 
 
 def _sizes(loader: Any, factor: int, world_size: int) -> tuple[tuple[int, int] | None, int | None]:

@@ -603,6 +603,13 @@ def test_debug_runs_few_batches_and_epochs(given, epochs, batches):
     assert brain.optimizer_step >= epochs
 
 
+@pytest.mark.parametrize(("number", "steps"), [(7, 4), (5, 3)])
+def test_debug_takes_what_a_short_stream_has(number, steps):
+    brain = make(Traced, debug=True, debug_batches=4, debug_epochs=1)
+    brain.fit([1], Stream(points(number)), train_loader_kwargs={"batch_size": 2})
+    assert brain.optimizer_step == steps
+
+
 @pytest.mark.parametrize("persistently", [False, True])
 def test_debug_saves_elsewhere(tmp_path, persistently):
     class Saving(Regression):

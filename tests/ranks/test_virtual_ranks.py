@@ -378,6 +378,8 @@ def test_what_cannot_work_is_refused_by_name():
     assert "shares statistics between processes" in refused(head=lambda: SyncBatchNorm(CLASSES))
     assert "Embedding with sparse=True" in refused(head=lambda: nn.Embedding(CLASSES, CLASSES, sparse=True))
     assert "nominal epochs" in refused(loading={"looped_nominal_epoch": 3})
+    stream = {"data": Numbered(points()), "loading": {"shuffle": False}, "loss_weighting": "batches"}
+    assert "loss_weighting=batches does not work with a stream" in refused(**stream)
 
 
 def test_an_optimizer_of_parameters_outside_of_modules_is_refused():

@@ -105,9 +105,13 @@ def options(rule="linear", reference=8, **more):
     return RunOptions(lr_scaling=rule, reference_batch_size=reference, **more)
 
 
+def sizes_of(batch_size, world=1, factor=1):
+    return batch_sizes(shard(range(50), Sharding(0, world), batch_size=batch_size), None, factor, world)
+
+
 def scaling_of(rule="linear", *, batch_size=4, world=1, **more):
     scaling = LrScaling()
-    scaling.choose(options(rule, **more), shard(range(50), Sharding(0, world), batch_size=batch_size), world)
+    scaling.choose(options(rule, **more), sizes_of(batch_size, world, more.get("grad_accumulation_factor", 1)))
     return scaling
 
 
@@ -125,13 +129,13 @@ def test_the_factor_and_its_reason(rule, factor):
 @pytest.mark.parametrize("kind", [kind for kind, (_, size) in LOADERS.items() if size is None])
 def test_a_step_of_unknown_size_cannot_be_scaled_by(kind):
     with pytest.raises(ConfigError, match=r"^lr_scaling=linear needs a step of known size.*Use --lr_scaling=none"):
-        LrScaling().choose(options(), LOADERS[kind][0](1), 1)
+        LrScaling().choose(options(), batch_sizes(LOADERS[kind][0](1), None, 1, 1))
 
 
 @pytest.mark.parametrize("rule", ["linear", "sqrt"])
 def test_a_rule_without_a_reference_is_refused(rule):
     with pytest.raises(ConfigError, match=f"^lr_scaling={rule} needs reference_batch_size: .*Give --reference_batch_"):
-        LrScaling().choose(options(rule, None), shard(range(5), Sharding(), batch_size=1), 1)
+        LrScaling().choose(options(rule, None), sizes_of(1))
 
 
 # ------------------------------------------------------------------------------------------------------ steps
@@ -156,7 +160,7 @@ def test_steps_are_scaled_and_rates_stay(caplog):
     assert steps_of(optimizer) == pytest.approx([0.2, 0.02])
     assert rates_of(optimizer) == [0.1, 0.01]
     assert caplog.messages == [f"Learning rates ({scaling.reason}): sgd 0.1, 0.01 -> 0.2, 0.02."] * 2
-    scaling.choose(options(), shard(range(50), Sharding(), batch_size=32), 1)
+    scaling.choose(options(), sizes_of(32))
     assert steps_of(optimizer) == pytest.approx([0.4, 0.04]), "a second fit with another batch"
 
 

@@ -282,8 +282,8 @@ class OptionTypes:
         is_attribute=False)
     start_powersgd_iter: int = option(1000, STRATEGY, "powersgd: steps before it begins", form="N", minimum=2,
         is_attribute=False)
-    sync_batchnorm: bool = option(True, STRATEGY, "BatchNorm over the rows of all processes", form="on|off",
-        is_attribute=False)
+    sync_batchnorm: bool | None = option(None, STRATEGY, "BatchNorm over the rows of all processes",
+        form="auto|on|off", shown="auto: on", is_attribute=False)
 
     grad_accumulation_factor: int = option(1, BATCHES, "batches per optimizer step", form="N", minimum=1)
     global_batch_size: int | None = option(None, BATCHES, "samples per optimizer step, over all processes", form="N",

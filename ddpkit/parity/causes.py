@@ -143,7 +143,7 @@ class _Diagnosis:
         norms = self.records[0]["norms"]
         apart = [name for name, shared in norms.items() if not (shared and self.side.joins)]
         if apart:
-            unshared = NOT_SHARED if self.brain.run_opts.sync_batchnorm else OFF
+            unshared = OFF if self.brain.run_opts.sync_batchnorm is False else NOT_SHARED
             words = MADE_ALREADY if all(norms.values()) else unshared
             self.causes["batch norm"] = words.format(_listed([one for one in apart if not norms[one]] or apart))
             return

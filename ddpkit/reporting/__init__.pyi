@@ -35,4 +35,5 @@ from ddpkit.reporting.start_report import (
     precision_row as precision_row,
     records_row as records_row,
     start_row as start_row,
+    strategy_row as strategy_row,
 )

@@ -6,12 +6,14 @@
       launcher   torchrun, 2 nodes x 4 processes (gpu07, gpu08)
       devices    4 x cuda (NVIDIA H200) per node, backend nccl
       versions   Python 3.12, torch 2.13.0+cu130, numpy 2.3.1
+      strategy   ddp: each process holds the whole model
       batch      8 processes x batch 4 x accumulation 1 = 32 samples per optimizer step; 15 steps, 480 samples per epoch
       per step   32 samples; one process has 4: --global_batch_size=4 keeps the training the same
       valid set  90 samples, 12 batches of 1 per process
       optimizer  AdamW, lr 0.002
       schedule   OneCycleLR, after each of 600 optimizer steps
       clipping   gradient norm at most 5.0 (--max_grad_norm)
+      batch norm over the rows of all processes (--sync_batchnorm=auto)
       precision  bf16, evaluation fp32
       evaluation every rank its part of a set: count with ddpkit.metrics or Brain.gather
       records    log.txt and metrics.jsonl in results
@@ -170,6 +172,23 @@ def evaluation_row(world_size: int, *, divided: bool) -> str:
     if divided:
         return "every rank its part of a set: count with ddpkit.metrics or Brain.gather"
     return "every rank the whole set; --shard_evaluation divides it"
+
+
+def strategy_row(chosen: str, asked: str) -> str:
+    """Return what each process holds, in words.
+
+    Args:
+        chosen: name of the strategy, and what each process holds.
+        asked: the option ``strategy``.
+
+    Ranks: local.
+
+    Example:
+        >>> strategy_row("single: one process", "fsdp")
+        'single: one process, where --strategy=fsdp changes nothing'
+    """
+    is_other = asked != "auto" and not chosen.startswith(asked)
+    return f"{chosen}, where --strategy={asked} changes nothing" if is_other else chosen
 
 
 def clipping_row(max_norm: float | None) -> str:

@@ -33,6 +33,7 @@ from ddpkit.reporting import (
     precision_row,
     records_row,
     start_row,
+    strategy_row,
 )
 from ddpkit.train_logger import run_log
 from ddpkit.training import compare_first_samples, length_of
@@ -136,14 +137,16 @@ class Preflight:
         is_asked = options.global_batch_size is not None or options.lr_scaling != "none"  # someone has thought about it
         optimizers, log = self.train_step.named_optimizers(), run_log()
         files = [*log_files(), *([] if log is None else [log.path])]
+        told = self.train_step.strategy.start_rows(self.train_step.modules)
         first = {
+            "strategy": strategy_row(told["strategy"], options.strategy),
             "batch": str(sizes),
             "per step": "" if is_asked or self.progress.optimizer_step else sizes.advice(),
             "valid set": "" if valid_set is None else _size_in_words(valid_set),
             "optimizer": optimizer_row(optimizers),
             "schedule": "" if self.train_step.schedule is None else str(self.train_step.schedule),
             "clipping": clipping_row(options.max_grad_norm) if optimizers else "",
-            **self.train_step.strategy.start_rows(self.train_step.modules),
+            **{name: row for name, row in told.items() if name != "strategy"},
         }
         self._show("Training", first, {"records": records_row(files), "start": start}, contexts)
 

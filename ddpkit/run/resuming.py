@@ -352,8 +352,10 @@ def changed_options(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[s
         ["precision='fp32', before 'bf16'"]
     """
     # A checkpoint of an earlier version does not have these.
-    before = {"virtual_ranks": None, "ddp_comm_hook": None, "sync_batchnorm": True, **before}
+    before = {"virtual_ranks": None, "ddp_comm_hook": None, "sync_batchnorm": None, **before}
     changed = [name for name in TELLING if name in before and name in now and before[name] != now[name]]
+    if before["sync_batchnorm"] is not False and now.get("sync_batchnorm") is not False:  # auto is on
+        changed = [name for name in changed if name != "sync_batchnorm"]
     return [f"{name}={now[name]!r}, before {before[name]!r}" for name in changed]
 
 

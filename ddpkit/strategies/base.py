@@ -104,8 +104,8 @@ class Strategy:
         """Make equal on all ranks, at the end of a training pass, what the strategy has let differ."""
 
     def start_rows(self, modules: nn.Module) -> dict[str, str]:
-        """Return rows for the start-up block, on what is not computed as in one process."""
-        return {}
+        """Return rows for the start-up block: ``strategy``, and what is not computed as in one process."""
+        return {"strategy": "single: one process"}
 
     def apart(self, modules: nn.Module) -> list[str]:
         """Return the trained entries whose weights are others on some ranks."""

@@ -72,7 +72,7 @@ def choose_strategy(options: RunOptions, *, decides_late: bool = False) -> Strat
 
 def _ddp_options(options: RunOptions) -> DDPOptions:
     """Return what the run says of DDP; refuse what its other options rule out."""
-    hook, is_off = options.ddp_comm_hook, not options.sync_batchnorm
+    hook, is_off = options.ddp_comm_hook, options.sync_batchnorm is False
     why = NOT_WITH_POWERSGD if hook == "powersgd" else {}
     refused = [name for name in why if options[name] is True or options[name] == "fp16"]
     if hook is not None and options.check_parity is not None:

@@ -11,7 +11,7 @@ from torch import nn
 from ddpkit.device import own_first
 from ddpkit.errors import ConfigError
 from ddpkit.strategies.base import Strategy
-from ddpkit.strategies.modules import AttributeForwarding, trained_parameters
+from ddpkit.strategies.modules import AttributeForwarding, batch_norms, trained_parameters
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -75,6 +75,11 @@ class DataParallel(Strategy):
                 "processes: torchrun --standalone --nproc_per_node=2 train.py hparams.yaml --device=cpu"
             )
         self.device = device
+
+    def start_rows(self, modules: nn.Module) -> dict[str, str]:
+        """Return rows on the GPUs, and on batch statistics, which each GPU takes from its own rows."""
+        gpus = f"data parallel: one process, with {torch.cuda.device_count()} GPU(s) (nn.DataParallel)"
+        return {"strategy": gpus, "batch norm": "each GPU by its own rows" if batch_norms(modules) else ""}
 
     def wrap(self, modules: nn.ModuleDict) -> None:
         """Put ``nn.DataParallel`` around every trainable entry."""

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpkit import distributed
@@ -25,6 +24,8 @@ from ddpkit.strategies.base import NO_CONTEXT, Strategy, start_average_over_rank
 from ddpkit.strategies.ddp_options import DDPOptions
 from ddpkit.strategies.modules import (
     AttributeForwarding,
+    batch_norm_row,
+    batch_norms,
     broadcast_from_main,
     has_moving_buffers,
     refuse_shared_parameters,
@@ -209,6 +210,7 @@ class DDP(Strategy):
     """
 
     name = "DistributedDataParallel"
+    holds = "ddp: each process holds the whole model"
 
     def __init__(self, device: str, options: DDPOptions | None = None, *, decides_late: bool = False) -> None:
         self.device, self.options, self.decides_late = device, options or DDPOptions(), decides_late
@@ -421,17 +423,22 @@ class DDP(Strategy):
 
     def end_pass(self, modules: nn.ModuleDict) -> None:
         """Give every rank the batch statistics of rank 0, where each rank has its own."""
-        if not self.options.sync_batchnorm:
-            for part in _batch_norms(modules):
+        if self.options.sync_batchnorm is False:
+            for part in batch_norms(modules):
                 for buffer in part.buffers(recurse=False):
                     torch.distributed.broadcast(buffer, src=0)
 
     def start_rows(self, modules: nn.Module) -> dict[str, str]:
-        """Return rows on statistics of each rank by itself, and on how gradients travel."""
-        return self.options.rows(normalises=any(_batch_norms(modules)))
+        """Return rows on what each process holds, on batch statistics, and on how gradients travel."""
+        hook = self.options.ddp_comm_hook
+        return {
+            "strategy": self.holds,
+            "batch norm": batch_norm_row(modules, self.options.sync_batchnorm),
+            "gradients": "" if hook is None else f"sent between processes as {hook} (--ddp_comm_hook)",
+        }
 
     def _converted(self, module: nn.Module) -> nn.Module:
-        if not self.options.sync_batchnorm:
+        if self.options.sync_batchnorm is False:
             return module
         for part in module.modules():
             if str(getattr(part, "original_name", "")).startswith("BatchNorm"):  # what torch.jit.script leaves of it
@@ -439,7 +446,7 @@ class DDP(Strategy):
                     "--jit has scripted a BatchNorm, which cannot share its statistics over the processes. Leave --jit "
                     "out, or name other modules in --jit_module_keys."
                 )
-        return convert_sync_batchnorm(module) if any(_batch_norms(module)) else module
+        return convert_sync_batchnorm(module) if batch_norms(module) else module
 
     def _options(self, module: nn.Module) -> dict[str, Any]:
         given, accepted = self.options, inspect.signature(DistributedDataParallel).parameters
@@ -457,7 +464,3 @@ class DDP(Strategy):
 
 def _or(given: bool | None, default: bool) -> bool:
     return default if given is None else given
-
-
-def _batch_norms(module: nn.Module) -> Iterator[nn.Module]:
-    return (part for part in module.modules() if isinstance(part, _BatchNorm))

@@ -24,7 +24,7 @@ class DDPOptions:
         bucket_cap_mb: size of a bucket in MiB; None: torch's, 25.
         broadcast_buffers: whether buffers are sent from rank 0 before each training forward pass. None: where a
             module has buffers that may drift apart.
-        sync_batchnorm: whether a BatchNorm normalises over the rows of all ranks.
+        sync_batchnorm: whether a BatchNorm normalises over the rows of all ranks; None: it does.
         ddp_comm_hook: how gradients travel: as ``"fp16"``, ``"bf16"`` or ``"powersgd"``; None: as they are.
         matrix_approximation_rank: of PowerSGD.
         start_powersgd_iter: optimizer steps before PowerSGD begins.
@@ -45,7 +45,7 @@ class DDPOptions:
     gradient_as_bucket_view: bool | None = None
     bucket_cap_mb: float | None = None
     broadcast_buffers: bool | None = None
-    sync_batchnorm: bool = True
+    sync_batchnorm: bool | None = None
     ddp_comm_hook: str | None = None
     matrix_approximation_rank: int = 1
     start_powersgd_iter: int = 1000
@@ -79,16 +79,3 @@ class DDPOptions:
 
         half = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
         return functools.partial(half[self.ddp_comm_hook], None)  # type: ignore[arg-type]  # torch's default group
-
-    def rows(self, *, normalises: bool) -> dict[str, str]:
-        """Return the rows of the start-up block on what is not as in one process.
-
-        Args:
-            normalises: whether a module has a BatchNorm.
-        """
-        off = normalises and not self.sync_batchnorm
-        hook = self.ddp_comm_hook
-        return {
-            "batch norm": "each process by its own rows, as --sync_batchnorm=off says" if off else "",
-            "gradients": "" if hook is None else f"sent between processes as {hook} (--ddp_comm_hook)",
-        }

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from ddpkit.base import is_sharded
 from ddpkit.checkpointing import whole_states
@@ -24,7 +23,14 @@ from ddpkit.distributed import exchange, get_world_size
 from ddpkit.errors import ConfigError
 from ddpkit.logger import get_logger
 from ddpkit.strategies.base import NO_CONTEXT, Strategy, WholeState, start_average_over_ranks
-from ddpkit.strategies.modules import broadcast_from_main, has_moving_buffers, refuse_shared_parameters, refuse_wrapped
+from ddpkit.strategies.modules import (
+    batch_norm_row,
+    batch_norms,
+    broadcast_from_main,
+    has_moving_buffers,
+    refuse_shared_parameters,
+    refuse_wrapped,
+)
 from ddpkit.syncbn import convert_sync_batchnorm
 
 if TYPE_CHECKING:
@@ -48,6 +54,7 @@ NOT_THERE = {
     "jit_module_keys": "torch does not divide scripted modules",
 }
 
+MOST_SHOWN = 4  # classes of blocks in the start-up block
 WHOLE_MATRICES = {"LBFGS", "Muon", "Adafactor", "Rprop"}  # by name: an older torch has fewer
 FUSED_FAILS = (torch.optim.SGD, torch.optim.Adagrad)
 CANNOT = (
@@ -95,7 +102,7 @@ class FSDP(Strategy):
     def __init__(self, options: RunOptions, *, decides_late: bool = False) -> None:
         for name in (name for name in NOT_THERE if options[name]):
             raise ConfigError(f"strategy='fsdp' does not work with {name}={options[name]}: {NOT_THERE[name]}.")
-        if not options.sync_batchnorm:
+        if options.sync_batchnorm is False:
             raise ConfigError("strategy='fsdp' does not work with sync_batchnorm=off: use --strategy=ddp.")
         if options.precision == "fp16":
             raise ConfigError(
@@ -123,7 +130,7 @@ class FSDP(Strategy):
         for name in [name for name, module in modules.items() if all(module is not one for one in self._roots)]:
             refuse_wrapped(name, modules[name], "strategy='fsdp'")
             broadcast_from_main(modules[name], self.device)
-            if any(isinstance(part, _BatchNorm) for part in modules[name].modules()):
+            if batch_norms(modules[name]):
                 modules[name] = convert_sync_batchnorm(modules[name])
             if next(modules[name].parameters(), None) is not None:
                 try:
@@ -176,6 +183,17 @@ class FSDP(Strategy):
                     "of it. Name a class that contains both, or leave this one out."
                 )
         return blocks
+
+    def start_rows(self, modules: nn.Module) -> dict[str, str]:
+        """Return rows on the blocks, and on batch statistics."""
+        kinds = Counter(type(one).__name__ for one in self._blocks)
+        listed = ", ".join(f"{number} x {kind}" for kind, number in kinds.most_common(MOST_SHOWN))
+        more = ", ..." if len(kinds) > MOST_SHOWN else ""
+        blocks = f"{len(self._blocks)} block{'' if len(self._blocks) == 1 else 's'}"
+        return {
+            "strategy": f"fsdp: each process holds 1/{get_world_size()} of {blocks} ({listed}{more})",
+            "batch norm": batch_norm_row(modules, self.options.sync_batchnorm),
+        }
 
     def follow(self, modules: nn.ModuleDict) -> None:
         """Divide what a recipe's own forward pass has left whole, before an epoch."""

@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpkit.base import is_sharded
 from ddpkit.errors import ConfigError
+from ddpkit.syncbn import SyncBatchNorm
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
@@ -206,6 +207,49 @@ def has_moving_buffers(module: nn.Module) -> bool:
     return any(
         name in saved and buffer.is_floating_point() and id(buffer) not in batch_statistics
         for name, buffer in module.named_buffers()
+    )
+
+
+def batch_norms(modules: nn.Module) -> list[nn.Module]:
+    """Return the BatchNorm layers of a model, synchronised or not.
+
+    Ranks: local.
+
+    Example:
+        >>> len(batch_norms(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))))
+        1
+    """
+    return [part for part in modules.modules() if isinstance(part, _BatchNorm)]
+
+
+def batch_norm_row(modules: nn.Module, synchronises: bool | None) -> str:
+    """Say over which rows the BatchNorm layers of a model normalise in training; nothing where it has none.
+
+    Args:
+        modules: after its conversion.
+        synchronises: the option ``sync_batchnorm``.
+
+    Ranks: local.
+
+    Example:
+        >>> model = nn.Sequential(SyncBatchNorm(2), SyncBatchNorm(2), nn.BatchNorm1d(2))
+        >>> batch_norm_row(model, None)
+        'over the rows of all processes (--sync_batchnorm=auto): 2 of 3 layers; the others by those of each process'
+        >>> batch_norm_row(model, False)
+        'each process by its own rows, as --sync_batchnorm=off says'
+    """
+    layers = batch_norms(modules)
+    if not layers:
+        return ""
+    if synchronises is False:
+        return "each process by its own rows, as --sync_batchnorm=off says"
+    shared = sum(isinstance(one, (SyncBatchNorm, nn.SyncBatchNorm)) for one in layers)
+    given = "auto" if synchronises is None else "on"
+    words = f"over the rows of all processes (--sync_batchnorm={given})"
+    return (
+        words
+        if shared == len(layers)
+        else (f"{words}: {shared} of {len(layers)} layers; the others by those of each process")
     )
 
 

@@ -21,7 +21,7 @@ from ddpkit.distributed import get_rank, get_world_size
 from ddpkit.errors import ConfigError
 from ddpkit.seed import seed_streams
 from ddpkit.strategies.base import NO_CONTEXT, Strategy
-from ddpkit.strategies.modules import broadcast_from_main, refuse_wrapped
+from ddpkit.strategies.modules import batch_norms, broadcast_from_main, refuse_wrapped
 from ddpkit.syncbn import SyncBatchNorm
 from ddpkit.training import FeedThrough, StreamFeed
 
@@ -118,6 +118,11 @@ class VirtualRanks(Strategy):
             if get_world_size() > 1:
                 broadcast_from_main(module, self.device)
         self.follow(modules)
+
+    def start_rows(self, modules: nn.Module) -> dict[str, str]:
+        """Return rows on the shards, and on batch statistics, which each shard takes from its own rows."""
+        shards = f"virtual ranks: {self.virtual_ranks}, {self.shards} on each process (--virtual_ranks)"
+        return {"strategy": shards, "batch norm": "each virtual rank by its own rows" if batch_norms(modules) else ""}
 
     def _require_additive(self, name: str, module: nn.Module) -> None:
         for part in module.modules():

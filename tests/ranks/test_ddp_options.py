@@ -304,7 +304,7 @@ def test_without_synchronisation_each_rank_normalises_its_rows_and_rank_0s_stati
     own = ranks.run(train_normed, {"sync_batchnorm": False}, world_size=2)
     (first, means, losses, told), (second, _, losses_there, _) = own
     assert told == "each process by its own rows, as --sync_batchnorm=off says"
-    assert shared[0][3] is None
+    assert shared[0][3] == "over the rows of all processes (--sync_batchnorm=auto)"
     assert losses == losses_there
     assert all(torch.equal(first[key], value) for key, value in second.items())
     assert all(torch.equal(one, other) for one, other in means)

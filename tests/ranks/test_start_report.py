@@ -16,6 +16,7 @@ from ddpkit.base import host_name
 from ddpkit.brain import run_of
 from ddpkit.comm.consistency import own_place
 from ddpkit.distributed import exchange
+from ddpkit.reporting import StartReport
 from ddpkit.run import preflight
 from tests.contract.recipes import QUIET, Regression, make, points, sgd, weights
 from tests.launching import PATIENCE, Run, free_port, python, torchrun
@@ -311,6 +312,7 @@ def test_one_block_on_two_processes_then_resumed_on_one(tmp_path):
     assert {name: row for name, row in found["Training"].items() if name != "versions"} == {
         "launcher": f"torchrun, 2 processes on {host}",
         "devices": "2 x cpu (1 thread), backend gloo",
+        "strategy": "ddp: each process holds the whole model",
         "batch": "2 processes x batch 3 x accumulation 1 = 6 samples per optimizer step; 2 steps, 12 samples per epoch",
         "per step": "6 samples; one process has 3: --global_batch_size=3 keeps the training the same",
         "valid set": "12 samples, 12 batches of 1 per process",
@@ -327,7 +329,7 @@ def test_one_block_on_two_processes_then_resumed_on_one(tmp_path):
         "weights": f"from save/{saved.name}",
     }
     assert run.out == "prepared\n"
-    assert len(run.err.splitlines()) <= 17
+    assert len(run.err.splitlines()) <= 18
 
     (tmp_path / "train.py").write_text(
         (tmp_path / "train.py").read_text().replace("EpochCounter(2)", "EpochCounter(3)")
@@ -339,6 +341,41 @@ def test_one_block_on_two_processes_then_resumed_on_one(tmp_path):
     assert found["Training"]["devices"] == "cpu (1 thread)"
     assert found["Training"]["start"] == f"from save/{saved.name}: 4 optimizer steps done, epoch 3 comes next"
     assert not {"evaluation", "per step"} & set(found["Training"])
+
+
+def strategies_told(given):
+    told = []
+    for options in given:
+        brain = make(net=nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).double(), **options)
+        brain.fit([1], points(8), train_loader_kwargs={"batch_size": 2})
+        told.append((run_of(brain).preflight.report or StartReport()).said)
+    return [(rows.get("strategy"), rows.get("batch norm")) for rows in told]
+
+
+def test_the_strategy_and_what_batch_norm_normalises_over_are_said(ranks):
+    shared = "over the rows of all processes (--sync_batchnorm="
+    given = {
+        ("ddp: each process holds the whole model", f"{shared}auto)"): {"sync_batchnorm": "auto"},
+        ("ddp: each process holds the whole model", f"{shared}on)"): {"strategy": "ddp", "sync_batchnorm": True},
+        ("zero1: each process holds the whole model, and a part of the optimizers' state", f"{shared}auto)"): {
+            "strategy": "zero1"
+        },
+        ("fsdp: each process holds 1/2 of 3 blocks (2 x Linear, 1 x Sequential)", f"{shared}auto)"): {
+            "strategy": "fsdp",
+            "fsdp_blocks": "Linear",
+        },
+        ("virtual ranks: 4, 2 on each process (--virtual_ranks)", "each virtual rank by its own rows"): {
+            "virtual_ranks": 4
+        },
+    }
+    assert ranks.run(strategies_told, list(given.values()))[0] == list(given)
+
+
+def test_one_process_says_that_it_divides_nothing():
+    assert strategies_told([{}, {"strategy": "zero1"}]) == [
+        ("single: one process", None),
+        ("single: one process, where --strategy=zero1 changes nothing", None),
+    ]
 
 
 def train_as_advised():

@@ -256,6 +256,8 @@ def test_options_that_bear_on_the_numbers():
         "max_grad_norm=1.0, before 5.0",
     ]
     assert changed_options({"precision": "bf16", "unknown": 3}, now) == []
+    assert changed_options({"sync_batchnorm": True}, {"sync_batchnorm": None}) == []
+    assert changed_options({}, {"sync_batchnorm": False}) == ["sync_batchnorm=False, before None"]
     assert "global_batch_size" not in TELLING
 
 

@@ -116,6 +116,7 @@ class FSDP(Strategy):
         self.device, self.options = str(options.device), options
         self._roots: list[Any] = []
         self._blocks: list[Any] = []  # the roots, too
+        self._kinds = Counter[str]()  # of the blocks
         self._gathered: dict[int, nn.Parameter] = {}  # what autograd computes gradients of: whole parameters
 
     # ------------------------------------------------------------------ dividing
@@ -155,6 +156,7 @@ class FSDP(Strategy):
         if options.fsdp_cpu_offload:
             policy["offload_policy"] = CPUOffloadPolicy(pin_memory=kind != "cpu")
         for block in (*blocks, module):
+            self._kinds[type(block).__name__] += 1  # torch gives it another class
             fully_shard(block, **policy)
         self._roots.append(module)
         for block in (*blocks, module):
@@ -186,9 +188,8 @@ class FSDP(Strategy):
 
     def start_rows(self, modules: nn.Module) -> dict[str, str]:
         """Return rows on the blocks, and on batch statistics."""
-        kinds = Counter(type(one).__name__ for one in self._blocks)
-        listed = ", ".join(f"{number} x {kind}" for kind, number in kinds.most_common(MOST_SHOWN))
-        more = ", ..." if len(kinds) > MOST_SHOWN else ""
+        listed = ", ".join(f"{number} x {kind}" for kind, number in self._kinds.most_common(MOST_SHOWN))
+        more = ", ..." if len(self._kinds) > MOST_SHOWN else ""
         blocks = f"{len(self._blocks)} block{'' if len(self._blocks) == 1 else 's'}"
         return {
             "strategy": f"fsdp: each process holds 1/{get_world_size()} of {blocks} ({listed}{more})",

@@ -11,7 +11,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpkit.base import is_sharded
 from ddpkit.errors import ConfigError
-from ddpkit.syncbn import SyncBatchNorm
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
@@ -232,7 +231,7 @@ def batch_norm_row(modules: nn.Module, synchronises: bool | None) -> str:
     Ranks: local.
 
     Example:
-        >>> model = nn.Sequential(SyncBatchNorm(2), SyncBatchNorm(2), nn.BatchNorm1d(2))
+        >>> model = nn.Sequential(nn.SyncBatchNorm(2), nn.SyncBatchNorm(2), nn.BatchNorm1d(2))
         >>> batch_norm_row(model, None)
         'over the rows of all processes (--sync_batchnorm=auto): 2 of 3 layers; the others by those of each process'
         >>> batch_norm_row(model, False)
@@ -243,6 +242,8 @@ def batch_norm_row(modules: nn.Module, synchronises: bool | None) -> str:
         return ""
     if synchronises is False:
         return "each process by its own rows, as --sync_batchnorm=off says"
+    from ddpkit.syncbn import SyncBatchNorm  # loaded already where there is one
+
     shared = sum(isinstance(one, (SyncBatchNorm, nn.SyncBatchNorm)) for one in layers)
     given = "auto" if synchronises is None else "on"
     words = f"over the rows of all processes (--sync_batchnorm={given})"

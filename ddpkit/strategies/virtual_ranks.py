@@ -90,7 +90,8 @@ class VirtualRanks(Strategy):
         self._window: Window | None = None
         self._shard, self._adds_at_once, self._dtype = 0, True, widest_float(device)
         self._noted: list[Any] | None = None
-        if device.startswith("cpu"):
+        self._may_look = device.startswith("cpu")  # a GPU would be waited for
+        if self._may_look:
             torch.set_num_threads(1)  # sums of several threads have other bits than those of one
         else:
             torch.use_deterministic_algorithms(True)
@@ -143,8 +144,9 @@ class VirtualRanks(Strategy):
         names = [name for name, _ in modules.named_buffers() if name in saved]
         self._buffers = {name: (owners[name.rpartition(".")[0]], name.rpartition(".")[2]) for name in names}
         wide = self._wide(0.0)
-        moves = [wide.expand(self._buffer(name).shape) for name in names]
-        self._sum = OrderedSum([wide, wide, *moves, *self._parameters], self.virtual_ranks)
+        moves = [wide.to(self._widened(one)).expand(one.shape) for one in map(self._buffer, names)]
+        own = [wide, wide, *moves, *self._parameters]
+        self._sum = OrderedSum(own, self.virtual_ranks, zeros=range(2, 2 + len(moves)))
         self._begin_step()
 
     def adopt(self, optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
@@ -243,7 +245,9 @@ class VirtualRanks(Strategy):
         for parameter, gradient in zip(self._parameters, sums[len(self._buffers) :], strict=True):
             parameter.grad = gradient
         for (name, before), move in zip(self._before.items(), sums, strict=False):
-            after = before if move is None or number is None else before.to(self._dtype) + move / number
+            after = before
+            if move is not None and number is not None:
+                after = (before.to(move.dtype) + move / number).to(before.dtype).where(move != 0, before)
             self._buffer(name).copy_(after)
         self._tree, self._parts, self._is_added = TreeSum(add_tensors), {}, True
 
@@ -315,16 +319,16 @@ class VirtualRanks(Strategy):
         return found
 
     def _moves(self) -> list[torch.Tensor | None]:
-        """Return by how much this shard has moved each buffer; None of one that it has not."""
-        if not self._before:
-            return []
-        changed = [(before != self._buffer(name)).any() for name, before in self._before.items()]
-        pairs = zip(self._before.items(), torch.stack(changed).tolist(), strict=True)
-        return [self._move(self._buffer(name), before) if moved else None for (name, before), moved in pairs]
+        """Return by how much this shard has moved each buffer; None of one that is seen not to have moved."""
+        pairs = [(self._buffer(name), before) for name, before in self._before.items()]
+        return [None if self._may_look and torch.equal(*pair) else self._move(*pair) for pair in pairs]
 
     def _move(self, now: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
-        move = now.to(self._dtype) - before.to(self._dtype)
-        return move.where(now != before, 0.0)  # inf - inf is NaN, as in a mask
+        wide = self._widened(now)
+        return (now.to(wide) - before.to(wide)).where(now != before, 0.0)  # inf - inf is NaN, as in a mask
+
+    def _widened(self, buffer: torch.Tensor) -> torch.dtype:
+        return torch.promote_types(buffer.dtype, self._dtype)
 
 
 class _Evaluated:

@@ -18,6 +18,7 @@ from ddpkit.errors import ConfigError, RankMismatchError
 from ddpkit.syncbn import SyncBatchNorm
 from ddpkit.training.sizes import BatchSizes
 from ddpkit.types import Stage
+from tests.host_reads import HostReads
 
 FEATURES, CLASSES = 12, 4
 
@@ -269,6 +270,74 @@ def test_the_same_bits_on_one_process_and_on_two(ranks, name):
 @pytest.mark.parametrize("name", CASES)
 def test_the_same_bits_on_one_process_and_on_three(ranks, name):
     assert ranks.run(case, name, world_size=3) == [case(name)] * 3
+
+
+def as_on_a_gpu(name):
+    """Train without looking at what is in buffers, which a GPU would be waited for."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "equal", lambda *_: False)
+        return case(name)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_buffers_move_alike_where_nobody_looks_at_them(ranks, world_size):
+    name = "what moves and is frozen changes"
+    assert ranks.run(as_on_a_gpu, name, world_size=world_size) == [case(name)] * world_size
+
+
+class Reads(HostReads):
+    """Counts lists that are made of tensors, too."""
+
+    def __enter__(self):
+        self.patch, to_list = pytest.MonkeyPatch(), torch.Tensor.tolist
+
+        def counted(tensor):
+            self.count += 1
+            return to_list(tensor)
+
+        self.patch.setattr(torch.Tensor, "tolist", counted)
+        return super().__enter__()
+
+    def __exit__(self, *given):
+        self.patch.undo()
+        return super().__exit__(*given)
+
+
+def test_the_host_reads_nothing_more_of_more_shards():
+    counts = []
+    for number in (2, 8):
+        with Reads() as reads:
+            train(virtual_ranks=number, samples=64, norm="batch", loading={"batch_size": 16 // number}, valid=1)
+        counts.append(reads.count)
+    assert counts[0] == counts[1]
+
+
+class Rotary(nn.Linear):
+    """Has complex buffers: a table, and a state that moves."""
+
+    def __init__(self):
+        super().__init__(CLASSES, CLASSES)
+        self.register_buffer("table", torch.polar(torch.ones(CLASSES), torch.arange(1.0, 1 + CLASSES)))
+        self.register_buffer("state", torch.zeros(CLASSES, dtype=torch.complex64))
+
+    def forward(self, inputs):
+        if self.training:
+            self.state += (inputs.detach() * self.table).mean(0)
+        return super().forward(inputs) * self.table.real
+
+
+def train_with_complex_buffers():
+    brain = make(head=Rotary)
+    brain.fit([1], points(24), train_loader_kwargs=LOADING)
+    head = brain.raw_modules["head"]
+    return head.state.tolist(), head.table.tolist()
+
+
+def test_complex_buffers_keep_what_is_imaginary(ranks):
+    state, table = train_with_complex_buffers()
+    assert all(one.imag for one in state)
+    assert table == Rotary().table.tolist()
+    assert ranks.run(train_with_complex_buffers, world_size=2) == [(state, table)] * 2
 
 
 def test_an_evaluation_without_training_computes_with_one_thread_too():

@@ -31,3 +31,25 @@ def test_a_step_has_as_many_collectives_on_many_ranks_as_on_two():
         "virtual ranks": 1,
         "ZeRO-1": 2,
     }
+
+
+def test_the_benchmark_of_gpus_says_how_many_it_needs(monkeypatch):
+    path = str(BENCHMARKS[0].parent / "gpu.py")
+    monkeypatch.setattr(sys, "argv", [path, "--processes", "99"])
+    with pytest.raises(SystemExit, match=r"gpu.py needs 99 GPU\(s\), found \d+: --device cpu"):
+        runpy.run_path(path, run_name="__main__")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2])
+def test_the_benchmark_of_gpus_runs_on_a_cpu_and_ends_with_the_bits_of_the_loop_by_hand(processes):
+    command = [sys.executable, str(BENCHMARKS[0].parent / "gpu.py"), "--device", "cpu", "--processes", str(processes)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    rows = {line[:32].strip(): line[32:].strip() for line in done.stdout.splitlines()[2:]}
+    refused = {name for name, figures in rows.items() if figures == "not on a CPU"}
+    assert refused == {"small, fp16", "transformer, fp16", "small, reduce-overhead", "transformer, reduce-overhead"}
+    assert ("checkpoint" in rows) == (processes == 1)
+    trained = rows.keys() - refused - {"checkpoint"}
+    assert len(trained) == 10
+    assert all(rows[name].endswith("same") for name in trained), done.stdout

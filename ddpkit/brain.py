@@ -36,6 +36,7 @@ from ddpkit.training import (
     compile_modules,
     count_epochs,
     gather_results,
+    has_cuda_graphs,
     length_of,
     one_number,
     require_module_keys,
@@ -186,6 +187,8 @@ class Brain(_Typed):
         self.progress = Progress()
         if strategy.same_bits:
             self.progress.round_nothing()
+        if has_cuda_graphs(options):
+            self.progress.copy_losses()
         self.progress.logged.train_logger = getattr(self.hparams, "train_logger", None)
         self.steps_per_epoch: int | None = None
         self.total_steps: int | None = None

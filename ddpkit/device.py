@@ -266,3 +266,24 @@ def widest_float(device: str | torch.device) -> torch.dtype:
         (torch.float64, torch.float32)
     """
     return torch.float32 if str(device).startswith("mps") else torch.float64
+
+
+def use_deterministic_kernels() -> None:
+    """Have torch compute with deterministic kernels only, and raise where it has none.
+
+    Ranks: local; every rank calls it, before it has computed anything on a GPU.
+
+    State: this process's, for good; ``CUBLAS_WORKSPACE_CONFIG``, unless it is set.
+
+    Source: https://docs.pytorch.org/docs/stable/notes/randomness.html
+
+    Example:
+        >>> use_deterministic_kernels(); torch.are_deterministic_algorithms_enabled()
+        True
+        >>> torch.use_deterministic_algorithms(False)
+        >>> os.environ.pop("CUBLAS_WORKSPACE_CONFIG")
+        ':4096:8'
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is not reproducible without
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False  # by its times it might choose another algorithm on each process

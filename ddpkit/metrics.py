@@ -503,6 +503,9 @@ class LossMeter:
     Losses are kept as they come and added up every 64, on their device, so no step waits for it. A loss that
     is not finite counts in neither the sum nor the count; it is counted by itself.
 
+    Args:
+        copies: keep copies of losses, where the next step overwrites them: outputs of CUDA graphs.
+
     Attributes:
         samples: samples seen, whatever their losses count; written by the loop.
 
@@ -516,10 +519,10 @@ class LossMeter:
         (32.0, 16.0, 1)
     """
 
-    __slots__ = ("_host", "_means", "_partial", "_sums", "samples")
+    __slots__ = ("_copies", "_host", "_means", "_partial", "_sums", "samples")
 
-    def __init__(self) -> None:
-        self.samples = 0
+    def __init__(self, *, copies: bool = False) -> None:
+        self.samples, self._copies = 0, copies
         self._means: list[_Entry] = []
         self._sums: list[_Entry] = []
         self._partial: Tensor | None = None
@@ -538,7 +541,7 @@ class LossMeter:
         if not isinstance(loss, Tensor):
             self._add(loss * count, count)
             return
-        self._means.append((loss, count))
+        self._means.append((loss.clone() if self._copies else loss, count))
         if len(self._means) >= FLUSH_AFTER:
             self._flush()
 
@@ -554,7 +557,7 @@ class LossMeter:
         if not (isinstance(loss_sum, Tensor) or isinstance(count, Tensor)):
             self._add(loss_sum, count)
             return
-        self._sums.append((loss_sum, count))
+        self._sums.append((_copied(loss_sum), _copied(count)) if self._copies else (loss_sum, count))
         if len(self._sums) >= FLUSH_AFTER:
             self._flush()
 
@@ -597,7 +600,7 @@ class LossMeter:
 
         Ranks: local.
         """
-        copied = LossMeter()
+        copied = LossMeter(copies=self._copies)
         copied.samples, copied._host, copied._partial = self.samples, self._host, self._partial
         copied._means, copied._sums = list(self._means), list(self._sums)
         return copied
@@ -660,6 +663,9 @@ class ExactMeter:
 
     It reads losses from their device every 64.
 
+    Args:
+        copies: as for a :class:`LossMeter`.
+
     Attributes:
         samples: samples seen, whatever their losses count; written by the loop.
 
@@ -673,8 +679,8 @@ class ExactMeter:
         (8.0, 24.0, 1)
     """
 
-    def __init__(self) -> None:
-        self.samples = 0
+    def __init__(self, *, copies: bool = False) -> None:
+        self.samples, self._copies = 0, copies
         self._entries: list[tuple[Tensor | float, Tensor | float, bool]] = []
         self._loss = self._count = Fraction()
         self._nonfinite = 0
@@ -704,7 +710,7 @@ class ExactMeter:
 
     def copy(self) -> ExactMeter:
         """Return a meter with the same losses."""
-        copied, (loss, count, nonfinite) = ExactMeter(), self.totals()
+        copied, (loss, count, nonfinite) = ExactMeter(copies=self._copies), self.totals()
         copied.restore(loss, count, nonfinite, self.samples)
         return copied
 
@@ -723,7 +729,7 @@ class ExactMeter:
         self.restore(loss, count, rounded[2], meter.samples)
 
     def _take(self, entry: tuple[Tensor | float, Tensor | float, bool]) -> None:
-        self._entries.append(entry)
+        self._entries.append((_copied(entry[0]), _copied(entry[1]), entry[2]) if self._copies else entry)
         if len(self._entries) >= FLUSH_AFTER:
             self._flush()
 
@@ -741,6 +747,10 @@ class ExactMeter:
                 self._count += Fraction(count)
             elif count:
                 self._nonfinite += 1
+
+
+def _copied(number: Tensor | float) -> Tensor | float:
+    return number.clone() if isinstance(number, Tensor) else number
 
 
 def _frozen(number: Tensor | float) -> list[Any]:

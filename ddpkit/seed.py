@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from ddpkit.base import get_rank
 from ddpkit.data import mix_key
-from ddpkit.device import count_devices, own_first
+from ddpkit.device import count_devices, own_first, use_deterministic_kernels
 from ddpkit.errors import CheckpointError, ConfigError
 from ddpkit.logger import get_logger
 
@@ -72,9 +72,7 @@ def seed_everything(seed: int = 0, verbose: bool = True, deterministic: bool = F
     os.environ[SEED_VARIABLES[0]] = str(number)
     _seed_generators(number, number)
     if deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is not reproducible without
-        torch.use_deterministic_algorithms(True)
-        torch.backends.cudnn.benchmark = False
+        use_deterministic_kernels()
     return number
 
 

@@ -200,10 +200,18 @@ class _Diagnosis:
 def _tolerances(brain: Any) -> dict[torch.dtype, float]:
     """Return the tolerances for what the model computes in."""
     found, context = dict(TOLERANCES), brain.training_ctx
-    if brain.device.startswith("cuda") and (torch.backends.cudnn.allow_tf32 or torch.backends.cuda.matmul.allow_tf32):
+    if brain.device.startswith("cuda") and _may_multiply_in_tf32():
         found[torch.float32] = ROUGH
     least = found[context.dtype] if context.enabled else 0.0
     return {dtype: max(tolerance, least) for dtype, tolerance in found.items()}
+
+
+def _may_multiply_in_tf32() -> bool:
+    """Say whether float32 may be multiplied in a shorter format; also where it is not known."""
+    try:
+        return torch.backends.cudnn.allow_tf32 or torch.backends.cuda.matmul.allow_tf32
+    except RuntimeError:  # torch cannot say it by these names once `fp32_precision` was set
+        return True
 
 
 def fitted_weights(columns: Sequence[Gradients], target: Gradients) -> list[float]:

@@ -31,6 +31,7 @@ from ddpkit.training import (
     Feed,
     First,
     LoopHooks,
+    Marked,
     Profiled,
     Seen,
     StepHooks,
@@ -40,6 +41,7 @@ from ddpkit.training import (
     counts_of,
     evaluate_epoch,
     gather_results,
+    has_cuda_graphs,
     is_divided,
     length_of,
     on_cpu,
@@ -240,7 +242,7 @@ class StageRunner:
     def _feed(self, loader: Any, left_out: int, ready: Callable[[], object]) -> Feed | StreamFeed:
         """Say what a pass takes its batches from. Of a stream the ranks tell each other what they have."""
         options, strategy = self.options, self.train_step.strategy
-        length, batches = length_of(loader), compared(loader, Stage.TRAIN)
+        length, batches = length_of(loader), self._batches(loader, Stage.TRAIN)
         if self.profiler is not None:
             batches = Profiled(batches, self.profiler, left_out)
         known: dict[str, Any] = {
@@ -315,7 +317,7 @@ class StageRunner:
             plan, sync = plan_of(loader), self._sync_of_bar
             bar.partial = plan is not None and plan.world_size > 1
             confer = StopsOfEvaluation(self.progress, self.stop.cause)
-            batches: Iterable[Any] = First(compared(loader, stage), self._limited(None, shards))
+            batches: Iterable[Any] = First(self._batches(loader, stage), self._limited(None, shards))
             if is_shared:
                 place = progress.epoch, progress.optimizer_step
                 batches = strategy.evaluated(batches, self.rank_state.base_seed or 0, *place)
@@ -363,7 +365,7 @@ class StageRunner:
         due, confer = time.monotonic() + BAR_SECONDS, StopsOfEvaluation(progress, self.stop.cause, _added_over_store)
         total = self._limited(length_of(loader))
         with ProgressBar("predict", total, enable=enable_bar and if_main_process()) as bar:
-            for number, batch in enumerate(First(compared(loader, Stage.TEST), self._limited(None)), 1):
+            for number, batch in enumerate(First(self._batches(loader, Stage.TEST), self._limited(None)), 1):
                 progress.step = number
                 with precision:
                     output = on_cpu(brain.predict_batch(batch))
@@ -395,6 +397,10 @@ class StageRunner:
         begin_stage(divided=divided)
         POSITION.stage_begins()
         self.progress.seen = Seen(stage, loader, divided, first=self.progress.step if is_training else 0)
+
+    def _batches(self, loader: Any, stage: Stage) -> Iterable[Any]:
+        batches = compared(loader, stage)
+        return Marked(batches) if has_cuda_graphs(self.options) else batches
 
     def _limited(self, length: int | None, shards: int = 1) -> int | None:
         """Return how many batches of a loader are used, with the option ``debug`` only a few; None: all."""

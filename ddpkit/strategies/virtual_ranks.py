@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ddpkit.comm import OrderedSum, TreeSum, add_tensors
-from ddpkit.device import widest_float
+from ddpkit.device import use_deterministic_kernels, widest_float
 from ddpkit.distributed import get_rank, get_world_size
 from ddpkit.errors import ConfigError
 from ddpkit.seed import seed_streams
@@ -94,7 +94,7 @@ class VirtualRanks(Strategy):
         if self._may_look:
             torch.set_num_threads(1)  # sums of several threads have other bits than those of one
         else:
-            torch.use_deterministic_algorithms(True)
+            use_deterministic_kernels()
         self._begin_step()
 
     def _begin_step(self) -> None:

@@ -3,6 +3,7 @@ from ddpkit.training.activation_checkpointing import (
 )
 from ddpkit.training.compilation import (
     compile_modules as compile_modules,
+    has_cuda_graphs as has_cuda_graphs,
     require_module_keys as require_module_keys,
 )
 from ddpkit.training.feed import (
@@ -43,6 +44,7 @@ from ddpkit.training.sizes import (
 )
 from ddpkit.training.stage_batches import (
     First as First,
+    Marked as Marked,
     Profiled as Profiled,
     compare_first_samples as compare_first_samples,
     compared as compared,

@@ -24,6 +24,8 @@ logger = get_logger(__name__)
 # is not caught.
 _WRAP_ERRORS = (RuntimeError, ImportError, ValueError, TypeError, AttributeError, OSError)
 
+_GRAPH_MODES = {"reduce-overhead", "max-autotune"}
+
 
 def compile_modules(modules: torch.nn.ModuleDict, options: RunOptions) -> None:
     """Compile or script the modules, or compile the blocks, that the options name. A second call changes nothing.
@@ -71,6 +73,25 @@ def compile_modules(modules: torch.nn.ModuleDict, options: RunOptions) -> None:
             if not (_is_compiled(modules[key]) or isinstance(modules[key], torch.jit.ScriptModule)):
                 modules[key] = torch.jit.script(modules[key])
                 warnings.filterwarnings("ignore", message=r".*torch\.jit\.script", category=DeprecationWarning)
+
+
+def has_cuda_graphs(options: RunOptions) -> bool:
+    """Say whether steps are computed by CUDA graphs, whose outputs are overwritten when they run again.
+
+    Args:
+        options: of the run.
+
+    Ranks: local.
+
+    Source: https://docs.pytorch.org/docs/stable/torch.compiler_cudagraph_trees.html
+
+    Example:
+        >>> from ddpkit.run_opts import RunOptions
+        >>> has_cuda_graphs(RunOptions(device="cpu", compile=True, compile_mode="reduce-overhead"))
+        False
+    """
+    compiles = options.compile or options.compile_module_keys or options.compile_blocks
+    return bool(compiles) and options.compile_mode in _GRAPH_MODES and str(options.device).startswith("cuda")
 
 
 def require_module_keys(modules: torch.nn.ModuleDict, options: RunOptions) -> None:

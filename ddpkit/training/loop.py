@@ -6,6 +6,7 @@ callables, so that a loop can be tested with a stub and no model.
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass, field
 from numbers import Real
@@ -95,7 +96,7 @@ class Progress:
     train_loss: float | None = None
     valid_loss: float | None = None
     logged: LoggedValues = field(default_factory=lambda: LoggedValues(LossMeter))
-    new_meter: Callable[[], Any] = LossMeter
+    new_meter: Callable[..., Any] = LossMeter
     add_totals: Callable[[list[Any]], list[Any]] = sum_over_ranks
 
     def round_nothing(self) -> None:
@@ -103,6 +104,11 @@ class Progress:
         self.new_meter, self.add_totals = ExactMeter, sum_exactly
         self.meter = self.new_meter()
         self.logged = LoggedValues(self.new_meter, self.add_totals)
+
+    def copy_losses(self) -> None:
+        """Keep copies of losses until they are added up, as CUDA graphs overwrite theirs in the next step."""
+        self.new_meter = functools.partial(self.new_meter, copies=True)
+        self.meter = self.new_meter()
 
     def restart(self) -> None:
         """Reset the position of an interrupted pass."""

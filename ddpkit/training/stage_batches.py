@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from ddpkit.comm import require_agreement
@@ -193,6 +194,28 @@ class Profiled:
             yield batch
             if number >= self.left_out:
                 self.profiler.step()
+
+
+class Marked:
+    """Tells torch before each batch that a step begins, in which CUDA graphs may overwrite the outputs of the last one.
+
+    Untold, each call of a compiled module is a step of its own, and one module could not use the output of another.
+
+    Ranks: local.
+
+    Source: https://docs.pytorch.org/docs/stable/torch.compiler_cudagraph_trees.html
+    """
+
+    def __init__(self, loader: Iterable[Any]) -> None:
+        self.loader = loader
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._steps(iter(self.loader))
+
+    def _steps(self, batches: Iterator[Any]) -> Iterator[Any]:
+        for batch in batches:
+            torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
+            yield batch
 
 
 class First:

@@ -210,7 +210,8 @@ class TrainStep:
         if not window.count:
             count = 0.0
         elif isinstance(count, torch.Tensor):
-            count = count.to(widest_float(count.device))  # bytes would wrap around, and half precision would round
+            # Bytes would wrap around, half precision would round, and CUDA graphs overwrite theirs in the next batch.
+            count = count.to(widest_float(count.device), copy=True)
         if window.counted is None:
             window.divisor = self._divisor_of_sums(count)
         window.counted = count if window.counted is None else window.counted + count

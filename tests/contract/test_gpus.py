@@ -10,6 +10,8 @@ from ddpkit import device
 from ddpkit.brain import Brain
 from ddpkit.types import Stage
 
+from .recipes import Regression, make, points
+
 
 @pytest.fixture
 def calls(monkeypatch):
@@ -59,3 +61,55 @@ def test_minor_15_batches_for_a_gpu_are_pinned_unless_the_recipe_says_otherwise(
     assert pinned("cpu") is False
     batches = {"a batch": 1, "another": 2}.keys()
     assert pinned("cuda:1", batches) is False, "batches come as their source makes them"
+
+
+class Overwriting(Regression):
+    """Its losses and counts are overwritten when the next batch comes, as the outputs of CUDA graphs are."""
+
+    form = "mean"
+    given = ()
+
+    def on_fit_batch_start(self, batch, should_step):
+        self.overwrite()
+
+    def compute_objectives(self, predictions, batch, stage):
+        if stage is not Stage.TRAIN:
+            self.overwrite()
+        loss = super().compute_objectives(predictions, batch, stage)
+        count = torch.tensor(float(len(batch[0])), dtype=torch.float64)
+        self.given = (loss.detach(), count)
+        return loss if self.form == "mean" else (loss * count, count)
+
+    def overwrite(self):
+        for one in self.given:
+            one.fill_(1e3)
+
+    def predict_batch(self, batch):
+        return self.compute_forward(batch, Stage.TEST)
+
+
+@pytest.mark.parametrize("virtual_ranks", [None, 2])
+@pytest.mark.parametrize("form", ["mean", "sum"])
+def test_minor_14_losses_that_cuda_graphs_overwrite_are_copied_and_each_batch_is_a_step(
+    form, virtual_ranks, monkeypatch
+):
+    marks = []
+    monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: marks.append(1))
+
+    def losses(kind):
+        monkeypatch.setattr(kind, "form", form, raising=False)
+        brain = make(kind, grad_accumulation_factor=2, virtual_ranks=virtual_ranks)
+        brain.fit([1], points(8), points(4), train_loader_kwargs={"batch_size": 2})
+        brain.predict(points(4), loader_kwargs={"batch_size": 2})
+        return brain.losses
+
+    class Usual(Overwriting):
+        def overwrite(self):
+            pass
+
+    usual = losses(Usual)
+    assert not marks
+    for place in ("ddpkit.brain", "ddpkit.run.stage_runner"):
+        monkeypatch.setattr(f"{place}.has_cuda_graphs", lambda options: True)
+    assert losses(Overwriting) == usual
+    assert len(marks) == 4 + 4 + 2  # validation without loader_kwargs: a sample each

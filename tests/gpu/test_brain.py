@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import subprocess
+import sys
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+from ddpkit.batch import PaddedBatch
 from ddpkit.brain import Brain
+from ddpkit.training.moved_ahead import moved_ahead
 
 pytestmark = pytest.mark.gpu
 
@@ -286,3 +291,107 @@ def test_data_parallel_with_batches_of_changing_length():
         return {name: value.cpu() for name, value in brain.raw_modules.state_dict().items()}
 
     torch.testing.assert_close(weights(data_parallel_backend=True), weights(), rtol=0, atol=1e-9)
+
+
+class Pairs:
+    """Data that loader workers can be given, in batches that move themselves."""
+
+    def __init__(self, samples):
+        self.samples = samples
+
+    def __len__(self):
+        return len(self.samples)
+
+    def __getitem__(self, index):
+        return {"x": self.samples[index][0], "y": self.samples[index][1]}
+
+
+class Padded(Classifier):
+    """Reads a padded batch, and notes where each batch was when it came."""
+
+    def compute_forward(self, batch, stage):
+        self.came_on = {*getattr(self, "came_on", ()), batch.x.data.device.type}
+        batch = batch.to(self.device, non_blocking=True)
+        return super().compute_forward((batch.x.data, batch.y), stage)
+
+    def compute_objectives(self, predictions, batch, stage):
+        return super().compute_objectives(predictions, (batch.x.data, batch.y), stage)
+
+
+def fit_padded(samples=256, **options):
+    brain = Padded(
+        {"net": make_net(torch.float64)},
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+        run_opts={"noprogressbar": True, **options},
+    )
+    data = Pairs(make_data(samples, torch.float64))
+    loader = {"batch_size": 16, "shuffle": True, "num_workers": 2, "collate_fn": PaddedBatch}
+    brain.fit([1, 2, 3], data, data, train_loader_kwargs=loader, valid_loader_kwargs=loader)
+    return brain, {name: value.cpu() for name, value in brain.raw_modules.state_dict().items()}
+
+
+def test_batches_that_are_moved_ahead_are_there_when_a_step_comes_and_change_no_bit():
+    usual, expected = fit_padded()
+    ahead, weights = fit_padded(prefetch_to_device=True)
+    assert (usual.came_on, ahead.came_on) == ({"cpu"}, {"cuda"})
+    torch.testing.assert_close(weights, expected, rtol=0, atol=0)
+
+
+def test_a_batch_is_not_overwritten_while_a_slow_step_still_reads_it():
+    """The copy of a later batch may get the memory of an earlier one, once that was used, and not before."""
+    device = torch.device("cuda")
+    batches = (torch.full((1 << 20,), float(number)).pin_memory() for number in range(50))
+    sums = []
+    for batch in moved_ahead(batches, device):
+        torch.cuda._sleep(2_000_000)  # cycles: about a millisecond in which the host runs ahead
+        sums.append(batch.mean())
+    assert torch.stack(sums).tolist() == [float(number) for number in range(50)]
+
+
+class LossInside(Brain):
+    """Its compiled module returns the loss: an output of CUDA graphs, which the next step overwrites."""
+
+    def compute_forward(self, batch, stage):
+        loss = self.modules.net(batch[0].to(self.device), batch[1].to(self.device))
+        self.log("loss again", loss)
+        return loss
+
+    def compute_objectives(self, predictions, batch, stage):
+        return predictions
+
+
+class WithLoss(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = make_net(norm=group_norm)
+
+    def forward(self, x, labels):
+        return nn.functional.cross_entropy(self.net(x), labels)
+
+
+@pytest.mark.parametrize("compiles", [{"compile_mode": "reduce-overhead"}, {"compile_mode": "default"}])
+def test_losses_that_cuda_graphs_compute_are_reported_as_without(compiles):
+    def fit(**options):
+        brain = LossInside(
+            {"net": WithLoss()},
+            lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+            run_opts={"noprogressbar": True, "max_grad_norm": 0.0, **options},
+        )
+        data = make_data()
+        loader = {"batch_size": 16}
+        return brain.fit([1, 2, 3], data, data, train_loader_kwargs=loader, valid_loader_kwargs=loader)
+
+    usual, compiled = fit(), fit(compile=True, **compiles)
+    assert compiled.train_loss == pytest.approx(usual.train_loss, rel=1e-4)
+    assert compiled.valid_loss == pytest.approx(usual.valid_loss, rel=1e-4)
+    assert compiled.logged["train"]["loss again"] == pytest.approx(usual.train_loss, rel=1e-4)
+
+
+def test_the_benchmark_of_gpus_runs():
+    path = Path(__file__).parents[2] / "benchmarks" / "gpu.py"
+    words = [sys.executable, str(path), "--rows", "small", "moved", "checkpoint"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=480, check=False)
+    assert done.returncode == 0, done.stderr
+    rows = {line[:32].strip(): line[32:].split() for line in done.stdout.splitlines()[2:]}
+    assert rows["small, fp32"][-1] == "same"
+    assert float(rows["small, fp32"][-4]) == 1.0, "a step waits once"

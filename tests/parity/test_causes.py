@@ -7,6 +7,7 @@ import math
 import os
 import random
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sequenti
 from ddpkit.brain import run_of
 from ddpkit.dataloader import LoopedLoader
 from ddpkit.errors import ConfigError
+from ddpkit.parity import causes
 from ddpkit.parity.causes import diagnose, fitted_weights
 from ddpkit.parity.check import one_process, record, require_one_process
 from ddpkit.testing import RankPoolError
@@ -394,6 +396,18 @@ def test_recipes_that_hold(check, cls):
 def test_tolerances_follow_what_the_model_computes_in(check):
     assert {row.tolerance for row in check(precision="bf16").rows} == {5e-2}
     assert {row.tolerance for row in check().rows} == {1e-9}
+
+
+def test_float32_on_a_gpu_is_rough_where_tf32_is_on_or_not_known(monkeypatch):
+    """torch cannot say by the old names what a recipe has set by the new ones."""
+    brain = SimpleNamespace(device="cuda:0", training_ctx=SimpleNamespace(enabled=False))
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    exact = causes._tolerances(brain)[torch.float32]
+    try:
+        torch.backends.cuda.matmul.fp32_precision = "tf32"
+        assert causes._tolerances(brain)[torch.float32] == causes.ROUGH > exact
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = "none"
 
 
 def test_parameters_without_a_gradient(check):

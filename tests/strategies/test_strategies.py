@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import os
 import sys
 import threading
 
@@ -21,6 +22,7 @@ from ddpkit.strategies.data_parallel import DataParallel, WrappedDataParallel
 from ddpkit.strategies.ddp import DDP, WrappedDDP
 from ddpkit.strategies.ddp_options import DDPOptions
 from ddpkit.strategies.modules import has_moving_buffers, modules_on_device, refuse_shared_parameters, unwrap
+from ddpkit.strategies.virtual_ranks import VirtualRanks
 from ddpkit.syncbn import SyncBatchNorm
 
 
@@ -454,3 +456,16 @@ def test_a_backward_pass_that_counts_nothing_leaves_zeros(group):
 def test_make_strategy_does_not_take_another_name_for_ddp():
     with pytest.raises(ConfigError, match="make_strategy makes one of auto, ddp, zero1, got 'fsdp'"):
         make_strategy("cpu", name="fsdp", distributed_launch=True)
+
+
+def test_virtual_ranks_on_a_gpu_compute_with_deterministic_kernels(monkeypatch):
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    try:
+        VirtualRanks("cuda:0", 2)
+        assert torch.are_deterministic_algorithms_enabled()
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+        assert torch.backends.cudnn.benchmark is False
+    finally:
+        torch.use_deterministic_algorithms(False)
+        os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ddpkit.errors import ConfigError
-from ddpkit.training.compilation import compile_modules
+from ddpkit.training.compilation import compile_modules, has_cuda_graphs
 
 
 def options(**given):
@@ -153,3 +153,18 @@ def test_a_compiled_module_computes_and_copies_and_saves_as_before(modules):
     twin = copy.deepcopy(modules["net"])
     twin.load_state_dict(modules["net"].state_dict())
     torch.testing.assert_close(twin(x), expected)
+
+
+@pytest.mark.parametrize(
+    ("given", "has"),
+    [
+        ({"compile": True, "compile_mode": "reduce-overhead"}, True),
+        ({"compile_blocks": ["Linear"], "compile_mode": "max-autotune"}, True),
+        ({"compile": True, "compile_mode": "max-autotune-no-cudagraphs"}, False),
+        ({"compile": True}, False),
+        ({"compile_mode": "reduce-overhead"}, False),
+        ({"compile": True, "compile_mode": "reduce-overhead", "device": "cpu"}, False),
+    ],
+)
+def test_which_options_make_cuda_graphs(given, has):
+    assert has_cuda_graphs(options(**{"device": "cuda:0", **given})) == has

@@ -172,7 +172,7 @@ class StreamShard(IterableDataset[Any], Source):
             self._block = block + 1
             if read < self.block_size and self.drop_last:
                 own = []
-            if sketches is not None:
+            if sketches:  # nothing is read by a stream that was told that it is at its end
                 own = _with_sketches(own, FirstItems((int(self.epoch), block), sketches))
             yield from own
             if read < self.block_size:

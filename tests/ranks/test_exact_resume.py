@@ -88,9 +88,24 @@ class Stream(IterableDataset):
         self.place, self.left = state["place"], state["left"]
 
 
+class EndingStream(Stream):
+    """Told that it is at its end it yields nothing, once; as streams of ``datasets`` do."""
+
+    goes_on = False
+
+    def __iter__(self):
+        self.left, self.goes_on = self.left if self.goes_on else self.number, False
+        if self.left:
+            yield from super().__iter__()
+
+    def load_state_dict(self, state):
+        super().load_state_dict(state)
+        self.goes_on = True
+
+
 def data(kind):
-    if kind == "stream":
-        return Stream(26), {"batch_size": 2}
+    if kind in {"stream", "ending stream"}:
+        return (Stream if kind == "stream" else EndingStream)(26), {"batch_size": 2}
     if kind == "looped":
         return LoopedLoader(make_dataloader(Stream(26), batch_size=2), 6), {}
     if kind == "sampler":
@@ -154,6 +169,7 @@ def assert_bits(found, expected):
         ("sampler", (2, 3), {}),
         pytest.param("stream", (1, 4), {}, marks=pytest.mark.slow),
         ("stream", (2, 4), {"grad_accumulation_factor": 2}),
+        ("ending stream", (3, 1), {}),
         pytest.param("looped", (2, 5), {}, marks=pytest.mark.slow),
         ("looped", (3, 4), {}),
     ],

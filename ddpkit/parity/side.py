@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ddpkit import optim
+from ddpkit.base import gather_whole, is_sharded, local_part, sharded_like
 from ddpkit.data import Sketch, sketch
 from ddpkit.dataloader import LoopedLoader, SaveableDataLoader, plan_of
 from ddpkit.distributed import get_world_size
@@ -117,7 +118,10 @@ class Side:
         brain._take_length(length_of(loader), self.factor)
         brain.on_fit_start()
         if start is not None:
-            brain.raw_modules.load_state_dict(start["modules"])
+            own = brain.raw_modules.state_dict()
+            brain.raw_modules.load_state_dict(
+                {name: sharded_like(one, own[name]) for name, one in start["modules"].items()}
+            )
             brain.progress.optimizer_step = start["optimizer_step"]
         brain.scaler = torch.amp.GradScaler(enabled=False)
         self.has_counts = False
@@ -268,7 +272,7 @@ class Side:
     def _keep(self, optimizers: Sequence[Any], multiplier: Any, *_: Any, **__: Any) -> None:
         self._kept.append(
             {
-                self._names[id(one)]: None if one.grad is None else (one.grad.detach() * multiplier).cpu()
+                self._names[id(one)]: None if one.grad is None else _whole(one.grad.detach() * multiplier)
                 for one in _parameters(optimizers)
                 if one.requires_grad
             }
@@ -281,10 +285,11 @@ class Side:
             yield
         finally:
             optim.zero_gradients(self.optimizers, set_to_none=True)
-            for name, (tensor, value) in self._values.items():
+            for name, pair in self._values.items():
+                tensor, value = map(local_part, pair)
                 if not torch.equal(tensor, value):
                     owner = self.brain.raw_modules.get_submodule(name.rpartition(".")[0])
-                    if not isinstance(tensor, nn.Parameter) and not isinstance(owner, _BatchNorm):
+                    if not isinstance(pair[0], nn.Parameter) and not isinstance(owner, _BatchNorm):
                         self.moved[name] = None
                     tensor.detach().copy_(value)
             for name, module, attribute, value, kept in self._attributes:
@@ -304,6 +309,11 @@ def _plain_state(modules: nn.Module) -> Iterator[tuple[str, nn.Module, str, Any,
             if isinstance(value, (int, float, Tensor)) and attribute != "training":
                 kept = value.detach().clone() if isinstance(value, Tensor) else value
                 yield f"{prefix}.{attribute}", module, attribute, value, kept
+
+
+def _whole(gradient: Tensor) -> Tensor:
+    """Return a gradient on the CPU; under fsdp all ranks gather it, in the order of the parameters."""
+    return gather_whole(gradient, keep=True) if is_sharded(gradient) else gradient.cpu()
 
 
 def _parameters(optimizers: Sequence[Any]) -> list[nn.Parameter]:

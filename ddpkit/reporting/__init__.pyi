@@ -30,6 +30,7 @@ from ddpkit.reporting.start_report import (
     clipping_row as clipping_row,
     evaluation_row as evaluation_row,
     loss_row as loss_row,
+    memory_row as memory_row,
     optimizer_row as optimizer_row,
     place_rows as place_rows,
     precision_row as precision_row,

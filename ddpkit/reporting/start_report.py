@@ -174,6 +174,22 @@ def evaluation_row(world_size: int, *, divided: bool) -> str:
     return "every rank the whole set; --shard_evaluation divides it"
 
 
+def memory_row(per_process: tuple[int, int] | None) -> str:
+    """Return how large a batch of one process may be with ``auto_micro_batch``, in words.
+
+    Args:
+        per_process: samples of a full batch of one process, the smallest and the largest.
+
+    Ranks: local.
+
+    Example:
+        >>> memory_row((5, 6))
+        'at most 6 samples at a time on a process, half of that where it does not fit (--auto_micro_batch)'
+    """
+    most = "" if per_process is None else f"at most {max(per_process)} samples at a time on a process, "
+    return f"{most}half of that where it does not fit (--auto_micro_batch)"
+
+
 def strategy_row(chosen: str, asked: str) -> str:
     """Return what each process holds, in words.
 

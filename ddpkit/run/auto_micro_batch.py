@@ -75,7 +75,7 @@ class AutoMicroBatch:
         has_batch_norm = any(isinstance(one, _BatchNorm) for one in step.modules.modules())
         refused = {
             "without global_batch_size, which it divides": options.global_batch_size is None,
-            f"with {step.strategy.name}": not step.strategy.repeats_steps,
+            f"with {step.strategy.name}, {step.strategy.unrepeatable}": step.strategy.unrepeatable != "",
             "with static_graph": options.static_graph,
             "with ddp_comm_hook": options.ddp_comm_hook is not None,
             "with fp16, whose scale is agreed on inside of a step (use bf16)": step.scaler.is_enabled(),

@@ -28,6 +28,7 @@ from ddpkit.reporting import (
     clipping_row,
     evaluation_row,
     loss_row,
+    memory_row,
     optimizer_row,
     place_rows,
     precision_row,
@@ -141,6 +142,7 @@ class Preflight:
         first = {
             "strategy": strategy_row(told["strategy"], options.strategy),
             "batch": str(sizes),
+            "memory": memory_row(sizes.per_process) if options.auto_micro_batch else "",
             "per step": "" if is_asked or self.progress.optimizer_step else sizes.advice(),
             "valid set": "" if valid_set is None else _size_in_words(valid_set),
             "optimizer": optimizer_row(optimizers),

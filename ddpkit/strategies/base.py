@@ -42,8 +42,8 @@ class Strategy:
         saves_alone: whether the main process has all that a checkpoint needs; not where each rank has a part of the
             weights, or of what the optimizers know.
 
-        repeats_steps: whether nothing of an optimizer step is sent under :meth:`no_sync` before
-            :meth:`finish_gradients`, so that the step can be repeated.
+        unrepeatable: why an optimizer step cannot be repeated; empty where nothing of it is sent under
+            :meth:`no_sync` before :meth:`finish_gradients`.
 
     Ranks: local.
 
@@ -57,7 +57,7 @@ class Strategy:
     shards = 1
     same_bits = False
     saves_alone = True
-    repeats_steps = True
+    unrepeatable = ""
 
     def wrap(self, modules: nn.ModuleDict) -> None:
         """Wrap every trainable entry that is not wrapped yet, in place."""

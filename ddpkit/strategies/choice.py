@@ -97,6 +97,11 @@ def _refuse_contradictions(name: str, options: RunOptions, world_size: int) -> N
             f"strategy='single' is for one process, and a launcher has started {world_size}, each of which would train "
             "a model of its own. Start one: python train.py hparams.yaml --strategy=single; or leave --strategy out."
         )
+    if name == "fsdp" and options.check_parity is not None and options.fsdp_param_dtype != "own":
+        raise ConfigError(
+            f"check_parity={options.check_parity} does not work with fsdp_param_dtype={options.fsdp_param_dtype}: it "
+            "would compare gradients of rounded weights with those of the weights. Leave fsdp_param_dtype out."
+        )
     for other in ("data_parallel_backend", *(() if name == "single" else ("virtual_ranks",))):
         if options[other]:
             raise ConfigError(f"strategy={name!r} does not work with {other}={options[other]}. Leave one of them out.")

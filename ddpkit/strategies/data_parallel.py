@@ -66,7 +66,7 @@ class DataParallel(Strategy):
     """
 
     name = "nn.DataParallel"
-    repeats_steps = False
+    unrepeatable = "whose GPUs have parts of one batch"
 
     def __init__(self, device: str) -> None:
         if not device.startswith("cuda"):

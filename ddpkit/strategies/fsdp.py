@@ -47,7 +47,6 @@ _REFUSALS = (ValueError, NotImplementedError, AssertionError)
 NOT_THERE = {
     "ddp_comm_hook": "it is DDP's",
     "static_graph": "it is DDP's",
-    "check_parity": "it compares gradients of whole models: check the recipe with --strategy=ddp",
     "find_unused_parameters": "all ranks gather a block together, so each must use it",
     "skip_nonfinite_grads": "each rank sees a part of a gradient only",
     "jit": "torch does not divide scripted modules",
@@ -97,7 +96,11 @@ class FSDP(Strategy):
     """
 
     name = "fully_shard (FSDP2)"
-    saves_alone = repeats_steps = False
+    saves_alone = False
+    unrepeatable = (
+        "which sends weights and gradients inside of the passes, where a process that has run out of memory leaves the "
+        "others waiting: find a --micro_batch_size that fits by hand"
+    )
 
     def __init__(self, options: RunOptions, *, decides_late: bool = False) -> None:
         for name in (name for name in NOT_THERE if options[name]):

@@ -77,7 +77,7 @@ class VirtualRanks(Strategy):
 
     name = "virtual ranks"
     same_bits = True
-    repeats_steps = False
+    unrepeatable = "whose batches are dealt out to the virtual ranks before a step"
 
     def __init__(self, device: str, number: int, *, is_strict: bool = False) -> None:
         self.device, self.shards = device, number // get_world_size()

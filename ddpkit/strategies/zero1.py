@@ -221,7 +221,7 @@ class Zero1(DDP):
 
     name = "DistributedDataParallel, optimizer state divided (ZeRO-1)"
     holds = "zero1: each process holds the whole model, and a part of the optimizers' state"
-    saves_alone = repeats_steps = False
+    saves_alone = False
 
     def __init__(self, device: str, **options: Any) -> None:
         super().__init__(device, **options)

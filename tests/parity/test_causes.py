@@ -417,6 +417,16 @@ def test_parameters_without_a_gradient(check):
         check(kind="unused")
 
 
+@pytest.mark.parametrize("kind", ["layer norm", pytest.param("batch norm", marks=pytest.mark.slow)])
+def test_divided_weights_have_the_gradients_of_one_process(check, kind):
+    """On three ranks a layer of 4 rows is divided unevenly."""
+    given = {"strategy": "fsdp", "fsdp_blocks": "Linear", "grad_accumulation_factor": 2}
+    report = check(kind=kind, samples=35, world_size=3, batch_size=2, **given)
+    assert report.holds, report
+    assert max(row.relative for row in report.rows) < TIGHT
+    assert {row.parameter for row in report.rows} == {f"net.{name}" for name, _ in net(kind).named_parameters()}
+
+
 # ------------------------------------------------------------------------------------------- it does not
 
 
@@ -463,6 +473,12 @@ def test_other_causes_are_named(check, cls, kind, data, causes, words):
     assert not report.holds
     assert tuple(report.causes) == causes, report
     assert re.search(words, next(iter(report.causes.values()))), report
+
+
+@pytest.mark.parametrize("cls", [Sum, pytest.param(TokenMean, marks=pytest.mark.slow)])
+def test_a_cause_is_named_under_fsdp(check, cls):
+    report = check(cls, strategy="fsdp")
+    assert tuple(report.causes) == tuple(check(cls).causes) != (), report
 
 
 def test_a_batch_norm_that_the_run_does_not_synchronise_is_named(check):

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils.data import BatchSampler, IterableDataset, SequentialSampler
 
-from ddpkit.brain import Brain
+from ddpkit.brain import Brain, run_of
 from ddpkit.checkpoints import Checkpointer
 from ddpkit.distributed import get_rank
 from ddpkit.epoch_loop import EpochCounter
@@ -93,6 +93,7 @@ def train(kind=Regression, most=100, loading=None, **options):
 
 # What is given, and the micro-batch that then fits on two processes.
 IN_THE_FIRST_STEP = {
+    "zero1": ({"most": 2, "strategy": "zero1", "model": {"on_rank": 1, "backward": True}}, 1),
     "forwards on rank 0": ({"most": 2}, 1),
     "forwards on the last rank": ({"most": 3, "model": {"on_rank": 1}}, 3),
     "backwards": ({"most": 3, "model": {"backward": True}}, 3),
@@ -103,6 +104,7 @@ IN_THE_FIRST_STEP = {
     "unused parameters": ({"most": 3, "find_unused_parameters": True}, 3),
 }
 LATER = {
+    "zero1": ({"most": 2, "strategy": "zero1", "model": {"after": 9, "on_rank": 1}, "micro_batch_size": 3}, 1),
     "forwards": ({"most": 2, "model": {"after": 9}, "micro_batch_size": 3}, 1),
     "backwards": ({"most": 3, "model": {"after": 7, "on_rank": 1, "backward": True}}, 3),
     "counts": ({"kind": Counting, "most": 2, "model": {"after": 12, "on_rank": 1}, "micro_batch_size": 5}, 1),
@@ -152,6 +154,21 @@ def test_no_sample_is_lost_or_counted_twice_where_memory_runs_out_later(ranks, c
         assert_close(found, expected)
         assert size == begun
         assert size[0] == micro or number != 2
+
+
+def ends(strategy):
+    """The weights of a run that finds its micro-batches, and what its start said."""
+    brain = make(most=2, strategy=strategy)
+    result = brain.fit([1], points(SAMPLES))
+    report = run_of(brain).preflight.report
+    return told(brain, result)[0], None if report is None else report.said["memory"]
+
+
+def test_zero1_has_the_bits_of_ddp_and_the_start_says_the_size(ranks):
+    found, expected = ranks.run(ends, "zero1", world_size=2), ranks.run(ends, "ddp", world_size=2)
+    for (one, _), (other, _) in zip(found, expected, strict=True):
+        assert one == other
+    assert found[0][1].startswith("at most 6 samples at a time on a process, half of that where it does not fit")
 
 
 def test_on_one_process_batch_statistics_move_once():

@@ -126,7 +126,7 @@ def refused_on_ranks(given):
 def test_what_cannot_work_is_refused_by_name(ranks):
     given = {
         "is for one process, and a launcher has started 2": {"strategy": "single"},
-        "check_parity=2: it compares": {"check_parity": 2},
+        "check_parity=2 does not work with fsdp_param_dtype=bf16": {"check_parity": 2, "fsdp_param_dtype": "bf16"},
         "find_unused_parameters=True: all ranks": {"find_unused_parameters": True},
         "skip_nonfinite_grads=True: each rank": {"skip_nonfinite_grads": True},
         "jit=True": {"jit": True},
@@ -495,6 +495,7 @@ def messages(folder):
         message_of(OwnBatch, ConfigError, folder / "g", fsdp_whole_gradients=True),
         message_of(Fused, ConfigError, folder / "h"),
         message_of(Orthogonal, ConfigError, folder / "i", matrix()),
+        message_of(Classifier, ConfigError, folder / "j", auto_micro_batch=True, global_batch_size=4),
     ]
 
 
@@ -511,6 +512,7 @@ def test_what_cannot_be_divided_is_an_error_on_every_rank(ranks, tmp_path):
                 "fsdp_whole_gradients does not work with a fit_batch of the recipe's own",
                 "does not work with the optimizer 'fused', SGD with fused=True",
                 "does not work with the optimizer 'muon', Muon: each rank would step",
+                "auto_micro_batch does not work with fully_shard (FSDP2), which sends weights and gradients inside",
             ],
             found,
             strict=True,

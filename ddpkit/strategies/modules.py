@@ -15,6 +15,13 @@ from ddpkit.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
 
+META = (
+    "modules[{!r}] has {} parameter(s) or buffer(s) on the meta device, without values, such as {!r}. Build it without "
+    "torch.device('meta'): --strategy=fsdp divides it when fit begins, and until then a process holds its weights, "
+    "without gradients and optimizer. Or give it values first: module.to_empty(device='cpu'), then load_state_dict, or "
+    "reset_parameters of each layer."
+)
+
 
 class AttributeForwarding(nn.Module):
     """Makes the attributes of the wrapped ``module`` reachable through its wrapper, for reading and for writing.
@@ -105,7 +112,7 @@ def modules_on_device(modules: Mapping[str, Any], device: str) -> nn.ModuleDict:
         device: such as ``"cuda:1"``.
 
     Raises:
-        ConfigError: an entry is not a module.
+        ConfigError: an entry is not a module, or has no values yet (``torch.device("meta")``).
 
     Ranks: local.
 
@@ -118,6 +125,9 @@ def modules_on_device(modules: Mapping[str, Any], device: str) -> nn.ModuleDict:
             raise ConfigError(
                 f"modules[{name!r}] is a {type(module).__name__}, not a torch.nn.Module. Pass modules only."
             )
+        empty = [path for path, one in [*module.named_parameters(), *module.named_buffers()] if one.is_meta]
+        if empty and torch.device(device).type != "meta":
+            raise ConfigError(META.format(name, len(empty), empty[0]))
         module.to(device)
     return nn.ModuleDict(dict(modules)).to(device)
 

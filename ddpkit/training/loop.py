@@ -272,6 +272,13 @@ PARTS = (
     'once: "{}". Add the losses up and call self.backward once; or put all passes under `with self.no_sync():`.'
 )
 
+FREED = (
+    '{}: the backward pass came to weights that --strategy=fsdp has freed: "{}". So it is with gradients of gradients '
+    "(torch.autograd.grad with create_graph=True, as for a gradient penalty), and with a second backward pass over one "
+    "forward pass. Use --strategy=zero1 or ddp; or call the module once more, and add the losses up."
+)
+FREED_SAYS = "storage of size 0"  # so a tensor whose memory was freed says, in torch 2.13
+
 
 def backward(
     loss: Any, scale: float, scaler: torch.amp.GradScaler | None, name: str, *, retain_graph: bool = False
@@ -286,8 +293,8 @@ def backward(
         retain_graph: keep the graph for another backward pass.
 
     Raises:
-        BatchError: the loss is not a tensor of one number, or does not depend on any parameter; or DDP has averaged a
-            part of the gradients already.
+        BatchError: the loss is not a tensor of one number, or does not depend on any parameter; DDP has averaged a part
+            of the gradients already; or FSDP has freed weights that it needs.
 
     Ranks: collective under DDP.
 
@@ -302,6 +309,8 @@ def backward(
     except (AttributeError, TypeError, ValueError, RuntimeError) as error:
         if "mark a variable ready only once" in str(error):
             raise BatchError(PARTS.format(name, str(error).partition(".")[0])) from error
+        if FREED_SAYS in str(error):
+            raise BatchError(FREED.format(name, str(error).partition("\n")[0])) from error
         problem = loss_problem(loss)
         if problem is None:
             raise

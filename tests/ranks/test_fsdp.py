@@ -19,7 +19,7 @@ from ddpkit.checkpointing import rank_states
 from ddpkit.checkpoints import Checkpointer, torch_recovery, torch_save, whole_state_dict
 from ddpkit.distributed import if_main_process, run_on_main
 from ddpkit.epoch_loop import EpochCounter
-from ddpkit.errors import CheckpointError, ConfigError, MainProcessError, RankFailedError
+from ddpkit.errors import BatchError, CheckpointError, ConfigError, MainProcessError, RankFailedError
 from ddpkit.run import checkpoint_policy
 from ddpkit.strategies.base import WholeState
 from ddpkit.types import Stage
@@ -389,6 +389,28 @@ def test_recipes_of_all_kinds(ranks, name):
         torch.testing.assert_close(result["outputs"], expected["outputs"], rtol=1e-10, atol=1e-10)
 
 
+class Penalised(Classifier):
+    def compute_objectives(self, predictions, batch, stage):
+        loss = super().compute_objectives(predictions, batch, stage)
+        if stage is Stage.TRAIN:
+            (gradient,) = torch.autograd.grad(loss, self.inputs, create_graph=True)
+            loss = loss + gradient.square().mean()
+        return loss
+
+    def compute_forward(self, batch, stage):
+        self.inputs = batch[0].requires_grad_()
+        return super().compute_forward(batch, stage)
+
+
+def penalise():
+    return message_of(Penalised, BatchError, None)
+
+
+def test_a_gradient_penalty_is_an_error_that_says_why(ranks):
+    for message in ranks.run(penalise):
+        assert message.startswith("Penalised: the backward pass came to weights that --strategy=fsdp has freed")
+
+
 class SavesAlone(Classifier):
     def on_stage_end(self, stage, stage_loss, epoch=None):
         if stage is Stage.VALID and if_main_process():
@@ -411,7 +433,8 @@ def message_of(kind, error, folder, modules=None, **options):
     given = {**QUIET, "strategy": "fsdp", **options}
     try:
         opt_class = functools.partial(torch.optim.AdamW, lr=0.02)
-        brain = kind(modules or {"net": make_net()}, opt_class, None, given, Checkpointer(folder))
+        checkpointer = None if folder is None else Checkpointer(folder)
+        brain = kind(modules or {"net": make_net()}, opt_class, None, given, checkpointer)
         brain.folder = folder
         brain.fit([1], data(8), data(4), train_loader_kwargs={"batch_size": 2})
     except error as problem:

@@ -128,6 +128,8 @@ def test_modules_on_device():
     assert list(modules_on_device({}, "cpu")) == []
     with pytest.raises(ConfigError, match=r"^modules\['lr'\] is a float, not a torch.nn.Module"):
         modules_on_device({"net": Net(), "lr": 0.1}, "cpu")
+    with pytest.raises(ConfigError, match=r"^modules\['net'\] has 2 .* on the meta device, .* such as 'layer.weight'"):
+        modules_on_device({"net": Net().to("meta")}, "cpu")
 
 
 def test_shared_parameters():

@@ -11,6 +11,7 @@ step, so :meth:`FSDP.finish_gradients` divides all.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,7 @@ from torch import nn
 from ddpkit.base import is_sharded
 from ddpkit.checkpointing import whole_states
 from ddpkit.distributed import exchange, get_world_size
-from ddpkit.errors import ConfigError
+from ddpkit.errors import ConfigError, RankMismatchError
 from ddpkit.logger import get_logger
 from ddpkit.strategies.base import NO_CONTEXT, Strategy, WholeState, start_average_over_ranks
 from ddpkit.strategies.modules import (
@@ -34,7 +35,7 @@ from ddpkit.strategies.modules import (
 from ddpkit.syncbn import convert_sync_batchnorm
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Collection, Iterator, Mapping
     from contextlib import AbstractContextManager
 
     from ddpkit.run_opts import RunOptions
@@ -53,7 +54,15 @@ NOT_THERE = {
     "jit_module_keys": "torch does not divide scripted modules",
 }
 
-MOST_SHOWN = 4  # classes of blocks in the start-up block
+MOST_SHOWN = 4  # blocks, or classes of blocks, in a message
+FIRST_STEPS = 3  # after each of which the ranks compare the blocks that they have used
+OTHER_BLOCKS = (
+    "strategy='fsdp': the ranks have not used the same blocks in the same order. Calls on rank 0, 1, ...: {}. The "
+    "weights of a block are gathered from all ranks at once, so that ranks which used different blocks have computed "
+    "with a mixture of them. The steps since the last checkpoint may be wrong; they are not saved. Choose what a batch "
+    "uses in the same way on all ranks (a torch.Generator with the same seed), put the alternatives into one block "
+    "(--fsdp_blocks), or use --strategy=ddp or zero1 with --find_unused_parameters."
+)
 WHOLE_MATRICES = {"LBFGS", "Muon", "Adafactor", "Rprop"}  # by name: an older torch has fewer
 FUSED_FAILS = (torch.optim.SGD, torch.optim.Adagrad)
 CANNOT = (
@@ -120,6 +129,10 @@ class FSDP(Strategy):
         self._roots: list[Any] = []
         self._blocks: list[Any] = []  # the roots, too
         self._kinds = Counter[str]()  # of the blocks
+        self._names: list[str] = []  # of the blocks
+        self._calls = Counter[int]()  # of the blocks, by their places in that list
+        self._order = self._compared = 0  # a number that follows from the order of the calls; optimizer steps looked at
+        self._is_noting = True
         self._gathered: dict[int, nn.Parameter] = {}  # what autograd computes gradients of: whole parameters
 
     # ------------------------------------------------------------------ dividing
@@ -158,7 +171,11 @@ class FSDP(Strategy):
             policy["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         if options.fsdp_cpu_offload:
             policy["offload_policy"] = CPUOffloadPolicy(pin_memory=kind != "cpu")
+        paths = {id(part): path for path, part in module.named_modules()}
         for block in (*blocks, module):
+            note = functools.partial(self._note_call, len(self._names))
+            block.register_forward_pre_hook(torch.compiler.disable(note), prepend=True)  # type: ignore[no-untyped-call]
+            self._names.append(f"{name}.{paths[id(block)]}".removesuffix("."))
             self._kinds[type(block).__name__] += 1  # torch gives it another class
             fully_shard(block, **policy)
         self._roots.append(module)
@@ -206,6 +223,37 @@ class FSDP(Strategy):
     def _reshard(self) -> None:
         for block in self._blocks:
             block.reshard()
+
+    # ------------------------------------------------------------------ the same blocks on all ranks
+
+    def _note_call(self, number: int, *_: Any) -> None:
+        if self._is_noting and (self.options.fsdp_reshard_after_forward or not self._calls[number]):
+            self._order = hash((self._order, number))
+            self._calls[number] += 1
+
+    def _require_same_order(self, orders: Collection[Any]) -> None:
+        """Raise an error, on all ranks, if they have not used the same blocks in the same order.
+
+        Args:
+            orders: of all ranks.
+
+        Raises:
+            RankMismatchError: so it is.
+        """
+        if len(set(orders)) == 1:
+            return
+        calls = exchange({self._names[number]: count for number, count in self._calls.items()}, site="blocks")
+        found = [name for name in sorted(self._names) if len({one.get(name, 0) for one in calls}) > 1]
+        counts = [f"{name}: {', '.join(str(one.get(name, 0)) for one in calls)}" for name in found[:MOST_SHOWN]]
+        raise RankMismatchError(OTHER_BLOCKS.format("; ".join(counts) or "as often, in another order"))
+
+    def end_pass(self, modules: nn.ModuleDict) -> None:
+        """Compare, at the end of a training pass, the blocks that the ranks have used.
+
+        Raises:
+            RankMismatchError: they are others.
+        """
+        self._require_same_order(exchange(self._order, site="blocks"))
 
     def adopt(self, optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
         """Refuse optimizers with parameters that are not divided, and optimizers that need whole parameters.
@@ -265,8 +313,17 @@ class FSDP(Strategy):
                 handle.remove()
 
     def finish_gradients(self) -> None:
-        """Divide what a forward pass without a backward pass has left whole: an optimizer steps on the parts."""
+        """Divide what a forward pass without a backward pass has left whole: an optimizer steps on the parts.
+
+        Raises:
+            RankMismatchError: the ranks have used other blocks; looked at in the first steps.
+        """
         self._reshard()
+        if self._compared < FIRST_STEPS:
+            self._compared += 1
+            self._require_same_order(exchange(self._order, site="blocks"))
+        if not self.options.fsdp_reshard_after_forward:
+            self._calls.clear()  # a second call in a step gathers nothing
 
     def start_average(self, count: torch.Tensor | float, device: str) -> Callable[[], torch.Tensor]:
         """Start averaging a number over the ranks, without waiting for it or for the device."""
@@ -281,9 +338,12 @@ class FSDP(Strategy):
         Args:
             length: number of batches of this rank, if each rank evaluates the same data; else None.
         """
-        lengths = set(exchange(length, site="evaluating"))
+        found = exchange((length, self._order), site="evaluating")
+        self._require_same_order([order for _, order in found])
+        lengths = {one for one, _ in found}
         keeps_whole = None in lengths or len(lengths) > 1
         if keeps_whole:
+            self._is_noting = False
             for root in self._roots:
                 root.set_reshard_after_forward(False)
             for block in self._blocks:
@@ -291,11 +351,13 @@ class FSDP(Strategy):
         try:
             yield
         finally:
+            self._is_noting = True
             self._reshard()
             for root in self._roots:
                 root.set_reshard_after_forward(self.options.fsdp_reshard_after_forward)
 
     def whole_states(self, objects: Mapping[str, Any]) -> Mapping[str, Any]:
         """Gather the states that are divided; on the other ranks than rank 0 each tensor is dropped at once."""
+        self._require_same_order(exchange(self._order, site="blocks"))
         self._reshard()
         return {name: WholeState(state) for name, state in whole_states(objects).items()}

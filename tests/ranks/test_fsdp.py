@@ -19,7 +19,7 @@ from ddpkit.checkpointing import rank_states
 from ddpkit.checkpoints import Checkpointer, torch_recovery, torch_save, whole_state_dict
 from ddpkit.distributed import if_main_process, run_on_main
 from ddpkit.epoch_loop import EpochCounter
-from ddpkit.errors import BatchError, CheckpointError, ConfigError, MainProcessError, RankFailedError
+from ddpkit.errors import BatchError, CheckpointError, ConfigError, MainProcessError, RankFailedError, RankMismatchError
 from ddpkit.run import checkpoint_policy
 from ddpkit.strategies.base import WholeState
 from ddpkit.types import Stage
@@ -409,6 +409,44 @@ def penalise():
 def test_a_gradient_penalty_is_an_error_that_says_why(ranks):
     for message in ranks.run(penalise):
         assert message.startswith("Penalised: the backward pass came to weights that --strategy=fsdp has freed")
+
+
+class Drops(nn.Module):
+    """Uses another block on each rank, from some forward pass on."""
+
+    def __init__(self, after):
+        super().__init__()
+        torch.manual_seed(5)
+        self.first, self.second = Block(FEATURES, norm=False), Block(FEATURES, norm=False)
+        self.last = nn.Linear(FEATURES, CLASSES)
+        self.after, self.number = after, 0
+        self.double()
+
+    def forward(self, inputs):
+        self.number += 1
+        is_other = self.training and self.number > self.after and not if_main_process()
+        return self.last((self.second if is_other else self.first)(inputs))
+
+
+def drop(after, *, reshard):
+    options = {"fsdp_blocks": ["Block"], "fsdp_reshard_after_forward": reshard}
+    with pytest.raises(RankMismatchError) as caught:
+        fit(Classifier, {"net": Drops(after)}, **options)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("after", "reshard", "calls"),
+    [
+        (0, True, "net.first: 1, 0; net.second: 0, 1"),
+        pytest.param(0, False, "net.first: 1, 0; net.second: 0, 1", marks=pytest.mark.slow),
+        pytest.param(3, True, "net.first: 4, 3; net.second: 0, 1", marks=pytest.mark.slow),
+    ],
+)
+def test_ranks_that_use_other_blocks_are_told_before_anything_is_saved(ranks, after, reshard, calls):
+    """The last of four steps is looked at where the pass ends: after three steps."""
+    for message in ranks.run(functools.partial(drop, reshard=reshard), after):
+        assert f"Calls on rank 0, 1, ...: {calls}." in message
 
 
 class SavesAlone(Classifier):

@@ -4,12 +4,14 @@ import functools
 import sys
 import types
 import warnings
+import zipfile
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.profiler import profile
 
 from ddpkit import checkpoints
 from ddpkit.base import mark_as_loader, mark_as_saver, mark_as_transfer, register_checkpoint_hooks
@@ -519,14 +521,66 @@ def test_k8_the_variable_would_run_code_in_a_bare_load(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("content", [b"", b"PK", b"\x80\x02garbage", b"hello", b"PK\x03\x04" + b"\x00" * 100])
-def test_k2_a_file_that_cannot_be_read_is_named(tmp_path, content):
+@pytest.mark.parametrize("mmap", [False, True])
+def test_k2_a_file_that_cannot_be_read_is_named(tmp_path, content, mmap):
     path = tmp_path / "model.ckpt"
     path.write_bytes(content)
     with pytest.raises(CheckpointError, match=r"cannot load .*model.ckpt"):
-        safe_load(path)
+        safe_load(path, mmap=mmap)
     path.unlink()
     with pytest.raises(CheckpointError, match="No such file"):
-        safe_load(path)
+        safe_load(path, mmap=mmap)
+
+
+class Keeps(nn.Linear):
+    """Keeps the tensor that it is given, as torchmetrics does."""
+
+    def _load_from_state_dict(self, state_dict, prefix, *others):
+        self.weight = nn.Parameter(state_dict[prefix + "weight"])
+
+
+class KeepsByHook(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.zeros(1)
+        self.register_load_state_dict_pre_hook(self.keep)
+
+    def keep(self, module, state_dict, *others):
+        self.weight = state_dict.pop("weight")
+
+
+def stored(path, how):
+    """Write a module's state as torch does, as torch did before 1.6, or in a compressed archive."""
+    state = {"weight": torch.arange(4096.0).reshape(1, -1)}
+    torch.save(state, path, _use_new_zipfile_serialization=how != "old")
+    if how == "compressed":
+        with zipfile.ZipFile(path) as archive:
+            members = {name: archive.read(name) for name in archive.namelist()}
+        with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+            for name, content in members.items():
+                archive.writestr(name, content)
+    return state["weight"]
+
+
+@pytest.mark.parametrize("how", ["new", "old", "compressed"])
+@pytest.mark.parametrize("make", [lambda: nn.Linear(4096, 1, bias=False), lambda: Keeps(4096, 1), KeepsByHook])
+def test_what_was_loaded_depends_on_the_file_no_longer(tmp_path, make, how):
+    path, module = tmp_path / "a.ckpt", make()
+    weight = stored(path, how)
+    torch_recovery(module, path, end_of_epoch=True)
+    with path.open("r+b") as file:
+        file.write(bytes(path.stat().st_size))
+    assert torch.equal(module.weight, weight)
+
+
+@pytest.mark.parametrize("load", [functools.partial(torch_recovery, end_of_epoch=True), torch_parameter_transfer])
+def test_a_module_is_loaded_without_a_copy_of_its_state_in_memory(tmp_path, load):
+    path, model = tmp_path / "a.ckpt", nn.Sequential(nn.Linear(256, 256), nn.BatchNorm1d(256))
+    torch_save(model, path)
+    with profile(profile_memory=True, acc_events=False) as profiler:
+        load(model, path)
+    sizes = [event.nbytes() for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    assert 4 * 256 * 256 not in sizes
 
 
 def test_types_that_the_user_allows_are_loaded(tmp_path):

@@ -221,11 +221,15 @@ class KeyedSampler:
         base = mix_key(place.seed, epoch)
         seen: dict[int, int] = {}
         repeats_of = None if isinstance(place, Place) else place.repeats
+        never_repeats = isinstance(getattr(place, "source", None), int)  # of a range each sample comes once
         for number, given in enumerate(self.inner, first):
             indices = given if self.batched else [given]
             if indices.__class__ is not list and not hasattr(indices, "__getitem__"):
                 indices = list(indices)
-            repeats = count_repeats(indices, seen) if repeats_of is None else repeats_of(number)
+            if never_repeats:
+                repeats = None
+            else:
+                repeats = count_repeats(indices, seen) if repeats_of is None else repeats_of(number)
             yield KeyedBatch(base, epoch, indices, repeats if repeats and any(repeats) else None)
 
 
@@ -283,14 +287,16 @@ class KeyedDataset:
                 _STREAMS.restore(before)
 
     def _load(self, batch: KeyedBatch, before: _State) -> Any:
-        samples = self._load_list(batch) if self._by_list else self._load_samples(batch, before)
-        self._seed(batch, _COLLATING)
+        if self._draws is False and not self._by_list:
+            samples = [self.dataset[index] for _NOW.place, index in enumerate(batch.indices)]  # for sample_seed
+            _NOW.place = _COLLATING
+        else:
+            samples = self._load_list(batch) if self._by_list else self._load_samples(batch, before)
+            self._seed(batch, _COLLATING)
         return self.collate_fn(samples if self.batched else samples[0])
 
     def _load_samples(self, batch: KeyedBatch, before: _State) -> list[Any]:
         dataset, samples = self.dataset, []
-        if self._draws is False:
-            return [dataset[index] for _NOW.place, index in enumerate(batch.indices)]  # sample_seed asks for the place
         for place, index in enumerate(batch.indices):
             self._seed(batch, place)
             is_first = self._draws is None

@@ -393,9 +393,11 @@ def own_gradients(optimizers: Sequence[Optimizer]) -> None:
     Example:
         >>> own_gradients([])
     """
+    if not (optimizers and torch.distributed.is_initialized()):
+        return
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     for parameter in (one for group in groups for one in group["params"]):
-        if parameter.grad is not None and torch.distributed.is_initialized():
+        if parameter.grad is not None:
             parameter.grad = parameter.grad.clone()
 
 

@@ -245,10 +245,11 @@ class PlannedBatchSampler(Sampler[list[int]]):
         self.batch_size = self._plan.batch_size
         self._full_batches = self._plan.full_batches * shards
         full = dataclasses.replace(self._plan, num_samples=self._plan.global_batch_size)
-        shares = [self._share(full, batch) for batch in range(micro_batches * shards)]
+        self._in_full = micro_batches * shards  # batches of a full global one
+        shares = [self._share(full, batch) for batch in range(self._in_full)]
         self._own_counts = [stop - start for start, stop in shares]  # of every batch of a full global one
         totals = [full.total(batch) for batch in range(micro_batches)]
-        self._totals = [0 if batch % shards else totals[batch // shards] for batch in range(micro_batches * shards)]
+        self._totals = [0 if batch % shards else totals[batch // shards] for batch in range(self._in_full)]
         filler = (full.num_samples - 1, full.num_samples)
         own = [np.arange(*(share if share[0] < share[1] else filler)) for share in shares]
         ends = np.cumsum([positions.size for positions in own]).tolist()
@@ -280,14 +281,14 @@ class PlannedBatchSampler(Sampler[list[int]]):
     def count(self, batch: int) -> int:
         """Return the number of samples this rank has in a batch; 0 where it repeats one to keep step."""
         if batch < self._full_batches:  # asked at every step: all but the last global batch are alike
-            return self._own_counts[batch % len(self._own_counts)]
+            return self._own_counts[batch % self._in_full]
         start, stop = self._share(self.plan, batch)
         return stop - start
 
     def total(self, batch: int) -> int:
         """Return the number of samples of a batch over all ranks; of several shards, with the first of them."""
         if batch < self._full_batches:
-            return self._totals[batch % len(self._totals)]
+            return self._totals[batch % self._in_full]
         return 0 if batch % self.shards else self.plan.total(batch // self.shards)
 
     def part(self, batch: int) -> float:

@@ -314,7 +314,10 @@ def _restore_devices(kind: str, states: Sequence[torch.Tensor], devices: Sequenc
 def _seed_generators(seed: int, seed_32_bits: int) -> None:
     random.seed(seed)
     np.random.seed(seed_32_bits)  # noqa: NPY002 -- the global state is what users draw from
-    torch.manual_seed(seed)
+    if torch.accelerator.is_available():
+        torch.manual_seed(seed)
+    else:  # the same, without the stacks that torch keeps for accelerators not used yet: a millisecond
+        torch.default_generator.manual_seed(seed)
 
 
 def _whole_number(value: Any, name: str) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import operator
 import random
 import sys
 from typing import Any, cast
@@ -18,6 +19,7 @@ import torch
 
 _PYTHON = cast("Any", random.getstate).__self__
 _TWISTER_BYTES = 4 * 625
+_CONTENT = operator.attrgetter("raw")
 _NORMALS = (torch.float32, torch.float64)
 _TORCH_SEED = 0x5EED_0F_70_2C_11  # of a generator in whose memory it is looked for
 _TORCH_HEADER = 256  # bytes, after which it has come
@@ -46,7 +48,7 @@ def look_at_random_streams() -> Any:
         )
     if _memory_shows_draws():
         views = _memory(_PYTHON, numpy.get_state.__self__, bits, torch.default_generator)
-        return [_PYTHON.gauss_next, *[view.raw for view in views]]
+        return [_PYTHON.gauss_next, *map(_CONTENT, views)]
     _, words, *rest = numpy.get_state()
     return random.getstate(), words.tobytes(), rest, torch.default_generator.get_state().numpy().tobytes()
 

@@ -335,7 +335,7 @@ def one_number(loss: Any, name: str, hook: str = "compute_objectives") -> torch.
         tensor(2.)
     """
     if isinstance(loss, torch.Tensor):
-        if loss.numel() == 1:
+        if not loss.ndim or loss.numel() == 1:
             return loss.detach() if loss.requires_grad else loss
     elif isinstance(loss, (int, float)):
         return float(loss)

@@ -169,7 +169,9 @@ class TrainStep:
             BatchError: the loss is not one number, does not depend on a parameter, or cannot be added to earlier ones.
         """
         window = self.progress.window
-        if not window.closes or (not window.is_asked and self.options.grad_accumulation_factor > 1):
+        if window.deferred_at != self.progress.step and (
+            not window.closes or (not window.is_asked and self.options.grad_accumulation_factor > 1)
+        ):
             window.defer(self.progress.step)
         if loss.__class__ is tuple:
             loss, count = sum_and_count(loss, self.name)

@@ -54,7 +54,6 @@ __all__ = [
     "parse_arguments",
     "run_on_main",
     "seed_everything",
-    "spawn",
 ]
 
 

@@ -62,9 +62,6 @@ from ddpkit.errors import (
 from ddpkit.experiment import (
     create_experiment_directory as create_experiment_directory,
 )
-from ddpkit.launch import (
-    spawn as spawn,
-)
 from ddpkit.precision import (
     AMPConfig as AMPConfig,
 )

@@ -24,7 +24,7 @@ from ddpkit.config import (
 from ddpkit.control import usage_errors, watch_uncaught
 from ddpkit.device import default_backend, resolve_device
 from ddpkit.errors import ConfigError, MissingFileError
-from ddpkit.launch import PARITY, LaunchInfo, find_launch, run_script
+from ddpkit.launch import NPROC, PARITY, LaunchInfo, become_torchrun, find_launch
 from ddpkit.logger import get_logger
 
 if TYPE_CHECKING:
@@ -289,8 +289,7 @@ def parse_arguments(arg_list: Sequence[str] | None = None) -> tuple[str, RunOpti
         MissingFileError: the YAML file does not exist.
         ConfigError: an argument, a value or the YAML file cannot be used.
         LaunchError: the launcher's environment contradicts itself.
-        SystemExit: with code 0, after ``--help`` or ``--version`` has been printed. After ``--nproc``, when the
-            processes that it has started have ended, with the code of the first that failed, or 0.
+        SystemExit: with code 0, after ``--help`` or ``--version`` has been printed.
 
     An error that nobody catches ends the process with exit code 2 and one sentence, ``train.py: error: ...``, which the
     first rank of a machine says, and under torchrun its summary.
@@ -298,7 +297,8 @@ def parse_arguments(arg_list: Sequence[str] | None = None) -> tuple[str, RunOpti
     Ranks: local.
 
     State: sets ``LOCAL_RANK`` in the environment for an old ``--local_rank=N`` where the launcher did not. After an
-        error, and under a launcher, ``sys.excepthook``.
+        error, and under a launcher, ``sys.excepthook``. With ``--nproc`` this process becomes torch's launcher, which
+        starts the script once per rank.
 
     Example:
         >>> parse_arguments(["--precision=fp8", "hparams.yaml"])
@@ -318,7 +318,7 @@ def parse_arguments(arg_list: Sequence[str] | None = None) -> tuple[str, RunOpti
             logger.warning_once("--distributed_launch has no effect any more: the launcher decides. Leave it out.")
         info = find_launch()
         nproc = given.pop("nproc", None)
-        if nproc is not None and info.launcher != "spawn":
+        if nproc is not None and not (info.is_distributed and NPROC in os.environ):
             _start_ranks(nproc, line, arg_list)
         if info.is_distributed:
             watch_uncaught()
@@ -350,13 +350,13 @@ def command_line_options() -> RunOptions | None:
 
 
 def _start_ranks(nproc: str, line: CommandLine, arg_list: Sequence[str] | None) -> NoReturn:
-    """Start the script again as several ranks, wait for them, and end."""
+    """Become torch's launcher, which starts the script again as several ranks."""
     if arg_list is not None and list(arg_list) != sys.argv[1:]:
         raise ConfigError(
             f"nproc={nproc!r} starts the running script again with its own command line, and the one that was given to "
-            "parse_arguments is another. Call ddpkit.spawn(function, nprocs) instead."
+            "parse_arguments is another. Leave --nproc out, and start the script with torchrun."
         )
-    run_script(nproc, line.given.get("device", line.in_yaml.get("device")))
+    become_torchrun(nproc, line.given.get("device", line.in_yaml.get("device")))
 
 
 def _fold_precision(source: dict[str, Any]) -> None:

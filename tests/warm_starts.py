@@ -254,15 +254,20 @@ def _start_warm_processes():
 
     def popen(args, *more, **options):
         words = list(args) if isinstance(args, (list, tuple)) else []
-        if words[:4] == [sys.executable, "-I", "-S", "-c"]:  # in front of a rank of --nproc: it ends with its parent
-            words = words[6:]
         piped = {subprocess.PIPE, subprocess.STDOUT} & {options.get(name) for name in ("stdin", "stdout", "stderr")}
         if more or piped or words[:1] != [sys.executable] or words[1:2] in (["-c"], ["-"]):
             return cold(args, *more, **options)
         options = {name: value for name, value in options.items() if value is not None}
         return WarmProcess(words, **options)
 
+    def become_torchrun(_program, words):
+        from torch.distributed import run
+
+        assert words[1:3] == ["-m", "torch.distributed.run"]
+        sys.exit(run.main(words[3:]))
+
     subprocess.Popen = subprocess_handler.Popen = popen
+    os.execv = become_torchrun  # by --nproc
 
 
 if __name__ == "__main__":

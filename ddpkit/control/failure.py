@@ -123,7 +123,7 @@ def _end_plainly(error: BaseException) -> NoReturn:
     if reason is None or (is_first and launcher_tells):
         on_rank = "" if is_first else f" on rank {rank_if_known()}"
         text = f"{Path(sys.argv[0]).name}: error{on_rank}: {error}"
-        if not (launcher_tells and _write_error_file(text, text, time.time(), plain=True)):
+        if not (launcher_tells and _write_error_file(text, text, time.time())):
             sys.stderr.write(f"{text}\n")
     raise SystemExit(vars(error)[PLAIN])
 
@@ -173,7 +173,7 @@ def record_for_launcher(error: BaseException) -> None:
     """
     if isinstance(error, RunStopped):
         words = error.words or f"Stopped by {error.cause}."
-        _write_error_file(words, words, time.time(), plain=True)
+        _write_error_file(words, words, time.time())
         return
     rank, lines = os.environ.get("RANK", "?"), "".join(traceback.format_exception(error)).rstrip().splitlines()
     if rank.isdecimal() and not is_second_hand(error):
@@ -182,12 +182,12 @@ def record_for_launcher(error: BaseException) -> None:
     _write_error_file(text_and_line(error)[0], trace, time.time() + is_second_hand(error))
 
 
-def _write_error_file(message: str, trace: str, timestamp: float, *, plain: bool = False) -> bool:
+def _write_error_file(message: str, trace: str, timestamp: float) -> bool:
     """Write the launcher's error file; say whether there is one, and it has been written."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return False
-    info = {"py_callstack": trace, "timestamp": str(int(timestamp)), "plain": plain}
+    info = {"py_callstack": trace, "timestamp": str(int(timestamp))}
     report = {"message": {"message": message, "extraInfo": info}}
     temporary = Path(f"{path}.{os.getpid()}")
     with contextlib.suppress(OSError):  # a full disk must not hide the error itself

@@ -1,4 +1,4 @@
-"""Who started this process, as which rank; and starting ranks without a launcher."""
+"""Who started this process, as which rank; and `--nproc`, which has torch's launcher start them."""
 
 from __future__ import annotations
 

@@ -25,7 +25,6 @@ from ddpkit.errors import LaunchError
 from ddpkit.launch.variables import (
     LOOPBACK,
     PARITY,
-    SPAWNED_BY,
     LaunchInfo,
     check_below,
     contradiction,
@@ -35,7 +34,7 @@ from ddpkit.launch.variables import (
 )
 
 # Whoever sets one of these starts ranks of its own inside the tasks of another launcher.
-_STARTS_RANKS_INSIDE = ("TORCHELASTIC_RUN_ID", SPAWNED_BY, "RAY_JOB_ID", "CROSS_SIZE")
+_STARTS_RANKS_INSIDE = ("TORCHELASTIC_RUN_ID", "RAY_JOB_ID", "CROSS_SIZE")
 
 _GPUS_PER_TASK = ("per_task", "single", "map_gpu", "mask_gpu")
 
@@ -43,7 +42,7 @@ _GPUS_PER_TASK = ("per_task", "single", "map_gpu", "mask_gpu")
 
 
 def _from_torch_variables(environ: Mapping[str, str]) -> LaunchInfo | None:
-    """Read ``RANK``, ``LOCAL_RANK`` and ``WORLD_SIZE``: of torchrun, ddpkit, Ray, or set by hand."""
+    """Read ``RANK``, ``LOCAL_RANK`` and ``WORLD_SIZE``: of torchrun, Ray, or set by hand."""
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
     if "RANK" not in environ and "LOCAL_RANK" not in environ:
         return None
@@ -62,9 +61,8 @@ def _from_torch_variables(environ: Mapping[str, str]) -> LaunchInfo | None:
     if local_world_size > world_size:
         raise contradiction(f"LOCAL_WORLD_SIZE={local_world_size} is above WORLD_SIZE={world_size}", environ)
     node_rank = count(environ, "NODE_RANK", (rank - local_rank) // local_world_size)
-    own_name = "spawn" if SPAWNED_BY in environ else "environment"
     return LaunchInfo(
-        launcher="torchrun" if "TORCHELASTIC_RUN_ID" in environ else own_name,
+        launcher="torchrun" if "TORCHELASTIC_RUN_ID" in environ else "environment",
         rank=rank,
         local_rank=local_rank,
         world_size=world_size,

@@ -13,7 +13,7 @@ from ddpkit.base import MPI_LAUNCHERS
 from ddpkit.errors import LaunchError
 
 NO_LAUNCHER = "none"
-SPAWNED_BY = "DDPKIT_SPAWNED_BY"
+NPROC = "DDPKIT_NPROC"  # how many ranks --nproc has torchrun start, in their environment
 PARITY = "DDPKIT_PARITY"  # the folder of the parity check that this process is a rank of
 LOOPBACK = "127.0.0.1"
 
@@ -25,7 +25,7 @@ _TORCH_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MAS
 _SLURM_VARIABLES = ("JOB_ID", "STEP_", "PROCID", "LOCALID", "NODEID", "NTASKS", "GTIDS", "JOB_NODELIST")
 _OTHER_VARIABLES = {
     "torchrun": ("GROUP_RANK", "TORCHELASTIC_R"),
-    "ddpkit": (SPAWNED_BY,),
+    "ddpkit": (NPROC,),
     "Slurm": ("SLURMD_NODENAME", *(f"SLURM_{name}" for name in _SLURM_VARIABLES)),
     "MPI": (*(one.rank.removesuffix("RANK") for one in MPI_LAUNCHERS.values()), "MPI_LOCAL"),
 }
@@ -36,7 +36,7 @@ class LaunchInfo:
     """The rank of this process among the processes of the launch, and their rendezvous address.
 
     Args:
-        launcher: ``"torchrun"``, ``"spawn"`` (ddpkit itself), ``"slurm"``, ``"openmpi"``, ``"jsm"``, ``"pmi"``,
+        launcher: ``"torchrun"`` (also by ``--nproc``), ``"slurm"``, ``"openmpi"``, ``"jsm"``, ``"pmi"``,
             ``"environment"`` (the plain variables, set by anything else) or ``"none"``.
         rank: number of this process among all, from 0.
         local_rank: number of this process on its node, from 0.

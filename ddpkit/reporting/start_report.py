@@ -48,7 +48,6 @@ logger = get_logger(__name__)
 MOST_SHOWN = 4
 
 _LAUNCHERS = {
-    "spawn": "ddpkit (--nproc or ddpkit.spawn)",
     "slurm": "srun",
     "environment": "plain variables (RANK, WORLD_SIZE)",
     **{name: one.program for name, one in MPI_LAUNCHERS.items()},

@@ -308,7 +308,6 @@ def test_d6_ranks_that_contradict_the_step_are_refused_with_a_table(environ, wor
         RANKS,  # a script of the user's own that renames the variables
         {"RANK": "13", "LOCAL_RANK": "1", "WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "4"},  # one that starts 4 per task
         {**RANKS, "RANK": "0", "RAY_JOB_ID": "01000000"},  # Ray numbers its workers as it likes
-        {**RANKS, "RANK": "0", "DDPKIT_SPAWNED_BY": "17"},
     ],
 )
 def test_d6_ranks_that_fit_into_the_step(variables):

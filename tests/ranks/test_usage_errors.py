@@ -79,14 +79,21 @@ def test_torchrun_says_it_once_in_its_summary(folder, mistake):
     assert len(own_lines(run)) < 45, run.err
 
 
-@pytest.mark.parametrize("mistake", ["an unknown option", "what the Brain refuses"])
-def test_nproc_says_it_once(folder, mistake):
-    words, said = MISTAKES[mistake]
+def test_nproc_says_it_once_and_starts_nothing(folder):
+    words, said = MISTAKES["an unknown option"]
     run = Run(python("train.py", *words, "--nproc=2"), folder, warm=True).wait()
     assert run.code == 2, run.err
     lines = own_lines(run)
     assert said in lines[0]
-    assert len(lines) == (2 if mistake == "an unknown option" else 1), run.err
+    assert len(lines) == 2, run.err
+
+
+def test_nproc_says_what_its_ranks_refuse_in_torchruns_summary(folder):
+    words, said = MISTAKES["what the Brain refuses"]
+    run = Run(python("train.py", *words, "--nproc=2"), folder, warm=True).wait()
+    assert run.code == 1, run.err
+    assert run.err.count(said) == 1, run.err
+    assert "traceback : train.py: error: " in run.tail(5)
 
 
 def test_by_hand_it_is_said_by_the_first_of_the_group(folder):

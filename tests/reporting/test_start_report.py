@@ -50,8 +50,8 @@ def placed(*per_node, device="cuda (NVIDIA H200)"):
         ),
         (
             placed(2),
-            LaunchInfo("spawn"),
-            "ddpkit (--nproc or ddpkit.spawn), 2 processes on gpu00",
+            LaunchInfo("torchrun"),
+            "torchrun, 2 processes on gpu00",
             "2 x cuda (NVIDIA H200)",
         ),
         (

@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import logging
 import os
-import pickle
 import sys
-import threading
 
 import pytest
+from torch.distributed.run import get_args_parser
 
-from ddpkit.errors import ConfigError, LaunchError, RankFailedError
-from ddpkit.launch import spawning
-from ddpkit.launch.process_monitor import Ending
-from ddpkit.launch.spawning import count_processes, run_script, spawn
+from ddpkit.errors import ConfigError, LaunchError
+from ddpkit.launch import nproc
+from ddpkit.launch.nproc import become_torchrun, cores, count_processes
 from ddpkit.run_opts import parse_arguments
 
 
 @pytest.fixture
 def machine(monkeypatch):
     def have(gpus, cores=4):
-        monkeypatch.setattr(spawning, "accelerator_kind", lambda: "cuda" if gpus else "cpu")
-        monkeypatch.setattr(spawning, "count_devices", lambda kind: gpus if kind == "cuda" else 1)
-        monkeypatch.setattr(spawning, "cores", lambda: cores)
+        monkeypatch.setattr(nproc, "accelerator_kind", lambda: "cuda" if gpus else "cpu")
+        monkeypatch.setattr(nproc, "count_devices", lambda kind: gpus if kind == "cuda" else 1)
+        monkeypatch.setattr(nproc, "cores", lambda: cores)
 
     have(0)
     return have
@@ -99,7 +96,7 @@ def test_the_yaml_is_checked_before_anything_is_started(monkeypatch, yaml):
 
 
 def test_a_rank_does_not_start_ranks_again(monkeypatch, yaml):
-    for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "DDPKIT_SPAWNED_BY": "1"}.items():
+    for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "DDPKIT_NPROC": "2"}.items():
         monkeypatch.setenv(name, value)
     hook = sys.excepthook
     try:
@@ -110,85 +107,46 @@ def test_a_rank_does_not_start_ranks_again(monkeypatch, yaml):
     assert "nproc" not in run_opts
 
 
-@pytest.mark.parametrize("start", [lambda: run_script(2, "cpu"), lambda: spawn(os.getpid, 2)], ids=["--nproc", "spawn"])
-def test_under_a_launcher(monkeypatch, machine, start):
+def test_under_a_launcher(monkeypatch, machine):
     for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "x"}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(LaunchError, match="torchrun has started this one already, as rank 1 of 2") as caught:
-        start()
+        become_torchrun(2, "cpu")
     assert "TORCHELASTIC_RUN_ID" in str(caught.value)
 
 
 def test_an_interactive_python_has_no_script(monkeypatch, machine):
-    for name in spawning.NOT_SCRIPTS:
+    for name in nproc.NOT_SCRIPTS:
         monkeypatch.setattr(sys, "argv", [name])
         with pytest.raises(ConfigError, match="--nproc starts the running script again, and there is none"):
-            run_script(2, "cpu")
+            become_torchrun(2, "cpu")
 
 
-# ------------------------------------------------------------------------------------------ what can be sent
+# ------------------------------------------------------------------------------------------ what is started
 
 
-def module_level():
-    """For what other processes can import."""
+@pytest.mark.parametrize(("number", "given", "threads"), [("3", None, "2"), ("99", None, "1"), ("3", "5", "5")])
+def test_this_process_becomes_torchrun(monkeypatch, machine, number, given, threads):
+    machine(0, cores=8)
+    started = []
+    monkeypatch.setattr(os, "execv", lambda *words: started.append(words))
+    monkeypatch.setattr(os, "environ", {} if given is None else {"OMP_NUM_THREADS": given})
+    words = ["-u", "-m", "train", "h.yaml", f"--nproc={number}", "--", "-x"]
+    monkeypatch.setattr(sys, "orig_argv", ["python", *words])
+    become_torchrun(number)
+    [(program, found)] = started
+    options = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={number}", "--no_python", "--"]
+    assert program == sys.executable
+    assert found == [sys.executable, *options, sys.executable, *words]
+    assert os.environ == {"OMP_NUM_THREADS": threads, "DDPKIT_NPROC": number}
+    launcher = get_args_parser().parse_args(found[3:])
+    assert [launcher.training_script, *launcher.training_script_args] == [sys.executable, *words], "all is the script's"
 
 
-class Notebook:
-    """Looks like ``__main__`` in a notebook: without a file."""
-
-    __spec__ = None
-
-
-def test_what_other_processes_cannot_import_is_refused(monkeypatch):
-    def cell():
-        pass
-
-    spawning._require_importable(module_level, (1, "x"))
-    for function, args in ((lambda: 1, ()), (module_level, (threading.Lock(),))):
-        with pytest.raises(ConfigError, match="or its arguments cannot be sent .* Put it at the top level of a file"):
-            spawning._require_importable(function, args)
-    cell.__module__, cell.__qualname__ = "__main__", "cell"
-    monkeypatch.setitem(sys.modules, "__main__", Notebook())
-    sys.modules["__main__"].cell = cell
-    spawning._require_importable(module_level, ())
-    with pytest.raises(ConfigError, match="cell is called in a notebook.*%%writefile"):
-        spawning._require_importable(cell, ())
-
-
-# ----------------------------------------------------------------------------------------- who was first
-
-
-def values(failure, *said):
-    contents = {rank: pickle.dumps(result) for rank, result in enumerate(said) if result is not ABSENT}
-    return spawning._values(contents, [10, 11], failure)
-
-
-ABSENT = object()
-OWN = spawning._Failure(1, 5.0, "ValueError: boom", "Traceback ...", is_second_hand=False)
-LATER = spawning._Failure(0, 6.0, "ValueError: late", "Traceback ...", is_second_hand=False)
-SECOND = spawning._Failure(0, 4.0, "RankFailedError: rank 1 failed first", "Traceback ...", is_second_hand=True)
-
-
-@pytest.mark.parametrize(
-    ("zero", "one", "failure", "words"),
-    [
-        (SECOND, OWN, Ending(0, 10, 1), "rank 1 of 2 failed: ValueError: boom\n--- traceback of rank 1"),
-        (LATER, OWN, Ending(0, 10, 1), "rank 1 of 2 failed: ValueError: boom"),
-        (SECOND, ABSENT, Ending(1, 11, 137), "rank 1 of 2 (process 11) was killed by SIGKILL before"),
-        (None, ABSENT, None, "rank 1 of 2 (process 11) ended before"),
-        (None, OWN, Ending(1, 11, 1), "rank 1 of 2 failed: ValueError: boom"),
-        (ABSENT, OWN, Ending(0, 10, 143), "rank 1 of 2 failed: ValueError: boom"),
-        (ABSENT, ABSENT, Ending(1, 11, 3), "rank 1 of 2 (process 11) ended with exit code 3 before"),
-        (SECOND, None, Ending(0, 10, 1), "rank 0 of 2 failed: RankFailedError: rank 1 failed first"),
-    ],
-)
-def test_the_first_is_blamed(zero, one, failure, words):
-    with pytest.raises(RankFailedError) as caught:
-        values(failure, zero, one)
-    assert str(caught.value).startswith(words)
-
-
-def test_a_crash_after_the_values(caplog):
-    with caplog.at_level(logging.WARNING):
-        assert values(Ending(1, 11, 134), 3, None) == [3, None]
-    assert "Rank 1 was killed by SIGABRT after it had returned its value." in caplog.text
+def test_cores_are_those_that_may_be_used():
+    allowed = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(allowed)})
+    try:
+        assert cores() == 1
+    finally:
+        os.sched_setaffinity(0, allowed)

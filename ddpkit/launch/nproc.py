@@ -1,0 +1,118 @@
+"""``--nproc``: this process becomes torch's launcher, which starts the running script once per rank.
+
+Source: the options of ``torch.distributed.run``, https://docs.pytorch.org/docs/stable/elastic/run.html .
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import TYPE_CHECKING
+
+from ddpkit.device import accelerator_kind, count_devices
+from ddpkit.errors import ConfigError, LaunchError
+from ddpkit.launch.launchers import find_launch
+from ddpkit.launch.variables import NPROC, describe_environment
+from ddpkit.logger import get_logger
+
+if TYPE_CHECKING:
+    from typing import NoReturn
+
+logger = get_logger(__name__)
+
+NOT_SCRIPTS = ("", "-")  # what Python puts into sys.argv[0] where it reads code from a person or a pipe
+
+
+def count_processes(asked: int | str, device: str | None = None) -> int:
+    """Find out how many processes are meant.
+
+    Args:
+        asked: a number, ``"gpu"`` (one per GPU), ``"cpu"`` (one per core) or ``"auto"`` (one per GPU, else per core).
+        device: the device that was asked for, if any; ``"cpu"`` makes GPUs not count.
+
+    Returns:
+        The number, at least 1.
+
+    Raises:
+        ConfigError: not such a number or word, or fewer GPUs than processes.
+
+    Ranks: local.
+
+    Example:
+        >>> count_processes("2", "cpu"), count_processes(3, "cpu")
+        (2, 3)
+        >>> count_processes("0")
+        Traceback (most recent call last):
+        ddpkit.errors.ConfigError: nproc must be >= 1, got '0'...
+    """
+    kind = "cpu" if device is not None and device.split(":")[0] == "cpu" else accelerator_kind()
+    gpus = 0 if kind == "cpu" else count_devices(kind)
+    word = str(asked).strip().lower()
+    if word == "gpu" and not gpus:
+        raise ConfigError("nproc='gpu', but no GPU was found or asked for. Give a number, such as --nproc=2, or cpu.")
+    if word in {"gpu", "cpu", "auto"}:
+        return gpus if word != "cpu" and gpus else cores()
+    if isinstance(asked, bool) or not word.isdecimal() or int(word) == 0:
+        words = "gpu (one per GPU), cpu (one per core) or auto (gpu if there is one, else cpu)"
+        raise ConfigError(f"nproc must be >= 1, got {asked!r}. Give a number of processes, {words}.")
+    number = int(word)
+    if gpus and number > gpus:
+        text = f"nproc={asked!r}, but there are {gpus} GPUs, and each process needs one of its own."
+        raise ConfigError(f"{text} Give --nproc={gpus} or less, or --device=cpu.")
+    if not gpus and number > cores():
+        logger.warning("%d processes share %d processor cores: they will wait for each other.", number, cores())
+    return number
+
+
+def cores() -> int:
+    """Count the processor cores that this process may use.
+
+    Ranks: local.
+
+    Example:
+        >>> cores() >= 1
+        True
+    """
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def become_torchrun(asked: int | str, device: str | None = None) -> NoReturn:
+    """Turn this process into torch's launcher, with the command line of this process for every rank.
+
+    Args:
+        asked: as in :func:`count_processes`.
+        device: the device that was asked for, if any.
+
+    Raises:
+        ConfigError: the number makes no sense, or the running script cannot be started again.
+        LaunchError: a launcher has started this process already.
+
+    Ranks: local; the process becomes the parent of the ranks.
+
+    State: the program of this process. Each rank finds ``DDPKIT_NPROC`` in its environment, and ``OMP_NUM_THREADS``
+        (cores / processes, where the user has not set it).
+
+    Example:
+        >>> become_torchrun("many")
+        Traceback (most recent call last):
+        ddpkit.errors.ConfigError: nproc must be >= 1, got 'many'...
+    """
+    number = count_processes(asked, device)
+    info = find_launch()
+    if info.is_distributed:
+        raise LaunchError(
+            f"--nproc starts the processes itself, but {info.launcher} has started this one already, as rank "
+            f"{info.rank} of {info.world_size}.\n{describe_environment(os.environ)}\n"
+            "Use one of the two: leave --nproc out, or start the script with python alone."
+        )
+    if sys.argv[0] in NOT_SCRIPTS:
+        raise ConfigError(
+            "--nproc starts the running script again, and there is none: this is an interactive Python, or code from a "
+            "pipe. Put the code into a file, and start that."
+        )
+    os.environ[NPROC] = str(number)
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // number)))
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={number}", "--no_python", "--"]
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execv(sys.executable, [sys.executable, *launcher, sys.executable, *sys.orig_argv[1:]])  # noqa: S606 -- as meant

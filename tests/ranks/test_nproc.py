@@ -1,0 +1,206 @@
+"""``--nproc``: the script becomes torchrun, with its own command line for every rank."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.launching import Run, python, soon, torchrun, wait_until
+
+TRAIN = """
+    import os, sys, time
+    from pathlib import Path
+
+    import torch
+
+    import ddpkit as sb
+    from ddpkit.distributed import ddp_barrier, ddp_all_reduce, get_rank, get_world_size, run_on_main
+
+    file, run_opts, overrides = sb.parse_arguments()
+    sb.ddp_init_group(run_opts)
+    rank = get_rank()
+    ones = torch.ones(1)
+    if get_world_size() > 1:
+        ddp_all_reduce(ones)
+    threads = os.environ["OMP_NUM_THREADS"]
+    Path(f"facts.{rank}").write_text(f"{os.getpid()} {os.getppid()} {int(ones)} {threads} {' '.join(sys.argv[1:])}")
+    Path(f"ready.{rank}").touch()
+
+"""
+WORDS = ("h.yaml", "--device=cpu")
+
+
+def write(folder: Path, body: str = "", name: str = "train.py", head: str = TRAIN) -> str:
+    (folder / "h.yaml").write_text("lr: 0.1\n")
+    (folder / name).write_text(textwrap.dedent(head) + textwrap.dedent(body))
+    return name
+
+
+def facts(folder: Path, processes: int) -> list[list[str]]:
+    return [(folder / f"facts.{rank}").read_text().split() for rank in range(processes)]
+
+
+def ready(folder: Path, processes: int) -> bool:
+    return wait_until(lambda: all((folder / f"ready.{rank}").exists() for rank in range(processes)), 60)
+
+
+@pytest.mark.parametrize("processes", [2, *(pytest.param(one, marks=pytest.mark.slow) for one in (1, 3))])
+def test_nproc(tmp_path, processes):
+    """More than there are cores, too."""
+    run = Run(python(write(tmp_path), *WORDS, f"--nproc={processes}", "--lr=0.5"), tmp_path).wait()
+    assert run.code == 0, run.err
+    assert run.out == ""
+    for pid, parent, total, _, *words in facts(tmp_path, processes):
+        assert total == str(processes)
+        assert parent == str(run.process.pid) != pid
+        assert words == [*WORDS, f"--nproc={processes}", "--lr=0.5"], "the command line is handed on as it was"
+    many = "3 processes share" if processes > len(os.sched_getaffinity(0)) else ""
+    assert all(many and line.startswith(many) for line in run.lines), run.err
+
+
+MODEL = """
+    class Model(sb.Brain):
+        def compute_forward(self, batch, stage):
+            return self.modules.net(batch)
+
+        def compute_objectives(self, predictions, batch, stage):
+            return predictions.square().mean()
+
+    torch.manual_seed(rank)
+    brain = Model({"net": torch.nn.Linear(3, 1)}, lambda p: torch.optim.SGD(p, 0.1), run_opts=run_opts)
+    data = torch.randn(12, 3, generator=torch.Generator().manual_seed(7))
+    brain.fit(range(2), torch.utils.data.DataLoader(data, batch_size=2))
+    if rank == 0:
+        Path("weights").write_text(str([one.tolist() for one in brain.raw_modules.parameters()]))
+"""
+
+
+def test_nproc_trains_as_torchrun_does(tmp_path):
+    weights = []
+    for folder, words in (
+        ("nproc", python("train.py", *WORDS, "--nproc=2")),
+        ("torchrun", torchrun(2, "train.py", *WORDS)),
+    ):
+        (tmp_path / folder).mkdir()
+        write(tmp_path / folder, MODEL)
+        run = Run(words, tmp_path / folder, warm=True).wait()
+        assert run.code == 0, run.err
+        weights.append((tmp_path / folder / "weights").read_text())
+    assert weights[0] == weights[1]
+
+
+@pytest.mark.slow
+def test_nproc_by_module_and_from_the_yaml_device(tmp_path):
+    write(tmp_path)
+    (tmp_path / "h.yaml").write_text("device: cpu\n")
+    run = Run(python("-W", "error::ResourceWarning", "-m", "train", "h.yaml", "--nproc", "2"), tmp_path).wait()
+    assert run.code == 0, run.err
+    assert len(facts(tmp_path, 2)) == 2
+
+
+@pytest.mark.slow
+def test_the_threads_of_each(tmp_path):
+    script = write(tmp_path)
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    command = ["env", "-u", "OMP_NUM_THREADS", *python(script, *WORDS, "--nproc=2")]
+    assert Run(command, tmp_path, environment).wait().code == 0
+    wanted = str(max(1, len(os.sched_getaffinity(0)) // 2))
+    assert [threads for _, _, _, threads, *_ in facts(tmp_path, 2)] == [wanted] * 2
+
+
+def test_f1_an_exception_on_one_rank(tmp_path):
+    body = """
+        if rank == 1:
+            raise ValueError("boom")
+        time.sleep(60)
+    """
+    run = Run(python(write(tmp_path, body), *WORDS, "--nproc=2"), tmp_path, warm=True).wait(40)
+    assert run.code == 1
+    assert re.search(
+        r"rank 1 \(.*, pid \d+\) failed first, at train.py:\d+ in <module>: ValueError: boom", run.tail(3)
+    ), run.err
+    assert "Root Cause" in run.err, "torchrun's summary"
+
+
+@pytest.mark.faults
+def test_f2_the_parent_is_killed(tmp_path):
+    run = Run(python(write(tmp_path, "time.sleep(60)"), *WORDS, "--nproc=2"), tmp_path)
+    assert ready(tmp_path, 2), run.err
+    began = time.monotonic()
+    run.signal(signal.SIGKILL)
+    run.wait(20)
+    assert soon(began, 5)
+
+
+@pytest.mark.faults
+def test_f10_ctrl_c_at_the_terminal(tmp_path):
+    """The terminal signals its process group, and the ranks are not in it."""
+    run = Run(["setsid", "--wait", *python(write(tmp_path, "time.sleep(60)"), *WORDS, "--nproc=2")], tmp_path)
+    assert ready(tmp_path, 2), run.err
+    parent = int(facts(tmp_path, 2)[0][1])
+    began = time.monotonic()
+    os.killpg(parent, signal.SIGINT)
+    run.wait(20)
+    assert soon(began, 8)
+    assert run.code == 1, run.err
+    assert "SignalException" in run.tail(1), "torchrun's own last line"
+
+
+@pytest.mark.faults
+def test_f1_a_save_that_takes_a_while_is_ended_when_another_rank_fails(tmp_path):
+    body = """
+        from ddpkit.control.periodic_sync import terminating_later
+        if rank == 0:
+            with terminating_later():
+                Path("saving").touch()
+                time.sleep(6)
+                Path("saved").touch()
+            time.sleep(60)
+        while not Path("saving").exists():
+            time.sleep(0.05)
+        os._exit(3)
+    """
+    run = Run(python(write(tmp_path, body), *WORDS, "--nproc=2"), tmp_path)
+    assert wait_until((tmp_path / "saving").exists, 60)
+    began = time.monotonic()
+    assert run.wait(30).code == 1, run.err
+    assert (tmp_path / "saved").exists()
+    assert soon(began, 16), "and no longer"
+
+
+@pytest.mark.slow
+def test_nproc_under_a_launcher_is_refused(tmp_path):
+    script = write(tmp_path)
+    step = {
+        "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_LOCALID": "1", "SLURM_NODEID": "0",
+        "SLURM_GTIDS": "0,1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "1",
+    }  # fmt: skip
+    run = Run(python(script, *WORDS, "--nproc=2"), tmp_path, step).wait()
+    assert run.code == 2
+    assert "--nproc starts the processes itself, but slurm has started this one already, as rank 1 of 2" in run.err
+    assert "SLURM_PROCID" in run.err
+    step |= {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_GTIDS": "0"}
+    run = Run(python(script, *WORDS, "--nproc=2"), tmp_path, step).wait()
+    assert run.code == 0, "one task of srun may start as many as it likes"
+    assert len(facts(tmp_path, 2)) == 2
+
+
+@pytest.mark.slow
+def test_nproc_needs_a_script(tmp_path):
+    script = write(tmp_path)
+    code = (tmp_path / script).read_text()
+    run = Run(["bash", "-c", f"{python()[0]} - {' '.join(WORDS)} --nproc=2 < {script}"], tmp_path).wait()
+    assert "--nproc starts the running script again, and there is none" in run.tail(1), run.err
+    body = code.replace("parse_arguments()", "parse_arguments(['h.yaml', '--nproc=2'])")
+    (tmp_path / "other.py").write_text(body)
+    run = Run(python("other.py", *WORDS), tmp_path).wait()
+    assert "Leave --nproc out, and start the script with torchrun" in run.tail(1), run.err
+    run = Run(python("-c", code, *WORDS, "--nproc=2"), tmp_path).wait()
+    assert run.code == 0, run.err
+    assert len(facts(tmp_path, 2)) == 2

@@ -1,5 +1,4 @@
 from ddpkit.control.failure import (
-    PLAIN as PLAIN,
     failure_notice as failure_notice,
     is_shown_without_traceback as is_shown_without_traceback,
     note_end_of_child as note_end_of_child,

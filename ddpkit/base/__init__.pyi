@@ -27,7 +27,6 @@ from ddpkit.base.plain_yaml import (
     to_plain as to_plain,
 )
 from ddpkit.base.process_probe import (
-    Guard as Guard,
     has_ended as has_ended,
     is_ending as is_ending,
     is_relative as is_relative,

@@ -7,27 +7,15 @@ shows only whether a process exists; its state stays unknown.
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import multiprocessing
 import os
-import select
 import signal
-import struct
 import sys
-import threading
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 DEAD_STATES = "ZXx"
-WORKING_STATES = "RSD"  # neither stopped, nor halted by a debugger, nor gone
 NAP_SECONDS = 0.1
-LISTEN_SECONDS = 1.0  # between two looks of a guard
-LATER_SECONDS = 4.0  # than its limit is a process killed: the others, with the same limit, first say where all are
-DUMP_SECONDS = 0.5
 PF_EXITING = 0x4  # among the flags of /proc/PID/stat, see include/linux/sched.h
 
 
@@ -185,111 +173,10 @@ def kill_later(pid: int, seconds: float) -> None:
         >>> kill_later(pid=0, seconds=5.0)  # no process
     """
     started = state_and_start(pid)[1]
-    if started:
-        _start_beside(f"end_after({pid}, {started}, {seconds})")
-
-
-def _start_beside(call: str, stdin: int | None = None) -> None:
-    """Start a small process, in a session of its own, that makes a call of a function of this module."""
-    if not hasattr(os, "posix_spawn"):
+    if not started or not hasattr(os, "posix_spawn"):
         return
     root = str(Path(__file__).resolve().parents[2])
+    call = f"end_after({pid}, {started}, {seconds})"
     code = f"import sys; sys.path.insert(0, {root!r}); import ddpkit.base.process_probe as here; here.{call}"
-    actions = [] if stdin is None else [(os.POSIX_SPAWN_DUP2, stdin, 0)]
-    words = [sys.executable, "-I", "-S", "-c", code]
     with contextlib.suppress(OSError):
-        os.posix_spawn(sys.executable, words, os.environ, file_actions=actions, setsid=True)
-
-
-class Guard:
-    """A process beside this one that ends it where no thread of it can: a call of C may keep the interpreter lock.
-
-    It writes first where the threads of this process are, through a handler of ``faulthandler`` for a signal that
-    nothing else uses. It ends with this process.
-
-    Args:
-        who: is guarded, in words.
-        limit: returns the seconds after which it ends this process unless it has heard again; 0: it does not.
-
-    Ranks: local; Linux only, elsewhere nothing happens.
-
-    Example:
-        >>> guard = Guard("rank 0", limit=lambda: 60.0)
-        >>> guard.hear()
-        >>> guard.close()
-    """
-
-    def __init__(self, who: str, limit: Callable[[], float]) -> None:
-        self._limit, self._pid, self._writer = limit, os.getpid(), -1
-        self._lock = threading.RLock()  # a handler of a signal may tell in the middle of this
-        started = state_and_start(os.getpid())[1]
-        if not started:
-            return
-        number = int(signal.SIGRTMIN) + 6
-        faulthandler.register(number, file=2, all_threads=True, chain=False)
-        reader, self._writer = os.pipe()
-        os.set_blocking(self._writer, False)
-        _start_beside(f"end_when_silent({os.getpid()}, {started}, {who!r}, {number})", reader)
-        os.close(reader)
-
-    def hear(self) -> None:
-        """Tell it that this process lives, and its limit: the last that it hears is the one that holds now."""
-        if os.getpid() != self._pid:  # one that was forked, and in which the lock may be held for ever
-            return
-        with self._lock, contextlib.suppress(OSError):  # it is stopped, or has been killed
-            if self._writer >= 0:
-                os.write(self._writer, struct.pack("d", self._limit()))
-
-    def close(self) -> None:
-        """End it."""
-        with self._lock:
-            writer, self._writer = self._writer, -1
-            if writer >= 0:
-                os.close(writer)
-
-
-def end_when_silent(pid: int, started: int, who: str, number: int) -> bool:
-    """Listen to a process at stdin, and kill it when it has been silent for as long as it has said that it may be.
-
-    Time in which it was stopped, or halted by a debugger, does not count, nor that in which this process was.
-
-    Args:
-        pid: its number.
-        started: its start, of :func:`state_and_start`.
-        who: that is, in words.
-        number: of a signal that makes it write where it is.
-
-    Returns:
-        Whether it was killed.
-
-    Ranks: local; of the process that :class:`Guard` starts.
-
-    Example:
-        >>> end_when_silent(os.getpid(), 0, "rank 0", 40)  # another process had that number
-        False
-    """
-    silent, limit, looked = 0.0, 0.0, time.monotonic()
-    while not has_ended(pid, started):
-        is_heard = bool(select.select([0], [], [], LISTEN_SECONDS)[0])
-        since, looked = min(time.monotonic() - looked, 2 * LISTEN_SECONDS), time.monotonic()
-        if is_heard:
-            text = os.read(0, 4096)
-            if not text:
-                return False
-            silent, limit = 0.0, struct.unpack("d", text[-8:])[0]
-        elif state_and_start(pid)[0] in WORKING_STATES:
-            silent += since
-        if 0 < limit <= silent - LATER_SECONDS:
-            _write(f"\n{who}: where all threads are:\n")
-            os.kill(pid, number)
-            time.sleep(DUMP_SECONDS)
-            reason = "a call of its code keeps Python's interpreter lock, see above"
-            _write(f"\n[ddpkit] {who} was silent for {silent:.0f} s (--hang_timeout={limit:.0f}): {reason}. Killed.\n")
-            os.kill(pid, signal.SIGKILL)
-            return True
-    return False
-
-
-def _write(text: str) -> None:
-    with contextlib.suppress(OSError):
-        os.write(2, text.encode())
+        os.posix_spawn(sys.executable, [sys.executable, "-I", "-S", "-c", code], os.environ, setsid=True)

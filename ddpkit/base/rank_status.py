@@ -13,7 +13,7 @@ from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
     from traceback import FrameSummary
     from types import FrameType
 
@@ -111,7 +111,6 @@ class Position:
         part: what of it is done, where that has a name.
         waits_for_device: whether a rank that reads a number from its GPU may wait there for other ranks: with NCCL.
         main_thread: whose stack is looked at.
-        on_limit: is called wherever time begins to count, or no longer does, before anything else is done there.
 
     Ranks: local.
 
@@ -129,7 +128,6 @@ class Position:
     part: str = ""
     waits_for_device: bool = False
     main_thread: int = field(default_factory=lambda: threading.main_thread().ident or 0)
-    on_limit: Callable[[], None] = lambda: None
 
     def mark(self) -> tuple[Any, ...]:
         """Return what changes with every batch, stage and session."""
@@ -155,11 +153,9 @@ class Position:
         self.progress, self.session, self.main_thread = progress, self.sessions, threading.get_ident()
         self.call, self.part = call, ""
         try:
-            self.on_limit()
             yield
         finally:
             self.progress, self.session, self.main_thread, self.call, self.part = before
-            self.on_limit()
 
     def stage_begins(self) -> None:
         """Note that a stage says from now on where this process is."""
@@ -179,11 +175,9 @@ class Position:
         """Return a context in which time does not count."""
         self.excused += 1
         try:
-            self.on_limit()
             yield
         finally:
             self.excused -= 1
-            self.on_limit()
 
     def _frame(self) -> FrameType | None:
         return sys._current_frames().get(self.main_thread)

@@ -140,8 +140,7 @@ def _start_watchdog(report: FailureReport, info: LaunchInfo, hang_timeout: float
     """Watch over this process from now on: a rank may fail before it has joined the group that the others wait in."""
     near = info.node_ranks or range(info.first_on_node, info.first_on_node + info.local_world_size)
     parent = os.getppid() if info.launcher == "torchrun" else None
-    is_guarded = info.launcher not in {"torchrun", "spawn"}  # whose parents end what does not end itself
-    watchdog = Watchdog(report, near, parent, guarded=is_guarded)
+    watchdog = Watchdog(report, near, parent)
     watchdog.set_limits(0.0, hang_timeout)
     watchdog.heartbeat.is_starting = info.rank == 0  # without connections yet only silence shows that a rank is lost
     watchdog.start()

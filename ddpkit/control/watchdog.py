@@ -19,7 +19,6 @@ from ddpkit.base import (
     POSITION,
     PROCESS,
     FailureReport,
-    Guard,
     Position,
     Reason,
     asked_twice,
@@ -90,7 +89,6 @@ class Watchdog:
         position: where this process is.
         guest: for a process group started by other code: tells whether the group still exists. The watchdog then only
             logs, kills nothing, uses the store only in ``fit`` and ``evaluate``, and ends with the group.
-        guarded: start a guard process that can kill this one when no thread can: for ranks without a launcher.
 
     Attributes:
         heartbeat: the thread that uses the store.
@@ -113,7 +111,6 @@ class Watchdog:
         *,
         position: Position = POSITION,
         guest: Callable[[], bool] | None = None,
-        guarded: bool = False,
     ) -> None:
         self.report, self.rank = report, report.rank
         self.parent, self.position, self.guest = parent, position, guest
@@ -122,8 +119,6 @@ class Watchdog:
             report, neighbours, self._seconds_here, self._is_in_trouble, self._longest_silence, position=position
         )
         self._moved = self._changed = self._looked = time.monotonic()
-        self._guarded = guarded
-        self._guard: Guard | None = None
         self._mark = position.mark()
         self._failure_since = self._failing_since = 0.0
         self._told: Reason | None = None
@@ -155,8 +150,6 @@ class Watchdog:
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(JOIN_SECONDS)
-        if self._guard is not None:
-            self._guard.close()
 
     def set_limits(self, warning: float, timeout: float) -> None:
         """Set the limits of time without a step.
@@ -166,14 +159,6 @@ class Watchdog:
             timeout: seconds after which the process ends; 0: never.
         """
         self.hang_warning, self.hang_timeout = warning, timeout
-        if self._guard is None and self._guarded and timeout > 0:
-            self._guard = Guard(f"rank {self.rank} ({host_name()}, pid {os.getpid()})", self._silence_allowed)
-            # At once: a call that keeps the interpreter lock may come before the watchdog looks again.
-            self.position.on_limit = self._guard.hear
-        self._tell_guard()
-
-    def _silence_allowed(self) -> float:
-        return 0.0 if self.position.has_no_limit() else self.hang_timeout
 
     def _longest_silence(self) -> float:
         return self.hang_timeout if self.guest is None else 0.0
@@ -203,7 +188,6 @@ class Watchdog:
 
     def _look(self) -> None:
         looks = (
-            self._tell_guard,
             self._notice_steps,
             self._mind_launcher,
             self._mind_failure,
@@ -222,10 +206,6 @@ class Watchdog:
                 except Exception as error:  # noqa: BLE001 -- who watches must go on
                     self._moved = time.monotonic()  # what cannot be seen shall not be taken for a standstill
                     self.heartbeat.log_once(look.__name__.strip("_").replace("_", " "), error)
-
-    def _tell_guard(self) -> None:
-        if self._guard is not None:
-            self._guard.hear()
 
     def _notice_steps(self) -> None:
         mark, now = self.position.mark(), time.monotonic()

@@ -107,14 +107,10 @@ class Faulty(sb.Brain):
             happen()
         if stage == sb.Stage.VALID:
             sb.run_on_main(self.save)
-            if here("saved", 10**6):
-                happen()
 
     def save(self):
         if "main" in WHERE:
             happen()
-        if WHERE == "saved":
-            time.sleep(1)  # the watch sees that time does not count
         self.checkpointer.save_and_keep_only(meta={"epoch": self.epoch}, num_to_keep=2)
 
     def note(self, stage):

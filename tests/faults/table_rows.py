@@ -388,7 +388,8 @@ ROWS = {
     ),
     "F11": Row(
         "a rank or a worker sleeps, is in a deadlock, holds the GIL, is stopped",
-        f"told in T + 2 s with rank and line; gone in T + 5 s, T + 35 s under torchrun; T = {HANG_SECONDS:g} s",
+        "told in T + 2 s with rank and line; gone in T + 5 s, T + 35 s under torchrun; without a launcher "
+        f"one that holds the GIL or is stopped stays; T = {HANG_SECONDS:g} s",
         draw_stuck, judge_stuck, at_once=3,
     ),
     "F12": Row("SIGKILL of torchrun", "all gone in 5 s", draw_agent, judge_agent, is_cold=True),

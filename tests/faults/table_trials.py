@@ -220,7 +220,7 @@ def _send_to(outcome: Outcome, number: signal.Signals) -> int:
 
 
 def await_end(outcome: Outcome) -> None:
-    """Wait until no process is left but those that were stopped, and that nobody is there to end."""
+    """Wait until no process is left but those that are stopped or hold the GIL, and that nobody is there to end."""
     trial = outcome.trial
     stopped = trial.kind in {"stop", "gil"} and trial.launcher == "plain"
 

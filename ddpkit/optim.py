@@ -84,6 +84,7 @@ def take_step(
     multiplier: float | torch.Tensor = 1.0,
     *,
     updates: bool = True,
+    alone: bool = False,
 ) -> StepResult:
     """Update the parameters with the accumulated gradients, and clear the gradients.
 
@@ -94,6 +95,8 @@ def take_step(
         multiplier: applied to the gradients, in the same pass as the clipping: a number, or a tensor of shape ``()``
             on their device, which nobody then waits for. It divides by what was not known during the window.
         updates: let the scaler choose its next scale; not while other gradients wait that have the present one.
+        alone: other ranks step with other gradients: where one is not finite here, all are zero here, and the step is
+            taken, so that no rank makes fewer.
 
     Returns:
         Whether the step was taken, the norm, and whether that was clipped. A step is skipped, and its gradients
@@ -123,13 +126,23 @@ def take_step(
         factor = clip if is_plain else multiplier * clip
     if clips or (finite and not is_plain):
         multiply_all(found, factor)
-    if finite:
+    stepped = finite or (alone and _zeroed(found, multiplier))
+    if stepped:
         for optimizer in optimizers:
             optimizer.step() if scaler is None else scaler.step(optimizer)
     if scaler is not None and optimizers and updates:
         scaler.update()
     zero_gradients(optimizers, set_to_none=True)
-    return StepResult(stepped=finite, norm=norm, clipped=clips and norm > cast("float", max_norm))
+    return StepResult(stepped=stepped, norm=norm, clipped=clips and norm > cast("float", max_norm))
+
+
+def _zeroed(found: list[torch.Tensor], multiplier: float | torch.Tensor) -> bool:
+    """Fill gradients that are not finite with zeros, unless that follows from the multiplier, which all ranks have."""
+    if not 0.0 < multiplier < math.inf:
+        return False
+    for gradient in found:
+        gradient.zero_()
+    return True
 
 
 def _with_norm(found: list[Any]) -> tuple[list[torch.Tensor], torch.Tensor]:

@@ -36,6 +36,7 @@ PER_EPOCH = {"c10d::allreduce_": 3}  # training: samples before the pass, sums a
 MOST_MORE_IN_VALIDATION = 30  # 92 calls, 64 by hand; without loader workers, which look after random numbers
 MOST_PER_PASS = 1700  # 1,299 calls beside the steps of a training pass; torch.manual_seed would be 1,600 more
 
+LOCAL_SGD = {"ddp_comm_hook": "post_local_sgd", "local_sgd_period": 4}
 BENCHMARK = str(Path(__file__).parents[1] / "benchmarks/loop_overhead.py")
 
 
@@ -181,13 +182,15 @@ def count_collectives(layers, options, epochs, steps):
         (0, {}, {"c10d::allreduce_": 1}, {}),
         (3, {}, {"c10d::allreduce_": 3, "c10d::allgather_": 3}, {}),
         (3, {"sync_batchnorm": False}, {"c10d::allreduce_": 1}, {"c10d::broadcast_": 9}),
+        (0, LOCAL_SGD, {"c10d::allreduce_": 2 / 4}, {}),
     ],
-    ids=["none", "three", "three by themselves"],
+    ids=["none", "three", "three by themselves", "post-local SGD"],
 )
 def test_collectives_of_a_step_and_of_an_epoch(ranks, layers, options, per_step, more_per_epoch):
     """One for the gradients, and two for each BatchNorm but the first, whose input has no gradient.
 
-    Where each rank has statistics of its own, they are sent once an epoch.
+    Where each rank has statistics of its own, they are sent once an epoch. Post-local SGD sends no gradients: after
+    four steps a few counts, and the weights.
     """
     sizes = ((1, 4), (1, 8), (2, 4))  # epochs, steps
     begun, longer, twice = (ranks.run(count_collectives, layers, options, *size)[0] for size in sizes)

@@ -34,6 +34,11 @@ logger = get_logger(__name__)
 WAIT_SECONDS = 300.0  # for the other ranks, where a save needs them: one may be late
 RANKS = "ranks"  # the recoverable with what every rank has of its own
 INTRA_EPOCH_KEY = "brain_intra_epoch_ckpt"
+APART = (
+    "ddp_comm_hook=post_local_sgd: a checkpoint is saved in a hook of a training batch, where each rank has weights of "
+    "its own. Give --ckpt_interval_steps or --ckpt_interval_minutes, which wait for the next average, or save in "
+    "on_stage_end."
+)
 
 
 class CheckpointPolicy:
@@ -434,10 +439,12 @@ class CheckpointPolicy:
         progress, states = self.progress, self.rank_state.states
         if states is None or progress.train_meter is None or progress.window_end <= self.rank_state.resumed_step:
             return  # nothing has been trained since the epoch began, or since the checkpoint it goes on from
-        if self.train_step.is_stepping or checkpointer.saves_on_every_rank:
-            reason = (
-                "it came inside of an optimizer step" if self.train_step.is_stepping else "a saver needs every rank"
-            )
+        reasons = {
+            "it came inside of an optimizer step": self.train_step.is_stepping,
+            "a saver needs every rank": checkpointer.saves_on_every_rank,
+            "the ranks' weights were not averaged (post-local SGD)": self.train_step.strategy.is_apart,
+        }
+        for reason in (reason for reason, is_so in reasons.items() if is_so):
             logger.warning("No checkpoint is made of the failure: %s.", reason)
             return
         self.train_step.strategy.undo_step()
@@ -454,6 +461,8 @@ class CheckpointPolicy:
     def _around_save(self, end_of_epoch: bool) -> Iterator[None]:
         """Return a context for every save of the checkpointer; it matters to those inside of a training batch."""
         is_in_pass = self.progress.is_in_pass
+        if self.train_step.strategy.is_apart:
+            raise CheckpointError(APART)
         if end_of_epoch and is_in_pass:
             logger.warning_once(
                 "A checkpoint with end_of_epoch=True (the default) is made in the middle of an epoch: a run that goes "

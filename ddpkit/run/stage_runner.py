@@ -228,7 +228,7 @@ class StageRunner:
                 saves.on_sync(report)
 
             limit = float("inf") if options.optimizer_step_limit is None else options.optimizer_step_limit
-            on_window = saves.on_window if saves.saves_by_steps or self.train_step.freezes else None
+            on_window = saves.on_window if saves.follows_windows else None
             train_epoch(brain, feed, self._sync, on_sync, limit, on_window=on_window, tell=saves.tell)
             if self.train_step.prepare_flush(brain):
                 brain.optimizers_step()
@@ -538,6 +538,8 @@ class _IntraEpochSaves:
     def __init__(self, train_step: TrainStep, options: RunOptions, policy: CheckpointPolicy, stop: StopControl) -> None:
         self.progress, self.train_step, self.policy, self.stop = train_step.progress, train_step, policy, stop
         self.saves_by_steps = options.ckpt_interval_steps > 0
+        self.follows_windows = self.saves_by_steps or train_step.freezes or train_step.strategy.averages_weights
+        self._put_off: SyncReport | None = None  # until the ranks' weights are averaged
         self._start_anew()
 
     def tell(self) -> Requests:
@@ -546,6 +548,7 @@ class _IntraEpochSaves:
 
     def on_sync(self, report: SyncReport) -> None:
         """Stop or save if any rank has been asked to, or save if the main process's clock says so."""
+        self._put_off = report if self.train_step.strategy.is_apart else None
         if report.stop and not self._is_pending():
             self.stop.stop_training(report.stop, is_saved=self.last_step == self.progress.step)
         if report.save_wanted and not self._is_pending():
@@ -556,8 +559,14 @@ class _IntraEpochSaves:
             self._save_if_due(report.main_seconds, 0)
 
     def on_window(self) -> None:
-        """Drop what frozen optimizers were given in this optimizer step; save if enough steps have passed."""
+        """Drop what frozen optimizers were given in this optimizer step; save if enough steps have passed.
+
+        What was asked for while the ranks' weights were not the same is done after their average.
+        """
         self.train_step.drop_frozen_gradients()
+        self.train_step.strategy.after_window()
+        if self._put_off is not None and not self._is_pending():
+            self.on_sync(self._put_off)
         if self.saves_by_steps:
             self._save_if_due(0.0, self.progress.step - self.last_step)
 
@@ -566,8 +575,8 @@ class _IntraEpochSaves:
             self._start_anew()
 
     def _is_pending(self) -> bool:
-        """Say whether there are gradients that are not used yet: they are in no checkpoint."""
-        return self.progress.window.pending(self.progress.step) > 0
+        """Say whether there is what is in no checkpoint: gradients not used yet, or other weights on other ranks."""
+        return self.progress.window.pending(self.progress.step) > 0 or self.train_step.strategy.is_apart
 
     def _start_anew(self) -> None:
         self.last_time, self.last_step = time.monotonic(), self.progress.step

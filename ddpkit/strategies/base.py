@@ -41,9 +41,11 @@ class Strategy:
             without rounding, and outside of batches all ranks draw the same random numbers.
         saves_alone: whether the main process has all that a checkpoint needs; not where each rank has a part of the
             weights, or of what the optimizers know.
-
         unrepeatable: why an optimizer step cannot be repeated; empty where nothing of it is sent under
             :meth:`no_sync` before :meth:`finish_gradients`.
+        averages_weights: whether :meth:`after_window` must be called.
+        steps_alone: whether the next optimizer step is made with this rank's own gradients.
+        is_apart: whether the ranks' weights differ until the next average: a checkpoint must wait.
 
     Ranks: local.
 
@@ -58,6 +60,7 @@ class Strategy:
     same_bits = False
     saves_alone = True
     unrepeatable = ""
+    averages_weights = steps_alone = is_apart = False
 
     def wrap(self, modules: nn.ModuleDict) -> None:
         """Wrap every trainable entry that is not wrapped yet, in place."""
@@ -95,6 +98,9 @@ class Strategy:
 
     def finish_gradients(self) -> None:
         """Make sure that the gradients present are averages over the ranks."""
+
+    def after_window(self) -> None:
+        """Average over the ranks, after an optimizer step, what the strategy has let differ, if it is time."""
 
     def noting_use(self, *, counts: bool) -> AbstractContextManager[None]:
         """Return a context for a micro-batch that does not count on all ranks: what only others use has no gradient."""

@@ -18,6 +18,17 @@ NOT_WITH_POWERSGD = {
     "precision": "what is left over of a step would have its scale",
     "skip_nonfinite_grads": "what is not finite would stay in what is left over",
 }
+NOT_WITH_LOCAL_SGD = {
+    "strategy": "each process needs the whole state of the optimizers",
+    "virtual_ranks": "the answer depends on the number of processes",
+    "data_parallel_backend": "it is for several processes",
+    "check_parity": "the answer depends on the number of processes",
+    "precision": "each process would have a scale of its own",
+    "ema_decay": "the averages would be others on each process",
+    "skip_nonfinite_grads": "each process would drop other gradients",
+    "find_unused_parameters": "each process would use other parameters",
+    "static_graph": "DDP would go on averaging gradients",
+}
 
 
 def choose_strategy(options: RunOptions, *, decides_late: bool = False) -> Strategy:
@@ -38,11 +49,16 @@ def choose_strategy(options: RunOptions, *, decides_late: bool = False) -> Strat
         6
     """
     number, device, world_size = options.virtual_ranks, str(options.device), distributed.get_world_size()
+    _refuse_with_local_sgd(options, decides_late=decides_late)
     _refuse_contradictions(options.strategy, options, world_size)
     if options.strategy == "fsdp" and distributed.is_distributed_initialized():
         from ddpkit.strategies.fsdp import FSDP  # loads torch.distributed.fsdp: not for the others
 
         return FSDP(options, decides_late=decides_late)
+    if options.ddp_comm_hook == "post_local_sgd" and distributed.is_distributed_initialized():
+        from ddpkit.strategies.local_sgd import LocalSGD
+
+        return LocalSGD(options)
     if number is None:
         return make_strategy(
             device,
@@ -86,6 +102,30 @@ def _ddp_options(options: RunOptions) -> DDPOptions:
             "each process. Leave one of them out."
         )
     return DDPOptions.of(options)
+
+
+def _refuse_with_local_sgd(options: RunOptions, *, decides_late: bool) -> None:
+    """Refuse what does not go with post-local SGD, and its options without it."""
+    hook, own = options.ddp_comm_hook, ("local_sgd_start", "local_sgd_period")
+    given = [name for name in own if options[name] is not None]
+    if hook != "post_local_sgd":
+        if given:
+            words = f"{given[0]}={options[given[0]]} needs --ddp_comm_hook=post_local_sgd, got ddp_comm_hook={hook}."
+            raise ConfigError(f"{words} Give both, or leave both out.")
+        return
+    if options.local_sgd_period is None:
+        words = "needs --local_sgd_period, the number of optimizer steps between two averages of the weights"
+        raise ConfigError(f"ddp_comm_hook={hook} {words}: such as --local_sgd_period=8.")
+    if decides_late:
+        raise ConfigError(
+            f"ddp_comm_hook={hook} does not work with a fit_batch of the recipe: it may step past optimizers_step(), "
+            "which counts the steps to the next average. Leave one of them out."
+        )
+    harmless = {None, False, "auto", "ddp", "single", "fp32", "bf16"}
+    for name, why in NOT_WITH_LOCAL_SGD.items():
+        if options[name] not in harmless:
+            words = f"does not work with {name}={options[name]}: {why}. Leave one of them out."
+            raise ConfigError(f"ddp_comm_hook={hook} {words}")
 
 
 def _refuse_contradictions(name: str, options: RunOptions, world_size: int) -> None:

@@ -243,6 +243,7 @@ class DDP(Strategy):
                 wrapped.choose_hook(self.options.make_hook(), watched=self.decides_late or self.options.static_graph)
                 by_bucket = self.options.ddp_comm_hook == "powersgd"
                 order_matters = by_bucket or torch.distributed.get_world_size() > ORDER_MATTERS_ABOVE
+                order_matters = order_matters and self.options.averages_gradients
                 if order_matters and not self.options.find_unused_parameters:
                     self._orders[name] = GradientOrder(wrapped)
                     self._noting.append(self._orders[name])

@@ -25,9 +25,12 @@ class DDPOptions:
         broadcast_buffers: whether buffers are sent from rank 0 before each training forward pass. None: where a
             module has buffers that may drift apart.
         sync_batchnorm: whether a BatchNorm normalises over the rows of all ranks; None: it does.
-        ddp_comm_hook: how gradients travel: as ``"fp16"``, ``"bf16"`` or ``"powersgd"``; None: as they are.
+        ddp_comm_hook: how gradients travel: as ``"fp16"``, ``"bf16"`` or ``"powersgd"``; or ``"post_local_sgd"``: in
+            the first steps alone. None: as they are.
         matrix_approximation_rank: of PowerSGD.
         start_powersgd_iter: optimizer steps before PowerSGD begins.
+        local_sgd_start: optimizer steps before each rank steps with its own gradients; None: 0.
+        local_sgd_period: after how many of these weights are averaged.
 
     Raises:
         ConfigError: options that do not go together.
@@ -49,6 +52,8 @@ class DDPOptions:
     ddp_comm_hook: str | None = None
     matrix_approximation_rank: int = 1
     start_powersgd_iter: int = 1000
+    local_sgd_start: int | None = None
+    local_sgd_period: int | None = None
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> DDPOptions:
@@ -69,7 +74,7 @@ class DDPOptions:
 
     def make_hook(self) -> Callable[..., Any] | None:
         """Return what averages a bucket of gradients of one module; None where gradients travel as they are."""
-        if self.ddp_comm_hook is None:
+        if self.ddp_comm_hook in {None, "post_local_sgd"}:
             return None
         if self.ddp_comm_hook == "powersgd":
             from ddpkit.strategies.powersgd import PowerSGD
@@ -79,3 +84,8 @@ class DDPOptions:
 
         half = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
         return functools.partial(half[self.ddp_comm_hook], None)  # type: ignore[arg-type]  # torch's default group
+
+    @property
+    def averages_gradients(self) -> bool:
+        """Whether gradients are averaged over the ranks in any step."""
+        return self.ddp_comm_hook != "post_local_sgd" or bool(self.local_sgd_start)

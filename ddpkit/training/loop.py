@@ -130,25 +130,42 @@ class Progress:
         made = self.optimizer_step - self.began_at
         return self.clipped / made if made else 0.0
 
-    def count_skipped(self, norm: float, patience: int) -> None:
+    def count_skipped(self, norm: float, patience: int | None) -> None:
         """Count an optimizer step that was skipped because the gradients' norm was not finite.
 
         Args:
             norm: equal on all ranks, so all ranks count and give up alike.
-            patience: how many of them an epoch may have.
+            patience: how many of them an epoch may have; None: this rank alone has such gradients, and steps with
+                zeros.
 
         Raises:
             NonFiniteLossError: one more than that.
         """
         self.nonfinite += 1
         where = f"epoch {self.epoch}, batch {self.step}, after optimizer step {self.optimizer_step}"
+        if patience is None:
+            words = "The gradients of this rank are not finite (norm=%s); it steps with zeros: %s."
+            logger.warning(words, norm, where)
+            return
+        self.require_patience(f"norm={norm}; the last in {where}", patience)
+        logger.warning("The gradients are not finite (norm=%s); step skipped on all ranks: %s.", norm, where)
+
+    def require_patience(self, which: str, patience: int) -> None:
+        """Give up if too many steps of this epoch were not finite.
+
+        Args:
+            which: the gradients of the last, in words.
+            patience: how many of them an epoch may have.
+
+        Raises:
+            NonFiniteLossError: there were more.
+        """
         if self.nonfinite > patience:
             raise NonFiniteLossError(
-                f"{self.nonfinite} steps of epoch {self.epoch} had gradients that are not finite (norm={norm}; the "
-                f"last in {where}), and nonfinite_patience={patience}. All were skipped. Lower the learning rate, clip "
-                "harder (--max_grad_norm), or look at the data."
+                f"{self.nonfinite} steps of epoch {self.epoch} had gradients that are not finite ({which}), and "
+                f"nonfinite_patience={patience}. All were skipped. Lower the learning rate, clip harder "
+                "(--max_grad_norm), or look at the data."
             )
-        logger.warning("The gradients are not finite (norm=%s); step skipped on all ranks: %s.", norm, where)
 
 
 class LoopHooks(Protocol):

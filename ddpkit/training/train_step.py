@@ -258,13 +258,19 @@ class TrainStep:
             brain.check_gradients()
         self.is_stepping = True
         updates = scaler is None or self._note_unscaled(optimizers)
-        result = optim.take_step(optimizers, self.options["max_grad_norm"], scaler, multiplier, updates=updates)
+        result = optim.take_step(
+            optimizers,
+            self.options["max_grad_norm"],
+            scaler,
+            multiplier,
+            updates=updates,
+            alone=self.strategy.steps_alone,
+        )
         self.is_stepping = False
         if self.progress.window.closes:
             self.progress.window_end = self.progress.step
         if result.stepped:
-            self.progress.clipped += result.clipped
-            self._follow_step(optimizers)
+            self._follow_step(optimizers, result)
         elif result.norm < 0:  # by the multiplier's sign
             raise BatchError(
                 f"{self.name}.compute_objectives returned (loss_sum, count) with counts that add up to less than 0: "
@@ -336,8 +342,11 @@ class TrainStep:
             window.multiplier = window.divisor / count if isinstance(count, torch.Tensor) or count else math.inf
         return window.stepped()
 
-    def _follow_step(self, stepped: list[torch.optim.Optimizer]) -> None:
+    def _follow_step(self, stepped: list[torch.optim.Optimizer], result: optim.StepResult) -> None:
         """Count an optimizer step; average the weights, step the schedule and collect garbage after it."""
+        self.progress.clipped += result.clipped
+        if not result.norm < math.inf:  # then zeros stood in for this rank's own gradients
+            self.progress.count_skipped(result.norm, None)
         self.progress.optimizer_step += 1
         if self.ema is not None:
             self.ema.update()

@@ -84,6 +84,8 @@ def test_the_table_is_whole():
         "ddp_comm_hook",
         "matrix_approximation_rank",
         "start_powersgd_iter",
+        "local_sgd_start",
+        "local_sgd_period",
         "sync_batchnorm",
         "gc_interval",
         "auto_micro_batch",

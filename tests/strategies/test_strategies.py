@@ -99,6 +99,13 @@ def test_strategies_that_do_not_go_with_others(name):
     assert choose_strategy(RunOptions(device="cpu", strategy="single", virtual_ranks=4)).shards == 4
 
 
+def test_post_local_sgd_is_for_several_processes():
+    options = {"ddp_comm_hook": "post_local_sgd", "local_sgd_period": 2}
+    assert type(choose_strategy(RunOptions(device="cpu", **options))) is Strategy
+    words = "ddp_comm_hook=post_local_sgd does not work with data_parallel_backend=True: it is for several processes"
+    assert refused(data_parallel_backend=True, **options).startswith(words)
+
+
 def test_one_device_does_nothing():
     modules = nn.ModuleDict({"net": Net()})
     net, strategy = modules.net, Strategy()

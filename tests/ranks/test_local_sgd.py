@@ -1,0 +1,432 @@
+"""Post-local SGD on real ranks: what is averaged and when, exact resume, and what is refused."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+import torch
+from torch import nn
+
+from ddpkit.control import PeriodicSync
+from ddpkit.distributed import get_rank
+from ddpkit.epoch_loop import EpochCounter
+from ddpkit.errors import CheckpointError, ConfigError, NonFiniteLossError, RankMismatchError, RunStopped
+from ddpkit.run import stage_runner
+from tests.contract.recipes import QUIET, Killed, Regression, make, points, sgd, weights
+from tests.contract.test_brain_gradients import OwnFitBatch
+
+LOCAL = {"ddp_comm_hook": "post_local_sgd"}
+CLOSE = {"rtol": 0, "atol": 1e-10}
+RATE = 0.05
+
+
+def net_of(seed=2):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+
+
+def adamw(parameters):
+    return torch.optim.AdamW(parameters, lr=RATE)
+
+
+def moments(brain):
+    states = brain.optimizer.state.values()
+    return [value.clone() for state in states for _, value in sorted(state.items()) if isinstance(value, torch.Tensor)]
+
+
+def everything(brain):
+    return [*weights(brain).values(), *moments(brain)]
+
+
+def same(one, other):
+    return len(one) == len(other) and all(map(torch.equal, one, other))
+
+
+# ---------------------------------------------------------------------------------------------- the same as DDP
+
+
+class Sums(Regression):
+    def compute_objectives(self, predictions, batch, stage):
+        return (predictions - batch[1]).square().sum(), len(batch[1])
+
+
+def train(cls, options, number):
+    brain = make(cls, net=net_of(), opt=sgd(weight_decay=0.1), max_grad_norm=0, **options)
+    brain.fit([1, 2], points(number), train_loader_kwargs={"batch_size": 2, "shuffle": True})
+    return weights(brain), brain.optimizer_step, brain.losses
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize(
+    ("cls", "more"),
+    [(Regression, {}), (Sums, {"local_sgd_start": 3}), (Regression, {"grad_accumulation_factor": 3})],
+)
+def test_averages_after_every_step_of_plain_sgd_are_ddp(ranks, size, cls, more):
+    """Also where one rank has no sample in the last batch: its gradient is zero, and its weights count as any."""
+    own = {"local_sgd_period": 1, "local_sgd_start": 0, **more}
+    averaged = {name: value for name, value in more.items() if name == "grad_accumulation_factor"}
+    expected, steps, losses = ranks.run(train, cls, averaged, 6 * size + 1, world_size=size)[0]
+    found = ranks.run(train, cls, LOCAL | own, 6 * size + 1, world_size=size)
+    for mine, steps_there, losses_there in found:
+        assert steps_there == steps > 2
+        assert same(list(mine.values()), list(found[0][0].values()))
+        for key, value in expected.items():
+            torch.testing.assert_close(mine[key], value, **CLOSE)
+        assert [loss for *_, loss in losses_there] == pytest.approx([loss for *_, loss in losses], abs=1e-10)
+
+
+# ---------------------------------------------------------------------------------------------- a simulation
+
+
+def trained_with(optimizer, options, number, epochs):
+    brain = make(net=net_of(), opt=optimizer, max_grad_norm=0, **LOCAL, **options)
+    brain.fit(range(1, epochs + 1), points(number), train_loader_kwargs={"batch_size": 2})
+    return everything(brain)
+
+
+def averaged(tensors):
+    with torch.no_grad():
+        for alike in zip(*tensors, strict=True):
+            mean = sum(alike) / len(alike)
+            for one in alike:
+                one.copy_(mean)
+
+
+class Simulated:
+    """Ranks in this process: a copy of the net and an optimizer for each."""
+
+    def __init__(self, make_optimizer, size):
+        self.nets = [net_of() for _ in range(size)]
+        self.optimizers = [make_optimizer(net.parameters()) for net in self.nets]
+
+    def state(self, rank):
+        states = self.optimizers[rank].state.values()
+        return [*self.nets[rank].parameters(), *(value for one in states for _, value in sorted(one.items()))]
+
+    def backward(self, batch):
+        size = len(self.nets)
+        for net, share in zip(self.nets, torch.tensor_split(torch.arange(len(batch)), size), strict=True):
+            rows = [batch[k] for k in share]
+            inputs, targets = (torch.stack(part) for part in zip(*(rows or batch[:1]), strict=True))
+            loss = (net(inputs) - targets).square().sum() * size / len(batch)
+            (loss if rows else loss * 0).backward()
+
+    def step(self):
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def train(self, number, epochs, *, start, period):
+        data, steps, everybody = points(number), 0, range(len(self.nets))
+        for _ in range(epochs):
+            for first in range(0, number, 2 * len(self.nets)):
+                self.backward(data[first : first + 2 * len(self.nets)])
+                if steps < start:
+                    averaged([[one.grad for one in net.parameters()] for net in self.nets])
+                self.step()
+                steps += 1
+                is_last = first + 2 * len(self.nets) >= number
+                if steps > start and ((steps - start) % period == 0 or is_last):
+                    averaged([self.state(rank) for rank in everybody])
+
+
+@pytest.mark.parametrize(("size", "start"), [(2, 0), (3, 2)])
+def test_weights_and_moments_are_those_of_ranks_simulated_by_hand(ranks, size, start):
+    """Seven steps an epoch, at whose end is an average. One rank has no last sample."""
+    number = 2 * size * 6 + 1
+    by_hand = Simulated(adamw, size)
+    by_hand.train(number, 3, start=start, period=3)
+    for found in ranks.run(
+        trained_with, adamw, {"local_sgd_start": start, "local_sgd_period": 3}, number, 3, world_size=size
+    ):
+        for one, value in zip(found, by_hand.state(0), strict=True):
+            torch.testing.assert_close(one, value.detach(), rtol=0, atol=1e-9)
+
+
+# ---------------------------------------------------------------------------------------------- resume
+
+
+class Mortal(Regression):
+    """Dies, or is asked to stop, in a given batch; remembers after which optimizer steps it has saved."""
+
+    dies_at = stops_at = None
+
+    def on_fit_batch_start(self, batch, should_step):
+        here = self.progress.epoch, self.step
+        if here == self.dies_at:
+            raise Killed
+        if here == self.stops_at and get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+class EveryFour(PeriodicSync):
+    def __call__(self, step, *args, **kwargs):
+        report = super().__call__(step, *args, **kwargs)
+        self.due = step + 4
+        return report
+
+
+def normed():
+    torch.manual_seed(2)
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.2), nn.Linear(4, 1)).double()
+
+
+def train_mortal(folder, at, options):
+    counter = EpochCounter(3)
+    options = {"sync_batchnorm": False, "local_sgd_start": 2, "local_sgd_period": 3, **options}
+    brain = make(Mortal, net=normed(), opt=adamw, folder=folder, recoverables={"counter": counter}, **LOCAL, **options)
+    for name, place in at.items():
+        setattr(brain, name, place)
+    try:
+        brain.fit(counter, points(48), train_loader_kwargs={"batch_size": 2, "shuffle": True})
+    except (Killed, RunStopped):
+        return brain.optimizer_step
+    return everything(brain), brain.losses
+
+
+def stopped(folder, at, options):
+    """Train where the ranks confer after every fourth step of an epoch, beginning with the first."""
+    real, stage_runner.PeriodicSync = stage_runner.PeriodicSync, EveryFour
+    try:
+        return train_mortal(folder, at, options)
+    finally:
+        stage_runner.PeriodicSync = real
+
+
+def assert_resumed(ranks, tmp_path, at, options, size, begin=train_mortal):
+    """Return after how many optimizer steps the first run ended."""
+    whole = ranks.run(train_mortal, tmp_path / "whole", {}, options, world_size=size)
+    ended = ranks.run(begin, tmp_path / "dead", at, options, world_size=size)
+    found = ranks.run(train_mortal, tmp_path / "dead", {}, options, world_size=size)
+    for (mine, losses), (expected, through) in zip(found, whole, strict=True):
+        assert same(mine, expected)
+        assert same(mine, found[0][0])
+        assert losses == through[-len(losses) :]
+    return ended[0]
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dies_at", [(2, 7), pytest.param((1, 2), marks=pytest.mark.slow)])
+def test_a_run_that_died_between_averages_is_resumed_with_the_same_bits(ranks, tmp_path, dies_at, size):
+    """It goes on from the newest save, which came at an average and not after two steps as asked for."""
+    assert_resumed(ranks, tmp_path, {"dies_at": dies_at}, {"ckpt_interval_steps": 2}, size)
+
+
+def test_a_stop_waits_for_the_next_average(ranks, tmp_path):
+    """Asked for in step 6, known to all in step 9; averages come after steps 2 + 3, 2 + 6 and 2 + 9."""
+    assert assert_resumed(ranks, tmp_path, {"stops_at": (1, 6)}, {}, 2, begin=stopped) == 11
+
+
+class Failing(Regression):
+    def on_fit_batch_end(self, batch, outputs, loss, should_step):
+        if self.optimizer_step == 2:
+            raise Killed
+
+
+class SavesInABatch(Regression):
+    def on_fit_batch_end(self, batch, outputs, loss, should_step):
+        self.checkpointer.save_checkpoint(end_of_epoch=False)
+
+
+def saved_between(cls, folder, error):
+    brain = make(cls, folder=folder, ckpt_on_error=True, **LOCAL, local_sgd_period=3)
+    with pytest.raises(error):
+        brain.fit([1], points(20), train_loader_kwargs={"batch_size": 2})
+    return len(list(folder.glob("CKPT*")))
+
+
+@pytest.mark.parametrize(("cls", "error"), [(Failing, Killed), (SavesInABatch, CheckpointError)])
+def test_nothing_is_saved_while_the_weights_are_not_the_same(ranks, tmp_path, cls, error):
+    assert ranks.run(saved_between, cls, tmp_path, error, world_size=2) == [0, 0]
+
+
+# ---------------------------------------------------------------------------------------------- steps alike
+
+
+class Poisoned(Regression):
+    """Has infinite gradients on one rank in some steps, and other steps clipped on each."""
+
+    steps = ()
+
+    def compute_objectives(self, predictions, batch, stage):
+        loss = super().compute_objectives(predictions, batch, stage)
+        return loss * float("nan") if get_rank() == 1 and self.optimizer_step in self.steps else loss
+
+    def on_stage_end(self, stage, stage_loss, epoch=None):
+        super().on_stage_end(stage, stage_loss, epoch)
+        self.counts = self.nonfinite_count, self.progress.clipped, self.optimizer_step
+
+
+def poisoned(steps):
+    brain = make(Poisoned, net=net_of(), opt=adamw, max_grad_norm=0.5, **LOCAL, local_sgd_period=3)
+    brain.steps = steps
+    try:
+        brain.fit([1], points(32), train_loader_kwargs={"batch_size": 2})
+    except NonFiniteLossError as error:
+        return str(error)
+    return brain.counts, everything(brain)
+
+
+def test_a_rank_whose_gradients_are_not_finite_steps_with_zeros_and_all_count_alike(ranks):
+    (counts, first), (counts_there, second) = ranks.run(poisoned, (0, 4), world_size=2)
+    assert counts == counts_there
+    assert (counts[0], counts[2]) == (2, 8)
+    assert 0 < counts[1] <= 8
+    assert same(first, second)
+    assert all(one.isfinite().all() for one in first)
+
+
+def test_too_many_such_steps_end_all_ranks_at_the_same_average(ranks):
+    first, second = ranks.run(poisoned, range(8), world_size=2)
+    assert first == second
+    assert first.startswith("6 steps of epoch 1 had gradients that are not finite (each on some rank), and ")
+
+
+def half():
+    torch.manual_seed(2)
+    net = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
+    brain = make(net=net, opt=adamw, precision="bf16", **LOCAL, local_sgd_start=3, local_sgd_period=4)
+    data = [(inputs.float(), inputs.float().sum(0, keepdim=True)) for inputs, _ in points(64)]
+    brain.fit(range(1, 7), data, train_loader_kwargs={"batch_size": 4})
+    return everything(brain), [loss for *_, loss in brain.losses]
+
+
+def test_bf16_trains(ranks):
+    (first, losses), (second, _) = ranks.run(half, world_size=2)
+    assert same(first, second)
+    assert losses[-1] < 0.5 * losses[0]
+
+
+# ---------------------------------------------------------------------------------------------- refusals
+
+
+class Lists(torch.optim.SGD):
+    """Keeps what cannot be averaged."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["history"] = [parameter.sum()]
+
+
+class Adaptive(torch.optim.SGD):
+    """Notes in its groups what follows from its gradients."""
+
+    def step(self, closure=None):
+        self.param_groups[0]["size"] = float(self.param_groups[0]["params"][0].grad.sum())
+        super().step(closure)
+
+
+class NotTorchs:
+    def __init__(self, parameters):
+        self.param_groups = [{"params": list(parameters)}]
+
+    def step(self):
+        """Do nothing."""
+
+    def zero_grad(self, set_to_none=True):
+        """Do nothing."""
+
+
+class Branching(nn.Module):
+    """Each rank uses another layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(3, 1) for _ in range(2)).double()
+
+    def forward(self, inputs):
+        return self.layers[get_rank()](inputs)
+
+
+OPTIMIZERS = {
+    Lists: "(Lists) over the ranks: state['history'] is a list, not a tensor",
+    Adaptive: "(Adaptive) over the ranks: it keeps numbers in its groups that are not the same",
+    NotTorchs: "(NotTorchs) over the ranks: it is not a torch.optim.Optimizer. Use one",
+}
+
+
+def refused(net, optimizer):
+    brain = make(
+        net=net(), opt=lambda parameters: optimizer(parameters, **RATES.get(optimizer, {})), **LOCAL, local_sgd_period=2
+    )
+    with pytest.raises((ConfigError, RankMismatchError)) as caught:
+        brain.fit([1], points(16), train_loader_kwargs={"batch_size": 2})
+    return str(caught.value)
+
+
+RATES = {Lists: {"lr": 0.1}, Adaptive: {"lr": 0.1}}
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_optimizers_that_cannot_be_averaged_are_named(ranks, optimizer):
+    for text in ranks.run(refused, net_of, optimizer, world_size=2):
+        assert text.startswith(
+            f"ddp_comm_hook=post_local_sgd cannot average the optimizer 'opt_class' {OPTIMIZERS[optimizer]}"
+        )
+
+
+def test_ranks_that_use_other_parameters_are_told(ranks):
+    for rank, text in enumerate(ranks.run(refused, Branching, torch.optim.AdamW, world_size=2)):
+        assert text.startswith("modules['net'] has parameters that this optimizer step did not use: layers.")
+        assert f"layers.{1 - rank}.weight" in text
+
+
+class UsesMore(Regression):
+    def compute_forward(self, batch, stage):
+        found = self.modules.net(batch[0])
+        return found if get_rank() else found + self.modules.other(batch[0])
+
+
+def uneven():
+    brain = UsesMore({"net": net_of(), "other": net_of()}, adamw, None, {**QUIET, **LOCAL, "local_sgd_period": 2})
+    with pytest.raises(RankMismatchError) as caught:
+        brain.fit([1], points(16), train_loader_kwargs={"batch_size": 2})
+    return str(caught.value)
+
+
+def test_an_entry_that_some_ranks_do_not_use_is_told_before_numbers_are_sent(ranks):
+    for text in ranks.run(uneven, world_size=2):
+        assert text.startswith("ddp_comm_hook=post_local_sgd: the ranks have not as many numbers to average (here ")
+
+
+PERIOD = {"local_sgd_period": 4}
+CONTRADICTIONS = [
+    ({**LOCAL}, "ddp_comm_hook=post_local_sgd needs --local_sgd_period"),
+    (PERIOD, "local_sgd_period=4 needs --ddp_comm_hook=post_local_sgd, got ddp_comm_hook=None"),
+    ({"local_sgd_start": 0}, "local_sgd_start=0 needs --ddp_comm_hook=post_local_sgd, got"),
+    ({**LOCAL, "local_sgd_period": 0}, "local_sgd_period"),
+    ({**LOCAL, **PERIOD, "local_sgd_start": -1}, "local_sgd_start"),
+    *(
+        ({**LOCAL, **PERIOD, name: value}, f"ddp_comm_hook=post_local_sgd does not work with {name}={value}: ")
+        for name, value in {
+            "strategy": "zero1",
+            "virtual_ranks": 2,
+            "check_parity": 2,
+            "precision": "fp16",
+            "ema_decay": 0.9,
+            "skip_nonfinite_grads": True,
+            "find_unused_parameters": True,
+            "static_graph": True,
+        }.items()
+    ),
+    ({**LOCAL, **PERIOD, "strategy": "fsdp"}, "ddp_comm_hook=post_local_sgd does not work with strategy=fsdp: "),
+]
+
+
+def outcomes():
+    found = []
+    for cls, options in [*((Regression, options) for options, _ in CONTRADICTIONS), (OwnFitBatch, LOCAL | PERIOD)]:
+        with pytest.raises(ConfigError) as caught:
+            make(cls, **options)
+        found.append(str(caught.value))
+    return found
+
+
+def test_what_does_not_go_together_is_refused_on_every_rank(ranks):
+    for *found, own in ranks.run(outcomes, world_size=2):
+        for text, (_, words) in zip(found, CONTRADICTIONS, strict=True):
+            assert text.startswith(words)
+        assert own.startswith("ddp_comm_hook=post_local_sgd does not work with a fit_batch of the recipe")

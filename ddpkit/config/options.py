@@ -276,16 +276,16 @@ class OptionTypes:
         shown="25", is_attribute=False)
     broadcast_buffers: bool | None = option(None, STRATEGY, "DDP: buffers of rank 0 in each step", form="on|off",
         shown="if they may differ", is_attribute=False)
-    ddp_comm_hook: str | None = option(None, STRATEGY, "DDP: gradients travel in fewer bytes, or less often",
-        choices=("fp16", "bf16", "powersgd", "post_local_sgd"), is_attribute=False)
+    ddp_comm_hook: str | None = option(None, STRATEGY, "DDP sends less: fp16, bf16, powersgd, post_local_sgd",
+        choices=("fp16", "bf16", "powersgd", "post_local_sgd"), form="HOW", is_attribute=False)
     matrix_approximation_rank: int = option(1, STRATEGY, "powersgd: columns of the matrices", form="N", minimum=1,
         is_attribute=False)
     start_powersgd_iter: int = option(1000, STRATEGY, "powersgd: steps before it begins", form="N", minimum=2,
         is_attribute=False)
     local_sgd_start: int | None = option(None, STRATEGY, "post_local_sgd: steps before it begins", form="N",
         minimum=0, shown="0", is_attribute=False)
-    local_sgd_period: int | None = option(None, STRATEGY, "post_local_sgd: steps from average to average", form="N",
-        minimum=1, is_attribute=False)
+    local_sgd_period: int | None = option(None, STRATEGY, "post_local_sgd: steps from one average to the next",
+        form="N", minimum=1, is_attribute=False)
     sync_batchnorm: bool | None = option(None, STRATEGY, "BatchNorm over the rows of all processes",
         form="auto|on|off", shown="auto: on", is_attribute=False)
 

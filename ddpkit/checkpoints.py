@@ -582,7 +582,7 @@ class Checkpointer:
 
         Ranks: all.
 
-        State: ``.lock`` in the folder, and a thread of the main process that renews it.
+        State: ``.lock`` in the folder.
         """
         lock = self._folder_lock()
 

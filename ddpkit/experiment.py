@@ -10,7 +10,6 @@ import platform
 import subprocess
 import sys
 from collections.abc import Mapping
-from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +17,8 @@ import torch
 from hyperpyyaml import resolve_references
 from ruamel.yaml.error import YAMLError
 
-from ddpkit.base import is_relative, to_plain
-from ddpkit.checkpointing import FolderLock, Holder, holder
+from ddpkit.base import to_plain
+from ddpkit.checkpointing import FolderLock, holder
 from ddpkit.comm import outside_frame
 from ddpkit.control import is_shown_without_traceback, record_for_launcher, show_without_traceback
 from ddpkit.distributed import get_world_size, if_main_process, run_on_main
@@ -37,7 +36,7 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 RULE = "=" * 80
-RUN_FOLDER = ".run"  # in the experiment's folder, for the lock that says which run lives there
+LOCK_NAME = ".run.lock"  # beside that of a folder of checkpoints, which may be the same folder
 TEST_SUFFIX = ".test_only"
 GIT_TIMEOUT_SECONDS = 5
 
@@ -83,8 +82,8 @@ def create_experiment_directory(
 
     Ranks: all, or the main process alone.
 
-    State: the root logger's handlers, ``sys.excepthook``, the run's log, and a lock in ``.run`` below the folder with
-    the thread that renews it; see :func:`close_experiment`.
+    State: the root logger's handlers, ``sys.excepthook``, the run's log, and a lock, ``.run.lock`` in the folder; see
+    :func:`close_experiment`.
 
     Example:
         >>> import tempfile
@@ -92,7 +91,7 @@ def create_experiment_directory(
         ...     create_experiment_directory(f"{parent}/results/1234", save_env_desc=False)
         ...     close_experiment()
         ...     sorted(os.listdir(f"{parent}/results/1234"))
-        ['.run', 'log.txt', 'metrics.jsonl']
+        ['log.txt', 'metrics.jsonl']
     """
     if PARITY in os.environ:  # the folder belongs to the process that runs the parity check
         _log_uncaught_exceptions()
@@ -185,59 +184,38 @@ class _Claim:
     """The lock of the experiment's folder, as long as it is this process's."""
 
     lock: FolderLock | None = None
-    at_exit: Any = None  # a Finalize: unlike atexit, also at the end of ranks of multiprocessing
 
     @classmethod
     def take(cls, lock: FolderLock) -> None:
         lock.acquire()
         cls.give_up()
-        cls.lock, cls.at_exit = lock, Finalize(None, lock.release, exitpriority=0)
+        cls.lock = lock
 
     @classmethod
     def give_up(cls) -> None:
-        if cls.lock is not None and cls.at_exit is not None:
-            cls.at_exit.cancel()
+        if cls.lock is not None:
             cls.lock.release()
             cls.lock = None
 
 
 def _claim(folder: Path, only_tests: bool) -> str:
     """Make a folder this run's; return what its log files have in their names, where they are not the run's own."""
-    lock = FolderLock(folder / RUN_FOLDER)
-    owner = holder(lock.folder)
-    lives = owner is not None and owner.pid != os.getpid() and not owner.has_ended()
     if only_tests:
-        return TEST_SUFFIX if lives else ""
-    if lives and _is_family(owner):
-        return ""  # it is this run that has the folder
+        return "" if holder(folder, LOCK_NAME) is None else TEST_SUFFIX
     try:
-        lock.folder.mkdir(parents=True, exist_ok=True)
-        _Claim.take(lock)
+        folder.mkdir(parents=True, exist_ok=True)
+        _Claim.take(FolderLock(folder, LOCK_NAME))
     except FolderInUseError as error:
-        owner = holder(lock.folder)
-        if _is_family(owner):  # and was faster
-            return ""
-        raise FolderInUseError(_refusal(folder, owner)) from error
+        raise FolderInUseError(
+            f"experiment_directory={str(folder)!r}: {error} Nothing was written, for its files would be lost. Where a "
+            "script starts ranks by itself, make its folder in the ranks, after ddp_init_group."
+        ) from error
     except (OSError, CheckpointError) as error:
         cause = error if isinstance(error, OSError) else error.__cause__
         if isinstance(cause, OSError):
             raise _unwritable(folder, cause) from error
         raise ConfigError(f"experiment_directory={str(folder)!r} cannot be used: {error}") from error
     return ""
-
-
-def _is_family(owner: Holder | None) -> bool:
-    return owner is not None and owner.is_here() and is_relative(owner.pid)
-
-
-def _refusal(folder: Path, owner: Holder | None) -> str:
-    is_here = owner is not None and owner.is_here()
-    end = f"end it (kill {owner.pid})" if is_here and owner is not None else "end it"
-    rest = "" if is_here else f" If it is certain that it has ended, remove {folder / RUN_FOLDER}."
-    return (
-        f"experiment_directory={str(folder)!r} is in use by another run: {owner or 'it cannot be told which'}. Nothing "
-        f"was written, for its files would be lost. Wait for it, {end}, or give this run a folder of its own.{rest}"
-    )
 
 
 # ---------------------------------------------------------------------------------------------- the files

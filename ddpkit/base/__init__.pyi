@@ -28,8 +28,6 @@ from ddpkit.base.plain_yaml import (
 )
 from ddpkit.base.process_probe import (
     has_ended as has_ended,
-    is_ending as is_ending,
-    is_relative as is_relative,
     kill_later as kill_later,
     state_and_start as state_and_start,
 )

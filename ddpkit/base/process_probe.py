@@ -7,7 +7,6 @@ shows only whether a process exists; its state stays unknown.
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import signal
 import sys
@@ -16,7 +15,6 @@ from pathlib import Path
 
 DEAD_STATES = "ZXx"
 NAP_SECONDS = 0.1
-PF_EXITING = 0x4  # among the flags of /proc/PID/stat, see include/linux/sched.h
 
 
 def state_and_start(pid: int) -> tuple[str, int]:
@@ -71,71 +69,6 @@ def has_ended(pid: int, started: int) -> bool:
     # A killed process shows as a zombie while a thread of it still ends a write.
     threads = (_stat(task / "stat") for task in Path(f"/proc/{pid}/task").glob("*"))
     return all(words[0] in DEAD_STATES for words in threads if words)
-
-
-def is_ending(pid: int) -> bool:
-    """Say whether nothing can keep a process: it is on its way out, or SIGKILL waits for it to leave the kernel.
-
-    Args:
-        pid: its number.
-
-    Ranks: local.
-
-    Example:
-        >>> is_ending(os.getpid())
-        False
-    """
-    words = _stat(Path(f"/proc/{pid}/stat"))
-    try:
-        status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        status = ""
-    if not words:  # hidden from this user, or gone since: the next look tells
-        return False
-    return words[0] in DEAD_STATES or bool(int(words[6]) & PF_EXITING) or is_killed(status)
-
-
-def is_killed(status: str) -> bool:
-    """Say whether SIGKILL is pending.
-
-    Args:
-        status: what ``/proc/PID/status`` says.
-
-    Ranks: local.
-
-    Example:
-        >>> is_killed("ShdPnd: 0000000000000100")
-        True
-    """
-    pending = (line.split()[1] for line in status.splitlines() if line.startswith(("SigPnd:", "ShdPnd:")))
-    return any(int(signals, 16) >> (signal.SIGKILL - 1) & 1 for signals in pending)
-
-
-def is_relative(pid: int) -> bool:
-    """Say whether a process started this one, directly or not, or multiprocessing started both.
-
-    Args:
-        pid: its number.
-
-    Ranks: local.
-
-    Example:
-        >>> is_relative(os.getpid())
-        False
-    """
-    parent = os.getppid()
-    if multiprocessing.parent_process() is not None and parent in {pid, _parent(pid)}:
-        return True
-    while parent > 1:  # not 1: it adopts every process whose parent has ended
-        if parent == pid:
-            return True
-        parent = _parent(parent)
-    return False
-
-
-def _parent(pid: int) -> int:
-    words = _stat(Path(f"/proc/{pid}/stat"))
-    return int(words[1]) if words else 0
 
 
 def end_after(pid: int, started: int, seconds: float) -> None:

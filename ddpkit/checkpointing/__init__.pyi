@@ -54,7 +54,6 @@ from ddpkit.checkpointing.rank_states import (
 )
 from ddpkit.checkpointing.run_lock import (
     FolderLock as FolderLock,
-    Holder as Holder,
     holder as holder,
 )
 from ddpkit.checkpointing.storage import (

@@ -79,7 +79,7 @@ def test_it_leaves_the_run_directory(trained):
     results = trained.folder / "results" / "digits" / "1234"
     files = {path.name for path in results.iterdir()}
     assert files == {
-        ".run", "digits.pt", "env.log", "hyperparams.yaml", "log.txt", "metrics.jsonl", "save", "train.py",
+        ".run.lock", "digits.pt", "env.log", "hyperparams.yaml", "log.txt", "metrics.jsonl", "save", "train.py",
         "train_log.txt",
     }  # fmt: skip
     assert (results / "train.py").read_text() == (EXAMPLE / "train.py").read_text()

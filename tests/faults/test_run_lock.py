@@ -1,8 +1,9 @@
-"""F18: two runs in one folder, with real processes: racing, killed, stopped at every point, and coming late."""
+"""F18: two runs in one folder, with real processes: racing, killed, stopped, and where nothing can be locked."""
 
 from __future__ import annotations
 
-import ctypes
+import errno
+import fcntl
 import os
 import pickle
 import signal
@@ -14,18 +15,14 @@ from pathlib import Path
 
 import pytest
 
-from ddpkit.base import has_ended, is_ending, state_and_start
-from ddpkit.checkpointing import FolderLock, holder, run_lock, storage, verify
-from ddpkit.checkpointing.run_lock import LOCK_NAME
+from ddpkit.base import has_ended, state_and_start
+from ddpkit.checkpointing import FolderLock, holder, verify
+from ddpkit.checkpointing.run_lock import GRACE_SECONDS, LOCK_NAME
 from ddpkit.checkpointing.storage import cleaned_on_error, commit_staging, make_staging
 from ddpkit.errors import CheckpointError
 from tests.launching import PATIENCE
 
 from .storage_tools import names, new_folder
-
-RENEWAL = 0.3  # seconds: a lease is 0.9 s
-SLOW_RENEWAL = 10.0
-
 
 # ------------------------------------------------------------------------------------------------ processes
 
@@ -88,25 +85,14 @@ def wait_for(path, seconds=20.0):
         time.sleep(0.002)
 
 
-def elsewhere():
-    """Make this process one of another host, for those here and in its own eyes."""
-    run_lock.this_place = lambda: ("elsewhere", "another boot", "another namespace")
-
-
-def stop():
-    os.kill(os.getpid(), signal.SIGSTOP)
-
-
 # ------------------------------------------------------------------------------------------------ one of many
 
 
-def take_and_wait(folder, signs, number, renewal, away):
+def take_and_wait(folder, signs, number):
     """Take the lock when told to, say so, and hold it until told to end."""
-    if away:
-        elsewhere()
     (signs / f"ready.{number}").touch()
     wait_for(signs / "go")
-    lock = FolderLock(folder, renewal_seconds=renewal)
+    lock = FolderLock(folder)
     try:
         lock.acquire()
     except CheckpointError as error:
@@ -119,11 +105,11 @@ def take_and_wait(folder, signs, number, renewal, away):
     return number
 
 
-def race(before, away, takers):
+def race(before, takers):
     """Let many take the lock of a folder at once; return how many got it, and how the others were refused."""
     with new_folder() as folder, new_folder() as signs:
         LEAVINGS[before](folder)
-        actors = [Actor(take_and_wait, folder, signs, number, RENEWAL, away) for number in range(takers)]
+        actors = [Actor(take_and_wait, folder, signs, number) for number in range(takers)]
         for number in range(takers):
             wait_for(signs / f"ready.{number}")
         (signs / "go").touch()
@@ -146,30 +132,24 @@ def leave_a_dead_lock(folder):
         os.kill(os.getpid(), signal.SIGKILL)
 
     Actor(take_and_die).reap()
-    assert holder(folder).has_ended()
+    assert names(folder) == [LOCK_NAME]
+    assert holder(folder) is None
 
 
-def leave_a_damaged_lock(folder):
+def leave_a_directory(folder):
     (folder / LOCK_NAME).mkdir()
-    (folder / LOCK_NAME / "0123").write_bytes(b"\0" * 100)
+    (folder / LOCK_NAME / "0123").write_text("the lock of an earlier ddpkit")
 
 
-def leave_a_plain_file(folder):
-    (folder / LOCK_NAME).touch()
-
-
-LEAVINGS = {"nothing": leave_nothing, "dead": leave_a_dead_lock, "damaged": leave_a_damaged_lock}
-LEAVINGS["file"] = leave_a_plain_file
+LEAVINGS = {"nothing": leave_nothing, "dead": leave_a_dead_lock, "directory": leave_a_directory}
 
 
 @pytest.mark.parametrize("before", LEAVINGS)
-@pytest.mark.parametrize("away", [False, True], ids=["here", "elsewhere"])
-def test_f18_of_many_that_start_at_once_exactly_one_gets_the_folder(ranks, before, away):
-    for _ in range(2):
-        won, refusals = ranks.run(race, before, away, 10, world_size=1, init=False)[0]
-        assert won == 1
-        assert len(refusals) == 9
-        assert all("in use by another run: " in words for words in refusals), refusals
+def test_f18_of_many_that_start_at_once_exactly_one_gets_the_folder(ranks, before):
+    won, refusals = ranks.run(race, before, 10, world_size=1, init=False)[0]
+    assert won == 1
+    assert len(refusals) == 9
+    assert all("in use by another run: " in words for words in refusals), refusals
 
 
 def work_in_turns(folder, signs, seconds):
@@ -177,7 +157,7 @@ def work_in_turns(folder, signs, seconds):
     end, turns = time.monotonic() + seconds, 0
     while time.monotonic() < end:
         try:
-            with FolderLock(folder, renewal_seconds=1.0).hold():
+            with FolderLock(folder).hold():
                 mine = signs / f"inside.{os.getpid()}"
                 mine.touch()
                 others = [path for path in signs.glob("inside.*") if path != mine]
@@ -209,7 +189,7 @@ def turns_and_kills(seconds, kills):
 
 
 def test_f18_never_two_at_a_time_while_owners_are_killed(ranks):
-    killed, turns, both = ranks.run(turns_and_kills, 4.0, 20, world_size=1, init=False)[0]
+    killed, turns, both = ranks.run(turns_and_kills, 3.0, 20, world_size=1, init=False)[0]
     assert killed == 20
     assert turns > 20
     assert both == []
@@ -218,11 +198,14 @@ def test_f18_never_two_at_a_time_while_owners_are_killed(ranks):
 # ------------------------------------------------------------------------------------------------ dead or alive
 
 
-def hold_until(folder, signs, renewal=SLOW_RENEWAL, away=False):
-    if away:
-        elsewhere()
-    lock = FolderLock(folder, renewal_seconds=renewal)
+def hold_until(folder, signs, leaves_a_child=False):
+    lock = FolderLock(folder)
     lock.acquire()
+    if leaves_a_child and os.fork() == 0:  # as a worker of a loader, which outlives its rank for a moment
+        assert not lock.held
+        (signs / f"child.{os.getpid()}").touch()
+        wait_for(signs / "end", 60.0)
+        os._exit(0)
     (signs / "held").touch()
     wait_for(signs / "end")
     try:
@@ -231,129 +214,93 @@ def hold_until(folder, signs, renewal=SLOW_RENEWAL, away=False):
         lock.release()
 
 
-def take_from_the_killed(reaped):
+def take_from_the_killed(reaped, leaves_a_child):
     with new_folder() as folder, new_folder() as signs:
-        owner = Actor(hold_until, folder, signs)
+        owner = Actor(hold_until, folder, signs, leaves_a_child)
         wait_for(signs / "held")
-        storage.make_staging(folder / "CKPT+half")
+        while leaves_a_child and not any(signs.glob("child.*")):
+            time.sleep(0.002)
+        make_staging(folder / "CKPT+half")
         owner.signal(signal.SIGKILL)
         if reaped:
             owner.reap()
-        start = time.monotonic()
-        with FolderLock(folder).hold():
-            seconds = time.monotonic() - start
+        lock = FolderLock(folder)
+        with lock.hold():
+            lock.clean()
             left = [name for name in names(folder) if name != LOCK_NAME]
-            mine = holder(folder).pid == os.getpid()
+            mine = f"process {os.getpid()} on " in (folder / LOCK_NAME).read_text()
+            children = [int(path.suffix[1:]) for path in signs.glob("child.*")]
+            alive = [pid for pid in children if not has_ended(pid, state_and_start(pid)[1])]
+        (signs / "end").touch()
         owner.kill()
-        return seconds, left, mine
+        return left, mine, len(alive)
 
 
-@pytest.mark.parametrize("reaped", [True, False], ids=["gone", "zombie"])
-def test_f18_kill_9_leaves_a_lock_that_the_next_run_takes_at_once(ranks, reaped):
-    seconds, left, mine = ranks.run(take_from_the_killed, reaped, world_size=1, init=False)[0]
-    assert seconds < 15.0, "the lease of 30 s is not waited for"
-    assert left == [], "what the dead run had half-made is gone"
+@pytest.mark.parametrize(
+    ("reaped", "leaves_a_child"), [(True, False), (False, False), (True, True)], ids=["gone", "zombie", "orphan"]
+)
+def test_f18_kill_9_frees_the_folder_for_the_next_run(ranks, reaped, leaves_a_child):
+    left, mine, alive = ranks.run(take_from_the_killed, reaped, leaves_a_child, world_size=1, init=False)[0]
+    assert left == [], "what the dead run had half-made is gone with the first save"
     assert mine
+    assert alive == leaves_a_child
 
 
-def take_from_the_living(state, away, renewal):
+def take_from_the_living(state):
     """Try to take the lock of a run that is alive; return what was said, how long it took, and what became of it."""
     with new_folder() as folder, new_folder() as signs:
-        owner = Actor(hold_until, folder, signs, renewal, away)
+        owner = Actor(hold_until, folder, signs)
         wait_for(signs / "held")
         if state == "stopped":
             owner.signal(signal.SIGSTOP)
         start, said = time.monotonic(), ""
-        lock = FolderLock(folder, renewal_seconds=renewal)
         try:
-            lock.acquire()
+            FolderLock(folder).acquire()
         except CheckpointError as error:
             said = str(error)
         seconds = time.monotonic() - start
         if state == "stopped":
             owner.signal(signal.SIGCONT)
         (signs / "end").touch()
-        became = owner.result()
-        if lock.held:
-            lock.require()  # what became of the owner has not taken it away
-            lock.release()
-        return said.replace(str(folder), "FOLDER"), owner.pid, seconds, became
+        return said.replace(str(folder), "FOLDER"), owner.pid, seconds, owner.result()
 
 
 @pytest.mark.parametrize("state", ["running", "stopped"])
-def test_f18_a_second_run_on_the_same_host_is_refused(ranks, state):
-    said, pid, seconds, became = ranks.run(take_from_the_living, state, False, 0.5, world_size=1, init=False)[0]
-    assert f"FOLDER is in use by another run: process {pid} on " in said
-    assert "it is alive" in said
-    assert f"end it (kill {pid})" in said
-    assert 0.5 <= seconds < 1.5 * PATIENCE
+def test_f18_a_second_run_is_refused(ranks, state):
+    said, pid, seconds, became = ranks.run(take_from_the_living, state, world_size=1, init=False)[0]
+    assert f"FOLDER is in use by another run: process {pid} on {os.uname().nodename}, since 2" in said
+    assert GRACE_SECONDS <= seconds < 2 * GRACE_SECONDS * PATIENCE
     assert became == (True, None), "it never noticed"
 
 
-def die_slowly(folder, signs, seconds):
-    """Take the lock and end, but for a thread: what a killed process looks like whose last write is not done yet."""
-    FolderLock(folder, renewal_seconds=RENEWAL).acquire()
+def a_child_takes_nothing_away():
+    with new_folder() as folder:
+        lock = FolderLock(folder)
 
-    def end():
-        time.sleep(seconds)
-        os._exit(0)
+        def in_child():
+            said = [lock.held]
+            lock.release()
+            for call in (lock.require, lock.acquire):
+                try:
+                    call()
+                except CheckpointError as error:
+                    said.append(str(error))
+            return said
 
-    threading.Thread(target=end).start()
-    (signs / "held").touch()
-    number = {"x86_64": 60, "aarch64": 93}[os.uname().machine]
-    ctypes.CDLL(None).syscall(number, 0)  # exit(2): of this thread alone
-
-
-def take_from_the_dying(seconds):
-    """Take the lock of a run that takes its time to die; return what was said, whether it was ending, and how long."""
-    with new_folder() as folder, new_folder() as signs:
-        owner = Actor(die_slowly, folder, signs, seconds)
-        wait_for(signs / "held")
-        time.sleep(0.1)
-        found = holder(folder)
-        seen = found.has_ended(), is_ending(found.pid)
-        start, said = time.monotonic(), ""
-        lock = FolderLock(folder, renewal_seconds=RENEWAL)
-        try:
-            lock.acquire()
-        except CheckpointError as error:
-            said = str(error)
-        lock.release()
-        waited = time.monotonic() - start
-        owner.kill()
-        return said, seen, waited
+        with lock.hold():
+            said = Actor(in_child).result()[1]
+            lock.require()
+        return os.getpid(), said
 
 
-def test_f18_a_run_that_is_dying_is_waited_for(ranks):
-    said, seen, seconds = ranks.run(take_from_the_dying, 2.2 * RENEWAL, world_size=1, init=False)[0]
-    assert seen == (False, True)
-    assert not said, "refused"
-    assert RENEWAL < seconds < 3 * RENEWAL * PATIENCE
+def test_f18_a_forked_child_holds_nothing_and_takes_nothing_away(ranks):
+    pid, (held, required, acquired) = ranks.run(a_child_takes_nothing_away, world_size=1, init=False)[0]
+    assert not held
+    assert "not held: acquire it first" in required
+    assert f"in use by another run: process {pid} on " in acquired
 
 
-def test_f18_a_run_that_never_dies_is_not_waited_for_without_end(ranks):
-    said, _, seconds = ranks.run(take_from_the_dying, 60.0, world_size=1, init=False)[0]
-    assert "it is alive" in said
-    assert 3 * RENEWAL <= seconds < 6 * RENEWAL * PATIENCE
-
-
-def test_f18_a_second_run_on_another_host_is_refused_while_the_first_renews(ranks):
-    said, pid, seconds, became = ranks.run(take_from_the_living, "running", True, 0.3, world_size=1, init=False)[0]
-    assert f"process {pid} on elsewhere" in said
-    assert "renewed while this process watched" in said
-    assert seconds < 3 * 0.3 * PATIENCE
-    assert became == (True, None)
-
-
-def test_f18_a_run_that_was_cut_off_finds_its_folder_taken(ranks):
-    said, _, seconds, became = ranks.run(take_from_the_living, "stopped", True, 0.2, world_size=1, init=False)[0]
-    assert not said
-    assert 3 * 0.2 <= seconds < 9 * 0.2 * PATIENCE
-    assert became[0] is False
-    assert "no longer this run's: it was taken over by process" in became[1]
-
-
-# ------------------------------------------------------------------------------------------------ coming late
+# ------------------------------------------------------------------------------------------------ nothing can be locked
 
 
 EVERYTHING = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.listdir", "os.scandir"}
@@ -375,7 +322,7 @@ class Stops:
         ):
             self.points.append(event)
             if len(self.points) == self.at:
-                stop()
+                os.kill(os.getpid(), signal.SIGSTOP)
 
     def is_inside(self, event, args):
         if event == "open":
@@ -402,77 +349,74 @@ def checkpoints(folder):
     return {name: (path / "weights").read_text() for name, path in found.items()}
 
 
-def old_run(folder, stops_at, events):
+def old_run(folder, stops_at):
     """Save, replace and delete, and stop at one of the points on the way. Says how many there were."""
-    lock = FolderLock(folder, renewal_seconds=1.0)
-    stops = Stops(folder, stops_at, events)
+    lock = FolderLock(folder)
     with lock.hold():
+        stops = Stops(folder, stops_at, EVERYTHING)
         save(lock, folder, "first", "old")
         save(lock, folder, "latest", "old, before")
         save(lock, folder, "latest", "old")  # replaces
         lock.remove(folder / "CKPT+first")
         save(lock, folder, "other", "old")
+        stops.events = set()
     return len(stops.points)
 
 
-def late(stops_at, events, saves_before):
-    """Stop the old run at a point, let a new run take over and save, let the old one go on. None, or its points."""
+def late(stops_at):
+    """Stop the old run at a point, let a new run start and save, let the old one go on. None, or its points."""
     with new_folder() as folder:
-        old = Actor(old_run, folder, stops_at, events)
+        old = Actor(old_run, folder, stops_at)
         if not old.stopped():
             return old.result()[1]
         try:
-            new_run(folder, old, saves_before)
+            new_run(folder, old)
         finally:
             old.kill()
         return None
 
 
-def new_run(folder, old, saves_before):
-    elsewhere()
-    lock = FolderLock(folder, renewal_seconds=0.05)  # takes the old one for dead after 0.15 s
+def new_run(folder, old):
+    lock = FolderLock(folder)
     with lock.hold():
-        storage.restore_replaced(folder)  # as whoever looks for checkpoints does first
-        seen = found = checkpoints(folder)
-        if saves_before:
-            save(lock, folder, "latest", "new")
-            seen = {**found, "CKPT+latest": "new"}
+        save(lock, folder, "latest", "new")
+        seen = checkpoints(folder)
         staging = make_staging(folder / "CKPT+mine")  # a save of the new run is under way ...
         (staging / "weights").write_text("new")
         old.signal(signal.SIGCONT)
         ok, words = old.result()
-        was_done = found == {"CKPT+latest": "old", "CKPT+other": "old"}  # then the old run may end in peace
-        assert ok is False or was_done, f"the old run has noticed nothing: {words}"
+        assert ok is False or seen == {"CKPT+latest": "new", "CKPT+other": "old"}, f"it has noticed nothing: {words}"
         lock.require()
         commit_staging(staging, folder / "CKPT+mine")  # ... and has not been disturbed
         lock.clean()
-        assert checkpoints(folder) == {**seen, "CKPT+mine": "new"}
-    left = [name for name in names(folder) if not name.startswith("CKPT")]
-    assert left == []
+        found = checkpoints(folder)
+        assert found["CKPT+mine"] == "new"
+        assert found["CKPT+latest"] in {"new", "old"}
+    assert [name for name in names(folder) if not name.startswith("CKPT")] == []
 
 
-def late_at_every_point(events, saves_before):
+def late_at_every_point():
     """Return how many points there were; the old run was stopped at each."""
-    place = run_lock.this_place
-    for stops_at in range(1, 500):
-        try:
-            points = late(stops_at, events, saves_before)
-        except AssertionError as error:
-            raise AssertionError(f"stopped before point {stops_at}: {error}") from error
-        finally:
-            run_lock.this_place = place
-        if points is not None:
-            assert points == stops_at - 1
-            return points
+
+    def cannot_lock(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    flock, fcntl.flock = fcntl.flock, cannot_lock
+    try:
+        for stops_at in range(1, 500):
+            try:
+                points = late(stops_at)
+            except AssertionError as error:
+                raise AssertionError(f"stopped before point {stops_at}: {error}") from error
+            if points is not None:
+                assert points == stops_at - 1
+                return points
+    finally:
+        fcntl.flock = flock
     raise AssertionError("no end")
 
 
-@pytest.mark.parametrize(
-    ("events", "saves_before", "at_least"),
-    [(EVERYTHING, True, 60), ({"os.rename"}, False, 8)],
-    ids=["after the new run has saved", "before the new run saves"],
-)
-def test_f18_an_old_run_that_wakes_up_late_changes_nothing(ranks, events, saves_before, at_least):
-    """Stopped at every point of three saves, a replacement and a deletion, and of taking and releasing the lock."""
-    run = ranks.run(late_at_every_point, events, saves_before, world_size=1, init=False, timeout=560)
-    assert run[0] >= at_least
+@pytest.mark.slow
+def test_f18_where_nothing_can_be_locked_an_old_run_that_wakes_up_late_stops_and_nothing_is_mixed(ranks):
+    """Stopped at every point of three saves, a replacement and a deletion."""
+    assert ranks.run(late_at_every_point, world_size=1, init=False, timeout=560)[0] >= 40

@@ -70,8 +70,8 @@ def is_there(path):
 
 
 def record(folder):
-    """Return the content of every file, less the lock, which is renewed."""
-    files = [path for path in sorted(folder.rglob("*")) if path.is_file() and ".run" not in path.parts]
+    """Return the content of every file, less the lock."""
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != ".run.lock"]
     return {str(path.relative_to(folder)): (path.read_bytes(), path.stat().st_mtime_ns) for path in files}
 
 
@@ -87,9 +87,8 @@ def test_a_second_start_changes_nothing_of_a_living_run_and_names_it(start, tmp_
     assert second.code == 1
     assert not (tmp_path / "second.trains").exists()
     last = second.tail(1)
-    assert "experiment_directory='out' is in use by another run" in last
-    assert f"process {pid} on {socket.gethostname()} (train.py), since 20" in last
-    assert f"end it (kill {pid})" in last
+    assert f"is in use by another run: process {pid} on {socket.gethostname()}, since 20" in last
+    assert "experiment_directory='out'" in last
     assert "Traceback" not in second.err
     assert record(tmp_path / "out") == before
 
@@ -145,34 +144,25 @@ def test_an_evaluation_alone_leaves_the_record_as_it_is(start, tmp_path):
     assert "afterwards" in (out / "metrics.jsonl").read_text()
 
 
-FAMILY = """
+CHILDREN = """
 import multiprocessing
 import ddpkit
-from ddpkit.experiment import close_experiment
 
 def rank(number):
     ddpkit.create_experiment_directory("out", save_env_desc=False)
-    barrier.wait()
-
-def share(it):
-    global barrier
-    barrier = it
 
 if __name__ == "__main__":
-    context = multiprocessing.get_context("fork")
-    for parent_first in (True, False):
-        if parent_first:
-            ddpkit.create_experiment_directory("out", save_env_desc=False)
-        with context.Pool(2, share, (context.Barrier(2),)) as pool:
-            pool.map(rank, range(2), chunksize=1)
-            pool.close()
-            pool.join()
-        close_experiment()
+    ddpkit.create_experiment_directory("out", save_env_desc=False)
+    child = multiprocessing.get_context("fork").Process(target=rank, args=(0,))
+    child.start()
+    child.join()
+    ddpkit.create_experiment_directory("out", save_env_desc=False)
 """
 
 
-def test_the_processes_that_a_script_starts_are_no_second_run(tmp_path):
-    (tmp_path / "family.py").write_text(FAMILY)
-    run = Run(python("family.py"), tmp_path, warm=True).wait()
+def test_a_process_that_a_script_starts_is_told_to_make_the_folder_itself(tmp_path):
+    (tmp_path / "children.py").write_text(CHILDREN)
+    run = Run(python("children.py"), tmp_path, warm=True).wait()
     assert run.code == 0, run.err
-    assert "in use" not in run.err
+    assert "is in use by another run: process " in run.err
+    assert "Where a script starts ranks by itself, make its folder in the ranks, after ddp_init_group." in run.err

@@ -228,7 +228,7 @@ def test_f8_all_ranks_do_the_same_about_it(ranks, tmp_path, held, mode, on_error
         if on_error == "stop":
             assert "no space left" in error
             assert names_what_failed(tmp_path, error), error
-            assert ("its lock" in error) == (not held and where != "half of a text")
+            assert ("its lock" in error) == (not held and where == "before sync_file")
             assert warnings == 0
         else:
             assert error is None
@@ -282,8 +282,8 @@ def test_f8_an_error_while_a_fit_takes_the_folder_or_gives_it_back(template, tmp
         save(Run(), Run().checkpointer(trial), 9, num_to_keep=1)
         assert [name for name in names(trial) if not name.startswith("CKPT+")] == [], where
         shutil.rmtree(trial)
-    assert sum(outcomes) > 6
-    assert not all(outcomes), "giving it back fails without a word: the next run finds a lock of a dead one"
+    assert sum(outcomes) >= 3
+    assert not all(outcomes), "giving it back fails without a word: a file that nobody has locked is left"
 
 
 def test_f8_a_lock_that_could_not_be_taken_takes_none_from_a_save_in_the_background(tmp_path):

@@ -6,7 +6,6 @@ import shutil
 
 import pytest
 
-from ddpkit.checkpointing import FolderLock
 from ddpkit.checkpointing.run_lock import LOCK_NAME
 from ddpkit.errors import CheckpointError
 from tests.faults.power_loss import Directory, Disk, File, RecordingFiles, materialize
@@ -20,7 +19,7 @@ def record(folder, mode, forget=lambda name, path: False, saves=SAVES):
     folder.mkdir()
     run = Run()
     checkpointer = run.checkpointer(folder, mode)
-    disk = Disk(folder, ignored={LOCK_NAME})  # the lock's own states: see the last tests
+    disk = Disk(folder, ignored={LOCK_NAME})
     with without_waiting(), checkpointer.hold_folder():
         for step, name in saves:
             with watched(Plan(), RecordingFiles(disk, forget)):
@@ -85,26 +84,6 @@ def test_f6_every_wait_of_a_save_is_needed(tmp_path):
         )
         losses = lost(disk, tmp_path / "after")
         assert any(acknowledged == 1 for acknowledged, _ in losses), f"wait {number} of {total} could be left out"
-
-
-def test_f6_a_lock_that_a_loss_of_power_left_in_any_state_is_taken_over(tmp_path):
-    folder, after = tmp_path / "run", tmp_path / "after"
-    folder.mkdir()
-    disk = Disk(folder)
-    with watched(Plan(), RecordingFiles(disk)), FolderLock(folder).hold():
-        disk.acknowledged = "held"
-        disk.look()
-    locked = [tree for tree in disk.trees() if tree.get(LOCK_NAME)]
-    assert len(locked) >= 1
-    damaged = [{LOCK_NAME: {"0123": content}} for content in (b"", bytes(200), b'{"token": "01', b"{}\n1\n")]
-    for tree in [*disk.trees(), *damaged]:
-        materialize(tree, after)
-        lock = FolderLock(after, renewal_seconds=0.1)
-        with lock.hold():
-            lock.clean()
-            assert [path.name for path in after.iterdir()] == [LOCK_NAME], tree
-        assert list(after.iterdir()) == [], tree
-        after.rmdir()
 
 
 def test_the_model_knows_what_may_be_missing(tmp_path):

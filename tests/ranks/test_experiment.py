@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from ddpkit.distributed import if_main_process
-from ddpkit.experiment import RUN_FOLDER, close_experiment, create_experiment_directory
+from ddpkit.experiment import LOCK_NAME, close_experiment, create_experiment_directory
 from ddpkit.logger import get_logger
 
 
@@ -38,7 +38,7 @@ def test_main_writes_and_nobody_hangs(ranks, tmp_path, main_only):
     recipe.write_text("seed: 3\nfolder: !ref results/<seed>\n")
     ranks.run(create, str(tmp_path / "out"), str(recipe), main_only)
     names = {"env.log", "hyperparams.yaml", "log.txt", "metrics.jsonl", "test_experiment.py"}
-    found = {path.name for path in (tmp_path / "out").iterdir()} - {RUN_FOLDER}
+    found = {path.name for path in (tmp_path / "out").iterdir()} - {LOCK_NAME}
     assert found == names | (set() if main_only else {"log.rank1.txt"})
     assert "folder: results/4" in (tmp_path / "out" / "hyperparams.yaml").read_text()
     assert "from rank 0" in (tmp_path / "out" / "log.txt").read_text()

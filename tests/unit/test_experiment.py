@@ -16,7 +16,7 @@ import pytest
 
 from ddpkit.errors import ConfigError, MissingFileError
 from ddpkit.experiment import (
-    RUN_FOLDER,
+    LOCK_NAME,
     close_experiment,
     create_experiment_directory,
     get_environment_description,
@@ -49,7 +49,7 @@ def recipe(tmp_path):
 
 
 def names_in(folder):
-    return sorted(path.name for path in folder.iterdir() if path.name != RUN_FOLDER)
+    return sorted(path.name for path in folder.iterdir() if path.name != LOCK_NAME)
 
 
 def create(folder, *args, **kwargs):

@@ -73,7 +73,10 @@ class _HeldLock:
         try:
             handle = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
         except IsADirectoryError:  # the lock of an earlier ddpkit
-            remove_directory(self.path)
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # not a file that another has just made
+                for file in self.path.iterdir():
+                    file.unlink()
+                self.path.rmdir()
             return False
         try:
             _flock(handle, self.path.parent)

@@ -1,4 +1,4 @@
-"""Whether a process of this machine lives, is about to end, or is gone.
+"""Whether a process of this machine lives, or is gone.
 
 Source: fields and states as in https://man7.org/linux/man-pages/man5/proc_pid_stat.5.html. Without ``/proc`` a signal
 shows only whether a process exists; its state stays unknown.

@@ -7,7 +7,7 @@ import hashlib
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, default_collate
+from torch.utils.data import BatchSampler, Dataset, IterableDataset, RandomSampler, default_collate
 from torch.utils.data.distributed import DistributedSampler
 
 from ddpkit.brain import Brain
@@ -194,6 +194,17 @@ class Numbered(IterableDataset):
         return iter(self.data)
 
 
+class NoisyPoints(Dataset):
+    """Points with noise, for workers to read."""
+
+    def __len__(self):
+        return 53
+
+    def __getitem__(self, index):
+        inputs, label = points()[index]
+        return inputs + 0.1 * torch.randn(()), label
+
+
 class Divisible(Numbered):
     num_shards = 6
 
@@ -234,6 +245,7 @@ CASES = {
         "shard_evaluation": True,
         "valid": 48,
     },
+    "noise in workers": {"data": NoisyPoints(), "loading": {"collate_fn": noisy_collate, "num_workers": 2}},
     "own fit_batch": {"kind": OwnBatch, "grad_accumulation_factor": 2},
     "fewer samples than shards": {"samples": 4, "valid": 1},
     "a sampler": {"loading": "sampler"},

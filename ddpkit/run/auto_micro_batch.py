@@ -197,7 +197,7 @@ class AutoMicroBatch:
         progress.logged.forget_after(progress.window_end)
         progress.step = progress.window_end = progress.window_end // plan.micro_batches * factor
         progress.meter, progress.window = progress.train_meter or progress.new_meter(), Window()
-        self.run_state.step_plan = replace(self.run_state.step_plan, factor=factor, per_process=size)
+        self.run_state.step_plan = replace(self.run_state.step_plan, grad_accumulation_factor=factor, per_process=size)
         with torch.no_grad():
             for owner, name, before in self._buffers:
                 getattr(owner, name).copy_(before)

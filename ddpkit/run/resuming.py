@@ -59,24 +59,26 @@ class StepPlan:
 
     Attributes:
         world_size: number of ranks; None if the checkpoint does not say.
-        factor: batches of each process per optimizer step; None if the checkpoint does not say.
+        grad_accumulation_factor: batches of each process per optimizer step; None if the checkpoint does not say.
         per_step: samples of a full optimizer step over all ranks; None if unknown, or if the data yields whole
             batches, which cannot be divided.
         per_process: samples of a full batch of one process; None likewise.
         data: what the order of an epoch follows from (:func:`order_of`); None in a checkpoint that does not tell. Two
             that differ in nothing else are equal.
 
+    A checkpoint holds them under these names.
+
     Ranks: local; equal on all ranks.
 
     Example:
-        >>> StepPlan(world_size=4, factor=1, per_step=64, per_process=16).on(2)
+        >>> StepPlan(world_size=4, grad_accumulation_factor=1, per_step=64, per_process=16).on(2)
         {'global_batch_size': 64, 'micro_batch_size': 16, 'grad_accumulation_factor': 1}
-        >>> StepPlan(world_size=4, factor=1).on(2)
+        >>> StepPlan(world_size=4, grad_accumulation_factor=1).on(2)
         {'grad_accumulation_factor': 2}
     """
 
     world_size: int | None
-    factor: int | None
+    grad_accumulation_factor: int | None
     per_step: int | None = None
     per_process: int | None = None
     data: Mapping[str, str | int] | None = field(default=None, compare=False)
@@ -110,16 +112,6 @@ class StepPlan:
         data = state.get("data")
         return cls(world_size, factor, per_step, per_process, data if isinstance(data, Mapping) else None)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return what :meth:`read` reads."""
-        return {
-            "world_size": self.world_size,
-            "grad_accumulation_factor": self.factor,
-            "per_step": self.per_step,
-            "per_process": self.per_process,
-            "data": None if self.data is None else dict(self.data),
-        }
-
     def on(self, world_size: int, *, is_looped: bool = False) -> dict[str, int]:
         """Return the options that keep the samples of an optimizer step on another number of processes.
 
@@ -136,17 +128,17 @@ class StepPlan:
         Raises:
             ConfigError: so many processes cannot take a step of the same batches.
         """
-        if self.world_size is None or self.factor is None or self.world_size == world_size:
+        if self.world_size is None or self.grad_accumulation_factor is None or self.world_size == world_size:
             return {}
         if self.per_step is not None:
             if is_looped or self.per_process is None or world_size > self.world_size:
-                return {"global_batch_size": self.per_step, "grad_accumulation_factor": self.factor}
+                return {"global_batch_size": self.per_step, "grad_accumulation_factor": self.grad_accumulation_factor}
             return {
                 "global_batch_size": self.per_step,
                 "micro_batch_size": self.per_process,
                 "grad_accumulation_factor": 1,
             }
-        batches = self.factor * self.world_size
+        batches = self.grad_accumulation_factor * self.world_size
         if batches % world_size:
             raise ConfigError(
                 f"this run was saved by {self.world_size} processes with {batches} batches of a sampler per optimizer "
@@ -166,9 +158,10 @@ class StepPlan:
             Batches of this process that are done, and what is to be said about it, or None.
         """
         changed = None not in {before.per_step, self.per_step} and before.per_step != self.per_step
-        factor = self.factor or 1
-        if NOMINAL in (self.data or {}) and before.per_step and before.factor:
-            samples = step * before.per_step // before.factor  # such an epoch counts batches, whatever is in them
+        factor = self.grad_accumulation_factor or 1
+        if NOMINAL in (self.data or {}) and before.per_step and before.grad_accumulation_factor:
+            # such an epoch counts batches, whatever is in them
+            samples = step * before.per_step // before.grad_accumulation_factor
         if changed and self.per_step and samples:
             steps = samples // self.per_step
             return steps * factor, (
@@ -177,9 +170,9 @@ class StepPlan:
             )
         if self._deals_others(before):
             return self._place_of_batches(before, step)
-        if before.factor in {None, factor}:
+        if before.grad_accumulation_factor in {None, factor}:
             return step, None
-        return -(-step // (before.factor or 1)) * factor, None  # it stood at the end of a step
+        return -(-step // (before.grad_accumulation_factor or 1)) * factor, None  # it stood at the end of a step
 
     def _deals_others(self, before: StepPlan) -> bool:
         """Say whether whole batches are dealt out, and another number of them makes a step."""
@@ -235,7 +228,8 @@ class StepPlan:
 
 def _dealt(plan: StepPlan) -> int | None:
     """Return the batches of all ranks per optimizer step."""
-    return None if plan.world_size is None or plan.factor is None else plan.world_size * plan.factor
+    factor = plan.grad_accumulation_factor
+    return None if plan.world_size is None or factor is None else plan.world_size * factor
 
 
 def order_of(loader: Any) -> dict[str, str | int]:

@@ -24,7 +24,7 @@ from ddpkit.run.resuming import TELLING, StepPlan, changed_options, order_of, re
 from ddpkit.run_opts import RunOptions
 from ddpkit.training import BatchSizes
 
-FOUR = StepPlan(world_size=4, factor=2, per_step=64, per_process=8)
+FOUR = StepPlan(world_size=4, grad_accumulation_factor=2, per_step=64, per_process=8)
 
 
 @pytest.mark.parametrize("world_size", [4, None])
@@ -43,7 +43,7 @@ def test_fewer_processes_take_more_batches_none_of_them_larger():
 
 
 def test_whole_batches_are_dealt_out_to_whom_they_can_be():
-    dealt = StepPlan(world_size=4, factor=1)
+    dealt = StepPlan(world_size=4, grad_accumulation_factor=1)
     assert dealt.on(2) == {"grad_accumulation_factor": 2}
     assert dealt.on(1) == {"grad_accumulation_factor": 4}
     for world_size in (3, 8):
@@ -52,7 +52,7 @@ def test_whole_batches_are_dealt_out_to_whom_they_can_be():
 
 
 def test_what_is_written_can_be_read():
-    assert StepPlan.read(FOUR.state_dict()) == FOUR
+    assert StepPlan.read(vars(FOUR)) == FOUR
     assert StepPlan.read({}) == StepPlan(None, None)
     assert StepPlan.read({"world_size": True, "per_step": -1, "per_process": "8"}) == StepPlan(None, None)
 
@@ -106,10 +106,8 @@ def test_dealt_batches_go_on_at_the_same_batch(before, now, step, expected, said
     assert found == expected
     assert re.search(said, words)
     (change,) = now.changes(before)
-    assert (
-        change
-        == f"{now.world_size * now.factor} batches per optimizer step, before {before.world_size * before.factor}"
-    )
+    batches = (one.world_size * one.grad_accumulation_factor for one in (now, before))
+    assert change == "{} batches per optimizer step, before {}".format(*batches)
 
 
 @pytest.mark.parametrize(("step", "expected"), [(0, 0), (6, 12), (5, 10)])
@@ -236,7 +234,7 @@ def test_other_data_in_the_middle_of_an_epoch():
 
     def pace(number, **options):
         found = StepPlan.of(sizes, shard(range(number), Sharding(), batch_size=2, **options))
-        return StepPlan.read(load_plain_yaml(dump_plain_yaml(found.state_dict())))
+        return StepPlan.read(load_plain_yaml(dump_plain_yaml(vars(found))))
 
     before = pace(40, shuffle=True)
     assert pace(40, shuffle=True).other_data(before) is None

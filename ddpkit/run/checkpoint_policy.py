@@ -483,17 +483,16 @@ class CheckpointPolicy:
         if pending:
             words = "A checkpoint is made inside of an optimizer step: the gradients of %d batch(es) are not in it."
             logger.warning_once(words, pending)
-        elif not self._has_own_fit_batch and not is_known and progress.window_end == step - 1:
-            self.rank_state.trained_batches = progress.window_end  # this batch has not been trained on yet
+        is_before = not (pending or is_known or self._has_own_fit_batch) and progress.window_end == step - 1
         self.run_state.lacks = step if self._has_own_fit_batch and not is_known else None
-        self.rank_state.is_inside_batch = True
+        self.rank_state.is_inside_batch = not is_before
         try:
-            have_all_come = states is not None and states.gather_if_all_come()
-            with self._with_sums(self.progress.add_totals(self.rank_state.own_sums()) if have_all_come else None):
-                yield
+            with _at_last_update(progress) if is_before else contextlib.nullcontext():
+                have_all_come = states is not None and states.gather_if_all_come()
+                with self._with_sums(progress.add_totals(self.rank_state.own_sums()) if have_all_come else None):
+                    yield
         finally:
-            self.run_state.lacks = self.rank_state.trained_batches = None
-            self.rank_state.is_inside_batch = False
+            self.run_state.lacks, self.rank_state.is_inside_batch = None, False
 
 
 def _newest_and_best(checkpointer: Checkpointer) -> tuple[Path | None, Path | None]:

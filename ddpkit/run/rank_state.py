@@ -41,8 +41,7 @@ class RankState:
         states: the recoverable with the states of all ranks; None without a checkpointer.
         base_seed: of the run; None before ``fit``.
         resumed_step: batches of the epoch that were done before this process trained.
-        trained_batches: batches that a checkpoint holds, where a recipe saves before the current one is trained on.
-        is_inside_batch: while a recipe saves in a hook of a training batch.
+        is_inside_batch: while a recipe saves in a hook of a training batch, after it has begun to train on it.
 
     Ranks: local, but for :meth:`end_pass`.
 
@@ -58,7 +57,6 @@ class RankState:
         self.states = RankStates(self.state_dict) if saves else None
         self.base_seed: int | None = None
         self.resumed_step = 0
-        self.trained_batches: int | None = None
         self.is_inside_batch = False
         self._epoch_seed: int | None = None
         self._from_last_call: tuple[Any, dict[str, Any]] | None = None
@@ -162,19 +160,14 @@ class RankState:
 
     # ------------------------------------------------------------------ what a checkpoint holds
 
-    @property
-    def step_to_save(self) -> int:
-        """How many batches of the current stage a checkpoint holds."""
-        return self.progress.step if self.trained_batches is None else self.trained_batches
-
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint needs of this rank by itself."""
-        loader = self.progress.loader
+        loader, step = self.progress.loader, self.progress.step
         return {
             "random": RngState.capture().state_dict(),
             "loss": self._losses_so_far().state_dict(),
-            "logged": self.progress.logged.state_dict(self.step_to_save),
-            "loader": state_at(loader, self.step_to_save),
+            "logged": self.progress.logged.state_dict(step),
+            "loader": state_at(loader, step),
             "loader_end": state_at_end(loader),
             "gradients": self.strategy.gradient_orders(),
             "hooks": self.strategy.hook_states(),

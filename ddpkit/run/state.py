@@ -247,7 +247,7 @@ class RunState:
         loss_sum, loss_count, samples = self.loss_sums or self._loss_sums_by_itself()
         shards = self.train_step.strategy.shards
         state = {
-            "step": self.rank_state.step_to_save // shards,
+            "step": progress.step // shards,
             "epoch": progress.epoch,
             "avg_train_loss": float(progress.avg_train_loss),
             "optimizer_step": progress.optimizer_step,

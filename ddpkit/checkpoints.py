@@ -79,7 +79,6 @@ from ddpkit.checkpointing import (
     torch_parameter_transfer,
     torch_recovery,
     torch_save,
-    wait_for_folder,
     whole_state_dict,
 )
 from ddpkit.distributed import exchange, get_world_size, if_main_process
@@ -721,15 +720,16 @@ class Checkpointer:
         return self._lock
 
     def _await_background_save(self) -> None:
+        if not BackgroundSave.threads:  # this process has saved nothing in the background
+            return
         try:
-            self._background.wait()
+            self._background.wait(self.checkpoints_dir)
         except CheckpointError:
             raise
         except BaseException as error:
             raise CheckpointError(
                 f"saving {self._background.path} in the background: {type(error).__name__}: {error}"
             ) from error
-        wait_for_folder(self.checkpoints_dir)
         if not self.asynchronous:
             self._memory.clear()
 

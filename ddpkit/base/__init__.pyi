@@ -51,15 +51,16 @@ from ddpkit.base.rank_status import (
     stage_of as stage_of,
     table as table,
 )
-from ddpkit.base.shards import (
-    gather_whole as gather_whole,
-    is_sharded as is_sharded,
-    local_part as local_part,
-    sharded_like as sharded_like,
-)
 from ddpkit.base.signals import (
     REPEAT_SECONDS as REPEAT_SECONDS,
     SignalListener as SignalListener,
     asked_twice as asked_twice,
     signal_named as signal_named,
+)
+from ddpkit.base.states import (
+    gather_whole as gather_whole,
+    is_sharded as is_sharded,
+    local_part as local_part,
+    map_values as map_values,
+    sharded_like as sharded_like,
 )

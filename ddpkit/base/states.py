@@ -1,13 +1,43 @@
-"""Tensors of which each rank holds a part: torch's ``DTensor``, as ``fully_shard`` makes them of parameters.
+"""The states of modules and optimizers: plain containers of tensors, of which each rank may hold a part.
 
-They are known by what they can do, so that a run without them does not load ``torch.distributed.tensor``.
+Such tensors are torch's ``DTensor``, as ``fully_shard`` makes them of parameters. They are known by what they can do:
+so a run without them does not load ``torch.distributed.tensor``.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
 import torch
+
+_FIXED = frozenset({bool, int, float, str, bytes, type(None)})  # values that never change
+
+
+def map_values(value: Any, function: Callable[[Any], Any]) -> Any:
+    """Rebuild plain containers with a function's values in the place of what they hold.
+
+    Args:
+        value: plain containers of anything.
+        function: called with all that is neither a container nor a number, text or None.
+
+    Ranks: local.
+
+    Example:
+        >>> map_values({"a": [torch.ones(1), 3]}, torch.numel)
+        {'a': [1, 3]}
+    """
+    if type(value) in {dict, OrderedDict}:
+        rebuilt = type(value)((key, map_values(one, function)) for key, one in value.items())
+        if type(value) is OrderedDict:
+            vars(rebuilt).update(vars(value))  # the versions of a module's state
+        return rebuilt
+    if type(value) in {list, tuple}:
+        if _FIXED.issuperset(map(type, value)):  # long ones of numbers are many
+            return type(value)(value)
+        return type(value)(map_values(one, function) for one in value)
+    return value if type(value) in _FIXED else function(value)
 
 
 def is_sharded(value: Any) -> bool:

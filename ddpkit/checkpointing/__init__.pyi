@@ -1,7 +1,6 @@
 from ddpkit.checkpointing.async_save import (
     BackgroundSave as BackgroundSave,
     SnapshotMemory as SnapshotMemory,
-    wait_for_folder as wait_for_folder,
 )
 from ddpkit.checkpointing.folder import (
     CheckpointFolder as CheckpointFolder,

@@ -16,23 +16,20 @@ import copy
 import os
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
+from ddpkit.base import map_values
 from ddpkit.logger import get_logger
 
 logger = get_logger(__name__)
 
 HEAD_START_SECONDS = 0.001  # for training: a thread that has just begun keeps Python's lock for up to 5 ms
 SPARE_BYTES = 256 << 20  # left to the process when a snapshot is made
-_FIXED = frozenset({bool, int, float, str, bytes, type(None)})  # values that never change
 HUGE = 1 << 60  # control groups of version 1 write "no limit" as a number of pages that fills 63 bits
-
-_writers: dict[str, threading.Thread] = {}  # who writes in a folder, or was the last to do so
 
 
 # ---------------------------------------------------------------------------------------- the thread
@@ -43,6 +40,7 @@ class BackgroundSave:
 
     Attributes:
         path: what is being written, or was last.
+        threads: of this process: the one that writes in a folder, or was the last to do so, by the folder's real path.
 
     Ranks: main only.
 
@@ -55,6 +53,8 @@ class BackgroundSave:
         >>> done
         [1]
     """
+
+    threads: ClassVar[dict[str, threading.Thread]] = {}
 
     def __init__(self) -> None:
         self.path: Path | None = None
@@ -72,19 +72,25 @@ class BackgroundSave:
         """
         self.path = path
         self._thread = threading.Thread(target=self._run, args=(work,), name=f"ddpkit saves {path.name}")
-        _writers[os.path.realpath(path.parent)] = self._thread
+        self.threads[os.path.realpath(path.parent)] = self._thread
         self._thread.start()
 
-    def wait(self) -> None:
+    def wait(self, folder: Path | None = None) -> None:
         """Wait for the work that was begun last.
+
+        Args:
+            folder: of checkpoints; whatever else in this process writes there is waited for, too.
 
         Raises:
             BaseException: what the work raised, once.
 
         Ranks: main only.
         """
-        if self._thread is not None:
-            _join(self._thread)
+        other = None if folder is None else self.threads.get(os.path.realpath(folder))
+        for thread in filter(None, (self._thread, other)):
+            is_own = thread is threading.current_thread()  # which may collect a Checkpointer
+            if not is_own and thread.ident is not None:  # else the system has granted none
+                thread.join()
         self._thread = None
         error, self._error = self._error, None
         if error is not None:
@@ -106,28 +112,6 @@ class BackgroundSave:
             work()
         except BaseException as error:  # noqa: BLE001 -- raised in `wait`
             self._error = error
-
-
-def wait_for_folder(folder: Path) -> None:
-    """Wait until nothing in this process writes in a folder in the background, for whomever it does so.
-
-    Args:
-        folder: the folder that holds the checkpoints.
-
-    Ranks: main only.
-
-    Example:
-        >>> wait_for_folder(Path("save"))
-    """
-    thread = _writers.get(os.path.realpath(folder))
-    if thread is not None:
-        _join(thread)
-
-
-def _join(thread: threading.Thread) -> None:
-    is_own = thread is threading.current_thread()  # which may collect a Checkpointer
-    if not is_own and thread.ident is not None:  # else the system has granted none
-        thread.join()
 
 
 # ---------------------------------------------------------------------------------------- the copy
@@ -185,7 +169,7 @@ class SnapshotMemory:
             tensor.set_(storage, value.storage_offset(), value.size(), value.stride())
             return tensor.requires_grad_(value.requires_grad)
 
-        return {name: mapped(state, copied) for name, state in states.items()}
+        return {name: map_values(state, copied) for name, state in states.items()}
 
     def clear(self) -> None:
         """Give the memory back, as soon as no snapshot is in it."""
@@ -229,33 +213,8 @@ def _storages(states: Mapping[str, Any]) -> dict[int, torch.UntypedStorage]:
             found[id(storage)] = storage
 
     for state in states.values():
-        mapped(state, note)
+        map_values(state, note)
     return found
-
-
-def mapped(value: Any, function: Callable[[Any], Any]) -> Any:
-    """Rebuild plain containers with a function's values in the place of what they hold.
-
-    Args:
-        value: plain containers of anything.
-        function: called with all that is neither a container nor a number, text or None.
-
-    Ranks: local.
-
-    Example:
-        >>> mapped({"a": [torch.ones(1), 3]}, torch.numel)
-        {'a': [1, 3]}
-    """
-    if type(value) in {dict, OrderedDict}:
-        rebuilt = type(value)((key, mapped(one, function)) for key, one in value.items())
-        if type(value) is OrderedDict:
-            vars(rebuilt).update(vars(value))  # the versions of a module's state
-        return rebuilt
-    if type(value) in {list, tuple}:
-        if _FIXED.issuperset(map(type, value)):  # long ones of numbers are many
-            return type(value)(value)
-        return type(value)(mapped(one, function) for one in value)
-    return value if type(value) in _FIXED else function(value)
 
 
 def _is_plain_tensor(value: Any) -> bool:

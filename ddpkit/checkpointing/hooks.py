@@ -46,9 +46,9 @@ from ddpkit.base import (
     TransferHook,
     gather_whole,
     is_sharded,
+    map_values,
     sharded_like,
 )
-from ddpkit.checkpointing.async_save import mapped
 from ddpkit.checkpointing.storage import BLOCK_BYTES, write_file
 from ddpkit.distributed import get_rank, main_process_only
 from ddpkit.errors import CheckpointError
@@ -254,11 +254,17 @@ def whole_states(objects: Mapping[str, Any]) -> dict[str, Any]:
     found = {}
     for name, obj in objects.items():
         state = saved_state(obj)
-        values: list[Any] = []
-        mapped(state, values.append)
-        if any(map(is_sharded, values)):
-            found[name] = mapped(state, lambda one: gather_whole(one, keep=not get_rank()) if is_sharded(one) else one)
+        if _has_sharded(state):
+            found[name] = map_values(
+                state, lambda one: gather_whole(one, keep=not get_rank()) if is_sharded(one) else one
+            )
     return found
+
+
+def _has_sharded(state: Any) -> bool:
+    values: list[Any] = []
+    map_values(state, values.append)
+    return any(map(is_sharded, values))
 
 
 def whole_state_dict(obj: Any) -> Any:
@@ -304,9 +310,7 @@ def write_state(state: Any, path: Path) -> str:
         >>> safe_load(path)
         {'step': 3}
     """
-    values: list[Any] = []
-    mapped(state, values.append)
-    if any(map(is_sharded, values)):
+    if _has_sharded(state):
         raise CheckpointError(
             "each rank has a part of its tensors (DTensor), and only the main process saves. Save it with the Brain's "
             "checkpointer, on every rank; or save what ddpkit.checkpoints.whole_state_dict gives, called on every rank."

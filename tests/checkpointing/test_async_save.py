@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from ddpkit.checkpointing import async_save, folder, storage
-from ddpkit.checkpointing.async_save import BackgroundSave, wait_for_folder
+from ddpkit.checkpointing.async_save import BackgroundSave
 from ddpkit.checkpointing.run_lock import FolderLock
 from ddpkit.checkpointing.storage import FileOperations, verify
 from ddpkit.checkpoints import Checkpointer, safe_load
@@ -459,7 +459,7 @@ def test_a_checkpointer_that_is_collected_finishes_its_save_first(tmp_path, mode
 def test_another_checkpointer_can_wait_for_a_folder(checkpointer, gate):
     saved = checkpointer.save_checkpoint()
     threading.Timer(0.2, gate.open.set).start()
-    wait_for_folder(checkpointer.checkpoints_dir)
+    BackgroundSave().wait(checkpointer.checkpoints_dir)
     assert verify(saved.path, expect_manifest=True) == []
 
 

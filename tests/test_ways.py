@@ -113,22 +113,21 @@ def test_a_resume(tmp_path):
     follow(tmp_path / "begun", None)
     resumed, fresh = (follow(tmp_path / name, "resume", epochs=2) for name in ("begun", "new"))
     assert resumed.functions["run.resuming", "read_brain_file"] == 1
-    check(resumed, 64)
+    check(resumed, 63)
     for function in fresh.functions:
         del resumed.functions[function]
     check(resumed, 16)
 
 
 def save_of_rank_0(folder):
-    way = follow(folder, "save")
+    follow(folder / "before", "save")  # the first save of a process loads YAML, by way of the package's lazy names
+    gc.collect()
+    way = follow(folder / "then", "save")
     return way if dist.get_rank() == 0 else None
 
 
 def test_a_save_of_three_ranks(ranks, tmp_path):
-    """Beside what is saved: the Brain, the counter, the loader, and what each rank has of its own.
-
-    A rank that says where it is looks up, the first time, when its process started: that is one of them.
-    """
+    """With what is saved: the Brain, the counter, the loader, and what each rank has of its own."""
     way = ranks.run(save_of_rank_0, tmp_path, world_size=3)[0]
     assert way.modules >= SAVED
-    check(way, 22 + len(SAVED))
+    check(way, 22)

@@ -46,16 +46,16 @@ __all__ = [
     "deal_batches",
     "default_seed",
     "distributed_loader_specifics",
-    "go_on_after_end",
-    "go_on_at",
+    "keep_states",
     "make_dataloader",
     "plan_of",
     "reshard",
+    "resume_after_end",
+    "resume_at",
     "set_epoch",
     "shard",
     "state_at",
     "state_at_end",
-    "want_states",
 ]
 
 logger = get_logger(__name__)
@@ -184,7 +184,7 @@ class LoopedLoader:
             "loader": None if marks is None else marks.around(self._in_pass),
         }
 
-    def go_on_in_pass(self, state: dict[str, Any] | None) -> None:
+    def resume_in_pass(self, state: dict[str, Any] | None) -> None:
         """Continue at a saved position, instead of by the counters alone; without a state nothing is changed.
 
         If the batch size has changed, the position is counted in samples, and a partly trained batch is repeated
@@ -209,7 +209,7 @@ class LoopedLoader:
         if self.has_counts:  # whose numbers follow from the batches of all passes
             self.total_steps = self._passes * len(self.loader) + self._skip
 
-    def go_on_at(self, step: int, state: dict[str, Any] | None) -> None:
+    def resume_at(self, step: int, state: dict[str, Any] | None) -> None:
         """Have the next iteration go on after so many batches of the nominal epoch.
 
         Args:
@@ -220,7 +220,7 @@ class LoopedLoader:
             if self.step and (state is None or not state["has_begun"]):
                 self._go_to(self.total_steps * step // self.step)
             self.step = step
-        self.go_on_in_pass(state)
+        self.resume_in_pass(state)
 
     @mark_as_saver
     def save(self, path: Path) -> None:
@@ -232,7 +232,7 @@ class LoopedLoader:
         """Take the numbers over; a save at the very end of an epoch makes the next iteration stop at once.
 
         The data goes on where it was: by position if the length of a pass is known, else by reading it again, unless
-        the Brain knows more of it (:meth:`go_on_in_pass`).
+        the Brain knows more of it (:meth:`resume_in_pass`).
         """
         numbers = [int(line) for line in path.read_text(encoding="utf-8").split()]
         self.step, total_steps, self.total_samples = numbers
@@ -272,7 +272,7 @@ def state_at(loader: Any, step: int) -> Any:
     return None if around is None else {**around, "step": step, "batch": _batch_size(loader)}
 
 
-def go_on_at(loader: Any, step: int, state: Any, *, same_batches: bool = True) -> int:
+def resume_at(loader: Any, step: int, state: Any, *, same_batches: bool = True) -> int:
     """Have a loader's next iteration go on after ``step`` batches.
 
     Args:
@@ -287,11 +287,11 @@ def go_on_at(loader: Any, step: int, state: Any, *, same_batches: bool = True) -
     Ranks: local.
 
     Example:
-        >>> go_on_at([1, 2], 1, None)
+        >>> resume_at([1, 2], 1, None)
         1
     """
     if isinstance(loader, LoopedLoader):
-        loader.go_on_at(step, state)
+        loader.resume_at(step, state)
         return 0
     if isinstance(loader, SaveableDataLoader):
         loader.skip_next(step)
@@ -308,7 +308,7 @@ def go_on_at(loader: Any, step: int, state: Any, *, same_batches: bool = True) -
     return step - int(number)
 
 
-def want_states(loader: Any) -> None:
+def keep_states(loader: Any) -> None:
     """Have a loader remember what :func:`state_at` will ask for, which costs a look at its data's state per batch.
 
     Args:
@@ -317,7 +317,7 @@ def want_states(loader: Any) -> None:
     Ranks: local.
 
     Example:
-        >>> want_states([1, 2])
+        >>> keep_states([1, 2])
     """
     marks = _marks(loader.loader if isinstance(loader, LoopedLoader) else loader)
     if marks is not None:
@@ -339,7 +339,7 @@ def state_at_end(loader: Any) -> Any:
     return None if marks is None else marks.at_end()
 
 
-def go_on_after_end(loader: Any, state: Any) -> None:
+def resume_after_end(loader: Any, state: Any) -> None:
     """Restore the state that a loader carries over from the epoch before.
 
     Args:
@@ -349,14 +349,14 @@ def go_on_after_end(loader: Any, state: Any) -> None:
     Ranks: local.
 
     Example:
-        >>> go_on_after_end([1, 2], None)
+        >>> resume_after_end([1, 2], None)
     """
     if isinstance(loader, LoopedLoader):
-        loader.go_on_in_pass(state)
+        loader.resume_in_pass(state)
         return
     marks = _marks(loader)
     if marks is not None and state is not None:
-        marks.go_on_after_end(state)
+        marks.resume_after_end(state)
 
 
 def _marks(loader: Any) -> StreamPosition | None:

@@ -62,7 +62,7 @@ __all__ = [
 
 T = TypeVar("T")
 
-# See keep_awhile.
+# See keep_alive.
 _lately_used: deque[torch.Tensor] = deque(maxlen=64)
 
 # 0: every rank is here. Above 0: this code runs on the main process (or on one process per node) alone.
@@ -563,8 +563,8 @@ def gather_objects(make: Callable[[], T]) -> list[T]:
 def _gather_bytes(data: bytes, *, failed: bool) -> tuple[list[Any], list[bool]]:
     """Give every rank all ranks' bytes, and whether each failed: sizes first, then each rank broadcasts its own."""
     group, rank = control_group(), dist.get_rank()
-    facts = keep_awhile(torch.tensor([len(data), int(failed)]))
-    everybody = [keep_awhile(torch.empty_like(facts)) for _ in range(dist.get_world_size())]
+    facts = keep_alive(torch.tensor([len(data), int(failed)]))
+    everybody = [keep_alive(torch.empty_like(facts)) for _ in range(dist.get_world_size())]
     dist.all_gather(everybody, facts, group=group)
     payloads = []
     for source, (size, _) in enumerate(one.tolist() for one in everybody):
@@ -596,7 +596,7 @@ def require_all_ranks(call: str) -> None:
         )
 
 
-def keep_awhile(tensor: torch.Tensor) -> torch.Tensor:
+def keep_alive(tensor: torch.Tensor) -> torch.Tensor:
     """Keep a small tensor for a while that goes into a collective, and return it.
 
     A collective's thread lets go of its tensor a moment after the caller has been answered. If that is the last to hold
@@ -611,7 +611,7 @@ def keep_awhile(tensor: torch.Tensor) -> torch.Tensor:
     State: the last 64 such tensors of this process.
 
     Example:
-        >>> keep_awhile(torch.ones(2))
+        >>> keep_alive(torch.ones(2))
         tensor([1., 1.])
     """
     _lately_used.append(tensor)
@@ -635,7 +635,7 @@ def sum_over_ranks(values: list[float]) -> list[float]:
     """
     if not is_distributed_initialized():
         return list(values)
-    tensor = keep_awhile(torch.tensor(values, dtype=torch.float64))
+    tensor = keep_alive(torch.tensor(values, dtype=torch.float64))
     with get_runtime().mailbox.forgetting():
         sums: list[float] = ddp_all_reduce(tensor).tolist()
     return sums
@@ -678,7 +678,7 @@ def start_sum_over_ranks(values: list[float]) -> Callable[[], list[float]]:
     if not is_distributed_initialized():
         return lambda: list(values)
     require_all_ranks("start_sum_over_ranks")
-    tensor = keep_awhile(torch.tensor(values, dtype=torch.float64))
+    tensor = keep_alive(torch.tensor(values, dtype=torch.float64))
     work = dist.all_reduce(tensor, group=control_group(), async_op=True)
 
     def finish() -> list[float]:

@@ -276,7 +276,7 @@ class Schedule:
         except ValueError as error:
             raise ConfigError(
                 f"{type(self.scheduler).__name__} was made for {self.total_steps} {self.every}s and cannot go on: "
-                f"{error}. Train for as long as it was made for, in the first fit, or use one that has no end."
+                f"{error}. Train no longer than that, or use a schedule without an end."
             ) from error
 
     def state_dict(self) -> dict[str, Any]:

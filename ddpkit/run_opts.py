@@ -205,7 +205,7 @@ class RunOptions(OptionTypes, MutableMapping[str, Any]):
         from_yaml.pop("param_file", None)
         if from_yaml:
             set_by_yaml = [f"{name}={value!r}" for name, value in from_yaml.items() if name not in self.overridden_args]
-            logger.info("Run options from the YAML: %s", ", ".join(set_by_yaml) or "none that count")
+            logger.info("Run options from the YAML: %s", ", ".join(set_by_yaml) or "none, as all were given")
         if self.overridden_args:
             logger.info("Run options that were given: %r", self)
         with usage_errors():

@@ -163,7 +163,7 @@ def check_train_data(loader: Any, batches: int | None) -> None:
     plan = getattr(getattr(loader, "batch_sampler", None), "plan", None)
     if plan is not None and len(plan) > 0 and plan.num_samples < plan.world_size:
         logger.warning(
-            "The training set has %d sample(s) for %d ranks: a rank without one repeats one that counts nothing.",
+            "The training set has %d sample(s) for %d ranks: a rank without a sample repeats one with weight 0.",
             plan.num_samples,
             plan.world_size,
         )

@@ -288,7 +288,7 @@ def compare_over_store(store: Store, rank: int, world_size: int, facts: Mapping[
 
     Raises:
         RankMismatchError: on every rank, naming what differs and on which rank.
-        LaunchError: a rank has met the others and does not come, or the store has gone.
+        LaunchError: a rank joined the run and does not answer, or the store has gone.
 
     Ranks: collective.
 
@@ -317,7 +317,7 @@ def _get(store: Store, key: str, end: float, other: int) -> str:
         if store.check([key]):
             return bytes(store.get(key)).decode()
     raise LaunchError(
-        f"rank {other} has met the others, and has not come any further since. Look into its output. "
+        f"rank {other} joined the run and has not come further since. Look into its output. "
         "--distributed_timeout_minutes says how long to wait."
     )
 

@@ -149,9 +149,9 @@ def _await_listener(address: str, port: int, end: float) -> None:
             if isinstance(error, socket.gaierror) and time.monotonic() - began > UNKNOWN_HOST_SECONDS:
                 break
     raise LaunchError(
-        f"nobody could be reached at {address}:{port} for {time.monotonic() - began:.0f} s ({last}). Was rank 0 "
-        f"started, and is {address!r} its machine, by a name that this one knows? MASTER_ADDR and MASTER_PORT say "
-        "where it is to be met."
+        f"cannot connect to rank 0 at {address}:{port}, after {time.monotonic() - began:.0f} s ({last}). Was rank 0 "
+        f"started, and does this machine know the machine of rank 0 as {address!r}? The address is MASTER_ADDR and "
+        "MASTER_PORT."
     )
 
 
@@ -239,8 +239,8 @@ def _claim(store: dist.Store, info: LaunchInfo) -> None:
     holder = store.compare_set(f"ddpkit/here/{info.rank}", "", _me()).decode()
     if holder != _me():
         raise LaunchError(
-            f"rank {info.rank} is there twice: {holder} has met the others at {info.address}:{info.port} before "
-            f"{_me()} did. Two runs use the same MASTER_ADDR and MASTER_PORT (give one of them another port), or two "
+            f"two processes are rank {info.rank} of the run at {info.address}:{info.port}: {holder} came first, then "
+            f"{_me()}. Either two runs use the same MASTER_ADDR and MASTER_PORT (give one another port), or two "
             "processes were given the same RANK."
         )
 

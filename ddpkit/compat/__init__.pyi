@@ -8,7 +8,7 @@ from ddpkit.compat.foreach import (
     norm_of_all as norm_of_all,
 )
 from ddpkit.compat.forkservers import (
-    forkserver_of_its_own as forkserver_of_its_own,
+    own_forkserver as own_forkserver,
 )
 from ddpkit.compat.process_groups import (
     all_groups as all_groups,

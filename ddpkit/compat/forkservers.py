@@ -18,7 +18,7 @@ _SERVERS: dict[int, Any] = {}  # by process: a forked one has none
 
 
 @contextlib.contextmanager
-def forkserver_of_its_own() -> Iterator[None]:
+def own_forkserver() -> Iterator[None]:
     """Have this thread's processes come from another forkserver than the script's; otherwise from that, started before.
 
     Ranks: local.
@@ -26,7 +26,7 @@ def forkserver_of_its_own() -> Iterator[None]:
     State: a function of multiprocessing, restored at the end; unchanged for other threads.
 
     Example:
-        >>> with forkserver_of_its_own():
+        >>> with own_forkserver():
         ...     workers_would_start_here = True
     """
     scripts: Any = getattr(forkserver, "_forkserver", None)

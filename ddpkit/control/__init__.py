@@ -1,4 +1,4 @@
-"""A run never hangs: periodic agreement, heartbeat, watchdog, failure report, stopping, and where each rank is."""
+"""A run never hangs: periodic agreement, heartbeat, watchdog, failure report, and where each rank is."""
 
 from __future__ import annotations
 

@@ -13,20 +13,12 @@ from ddpkit.control.loader_workers import (
     start_loading as start_loading,
 )
 from ddpkit.control.periodic_sync import (
+    CAUSES as CAUSES,
+    TIME_LIMIT as TIME_LIMIT,
     PeriodicSync as PeriodicSync,
     Requests as Requests,
     SyncReport as SyncReport,
     terminating_later as terminating_later,
-)
-from ddpkit.control.stopping import (
-    MARKER as MARKER,
-    TIME_LIMIT as TIME_LIMIT,
-    exit_code as exit_code,
-    parse_duration as parse_duration,
-    remove_marker as remove_marker,
-    require_stop_signals as require_stop_signals,
-    seconds_since_start as seconds_since_start,
-    write_marker as write_marker,
 )
 from ddpkit.control.watchdog import (
     Watchdog as Watchdog,

@@ -28,7 +28,7 @@ from multiprocessing import resource_tracker, util
 from pathlib import Path
 from typing import Any
 
-from ddpkit.compat import forkserver_of_its_own
+from ddpkit.compat import own_forkserver
 
 DUMP_SECONDS = 0.3
 MOST_SHOWN = 8
@@ -44,13 +44,13 @@ class _Here:
     is_worker = False
 
 
-def deaf_signals() -> set[signal.Signals]:
+def ignored_signals() -> set[signal.Signals]:
     """Return the signals that a rank acts on, and its loaders' workers do not.
 
     Ranks: local.
 
     Example:
-        >>> signal.SIGTERM in deaf_signals()
+        >>> signal.SIGTERM in ignored_signals()
         True
     """
     names = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2")
@@ -86,10 +86,10 @@ def at_exit(call: Callable[[], object]) -> None:
 
 
 def start_loading(loader: Any, begin: Callable[[], Iterator[Any]] | None = None) -> Iterator[Any]:
-    """Begin to iterate a loader. Its workers, if it starts any, are deaf and end with this process.
+    """Begin to iterate a loader. Its workers, if it starts any, ignore signals and end with this process.
 
     Args:
-        loader: a ``DataLoader``; or any iterable, whose workers are deaf, and so are programs that they start.
+        loader: a ``DataLoader``; or any iterable, whose workers, and programs that they start, ignore signals.
         begin: what to call instead of ``iter(loader)``.
 
     Returns:
@@ -106,7 +106,7 @@ def start_loading(loader: Any, begin: Callable[[], Iterator[Any]] | None = None)
     if workers == 0:
         return begin()
     _kill_workers_at_exit()
-    with _deaf_start(getattr(loader, "multiprocessing_context", None)):
+    with _ignoring_signals(getattr(loader, "multiprocessing_context", None)):
         if workers is None:
             return begin()
         loader.worker_init_fn = functools.partial(_start_worker, init)
@@ -120,7 +120,7 @@ def start_loading(loader: Any, begin: Callable[[], Iterator[Any]] | None = None)
 
 
 @contextlib.contextmanager
-def _deaf_start(context: Any) -> Iterator[None]:
+def _ignoring_signals(context: Any) -> Iterator[None]:
     """Block the signals in this thread while workers are started; another thread handles them, or this one later.
 
     The nap lets C++ threads (of a process group, of autograd) finish that are about to enter Python: a fork at that
@@ -133,9 +133,9 @@ def _deaf_start(context: Any) -> Iterator[None]:
     method = (context or multiprocessing).get_start_method(allow_none=True) or methods[0]
     if method != "fork":
         resource_tracker.ensure_running()  # its start unblocks SIGINT and SIGTERM
-    with forkserver_of_its_own() if method == "forkserver" else contextlib.nullcontext():
+    with own_forkserver() if method == "forkserver" else contextlib.nullcontext():
         time.sleep(NAP_SECONDS)
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, deaf_signals())
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, ignored_signals())
         try:
             yield
         finally:
@@ -147,11 +147,11 @@ def _start_worker(init: Callable[[int], None] | None, worker: int) -> None:
     if not _Here.is_worker:  # else this loader is inside of another one
         _Here.is_worker = True
         gc.freeze()
-        for deaf in deaf_signals():
-            signal.signal(deaf, _do_nothing)
+        for one in ignored_signals():
+            signal.signal(one, _do_nothing)
         if hasattr(os, "register_at_fork"):
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, deaf_signals())
-            os.register_at_fork(after_in_child=_hear_again)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, ignored_signals())
+            os.register_at_fork(after_in_child=_restore_signals)
         number = _dump_signal()
         if number is not None:
             faulthandler.register(number, file=2, all_threads=False, chain=False)
@@ -172,9 +172,9 @@ def _do_nothing(*_signal_and_frame: Any) -> None:
     pass
 
 
-def _hear_again() -> None:
+def _restore_signals() -> None:
     """Have a process that a worker forks for itself be ended as any other."""
-    for number in deaf_signals():
+    for number in ignored_signals():
         signal.signal(number, signal.SIG_DFL)
 
 

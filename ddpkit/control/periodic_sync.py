@@ -13,12 +13,14 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from ddpkit.control.stopping import CAUSES
 from ddpkit.control.watchdog import EXIT_DELAY
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+TIME_LIMIT = "time limit"
+#: What can ask a run to stop; if several do at once, the first of these counts on all ranks.
+CAUSES = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGHUP", TIME_LIMIT)
 INTERVAL_SECONDS = 1.0
 MOST_SHORTER = 4  # times: the distance of syncs that an epoch may begin with, against that of the epoch before
 
@@ -33,7 +35,7 @@ class SyncReport:
         samples: samples seen by all ranks since the epoch began, with those whose loss was not finite.
         main_seconds: the main process's answer to how long ago it last saved an intra-epoch checkpoint.
         save_wanted: whether some rank has been asked for a checkpoint, by a signal.
-        stop: what has asked some rank to stop, one of :data:`ddpkit.control.stopping.CAUSES`; empty: nothing has.
+        stop: what has asked some rank to stop, one of :data:`CAUSES`; empty: nothing has.
 
     Ranks: local.
 
@@ -56,7 +58,7 @@ class Requests(NamedTuple):
     Attributes:
         main_seconds: seconds since the last intra-epoch checkpoint; only the main process's value counts.
         save: whether a checkpoint was requested on this rank.
-        stop: the cause of a stop request, one of :data:`ddpkit.control.stopping.CAUSES`; empty: none.
+        stop: the cause of a stop request, one of :data:`CAUSES`; empty: none.
 
     Ranks: local.
 
@@ -100,7 +102,7 @@ def terminating_later() -> Iterator[None]:
 
 
 class PeriodicSync:
-    """Decides at which steps the ranks confer, and confers.
+    """Decides at which steps the ranks sync, and syncs them.
 
     Args:
         add_up: sums a list of floats over the ranks, such as :func:`ddpkit.distributed.sum_over_ranks`.
@@ -153,7 +155,7 @@ class PeriodicSync:
         samples: int,
         requests: Requests,
     ) -> SyncReport:
-        """Confer with the other ranks and fix the step of the next sync.
+        """Exchange these numbers with the other ranks and fix the step of the next sync.
 
         Args:
             step: the current step, equal on all ranks.

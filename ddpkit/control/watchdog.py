@@ -189,10 +189,10 @@ class Watchdog:
     def _look(self) -> None:
         looks = (
             self._notice_steps,
-            self._mind_launcher,
-            self._mind_failure,
-            self._mind_store,
-            self._mind_clock,
+            self._check_launcher,
+            self._check_failure,
+            self._check_store,
+            self._check_clock,
         )
         while not self._over.wait(LOOK_SECONDS):
             if self.guest is None:
@@ -227,11 +227,11 @@ class Watchdog:
         limits = [limit for limit in (self.hang_warning, self.hang_timeout) if limit > 0]
         return bool(limits) and self.still_for >= min(limits) / 2
 
-    def _mind_launcher(self) -> None:
+    def _check_launcher(self) -> None:
         if self.parent is not None and os.getppid() != self.parent:
             self._end(f"the launcher (pid {self.parent}) that started rank {self.rank} is gone: the process ends.")
 
-    def _mind_failure(self) -> None:
+    def _check_failure(self) -> None:
         now = time.monotonic()
         if PROCESS.failed is not None and self.position.progress is None:
             self._failing_since = self._failing_since or now
@@ -258,7 +258,7 @@ class Watchdog:
             text = "rank %d may wait in vain, and is not ended because others started the process group: %s"
             logger.error(text, self.rank, reason.summary(), main_process_only=False)
 
-    def _mind_store(self) -> None:
+    def _check_store(self) -> None:
         inside, lost = self.position.progress is not None, self.heartbeat.store_lost
         if self.guest is not None:
             return
@@ -302,7 +302,7 @@ class Watchdog:
             return Reason(0, f"lost its launcher: {text}", is_final=True)
         return self.heartbeat.gone(0, f"was lost with the store on {_store_place()}, which it held, {cut}")
 
-    def _mind_clock(self) -> None:
+    def _check_clock(self) -> None:
         still = self.still_for
         failure = self.heartbeat.failure
         if self.position.progress is None or PROCESS.failed is not None or (failure is not None and failure.is_final):

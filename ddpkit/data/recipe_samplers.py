@@ -357,7 +357,7 @@ class DynamicBatchSampler(Sampler[list[int]]):
         if not len(self):
             raise DataError(
                 f"DynamicBatchSampler: drop_last=True leaves no batch of the {len(self._lengths)} sample(s): no bucket "
-                f"has as many as a batch of it takes ({self._bucket_lens.tolist()}). Leave drop_last out, or use a "
+                f"fills a batch ({self._bucket_lens.tolist()} samples). Leave drop_last out, or use a "
                 "smaller max_batch_length, max_batch_ex or num_buckets."
             )
         logger.info(

@@ -354,12 +354,12 @@ class StreamPosition:
             state: the state there.
         """
         if "begin" in state:
-            self.go_on_after_end(state["begin"])
+            self.resume_after_end(state["begin"])
         elif self._source is not None:
             self._source.load_state_dict({**state, "block": number})  # which other ranks may have counted otherwise
             self.first, self._given = number, state
 
-    def go_on_after_end(self, state: Any) -> None:
+    def resume_after_end(self, state: Any) -> None:
         """Restore the state that the stream carries from one epoch into the next.
 
         Args:

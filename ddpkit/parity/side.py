@@ -94,7 +94,7 @@ class Side:
         sketches: of the batches of the last step.
 
     Raises:
-        ConfigError: nobody can say which samples are in a batch.
+        ConfigError: the samples of a batch are not known.
 
     Ranks: local.
     """
@@ -324,7 +324,7 @@ def _require_samples(loader: Any, plan: Any) -> None:
     if not isinstance(plan, (PlannedBatchSampler, DealtBatchSampler)):
         raise ConfigError(
             f"check_parity cannot join the batches of this training set, a {type(loader).__name__} of "
-            f"{type(getattr(loader, 'dataset', loader)).__name__}: nobody can say which samples are in them. Check "
+            f"{type(getattr(loader, 'dataset', loader)).__name__}: their samples are not known. Check "
             "parity with a map-style dataset (a list of a few of the samples will do), and let ddpkit divide it."
         )
 

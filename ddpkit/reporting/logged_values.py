@@ -70,7 +70,7 @@ class LoggedValues:
         >>> with logged.during(Stage.VALID, epoch=1):
         ...     logged.add("accuracy", 3, 4)
         ...     logged.add("accuracy", 1, 4)
-        ...     _ = logged.confer([], at_end=True)
+        ...     _ = logged.sync([], at_end=True)
         >>> logged.values
         {'valid': {'accuracy': 0.5}}
     """
@@ -199,7 +199,7 @@ class LoggedValues:
 
     # ------------------------------------------------------------------ adding up over the ranks
 
-    def confer(self, numbers: list[float], *, at_end: bool = False) -> list[float]:
+    def sync(self, numbers: list[float], *, at_end: bool = False) -> list[float]:
         """Add up the loop's numbers over the ranks, and with them what was logged per step since the last time.
 
         Args:

@@ -355,8 +355,8 @@ class StartReport:
 
 
 def _launcher(info: LaunchInfo, backend: str | None) -> str:
-    if not info.is_distributed:
-        return "none" if backend is None else "a process group that the script has started"
+    if info.launcher == "none" and backend is not None:
+        return "a process group that the script has started"
     restarts = f" (restart {info.restart_count})" if info.restart_count else ""
     return f"{_LAUNCHERS.get(info.launcher, info.launcher)}{restarts}"
 

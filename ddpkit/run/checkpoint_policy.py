@@ -140,8 +140,8 @@ class CheckpointPolicy:
             return
         if hasattr(other, "fit_batch"):
             raise ConfigError(
-                "a Brain was made with this Checkpointer before, and a checkpoint holds the training of one. Give each "
-                "Brain a Checkpointer of its own; to evaluate what another has trained, one on the same folder."
+                "this Checkpointer belongs to another Brain, and a checkpoint holds the training of one Brain. Give "
+                "each Brain its own Checkpointer. To evaluate what another trained, give it one on the same folder."
             )
         raise ConfigError(
             f"a recoverable of the recipe ({type(other).__name__}) is named {name!r}, as {what} is: rename it."
@@ -189,7 +189,7 @@ class CheckpointPolicy:
                 checkpointer.wait()
             except BaseException as error:
                 if not get_rank():
-                    self._bring_to_safety(checkpointer, error)
+                    self._save_on_error(checkpointer, error)
                 raise
             finally:
                 checkpointer.asynchronous = before
@@ -423,7 +423,7 @@ class CheckpointPolicy:
             )
         return self.train_step.strategy.whole_states(objects)
 
-    def _bring_to_safety(self, checkpointer: Checkpointer, error: BaseException) -> None:
+    def _save_on_error(self, checkpointer: Checkpointer, error: BaseException) -> None:
         """Finish a running save, and save once more with ``ckpt_on_error``; main process only."""
         wanted = self.options.ckpt_on_error and isinstance(error, (Exception, KeyboardInterrupt))
         with alone(), terminating_later():

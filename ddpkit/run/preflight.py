@@ -57,6 +57,7 @@ class Preflight:
         policy: knows what was recovered.
 
     Attributes:
+        launch: the launcher and the place of this process, as the environment said when the Brain was made.
         places: where each rank runs.
         report: what was shown; None on the other ranks, and before the first.
 
@@ -67,6 +68,7 @@ class Preflight:
         self, options: RunOptions, progress: Progress, train_step: TrainStep, policy: CheckpointPolicy
     ) -> None:
         self.options, self.progress, self.train_step, self.policy = options, progress, train_step, policy
+        self.launch = find_launch()
         self.places: list[Place] = []
         self.report: StartReport | None = None
         self._last_epoch_looked_at = 0
@@ -83,7 +85,7 @@ class Preflight:
         """
         options, checkpointer = self.options, self.policy.checkpointer
         self.policy.run_state.recovered = None
-        place = Place.here(find_launch().node_rank, str(options.device))
+        place = Place.here(self.launch.node_rank, str(options.device))
         if get_world_size() == 1:
             self.places = [place]
             return
@@ -152,7 +154,7 @@ class Preflight:
         }
         self._show("Training", first, {"records": records_row(files), "start": start}, contexts)
 
-    def look_at(self, batch: Any) -> None:
+    def advise_on_loss(self, batch: Any) -> None:
         """On several ranks, say how a mean over tokens is returned, where samples differ in length and it may be one.
 
         Args:
@@ -191,7 +193,7 @@ class Preflight:
         self.report = self.report or StartReport()
         backend = str(dist.get_backend()) if is_distributed_initialized() else None
         rows = {
-            **place_rows(self.places, find_launch(), backend),
+            **place_rows(self.places, self.launch, backend),
             **first,
             "precision": precision_row(*contexts, self.train_step.scaler, trains=what == "Training"),
             "evaluation": evaluation_row(get_world_size(), divided=self.options.shard_evaluation),

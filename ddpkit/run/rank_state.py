@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from ddpkit.checkpointing import RankStates
 from ddpkit.data import StreamShard, is_stateful
-from ddpkit.dataloader import LoopedLoader, go_on_after_end, go_on_at, state_at, state_at_end, want_states
+from ddpkit.dataloader import LoopedLoader, keep_states, resume_after_end, resume_at, state_at, state_at_end
 from ddpkit.logger import get_logger
 from ddpkit.metrics import ExactMeter, LossMeter
 from ddpkit.seed import RngState, global_seed, seed_epoch_streams
@@ -108,17 +108,17 @@ class RankState:
         progress.loader, self.resumed_step = loader, progress.step
         own: dict[str, Any] = {}
         if states is not None:
-            want_states(loader)
+            keep_states(loader)
             _warn_out_of_reach(loader, resumed=states.loaded is not None)
             states.forget()
             own, states.loaded = states.loaded or self._of_last_call(loader), None
             self._from_last_call = None
             if states.is_complete:
-                self.strategy.show_gradient_orders(self.modules, own.get("gradients", {}))
+                self.strategy.load_gradient_orders(self.modules, own.get("gradients", {}))
                 self.strategy.load_hook_states(own.get("hooks", {}))
         if not progress.step:
-            go_on_after_end(loader, own.get("loader_end"))
-            return go_on_at(loader, 0, None), bool
+            resume_after_end(loader, own.get("loader_end"))
+            return resume_at(loader, 0, None), bool
         if own.get("loss") is not None and states is not None and states.is_complete:
             progress.meter.load_state_dict(own["loss"])
         logged = own.get("logged")
@@ -127,7 +127,7 @@ class RankState:
         random = own.get("random")
         restore = self._seed_anew if random is None else RngState.from_state_dict(random).restore
         same = states is not None and states.is_of_as_many
-        return go_on_at(loader, progress.step, own.get("loader"), same_batches=same), restore
+        return resume_at(loader, progress.step, own.get("loader"), same_batches=same), restore
 
     def end_pass(self) -> None:
         """Collect what a save after the epoch will need of every rank."""

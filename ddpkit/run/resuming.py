@@ -317,7 +317,7 @@ def read_brain_file(checkpoint: Path) -> dict[str, Any]:
     return dict(state) if isinstance(state, Mapping) else {}
 
 
-def state_or_nothing(checkpoint: Path) -> dict[str, Any]:
+def brain_file_or_nothing(checkpoint: Path) -> dict[str, Any]:
     """Return what :func:`read_brain_file` does, and nothing of a file that cannot be read: who loads it says why.
 
     Args:
@@ -409,7 +409,7 @@ def choose_start(checkpointer: Checkpointer, resume: str, *, is_first: bool = Tr
         'auto'
     """
     found = checkpointer.list_checkpoints()
-    states = {one.path: state_or_nothing(one.path) for one in found}
+    states = {one.path: brain_file_or_nothing(one.path) for one in found}
     trained = [one for one in found if states[one.path].get(EVALUATED) is not True]
     own, chosen = trained or found, None  # where only evaluations have saved, theirs
     if not is_first:
@@ -424,7 +424,7 @@ def choose_start(checkpointer: Checkpointer, resume: str, *, is_first: bool = Tr
         checkpointer.set_aside(chosen)
     if chosen is None:
         return Start(resume, len(found))
-    state = states[chosen.path] if chosen.path in states else state_or_nothing(chosen.path)
+    state = states[chosen.path] if chosen.path in states else brain_file_or_nothing(chosen.path)
     return Start(chosen, len(found), _asked(state), state or None)
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from ddpkit.base import POSITION
-from ddpkit.control import PeriodicSync, Requests, exit_code
+from ddpkit.control import PeriodicSync, Requests
 from ddpkit.data import StreamLoader
 from ddpkit.dataloader import plan_of, set_epoch
 from ddpkit.distributed import (
@@ -26,6 +26,7 @@ from ddpkit.logger import get_logger
 from ddpkit.metrics import begin_stage
 from ddpkit.profiler import prepare_profiler
 from ddpkit.reporting import COLOURS, ProgressBar
+from ddpkit.run.stop_control import exit_code
 from ddpkit.train_logger import run_event
 from ddpkit.training import (
     Feed,
@@ -134,7 +135,7 @@ class StageRunner:
         self.rank_state, self.policy, self.stop = rank_state, policy, stop
         self.guard, self.preflight, self.auto_micro_batch = guard, preflight, auto_micro_batch
         self.profiler: Any = None
-        self._sync = PeriodicSync(progress.logged.confer, get_world_size(), is_main=if_main_process())
+        self._sync = PeriodicSync(progress.logged.sync, get_world_size(), is_main=if_main_process())
         self._sync_of_bar = PeriodicSync(list, 1, is_main=True)
 
     @contextlib.contextmanager
@@ -221,7 +222,7 @@ class StageRunner:
 
             def on_sync(report: SyncReport, batch: Any) -> None:
                 self.guard.tighten_timeouts()
-                self.preflight.look_at(batch)
+                self.preflight.advise_on_loss(batch)
                 progress.logged.write_steps(report.step, progress.optimizer_step)
                 progress.avg_train_loss = report.loss
                 bar.show(report.step, report.loss, report.samples - samples_before)
@@ -234,7 +235,7 @@ class StageRunner:
                 brain.optimizers_step()
             progress.window.stepped()
             self.train_step.strategy.end_pass(self.modules)
-            self.train_step.look_at_weights()
+            self.train_step.warn_if_diverged()
             progress.window.count, progress.window.weight = 1, 1.0  # an evaluation follows, whose batches all count
             self.rank_state.end_pass()
             return self._finish(Stage.TRAIN, epoch, time.monotonic() - started, bar)
@@ -321,7 +322,7 @@ class StageRunner:
             if is_shared:
                 place = progress.epoch, progress.optimizer_step
                 batches = strategy.evaluated(batches, self.rank_state.base_seed or 0, *place)
-            evaluate_epoch(brain, batches, stage, bar, count=counting(loader), sync=sync, confer=confer)
+            evaluate_epoch(brain, batches, stage, bar, count=counting(loader), sync=sync, after_batch=confer)
             confer.await_others()
             return self._finish(stage, epoch, time.monotonic() - started, bar)
 
@@ -453,7 +454,7 @@ class StageRunner:
             seen.close(progress.step)
             copies = 1 if seen.divided else get_world_size()  # where every rank had every sample
         own = [*meter.totals(), meter.samples]
-        loss_sum, count, bad, samples = progress.logged.confer(own, at_end=True)
+        loss_sum, count, bad, samples = progress.logged.sync(own, at_end=True)
         mean = float(loss_sum / count) if count else float("nan")
         if stage is Stage.TRAIN:
             progress.train_sums, progress.is_in_pass = (loss_sum, count, samples), False
@@ -500,8 +501,8 @@ class StopsOfEvaluation:
 
     Example:
         >>> from ddpkit.training.loop import Progress
-        >>> confer = StopsOfEvaluation(Progress(), str)
-        >>> confer(1); confer.await_others()
+        >>> stops = StopsOfEvaluation(Progress(), str)
+        >>> stops(1); stops.await_others()
     """
 
     def __init__(
@@ -517,14 +518,14 @@ class StopsOfEvaluation:
     def __call__(self, step: int) -> None:
         """Stop at this step if any rank has been asked to."""
         if step >= self.sync.due:
-            self._confer(step, has_more=True)
+            self._sync_ranks(step, has_more=True)
 
     def await_others(self) -> None:
         """Take part in the agreements of ranks that still have batches."""
-        while self._confer(self.sync.due, has_more=False):
+        while self._sync_ranks(self.sync.due, has_more=False):
             POSITION.moves += 1  # no hang: the others move
 
-    def _confer(self, step: int, *, has_more: bool) -> int:
+    def _sync_ranks(self, step: int, *, has_more: bool) -> int:
         """Return how many ranks have more batches; if none has, there is nothing to be stopped."""
         report = self.sync(step, 0.0, 0.0, int(has_more), Requests(stop=self._cause()))
         if report.stop and report.samples:

@@ -17,10 +17,10 @@ from ddpkit.run.resuming import (
     EVALUATED,
     TELLING,
     StepPlan,
+    brain_file_or_nothing,
     changed_options,
     optimizers_not_saved,
     read_brain_file,
-    state_or_nothing,
 )
 
 if TYPE_CHECKING:
@@ -306,7 +306,7 @@ class RunState:
         """
         folder = self.recovered = path.parent
         if not self.progress.is_fitting:
-            found = state_or_nothing(folder)
+            found = brain_file_or_nothing(folder)
             self._evaluated_state = found if "step" in found else None
             return
         start = self.start

@@ -69,7 +69,7 @@ class Strategy:
         """Wrap entries again in which a recipe has frozen or unfrozen parameters."""
 
     def adopt(self, optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
-        """Take over optimizers, before a checkpoint is loaded into them; refuse those that cannot work so."""
+        """Prepare optimizers before a checkpoint is loaded into them; refuse those that the strategy cannot step."""
 
     def feed(self, feed: Any, progress: Any, seed: int) -> Any:
         """Return what a training pass takes its batches from, so that the strategy comes to know of each."""
@@ -113,7 +113,7 @@ class Strategy:
         """Return rows for the start-up block: ``strategy``, and what is not computed as in one process."""
         return {"strategy": "single: one process"}
 
-    def apart(self, modules: nn.Module) -> list[str]:
+    def diverged_entries(self, modules: nn.Module) -> list[str]:
         """Return the trained entries whose weights are others on some ranks."""
         return []
 
@@ -121,7 +121,7 @@ class Strategy:
         """Return the order in which each entry's gradients became ready, where that bears on their sums."""
         return {}
 
-    def show_gradient_orders(self, modules: nn.ModuleDict, orders: Mapping[str, list[int]]) -> None:
+    def load_gradient_orders(self, modules: nn.ModuleDict, orders: Mapping[str, list[int]]) -> None:
         """Have gradients added up in the order of the run that wrote a checkpoint."""
 
     def hook_states(self) -> dict[str, dict[str, Any]]:

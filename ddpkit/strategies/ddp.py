@@ -364,7 +364,7 @@ class DDP(Strategy):
     def _close_orders(self) -> None:
         self._noting = [order for order in self._noting if not order.close()]
 
-    def apart(self, modules: nn.Module) -> list[str]:
+    def diverged_entries(self, modules: nn.Module) -> list[str]:
         """Return the trained entries whose weights are others on some ranks.
 
         What is compared is the sum of their sizes; ranks on other hardware may round it in another way.
@@ -383,7 +383,7 @@ class DDP(Strategy):
         """Return the order in which each entry's gradients became ready, where DDP follows it."""
         return {name: list(noted.order) for name, noted in self._orders.items() if noted.is_complete}
 
-    def show_gradient_orders(self, modules: nn.ModuleDict, orders: Mapping[str, list[int]]) -> None:
+    def load_gradient_orders(self, modules: nn.ModuleDict, orders: Mapping[str, list[int]]) -> None:
         """Have gradients added up in the order of the run that wrote a checkpoint.
 
         Args:
@@ -400,7 +400,7 @@ class DDP(Strategy):
         return {entry: hook.state_dict() for entry, hook in self._compressing().items()}
 
     def load_hook_states(self, states: Mapping[str, Mapping[str, Any]]) -> None:
-        """Go on with what the hooks of this rank have kept, after :meth:`show_gradient_orders`.
+        """Go on with what the hooks of this rank have kept, after :meth:`load_gradient_orders`.
 
         Args:
             states: what :meth:`hook_states` returned.

@@ -198,7 +198,7 @@ def train_epoch(
     Args:
         brain: of the recipe.
         feed: the batches.
-        sync: when the ranks confer.
+        sync: when the ranks sync.
         on_sync: called with the result of a sync, and the batch, at the same step on every rank.
         stop_at: end the pass when this many optimizer steps have been made since the run began.
         on_window: called after every optimizer step, if given; at the same step on every rank.
@@ -247,9 +247,9 @@ def evaluate_epoch(
     *,
     count: Callable[[int, Any], int],
     sync: PeriodicSync,
-    confer: Callable[[int], None] | None = None,
+    after_batch: Callable[[int], None] | None = None,
 ) -> None:
-    """Evaluate every batch of a loader. No collective but in ``confer``: ranks may have different numbers of batches.
+    """Evaluate every batch of a loader. Ranks may have different numbers of batches: only ``after_batch`` communicates.
 
     Args:
         brain: of the recipe.
@@ -258,7 +258,7 @@ def evaluate_epoch(
         bar: told about once a second.
         count: tells the number of samples from a batch's number and the batch.
         sync: a sync of this rank alone.
-        confer: called with the step after each of them, if given; may confer with the other ranks where all come by.
+        after_batch: called with the step, if given; may sync with the other ranks at a step that all of them reach.
 
     Ranks: local.
     """
@@ -280,8 +280,8 @@ def evaluate_epoch(
                 loss_sum, total, _ = meter.sums()
                 report = sync(progress.step, loss_sum, total, meter.samples, Requests())
                 bar.show(report.step, report.loss, report.samples)
-            if confer is not None:
-                confer(progress.step)
+            if after_batch is not None:
+                after_batch(progress.step)
 
 
 PARTS = (

@@ -325,11 +325,11 @@ class TrainStep:
             window.multiplier = self.options.grad_accumulation_factor / pending  # it was divided by the factor
         return True
 
-    def look_at_weights(self) -> None:
+    def warn_if_diverged(self) -> None:
         """Warn, after an epoch, if an own ``fit_batch`` has let the ranks' weights part; of each entry once."""
-        apart = self.strategy.apart(self.modules) if self._may_part else []
-        if apart:
-            logger.warning_once(APART, self.name, ", ".join(f"modules[{name!r}]" for name in apart))
+        diverged = self.strategy.diverged_entries(self.modules) if self._may_part else []
+        if diverged:
+            logger.warning_once(APART, self.name, ", ".join(f"modules[{name!r}]" for name in diverged))
 
     def close_window(self) -> torch.Tensor | float:
         """Return the factor for the gradients before the step, and reset the count."""

@@ -129,7 +129,7 @@ def test_data_that_cannot_feed_the_ranks(caplog):
     assert not caplog.messages
     check_train_data(shard(range(3), Sharding(0, 4)), 1)
     (message,) = caplog.messages
-    assert message.startswith("The training set has 3 sample(s) for 4 ranks: a rank without one repeats one")
+    assert message.startswith("The training set has 3 sample(s) for 4 ranks: a rank without a sample repeats one")
     with pytest.raises(
         DataError, match=r"yields no batch: 5 samples do not fill one global batch of 8 \(4 per process"
     ):

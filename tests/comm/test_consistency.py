@@ -265,7 +265,7 @@ def test_rank_0_stays_until_the_others_have_read_why(monkeypatch):
 
 @pytest.mark.parametrize(("rank", "missing"), [(0, 1), (1, 0)])
 def test_a_rank_that_does_not_come_is_named(rank, missing):
-    with pytest.raises(LaunchError, match=f"rank {missing} has met the others, and has not come any further"):
+    with pytest.raises(LaunchError, match=f"rank {missing} joined the run and has not come further"):
         compare_over_store(HashStore(), rank, 2, {"a": "1"}, 0.05)
 
 

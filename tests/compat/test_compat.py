@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from ddpkit.compat.foreach import add_all, multiply_all, norm_of_all
-from ddpkit.compat.forkservers import forkserver_of_its_own
+from ddpkit.compat.forkservers import own_forkserver
 from ddpkit.compat.process_groups import all_groups, default_store, timeout_of
 
 
@@ -67,11 +67,11 @@ def tell_parent(pipe):
 
 def test_a_forkserver_of_its_own_or_the_scripts(monkeypatch):
     scripts, connect = parent_of_a_process(), forkserver.connect_to_new_process
-    with forkserver_of_its_own():
+    with own_forkserver():
         assert parent_of_a_process() != scripts
     assert forkserver.connect_to_new_process is connect
     monkeypatch.delattr(forkserver, "ForkServer")
-    with forkserver_of_its_own():
+    with own_forkserver():
         assert parent_of_a_process() == scripts
 
 

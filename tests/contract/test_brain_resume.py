@@ -82,7 +82,7 @@ def test_a_run_continued_in_the_middle_of_an_epoch_is_the_uninterrupted_run(tmp_
     assert again == through[len(through) - len(again) :]
     redone = len(killed.trained_on) + len(again) - len(through)
     assert redone >= 0
-    if interval == "steps" or dies_at[0] == 1:  # later epochs of such quick steps confer once: about once a second
+    if interval == "steps" or dies_at[0] == 1:  # later epochs of such quick steps sync once: about once a second
         assert redone <= 3 + factor
 
 

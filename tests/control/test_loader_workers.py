@@ -15,7 +15,7 @@ import pytest
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from ddpkit.base import SignalListener
-from ddpkit.control.loader_workers import deaf_signals, kill_workers, show_workers, start_loading
+from ddpkit.control.loader_workers import ignored_signals, kill_workers, show_workers, start_loading
 
 
 def end_what_was_started():
@@ -43,7 +43,7 @@ class Looking(Dataset):
     def __getitem__(self, index):
         if index == 1:
             time.sleep(600)
-        for number in deaf_signals():
+        for number in ignored_signals():
             os.kill(os.getpid(), number)
         return os.getpid(), *end_what_was_started()
 
@@ -119,7 +119,7 @@ def test_the_mask_of_signals_and_the_worker_init_fn_are_those_of_before_also_if_
     with pytest.raises(OSError, match="no more processes"):
         start_loading(loader)
     assert loader.worker_init_fn is print
-    assert not deaf_signals() & signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    assert not ignored_signals() & signal.pthread_sigmask(signal.SIG_BLOCK, [])
 
 
 def test_signals_are_blocked_in_the_thread_that_starts_workers():
@@ -130,7 +130,7 @@ def test_signals_are_blocked_in_the_thread_that_starts_workers():
         return iter(["a batch"])
 
     assert next(start_loading([], begin)) == "a batch"
-    assert deaf_signals() <= masks[0]
+    assert ignored_signals() <= masks[0]
 
 
 def test_the_users_worker_init_fn_is_called():

@@ -14,8 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 from ddpkit.base import REPEAT_SECONDS
-from ddpkit.control.periodic_sync import PeriodicSync, Requests, terminating_later
-from ddpkit.control.stopping import CAUSES, TIME_LIMIT
+from ddpkit.control.periodic_sync import CAUSES, TIME_LIMIT, PeriodicSync, Requests, terminating_later
 
 
 class Clock(threading.local):

@@ -10,7 +10,6 @@ import pytest
 
 from ddpkit.base.rank_status import POSITION
 from ddpkit.base.signals import _Listeners
-from ddpkit.control.stopping import MARKER
 from ddpkit.errors import RunStopped
 from tests.contract.recipes import Regression, make, points
 
@@ -62,7 +61,7 @@ def test_f9_a_signal_stops_predict(tmp_path, name, code):
         brain.predict(points(20), loader_kwargs={"batch_size": 2})
     assert (caught.value.code, caught.value.cause) == (code, name)
     assert len(brain.marks) <= 3, "it is asked after the first batch, and after two more: batches take no time here"
-    found = json.loads((tmp_path / MARKER).read_text())
+    found = json.loads((tmp_path / "stopped.json").read_text())
     assert (found["reason"], found["exit_code"]) == (name, code)
     assert (found["stage"], found["step"]) == ("TEST", len(brain.marks))
     assert (brain.step, brain.progress.seen) == (7, None)

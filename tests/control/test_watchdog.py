@@ -97,7 +97,13 @@ class Watched(Watchdog):
 
     def look(self):
         """Look at everything once, as the thread does."""
-        for look in (self._notice_steps, self._mind_launcher, self._mind_failure, self._mind_store, self._mind_clock):
+        for look in (
+            self._notice_steps,
+            self._check_launcher,
+            self._check_failure,
+            self._check_store,
+            self._check_clock,
+        ):
             look()
 
     def step(self):

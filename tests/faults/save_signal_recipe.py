@@ -57,7 +57,7 @@ class Own(sb.Brain):
 
     def in_the_window(self):
         """Ask for a checkpoint in the second micro-batch of a window of epoch 2, and end in a later one."""
-        time.sleep(0.1)  # so that the ranks confer every ten batches, also in epoch 2, which keeps their distance
+        time.sleep(0.1)  # so that the ranks sync every ten batches, also in epoch 2, which keeps their distance
         if (self.epoch, self.step) == (2, 5) and self.rank == 0:
             os.kill(os.getpid(), signal.SIGUSR2)
         is_later = (self.epoch, self.step) > (2, 5) and self.step % FACTOR == 2

@@ -615,7 +615,7 @@ class Stream(IterableDataset):
     [
         (NoStep, points(8), ConfigError, "NoStep.fit_batch made no optimizer step in a window of 1 micro-batch"),
         (Broken, points(8), KeyError, "no such thing"),
-        (Regression, Stream(), ConfigError, "nobody can say which samples are in them"),
+        (Regression, Stream(), ConfigError, "their samples are not known"),
     ],
 )
 def test_what_is_wrong_with_the_recipe_alone_is_said_before_anything_is_started(cls, train_set, error, words):

@@ -104,7 +104,7 @@ def test_d6_the_ports_of_the_user_and_two_runs_on_one(tmp_path):
         time.sleep(0.1)
     time.sleep(4)  # until its task 1 is in
     second = start(folders[1], srun("2", 3, **place)[:2])
-    for run, words in zip(second, (f"port {port} of MASTER_PORT is taken", "rank 1 is there twice"), strict=True):
+    for run, words in zip(second, (f"port {port} of MASTER_PORT is taken", "two processes are rank 1"), strict=True):
         run.wait(50)
         assert run.code == 1
         assert words in run.err, run.err

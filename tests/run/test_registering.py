@@ -42,9 +42,7 @@ def test_another_brain_on_the_checkpointer_is_refused_and_changes_nothing(tmp_pa
     model, counter, checkpointer = make(tmp_path)
     first = brain(checkpointer, model, ckpt_interval_steps=1)
     before = dict(checkpointer.recoverables)
-    with pytest.raises(
-        ConfigError, match="a Brain was made with this Checkpointer before.*of its own.*on the same folder"
-    ):
+    with pytest.raises(ConfigError, match="this Checkpointer belongs to another Brain.*its own.*on the same folder"):
         brain(checkpointer, model, ema_decay=0.5)
     assert checkpointer.recoverables == before
     first.fit(counter, DATA)

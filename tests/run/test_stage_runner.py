@@ -15,7 +15,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from ddpkit.base import SignalListener
-from ddpkit.dataloader import LoopedLoader, Sharding, go_on_at, make_dataloader, set_epoch, shard
+from ddpkit.dataloader import LoopedLoader, Sharding, make_dataloader, resume_at, set_epoch, shard
 from ddpkit.run import stage_runner
 from ddpkit.run.stage_runner import StageRunner
 from ddpkit.run_opts import RunOptions
@@ -70,10 +70,10 @@ class Host:
     def drop_frozen_gradients(self):
         """No optimizer is frozen."""
 
-    def look_at_weights(self):
+    def warn_if_diverged(self):
         """There is one rank."""
 
-    def look_at(self, batch):
+    def advise_on_loss(self, batch):
         self.looked_at = torch.as_tensor(batch).flatten().tolist()
 
     def cause(self):
@@ -101,7 +101,7 @@ class Host:
 
     def begin_pass(self, loader):
         self.passes = [loader]
-        return go_on_at(loader, self.progress.step, None), lambda: self.passes.append("ready")
+        return resume_at(loader, self.progress.step, None), lambda: self.passes.append("ready")
 
     def end_pass(self):
         self.passes.append("over")

@@ -588,7 +588,7 @@ def test_a_looped_stream_goes_on_where_it_was(tmp_path, drawn, state):
     stopped.save(tmp_path / "looped.ckpt")
     again.load(tmp_path / "looped.ckpt", end_of_epoch=drawn % 4 == 0)
     if state:
-        again.go_on_in_pass(stopped.state_in_pass())
+        again.resume_in_pass(stopped.state_in_pass())
     assert draw(again, 20 - drawn) == expected[drawn:]
 
 
@@ -609,7 +609,7 @@ def test_a_looped_loader_of_dealt_batches_on_another_number_of_ranks(tmp_path, b
         list(itertools.islice(whole, drawn))
         whole.save(tmp_path / "looped.ckpt")
         again.load(tmp_path / "looped.ckpt", end_of_epoch=False)
-        again.go_on_at(place // now, whole.state_in_pass() if state else None)
+        again.resume_at(place // now, whole.state_in_pass() if state else None)
         found.append(plain(again))
         assert len(found[-1]) == 20 - place // now
     read = [batch for one in zip(*found, strict=True) for batch in one]

@@ -10,8 +10,9 @@ import sys
 
 import pytest
 
-from ddpkit.control.stopping import (
-    CAUSES,
+from ddpkit.control import CAUSES
+from ddpkit.errors import ConfigError
+from ddpkit.run.stop_control import (
     MARKER,
     exit_code,
     parse_duration,
@@ -19,7 +20,6 @@ from ddpkit.control.stopping import (
     require_stop_signals,
     write_marker,
 )
-from ddpkit.errors import ConfigError
 
 
 @pytest.mark.parametrize(
@@ -76,6 +76,6 @@ def test_without_a_note_nothing_is_deleted_which_a_read_only_file_system_refuses
 
 
 def test_time_counts_from_the_start_of_the_process():
-    script = "import time; time.sleep(0.5); from ddpkit.control.stopping import seconds_since_start as s; print(s())"
+    script = "import time; time.sleep(0.5); from ddpkit.run.stop_control import seconds_since_start as s; print(s())"
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=500, check=True)
     assert 0.5 <= float(run.stdout) < 60

@@ -2,8 +2,8 @@
 
 What is dealt out to the ranks must be the same on all of them: else samples are lost, and others come twice, in
 silence. So the ranks compare sketches of the first items. A difference alone proves nothing: noise from an unseeded
-generator differs between ranks, and is harmless. So where sketches differ, every rank reads its own data again. What
-is the same each time, and differs between ranks, is a rank's own; what differs each time is random.
+generator differs between ranks, and is harmless. So where sketches differ, every rank reads its data twice, leaves out
+what is another one each time, and the rest is compared.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections.abc import Mapping
-from enum import Enum
 from numbers import Integral, Real
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
@@ -38,21 +37,6 @@ _NONE = ("", "nothing")
 
 Sketch = dict[str, tuple[str, Any]]
 Sketches = list[Sketch]
-
-
-class Likeness(Enum):
-    """What the first items of all ranks say.
-
-    Ranks: local.
-
-    Example:
-        >>> Likeness.SAME.name
-        'SAME'
-    """
-
-    SAME = "all ranks read the same, but for noise"
-    OPEN = "some of it differs, which may or may not matter"
-    DIFFERENT = "the ranks read different data"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,40 +142,36 @@ def _short(value: Any) -> str:
 # ------------------------------------------------------------------------------------------- what they say
 
 
-def judge(firsts: Sequence[Sketches], again: Sequence[Sequence[Sketches]] = ()) -> tuple[Likeness, str]:
+def judge(ranks: Sequence[Sequence[Sketches]]) -> tuple[str, bool]:
     """Say whether the ranks read the same.
 
     Args:
-        firsts: the first items of each rank.
-        again: the first items of each rank on each further reading; empty if some rank cannot read again.
+        ranks: the first items of each rank, read twice; or once on all ranks, if one of them cannot read twice.
 
     Returns:
-        The answer; and the place in the items that differs, empty if they are equal.
+        What differs, empty if nothing does but noise; and whether that is certain.
 
     Ranks: local; alike on every rank.
 
     Example:
-        >>> judge([[sketch(1), sketch(3)], [sketch(2), sketch(4)]])[0]
-        <Likeness.DIFFERENT: 'the ranks read different data'>
+        >>> judge([[[sketch(1)]], [[sketch(2)]]])
+        ('the items, one after the other: 1 | on rank 0; 2 | on rank 1', True)
     """
+    firsts = [readings[0] for readings in ranks]
     if len({len(items) for items in firsts}) > 1:
-        return Likeness.DIFFERENT, ""
+        sizes = ", ".join(f"{len(items)} on rank {rank}" for rank, items in enumerate(firsts[:MOST_ITEMS]))
+        return f"of {MOST_ITEMS} first items there are {sizes}", True
     differing = _differing(firsts)
-    if not differing:
-        return Likeness.SAME, ""
-    pairs = zip(firsts, again, strict=False)
-    noise = {place for first, later in pairs for place in _differing([first, *later])}
-    steady = [place for place in differing if place not in noise]
-    if again and steady:
-        return Likeness.DIFFERENT, steady[0]
+    moving = {place for readings in ranks for place in _differing(readings)}
+    steady = [place for place in differing if place not in moving] if len(ranks[0]) > 1 else []
+    if steady:
+        return _difference(firsts, steady[0]), True
     # Something that tells the items apart and is the same on all ranks: they are the same items.
-    alike = {place for item in firsts[0] for place in item} - noise - {*differing}
-    if any(len({repr(item.get(place)) for item in firsts[0]}) > 1 for place in alike):
-        return Likeness.SAME if again else Likeness.OPEN, differing[0]
-    for place in differing:
-        if any(item.get(place, _NONE)[0] in {_NUMBER, _TEXT} for item in firsts[0]):
-            return Likeness.DIFFERENT, place
-    return Likeness.OPEN, differing[0]
+    alike = {place for item in firsts[0] for place in item} - moving - {*differing}
+    if not differing or any(len({repr(item.get(place)) for item in firsts[0]}) > 1 for place in alike):
+        return "", True
+    exact = [place for place in differing if any(item.get(place, _NONE)[0] in {_NUMBER, _TEXT} for item in firsts[0])]
+    return _difference(firsts, (exact or differing)[0]), bool(exact)
 
 
 def _differing(readings: Sequence[Sketches]) -> list[str]:
@@ -215,14 +195,14 @@ def _alike(one: tuple[str, Any], other: tuple[str, Any]) -> bool:
 
 
 def require_alike(
-    first: FirstItems | None, read_again: Callable[[], Sequence[Sketches] | None], words: str, site: str
+    first: FirstItems | None, read_twice: Callable[[], Sequence[Sketches] | None], words: str, site: str
 ) -> None:
     """Compare the first items of all ranks; if they are not the same, stop on every rank.
 
     Args:
         first: this rank's first items; None if unknown.
-        read_again: reads them again, perhaps more of them, a few times; returns None if that is impossible. Called only
-            if they differ.
+        read_twice: reads them twice, perhaps more of them; returns None if that is impossible. Called only if they
+            differ.
         words: what differs, and what to do, for the message.
         site: names the comparison.
 
@@ -238,28 +218,20 @@ def require_alike(
     digests = exchange(digest, site)
     if None in digests or len(set(digests)) == 1 or first is None:
         return
-    everybody = exchange(first, f"{site}, in detail")
-    readings, later = [one.sketches for one in everybody], []
-    if len({one.place for one in everybody}) > 1 or judge(readings)[0] is Likeness.SAME:  # but for rounding
+    places, firsts, again = zip(
+        *exchange((first.place, first.sketches, read_twice()), f"{site}, in detail"), strict=True
+    )
+    if len(set(places)) > 1:
         return
-    again = exchange(read_again(), f"{site}, once more")
-    known = [one for one in again if one]
-    if len(known) == len(again):
-        readings, later = [one[0] for one in known], [one[1:] for one in known]
-    answer, place = judge(readings, later)
-    if answer is Likeness.SAME:
-        return
-    message = f"{words} ({_difference(readings, place)})"
-    if answer is Likeness.DIFFERENT:
-        raise RankMismatchError(f"{message}.")
-    logger.warning_once("This may be wrong. %s.", message)
+    difference, is_certain = judge(again if all(again) else [[sketches] for sketches in firsts])
+    if difference and is_certain:
+        raise RankMismatchError(f"{words} ({difference}).")
+    if difference:
+        logger.warning_once("This may be wrong. %s (%s).", words, difference)
 
 
 def _difference(readings: Sequence[Sketches], place: str) -> str:
     """Show what two ranks have at a place."""
-    sizes = [f"{len(items)} on rank {rank}" for rank, items in enumerate(readings)]
-    if len({len(items) for items in readings}) > 1:
-        return f"of {MOST_ITEMS} first items there are {', '.join(sizes[:MOST_ITEMS])}"
     other = next(rank for rank, items in enumerate(readings) if place in _differing([readings[0], items]))
     shown = []
     for rank in (0, other):

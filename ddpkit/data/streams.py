@@ -194,13 +194,13 @@ class StreamShard(IterableDataset[Any], Source):
             own.append(_Marked(item, is_again=True))
         return own, read
 
-    def read_again(self) -> list[Sketches] | None:
-        """Read the first items three times, of a copy; return sketches of them, or None where that cannot be done."""
+    def read_twice(self) -> list[Sketches] | None:
+        """Read the first items twice, of a copy; return sketches of them, or None where that cannot be done."""
         number, found = min(MOST_ITEMS, self.block_size), []
         try:
             with self._read_alike():
                 whole = copy.deepcopy(self.whole)
-            for _ in range(3):
+            for _ in range(2):
                 with self._read_alike():
                     found.append([sketch(item) for item in itertools.islice(iter(whole), number)])
         except Exception:  # a file or a connection that cannot be copied, whatever that raises
@@ -268,9 +268,9 @@ class StreamReader:
         name = f"shuffle of {type(self.whole).__name__} (without a seed each process shuffles differently: give one)"
         return {name: digest} if digest else {}
 
-    def read_again(self) -> list[Sketches] | None:
-        """Read the first items again, three times; return sketches of them, or None where that cannot be done."""
-        return self._source.read_again() if isinstance(self._source, StreamShard) else None
+    def read_twice(self) -> list[Sketches] | None:
+        """Read the first items twice; return sketches of them, or None where that cannot be done."""
+        return self._source.read_twice() if isinstance(self._source, StreamShard) else None
 
     def size_of(self, batch: Any) -> int | None:
         """Return the number of items of the batch that was yielded last; None if it is one that another rank has."""

@@ -174,6 +174,9 @@ class Source:
     Args:
         whole: the user's own stream or loader.
 
+    Attributes:
+        may_be_used_up: whether it was told that it is at its end: it may then yield nothing, once.
+
     Ranks: local.
     """
 
@@ -183,6 +186,7 @@ class Source:
         self._reading = Reading()
         self._block = 0
         self._given: dict[str, Any] | None = None
+        self.may_be_used_up = False
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the reading is, between two items or batches: the stream's own state, and random streams."""
@@ -269,7 +273,6 @@ class StreamPosition:
         self._kept: deque[tuple[int, Any]] = deque(maxlen=KEPT_MARKS)
         self._given: Any = None
         self._read = 0
-        self._may_be_used_up = False
         self.first = 0
         self.are_wanted = False
 
@@ -284,8 +287,10 @@ class StreamPosition:
         Args:
             begin: starts the iteration.
         """
-        is_asked = self.are_wanted or self.first or self._given or self._may_be_used_up
-        return self._marked(self._source, begin) if self._source is not None and is_asked else begin()
+        if self._source is None:
+            return begin()
+        is_asked = self.are_wanted or self.first or self._given or self._source.may_be_used_up
+        return self._marked(self._source, begin) if is_asked else begin()
 
     def _marked(self, source: Source, begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         self._kept.clear()
@@ -293,14 +298,13 @@ class StreamPosition:
         state, self._given = self._given, None
         if not self._read:
             state = {"begin": copy.deepcopy(source.whole.state_dict())}
-        may_be_used_up, self._may_be_used_up = self._may_be_used_up, False
         batches = begin()
         while True:
             batch = next(batches, END)
-            if batch is END and may_be_used_up:
+            is_used_up, source.may_be_used_up = batch is END and source.may_be_used_up, False
+            if is_used_up:
                 batches = begin()
                 batch = next(batches, END)
-            may_be_used_up = False
             if batch is END:
                 return
             self._kept.append((self._read, state))
@@ -367,7 +371,7 @@ class StreamPosition:
         """
         if self._source is not None:
             self._source.whole.load_state_dict(state)
-            self._may_be_used_up = True
+            self._source.may_be_used_up = True
 
 
 def _not_storable(state: Any) -> str:

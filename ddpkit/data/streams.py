@@ -172,7 +172,7 @@ class StreamShard(IterableDataset[Any], Source):
             self._block = block + 1
             if read < self.block_size and self.drop_last:
                 own = []
-            if sketches:  # nothing is read by a stream that was told that it is at its end
+            if sketches or (sketches is not None and not self.may_be_used_up):
                 own = _with_sketches(own, FirstItems((int(self.epoch), block), sketches))
             yield from own
             if read < self.block_size:

@@ -21,7 +21,6 @@ from ddpkit.compat.random_streams import (
 from ddpkit.compat.shuffled_streams import (
     loses_items as loses_items,
     shuffle_digest as shuffle_digest,
-    shuffles_by_clock as shuffles_by_clock,
 )
 from ddpkit.compat.unreduced import (
     unreduced_parameters as unreduced_parameters,

@@ -1,8 +1,7 @@
-"""The shuffles in streams of Hugging Face's ``datasets`` and of ``webdataset``, which have no public way to find them.
+"""The shuffles in streams of Hugging Face's ``datasets``, which have no public way to find them.
 
 Reason: ``state_dict`` leaves out the items in a shuffle buffer, so a resumed stream loses them; and a shuffle without a
-seed differs in every process, so ranks that divide the stream lose samples. ``webdataset`` seeds by the clock then, so
-that no resume gives the same order.
+seed differs in every process, so ranks that divide the stream lose samples.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["loses_items", "shuffle_digest", "shuffles_by_clock"]
+__all__ = ["loses_items", "shuffle_digest"]
 
 _MODULE = "datasets.iterable_dataset"
 _BUFFER = "BufferShuffledExamplesIterable"
@@ -57,22 +56,6 @@ def shuffle_digest(data: Any) -> str:
     inside = [getattr(stage, "generator", None) for stream in _streams(data) for stage in _stages(stream)]
     states = [one.bit_generator.state for one in inside if isinstance(one, np.random.Generator)]
     return hashlib.blake2b(repr(states).encode(), digest_size=4).hexdigest() if states else ""
-
-
-def shuffles_by_clock(pipeline: Any) -> bool:
-    """Return whether a pipeline of ``webdataset`` shuffles with neither ``rng`` nor ``seed``; False for any other.
-
-    Ranks: local.
-
-    Source: ``webdataset.filters._shuffle`` of webdataset 1.0.
-
-    Example:
-        >>> shuffles_by_clock([1, 2])
-        False
-    """
-    stages = [stage for stage in getattr(pipeline, "pipeline", ()) if hasattr(stage, "f") and hasattr(stage, "kw")]
-    shuffles = [stage for stage in stages if getattr(stage.f, "__name__", "") == "_shuffle"]
-    return any(stage.kw.get("rng") is None and stage.kw.get("seed") is None for stage in shuffles)
 
 
 def _streams(data: Any) -> list[Any]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from numbers import Integral
@@ -21,7 +20,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate, default_convert, get_worker_info
 
-from ddpkit.compat import shuffle_digest, shuffles_by_clock
+from ddpkit.compat import shuffle_digest
 from ddpkit.control import start_loading
 from ddpkit.data.likeness import MOST_ITEMS, FirstItems, sketch
 from ddpkit.data.permutation import mix_key
@@ -35,7 +34,6 @@ from ddpkit.data.stream_position import (
     one_by_one,
     tell_epoch,
 )
-from ddpkit.distributed import get_world_size
 from ddpkit.errors import ConfigError
 from ddpkit.logger import get_logger
 from ddpkit.sampler import SamplingPlan, part
@@ -400,8 +398,7 @@ def stream_loader(
 
     Args:
         dataset: the whole stream. One that divides itself, over ranks and workers, is left as it is: it says
-            ``is_sharded = True``, or is a pipeline of ``webdataset``, or one of ``datasets`` that was split by node. A
-            pipeline of ``webdataset`` without a node splitter is given one.
+            ``is_sharded = True``, or is a pipeline of ``webdataset``, or one of ``datasets`` that was split by node.
         rank: this rank.
         world_size: number of ranks that divide the stream.
         options: as for ``torch.utils.data.DataLoader``; used up.
@@ -433,13 +430,6 @@ def stream_loader(
     dataset = _undivided(dataset, options)
     if _is_webdataset(dataset):
         options.setdefault("batch_size", None)
-        if shuffles_by_clock(dataset):
-            logger.warning_once(
-                "%s: shuffle() takes its seed from the clock, so that a resume inside of an epoch repeats some samples "
-                "and loses others. Give it rng=random, Python's module, which is seeded for every epoch.",
-                type(dataset).__name__,
-            )
-        dataset = _divisible(dataset, world_size, max(options.get("num_workers") or 0, 1))
     block_size = _block_size(rank, world_size, options, global_batch_size)
     if is_sharded(dataset):
         logger.info("%s divides itself over ranks and workers: it is left as it is.", type(dataset).__name__)
@@ -749,40 +739,6 @@ def _tell_dealt(name: str, number: int) -> None:
 
 def _is_webdataset(data: Any) -> bool:
     return _comes_from(data, "webdataset")
-
-
-def _divisible(pipeline: Any, world_size: int, workers: int) -> Any:
-    """Return a pipeline of ``webdataset`` that does not refuse several processes, as one without a node splitter does.
-
-    Its shards are divided, or, if there are too few of them or every rank takes the whole, it is handed out as it is.
-    """
-    stages = getattr(pipeline, "pipeline", [])
-    refusing = next((stage for stage in stages if _refuses(stage)), None)
-    if refusing is None or get_world_size() == 1:
-        return pipeline
-    urls = getattr(stages[0], "urls", None)
-    found = copy.copy(pipeline)
-    if world_size > 1 and urls is not None and len(urls) >= world_size * workers:
-        logger.info("%s has no nodesplitter: its %d shards are divided by node.", type(pipeline).__name__, len(urls))
-        split = sys.modules[refusing.__module__].split_by_node
-        found.pipeline = [split if stage is refusing else stage for stage in stages]
-        return found
-    found.pipeline = [stage for stage in stages if stage is not refusing]
-    return _Items(found)
-
-
-def _refuses(stage: Any) -> bool:
-    return getattr(stage, "__name__", "") == "single_node_only" and stage.__module__.startswith("webdataset.")
-
-
-class _Items(IterableDataset[Any]):
-    """What a pipeline yields, as nothing more than a stream."""
-
-    def __init__(self, pipeline: Any) -> None:
-        self.pipeline = pipeline
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.pipeline)
 
 
 def _comes_from(data: Any, package: str) -> bool:

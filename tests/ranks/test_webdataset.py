@@ -1,4 +1,4 @@
-"""Pipelines of the real webdataset on real ranks: divided by their shards, or told what to pass."""
+"""Pipelines of the real webdataset on real ranks: divided by their node splitter, or told what to pass."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from collections import Counter
 import pytest
 import torch
 
-from ddpkit.dataloader import make_dataloader
-from ddpkit.logger import get_logger
+from ddpkit.errors import RankFailedError
 from tests.contract.recipes import make
 from tests.ecosystem import each_once, epochs, rows, run_through_and_killed
 from tests.ranks.test_likeness import Seen
@@ -40,29 +39,44 @@ def to_batch(sample):
     return torch.tensor([float(sample[0])])
 
 
-def pipeline(urls, **options):
-    return wds.WebDataset(urls, shardshuffle=False, **options).decode().to_tuple("txt").map(to_batch)
+def pipeline(urls, nodesplitter=wds.split_by_node):
+    pipe = wds.WebDataset(urls, shardshuffle=False, nodesplitter=nodesplitter)
+    return pipe.decode().to_tuple("txt").map(to_batch)
 
 
-def train(urls, num_workers, options):
+def train(urls, num_workers):
     brain = make(Seen, net=torch.nn.Linear(1, 1).double())
-    kwargs = {"batch_size": 2, "num_workers": num_workers}
-    brain.fit([1, 2], pipeline(urls, **options), train_loader_kwargs=kwargs)
+    brain.fit([1, 2], pipeline(urls), train_loader_kwargs={"batch_size": 2, "num_workers": num_workers})
     return brain.seen
 
 
-@pytest.mark.parametrize("options", [{}, {"nodesplitter": wds.split_by_node}], ids=["as it is", "split by node"])
 @pytest.mark.parametrize(("world", "num_workers"), [(1, 0), (2, 0), (2, 2), (3, 0)])
-def test_a_pipeline_with_or_without_a_node_splitter_is_divided(ranks, shards, world, num_workers, options):
-    parts = ranks.run(train, shards, num_workers, options, world_size=world)
+def test_a_pipeline_is_divided_by_its_node_splitter(ranks, shards, world, num_workers):
+    parts = ranks.run(train, shards, num_workers, world_size=world)
     assert Counter(itertools.chain.from_iterable(parts)) == dict.fromkeys(range(SHARDS * EACH), 2)
     if world == 2:
         assert all(len(part) == SHARDS * EACH for part in parts), "half of the shards each"
 
 
-def test_a_pipeline_of_fewer_shards_than_processes_is_dealt_out_by_counting(ranks, shards):
-    parts = ranks.run(train, shards, 2, {}, world_size=3)
-    assert Counter(itertools.chain.from_iterable(parts)) == dict.fromkeys(range(SHARDS * EACH), 2)
+def train_without(urls):
+    data = pipeline(urls, nodesplitter=wds.shardlists.single_node_only)
+    for whole in (data, wds.WebLoader(data, batch_size=2)):
+        with pytest.raises(ValueError, match="you need to add an explicit nodesplitter"):
+            make(Seen).fit([1], whole)
+
+
+def test_a_pipeline_without_a_node_splitter_is_told_what_to_pass(ranks, shards):
+    ranks.run(train_without, shards, world_size=2)
+
+
+def train_on_one_shard(urls):
+    with pytest.raises((ValueError, RankFailedError)) as caught:
+        make(Seen).fit([1], pipeline(urls.replace("{0..3}", "0")), train_loader_kwargs={"batch_size": 2})
+    return str(caught.value)
+
+
+def test_fewer_shards_than_processes_are_told(ranks, shards):
+    assert all("fewer shards than workers" in text for text in ranks.run(train_on_one_shard, shards, world_size=2))
 
 
 def evaluate(urls, shard_evaluation):
@@ -72,39 +86,17 @@ def evaluate(urls, shard_evaluation):
 
 
 @pytest.mark.parametrize("shard_evaluation", [False, True])
-def test_a_pipeline_is_evaluated_whole_or_divided(ranks, shards, shard_evaluation):
+def test_a_pipeline_is_evaluated_divided(ranks, shards, shard_evaluation):
     torch.manual_seed(0)
     (first, seen), (second, others) = ranks.run(evaluate, shards, shard_evaluation, world_size=2)
     assert first == second
-    if shard_evaluation:
-        assert sorted(seen + others) == list(range(SHARDS * EACH))
-    else:
-        assert seen == others == list(range(SHARDS * EACH))
-
-
-def train_on_a_loader(urls):
-    loader = wds.WebLoader(pipeline(urls), batch_size=2)
-    with pytest.raises(ValueError, match="you need to add an explicit nodesplitter"):
-        make(Seen).fit([1], loader)
-
-
-def test_a_web_loader_without_a_node_splitter_is_told_what_to_pass(ranks, shards):
-    ranks.run(train_on_a_loader, shards, world_size=2)
-
-
-def test_a_shuffle_that_is_seeded_by_the_clock_is_told(shards, caplog):
-    """What is left of an epoch after a resume would be another order."""
-    for shuffled in ({}, {"seed": 3}, {"rng": random}):
-        get_logger("ddpkit.data.streams")._said.clear()
-        caplog.clear()
-        make_dataloader(pipeline(shards).shuffle(5, **shuffled))
-        assert ("shuffle() takes its seed from the clock" in caplog.text) == (not shuffled)
+    assert sorted(seen + others) == list(range(SHARDS * EACH))
 
 
 def numbered(urls, num_workers, shuffles):
     """Rows with a number; shuffled with Python's own stream, which follows from seed and epoch while it is read."""
     table = rows(SHARDS * EACH)
-    found = wds.WebDataset(urls, shardshuffle=False).decode().to_tuple("txt")
+    found = wds.WebDataset(urls, shardshuffle=False, nodesplitter=wds.split_by_node).decode().to_tuple("txt")
     found = found.shuffle(5, initial=5, rng=random) if shuffles else found
     return found.map(lambda sample: table[int(sample[0])]), {"batch_size": 2, "num_workers": num_workers}
 

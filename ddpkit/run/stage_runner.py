@@ -235,6 +235,7 @@ class StageRunner:
                 brain.optimizers_step()
             progress.window.stepped()
             self.train_step.strategy.end_pass(self.modules)
+            saves.on_average()
             self.train_step.warn_if_diverged()
             progress.window.count, progress.window.weight = 1, 1.0  # an evaluation follows, whose batches all count
             self.rank_state.end_pass()
@@ -566,10 +567,14 @@ class _IntraEpochSaves:
         """
         self.train_step.drop_frozen_gradients()
         self.train_step.strategy.after_window()
-        if self._put_off is not None and not self._is_pending():
-            self.on_sync(self._put_off)
+        self.on_average()
         if self.saves_by_steps:
             self._save_if_due(0.0, self.progress.step - self.last_step)
+
+    def on_average(self) -> None:
+        """Do what was put off until the ranks' weights are averaged, if they are."""
+        if self._put_off is not None and not self._is_pending():
+            self.on_sync(self._put_off)
 
     def _save_if_due(self, seconds: float, steps: int) -> None:
         if not self._is_pending() and self.policy.save_if_due(seconds, steps):

@@ -232,6 +232,12 @@ def test_a_stop_waits_for_the_next_average(ranks, tmp_path):
     assert assert_resumed(ranks, tmp_path, {"stops_at": (1, 6)}, {}, 2, begin=stopped) == 11
 
 
+def test_a_stop_waits_for_the_average_at_the_end_of_an_epoch_where_none_comes_before(ranks, tmp_path):
+    """Without a validation nothing else ends the run before the next epoch."""
+    options = {"local_sgd_period": 1000}
+    assert assert_resumed(ranks, tmp_path, {"stops_at": (1, 6)}, options, 2, begin=stopped) == 12
+
+
 class Failing(Regression):
     def on_fit_batch_end(self, batch, outputs, loss, should_step):
         if self.optimizer_step == 2:

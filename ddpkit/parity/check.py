@@ -9,14 +9,13 @@ Why processes: ``docs/decisions/0012-parity-by-processes.md``.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -113,43 +112,41 @@ def record(
 
     Ranks: collective.
     """
-    steps = []
-    with Side(brain, parts, train_set, loader_kwargs, start) as side:
-        length, seed = -(-side.num_batches // side.factor), RANDOM_SEED + brain.rank
-        for number in sorted({*range(min(STEPS - 1, length)), length - 1}):
-            step = side.step(number)
-            grads = side.run(step, side.factor, side.counts, seed=seed)
-            found = {**dataclasses.asdict(step), "gradients": grads, "sketches": side.sketches}
-            steps.append({**found, "weighs": side.counts is not None})
+    side, steps = Side(brain, parts, train_set, loader_kwargs, start), []
+    length, seed = -(-side.num_batches // side.factor), RANDOM_SEED + brain.rank
+    for number in sorted({*range(min(STEPS - 1, length)), length - 1}):
+        step = side.step(number)
+        grads = side.run(step, side.factor, side.counts, seed=seed)
+        found = {**dataclasses.asdict(step), "gradients": grads, "sketches": side.sketches}
+        steps.append({**found, "weighs": side.counts is not None})
     return {"factor": side.factor, "length": length, "steps": steps, "norms": side.norms, "moved": list(side.moved)}
 
 
-@contextlib.contextmanager
 def one_process(
     brain: Any, parts: Any, train_set: Any, loader_kwargs: Mapping[str, Any]
-) -> Iterator[tuple[Side, dict[str, Any]]]:
+) -> tuple[Side, dict[str, Any]]:
     """Get ready as the one process, and try a step: what is wrong with the recipe alone, it says here.
 
-    Yields:
+    Returns:
         The side of the one process, and what the ranks start from.
 
     Ranks: local; one process.
     """
     refuse_shared_parameters(brain.modules)
-    with Side(brain, parts, train_set, loader_kwargs) as side:
-        state = {name: value.detach().cpu().clone() for name, value in brain.raw_modules.state_dict().items()}
-        began = time.monotonic()
-        side.run(side.step(0), side.factor, side.counts)
-        seconds = 30.0 + 60.0 * (time.monotonic() - began)
-        yield side, {"modules": state, "optimizer_step": side.done, "seconds": seconds}
+    side = Side(brain, parts, train_set, loader_kwargs)
+    state = {name: value.detach().cpu().clone() for name, value in brain.raw_modules.state_dict().items()}
+    began = time.monotonic()
+    side.run(side.step(0), side.factor, side.counts)
+    seconds = 30.0 + 60.0 * (time.monotonic() - began)
+    return side, {"modules": state, "optimizer_step": side.done, "seconds": seconds}
 
 
 def _compare(brain: Any, parts: Any, train_set: Any, loader_kwargs: Mapping[str, Any]) -> ParityReport:
     with (
         parts.stages.session(getattr(brain.hparams, "output_folder", "results")),
-        one_process(brain, parts, train_set, loader_kwargs) as (side, start),
         tempfile.TemporaryDirectory(prefix="ddpkit-parity-") as folder,
     ):
+        side, start = one_process(brain, parts, train_set, loader_kwargs)
         torch.save(start, Path(folder, "start.pt"))
         _run_ranks(brain.check_parity, Path(folder))
         paths = [Path(folder, f"rank{rank}.pt") for rank in range(brain.check_parity)]

@@ -5,12 +5,11 @@ The same code runs in each of the several processes and in the one that they are
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,9 +29,6 @@ from ddpkit.sampler import DealtBatchSampler, PlannedBatchSampler
 from ddpkit.syncbn import SyncBatchNorm
 from ddpkit.training import Counts, Feed, counts_of, length_of
 from ddpkit.types import Stage
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 
 @dataclass
@@ -70,7 +66,7 @@ class Side:
     """Works on single optimizer steps of a Brain; every one starts from the same weights.
 
     Args:
-        brain: it is good for nothing else inside of this context.
+        brain: it is good for nothing else afterwards, and neither are its optimizers.
         parts: that it holds, a :class:`~ddpkit.run.parts.Run`.
         train_set: as for ``fit``.
         loader_kwargs: likewise; not changed.
@@ -87,7 +83,6 @@ class Side:
         optimizers: all of the Brain's.
         done: optimizer steps that were made before.
         outside: names of the optimized parameters that are in no entry of ``modules``.
-        has_counts: whether ``compute_objectives`` returned ``(loss_sum, count)``.
         moved: names of the buffers, and of tensors and numbers in plain attributes of modules, that training has
             changed; without BatchNorm's.
         norms: by name of each BatchNorm layer used: whether its statistics are over all processes.
@@ -124,36 +119,33 @@ class Side:
             )
             brain.progress.optimizer_step = start["optimizer_step"]
         brain.scaler = torch.amp.GradScaler(enabled=False)
-        self.has_counts = False
         self.moved: dict[str, None] = {}
         self.norms: dict[str, bool] = {}
         self.sketches: list[Sketch] = []
         self._kept: list[Gradients] = []
         self.optimizers = list(parts.train_step.named_optimizers().values())
-        self._names, self.outside = self._name_parameters()
+        names = {id(parameter): name for name, parameter in brain.raw_modules.named_parameters()}
+        optimized = {
+            id(parameter): f"parameter {number} of optimizer {name!r}"
+            for name, optimizer in parts.train_step.named_optimizers().items()
+            for number, parameter in enumerate(_parameters([optimizer]))
+        }
+        self.outside = [name for one, name in optimized.items() if one not in names]
+        self._names = {**optimized, **names}
         brain.on_stage_start(Stage.TRAIN, 1)
         brain.modules.train()
-        tensors = {**dict(brain.raw_modules.named_parameters()), **dict(brain.raw_modules.named_buffers())}
-        self._values = {name: (tensor, tensor.detach().clone()) for name, tensor in tensors.items()}
-        self._attributes = list(_plain_state(brain.raw_modules))
+        self._norm_layers = {n: one for n, one in brain.raw_modules.named_modules() if isinstance(one, _BatchNorm)}
+        for name, layer in self._norm_layers.items():
+            layer.register_forward_pre_hook(functools.partial(self._note_norm, name))
+        self._state = list(_state(brain.raw_modules))
         self.done = brain.progress.optimizer_step
-        self._stand_ins = contextlib.ExitStack()
+        self._keep_gradients()
 
-    def __enter__(self) -> Self:
-        """Keep gradients where the optimizers would step."""
-        stand_ins = {(self.brain, "optimizers_step"): self._step, (self.brain, "on_fit_batch_end"): _nothing}
+    def _keep_gradients(self) -> None:
+        """Keep gradients where the optimizers would step, from now on."""
+        self.brain.optimizers_step, self.brain.on_fit_batch_end = self._step, _nothing
         for one in self.optimizers:
-            stand_ins[one, "step"] = functools.partial(self._keep, [one], 1.0)
-        for (owner, name), stand_in in stand_ins.items():
-            before = vars(owner).get(name)
-            undo = (delattr, owner, name) if before is None else (setattr, owner, name, before)
-            self._stand_ins.callback(*undo)
-            setattr(owner, name, stand_in)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Give the Brain and its optimizers their own methods back."""
-        self._stand_ins.close()
+            one.step = functools.partial(self._keep, [one], 1.0)
 
     def step(self, number: int) -> Step:
         """Return this process's samples of an optimizer step of the epoch.
@@ -178,9 +170,7 @@ class Side:
             return SaveableDataLoader(self.loader.dataset, batch_size=None, sampler=whole, collate_fn=collate)
         return SaveableDataLoader(self.loader.dataset, batch_sampler=batches, collate_fn=collate)
 
-    def run(
-        self, step: Step, factor: int, counts: Counts | None, *, seed: int = 0, still: bool = False
-    ) -> list[Gradients]:
+    def run(self, step: Step, factor: int, counts: Counts | None, *, seed: int = 0) -> list[Gradients]:
         """Return the gradients of one optimizer step, as the optimizers would use them but for clipping.
 
         Args:
@@ -188,7 +178,6 @@ class Side:
             factor: micro-batches of a full optimizer step.
             counts: knows the number of samples of each; None: each counts the same.
             seed: of the random numbers that cannot be switched off.
-            still: keep BatchNorm in evaluation mode.
 
         Returns:
             One entry for each call of ``optimizers_step`` or of an optimizer's own ``step``.
@@ -214,7 +203,8 @@ class Side:
             start=step.first,
             weighting=brain.run_opts.loss_weighting,
         )
-        with self._unchanged(), self._prepared(still=still), progress.logged.during(Stage.TRAIN, None):
+        eager = torch.compiler.set_stance("force_eager")
+        with eager, without_noise(brain.modules), progress.logged.during(Stage.TRAIN, None):
             for batch in feed.batches(progress.window):
                 self.sketches.append(sketch(batch))
                 progress.step += 1
@@ -223,6 +213,7 @@ class Side:
             if self.parts.train_step.prepare_flush(brain):
                 brain.optimizers_step()
             progress.window.stepped()
+        self._put_back()
         if not self._kept:
             raise ConfigError(
                 f"{type(brain).__name__}.fit_batch made no optimizer step in a window of {len(step.batches)} "
@@ -230,39 +221,18 @@ class Side:
             )
         return self._kept
 
-    @contextlib.contextmanager
-    def _prepared(self, *, still: bool) -> Iterator[None]:
-        """Switch noise off, keep BatchNorm still, and note which of its layers are used."""
-        brain = self.brain
-        layers = {name: one for name, one in brain.raw_modules.named_modules() if isinstance(one, _BatchNorm)}
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(without_noise(brain.modules))
-            for name, layer in layers.items():
-                stack.callback(setattr, layer, "training", layer.training)
-                layer.training = layer.training and not still
-                note = functools.partial(self._note_norm, name)
-                stack.callback(layer.register_forward_pre_hook(note).remove)
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
-            yield
+    def keep_norms_still(self) -> None:
+        """Keep BatchNorm in evaluation mode, from now on."""
+        for layer in self._norm_layers.values():
+            layer.eval()
 
     def _note_norm(self, name: str, layer: nn.Module, _: Any) -> None:
         if layer.training:
             self.norms[f"{name} ({type(layer).__name__})"] = isinstance(layer, (SyncBatchNorm, nn.SyncBatchNorm))
 
-    def _name_parameters(self) -> tuple[dict[int, str], list[str]]:
-        names = {id(parameter): name for name, parameter in self.brain.raw_modules.named_parameters()}
-        outside = []
-        for name, optimizer in self.parts.train_step.named_optimizers().items():
-            for number, parameter in enumerate(_parameters([optimizer])):
-                if id(parameter) not in names:
-                    names[id(parameter)] = f"parameter {number} of optimizer {name!r}"
-                    outside.append(names[id(parameter)])
-        return names, outside
-
     def _step(self) -> None:
         """Do what ``optimizers_step`` does, but for the step itself and what follows it."""
         train_step, brain = self.parts.train_step, self.brain
-        self.has_counts = self.has_counts or brain.progress.window.counted is not None
         multiplier, optimizers = train_step.close_window(), train_step.note_optimizers_to_step(brain)
         train_step.strategy.finish_gradients()
         self._keep(optimizers, multiplier)
@@ -278,36 +248,27 @@ class Side:
             }
         )
 
-    @contextlib.contextmanager
-    def _unchanged(self) -> Iterator[None]:
+    def _put_back(self) -> None:
         """Drop gradients, put the state of the modules back, and note what of it has moved."""
-        try:
-            yield
-        finally:
-            optim.zero_gradients(self.optimizers, set_to_none=True)
-            for name, pair in self._values.items():
-                tensor, value = map(local_part, pair)
-                if not torch.equal(tensor, value):
-                    owner = self.brain.raw_modules.get_submodule(name.rpartition(".")[0])
-                    if not isinstance(pair[0], nn.Parameter) and not isinstance(owner, _BatchNorm):
-                        self.moved[name] = None
-                    tensor.detach().copy_(value)
-            for name, module, attribute, value, kept in self._attributes:
-                is_dense = isinstance(value, Tensor) and value.layout is torch.strided
-                has_changed = is_dense and not torch.equal(value, kept)
-                if has_changed or getattr(module, attribute, None) is not value:
+        optim.zero_gradients(self.optimizers, set_to_none=True)
+        for name, module, attribute, value, kept in self._state:
+            has_changed = kept is not None and not torch.equal(local_part(value), kept)
+            if has_changed or getattr(module, attribute, None) is not value:
+                if not isinstance(value, nn.Parameter) and not isinstance(module, _BatchNorm):
                     self.moved[name] = None
-                    setattr(module, attribute, value)
-                if has_changed:
-                    value.detach().copy_(kept)
+                setattr(module, attribute, value)
+            if has_changed:
+                local_part(value).detach().copy_(kept)
 
 
-def _plain_state(modules: nn.Module) -> Iterator[tuple[str, nn.Module, str, Any, Any]]:
-    """Yield tensors and numbers in plain attributes of modules, as a mean of past batches may be, with copies."""
+def _state(modules: nn.Module) -> Iterator[tuple[str, nn.Module, str, Any, Any]]:
+    """Yield the parameters and buffers of modules, and tensors and numbers in plain attributes; with copies."""
     for prefix, module in modules.named_modules():
-        for attribute, value in vars(module).items():
+        registered = {**dict(module.named_parameters(recurse=False)), **dict(module.named_buffers(recurse=False))}
+        for attribute, value in {**vars(module), **registered}.items():
             if isinstance(value, (int, float, Tensor)) and attribute != "training":
-                kept = value.detach().clone() if isinstance(value, Tensor) else value
+                is_dense = isinstance(value, Tensor) and value.layout is torch.strided
+                kept: Any = local_part(value).detach().clone() if is_dense else None  # type: ignore[arg-type]
                 yield f"{prefix}.{attribute}", module, attribute, value, kept
 
 

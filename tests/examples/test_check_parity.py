@@ -56,7 +56,7 @@ def test_a_slip_ends_with_the_cause_and_an_exit_code(digits):
     run = Run(python(*COMMAND, "--check_parity=3"), digits, warm=True).wait(180)
     assert run.code == 1
     assert "ParityError: Parity does not hold: 3 processes and one" in run.err
-    assert "The loss is a sum over the batch" in run.err
+    assert "The loss is not a mean over the samples of a batch" in run.err
     assert re.search(r"^  net\.8\.weight .* differs$", run.err, re.MULTILINE), run.err
     assert not run.out
 

@@ -71,7 +71,7 @@ def test_a_sum_ends_with_its_cause_and_an_exit_code(script):
     run = script("sum", "--check_parity=2")
     assert run.code == 1
     assert "ParityError: Parity does not hold: 2 processes and one" in run.err
-    assert "The loss is a sum over the batch" in run.err
+    assert "The loss is not a mean over the samples of a batch" in run.err
 
 
 @pytest.mark.slow

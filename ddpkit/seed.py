@@ -70,7 +70,8 @@ def seed_everything(seed: int = 0, verbose: bool = True, deterministic: bool = F
     if verbose:
         logger.info("Seed: %d", number)
     os.environ[SEED_VARIABLES[0]] = str(number)
-    _seed_generators(number, number)
+    _seed_python_and_numpy(number)
+    torch.manual_seed(number)  # whether there is a GPU is not asked: processes forked after that could not use it
     if deterministic:
         use_deterministic_kernels()
     return number
@@ -119,7 +120,11 @@ def seed_epoch_streams(base: int, epoch: int, optimizer_step: int, rank: int | N
         True
     """
     stream = stream_seed(base, (get_rank() or 0) if rank is None else rank, epoch, optimizer_step)
-    _seed_generators(stream, stream & MAX_SEED)
+    _seed_python_and_numpy(stream)
+    if torch.accelerator.is_available():
+        torch.manual_seed(stream)
+    else:  # the same, without the stacks that torch keeps for accelerators not used yet: a millisecond
+        torch.default_generator.manual_seed(stream)
     return stream
 
 
@@ -142,8 +147,7 @@ def seed_streams(seed: int, *place: int) -> None:
         True
     """
     stream = stream_seed(seed, *place)
-    random.seed(stream)
-    np.random.seed(stream & MAX_SEED)  # noqa: NPY002 -- the global state is what users draw from
+    _seed_python_and_numpy(stream)
     torch.default_generator.manual_seed(stream)
     for module in _ACCELERATORS.values():
         if module.is_initialized():
@@ -311,13 +315,9 @@ def _restore_devices(kind: str, states: Sequence[torch.Tensor], devices: Sequenc
         )
 
 
-def _seed_generators(seed: int, seed_32_bits: int) -> None:
+def _seed_python_and_numpy(seed: int) -> None:
     random.seed(seed)
-    np.random.seed(seed_32_bits)  # noqa: NPY002 -- the global state is what users draw from
-    if torch.accelerator.is_available():
-        torch.manual_seed(seed)
-    else:  # the same, without the stacks that torch keeps for accelerators not used yet: a millisecond
-        torch.default_generator.manual_seed(seed)
+    np.random.seed(seed & MAX_SEED)  # noqa: NPY002 -- the global state is what users draw from
 
 
 def _whole_number(value: Any, name: str) -> int:

@@ -36,6 +36,17 @@ def test_the_same_seed_gives_the_same_numbers():
     assert draw() == first != second
 
 
+def test_no_gpu_is_asked_for_as_a_script_begins(monkeypatch):
+    """CUDA that was asked cannot be used in processes that are forked after that, as from a notebook."""
+
+    def asked():
+        raise AssertionError
+
+    monkeypatch.setattr(torch.accelerator, "is_available", asked)
+    monkeypatch.setattr(torch.cuda, "is_available", asked)
+    assert seed_everything(5, verbose=False) == 5
+
+
 def test_the_seed_is_left_in_the_environment():
     assert global_seed() is None
     seed_everything(5)

@@ -7,8 +7,9 @@ does not change. Reading ahead must not move the random streams of this process,
 
 from __future__ import annotations
 
+import copy
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -108,7 +109,12 @@ def _moved(value: Any, device: torch.device) -> Any:
         except TypeError:  # an object that takes nothing but the device
             return value.to(device)
     if isinstance(value, Mapping):
-        return {key: _moved(one, device) for key, one in value.items()}
+        moved = {key: _moved(one, device) for key, one in value.items()}
+        if type(value) is dict or not isinstance(value, MutableMapping):
+            return moved
+        alike = copy.copy(value)  # of the recipe's class, as the loader gives it
+        alike.update(moved)
+        return alike
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(_moved(one, device) for one in value))
     return type(value)(_moved(one, device) for one in value) if type(value) in (list, tuple) else value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import UserDict, defaultdict
 from typing import Any, NamedTuple
 
 import pytest
@@ -40,6 +41,22 @@ def test_it_reads_one_batch_ahead_and_no_more():
     seen = [(int(batch), len(read)) for batch in batches]
     assert seen == [(0, 2), (1, 3), (2, 4), (3, 4)]
     assert list(moved_ahead(iter([]), CPU)) == []
+
+
+class Named(UserDict):
+    """A recipe's own mapping."""
+
+    @property
+    def x(self):
+        return self["x"]
+
+
+def test_a_mapping_stays_what_the_loader_gives():
+    given = Named(x=torch.ones(1))
+    moved, counts = next(moved_ahead(iter([(given, defaultdict(int, y=torch.ones(1)))]), META))
+    assert moved.x.device == counts["y"].device == META
+    assert counts["z"] == 0
+    assert given.x.device == CPU
 
 
 def test_what_has_tensors_in_it_is_moved_and_the_rest_stays():

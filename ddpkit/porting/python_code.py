@@ -15,12 +15,10 @@ __all__ = ["has_files", "parse_python", "port_python"]
 
 _OURS = "ddpkit"
 _NAME = re.compile(rf"\b{PACKAGE}(?:\.\w+)+")
-# A name in a list of imports with what belongs to it: its comma, and a comment on its line.
-_ITEM_END = re.compile(r"[ \t]*,?[ \t]*(?P<comment>#[^\r\n]*)?")
 
 
 def parse_python(text: str) -> ast.Module:
-    """Parse a file, and the annotations in its strings; what Python warns of in it is not ours to tell.
+    """Parse a file; what Python warns of in it is not ours to tell.
 
     Args:
         text: the file.
@@ -36,32 +34,7 @@ def parse_python(text: str) -> ast.Module:
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        tree = ast.parse(text)
-        for node in ast.walk(tree):
-            for name in ("annotation", "returns"):
-                if isinstance(annotation := getattr(node, name, None), ast.expr):
-                    setattr(node, name, _Unquoted().visit(annotation))
-    return tree
-
-
-class _Unquoted(ast.NodeTransformer):
-    """Reads the strings of an annotation as what they stand for, with its place in the file."""
-
-    def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
-        return node if dotted(node.value).endswith("Literal") else self.generic_visit(node)
-
-    def visit_Constant(self, node: ast.Constant) -> ast.AST:
-        try:
-            found = ast.parse(str(node.value), mode="eval").body if isinstance(node.value, str) else node
-        except SyntaxError:  # a text
-            return node
-        quotes = ((node.end_col_offset or 0) - node.col_offset - len(str(node.value).encode())) // 2
-        for one in ast.walk(found) if found is not node else ():
-            if isinstance(one, ast.expr):
-                one.lineno = one.end_lineno = node.lineno
-                one.col_offset += node.col_offset + quotes
-                one.end_col_offset = (one.end_col_offset or 0) + node.col_offset + quotes
-        return found
+        return ast.parse(text)
 
 
 def has_files(tree: ast.Module) -> bool:
@@ -131,11 +104,13 @@ class _Port:
         for node in ast.walk(tree):
             if isinstance(node, ast.Import) and any(one.name == _OURS and not one.asname for one in node.names):
                 self.imported.add(self.blocks[id(node)])
-        for binding in read_bindings(tree):
+        bindings = read_bindings(tree)
+        for binding in bindings:
             self.port_binding(binding)
         for statement, moved in self.moved.items():
             self.port_from(statement, moved)
         self.tell_left(tree)
+        self.tell_annotations(tree, {binding.name for binding in bindings})
 
     def result(self) -> Change:
         text = self.source.result()
@@ -143,7 +118,9 @@ class _Port:
         return Change(text, self.names, tuple(self.notes))
 
     def tell(self, node: ast.expr | ast.stmt, text: str) -> None:
-        self.notes.append(Note((node.lineno,), text))
+        note = Note((node.lineno,), text)
+        if note not in self.notes:
+            self.notes.append(note)
 
     def tell_left(self, tree: ast.Module) -> None:
         """Tell of imports with a star, and of names in strings, which may be anything."""
@@ -156,10 +133,32 @@ class _Port:
                     if ddpkit_name(name) or ddpkit_module(name):
                         self.tell(node, f"{name} in a string is left")
 
+    def tell_annotations(self, tree: ast.Module, names: set[str]) -> None:
+        """Tell of annotations in strings that begin with an imported name."""
+        found = (getattr(node, field, None) for node in ast.walk(tree) for field in ("annotation", "returns"))
+        for node in (one for annotation in found if isinstance(annotation, ast.expr) for one in ast.walk(annotation)):
+            if isinstance(node, ast.Constant) and names & {*re.findall(r"\w+", str(node.value))}:
+                self.tell(node, f"`{node.value!s}` in an annotation is left: write it by hand")
+
     # ------------------------------------------------------------------------------------ one imported name
 
+    def answer(self, target: str) -> str | None:
+        return ddpkit_name(target) if target != self.stays else None
+
+    def is_left(self, statement: ast.Import | ast.ImportFrom) -> bool:
+        """Say whether a list of imports would have to be divided that has comments in it."""
+        start, end = self.source.span(statement)
+        if not isinstance(statement, ast.ImportFrom) or "#" not in self.text[start:end]:
+            return False
+        targets = [f"{statement.module}.{alias.name}" for alias in statement.names]
+        return len({(self.answer(one) or ddpkit_module(one) or "").rpartition(".")[0] for one in targets}) > 1
+
     def port_binding(self, binding: Binding) -> None:
-        answer = ddpkit_name(binding.target) if binding.target != self.stays else None
+        left = next((statement for statement, _ in binding.imports if self.is_left(statement)), None)
+        if left is not None:
+            self.tell(left, "a list of imports with comments, for several modules, is left: write it by hand")
+            return
+        answer = self.answer(binding.target)
         if answer is not None:  # an object: its uses stay as they are
             for statement, alias in binding.imports:
                 if isinstance(statement, ast.ImportFrom):
@@ -258,33 +257,14 @@ class _Port:
                 if text != ast.unparse(alias):
                     self.source.replace(*self.source.span(alias), text)
             return
-        rest, comments = self.without(statement, moved)
         lines = []
         for home in homes:
             names = ", ".join(text for other, text in moved.values() if other == home)
             lines.append(f"from {home} import {names}" if home else f"import {names}")
-        lines[0] = "  ".join([lines[0], *comments])
-        self.source.replace(start, end, self.source.separator(start).join([*lines, *rest]))
-
-    def without(
-        self, statement: ast.ImportFrom, moved: dict[ast.alias, tuple[str, str]]
-    ) -> tuple[list[str], list[str]]:
-        """Return a statement without some of its names, if any is left, and the comments that stood beside these."""
-        start, end = self.source.span(statement)
-        if len(moved) == len(statement.names):
-            return [], re.findall(r"#[^\r\n]*", self.text[start:end])
-        piece, comments = Source(self.text[start:end]), []
-        for alias in moved:
-            first, last = self.source.span(alias)
-            rest = _ITEM_END.match(self.text, last, end)
-            last = rest.end() if rest else last
-            comments += [rest["comment"]] if rest and rest["comment"] else []
-            line_end = re.compile(r"\r\n|\r|\n").match(self.text, last, end)
-            if line_end and not self.source.before(first).strip():  # a line of its own
-                first, last = first - len(self.source.before(first)), line_end.end()
-            piece.replace(first - start, last - start, "")
-        text = re.sub(r",[ \t]*\)$", ")", piece.result()) if "\n" not in piece.result() else piece.result()
-        return [text if text.endswith(")") else re.sub(r"[,\s\\]+$", "", text)], comments
+        rest = [alias for alias in statement.names if alias not in moved]
+        if rest:
+            lines.append(ast.unparse(ast.ImportFrom(statement.module, rest, statement.level)))
+        self.source.replace(start, end, self.source.separator(start).join(lines))
 
 
 def _blocks(tree: ast.Module) -> Iterator[list[ast.stmt]]:

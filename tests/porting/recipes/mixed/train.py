@@ -15,13 +15,12 @@ from speechbrain.dataio.sampler import DynamicBatchSampler, ReproducibleRandomSa
 from speechbrain.utils import data_utils, epoch_loop, seed_everything
 from speechbrain.utils.distributed import (
     ddp_barrier,
-    if_main_process,  # before files are written
+    if_main_process,
     infer_device,
     run_on_main,
 )
 from speechbrain.utils.train_logger import (
-    FileTrainLogger,  # text
-    # spectrograms are SpeechBrain's
+    FileTrainLogger,
     plot_spectrogram,
 )
 

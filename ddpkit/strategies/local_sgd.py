@@ -14,6 +14,7 @@ import torch
 from torch import distributed as dist
 
 from ddpkit.comm import control_group, optimizer_facts, require_agreement
+from ddpkit.device import widest_float
 from ddpkit.distributed import sum_over_ranks
 from ddpkit.errors import ConfigError, RankMismatchError
 from ddpkit.strategies.ddp import DDP, UNUSED
@@ -191,12 +192,14 @@ def _state_of(name: str, optimizer: torch.optim.Optimizer, parameter: torch.Tens
 def _average_over_ranks(tensors: Iterable[torch.Tensor], device: torch.device) -> None:
     """Replace tensors by their averages over the ranks, the same bits on all; integers by rank 0's.
 
-    Half precision is added up in float32. What is in host memory beside the device travels there.
+    Half precision is added up in float32, and single numbers in float64: Adam's count of steps stays a whole number.
+    What is in host memory beside the device travels there.
     """
     kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     for one in tensors:
         is_exact = not (one.is_floating_point() or one.is_complex())
-        dtype = one.dtype if is_exact else torch.promote_types(one.dtype, torch.float32)
+        wide = widest_float(one.device) if one.numel() == 1 else torch.float32
+        dtype = one.dtype if is_exact else torch.promote_types(one.dtype, wide)
         kinds.setdefault((dtype, one.device), []).append(one)
     for (dtype, where), alike in kinds.items():
         group = control_group() if where.type != device.type else None

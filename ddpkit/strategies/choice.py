@@ -121,9 +121,9 @@ def _refuse_with_local_sgd(options: RunOptions, *, decides_late: bool) -> None:
             f"ddp_comm_hook={hook} does not work with a fit_batch of the recipe: it may step past optimizers_step(), "
             "which counts the steps to the next average. Leave one of them out."
         )
-    harmless = {None, False, "auto", "ddp", "single", "fp32", "bf16"}
+    harmless = {"None", "False", "auto", "ddp", "single", "fp32", "bf16"}
     for name, why in NOT_WITH_LOCAL_SGD.items():
-        if options[name] not in harmless:
+        if str(options[name]) not in harmless:  # ema_decay=0 is not False
             words = f"does not work with {name}={options[name]}: {why}. Leave one of them out."
             raise ConfigError(f"ddp_comm_hook={hook} {words}")
 

@@ -14,6 +14,7 @@ from ddpkit.distributed import get_rank
 from ddpkit.epoch_loop import EpochCounter
 from ddpkit.errors import CheckpointError, ConfigError, NonFiniteLossError, RankMismatchError, RunStopped
 from ddpkit.run import stage_runner
+from ddpkit.strategies import local_sgd
 from tests.contract.recipes import QUIET, Killed, Regression, make, points, sgd, weights
 from tests.contract.test_brain_gradients import OwnFitBatch
 
@@ -264,6 +265,17 @@ def test_nothing_is_saved_while_the_weights_are_not_the_same(ranks, tmp_path, cl
 # ---------------------------------------------------------------------------------------------- steps alike
 
 
+def averaged_count(number):
+    count = torch.tensor(number)
+    local_sgd._average_over_ranks([torch.ones(2), count], torch.device("cpu"))
+    return count.item()
+
+
+def test_the_average_of_equal_counts_of_steps_is_their_number(ranks):
+    """In float32 three times this is rounded, and a third of that is no whole number."""
+    assert ranks.run(averaged_count, 6000001.0, world_size=3) == [6000001.0] * 3
+
+
 class Poisoned(Regression):
     """Has infinite gradients on one rank in some steps, and other steps clipped on each."""
 
@@ -431,6 +443,7 @@ CONTRADICTIONS = [
             "static_graph": True,
         }.items()
     ),
+    ({**LOCAL, **PERIOD, "ema_decay": 0.0}, "ddp_comm_hook=post_local_sgd does not work with ema_decay=0.0: "),
     ({**LOCAL, **PERIOD, "strategy": "fsdp"}, "ddp_comm_hook=post_local_sgd does not work with strategy=fsdp: "),
 ]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -246,6 +247,7 @@ class RunState:
         progress, divisor = self.progress, self.train_step.sum_divisor
         loss_sum, loss_count, samples = self.loss_sums or self._loss_sums_by_itself()
         shards = self.train_step.strategy.shards
+        factor = self.options["grad_accumulation_factor"] // shards  # a recipe may have changed it since fit began
         state = {
             "step": progress.step // shards,
             "epoch": progress.epoch,
@@ -258,7 +260,7 @@ class RunState:
             "loss_sum": str(loss_sum) if isinstance(loss_sum, Fraction) else loss_sum,
             "loss_count": str(loss_count) if isinstance(loss_count, Fraction) else loss_count,
             "samples": int(samples),
-            **vars(self.step_plan),
+            **vars(replace(self.step_plan, grad_accumulation_factor=factor)),
             "asked": vars(self.asked_plan or self.step_plan),
             "fit": self.calls.number,
             "finished": list(self.calls.finished),
@@ -268,7 +270,6 @@ class RunState:
             "rates": self._rates,
             "trained": {} if self._flags is None else self._flags.changes(),
             "launch": os.environ.get("TORCHELASTIC_RUN_ID"),
-            "grad_accumulation_factor": self.options["grad_accumulation_factor"] // shards,
             "options": {name: self.options[name] for name in TELLING},
             **self._as_evaluated(),
         }

@@ -114,7 +114,7 @@ class Step:
         scaler = torch.amp.GradScaler("cpu", enabled=False)
         self.train_step = TrainStep(Recipe("Step"), self.modules, self.strategy, options, self.progress, scaler)
         optimizer = self.train_step.optimizer = torch.optim.AdamW(self.modules.parameters(), lr=1e-4)
-        self.strategy.adopt({"optimizer": optimizer})
+        self.strategy.prepare_optimizers({"optimizer": optimizer})
         for divided in getattr(self.strategy, "optimizers", ()):
             divided._is_compared = True  # there are no others to compare the groups with
         self.ranks = ranks

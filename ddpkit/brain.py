@@ -400,7 +400,7 @@ class Brain(_Typed):
         self._compile()
         self._wrap_distributed()
         self.init_optimizers()
-        self.__run.strategy.adopt(self.__run.train_step.named_optimizers())
+        self.__run.strategy.prepare_optimizers(self.__run.train_step.named_optimizers())
         self.__run.policy.recover(self.modules)
 
     def on_evaluate_start(self, max_key: str | None = None, min_key: str | None = None) -> None:
@@ -817,7 +817,7 @@ class Brain(_Typed):
 
     def _check_prepared(self, *, validates: bool) -> None:
         """Check what ``on_fit_start`` has made; after its first call, compare optimizers."""
-        self.__run.strategy.adopt(self.__run.train_step.named_optimizers())
+        self.__run.strategy.prepare_optimizers(self.__run.train_step.named_optimizers())
         schedule = self.__run.train_step.schedule
         if self.scheduler_class is not None and schedule is None:
             raise ConfigError(

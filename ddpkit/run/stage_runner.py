@@ -318,13 +318,13 @@ class StageRunner:
         with self._bar(stage, epoch, self._limited(length_of(loader), shards), enable=enable_bar) as bar:
             plan, sync = plan_of(loader), self._sync_of_bar
             bar.partial = plan is not None and plan.world_size > 1
-            confer = StopsOfEvaluation(self.progress, self.stop.cause)
+            stop_sync = StopsOfEvaluation(self.progress, self.stop.cause)
             batches: Iterable[Any] = First(self._batches(loader, stage), self._limited(None, shards))
             if is_shared:
                 place = progress.epoch, progress.optimizer_step
                 batches = strategy.evaluated(batches, self.rank_state.base_seed or 0, *place)
-            evaluate_epoch(brain, batches, stage, bar, count=counting(loader), sync=sync, after_batch=confer)
-            confer.await_others()
+            evaluate_epoch(brain, batches, stage, bar, count=counting(loader), sync=sync, after_batch=stop_sync)
+            stop_sync.await_others()
             return self._finish(stage, epoch, time.monotonic() - started, bar)
 
     # ------------------------------------------------------------------ prediction
@@ -364,7 +364,7 @@ class StageRunner:
         makes_batches = getattr(loader, "batch_size", 0) is None and getattr(loader, "batch_sampler", None) is None
         outputs: list[Any] = []
         # An output may be wrong on one rank alone, which has to be noticed: in a collective it would be waited for.
-        due, confer = time.monotonic() + BAR_SECONDS, StopsOfEvaluation(progress, self.stop.cause, _added_over_store)
+        due, stop_sync = time.monotonic() + BAR_SECONDS, StopsOfEvaluation(progress, self.stop.cause, _added_over_store)
         total = self._limited(length_of(loader))
         with ProgressBar("predict", total, enable=enable_bar and if_main_process()) as bar:
             for number, batch in enumerate(First(self._batches(loader, Stage.TEST), self._limited(None)), 1):
@@ -376,8 +376,8 @@ class StageRunner:
                 if time.monotonic() >= due:
                     due = time.monotonic() + BAR_SECONDS
                     bar.show(number, None, len(outputs))
-                confer(number)
-            confer.await_others()
+                stop_sync(number)
+            stop_sync.await_others()
             bar.show(progress.step, None, len(outputs))
         if progress.seen is not None:
             progress.seen.close(progress.step)

@@ -68,7 +68,7 @@ class Strategy:
     def follow(self, modules: nn.ModuleDict) -> None:
         """Wrap entries again in which a recipe has frozen or unfrozen parameters."""
 
-    def adopt(self, optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
+    def prepare_optimizers(self, optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
         """Prepare optimizers before a checkpoint is loaded into them; refuse those that the strategy cannot step."""
 
     def feed(self, feed: Any, progress: Any, seed: int) -> Any:

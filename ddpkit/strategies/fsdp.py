@@ -255,7 +255,7 @@ class FSDP(Strategy):
         """
         self._require_same_order(exchange(self._order, site="blocks"))
 
-    def adopt(self, optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
+    def prepare_optimizers(self, optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
         """Refuse optimizers with parameters that are not divided, and optimizers that need whole parameters.
 
         Raises:

@@ -76,7 +76,7 @@ class LocalSGD(DDP):
         self._news: list[float] = []  # how many of each came in each step since the last average
         self._is_compared = False
 
-    def adopt(self, optimizers: Mapping[str, Any]) -> None:
+    def prepare_optimizers(self, optimizers: Mapping[str, Any]) -> None:
         """Note what to average.
 
         Raises:

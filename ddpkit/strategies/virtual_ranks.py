@@ -149,7 +149,7 @@ class VirtualRanks(Strategy):
         self._sum = OrderedSum(own, self.virtual_ranks, zeros=range(2, 2 + len(moves)))
         self._begin_step()
 
-    def adopt(self, optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
+    def prepare_optimizers(self, optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
         """Refuse optimizers with parameters that are in no module.
 
         Raises:

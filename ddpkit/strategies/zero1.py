@@ -228,7 +228,7 @@ class Zero1(DDP):
         self.optimizers: list[DividedOptimizer] = []
         self._loads = [0] * get_world_size()
 
-    def adopt(self, optimizers: Mapping[str, Any]) -> None:
+    def prepare_optimizers(self, optimizers: Mapping[str, Any]) -> None:
         """Divide the state of optimizers over the ranks.
 
         Raises:

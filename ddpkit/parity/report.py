@@ -79,9 +79,10 @@ class ParityReport:
             return f"Parity holds: {sides} have the same gradients."
         if set(self.causes) == {"randomness"}:
             return f"Parity is not proven for {sides}."
-        if not all_equal(self.rows):
-            return f"Parity does not hold: {sides} have different gradients."
-        return f"Parity does not hold: {sides} have the same gradients now, but the training is not right."
+        found = (
+            "the same gradients now, but the training is not right" if all_equal(self.rows) else "different gradients"
+        )
+        return f"Parity does not hold: {sides} have {found}."
 
     def _table(self) -> list[str]:
         shown = self.rows[:SHOWN_ROWS]
@@ -91,10 +92,8 @@ class ParityReport:
             verdict = "equal" if row.is_equal else "differs"
             lines.append(f"  {row.parameter:<{width}}  {row.relative:>10.1e}  {row.step:>7}  {verdict}")
         more = self.rows[SHOWN_ROWS:]
-        if more:
-            differ = sum(not row.is_equal for row in more)
-            lines.append(f"  and {differ} more differ, {len(more) - differ} more are equal")
-        return lines
+        differ = sum(not row.is_equal for row in more)
+        return [*lines, f"  and {differ} more differ, {len(more) - differ} more are equal"] if more else lines
 
 
 def compare(

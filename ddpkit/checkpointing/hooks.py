@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import mmap
 import sys
 import zipfile
 from collections import OrderedDict
@@ -461,9 +462,14 @@ def _copies_what_it_loads(obj: Any) -> bool:
     """Say whether ``load_state_dict`` copies every tensor that it is given, as torch's own modules do."""
     return isinstance(obj, nn.Module) and not any(
         vars(one).get("_load_state_dict_pre_hooks", True)
-        or any(not getattr(type(one), name).__module__.startswith("torch.nn.") for name in _LOADING_METHODS)
+        or any(not _is_torchs(getattr(one, name)) for name in _LOADING_METHODS)
+        or any(buffer.is_quantized for buffer in one.buffers(recurse=False))  # they keep the scales that are given
         for one in _unwrap(obj).modules()
     )
+
+
+def _is_torchs(method: Callable[..., object]) -> bool:
+    return (getattr(method, "__module__", None) or "").startswith("torch.nn.")
 
 
 _DAMAGED = frozenset({"UnpicklingError", "EOFError", "KeyError", "BadZipFile"})
@@ -498,8 +504,8 @@ def safe_load(path: Path, map_location: Any = "cpu", handle: BinaryIO | None = N
     """
     try:
         with Path(path).open("rb") if handle is None else contextlib.nullcontext(handle) as file:
-            mmap = mmap and _is_ready_to_be_mapped(cast("BufferedReader", file))
-            return torch.load(path if mmap else file, map_location=map_location, weights_only=True, mmap=mmap)
+            pages = _pages_of(cast("BufferedReader", file)) if mmap else None
+            return torch.load(pages or file, map_location=map_location, weights_only=True, mmap=pages is not None)
     except Exception as error:
         reason = str(error).strip().split("\n")[0]
         if type(error).__name__ in _DAMAGED:  # torch's words are about torch.load
@@ -513,8 +519,17 @@ def safe_load(path: Path, map_location: Any = "cpu", handle: BinaryIO | None = N
         raise CheckpointError(f"cannot load {path}: {reason}.") from error
 
 
-def _is_ready_to_be_mapped(file: BufferedReader) -> bool:
-    """Read a file into the page cache, where a disk that fails raises; a page of a mapping would end the process."""
+def _pages_of(file: BufferedReader) -> str | None:
+    """Return a name under which torch can map a file, which stays this file when its own is removed or replaced.
+
+    The file is read into the page cache, where a disk that fails raises; a page of a mapping would end the process.
+
+    Args:
+        file: stands at its beginning, also afterwards.
+
+    Returns:
+        None where it is not as ``torch.save`` writes it, or cannot be mapped, as on some network file systems.
+    """
     block = bytearray(BLOCK_BYTES)
     while file.readinto(block):
         pass
@@ -523,7 +538,15 @@ def _is_ready_to_be_mapped(file: BufferedReader) -> bool:
         with zipfile.ZipFile(file) as archive:
             is_plain = all(one.compress_type == zipfile.ZIP_STORED for one in archive.infolist())
     file.seek(0)
-    return is_plain
+    name = f"/dev/fd/{file.fileno()}"
+    is_private = torch.serialization.get_default_mmap_options() == mmap.MAP_PRIVATE  # else it must be writable
+    if not (is_plain and is_private and Path(name).exists()):
+        return None
+    try:
+        mmap.mmap(file.fileno(), 1, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ).close()
+    except OSError:
+        return None
+    return name
 
 
 def _refused_globals(path: Path) -> list[str]:
@@ -645,6 +668,8 @@ def _rename_for(inner: nn.Module, state: Any) -> Any:
 def _for_module(inner: nn.Module, state: Any) -> Any:
     """Give the entries of a state the module's names; divide them where the module's parameters are divided."""
     renamed = _rename_for(inner, state)
+    for known in (getattr(state, "_metadata", None) or {}).values():  # torch notes there whether a caller once asked
+        known.pop("assign_to_params_buffers", None)  # for new parameters, which no optimizer would have
     if any(map(is_sharded, inner.parameters())):
         own, renamed = inner.state_dict(), _renamed(renamed, {})
         for name, value in renamed.items():

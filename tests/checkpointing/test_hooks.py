@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import errno
 import functools
+import mmap
 import sys
 import types
 import warnings
@@ -549,6 +551,12 @@ class KeepsByHook(nn.Module):
         self.weight = state_dict.pop("weight")
 
 
+def keeps_by_its_instance():
+    module = nn.Linear(4096, 1, bias=False)
+    module._load_from_state_dict = functools.partial(Keeps._load_from_state_dict, module)
+    return module
+
+
 def stored(path, how):
     """Write a module's state as torch does, as torch did before 1.6, or in a compressed archive."""
     state = {"weight": torch.arange(4096.0).reshape(1, -1)}
@@ -563,7 +571,9 @@ def stored(path, how):
 
 
 @pytest.mark.parametrize("how", ["new", "old", "compressed"])
-@pytest.mark.parametrize("make", [lambda: nn.Linear(4096, 1, bias=False), lambda: Keeps(4096, 1), KeepsByHook])
+@pytest.mark.parametrize(
+    "make", [lambda: nn.Linear(4096, 1, bias=False), lambda: Keeps(4096, 1), KeepsByHook, keeps_by_its_instance]
+)
 def test_what_was_loaded_depends_on_the_file_no_longer(tmp_path, make, how):
     path, module = tmp_path / "a.ckpt", make()
     weight = stored(path, how)
@@ -571,6 +581,68 @@ def test_what_was_loaded_depends_on_the_file_no_longer(tmp_path, make, how):
     with path.open("r+b") as file:
         file.write(bytes(path.stat().st_size))
     assert torch.equal(module.weight, weight)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of torch, which will drop such tensors
+@pytest.mark.parametrize("channels", [None, 0])
+def test_a_quantised_buffer_that_was_loaded_depends_on_the_file_no_longer(tmp_path, channels):
+    """A tensor that is quantised per channel shares its scales with the one that it is copied from."""
+
+    class Quantised(nn.Module):
+        def __init__(self, scale):
+            super().__init__()
+            scales, ones = torch.full((4096,), scale), torch.ones(4096, 1)
+            whole = torch.quantize_per_tensor(ones, scale, 0, torch.qint8)
+            parts = torch.quantize_per_channel(ones, scales, torch.zeros(4096), 0, torch.qint8)
+            self.register_buffer("codes", whole if channels is None else parts)
+
+    path, module = tmp_path / "a.ckpt", Quantised(0.5)
+    torch_save(Quantised(0.25), path)
+    torch_recovery(module, path, end_of_epoch=True)
+    with path.open("r+b") as file:
+        file.write(bytes(path.stat().st_size))
+    assert torch.equal(module.codes.dequantize(), torch.ones(4096, 1))
+
+
+@pytest.mark.parametrize("load", [functools.partial(torch_recovery, end_of_epoch=True), torch_parameter_transfer])
+def test_a_module_keeps_its_parameters_though_the_file_asks_for_new_ones(tmp_path, load):
+    """torch notes ``assign=True`` in the metadata of the state that a caller gave, and does so again after a save."""
+    path, source, module = tmp_path / "a.ckpt", nn.Linear(4, 1), nn.Linear(4, 1)
+    state = source.state_dict()
+    nn.Linear(4, 1).load_state_dict(state, assign=True)
+    torch.save(state, path)
+    weight = module.weight
+    load(module, path)
+    assert module.weight is weight
+    assert torch.equal(weight, source.weight)
+
+
+def test_a_file_that_is_replaced_or_removed_after_it_was_opened_is_loaded_as_it_was(tmp_path, monkeypatch):
+    """Another run may delete a checkpoint that this one loads."""
+    path, source, module, look = tmp_path / "a.ckpt", nn.Linear(4, 1), nn.Linear(4, 1), zipfile.is_zipfile
+
+    def remove(file):
+        path.unlink()
+        return look(file)
+
+    torch_save(source, path)
+    monkeypatch.setattr(zipfile, "is_zipfile", remove)
+    torch_recovery(module, path, end_of_epoch=True)
+    assert torch.equal(module.weight, source.weight)
+
+
+def test_a_file_that_cannot_be_mapped_is_read(tmp_path, monkeypatch):
+    """As on some network file systems, and as where a user has torch map files for writing."""
+    path, source, module = tmp_path / "a.ckpt", nn.Linear(4, 1), nn.Linear(4, 1)
+    torch_save(source, path)
+
+    def refuse(*_, **__):
+        raise OSError(errno.ENODEV, "No such device")
+
+    monkeypatch.setattr(mmap, "mmap", refuse)
+    monkeypatch.setattr(torch.UntypedStorage, "from_file", refuse)
+    torch_recovery(module, path, end_of_epoch=True)
+    assert torch.equal(module.weight, source.weight)
 
 
 @pytest.mark.parametrize("load", [functools.partial(torch_recovery, end_of_epoch=True), torch_parameter_transfer])

@@ -112,7 +112,8 @@ def become_torchrun(asked: int | str, device: str | None = None) -> NoReturn:
         )
     os.environ[NPROC] = str(number)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // number)))
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={number}", "--no_python", "--"]
+    where = ["--standalone", "--local_addr=localhost"]  # in a container the name of the host may have no address
+    launcher = ["-m", "torch.distributed.run", *where, f"--nproc_per_node={number}", "--no_python", "--"]
     sys.stdout.flush()
     sys.stderr.flush()
     os.execv(sys.executable, [sys.executable, *launcher, sys.executable, *sys.orig_argv[1:]])  # noqa: S606 -- as meant

@@ -135,7 +135,8 @@ def test_this_process_becomes_torchrun(monkeypatch, machine, number, given, thre
     monkeypatch.setattr(sys, "orig_argv", ["python", *words])
     become_torchrun(number)
     [(program, found)] = started
-    options = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={number}", "--no_python", "--"]
+    where = ["--standalone", "--local_addr=localhost"]
+    options = ["-m", "torch.distributed.run", *where, f"--nproc_per_node={number}", "--no_python", "--"]
     assert program == sys.executable
     assert found == [sys.executable, *options, sys.executable, *words]
     assert os.environ == {"OMP_NUM_THREADS": threads, "DDPKIT_NPROC": number}

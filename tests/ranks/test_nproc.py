@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import signal
+import subprocess
 import textwrap
 import time
 from pathlib import Path
@@ -112,6 +114,19 @@ def test_the_threads_of_each(tmp_path):
     assert Run(command, tmp_path, environment).wait().code == 0
     wanted = str(max(1, len(os.sched_getaffinity(0)) // 2))
     assert [threads for _, _, _, threads, *_ in facts(tmp_path, 2)] == [wanted] * 2
+
+
+@pytest.mark.slow
+def test_nproc_where_the_name_of_the_host_has_no_address(tmp_path):
+    """As in a container; the ranks met under that name, and waited for a minute each time."""
+    apart = ["unshare", "--map-root-user", "--uts"]
+    if subprocess.run([*apart, "hostname", "none-x1"], capture_output=True, check=False).returncode:
+        pytest.skip("this process may not give a host another name (unshare --uts)")
+    words = shlex.join(python(write(tmp_path), *WORDS, "--nproc=2"))
+    run = Run([*apart, "sh", "-c", f"hostname none-x1; exec {words}"], tmp_path).wait()
+    assert run.code == 0, run.err
+    assert "TCPStore" not in run.err
+    assert len(facts(tmp_path, 2)) == 2
 
 
 def test_f1_an_exception_on_one_rank(tmp_path):

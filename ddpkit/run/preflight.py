@@ -138,6 +138,7 @@ class Preflight:
             place, others = self._position(state.expected_epoch), 0 if state.start is None else state.start.num_found
             start = start_row(found, folder, options.resume, place, others=others)
         is_asked = options.global_batch_size is not None or options.lr_scaling != "none"  # someone has thought about it
+        depends = self.train_step.strategy.averages_weights  # on the number of processes, whatever the size
         optimizers, log = self.train_step.named_optimizers(), run_log()
         files = [*log_files(), *([] if log is None else [log.path])]
         told = self.train_step.strategy.start_rows(self.train_step.modules)
@@ -145,7 +146,7 @@ class Preflight:
             "strategy": strategy_row(told["strategy"], options.strategy),
             "batch": str(sizes),
             "memory": memory_row(sizes.per_process) if options.auto_micro_batch else "",
-            "per step": "" if is_asked or self.progress.optimizer_step else sizes.advice(),
+            "per step": "" if is_asked or depends or self.progress.optimizer_step else sizes.advice(),
             "valid set": "" if valid_set is None else _size_in_words(valid_set),
             "optimizer": optimizer_row(optimizers),
             "schedule": "" if self.train_step.schedule is None else str(self.train_step.schedule),

@@ -388,6 +388,16 @@ def train_as_advised():
     return advice, said, weights(same)
 
 
+def advice_of_local_sgd():
+    brain = make(ddp_comm_hook="post_local_sgd", local_sgd_period=2)
+    brain.fit([1], points(9), train_loader_kwargs={"batch_size": 2})
+    return "" if run_of(brain).preflight.report is None else run_of(brain).preflight.report.said.get("per step", "")
+
+
+def test_no_size_is_said_to_keep_a_training_that_depends_on_the_number_of_processes(ranks):
+    assert ranks.run(advice_of_local_sgd) == ["", ""]
+
+
 def test_what_keeps_the_training_of_one_process_is_said_and_true(ranks):
     (advice, said, found), _ = ranks.run(train_as_advised)
     assert advice == "4 samples; one process has 2: --global_batch_size=2 keeps the training the same"

@@ -19,6 +19,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sequenti
 
 from ddpkit.brain import run_of
 from ddpkit.dataloader import LoopedLoader
+from ddpkit.distributed import get_world_size
 from ddpkit.errors import ConfigError
 from ddpkit.parity import causes
 from ddpkit.parity.causes import diagnose, fitted_weights
@@ -152,6 +153,13 @@ class NotANumber(Regression):
 
     def compute_objectives(self, predictions, batch, stage):
         return (predictions - predictions).sum().sqrt() * torch.inf
+
+
+class UnderLaunchers(Regression):
+    """Computes something else on several processes."""
+
+    def compute_forward(self, batch, stage):
+        return super().compute_forward(batch, stage) * get_world_size()
 
 
 class Outside(Regression):
@@ -473,6 +481,7 @@ def test_a_cause_is_named(check, cls, cause, words, factor):
         (Regression, "running mean", "points", ("batch-dependent",), "net.1.mean, net.1.count"),
         (Outside, "plain", "points", ("outside modules",), "parameter 4 of optimizer 'all'"),
         (PastDDP, "plain", "points", ("not averaged",), "Rank 1 steps with other gradients"),
+        (UnderLaunchers, "plain", "points", ("unknown",), "do something else under a launcher"),
         (Regression, "plain", "unsorted", ("data",), "Rank 0 and one process have different data"),
     ],
 )

@@ -71,10 +71,16 @@ class LocalSGD(DDP):
         self.patience = options["nonfinite_patience"]
         self._optimizers: Mapping[str, Any] = {}
         self._progress: Any = None
+        self._entries: Mapping[str, nn.Module] = {}
         self._expected: dict[str, list[tuple[str, nn.Parameter]]] = {}  # parameters that need a gradient, by entry
         self._noted = 0, 0  # clipped and non-finite steps so far
         self._news: list[float] = []  # how many of each came in each step since the last average
         self._is_compared = False
+
+    def wrap(self, modules: nn.ModuleDict) -> None:
+        """Wrap as DDP does; note all entries, whose buffers are averaged."""
+        super().wrap(modules)
+        self._entries = dict(modules.items())
 
     def prepare_optimizers(self, optimizers: Mapping[str, Any]) -> None:
         """Note what to average.
@@ -165,9 +171,11 @@ class LocalSGD(DDP):
                     known.add(id(parameter))
                     yield parameter
                 yield from _state_of(name, optimizer, parameter)
-        for wrapped in self.wrapped:
-            saved = wrapped.module.state_dict(keep_vars=True)
-            yield from (one for key, one in wrapped.module.named_buffers() if key in saved)
+        wrapped = {id(one): one.module for one in self.wrapped}
+        for entry in self._entries.values():  # an entry without trained parameters is not wrapped
+            module = wrapped.get(id(entry), entry)
+            saved = module.state_dict(keep_vars=True)
+            yield from (one for key, one in module.named_buffers() if key in saved)
 
     def _require_equal_groups(self) -> None:
         for name, one in self._optimizers.items():
@@ -208,8 +216,8 @@ def _average_over_ranks(tensors: Iterable[torch.Tensor], device: torch.device) -
             bucket = [one for one, _ in pairs]
             flat = torch.cat([one.reshape(-1).to(dtype) for one in bucket])
             if dtype.is_floating_point or dtype.is_complex:
+                flat /= dist.get_world_size()  # before the sum, which could overflow: a mask has the lowest number
                 dist.all_reduce(flat, group=group)
-                flat /= dist.get_world_size()
             else:
                 dist.broadcast(flat.view(torch.uint8), src=0, group=group)
             for one, values in zip(bucket, torch.split(flat, [one.numel() for one in bucket]), strict=True):

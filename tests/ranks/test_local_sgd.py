@@ -330,6 +330,35 @@ def test_bf16_trains(ranks):
     assert losses[-1] < 0.5 * losses[0]
 
 
+def averaged_mask():
+    mask = torch.full((3,), torch.finfo(torch.float32).min)
+    local_sgd._average_over_ranks([mask], torch.device("cpu"))
+    return mask.unique().tolist()
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_the_average_of_the_lowest_number_is_not_infinite(ranks, size):
+    assert ranks.run(averaged_mask, world_size=size) == [[torch.finfo(torch.float32).min]] * size
+
+
+class TwoEntries(Regression):
+    def compute_forward(self, batch, stage):
+        return self.modules.net(self.modules.centred(batch[0]))
+
+
+def mean_of_an_untrained_entry():
+    modules = {"net": net_of(), "centred": Centred().double()}
+    brain = TwoEntries(modules, sgd(), None, {**QUIET, **LOCAL, "local_sgd_period": 3})
+    brain.fit([1], points(24), train_loader_kwargs={"batch_size": 2})
+    return brain.modules.centred.mean
+
+
+def test_buffers_of_an_entry_without_parameters_are_averaged_too(ranks):
+    first, second = ranks.run(mean_of_an_untrained_entry, world_size=2)
+    assert same([first], [second])
+    assert first.any()
+
+
 # ---------------------------------------------------------------------------------------------- refusals
 
 

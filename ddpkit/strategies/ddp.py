@@ -221,7 +221,7 @@ class DDP(Strategy):
         self._used: set[int] | None = None  # parameters with a gradient that counts; None: all that have one
 
     def wrap(self, modules: nn.ModuleDict) -> None:
-        """Convert BatchNorm and put DDP around every trainable entry that has none yet.
+        """Convert BatchNorm, and put DDP around every trainable entry that has none yet.
 
         The parameters and buffers of all entries are set to rank 0's values, as DDP does for its own module.
 
@@ -236,6 +236,8 @@ class DDP(Strategy):
             refuse_wrapped(name, module, "strategy='ddp'")
             self._trained[name] = trained
             if trained:
+                if self.options.sync_batchnorm is not False:
+                    _refuse_scripted_batchnorm(module)
                 wrapped = WrappedDDP(self._converted(module), **self._options(module))
                 modules[name] = wrapped
                 self.wrapped.append(wrapped)
@@ -249,6 +251,7 @@ class DDP(Strategy):
                     self._noting.append(self._orders[name])
             else:
                 broadcast_from_main(module, self.device)
+                modules[name] = self._converted(module)  # its running statistics may move
 
     def follow(self, modules: nn.ModuleDict) -> None:
         """Wrap entries again whose trainable parameters have changed since they were wrapped.
@@ -439,15 +442,8 @@ class DDP(Strategy):
         }
 
     def _converted(self, module: nn.Module) -> nn.Module:
-        if self.options.sync_batchnorm is False:
-            return module
-        for part in module.modules():
-            if str(getattr(part, "original_name", "")).startswith("BatchNorm"):  # what torch.jit.script leaves of it
-                raise ConfigError(
-                    "--jit has scripted a BatchNorm, which cannot share its statistics over the processes. Leave --jit "
-                    "out, or name other modules in --jit_module_keys."
-                )
-        return convert_sync_batchnorm(module) if batch_norms(module) else module
+        is_alone = self.options.sync_batchnorm is False or not batch_norms(module)
+        return module if is_alone else convert_sync_batchnorm(module)
 
     def _options(self, module: nn.Module) -> dict[str, Any]:
         given, accepted = self.options, inspect.signature(DistributedDataParallel).parameters
@@ -461,6 +457,15 @@ class DDP(Strategy):
             "gradient_as_bucket_view": _or(given.gradient_as_bucket_view, not self.decides_late),
             buffers: _or(given.broadcast_buffers, has_moving_buffers(module)),
         }
+
+
+def _refuse_scripted_batchnorm(module: nn.Module) -> None:
+    for part in module.modules():
+        if str(getattr(part, "original_name", "")).startswith("BatchNorm"):  # what torch.jit.script leaves of it
+            raise ConfigError(
+                "--jit has scripted a BatchNorm, which cannot share its statistics over the processes. Leave --jit "
+                "out, or name other modules in --jit_module_keys."
+            )
 
 
 def _or(given: bool | None, default: bool) -> bool:

@@ -310,6 +310,28 @@ def test_what_is_unfrozen_later_is_averaged_from_then_on(ranks):
             assert_close(found, there)
 
 
+class Behind(Regression):
+    """A net that is not trained stands before the one that is."""
+
+    def compute_forward(self, batch, stage):
+        return self.modules.net(self.modules.front(batch[0]))
+
+
+def train_behind_frozen_statistics():
+    torch.manual_seed(6)
+    front = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Tanh()).double().requires_grad_(requires_grad=False)
+    brain = Behind({"front": front, "net": Encoder()}, sgd(), None, QUIET)
+    brain.fit([1, 2], points(20), train_loader_kwargs={"batch_size": 6 // world_size()})
+    return weights(brain)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_batch_norm_of_what_is_not_trained_is_over_the_rows_of_all_ranks(ranks, world_size):
+    expected = train_behind_frozen_statistics()
+    for found in ranks.run(train_behind_frozen_statistics, world_size=world_size):
+        assert_close(found, expected)
+
+
 class Twice(Regression):
     """One module, two forward passes, one backward pass."""
 

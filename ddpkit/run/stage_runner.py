@@ -213,7 +213,7 @@ class StageRunner:
         if options.auto_micro_batch:
             feed = self.auto_micro_batch.feed(feed)
         progress.window_end, progress.train_meter, progress.train_sums = progress.step, progress.meter.copy(), None
-        progress.is_in_pass = True
+        progress.is_in_pass, progress.result_at = True, 0  # the result is of the epoch before
         self._begin(Stage.TRAIN, loader)
         saves = _IntraEpochSaves(self.train_step, options, self.policy, self.stop)
         started = time.monotonic()

@@ -135,6 +135,23 @@ def test_a_checkpoint_that_a_recipe_makes_in_the_middle_of_an_epoch(tmp_path):
     assert_same_losses(resumed.losses, whole.losses[2:])
 
 
+def test_a_checkpoint_that_a_recipe_makes_before_the_only_batch_of_an_epoch(tmp_path):
+    """The batch before has the same number, in the epoch before: it is not this one, which is still to be done."""
+
+    class Saving(Mortal):
+        def on_fit_batch_start(self, batch, should_step):
+            self.checkpointer.save_checkpoint(end_of_epoch=False)
+            super().on_fit_batch_start(batch, should_step)
+
+    data = points(2)
+    whole = run(tmp_path / "whole", data, cls=Saving)
+    run(tmp_path / "killed", data, cls=Saving, dies_at=(2, 1))
+    resumed = run(tmp_path / "killed", data, cls=Saving)
+    assert resumed.optimizer_step == whole.optimizer_step
+    assert_same(weights(resumed), weights(whole))
+    assert_same_losses(resumed.losses, whole.losses[2:])
+
+
 def ready_made_loader(data):
     return DataLoader(data, batch_size=2, shuffle=True)
 

@@ -35,6 +35,7 @@ MOST_SHOWN = 8
 LONGEST_VALUE = 200
 MOST_FILES = 256
 LARGEST_FILE_BYTES = 1 << 20
+LAST_WORD_SECONDS = 5.0
 SHORTEST_NAP, LONGEST_NAP = 0.001, 0.1
 
 SCRIPT, YAML_FILE, FILE = "script", "hyperparameter file", "file "
@@ -278,8 +279,6 @@ def _ranks(ranks: list[int]) -> str:
 def compare_over_store(store: Store, rank: int, world_size: int, facts: Mapping[str, str], seconds: float) -> None:
     """Compare facts between processes that have met at a store, before there is a process group.
 
-    A rank that hosts the store must keep it for a moment after an error, until the others have read what differs.
-
     Args:
         store: with a name of this attempt.
         rank: this process.
@@ -304,8 +303,11 @@ def compare_over_store(store: Store, rank: int, world_size: int, facts: Mapping[
         everybody, places = zip(*found, strict=True)
         message = describe_differences(everybody, places)
         store.set("ddpkit/start/verdict", message)
+        if message:
+            _await_readers(store, world_size - 1)
     else:
         message = _get(store, "ddpkit/start/verdict", end, 0)
+        store.add("ddpkit/start/read", 1)
     if message:
         raise RankMismatchError(message)
 
@@ -318,6 +320,13 @@ def _get(store: Store, key: str, end: float, other: int) -> str:
         f"rank {other} joined the run and has not come further since. Look into its output. "
         "--distributed_timeout_minutes says how long to wait."
     )
+
+
+def _await_readers(store: Store, number: int) -> None:
+    """Wait until the others have read why nothing starts: rank 0 may host the store."""
+    for _ in poll_until(time.monotonic() + LAST_WORD_SECONDS):
+        if store.add("ddpkit/start/read", 0) >= number:
+            return
 
 
 def poll_until(end: float) -> Iterator[None]:

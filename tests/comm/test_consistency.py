@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
+import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -28,7 +30,7 @@ from ddpkit.comm.consistency import (
     strict_part,
 )
 from ddpkit.errors import LaunchError, RankMismatchError
-from tests.launching import Run, python
+from tests.launching import Run, python, soon
 
 # ---------------------------------------------------------------------------------------------- facts
 
@@ -238,6 +240,27 @@ def test_every_rank_raises_the_same(store, odd):
     assert len(set(map(str, errors))) == 1
     assert f"2.12 on rank {odd}" in str(errors[0])
     assert f"  rank {odd} is on {consistency.own_place()}" in str(errors[0])
+
+
+def test_rank_0_stays_until_the_others_have_read_why(monkeypatch):
+    """It may host the store; but not for ever, if one of them has died."""
+    monkeypatch.setattr(consistency, "LAST_WORD_SECONDS", 1.0)
+    store = HashStore()
+    store.set("ddpkit/start/1", '[{"a": "2"}, "there"]')
+    reader = threading.Timer(0.3, lambda: store.add("ddpkit/start/read", 1))
+    reader.start()
+    began = time.monotonic()
+    with pytest.raises(RankMismatchError):
+        compare_over_store(store, 0, 2, {"a": "1"}, 5.0)
+    assert time.monotonic() - began >= 0.3
+    assert soon(began, 0.9)
+    reader.join()
+    began = time.monotonic()
+    store.set("ddpkit/start/2", '[{"a": "2"}, "there"]')
+    with pytest.raises(RankMismatchError):
+        compare_over_store(store, 0, 3, {"a": "1"}, 5.0)
+    assert time.monotonic() - began >= 1.0
+    assert soon(began, 3)
 
 
 @pytest.mark.parametrize(("rank", "missing"), [(0, 1), (1, 0)])

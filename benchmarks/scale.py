@@ -32,6 +32,7 @@ from ddpkit.control.heartbeat import BEAT_SECONDS, Heartbeat
 from ddpkit.run_opts import RunOptions
 from ddpkit.sampler import PlannedBatchSampler
 from ddpkit.strategies import choose_strategy
+from ddpkit.strategies.fsdp import FIRST_STEPS
 from ddpkit.training import Feed, Progress, Recipe, TrainStep, train_epoch
 
 RANKS = (2, 64, 1024, 16384)
@@ -117,6 +118,8 @@ class Step:
         self.strategy.prepare_optimizers({"optimizer": optimizer})
         for divided in getattr(self.strategy, "optimizers", ()):
             divided._is_compared = True  # there are no others to compare the groups with
+        if strategy == "fsdp":
+            self.strategy._compared = FIRST_STEPS  # nor the order of blocks
         self.ranks = ranks
 
     def fit_batch(self, batch: torch.Tensor) -> torch.Tensor:

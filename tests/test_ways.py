@@ -16,6 +16,7 @@ import pytest
 import torch.distributed as dist
 
 import ddpkit
+from ddpkit.checkpointing import BackgroundSave
 from ddpkit.checkpoints import Checkpointer
 from ddpkit.epoch_loop import EpochCounter
 from tests.contract.recipes import QUIET, Regression, linear, points, sgd
@@ -121,6 +122,7 @@ def test_a_resume(tmp_path):
 
 
 def save_of_rank_0(folder):
+    BackgroundSave.threads.clear()  # those of other tests of this process
     follow(folder / "before", "save")  # the first save of a process loads YAML, by way of the package's lazy names
     gc.collect()
     way = follow(folder / "then", "save")

@@ -41,9 +41,11 @@ class Actor:
                 outcome = (False, str(error))
             except BaseException:  # noqa: BLE001 -- raised by whoever asks for the result
                 outcome = (None, traceback.format_exc())
-            with os.fdopen(writer, "wb") as pipe:
-                pickle.dump(outcome, pipe)
-            os._exit(0)
+            try:
+                with os.fdopen(writer, "wb") as pipe:
+                    pickle.dump(outcome, pipe)
+            finally:
+                os._exit(0)
         os.close(writer)
         self.pipe = os.fdopen(reader, "rb")
         self.gone = False
@@ -202,9 +204,12 @@ def hold_until(folder, signs, leaves_a_child=False):
     lock = FolderLock(folder)
     lock.acquire()
     if leaves_a_child and os.fork() == 0:  # as a worker of a loader, which outlives its rank for a moment
-        (signs / f"child.{os.getpid()}").touch()
-        wait_for(signs / "end", 60.0)
-        os._exit(0)
+        try:
+            (signs / f"child.{os.getpid()}").touch()
+            while signs.exists() and not (signs / "end").exists():  # the folder goes right after the sign
+                time.sleep(0.01)
+        finally:
+            os._exit(0)
     (signs / "held").touch()
     wait_for(signs / "end")
     try:

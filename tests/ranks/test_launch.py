@@ -110,7 +110,7 @@ def test_d6_the_ports_of_the_user_and_two_runs_on_one(tmp_path):
         assert words in run.err, run.err
     for run, words in zip(
         first,
-        ("rank 2 (1) of 3 processes did not come", "could not|lost|did not come|not come any"),
+        ("rank 2 (1) of 3 processes did not come", "could not|lost|did not come|not come further"),
         strict=True,
     ):
         run.wait(90)

@@ -157,7 +157,7 @@ class Trained:
     def seconds_per_step(self, *, attended: bool = True) -> float:
         """Train a pass, and return what a step took on the whole."""
         sum_over_ranks([0.0])
-        with run_of(self.brain).guard.guarded("fit") if attended else contextlib.nullcontext():
+        with run_of(self.brain).stop.guarded("fit") if attended else contextlib.nullcontext():
             began = time.perf_counter()
             self.brain._fit_train(self.loader, 1, enable=False)
             return (time.perf_counter() - began) / self.loader.__len__()

@@ -175,7 +175,7 @@ def load_keyed(
     Args:
         loader: whose dataset and kind of workers it is.
         indices: of the samples, one by one.
-        collate_fn: makes of a list of one sample what is returned of it; can be pickled.
+        collate_fn: called with a list of one sample, returns the result for it; can be pickled.
         seed: of the randomness.
 
     Returns:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from ddpkit import optim
-from ddpkit.base import POSITION, mark_as_loader, mark_as_saver, register_checkpoint_hooks
+from ddpkit.base import POSITION, mark_as_loader, mark_as_saver, register_checkpoint_hooks, unwrap
 from ddpkit.comm import check_train_data, optimizer_facts, require_agreement, together
 from ddpkit.control import failure_notice, usage_errors
 from ddpkit.dataloader import LoopedLoader, SaveableDataLoader
@@ -25,12 +25,13 @@ from ddpkit.precision import Precision
 from ddpkit.reporting import join_loggers
 from ddpkit.run import Run, StepPlan
 from ddpkit.run_opts import RunOptions, option_attributes
-from ddpkit.strategies import NO_CONTEXT, choose_strategy, modules_on_device, take_device, unwrap
+from ddpkit.strategies import NO_CONTEXT, choose_strategy, is_on_meta, modules_on_device, take_device
 from ddpkit.training import (
     BatchSizes,
     Progress,
     Recipe,
     RunLength,
+    TrainStep,
     batch_sizes,
     checkpoint_blocks,
     compile_modules,
@@ -117,7 +118,8 @@ class Brain(_Typed):
 
     Args:
         modules: name -> ``torch.nn.Module``; each is moved to the device, and wrapped when training starts.
-        opt_class: called with the trainable parameters, returns an optimizer.
+        opt_class: called with all parameters, frozen ones too, which may be unfrozen later; returns an optimizer. (With
+            ``remove_vector_weight_decay``, called with two groups of the trainable ones.)
         hparams: whatever the YAML holds; reachable as ``self.hparams.name``. Run options in it count as defaults.
         run_opts: a :class:`~ddpkit.run_opts.RunOptions` or a dict; wins over ``hparams``.
         checkpointer: a :class:`~ddpkit.checkpoints.Checkpointer`; the Brain adds itself, its optimizers and the
@@ -180,10 +182,15 @@ class Brain(_Typed):
         self.run_opts = options = RunOptions.from_dictionary(run_opts or {}).resolved(hparams)
         ddp_init_group(options)
         self.rank = get_rank() or 0
-        device, recipe = str(options.device), self._recipe()
+        device, own = str(options.device), type(self)
+        recipe = Recipe(
+            own.__name__,
+            has_own_fit_batch=own.fit_batch is not Brain.fit_batch,
+            freezes=own.freeze_optimizers is not Brain.freeze_optimizers,
+        )
         strategy = choose_strategy(options, decides_late=recipe.has_own_fit_batch)
         take_device(device)
-        self.modules = modules_on_device(modules or {}, device)
+        self.modules = modules_on_device(modules or {}, device, keeps_meta=strategy.divides)
         self.progress = Progress()
         if strategy.same_bits:
             self.progress.round_nothing()
@@ -199,17 +206,8 @@ class Brain(_Typed):
             precision = Precision(options.precision, options.eval_precision, device)
             require_module_keys(self.modules, options)
             require_reference(options)
-            self.__run = Run(
-                recipe,
-                options,
-                self.hparams,
-                self.modules,
-                checkpointer,
-                strategy=strategy,
-                scaler=precision.scaler,
-                progress=self.progress,
-                ema=ema,
-            )
+            step = TrainStep(recipe, self.modules, strategy, options, self.progress, precision.scaler, ema)
+            self.__run = Run(step, self.hparams, checkpointer)
         self.training_ctx, self.evaluation_ctx = precision.training_ctx, precision.evaluation_ctx
         self.__run.policy.register(self)
         self.print_trainable_parameters()
@@ -219,14 +217,6 @@ class Brain(_Typed):
         for name in ("checkpointer", "optimizer", "optimizers_dict", "scaler", "ema", "profiler"):
             if vars(cls).get(name, "") is None:  # "not made yet": it would hide what the parts of the run hold
                 delattr(cls, name)
-
-    @classmethod
-    def _recipe(cls) -> Recipe:
-        return Recipe(
-            cls.__name__,
-            has_own_fit_batch=cls.fit_batch is not Brain.fit_batch,
-            freezes=cls.freeze_optimizers is not Brain.freeze_optimizers,
-        )
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
@@ -397,10 +387,9 @@ class Brain(_Typed):
         """Compile, wrap, make optimizers, recover the newest checkpoint: once, however often ``fit`` is called."""
         if self.__run.is_prepared:
             return
-        self._compile()
-        self._wrap_distributed()
+        self._prepare_modules()
         self.init_optimizers()
-        self.__run.strategy.prepare_optimizers(self.__run.train_step.named_optimizers())
+        self._prepare_optimizers()
         self.__run.policy.recover(self.modules)
 
     def on_evaluate_start(self, max_key: str | None = None, min_key: str | None = None) -> None:
@@ -412,6 +401,8 @@ class Brain(_Typed):
             max_key: the checkpoint with the highest value of this key.
             min_key: the checkpoint with the lowest.
         """
+        if is_on_meta(self.modules):
+            self._prepare_modules()
         found = self.__run.policy.recover_for_evaluation(max_key, min_key)
         if found is not None and self.run_opts.evaluate_ema:
             require_average(found)
@@ -604,10 +595,10 @@ class Brain(_Typed):
             return FitResult("test_only", optimizer_steps=self.optimizer_step)
         folder = getattr(self.hparams, "output_folder", "results")
         # failure_notice again, innermost: the others learn of a failure before policy.session saves.
-        with run.guard.guarded("fit"), run.stages.session(folder), run.policy.session(epoch_counter), failure_notice():
+        with run.stop.guarded("fit"), run.stages.session(folder), run.policy.session(epoch_counter), failure_notice():
             run.stop.remove_note()
             train, valid = self._fit_loaders(train_set, valid_set, train_loader_kwargs or {}, valid_loader_kwargs or {})
-            sizes = self._compare_data(train, valid)
+            sizes = self._plan_steps(train, valid)
             with POSITION.at("on_fit_start"), run.policy.starting():
                 self.on_fit_start()
             run.policy.load_deferred()
@@ -648,7 +639,7 @@ class Brain(_Typed):
         if not own_hook:
             self._require_no_training("evaluate")
         run.preflight.compare_ranks("evaluate", self)
-        with run.guard.guarded("evaluate"):
+        with run.stop.guarded("evaluate"):
             loader = together(lambda: self._loader(test_set, Stage.TEST, test_loader_kwargs or {}, None))
             run.preflight.compare_data(test=loader)
             self.on_evaluate_start(max_key=max_key, min_key=min_key)
@@ -690,7 +681,7 @@ class Brain(_Typed):
         Ranks: collective.
         """
         run = self.__run
-        with run.guard.guarded("predict"):
+        with run.stop.guarded("predict"):
             self._require_no_training("predict")
             with run.loaders.dividing_evaluation():
                 loader = together(lambda: self._loader(data, Stage.TEST, loader_kwargs or {}, None))
@@ -775,8 +766,8 @@ class Brain(_Typed):
             kwargs = loader_kwargs if ckpt_prefix is not None else {"ckpt_prefix": None, **loader_kwargs}
             return self.make_dataloader(data, stage=stage, **kwargs)
 
-    def _compare_data(self, train: Any, valid: Any) -> BatchSizes:
-        """Compare the data of the ranks, and work out what follows from its length."""
+    def _plan_steps(self, train: Any, valid: Any) -> BatchSizes:
+        """Compare the data of the ranks; from its length follow batches, steps and learning-rate scale."""
         run, options = self.__run, self.run_opts
         run.preflight.compare_data(train=train, valid=valid)
         if options.auto_micro_batch:
@@ -800,6 +791,17 @@ class Brain(_Typed):
         found = self.__run.length = RunLength.of(length, factor, self.__run.epochs, self.run_opts)
         self.steps_per_epoch, self.total_steps = found.steps_per_epoch, found.total_steps
 
+    def _prepare_modules(self) -> None:
+        if not self.__run.is_wrapped:
+            self._compile()
+            self._wrap_distributed()
+            self.__run.is_wrapped = True
+
+    def _prepare_optimizers(self) -> None:
+        optimizers = self.__run.train_step.named_optimizers()
+        optim.refuse_on_meta(optimizers)
+        self.__run.strategy.prepare_optimizers(optimizers)
+
     def _compile(self) -> None:
         if self.run_opts.activation_checkpointing:
             checkpoint_blocks(self.modules, self.run_opts)
@@ -817,7 +819,7 @@ class Brain(_Typed):
 
     def _check_prepared(self, *, validates: bool) -> None:
         """Check what ``on_fit_start`` has made; after its first call, compare optimizers."""
-        self.__run.strategy.prepare_optimizers(self.__run.train_step.named_optimizers())
+        self._prepare_optimizers()
         schedule = self.__run.train_step.schedule
         if self.scheduler_class is not None and schedule is None:
             raise ConfigError(

@@ -174,8 +174,8 @@ class Checkpointer:
         not_taken: names of its entries that no recoverable has loaded, sorted.
         around_save: returns a context for every save; called with whether an epoch has ended.
         tell_epoch: returns the epoch of a save.
-        whole_states: where each rank holds a part of some states: called before every save with what
-            :func:`torch_save` saves, returns what to save in the place of some of it. Every rank must save then.
+        whole_states: None, or a function that makes sharded states whole before a save: called with the objects that
+            :func:`torch_save` saves, by name, it returns what is saved instead of some. Every rank must save then.
         load_mode: ``"all"``: every rank reads the files. ``"broadcast"``: rank 0 reads and sends, and all ranks must
             load together; the main process alone reads by itself, after half a minute.
 
@@ -597,7 +597,7 @@ class Checkpointer:
                 lock.release()
 
     def set_aside(self, start: Checkpoint | None) -> None:
-        """Move what a run that begins at ``start`` does not go on from out of the way, and say where it is.
+        """Move the checkpoints that do not belong to a run that begins at ``start`` into a subfolder, and name it.
 
         Args:
             start: a checkpoint; if it is in this folder, what was saved before stays too. None: all is moved.
@@ -722,14 +722,7 @@ class Checkpointer:
     def _await_background_save(self) -> None:
         if not BackgroundSave.threads:  # this process has saved nothing in the background
             return
-        try:
-            self._background.wait(self.checkpoints_dir)
-        except CheckpointError:
-            raise
-        except BaseException as error:
-            raise CheckpointError(
-                f"saving {self._background.path} in the background: {type(error).__name__}: {error}"
-            ) from error
+        self._background.wait(self.checkpoints_dir)
         if not self.asynchronous:
             self._memory.clear()
 

@@ -376,7 +376,7 @@ def _batch_size(loader: Any) -> list[Any] | None:
 
 
 def _done_in(loader: Any, batches: int) -> list[Any] | None:
-    """Return what is done of a pass after so many of its batches, in what does not depend on their size."""
+    """Return how far a pass is after so many batches, in a unit that does not depend on the batch size."""
     plan, size = plan_of(loader), _batch_size(loader)
     if isinstance(plan, PlannedBatchSampler):
         return ["samples", plan.plan.done_before(batches)]
@@ -384,7 +384,7 @@ def _done_in(loader: Any, batches: int) -> list[Any] | None:
 
 
 def _batches_after(loader: Any, done: list[Any] | None, batches: int) -> int:
-    """Return the batches that are done of a pass, of the size they have now; those they were if that is unknown."""
+    """Return how many batches of the present size are done; ``batches`` if the sizes are unknown."""
     plan, size = plan_of(loader), _batch_size(loader)
     unit, number = done or ("", 0)
     if isinstance(plan, PlannedBatchSampler) and unit == "samples":

@@ -17,7 +17,7 @@ import torch
 from hyperpyyaml import resolve_references
 from ruamel.yaml.error import YAMLError
 
-from ddpkit.base import to_plain
+from ddpkit.base import replacing, to_plain
 from ddpkit.checkpointing import FolderLock, holder
 from ddpkit.comm import outside_frame
 from ddpkit.control import is_shown_without_traceback, record_for_launcher, show_without_traceback
@@ -39,6 +39,8 @@ RULE = "=" * 80
 LOCK_NAME = ".run.lock"  # beside that of a folder of checkpoints, which may be the same folder
 TEST_SUFFIX = ".test_only"
 GIT_TIMEOUT_SECONDS = 5
+
+_CLAIMED = contextlib.ExitStack()  # releases the lock of the folder that is this process's
 
 
 def create_experiment_directory(
@@ -140,7 +142,7 @@ def close_experiment() -> None:
     Example:
         >>> close_experiment()
     """
-    _Claim.give_up()
+    _CLAIMED.close()
     close_logging()
     set_run_log(None)
     if isinstance(sys.excepthook, _LoggingExceptHook):
@@ -162,11 +164,7 @@ def get_environment_description(folder: str | os.PathLike[str] | None = None) ->
         >>> "torch==" in get_environment_description()
         True
     """
-    packages = {
-        f"{distribution.metadata['Name']}=={distribution.version}"
-        for distribution in importlib.metadata.distributions()
-        if distribution.metadata["Name"]
-    }
+    packages = {f"{one.name}=={one.version}" for one in importlib.metadata.distributions() if one.name}
     where = Path(folder or ".").resolve()
     sections = [
         f"Python {' '.join(sys.version.split())}\n{platform.platform()}\n{sys.executable}",
@@ -180,31 +178,16 @@ def get_environment_description(folder: str | os.PathLike[str] | None = None) ->
 # --------------------------------------------------------------------------------------- whose folder it is
 
 
-class _Claim:
-    """The lock of the experiment's folder, as long as it is this process's."""
-
-    lock: FolderLock | None = None
-
-    @classmethod
-    def take(cls, lock: FolderLock) -> None:
-        lock.acquire()
-        cls.give_up()
-        cls.lock = lock
-
-    @classmethod
-    def give_up(cls) -> None:
-        if cls.lock is not None:
-            cls.lock.release()
-            cls.lock = None
-
-
 def _claim(folder: Path, only_tests: bool) -> str:
     """Make a folder this run's; return what its log files have in their names, where they are not the run's own."""
     if only_tests:
         return "" if holder(folder, LOCK_NAME) is None else TEST_SUFFIX
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        _Claim.take(FolderLock(folder, LOCK_NAME))
+        lock = FolderLock(folder, LOCK_NAME)
+        lock.acquire()
+        _CLAIMED.close()
+        _CLAIMED.callback(lock.release)
     except FolderInUseError as error:
         raise FolderInUseError(
             f"experiment_directory={str(folder)!r}: {error} Nothing was written, for its files would be lost. Where a "
@@ -271,10 +254,9 @@ def _write_files(folder: Path, files: Mapping[str, bytes | Path], log_name: str,
             target = folder / name
             if keep and target.exists():
                 continue
-            if isinstance(content, bytes):
-                _replace(target, content)
-            elif not (target.exists() and target.samefile(content)):
-                _replace(target, content.read_bytes())
+            if isinstance(content, bytes) or not (target.exists() and target.samefile(content)):
+                with replacing(target) as unfinished:
+                    unfinished.write_bytes(content if isinstance(content, bytes) else content.read_bytes())
         log_file = folder / log_name
         if log_file.exists() and log_file.stat().st_size > 0:
             with log_file.open("a", encoding="utf-8") as log:
@@ -288,16 +270,6 @@ def _unwritable(folder: Path, error: OSError) -> ConfigError:
         f"experiment_directory={str(folder)!r} cannot be written to: {error.strerror or error} "
         f"({error.filename or folder}). Choose another output folder, or make room or get permission."
     )
-
-
-def _replace(path: Path, content: bytes) -> None:
-    """Write a file so that its name stands for the old content or for the new one, never for a part."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")  # processes of one script may write at once
-    try:
-        temporary.write_bytes(content)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 # ------------------------------------------------------------------------------------- log and exceptions

@@ -217,11 +217,7 @@ def _speaks_for_other_rank(record: logging.LogRecord) -> bool:
     return hasattr(record, "ddpkit_rank") or record.levelno >= logging.WARNING
 
 
-class _Installed:
-    """The handlers that :func:`setup_logging` has attached, so that they can be taken away again."""
-
-    handlers: list[logging.Handler] = []  # noqa: RUF012 -- one list per process is the purpose
-    levels: dict[str, int] = {}  # noqa: RUF012 -- likewise
+_UNDO = contextlib.ExitStack()  # takes away what setup_logging has attached
 
 
 def setup_logging(
@@ -274,11 +270,12 @@ def setup_logging(
             handler.addFilter(_speaks_for_other_rank)
     for handler in handlers:
         logging.getLogger().addHandler(handler)
-    _Installed.handlers = handlers
+        _UNDO.callback(handler.close)
+        _UNDO.callback(logging.getLogger().removeHandler, handler)
     own_level = console_level if log_file is None else min(console_level, logging.DEBUG)
     levels = {"": min(console_level, logging.INFO), "ddpkit": own_level, "__main__": own_level}
     for name, wanted in levels.items():
-        _Installed.levels[name] = logging.getLogger(name).level
+        _UNDO.callback(logging.getLogger(name).setLevel, logging.getLogger(name).level)
         logging.getLogger(name).setLevel(wanted)
 
 
@@ -305,12 +302,7 @@ def close_logging() -> None:
     Example:
         >>> close_logging()
     """
-    for handler in _Installed.handlers:
-        logging.getLogger().removeHandler(handler)
-        handler.close()
-    for name, level in _Installed.levels.items():
-        logging.getLogger(name).setLevel(level)
-    _Installed.handlers, _Installed.levels = [], {}
+    _UNDO.close()
 
 
 def _file_handlers(path: Path) -> list[logging.Handler]:

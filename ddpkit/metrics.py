@@ -658,7 +658,7 @@ class LossMeter:
         self._sums.clear()
 
 
-class ExactMeter:
+class ExactMeter(LossMeter):
     """A :class:`LossMeter` that rounds nothing: its sums depend neither on their order nor on who has added up what.
 
     It reads losses from their device every 64.
@@ -680,18 +680,8 @@ class ExactMeter:
     """
 
     def __init__(self, *, copies: bool = False) -> None:
-        self.samples, self._copies = 0, copies
-        self._entries: list[tuple[Tensor | float, Tensor | float, bool]] = []
-        self._loss = self._count = Fraction()
-        self._nonfinite = 0
-
-    def append(self, loss: Tensor | float, count: float) -> None:
-        """Take in one step's loss: the mean over ``count`` samples."""
-        self._take((loss, count, True))
-
-    def append_sum(self, loss_sum: Tensor | float, count: Tensor | float) -> None:
-        """Take in a sum of losses and its count."""
-        self._take((loss_sum, count, False))
+        super().__init__(copies=copies)
+        self._exact: tuple[Fraction, Fraction, int] = Fraction(), Fraction(), 0
 
     def sums(self) -> tuple[float, float, int]:
         """Return the sums, each rounded once, and the number of losses that were not finite."""
@@ -701,17 +691,18 @@ class ExactMeter:
     def totals(self) -> list[Any]:
         """Return the sums as fractions, to be added up over the ranks, and the number of losses left out."""
         self._flush()
-        return [self._loss, self._count, self._nonfinite]
+        return list(self._exact)
 
     def restore(self, loss_sum: Any, count: Any, nonfinite: int = 0, samples: int = 0) -> None:
         """Go on from sums: numbers, fractions, or fractions written out."""
-        self._entries, self.samples = [], samples
-        self._loss, self._count, self._nonfinite = Fraction(loss_sum), Fraction(count), nonfinite
+        self._means, self._sums, self.samples = [], [], samples
+        self._exact = Fraction(loss_sum), Fraction(count), nonfinite
 
     def copy(self) -> ExactMeter:
         """Return a meter with the same losses."""
-        copied, (loss, count, nonfinite) = ExactMeter(copies=self._copies), self.totals()
-        copied.restore(loss, count, nonfinite, self.samples)
+        copied = ExactMeter(copies=self._copies)
+        self._flush()
+        copied._exact, copied.samples = self._exact, self.samples
         return copied
 
     def state_dict(self) -> dict[str, Any]:
@@ -728,25 +719,21 @@ class ExactMeter:
         loss, count = state_dict.get("exact", rounded[:2])
         self.restore(loss, count, rounded[2], meter.samples)
 
-    def _take(self, entry: tuple[Tensor | float, Tensor | float, bool]) -> None:
-        self._entries.append((_copied(entry[0]), _copied(entry[1]), entry[2]) if self._copies else entry)
-        if len(self._entries) >= FLUSH_AFTER:
-            self._flush()
+    def _add(self, total: float, count: float) -> None:
+        loss_sum, counted, nonfinite = self._exact
+        if count and math.isfinite(total) and math.isfinite(count):
+            self._exact = loss_sum + Fraction(total), counted + Fraction(count), nonfinite
+        elif count:
+            self._exact = loss_sum, counted, nonfinite + 1
 
     def _flush(self) -> None:
-        entries, self._entries = self._entries, []
-        numbers = [one for entry in entries for one in entry[:2]]
-        device = next((one.device for one in reversed(numbers) if isinstance(one, Tensor)), None)
-        if device is not None:  # all are read at once
-            numbers = _column(numbers, device).tolist()
-        for place, (_, _, is_mean) in enumerate(entries):
-            loss, count = float(numbers[2 * place]), float(numbers[2 * place + 1])
-            total = loss * count if is_mean else loss
-            if count and math.isfinite(total) and math.isfinite(count):
-                self._loss += Fraction(total)
-                self._count += Fraction(count)
-            elif count:
-                self._nonfinite += 1
+        for entries, are_means in ((self._means, True), (self._sums, False)):
+            numbers = [one for entry in entries for one in entry]
+            device = next((one.device for one in reversed(numbers) if isinstance(one, Tensor)), None)
+            read: list[float] = [] if device is None else _column(numbers, device).tolist()  # all at once
+            for loss, count in zip(read[::2], read[1::2], strict=True):
+                self._add(loss * count if are_means else loss, count)
+            entries.clear()
 
 
 def _copied(number: Tensor | float) -> Tensor | float:

@@ -94,9 +94,9 @@ def take_step(
         scaler: the loss scaler of fp16 training, if it is enabled.
         multiplier: applied to the gradients, in the same pass as the clipping: a number, or a tensor of shape ``()``
             on their device, which nobody then waits for. It divides by what was not known during the window.
-        updates: let the scaler choose its next scale; not while other gradients wait that have the present one.
-        alone: other ranks step with other gradients: where one is not finite here, all are zero here, and the step is
-            taken, so that no rank makes fewer.
+        updates: let the scaler choose its next scale; False while gradients of other optimizers still have this scale.
+        alone: each rank steps with its own gradients (post-local SGD). If one is not finite on this rank, all of this
+            rank's become zero and it steps all the same, so that all ranks make the same number of steps.
 
     Returns:
         Whether the step was taken, the norm, and whether that was clipped. A step is skipped, and its gradients
@@ -119,7 +119,7 @@ def take_step(
     if not is_plain:
         total_norm = total_norm * multiplier
     norm = total_norm.item()
-    finite = math.isfinite(norm) and norm >= 0.0  # below: by a multiplier that makes no sense
+    finite = math.isfinite(norm) and norm >= 0.0  # negative: counts add up to less than 0
     clips = finite and max_norm is not None and 0.0 < max_norm < 1.01 * norm + 1e-5  # else surely nothing is clipped
     if clips:
         clip = torch.clamp((total_norm + 1e-6).reciprocal() * cast("float", max_norm), max=1.0)
@@ -137,7 +137,7 @@ def take_step(
 
 
 def _zeroed(found: list[torch.Tensor], multiplier: float | torch.Tensor) -> bool:
-    """Fill gradients that are not finite with zeros, unless that follows from the multiplier, which all ranks have."""
+    """Fill all gradients with zeros; not if the multiplier, the same on all ranks, is why they are not finite."""
     if not 0.0 < multiplier < math.inf:
         return False
     for gradient in found:
@@ -211,6 +211,30 @@ def make_optimizer(
             "It is called with the parameters; for example opt_class: !name:torch.optim.Adam with lr: 0.001."
         )
     return optimizer
+
+
+def refuse_on_meta(optimizers: Mapping[str, Any]) -> None:
+    """Refuse optimizers with parameters on the meta device: they would step these, and train nothing.
+
+    Args:
+        optimizers: by name.
+
+    Raises:
+        ConfigError: there is one.
+
+    Ranks: local.
+
+    Example:
+        >>> refuse_on_meta({"opt": torch.optim.SGD(torch.nn.Linear(1, 1, device="meta").parameters())})
+        Traceback (most recent call last):
+        ddpkit.errors.ConfigError: The optimizer 'opt' has parameters on the meta device, without values...
+    """
+    for name, one in optimizers.items():
+        if isinstance(one, Optimizer) and any(each.is_meta for group in one.param_groups for each in group["params"]):
+            raise ConfigError(
+                f"The optimizer {name!r} has parameters on the meta device, without values: it was made before the "
+                "Brain gave the modules theirs, so it would train nothing. Make it by opt_class, or in init_optimizers."
+            )
 
 
 class Schedule:
@@ -396,7 +420,7 @@ def zero_gradients(optimizers: Iterable[Optimizer], *, set_to_none: bool) -> Non
 
 
 def own_gradients(optimizers: Sequence[Optimizer]) -> None:
-    """Copy gradients, which may be views of DDP's buckets: for one who keeps them beyond the next backward pass.
+    """Copy gradients, which may be views of DDP's buckets, so that they outlive the next backward pass.
 
     Args:
         optimizers: of whose parameters.

@@ -326,15 +326,11 @@ def parse_arguments(arg_list: Sequence[str] | None = None) -> tuple[str, RunOpti
         run_opts.overridden_args = set(given)
         run_opts = _merged(run_opts, line.in_yaml, info)
     if words == sys.argv[1:]:
-        _OwnCommandLine.words, _OwnCommandLine.run_opts = words, run_opts.copy()
+        _READ[tuple(words)] = run_opts.copy()
     return line.param_file, run_opts, line.overrides
 
 
-class _OwnCommandLine:
-    """What :func:`parse_arguments` has read from this process's own command line."""
-
-    words: list[str] | None = None
-    run_opts: RunOptions | None = None
+_READ: dict[tuple[str, ...], RunOptions] = {}  # from this process's own command line, by its words
 
 
 def command_line_options() -> RunOptions | None:
@@ -346,7 +342,7 @@ def command_line_options() -> RunOptions | None:
         >>> command_line_options() is None
         True
     """
-    return _OwnCommandLine.run_opts if _OwnCommandLine.words == sys.argv[1:] else None
+    return _READ.get(tuple(sys.argv[1:]))
 
 
 def _start_ranks(nproc: str, line: CommandLine, arg_list: Sequence[str] | None) -> NoReturn:

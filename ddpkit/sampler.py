@@ -8,6 +8,7 @@ number of processes, no sample is repeated, and none is left out.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import importlib
@@ -16,7 +17,7 @@ import operator
 import re
 from dataclasses import dataclass
 from numbers import Integral
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -27,7 +28,7 @@ from ddpkit.errors import ConfigError, DataError
 from ddpkit.seed import own_randomness
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sized
 
     from numpy.typing import NDArray
 
@@ -581,7 +582,8 @@ def _draw_alike(sampler: Iterable[Any], seed: int, epoch: int, most: int) -> lis
     generators = [getattr(one, "generator", None) for one in layers(sampler)]
     with own_randomness(key, [one for one in generators if isinstance(one, torch.Generator)]):
         iterator = iter(sampler)
-        most = max(most, 2 * _length_or_0(sampler))
+        with contextlib.suppress(TypeError, NotImplementedError):
+            most = max(most, 2 * len(cast("Sized", sampler)))
         drawn = list(itertools.islice(iterator, most + 1))
     name = type(sampler).__name__
     if len(drawn) > most:
@@ -596,10 +598,3 @@ def _draw_alike(sampler: Iterable[Any], seed: int, epoch: int, most: int) -> lis
             + (once if iterator is sampler else "")
         )
     return drawn
-
-
-def _length_or_0(sampler: Any) -> int:
-    try:
-        return len(sampler)
-    except (TypeError, NotImplementedError):
-        return 0

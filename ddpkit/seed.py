@@ -12,7 +12,6 @@ import contextlib
 import hashlib
 import os
 import random
-from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,7 +25,7 @@ from ddpkit.errors import CheckpointError, ConfigError
 from ddpkit.logger import get_logger
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 logger = get_logger(__name__)
 
@@ -174,127 +173,79 @@ def stream_seed(seed: int, *place: int) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
-@dataclass(frozen=True)
-class RngState:
-    """The random states of this process: Python, numpy, torch on the CPU and on the accelerator that it computes on.
+def rng_state() -> dict[str, Any]:
+    """Read the random states of this process: Python, numpy, torch on the CPU and on the accelerator that it uses.
 
     Making the iterator of a ``DataLoader`` draws from torch's generator: restore after that.
 
-    Attributes:
-        python: the result of ``random.getstate``, as lists.
-        numpy: the result of ``numpy.random.get_state``, the key as an int64 tensor of shape ``(624,)``.
-        torch_cpu: uint8 tensor, as torch gives it.
-        cuda: one such tensor per CUDA device, by number; only in checkpoints of older versions.
-        accelerators: by kind (``"cuda"``, ``"xpu"``) the state of the current device, whatever its number: a resumed
-            run may see other devices, or its own by another number. Without a process group the states of the other
-            devices follow, for ``nn.DataParallel``. Empty while no accelerator has been used.
+    Returns:
+        Copies that later draws do not change, as lists, numbers, strings and tensors, which load with
+        ``weights_only=True``. ``python``: the result of ``random.getstate``, as lists. ``numpy``: the result of
+        ``numpy.random.get_state``, the key as an int64 tensor of shape ``(624,)``. ``torch_cpu``: uint8 tensor.
+        ``accelerators``: by kind (``"cuda"``, ``"xpu"``) the state of the current device, whatever its
+        number: a resumed run may see other devices, or its own by another number. Without a process group the states
+        of the other devices follow, for ``nn.DataParallel``. Empty while no accelerator has been used.
 
     Ranks: local; every rank has its own.
 
-    State: :meth:`state_dict` is made of lists, numbers, strings and tensors, so it loads with
-    ``weights_only=True``.
-
     Example:
-        >>> state = RngState.capture()
+        >>> state = rng_state()
         >>> first = torch.rand(3), random.random()
-        >>> RngState.from_state_dict(state.state_dict()).restore()
+        >>> restore_rng_state(state)
         >>> torch.equal(first[0], torch.rand(3)), first[1] == random.random()
         (True, True)
     """
+    version, words, gauss_next = random.getstate()
+    legacy: Any = np.random.get_state(legacy=False)  # noqa: NPY002 -- the global state is what users draw from
+    return {
+        "python": [version, list(words), gauss_next],
+        "numpy": {
+            "bit_generator": str(legacy["bit_generator"]),
+            "key": torch.from_numpy(legacy["state"]["key"].astype(np.int64)),
+            "pos": int(legacy["state"]["pos"]),
+            "has_gauss": int(legacy["has_gauss"]),
+            "gauss": float(legacy["gauss"]),
+        },
+        "torch_cpu": torch.get_rng_state(),
+        "accelerators": {
+            kind: [module.get_rng_state(index) for index in _own_first(kind, module)]
+            for kind, module in _ACCELERATORS.items()
+            if module.is_initialized()
+        },
+    }
 
-    python: list[Any]
-    numpy: dict[str, Any]
-    torch_cpu: torch.Tensor
-    cuda: list[torch.Tensor] = field(default_factory=list)
-    accelerators: dict[str, list[torch.Tensor]] = field(default_factory=dict)
 
-    @classmethod
-    def capture(cls) -> RngState:
-        """Read the present states.
+def restore_rng_state(state: Mapping[str, Any]) -> None:
+    """Put the random states back.
 
-        Returns:
-            A copy that later draws do not change.
+    The current device gets the state of the one that was current. Of the others, if there are fewer now, the first
+    get theirs.
 
-        Ranks: local.
-        """
-        version, words, gauss_next = random.getstate()
-        legacy: Any = np.random.get_state(legacy=False)  # noqa: NPY002 -- the global state is what users draw from
-        return cls(
-            python=[version, list(words), gauss_next],
-            numpy={
-                "bit_generator": str(legacy["bit_generator"]),
-                "key": torch.from_numpy(legacy["state"]["key"].astype(np.int64)),
-                "pos": int(legacy["state"]["pos"]),
-                "has_gauss": int(legacy["has_gauss"]),
-                "gauss": float(legacy["gauss"]),
-            },
-            torch_cpu=torch.get_rng_state(),
-            accelerators={
-                kind: [module.get_rng_state(index) for index in _own_first(kind, module)]
-                for kind, module in _ACCELERATORS.items()
-                if module.is_initialized()
-            },
+    Args:
+        state: what :func:`rng_state` returned. That of an older version has ``cuda``, a state per device, by number.
+
+    Raises:
+        CheckpointError: the state does not fit the generators of this process.
+
+    Ranks: local.
+    """
+    try:
+        version, words, gauss_next = state["python"]
+        random.setstate((version, tuple(words), gauss_next))
+        numpy = state["numpy"]
+        np.random.set_state(  # noqa: NPY002 -- the global state is what users draw from
+            {**numpy, "state": {"key": numpy["key"].numpy().astype(np.uint32), "pos": numpy["pos"]}}
         )
-
-    def restore(self) -> None:
-        """Put the states back.
-
-        The current device gets the state of the one that was current. Of the others, if there are fewer now, the first
-        get theirs.
-
-        Raises:
-            CheckpointError: the state does not fit the generators of this process.
-
-        Ranks: local.
-        """
-        version, words, gauss_next = self.python
-        try:
-            random.setstate((version, tuple(words), gauss_next))
-            np.random.set_state(  # noqa: NPY002 -- the global state is what users draw from
-                {
-                    "bit_generator": self.numpy["bit_generator"],
-                    "state": {"key": self.numpy["key"].numpy().astype(np.uint32), "pos": self.numpy["pos"]},
-                    "has_gauss": self.numpy["has_gauss"],
-                    "gauss": self.numpy["gauss"],
-                }
-            )
-            torch.set_rng_state(self.torch_cpu.cpu())
-        except (ValueError, TypeError, KeyError, RuntimeError) as error:
-            raise CheckpointError(
-                f"the saved random state does not fit this process: {error}. It was saved by another version "
-                "of Python, numpy or torch; delete it to continue with fresh random numbers."
-            ) from error
-        for kind, states in self.accelerators.items():
-            present = _own_first(kind, _ACCELERATORS[kind]) if count_devices(kind) else []
-            _restore_devices(kind, states, present)
-        _restore_devices("cuda", self.cuda, range(count_devices("cuda")))
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the states as plain containers, numbers, strings and tensors.
-
-        Ranks: local.
-        """
-        return {one.name: getattr(self, one.name) for one in fields(self)}
-
-    @classmethod
-    def from_state_dict(cls, state_dict: dict[str, Any]) -> RngState:
-        """Make the object that :meth:`state_dict` described.
-
-        Args:
-            state_dict: such a description.
-
-        Returns:
-            The states; nothing is restored yet.
-
-        Raises:
-            CheckpointError: something is missing or unknown in ``state_dict``.
-
-        Ranks: local.
-        """
-        try:
-            return cls(**state_dict)
-        except TypeError as error:
-            raise CheckpointError(f"the saved random state does not fit this version: {error}.") from error
+        torch.set_rng_state(state["torch_cpu"].cpu())
+    except (ValueError, TypeError, KeyError, RuntimeError) as error:
+        raise CheckpointError(
+            f"the saved random state does not fit this process: {error}. It was saved by another version "
+            "of Python, numpy or torch; delete it to continue with fresh random numbers."
+        ) from error
+    for kind, states in state.get("accelerators", {}).items():
+        present = _own_first(kind, _ACCELERATORS[kind]) if count_devices(kind) else []
+        _restore_devices(kind, states, present)
+    _restore_devices("cuda", state.get("cuda", ()), range(count_devices("cuda")))
 
 
 def _own_first(kind: str, module: Any) -> list[int]:

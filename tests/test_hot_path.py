@@ -28,7 +28,7 @@ from tests.host_reads import HostReads
 
 STEPS = 128
 # A bound is a little above the figure of torch 2.13. It goes down when the figure does.
-MOST_OF_BY_HAND = 0.72  # training: 244 calls of 345
+FEWER_THAN_BY_HAND = 95  # calls; a difference, because what torch adds to a step in a long-lived process is in both
 MOST_ALLOCATIONS = 0.8  # of those by hand, training: 21.5 of 30, and those of a sync
 MOST_MORE_ALLOCATIONS = 1  # validation: 6.5, 7 by hand
 MOST_MORE_ON_TWO_RANKS = {1: -75, 8: 4}  # by batches per step: 314 calls of 416, 223 of 228; and those of syncs
@@ -74,7 +74,7 @@ def test_calls_of_python_per_step(loops, passes):
             run()
         of_long, of_short = (loops["count_calls"](run, 1) for run in (long[name], short[name]))
         calls[name], per_pass[name] = (of_long - of_short) / STEPS, 2 * of_short - of_long
-    assert calls["train"] <= MOST_OF_BY_HAND * calls["train by hand"], calls
+    assert calls["train"] <= calls["train by hand"] - FEWER_THAN_BY_HAND, calls
     assert calls["valid"] <= calls["valid by hand"] + MOST_MORE_IN_VALIDATION, calls
     assert per_pass["train"] <= MOST_PER_PASS or torch.accelerator.is_available(), per_pass
 

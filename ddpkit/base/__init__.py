@@ -1,4 +1,7 @@
-"""What every package may import: rank, checkpoint marks, plain YAML, signals, state of a process. It imports none."""
+"""What every package may import; it imports none of them.
+
+Rank, signals, failure report, rank status, checkpoint marks, plain YAML, states of modules, and the process probe.
+"""
 
 from __future__ import annotations
 

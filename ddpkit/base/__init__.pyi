@@ -7,6 +7,9 @@ from ddpkit.base.failure_report import (
     is_second_hand as is_second_hand,
     text_and_line as text_and_line,
 )
+from ddpkit.base.files import (
+    replacing as replacing,
+)
 from ddpkit.base.marks import (
     DEFAULT_LOAD_HOOKS as DEFAULT_LOAD_HOOKS,
     DEFAULT_SAVE_HOOKS as DEFAULT_SAVE_HOOKS,
@@ -58,9 +61,12 @@ from ddpkit.base.signals import (
     signal_named as signal_named,
 )
 from ddpkit.base.states import (
+    children_of as children_of,
     gather_whole as gather_whole,
+    inner_name as inner_name,
     is_sharded as is_sharded,
     local_part as local_part,
     map_values as map_values,
     sharded_like as sharded_like,
+    unwrap as unwrap,
 )

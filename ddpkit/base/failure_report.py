@@ -63,7 +63,7 @@ class Reason:
         trace: its traceback; empty if another process reported the failure.
         session: in which call of ``fit`` or ``evaluate`` it was, from 1; 0: in none.
         is_final: whether its process has ended with it.
-        line: of the user's code that it has left, such as ``"train.py:12 in compute_forward"``.
+        line: of the user's code where it failed, such as ``"train.py:12 in compute_forward"``.
 
     Ranks: local.
 
@@ -108,9 +108,9 @@ class Reason:
 
 
 def text_and_line(error: BaseException) -> tuple[str, str]:
-    """Return the type and message of an exception, cut where very long, and the line of the user's that it has left.
+    """Return the type and message of an exception, cut where very long, and the line of user code where it was raised.
 
-    Of what was raised in a loader's worker, without the worker's traceback: that the rank itself prints.
+    The worker's traceback is left out of an exception from a loader's worker: the rank itself prints it.
 
     Ranks: local.
 
@@ -170,9 +170,9 @@ class FailureReport:
         return self.process != os.getpid()
 
     def tell(self, reason: Reason) -> bool:
-        """Note which rank has failed, unless another one has before it; say whether it was noted.
+        """Record a failure as the first, unless there is one already; return whether it was recorded.
 
-        One that is not final may be caught by the script: it counts for those in the same call of ``fit`` alone.
+        A failure that is not final may be caught by the script: it counts only for ranks in the same call of ``fit``.
         """
         key = _reason_key(None if reason.is_final else reason.session)
 

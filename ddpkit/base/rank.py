@@ -44,7 +44,8 @@ class MpiLauncher(NamedTuple):
     example: str
 
 
-#: A new MPI launcher is one row here. The order counts: jsrun sets what Open MPI sets.
+#: A new MPI launcher is one row here, if it tells each process how many run on its node. The order counts: jsrun sets
+#: what Open MPI sets.
 MPI_LAUNCHERS = {
     "jsm": MpiLauncher(
         "jsrun",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import socket
@@ -44,12 +45,12 @@ class RankStatus:
         epoch: from 1.
         step: batches of the stage so far.
         seconds: since it has begun a batch.
-        where: file, line and function, once that has become long.
+        where: file, line and function, once the batch takes long; else empty.
         waits: whether that is a place where ranks wait for each other.
-        started: when that was started, in clock ticks since boot; 0: unknown.
+        started: when its process was started, in clock ticks since boot; 0: unknown.
         session: which call of ``fit`` or ``evaluate`` it is in, from 1; 0: outside.
         inside: whether it is in one now.
-        beats: how often it has told.
+        beats: how many heartbeats it has sent.
         doing: what that call does before its first stage, such as ``"fit, before the first stage"``; empty otherwise.
 
     Ranks: local.
@@ -211,7 +212,7 @@ class Position:
         Args:
             rank: its number.
             seconds: since it has moved.
-            look: look at the stack, too.
+            look: look at the stack of the main thread, too: fills ``where`` and ``waits``.
         """
         progress = self.progress
         pid, session = os.getpid(), self.session
@@ -368,10 +369,6 @@ def table(ranks: Iterable[RankStatus], silent: dict[int, float] | None = None) -
 
 def _spans(numbers: list[int]) -> str:
     """Write numbers as ``0-3, 7``."""
-    spans: list[list[int]] = []
-    for number in sorted(numbers):
-        if spans and number == spans[-1][1] + 1:
-            spans[-1][1] = number
-        else:
-            spans.append([number, number])
-    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
+    pairs = enumerate(sorted(numbers))  # in a run of numbers each is as far from its place
+    spans = [[number for _, number in run] for _, run in itertools.groupby(pairs, lambda pair: pair[1] - pair[0])]
+    return ", ".join(str(one[0]) if len(one) == 1 else f"{one[0]}-{one[-1]}" for one in spans)

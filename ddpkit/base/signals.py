@@ -14,6 +14,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from ddpkit.base.rank import rank_if_known
 from ddpkit.errors import ConfigError, RunStopped
 
 if TYPE_CHECKING:
@@ -194,7 +195,7 @@ class SignalListener:
         for number in (*self.stopping, *self.saving):
             if signal.getsignal(number) in {signal.SIG_DFL, signal.default_int_handler}:
                 added[number] = signal.signal(number, _hear)
-        if not _Listeners.is_registered and hasattr(os, "register_at_fork"):
+        if not _Listeners.is_registered:
             _Listeners.is_registered = True
             os.register_at_fork(after_in_child=_forget)
         return added
@@ -231,6 +232,6 @@ def _end_by(number: int) -> None:
 
 def _say(line: str) -> None:
     """Write a line on stderr, from the main process only; nothing else is safe to use inside of a handler."""
-    if os.environ.get("RANK", "0") == "0":
+    if not rank_if_known():
         with contextlib.suppress(OSError):
             os.write(2, f"\n{line}\n".encode())

@@ -7,10 +7,12 @@ so a run without them does not load ``torch.distributed.tensor``.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 _FIXED = frozenset({bool, int, float, str, bytes, type(None)})  # values that never change
 
@@ -108,3 +110,40 @@ def gather_whole(tensor: Any, *, keep: bool) -> torch.Tensor:
     """
     gathered: torch.Tensor = tensor.detach().to(tensor.device_mesh.device_type).full_tensor()
     return gathered.cpu() if keep else gathered.new_empty(0)
+
+
+# ---------------------------------------------------------------------------------------- wrappers
+
+
+def children_of(module: nn.Module) -> Mapping[str, nn.Module | None]:
+    """Return a module's direct submodules, past any forwarding of attributes.
+
+    Ranks: local.
+    """
+    children: Mapping[str, nn.Module | None] = vars(module)["_modules"]
+    return children
+
+
+def inner_name(module: nn.Module) -> str | None:
+    """Return the name under which a wrapper (DDP, DataParallel, ``torch.compile``) holds its module, or None.
+
+    Ranks: local.
+    """
+    if isinstance(module, (DistributedDataParallel, DataParallel)):
+        return "module"
+    return "_orig_mod" if "_orig_mod" in children_of(module) else None
+
+
+def unwrap(obj: Any) -> Any:
+    """Take DDP, DataParallel and ``torch.compile`` off a module; return any other object as it is.
+
+    Ranks: local.
+
+    Example:
+        >>> inner = nn.Linear(1, 1)
+        >>> unwrap(nn.DataParallel(inner)) is inner
+        True
+    """
+    while isinstance(obj, nn.Module) and (name := inner_name(obj)) is not None:
+        obj = children_of(obj)[name]
+    return obj

@@ -23,6 +23,7 @@ from typing import Any, ClassVar
 import torch
 
 from ddpkit.base import map_values
+from ddpkit.errors import CheckpointError
 from ddpkit.logger import get_logger
 
 logger = get_logger(__name__)
@@ -39,7 +40,6 @@ class BackgroundSave:
     """Writes one checkpoint in a thread.
 
     Attributes:
-        path: what is being written, or was last.
         threads: of this process: the one that writes in a folder, or was the last to do so, by the folder's real path.
 
     Ranks: main only.
@@ -57,9 +57,8 @@ class BackgroundSave:
     threads: ClassVar[dict[str, threading.Thread]] = {}
 
     def __init__(self) -> None:
-        self.path: Path | None = None
         self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
+        self._error: CheckpointError | None = None
 
     def start(self, path: Path, work: Callable[[], object]) -> None:
         """Begin some work; what was begun before must have been waited for.
@@ -70,8 +69,7 @@ class BackgroundSave:
 
         Ranks: main only.
         """
-        self.path = path
-        self._thread = threading.Thread(target=self._run, args=(work,), name=f"ddpkit saves {path.name}")
+        self._thread = threading.Thread(target=self._run, args=(path, work), name=f"ddpkit saves {path.name}")
         self.threads[os.path.realpath(path.parent)] = self._thread
         self._thread.start()
 
@@ -82,7 +80,7 @@ class BackgroundSave:
             folder: of checkpoints; whatever else in this process writes there is waited for, too.
 
         Raises:
-            BaseException: what the work raised, once.
+            CheckpointError: the work raised it, or something else that is its cause; once.
 
         Ranks: main only.
         """
@@ -103,15 +101,18 @@ class BackgroundSave:
         """
         try:
             self.wait()
-        except Exception as error:  # noqa: BLE001 -- called when an object or the process ends
+        except CheckpointError as error:  # called when an object or the process ends
             logger.error("A checkpoint is lost: %s", error)  # noqa: TRY400 -- the message says it all
 
-    def _run(self, work: Callable[[], object]) -> None:
+    def _run(self, path: Path, work: Callable[[], object]) -> None:
         time.sleep(HEAD_START_SECONDS)
         try:
             work()
-        except BaseException as error:  # noqa: BLE001 -- raised in `wait`
+        except CheckpointError as error:
             self._error = error
+        except BaseException as error:  # noqa: BLE001 -- raised in `wait`
+            self._error = CheckpointError(f"saving {path} in the background: {type(error).__name__}: {error}")
+            self._error.__cause__ = error
 
 
 # ---------------------------------------------------------------------------------------- the copy

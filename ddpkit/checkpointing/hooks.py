@@ -32,7 +32,6 @@ import numpy as np
 import torch
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
-from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
@@ -45,10 +44,13 @@ from ddpkit.base import (
     MethodHook,
     SaveHook,
     TransferHook,
+    children_of,
     gather_whole,
+    inner_name,
     is_sharded,
     map_values,
     sharded_like,
+    unwrap,
 )
 from ddpkit.checkpointing.storage import BLOCK_BYTES, write_file
 from ddpkit.distributed import get_rank, main_process_only
@@ -233,7 +235,7 @@ def saved_state(obj: Any) -> Any:
         >>> sorted(saved_state(nn.DataParallel(nn.Linear(2, 1))))
         ['bias', 'weight']
     """
-    return _unwrapped_state(obj) if isinstance(obj, nn.Module) else _without_numpy_numbers(obj.state_dict())
+    return _unwrapped_state(obj) if isinstance(obj, nn.Module) else map_values(obj.state_dict(), _without_numpy_number)
 
 
 def whole_states(objects: Mapping[str, Any]) -> dict[str, Any]:
@@ -255,17 +257,21 @@ def whole_states(objects: Mapping[str, Any]) -> dict[str, Any]:
     found = {}
     for name, obj in objects.items():
         state = saved_state(obj)
-        if _has_sharded(state):
+        if _has(state, is_sharded):
             found[name] = map_values(
                 state, lambda one: gather_whole(one, keep=not get_rank()) if is_sharded(one) else one
             )
     return found
 
 
-def _has_sharded(state: Any) -> bool:
+def _has(state: Any, test: Callable[[Any], bool]) -> bool:
     values: list[Any] = []
     map_values(state, values.append)
-    return any(map(is_sharded, values))
+    return any(map(test, values))
+
+
+def _is_on_meta(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_meta
 
 
 def whole_state_dict(obj: Any) -> Any:
@@ -299,7 +305,7 @@ def write_state(state: Any, path: Path) -> str:
 
     Raises:
         CheckpointError: the state holds objects that could not be loaded again without running code, or tensors of
-            which each rank has a part.
+            which each rank has a part, or without values.
         OSError: the file cannot be written.
 
     Ranks: main only.
@@ -311,7 +317,9 @@ def write_state(state: Any, path: Path) -> str:
         >>> safe_load(path)
         {'step': 3}
     """
-    if _has_sharded(state):
+    if _has(state, _is_on_meta):
+        raise CheckpointError(ON_META.format("save"))
+    if _has(state, is_sharded):
         raise CheckpointError(
             "each rank has a part of its tensors (DTensor), and only the main process saves. Save it with the Brain's "
             "checkpointer, on every rank; or save what ddpkit.checkpoints.whole_state_dict gives, called on every rank."
@@ -373,7 +381,7 @@ def load_state(obj: Any, state: Any, path: Path) -> None:
     """
     try:
         if isinstance(obj, nn.Module):
-            inner = _unwrap(obj)
+            inner = unwrap(obj)
             inner.load_state_dict(_for_module(inner, state))
         elif isinstance(obj, Optimizer):
             obj.load_state_dict(_for_optimizer(obj, state))
@@ -402,7 +410,7 @@ def torch_parameter_transfer(obj: nn.Module, path: Path) -> None:
         >>> torch_parameter_transfer(nn.Linear(2, 1), path)
     """
     state = safe_load(path, mmap=_copies_what_it_loads(obj))
-    inner = _unwrap(obj)
+    inner = unwrap(obj)
     try:
         keys = inner.load_state_dict(_for_module(inner, state), strict=False)
     except Exception as error:
@@ -464,7 +472,7 @@ def _copies_what_it_loads(obj: Any) -> bool:
         vars(one).get("_load_state_dict_pre_hooks", True)
         or any(not _is_torchs(getattr(one, name)) for name in _LOADING_METHODS)
         or any(buffer.is_quantized for buffer in one.buffers(recurse=False))  # they keep the scales that are given
-        for one in _unwrap(obj).modules()
+        for one in unwrap(obj).modules()
     )
 
 
@@ -557,43 +565,21 @@ def _refused_globals(path: Path) -> list[str]:
         return []
 
 
+ON_META = (
+    "it is on the meta device, without values. The Brain gives it values when it is made, with --strategy=fsdp when "
+    "fit begins: {} it after that, in on_fit_start after super().on_fit_start()."
+)
+
+
 def _misfit(obj: Any, path: Path, error: Exception) -> CheckpointError:
-    return CheckpointError(f"{path} does not fit this {type(_unwrap(obj)).__name__}: {error}")
+    return CheckpointError(f"{path} does not fit this {type(unwrap(obj)).__name__}: {error}")
 
 
-_PLAIN = frozenset({bool, int, float, str, bytes, type(None)})
-
-
-def _without_numpy_numbers(state: Any) -> Any:
-    if isinstance(state, np.generic):
-        return state.item()
-    if type(state) in {dict, OrderedDict}:
-        return type(state)((key, _without_numpy_numbers(value)) for key, value in state.items())
-    if type(state) in {list, tuple} and not _PLAIN.issuperset(map(type, state)):  # long ones of numbers are many
-        return type(state)(_without_numpy_numbers(value) for value in state)
-    return state
+def _without_numpy_number(value: Any) -> Any:
+    return value.item() if isinstance(value, np.generic) else value
 
 
 # ---------------------------------------------------------------------------------------- wrappers
-
-
-def _inner_name(module: nn.Module | None) -> str | None:
-    """Return the name under which a wrapper (DDP, DataParallel, torch.compile) holds its module, or None."""
-    if isinstance(module, (DistributedDataParallel, DataParallel)):
-        return "module"
-    return "_orig_mod" if module is not None and "_orig_mod" in _children(module) else None
-
-
-def _children(module: nn.Module) -> Mapping[str, nn.Module | None]:
-    """Return a module's direct submodules, past any forwarding of attributes."""
-    children: Mapping[str, nn.Module | None] = vars(module)["_modules"]
-    return children
-
-
-def _unwrap(obj: Any) -> Any:
-    while isinstance(obj, nn.Module) and (name := _inner_name(obj)) is not None:
-        obj = _children(obj)[name]
-    return obj
 
 
 def plain_key(module: nn.Module | None, key: str) -> str:
@@ -614,9 +600,9 @@ def plain_key(module: nn.Module | None, key: str) -> str:
     """
     kept = []
     for part in key.split("."):
-        if part != _inner_name(module):
+        if module is None or part != inner_name(module):
             kept.append(part)
-        children = _children(module) if module is not None else {}
+        children = {} if module is None else children_of(module)
         module = children[part] if part in children else None  # noqa: SIM401 -- a script module's dict has no get
     return ".".join(kept)
 
@@ -639,7 +625,7 @@ def _all_names(state: Any) -> Iterable[str]:
 
 
 def _unwrapped_state(module: nn.Module) -> Any:
-    inner = _unwrap(module)
+    inner = unwrap(module)
     state = inner.state_dict()
     names = {name: plain_key(inner, name) for name in _all_names(state)}
     return state if all(name == plain for name, plain in names.items()) else _renamed(state, names)
@@ -667,6 +653,8 @@ def _rename_for(inner: nn.Module, state: Any) -> Any:
 
 def _for_module(inner: nn.Module, state: Any) -> Any:
     """Give the entries of a state the module's names; divide them where the module's parameters are divided."""
+    if _has(inner.state_dict(), _is_on_meta):
+        raise ValueError(ON_META.format("load"))  # torch would load nothing
     renamed = _rename_for(inner, state)
     for known in (getattr(state, "_metadata", None) or {}).values():  # torch notes there whether a caller once asked
         known.pop("assign_to_params_buffers", None)  # for new parameters, which no optimizer would have

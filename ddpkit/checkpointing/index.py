@@ -307,7 +307,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
 
 
 def _holds_a_checkpoint(path: Path) -> bool:
-    """Say whether a directory is a checkpoint, or what is left of one."""
+    """Say whether a directory is a checkpoint, whole or with files missing."""
     try:
         names = [entry.name for entry in path.iterdir()]
     except NotADirectoryError:

@@ -70,14 +70,7 @@ class _HeldLock:
 
     def _lock(self) -> bool:
         """Open and lock the file; return False where another process has it."""
-        try:
-            handle = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
-        except IsADirectoryError:  # the lock of an earlier ddpkit
-            with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # not a file that another has just made
-                for file in self.path.iterdir():
-                    file.unlink()
-                self.path.rmdir()
-            return False
+        handle = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
             _flock(handle, self.path.parent)
             if os.path.samestat(os.fstat(handle), self.path.stat()):  # else its owner has just removed it

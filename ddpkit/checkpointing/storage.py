@@ -516,6 +516,7 @@ def save_error(
         text = f"the folder {final.parent} does not exist. Was it removed, or its disk unmounted?"
     elif cause is not None and str(cause) not in text:  # torch says where its file stood instead
         text = f"{text}, because of {type(cause).__name__}: {cause}."
+    text = text.removesuffix(".") + "."
     rest = " Checkpoints that were there before are untouched." if final.parent.is_dir() else " The folder is gone."
     return CheckpointError(f"{what or f'cannot save {final}'}: {text}{rest}")
 

@@ -13,6 +13,7 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Sequence
+from typing import TextIO
 
 from ddpkit import __version__
 from ddpkit.errors import DdpkitError
@@ -106,6 +107,25 @@ def command_parser(program: str, description: str, epilog: str) -> argparse.Argu
     """
     layout = argparse.RawDescriptionHelpFormatter
     return argparse.ArgumentParser(program, None, description, epilog, formatter_class=layout, allow_abbrev=False)
+
+
+def say(text: str = "", end: str = "\n", stream: TextIO | None = None) -> None:
+    """Write to the standard output, or to another stream, whatever its encoding.
+
+    Args:
+        text: what to write.
+        end: what is written after it.
+        stream: None: the standard output.
+
+    Ranks: local.
+
+    Example:
+        >>> say("nothing to change")
+        nothing to change
+    """
+    stream = stream or sys.stdout
+    encoding = stream.encoding or "utf-8"
+    stream.write(f"{text}{end}".encode(encoding, "backslashreplace").decode(encoding))
 
 
 def whole_number(minimum: int) -> Callable[[str], int]:

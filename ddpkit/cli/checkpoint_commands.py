@@ -13,7 +13,6 @@ import math
 import os
 import sys
 import time
-import uuid
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from typing import Any
 
 import torch
 
-from ddpkit.base import load_plain_yaml
+from ddpkit.base import load_plain_yaml, replacing
 from ddpkit.checkpointing import (
     DIRECTORY_PREFIX,
     MANIFEST_NAME,
@@ -39,7 +38,9 @@ from ddpkit.checkpointing import (
     read_text,
     safe_load,
 )
+from ddpkit.cli import say
 from ddpkit.errors import CheckpointError, MissingExtraError
+from ddpkit.logger import format_order_of_magnitude
 
 __all__ = ["command_average", "command_export", "command_ls", "command_show", "command_verify"]
 
@@ -52,24 +53,14 @@ UNKNOWN = "?"
 # ---------------------------------------------------------------------------------------- text
 
 
-def say(text: str = "") -> None:
-    """Write a line to the standard output, whatever its encoding."""
-    encoding = sys.stdout.encoding or "utf-8"
-    sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding) + "\n")
-
-
 def printable(text: Any) -> str:
     """Return a text as one line, without anything that a terminal would act upon."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in str(text))
 
 
-def size_text(size: float) -> str:
+def size_text(size: int) -> str:
     """Return a number of bytes with a unit."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 999.5:  # noqa: PLR2004 -- above it three digits round to 1000
-            return f"{size:.0f} B" if unit == "B" else f"{size:#.3g} {unit}".replace(". ", " ")
-        size /= 1000
-    return f"{size:#.3g} TB"
+    return f"{format_order_of_magnitude(size)}B"
 
 
 def plain(value: Any, depth: int = 20) -> Any:
@@ -401,9 +392,8 @@ def _load_module(path: Path, map_location: Any = "cpu") -> dict[str, torch.Tenso
 
 def _write(state: Mapping[str, torch.Tensor], path: Path, form: str) -> None:
     """Write tensors to a file, which appears when it is complete."""
-    temporary = path.with_name(f".tmp-{uuid.uuid4().hex[:12]}")
     try:
-        with temporary.open("xb") as handle:
+        with replacing(path) as unfinished, unfinished.open("wb") as handle:
             if form == "safetensors":
                 from safetensors.torch import save
 
@@ -413,7 +403,6 @@ def _write(state: Mapping[str, torch.Tensor], path: Path, form: str) -> None:
                 torch.save(dict(state), handle)
             handle.flush()
             os.fsync(handle.fileno())
-        temporary.replace(path)
     except ImportError as error:
         raise MissingExtraError(
             "--format safetensors needs safetensors, which is not installed. Run `pip install ddpkit[safetensors]`, "
@@ -422,5 +411,3 @@ def _write(state: Mapping[str, torch.Tensor], path: Path, form: str) -> None:
     except (OSError, RuntimeError, KeyError, ValueError, TypeError, AttributeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise CheckpointError(f"cannot write {str(path)!r} as {form}: {reason}.") from error
-    finally:
-        temporary.unlink(missing_ok=True)

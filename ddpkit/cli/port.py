@@ -11,9 +11,8 @@ import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TextIO
 
-from ddpkit.cli import command_parser
+from ddpkit.cli import command_parser, say
 from ddpkit.porting import Note, PortedRecipe, port_recipe, write_recipe
 
 __all__ = ["run"]
@@ -59,22 +58,14 @@ def run(words: Sequence[str]) -> int:
     options = _parser().parse_args(words)
     recipe = port_recipe(options.recipe)
     for one in recipe.changed:
-        _say(one.diff())
+        say(one.diff(), end="")
     backup = write_recipe(recipe) if options.write else None
-    _say("".join(_differences(recipe if backup is None else port_recipe(options.recipe))))  # with the lines as they are
+    now = recipe if backup is None else port_recipe(options.recipe)  # with the lines as they are
+    say("".join(_differences(now)), end="")
     for one in recipe.problems:
-        sys.stderr.write(_encoded(f"{PROGRAM}: error: {one.name}: left as it is: {one.problem}\n", sys.stderr))
-    _say(_summary(recipe, backup))
+        say(f"{PROGRAM}: error: {one.name}: left as it is: {one.problem}", stream=sys.stderr)
+    say(_summary(recipe, backup))
     return 1 if recipe.problems else 0
-
-
-def _encoded(text: str, stream: TextIO) -> str:
-    encoding = stream.encoding or "utf-8"
-    return text.encode(encoding, "backslashreplace").decode(encoding)
-
-
-def _say(text: str) -> None:
-    sys.stdout.write(_encoded(text, sys.stdout))
 
 
 def _differences(recipe: PortedRecipe) -> Iterator[str]:
@@ -98,14 +89,14 @@ def _summary(recipe: PortedRecipe, backup: Path | None) -> str:
     changed = recipe.changed
     if not changed:
         other = "other " if recipe.problems else ""
-        return f"nothing to change: no {other}Python or YAML file here names anything of SpeechBrain that ddpkit has\n"
+        return f"nothing to change: no {other}Python or YAML file here names anything of SpeechBrain that ddpkit has"
     names, files = sum(one.change.names for one in changed if one.change), len(changed)
     what = f"{names} name{'s' * (names != 1)} in {files} file{'s' * (files != 1)}"
     if backup is None:
-        return f"{what} would become ddpkit's; nothing was written (--write does)\n"
+        return f"{what} would become ddpkit's; nothing was written (--write does)"
     return (
         f"{what} became ddpkit's; the files as they were: {str(backup)!r}\n"
-        f"To go back: cp -a {shlex.quote(str(backup))}/. {shlex.quote(str(recipe.root))}\n"
+        f"To go back: cp -a {shlex.quote(str(backup))}/. {shlex.quote(str(recipe.root))}"
     )
 
 

@@ -1,4 +1,4 @@
-"""Before training starts: do all ranks mean the same run? If not, say what differs, on every rank.
+"""Before training starts: do all ranks have the same model, options, optimizers and data? If not, say what differs.
 
 The facts of every rank are compared over the store, before any collective could pair things that do not belong
 together.

@@ -221,8 +221,7 @@ def describe_differences(everybody: Sequence[Mapping[str, str]], places: Sequenc
 def _values(groups: Mapping[str, list[int]]) -> str:
     """Say who has what; long values are shown around the place where the first two part."""
     first, second = list(groups)[:2]
-    pairs = enumerate(zip(first, second))  # noqa: B905 -- up to the end of the shorter one
-    common = next((place for place, (one, other) in pairs if one != other), min(len(first), len(second)))
+    common = len(os.path.commonprefix([first, second]))  # noqa: RUF071 -- characters are meant
     start = max(0, common - LONGEST_VALUE // 2) if max(len(first), len(second)) > LONGEST_VALUE else 0
     words = []
     for value, where in list(groups.items())[:MOST_SHOWN]:

@@ -214,17 +214,11 @@ def check_backend(backend: str | None, device: str) -> str:
     on_gpu = device.startswith("cuda")
     if backend is None:
         return "nccl" if on_gpu else "gloo"
-    known = {"nccl": dist.is_nccl_available, "gloo": dist.is_gloo_available, "mpi": dist.is_mpi_available}
     for part in str(backend).split(","):
         name = part.split(":")[-1].strip().lower()
-        if name not in known and not hasattr(dist.Backend, name.upper()):
+        if not dist.is_backend_available(name):
             raise ConfigError(
-                f"distributed_backend={backend!r} is not a backend that torch knows "
-                f"(known: {', '.join(sorted(known))}). Use --distributed_backend=nccl on GPUs, gloo on CPUs."
-            )
-        if name in known and not known[name]():
-            raise ConfigError(
-                f"distributed_backend={backend!r}: this torch ({torch.__version__}) was built without {name}. "
+                f"distributed_backend={backend!r}: this torch ({torch.__version__}) has no backend {name!r}. "
                 f"Run with --distributed_backend=gloo{'' if on_gpu else ' --device=cpu'}, or install a torch with it."
             )
     if backend == "nccl" and not on_gpu:

@@ -238,7 +238,7 @@ class OptionTypes:
     shard_evaluation: bool = option(False, RUNNING, "divide validation and test sets over the processes")
     check_parity: int | None = option(None, RUNNING, "compare the gradients of N processes with one", form="N",
         minimum=2, shown="off")
-    gc_interval: int = option(0, RUNNING, "collect garbage every N optimizer steps; 0: by itself", form="N",
+    gc_interval: int = option(0, RUNNING, "collect Python garbage every N steps; 0: by itself", form="N",
         minimum=0, is_attribute=False)
     log_config: str | None = option(None, RUNNING, "YAML with the logging set-up", form="FILE")
     noprogressbar: bool = option(False, RUNNING, "no progress bar")
@@ -254,9 +254,9 @@ class OptionTypes:
 
     strategy: str = option("auto", STRATEGY, "what each process holds of the model",
         choices=("auto", "ddp", "fsdp", "zero1", "single"), is_attribute=False)
-    fsdp_blocks: list[str] | None = option(None, STRATEGY, "classes of what fsdp gathers at a time", form="A B",
+    fsdp_blocks: list[str] | None = option(None, STRATEGY, "fsdp: classes of the blocks gathered at a time", form="A B",
         shown="by size", is_attribute=False)
-    fsdp_min_parameters: int = option(5_000_000, STRATEGY, "or the least parameters of such a block", form="N",
+    fsdp_min_parameters: int = option(5_000_000, STRATEGY, "fsdp: least number of parameters of a block", form="N",
         minimum=1, is_attribute=False)
     fsdp_reshard_after_forward: bool = option(True, STRATEGY, "free a block between forward and backward pass",
         is_attribute=False)
@@ -292,9 +292,9 @@ class OptionTypes:
     grad_accumulation_factor: int = option(1, BATCHES, "batches per optimizer step", form="N", minimum=1)
     global_batch_size: int | None = option(None, BATCHES, "samples per optimizer step, over all processes", form="N",
         minimum=1)
-    micro_batch_size: int | None = option(None, BATCHES, "of those, at most N at a time on a process", form="N",
+    micro_batch_size: int | None = option(None, BATCHES, "most samples at a time on a process", form="N",
         minimum=1, shown="all at once")
-    auto_micro_batch: bool = option(False, BATCHES, "halve that where a process lacks memory",
+    auto_micro_batch: bool = option(False, BATCHES, "halve the micro-batch where memory runs out",
         is_attribute=False)
     prefetch_to_device: bool = option(False, BATCHES, "move the next batch to the GPU during a step",
         is_attribute=False)
@@ -309,10 +309,10 @@ class OptionTypes:
     eval_precision: str = option("fp32", GRADIENTS, "number format of validation and test", choices=_PRECISIONS)
     max_grad_norm: float | None = option(5.0, GRADIENTS, "clip gradients to this norm; 0 or less: never", form="X")
     optimizer_step_limit: int | None = option(None, GRADIENTS, "stop after N optimizer steps", form="N", minimum=1)
-    scheduler_every: str = option("step", GRADIENTS, "step scheduler_class's schedule after each",
+    scheduler_every: str = option("step", GRADIENTS, "when the schedule of scheduler_class steps",
         choices=("step", "epoch"))
     nonfinite_patience: int = option(3, GRADIENTS, "non-finite steps to skip per epoch", form="N", minimum=0)
-    activation_checkpointing: list[str] | None = option(None, GRADIENTS, "compute such blocks again in backward",
+    activation_checkpointing: list[str] | None = option(None, GRADIENTS, "recompute blocks of these classes",
         form="A B", is_attribute=False)
     skip_nonfinite_grads: bool = option(False, GRADIENTS, "drop single gradients that are not finite")
     remove_vector_weight_decay: bool = option(False, GRADIENTS, "no weight decay for biases and norms")
@@ -324,16 +324,16 @@ class OptionTypes:
     ckpt_async: bool = option(True, CHECKPOINTS, "write checkpoints in the background, if memory allows")
     ckpt_verify: str = option("full", CHECKPOINTS, "what is read of a checkpoint before it is used",
         choices=("full", "size", "off"))
-    ckpt_load: str = option("all", CHECKPOINTS, "every process reads it, or one reads and sends",
+    ckpt_load: str = option("all", CHECKPOINTS, "every process reads a checkpoint, or one sends it",
         choices=("all", "broadcast"))
-    ckpt_errors: str = option("stop", CHECKPOINTS, "when one cannot be saved: stop, or warn and go on",
+    ckpt_errors: str = option("stop", CHECKPOINTS, "if a checkpoint cannot be saved: stop, or warn",
         choices=("stop", "warn"))
-    ckpt_on_error: bool = option(False, CHECKPOINTS, "save once more when training fails")
+    ckpt_on_error: bool = option(False, CHECKPOINTS, "save a checkpoint when training fails")
 
-    time_limit: str | None = option(None, STOPPING, "stop, with a checkpoint, after so long", form="H:MM:SS")
-    stop_signals: list[str] = option(["SIGTERM", "SIGINT", "SIGUSR1"], STOPPING, "stop, with a checkpoint, on these",
+    time_limit: str | None = option(None, STOPPING, "save a checkpoint and stop, after so long", form="H:MM:SS")
+    stop_signals: list[str] = option(["SIGTERM", "SIGINT", "SIGUSR1"], STOPPING, "signals that save and end a run",
         form="A B", shown="SIGTERM SIGINT SIGUSR1")
-    save_signals: list[str] = option(["SIGUSR2"], STOPPING, "save a checkpoint and go on, on these", form="A B",
+    save_signals: list[str] = option(["SIGUSR2"], STOPPING, "signals that save a checkpoint", form="A B",
         shown="SIGUSR2")
     hang_warning: float = option(30.0, STOPPING, "warn after so long without a step; 0: never",
         form="S", minimum=0)
@@ -345,14 +345,16 @@ class OptionTypes:
     evaluate_ema: bool = option(False, AVERAGING, "validate and test with the averaged weights")
 
     compile: bool = option(False, COMPILING, "torch.compile all modules")
-    compile_module_keys: list[str] | None = option(None, COMPILING, "compile only these", form="A B", shown="all")
+    compile_module_keys: list[str] | None = option(None, COMPILING, "compile only these entries of modules", form="A B",
+        shown="all")
     compile_blocks: list[str] | None = option(None, COMPILING, "compile only blocks of these classes",
         form="A B", shown="none", is_attribute=False)
-    compile_mode: str = option("default", COMPILING, "or reduce-overhead, or max-autotune", form="MODE")
+    compile_mode: str = option("default", COMPILING, "torch's mode, such as reduce-overhead", form="MODE")
     compile_using_fullgraph: bool = option(False, COMPILING, "a break in the graph is an error")
     compile_using_dynamic_shape_tracing: bool = option(False, COMPILING, "trace with dynamic shapes")
     jit: bool = option(False, COMPILING, "torch.jit.script all modules")
-    jit_module_keys: list[str] | None = option(None, COMPILING, "script only these", form="A B", shown="all")
+    jit_module_keys: list[str] | None = option(None, COMPILING, "script only these entries of modules", form="A B",
+        shown="all")
 
     profile_training: bool = option(False, PROFILING, "record a trace for TensorBoard")
     profile_warmup: int = option(5, PROFILING, "steps before the trace", form="N", minimum=0)

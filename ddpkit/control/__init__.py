@@ -1,4 +1,7 @@
-"""A run never hangs: periodic agreement, heartbeat, watchdog, failure report, and where each rank is."""
+"""A run never hangs: heartbeat, watchdog, failure notice, periodic sync of the ranks, and the loader's workers.
+
+What the ranks tell each other, the failure report and the rank status, is in :mod:`ddpkit.base`.
+"""
 
 from __future__ import annotations
 

@@ -30,6 +30,7 @@ from ddpkit.base import (
     is_second_hand,
     line_of,
     rank_if_known,
+    replacing,
     text_and_line,
 )
 from ddpkit.errors import ConfigError, FolderInUseError, LaunchError, RankFailedError, RunStopped
@@ -189,10 +190,9 @@ def _write_error_file(message: str, trace: str, timestamp: float) -> bool:
         return False
     info = {"py_callstack": trace, "timestamp": str(int(timestamp))}
     report = {"message": {"message": message, "extraInfo": info}}
-    temporary = Path(f"{path}.{os.getpid()}")
     with contextlib.suppress(OSError):  # a full disk must not hide the error itself
-        temporary.write_text(json.dumps(report), encoding="utf-8")
-        temporary.replace(path)
+        with replacing(Path(path)) as unfinished:
+            unfinished.write_text(json.dumps(report), encoding="utf-8")
         PROCESS.file = Path(path)
         return True
     return False

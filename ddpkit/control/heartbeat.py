@@ -1,8 +1,8 @@
 """The heartbeat of a process: about once a second it tells the other ranks where it is, and learns how they are.
 
-What shows the others that a rank lives is one short text in the store, and nothing that may fail comes before it.
-Whatever else is read, and made of what is read, may fail by an error of its own: that is logged once, and tried again.
-A fault of this package in one rank must not make the others take it for dead, nor end a run that is sound.
+A heartbeat is one short text in the store, written before anything that may fail. An error in the rest (reading the
+other heartbeats, drawing conclusions from them) is logged once, and the next heartbeat tries again: a fault of this
+package on one rank must neither make that rank look dead nor end a run that is sound.
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ class Heartbeat:
         return all(rank in silent for rank in range(self.rank))
 
     def concerns(self, reason: Reason) -> bool:
-        """Say whether this process can not go on after another one's failure."""
+        """Say whether this process cannot go on after another rank's failure."""
         inside = self.position.progress is not None
         return inside and (reason.is_final or reason.session == self.position.session)
 
@@ -191,7 +191,7 @@ class Heartbeat:
 
         Args:
             rank: its number.
-            how: is known of it, such as ``"was killed"``.
+            how: what is known of its end, such as ``"was killed"``.
         """
         one = self.latest.get(rank) or RankStatus(rank)
         here = self.position.own_status(self.rank, 0.0, look=False)
@@ -216,7 +216,7 @@ class Heartbeat:
         return text
 
     def _read_neighbours(self, store: Store) -> None:
-        """Read where the neighbours are; whom this process cannot see by its number is none."""
+        """Read where the neighbours are; drop ranks of another machine or container, whose pids mean nothing here."""
         if not self._machine:
             self._machine = "/".join(this_place())
             store.set(f"{beat_key(self.rank)}/machine", self._machine)
@@ -253,12 +253,12 @@ class Heartbeat:
                 self.neighbours.remove(rank)
 
     def _tell_gone(self, report: FailureReport, rank: int, how: str) -> None:
-        """Note that a rank has disappeared: as the failure, unless one came before it, and for who waits for it."""
+        """Report that a rank has disappeared: as the first failure, unless there is one, and as departed."""
         report.tell(self.gone(rank, how))
         report.depart(rank)
 
     def _read_others(self, store: Store) -> None:
-        """Read where ranks are that may keep this one waiting."""
+        """Read where ranks are that this one may be waiting for: an awaited rank; in trouble, all."""
         awaited = self.report.awaited
         if self.is_searching or self.is_starting:
             self._search(store)
@@ -292,7 +292,7 @@ class Heartbeat:
             self._tell_gone(report, first, f"{how} network to it is cut{likewise}")
 
     def _miss(self, store: Store, rank: int) -> None:
-        """Tell that a rank is gone that this one waits for, and that has been silent for too long."""
+        """Report an awaited rank as gone once it has been silent for the limit, unless its process is seen to run."""
         limit, silence = self.limit(), self.silence.get(rank, 0.0)
         if 0 < limit <= silence and not self._is_at_work(rank):
             how = f"has told nothing for {silence:.0f} s (--hang_timeout={limit:.0f}): it was killed or stopped, or its"

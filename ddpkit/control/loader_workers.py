@@ -53,8 +53,7 @@ def ignored_signals() -> set[signal.Signals]:
         >>> signal.SIGTERM in ignored_signals()
         True
     """
-    names = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2")
-    return {signal.Signals[name] for name in names if hasattr(signal, name)}
+    return {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
 
 
 def _kill_workers_at_exit() -> None:
@@ -126,9 +125,6 @@ def _ignoring_signals(context: Any) -> Iterator[None]:
     The nap lets C++ threads (of a process group, of autograd) finish that are about to enter Python: a fork at that
     moment would leave the worker a lock that is never released.
     """
-    if not hasattr(signal, "pthread_sigmask"):
-        yield
-        return
     methods = multiprocessing.get_all_start_methods()
     method = (context or multiprocessing).get_start_method(allow_none=True) or methods[0]
     if method != "fork":
@@ -149,9 +145,8 @@ def _start_worker(init: Callable[[int], None] | None, worker: int) -> None:
         gc.freeze()
         for one in ignored_signals():
             signal.signal(one, _do_nothing)
-        if hasattr(os, "register_at_fork"):
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, ignored_signals())
-            os.register_at_fork(after_in_child=_restore_signals)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, ignored_signals())
+        os.register_at_fork(after_in_child=_restore_signals)
         number = _dump_signal()
         if number is not None:
             faulthandler.register(number, file=2, all_threads=False, chain=False)
@@ -221,7 +216,7 @@ def kill_workers() -> None:
         >>> kill_workers()
     """
     workers = [child for child in multiprocessing.active_children() if child.daemon and _is_worker(child.pid)]
-    if workers and threading.current_thread() is threading.main_thread() and hasattr(signal, "SIGCHLD"):
+    if workers and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would raise: a worker has died
     for worker in workers:
         worker.kill()

@@ -74,11 +74,11 @@ class Requests(NamedTuple):
 
 @contextlib.contextmanager
 def terminating_later() -> Iterator[None]:
-    """Return a context in which SIGTERM has to wait: for the few seconds in which something is brought to safety.
+    """Return a context in which SIGTERM has to wait, for the few seconds that a save takes.
 
     Ranks: local; outside of the main thread it does nothing.
 
-    State: the handler of SIGTERM, put back at the end; a signal that has come is given to it then.
+    State: the handler of SIGTERM, put back at the end; it is called then if the signal came meanwhile.
 
     Example:
         >>> with terminating_later():

@@ -42,13 +42,13 @@ LOOK_SECONDS = 0.25  # between two looks at the clock
 GRACE_SECONDS = 1.5  # for the main thread to end by itself, once another rank has failed
 EXIT_SECONDS = 3.0  # for a process to end by itself, once it has failed
 LAUNCHER_SECONDS = 5.0  # for torchrun's agent to end, once its processes have
-HOLD_SECONDS = 25.0  # for what is brought to safety; launchers kill after 30
+HOLD_SECONDS = 25.0  # for a save that the end of the process waits for; launchers kill after 30
 REASON_SECONDS = 4.0  # for the reason of a lost connection to become known
 JOIN_SECONDS = 2.0
 
 
 class ExitDelay:
-    """Whether something is being brought to safety, for which the end of the process has to wait.
+    """Delays the end of this process while a checkpoint is being saved, for a limited time.
 
     Ranks: local.
 
@@ -68,7 +68,7 @@ class ExitDelay:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Return a context that the watchdog does not cut short."""
+        """Return a context during which the watchdog does not end the process."""
         before, self._since = self._since, self._since or time.monotonic()
         try:
             yield
@@ -172,7 +172,7 @@ class Watchdog:
         """Wait briefly for a report of which rank failed or disappeared."""
         heartbeat, end = self.heartbeat, time.monotonic() + REASON_SECONDS
         heartbeat.is_searching = self.report.is_first_to(f"search/{self.position.sessions}")
-        if self.report.store_is_lost:  # who has found that out has asked it; the heartbeat need not
+        if self.report.store_is_lost:  # a call outside of the heartbeat has found that
             heartbeat.store_lost = heartbeat.store_lost or "the connection broke"
         reason: Reason | None = None
         while reason is None and time.monotonic() < end and not self._over.is_set():
@@ -204,7 +204,7 @@ class Watchdog:
                 try:
                     look()
                 except Exception as error:  # noqa: BLE001 -- who watches must go on
-                    self._moved = time.monotonic()  # what cannot be seen shall not be taken for a standstill
+                    self._moved = time.monotonic()  # an error here must not count as a hang
                     self.heartbeat.log_once(look.__name__.strip("_").replace("_", " "), error)
 
     def _notice_steps(self) -> None:
@@ -282,7 +282,7 @@ class Watchdog:
         return f": {'rank 0' if known is None else known.name()}, which keeps it,"
 
     def _works_alone(self) -> bool:
-        """Say whether this process does something for the others; who waits for that hears of them by the store."""
+        """Say whether this process does main-only work, for which the others wait at the store."""
         return bool(self.position.excused) and not self.position.is_waiting()
 
     def _leave_launcher(self) -> None:

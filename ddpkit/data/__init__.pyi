@@ -20,18 +20,17 @@ from ddpkit.data.recipe_samplers import (
 )
 from ddpkit.data.sharded_loader import (
     DECIDED as DECIDED,
+    DEFAULT_SEED as DEFAULT_SEED,
     SaveableDataLoader as SaveableDataLoader,
+    Sharding as Sharding,
     deal_batches as deal_batches,
+    default_seed as default_seed,
     first_samples as first_samples,
+    is_batches as is_batches,
     plan_of as plan_of,
     reshard as reshard,
     set_epoch as set_epoch,
     shard as shard,
-)
-from ddpkit.data.sharding import (
-    DEFAULT_SEED as DEFAULT_SEED,
-    Sharding as Sharding,
-    default_seed as default_seed,
 )
 from ddpkit.data.stream_position import (
     StreamPosition as StreamPosition,
@@ -45,7 +44,5 @@ from ddpkit.data.streams import (
     StreamReader as StreamReader,
     StreamShard as StreamShard,
     guess_batch_size as guess_batch_size,
-    is_batches as is_batches,
-    is_ordered as is_ordered,
     is_sharded as is_sharded,
 )

@@ -8,27 +8,25 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sized
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from ddpkit.augmentation import LOADER_OPTIONS, KeyedSampler, Place, keyed_loader, load_keyed
-from ddpkit.base import mark_as_loader, mark_as_saver, register_checkpoint_hooks
+from ddpkit.base import get_rank, get_world_size, mark_as_loader, mark_as_saver, register_checkpoint_hooks
 from ddpkit.batch import default_collate_for
 from ddpkit.control import start_loading
 from ddpkit.data.likeness import sketch
 from ddpkit.data.permutation import mix_key
-from ddpkit.data.sharding import Sharding, default_seed
 from ddpkit.data.streams import (
     ShardStreamLoader,
     StreamLoader,
     StreamReader,
     batch_loader,
-    is_batches,
     is_sharded,
-    shard_stream_loader,
     stream_loader,
 )
 from ddpkit.errors import ConfigError, DataError
@@ -50,6 +48,87 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 DECIDED = ("batch_size", "shuffle", "sampler", "batch_sampler", "drop_last")
+DEFAULT_SEED = 563375142
+
+
+def default_seed() -> int:
+    """Return the experiment's seed, or a fixed one where ``seed_everything`` was not called.
+
+    Ranks: local.
+
+    Example:
+        >>> isinstance(default_seed(), int)
+        True
+    """
+    seed = global_seed()
+    return DEFAULT_SEED if seed is None else seed
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """Which part of the data a loader gives to this process.
+
+    Attributes:
+        rank: this rank.
+        world_size: number of ranks that divide the data; 1 gives everything to everybody.
+        keep_step: whether every rank must yield the same number of batches, as training must.
+        seed: of the shuffling.
+        global_batch_size: samples of an optimizer step over all ranks; takes the place of ``batch_size``.
+        micro_batches: batches that those are worked on in, one after the other.
+        virtual_ranks: a multiple of the ranks, over which the data is divided then; each rank takes as many of their
+            parts as it stands for, one after another. None: the ranks themselves.
+
+    Ranks: local.
+
+    Example:
+        >>> Sharding(rank=0, world_size=2).keep_step
+        True
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    keep_step: bool = True
+    seed: int = DEFAULT_SEED
+    global_batch_size: int | None = None
+    micro_batches: int = 1
+    virtual_ranks: int | None = None
+
+    @property
+    def shards(self) -> int:
+        """How many parts of every batch each rank takes."""
+        return (self.virtual_ranks or self.world_size) // self.world_size
+
+    @property
+    def is_virtual(self) -> bool:
+        """Whether a stream is divided over virtual ranks: in training, not where it is only evaluated."""
+        return self.virtual_ranks is not None and self.keep_step
+
+    @property
+    def batch_of_all_ranks(self) -> int | None:
+        """Size of a batch over all ranks, for a stream, whose batches must be alike; None if it is not given."""
+        if self.global_batch_size is None:
+            return None
+        size, rest = divmod(self.global_batch_size, self.micro_batches)
+        if rest:
+            raise ConfigError(
+                f"global_batch_size={self.global_batch_size} of a stream cannot be divided evenly into "
+                f"{self.micro_batches} batches per step: a stream has no positions to divide unevenly. Use a multiple "
+                f"of {self.micro_batches}."
+            )
+        return size
+
+    @classmethod
+    def of_this_rank(cls, **given: Any) -> Sharding:
+        """Return the part of this rank among all ranks of its process group, shuffled by the experiment's seed.
+
+        Args:
+            given: the other attributes by name; or other values for these three.
+
+        Example:
+            >>> Sharding.of_this_rank(global_batch_size=32).world_size
+            1
+        """
+        return cls(**{"rank": get_rank() or 0, "world_size": get_world_size(), "seed": default_seed(), **given})
 
 
 @register_checkpoint_hooks
@@ -185,7 +264,7 @@ def shard(dataset: Any, sharding: Sharding, **loader_kwargs: Any) -> Any:
     """
     options = dict(loader_kwargs)
     if isinstance(dataset, IterableDataset):
-        return _shard_stream(dataset, sharding, options)
+        return stream_loader(dataset, sharding, options)
     if is_batches(dataset) and not options:
         return deal_batches(dataset, sharding)
     _check_exclusive(options)
@@ -279,40 +358,20 @@ def deal_batches(loader: Any, sharding: Sharding) -> StreamLoader | ShardStreamL
     if is_sharded(loader):
         _refuse_divided(sharding, f"{name}, which divides itself over the processes")
         logger.info("%s divides itself over the ranks (is_sharded): it is used as it is.", name)
-        return batch_loader(loader, 0, 1, seed=mix_key(sharding.seed, sharding.rank))
-    if _is_virtual(sharding):
-        return shard_stream_loader(loader, sharding, {"collate_fn": _as_it_is}, of_batches=True)
-    if sharding.world_size > 1:
+        return batch_loader(loader, Sharding(seed=mix_key(sharding.seed, sharding.rank)))
+    if sharding.world_size > 1 and not sharding.is_virtual:
         logger.info(
             "%s is dealt out by batches: every rank reads all of them, and trains on one in %d.",
             name,
             sharding.world_size,
         )
-    return batch_loader(loader, sharding.rank, sharding.world_size, seed=sharding.seed)
+    return batch_loader(loader, sharding)
 
 
 def _has_its_own_way(loader: DataLoader[Any]) -> bool:
     """Return whether a loader's class has its own iteration, which a rebuilt loader would lose."""
     kind = next(one for one in type(loader).__mro__ if "__iter__" in vars(one))
     return kind.__module__.split(".")[0] not in {"torch", "torchdata", "ddpkit"}
-
-
-def _shard_stream(dataset: Any, sharding: Sharding, options: dict[str, Any]) -> Any:
-    whole = _batch_of_all_ranks(sharding)
-    if _is_virtual(sharding):
-        return shard_stream_loader(dataset, sharding, options, whole)
-    return stream_loader(
-        dataset, sharding.rank, sharding.world_size, options, seed=sharding.seed, global_batch_size=whole
-    )
-
-
-def _is_virtual(sharding: Sharding) -> bool:
-    """Return whether a stream is divided over virtual ranks: in training, not where it is only evaluated."""
-    return sharding.virtual_ranks is not None and sharding.keep_step
-
-
-def _as_it_is(batch: Any) -> Any:
-    return batch
 
 
 def _refuse_divided(sharding: Sharding, what: str) -> None:
@@ -329,8 +388,29 @@ def _refuse_global_batch(sharding: Sharding, what: str) -> None:
         )
 
 
+def is_batches(data: Any) -> bool:
+    """Return whether an object is an opaque source of batches: neither a dataset nor a loader that can be rebuilt.
+
+    Args:
+        data: the training set as given.
+
+    Returns:
+        True for what can be iterated, and neither derives from torch's ``Dataset`` or ``DataLoader`` nor has
+        ``__getitem__``, as map-style datasets do.
+
+    Ranks: local.
+
+    Example:
+        >>> is_batches(iter([1, 2])), is_batches([1, 2])
+        (True, False)
+    """
+    if isinstance(data, (Dataset, DataLoader)):
+        return False
+    return hasattr(data, "__iter__") and not hasattr(data, "__getitem__")
+
+
 def plan_of(loader: Any) -> PlannedBatchSampler | DealtBatchSampler | None:
-    """Return what deals a loader's batches out to the ranks; None if that is none of ours.
+    """Return ddpkit's batch sampler of a loader, which divides its batches over the ranks; None if it has none.
 
     Ranks: local.
 
@@ -455,20 +535,6 @@ class _Single(torch.utils.data.Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         return (indices[0] for indices in self.planned)
-
-
-def _batch_of_all_ranks(sharding: Sharding) -> int | None:
-    """Return the size of a batch over all ranks, for a stream, whose batches must be alike; None if it is not given."""
-    if sharding.global_batch_size is None:
-        return None
-    size, rest = divmod(sharding.global_batch_size, sharding.micro_batches)
-    if rest:
-        raise ConfigError(
-            f"global_batch_size={sharding.global_batch_size} of a stream cannot be divided evenly into "
-            f"{sharding.micro_batches} batches per step: a stream has no positions to divide unevenly. Use a multiple "
-            f"of {sharding.micro_batches}."
-        )
-    return size
 
 
 def _check_exclusive(options: dict[str, Any]) -> None:

@@ -67,7 +67,7 @@ def tell_epoch(stream: Any, epoch: int) -> None:
 
 
 def one_by_one(items: Iterator[Any]) -> Iterator[Any]:
-    """Yield what an iterator gives, and never ask it to begin, which has some start over.
+    """Yield an iterator's items without calling ``iter()`` on it, which makes some start over.
 
     Ranks: local.
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate, default_convert, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset, default_collate, default_convert, get_worker_info
 
 from ddpkit.compat import shuffle_digest
 from ddpkit.control import start_loading
@@ -42,8 +42,8 @@ from ddpkit.seed import own_randomness
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from ddpkit.data import sharding
     from ddpkit.data.likeness import Sketch, Sketches
+    from ddpkit.data.sharded_loader import Sharding
 
 logger = get_logger(__name__)
 
@@ -156,11 +156,8 @@ class StreamShard(IterableDataset[Any], Source):
     def _dealt(self, worker: int, workers: int, reading: Reading) -> Iterator[Any]:
         state = self._open(self.whole, reading)
         first = int(state.get("block", 0))
-        done = state.get("batch", first * self.block_size)  # an earlier version saved between two batches of a block
         with reading:
             items = one_by_one(start_loading(self.whole) if self.of_batches else iter(self.whole))
-            for _ in itertools.islice(items, max(first * self.block_size - done, 0)):
-                pass
         for block in itertools.count(first):
             self._block = block
             is_mine = block % workers == worker
@@ -362,49 +359,38 @@ class _Counting:
         return size, mark, self.collate_fn(given)
 
 
-def batch_loader(loader: Any, rank: int, world_size: int, *, seed: int = 0) -> StreamLoader:
+def batch_loader(loader: Any, sharding: Sharding) -> StreamLoader | ShardStreamLoader:
     """Deal an opaque iterable of batches out: rank r keeps every ``world_size``-th batch, from the r-th on.
 
     Args:
         loader: yields batches; can be iterated again.
-        rank: this rank.
-        world_size: number of ranks.
-        seed: of the experiment.
+        sharding: which part.
 
-    Ranks: local; all ranks must give the same arguments but ``rank``.
+    Ranks: local; all ranks must give the same arguments but ``sharding.rank``.
 
     Example:
-        >>> list(batch_loader(["ab", "cd", "e"], 0, 2))
+        >>> from ddpkit.data import Sharding
+        >>> list(batch_loader(["ab", "cd", "e"], Sharding(0, 2)))
         ['ab', 'e']
     """
-    shard = StreamShard(loader, rank, world_size, seed=seed, of_batches=True)
-    return StreamLoader(shard, mix_key(seed, rank, _WORKERS), batch_size=None, collate_fn=_as_it_is)
+    if sharding.is_virtual:
+        return _shard_stream_loader(loader, sharding, {"collate_fn": _as_it_is}, of_batches=True)
+    shard = StreamShard(loader, sharding.rank, sharding.world_size, seed=sharding.seed, of_batches=True)
+    return StreamLoader(shard, mix_key(sharding.seed, sharding.rank, _WORKERS), batch_size=None, collate_fn=_as_it_is)
 
 
 def _as_it_is(batch: Any) -> Any:
     return batch
 
 
-def stream_loader(
-    dataset: Any,
-    rank: int,
-    world_size: int,
-    options: dict[str, Any],
-    *,
-    seed: int = 0,
-    global_batch_size: int | None = None,
-) -> DataLoader[Any]:
+def stream_loader(dataset: Any, sharding: Sharding, options: dict[str, Any]) -> StreamLoader | ShardStreamLoader:
     """Make the loader that gives one process its part of an iterable dataset.
 
     Args:
         dataset: the whole stream. One that divides itself, over ranks and workers, is left as it is: it says
             ``is_sharded = True``, or is a pipeline of ``webdataset``, or one of ``datasets`` that was split by node.
-        rank: this rank.
-        world_size: number of ranks that divide the stream.
+        sharding: which part. If its global batch cannot be divided evenly, the first ranks have one sample more.
         options: as for ``torch.utils.data.DataLoader``; used up.
-        seed: of the experiment.
-        global_batch_size: samples of a batch over all ranks; replaces ``batch_size``. If ``world_size`` does not divide
-            it, the first ranks have one sample more.
 
     Raises:
         ConfigError: ``shuffle``, or a bad batch size.
@@ -412,13 +398,14 @@ def stream_loader(
     Ranks: local.
 
     Example:
+        >>> from ddpkit.data import Sharding
         >>> from torch.utils.data import IterableDataset
         >>> class Numbers(IterableDataset):
         ...     def __iter__(self):
         ...         return iter(range(5))
-        >>> [batch.tolist() for batch in stream_loader(Numbers(), 1, 2, {"batch_size": 2})]
+        >>> [batch.tolist() for batch in stream_loader(Numbers(), Sharding(1, 2), {"batch_size": 2})]
         [[1, 3]]
-        >>> [batch.tolist() for batch in stream_loader(Numbers(), 0, 2, {}, global_batch_size=3)]
+        >>> [batch.tolist() for batch in stream_loader(Numbers(), Sharding(0, 2, global_batch_size=3), {})]
         [[0, 2], [3]]
     """
     name = type(dataset).__name__
@@ -427,10 +414,15 @@ def stream_loader(
             f"shuffle=True cannot be done for {name}, an IterableDataset: it has no length and no positions. Shuffle "
             "inside the dataset."
         )
-    dataset = _undivided(dataset, options)
+    if isinstance(options.get("collate_fn"), _Counting):  # of a loader that was made for one rank
+        options["collate_fn"] = options["collate_fn"].collate_fn
+    dataset = dataset.whole if isinstance(dataset, StreamShard) else dataset
+    if sharding.is_virtual:
+        return _shard_stream_loader(dataset, sharding, options, sharding.batch_of_all_ranks)
     if _is_webdataset(dataset):
         options.setdefault("batch_size", None)
-    block_size = _block_size(rank, world_size, options, global_batch_size)
+    rank, world_size, seed = sharding.rank, sharding.world_size, sharding.seed
+    block_size = _block_size(sharding, options)
     if is_sharded(dataset):
         logger.info("%s divides itself over ranks and workers: it is left as it is.", type(dataset).__name__)
     else:
@@ -468,7 +460,7 @@ class ShardStream(IterableDataset[Any]):
         [(0, {0: [0, 2], 1: [1, 3]}, None), (1, {0: [4, 6], 1: [5]}, None)]
     """
 
-    def __init__(self, whole: Any, sharding: sharding.Sharding, block_size: int, **options: Any) -> None:
+    def __init__(self, whole: Any, sharding: Sharding, block_size: int, **options: Any) -> None:
         number = sharding.shards * sharding.world_size
         self.whole, self.block_size, self.number = whole, block_size, number
         self.mine = range(sharding.rank * sharding.shards, (sharding.rank + 1) * sharding.shards)
@@ -586,37 +578,24 @@ class _CollatedShards:
         return (len(items) if self.makes_batches else guess_batch_size(batch)), batch
 
 
-def shard_stream_loader(
+def _shard_stream_loader(
     dataset: Any,
-    sharding: sharding.Sharding,
+    sharding: Sharding,
     options: dict[str, Any],
     block_size: int | None = None,
     *,
     of_batches: bool = False,
 ) -> ShardStreamLoader:
-    """Make the loader that gives one process its shards of a stream, in training.
+    """Make the loader that gives one process its shards of a whole stream, or of a loader of batches, in training.
 
-    Args:
-        dataset: the whole stream, or a loader of batches.
-        sharding: which shards.
-        options: as for ``torch.utils.data.DataLoader``; used up.
-        block_size: items that are divided over all shards; by default ``batch_size`` for each.
-        of_batches: whether it is a loader of batches.
-
-    Raises:
-        ConfigError: the stream divides itself over the processes, or ``shuffle``; or a bad batch size.
-
-    Ranks: local.
+    A block has ``block_size`` items, which are divided over all shards; by default ``batch_size`` for each.
     """
-    dataset = _undivided(dataset, options)
     name, number = type(dataset).__name__, sharding.shards * sharding.world_size
     if is_sharded(dataset):
         raise ConfigError(
             f"virtual_ranks={number}: {name} divides itself over the processes, so that the bits would depend on their "
             "number. Give a stream that does not, best one with a method shard(num_shards, index)."
         )
-    if options.pop("shuffle", False):
-        raise ConfigError(f"shuffle=True cannot be done for {name}, a stream. Shuffle inside the dataset.")
     size, workers = None if of_batches else options.pop("batch_size", 1), options.pop("num_workers", 0) or 0
     if size is not None:
         plan = SamplingPlan(1, size, number) if block_size is None else SamplingPlan(1, 1, number, False, block_size)
@@ -626,52 +605,6 @@ def shard_stream_loader(
     if stream.divides_itself:  # each worker reads shards of its own
         workers = max((one for one in range(1, workers + 1) if not sharding.shards % one), default=0)
     return ShardStreamLoader(stream, size, num_workers=workers, **options)
-
-
-def _undivided(dataset: Any, options: dict[str, Any]) -> Any:
-    """Return the whole of what a loader was made of for one rank; take its collate function back."""
-    if isinstance(options.get("collate_fn"), _Counting):
-        options["collate_fn"] = options["collate_fn"].collate_fn
-    return dataset.whole if isinstance(dataset, StreamShard) else dataset
-
-
-def is_ordered(data: Any) -> bool:
-    """Say whether data comes in an order of its own, so that no sampler can give it one.
-
-    Args:
-        data: a dataset, or a source of batches.
-
-    Returns:
-        True for an ``IterableDataset``, and where :func:`is_batches` is.
-
-    Ranks: local.
-
-    Example:
-        >>> is_ordered(iter([1, 2])), is_ordered([1, 2])
-        (True, False)
-    """
-    return isinstance(data, IterableDataset) or is_batches(data)
-
-
-def is_batches(data: Any) -> bool:
-    """Return whether an object is an opaque source of batches: neither a dataset nor a loader that can be rebuilt.
-
-    Args:
-        data: the training set as given.
-
-    Returns:
-        True for what can be iterated, and neither derives from torch's ``Dataset`` or ``DataLoader`` nor has
-        ``__getitem__``, as map-style datasets do.
-
-    Ranks: local.
-
-    Example:
-        >>> is_batches(iter([1, 2])), is_batches([1, 2])
-        (True, False)
-    """
-    if isinstance(data, (Dataset, DataLoader)):
-        return False
-    return hasattr(data, "__iter__") and not hasattr(data, "__getitem__")
 
 
 def is_sharded(data: Any) -> bool:
@@ -695,22 +628,20 @@ def is_sharded(data: Any) -> bool:
     return _comes_from(data, "datasets") and getattr(data, "_distributed", None) is not None
 
 
-def _block_size(rank: int, world_size: int, options: dict[str, Any], global_batch_size: int | None) -> int:
+def _block_size(sharding: Sharding, options: dict[str, Any]) -> int:
     """Return the number of items in a global batch; set this rank's batch size if only the global one is given."""
-    if global_batch_size is not None:
-        options["batch_size"] = SamplingPlan(num_samples=1, batch_size=global_batch_size).batch_size
-        each, more = divmod(global_batch_size, world_size)
-        if each < 1:
-            raise ConfigError(
-                f"global_batch_size={global_batch_size} gives {world_size} processes less than one item each. Set it "
-                f"to {world_size} or more, or start fewer processes."
-            )
-        options["batch_size"] = each + (1 if rank < more else 0)
-        return global_batch_size
-    batch_size = options.get("batch_size", 1)
-    if batch_size is None:  # the stream gives whole batches
-        return world_size
-    return SamplingPlan(num_samples=1, batch_size=batch_size, world_size=world_size).global_batch_size
+    whole, world_size = sharding.batch_of_all_ranks, sharding.world_size
+    if whole is None:
+        batch_size = options.get("batch_size", 1)  # None: the stream gives whole batches
+        return world_size if batch_size is None else SamplingPlan(1, batch_size, world_size).global_batch_size
+    start, stop = part(SamplingPlan(num_samples=1, batch_size=whole).batch_size, world_size, sharding.rank)
+    if whole < world_size:
+        raise ConfigError(
+            f"global_batch_size={whole} gives {world_size} processes less than one item each. Set it to {world_size} "
+            "or more, or start fewer processes."
+        )
+    options["batch_size"] = stop - start
+    return whole
 
 
 def _has_shards(dataset: Any, number: int) -> bool:

@@ -198,7 +198,9 @@ def _from_mpi(name: str, environ: Mapping[str, str]) -> LaunchInfo | None:
 
 
 #: The launchers, in the order in which they are asked: mpirun starts its helpers with srun. To support one that is
-#: unlike MPI's, write a function and put it after torch's own.
+#: unlike MPI's, write a function and put it after torch's own. Then add its rank to
+#: :func:`ddpkit.base.rank.rank_if_known`, which reads it before the group is there, and its names to the table in
+#: :mod:`ddpkit.launch.variables`.
 LAUNCHERS: tuple[Callable[[Mapping[str, str]], LaunchInfo | None], ...] = (
     _from_torch_variables,
     *(functools.partial(_from_mpi, name) for name in MPI_LAUNCHERS),

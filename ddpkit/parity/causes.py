@@ -249,10 +249,10 @@ NOT_AVERAGED = (
     "forward passes through the modules of self.modules. Call these, and self.backward(loss)."
 )
 NOT_SHARED = (
-    "BatchNorm that is not over all rows of a step: {}. It is synchronised unless sync_batchnorm=off is given, "
-    "it has a forward or a parametrization of its own, or it stands in an entry of modules that is not trained; and "
-    "one process does not join the batches of a batch_sampler. Build the layer on ddpkit.syncbn.SyncBatchNorm, "
-    "normalise per sample (GroupNorm, LayerNorm), or call eval() on it in training."
+    "BatchNorm that is not over all rows of a step: {}. It is synchronised unless sync_batchnorm=off is given, or it "
+    "has a forward or a parametrization of its own; and one process does not join the batches of a batch_sampler. "
+    "Build the layer on ddpkit.syncbn.SyncBatchNorm, normalise per sample (GroupNorm, LayerNorm), or call eval() on "
+    "it in training."
 )
 LOSS = (
     "The loss is not a mean over the samples of a batch: the gradients of {} samples are {} times those of the ranks' "

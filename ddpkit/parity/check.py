@@ -63,7 +63,7 @@ def check_parity(brain: Any, parts: Any, train_set: Any, loader_kwargs: Mapping[
         folder = Path(os.environ[PARITY])
         start = torch.load(folder / "start.pt", map_location="cpu", weights_only=True)
         brain.checkpointer, brain.hang_timeout = None, start["seconds"]
-        with parts.guard.guarded("fit"):
+        with parts.stop.guarded("fit"):
             torch.save(record(brain, parts, train_set, loader_kwargs, start), folder / f"rank{get_rank()}.pt")
     raise SystemExit(0)
 

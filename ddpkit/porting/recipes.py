@@ -7,13 +7,13 @@ import os
 import re
 import shutil
 import stat
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import yaml
 
+from ddpkit.base import replacing
 from ddpkit.errors import ConfigError
 from ddpkit.porting.differences import Loaders, difference, python_differences, read_loaders, yaml_differences
 from ddpkit.porting.names import PACKAGE
@@ -233,16 +233,11 @@ def _new_folder(root: Path) -> Path:
 
 
 def _replace(path: Path, raw: bytes) -> None:
-    """Write a file under another name beside it, then let it take the place of the old one."""
-    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(descriptor, "wb") as file:
+    """Write a file that keeps its mode."""
+    with replacing(path) as unfinished:
+        with unfinished.open("wb") as file:
             file.write(raw)
             file.flush()
             os.fsync(file.fileno())
-        shutil.copystat(path, name)
-        os.utime(name)
-        Path(name).replace(path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+        shutil.copystat(path, unfinished)
+        os.utime(unfinished)

@@ -1,4 +1,4 @@
-"""What a run shows: the block at its start and the progress bar."""
+"""What a run shows and writes: start-up block, bar, train loggers, values of ``self.log``, ``metrics.jsonl``."""
 
 from __future__ import annotations
 

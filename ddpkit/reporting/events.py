@@ -239,10 +239,6 @@ def append(path: Path, line: str) -> None:
 
     Ranks: local.
     """
-    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
-    try:
-        rest = line.encode()
-        while rest:
-            rest = rest[os.write(descriptor, rest) :]
-    finally:
-        os.close(descriptor)
+    data = line.encode()
+    with path.open("ab", buffering=len(data) + 1) as file:  # all of it goes out at once
+        file.write(data)

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ddpkit.base import mark_as_loader, mark_as_saver, register_checkpoint_hooks
+from ddpkit.base import map_values, mark_as_loader, mark_as_saver, register_checkpoint_hooks, replacing
 from ddpkit.distributed import if_main_process, main_process_only, run_on_main
-from ddpkit.errors import CheckpointError, ConfigError, MissingExtraError
+from ddpkit.errors import ConfigError, MissingExtraError
 from ddpkit.logger import get_logger
 from ddpkit.reporting.events import Current, RunLog, Stats, append, plain, plain_numbers, written
 
@@ -33,7 +33,7 @@ logger = get_logger(__name__)
 
 
 class TrainLogger:
-    """The base of all train loggers; subclass it and override :meth:`log_stats`, which may be called on every rank.
+    """The base of all train loggers. In a recipe, override :meth:`log_stats`, which may be called on every rank.
 
     What a recipe logs with ``self.log`` is added to the statistics by the loggers of this module, and for all that
     stand in a :class:`TrainLoggers`.
@@ -168,7 +168,10 @@ def join_loggers(hparams: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _MainTrainLogger(TrainLogger):
-    """Reports on the main process, and to the run's log."""
+    """The base of the loggers in this module, which override ``_log``: called on the main process alone.
+
+    What it is given also goes to the run's log, and what was logged with ``self.log`` is in it.
+    """
 
     run_log_beside: Path | None = None  # where no run log is set
 
@@ -260,16 +263,15 @@ class CSVTrainLogger(_MainTrainLogger):
         self.save_file = os.fspath(save_file)
 
     def _log(self, meta: Stats, stages: Mapping[str, Stats], verbose: bool | None) -> None:
-        path, unfinished = Path(self.save_file), Path(f"{self.save_file}.unfinished")
+        path = Path(self.save_file)
         with written(f"save_file={self.save_file!r}"):
             path.parent.mkdir(parents=True, exist_ok=True)
             rows = [*(self._rows_of(path) if path.exists() else ()), _flat(meta, stages, "_")]
             columns = dict.fromkeys(name for row in rows for name in row)
-            with unfinished.open("w", newline="", encoding="utf-8") as file:
+            with replacing(path) as unfinished, unfinished.open("w", newline="", encoding="utf-8") as file:
                 table = csv.DictWriter(file, [*columns], lineterminator="\n")
                 table.writeheader()
                 table.writerows(rows)
-            unfinished.replace(path)
 
     def _rows_of(self, path: Path) -> list[dict[str, Any]]:
         try:
@@ -450,18 +452,8 @@ class TensorboardLogger(_MainTrainLogger):
 
     @mark_as_loader
     def _recover(self, path: str | os.PathLike[str], end_of_epoch: bool) -> None:
-        text = Path(path).read_text(encoding="utf-8")
-        try:
-            saved = json.loads(text)
-            self.global_step = {
-                "meta": int(saved["meta"]),
-                **{s: dict(saved[s]) for s in ("train", "valid", "test")},
-            }
-        except (ValueError, TypeError, KeyError) as error:
-            raise CheckpointError(
-                f"{str(path)!r} holds {text[:60]!r} where TensorBoard's steps were expected; it is damaged. "
-                "Remove that checkpoint to use an older one."
-            ) from error
+        saved = json.loads(Path(path).read_text(encoding="utf-8"))
+        self.global_step = {"meta": int(saved["meta"]), **{s: dict(saved[s]) for s in ("train", "valid", "test")}}
 
 
 class WandBLogger(_MainTrainLogger):
@@ -580,13 +572,7 @@ class MLflowLogger(_MainTrainLogger):
 
     @mark_as_loader
     def _recover(self, path: str | os.PathLike[str], end_of_epoch: bool) -> None:
-        text = Path(path).read_text(encoding="utf-8")
-        if not re.fullmatch(r"[\w-]*", text):
-            raise CheckpointError(
-                f"{str(path)!r} holds {text[:60]!r} where the id of an MLflow run was expected; it is damaged. "
-                "Remove that checkpoint to use an older one."
-            )
-        self.run_id = text or None
+        self.run_id = Path(path).read_text(encoding="utf-8") or None
 
 
 class ProgressSampleLogger:
@@ -660,7 +646,7 @@ class ProgressSampleLogger:
 
         Ranks: local.
         """
-        self.progress_samples.update({name: _detached(item) for name, item in items.items()})
+        self.progress_samples.update(map_values(items, _detached))
 
     def get_batch_sample(self, value: Any) -> Any:
         """Take the first ``batch_sample_size`` items of a batch.
@@ -710,11 +696,10 @@ class ProgressSampleLogger:
         """
         form = self.format_defs[self.formats.get(key, self.DEFAULT_FORMAT)]
         path = Path(self.output_path, str(epoch), f"{key}.{form['extension']}")
-        unfinished = path.with_name(f"{key}.unfinished.{form['extension']}")
         with written(f"output_path={self.output_path!r}: {str(path)!r}"):
             path.parent.mkdir(parents=True, exist_ok=True)
-            form["saver"](data, str(unfinished), **form.get("kwargs", {}))
-            unfinished.replace(path)
+            with replacing(path) as unfinished:
+                form["saver"](data, str(unfinished), **form.get("kwargs", {}))
 
 
 def _save_image(data: torch.Tensor, path: str) -> None:
@@ -729,8 +714,4 @@ def _save_image(data: torch.Tensor, path: str) -> None:
 
 
 def _detached(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.detach().cpu()
-    if isinstance(value, Mapping):
-        return {name: _detached(item) for name, item in value.items()}
-    return type(value)(map(_detached, value)) if type(value) in {list, tuple} else value
+    return value.detach().cpu() if isinstance(value, torch.Tensor) else value

@@ -16,7 +16,7 @@ from ddpkit.distributed import get_rank, get_world_size, sum_over_ranks
 from ddpkit.errors import ConfigError
 from ddpkit.logger import get_logger
 from ddpkit.sampler import PlannedBatchSampler
-from ddpkit.seed import RngState
+from ddpkit.seed import restore_rng_state, rng_state
 from ddpkit.training import FeedThrough, Window
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from ddpkit.run.state import RunState
-    from ddpkit.training import Feed, Recipe, StreamFeed, TrainStep
+    from ddpkit.training import Feed, StreamFeed, TrainStep
 
 logger = get_logger(__name__)
 
@@ -42,11 +42,10 @@ class StepTooLargeError(Exception):
 class AutoMicroBatch:
     """Repeats what is left of a pass with micro-batches of half the size where a step does not fit into memory.
 
-    All that an optimizer step computes is sent after the ranks have agreed that each of them had enough memory for it:
-    with DDP gradients are averaged in one piece then, not while they are computed.
+    The ranks communicate only after the backward passes of a step, when they have agreed that each had enough memory:
+    DDP then averages the gradients in one piece, not while they are computed.
 
     Args:
-        recipe: what its class overrides.
         train_step: of the run.
         run_state: gets the step plan.
 
@@ -55,10 +54,10 @@ class AutoMicroBatch:
     State: ``micro_batch_size`` and ``grad_accumulation_factor`` of the run's options; the plan of the loader.
     """
 
-    def __init__(self, recipe: Recipe, train_step: TrainStep, run_state: RunState) -> None:
-        self.recipe, self.train_step, self.run_state = recipe, train_step, run_state
+    def __init__(self, train_step: TrainStep, run_state: RunState) -> None:
+        self.recipe, self.train_step, self.run_state = train_step.recipe, train_step, run_state
         self._is_open = False  # whether the ranks have still to agree on a step
-        self._random: RngState | None = None  # as the step began
+        self._random: dict[str, Any] | None = None  # as the step began
         self._buffers: list[tuple[nn.Module, str, torch.Tensor]] = []  # likewise
         self._sent: list[torch.Tensor] = []  # buffers that rank 0 sends after an agreement, as DDP in a forward pass
 
@@ -89,7 +88,7 @@ class AutoMicroBatch:
             raise ConfigError(f"auto_micro_batch does not work {words}. Leave --auto_micro_batch out.")
 
     def run(self, one_pass: Callable[[], float], loader: Any) -> float:
-        """Make a pass, and again what is left of it after each step that was too large.
+        """Make a pass; after each step that was too large, make what is left of it, in smaller micro-batches.
 
         Args:
             one_pass: goes on where the progress says, with batches of :meth:`feed`.
@@ -122,7 +121,7 @@ class AutoMicroBatch:
         Args:
             otherwise: what that is in a first attempt.
         """
-        return otherwise if self._random is None else self._random.restore
+        return otherwise if self._random is None else functools.partial(restore_rng_state, self._random)
 
     def feed(self, feed: Feed | StreamFeed) -> FeedThrough:
         """Return a feed that tells when a step begins."""
@@ -144,7 +143,7 @@ class AutoMicroBatch:
         """
         if self._is_open:
             raise ConfigError(UNAGREED.format(self.recipe.name))
-        self._is_open, self._random = True, RngState.capture()
+        self._is_open, self._random = True, rng_state()
         self._buffers = [(owner, name, getattr(owner, name).clone()) for owner, name, _ in self._buffers]
 
     def agree(self) -> None:

@@ -19,14 +19,13 @@ from ddpkit.control import terminating_later
 from ddpkit.distributed import alone, get_rank, get_world_size, run_on_main
 from ddpkit.errors import CheckpointError, ConfigError
 from ddpkit.logger import get_logger
+from ddpkit.run.rank_state import RankState
 from ddpkit.run.resuming import NEVER, NEWEST, choose_start, modules_not_saved, optimizers_not_saved
+from ddpkit.run.state import RunState
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from ddpkit.run.rank_state import RankState
-    from ddpkit.run.state import RunState
-    from ddpkit.run_opts import RunOptions
     from ddpkit.training import Progress, TrainStep
 
 logger = get_logger(__name__)
@@ -42,43 +41,32 @@ APART = (
 
 
 class CheckpointPolicy:
-    """Saves a run and goes on with it, by way of a checkpointer; without one it does nothing.
+    """Saves and resumes a run with a checkpointer; without one it does nothing.
 
-    The Brain stands in the checkpointer as ``brain``, what every rank has of its own as ``ranks``, and beside them
+    The checkpointer saves the run's state as ``brain``, the state of each rank as ``ranks``, and ``optimizer``,
     ``scaler``, ``ema`` and ``scheduler`` where there are such.
 
     Args:
         checkpointer: a :class:`~ddpkit.checkpoints.Checkpointer`, or None.
-        options: of the run.
-        progress: of the run.
-        train_step: has the optimizers, the scaler and the average of the weights.
-        run_state: what a checkpoint holds of the run.
-        rank_state: and of this rank.
-        has_own_fit_batch: whether the recipe overrides ``fit_batch``.
+        train_step: has the options, the progress, the optimizers, the scaler and the average of the weights.
 
     Attributes:
         checkpointer: as given.
+        run_state: what a checkpoint holds of the run.
+        rank_state: and of this rank.
 
     Ranks: collective, but for what is said otherwise.
     """
 
-    def __init__(
-        self,
-        checkpointer: Any,
-        options: RunOptions,
-        progress: Progress,
-        train_step: TrainStep,
-        run_state: RunState,
-        rank_state: RankState,
-        *,
-        has_own_fit_batch: bool = False,
-    ) -> None:
+    def __init__(self, checkpointer: Any, train_step: TrainStep) -> None:
         if checkpointer is not None and not isinstance(checkpointer, Checkpointer):
             raise ConfigError(f"checkpointer={checkpointer!r} is not a ddpkit.checkpoints.Checkpointer.")
         self.checkpointer: Checkpointer | None = checkpointer
-        self.options, self.progress, self.train_step = options, progress, train_step
-        self.run_state, self.rank_state = run_state, rank_state
-        self._has_own_fit_batch = has_own_fit_batch
+        self.train_step, self.options, self.progress = train_step, train_step.options, train_step.progress
+        parts = self.progress, train_step.strategy, train_step.modules
+        self.rank_state = RankState(*parts, saves=checkpointer is not None)
+        self.run_state = RunState(train_step, self.rank_state)
+        self._has_own_fit_batch = train_step.recipe.has_own_fit_batch
         self._fit_loader: Any = None
         self._is_between_batches = False
 
@@ -158,7 +146,7 @@ class CheckpointPolicy:
                 setattr(checkpointer, attribute, self.options[option])
 
     def _others(self) -> dict[str, Any]:
-        """Return what the checkpointer saves, but for the Brain itself and its averages."""
+        """Return all recoverables but ``brain`` and the averaged weights."""
         ema = self.train_step.ema
         return {name: one for name, one in self._recoverables().items() if name != "brain" and one is not ema}
 
@@ -216,7 +204,7 @@ class CheckpointPolicy:
         state.start = checkpoint_work_on_main(choose, checkpointer, self.options.resume)
 
     def keep_global_batch(self, *, is_looped: bool) -> None:
-        """Where a checkpoint of another number of processes is resumed, take steps of as many samples as those did.
+        """Keep the samples of an optimizer step when a checkpoint of another number of processes is resumed.
 
         With ``auto_micro_batch``, begin with the micro-batches that the checkpoint's run had found.
 
@@ -284,7 +272,7 @@ class CheckpointPolicy:
         self.checkpointer.recover_if_possible()
 
     def load_run_state(self, path: Path, *, end_of_epoch: bool) -> None:
-        """Take up the run's part of a checkpoint that is being recovered.
+        """Load the run state of a checkpoint that is being recovered.
 
         Args:
             path: of the file.
@@ -365,8 +353,8 @@ class CheckpointPolicy:
         """Save in the middle of an epoch if it is time, and say whether it was.
 
         Args:
-            seconds_since_ckpt: the same on all ranks, as is the next.
-            batches_since_ckpt: of this rank.
+            seconds_since_ckpt: by the main process's clock; the same on all ranks.
+            batches_since_ckpt: the same on all ranks.
         """
         minutes, steps = self.options.ckpt_interval_minutes, self.options.ckpt_interval_steps
         due = 0 < minutes * 60 <= seconds_since_ckpt or 0 < steps <= batches_since_ckpt
@@ -459,7 +447,7 @@ class CheckpointPolicy:
 
     @contextlib.contextmanager
     def _around_save(self, end_of_epoch: bool) -> Iterator[None]:
-        """Return a context for every save of the checkpointer; it matters to those inside of a training batch."""
+        """Return a context for every save of the checkpointer; it changes only saves inside of a training batch."""
         is_in_pass = self.progress.is_in_pass
         if self.train_step.strategy.is_apart:
             raise CheckpointError(APART)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, Any
 
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from ddpkit.base import POSITION
-from ddpkit.data import is_batches, is_ordered
+from ddpkit.data import is_batches
 from ddpkit.dataloader import LoopedLoader, Sharding, deal_batches, default_seed, reshard, shard
-from ddpkit.distributed import get_rank, get_world_size
+from ddpkit.distributed import get_world_size
 from ddpkit.errors import ConfigError, DataError
 from ddpkit.logger import get_logger
 from ddpkit.training import micro_batches, move_ahead
@@ -145,22 +145,17 @@ class LoaderFactory:
     def _by_sorting(self, dataset: Any, loader_kwargs: dict[str, Any]) -> dict[str, Any]:
         """Let ``hparams.sorting`` decide about shuffling where a recipe has it."""
         given = {"sampler", "batch_sampler"} & {key for key, value in loader_kwargs.items() if value is not None}
-        if hasattr(self._hparams, "sorting") and not given and not is_ordered(dataset):
+        is_ordered = isinstance(dataset, IterableDataset) or is_batches(dataset)
+        if hasattr(self._hparams, "sorting") and not given and not is_ordered:
             return {**loader_kwargs, "shuffle": self._hparams.sorting == "random"}
         return loader_kwargs
 
     def _sharding(self, stage: Stage) -> Sharding:
-        options, seed, world_size = self._options, default_seed(), get_world_size()
-        own: dict[str, Any] = {"seed": seed, "virtual_ranks": self._strategy.virtual_ranks}
+        options, virtual_ranks = self._options, self._strategy.virtual_ranks
         if stage is Stage.TRAIN:
-            factor = options.grad_accumulation_factor // self._strategy.shards
-            return Sharding(
-                get_rank() or 0,
-                world_size,
-                global_batch_size=options.global_batch_size,
-                micro_batches=1 if options.global_batch_size is None else factor,
-                **own,
-            )
+            size, factor = options.global_batch_size, options.grad_accumulation_factor // self._strategy.shards
+            micro = 1 if size is None else factor
+            return Sharding.of_this_rank(global_batch_size=size, micro_batches=micro, virtual_ranks=virtual_ranks)
         if options.shard_evaluation or self._divides_evaluation:
-            return Sharding(get_rank() or 0, world_size, keep_step=False, **own)
-        return Sharding(seed=seed)
+            return Sharding.of_this_rank(keep_step=False, virtual_ranks=virtual_ranks)
+        return Sharding(seed=default_seed())

@@ -1,4 +1,4 @@
-"""Before ``fit`` and ``evaluate``: the ranks mean the same, and a person sees what is about to run."""
+"""Before ``fit`` and ``evaluate``: check that all ranks run the same, and show what is about to run."""
 
 from __future__ import annotations
 
@@ -41,19 +41,16 @@ from ddpkit.training import compare_first_samples, length_of
 
 if TYPE_CHECKING:
     from ddpkit.run.checkpoint_policy import CheckpointPolicy
-    from ddpkit.run_opts import RunOptions
-    from ddpkit.training import BatchSizes, Progress, TrainStep
+    from ddpkit.training import BatchSizes, TrainStep
 
 AT_START = "the start of fit or evaluate"  # one name for both: ranks that call different ones must meet
 
 
 class Preflight:
-    """Compares the ranks, and reports what begins.
+    """Checks that code, options, model and data are the same on all ranks, and shows the start-up block.
 
     Args:
-        options: of the run.
-        progress: of the run.
-        train_step: has the optimizers and the schedule.
+        train_step: has the options, the progress, the optimizers and the schedule.
         policy: knows what was recovered.
 
     Attributes:
@@ -64,10 +61,9 @@ class Preflight:
     Ranks: collective.
     """
 
-    def __init__(
-        self, options: RunOptions, progress: Progress, train_step: TrainStep, policy: CheckpointPolicy
-    ) -> None:
-        self.options, self.progress, self.train_step, self.policy = options, progress, train_step, policy
+    def __init__(self, train_step: TrainStep, policy: CheckpointPolicy) -> None:
+        self.train_step, self.policy = train_step, policy
+        self.options, self.progress = train_step.options, train_step.progress
         self.launch = find_launch()
         self.places: list[Place] = []
         self.report: StartReport | None = None

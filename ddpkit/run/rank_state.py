@@ -5,6 +5,7 @@ It begins an epoch, takes up what a checkpoint holds of this rank, and says what
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,8 +15,8 @@ from ddpkit.checkpointing import RankStates
 from ddpkit.data import StreamShard, is_stateful
 from ddpkit.dataloader import LoopedLoader, keep_states, resume_after_end, resume_at, state_at, state_at_end
 from ddpkit.logger import get_logger
-from ddpkit.metrics import ExactMeter, LossMeter
-from ddpkit.seed import RngState, global_seed, seed_epoch_streams
+from ddpkit.metrics import LossMeter
+from ddpkit.seed import global_seed, restore_rng_state, rng_state, seed_epoch_streams
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -86,7 +87,7 @@ class RankState:
         self._seed(0, self.progress.optimizer_step)
 
     def _seed_anew(self) -> None:
-        """Go on in the middle of an epoch with other random numbers than at its beginning, where the true are lost."""
+        """Seed in the middle of an epoch when the random state is lost: not with the seed of the epoch's beginning."""
         self._seed(self.progress.epoch, self.progress.optimizer_step)
 
     def _seed(self, epoch: int, optimizer_step: int) -> None:
@@ -125,7 +126,7 @@ class RankState:
         if logged is not None:
             progress.logged.load_state_dicts(logged if isinstance(logged, list) else [logged])
         random = own.get("random")
-        restore = self._seed_anew if random is None else RngState.from_state_dict(random).restore
+        restore = self._seed_anew if random is None else functools.partial(restore_rng_state, random)
         same = states is not None and states.is_of_as_many
         return resume_at(loader, progress.step, own.get("loader"), same_batches=same), restore
 
@@ -151,7 +152,7 @@ class RankState:
             self._from_last_call = _source_of(loader), loaded
 
     def _of_last_call(self, loader: Any) -> dict[str, Any]:
-        """Return what a checkpoint of the end of the call of ``fit`` before has left to this one."""
+        """Return what a checkpoint from the end of the previous call of ``fit`` holds for this call."""
         source, left = self._from_last_call or (None, {})
         own = {name: left.get(name, {}) for name in ("gradients", "hooks")}
         if source is not None and source is _source_of(loader):  # data that goes on from call to call
@@ -164,7 +165,7 @@ class RankState:
         """Return what a checkpoint needs of this rank by itself."""
         loader, step = self.progress.loader, self.progress.step
         return {
-            "random": RngState.capture().state_dict(),
+            "random": rng_state(),
             "loss": self._losses_so_far().state_dict(),
             "logged": self.progress.logged.state_dict(step),
             "loader": state_at(loader, step),
@@ -178,7 +179,7 @@ class RankState:
         meter = self._losses_so_far()
         return [*meter.totals()[:2], meter.samples]
 
-    def _losses_so_far(self) -> LossMeter | ExactMeter:
+    def _losses_so_far(self) -> LossMeter:
         """Return the losses of this rank, including the current batch if it has been trained on."""
         progress = self.progress
         if not self.is_inside_batch or progress.result is None or progress.result_at != progress.step:
@@ -193,7 +194,7 @@ class RankState:
 
 
 def _source_of(loader: Any) -> Any:
-    """Return what takes something over from one epoch into the next, if a loader has such a thing."""
+    """Return what in a loader keeps its place from one epoch to the next, or None."""
     if loader is None or isinstance(loader, LoopedLoader):
         return loader
     position = getattr(loader, "position", None)
@@ -201,7 +202,7 @@ def _source_of(loader: Any) -> Any:
 
 
 def _warn_out_of_reach(loader: Any, *, resumed: bool) -> None:
-    """Say it where data keeps its place in processes that no checkpoint can ask."""
+    """Warn if the state of a stream is in persistent workers, which no checkpoint can reach."""
     inner = loader.loader if isinstance(loader, LoopedLoader) else loader
     if not (isinstance(inner, DataLoader) and isinstance(inner.dataset, IterableDataset) and inner.persistent_workers):
         return

@@ -150,12 +150,12 @@ class StepPlan:
         """Say which batch of the epoch comes next.
 
         Args:
-            before: how the run went that saved the place.
+            before: the step plan of the run that saved the checkpoint.
             step: batches of one process that it had done.
             samples: that all its ranks had seen.
 
         Returns:
-            Batches of this process that are done, and what is to be said about it, or None.
+            Batches of this process that are done, and a warning about it, or None.
         """
         changed = None not in {before.per_step, self.per_step} and before.per_step != self.per_step
         factor = self.grad_accumulation_factor or 1
@@ -196,7 +196,7 @@ class StepPlan:
         """Say whether a step is made of something else than it was.
 
         Args:
-            before: how the run went that saved the checkpoint.
+            before: the step plan of the run that saved the checkpoint.
 
         Returns:
             One text, or none.
@@ -388,8 +388,8 @@ def choose_start(checkpointer: Checkpointer, resume: str, *, is_first: bool = Tr
     """Decide what a call of ``fit`` starts from.
 
     When the launcher itself has restarted the run, it goes on with the newest checkpoint of this launch, whatever the
-    option says. A folder holds the checkpoints of one run: what a run leaves behind that is told to begin at another
-    place is moved out of the way.
+    option says. A folder holds the checkpoints of one run: with ``"never"`` or a path, those that do not belong to
+    this run are moved into a subfolder.
 
     Args:
         checkpointer: its folder is looked into.
@@ -425,7 +425,8 @@ def choose_start(checkpointer: Checkpointer, resume: str, *, is_first: bool = Tr
     if chosen is None:
         return Start(resume, len(found))
     state = states[chosen.path] if chosen.path in states else brain_file_or_nothing(chosen.path)
-    return Start(chosen, len(found), _asked(state), state or None)
+    asked = state.get("asked")  # the step plan as the options gave it, before a change for another number of processes
+    return Start(chosen, len(found), StepPlan.read(asked if isinstance(asked, Mapping) else state), state or None)
 
 
 def _of_this_launch(found: list[Checkpoint], states: Mapping[Path, Any]) -> list[Checkpoint]:
@@ -443,12 +444,6 @@ def _say_why(chosen: Checkpoint | None, found: list[Checkpoint], states: Mapping
     elif chosen is not None and chosen != newest and states[newest.path].get(EVALUATED) is True:
         words = "%s was saved by a process that only evaluated: the training goes on from %s."
         logger.info(words, newest.path, chosen.path)
-
-
-def _asked(state: Mapping[str, Any]) -> StepPlan:
-    """Return the step plan as the options gave it, before a change for another number of processes."""
-    asked = state.get("asked")
-    return StepPlan.read(asked if isinstance(asked, Mapping) else state)
 
 
 # ---------------------------------------------------------------------------------------- what should be known

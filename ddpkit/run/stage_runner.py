@@ -26,13 +26,14 @@ from ddpkit.logger import get_logger
 from ddpkit.metrics import begin_stage
 from ddpkit.profiler import prepare_profiler
 from ddpkit.reporting import COLOURS, ProgressBar
+from ddpkit.run.auto_micro_batch import AutoMicroBatch
 from ddpkit.run.stop_control import exit_code
 from ddpkit.train_logger import run_event
 from ddpkit.training import (
+    CudaGraphSteps,
     Feed,
     First,
     LoopHooks,
-    Marked,
     Profiled,
     Seen,
     StepHooks,
@@ -58,14 +59,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
     from contextlib import AbstractContextManager
 
-    from torch import nn
-
     from ddpkit.control import SyncReport
-    from ddpkit.run.auto_micro_batch import AutoMicroBatch
     from ddpkit.run.checkpoint_policy import CheckpointPolicy
-    from ddpkit.run.guard import RunGuard
     from ddpkit.run.preflight import Preflight
-    from ddpkit.run.rank_state import RankState
     from ddpkit.run.stop_control import StopControl
     from ddpkit.run_opts import RunOptions
     from ddpkit.training import Progress, TrainStep
@@ -101,16 +97,10 @@ class StageRunner:
     """Runs one stage: a training epoch, a validation, a test, or a prediction.
 
     Args:
-        options: of the run.
-        progress: of the run.
-        modules: of the Brain.
         train_step: makes the optimizer steps.
-        rank_state: puts the data where a checkpoint left it.
-        policy: saves in the middle of an epoch.
-        stop: knows what has asked to stop.
-        guard: tightens its limits after the first steps.
+        policy: saves in the middle of an epoch; its rank state puts the data where a checkpoint left it.
+        stop: knows what has asked to stop; tightens its limits after the first steps.
         preflight: looks at a batch of every epoch.
-        auto_micro_batch: repeats steps that are too large, if the option says so.
 
     Attributes:
         profiler: of this call of ``fit``, or None.
@@ -118,24 +108,14 @@ class StageRunner:
     Ranks: collective.
     """
 
-    def __init__(  # noqa: PLR0913, PLR0917 -- the parts of a run meet here
-        self,
-        options: RunOptions,
-        progress: Progress,
-        modules: nn.ModuleDict,
-        train_step: TrainStep,
-        rank_state: RankState,
-        policy: CheckpointPolicy,
-        stop: StopControl,
-        guard: RunGuard,
-        preflight: Preflight,
-        auto_micro_batch: AutoMicroBatch,
+    def __init__(
+        self, train_step: TrainStep, policy: CheckpointPolicy, stop: StopControl, preflight: Preflight
     ) -> None:
-        self.options, self.progress, self.modules, self.train_step = options, progress, modules, train_step
-        self.rank_state, self.policy, self.stop = rank_state, policy, stop
-        self.guard, self.preflight, self.auto_micro_batch = guard, preflight, auto_micro_batch
+        self.train_step, self.policy, self.stop, self.preflight = train_step, policy, stop, preflight
+        self.options, self.progress, self.modules = train_step.options, train_step.progress, train_step.modules
+        self.rank_state, self.auto_micro_batch = policy.rank_state, AutoMicroBatch(train_step, policy.run_state)
         self.profiler: Any = None
-        self._sync = PeriodicSync(progress.logged.sync, get_world_size(), is_main=if_main_process())
+        self._sync = PeriodicSync(self.progress.logged.sync, get_world_size(), is_main=if_main_process())
         self._sync_of_bar = PeriodicSync(list, 1, is_main=True)
 
     @contextlib.contextmanager
@@ -173,29 +153,26 @@ class StageRunner:
             enable_bar: show progress (main process only, whatever is given).
         """
         with self._logging(Stage.TRAIN, epoch):
-            self._train(brain, loader, epoch, enable_bar=enable_bar)
-
-    def _train(self, brain: StageHooks, loader: Any, epoch: int, *, enable_bar: bool) -> None:
-        progress, train_step = self.progress, self.train_step
-        self.policy.run_state.check_epoch(epoch)
-        self.rank_state.begin_epoch(epoch)
-        brain.on_stage_start(Stage.TRAIN, epoch)
-        train_step.strategy.follow(self.modules)
-        if train_step.ema is not None:
-            train_step.ema.follow()
-        self.modules.train()
-        brain.zero_grad()
-        if not progress.step:
-            progress.nonfinite = 0
-        one_pass = functools.partial(self._pass, brain, loader, epoch, enable_bar=enable_bar)
-        found = self.auto_micro_batch.run(one_pass, loader) if self.options.auto_micro_batch else one_pass()
-        progress.avg_train_loss = progress.train_loss = found
-        brain.zero_grad(set_to_none=True)
-        if train_step.schedule is not None:
-            train_step.schedule.after_stage(Stage.TRAIN, progress.avg_train_loss, progress.optimizer_step)
-        with self._no_failure_saved():
-            brain.on_stage_end(Stage.TRAIN, progress.avg_train_loss, epoch)
-        progress.avg_train_loss, progress.step, progress.meter = 0.0, 0, progress.new_meter()
+            progress, train_step = self.progress, self.train_step
+            self.policy.run_state.check_epoch(epoch)
+            self.rank_state.begin_epoch(epoch)
+            brain.on_stage_start(Stage.TRAIN, epoch)
+            train_step.strategy.follow(self.modules)
+            if train_step.ema is not None:
+                train_step.ema.follow()
+            self.modules.train()
+            brain.zero_grad()
+            if not progress.step:
+                progress.nonfinite = 0
+            one_pass = functools.partial(self._pass, brain, loader, epoch, enable_bar=enable_bar)
+            found = self.auto_micro_batch.run(one_pass, loader) if self.options.auto_micro_batch else one_pass()
+            progress.avg_train_loss = progress.train_loss = found
+            brain.zero_grad(set_to_none=True)
+            if train_step.schedule is not None:
+                train_step.schedule.after_stage(Stage.TRAIN, progress.avg_train_loss, progress.optimizer_step)
+            with self._no_failure_saved():
+                brain.on_stage_end(Stage.TRAIN, progress.avg_train_loss, epoch)
+            progress.avg_train_loss, progress.step, progress.meter = 0.0, 0, progress.new_meter()
 
     def _pass(self, brain: StageHooks, loader: Any, epoch: int, *, enable_bar: bool) -> float:
         """Train on every batch of the epoch; return the mean loss over all samples of all ranks."""
@@ -221,7 +198,7 @@ class StageRunner:
         with self._bar(Stage.TRAIN, epoch, feed.length, initial=progress.step, enable=enable_bar) as bar:
 
             def on_sync(report: SyncReport, batch: Any) -> None:
-                self.guard.tighten_timeouts()
+                self.stop.tighten_timeouts()
                 self.preflight.advise_on_loss(batch)
                 progress.logged.write_steps(report.step, progress.optimizer_step)
                 progress.avg_train_loss = report.loss
@@ -288,25 +265,20 @@ class StageRunner:
             The mean loss over all samples, one number for all ranks.
         """
         with self._logging(stage, epoch):
-            return self._evaluate_with_hooks(brain, loader, stage, epoch, enable_bar=enable_bar)
-
-    def _evaluate_with_hooks(
-        self, brain: StageHooks, loader: Any, stage: Stage, epoch: int | None, *, enable_bar: bool
-    ) -> float:
-        progress, schedule = self.progress, self.train_step.schedule
-        brain.on_stage_start(stage, epoch)
-        self.modules.eval()
-        progress.step = 0
-        with self._stoppable(), self._averaged_weights(stage), self._evaluating(loader):
-            loss = self._evaluate(brain, loader, stage, epoch, enable_bar=enable_bar)
-        if stage is Stage.VALID:
-            progress.step, progress.valid_loss = 0, loss
-            if schedule is not None:
-                schedule.after_stage(stage, loss, progress.optimizer_step)
-        with torch.no_grad(), self._no_failure_saved():
-            brain.on_stage_end(stage, loss, epoch)
-        progress.step, progress.meter = 0, progress.new_meter()
-        return loss
+            progress, schedule = self.progress, self.train_step.schedule
+            brain.on_stage_start(stage, epoch)
+            self.modules.eval()
+            progress.step = 0
+            with self._stoppable(), self._averaged_weights(stage), self._evaluating(loader):
+                loss = self._evaluate(brain, loader, stage, epoch, enable_bar=enable_bar)
+            if stage is Stage.VALID:
+                progress.step, progress.valid_loss = 0, loss
+                if schedule is not None:
+                    schedule.after_stage(stage, loss, progress.optimizer_step)
+            with torch.no_grad(), self._no_failure_saved():
+                brain.on_stage_end(stage, loss, epoch)
+            progress.step, progress.meter = 0, progress.new_meter()
+            return loss
 
     def _evaluate(self, brain: StageHooks, loader: Any, stage: Stage, epoch: int | None, *, enable_bar: bool) -> float:
         require_same_draw(loader)
@@ -363,7 +335,7 @@ class StageRunner:
         progress, counts = self.progress, counts_of(loader)
         makes_batches = getattr(loader, "batch_size", 0) is None and getattr(loader, "batch_sampler", None) is None
         outputs: list[Any] = []
-        # An output may be wrong on one rank alone, which has to be noticed: in a collective it would be waited for.
+        # An output may be wrong on one rank alone: the others would wait for that rank in a collective.
         due, stop_sync = time.monotonic() + BAR_SECONDS, StopsOfEvaluation(progress, self.stop.cause, _added_over_store)
         total = self._limited(length_of(loader))
         with ProgressBar("predict", total, enable=enable_bar and if_main_process()) as bar:
@@ -402,7 +374,7 @@ class StageRunner:
 
     def _batches(self, loader: Any, stage: Stage) -> Iterable[Any]:
         batches = compared(loader, stage)
-        return Marked(batches) if has_cuda_graphs(self.options) else batches
+        return CudaGraphSteps(batches) if has_cuda_graphs(self.options) else batches
 
     def _limited(self, length: int | None, shards: int = 1) -> int | None:
         """Return how many batches of a loader are used, with the option ``debug`` only a few; None: all."""
@@ -448,7 +420,7 @@ class StageRunner:
         self.progress.train_meter = meter
 
     def _finish(self, stage: Stage, epoch: int | None, seconds: float, bar: ProgressBar) -> float:
-        """Agree on the mean loss, write it down, and return it."""
+        """Compute the mean loss over all ranks, report it, and return it."""
         progress, copies = self.progress, 1
         meter, seen = progress.meter, progress.seen
         if seen is not None:
@@ -561,7 +533,7 @@ class _IntraEpochSaves:
             self._save_if_due(report.main_seconds, 0)
 
     def on_window(self) -> None:
-        """Drop what frozen optimizers were given in this optimizer step; save if enough steps have passed.
+        """Drop the gradients of frozen optimizers; save if enough steps have passed.
 
         What was asked for while the ranks' weights were not the same is done after their average.
         """
@@ -581,7 +553,7 @@ class _IntraEpochSaves:
             self._start_anew()
 
     def _is_pending(self) -> bool:
-        """Say whether there is what is in no checkpoint: gradients not used yet, or other weights on other ranks."""
+        """Say whether a checkpoint would lack something: gradients not used yet, or weights that differ by rank."""
         return self.progress.window.pending(self.progress.step) > 0 or self.train_step.strategy.is_apart
 
     def _start_anew(self) -> None:
@@ -602,7 +574,7 @@ def _collecting_by_steps(interval: int) -> Iterator[None]:
 
 
 def _added_over_store(values: list[float]) -> list[float]:
-    """Add up a few numbers over all ranks; other than in a collective, a rank that fails is not waited for."""
+    """Add up a few numbers over all ranks through the store: unlike a collective, it ends when a rank fails."""
     return [sum(numbers) for numbers in zip(*exchange(values, site="predict"), strict=True)]
 
 

@@ -29,12 +29,11 @@ if TYPE_CHECKING:
 
     from ddpkit.run.rank_state import RankState
     from ddpkit.run.resuming import Start
-    from ddpkit.run_opts import RunOptions
-    from ddpkit.training import Progress, TrainStep
+    from ddpkit.training import TrainStep
 
 logger = get_logger(__name__)
 
-EARLIER = "The checkpoint is of the middle of call %s of fit, and this is call %d: its place in the data is not taken."
+EARLIER = "The checkpoint is of the middle of call %s of fit, and this is call %d: its data position is not used."
 OTHER_RATES = (
     "The learning rate is not that with which the checkpoint's run began (%s), and has no effect: the optimizer goes "
     "on with the checkpoint's. To change it, set it in param_groups after on_fit_start, or give --resume=never."
@@ -120,49 +119,6 @@ class FitCalls:
         return True, finished[self.number - 1] if len(finished) >= self.number else None
 
 
-class TrainedFlags:
-    """Which parameters have been frozen, or set free, since training began: a restart does not do that again.
-
-    Args:
-        modules: as they are when training begins.
-
-    Ranks: local; equal on all ranks.
-
-    Example:
-        >>> import torch
-        >>> net = torch.nn.Linear(1, 1)
-        >>> flags = TrainedFlags(net)
-        >>> net.bias.requires_grad_(False).requires_grad, flags.changes()
-        (False, {'bias': False})
-    """
-
-    def __init__(self, modules: nn.Module) -> None:
-        self._begun = [(name, one, one.requires_grad) for name, one in modules.named_parameters()]
-
-    def changes(self) -> dict[str, bool]:
-        """Return ``requires_grad`` by parameter name, for the parameters where it has changed."""
-        return {name: one.requires_grad for name, one, begun in self._begun if one.requires_grad is not begun}
-
-    def restore(self, changes: Any, *, exactly: bool) -> int:
-        """Freeze and unfreeze parameters as they were when a checkpoint was saved.
-
-        Args:
-            changes: from the checkpoint; anything but a mapping says nothing.
-            exactly: the other parameters, too, shall be as they were: as training began.
-
-        Returns:
-            Of how many parameters it has been changed.
-        """
-        if not isinstance(changes, Mapping):
-            return 0
-        count = 0
-        for name, one, begun in self._begun:
-            wanted = bool(changes.get(name, begun if exactly else one.requires_grad))
-            count += wanted is not one.requires_grad
-            one.requires_grad_(wanted)
-        return count
-
-
 def learning_rates(optimizers: Mapping[str, Any] | None) -> dict[str, list[float]]:
     """Return the learning rate of every parameter group.
 
@@ -191,10 +147,7 @@ class RunState:
     ``optimizer_step``; outside of ``fit`` nothing is given back.
 
     Args:
-        options: of the run.
-        progress: is saved and restored.
-        modules: of the Brain.
-        train_step: has the optimizers, and the divisor of sums.
+        train_step: has the options, the progress, the modules, the optimizers, and the divisor of sums.
         rank_state: of this rank.
 
     Attributes:
@@ -211,16 +164,9 @@ class RunState:
     Ranks: local; every rank recovers, the main process saves.
     """
 
-    def __init__(
-        self,
-        options: RunOptions,
-        progress: Progress,
-        modules: nn.ModuleDict,
-        train_step: TrainStep,
-        rank_state: RankState,
-    ) -> None:
-        self.options, self.progress, self.modules = options, progress, modules
+    def __init__(self, train_step: TrainStep, rank_state: RankState) -> None:
         self.train_step, self.rank_state = train_step, rank_state
+        self.options, self.progress, self.modules = train_step.options, train_step.progress, train_step.modules
         self.calls = FitCalls()
         self.start: Start | None = None
         self.step_plan = StepPlan(None, None)
@@ -232,7 +178,7 @@ class RunState:
         self.lacks: int | None = None
         self._rates: dict[str, Any] | None = None  # with which the training of each optimizer has begun
         self._script_rates: dict[str, list[float]] | None = None
-        self._flags: TrainedFlags | None = None
+        self._flags: list[tuple[str, nn.Parameter, bool]] = []  # whether each parameter was trained as training began
         self._saved_flags: Any = None  # of the checkpoint that was recovered, until they are restored
         self._evaluated_state: Mapping[str, Any] | None = None  # of the checkpoint that was recovered outside of fit
 
@@ -268,7 +214,7 @@ class RunState:
             "lacks": self.lacks,
             "seed": self.rank_state.base_seed,
             "rates": self._rates,
-            "trained": {} if self._flags is None else self._flags.changes(),
+            "trained": {name: one.requires_grad for name, one, begun in self._flags if one.requires_grad is not begun},
             "launch": os.environ.get("TORCHELASTIC_RUN_ID"),
             "options": {name: self.options[name] for name in TELLING},
             **self._as_evaluated(),
@@ -400,9 +346,12 @@ class RunState:
         Args:
             modules: without any wrapper.
         """
-        if self._flags is None:
-            self._flags = TrainedFlags(modules)
+        self._flags = self._flags or [(name, one, one.requires_grad) for name, one in modules.named_parameters()]
         saved, self._saved_flags = self._saved_flags, None
-        count = self._flags.restore(saved, exactly=self.calls.number > 1)
+        count = 0
+        for name, one, begun in self._flags if isinstance(saved, Mapping) else ():
+            wanted = bool(saved.get(name, begun if self.calls.number > 1 else one.requires_grad))
+            count += wanted is not one.requires_grad
+            one.requires_grad_(wanted)
         if count:
             logger.info("%d parameter(s) are frozen, or trained, as they were when the checkpoint was saved.", count)

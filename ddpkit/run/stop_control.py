@@ -1,10 +1,11 @@
-"""Why and when a run stops: signals and the time limit; on all ranks at the same step, with a checkpoint and a note.
+"""Why and when a run stops: signals, the time limit, failures; on all ranks, with a checkpoint and a note.
 
 torchrun turns every exit code into 1, so a script that decides whether to start the run again reads the note.
 """
 
 from __future__ import annotations
 
+import contextlib
 import datetime as dt
 import json
 import os
@@ -14,15 +15,16 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ddpkit.base import SignalListener, host_name, signal_named, stage_of
-from ddpkit.control import CAUSES, TIME_LIMIT
-from ddpkit.distributed import get_rank, run_on_main
+from ddpkit.base import POSITION, SignalListener, host_name, signal_named, stage_of
+from ddpkit.comm import AFTER_WATCH_SECONDS, get_runtime, longest_wait, set_hang_limits, shorten_timeout
+from ddpkit.control import CAUSES, TIME_LIMIT, failure_notice
+from ddpkit.distributed import get_rank, is_distributed_initialized, run_on_main
 from ddpkit.errors import ConfigError, RunStopped
 from ddpkit.logger import get_logger
 from ddpkit.train_logger import run_event
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
     from types import SimpleNamespace
 
     from ddpkit.run.checkpoint_policy import CheckpointPolicy
@@ -41,7 +43,7 @@ _NUMBER = re.compile(r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[smhd]?)")
 
 
 class StopControl:
-    """Knows what has asked this rank to stop, and stops the run.
+    """Knows what has asked this rank to stop, and stops the run; guards a call, whose failure ends the other ranks.
 
     Args:
         options: of the run.
@@ -55,7 +57,7 @@ class StopControl:
     Raises:
         ConfigError: an option cannot work.
 
-    Ranks: collective, but for :attr:`cause`.
+    Ranks: collective, but for :meth:`cause`, :meth:`guarded` and :meth:`tighten_timeouts`.
     """
 
     def __init__(
@@ -64,7 +66,47 @@ class StopControl:
         require_stop_signals(options.stop_signals)
         self.signals = SignalListener(options.stop_signals, options.save_signals)
         self._seconds_allowed = None if options.time_limit is None else parse_duration(options.time_limit)
-        self._hparams, self._progress, self._policy = hparams, progress, policy
+        self._options, self._hparams, self._progress, self._policy = options, hparams, progress, policy
+
+    @contextlib.contextmanager
+    def guarded(self, call: str) -> Iterator[None]:
+        """Return a context for ``fit``, ``evaluate`` or ``predict``.
+
+        Args:
+            call: its name.
+
+        Raises:
+            RunStopped: the run was asked to stop.
+        """
+        with self._own_limits(), POSITION.inside(self._progress, call), self.signals.listening(), failure_notice():
+            yield
+
+    def tighten_timeouts(self) -> None:
+        """Shorten the time for which collectives wait. At every sync: another Brain may have set a longer one."""
+        timeout = self._options.hang_timeout
+        if timeout:
+            shorten_timeout(min(timeout + AFTER_WATCH_SECONDS, self._longest_wait()))
+
+    @contextlib.contextmanager
+    def _own_limits(self) -> Iterator[None]:
+        """Apply this Brain's time limits; restore the limits of an enclosing Brain afterwards."""
+        if not is_distributed_initialized():
+            yield
+            return
+        runtime = get_runtime()
+        limits = None if runtime.watchdog is None else (runtime.watchdog.hang_warning, runtime.watchdog.hang_timeout)
+        set_hang_limits(self._options.hang_warning, self._options.hang_timeout)
+        shorten_timeout(self._longest_wait())  # a start may take long: not the shorter wait of an earlier call
+        try:
+            yield
+        finally:
+            if is_distributed_initialized() and get_runtime() is runtime:
+                if limits is not None:
+                    set_hang_limits(*limits)
+                shorten_timeout(self._longest_wait())
+
+    def _longest_wait(self) -> float:
+        return longest_wait(self._options.distributed_timeout_minutes, self._options.hang_timeout)
 
     def cause(self) -> str:
         """Return what has asked this rank to stop, one of :data:`ddpkit.control.periodic_sync.CAUSES`, or nothing."""

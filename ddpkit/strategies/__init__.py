@@ -1,4 +1,4 @@
-"""How the modules run on one device or several: DataParallel, DDP, ZeRO-1, virtual ranks."""
+"""How the modules run on one device or several: DataParallel, DDP, FSDP2, ZeRO-1, post-local SGD, virtual ranks."""
 
 from __future__ import annotations
 

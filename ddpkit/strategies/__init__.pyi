@@ -8,8 +8,8 @@ from ddpkit.strategies.choice import (
 )
 from ddpkit.strategies.modules import (
     blocks_of as blocks_of,
+    is_on_meta as is_on_meta,
     modules_on_device as modules_on_device,
     refuse_shared_parameters as refuse_shared_parameters,
     take_device as take_device,
-    unwrap as unwrap,
 )

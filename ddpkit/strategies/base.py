@@ -8,12 +8,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from ddpkit.device import widest_float
+from ddpkit.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
     from contextlib import AbstractContextManager
 
     from torch import nn
+
+    from ddpkit.run_opts import RunOptions
 
 NO_CONTEXT: AbstractContextManager[None] = contextlib.nullcontext()
 
@@ -41,6 +44,7 @@ class Strategy:
             without rounding, and outside of batches all ranks draw the same random numbers.
         saves_alone: whether the main process has all that a checkpoint needs; not where each rank has a part of the
             weights, or of what the optimizers know.
+        divides: whether :meth:`wrap` leaves each rank a part of the weights: nobody has to hold them whole before.
         unrepeatable: why an optimizer step cannot be repeated; empty where nothing of it is sent under
             :meth:`no_sync` before :meth:`finish_gradients`.
         averages_weights: whether :meth:`after_window` must be called.
@@ -59,6 +63,7 @@ class Strategy:
     shards = 1
     same_bits = False
     saves_alone = True
+    divides = False
     unrepeatable = ""
     averages_weights = steps_alone = is_apart = False
 
@@ -161,6 +166,29 @@ class Strategy:
         return lambda: average
 
 
+@contextlib.contextmanager
+def hooked(handles: list[Any]) -> Iterator[None]:
+    """Return a context at whose end hooks are removed.
+
+    Args:
+        handles: what registering them has returned.
+
+    Ranks: local.
+
+    Example:
+        >>> weight = torch.ones(1, requires_grad=True)
+        >>> with hooked([weight.register_hook(torch.zeros_like)]):
+        ...     weight.sum().backward()
+        >>> weight.grad
+        tensor([0.])
+    """
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
 def start_average_over_ranks(count: torch.Tensor | float, device: str) -> Callable[[], torch.Tensor]:
     """Start averaging a number over the ranks, without waiting for it or for the device.
 
@@ -185,3 +213,29 @@ def start_average_over_ranks(count: torch.Tensor | float, device: str) -> Callab
         return total / torch.distributed.get_world_size()
 
     return average
+
+
+def refuse_with(chosen: str, options: RunOptions, reasons: Mapping[str, str]) -> None:
+    """Refuse the first option that is given and does not go with what was chosen.
+
+    Args:
+        chosen: what was chosen, such as ``"ddp_comm_hook=fp16"``.
+        options: of the run.
+        reasons: why an option does not go with it, by ``"name"``; by ``"name=value"`` where it is one value.
+
+    Raises:
+        ConfigError: an option is given that does not go with it.
+
+    Ranks: local.
+
+    Example:
+        >>> from ddpkit.run_opts import RunOptions
+        >>> refuse_with("strategy='fsdp'", RunOptions(jit=True), {"jit": "it is not divided"})
+        Traceback (most recent call last):
+        ddpkit.errors.ConfigError: strategy='fsdp' does not work with jit=True: it is not divided. Leave one ...
+    """
+    for key, why in reasons.items():
+        name, _, value = key.partition("=")
+        given = str(options[name])  # as text: ema_decay=0.0 is given, and equals False
+        if given == value or not (value or given in {"None", "False", "[]"}):
+            raise ConfigError(f"{chosen} does not work with {name}={given}: {why}. Leave one of them out.")

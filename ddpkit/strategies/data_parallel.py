@@ -43,7 +43,7 @@ class WrappedDataParallel(AttributeForwarding, nn.DataParallel[nn.Module]):
 
 
 def _run_in(kind: str, dtype: torch.dtype, module: nn.Module, *inputs: Any, **kwargs: Any) -> Any:
-    """Run a module in the dtype that autocast, if it is on here, shall compute in."""
+    """Run a module under autocast to a dtype, where autocast is on in this thread."""
     with torch.autocast(kind, dtype=dtype, enabled=torch.is_autocast_enabled(kind)):
         return module(*inputs, **kwargs)
 

@@ -8,6 +8,7 @@ so far.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 from typing import TYPE_CHECKING, Any
 
@@ -20,8 +21,7 @@ from ddpkit.compat import GradientOrder, show_order, unreduced_parameters
 from ddpkit.device import widest_float
 from ddpkit.errors import ConfigError
 from ddpkit.logger import get_logger
-from ddpkit.strategies.base import NO_CONTEXT, Strategy, start_average_over_ranks
-from ddpkit.strategies.ddp_options import DDPOptions
+from ddpkit.strategies.base import NO_CONTEXT, Strategy, hooked, start_average_over_ranks
 from ddpkit.strategies.modules import (
     AttributeForwarding,
     batch_norm_row,
@@ -38,9 +38,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
     from contextlib import AbstractContextManager
 
+    from ddpkit.run_opts import RunOptions
+
 logger = get_logger(__name__)
 
-APART = 1e-9  # of what the weights of an entry add up to, in float64: equal weights differ by its rounding alone
+APART = 1e-9  # relative difference of the sums of absolute weights, in float64: below it is rounding
 ORDER_MATTERS_ABOVE = 2  # ranks: a sum of two numbers is the same either way
 UNUSED = (
     "modules[{!r}] has parameters that this optimizer step did not use: {}. DDP waits for the gradient of each before "
@@ -60,17 +62,17 @@ WAYS = {  # by attribute of DDP
 
 
 class _Reduction:
-    """Whether gradients are being averaged; no attribute of the module, where writing costs a microsecond.
+    """How far the averaging of one module's gradients is. Apart from the module, where each write costs a microsecond.
 
     Attributes:
         reduced: whether the gradients present are, or are about to be, averages over the ranks.
         armed: whether the next backward pass through the module averages.
-        watched: whether DDP asks when a backward pass has come (:func:`_average_or_defer`).
-        defers: whether it is told then not to.
-        held: whether ``no_sync`` tells it so, where torch's own way fails: with a static graph.
+        watched: whether DDP calls :func:`_average_or_defer` for each bucket, which then decides.
+        defers: whether that hook leaves the gradients of the running backward pass as they are.
+        held: whether it does so inside of ``no_sync``: with a static graph, where torch's own way fails.
         entry: name of the module.
         hook: averages a bucket; None: as DDP does it by itself.
-        fired: whether it has averaged since that was last looked at.
+        fired: whether a bucket was averaged since :meth:`after_backward` last looked.
     """
 
     __slots__ = ("armed", "defers", "entry", "fired", "held", "hook", "reduced", "watched")
@@ -197,23 +199,23 @@ class DDP(Strategy):
     """Several processes: ``DistributedDataParallel`` around every trainable entry, BatchNorm synchronised.
 
     Args:
-        device: of this rank, such as ``"cuda:1"`` or ``"cpu"``.
-        options: of the run; None: the defaults.
+        options: of the run, with the device of this rank.
         decides_late: a backward pass is told whether to average, whatever the forward pass before it expected: for a
             ``fit_batch`` that does not say so before (see :meth:`backward_pass`).
 
     Ranks: collective.
 
     Example:
-        >>> DDP("cpu").name
+        >>> from ddpkit.run_opts import RunOptions
+        >>> DDP(RunOptions(device="cpu")).name
         'DistributedDataParallel'
     """
 
     name = "DistributedDataParallel"
     holds = "ddp: each process holds the whole model"
 
-    def __init__(self, device: str, options: DDPOptions | None = None, *, decides_late: bool = False) -> None:
-        self.device, self.options, self.decides_late = device, options or DDPOptions(), decides_late
+    def __init__(self, options: RunOptions, *, decides_late: bool = False) -> None:
+        self.device, self.options, self.decides_late = str(options.device), options, decides_late
         self.wrapped: list[WrappedDDP] = []
         self._trained: dict[str, frozenset[int]] = {}
         self._orders: dict[str, GradientOrder] = {}
@@ -242,16 +244,20 @@ class DDP(Strategy):
                 modules[name] = wrapped
                 self.wrapped.append(wrapped)
                 wrapped.gradient_reduction.entry = name
-                wrapped.choose_hook(self.options.make_hook(), watched=self.decides_late or self.options.static_graph)
-                by_bucket = self.options.ddp_comm_hook == "powersgd"
-                order_matters = by_bucket or torch.distributed.get_world_size() > ORDER_MATTERS_ABOVE
-                order_matters = order_matters and self.options.averages_gradients
-                if order_matters and not self.options.find_unused_parameters:
+                wrapped.choose_hook(_hook_of(self.options), watched=self.decides_late or self.options.static_graph)
+                if self._order_matters():
                     self._orders[name] = GradientOrder(wrapped)
                     self._noting.append(self._orders[name])
             else:
                 broadcast_from_main(module, self.device)
                 modules[name] = self._converted(module)  # its running statistics may move
+
+    def _order_matters(self) -> bool:
+        """Say whether gradients are averaged, and in an order that DDP follows and their sums depend on."""
+        options, hook = self.options, self.options.ddp_comm_hook
+        averages = hook != "post_local_sgd" or bool(options.local_sgd_start)
+        matters = hook == "powersgd" or torch.distributed.get_world_size() > ORDER_MATTERS_ABOVE
+        return averages and matters and not options.find_unused_parameters
 
     def follow(self, modules: nn.ModuleDict) -> None:
         """Wrap entries again whose trainable parameters have changed since they were wrapped.
@@ -307,18 +313,16 @@ class DDP(Strategy):
     def _watched_pass(
         self, watched: list[_Reduction], uncounted: list[nn.Parameter], *, closes: bool
     ) -> Iterator[None]:
-        handles = [one.register_hook(torch.zeros_like) for one in uncounted]  # type: ignore[no-untyped-call]
         for reduction in watched:
             reduction.defers = not closes
         try:
-            yield
+            with hooked([one.register_hook(torch.zeros_like) for one in uncounted]):  # type: ignore[no-untyped-call]
+                yield
             for reduction in watched:
                 reduction.after_backward()
         finally:
             for reduction in watched:
                 reduction.defers = False
-            for handle in handles:
-                handle.remove()
 
     def finish_gradients(self) -> None:
         """Average gradients that DDP has not averaged; drop gradients of batches with weight 0."""
@@ -334,32 +338,23 @@ class DDP(Strategy):
         if self._noting:
             self._close_orders()
 
-    @contextlib.contextmanager
-    def noting_use(self, *, counts: bool) -> Iterator[None]:
-        """Return a context for a micro-batch that does not count on all ranks.
+    def noting_use(self, *, counts: bool) -> AbstractContextManager[None]:
+        """Return a context for a micro-batch that counts on some ranks only.
 
-        A rank that works on one which counts nothing gives zeros to all parameters that it uses. Those that nobody uses
-        besides shall have no gradient, as on one process: an optimizer may move what has a gradient of zero.
+        A batch that counts nothing gives gradients of zero. A parameter that only such batches use must end up without
+        a gradient, as on one process: an optimizer may move what has a gradient of zero.
 
         Args:
             counts: whether it counts on this rank.
         """
         if not self.options.find_unused_parameters:  # then all parameters are used by every batch
-            yield
-            return
+            return NO_CONTEXT
         parameters = self._parameters()
         if self._used is None:
             self._used = {id(one) for one in parameters if one.grad is not None}  # of the window's earlier ones
         used = self._used
-        handles = [
-            one.register_post_accumulate_grad_hook(lambda parameter: used.add(id(parameter)))  # type: ignore[no-untyped-call]
-            for one in (parameters if counts else [])
-        ]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
+        trained: list[Any] = parameters if counts else []
+        return hooked([one.register_post_accumulate_grad_hook(lambda one: used.add(id(one))) for one in trained])
 
     def _parameters(self) -> list[nn.Parameter]:
         return [one for module in self.wrapped for one in module.module.parameters() if one.requires_grad]
@@ -368,9 +363,9 @@ class DDP(Strategy):
         self._noting = [order for order in self._noting if not order.close()]
 
     def diverged_entries(self, modules: nn.Module) -> list[str]:
-        """Return the trained entries whose weights are others on some ranks.
+        """Return the trained entries whose weights differ between ranks.
 
-        What is compared is the sum of their sizes; ranks on other hardware may round it in another way.
+        Compared are sums of absolute values, within :data:`APART`: ranks on other hardware may round them differently.
         """
         wide = widest_float(self.device)
         own = {
@@ -453,10 +448,24 @@ class DDP(Strategy):
             "find_unused_parameters": given.find_unused_parameters,
             "static_graph": given.static_graph,
             "bucket_cap_mb": given.bucket_cap_mb,
-            # A fit_batch may keep a gradient; a view is overwritten by the next backward pass.
+            # A recipe's fit_batch may keep a gradient; a view is overwritten by the next backward pass.
             "gradient_as_bucket_view": _or(given.gradient_as_bucket_view, not self.decides_late),
             buffers: _or(given.broadcast_buffers, has_moving_buffers(module)),
         }
+
+
+def _hook_of(options: RunOptions) -> Callable[..., Any] | None:
+    """Return what averages a bucket of gradients of one module; None where gradients travel as they are."""
+    if options.ddp_comm_hook in {None, "post_local_sgd"}:
+        return None
+    if options.ddp_comm_hook == "powersgd":
+        from ddpkit.strategies.powersgd import PowerSGD
+
+        return PowerSGD(options["matrix_approximation_rank"], options["start_powersgd_iter"])
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+    half = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
+    return functools.partial(half[options.ddp_comm_hook], None)  # type: ignore[arg-type]  # torch's default group
 
 
 def _refuse_scripted_batchnorm(module: nn.Module) -> None:

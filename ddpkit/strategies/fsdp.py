@@ -23,12 +23,14 @@ from ddpkit.checkpointing import whole_states
 from ddpkit.distributed import exchange, get_world_size
 from ddpkit.errors import ConfigError, RankMismatchError
 from ddpkit.logger import get_logger
-from ddpkit.strategies.base import NO_CONTEXT, Strategy, WholeState, start_average_over_ranks
+from ddpkit.strategies.base import NO_CONTEXT, Strategy, WholeState, hooked, refuse_with, start_average_over_ranks
 from ddpkit.strategies.modules import (
     batch_norm_row,
     batch_norms,
     broadcast_from_main,
+    give_values,
     has_moving_buffers,
+    is_on_meta,
     refuse_shared_parameters,
     refuse_wrapped,
 )
@@ -52,6 +54,7 @@ NOT_THERE = {
     "skip_nonfinite_grads": "each rank sees a part of a gradient only",
     "jit": "torch does not divide scripted modules",
     "jit_module_keys": "torch does not divide scripted modules",
+    "precision=fp16": "the range of fp16 needs a scale (use bf16)",
 }
 
 MOST_SHOWN = 4  # blocks, or classes of blocks, in a message
@@ -106,20 +109,16 @@ class FSDP(Strategy):
 
     name = "fully_shard (FSDP2)"
     saves_alone = False
+    divides = True
     unrepeatable = (
         "which sends weights and gradients inside of the passes, where a process that has run out of memory leaves the "
         "others waiting: find a --micro_batch_size that fits by hand"
     )
 
     def __init__(self, options: RunOptions, *, decides_late: bool = False) -> None:
-        for name in (name for name in NOT_THERE if options[name]):
-            raise ConfigError(f"strategy='fsdp' does not work with {name}={options[name]}: {NOT_THERE[name]}.")
+        refuse_with("strategy='fsdp'", options, NOT_THERE)
         if options.sync_batchnorm is False:
             raise ConfigError("strategy='fsdp' does not work with sync_batchnorm=off: use --strategy=ddp.")
-        if options.precision == "fp16":
-            raise ConfigError(
-                "strategy='fsdp' does not work with precision='fp16', whose range needs a scale: use bf16."
-            )
         if options.fsdp_whole_gradients and decides_late:
             raise ConfigError(
                 "fsdp_whole_gradients does not work with a fit_batch of the recipe's own, which may step whenever it "
@@ -150,16 +149,20 @@ class FSDP(Strategy):
             if batch_norms(modules[name]):
                 modules[name] = convert_sync_batchnorm(modules[name])
             if next(modules[name].parameters(), None) is not None:
-                try:
-                    self._divide(name, modules[name])
-                except _REFUSALS as error:
-                    raise ConfigError(f"strategy='fsdp': torch cannot divide modules[{name!r}]: {error}") from error
+                self._divide(name, modules[name])
+            elif is_on_meta(modules[name]):
+                self._give_values(name, modules[name])
+
+    def _give_values(self, name: str, module: nn.Module) -> None:
+        """Give what is on the meta device the values of rank 0: by blocks, so that nobody holds the whole model."""
+        give_values(name, module, self.device)
+        broadcast_from_main(module, self.device)
 
     def _divide(self, name: str, module: nn.Module) -> None:
         # Not at the top: it changes the filters of warnings.
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
-        options, blocks = self.options, self._chosen_blocks(name, module)
+        options, blocks, from_meta = self.options, self._chosen_blocks(name, module), is_on_meta(module)
         if has_moving_buffers(module):
             module.register_forward_pre_hook(_send_buffers)
         kind = torch.device(self.device).type
@@ -177,7 +180,12 @@ class FSDP(Strategy):
             block.register_forward_pre_hook(torch.compiler.disable(note), prepend=True)  # type: ignore[no-untyped-call]
             self._names.append(f"{name}.{paths[id(block)]}".removesuffix("."))
             self._kinds[type(block).__name__] += 1  # torch gives it another class
-            fully_shard(block, **policy)
+            if from_meta:
+                self._give_values(self._names[-1], block)
+            try:
+                fully_shard(block, **policy)
+            except _REFUSALS as error:
+                raise ConfigError(f"strategy='fsdp': torch cannot divide modules[{name!r}]: {error}") from error
         self._roots.append(module)
         for block in (*blocks, module):
             self._blocks.append(block)
@@ -217,7 +225,7 @@ class FSDP(Strategy):
         }
 
     def follow(self, modules: nn.ModuleDict) -> None:
-        """Divide what a recipe's own forward pass has left whole, before an epoch."""
+        """Reshard, before an epoch, the blocks that a recipe's own forward pass has left unsharded."""
         self._reshard()
 
     def _reshard(self) -> None:
@@ -292,25 +300,13 @@ class FSDP(Strategy):
                 root.set_requires_gradient_sync(True)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Return a context in which whole gradients are accumulated, with ``fsdp_whole_gradients``; else no such."""
+        """Return a context in which whole gradients are accumulated, if ``fsdp_whole_gradients``; else an empty one."""
         return self._gradients_stay() if self.options.fsdp_whole_gradients else NO_CONTEXT
 
     def backward_pass(self, modules: nn.Module, *, closes: bool, counts: bool) -> AbstractContextManager[None]:
         """Return a context for one backward pass of a window; where it does not count, all gradients become zero."""
-        return NO_CONTEXT if counts else self._zero_gradients()
-
-    @contextlib.contextmanager
-    def _zero_gradients(self) -> Iterator[None]:
-        handles = [
-            one.register_hook(torch.zeros_like)  # type: ignore[no-untyped-call]
-            for one in self._gathered.values()
-            if one.requires_grad
-        ]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
+        trained: list[Any] = [] if counts else [one for one in self._gathered.values() if one.requires_grad]
+        return hooked([one.register_hook(torch.zeros_like) for one in trained]) if trained else NO_CONTEXT
 
     def finish_gradients(self) -> None:
         """Divide what a forward pass without a backward pass has left whole: an optimizer steps on the parts.

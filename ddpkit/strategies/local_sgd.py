@@ -18,7 +18,6 @@ from ddpkit.device import widest_float
 from ddpkit.distributed import sum_over_ranks
 from ddpkit.errors import ConfigError, RankMismatchError
 from ddpkit.strategies.ddp import DDP, UNUSED
-from ddpkit.strategies.ddp_options import DDPOptions
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -66,7 +65,7 @@ class LocalSGD(DDP):
     averages_weights = True
 
     def __init__(self, options: RunOptions) -> None:
-        super().__init__(str(options.device), options=DDPOptions.of(options))
+        super().__init__(options)
         self.start, self.period = options["local_sgd_start"] or 0, options["local_sgd_period"]
         self.patience = options["nonfinite_patience"]
         self._optimizers: Mapping[str, Any] = {}

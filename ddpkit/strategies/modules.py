@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import zlib
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -9,17 +11,28 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpkit.base import is_sharded
+from ddpkit.base import is_sharded, local_part, unwrap
 from ddpkit.errors import ConfigError
+from ddpkit.logger import get_logger
+from ddpkit.seed import global_seed
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
 
-META = (
-    "modules[{!r}] has {} parameter(s) or buffer(s) on the meta device, without values, such as {!r}. Build it without "
-    "torch.device('meta'): --strategy=fsdp divides it when fit begins, and until then a process holds its weights, "
-    "without gradients and optimizer. Or give it values first: module.to_empty(device='cpu'), then load_state_dict, or "
-    "reset_parameters of each layer."
+logger = get_logger(__name__)
+
+NO_VALUES = (
+    "modules: {} is on the meta device, without values, and {}: {}. Give the class a reset_parameters() that sets all "
+    "parameters, buffers and other tensors of its own, as torch's layers have it; or build the module without "
+    "torch.device('meta')."
+)
+UNASKED = (
+    "The model is on the meta device, and reset_parameters() of %s is not called: the class has no tensors of its own. "
+    "The parts inside get the values of their own reset_parameters()."
+)
+OF_OTHERS = (
+    "modules: {} is on the meta device, and {} changes weights of parts inside, which are divided over the ranks "
+    "already. Let it set the parameters and buffers of its own class only; each part inside has its own."
 )
 
 
@@ -65,6 +78,119 @@ class AttributeForwarding(nn.Module):
             return getattr(inner, name)
 
 
+def is_on_meta(module: nn.Module) -> bool:
+    """Say whether a module has parameters or buffers on the meta device, without values.
+
+    Ranks: local.
+
+    Example:
+        >>> is_on_meta(nn.Linear(1, 1, device="meta"))
+        True
+    """
+    return any(one.is_meta for one in (*module.parameters(), *module.buffers()))
+
+
+def give_values(name: str, module: nn.Module, device: str) -> None:
+    """Give what is on the meta device its first values, by the ``reset_parameters`` of each part of a module.
+
+    Each part draws on the CPU from a seed of its own, made of the run's seed and the name of the part: the values do
+    not depend on the device, the strategy, or on what else is given values in the same call. Random numbers that are
+    drawn later stay the same.
+
+    Args:
+        name: of the module, such as ``"net"`` for an entry of ``modules`` and ``"net.layers.0"`` for a part of it.
+        module: is changed; what has values keeps them.
+        device: where parameters and buffers go to, those that had values, too.
+
+    Raises:
+        ConfigError: a part has no ``reset_parameters``, or it fails, or it does not set all that is the part's own.
+
+    Ranks: local. Without ``seed_everything`` the values differ between ranks until rank 0 sends its own.
+
+    Example:
+        >>> net = nn.Sequential(nn.Linear(3, 2, device="meta"))
+        >>> give_values("net", net, "cpu")
+        >>> net[0].weight.shape, is_on_meta(net)
+        (torch.Size([2, 3]), False)
+    """
+    state, made, seed = torch.get_rng_state(), dict[int, torch.Tensor](), global_seed()
+    seed = torch.initial_seed() if seed is None else seed
+    try:
+        for path, part in reversed(list(module.named_modules())):  # as they were built: children first
+            empty = {key: one for key, one in _own_tensors(part).items() if one.is_meta}
+            if empty:
+                whole = f"{name}.{path}".strip(".")
+                torch.default_generator.manual_seed(zlib.crc32(f"{seed} {whole}".encode()))
+                _reset(whole, part, empty, made)
+    finally:
+        torch.set_rng_state(state)
+    for one in (*module.parameters(), *module.buffers()):
+        if not is_sharded(one):
+            one.data = one.data.to(device)
+
+
+def _resets_only_parts(part: nn.Module) -> bool:
+    has_reset = hasattr(part, "reset_parameters") or hasattr(part, "_reset_parameters")
+    return has_reset and not _own_tensors(part)
+
+
+def _own_tensors(part: nn.Module) -> dict[str, torch.Tensor]:
+    """Return parameters, buffers and other attributes of a part that are tensors, under each of their names."""
+    named = (part.named_parameters, part.named_buffers)
+    own = [pair for names in named for pair in names(recurse=False, remove_duplicate=False)]
+    return {key: one for key, one in (*vars(part).items(), *own) if isinstance(one, torch.Tensor)}
+
+
+def _reset(name: str, part: nn.Module, empty: Mapping[str, torch.Tensor], made: dict[int, torch.Tensor]) -> None:
+    """Give the empty tensors of one part their values; those in ``made`` are tied to others, and stay so."""
+    kind = type(part).__name__
+    reset = getattr(part, "reset_parameters", getattr(part, "_reset_parameters", None))
+    if reset is None:
+        raise ConfigError(NO_VALUES.format(name, f"{kind} has no reset_parameters()", ", ".join(empty)))
+    divided = [local_part(one) for one in part.parameters() if is_sharded(one)]
+    before = [one.clone() for one in divided]
+    try:
+        for key, one in empty.items():
+            if id(one) not in made:
+                made[id(one)] = _unset_like(one)
+            setattr(part, key, made[id(one)])
+        reset()
+    except (RuntimeError, TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(NO_VALUES.format(name, f"{kind}.reset_parameters() fails", error)) from error
+    left = [key for key in empty if _is_unset(getattr(part, key))]
+    if left:
+        raise ConfigError(NO_VALUES.format(name, f"{kind}.reset_parameters() leaves some", ", ".join(left)))
+    if not all(map(torch.equal, before, divided)):
+        raise ConfigError(OF_OTHERS.format(name, f"{kind}.reset_parameters()"))
+
+
+NO_BOOL = 2  # in a byte that says True by 1 and False by 0
+
+
+def _unset_like(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor on the CPU, or a parameter, full of a value by which it is seen that nothing has set it."""
+    values = torch.empty_like(tensor, device="cpu", requires_grad=False)
+    if tensor.dtype == torch.bool:
+        values.view(torch.uint8).fill_(NO_BOOL)
+    else:
+        is_number = tensor.is_floating_point() or tensor.is_complex()
+        values.fill_(math.nan if is_number else torch.iinfo(tensor.dtype).max)
+    values = nn.Parameter(values, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else values
+    vars(values).update(vars(tensor))  # marks of the recipe's own
+    return values
+
+
+def _is_unset(tensor: torch.Tensor) -> bool:
+    if tensor.is_meta:
+        return True
+    if tensor.dtype == torch.bool:
+        return bool((tensor.view(torch.uint8) == NO_BOOL).any())
+    if tensor.is_floating_point() or tensor.is_complex():
+        return bool(tensor.isnan().any())
+    unset = tensor == torch.iinfo(tensor.dtype).max
+    return bool(unset.any() if tensor.element_size() > 1 else unset.all() and unset.numel())
+
+
 def broadcast_from_main(module: nn.Module, device: str) -> None:
     """Give every rank the parameters and buffers of rank 0, so that also what is frozen and random is equal everywhere.
 
@@ -75,7 +201,7 @@ def broadcast_from_main(module: nn.Module, device: str) -> None:
     Ranks: collective.
     """
     for tensor in [*module.parameters(), *module.buffers()]:
-        if tensor.device.type == torch.device(device).type:
+        if tensor.device.type == torch.device(device).type and not is_sharded(tensor):
             sent = tensor.detach().contiguous()  # else NCCL refuses it, and gloo sends it in the order of memory
             torch.distributed.broadcast(sent, src=0)
             if sent.data_ptr() != tensor.data_ptr():
@@ -104,15 +230,17 @@ def take_device(device: str) -> None:
         set_device(torch.device(device))
 
 
-def modules_on_device(modules: Mapping[str, Any], device: str) -> nn.ModuleDict:
+def modules_on_device(modules: Mapping[str, Any], device: str, *, keeps_meta: bool = False) -> nn.ModuleDict:
     """Gather a recipe's modules on a device; each through its own ``to``, in case it moves more than tensors.
 
     Args:
         modules: by name.
         device: such as ``"cuda:1"``.
+        keeps_meta: leave entries that are on the meta device there, for :func:`give_values` later; else they get their
+            values now.
 
     Raises:
-        ConfigError: an entry is not a module, or has no values yet (``torch.device("meta")``).
+        ConfigError: no names are given, an entry is not a module, or is on the meta device and cannot be given values.
 
     Ranks: local.
 
@@ -120,16 +248,23 @@ def modules_on_device(modules: Mapping[str, Any], device: str) -> nn.ModuleDict:
         >>> modules_on_device({"net": nn.Linear(1, 1)}, "cpu").net.weight.device
         device(type='cpu')
     """
+    if not hasattr(modules, "items"):
+        raise ConfigError(f"modules is a {type(modules).__name__}, not modules by name: pass {{'net': net}}.")
     for name, module in modules.items():
         if not isinstance(module, nn.Module):
             raise ConfigError(
                 f"modules[{name!r}] is a {type(module).__name__}, not a torch.nn.Module. Pass modules only."
             )
-        empty = [path for path, one in [*module.named_parameters(), *module.named_buffers()] if one.is_meta]
-        if empty and torch.device(device).type != "meta":
-            raise ConfigError(META.format(name, len(empty), empty[0]))
-        module.to(device)
-    return nn.ModuleDict(dict(modules)).to(device)
+    gathered = nn.ModuleDict(dict(modules))
+    unasked = [type(one).__name__ for one in gathered.modules() if _resets_only_parts(one) and is_on_meta(one)]
+    if unasked:
+        logger.warning(UNASKED, ", ".join(dict.fromkeys(unasked)))
+    if is_on_meta(gathered) and not keeps_meta and torch.device(device).type != "meta":
+        give_values("", gathered, device)  # of all entries at once: two may share a weight
+    for module in modules.values():
+        if not is_on_meta(module):
+            module.to(device)
+    return gathered if is_on_meta(gathered) else gathered.to(device)
 
 
 def trained_parameters(module: nn.Module) -> frozenset[int]:
@@ -142,25 +277,6 @@ def trained_parameters(module: nn.Module) -> frozenset[int]:
         2
     """
     return frozenset(id(parameter) for parameter in module.parameters() if parameter.requires_grad)
-
-
-def unwrap(module: nn.Module) -> nn.Module:
-    """Take DDP, DataParallel and ``torch.compile`` off a module.
-
-    Ranks: local.
-
-    Example:
-        >>> inner = nn.Linear(1, 1)
-        >>> unwrap(nn.DataParallel(inner)) is inner
-        True
-    """
-    while True:
-        if isinstance(module, (DistributedDataParallel, nn.DataParallel)):
-            module = module.module
-        elif "_orig_mod" in dict(module.named_children()):
-            module = module.get_submodule("_orig_mod")
-        else:
-            return module
 
 
 def blocks_of(modules: nn.Module, classes: Collection[str], option: str) -> dict[str, nn.Module]:
@@ -207,12 +323,7 @@ def has_moving_buffers(module: nn.Module) -> bool:
         False
     """
     saved = module.state_dict(keep_vars=True)
-    batch_statistics = {
-        id(buffer)
-        for part in module.modules()
-        if isinstance(part, _BatchNorm)
-        for buffer in part.buffers(recurse=False)
-    }
+    batch_statistics = {id(buffer) for part in batch_norms(module) for buffer in part.buffers(recurse=False)}
     return any(
         name in saved and buffer.is_floating_point() and id(buffer) not in batch_statistics
         for name, buffer in module.named_buffers()
@@ -256,12 +367,8 @@ def batch_norm_row(modules: nn.Module, synchronises: bool | None) -> str:
 
     shared = sum(isinstance(one, (SyncBatchNorm, nn.SyncBatchNorm)) for one in layers)
     given = "auto" if synchronises is None else "on"
-    words = f"over the rows of all processes (--sync_batchnorm={given})"
-    return (
-        words
-        if shared == len(layers)
-        else (f"{words}: {shared} of {len(layers)} layers; the others by those of each process")
-    )
+    rest = "" if shared == len(layers) else f": {shared} of {len(layers)} layers; the others by those of each process"
+    return f"over the rows of all processes (--sync_batchnorm={given}){rest}"
 
 
 def refuse_wrapped(name: str, module: nn.Module, option: str) -> None:

@@ -168,7 +168,7 @@ class VirtualRanks(Strategy):
         """Return the feed, which seeds the noise of each shard and takes its gradient away after it.
 
         Raises:
-            ConfigError: every batch of a stream shall count the same.
+            ConfigError: ``loss_weighting=batches`` with a stream.
         """
         if not isinstance(feed, StreamFeed):
             feed.world_size = 1  # gradients are summed, not averaged
@@ -197,7 +197,7 @@ class VirtualRanks(Strategy):
             self._buffer(name).copy_(before)
 
     def evaluated(self, batches: Iterable[Any], seed: int, *place: int) -> Iterable[Any]:
-        """Return the batches, before each of which the noise of its shard is seeded; after them that of all ranks."""
+        """Return the batches; the random streams are seeded by shard before each, and alike on all ranks at the end."""
         return _Evaluated(batches, self.shards, self._first, (seed, _EVALUATION, *place))
 
     def backward_pass(self, modules: nn.Module, *, closes: bool, counts: bool) -> AbstractContextManager[None]:

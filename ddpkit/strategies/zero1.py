@@ -14,7 +14,6 @@ Source: stage 1 of Rajbhandari et al., "ZeRO: Memory Optimizations Toward Traini
 
 from __future__ import annotations
 
-import io
 import itertools
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +21,7 @@ import torch
 from torch import distributed as dist
 from torch.optim import LBFGS, Optimizer
 
+from ddpkit.base import map_values
 from ddpkit.comm import control_group, optimizer_facts, require_agreement
 from ddpkit.device import widest_float
 from ddpkit.distributed import exchange, get_world_size
@@ -31,6 +31,8 @@ from ddpkit.strategies.ddp import APART, DDP
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from ddpkit.run_opts import RunOptions
 
 PACKED_BELOW = 1 << 20  # bytes: smaller parameters of an owner travel together
 
@@ -194,16 +196,15 @@ class DividedOptimizer:
         parts, group = state["state"], control_group()
         for source in range(1, dist.get_world_size()):
             if self._rank == source:
-                file = io.BytesIO()
-                torch.save(parts, file)
-                data = torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
-                dist.send(torch.tensor([len(data)]), 0, group=group)
-                dist.send(data, 0, group=group)
+                dist.send_object_list([map_values(parts, _on_cpu)], 0, group=group)
             elif self._rank == 0:
-                dist.recv(size := torch.zeros(1, dtype=torch.int64), source, group=group)
-                dist.recv(data := torch.empty(int(size), dtype=torch.uint8), source, group=group)
-                parts = torch.load(io.BytesIO(data.numpy().data), map_location="cpu", weights_only=True) | parts
+                dist.recv_object_list(received := [None], source, group=group)
+                parts = received[0] | parts
         return WholeState({**state, "state": parts})
+
+
+def _on_cpu(value: Any) -> Any:
+    return value.cpu() if isinstance(value, torch.Tensor) else value
 
 
 class Zero1(DDP):
@@ -215,7 +216,8 @@ class Zero1(DDP):
     Ranks: collective.
 
     Example:
-        >>> Zero1("cpu").name
+        >>> from ddpkit.run_opts import RunOptions
+        >>> Zero1(RunOptions(device="cpu")).name
         'DistributedDataParallel, optimizer state divided (ZeRO-1)'
     """
 
@@ -223,8 +225,8 @@ class Zero1(DDP):
     holds = "zero1: each process holds the whole model, and a part of the optimizers' state"
     saves_alone = False
 
-    def __init__(self, device: str, **options: Any) -> None:
-        super().__init__(device, **options)
+    def __init__(self, options: RunOptions, *, decides_late: bool = False) -> None:
+        super().__init__(options, decides_late=decides_late)
         self.optimizers: list[DividedOptimizer] = []
         self._loads = [0] * get_world_size()
 

@@ -43,8 +43,8 @@ from ddpkit.training.sizes import (
     micro_batches as micro_batches,
 )
 from ddpkit.training.stage_batches import (
+    CudaGraphSteps as CudaGraphSteps,
     First as First,
-    Marked as Marked,
     Profiled as Profiled,
     compare_first_samples as compare_first_samples,
     compared as compared,

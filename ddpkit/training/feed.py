@@ -31,16 +31,15 @@ class Window:
     Attributes:
         closes: whether the current micro-batch is the last of its window, after which the optimizer steps.
         count: this rank's samples in the current micro-batch; 0 for a repeated one.
-        weight: what its loss counts in the mean of the epoch: the samples, or its part of a batch.
+        weight: of its loss in the mean of the epoch: the samples, or this rank's part of the batch.
         loss_scale: factor on the current loss before its backward pass.
-        scale: the same for a recipe: reading it says that this is done.
-        is_weighed: whether the losses of the window are multiplied by it.
+        scale: the same for a recipe that applies it by itself: reading it sets ``is_weighed``.
+        is_weighed: whether the losses of the window are multiplied by ``loss_scale``.
         correction: factor on the gradients of the window, if the weights were not known in advance.
         multiplier: what else the next optimizer step multiplies the gradients by.
         deferred: micro-batches in a row, up to step ``deferred_at``, whose gradients wait for a step.
         deferred_at: the last such step; -1 once the optimizers have stepped.
         is_asked: whether the recipe knows that the current micro-batch closes the window.
-
         has_means: whether gradients of means wait for a step.
         counted: count of the loss sums since the last step; None without loss sums.
         counted_at: the last step that has added to that.
@@ -75,7 +74,7 @@ class Window:
 
     @property
     def scale(self) -> float:
-        """What the current loss is multiplied by before its backward pass. Reading it says that this is done."""
+        """The factor on the current loss before its backward pass. Who reads it multiplies: it sets ``is_weighed``."""
         self.is_weighed = True
         return self.loss_scale
 
@@ -89,7 +88,7 @@ class Window:
         self.is_overdue = self.counted is not None
 
     def defer(self, step: int) -> None:
-        """Note that the gradients of a step are only accumulated; a step may say so more than once."""
+        """Note that the gradients of a micro-batch are only accumulated; it may be called more than once for one."""
         if step != self.deferred_at:
             self.deferred = self.deferred + 1 if step == self.deferred_at + 1 else 1
             self.deferred_at = step
@@ -139,7 +138,7 @@ class Feed:
         world_size: number of ranks.
         start: micro-batches of this epoch done before.
         left_out: how many of those the loader yields again, to be left out.
-        ready: called once, when all that was done before is behind and nothing else has been read.
+        ready: called once, after the batches left out have been read and before the next one is.
         weighting: ``"samples"``: every sample counts the same; ``"batches"``: every batch of all ranks together does.
 
     Ranks: local.

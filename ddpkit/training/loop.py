@@ -85,8 +85,8 @@ class Progress:
     clipped: int = 0
     has_told_clipping: bool = False
     window: Window = field(default_factory=Window)
-    meter: LossMeter | ExactMeter = field(default_factory=LossMeter)
-    train_meter: LossMeter | ExactMeter | None = None
+    meter: LossMeter = field(default_factory=LossMeter)
+    train_meter: LossMeter | None = None
     train_sums: tuple[float, float, float] | None = None
     seen: Seen | None = None
     loader: Any = None
@@ -290,9 +290,12 @@ PARTS = (
 )
 
 FREED = (
-    '{}: the backward pass came to weights that --strategy=fsdp has freed: "{}". So it is with gradients of gradients '
-    "(torch.autograd.grad with create_graph=True, as for a gradient penalty), and with a second backward pass over one "
-    "forward pass. Use --strategy=zero1 or ddp; or call the module once more, and add the losses up."
+    '{}: the backward pass came to weights that --strategy=fsdp has freed: "{}". Four things lead there. An operation '
+    "in place on the output of a module (outputs += 1, outputs.masked_fill_(...)), which cuts off what gathers them: "
+    "write outputs = outputs + 1. A module that returns an object, in which torch does not find the tensors: return "
+    "them, or a tuple, list, dict or dataclass of them. Gradients of gradients (torch.autograd.grad with "
+    "create_graph=True, as for a gradient penalty): use --strategy=zero1 or ddp. A second backward pass over one "
+    "forward pass: add the losses up, or call the module once more."
 )
 FREED_SAYS = "storage of size 0"  # so a tensor whose memory was freed says, in torch 2.13
 

@@ -196,7 +196,7 @@ class Profiled:
                 self.profiler.step()
 
 
-class Marked:
+class CudaGraphSteps:
     """Tells torch before each batch that a step begins, in which CUDA graphs may overwrite the outputs of the last one.
 
     Untold, each call of a compiled module is a step of its own, and one module could not use the output of another.

@@ -35,9 +35,9 @@ def _nothing(**_: bool) -> AbstractContextManager[None]:
 class StreamFeed:
     """What a pass of training takes its batches from if their number is not known.
 
-    The weights of a window's later batches are not known when the first one is worked on. So each is weighed against
-    as many batches as the window shall have, all with the samples of its first; what that is wrong by is corrected when
-    the window is closed. For equal batches nothing is to be corrected, to the last bit.
+    The weights of a window's later batches are not known when the first one is worked on. So each is weighed as if the
+    window were full and all its batches had as many samples as the first; the error is corrected at its end.
+    For equal batches there is nothing to correct, to the last bit.
 
     The sums are started before a batch is worked on, and waited for after it. They need a group of processes that
     gradients do not travel on.
@@ -51,7 +51,7 @@ class StreamFeed:
         world_size: number of ranks.
         start: micro-batches of this epoch done before.
         left_out: how many of those the loader yields again; they are skipped.
-        ready: called once, when all that was done before is behind and as much has been read ahead as always is.
+        ready: called once, after the batches left out have been read, and as many ahead as this feed always reads.
         start_sum: starts to add up a few numbers over the ranks, and returns what waits for the sums.
         size_of: tells the number of samples of a batch; None of one that another rank has, which counts nothing here.
         uneven: makes a context for a batch that does not count on all ranks, from whether it does on this one.

@@ -111,14 +111,14 @@ class TrainStep:
     def __init__(
         self,
         recipe: Recipe,
-        modules: nn.Module,
+        modules: nn.ModuleDict,
         strategy: Strategy,
         options: RunOptions,
         progress: Progress,
         scaler: torch.amp.GradScaler,
         ema: WeightAverage | None = None,
     ) -> None:
-        self.name, self.device = recipe.name, str(options.device)
+        self.recipe, self.name, self.device = recipe, recipe.name, str(options.device)
         self.modules, self.strategy, self.options = modules, strategy, options
         self.progress, self.ema = progress, ema
         self.scaler = scaler
@@ -223,7 +223,7 @@ class TrainStep:
         return 1.0 / window.divisor if window.count else 0.0
 
     def _divisor_of_sums(self, count: torch.Tensor | float) -> float:
-        """Return what sums are divided by before they are scaled for fp16, or sent in it, whose range they would leave.
+        """Return what loss sums are divided by, so that they stay in the range of fp16 where it is used; else 1.
 
         A power of two, near what the ranks' first sums of the run count. It is agreed on once, and saved.
         """
@@ -280,7 +280,7 @@ class TrainStep:
             logger.warning_once(
                 "The count of (loss_sum, count) was 0 over all batches of an optimizer step: such steps are left out."
             )
-        elif scaler is None or scaler.get_scale() < 1.0:  # at 1 or more an overflow is its fault: it shrinks
+        elif scaler is None or scaler.get_scale() < 1.0:  # at 1 or more the scale is to blame, and has been lowered
             self.strategy.forget_errors()
             self.progress.count_skipped(result.norm, self.options.nonfinite_patience)
 

@@ -46,6 +46,23 @@ def test_a_signal_asks_for_the_end_and_the_handler_is_put_back(name, capfd):
     assert f"{name}: stopping after this step" in capfd.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("environment", "is_told"),
+    [
+        ({"RANK": "1"}, False),
+        ({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}, False),
+        ({"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_STEP_ID": "0"}, False),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_STEP_ID": "0"}, True),
+    ],
+)
+def test_one_process_says_it(monkeypatch, capfd, environment, is_told):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with stopped(SignalListener()):
+        signal.raise_signal(signal.SIGTERM)
+    assert ("stopping after this step" in capfd.readouterr().err) == is_told
+
+
 def test_a_signal_asks_for_a_checkpoint():
     signals = SignalListener()
     with signals.listening():

@@ -93,7 +93,7 @@ def test_the_thread_lives_while_there_is_work_and_its_error_comes_out_once():
     background.start(Path("folder/CKPT+a"), lambda: (go.wait(60), 1 / 0))
     assert saver_threads() == ["ddpkit saves CKPT+a"]
     go.set()
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(CheckpointError, match=r"CKPT\+a in the background: ZeroDivisionError"):
         background.wait()
     assert saver_threads() == []
     background.wait()

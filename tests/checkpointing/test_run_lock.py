@@ -129,15 +129,6 @@ def test_a_file_that_a_killed_run_has_left_is_in_nobodys_way(tmp_path, lock, con
     assert names(tmp_path) == []
 
 
-def test_the_directory_that_an_earlier_ddpkit_has_left_is_in_nobodys_way(tmp_path, lock):
-    (tmp_path / LOCK_NAME).mkdir()
-    (tmp_path / LOCK_NAME / "0123").write_text('{"token": "0123", "pid": 1}')
-    assert holder(tmp_path) is None
-    with lock.hold():
-        lock.require()
-    assert names(tmp_path) == []
-
-
 @pytest.mark.parametrize(
     ("content", "words"),
     [

@@ -34,7 +34,7 @@ from ddpkit.dataloader import (
 )
 from ddpkit.errors import BucketingError, ConfigError, DataError
 from ddpkit.sampler import PlannedBatchSampler
-from ddpkit.seed import RngState
+from ddpkit.seed import rng_state
 from tests.launching import soon
 
 NAMES = [
@@ -146,8 +146,8 @@ def test_d17_a_seed_that_is_left_out_is_the_experiments(kind, monkeypatch):
 @pytest.mark.parametrize("kind", MAKERS)
 def test_the_global_streams_stay_where_they_are(kind):
     def states():
-        state = RngState.capture()
-        return state.python, state.numpy["pos"], state.torch_cpu.tolist()
+        state = rng_state()
+        return state["python"], state["numpy"]["pos"], state["torch_cpu"].tolist()
 
     before = states()
     list(MAKERS[kind]())

@@ -16,8 +16,8 @@ from hypothesis import given, settings, strategies as st
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
-from ddpkit.data import streams
-from ddpkit.data.streams import StreamShard, is_batches, is_ordered, is_sharded
+from ddpkit.data import is_batches, streams
+from ddpkit.data.streams import StreamShard, is_sharded
 from ddpkit.dataloader import Sharding, deal_batches, reshard, set_epoch, shard
 from ddpkit.errors import ConfigError, DataError
 
@@ -443,9 +443,6 @@ def test_what_counts_as_a_loader_of_batches():
     assert is_batches(iter([1]))
     for other in ([1], {"a": 1}, Stream(), DataLoader([1]), Dataset(), 3, torch.zeros(2)):
         assert not is_batches(other)
-    assert is_ordered(Batches(2))
-    assert is_ordered(Stream())
-    assert not is_ordered([1])
 
 
 def test_d5_loaders_of_batches_are_dealt_out(caplog):

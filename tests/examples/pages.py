@@ -24,7 +24,7 @@ SET_ASIDE = (
 NUMBER = re.compile(r"(?<![\w.])-?\d+(?:\.\d+)?(?:e[+-]\d+)?")
 # Another kind of CPU rounds otherwise, which grows with the steps: so far may a number be from the one that is shown,
 # besides what its last digit leaves open. A number without a point is a count, and the same everywhere.
-RELATIVE = 1e-3
+RELATIVE = 1e-2
 
 
 def sessions(text):

@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 
 from ddpkit.metrics import LossMeter
-from ddpkit.seed import RngState
+from ddpkit.run import rank_state
 
 from .campaign_moments import ALL, BETWEEN, STEPPED, TRAIN, VALID, Kill
 from .campaign_ranks import Attempt, run_attempt, zygote
@@ -227,7 +227,7 @@ def run_campaign(names: Sequence[str], kills: int, seed: int, folder: Path) -> d
 
 
 def _forget_random() -> None:
-    RngState.restore = lambda self: None
+    rank_state.restore_rng_state = lambda state: None
 
 
 def _forget_optimizer() -> None:

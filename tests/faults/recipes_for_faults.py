@@ -27,7 +27,7 @@ from ddpkit.checkpointing import storage
 from ddpkit.checkpoints import Checkpointer
 from ddpkit.distributed import get_rank, get_world_size, if_main_process
 from ddpkit.epoch_loop import EpochCounter, EpochCounterWithStopper
-from ddpkit.seed import RngState, seed_everything
+from ddpkit.seed import rng_state, seed_everything
 from ddpkit.types import Stage
 
 from .campaign_moments import (
@@ -424,7 +424,7 @@ def final_state(recipe: Recipe) -> dict[str, Any]:
         "scheduler": [one.state_dict() for one in (recipe.scheduler, recipe.plateau) if one is not None],
         "counter": [recipe.optimizer_step, recipe.counter.current]
         + [getattr(recipe.counter, name, None) for name in ("best_limit", "best_score", "should_stop")],
-        "random": RngState.capture().state_dict(),
+        "random": rng_state(),
     }
     return flat(state)
 

@@ -138,12 +138,7 @@ def leave_a_dead_lock(folder):
     assert holder(folder) is None
 
 
-def leave_a_directory(folder):
-    (folder / LOCK_NAME).mkdir()
-    (folder / LOCK_NAME / "0123").write_text("the lock of an earlier ddpkit")
-
-
-LEAVINGS = {"nothing": leave_nothing, "dead": leave_a_dead_lock, "directory": leave_a_directory}
+LEAVINGS = {"nothing": leave_nothing, "dead": leave_a_dead_lock}
 
 
 @pytest.mark.parametrize("before", LEAVINGS)

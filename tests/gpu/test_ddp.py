@@ -119,15 +119,15 @@ def test_a_rank_that_fails_under_nccl_ends_all_and_is_named(kind, rank, tmp_path
 
 DRAWS = """
 import sys, torch
-from ddpkit.seed import RngState
+from ddpkit.seed import restore_rng_state, rng_state
 number, how, path = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 torch.cuda.set_device(number)
 torch.cuda.manual_seed_all(number)
 torch.rand(7, device="cuda")
 if how == "save":
-    torch.save(RngState.capture().state_dict(), path)
+    torch.save(rng_state(), path)
 else:
-    RngState.from_state_dict(torch.load(path, weights_only=True)).restore()
+    restore_rng_state(torch.load(path, weights_only=True))
 print(torch.rand(3, device="cuda").tolist())
 """
 

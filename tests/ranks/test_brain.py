@@ -29,6 +29,7 @@ from ddpkit.distributed import control_group, if_main_process
 from ddpkit.epoch_loop import EpochCounter, EpochCounterWithStopper
 from ddpkit.errors import NonFiniteLossError
 from ddpkit.run import stage_runner
+from ddpkit.run_opts import RunOptions
 from ddpkit.seed import seed_everything
 from ddpkit.strategies.ddp import DDP
 from ddpkit.syncbn import SyncBatchNorm
@@ -1060,4 +1061,4 @@ def wrap_scripted():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         scripted = torch.jit.script(torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4)))
-    DDP("cpu").wrap(torch.nn.ModuleDict({"net": scripted}))
+    DDP(RunOptions(device="cpu")).wrap(torch.nn.ModuleDict({"net": scripted}))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import logging
 import math
+import os
+import types
 import warnings
 
 import pytest
@@ -13,7 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from ddpkit.base import local_part
+from ddpkit.base import is_sharded, local_part
 from ddpkit.brain import Brain
 from ddpkit.checkpointing import rank_states
 from ddpkit.checkpoints import Checkpointer, torch_recovery, torch_save, whole_state_dict
@@ -48,6 +50,33 @@ def make_net(*, norm=False):
     torch.manual_seed(11)
     blocks = [Block(5, norm=norm) for _ in range(2)]  # 5 rows: uneven on 2 ranks and 3
     return nn.Sequential(nn.Linear(FEATURES, 5), *blocks, nn.Linear(5, CLASSES)).double()
+
+
+def net_on_meta():
+    """As the net above, without values; its blocks, too, have a weight of their own."""
+    os.environ["DDPKIT_GLOBAL_SEED"] = "4"
+    with torch.device("meta"):
+        return Scaled(*make_net(norm=True)).double()
+
+
+class Scaled(nn.Sequential):
+    """Has a weight beside its parts, and a table that is no weight."""
+
+    resets_parts = False
+
+    def __init__(self, *parts):
+        super().__init__(*parts)
+        self.scale = nn.Parameter(torch.empty(CLASSES))
+        self.register_buffer("table", torch.empty(CLASSES, dtype=torch.bool), persistent=False)
+
+    def reset_parameters(self):
+        nn.init.normal_(self.scale)
+        nn.init.ones_(self.table)
+        if self.resets_parts:
+            nn.init.ones_(self[1].layer.weight)
+
+    def forward(self, inputs):
+        return super().forward(inputs) * self.scale * self.table
 
 
 class Killed(Exception):
@@ -126,11 +155,11 @@ def refused_on_ranks(given):
 def test_what_cannot_work_is_refused_by_name(ranks):
     given = {
         "is for one process, and a launcher has started 2": {"strategy": "single"},
-        "check_parity=2 does not work with fsdp_param_dtype=bf16": {"check_parity": 2, "fsdp_param_dtype": "bf16"},
+        "fsdp_param_dtype=bf16 does not work with check_parity=2": {"check_parity": 2, "fsdp_param_dtype": "bf16"},
         "find_unused_parameters=True: all ranks": {"find_unused_parameters": True},
         "skip_nonfinite_grads=True: each rank": {"skip_nonfinite_grads": True},
         "jit=True": {"jit": True},
-        "precision='fp16'": {"precision": "fp16"},
+        "precision=fp16": {"precision": "fp16"},
         "virtual_ranks=4": {"virtual_ranks": 4},
     }
     for messages in ranks.run(refused_on_ranks, list(given.values())):
@@ -402,13 +431,35 @@ class Penalised(Classifier):
         return super().compute_forward(batch, stage)
 
 
-def penalise():
-    return message_of(Penalised, BatchError, None)
+class InPlace(Classifier):
+    """Its outputs are views, as those of a linear layer of three dimensions are."""
+
+    def compute_forward(self, batch, stage):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns of what follows
+            outputs = self.modules.net(batch[0][:, None])
+        outputs /= 2
+        return outputs[:, 0]
 
 
-def test_a_gradient_penalty_is_an_error_that_says_why(ranks):
-    for message in ranks.run(penalise):
-        assert message.startswith("Penalised: the backward pass came to weights that --strategy=fsdp has freed")
+class InAnObject(Classifier):
+    def compute_forward(self, batch, stage):
+        return super().compute_forward(batch, stage).scores
+
+
+def fails(kind):
+    net = make_net()
+    if kind is InAnObject:
+        net.register_forward_hook(lambda _module, _inputs, outputs: types.SimpleNamespace(scores=outputs))
+    return message_of(kind, BatchError, None, {"net": net})
+
+
+@pytest.mark.parametrize("kind", [Penalised, InPlace, InAnObject])
+def test_weights_that_are_needed_after_they_were_freed(ranks, kind):
+    for message in ranks.run(fails, kind):
+        words = "{}: the backward pass came to weights that --strategy=fsdp has freed"
+        assert message.startswith(words.format(kind.__name__))
+        assert "outputs = outputs + 1" in message
 
 
 class Drops(nn.Module):
@@ -579,3 +630,74 @@ def test_what_cannot_be_divided_is_an_error_on_every_rank(ranks, tmp_path):
             strict=True,
         ):
             assert words in message
+
+
+# ---------------------------------------------------------------- models on the meta device
+
+
+def train_from_meta(folder=None, **options):
+    return train(Classifier, folder, net_on_meta(), samples=36, **options)
+
+
+def held_at_most():
+    """Train, and note how many values a rank has in memory when a block is divided."""
+    held, divide = [], torch.distributed.fsdp.fully_shard
+
+    def divided(block, **policy):
+        tensors = [one for one in net.parameters() if not one.is_meta]
+        held.append(sum(local_part(one).numel() for one in tensors))
+        return divide(block, **policy)
+
+    net = net_on_meta()
+    torch.distributed.fsdp.fully_shard = divided
+    try:
+        train(Classifier, None, net, samples=36)
+    finally:
+        torch.distributed.fsdp.fully_shard = divide
+    return held, sum(one.numel() for one in net.parameters())
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_model_on_the_meta_device_has_the_values_of_one_process(ranks, world_size, monkeypatch):
+    monkeypatch.setenv("DDPKIT_GLOBAL_SEED", "4")
+    alone = train_from_meta(strategy="auto")
+    for strategy in ("fsdp", "zero1"):
+        for one in ranks.run(functools.partial(train_from_meta, strategy=strategy), world_size=world_size):
+            close(one, alone)
+
+
+def test_no_rank_ever_holds_a_model_on_the_meta_device_whole(ranks):
+    for held, whole in ranks.run(held_at_most):
+        assert max(held) < 0.8 * whole
+
+
+def test_a_run_from_the_meta_device_goes_on(ranks, tmp_path):
+    whole = ranks.run(functools.partial(train_from_meta, tmp_path / "whole"))
+    ranks.run(functools.partial(train_from_meta, tmp_path / "part", dies_at=(2, 5), ckpt_interval_steps=1))
+    for one, other in zip(ranks.run(functools.partial(train_from_meta, tmp_path / "part")), whole, strict=True):
+        for name, value in other["weights"].items():
+            assert torch.equal(one["weights"][name], value), name
+
+
+def evaluate_from_meta(folder):
+    brain, _ = make(Classifier, folder, net_on_meta())
+    loss = brain.evaluate(data(7))
+    return loss, sum(map(is_sharded, brain.raw_modules.parameters()))
+
+
+def test_an_evaluation_alone_divides_a_model_on_the_meta_device(ranks, tmp_path):
+    told = ranks.run(functools.partial(train_from_meta, tmp_path))[0]["told"]
+    for loss, divided in ranks.run(evaluate_from_meta, tmp_path):
+        assert loss == pytest.approx(told[-1], rel=1e-10)
+        assert divided
+
+
+def reset_of_others():
+    net = net_on_meta()
+    net.resets_parts = True
+    with pytest.raises(ConfigError, match=r"^modules: net is .*Scaled.reset_parameters\(\) changes weights of parts"):
+        train(Classifier, None, net)
+
+
+def test_a_reset_that_reaches_into_blocks_is_refused(ranks):
+    ranks.run(reset_of_others)

@@ -12,6 +12,7 @@ from torch import nn
 
 from ddpkit import device
 from ddpkit.brain import Brain
+from ddpkit.run_opts import RunOptions
 from ddpkit.strategies.ddp import DDP
 
 
@@ -47,7 +48,7 @@ class Branches(nn.Module):
 
 
 def other_branches_than_the_other_rank(lefts):
-    modules, strategy = nn.ModuleDict({"net": Branches()}), DDP("cpu")
+    modules, strategy = nn.ModuleDict({"net": Branches()}), DDP(RunOptions(device="cpu"))
     strategy.wrap(modules)
     with strategy.no_sync():
         modules.net.module(torch.tensor([[1.0, 2.0]]), lefts[dist.get_rank()]).backward()
@@ -72,7 +73,7 @@ def frozen_after_spreading(make):
     layer = nn.Linear(2, 3).requires_grad_(requires_grad=False)
     make(layer)
     modules = nn.ModuleDict({"frozen": layer})
-    DDP("cpu").wrap(modules)
+    DDP(RunOptions(device="cpu")).wrap(modules)
     return layer.weight.tolist()
 
 

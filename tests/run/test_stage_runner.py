@@ -52,8 +52,9 @@ class Host:
     ema = schedule = base_seed = None
 
     def __init__(self, **given):
-        self.run_opts = options(**given)
-        self.progress = Progress()
+        self.options = options(**given)
+        self.progress, self.modules = Progress(), nn.ModuleDict()
+        self.rank_state = self.run_state = self.recipe = self
         self.profiler = None
         self.batches, self.asked, self.flushed = [], [], 0
         self.due = lambda seconds, steps: False
@@ -108,7 +109,7 @@ class Host:
 
 
 def runner_of(host):
-    runner = StageRunner(host.run_opts, host.progress, nn.ModuleDict(), *[host] * 7)
+    runner = StageRunner(*[host] * 4)
     runner.profiler = host.profiler
     return runner
 
@@ -247,7 +248,7 @@ def test_a_looped_loader_goes_on_by_itself(tmp_path):
         for epoch in range(1, 1 + -(-stop // 4)):
             first.progress.step = 0
             left = min(4, stop - 4 * (epoch - 1))
-            first.run_opts = options(optimizer_step_limit=first.progress.optimizer_step + left)
+            first.options = options(optimizer_step_limit=first.progress.optimizer_step + left)
             train(first, loader, epoch)
         loader.save(tmp_path / "looped.ckpt")
         second, again = Host(), make()

@@ -14,14 +14,21 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ddpkit.errors import ConfigError
+from ddpkit.base import unwrap
+from ddpkit.checkpoints import torch_parameter_transfer, torch_recovery, torch_save
+from ddpkit.errors import CheckpointError, ConfigError
 from ddpkit.run_opts import RunOptions
 from ddpkit.strategies.base import Strategy
 from ddpkit.strategies.choice import choose_strategy, make_strategy
 from ddpkit.strategies.data_parallel import DataParallel, WrappedDataParallel
 from ddpkit.strategies.ddp import DDP, WrappedDDP
-from ddpkit.strategies.ddp_options import DDPOptions
-from ddpkit.strategies.modules import has_moving_buffers, modules_on_device, refuse_shared_parameters, unwrap
+from ddpkit.strategies.modules import (
+    give_values,
+    has_moving_buffers,
+    is_on_meta,
+    modules_on_device,
+    refuse_shared_parameters,
+)
 from ddpkit.strategies.virtual_ranks import VirtualRanks
 from ddpkit.syncbn import SyncBatchNorm
 
@@ -60,23 +67,29 @@ def frozen(module):
 # ------------------------------------------------------------------------------------------- choosing
 
 
-def test_make_strategy():
-    assert type(make_strategy("cpu", distributed_launch=False, data_parallel=False)) is Strategy
-    ddp = make_strategy("cpu", distributed_launch=True, ddp=DDPOptions(find_unused_parameters=True))
+def test_make_strategy(group):
+    assert type(make_strategy("cpu")) is DDP
+    ddp = choose_strategy(RunOptions(device="cpu", find_unused_parameters=True))
     assert type(ddp) is DDP
     assert ddp.options.find_unused_parameters
-    assert type(make_strategy("cuda:0", distributed_launch=False, data_parallel=True)) is DataParallel
 
 
-def test_choices_that_cannot_work():
+def test_one_process_without_a_group():
+    assert type(make_strategy("cpu")) is Strategy
+    assert type(choose_strategy(RunOptions(device="cuda:0", data_parallel_backend=True))) is DataParallel
+
+
+def test_choices_that_cannot_work(group):
     with pytest.raises(
         ConfigError, match=r"(?s)a launcher has started 1 processes.*--data_parallel_backend\n +torchrun"
     ):
-        make_strategy("cuda:0", distributed_launch=True, data_parallel=True)
-    with pytest.raises(
-        ConfigError, match=r"^data_parallel_backend=True needs a GPU, and the device is 'cpu'.*torchrun"
-    ):
-        make_strategy("cpu", distributed_launch=False, data_parallel=True)
+        choose_strategy(RunOptions(device="cuda:0", data_parallel_backend=True))
+
+
+def test_data_parallel_needs_a_gpu():
+    words = r"^data_parallel_backend=True needs a GPU, and the device is 'cpu'.*torchrun"
+    with pytest.raises(ConfigError, match=words):
+        choose_strategy(RunOptions(device="cpu", data_parallel_backend=True))
 
 
 def refused(**options):
@@ -133,10 +146,162 @@ def test_modules_on_device():
     assert modules.mover.moved == "meta"
     assert modules.net.layer.weight.device.type == "meta"
     assert list(modules_on_device({}, "cpu")) == []
+    with pytest.raises(ConfigError, match=r"^modules is a Net, not modules by name: pass {'net': net}\.$"):
+        modules_on_device(Net(), "cpu")
     with pytest.raises(ConfigError, match=r"^modules\['lr'\] is a float, not a torch.nn.Module"):
         modules_on_device({"net": Net(), "lr": 0.1}, "cpu")
-    with pytest.raises(ConfigError, match=r"^modules\['net'\] has 2 .* on the meta device, .* such as 'layer.weight'"):
-        modules_on_device({"net": Net().to("meta")}, "cpu")
+
+
+OWN = ["weight", "scale", "count", "mask"]
+
+
+class Table(nn.Module):
+    """Has a weight, a buffer, a count and a mask of its own, and a layer; sets what it is told to."""
+
+    def __init__(self, sets=OWN):
+        super().__init__()
+        self.sets, self.layer = sets, nn.Linear(3, 2)
+        self.weight = nn.Parameter(torch.empty(2, 2), requires_grad=False)
+        self.register_buffer("scale", torch.empty(2), persistent=False)
+        self.register_buffer("count", torch.tensor(0))
+        self.register_buffer("mask", torch.ones(2, dtype=torch.bool))
+
+    def reset_parameters(self):
+        for name in self.sets:
+            nn.init.ones_(getattr(self, name))
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.out = nn.Embedding(4, 3), nn.Linear(3, 4)
+        self.out.weight = self.table.weight
+        self.attention = nn.MultiheadAttention(4, 2)
+        self.norm = nn.BatchNorm1d(3)
+
+
+def made_on_meta(kind, *args, name="net"):
+    with torch.device("meta"):
+        module = kind(*args)
+    give_values(name, module, "cpu")
+    return module
+
+
+def test_modules_on_the_meta_device_get_values(monkeypatch):
+    monkeypatch.setenv("DDPKIT_GLOBAL_SEED", "5")
+    given = {"whole": nn.Linear(1, 1)}
+    with torch.device("meta"):
+        given["net"] = net = Tied()
+    before = torch.get_rng_state()
+    modules = modules_on_device(given, "cpu")
+    assert torch.equal(torch.get_rng_state(), before)
+    assert not is_on_meta(modules)
+    assert net.out.weight is net.table.weight
+    assert net.norm.running_var.tolist() == [1, 1, 1]
+    assert net.norm.num_batches_tracked == 0
+    assert not net.attention.out_proj.bias.any()  # set by the attention after the layer inside of it
+    again, named = made_on_meta(Tied), made_on_meta(Tied, name="x")
+    monkeypatch.setenv("DDPKIT_GLOBAL_SEED", "6")
+    other = made_on_meta(Tied)
+    for name, value in net.named_parameters():
+        assert torch.equal(value, again.get_parameter(name)), name
+    assert not torch.equal(net.out.bias, other.out.bias)
+    assert not torch.equal(net.out.bias, named.out.bias)
+
+
+def test_a_part_has_the_same_values_whatever_is_made_with_it():
+    whole = made_on_meta(lambda: nn.ModuleDict({"a": nn.Linear(2, 2), "b": Table()}))
+    part = made_on_meta(Table, name="net.b")
+    assert part.scale.tolist() == [1, 1]
+    assert not part.weight.requires_grad
+    assert "scale" not in part.state_dict()
+    for name, value in part.named_parameters():
+        assert torch.equal(value, whole["b"].get_parameter(name)), name
+
+
+@pytest.mark.parametrize("left", OWN)
+def test_what_reset_parameters_leaves_without_values_is_named(left):
+    sets = [name for name in OWN if name != left]
+    words = rf"^modules: net is on the meta device, .* and Table.reset_parameters\(\) leaves some: {left}\. Give"
+    with pytest.raises(ConfigError, match=words):
+        made_on_meta(Table, sets)
+
+
+class Odd(nn.Module):
+    """Has a weight with a mark and two names, a buffer of bytes and a tensor that is neither; may fail."""
+
+    def __init__(self, *needs):
+        super().__init__()
+        self.needs = needs
+        self.weight = self.other = nn.Parameter(torch.empty(2))
+        self.weight.decays = False
+        self.register_buffer("bytes", torch.zeros(2, dtype=torch.uint8))
+        self.plain = torch.ones(2)
+
+    def reset_parameters(self):
+        nn.init.ones_(self.weight)
+        nn.init.zeros_(self.bytes)
+        self.plain = torch.ones(*self.needs or (2,))
+
+
+def test_all_tensors_of_a_class_get_values():
+    odd = made_on_meta(Odd)
+    assert odd.other is odd.weight
+    assert odd.weight.decays is False
+    assert odd.bytes.tolist() == [0, 0]
+    assert odd.plain.tolist() == odd.weight.tolist() == [1, 1]
+
+
+def test_a_tensor_that_is_no_buffer_is_named():
+    class Forgets(Odd):
+        def reset_parameters(self):
+            nn.init.ones_(self.weight)
+            nn.init.zeros_(self.bytes)
+
+    with pytest.raises(ConfigError, match=r"Forgets.reset_parameters\(\) leaves some: plain\."):
+        made_on_meta(Forgets)
+
+
+def test_a_reset_that_fails_is_an_error_that_names_the_part():
+    with pytest.raises(ConfigError, match=r"^modules: net.0 is on .* Odd.reset_parameters\(\) fails: .*int.*\. Give"):
+        made_on_meta(lambda: nn.Sequential(Odd("x")))
+    with pytest.raises(ConfigError, match=r"^modules: net is on .* LazyLinear.reset_parameters\(\) fails: .*uninit"):
+        made_on_meta(nn.LazyLinear, 2)
+
+
+def test_entries_on_the_meta_device_share_what_they_have_shared():
+    with torch.device("meta"):
+        first, second = nn.Linear(2, 2), nn.Linear(2, 2)
+    second.weight = first.weight
+    modules = modules_on_device({"a": first, "b": second}, "cpu")
+    assert second.weight is first.weight
+    with pytest.raises(ConfigError, match="share the trainable parameter 'weight'"):
+        refuse_shared_parameters(modules)
+
+
+class Parts(nn.Sequential):
+    def reset_parameters(self):
+        raise AssertionError("this is called for nobody")
+
+
+def test_a_reset_of_parts_alone_is_not_called_and_that_is_said(caplog):
+    with torch.device("meta"):
+        net = Parts(nn.Linear(1, 1), Parts(nn.Linear(1, 1)))
+    modules_on_device({"net": net}, "cpu")
+    assert "reset_parameters() of Parts is not called" in caplog.text
+    caplog.clear()
+    modules_on_device({"net": made_on_meta(Table), "parts": Parts(nn.Linear(1, 1))}, "cpu")
+    assert not caplog.text
+
+
+def test_a_class_without_reset_parameters_is_named():
+    class Plain(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(2))
+
+    with pytest.raises(ConfigError, match=r"^modules: net.1 is on .* and Plain has no reset_parameters\(\): weight\."):
+        made_on_meta(lambda: nn.Sequential(nn.Linear(1, 1), Plain()))
 
 
 def test_shared_parameters():
@@ -248,7 +413,7 @@ def test_m2_data_parallel_begins_with_the_gpu_of_the_modules(monkeypatch):
     monkeypatch.setattr(nn.DataParallel, "__init__", note)
     monkeypatch.setattr("ddpkit.device.count_devices", lambda kind: {"cuda": 3}.get(kind, 0))
     for device, expected in (("cuda:1", [1, 0, 2]), ("cuda:0", [0, 1, 2]), ("cuda:2", [2, 0, 1])):
-        strategy = make_strategy(device, distributed_launch=False, data_parallel=True)
+        strategy = choose_strategy(RunOptions(device=device, data_parallel_backend=True))
         strategy.wrap(nn.ModuleDict({"net": Net()}))
         assert given["device_ids"] == expected
 
@@ -298,7 +463,7 @@ def test_m1_replicas_compute_in_the_dtype_of_autocast_that_the_brain_has_entered
 
 
 def wrap(**modules):
-    made, strategy = nn.ModuleDict(modules), DDP("cpu")
+    made, strategy = nn.ModuleDict(modules), DDP(RunOptions(device="cpu"))
     strategy.wrap(made)
     return made, strategy
 
@@ -317,7 +482,7 @@ def test_shared_parameters_are_refused_before_anything_is_wrapped(group):
     shared = nn.Linear(2, 2)
     modules = nn.ModuleDict({"a": shared, "b": nn.Sequential(shared)})
     with pytest.raises(ConfigError, match="share the trainable parameter"):
-        DDP("cpu").wrap(modules)
+        DDP(RunOptions(device="cpu")).wrap(modules)
     assert modules.a is shared
 
 
@@ -425,7 +590,7 @@ class Copies(TorchDispatchMode):
 def test_minor_2_a_count_on_the_cpu_is_sent_to_the_gpu_without_waiting_for_it(group, monkeypatch, count):
     monkeypatch.setattr(dist, "all_reduce", lambda tensor, async_op: None)
     with Copies() as copies:
-        DDP("meta").start_average(count, "meta")
+        DDP(RunOptions(device="meta")).start_average(count, "meta")
     assert copies.waits == [False]
 
 
@@ -434,10 +599,10 @@ def test_a_backward_pass_decides_whether_to_average_also_in_a_copy(group, monkey
     averaged = []
     real = torch.distributed.all_reduce
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda *a, **k: averaged.append(1) or real(*a, **k))
-    strategy = DDP("cpu", decides_late=True)
+    strategy = DDP(RunOptions(device="cpu"), decides_late=True)
     modules = nn.ModuleDict({"net": nn.Linear(1, 1)})
     strategy.wrap(modules)
-    other = DDP("cpu")
+    other = DDP(RunOptions(device="cpu"))
     other.wrapped = [copy.deepcopy(modules.net)]
     for each in (strategy, other):
         [net] = each.wrapped
@@ -451,7 +616,7 @@ def test_a_backward_pass_decides_whether_to_average_also_in_a_copy(group, monkey
 
 
 def test_a_backward_pass_that_counts_nothing_leaves_zeros(group):
-    strategy = DDP("cpu")
+    strategy = DDP(RunOptions(device="cpu"))
     modules = nn.ModuleDict({"net": nn.Linear(1, 1)})
     strategy.wrap(modules)
     loss = modules.net(torch.full((1, 1), float("inf"))).sum()
@@ -460,11 +625,6 @@ def test_a_backward_pass_that_counts_nothing_leaves_zeros(group):
     assert [one.grad.item() for one in modules.parameters()] == [0.0, 0.0]
     modules.net(torch.ones(1, 1)).sum().backward()
     assert [one.grad.item() for one in modules.parameters()] == [1.0, 1.0]
-
-
-def test_make_strategy_does_not_take_another_name_for_ddp():
-    with pytest.raises(ConfigError, match="make_strategy makes one of auto, ddp, zero1, got 'fsdp'"):
-        make_strategy("cpu", name="fsdp", distributed_launch=True)
 
 
 def test_virtual_ranks_on_a_gpu_compute_with_deterministic_kernels(monkeypatch):
@@ -478,3 +638,19 @@ def test_virtual_ranks_on_a_gpu_compute_with_deterministic_kernels(monkeypatch):
     finally:
         torch.use_deterministic_algorithms(False)
         os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
+
+
+def test_nothing_is_loaded_into_a_module_without_values(tmp_path):
+    torch_save(nn.Linear(2, 1), tmp_path / "net.pt")
+    for load in (torch_parameter_transfer, lambda net, path: torch_recovery(net, path, end_of_epoch=True)):
+        with pytest.raises(CheckpointError, match=r"net.pt does not fit this Linear: it is on the meta device"):
+            load(nn.Linear(2, 1, device="meta"), tmp_path / "net.pt")
+    torch_save(nn.BatchNorm1d(2, affine=False), tmp_path / "norm.pt")  # has buffers only
+    with pytest.raises(CheckpointError, match="it is on the meta device, .* load it after that"):
+        torch_parameter_transfer(nn.BatchNorm1d(2, affine=False, device="meta"), tmp_path / "norm.pt")
+
+
+def test_nothing_is_saved_of_a_module_without_values(tmp_path):
+    with pytest.raises(CheckpointError, match="it is on the meta device, without values. .* save it after that"):
+        torch_save(nn.Linear(2, 1, device="meta"), tmp_path / "net.pt")
+    assert not list(tmp_path.iterdir())

@@ -39,10 +39,16 @@ def test_which_loaders_are_divided():
         shard(data, part),
         shard(Stream(), part),
         ready,
-        batch_loader([1], 0, 2),
+        batch_loader([1], Sharding(0, 2)),
         LoopedLoader(shard(data, part), 2),
     ]
-    not_divided = [shard(data, whole), shard(Stream(), whole), alone, batch_loader([1], 0, 1), make_dataloader(data)]
+    not_divided = [
+        shard(data, whole),
+        shard(Stream(), whole),
+        alone,
+        batch_loader([1], Sharding()),
+        make_dataloader(data),
+    ]
     assert [is_divided(one) for one in divided] == [True] * 5
     assert [is_divided(one) for one in not_divided] == [False] * 5
     assert [is_divided([1], unknown=answer) for answer in (True, False)] == [True, False]

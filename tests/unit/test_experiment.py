@@ -218,7 +218,7 @@ def test_a_full_disk_leaves_no_half_written_file(tmp_path, recipe, monkeypatch):
     with pytest.raises(ConfigError, match="experiment_directory='.*out' cannot be written to: No space left"):
         create(folder, recipe)
     assert (folder / "hyperparams.yaml").read_text() == before
-    assert not list(folder.glob(".*.tmp"))
+    assert not list(folder.glob("*.unfinished*"))
 
 
 def test_missing_hyperparams(tmp_path):

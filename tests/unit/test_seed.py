@@ -14,7 +14,14 @@ import torch
 import torch.distributed as dist
 
 from ddpkit.errors import CheckpointError, ConfigError
-from ddpkit.seed import RngState, global_seed, seed_epoch_streams, seed_everything, stream_seed
+from ddpkit.seed import (
+    global_seed,
+    restore_rng_state,
+    rng_state,
+    seed_epoch_streams,
+    seed_everything,
+    stream_seed,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -125,27 +132,27 @@ def test_2_5_streams_are_hashed_and_not_summed():
 def test_rng_state_brings_every_generator_back():
     np.random.randn()  # leaves a second Gaussian in store
     random.gauss(0, 1)  # likewise
-    state = RngState.capture()
+    state = rng_state()
     first = draw(), draw()
     assert (draw(), draw()) != first
-    state.restore()
+    restore_rng_state(state)
     assert (draw(), draw()) == first
 
 
 def test_rng_state_loads_with_weights_only(tmp_path):
-    state = RngState.capture()
+    state = rng_state()
     first = draw()
-    torch.save(state.state_dict(), tmp_path / "rng.pt")
+    torch.save(state, tmp_path / "rng.pt")
     loaded = torch.load(tmp_path / "rng.pt", weights_only=True)
-    RngState.from_state_dict(loaded).restore()
+    restore_rng_state(loaded)
     assert draw() == first
 
 
 def test_a_state_from_more_devices_restores_what_is_there(caplog):
     if torch.cuda.is_available():
         pytest.skip("for a machine without CUDA")
-    state = RngState.capture().state_dict() | {"cuda": [torch.zeros(16, dtype=torch.uint8)] * 2}
-    RngState.from_state_dict(state).restore()
+    state = rng_state() | {"cuda": [torch.zeros(16, dtype=torch.uint8)] * 2}
+    restore_rng_state(state)
     assert "covers 2 CUDA devices, here are 0" in caplog.text
 
 
@@ -190,49 +197,49 @@ def test_m4_a_rank_goes_on_with_the_random_numbers_of_its_own_gpu_by_whatever_nu
 ):
     """Under torchrun a rank sees all GPUs of its node; under ``srun --gpus-per-task=1`` its own alone, as number 0."""
     Devices(monkeypatch, *before, kind).states[before[1]][0] = 7
-    torch.save(RngState.capture().state_dict(), tmp_path / "rng.pt")
+    torch.save(rng_state(), tmp_path / "rng.pt")
     now = Devices(monkeypatch, *after, kind)
     expected = now.numbers
     expected[after[1]] = 7
-    RngState.from_state_dict(torch.load(tmp_path / "rng.pt", weights_only=True)).restore()
+    restore_rng_state(torch.load(tmp_path / "rng.pt", weights_only=True))
     assert now.numbers == expected, "its own has the state; those of other ranks are left alone"
     assert not caplog.records
 
 
 def test_m4_without_a_group_the_other_gpus_follow_for_data_parallel(monkeypatch, caplog):
     Devices(monkeypatch, 3, 1).states[1][0] = 7
-    state = RngState.capture()
+    state = rng_state()
     again = Devices(monkeypatch, 3, 1)
     again.states = [torch.tensor([0], dtype=torch.uint8)] * 3
-    state.restore()
+    restore_rng_state(state)
     assert again.numbers == [100, 7, 102]
     fewer = Devices(monkeypatch, 2, 0)
-    state.restore()
+    restore_rng_state(state)
     assert fewer.numbers == [7, 100]
     assert "covers 3 CUDA devices, here are 2; the others are left out" in caplog.text
 
 
 def test_m4_a_checkpoint_of_an_older_version_is_restored_by_the_numbers_of_its_gpus(monkeypatch):
     now = Devices(monkeypatch, 3, 1)
-    older = RngState.capture().state_dict() | {"cuda": [torch.tensor([n], dtype=torch.uint8) for n in (4, 5, 6)]}
+    older = rng_state() | {"cuda": [torch.tensor([n], dtype=torch.uint8) for n in (4, 5, 6)]}
     del older["accelerators"]
-    RngState.from_state_dict(older).restore()
+    restore_rng_state(older)
     assert now.numbers == [4, 5, 6]
 
 
 def test_m4_a_run_that_goes_on_without_gpus_says_so(monkeypatch, caplog):
     Devices(monkeypatch, 1, 0)
-    state = RngState.capture()
+    state = rng_state()
     Devices(monkeypatch, 0, 0)
-    state.restore()
+    restore_rng_state(state)
     assert "covers 1 CUDA devices, here are 0" in caplog.text
 
 
 def test_a_state_that_does_not_fit():
-    state = RngState.capture().state_dict()
-    with pytest.raises(CheckpointError, match="does not fit this version"):
-        RngState.from_state_dict({"python": state["python"]})
+    state = rng_state()
     with pytest.raises(CheckpointError, match="does not fit this process"):
-        RngState.from_state_dict(state | {"torch_cpu": torch.zeros(3, dtype=torch.uint8)}).restore()
+        restore_rng_state({"python": state["python"]})
     with pytest.raises(CheckpointError, match="does not fit this process"):
-        RngState.from_state_dict(state | {"python": [9, [1, 2], None]}).restore()
+        restore_rng_state(state | {"torch_cpu": torch.zeros(3, dtype=torch.uint8)})
+    with pytest.raises(CheckpointError, match="does not fit this process"):
+        restore_rng_state(state | {"python": [9, [1, 2], None]})

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import csv
 import enum
-import errno
 import importlib.machinery
 import importlib.util
 import json
 import math
-import os
 import sys
 import types
 from pathlib import Path
@@ -19,7 +17,7 @@ import pytest
 import torch
 
 from ddpkit.checkpointing import find_load_hook, find_save_hook
-from ddpkit.errors import CheckpointError, ConfigError, MissingExtraError
+from ddpkit.errors import ConfigError, MissingExtraError
 from ddpkit.train_logger import (
     CSVTrainLogger,
     FileTrainLogger,
@@ -133,23 +131,24 @@ def test_a_line_that_a_crash_cut_short_spoils_no_other(tmp_path):
     assert [json.loads(line)["event"] for line in (lines[0], *lines[2:])] == ["a", "c", "d"]
 
 
-def test_a_line_is_written_in_one_piece(tmp_path, monkeypatch):
-    pieces = []
-    monkeypatch.setattr(os, "write", lambda descriptor, data: pieces.append(bytes(data)) or len(data))
-    RunLog(tmp_path / "metrics.jsonl").write("a", numbers=list(range(10000)))
-    assert len(pieces) == 1
-    assert json.loads(pieces[0])["numbers"][-1] == 9999
+@pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="the system does not count writes")
+def test_a_line_is_written_in_one_piece(tmp_path):
+    def writes():
+        return int(Path("/proc/self/io").read_text().partition("syscw: ")[2].split()[0])
+
+    log = RunLog(tmp_path / "metrics.jsonl")
+    before = writes()
+    log.write("a", numbers=list(range(10000)))
+    assert writes() - before == 1
+    assert json.loads(log.path.read_text())["numbers"][-1] == 9999
 
 
-def test_a_full_disk_names_the_file(tmp_path, monkeypatch):
-    def full(*_):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(os, "write", full)
-    with pytest.raises(ConfigError, match="the run's log '.*metrics.jsonl' cannot be written: No space left"):
-        RunLog(tmp_path / "metrics.jsonl").write("a")
-    with pytest.raises(ConfigError, match="save_file='.*log.txt' cannot be written: No space left"):
-        FileTrainLogger(tmp_path / "log.txt").log_stats({"epoch": 1})
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no full device")
+def test_a_full_disk_names_the_file():
+    with pytest.raises(ConfigError, match="the run's log '/dev/full' cannot be written: No space left"):
+        RunLog("/dev/full").write("a")
+    with pytest.raises(ConfigError, match="save_file='/dev/full' cannot be written: No space left"):
+        FileTrainLogger("/dev/full").log_stats({"epoch": 1})
 
 
 def test_other_ranks_write_nothing(tmp_path, monkeypatch):
@@ -297,14 +296,6 @@ def test_tensorboard_missing(tmp_path, monkeypatch):
         TensorboardLogger(tmp_path)
 
 
-@pytest.mark.parametrize("text", ["", "3", '{"meta": 1}', '{"meta": 1, "train": 1, "valid": {}, "test": {}}'])
-def test_tensorboard_s_steps_are_damaged(tmp_path, text):
-    (tmp_path / "board.ckpt").write_text(text)
-    board = TensorboardLogger(tmp_path / "board")
-    with pytest.raises(CheckpointError, match="where TensorBoard's steps were expected"):
-        find_load_hook(board)(board, tmp_path / "board.ckpt", True)
-
-
 # ------------------------------------------------------------------------------------- Weights & Biases
 
 
@@ -402,14 +393,6 @@ def test_mlflow(mlflow, tmp_path):
     assert mlflow.runs["run1"][-1] == ({"lr": 0.1}, None), "the same run goes on"
     MLflowLogger().log_stats({"lr": 0.2})
     assert mlflow.runs["run1"][-1] == ({"lr": 0.2}, None), "a run of the script's own is used"
-
-
-@pytest.mark.parametrize("text", ["a b", "\\0", '["a"]'])
-def test_mlflow_s_run_is_damaged(mlflow, tmp_path, text):
-    (tmp_path / "mlflow.ckpt").write_text(text)
-    train_logger = MLflowLogger()
-    with pytest.raises(CheckpointError, match="where the id of an MLflow run was expected; it is damaged"):
-        find_load_hook(train_logger)(train_logger, tmp_path / "mlflow.ckpt", True)
 
 
 def test_mlflow_missing(monkeypatch):

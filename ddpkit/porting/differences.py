@@ -5,17 +5,14 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
 
 import yaml
 
 from ddpkit.config import RUN_OPTIONS
-from ddpkit.porting.python_code import has_files
-from ddpkit.porting.scopes import dotted
+from ddpkit.porting.python_code import dotted
 from ddpkit.porting.text import Note
-from ddpkit.porting.yaml_code import fetches
 
-__all__ = ["DIFFERENCES", "Loaders", "difference", "python_differences", "read_loaders", "yaml_differences"]
+__all__ = ["DIFFERENCES", "difference", "python_differences", "yaml_differences"]
 
 _OWN = "how-to/own-fit-batch.md"
 
@@ -31,15 +28,14 @@ DIFFERENCES = {
     "fit_batch": ("overrides fit_batch: use self.backward(loss) and self.should_step", _OWN),
     "generator": ("SaveableGenerator is not needed: checkpoints have each rank's random states", "#checkpoints"),
     "host read": ("fit_batch reads its loss: a GPU waits in every step; return loss.detach()", _OWN),
-    "in order": ("never says `shuffle`: trains in order, on any number of processes", "#data"),
+    "in order": ("says no `shuffle`: in order on any number of processes, unless the script has a sampler", "#data"),
     "jit": ("TorchScript is deprecated in torch: prefer --compile", "#command-line-and-options"),
     "make_dataloader": ("overrides make_dataloader: the loader that it returns for training is divided", "#data"),
     "masked mean": ("takes lengths: of a mean over frames or tokens return (loss_sum, count)", "#gradients-and-steps"),
     "not called": ("is not called any more", "#methods-of-the-brain"),
     "own saving": ("overrides of _save and _recover are used", "#checkpoints"),
     "own step": ("steps an optimizer by itself: nothing is clipped, and no step is skipped", "#limits-worth-knowing"),
-    "past DDP": ("is called through self.hparams, past DDP: call it through self.modules", "#limits-worth-knowing"),
-    "pretrainer": ("Pretrainer takes files on disk: it downloads nothing from a hub or a page", "#checkpoints"),
+    "pretrainer": ("stays SpeechBrain's; ddpkit.parameter_transfer has one that takes files on disk", "#checkpoints"),
     "saved by main": ("saves on the main process alone: all ranks may call it, nobody hangs", "#main-only-work"),
     "seed": ("the order of samples follows seed_everything, not torch.manual_seed", "#samplers"),
     "window": ("counts windows by itself: self.should_step is right in a short last one, too", _OWN),
@@ -65,6 +61,7 @@ _LENGTHS = re.compile(r"(?:^|_)(?:len|lens|length|lengths|mask|masks)$")
 _LOADERS = {"DataLoader", "SaveableDataLoader", "WebLoader", "make_dataloader"}
 _SAVES = {"save_and_keep_only", "save_checkpoint"}
 _ORDERS = {"shuffle", "sampler", "batch_sampler"}
+_EVALUATION = re.compile(r"valid|dev|test|eval")
 
 Found = Iterator[tuple[int, str]]
 
@@ -128,7 +125,7 @@ def _is_brain(node: ast.ClassDef) -> bool:
 def _in_file(tree: ast.Module) -> Found:
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and (kind := _CLASSES.get(_last(node.func))):
-            yield from [(node.lineno, kind)] if kind != "pretrainer" or has_files(tree) else []  # else SpeechBrain's
+            yield node.lineno, kind
         elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
             if _last(node.value.func) in _LOADERS and "train" in ast.unparse(node.targets[0]):
                 yield node.lineno, "divided loader"
@@ -180,75 +177,11 @@ def _in_code(brain: ast.ClassDef) -> Found:
                 yield node.lineno, "own step"
 
 
-# ---------------------------------------------------------------------------------------- the order of the samples
-
-
-@dataclass
-class Loaders:
-    """What the scripts of a folder say of the loader that they train on.
-
-    Attributes:
-        keys: of the YAML, which have its arguments.
-        lines: calls of ``fit`` that say nothing about the order.
-        called: keys of the YAML that are called as ``self.hparams.key(...)``.
-        is_ordered: a script says something about the order itself.
-
-    Ranks: local.
-    """
-
-    keys: set[str] = field(default_factory=set)
-    lines: list[int] = field(default_factory=list)
-    called: set[str] = field(default_factory=set)
-    is_ordered: bool = False
-
-
-def read_loaders(tree: ast.Module) -> Loaders:
-    """Find which arguments a script gives to the loader that it trains on.
-
-    Args:
-        tree: the script.
-
-    Returns:
-        What it says.
-
-    Ranks: local.
-
-    Example:
-        >>> tree = ast.parse("brain.fit(epoch_counter, data, train_loader_kwargs=hparams['dataloader_opts'])")
-        >>> read_loaders(tree).keys
-        {'dataloader_opts'}
-    """
-    nodes = list(ast.walk(tree))
-    words = {one.value for one in nodes if isinstance(one, ast.Constant)}
-    words |= {one.arg for one in nodes if isinstance(one, ast.keyword)}
-    found = Loaders(is_ordered=bool(words & _ORDERS) or bool(_called(tree) & _LOADERS))
-    calls = [dotted(one.func).rpartition(".") for one in nodes if isinstance(one, ast.Call)]
-    found.called = {name for owner, _, name in calls if owner == "self.hparams"}
-    values = {dotted(one.targets[0]): one.value for one in nodes if isinstance(one, ast.Assign)}
-    for call in nodes:
-        if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute) or call.func.attr != "fit":
-            continue
-        given = {word.arg: word.value for word in call.keywords}
-        options = given.get("train_loader_kwargs")
-        options = values.get(dotted(options), options) if isinstance(options, ast.Name) else options
-        if options is None or isinstance(options, (ast.Dict, ast.Call)):
-            is_brain = options is not None or "epoch_counter" in ast.unparse(call)
-            found.lines += [call.lineno] if is_brain else []
-        else:
-            found.keys.add(options.slice.value if _has_key(options) else _last(options))  # type: ignore[attr-defined]
-    return found
-
-
-def _has_key(node: ast.expr) -> bool:
-    return isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant)
-
-
-def yaml_differences(text: str, loaders: Loaders) -> list[Note]:
+def yaml_differences(text: str) -> list[Note]:
     """Find what a YAML file says that ddpkit takes in another way.
 
     Args:
         text: the file.
-        loaders: what the scripts say that use it.
 
     Returns:
         What to tell, by line.
@@ -259,23 +192,17 @@ def yaml_differences(text: str, loaders: Loaders) -> list[Note]:
     Ranks: local.
 
     Example:
-        >>> [note] = yaml_differences("max_grad_norm: 0", Loaders())
+        >>> [note] = yaml_differences("max_grad_norm: 0")
         >>> note.text
         'max_grad_norm of 0 or less means no clipping'
     """
     document = yaml.compose(text, Loader=yaml.SafeLoader)
     if not isinstance(document, yaml.MappingNode):
         return []
-    entries = {str(key.value): (key.start_mark.line + 1, value) for key, value in document.value}
-    found = {(line, kind) for key, (line, value) in entries.items() for kind in _of_entry(key, value, text)}
-    _, modules = entries.get("modules", (0, None))
-    for _, value in modules.value if isinstance(modules, yaml.MappingNode) else ():
-        line, module = entries.get(str(value.value).strip("<>"), (0, None))
-        if module is not None and str(value.value).strip("<>") in loaders.called and ".features." not in module.tag:
-            found.add((line, "past DDP"))
-    if not loaders.is_ordered and "sorting" not in entries:
-        options = [entries[key] for key in loaders.keys & entries.keys()]
-        found |= {(line, "in order") for line, value in options if _says_no_order(value)}
+    entries = [(str(key.value), key.start_mark.line + 1, value) for key, value in document.value]
+    found = {(line, kind) for key, line, value in entries for kind in _of_entry(key, value, text)}
+    if any(key == "sorting" for key, _, _ in entries):
+        found = {(line, kind) for line, kind in found if kind != "in order"}
     return _notes(found)
 
 
@@ -288,11 +215,10 @@ def _of_entry(key: str, value: yaml.Node, text: str) -> Iterator[str]:
     if key == "jit_module_keys" or (key == "jit" and plain.lower() == "true"):
         yield "jit"
     last = value.tag.rpartition(".")[2]
-    if last in _CLASSES and not (last == "Pretrainer" and fetches(text)):  # which is SpeechBrain's then
+    if last in _CLASSES:
         yield _CLASSES[last]
     if value.tag.endswith("apply:torch.manual_seed") and "seed_everything" not in text:
         yield "seed"
-
-
-def _says_no_order(value: yaml.Node) -> bool:
-    return isinstance(value, yaml.MappingNode) and not _ORDERS & {str(key.value) for key, _ in value.value}
+    inner = {str(one.value) for one, _ in value.value} if isinstance(value, yaml.MappingNode) else set()
+    if "loader" in key and not _EVALUATION.search(key) and "batch_size" in inner and not inner & _ORDERS:
+        yield "in order"

@@ -1,25 +1,13 @@
 """The names of SpeechBrain's training core, and the module of ddpkit that answers each.
 
-The table has the names of SpeechBrain 1.0 and 1.1. It promises nothing: a name counts as ddpkit's when ddpkit has it,
-which :func:`ddpkit_name` looks up. All other names stay SpeechBrain's.
+The table has the names of SpeechBrain 1.0 and 1.1. All other names stay SpeechBrain's.
 """
 
 from __future__ import annotations
 
-import functools
-from importlib import import_module
-from importlib.util import find_spec
-from types import ModuleType
-from typing import Any
-
-__all__ = ["PACKAGE", "PATHS", "PRETRAINER", "STAYS", "TABLE", "ddpkit_module", "ddpkit_name"]
+__all__ = ["PACKAGE", "TABLE", "ddpkit_module", "ddpkit_name"]
 
 PACKAGE = "speechbrain"
-
-#: A class that ddpkit has for files on disk alone, how a source begins that is seen to be one, and what is told else.
-PRETRAINER = f"{PACKAGE}.utils.parameter_transfer.Pretrainer"
-PATHS = ("/", "./", "../", "~")
-STAYS = "Pretrainer stays SpeechBrain's: ddpkit's takes files on disk alone, by paths with /, ./, ../ or ~ first"
 
 # A module of SpeechBrain, a module of ddpkit that answers it, and names that are there; one row per line.
 _ROWS = """
@@ -54,7 +42,6 @@ speechbrain.utils.logger ddpkit.logger: get_logger setup_logging
 speechbrain.utils.logger ddpkit.experiment: get_environment_description
 speechbrain.utils.metric_stats ddpkit.metric_stats: MetricStats
 speechbrain.utils.optimizers ddpkit.optim: rm_vector_weight_decay
-speechbrain.utils.parameter_transfer ddpkit.parameter_transfer: Pretrainer
 speechbrain.utils.profiling ddpkit.profiler: prepare_profiler
 speechbrain.utils.run_opts ddpkit.run_opts: RunOptions
 speechbrain.utils.seed ddpkit.seed: seed_everything
@@ -101,7 +88,7 @@ def ddpkit_module(module: str) -> str | None:
         module: such as ``"speechbrain.utils.profiling"``.
 
     Returns:
-        The module, or None where the table has none or ddpkit does not offer it.
+        The module, or None where the table has none.
 
     Ranks: local.
 
@@ -110,15 +97,11 @@ def ddpkit_module(module: str) -> str | None:
         'ddpkit.profiler'
         >>> ddpkit_module("speechbrain.lobes")
     """
-    home = next(iter(TABLE.get(module, ())), None)
-    return home if home is not None and _module(home) is not None else None
+    return next(iter(TABLE.get(module, ())), None)
 
 
-@functools.cache
 def ddpkit_name(name: str) -> str | None:
     """Return the name in ddpkit of what a name of SpeechBrain stands for, if ddpkit offers it.
-
-    Loads the module of ddpkit that has the name.
 
     Args:
         name: a dotted name, as in an import or a YAML tag. It may go on inside a class.
@@ -135,22 +118,9 @@ def ddpkit_name(name: str) -> str | None:
         'ddpkit.AMPConfig.from_name'
         >>> ddpkit_name("speechbrain.dataio.dataio.read_audio")
     """
-    head, parts = name, list[str]()
-    while head not in _HOMES:
-        head, dot, last = head.rpartition(".")
-        if not dot:
-            return None
-        parts.insert(0, last)
-    home, _, first = _HOMES[head].rpartition(".")
-    value: Any = _module(home)
-    for part in (first, *parts):
-        value = getattr(value, part, _MISSING)
-    return ".".join((home, first, *parts)) if value is not _MISSING and value is not None else None
-
-
-_MISSING = object()
-
-
-def _module(name: str) -> ModuleType | None:
-    """Load a module of ddpkit if it is there."""
-    return import_module(name) if find_spec(name) is not None else None
+    parts = name.split(".")
+    for end in range(len(parts), 0, -1):
+        home = _HOMES.get(".".join(parts[:end]))
+        if home is not None:
+            return ".".join([home, *parts[end:]])
+    return None

@@ -5,16 +5,19 @@ from __future__ import annotations
 import ast
 import re
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 
-from ddpkit.porting.names import PACKAGE, PATHS, PRETRAINER, STAYS, ddpkit_module, ddpkit_name
-from ddpkit.porting.scopes import Binding, dotted, read_bindings
+from ddpkit.porting.names import PACKAGE, ddpkit_module, ddpkit_name
 from ddpkit.porting.text import Change, Note, Source
 
-__all__ = ["has_files", "parse_python", "port_python"]
+__all__ = ["dotted", "parse_python", "port_python"]
 
 _OURS = "ddpkit"
 _NAME = re.compile(rf"\b{PACKAGE}(?:\.\w+)+")
+_BINDING = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.ExceptHandler, ast.MatchAs, ast.MatchStar)
+
+Import = ast.Import | ast.ImportFrom
 
 
 def parse_python(text: str) -> ast.Module:
@@ -37,30 +40,22 @@ def parse_python(text: str) -> ast.Module:
         return ast.parse(text)
 
 
-def has_files(tree: ast.Module) -> bool:
-    """Say whether each Pretrainer that a script makes is seen to take its weights from files on disk.
+def dotted(node: ast.AST | None) -> str:
+    """Return the dotted name that a node is, such as ``sb.Stage.TRAIN``, or nothing.
 
     Args:
-        tree: the script.
+        node: of a syntax tree.
 
     Returns:
-        Whether one is made, and the sources of all are texts that begin as a path does.
+        The name.
 
     Ranks: local.
-
-    Example:
-        >>> has_files(ast.parse("Pretrainer(paths={'lm': 'speechbrain/lm/lm.ckpt'})"))
-        False
     """
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    made = [one for one in calls if ast.unparse(one.func).rpartition(".")[2] == "Pretrainer"]
-    paths = [next((word.value for word in one.keywords if word.arg == "paths"), None) for one in made]
-    sources = [one.values if isinstance(one, ast.Dict) else [] for one in paths]
-    return bool(made) and all(each and all(map(_is_path, each)) for each in sources)
-
-
-def _is_path(node: ast.expr) -> bool:
-    return ast.unparse(node).removeprefix("f")[1:].startswith(PATHS)
+    parts: list[str] = []
+    while isinstance(node, ast.Attribute):
+        parts.insert(0, node.attr)
+        node = node.value
+    return ".".join([node.id, *parts]) if isinstance(node, ast.Name) else ""
 
 
 def port_python(text: str) -> Change:
@@ -84,7 +79,7 @@ def port_python(text: str) -> Change:
         import speechbrain as sb
         ddpkit.Stage.TRAIN, sb.nnet.linear.Linear
         >>> port_python("import speechbrain as sb\nsb.utils.distributed.run_on_main").text
-        'import ddpkit as sb\nsb.distributed.run_on_main'
+        'import ddpkit\nddpkit.distributed.run_on_main'
     """
     return _Port(text).result()
 
@@ -93,24 +88,25 @@ class _Port:
     """One file while it is rewritten."""
 
     def __init__(self, text: str) -> None:
-        tree = parse_python(text)
-        self.source, self.text = Source(text), text
+        self.source, self.text, self.tree = Source(text), text, parse_python(text)
+        self.nodes = list(ast.walk(self.tree))
         self.names = 0
         self.notes: list[Note] = []
-        self.stays = "" if has_files(tree) else PRETRAINER
-        self.imported: set[int] = set()  # blocks of statements that import ddpkit
-        self.blocks = {id(inner): id(block) for block in _blocks(tree) for inner in block}
-        self.moved: dict[ast.ImportFrom, dict[ast.alias, tuple[str, str]]] = {}  # where each name is imported from now
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Import) and any(one.name == _OURS and not one.asname for one in node.names):
-                self.imported.add(self.blocks[id(node)])
-        bindings = read_bindings(tree)
-        for binding in bindings:
-            self.port_binding(binding)
-        for statement, moved in self.moved.items():
-            self.port_from(statement, moved)
-        self.tell_left(tree)
-        self.tell_annotations(tree, {binding.name for binding in bindings})
+        imports = [node for node in self.nodes if isinstance(node, Import)]
+        own = [alias for node in self.tree.body if isinstance(node, ast.Import) for alias in node.names]
+        self.imports_ddpkit = any(alias.name == _OURS and not alias.asname for alias in own)
+        modules: dict[tuple[str, str], list[tuple[Import, ast.alias]]] = {}
+        for node in imports:
+            for alias in node.names:
+                modules.setdefault(_imported(node, alias), []).append((node, alias))
+        bound = Counter(name for name, _ in {*modules, *_bound(self.nodes)})
+        for (name, target), found in modules.items():
+            if target.split(".")[0] == PACKAGE and not ddpkit_name(target):
+                self.port_uses(name, target, found, is_ambiguous=bound[name] > 1)
+        for node in imports:
+            if isinstance(node, ast.ImportFrom) and not node.level:
+                self.port_from(node)
+        self.tell_left()
 
     def result(self) -> Change:
         text = self.source.result()
@@ -122,10 +118,10 @@ class _Port:
         if note not in self.notes:
             self.notes.append(note)
 
-    def tell_left(self, tree: ast.Module) -> None:
+    def tell_left(self) -> None:
         """Tell of imports with a star, and of names in strings, which may be anything."""
-        docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-        for node in ast.walk(tree):
+        docstrings = {id(node.value) for node in self.nodes if isinstance(node, ast.Expr)}
+        for node in self.nodes:
             if isinstance(node, ast.ImportFrom) and node.names[0].name == "*" and ddpkit_module(node.module or ""):
                 self.tell(node, f"`{ast.unparse(node)}` is left: name what is used of it")
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
@@ -133,147 +129,93 @@ class _Port:
                     if ddpkit_name(name) or ddpkit_module(name):
                         self.tell(node, f"{name} in a string is left")
 
-    def tell_annotations(self, tree: ast.Module, names: set[str]) -> None:
-        """Tell of annotations in strings that begin with an imported name."""
-        found = (getattr(node, field, None) for node in ast.walk(tree) for field in ("annotation", "returns"))
-        for node in (one for annotation in found if isinstance(annotation, ast.expr) for one in ast.walk(annotation)):
-            if isinstance(node, ast.Constant) and names & {*re.findall(r"\w+", str(node.value))}:
-                self.tell(node, f"`{node.value!s}` in an annotation is left: write it by hand")
+    # ------------------------------------------------------------------------------------ uses of an imported module
 
-    # ------------------------------------------------------------------------------------ one imported name
-
-    def answer(self, target: str) -> str | None:
-        return ddpkit_name(target) if target != self.stays else None
-
-    def is_left(self, statement: ast.Import | ast.ImportFrom) -> bool:
-        """Say whether a list of imports would have to be divided that has comments in it."""
-        start, end = self.source.span(statement)
-        if not isinstance(statement, ast.ImportFrom) or "#" not in self.text[start:end]:
-            return False
-        targets = [f"{statement.module}.{alias.name}" for alias in statement.names]
-        return len({(self.answer(one) or ddpkit_module(one) or "").rpartition(".")[0] for one in targets}) > 1
-
-    def port_binding(self, binding: Binding) -> None:
-        left = next((statement for statement, _ in binding.imports if self.is_left(statement)), None)
-        if left is not None:
-            self.tell(left, "a list of imports with comments, for several modules, is left: write it by hand")
-            return
-        answer = self.answer(binding.target)
-        if answer is not None:  # an object: its uses stay as they are
-            for statement, alias in binding.imports:
-                if isinstance(statement, ast.ImportFrom):
-                    home, _, name = answer.rpartition(".")
-                    self.moved.setdefault(statement, {})[alias] = (home, _as(name, binding.name))
-                    self.names += 1
-            return
-        ours, theirs = self.divide(binding)
+    def port_uses(self, name: str, target: str, imports: list[tuple[Import, ast.alias]], *, is_ambiguous: bool) -> None:
+        """Rename what ddpkit answers of a module of SpeechBrain, and import ddpkit beside the module or instead."""
+        parts = [node for node in self.nodes if isinstance(node, ast.Attribute)]
+        ours = [(node, new) for node in parts if (new := _answer(node, name, target))]
         if not ours:
             return
-        if binding.is_ambiguous:
-            first = ours[0][0]
-            self.tell(first, f"`{binding.name}` is bound more than once: `{dotted(first)}` is left")
+        if is_ambiguous:
+            self.tell(ours[0][0], f"`{name}` is bound more than once: `{dotted(ours[0][0])}` is left")
             return
-        base, new_base = self.new_base(binding, [new for _, _, new in ours], keep=theirs)
-        for node, end, new in ours:
-            self.source.replace(self.source.span(node)[0], end, base + new.removeprefix(new_base))
-        self.names += len(ours)
-
-    def divide(self, binding: Binding) -> tuple[list[tuple[ast.Name | ast.Attribute, int, str]], bool]:
-        """Find the uses that ddpkit answers: each with the end of what is replaced, and its new name; any others?"""
-        ours, theirs = [], False
-        for use in binding.uses:
-            found = self.answered(use, binding)
-            if found is None:
-                theirs = True
-            else:
-                ours.append((use, *found))
-        return ours, theirs
-
-    def answered(self, use: ast.Name | ast.Attribute, binding: Binding) -> tuple[int, str] | None:
-        """Find the end of the shortest answered part of a dotted name, and its name in ddpkit; None if it stays."""
-        full = binding.target + dotted(use).removeprefix(binding.name)
-        if self.stays and f"{full}.".startswith(f"{self.stays}."):
-            self.tell(use, STAYS)
-            return None
-        if ddpkit_name(full) is None:
-            if ddpkit_module(full) is not None and full != PACKAGE:
-                self.tell(use, f"the module `{dotted(use)}` is used as a value: it stays SpeechBrain's")
-            return None
-        node: ast.expr = use
-        while isinstance(node, ast.Attribute) and ddpkit_name(full.rpartition(".")[0]) is not None:
-            node, full = node.value, full.rpartition(".")[0]
-        start, end = self.source.span(node)
-        if re.sub(r"[\s\\]", "", self.text[start:end]) != dotted(node):  # brackets or a comment are inside
-            self.tell(use, f"`{dotted(use)}` is left: write it in one piece")
-            return None
-        return end, ddpkit_name(full) or full
-
-    def new_base(self, binding: Binding, new: list[str], *, keep: bool) -> tuple[str, str]:
-        """Import ddpkit for the uses of a binding; return what the uses begin with, and what that stands for."""
-        if keep:
-            for statement, _ in binding.imports:
+        renamed = sum(self.rename(node, new) for node, new in ours)
+        if not renamed:
+            return
+        self.names += renamed
+        has_others = renamed < sum(isinstance(node, ast.Name) and node.id == name for node in self.nodes)
+        for statement, alias in imports:
+            module = ddpkit_module(alias.name)
+            if has_others or module is None or isinstance(statement, ast.ImportFrom):
                 self.import_ddpkit(statement)
-            return _OURS, _OURS
-        module = ddpkit_module(binding.target)
-        is_named = all(alias.asname or isinstance(statement, ast.ImportFrom) for statement, alias in binding.imports)
-        if is_named and module and all(name.startswith(f"{module}.") for name in new):
-            for statement, alias in binding.imports:
-                self.port_alias(statement, alias, module, binding.name)
-            return binding.name, module
-        for statement, alias in sorted(binding.imports, key=lambda one: ddpkit_module(one[1].name) is None):
-            self.port_alias(statement, alias, _OURS if is_named else ddpkit_module(alias.name), "")
-        return _OURS, _OURS
+            else:
+                self.source.replace(*self.source.span(alias), module)
+                self.imports_ddpkit |= statement in self.tree.body
+
+    def rename(self, node: ast.expr, new: str) -> bool:
+        """Replace a dotted name by another, unless brackets or a comment are inside."""
+        start, end = self.source.span(node)
+        if re.sub(r"[\s\\]", "", self.text[start:end]) != dotted(node):
+            self.tell(node, f"`{dotted(node)}` is left: write it in one piece")
+            return False
+        self.source.replace(start, end, new)
+        return True
 
     def import_ddpkit(self, statement: ast.stmt) -> None:
-        block = self.blocks[id(statement)]
-        if block not in self.imported:
-            self.imported.add(block)
+        if not self.imports_ddpkit:
+            self.imports_ddpkit = statement in self.tree.body  # else it is imported in a function or a branch alone
             start = self.source.span(statement)[0]
             self.source.replace(start, start, f"import {_OURS}{self.source.separator(start)}")
 
-    def port_alias(
-        self, statement: ast.Import | ast.ImportFrom, alias: ast.alias, module: str | None, name: str
-    ) -> None:
-        """Import a module of ddpkit where one of SpeechBrain was imported."""
-        if module is None:
-            self.import_ddpkit(statement)
-        elif isinstance(statement, ast.ImportFrom):
-            home, _, last = module.rpartition(".")
-            self.moved.setdefault(statement, {})[alias] = (home, _as(last, name or last))
-        else:
-            self.source.replace(*self.source.span(alias), _as(module, name or module))
-            self.imported.update({self.blocks[id(statement)]} if module == _OURS and not name else ())
-
     # ------------------------------------------------------------------------------------ from ... import
 
-    def port_from(self, statement: ast.ImportFrom, moved: dict[ast.alias, tuple[str, str]]) -> None:
-        """Divide the names of one statement between the modules that have them."""
-        start, end = self.source.span(statement)
-        homes = list(dict.fromkeys(home for home, _ in moved.values()))
-        head = re.match(r"from[\s\\]+(?P<module>\w+(?:[\s\\]*\.[\s\\]*\w+)*)", self.text[start:end])
-        if head and len(moved) == len(statement.names) and len(homes) == 1 and homes[0]:
-            self.source.replace(start + head.start("module"), start + head.end("module"), homes[0])
-            for alias, (_, text) in moved.items():
-                if text != ast.unparse(alias):
-                    self.source.replace(*self.source.span(alias), text)
+    def port_from(self, statement: ast.ImportFrom) -> None:
+        """Divide the names of one statement between the modules that have them; what is SpeechBrain's comes last."""
+        own = statement.module or ""
+        homes: dict[str, list[ast.alias]] = {}
+        for alias in statement.names:
+            home, _, _ = (ddpkit_name(f"{own}.{alias.name}") or f"{own}.").rpartition(".")
+            homes.setdefault(home, []).append(alias)
+        moved = sum(len(aliases) for home, aliases in homes.items() if home != own)
+        if not moved:
             return
-        lines = []
-        for home in homes:
-            names = ", ".join(text for other, text in moved.values() if other == home)
-            lines.append(f"from {home} import {names}" if home else f"import {names}")
-        rest = [alias for alias in statement.names if alias not in moved]
-        if rest:
-            lines.append(ast.unparse(ast.ImportFrom(statement.module, rest, statement.level)))
-        self.source.replace(start, end, self.source.separator(start).join(lines))
+        start, end = self.source.span(statement)
+        text = self.text[start:end]
+        if len(homes) == 1 and (head := re.match(rf"from\s+{re.escape(own)}\b", text)):
+            self.source.replace(start, start + head.end(), f"from {min(homes)}")
+        elif "#" in text:
+            self.tell(statement, "a list of imports with comments, for several modules, is left: write it by hand")
+            return
+        else:
+            lines = [
+                ast.unparse(ast.ImportFrom(home, homes[home], 0)) for home in sorted(homes, key=lambda one: one == own)
+            ]
+            self.source.replace(start, end, self.source.separator(start).join(lines))
+        self.names += moved
 
 
-def _blocks(tree: ast.Module) -> Iterator[list[ast.stmt]]:
-    for node in ast.walk(tree):
-        for name in ("body", "orelse", "finalbody"):
-            block = getattr(node, name, None)
-            if isinstance(block, list):
-                yield block
+def _imported(node: Import, alias: ast.alias) -> tuple[str, str]:
+    """The name that an import binds, and what it stands for in full."""
+    if isinstance(node, ast.ImportFrom):
+        return alias.asname or alias.name, "." if node.level else f"{node.module}.{alias.name}"
+    first = alias.name.split(".")[0]
+    return (alias.asname, alias.name) if alias.asname else (first, first)
 
 
-def _as(name: str, local: str) -> str:
-    return name if name == local else f"{name} as {local}"
+def _answer(node: ast.Attribute, name: str, target: str) -> str | None:
+    """What ddpkit calls a dotted name of an imported module, if no shorter part of it has an answer."""
+    first, _, rest = dotted(node).partition(".")
+    outer = ".".join([target, *rest.split(".")[:-1]])
+    return ddpkit_name(f"{target}.{rest}") if first == name and not ddpkit_name(outer) else None
+
+
+def _bound(nodes: list[ast.AST]) -> Iterator[tuple[str, str]]:
+    """Each name that is bound by something else than an import, anywhere in a file; what it stands for is not known."""
+    for node in nodes:
+        if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
+            yield node.id, ""
+        elif isinstance(node, ast.arg):
+            yield node.arg, ""
+        elif isinstance(node, _BINDING) and node.name:
+            yield node.name, ""

@@ -6,8 +6,7 @@ import difflib
 import os
 import re
 import shutil
-import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,7 +14,7 @@ import yaml
 
 from ddpkit.base import replacing
 from ddpkit.errors import ConfigError
-from ddpkit.porting.differences import Loaders, difference, python_differences, read_loaders, yaml_differences
+from ddpkit.porting.differences import python_differences, yaml_differences
 from ddpkit.porting.names import PACKAGE
 from ddpkit.porting.python_code import parse_python, port_python
 from ddpkit.porting.text import Change, Note, decode
@@ -41,7 +40,6 @@ class PortedFile:
         encoding: its own.
         problem: why it was left.
         notes: what behaves differently.
-        loaders: what a script says of the loader that it trains on.
 
     Ranks: local.
     """
@@ -53,7 +51,6 @@ class PortedFile:
     encoding: str = "utf-8"
     problem: str = ""
     notes: list[Note] = field(default_factory=list)
-    loaders: Loaders | None = None
 
     @property
     def changes(self) -> bool:
@@ -119,17 +116,12 @@ def port_recipe(path: Path) -> PortedRecipe:
     root = path if path.is_dir() else path.parent
     found = list(_walk(root)) if path.is_dir() else [PortedFile(path, path.name)]
     for one in found:
-        if not one.problem:
-            _port(one)
-    for one in found:
-        if one.change is not None and one.path.suffix in _YAML:
-            one.notes += yaml_differences(one.old, _loaders_of(one, found))
+        _port(one)
     return PortedRecipe(root, found)
 
 
 def _walk(root: Path) -> Iterator[PortedFile]:
-    failed: list[OSError] = []
-    for folder, folders, names in os.walk(root, onerror=failed.append):
+    for folder, folders, names in os.walk(root):
         folders[:] = sorted(name for name in folders if not _NOT_OURS.match(name))
         if "pyvenv.cfg" in names or "env.log" in names:  # a virtual environment; the record of a run
             folders.clear()
@@ -140,41 +132,20 @@ def _walk(root: Path) -> Iterator[PortedFile]:
                 if path.is_symlink() and path.resolve().is_relative_to(root) and path.exists():
                     continue  # its target is in the folder, too
                 yield PortedFile(path, path.relative_to(root).as_posix())
-    for error in failed:
-        place = Path(error.filename or root)
-        yield PortedFile(place, place.relative_to(root).as_posix(), problem=error.strerror or str(error))
 
 
 def _port(one: PortedFile) -> None:
     """Read a file and work out what changes in it."""
     is_python = one.path.suffix in _PYTHON
     try:
-        if not stat.S_ISREG(one.path.stat().st_mode):
-            raise OSError("not a regular file")
         one.old, one.encoding = decode(one.path.read_bytes(), is_python=is_python)
-        mentions = _MENTIONS.search(one.old)
-        if is_python:
-            tree = parse_python(one.old)
-            one.change = port_python(one.old) if PACKAGE in one.old else Change(one.old)
-            if mentions:
-                one.notes, one.loaders = python_differences(tree), read_loaders(tree)
-                if not one.loaders.is_ordered and one.loaders.lines:
-                    one.notes.append(difference("in order", one.loaders.lines))
-        elif mentions:
-            one.change = port_yaml(one.old)
-            yaml_differences(one.old, Loaders())
-        _require_writable(one)
+        if _MENTIONS.search(one.old):
+            one.notes = python_differences(parse_python(one.old)) if is_python else yaml_differences(one.old)
+            one.change = port_python(one.old) if is_python else port_yaml(one.old)
+            if one.changes and one.path.is_symlink():
+                raise OSError(f"a link that leads out of the folder, to {str(one.path.resolve())!r}")
     except (OSError, SyntaxError, ValueError, RecursionError, yaml.YAMLError) as error:
-        one.change, one.problem = None, _reason(error)
-
-
-def _require_writable(one: PortedFile) -> None:
-    if not one.changes:
-        return
-    if one.path.is_symlink():
-        raise OSError(f"a link that leads out of the folder, to {str(one.path.resolve())!r}")
-    if not one.path.stat().st_mode & 0o222 or not os.access(one.path, os.W_OK):
-        raise OSError("it is read-only")
+        one.change, one.notes, one.problem = None, [], _reason(error)
 
 
 def _reason(error: Exception) -> str:
@@ -183,17 +154,6 @@ def _reason(error: Exception) -> str:
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         return f"line {error.problem_mark.line + 1}: {error.problem}"
     return (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__
-
-
-def _loaders_of(one: PortedFile, files: Sequence[PortedFile]) -> Loaders:
-    """Return what the scripts say that stand nearest to a YAML file, beside it or above."""
-    for folder in one.path.parents:
-        near = [other.loaders for other in files if other.loaders is not None and other.path.parent == folder]
-        if any(loaders.keys or loaders.lines or loaders.called for loaders in near):
-            keys = {key for loaders in near for key in loaders.keys}
-            called = {key for loaders in near for key in loaders.called}
-            return Loaders(keys, called=called, is_ordered=any(loaders.is_ordered for loaders in near))
-    return Loaders()
 
 
 def write_recipe(recipe: PortedRecipe) -> Path | None:

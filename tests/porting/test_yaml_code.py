@@ -50,6 +50,7 @@ def test_a_tag_is_renamed_wherever_it_stands(form):
         f"a: {OLD}",
         "a: !new:speechbrain.lobes.features.Fbank {n_mels: 40}",
         "a: !new:speechbrain.utils.epoch_loop.NoSuchCounter",
+        "a: !new:speechbrain.utils.parameter_transfer.Pretrainer",
         "a: !new:myspeechbrain.utils.epoch_loop.EpochCounter",
         "a: !ref <speechbrain.utils.epoch_loop.EpochCounter>",
         "a: !new:speechbrain",
@@ -58,49 +59,6 @@ def test_a_tag_is_renamed_wherever_it_stands(form):
 def test_all_else_stays(text):
     change = port_yaml(text)
     assert (change.text, change.names) == (text, 0)
-
-
-PRETRAINER = """\
-hub: speechbrain/asr-crdnn-rnnlm-librispeech
-page: https://example.org/model.ckpt?dl=1
-here: ~/models
-below: !ref <here>/lm
-lost: !ref <lost>
-given: !PLACEHOLDER
-pretrainer: &p !new:speechbrain.utils.parameter_transfer.Pretrainer
-    collect_in: save
-    paths: PATHS
-"""
-
-
-@pytest.mark.parametrize(
-    ("paths", "stays"),
-    [
-        ("{lm: !ref <hub>/lm.ckpt}", True),
-        ("{lm: /lm.ckpt, tokenizer: !ref <page>}", True),
-        ("{lm: !ref <lost>/lm.ckpt}", True),
-        ("{lm: !ref <given>/lm.ckpt}", True),
-        ("{lm: !ref <nowhere>/lm.ckpt}", True),
-        ("!ref <files>", True),
-        ("{}", True),
-        ("!new:speechbrain.x", True),
-        ("{lm: !ref <below>/lm.ckpt}", False),
-        ("{lm: /models/lm.ckpt, tokenizer: ../tokenizer.ckpt}", False),
-    ],
-)
-def test_a_pretrainer_that_may_fetch_stays_speechbrains(paths, stays):
-    text = PRETRAINER.replace("PATHS", paths)
-    change = port_yaml(text)
-    new = text if stays else text.replace("speechbrain.utils.parameter", "ddpkit.parameter")
-    assert (change.text, change.names) == (new, not stays)
-    assert [(note.lines, "stays SpeechBrain's" in note.text) for note in change.notes] == [((7,), True)] * stays
-
-
-@pytest.mark.parametrize(("source", "stays"), [("speechbrain/lm/lm.ckpt", True), ("/models/lm.ckpt", False)])
-def test_a_pretrainer_inside_another_entry_is_looked_at_too(source, stays):
-    name = "speechbrain.utils.parameter_transfer.Pretrainer"
-    text = f"a: &a\n  - b: {{p: !new:{name} {{paths: {{lm: {source}}}}}}}\nc: *a\n"
-    assert port_yaml(text).text == (text if stays else text.replace("speechbrain.utils.parameter", "ddpkit.parameter"))
 
 
 def test_a_module_as_a_value_stays_and_is_told():

@@ -35,7 +35,7 @@ DIFFERENCES = {
     "not called": ("is not called any more", "#methods-of-the-brain"),
     "own saving": ("overrides of _save and _recover are used", "#checkpoints"),
     "own step": ("steps an optimizer by itself: nothing is clipped, and no step is skipped", "#limits-worth-knowing"),
-    "pretrainer": ("stays SpeechBrain's; ddpkit.parameter_transfer has one that takes files on disk", "#checkpoints"),
+    "pretrainer": ("Pretrainer takes files on disk: it downloads nothing from a hub or a page", "#checkpoints"),
     "saved by main": ("saves on the main process alone: all ranks may call it, nobody hangs", "#main-only-work"),
     "seed": ("the order of samples follows seed_everything, not torch.manual_seed", "#samplers"),
     "window": ("counts windows by itself: self.should_step is right in a short last one, too", _OWN),

@@ -42,6 +42,7 @@ speechbrain.utils.logger ddpkit.logger: get_logger setup_logging
 speechbrain.utils.logger ddpkit.experiment: get_environment_description
 speechbrain.utils.metric_stats ddpkit.metric_stats: MetricStats
 speechbrain.utils.optimizers ddpkit.optim: rm_vector_weight_decay
+speechbrain.utils.parameter_transfer ddpkit.parameter_transfer: Pretrainer
 speechbrain.utils.profiling ddpkit.profiler: prepare_profiler
 speechbrain.utils.run_opts ddpkit.run_opts: RunOptions
 speechbrain.utils.seed ddpkit.seed: seed_everything

@@ -42,7 +42,6 @@ def test_a_name_has_one_home():
         ("speechbrain.utils.checkpoints.no_such_name", None),
         ("speechbrain.utils.checkpoints.os", None),
         ("speechbrain.dataio.dataio.read_audio", None),
-        ("speechbrain.utils.parameter_transfer.Pretrainer", None),
         ("speechbrain.nnet.losses.nll_loss", None),
         ("speechbrain", None),
         ("torch.nn.Linear", None),

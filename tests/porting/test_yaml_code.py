@@ -50,7 +50,6 @@ def test_a_tag_is_renamed_wherever_it_stands(form):
         f"a: {OLD}",
         "a: !new:speechbrain.lobes.features.Fbank {n_mels: 40}",
         "a: !new:speechbrain.utils.epoch_loop.NoSuchCounter",
-        "a: !new:speechbrain.utils.parameter_transfer.Pretrainer",
         "a: !new:myspeechbrain.utils.epoch_loop.EpochCounter",
         "a: !ref <speechbrain.utils.epoch_loop.EpochCounter>",
         "a: !new:speechbrain",

@@ -1,9 +1,9 @@
 """What a checkpoint costs: the stall of training, the whole write, and loading on two ranks.
 
-    python benchmarks/checkpoints.py                     # 100 MB and 1 GB of state, in the folder for temporary files
-    python benchmarks/checkpoints.py --folder /data/x    # on another disk
-    python benchmarks/checkpoints.py --sizes 100         # MB
-    python benchmarks/checkpoints.py --only_verified --cpu_time  # processor time of a verified load, on a busy machine
+    python -m benchmarks.checkpoints                     # 100 MB and 1 GB of state, in the folder for temporary files
+    python -m benchmarks.checkpoints --folder /data/x    # on another disk
+    python -m benchmarks.checkpoints --sizes 100         # MB
+    python -m benchmarks.checkpoints --only_verified --cpu_time  # processor time of a verified load, on a busy machine
 
 The state is that of a model with layers of 4 MiB. Everything is repeated in turn and the best and the median are
 reported: what the machine can do, and what it did. `memcpy` is the copy of the state into memory that has been written
@@ -31,7 +31,7 @@ from torch import nn
 
 from ddpkit.checkpointing import verify as verify_checkpoint
 from ddpkit.checkpoints import Checkpointer
-from ddpkit.testing import RankPool
+from tests.rank_pool import RankPool
 
 WIDTH = 1024
 

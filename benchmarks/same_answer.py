@@ -1,6 +1,6 @@
 """How far training on several processes departs from one process, with ddpkit and with the usual loop.
 
-    python benchmarks/same_answer.py
+    python -m benchmarks.same_answer
 
 Trains a small network for some epochs on 1, 2, 3 and 4 gloo processes with the same joined batch and prints the
 largest difference of a weight, and of a reported loss, from one process. The usual loop is what many recipes do by
@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
 from ddpkit.brain import Brain
-from ddpkit.testing import RankPool
+from tests.rank_pool import RankPool
 
 JOINED = 12
 RATE = 0.05

@@ -1,6 +1,6 @@
 """What the same bits cost: a training step with --virtual_ranks against DDP with the same micro-batches.
 
-    python benchmarks/virtual_ranks.py [--processes 2] [--steps 30]
+    python -m benchmarks.virtual_ranks [--processes 2] [--steps 30]
 
 Both train the same network on as many gloo processes, in the same run, taking turns of some steps each; a step of DDP
 accumulates as many micro-batches of the same size as a step with virtual ranks has shards on a process. Printed are the
@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from ddpkit.brain import Brain
-from ddpkit.testing import RankPool
+from tests.rank_pool import RankPool
 
 FEATURES, PER_SHARD, STEPS_A_TURN = 64, 8, 5
 WIDTHS = {"0.02 M parameters": 128, "1.1 M parameters": 1024, "4.2 M parameters": 2048}

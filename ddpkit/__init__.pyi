@@ -26,7 +26,6 @@ from ddpkit import (
     schedulers as schedulers,
     seed as seed,
     syncbn as syncbn,
-    testing as testing,
     train_logger as train_logger,
     types as types,
 )

@@ -90,7 +90,7 @@ def _leaves_no_trace():
 @pytest.fixture(scope="session")
 def ranks():
     """Real ranks, started once: ``ranks.run(fn, *args, world_size=2)`` returns what each rank returned."""
-    from ddpkit.testing import RankPool
+    from tests.rank_pool import RankPool
 
     pool = RankPool(timeout=300)  # for a run that hangs; a loaded machine takes its time
     yield pool

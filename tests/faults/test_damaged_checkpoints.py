@@ -11,9 +11,9 @@ import torch
 
 from ddpkit.distributed import ddp_barrier, if_main_process
 from ddpkit.errors import CheckpointError
-from ddpkit.testing import RankPool
 from tests.faults.damage import damage, delete, empty, files_of, flip_a_bit, grow, listing, restore, truncate
 from tests.faults.storage_tools import Run, Warnings, forked, names, new_folder, obey_permissions, save
+from tests.rank_pool import RankPool
 
 TRIALS = 1000
 STEPS = (1, 2, 3)  # the last is what gets damaged; what falls back finds the one before

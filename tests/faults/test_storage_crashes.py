@@ -17,7 +17,6 @@ import pytest
 
 from ddpkit.checkpointing import SnapshotMemory
 from ddpkit.distributed import ddp_barrier
-from ddpkit.testing import RankPool, RankPoolError
 from tests.faults.storage_tools import (
     MODES,
     CrashingFiles,
@@ -34,6 +33,7 @@ from tests.faults.storage_tools import (
     watched,
     without_waiting,
 )
+from tests.rank_pool import RankPool, RankPoolError
 
 KILLS = 100  # of each mode
 

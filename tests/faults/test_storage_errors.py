@@ -15,7 +15,6 @@ import pytest
 
 from ddpkit.distributed import ddp_barrier, if_main_process
 from ddpkit.errors import CheckpointError
-from ddpkit.testing import RankPool
 from tests.faults.storage_tools import (
     MODES,
     CrashingFiles,
@@ -33,6 +32,7 @@ from tests.faults.storage_tools import (
     watched,
     without_waiting,
 )
+from tests.rank_pool import RankPool
 
 WORDS = {
     errno.ENOSPC: "no space left",

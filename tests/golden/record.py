@@ -10,8 +10,8 @@ from pathlib import Path
 
 import torch
 
-from ddpkit.testing import RankPool
 from tests.golden.cases import CASES, fresh, killed, resumed
+from tests.rank_pool import RankPool
 
 HERE = Path(__file__).parent
 TRACES = HERE / "traces.json"

@@ -24,9 +24,9 @@ from ddpkit.errors import ConfigError
 from ddpkit.parity import causes
 from ddpkit.parity.causes import diagnose, fitted_weights
 from ddpkit.parity.check import one_process, record, require_one_process
-from ddpkit.testing import RankPoolError
 from ddpkit.types import Stage
 from tests.contract.recipes import Regression, assert_same, make, points, sgd, weights
+from tests.rank_pool import RankPoolError
 
 TIGHT = 1e-9
 

@@ -33,12 +33,12 @@ from ddpkit.run_opts import RunOptions
 from ddpkit.seed import seed_everything
 from ddpkit.strategies.ddp import DDP
 from ddpkit.syncbn import SyncBatchNorm
-from ddpkit.testing import RankPoolError
 from ddpkit.train_logger import FileTrainLogger
 from ddpkit.types import Stage
 from tests.contract.recipes import QUIET, Regression, linear, make, points, seen_in, sgd, weights, world_size
 from tests.contract.test_brain_gradients import Gan, OwnFitBatch, gan_modules
 from tests.contract.test_brain_resume import Killed, Mortal
+from tests.rank_pool import RankPoolError
 
 CLOSE = {"rtol": 0, "atol": 1e-10}
 

@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ddpkit.testing import RankPool, RankPoolError
 from tests.ecosystem import (
     OFFLINE,
     assert_same_training,
@@ -22,6 +21,7 @@ from tests.ecosystem import (
     run_through_and_killed,
     train,
 )
+from tests.rank_pool import RankPool, RankPoolError
 
 pytestmark = needs("datasets")
 STEP = {"global_batch_size": 4}

@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from ddpkit import distributed as ddp
 from ddpkit.errors import LaunchError, MainProcessError, RankFailedError
-from ddpkit.testing import RankPoolError
 from tests.launching import PATIENCE, Run, python, start_by_hand, torchrun
+from tests.rank_pool import RankPoolError
 
 WORLD = 3
 

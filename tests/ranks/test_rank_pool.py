@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ddpkit.testing import RankPool, RankPoolError
+from tests.rank_pool import RankPool, RankPoolError
 
 
 def sum_of_ranks():
@@ -47,7 +47,7 @@ def test_the_cold_start_of_ranks_does_not_count_against_the_first_run():
 
 
 def test_a_process_that_does_not_start_is_told(monkeypatch):
-    monkeypatch.setattr("ddpkit.testing._serve", end_the_process)  # it takes other arguments: a TypeError ends it
+    monkeypatch.setattr("tests.rank_pool._serve", end_the_process)  # it takes other arguments: a TypeError ends it
     with RankPool() as pool, pytest.raises(RankPoolError, match="did not start: exit code 1"):
         pool.run(sum_of_ranks)
 

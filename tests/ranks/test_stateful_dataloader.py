@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import IterableDataset
 
-from ddpkit.testing import RankPool
 from tests.ecosystem import SAMPLES, assert_same_training, each_once, needs, rows, run_through_and_killed
+from tests.rank_pool import RankPool
 
 pytestmark = needs("torchdata")
 STEP = {"global_batch_size": 4}

@@ -19,9 +19,9 @@ from ddpkit.dataloader import LoopedLoader
 from ddpkit.distributed import start_sum_over_ranks, sum_over_ranks
 from ddpkit.errors import RunStopped
 from ddpkit.run import stage_runner
-from ddpkit.testing import RankPoolError
 from ddpkit.types import Stage
 from tests.contract.recipes import Regression, make, points, seen_in, sgd, weights, world_size
+from tests.rank_pool import RankPoolError
 from tests.run.test_stage_runner import Host, evaluate
 
 CLOSE = {"rtol": 0, "atol": 1e-10}

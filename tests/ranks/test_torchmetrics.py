@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from ddpkit.metrics import Reduced
-from ddpkit.testing import RankPool
 from tests.contract.recipes import make
 from tests.ecosystem import needs
+from tests.rank_pool import RankPool
 
 pytestmark = needs("torchmetrics")
 CLASSES = 3

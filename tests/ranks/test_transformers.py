@@ -8,9 +8,9 @@ import torch
 from ddpkit.brain import Brain
 from ddpkit.checkpoints import Checkpointer
 from ddpkit.epoch_loop import EpochCounter
-from ddpkit.testing import RankPool
 from ddpkit.types import Stage
 from tests.ecosystem import OFFLINE, QUIET, Killed, needs
+from tests.rank_pool import RankPool
 
 pytestmark = needs("transformers", "tokenizers")
 LINES = [

@@ -44,7 +44,7 @@ T = TypeVar("T")
 CLOSE_SECONDS = 3.0
 START_SECONDS = 300.0
 READY = "ready"
-PRELOADED = ["ddpkit.testing", "torch._dynamo"]  # the first optimizer imports the second
+PRELOADED = ["tests.rank_pool", "torch._dynamo"]  # the first optimizer imports the second
 
 
 @dataclasses.dataclass(frozen=True)

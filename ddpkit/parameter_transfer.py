@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from ddpkit.checkpoints import PARAMFILE_EXT, find_load_hook, find_transfer_hook
-from ddpkit.distributed import run_on_main
 from ddpkit.errors import ConfigError, MissingFileError
 from ddpkit.logger import get_logger
 
@@ -54,13 +53,12 @@ class Pretrainer:
     ) -> None:
         self.loadables, self.paths = dict(loadables or {}), dict(paths or {})
         self.custom_hooks, self.conditions = dict(custom_hooks or {}), dict(conditions or {})
-        self._collected: dict[str, Path] = {}
+        self._default_source: str | Path | None = None
         self.set_collect_in(collect_in)
 
     def set_collect_in(self, path: str | Path | None) -> None:
         """Choose the folder whose files take the place of sources; None: files are loaded from where they are."""
         self.collect_in = None if path is None else Path(path)
-        self._collected.clear()
 
     def add_loadables(self, loadables: Mapping[str, Any]) -> None:
         """Add objects by name, or replace them."""
@@ -69,7 +67,6 @@ class Pretrainer:
     def add_paths(self, paths: Mapping[str, Any]) -> None:
         """Add files by name, or replace them: paths, or SpeechBrain's ``FetchSource`` of one."""
         self.paths.update(paths)
-        self._collected.clear()
 
     def add_custom_hooks(self, custom_hooks: Mapping[str, Callable[[Any, Path], object]]) -> None:
         """Add hooks by name, or replace them."""
@@ -89,10 +86,10 @@ class Pretrainer:
         return bool(condition() if callable(condition) else condition)
 
     def collect_files(self, default_source: str | Path | None = None) -> dict[str, Path]:
-        """Find the file of each object.
+        """Find the file of each object, so that one that is missing is told before anything is loaded.
 
         Args:
-            default_source: a folder with ``<name>.ckpt`` for objects without a path.
+            default_source: a folder with ``<name>.ckpt`` for objects without a path; kept for :meth:`load_collected`.
 
         Returns:
             The files by name.
@@ -101,44 +98,44 @@ class Pretrainer:
             ConfigError: an object has no path, and there is no ``default_source``.
             MissingFileError: a source is not on disk, such as the address of a page or a name on a hub.
 
-        Ranks: all, or, if every object has a path, the main process alone, as in
-        ``run_on_main(pretrainer.collect_files)``. The main process looks; where it fails, all ranks that call raise.
+        Ranks: local; every rank, or, if every object has a path, the main process alone, as in
+        ``run_on_main(pretrainer.collect_files)``.
         """
-        found = run_on_main(self._collect, [default_source]) or {}
-        self._collected.update(found)
-        return found
+        self._default_source = default_source
+        return {name: self._find(name) for name in self.loadables if self.is_loadable(name)}
 
     def load_collected(self) -> None:
         """Load each object from its file.
 
         Raises:
             MissingFileError: a file is not on this rank's disk. Nothing is loaded then.
-            ConfigError: nothing loads an object of this kind. Nothing is loaded then.
+            ConfigError: an object has no path, or nothing loads one of its kind. Nothing is loaded then.
             CheckpointError: a file is damaged, does not fit, or could run code.
 
         Ranks: local; call it on every rank.
         """
         names = [name for name in self.loadables if self.is_loadable(name)]
-        work = [(self._hook(name), self.loadables[name], self._file(name)) for name in names]
+        work = [(self._hook(name), self.loadables[name], self._find(name)) for name in names]
         logger.info(
             "Pretrained: %s", ", ".join(f"{name} from {path}" for name, (*_, path) in zip(names, work, strict=True))
         )
         for hook, obj, path in work:
             hook(obj, path)
 
-    def _collect(self, default_source: str | Path | None) -> dict[str, Path]:
-        names = [name for name in self.loadables if self.is_loadable(name)]
-        return {name: self._find(name, self._source(name, default_source)) for name in names}
-
-    def _source(self, name: str, default_source: str | Path | None) -> str:
+    def _source(self, name: str) -> str:
         if name in self.paths:
             return str(getattr(self.paths[name], "path", self.paths[name]))  # of a FetchSource
-        if default_source is None:
-            raise ConfigError(f"Pretrainer: {name!r} has no path: give paths={{{name!r}: ...}}, or a default_source.")
-        return f"{getattr(default_source, 'path', default_source)}/{name}{PARAMFILE_EXT}"
+        folder = self._default_source
+        if folder is None:
+            raise ConfigError(
+                f"Pretrainer: {name!r} has no path: give paths={{{name!r}: ...}}, or call collect_files with a "
+                "default_source on every rank."
+            )
+        return f"{getattr(folder, 'path', folder)}/{name}{PARAMFILE_EXT}"
 
-    def _find(self, name: str, source: str) -> Path:
+    def _find(self, name: str) -> Path:
         """Return the file that a source names, or the one that stands in its place."""
+        source = self._source(name)
         ready = None if self.collect_in is None else self.collect_in / f"{name}{PARAMFILE_EXT}"
         given = Path(source).expanduser()
         is_elsewhere = "://" in source or not (given.is_absolute() or given.parent.is_dir())
@@ -151,15 +148,6 @@ class Pretrainer:
             f"Pretrainer: {source}, for {name!r}, is not a file on disk, and ddpkit downloads nothing. Download it "
             f"first and give its path{place}."
         )
-
-    def _file(self, name: str) -> Path:
-        """Return the file to load: as collected here, else what the path names."""
-        collected = self._collected.get(name)
-        if collected is not None and collected.is_file():
-            return collected
-        if name not in self.paths:
-            raise ConfigError(f"Pretrainer: the file of {name!r} is not known here: call collect_files on every rank.")
-        return self._find(name, self._source(name, None))
 
     def _hook(self, name: str) -> Callable[[Any, Path], object]:
         obj = self.loadables[name]

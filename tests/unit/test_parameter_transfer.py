@@ -210,5 +210,5 @@ def test_what_nothing_loads_is_told(tmp_path):
     path = saved(tmp_path / "a.ckpt", 1)
     with pytest.raises(ConfigError, match="nothing loads 'thing', a object: .*custom_hooks"):
         Pretrainer(loadables={"thing": object()}, paths={"thing": path}).load_collected()
-    with pytest.raises(ConfigError, match="'thing' is not known here: call collect_files on every rank"):
+    with pytest.raises(ConfigError, match="'thing' has no path: .* with a default_source on every rank"):
         Pretrainer(loadables={"thing": nn.Linear(2, 1)}).load_collected()

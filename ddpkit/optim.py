@@ -114,7 +114,7 @@ def take_step(
     if scaler is not None:
         optimizers = _unscale(optimizers, scaler)
     factor = multiplier
-    found, total_norm = _with_norm(gradients(optimizers))
+    found, total_norm = _with_norm(optimizers)
     is_plain = isinstance(multiplier, float) and multiplier == 1.0
     if not is_plain:
         total_norm = total_norm * multiplier
@@ -145,10 +145,23 @@ def _zeroed(found: list[torch.Tensor], multiplier: float | torch.Tensor) -> bool
     return True
 
 
-def _with_norm(found: list[Any]) -> tuple[list[torch.Tensor], torch.Tensor]:
+def _values(optimizers: Sequence[Optimizer]) -> list[torch.Tensor]:
+    """List the gradients; of a sparse one (``nn.Embedding(sparse=True)``) the values of its rows, each row once."""
+    for parameter in (one for optimizer in optimizers for group in optimizer.param_groups for one in group["params"]):
+        if parameter.grad is not None and parameter.grad.is_sparse:
+            parameter.grad = parameter.grad.coalesce()
+    return [one.values() if one.is_sparse else one for one in gradients(optimizers)]
+
+
+def _with_norm(optimizers: Sequence[Optimizer]) -> tuple[list[torch.Tensor], torch.Tensor]:
     """Return what this rank has of the gradients, and the norm of all of them on all ranks as of one vector."""
+    found: list[Any] = gradients(optimizers)
     if not found or found[0].__class__ is torch.Tensor or not is_sharded(found[0]):
-        return found, norm_of_all(found)
+        try:
+            return found, norm_of_all(found)
+        except NotImplementedError:  # torch has no norm of sparse gradients
+            found = _values(optimizers)
+            return found, norm_of_all(found)
     parts = [local_part(one) for one in found]
     square = norm_of_all(parts).to(widest_float(parts[0].device)).square()
     shared = square.to(found[0].device_mesh.device_type)  # the parts may be in host memory

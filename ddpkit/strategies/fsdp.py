@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-# What fully_shard raises for a parameter that it cannot divide.
+# What FSDP raises for parameters that it cannot divide, the last for a block of several dtypes.
 _REFUSALS = (ValueError, NotImplementedError, AssertionError)
 
 NOT_THERE = {
@@ -79,6 +79,23 @@ def _owners(module: nn.Module) -> Counter[int]:
     """Count in how many parts of a module each parameter is, by its id."""
     parts = [part for _, part in module.named_modules(remove_duplicate=False)]
     return Counter(id(one) for part in parts for one in part.parameters(recurse=False))
+
+
+def _refuse_sparse(name: str, module: nn.Module) -> None:
+    kinds = {type(part).__name__ for part in module.modules() if getattr(part, "sparse", False) is True}
+    if kinds:
+        raise ConfigError(
+            f"strategy='fsdp': modules[{name!r}] has {', '.join(sorted(kinds))} with sparse=True, and torch does not "
+            "divide sparse gradients. Leave sparse out, or use --strategy=ddp."
+        )
+
+
+@contextlib.contextmanager
+def _explained(name: str) -> Iterator[None]:
+    try:
+        yield
+    except _REFUSALS as error:
+        raise ConfigError(f"strategy='fsdp': torch cannot divide modules[{name!r}]: {error}") from error
 
 
 def _send_buffers(module: nn.Module, _: Any) -> None:
@@ -145,6 +162,7 @@ class FSDP(Strategy):
         refuse_shared_parameters(modules)
         for name in [name for name, module in modules.items() if all(module is not one for one in self._roots)]:
             refuse_wrapped(name, modules[name], "strategy='fsdp'")
+            _refuse_sparse(name, modules[name])
             broadcast_from_main(modules[name], self.device)
             if batch_norms(modules[name]):
                 modules[name] = convert_sync_batchnorm(modules[name])
@@ -182,14 +200,13 @@ class FSDP(Strategy):
             self._kinds[type(block).__name__] += 1  # torch gives it another class
             if from_meta:
                 self._give_values(self._names[-1], block)
-            try:
+            with _explained(name):
                 fully_shard(block, **policy)
-            except _REFUSALS as error:
-                raise ConfigError(f"strategy='fsdp': torch cannot divide modules[{name!r}]: {error}") from error
         self._roots.append(module)
         for block in (*blocks, module):
             self._blocks.append(block)
-            self._blocks[-1].unshard()
+            with _explained(name):
+                self._blocks[-1].unshard()
             self._gathered |= {id(one): one for one in block.parameters() if not is_sharded(one)}
             self._blocks[-1].reshard()
         logger.info("modules[%r] is divided over %d ranks, in %d blocks.", name, get_world_size(), len(blocks) + 1)

@@ -596,6 +596,10 @@ class Sharded(Classifier):
         super().on_fit_start()
 
 
+def two_dtypes():
+    return nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double())
+
+
 def messages(folder):
     return [
         message_of(Outside, ConfigError, folder / "a"),
@@ -608,6 +612,8 @@ def messages(folder):
         message_of(Fused, ConfigError, folder / "h"),
         message_of(Orthogonal, ConfigError, folder / "i", matrix()),
         message_of(Classifier, ConfigError, folder / "j", auto_micro_batch=True, global_batch_size=4),
+        message_of(Classifier, ConfigError, folder / "k", {"net": two_dtypes()}),
+        message_of(Classifier, ConfigError, folder / "l", {"net": nn.EmbeddingBag(2, 2, sparse=True)}),
     ]
 
 
@@ -625,6 +631,8 @@ def test_what_cannot_be_divided_is_an_error_on_every_rank(ranks, tmp_path):
                 "does not work with the optimizer 'fused', SGD with fused=True",
                 "does not work with the optimizer 'muon', Muon: each rank would step",
                 "auto_micro_batch does not work with fully_shard (FSDP2), which sends weights and gradients inside",
+                "torch cannot divide modules['net']: FSDP expects uniform original parameter dtype",
+                "modules['net'] has EmbeddingBag with sparse=True",
             ],
             found,
             strict=True,

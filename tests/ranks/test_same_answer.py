@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from torch import nn
@@ -168,3 +170,40 @@ def reported(shard):
     finally:
         stage_runner.run_event = before
     return events
+
+
+class Lookup(Brain):
+    def compute_forward(self, batch, stage):
+        return self.modules.net(batch[0])
+
+    def compute_objectives(self, predictions, batch, stage):
+        return nn.functional.mse_loss(predictions.squeeze(1), batch[1])
+
+
+def train_a_table(strategy, *, sparse):
+    torch.manual_seed(3)
+    net = nn.Sequential(nn.Embedding(6, 3, sparse=sparse), nn.Linear(3, 1)).double()
+    options = {
+        "device": "cpu",
+        "noprogressbar": True,
+        "strategy": strategy,
+        "max_grad_norm": 0.5,
+        "global_batch_size": 6,
+    }
+    brain = Lookup({"net": net}, functools.partial(torch.optim.SGD, lr=0.5), None, options)
+    rows = torch.arange(23)
+    data = list(zip(rows % 5, rows.double().sin(), strict=True))
+    brain.fit(range(2), data, train_loader_kwargs={"shuffle": True})
+    return {name: value.detach().clone() for name, value in brain.raw_modules.state_dict().items()}
+
+
+def train_a_sparse_table(strategy):
+    return train_a_table(strategy, sparse=True)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
+def test_sparse_gradients(ranks, strategy):
+    """Of ``nn.Embedding(sparse=True)``, clipped: as with dense gradients on one process."""
+    expected = train_a_table("single", sparse=False)
+    for weights in ranks.run(train_a_sparse_table, strategy, world_size=3):
+        torch.testing.assert_close(weights, expected, rtol=0, atol=1e-10)

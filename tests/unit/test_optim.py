@@ -335,3 +335,28 @@ def test_minor_1_the_count_multiplies_gradients_in_their_own_dtype_which_is_one_
         take_step([torch.optim.SGD([weight], lr=0.0)], max_norm, multiplier=torch.tensor(0.25, dtype=torch.float64))
     own = torch.float64 if dtype is torch.float16 else dtype  # a small factor would be nothing in half precision
     assert factors == [own, own]
+
+
+@pytest.mark.parametrize("max_norm", [None, 1e-3, 1e3])
+def test_sparse_gradients_are_clipped_as_dense_ones_are(max_norm):
+    """A row that is looked up twice in a batch counts once, with the sum of both."""
+    results = []
+    for sparse in (False, True):
+        torch.manual_seed(1)
+        net = nn.Sequential(nn.Embedding(5, 3, sparse=sparse), nn.Linear(3, 1)).double()
+        net(torch.tensor([0, 2, 2, 4])).square().sum().backward()
+        step = take_step([torch.optim.SGD(net.parameters(), lr=0.5)], max_norm, multiplier=0.25)
+        results.append((step, [one.detach() for one in net.parameters()]))
+    (dense, expected), (step, weights) = results
+    assert (step.stepped, step.clipped) == (True, dense.clipped)
+    assert step.norm == pytest.approx(dense.norm, rel=1e-12)
+    for mine, theirs in zip(weights, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-14)
+
+
+def test_a_sparse_gradient_that_is_not_finite_is_skipped():
+    table = nn.Embedding(3, 1, sparse=True)
+    before = table.weight.detach().clone()
+    (table(torch.tensor([1, 2])) * torch.tensor([[1.0], [math.nan]])).sum().backward()
+    assert not take_step([torch.optim.SparseAdam(table.parameters())], 1.0).stepped
+    assert torch.equal(table.weight, before)

@@ -145,12 +145,13 @@ def _zeroed(found: list[torch.Tensor], multiplier: float | torch.Tensor) -> bool
     return True
 
 
-def _values(optimizers: Sequence[Optimizer]) -> list[torch.Tensor]:
-    """List the gradients; of a sparse one (``nn.Embedding(sparse=True)``) the values of its rows, each row once."""
-    for parameter in (one for optimizer in optimizers for group in optimizer.param_groups for one in group["params"]):
-        if parameter.grad is not None and parameter.grad.is_sparse:
-            parameter.grad = parameter.grad.coalesce()
-    return [one.values() if one.is_sparse else one for one in gradients(optimizers)]
+def _dense(parameter: torch.Tensor) -> Any:
+    """Return a gradient; of a sparse one (``nn.Embedding(sparse=True)``) the values of its rows, each row once."""
+    gradient: Any = parameter.grad
+    if not gradient.is_sparse:
+        return gradient
+    parameter.grad = gradient.coalesce()
+    return parameter.grad.values()
 
 
 def _with_norm(optimizers: Sequence[Optimizer]) -> tuple[list[torch.Tensor], torch.Tensor]:
@@ -160,7 +161,9 @@ def _with_norm(optimizers: Sequence[Optimizer]) -> tuple[list[torch.Tensor], tor
         try:
             return found, norm_of_all(found)
         except NotImplementedError:  # torch has no norm of sparse gradients
-            found = _values(optimizers)
+            groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+            parameters = {id(one): one for group in groups for one in group["params"] if one.grad is not None}
+            found = [_dense(one) for one in parameters.values()]
             return found, norm_of_all(found)
     parts = [local_part(one) for one in found]
     square = norm_of_all(parts).to(widest_float(parts[0].device)).square()
@@ -468,7 +471,7 @@ def drop_nonfinite(modules: torch.nn.Module) -> list[str]:
     """
     dropped = []
     for name, parameter in modules.named_parameters():
-        if parameter.grad is not None and not torch.isfinite(parameter.grad).all():
+        if parameter.grad is not None and not torch.isfinite(_dense(parameter)).all():
             parameter.grad = None
             dropped.append(name)
     return dropped

@@ -357,6 +357,10 @@ def test_sparse_gradients_are_clipped_as_dense_ones_are(max_norm):
 def test_a_sparse_gradient_that_is_not_finite_is_skipped():
     table = nn.Embedding(3, 1, sparse=True)
     before = table.weight.detach().clone()
-    (table(torch.tensor([1, 2])) * torch.tensor([[1.0], [math.nan]])).sum().backward()
-    assert not take_step([torch.optim.SparseAdam(table.parameters())], 1.0).stepped
+    for skips in (
+        lambda: not take_step([torch.optim.SparseAdam(table.parameters())], 1.0).stepped,
+        lambda: drop_nonfinite(table) == ["weight"],
+    ):
+        (table(torch.tensor([1, 2])) * torch.tensor([[1.0], [math.nan]])).sum().backward()
+        assert skips()
     assert torch.equal(table.weight, before)

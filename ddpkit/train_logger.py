@@ -1,4 +1,4 @@
-"""Where statistics go: a line per epoch, tables, TensorBoard, W&B, MLflow, and a JSONL file always.
+"""Where statistics go: a line per epoch, TensorBoard, W&B, and a JSONL file always.
 
 The work is in :mod:`ddpkit.reporting`.
 """
@@ -6,10 +6,7 @@ The work is in :mod:`ddpkit.reporting`.
 from __future__ import annotations
 
 from ddpkit.reporting import (
-    CSVTrainLogger,
     FileTrainLogger,
-    JSONLTrainLogger,
-    MLflowLogger,
     ProgressSampleLogger,
     RunLog,
     TensorboardLogger,
@@ -22,10 +19,7 @@ from ddpkit.reporting import (
 )
 
 __all__ = [
-    "CSVTrainLogger",
     "FileTrainLogger",
-    "JSONLTrainLogger",
-    "MLflowLogger",
     "ProgressSampleLogger",
     "RunLog",
     "TensorboardLogger",

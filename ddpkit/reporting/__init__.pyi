@@ -9,10 +9,7 @@ from ddpkit.reporting.logged_values import (
     LoggedValues as LoggedValues,
 )
 from ddpkit.reporting.loggers import (
-    CSVTrainLogger as CSVTrainLogger,
     FileTrainLogger as FileTrainLogger,
-    JSONLTrainLogger as JSONLTrainLogger,
-    MLflowLogger as MLflowLogger,
     ProgressSampleLogger as ProgressSampleLogger,
     TensorboardLogger as TensorboardLogger,
     TrainLogger as TrainLogger,

@@ -1,4 +1,4 @@
-"""Train loggers: a line per epoch, tables, JSON lines, TensorBoard, W&B, MLflow; and several of these as one.
+"""Train loggers: a line per epoch, TensorBoard, W&B; and several of these as one.
 
 All of it happens on the main process only. Calls from other ranks return at once, so ``log_stats`` may be
 called by all ranks or under ``if if_main_process():``.
@@ -6,12 +6,10 @@ called by all ranks or under ``if if_main_process():``.
 
 from __future__ import annotations
 
-import csv
 import functools
 import importlib.util
 import json
 import os
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -113,10 +111,10 @@ class TrainLoggers(TrainLogger):
     Example:
         >>> import tempfile
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     both = TrainLoggers(FileTrainLogger(f"{folder}/log.txt"), CSVTrainLogger(f"{folder}/log.csv"))
+        ...     both = TrainLoggers(FileTrainLogger(f"{folder}/a.txt"), FileTrainLogger(f"{folder}/b.txt", precision=3))
         ...     both.log_stats({"epoch": 1}, {"loss": 2.5}, verbose=False)
-        ...     [Path(folder, name).read_text().split() for name in ("log.txt", "log.csv")]
-        [['epoch:', '1', '-', 'train', 'loss:', '2.50'], ['epoch,train_loss', '1,2.5']]
+        ...     [Path(folder, name).read_text().split() for name in ("a.txt", "b.txt")]
+        [['epoch:', '1', '-', 'train', 'loss:', '2.50'], ['epoch:', '1', '-', 'train', 'loss:', '2.500']]
     """
 
     def __init__(self, *loggers: Any) -> None:
@@ -239,97 +237,6 @@ class FileTrainLogger(_MainTrainLogger):
         return f"{value:.{self.precision}{kind}}"
 
 
-class CSVTrainLogger(_MainTrainLogger):
-    """Writes a table with one row per call: ``epoch,lr,train_loss,valid_loss``.
-
-    A name that comes later gets a column of its own, which is empty in the rows before.
-
-    Args:
-        save_file: the table; rows are added to one that is there. It is written anew, in one piece, at each call.
-
-    Ranks: all, or the main process alone; only it writes.
-
-    Example:
-        >>> import tempfile
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     table = CSVTrainLogger(f"{folder}/log.csv")
-        ...     table.log_stats({"epoch": 1}, {"loss": 0.5})
-        ...     table.log_stats({"epoch": 2}, {"loss": 0.25}, {"loss": 0.75})
-        ...     Path(table.save_file).read_text().split()
-        ['epoch,train_loss,valid_loss', '1,0.5,', '2,0.25,0.75']
-    """
-
-    def __init__(self, save_file: str | os.PathLike[str]) -> None:
-        self.save_file = os.fspath(save_file)
-
-    def _log(self, meta: Stats, stages: Mapping[str, Stats], verbose: bool | None) -> None:
-        path = Path(self.save_file)
-        with written(f"save_file={self.save_file!r}"):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            rows = [*(self._rows_of(path) if path.exists() else ()), _flat(meta, stages, "_")]
-            columns = dict.fromkeys(name for row in rows for name in row)
-            with replacing(path) as unfinished, unfinished.open("w", newline="", encoding="utf-8") as file:
-                table = csv.DictWriter(file, [*columns], lineterminator="\n")
-                table.writeheader()
-                table.writerows(rows)
-
-    def _rows_of(self, path: Path) -> list[dict[str, Any]]:
-        try:
-            with path.open(newline="", encoding="utf-8") as file:
-                rows: list[dict[str, Any]] = [*csv.DictReader(file)]
-        except (csv.Error, UnicodeDecodeError) as error:
-            raise ConfigError(
-                f"save_file={self.save_file!r} cannot be read as a table: {error}. Move it away."
-            ) from error
-        if any(None in row for row in rows):
-            raise ConfigError(f"save_file={self.save_file!r} has rows longer than its first. Move it away.")
-        return rows
-
-
-class JSONLTrainLogger(_MainTrainLogger):
-    """Writes one JSON object per call to a file of its own, as in the run's log (:class:`RunLog`).
-
-    Args:
-        save_file: the file; it is appended to.
-
-    Ranks: all, or the main process alone; only it writes.
-
-    Example:
-        >>> import tempfile
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     JSONLTrainLogger(f"{folder}/log.jsonl").log_stats({"epoch": 1}, {"loss": 0.5})
-        ...     json.loads(Path(f"{folder}/log.jsonl").read_text())["train"]
-        {'loss': 0.5}
-    """
-
-    def __init__(self, save_file: str | os.PathLike[str]) -> None:
-        self._file = RunLog(save_file)
-
-    def _log(self, meta: Stats, stages: Mapping[str, Stats], verbose: bool | None) -> None:
-        self._file.write("stats", meta=meta, **stages)
-
-    def log_step(self, values: Mapping[str, float], step: int) -> None:
-        """Write a "step" event; arguments as in :meth:`TrainLogger.log_step`.
-
-        Ranks: the main process alone.
-        """
-        self._file.write("step", optimizer_step=step, values=values)
-
-
-def _require(package: str, logger_name: str) -> None:
-    if importlib.util.find_spec(package) is None:
-        raise MissingExtraError(
-            f"{logger_name} needs {package}, which is not installed. "
-            f"Run `pip install ddpkit[{package}]`, or leave the logger out of the recipe."
-        )
-
-
-def _flat(meta: Stats, stages: Mapping[str, Stats], separator: str) -> dict[str, Any]:
-    """Return plain values by one name each, such as ``train_loss``."""
-    flat = {f"{stage}{separator}{name}": value for stage, stats in stages.items() for name, value in stats.items()}
-    return {str(name): plain(value) for name, value in {**meta, **flat}.items()}
-
-
 @register_checkpoint_hooks
 class TensorboardLogger(_MainTrainLogger):
     """Writes statistics for TensorBoard. Needs ``pip install ddpkit[tensorboard]``.
@@ -361,7 +268,11 @@ class TensorboardLogger(_MainTrainLogger):
     """
 
     def __init__(self, save_dir: str | os.PathLike[str]) -> None:
-        _require("tensorboard", "TensorboardLogger")
+        if importlib.util.find_spec("tensorboard") is None:
+            raise MissingExtraError(
+                "TensorboardLogger needs tensorboard, which is not installed. "
+                "Run `pip install ddpkit[tensorboard]`, or leave the logger out of the recipe."
+            )
         self.save_dir = os.fspath(save_dir)
         self.global_step: dict[str, Any] = {"train": {}, "valid": {}, "test": {}, "meta": 0}
 
@@ -503,76 +414,6 @@ class WandBLogger(_MainTrainLogger):
     def _log(self, meta: Stats, stages: Mapping[str, Stats], verbose: bool | None) -> None:
         stats = plain_numbers({**stages, **meta})
         self.run.log(stats, **({"step": stats["epoch"]} if "epoch" in stats else {}))
-
-
-@register_checkpoint_hooks
-class MLflowLogger(_MainTrainLogger):
-    """Writes statistics to a run of MLflow. Needs ``pip install ddpkit[mlflow]``.
-
-    Numbers become metrics such as ``train/loss``, at the step ``stats_meta["epoch"]`` where there is one; everything
-    else becomes a tag. The run begins with the first statistics; one that is active already is used.
-
-    Args:
-        experiment_name: for ``mlflow.set_experiment``; None: from the environment.
-        tracking_uri: for ``mlflow.set_tracking_uri``; None: from the environment.
-        start_run: arguments of ``mlflow.start_run``, such as ``run_name`` and ``tags``.
-
-    Attributes:
-        run_id: of MLflow's run; None before it begins.
-
-    Raises:
-        MissingExtraError: MLflow is not installed.
-
-    Ranks: all, or the main process alone; only it writes.
-
-    State: saves ``run_id``, so that a run that is started again goes on in MLflow's. Give the logger to the
-    checkpointer for that.
-    """
-
-    def __init__(self, experiment_name: str | None = None, tracking_uri: str | None = None, **start_run: Any) -> None:
-        _require("mlflow", "MLflowLogger")
-        self.run_id: str | None = None
-        self._experiment, self._uri, self._start_run = experiment_name, tracking_uri, start_run
-
-    @functools.cached_property
-    def _mlflow(self) -> Any:
-        """The module, with a run that is active."""
-        import mlflow  # type: ignore[import-not-found, unused-ignore]
-
-        if self._uri is not None:
-            mlflow.set_tracking_uri(self._uri)
-        if self._experiment is not None:
-            mlflow.set_experiment(self._experiment)
-        saved = {} if self.run_id is None else {"run_id": self.run_id}
-        run = mlflow.active_run() or mlflow.start_run(**{**self._start_run, **saved})
-        self.run_id = run.info.run_id
-        return mlflow
-
-    def _log(self, meta: Stats, stages: Mapping[str, Stats], verbose: bool | None) -> None:
-        values, epoch = _flat(meta, stages, "/"), plain(meta.get("epoch"))
-        self._write(values, epoch if isinstance(epoch, int) else None)
-
-    def log_step(self, values: Mapping[str, float], step: int) -> None:
-        """Write metrics such as ``train_step/loss``; arguments as in :meth:`TrainLogger.log_step`.
-
-        Ranks: the main process alone.
-        """
-        self._write(_flat({}, {"train_step": values}, "/"), step)
-
-    def _write(self, values: Mapping[str, Any], step: int | None) -> None:
-        named = {re.sub(r"[^\w.\- /]", "_", name): value for name, value in values.items()}
-        metrics = {name: float(value) for name, value in named.items() if isinstance(value, (int, float))}
-        self._mlflow.log_metrics(metrics, step=step)
-        for name in named.keys() - metrics.keys():
-            self._mlflow.set_tag(name, str(named[name]))
-
-    @mark_as_saver
-    def _save(self, path: str | os.PathLike[str]) -> None:
-        Path(path).write_text(self.run_id or "", encoding="utf-8")
-
-    @mark_as_loader
-    def _recover(self, path: str | os.PathLike[str], end_of_epoch: bool) -> None:
-        self.run_id = Path(path).read_text(encoding="utf-8") or None
 
 
 class ProgressSampleLogger:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import csv
 import enum
 import importlib.machinery
 import importlib.util
 import json
 import math
 import sys
-import types
 from pathlib import Path
 
 import numpy as np
@@ -19,10 +17,7 @@ import torch
 from ddpkit.checkpointing import find_load_hook, find_save_hook
 from ddpkit.errors import ConfigError, MissingExtraError
 from ddpkit.train_logger import (
-    CSVTrainLogger,
     FileTrainLogger,
-    JSONLTrainLogger,
-    MLflowLogger,
     ProgressSampleLogger,
     RunLog,
     TensorboardLogger,
@@ -333,117 +328,6 @@ def test_wandb_without_an_initializer():
     with pytest.raises(ConfigError, match="initializer=None failed with TypeError") as caught:
         WandBLogger(None)
     assert isinstance(caught.value.__cause__, TypeError)
-
-
-# ------------------------------------------------------------------------------------------------- MLflow
-
-
-class Mlflow(types.ModuleType):
-    """The part of MLflow's public functions that is used, with runs in memory."""
-
-    def __init__(self):
-        super().__init__("mlflow")
-        self.calls, self.active, self.runs = [], None, {}
-
-    def active_run(self):
-        return self.active
-
-    def start_run(self, run_id=None, **options):
-        run_id = run_id or f"run{len(self.runs) + 1}"
-        self.calls.append(("start_run", options))
-        self.runs.setdefault(run_id, [])
-        self.active = types.SimpleNamespace(info=types.SimpleNamespace(run_id=run_id))
-        return self.active
-
-    def set_tracking_uri(self, uri):
-        self.calls.append(("uri", uri))
-
-    def set_experiment(self, experiment_name):
-        self.calls.append(("experiment", experiment_name))
-
-    def log_metrics(self, metrics, step=None):
-        self.runs[self.active.info.run_id].append((metrics, step))
-
-    def set_tag(self, key, value):
-        self.runs[self.active.info.run_id].append((key, value))
-
-
-@pytest.fixture
-def mlflow(monkeypatch):
-    module = Mlflow()
-    module.__spec__ = importlib.machinery.ModuleSpec("mlflow", None)
-    monkeypatch.setitem(sys.modules, "mlflow", module)
-    return module
-
-
-def test_mlflow(mlflow, tmp_path):
-    first = MLflowLogger("digits", tracking_uri="file:runs", run_name="first")
-    assert mlflow.calls == [], "nothing begins before there is something to write"
-    first.log_stats({"epoch": 2, "note": "text"}, {"loss": torch.tensor(0.5)}, {"top@5": np.float32(0.25)})
-    first.log_step({"loss": 0.75}, 31)
-    assert mlflow.calls == [("uri", "file:runs"), ("experiment", "digits"), ("start_run", {"run_name": "first"})]
-    metrics = {"epoch": 2.0, "train/loss": 0.5, "valid/top_5": 0.25}
-    assert mlflow.runs == {"run1": [(metrics, 2), ("note", "text"), ({"train_step/loss": 0.75}, 31)]}
-
-    find_save_hook(first)(first, tmp_path / "mlflow.ckpt")
-    mlflow.active = None
-    again = MLflowLogger()
-    find_load_hook(again)(again, tmp_path / "mlflow.ckpt", True)
-    again.log_stats({"lr": 0.1})
-    assert mlflow.runs["run1"][-1] == ({"lr": 0.1}, None), "the same run goes on"
-    MLflowLogger().log_stats({"lr": 0.2})
-    assert mlflow.runs["run1"][-1] == ({"lr": 0.2}, None), "a run of the script's own is used"
-
-
-def test_mlflow_missing(monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(MissingExtraError, match=r"pip install ddpkit\[mlflow\]"):
-        MLflowLogger()
-
-
-# ---------------------------------------------------------------------------------------- tables, and several
-
-
-def test_a_table_gets_a_column_for_each_new_name(tmp_path):
-    table = CSVTrainLogger(tmp_path / "new" / "log.csv")
-    table.log_stats({"epoch": 1, "lr": 0.1}, {"loss": 1 / 3, "curve": [1, 2]})
-    table.log_stats({"epoch": 2, "lr": 0.1}, {"loss": torch.tensor(0.25)}, {"loss": math.nan, "name": 'a "b", c'})
-    CSVTrainLogger(tmp_path / "new" / "log.csv").log_stats({"epoch": 2}, test_stats={"loss": 2})
-    with (tmp_path / "new" / "log.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    columns = ["epoch", "lr", "train_loss", "train_curve", "valid_loss", "valid_name", "test_loss"]
-    assert [list(row) for row in rows] == [columns] * 3
-    assert [list(row.values()) for row in rows] == [
-        ["1", "0.1", str(1 / 3), "[1, 2]", "", "", ""],
-        ["2", "0.1", "0.25", "", "nan", 'a "b", c', ""],
-        ["2", "", "", "", "", "", "2"],
-    ]
-    assert [path.name for path in (tmp_path / "new").iterdir()] == ["log.csv"]
-
-
-@pytest.mark.parametrize("content", [b"\xff\xfe\n1\n", b"a\n" + b"1" * 200_000])
-def test_a_table_that_cannot_be_read(tmp_path, content):
-    (tmp_path / "log.csv").write_bytes(content)
-    with pytest.raises(ConfigError, match="log.csv' cannot be read as a table: .*. Move it away"):
-        CSVTrainLogger(tmp_path / "log.csv").log_stats({"epoch": 1})
-    assert (tmp_path / "log.csv").read_bytes() == content
-
-
-def test_a_table_that_is_no_table(tmp_path):
-    (tmp_path / "log.csv").write_text("a\n1,2\n")
-    with pytest.raises(ConfigError, match="log.csv' has rows longer than its first. Move it away"):
-        CSVTrainLogger(tmp_path / "log.csv").log_stats({"epoch": 1})
-    assert (tmp_path / "log.csv").read_text() == "a\n1,2\n"
-
-
-def test_a_json_line_per_call(tmp_path):
-    lines = JSONLTrainLogger(tmp_path / "own.jsonl")
-    set_run_log(tmp_path / "run.jsonl")
-    lines.log_stats({"epoch": 1}, {"loss": torch.tensor(0.5)})
-    lines.log_step({"loss": 0.75}, 7)
-    first, second = read(tmp_path / "own.jsonl")
-    assert (first["event"], first["meta"], first["train"]) == ("stats", {"epoch": 1}, {"loss": 0.5})
-    assert (second["event"], second["optimizer_step"], second["values"]) == ("step", 7, {"loss": 0.75})
 
 
 def test_tensorboard_draws_steps_beside_epochs(tmp_path):

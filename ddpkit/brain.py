@@ -862,10 +862,9 @@ class Brain(_Typed):
 
     def _fit_result(self, reason: str) -> FitResult:
         progress = self.progress
-        newest, best = self.__run.policy.newest_and_best()
-        losses = progress.train_loss, progress.valid_loss
+        losses, newest = (progress.train_loss, progress.valid_loss), self.__run.policy.newest()
         logged = run_on_main(lambda: {name: dict(values) for name, values in progress.logged.values.items()}) or {}
-        return FitResult(reason, progress.epochs, progress.optimizer_step, *losses, best, newest, logged)
+        return FitResult(reason, progress.epochs, progress.optimizer_step, *losses, newest, logged)
 
     def _require_no_training(self, call: str) -> None:
         """Refuse what recovers a checkpoint where that would replace the weights, and the place, of a training."""

@@ -23,7 +23,7 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Literal
@@ -71,7 +71,6 @@ from ddpkit.checkpointing import (
     get_default_hook,
     load_recoverables,
     map_old_state_dict_weights,
-    ranked,
     read_checkpoint,
     run_savers,
     safe_load,
@@ -225,7 +224,6 @@ class Checkpointer:
         self._memory = SnapshotMemory()
         self._background = BackgroundSave()
         weakref.finalize(self, self._background.close)
-        self._rankings: list[Selection] = []  # of the last retention that had a key
         if recoverables is not None:
             self.add_recoverables(recoverables)
         if if_main_process():
@@ -616,22 +614,6 @@ class Checkpointer:
             words = "%d checkpoint(s) of before are not of this run: they are in %s now."
             logger.warning(words, len(found), shown_path(aside))
 
-    def best_of(self, checkpoints: Iterable[Checkpoint]) -> Checkpoint | None:
-        """Return the best checkpoint by the keys of the last retention that had any.
-
-        Args:
-            checkpoints: in any order.
-
-        Returns:
-            None where no retention had a key in this process, no checkpoint has a number under it, or the keys differ.
-
-        Ranks: main only.
-        """
-        found = list(checkpoints)
-        best = [(one, ranked(found, one)[:1]) for one in self._rankings]
-        paths = {first.path: first for one, firsts in best for first in firsts if one.importance(first) is not None}
-        return next(iter(paths.values())) if len(paths) == 1 else None
-
     def require_hooks(self) -> dict[str, SaveHook]:
         """Make sure that all recoverables can be saved and loaded, those too that were put in by hand.
 
@@ -672,8 +654,6 @@ class Checkpointer:
         verbosity: int,
         retention: Retention | None = None,
     ) -> Checkpoint | None:
-        if retention is not None:
-            self._rankings = retention.rankings() or self._rankings
         with self.around_save(end_of_epoch):
             if name is not None:
                 check_file_name(name, "the name of a checkpoint,")
@@ -768,7 +748,6 @@ class Checkpointer:
         return checkpoint
 
     def _delete(self, retention: Retention, verbosity: int) -> None:
-        self._rankings = retention.rankings() or self._rankings
         self._await_background_save()
         folder = self._folder()
         with folder.lock.hold():

@@ -40,10 +40,8 @@ class FitResult:
         valid_loss: mean over the last validation, over all ranks; None if there was none.
         logged: what the recipe has logged with ``self.log`` in the last epoch, by stage (``"train"``, ``"valid"``) and
             name, over all ranks; may be empty.
-        best_checkpoint: the checkpoint of this run that is best by the key (``min_keys``, ``max_keys``,
-            ``importance_keys``) with which ``save_and_keep_only`` or ``delete_checkpoints`` was called last in this
-            process. None without such a key, or where several keys do not agree.
-        newest_checkpoint: the checkpoint that was saved last; None without any. Paths are valid on the main process.
+        newest_checkpoint: the checkpoint that was saved last; None without any. Of the best,
+            ``checkpointer.find_checkpoint(min_key=...)`` tells. The path is valid on the main process.
 
     Ranks: local.
 
@@ -57,7 +55,6 @@ class FitResult:
     optimizer_steps: int = 0
     train_loss: float | None = None
     valid_loss: float | None = None
-    best_checkpoint: Path | None = None
     newest_checkpoint: Path | None = None
     logged: dict[str, dict[str, float]] = field(default_factory=dict, hash=False)
 

@@ -182,10 +182,6 @@ class Retention:
         recent = [(Selection(importance_key=ckpt_recency, ckpt_predicate=predicate), newest)]
         return [(one, number) for one in found] + (recent if self.keep_recent else [])
 
-    def rankings(self) -> list[Selection]:
-        """Return one selection per key that ranks by something else than age."""
-        return [one for one, _ in self.selections() if one.importance_key is not ckpt_recency]
-
 
 def _check_count(name: str, value: Any, words: str) -> None:
     if not isinstance(value, numbers.Integral) or int(value) < 0:

@@ -342,10 +342,10 @@ class CheckpointPolicy:
                 checkpointer.resume = NEWEST
         return checkpointer.recover_if_possible(max_key=max_key, min_key=min_key)
 
-    def newest_and_best(self) -> tuple[Path | None, Path | None]:
-        """Return where the newest and the best checkpoint are."""
+    def newest(self) -> Path | None:
+        """Return where the newest checkpoint is."""
         checkpointer = self.checkpointer
-        return (None, None) if checkpointer is None else checkpoint_work_on_main(_newest_and_best, checkpointer)
+        return None if checkpointer is None else checkpoint_work_on_main(_newest, checkpointer)
 
     # ------------------------------------------------------------------ saving in the middle of an epoch
 
@@ -483,10 +483,9 @@ class CheckpointPolicy:
             self.run_state.lacks, self.rank_state.is_inside_batch = None, False
 
 
-def _newest_and_best(checkpointer: Checkpointer) -> tuple[Path | None, Path | None]:
-    found = checkpointer.list_checkpoints()
-    newest, best = max(found, key=ckpt_recency, default=None), checkpointer.best_of(found)
-    return None if newest is None else newest.path, None if best is None else best.path
+def _newest(checkpointer: Checkpointer) -> Path | None:
+    newest = max(checkpointer.list_checkpoints(), key=ckpt_recency, default=None)
+    return None if newest is None else newest.path
 
 
 @contextlib.contextmanager

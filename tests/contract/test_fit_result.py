@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import ddpkit
-from ddpkit.checkpoints import Checkpointer, ckpt_recency
+from ddpkit.checkpoints import Checkpointer
 from ddpkit.epoch_loop import EpochCounter, EpochCounterWithStopper
 from ddpkit.types import Stage
 
@@ -32,19 +32,19 @@ class Saving(Regression):
     def on_stage_end(self, stage, stage_loss, epoch=None):
         super().on_stage_end(stage, stage_loss, epoch)
         if stage is Stage.VALID and self.checkpointer is not None:
-            meta = {"metric": self.metrics[epoch - 1], "other": epoch, "epoch": epoch}
-            self.checkpointer.save_and_keep_only(meta=meta, **self.rules)
+            meta = {"metric": self.metrics[epoch - 1], "epoch": epoch}
+            self.checkpointer.save_and_keep_only(meta=meta, min_keys=["metric"], num_to_keep=3)
 
 
 def fit(brain, epochs=(1, 2, 3), valid=VALID):
     return brain.fit(epochs, DATA, valid, train_loader_kwargs={"batch_size": 4})
 
 
-def saving(folder, counter, *, dies_in=None, rules=None, **run_opts):
+def saving(folder, counter, *, dies_in=None, **run_opts):
     net = linear()
     checkpointer = Checkpointer(folder, {"net": net, "counter": counter})
     brain = Saving({"net": net}, sgd(), None, {**QUIET, **run_opts}, checkpointer)
-    brain.dies_in, brain.rules = dies_in, rules or {"min_keys": ["metric"], "num_to_keep": 3}
+    brain.dies_in = dies_in
     return brain
 
 
@@ -126,7 +126,6 @@ def test_a_run_that_is_started_again_tells_of_what_it_still_did(tmp_path):
     done = fit(saving(tmp_path, counter := EpochCounter(3)), counter)
     assert (done.reason, done.epochs, done.optimizer_steps, done.train_loss) == ("done_before", 0, 18, None)
     assert done.newest_checkpoint == resumed.newest_checkpoint
-    assert done.best_checkpoint is None  # nothing was saved, so no key is known
 
 
 def test_a_call_that_is_done_already_says_so(tmp_path):
@@ -145,43 +144,12 @@ def test_a_call_that_is_done_already_says_so(tmp_path):
     assert (second.reason, second.epochs, second.optimizer_steps) == ("epochs", 1, 24)
 
 
-@pytest.mark.parametrize("ckpt_async", [True, False])
-def test_fit_says_where_the_best_and_the_newest_checkpoint_are(tmp_path, ckpt_async):
-    brain = saving(tmp_path, counter := EpochCounter(3), ckpt_async=ckpt_async)
+@pytest.mark.parametrize("options", [{}, {"ckpt_async": False}, {"ckpt_interval_steps": 2}])
+def test_fit_says_where_the_newest_checkpoint_is(tmp_path, options):
+    brain = saving(tmp_path, counter := EpochCounter(3), **options)
     result = fit(brain, counter)
-    assert (epoch_of(result.best_checkpoint), epoch_of(result.newest_checkpoint)) == (2, 3)
-    assert f"best_checkpoint='{result.best_checkpoint}'" in repr(result)
-    assert result.best_checkpoint.name in {one.path.name for one in brain.checkpointer.list_checkpoints()}
-    assert brain.checkpointer.recover_if_possible(min_key="metric").path == result.best_checkpoint
-
-
-@pytest.mark.parametrize(
-    ("rules", "best"),
-    [
-        ({"num_to_keep": 3}, None),
-        ({"min_keys": ["metric"]}, 2),
-        ({"max_keys": ["metric"], "num_to_keep": 3}, 1),
-        ({"max_keys": ["metric"], "min_keys": ["other"], "num_to_keep": 3}, 1),  # they agree
-        ({"min_keys": ["metric"], "max_keys": ["other"], "num_to_keep": 3}, None),
-        ({"importance_keys": [lambda one: -one.meta["metric"]], "num_to_keep": 3}, 2),
-        ({"importance_keys": [ckpt_recency], "num_to_keep": 3}, None),
-        ({"min_keys": ["unknown"], "num_to_keep": 3}, None),
-    ],
-)
-def test_the_best_checkpoint_is_that_of_the_rules_of_the_run(tmp_path, rules, best):
-    result = fit(saving(tmp_path, counter := EpochCounter(3), rules=rules), counter)
-    assert (epoch_of(result.best_checkpoint), epoch_of(result.newest_checkpoint)) == (best, 3)
-
-
-def test_saves_in_the_middle_of_an_epoch_do_not_hide_the_best(tmp_path):
-    result = fit(saving(tmp_path, counter := EpochCounter(3), ckpt_interval_steps=2), counter)
-    assert (epoch_of(result.best_checkpoint), epoch_of(result.newest_checkpoint)) == (2, 3)
-
-
-def test_a_metric_that_is_no_number_is_not_the_best(tmp_path):
-    brain = saving(tmp_path, counter := EpochCounter(3))
-    brain.metrics = (float("nan"),) * 3
-    assert fit(brain, counter).best_checkpoint is None
+    assert epoch_of(result.newest_checkpoint) == 3
+    assert f"newest_checkpoint='{result.newest_checkpoint}'" in repr(result)
 
 
 def test_checkpoints_of_another_run_in_the_folder_are_not_told(tmp_path):
@@ -189,7 +157,6 @@ def test_checkpoints_of_another_run_in_the_folder_are_not_told(tmp_path):
     brain = saving(tmp_path, counter := EpochCounter(1), resume="never")
     brain.metrics = (9.0,)
     result = fit(brain, counter)
-    assert result.best_checkpoint == result.newest_checkpoint
     assert epoch_of(result.newest_checkpoint) == 1
 
 

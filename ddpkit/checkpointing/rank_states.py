@@ -160,13 +160,7 @@ class RankStates:
 
         Ranks: local.
         """
-        try:
-            known, ranks = state_dict["format"], list(state_dict["ranks"])
-        except (TypeError, KeyError) as error:
-            raise CheckpointError(
-                f"a {type(state_dict).__name__} without 'format' and 'ranks' holds no states of ranks. Was the file "
-                "ranks.ckpt written by something else?"
-            ) from error
+        known, ranks = state_dict["format"], list(state_dict["ranks"])
         if known != FORMAT:
             raise CheckpointError(f"the states of ranks have format {known!r}; this ddpkit reads format {FORMAT}.")
         rank, world_size = get_rank() or 0, get_world_size()

@@ -18,8 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset
-from torch.utils.data.distributed import DistributedSampler
 
 from ddpkit.checkpointing import Checkpoint, ckpt_recency
 from ddpkit.compat import shuffle_digest
@@ -260,12 +258,7 @@ def order_of(loader: Any) -> dict[str, str | int]:
         sampler = plan.source if isinstance(plan, PlannedBatchSampler) else plan.batch_sampler
         return {"order": _names(layers(sampler)), "drop_last": bool(plan.drop_last), **_samples(dataset)}
     if isinstance(dataset, (StreamShard, ShardStream)):
-        drop_last = {} if dataset.of_batches else {"drop_last": bool(dataset.drop_last)}
-        return {"order": f"of {type(dataset.whole).__name__}", **drop_last, **_shuffle(dataset.whole)}
-    if isinstance(loader, DataLoader) and not isinstance(dataset, IterableDataset):  # divided by its maker
-        inside = list(layers(loader))[1:]
-        is_whole = any(isinstance(one, DistributedSampler) for one in inside)
-        return {"order": _names(inside), **(_samples(dataset) if is_whole else {})}
+        return {"order": f"of {type(dataset.whole).__name__}", **_shuffle(dataset.whole)}
     return {"order": f"of {type(loader if dataset is None else dataset).__name__}", **_shuffle(loader)}
 
 

@@ -68,7 +68,6 @@ def test_a_rank_that_is_not_known(monkeypatch, caplog):
     assert own.state_dict()["ranks"] == [None, {"drawn": 9}]
 
 
-@pytest.mark.parametrize("other", [None, [], {}, {"format": 1}, {"format": 2, "ranks": []}, 3])
-def test_something_else_is_refused(other):
-    with pytest.raises(CheckpointError, match="states of ranks"):
-        states().load_state_dict(other)
+def test_a_later_format_is_refused():
+    with pytest.raises(CheckpointError, match="states of ranks have format 2"):
+        states().load_state_dict({"format": 2, "ranks": []})

@@ -156,7 +156,7 @@ class RankStates:
             end_of_epoch: as in :meth:`load`.
 
         Raises:
-            CheckpointError: it is something else.
+            CheckpointError: it is of a later format.
 
         Ranks: local.
         """

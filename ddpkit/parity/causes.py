@@ -3,7 +3,6 @@
 All experiments are made in the one process, with the recipe's own ``fit_batch``:
 
 - noise: passes over the same samples with other random numbers, while what can be switched off is off;
-- data: the samples that a rank had, loaded once more;
 - ``fit_batch``: one micro-batch, repeated to fill a window, has the gradients that it has alone;
 - the loss: the joined batch as a weighted sum of each rank's part of it. Weights that are not the samples': a sum, or
   a mean over something else, such as tokens. No weights: it matters which samples are together.
@@ -22,7 +21,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddpkit.data import sketch
 from ddpkit.parity.report import TOLERANCES, Gradients, ParityReport, ParityRow, all_equal, compare, worst
 from ddpkit.parity.side import Side, Step
 from ddpkit.precision import TorchAutocast
@@ -86,8 +84,6 @@ class _Diagnosis:
             failing += [] if all_equal(found) else [window]
             if _is_finite(expected) and not self._repeats(window, expected):
                 self.causes["randomness"] = NOISE
-        if self.side.outside:
-            self.causes["outside modules"] = OUTSIDE.format(self.side.outside[0], len(self.side.outside))
         if self.own_fit_batch and not (self.causes or all(map(self._accumulates, self.windows))):
             self.causes["fit_batch"] = FIT_BATCH
         if failing and not self.causes:
@@ -146,13 +142,9 @@ class _Diagnosis:
         return kind, words + (f" Each rank changes state by its own samples: {moved}." if moved else "")
 
     def _fault_of_a_rank(self, window: _Window) -> tuple[str, str] | None:
-        """See whether gradients are finite, the samples those of one process, and the gradients those of all ranks."""
+        """See whether gradients are finite, and those of all ranks the same."""
         if not (_is_finite(window.ranks[0]["gradients"]) and _is_finite(self._run(window))):
             return "not finite", NOT_FINITE.format(window.number)
-        for number, rank in enumerate(window.ranks):
-            here, again = ([sketch(one) for one in self.side.load(rank["batches"])] for _ in range(2))
-            if here == again and here != rank["sketches"]:
-                return "data", OTHER_DATA.format(number, rank["batches"][0][:3])
         for number, rank in enumerate(window.ranks):
             rows = self._compare(window, rank["gradients"], window.ranks[0]["gradients"])
             if not all_equal(rows):
@@ -227,10 +219,6 @@ NOISE = (
     "generator in the dataset), so nothing can be said about the rest. Draw with torch.rand or torch.randn, or leave "
     "the noise out while you check."
 )
-OUTSIDE = (
-    "An optimizer updates parameters that are in no entry of modules ({}; {} in all). DDP does not average their "
-    "gradients, and the ranks drift apart. Put the module that holds them into modules."
-)
 FIT_BATCH = (
     "fit_batch of the recipe weighs its batches twice, not at all, or small ones as much as large ones. Call "
     "self.backward(loss) with the mean loss (or the loss_sum and count) as it is, and optimizers_step() where "
@@ -240,13 +228,10 @@ NOT_FINITE = (
     "The gradients are not finite in optimizer step {}. Where it is so on several processes only, the loss is probably "
     "a mean over something of which a rank has none (an empty mask, no sample of a class). Return (loss_sum, count)."
 )
-OTHER_DATA = (
-    "Rank {} and one process have different data at the same places of the dataset (such as {}). Sort the result of "
-    "os.listdir or of a set, and seed random splits."
-)
 NOT_AVERAGED = (
     "Rank {} steps with other gradients of {} than rank 0: they are not averaged. DDP averages gradients only of "
-    "forward passes through the modules of self.modules. Call these, and self.backward(loss)."
+    "forward passes through the modules of self.modules: put all that is trained there. Call these, and "
+    "self.backward(loss)."
 )
 NOT_SHARED = (
     "BatchNorm that is not over all rows of a step: {}. It is synchronised unless sync_batchnorm=off is given, or it "

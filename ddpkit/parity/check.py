@@ -54,7 +54,7 @@ def check_parity(brain: Any, parts: Any, train_set: Any, loader_kwargs: Mapping[
     Ranks: the one process, and each rank that it starts.
     """
     if PARITY not in os.environ:
-        require_one_process(brain.check_parity, data_parallel=brain.data_parallel_backend)
+        require_one_process(brain.check_parity)
         report = _compare(brain, parts, train_set, loader_kwargs)
         if not report.holds:
             raise ParityError(str(report))
@@ -68,23 +68,19 @@ def check_parity(brain: Any, parts: Any, train_set: Any, loader_kwargs: Mapping[
     raise SystemExit(0)
 
 
-def require_one_process(world_size: int, *, data_parallel: bool) -> None:
-    """Refuse a check that cannot start processes, or where several processes or GPUs are at work already.
+def require_one_process(world_size: int) -> None:
+    """Refuse a check that cannot start processes, or where several processes are at work already.
 
     Raises:
-        ConfigError: several processes, ``nn.DataParallel``, less than two ranks, or no script.
+        ConfigError: several processes, less than two ranks, or no script.
 
     Ranks: local.
     """
     given = f"check_parity={world_size!r}"
-    command = f"    python train.py hparams.yaml --check_parity={world_size}"
     if get_world_size() > 1:
         raise ConfigError(
-            f"{given} starts the processes itself, and a launcher has started {get_world_size()}. Start one:\n{command}"
-        )
-    if data_parallel:
-        raise ConfigError(
-            f"{given} compares processes with one device each. Leave data_parallel_backend=True out:\n{command}"
+            f"{given} starts the processes itself, and a launcher has started {get_world_size()}. Start one:\n"
+            f"    python train.py hparams.yaml --{given}"
         )
     if world_size < 2:  # noqa: PLR2004 -- else there is nothing to compare
         raise ConfigError(f"{given}: compare at least 2 processes, for example check_parity=4.")
@@ -113,12 +109,12 @@ def record(
     Ranks: collective.
     """
     side, steps = Side(brain, parts, train_set, loader_kwargs, start), []
+    parts.preflight.compare_data(train=side.loader)
     length, seed = -(-side.num_batches // side.factor), RANDOM_SEED + brain.rank
     for number in sorted({*range(min(STEPS - 1, length)), length - 1}):
         step = side.step(number)
         grads = side.run(step, side.factor, side.counts, seed=seed)
-        found = {**dataclasses.asdict(step), "gradients": grads, "sketches": side.sketches}
-        steps.append({**found, "weighs": side.counts is not None})
+        steps.append({**dataclasses.asdict(step), "gradients": grads, "weighs": side.counts is not None})
     return {"factor": side.factor, "length": length, "steps": steps, "norms": side.norms, "moved": list(side.moved)}
 
 

@@ -18,7 +18,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ddpkit import optim
 from ddpkit.base import gather_whole, is_sharded, local_part, sharded_like
-from ddpkit.data import Sketch, sketch
 from ddpkit.dataloader import LoopedLoader, SaveableDataLoader, plan_of
 from ddpkit.distributed import get_world_size
 from ddpkit.errors import ConfigError
@@ -82,11 +81,9 @@ class Side:
         factor: micro-batches of a full optimizer step.
         optimizers: all of the Brain's.
         done: optimizer steps that were made before.
-        outside: names of the optimized parameters that are in no entry of ``modules``.
         moved: names of the buffers, and of tensors and numbers in plain attributes of modules, that training has
             changed; without BatchNorm's.
         norms: by name of each BatchNorm layer used: whether its statistics are over all processes.
-        sketches: of the batches of the last step.
 
     Raises:
         ConfigError: the samples of a batch are not known.
@@ -121,7 +118,6 @@ class Side:
         brain.scaler = torch.amp.GradScaler(enabled=False)
         self.moved: dict[str, None] = {}
         self.norms: dict[str, bool] = {}
-        self.sketches: list[Sketch] = []
         self._kept: list[Gradients] = []
         self.optimizers = list(parts.train_step.named_optimizers().values())
         names = {id(parameter): name for name, parameter in brain.raw_modules.named_parameters()}
@@ -130,7 +126,6 @@ class Side:
             for name, optimizer in parts.train_step.named_optimizers().items()
             for number, parameter in enumerate(_parameters([optimizer]))
         }
-        self.outside = [name for one, name in optimized.items() if one not in names]
         self._names = {**optimized, **names}
         brain.on_stage_start(Stage.TRAIN, 1)
         brain.modules.train()
@@ -187,7 +182,7 @@ class Side:
 
         Ranks: collective.
         """
-        brain, progress, self._kept, self.sketches = self.brain, self.brain.progress, [], []
+        brain, progress, self._kept = self.brain, self.brain.progress, []
         brain.grad_accumulation_factor = factor
         progress.restart()
         progress.epoch, progress.step, progress.optimizer_step = 1, step.first, self.done + step.number
@@ -206,7 +201,6 @@ class Side:
         eager = torch.compiler.set_stance("force_eager")
         with eager, without_noise(brain.modules), progress.logged.during(Stage.TRAIN, None):
             for batch in feed.batches(progress.window):
-                self.sketches.append(sketch(batch))
                 progress.step += 1
                 with nothing_counts(not progress.window.count):
                     brain.fit_batch(batch)

@@ -26,7 +26,6 @@ DIFFERENCES = {
     "divided sampler": ("repeats samples to be even: give fit the sampler inside, which repeats none", "#samplers"),
     "factor": ("divides by grad_accumulation_factor: self.backward(loss) does, with the right weights", _OWN),
     "fit_batch": ("overrides fit_batch: use self.backward(loss) and self.should_step", _OWN),
-    "generator": ("SaveableGenerator is not needed: checkpoints have each rank's random states", "#checkpoints"),
     "host read": ("fit_batch reads its loss: a GPU waits in every step; return loss.detach()", _OWN),
     "in order": ("says no `shuffle`: in order on any number of processes, unless the script has a sampler", "#data"),
     "jit": ("TorchScript is deprecated in torch: prefer --compile", "#command-line-and-options"),
@@ -36,7 +35,6 @@ DIFFERENCES = {
     "own saving": ("overrides of _save and _recover are used", "#checkpoints"),
     "own step": ("steps an optimizer by itself: nothing is clipped, and no step is skipped", "#limits-worth-knowing"),
     "pretrainer": ("Pretrainer takes files on disk: it downloads nothing from a hub or a page", "#checkpoints"),
-    "saved by main": ("saves on the main process alone: all ranks may call it, nobody hangs", "#main-only-work"),
     "seed": ("the order of samples follows seed_everything, not torch.manual_seed", "#samplers"),
     "window": ("counts windows by itself: self.should_step is right in a short last one, too", _OWN),
 }
@@ -49,17 +47,12 @@ _METHODS = {
     "_recover": "own saving",
     **dict.fromkeys(_NOT_CALLED, "not called"),
 }
-_CLASSES = {
-    "DistributedSamplerWrapper": "divided sampler",
-    "Pretrainer": "pretrainer",
-    "SaveableGenerator": "generator",
-}
+_CLASSES = {"DistributedSamplerWrapper": "divided sampler", "Pretrainer": "pretrainer"}
 _HOOKS = {"compute_forward", "compute_objectives", "fit_batch"}
 _LOSS = re.compile(r"loss|cost|nll|criterion|objective")
 _NO_MEAN_OVER_TIME = re.compile(r"ctc|transducer|rnnt")  # a mean over samples
 _LENGTHS = re.compile(r"(?:^|_)(?:len|lens|length|lengths|mask|masks)$")
 _LOADERS = {"DataLoader", "SaveableDataLoader", "WebLoader", "make_dataloader"}
-_SAVES = {"save_and_keep_only", "save_checkpoint"}
 _ORDERS = {"shuffle", "sampler", "batch_sampler"}
 _EVALUATION = re.compile(r"valid|dev|test|eval")
 
@@ -126,15 +119,13 @@ def _in_file(tree: ast.Module) -> Found:
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and (kind := _CLASSES.get(_last(node.func))):
             yield node.lineno, kind
-        elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
-            if _last(node.value.func) in _LOADERS and "train" in ast.unparse(node.targets[0]):
-                yield node.lineno, "divided loader"
-        elif isinstance(node, ast.If) and "if_main_process" in _called(node.test) and _called(*node.body) & _SAVES:
-            yield node.lineno, "saved by main"
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
+            is_loader = _last(node.value.func) in _LOADERS and "train" in ast.unparse(node.targets[0])
+            yield from [(node.lineno, "divided loader")] if is_loader else []
 
 
-def _called(*nodes: ast.AST) -> set[str]:
-    return {_last(one.func) for node in nodes for one in ast.walk(node) if isinstance(one, ast.Call)}
+def _called(node: ast.AST) -> set[str]:
+    return {_last(one.func) for one in ast.walk(node) if isinstance(one, ast.Call)}
 
 
 def _in_class(brain: ast.ClassDef) -> Found:

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import yaml
 
-from ddpkit.base import replacing
 from ddpkit.errors import ConfigError
 from ddpkit.porting.differences import python_differences, yaml_differences
 from ddpkit.porting.names import PACKAGE
@@ -157,7 +156,7 @@ def _reason(error: Exception) -> str:
 
 
 def write_recipe(recipe: PortedRecipe) -> Path | None:
-    """Write what has changed, each file at once, after copying the files as they were into a new folder.
+    """Write what has changed, after copying the files as they were into a new folder.
 
     Args:
         recipe: as worked out by :func:`port_recipe`.
@@ -166,7 +165,7 @@ def write_recipe(recipe: PortedRecipe) -> Path | None:
         The folder with the copies; None if nothing has changed.
 
     Raises:
-        OSError: a file cannot be written. It is as it was, and so are those after it.
+        OSError: a file cannot be written. The copies are whole.
 
     Ranks: local.
     """
@@ -179,7 +178,7 @@ def write_recipe(recipe: PortedRecipe) -> Path | None:
         shutil.copy2(one.path, copy)
     for one in recipe.changed:
         if one.change is not None:
-            _replace(one.path, one.change.text.encode(one.encoding))
+            one.path.write_bytes(one.change.text.encode(one.encoding))
     return backup
 
 
@@ -190,14 +189,3 @@ def _new_folder(root: Path) -> Path:
         folder = root / f"{_BACKUP}-{number}"
     folder.mkdir()
     return folder
-
-
-def _replace(path: Path, raw: bytes) -> None:
-    """Write a file that keeps its mode."""
-    with replacing(path) as unfinished:
-        with unfinished.open("wb") as file:
-            file.write(raw)
-            file.flush()
-            os.fsync(file.fileno())
-        shutil.copystat(path, unfinished)
-        os.utime(unfinished)

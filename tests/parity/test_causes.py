@@ -479,10 +479,9 @@ def test_a_cause_is_named(check, cls, cause, words, factor):
         (Contrastive, "batch norm", "points", ("batch-dependent",), ""),
         (Regression, "codebook", "points", ("batch-dependent",), "net.1.centre"),
         (Regression, "running mean", "points", ("batch-dependent",), "net.1.mean, net.1.count"),
-        (Outside, "plain", "points", ("outside modules",), "parameter 4 of optimizer 'all'"),
+        (Outside, "plain", "points", ("not averaged",), "parameter 4 of optimizer 'all'"),
         (PastDDP, "plain", "points", ("not averaged",), "Rank 1 steps with other gradients"),
         (UnderLaunchers, "plain", "points", ("unknown",), "do something else under a launcher"),
-        (Regression, "plain", "unsorted", ("data",), "Rank 0 and one process have different data"),
     ],
 )
 def test_other_causes_are_named(check, cls, kind, data, causes, words):
@@ -490,6 +489,11 @@ def test_other_causes_are_named(check, cls, kind, data, causes, words):
     assert not report.holds
     assert tuple(report.causes) == causes, report
     assert re.search(words, next(iter(report.causes.values()))), report
+
+
+def test_ranks_with_other_data_are_told_of_it(check):
+    with pytest.raises(RankPoolError, match="RankMismatchError"):
+        check(data="unsorted")
 
 
 @pytest.mark.parametrize("cls", [Sum, pytest.param(TokenMean, marks=pytest.mark.slow)])
@@ -642,9 +646,7 @@ def test_what_is_wrong_with_the_recipe_alone_is_said_before_anything_is_started(
 
 def test_what_cannot_be_checked_is_refused():
     with pytest.raises(ConfigError, match="check_parity=1: compare at least 2 processes"):
-        require_one_process(1, data_parallel=False)
-    with pytest.raises(ConfigError, match=r"(?s)data_parallel_backend=True.*python train.py hparams.yaml --check_par"):
-        require_one_process(2, data_parallel=True)
+        require_one_process(1)
 
 
 # ------------------------------------------------------------------------------------------- the verdict is true

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import stat
@@ -228,16 +227,3 @@ def test_links_are_not_followed_out_of_the_folder(tmp_path):
     write(recipe / "shared.py")  # asked for by its name
     assert (tmp_path / "shared.py").read_text() == NEW
     assert (recipe / "shared.py").is_symlink()
-
-
-def test_a_write_that_fails_leaves_the_old_file_and_no_other(tmp_path, monkeypatch):
-    (tmp_path / "train.py").write_text(OLD)
-
-    def full(descriptor):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match="No space left"):
-        write(tmp_path)
-    assert (tmp_path / "train.py").read_text() == OLD
-    assert {path.name for path in tmp_path.iterdir()} == {"train.py", ".before-ddpkit"}

@@ -1,9 +1,7 @@
 from ddpkit.data.likeness import (
     MOST_ITEMS as MOST_ITEMS,
     FirstItems as FirstItems,
-    Sketch as Sketch,
     require_alike as require_alike,
-    sketch as sketch,
 )
 from ddpkit.data.permutation import (
     Order as Order,

@@ -562,11 +562,6 @@ class Checkpointer:
         if self.asynchronous:
             checkpoint_work_on_main(self._await_background_save)
 
-    @property
-    def saves_on_every_rank(self) -> bool:
-        """Whether some saver must run on every rank, so that the main process cannot save alone."""
-        return self.whole_states is not None or any(map(saves_on_every_rank, self.require_hooks().values()))
-
     @contextlib.contextmanager
     def hold_folder(self) -> Iterator[None]:
         """Keep the folder for this run: until the end of the block no other one can save or delete in it.

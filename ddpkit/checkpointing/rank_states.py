@@ -105,17 +105,6 @@ class RankStates:
         self.gather()
         return True
 
-    def set_own(self, state: dict[str, Any]) -> None:
-        """Set this rank's state for all saves until :meth:`forget`; other ranks' states are not saved.
-
-        Args:
-            state: replaces this rank's current state.
-
-        Ranks: local.
-        """
-        self._gathered = [None] * get_world_size()
-        self._gathered[get_rank() or 0] = state
-
     def forget(self) -> None:
         """Drop what was gathered.
 
@@ -170,8 +159,8 @@ class RankStates:
         unknown = [number for number, one in enumerate(ranks) if one is None or one.get("random", True) is None]
         if unknown and self.is_of_as_many and not end_of_epoch:
             logger.warning_once(
-                "The checkpoint does not have the random states of rank %s: a recipe, or ckpt_on_error, saved it in "
-                "the middle of an epoch. Until that ends they draw other numbers than the run that was never stopped.",
+                "The checkpoint does not have the random states of rank %s: a recipe saved it on fewer ranks in the "
+                "middle of an epoch. Until that ends they draw other numbers than the run that was never stopped.",
                 ", ".join(map(str, unknown)),
             )
 

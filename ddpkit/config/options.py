@@ -328,7 +328,6 @@ class OptionTypes:
         choices=("all", "broadcast"))
     ckpt_errors: str = option("stop", CHECKPOINTS, "if a checkpoint cannot be saved: stop, or warn",
         choices=("stop", "warn"))
-    ckpt_on_error: bool = option(False, CHECKPOINTS, "save a checkpoint when training fails")
 
     time_limit: str | None = option(None, STOPPING, "save a checkpoint and stop, after so long", form="H:MM:SS")
     stop_signals: list[str] = option(["SIGTERM", "SIGINT", "SIGUSR1"], STOPPING, "signals that save and end a run",

@@ -175,9 +175,9 @@ class CheckpointPolicy:
                 yield
                 self._end_call()
                 checkpointer.wait()
-            except BaseException as error:
+            except BaseException:
                 if not get_rank():
-                    self._save_on_error(checkpointer, error)
+                    self._finish_save(checkpointer)
                 raise
             finally:
                 checkpointer.asynchronous = before
@@ -379,11 +379,11 @@ class CheckpointPolicy:
         with _at_last_update(progress), self._with_sums(list(sums)):
             self._save_intra_epoch(self.checkpointer)
 
-    def _save_intra_epoch(self, checkpointer: Checkpointer, **meta: Any) -> None:
+    def _save_intra_epoch(self, checkpointer: Checkpointer) -> None:
         self._is_between_batches = True
         try:
             checkpointer.save_and_keep_only(
-                meta={INTRA_EPOCH_KEY: True, **meta},
+                meta={INTRA_EPOCH_KEY: True},
                 end_of_epoch=False,
                 ckpt_predicate=lambda checkpoint: INTRA_EPOCH_KEY in checkpoint.meta,
             )
@@ -411,37 +411,14 @@ class CheckpointPolicy:
             )
         return self.train_step.strategy.whole_states(objects)
 
-    def _save_on_error(self, checkpointer: Checkpointer, error: BaseException) -> None:
-        """Finish a running save, and save once more with ``ckpt_on_error``; main process only."""
-        wanted = self.options.ckpt_on_error and isinstance(error, (Exception, KeyboardInterrupt))
+    @staticmethod
+    def _finish_save(checkpointer: Checkpointer) -> None:
+        """Let a save end that is being written when training fails; main process only."""
         with alone(), terminating_later():
             try:
                 checkpointer.wait()
-                if wanted:
-                    self._save_failure(checkpointer, error)
             except Exception as failure:  # noqa: BLE001 -- what ended the training must not be hidden
-                logger.warning("No checkpoint is made of the failure: %s: %s", type(failure).__name__, failure)
-
-    def _save_failure(self, checkpointer: Checkpointer, error: BaseException) -> None:
-        """Save what had been trained when training failed."""
-        progress, states = self.progress, self.rank_state.states
-        if states is None or progress.train_meter is None or progress.window_end <= self.rank_state.resumed_step:
-            return  # nothing has been trained since the epoch began, or since the checkpoint it goes on from
-        reasons = {
-            "it came inside of an optimizer step": self.train_step.is_stepping,
-            "a saver needs every rank": checkpointer.saves_on_every_rank,
-            "the ranks' weights were not averaged (post-local SGD)": self.train_step.strategy.is_apart,
-        }
-        for reason in (reason for reason, is_so in reasons.items() if is_so):
-            logger.warning("No checkpoint is made of the failure: %s.", reason)
-            return
-        self.train_step.strategy.undo_step()
-        is_over = progress.train_sums is not None  # the pass: then the sums of all ranks are known
-        with _at_last_update(progress), self._with_sums(list(progress.train_sums or ()) or None):
-            own = self.rank_state.state_dict() | {"random": None}  # which has been drawn from since
-            states.set_own(own | {"loss": None} if is_over else own)
-            checkpointer.asynchronous = False
-            self._save_intra_epoch(checkpointer, error=f"{type(error).__name__}: {error}"[:500])
+                logger.warning("A checkpoint is lost: %s: %s", type(failure).__name__, failure)
 
     # ------------------------------------------------------------------ a save that a recipe makes
 

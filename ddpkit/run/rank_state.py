@@ -41,7 +41,6 @@ class RankState:
     Attributes:
         states: the recoverable with the states of all ranks; None without a checkpointer.
         base_seed: of the run; None before ``fit``.
-        resumed_step: batches of the epoch that were done before this process trained.
         is_inside_batch: while a recipe saves in a hook of a training batch, after it has begun to train on it.
 
     Ranks: local, but for :meth:`end_pass`.
@@ -57,7 +56,6 @@ class RankState:
         self.progress, self.strategy, self.modules = progress, strategy, modules
         self.states = RankStates(self.state_dict) if saves else None
         self.base_seed: int | None = None
-        self.resumed_step = 0
         self.is_inside_batch = False
         self._epoch_seed: int | None = None
         self._from_last_call: tuple[Any, dict[str, Any]] | None = None
@@ -106,7 +104,7 @@ class RankState:
             How many batches the loader yields again, to be left out; and what to call when those are behind.
         """
         progress, states = self.progress, self.states
-        progress.loader, self.resumed_step = loader, progress.step
+        progress.loader = loader
         own: dict[str, Any] = {}
         if states is not None:
             keep_states(loader)

@@ -170,7 +170,7 @@ class StageRunner:
             brain.zero_grad(set_to_none=True)
             if train_step.schedule is not None:
                 train_step.schedule.after_stage(Stage.TRAIN, progress.avg_train_loss, progress.optimizer_step)
-            with self._no_failure_saved():
+            with self._unsaved():
                 brain.on_stage_end(Stage.TRAIN, progress.avg_train_loss, epoch)
             progress.avg_train_loss, progress.step, progress.meter = 0.0, 0, progress.new_meter()
 
@@ -275,7 +275,7 @@ class StageRunner:
                 progress.step, progress.valid_loss = 0, loss
                 if schedule is not None:
                     schedule.after_stage(stage, loss, progress.optimizer_step)
-            with torch.no_grad(), self._no_failure_saved():
+            with torch.no_grad(), self._unsaved():
                 brain.on_stage_end(stage, loss, epoch)
             progress.step, progress.meter = 0, progress.new_meter()
             return loss
@@ -413,10 +413,10 @@ class StageRunner:
             self.stop.stop_evaluation(stopped)
 
     @contextlib.contextmanager
-    def _no_failure_saved(self) -> Iterator[None]:
-        """Return a context for a hook that must not run twice: if it fails, no checkpoint is saved."""
+    def _unsaved(self) -> Iterator[None]:
+        """Return a context for a hook that must not run twice: a stop inside of it saves no checkpoint."""
         meter, self.progress.train_meter = self.progress.train_meter, None
-        yield  # no finally: `train_meter` stays None after a failure
+        yield
         self.progress.train_meter = meter
 
     def _finish(self, stage: Stage, epoch: int | None, seconds: float, bar: ProgressBar) -> float:

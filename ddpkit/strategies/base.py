@@ -80,9 +80,6 @@ class Strategy:
         """Return what a training pass takes its batches from, so that the strategy comes to know of each."""
         return feed
 
-    def undo_step(self) -> None:
-        """Undo what the batches of an unfinished step have done to buffers, before a failure is saved."""
-
     def evaluated(self, batches: Iterable[Any], seed: int, *place: int) -> Iterable[Any]:
         """Return the batches of a divided evaluation.
 

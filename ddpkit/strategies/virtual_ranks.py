@@ -191,11 +191,6 @@ class VirtualRanks(Strategy):
             yield batch
             self.end_shard(window)
 
-    def undo_step(self) -> None:
-        """Give buffers the values of the beginning of the step, unless it is finished."""
-        for name, before in () if self._is_added else self._before.items():
-            self._buffer(name).copy_(before)
-
     def evaluated(self, batches: Iterable[Any], seed: int, *place: int) -> Iterable[Any]:
         """Return the batches; the random streams are seeded by shard before each, and alike on all ranks at the end."""
         return _Evaluated(batches, self.shards, self._first, (seed, _EVALUATION, *place))
@@ -266,7 +261,8 @@ class VirtualRanks(Strategy):
             self._begin_step()
         if not self._before:
             self._before = {name: self._buffer(name).clone() for name in self._buffers}
-        self.undo_step()
+        for name, before in self._before.items():
+            self._buffer(name).copy_(before)
         return self._first + self._shard
 
     @torch.no_grad()

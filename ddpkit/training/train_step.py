@@ -94,7 +94,6 @@ class TrainStep:
         optimizer: the single one, where a recipe has no names; or None.
         schedule: stepped after every optimizer step; or None.
         sum_divisor: what sums are divided by before fp16 scaling; None until it is agreed on.
-        is_stepping: whether weights are being changed.
         agree: called before the ranks send each other anything of an optimizer step; or None.
 
     Ranks: collective.
@@ -126,7 +125,6 @@ class TrainStep:
         self.optimizer: torch.optim.Optimizer | None = None
         self.schedule: optim.Schedule | None = None
         self.sum_divisor: float | None = None
-        self.is_stepping = False
         self.agree: Callable[[], None] | None = None
         self._recipe_freezes = recipe.freezes
         self._may_part = recipe.has_own_fit_batch
@@ -256,7 +254,6 @@ class TrainStep:
         if scaler is None and self.options["skip_nonfinite_grads"]:  # by name: a call less in every step
             optim.own_gradients(optimizers)
             brain.check_gradients()
-        self.is_stepping = True
         updates = scaler is None or self._note_unscaled(optimizers)
         result = optim.take_step(
             optimizers,
@@ -266,7 +263,6 @@ class TrainStep:
             updates=updates,
             alone=self.strategy.steps_alone,
         )
-        self.is_stepping = False
         if self.progress.window.closes:
             self.progress.window_end = self.progress.step
         if result.stepped:

@@ -63,9 +63,6 @@ def test_a_rank_that_is_not_known(monkeypatch, caplog):
         one.load_state_dict({"format": 1, "ranks": [{"drawn": 1}, None]}, end_of_epoch=True)
         assert not caplog.text, "at an epoch's end nothing is missing"
     assert (one.loaded, one.is_of_as_many, one.is_complete) == (None, True, False)
-    own = states(5)
-    own.set_own({"drawn": 9})
-    assert own.state_dict()["ranks"] == [None, {"drawn": 9}]
 
 
 def test_a_later_format_is_refused():

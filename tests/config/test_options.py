@@ -59,7 +59,6 @@ def test_the_table_is_whole():
         "ckpt_verify",
         "ckpt_load",
         "ckpt_errors",
-        "ckpt_on_error",
         "time_limit",
         "stop_signals",
         "save_signals",

@@ -214,22 +214,6 @@ def test_a_prediction_in_a_hook_changes_nothing_of_what_its_stage_logs():
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("options", [{}, {"grad_accumulation_factor": 2}])
-def test_a_batch_that_fails_counts_once_where_it_is_trained_on_again(tmp_path, options):
-    def what(brain, batch, stage, loss):
-        brain.log("batches", float(brain.step), 1)
-        if brain.step == fails_at:
-            raise RuntimeError("once")
-
-    fails_at = 4
-    with pytest.raises(RuntimeError, match="once"):
-        fit(logging(what, folder=tmp_path, ckpt_on_error=True, **options), batch_size=2)
-    fails_at = None
-    again = logging(what, folder=tmp_path, **options)
-    assert fit(again, batch_size=2).logged["train"] == {"batches": (1 + 2 + 3 + 4 + 5 + 6) / 6}
-    assert len(again.trained_on) < 6, "it went on in the middle"
-
-
 def test_a_recipe_that_saves_before_a_batch_is_trained_on_has_not_counted_it(tmp_path):
     def what(brain, batch, stage, loss):
         brain.log("batches", float(brain.step), 1)

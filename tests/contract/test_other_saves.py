@@ -84,54 +84,9 @@ def test_a_signal_asks_for_a_checkpoint_and_the_training_goes_on(tmp_path):
     assert_same(weights(again), weights(plain))
 
 
-@pytest.mark.parametrize("factor", [1, 3])
-@pytest.mark.parametrize(
-    ("fails_at", "redone"),
-    [
-        (("TRAIN", 2, 7), {1: 0, 3: 0}),
-        (("TRAIN", 2, 9), {1: 0, 3: 2}),
-        (("VALID", 2), {1: 0, 3: 0}),
-        (("TRAIN", 3, 2), {1: 0, 3: 1}),
-    ],
-)
-def test_a_failure_loses_no_step_where_it_is_asked_for(tmp_path, fails_at, redone, factor):
-    """The model draws nothing at random, so what goes on is the same run; all that was stepped on is there.
-
-    Batches of a window that is not whole are trained, and counted, once more.
-    """
-    options = {"grad_accumulation_factor": factor}
-    whole = run(tmp_path / "whole", **options)
-    failed = run(tmp_path / "failed", fails_at=fails_at, saves=True, ckpt_on_error=True, **options)
-    if fails_at == ("TRAIN", 3, 2) and factor == 3:
-        assert not any("error" in meta for meta in metas(tmp_path / "failed")), "no step since the epoch began"
-    else:
-        assert any(meta.get("error", "").startswith("OSError: the disk") for meta in metas(tmp_path / "failed"))
-    again = run(tmp_path / "failed", **options)
-    assert_same(weights(again), weights(whole))
-    done = len(failed.trained_on) + len(again.trained_on) - len(whole.trained_on)
-    assert done == redone[factor]
-    losses = {entry[:2]: entry[2] for entry in whole.losses}
-    assert all(loss == pytest.approx(losses[stage, epoch], rel=1e-12) for stage, epoch, loss in again.losses)
-
-
-@pytest.mark.parametrize("fails_at", [("TRAIN", 1), ("TRAIN", 2), ("TRAIN", 1, 1)])
-def test_a_failure_where_nothing_was_trained_makes_no_checkpoint(tmp_path, fails_at):
-    run(tmp_path, fails_at=fails_at, saves=True, ckpt_on_error=True)
-    assert not any("error" in meta for meta in metas(tmp_path))
-    assert run(tmp_path).optimizer_step == 30
-
-
-def test_without_being_asked_a_failure_makes_no_checkpoint(tmp_path):
+def test_a_failure_makes_no_checkpoint(tmp_path):
     run(tmp_path, fails_at=("TRAIN", 2, 7))
     assert metas(tmp_path) == []
-
-
-def test_a_checkpoint_of_a_failure_that_fails_hides_nothing(tmp_path, caplog):
-    brain, fit = recipe(tmp_path, fails_at=("TRAIN", 2, 7), ckpt_on_error=True)
-    brain.checkpointer.add_recoverable("bad", linear(), custom_save_hook=lambda obj, path: 1 / 0)
-    with caplog.at_level(logging.WARNING), pytest.raises(OSError, match="the disk with the data is gone"):
-        fit()
-    assert "saving the recoverable 'bad': ZeroDivisionError" in caplog.text
 
 
 def test_resume_says_what_a_run_starts_from(tmp_path):

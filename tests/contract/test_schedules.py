@@ -368,25 +368,6 @@ def test_a_killed_run_resumes_its_schedule_to_the_last_bit(kind, dies_at, tmp_pa
     assert found.optimizer.param_groups[0]["lr"] == expected.optimizer.param_groups[0]["lr"]
 
 
-@pytest.mark.parametrize("where", [(Stage.VALID, "start"), (Stage.VALID, "end")])
-@pytest.mark.parametrize("kind", ["every epoch", "plateau"])
-def test_an_epoch_that_is_ended_again_is_counted_once(kind, where, tmp_path, monkeypatch):
-    """A failure after the training of an epoch is saved with ckpt_on_error, and the resumed run ends it again."""
-    scheduler_class, options = KINDS[kind]
-    expected = train(tmp_path / "whole", scheduler_class, **options)
-
-    def fail(self, stage, *arguments):
-        if (stage, self.progress.epoch) == (where[0], 2):
-            raise Killed
-
-    with monkeypatch.context() as patched:
-        patched.setattr(Tracing, f"on_stage_{where[1]}", fail)
-        assert train(tmp_path / "killed", scheduler_class, ckpt_on_error=True, **options) is None
-    found = train(tmp_path / "killed", scheduler_class, **options)
-    assert_same(weights(found), weights(expected))
-    assert found.rates == expected.rates[-len(found.rates) :]
-
-
 def test_a_run_that_goes_on_for_longer_says_that_its_schedule_does_not(tmp_path, caplog):
     counter = EpochCounter(2)
     fit(brain_with(warm, tmp_path, counter=counter), counter, valid=VALID)

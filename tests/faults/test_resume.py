@@ -13,7 +13,7 @@ import pytest
 
 from tests.launching import Run, torchrun, wait_until
 
-from .campaign_moments import SAVED, STEPPED, STEPPING, TRAIN, VALID, VALID_END, Diary, Kill
+from .campaign_moments import STEPPED, STEPPING, TRAIN, VALID, VALID_END, Diary, Kill
 from .campaign_ranks import Attempt
 from .campaign_verdict import Reference, compare
 from .recipes_for_faults import VARIANTS, Setting, text_of
@@ -60,17 +60,6 @@ def test_another_number_of_processes_ends_with_the_same_bits_with_virtual_ranks(
     run = campaign("--virtual", "--kills", "6", "--seed", "1")
     assert run.returncode == 0, run.stdout + run.stderr
     assert run.stdout.splitlines()[-1] == "another number of processes: 6 kills, 0 runs that differ."
-
-
-@pytest.mark.parametrize("at", [(2, TRAIN, 4, STEPPING), (2, VALID, 1, 0), (1, VALID_END, 0, 0), (1, SAVED, 0, 0)])
-def test_what_was_saved_of_a_failure_can_be_resumed(at):
-    """A rank is killed, and the other saves once more, alone: it has no random streams of both, but all the rest."""
-    setting = Setting("plain", 2, options=(("ckpt_async", False), ("ckpt_on_error", True)))
-    kill = Kill("between", who=1, at=at, survivors="alone")
-    run = campaign("--replay", text_of(setting), text_of(kill))
-    assert "attempt 1: " in run.stdout, run.stdout + run.stderr
-    different = {line.split(":")[0].strip() for line in run.stdout.splitlines() if line.startswith("  ")}
-    assert different <= {"random", "stage loss"}, run.stdout
 
 
 # ------------------------------------------------------------------------------------------------ the verdict itself

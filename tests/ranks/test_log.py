@@ -101,33 +101,6 @@ def test_a_resume_in_the_middle_of_an_epoch(ranks, tmp_path, before, after):
     assert found[0][0] == close(expected())
 
 
-class Stopping(Logging):
-    """Fails in a validation: what the training has logged is over all ranks by then."""
-
-    def on_stage_start(self, stage, epoch=None):
-        super().on_stage_start(stage, epoch)
-        if stage is Stage.VALID and self.dies_at == "valid":
-            raise Killed
-
-
-def fail_in_validation(folder, dies_at):
-    net, counter = linear(), EpochCounter(1)
-    checkpointer = Checkpointer(folder, {"net": net, "counter": counter})
-    brain = Stopping({"net": net}, sgd(), None, {**QUIET, "ckpt_on_error": True}, checkpointer)
-    brain.dies_at = dies_at
-    try:
-        return brain.fit(counter, DATA, VALID, train_loader_kwargs={"batch_size": 2}).logged
-    except Killed:
-        return None
-
-
-def test_a_failure_after_the_training_of_an_epoch(ranks, tmp_path):
-    assert ranks.run(fail_in_validation, tmp_path, "valid") == [None, None]
-    found, again = ranks.run(fail_in_validation, tmp_path, None)
-    assert found == again
-    assert found == close(expected() | {"train": expected()["train"] | {"end": 1.0}, "valid": found["valid"]})
-
-
 class TwoWays(Regression):
     late = False
 

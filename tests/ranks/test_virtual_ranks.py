@@ -387,27 +387,6 @@ def test_a_run_that_goes_on_with_another_number_of_processes_has_the_same_bits(r
     assert ranks.run(go_on, tmp_path / "cut", world_size=ways[-1]) == [expected] * ways[-1]
 
 
-class DiesInForward(Counting):
-    def compute_forward(self, batch, stage):
-        outputs = super().compute_forward(batch, stage)
-        if stage is Stage.TRAIN:
-            super().on_fit_batch_start(batch, should_step=False)
-        return outputs
-
-    def on_fit_batch_start(self, batch, should_step):
-        self.modules.head.steps = 2
-
-
-def fail_and_go_on(folder, dies_at=None):
-    return go_on(folder, dies_at, kind=DiesInForward, head=Masked, ckpt_on_error=True, ckpt_interval_steps=0)
-
-
-def test_a_checkpoint_of_a_failure_has_the_buffers_of_the_last_step(ranks, tmp_path):
-    weights, *_ = fail_and_go_on(tmp_path / "whole")
-    assert fail_and_go_on(tmp_path / "cut", (2, 7)) is None
-    assert ranks.run(fail_and_go_on, tmp_path / "cut", world_size=2)[1][0] == weights
-
-
 def test_a_checkpoint_without_the_option_and_the_reverse_go_on_with_a_warning(tmp_path, caplog):
     go_on(tmp_path / "without", dies_at=(1, 3), virtual_ranks=None, global_batch_size=12)
     go_on(tmp_path / "with", dies_at=(1, 3), global_batch_size=12)

@@ -67,14 +67,22 @@ _SB_CHECKPOINTS = "speechbrain.utils.checkpoints"
 class _SpeechBrainSaver(MethodHook):
     """Calls a saver of SpeechBrain on the main process alone, as its own Checkpointer does.
 
-    Its ``main_process_only`` broadcasts to all ranks, and would wait forever for ranks that do not call.
+    Its ``main_process_only`` broadcasts to all ranks, and would wait forever for ranks that do not call. So it is
+    skipped as the outermost decorator, and has no effect as an inner one.
     """
 
     def __call__(self, obj: Any, *arguments: Any) -> object:
         if not self.save_on_main_only:
             return super().__call__(obj, *arguments)
+        method = getattr(obj, self.name)
+        function = getattr(method, "__func__", None)
+        while getattr(function, "__globals__", {}).get("__name__") == _SB_DISTRIBUTED:
+            inner = getattr(function, "__wrapped__", None)
+            if inner is None:
+                break
+            function, method = inner, inner.__get__(obj)
         with _alone_in_speechbrain():
-            return super().__call__(obj, *arguments)
+            return method(*arguments)
 
 
 @contextlib.contextmanager

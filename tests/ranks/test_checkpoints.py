@@ -78,7 +78,7 @@ def save_what_is_divided(folder):
 
 
 def test_states_that_are_divided_over_the_ranks_are_made_whole_before_a_save(ranks, tmp_path):
-    assert ranks.run(save_what_is_divided, tmp_path) == [(21, [["part", "whole"]], True)] * 2
+    assert ranks.run(save_what_is_divided, tmp_path) == [(21, [["part", "whole"]])] * 2
 
 
 def count_handovers(folder):

@@ -18,19 +18,18 @@ import functools
 import gc
 import multiprocessing
 import os
-import re
 import signal
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from multiprocessing import resource_tracker, util
-from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from ddpkit.compat import own_forkserver
 
-DUMP_SECONDS = 0.3
+DUMP_SECONDS = 0.1  # for a worker to write where it is
 MOST_SHOWN = 8
 NAP_SECONDS = 0.001
 POLL_SECONDS = 0.5
@@ -42,6 +41,7 @@ class _Here:
 
     process = 0  # at whose end its workers are killed
     is_worker = False
+    workers: ClassVar[weakref.WeakSet[Any]] = weakref.WeakSet()  # that it has started
 
 
 def ignored_signals() -> set[signal.Signals]:
@@ -106,15 +106,16 @@ def start_loading(loader: Any, begin: Callable[[], Iterator[Any]] | None = None)
         return begin()
     _kill_workers_at_exit()
     with _ignoring_signals(getattr(loader, "multiprocessing_context", None)):
-        if workers is None:
-            return begin()
-        loader.worker_init_fn = functools.partial(_start_worker, init)
         others = set(multiprocessing.active_children())
+        if workers is not None:
+            loader.worker_init_fn = functools.partial(_start_worker, init)
         try:
             return begin()
         finally:
-            loader.worker_init_fn = init
+            if workers is not None:
+                loader.worker_init_fn = init
             for worker in set(multiprocessing.active_children()) - others:
+                _Here.workers.add(worker)
                 worker.terminate = worker.kill  # type: ignore[method-assign] # torch terminates hung workers
 
 
@@ -131,7 +132,7 @@ def _ignoring_signals(context: Any) -> Iterator[None]:
         resource_tracker.ensure_running()  # its start unblocks SIGINT and SIGTERM
     with own_forkserver() if method == "forkserver" else contextlib.nullcontext():
         time.sleep(NAP_SECONDS)
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, ignored_signals())
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, ignored_signals() | _dump_signal())
         try:
             yield
         finally:
@@ -145,11 +146,10 @@ def _start_worker(init: Callable[[int], None] | None, worker: int) -> None:
         gc.freeze()
         for one in ignored_signals():
             signal.signal(one, _do_nothing)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, ignored_signals())
         os.register_at_fork(after_in_child=_restore_signals)
-        number = _dump_signal()
-        if number is not None:
+        for number in _dump_signal():
             faulthandler.register(number, file=2, all_threads=False, chain=False)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, ignored_signals() | _dump_signal())
         rank = (multiprocessing.parent_process(), os.getppid())
         threading.Thread(target=_end_with, args=rank, name="ddpkit-worker", daemon=True).start()
     if init is not None:
@@ -173,8 +173,13 @@ def _restore_signals() -> None:
         signal.signal(number, signal.SIG_DFL)
 
 
-def _dump_signal() -> int | None:
-    return None if sys.platform != "linux" else int(signal.SIGRTMIN) + 5
+def _dump_signal() -> set[int]:
+    """Return the signal at which a worker writes where it is; none outside of Linux."""
+    return set() if sys.platform != "linux" else {int(signal.SIGRTMIN) + 5}
+
+
+def _own_workers() -> list[Any]:
+    return [child for child in multiprocessing.active_children() if child in _Here.workers]
 
 
 def show_workers() -> None:
@@ -185,26 +190,12 @@ def show_workers() -> None:
     Example:
         >>> show_workers()
     """
-    number = _dump_signal() or 0
-    # Others would die of it.
-    asked = [child for child in multiprocessing.active_children() if number and _has("SigCgt", child.pid, number)]
-    for child in asked[:MOST_SHOWN]:
-        with contextlib.suppress(OSError):  # stderr may be closed, or the worker have ended meanwhile
-            os.write(2, f"\nA worker of the loader (pid {child.pid}) is here:\n".encode())
-            os.kill(child.pid or 0, number)
-        end = time.monotonic() + DUMP_SECONDS
-        while time.monotonic() < end and (_has("ShdPnd", child.pid, number) or _has("SigBlk", child.pid, number)):
-            time.sleep(DUMP_SECONDS / 100)  # it has not heard the signal, or is writing, with the signal blocked
-
-
-def _has(mask: str, pid: int | None, number: int) -> bool:
-    """Say whether a process catches (``SigCgt``) or blocks (``SigBlk``) a signal, or has not heard it (``ShdPnd``)."""
-    try:
-        status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
-    except OSError:
-        return False
-    found = re.search(rf"^{mask}:\s*([0-9a-f]+)", status, re.MULTILINE)
-    return found is not None and bool(int(found[1], 16) >> (number - 1) & 1)
+    for number in _dump_signal():
+        for worker in _own_workers()[:MOST_SHOWN]:
+            with contextlib.suppress(OSError):  # stderr may be closed, or the worker have ended meanwhile
+                os.write(2, f"\nA worker of the loader (pid {worker.pid}) is here:\n".encode())
+                os.kill(worker.pid, number)
+            time.sleep(DUMP_SECONDS)
 
 
 def kill_workers() -> None:
@@ -215,14 +206,8 @@ def kill_workers() -> None:
     Example:
         >>> kill_workers()
     """
-    workers = [child for child in multiprocessing.active_children() if child.daemon and _is_worker(child.pid)]
+    workers = [child for child in _own_workers() if child.daemon]
     if workers and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would raise: a worker has died
     for worker in workers:
         worker.kill()
-
-
-def _is_worker(pid: int | None) -> bool:
-    """Say whether a process hears its rank's question where it is, or is about to become a worker."""
-    number = _dump_signal()
-    return (number is not None and _has("SigCgt", pid, number)) or _has("SigBlk", pid, signal.SIGTERM)

@@ -30,7 +30,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from ddpkit import __version__
@@ -54,7 +53,6 @@ _LAUNCHERS = {
 }
 # How a field of a batch is called that says how long its samples are, where they were padded.
 _LENGTHS = re.compile(r"(^|_)(lengths?|lens?|attention_mask|padding_mask|pad_mask|batch_sizes)$", re.IGNORECASE)
-_LABELS, _LEFT_OUT = re.compile(r"(^|_)(labels?|targets?)$", re.IGNORECASE), -100  # what torch's losses ignore
 _DEEPEST, _MOST_PARTS = 2, 8  # so far a batch is looked into
 _FORMATS = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
@@ -269,8 +267,7 @@ def loss_row(batch: Any) -> str:
         batch: as the loader yields it. Tensors on another device are not read.
 
     Returns:
-        An empty string, unless a field is named like lengths or a padding mask and differs between samples, is a nested
-        tensor, or is named like labels and contains -100, which torch's losses ignore.
+        An empty string, unless a field is named like lengths or a padding mask and differs between samples.
 
     Ranks: local.
 
@@ -383,7 +380,7 @@ def _sign_of_lengths(batch: Any, depth: int) -> str:
     """Return the name of a field that shows different lengths of samples, or an empty string."""
     fields = _fields(batch)
     for name, value in fields.items():
-        if (_LENGTHS.search(str(name)) and _varies(value)) or _leaves_out(str(name), value):
+        if _LENGTHS.search(str(name)) and _varies(value):
             return str(name)
     signs = (_sign_of_lengths(value, depth - 1) for value in fields.values()) if depth else ()
     return next(filter(None, signs), "")
@@ -399,24 +396,11 @@ def _fields(batch: Any) -> Mapping[Any, Any]:
     return getattr(batch, "__dict__", {})
 
 
-def _leaves_out(name: str, value: Any) -> bool:
-    """Return whether a value is a nested tensor, or labels with -100; False for labels on another device."""
-    if not isinstance(value, torch.Tensor) or value.is_nested:
-        return isinstance(value, torch.Tensor)
-    is_labels = _LABELS.search(name) is not None and value.dtype == torch.int64
-    return is_labels and _is_readable(value) and bool((value == _LEFT_OUT).any())
-
-
-def _is_readable(value: torch.Tensor) -> bool:
-    return value.device.type == "cpu" and value.layout is torch.strided
-
-
 def _varies(value: Any) -> bool:
     """Return whether lengths or a mask differ between samples; True for a tensor on another device."""
-    if isinstance(value, torch.Tensor) and not _is_readable(value):
-        return value.dim() > 0
-    if isinstance(value, (torch.Tensor, np.ndarray)):
+    if isinstance(value, torch.Tensor):
+        if value.device.type != "cpu" or value.layout is not torch.strided:
+            return value.dim() > 0
         value = value.reshape(-1).tolist()
-    if not isinstance(value, (list, tuple)) or any(isinstance(one, (torch.Tensor, np.ndarray)) for one in value):
-        return False
-    return any(one != value[0] for one in value)
+    is_numbers = isinstance(value, (list, tuple)) and all(isinstance(one, (int, float)) for one in value)
+    return is_numbers and len(set(value)) > 1

@@ -7,7 +7,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -164,14 +163,11 @@ class OwnBatch:
         (UserDict({"input_ids": TWO, "attention_mask": torch.tensor([[1, 1], [1, 0]])}), "attention_mask"),
         ({"x": TWO, "src_key_padding_mask": torch.tensor([[False, True]])}, "src_key_padding_mask"),
         ({"x": TWO, "seq_lens": [3, 4]}, "seq_lens"),
-        ({"x": TWO, "lengths": np.array([3, 4])}, "lengths"),
         (OwnBatch(Padded(TWO, torch.tensor([1.0, 0.5]))), "lengths"),
         ((Padded(TWO, torch.tensor([1.0, 0.5])), torch.zeros(2)), "lengths"),
         ({"x": TWO, "length": torch.zeros(2, device="meta")}, "length"),
         ([{"x": TWO, "lengths": [3, 4]}], "lengths"),
         ((nn.utils.rnn.pack_sequence([torch.ones(3), torch.ones(2)]), torch.zeros(2)), "batch_sizes"),
-        ({"input_ids": TWO, "labels": torch.tensor([[3, -100], [1, 2]])}, "labels"),
-        ([torch.nested.nested_tensor([torch.ones(3), torch.ones(2)], layout=torch.jagged), torch.zeros(2)], "0"),
     ],
 )
 def test_samples_of_different_lengths_are_seen(batch, sign):
@@ -199,12 +195,9 @@ def test_samples_of_different_lengths_are_seen(batch, sign):
         [],
         {},
         {"lengths": torch.zeros(0)},
-        {"x": TWO, "labels": torch.tensor([3, 100])},
-        {"x": TWO, "targets": torch.tensor([0.5, -100.0])},
-        {"x": TWO, "labels": torch.zeros(2, dtype=torch.int64, device="meta")},
         nn.utils.rnn.pack_sequence([torch.ones(2), torch.ones(2)]),
         [ONE, TWO],
-        {"labels": torch.tensor([1, -100]).to_sparse(), "lens": [torch.tensor([1, 2]), torch.tensor([1, 3])]},
+        {"lens": [torch.tensor([1, 2]), torch.tensor([1, 3])]},
     ],
 )
 def test_where_all_samples_are_as_long_or_nobody_knows_nothing_is_said_of_the_loss(batch):

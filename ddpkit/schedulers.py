@@ -10,8 +10,8 @@ always: nothing here multiplies.
 
 Of SpeechBrain's names ``CyclicCosineScheduler``, ``IntervalScheduler``, ``InverseSquareRootScheduler``,
 ``LinearNoamScheduler``, ``LinearWarmupScheduler``, ``NoamIntervalScheduler``, ``TriStageLRSchedule``,
-``WarmCoolDecayLRSchedule`` and ``ScheduledLoss`` are not here: keep SpeechBrain's own, which ddpkit saves and resumes
-too, or take one of torch.
+``WarmAndExpDecayLRSchedule``, ``WarmCoolDecayLRSchedule`` and ``ScheduledLoss`` are not here: keep SpeechBrain's own,
+which ddpkit saves and resumes too, or take one of torch.
 
 Ranks: all of it is local; with the same values on every rank, as stage losses are, the rates are the same.
 """
@@ -36,7 +36,6 @@ __all__ = [
     "NoamScheduler",
     "ReduceLROnPlateau",
     "StepScheduler",
-    "WarmAndExpDecayLRSchedule",
     "update_learning_rate",
 ]
 
@@ -70,11 +69,10 @@ class _Saved:
     """Saved as SpeechBrain saves it: a dict, by the names of attributes."""
 
     _progress: ClassVar[tuple[str, ...]] = ()
-    _settings: ClassVar[tuple[str, ...]] = ()  # saved for SpeechBrain, and not loaded
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the schedule's progress and its settings."""
-        return {name: copy.copy(getattr(self, name)) for name in (*self._progress, *self._settings)}
+        """Return the schedule's progress."""
+        return {name: copy.copy(getattr(self, name)) for name in self._progress}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a state.
@@ -338,45 +336,6 @@ class NoamScheduler(_OfSteps):
 
     def _rate(self, step: int) -> float:
         return self.lr_initial * self.normalize * min(1 / math.sqrt(step), step / math.pow(self.n_warmup_steps, 1.5))
-
-
-class WarmAndExpDecayLRSchedule(_OfSteps):
-    """Warms up linearly from 0, then decays by a factor over the rest of the steps.
-
-    The first call sets 0: call it once before training, or leave the first step at the optimizer's own rate.
-
-    Args:
-        lr: the highest rate.
-        n_warmup_steps: after which it is reached.
-        total_steps: after which the rate is ``lr * decay_factor``.
-        decay_factor: of the whole decay.
-
-    Ranks: local.
-
-    State: the number of calls is saved.
-
-    Example:
-        >>> sgd = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-        >>> scheduler = WarmAndExpDecayLRSchedule(1.0, n_warmup_steps=2, total_steps=4, decay_factor=0.25)
-        >>> [scheduler(sgd)[1] for _ in range(5)]
-        [0.0, 0.5, 1.0, 0.5, 0.25]
-    """
-
-    _counter = "current_step"
-    _progress = ("current_step",)
-    _settings = ("base_lr", "n_warmup_steps", "decay_factor", "decay_steps")
-
-    def __init__(self, lr: float, n_warmup_steps: int, total_steps: int, decay_factor: float = 0.1) -> None:
-        super().__init__(lr)
-        self.base_lr, self.n_warmup_steps, self.decay_factor = lr, n_warmup_steps, decay_factor
-        self.decay_steps = total_steps - n_warmup_steps
-
-    def _rate(self, step: int) -> float:
-        done = step - 1
-        if done < self.n_warmup_steps:
-            return self.base_lr * done / self.n_warmup_steps
-        decayed = math.pow(self.decay_factor, (done - self.n_warmup_steps) / max(1, self.decay_steps))
-        return self.base_lr * min(1.0, decayed)
 
 
 class CyclicLRScheduler(_OfSteps):

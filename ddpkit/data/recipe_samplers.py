@@ -115,7 +115,7 @@ class ReproducibleWeightedRandomSampler(WeightedRandomSampler):
         epoch: to begin with.
 
     Raises:
-        ConfigError: ``num_samples`` cannot be drawn from such weights.
+        ConfigError: without replacement fewer than ``num_samples`` weights are not 0.
 
     Ranks: local; alike on every rank.
 
@@ -133,11 +133,13 @@ class ReproducibleWeightedRandomSampler(WeightedRandomSampler):
         seed: int | None = None,
         epoch: int = 0,
     ) -> None:
-        try:
-            super().__init__(weights, num_samples, replacement)
-        except ValueError as error:
-            raise ConfigError(f"{type(self).__name__}: {error}.") from error
-        self._check_weights()
+        super().__init__(weights, num_samples, replacement)
+        possible = int(torch.count_nonzero(self.weights))
+        if not replacement and possible < num_samples:  # torch would draw what has no weight
+            raise ConfigError(
+                f"{type(self).__name__}: num_samples={num_samples} cannot be drawn with replacement=False: {possible} "
+                "weights are not 0."
+            )
         self.seed = _seed_or(129491412, seed)
         self.epoch = epoch
         self.generator = torch.Generator()
@@ -149,16 +151,6 @@ class ReproducibleWeightedRandomSampler(WeightedRandomSampler):
     def __iter__(self) -> Iterator[int]:
         self.generator.manual_seed(mix_key(self.seed, self.epoch) >> 1)
         return super().__iter__()
-
-    def _check_weights(self) -> None:
-        possible = int(torch.count_nonzero(self.weights))
-        is_weight = torch.isfinite(self.weights) & (self.weights >= 0)
-        if not is_weight.all() or possible < (1 if self.replacement else self.num_samples):
-            raise ConfigError(
-                f"{type(self).__name__}: num_samples={self.num_samples} cannot be drawn with "
-                f"replacement={self.replacement}: {int((~is_weight).sum())} weight(s) are negative or not finite, "
-                f"{possible} are not 0."
-            )
 
 
 class ConcatDatasetBatchSampler(Sampler[list[int]]):

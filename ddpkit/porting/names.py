@@ -57,7 +57,7 @@ speechbrain.dataio.sampler ddpkit.sampler: DynamicBatchSampler ReproducibleRando
 speechbrain.dataio.sampler ddpkit.sampler: ReproducibleWeightedRandomSampler
 speechbrain.nnet.schedulers ddpkit.schedulers: CyclicLRScheduler LinearScheduler
 speechbrain.nnet.schedulers ddpkit.schedulers: NewBobScheduler NoamScheduler ReduceLROnPlateau StepScheduler
-speechbrain.nnet.schedulers ddpkit.schedulers: WarmAndExpDecayLRSchedule update_learning_rate
+speechbrain.nnet.schedulers ddpkit.schedulers: update_learning_rate
 """
 
 

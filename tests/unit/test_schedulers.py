@@ -15,7 +15,6 @@ from ddpkit.schedulers import (
     NoamScheduler,
     ReduceLROnPlateau,
     StepScheduler,
-    WarmAndExpDecayLRSchedule,
     update_learning_rate,
 )
 from tests.contract.recipes import QUIET, Regression, assert_same, linear, make, points, weights
@@ -23,7 +22,6 @@ from tests.contract.test_brain_resume import Killed
 
 OF_STEPS = {
     "noam": (lambda: NoamScheduler(1.0, 4, model_size=16), [0.03125, 0.0625, 0.09375, 0.125, 0.25 / 5**0.5]),
-    "warm-up and decay": (lambda: WarmAndExpDecayLRSchedule(1.0, 1, 3, 0.25), [0.0, 1.0, 0.5, 0.25, 0.125]),
 }
 
 
@@ -135,7 +133,6 @@ def test_a_schedule_goes_on_from_its_checkpoint(tmp_path, kind):
 # What SpeechBrain 1.1.2 saves of each, after some calls.
 SPEECHBRAINS = {
     "noam": {"losses": [], "n_steps": 3},
-    "warm-up and decay": {"base_lr": 9, "n_warmup_steps": 9, "decay_factor": 9, "decay_steps": 9, "current_step": 3},
     "cyclic": {"losses": [], "clr_iterations": 3.0},
     "new bob": {"hyperparam_value": 0.5, "metric_values": [1.0, 2.0], "current_patient": 0},
     "plateau": {"losses": [3.0, 2.0], "anchor": 2.0, "patience_counter": 1},

@@ -30,6 +30,7 @@ logger = get_logger(__name__)
 
 HEAD_START_SECONDS = 0.001  # for training: a thread that has just begun keeps Python's lock for up to 5 ms
 SPARE_BYTES = 256 << 20  # left to the process when a snapshot is made
+HUGE = 1 << 60  # control groups of version 1 write "no limit" as a number of pages that fills 63 bits
 
 
 # ---------------------------------------------------------------------------------------- the thread
@@ -258,17 +259,26 @@ def available_bytes(root: Path = Path("/")) -> int | None:
 
 
 def _control_groups(root: Path) -> Iterator[int]:
-    top = root / "sys" / "fs" / "cgroup"
+    mounted = root / "sys" / "fs" / "cgroup"
     for line in _text(root / "proc" / "self" / "cgroup").splitlines():
-        number, _, path = line.split(":", 2)
-        if number != "0":  # of version 1
+        _, kinds, path = line.split(":", 2)
+        if kinds and "memory" not in kinds.split(","):
             continue
+        top, names = (mounted / "memory", _VERSION_1) if kinds else (mounted, _VERSION_2)
         group = top / path.lstrip("/")
-        for each in (group, *group.parents):  # a limit may be set on any of them
+        for each in (group, *group.parents):  # a limit may be set on any of them; in a container a path may not exist
             if top in {each, *each.parents}:
-                limit, usage = _text(each / "memory.max").strip(), _text(each / "memory.current").strip()
-                if limit.isdigit() and usage.isdigit():
-                    yield int(limit) - int(usage) + _numbers(each / "memory.stat").get("inactive_file", 0)
+                yield from _one_group(each, *names)
+
+
+_VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+_VERSION_2 = ("memory.max", "memory.current", "inactive_file")
+
+
+def _one_group(group: Path, limit_name: str, usage_name: str, cache_name: str) -> Iterator[int]:
+    limit, usage = _text(group / limit_name).strip(), _text(group / usage_name).strip()
+    if limit.isdigit() and usage.isdigit() and int(limit) < HUGE:
+        yield int(limit) - int(usage) + _numbers(group / "memory.stat").get(cache_name, 0)
 
 
 def _numbers(path: Path) -> dict[str, int]:

@@ -19,9 +19,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import mmap
 import sys
+import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from io import BufferedReader
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar, cast
 
@@ -49,7 +52,7 @@ from ddpkit.base import (
     sharded_like,
     unwrap,
 )
-from ddpkit.checkpointing.storage import write_file
+from ddpkit.checkpointing.storage import BLOCK_BYTES, write_file
 from ddpkit.distributed import get_rank, main_process_only
 from ddpkit.errors import CheckpointError
 from ddpkit.logger import get_logger
@@ -354,7 +357,7 @@ def torch_recovery(obj: Any, path: Path, end_of_epoch: bool) -> None:  # noqa: A
         >>> torch.equal(saved.weight, loaded.weight)
         True
     """
-    load_state(obj, safe_load(path), path)
+    load_state(obj, safe_load(path, mmap=_copies_what_it_loads(obj)), path)
 
 
 def load_state(obj: Any, state: Any, path: Path) -> None:
@@ -406,7 +409,7 @@ def torch_parameter_transfer(obj: nn.Module, path: Path) -> None:
         >>> torch_save(nn.Linear(2, 1), path)
         >>> torch_parameter_transfer(nn.Linear(2, 1), path)
     """
-    state = safe_load(path)
+    state = safe_load(path, mmap=_copies_what_it_loads(obj))
     inner = unwrap(obj)
     try:
         keys = inner.load_state_dict(_for_module(inner, state), strict=False)
@@ -463,16 +466,33 @@ def map_old_state_dict_weights(
     return state_dict
 
 
+def _copies_what_it_loads(obj: Any) -> bool:
+    """Say whether ``load_state_dict`` copies every tensor that it is given, as torch's own modules do."""
+    return isinstance(obj, nn.Module) and not any(
+        vars(one).get("_load_state_dict_pre_hooks", True)
+        or any(not _is_torchs(getattr(one, name)) for name in _LOADING_METHODS)
+        or any(buffer.is_quantized for buffer in one.buffers(recurse=False))  # they keep the scales that are given
+        for one in unwrap(obj).modules()
+    )
+
+
+def _is_torchs(method: Callable[..., object]) -> bool:
+    return (getattr(method, "__module__", None) or "").startswith("torch.nn.")
+
+
 _DAMAGED = frozenset({"UnpicklingError", "EOFError", "KeyError", "BadZipFile"})
+_LOADING_METHODS = ("load_state_dict", "_load_from_state_dict", "set_extra_state")
 
 
-def safe_load(path: Path, map_location: Any = "cpu", handle: BinaryIO | None = None) -> Any:
+def safe_load(path: Path, map_location: Any = "cpu", handle: BinaryIO | None = None, *, mmap: bool = False) -> Any:
     """Load a file of ``torch.save`` without running any code from it, whatever the environment says.
 
     Args:
         path: the file.
         map_location: where tensors go, as in ``torch.load``.
         handle: read this instead, which has the file's content; ``path`` is for the message then.
+        mmap: the tensors may be pages of the file, which costs no memory and a third of the time: for a caller that
+            copies them at once. A file that is not as ``torch.save`` writes it is read all the same.
 
     Returns:
         What the file holds: tensors, numbers, strings, plain containers, and the types that were allowed with
@@ -492,7 +512,8 @@ def safe_load(path: Path, map_location: Any = "cpu", handle: BinaryIO | None = N
     """
     try:
         with Path(path).open("rb") if handle is None else contextlib.nullcontext(handle) as file:
-            return torch.load(file, map_location=map_location, weights_only=True, mmap=False)
+            pages = _pages_of(cast("BufferedReader", file)) if mmap else None
+            return torch.load(pages or file, map_location=map_location, weights_only=True, mmap=pages is not None)
     except Exception as error:
         reason = str(error).strip().split("\n")[0]
         if type(error).__name__ in _DAMAGED:  # torch's words are about torch.load
@@ -504,6 +525,36 @@ def safe_load(path: Path, map_location: Any = "cpu", handle: BinaryIO | None = N
                 "file, allow them by name with torch.serialization.add_safe_globals"
             )
         raise CheckpointError(f"cannot load {path}: {reason}.") from error
+
+
+def _pages_of(file: BufferedReader) -> str | None:
+    """Return a name under which torch can map a file, which stays this file when its own is removed or replaced.
+
+    The file is read into the page cache, where a disk that fails raises; a page of a mapping would end the process.
+
+    Args:
+        file: stands at its beginning, also afterwards.
+
+    Returns:
+        None where it is not as ``torch.save`` writes it, or cannot be mapped, as on some network file systems.
+    """
+    block = bytearray(BLOCK_BYTES)
+    while file.readinto(block):
+        pass
+    is_plain = zipfile.is_zipfile(file)
+    if is_plain:
+        with zipfile.ZipFile(file) as archive:
+            is_plain = all(one.compress_type == zipfile.ZIP_STORED for one in archive.infolist())
+    file.seek(0)
+    name = f"/dev/fd/{file.fileno()}"
+    is_private = torch.serialization.get_default_mmap_options() == mmap.MAP_PRIVATE  # else it must be writable
+    if not (is_plain and is_private and Path(name).exists()):
+        return None
+    try:
+        mmap.mmap(file.fileno(), 1, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ).close()
+    except OSError:
+        return None
+    return name
 
 
 def _refused_globals(path: Path) -> list[str]:

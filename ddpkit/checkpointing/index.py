@@ -438,11 +438,11 @@ def average_state_dicts(state_dicts: Iterable[Mapping[str, Any]]) -> dict[str, A
 
     Returns:
         A state whose floating-point and complex tensors are the means, in their own dtype (summed in at least
-        float32). All else (counters, masks, numbers of 8 bits or less, whose scale is stored elsewhere) is taken
-        from the first state.
+        float32). All else (counters, masks) is taken from the first state. Tensors of 8 bits or less, whose scale is
+        stored elsewhere, must be equal in all states.
 
     Raises:
-        ConfigError: ``states`` is empty, or names or shapes differ.
+        ConfigError: ``states`` is empty, or names, shapes or a tensor of 8 bits or less differ.
 
     Ranks: local.
 
@@ -472,10 +472,22 @@ def _add_state(sums: Mapping[str, torch.Tensor], state: Mapping[str, Any], first
         raise ConfigError(f"the states differ in {different}: they are of other models.")
     for name, own in first.items():
         value = state[name]
-        if name in sums:
+        if is_code(own) or is_code(value):
+            _require_same_code(name, own, value)
+        elif name in sums:
             if not _is_tensor(value) or value.shape != own.shape:
                 raise ConfigError(f"{name} is {_kind(own)} in one of the states and {_kind(value)} in another.")
             sums[name].add_(value.detach().to(own.device, sums[name].dtype))
+
+
+def _require_same_code(name: str, one: Any, other: Any) -> None:
+    """Refuse quantized weights that were trained: what their mean is depends on scales that are kept elsewhere."""
+    is_same = is_code(one) and is_code(other) and one.dtype == other.dtype
+    if not (is_same and torch.equal(one.cpu().view(torch.uint8), other.cpu().view(torch.uint8))):
+        raise ConfigError(
+            f"{name} has 8 bits and is not the same in all states: such codes have no mean without their scales. "
+            "Average states in which it is float32, float16 or bfloat16, and quantize the average."
+        )
 
 
 def is_code(value: Any) -> bool:

@@ -928,3 +928,18 @@ def test_quantized_weights_are_kept_where_they_were_frozen(dtype):
     assert average["w"].item() == 2
     assert average["codes"].dtype == dtype
     assert torch.equal(average["codes"].view(torch.uint8), codes.view(torch.uint8))
+
+
+@pytest.mark.parametrize("other", [torch.tensor([1.0, 4.0]), torch.tensor([1.0]), torch.ones(2).bool(), "x"])
+def test_quantized_weights_that_were_trained_are_refused_by_name(other):
+    codes = torch.tensor([1.0, 2.0]).to(torch.float8_e4m3fn)
+    other = other.to(codes.dtype) if isinstance(other, torch.Tensor) and other.is_floating_point() else other
+    for states in ([codes, other], [other, codes]):
+        with pytest.raises(ConfigError, match=r"net\.codes has 8 bits and is not the same in all states"):
+            average_state_dicts({"net.codes": one} for one in states)
+
+
+def test_quantized_weights_are_not_mixed_with_others():
+    codes = torch.tensor([1.0, 2.0]).to(torch.float8_e4m3fn)
+    with pytest.raises(ConfigError, match="w has 8 bits and is not the same in all states"):
+        average_state_dicts([{"w": torch.ones(2)}, {"w": codes}])

@@ -1,15 +1,19 @@
 from __future__ import annotations
 
+import errno
 import functools
+import mmap
 import sys
 import types
 import warnings
+import zipfile
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.profiler import profile
 
 from ddpkit import checkpoints
 from ddpkit.base import mark_as_loader, mark_as_saver, mark_as_transfer, register_checkpoint_hooks
@@ -519,14 +523,85 @@ def test_k8_the_variable_would_run_code_in_a_bare_load(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("content", [b"", b"PK", b"\x80\x02garbage", b"hello", b"PK\x03\x04" + b"\x00" * 100])
-def test_k2_a_file_that_cannot_be_read_is_named(tmp_path, content):
+@pytest.mark.parametrize("mmap", [False, True])
+def test_k2_a_file_that_cannot_be_read_is_named(tmp_path, content, mmap):
     path = tmp_path / "model.ckpt"
     path.write_bytes(content)
     with pytest.raises(CheckpointError, match=r"cannot load .*model.ckpt"):
-        safe_load(path)
+        safe_load(path, mmap=mmap)
     path.unlink()
     with pytest.raises(CheckpointError, match="No such file"):
-        safe_load(path)
+        safe_load(path, mmap=mmap)
+
+
+class Keeps(nn.Linear):
+    """Keeps the tensor that it is given, as torchmetrics does."""
+
+    def _load_from_state_dict(self, state_dict, prefix, *others):
+        self.weight = nn.Parameter(state_dict[prefix + "weight"])
+
+
+class KeepsByHook(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.zeros(1)
+        self.register_load_state_dict_pre_hook(self.keep)
+
+    def keep(self, module, state_dict, *others):
+        self.weight = state_dict.pop("weight")
+
+
+def keeps_by_its_instance():
+    module = nn.Linear(4096, 1, bias=False)
+    module._load_from_state_dict = functools.partial(Keeps._load_from_state_dict, module)
+    return module
+
+
+def stored(path, how):
+    """Write a module's state as torch does, as torch did before 1.6, or in a compressed archive."""
+    state = {"weight": torch.arange(4096.0).reshape(1, -1)}
+    torch.save(state, path, _use_new_zipfile_serialization=how != "old")
+    if how == "compressed":
+        with zipfile.ZipFile(path) as archive:
+            members = {name: archive.read(name) for name in archive.namelist()}
+        with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+            for name, content in members.items():
+                archive.writestr(name, content)
+    return state["weight"]
+
+
+@pytest.mark.parametrize("how", ["new", "old", "compressed"])
+@pytest.mark.parametrize(
+    "make", [lambda: nn.Linear(4096, 1, bias=False), lambda: Keeps(4096, 1), KeepsByHook, keeps_by_its_instance]
+)
+def test_what_was_loaded_depends_on_the_file_no_longer(tmp_path, make, how):
+    path, module = tmp_path / "a.ckpt", make()
+    weight = stored(path, how)
+    torch_recovery(module, path, end_of_epoch=True)
+    with path.open("r+b") as file:
+        file.write(bytes(path.stat().st_size))
+    assert torch.equal(module.weight, weight)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of torch, which will drop such tensors
+@pytest.mark.parametrize("channels", [None, 0])
+def test_a_quantised_buffer_that_was_loaded_depends_on_the_file_no_longer(tmp_path, channels):
+    """A tensor that is quantised per channel shares its scales with the one that it is copied from."""
+
+    class Quantised(nn.Module):
+        def __init__(self, scale):
+            super().__init__()
+            scales, ones = torch.full((4096,), scale), torch.ones(4096, 1)
+            whole = torch.quantize_per_tensor(ones, scale, 0, torch.qint8)
+            parts = torch.quantize_per_channel(ones, scales, torch.zeros(4096), 0, torch.qint8)
+            self.register_buffer("codes", whole if channels is None else parts)
+
+    path, module = tmp_path / "a.ckpt", Quantised(0.5)
+    torch_save(Quantised(0.25), path)
+    torch_recovery(module, path, end_of_epoch=True)
+    with path.open("r+b") as file:
+        file.write(bytes(path.stat().st_size))
+    assert torch.equal(module.codes.dequantize(), torch.ones(4096, 1))
 
 
 @pytest.mark.parametrize("load", [functools.partial(torch_recovery, end_of_epoch=True), torch_parameter_transfer])
@@ -540,6 +615,44 @@ def test_a_module_keeps_its_parameters_though_the_file_asks_for_new_ones(tmp_pat
     load(module, path)
     assert module.weight is weight
     assert torch.equal(weight, source.weight)
+
+
+def test_a_file_that_is_replaced_or_removed_after_it_was_opened_is_loaded_as_it_was(tmp_path, monkeypatch):
+    """Another run may delete a checkpoint that this one loads."""
+    path, source, module, look = tmp_path / "a.ckpt", nn.Linear(4, 1), nn.Linear(4, 1), zipfile.is_zipfile
+
+    def remove(file):
+        path.unlink()
+        return look(file)
+
+    torch_save(source, path)
+    monkeypatch.setattr(zipfile, "is_zipfile", remove)
+    torch_recovery(module, path, end_of_epoch=True)
+    assert torch.equal(module.weight, source.weight)
+
+
+def test_a_file_that_cannot_be_mapped_is_read(tmp_path, monkeypatch):
+    """As on some network file systems, and as where a user has torch map files for writing."""
+    path, source, module = tmp_path / "a.ckpt", nn.Linear(4, 1), nn.Linear(4, 1)
+    torch_save(source, path)
+
+    def refuse(*_, **__):
+        raise OSError(errno.ENODEV, "No such device")
+
+    monkeypatch.setattr(mmap, "mmap", refuse)
+    monkeypatch.setattr(torch.UntypedStorage, "from_file", refuse)
+    torch_recovery(module, path, end_of_epoch=True)
+    assert torch.equal(module.weight, source.weight)
+
+
+@pytest.mark.parametrize("load", [functools.partial(torch_recovery, end_of_epoch=True), torch_parameter_transfer])
+def test_a_module_is_loaded_without_a_copy_of_its_state_in_memory(tmp_path, load):
+    path, model = tmp_path / "a.ckpt", nn.Sequential(nn.Linear(256, 256), nn.BatchNorm1d(256))
+    torch_save(model, path)
+    with profile(profile_memory=True, acc_events=False) as profiler:
+        load(model, path)
+    sizes = [event.nbytes() for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    assert 4 * 256 * 256 not in sizes
 
 
 def test_types_that_the_user_allows_are_loaded(tmp_path):

@@ -236,8 +236,27 @@ MEMINFO = {"proc/meminfo": "MemTotal:  33554432 kB\nMemFree: 1 kB\nMemAvailable:
             },
             GIB // 2,
         ),
-        # version 1 is not looked at
-        (MEMINFO | {"proc/self/cgroup": "9:memory:/docker/abc\n"}, 8 * GIB),
+        # version 1, whose path leads nowhere in a container
+        (
+            MEMINFO
+            | {
+                "proc/self/cgroup": "4:cpu,cpuacct:/x\n9:memory:/docker/abc\n",
+                "sys/fs/cgroup/memory/memory.limit_in_bytes": f"{2 * GIB}\n",
+                "sys/fs/cgroup/memory/memory.usage_in_bytes": f"{GIB}\n",
+                "sys/fs/cgroup/memory/memory.stat": "total_inactive_file 0\n",
+            },
+            GIB,
+        ),
+        # version 1 without a limit
+        (
+            MEMINFO
+            | {
+                "proc/self/cgroup": "9:memory:/\n",
+                "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
+                "sys/fs/cgroup/memory/memory.usage_in_bytes": f"{GIB}\n",
+            },
+            8 * GIB,
+        ),
         # more used than allowed
         (
             {

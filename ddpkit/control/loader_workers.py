@@ -179,6 +179,8 @@ def _dump_signal() -> set[int]:
 
 
 def _own_workers() -> list[Any]:
+    if _Here.process != os.getpid():  # of the process that has forked this one
+        return []
     return [child for child in multiprocessing.active_children() if child in _Here.workers]
 
 

@@ -180,3 +180,22 @@ def test_a_script_that_leaves_a_loader_in_the_middle_ends():
     )
     assert (ended.returncode, ended.stderr) == (0, "")
     assert len(ended.stdout.split()) == 2
+
+
+FORKS = """
+import os
+import sys
+from ddpkit.data import Sharding, shard
+batches = iter(shard(range(100), Sharding(), batch_size=2, num_workers=1))
+next(batches)
+pid = os.fork()
+if pid == 0:
+    sys.exit()
+assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+print(len(list(batches)))
+"""
+
+
+def test_a_forked_process_that_ends_leaves_the_workers_of_its_parent_alone():
+    ended = subprocess.run([sys.executable, "-c", FORKS], capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stdout) == (0, "49\n"), ended.stderr

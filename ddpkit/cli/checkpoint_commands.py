@@ -143,10 +143,19 @@ class Entry:
         return {name: value for name, value in self.meta.items() if name not in NO_METRICS}
 
     @property
+    def epoch(self) -> int | None:
+        """The epoch that the meta names, or else an epoch counter: a number, or YAML with ``current_epoch``."""
+        counters = [path for name, path in self.checkpoint.paramfiles.items() if "counter" in name or "stopper" in name]
+        for told in (self.meta.get("epoch"), *map(_yaml, counters)):
+            number = told.get("current_epoch") if isinstance(told, dict) else told
+            if isinstance(number, int) and not isinstance(number, bool):
+                return number
+        return None
+
+    @property
     def epoch_text(self) -> str:
-        """The epoch that the meta or the loop names, and the batch where it was saved in the middle."""
-        epoch = value_text(self.meta.get("epoch", self.brain.get("epoch", UNKNOWN)), 20)
-        batch = self.brain.get("step")
+        """The epoch in words, and the batch where it was saved in the middle."""
+        epoch, batch = UNKNOWN if self.epoch is None else str(self.epoch), self.brain.get("step")
         if self.meta.get("end-of-epoch", True):
             return f"end of {epoch}" if self.meta else UNKNOWN
         return f"in {epoch}, batch {batch}" if isinstance(batch, int) else f"in {epoch}"

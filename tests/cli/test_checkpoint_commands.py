@@ -22,7 +22,7 @@ from ddpkit.checkpointing import storage
 from ddpkit.checkpoints import Checkpointer
 from ddpkit.cli import main
 from ddpkit.cli.checkpoint_commands import plain, printable, size_text, value_text
-from ddpkit.epoch_loop import EpochCounter
+from ddpkit.epoch_loop import EpochCounter, EpochCounterWithStopper
 from ddpkit.errors import CheckpointError
 from tests.launching import Run, python, soon
 from tests.warm_starts import WarmProcess
@@ -34,7 +34,7 @@ class Loop:
     """Saves what a Brain says of its loop."""
 
     def __init__(self):
-        self.state = {"step": 0, "optimizer_step": 0, "avg_train_loss": 0.5, "epoch": 0}
+        self.state = {"step": 0, "optimizer_step": 0, "avg_train_loss": 0.5}
 
 
 def save_loop(loop, path):
@@ -65,7 +65,6 @@ class Folder:
     def epoch(self, name, **meta):
         number = next(self.counter)
         self.loop.state["optimizer_step"] += 10
-        self.loop.state["epoch"] = number
         with torch.no_grad():
             self.net[0].weight.fill_(number)
         return self.save(name, 1000 * number, **meta)
@@ -82,7 +81,7 @@ def three(folder):
     folder.epoch("one", loss=0.75, WER=30.5)
     folder.epoch("two", loss=0.5, WER=20.25)
     next(folder.counter)
-    folder.loop.state.update(step=7, optimizer_step=27, epoch=3)
+    folder.loop.state.update(step=7, optimizer_step=27)
     folder.save("middle", 3000, end_of_epoch=False, brain_intra_epoch_ckpt=True)
     return folder
 
@@ -158,11 +157,18 @@ def test_ls_leaves_out_columns_of_which_nothing_is_known(ckpt, tmp_path):
     assert out[0].split() == ["name", "saved", "epoch", "size", "ranks", "files"]
 
 
-def test_ls_takes_the_epoch_from_the_meta_or_from_the_loop(ckpt, folder):
-    folder.epoch("by-the-loop")
-    folder.epoch("by-the-meta", epoch=7)
-    _, out, _ = ckpt("ls", folder.path)
-    assert [cells(line)[2].strip() for line in out[1:3]] == ["end of 7", "end of 1"]
+def test_ls_takes_the_epoch_from_the_meta_or_from_a_counter(ckpt, tmp_path):
+    stopper = EpochCounterWithStopper(9, 3, 0, "min")
+    next(stopper), next(stopper)
+    checkpointer = Checkpointer(tmp_path, {"early_stopper": stopper})
+    checkpointer.save_checkpoint({"unixtime": 1}, name="by-the-stopper")
+    checkpointer.save_checkpoint({"unixtime": 2, "epoch": 7}, name="by-the-meta")
+    (tmp_path / "CKPT+two" / "x").parent.mkdir()
+    (tmp_path / "CKPT+two" / "CKPT.yaml").write_text("unixtime: 3\n")
+    (tmp_path / "CKPT+two" / "dataloader-TRAIN.ckpt").write_text("5")  # a number, but not of an epoch
+    (tmp_path / "CKPT+two" / "tokens.ckpt").write_text("6")
+    _, out, _ = ckpt("ls", tmp_path)
+    assert [cells(line)[2].strip() for line in out[1:4]] == ["end of ?", "end of 7", "end of 2"]
 
 
 def test_ls_lists_damaged_ones_with_the_reason(ckpt, three):

@@ -9,7 +9,6 @@ Source: the registration of tags is described at https://pyyaml.org/wiki/PyYAMLD
 
 from __future__ import annotations
 
-import math
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -150,10 +149,6 @@ def dump_plain_yaml(value: Any) -> str:
     return text.removesuffix("...\n")  # which ends a lone value
 
 
-MOST_VALUES = 100_000  # beside one for each character: a few aliases in a small file are harmless
-MOST_BRACKETS = 100
-MOST_DIGITS = 4300  # of a whole number: the limit that Python has for decimal ones
-
 # What PyYAML's constructors raise over values that say one thing and hold another.
 _NOT_YAML = (yaml.YAMLError, ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
@@ -178,10 +173,7 @@ def load_plain_yaml(text: str) -> Any:
         {'w': tensor([1., 2.])}
     """
     try:
-        value = yaml.load(text, Loader=_PlainLoader)  # noqa: S506 -- runs nothing
-        if _size(value, {}) > len(text) + MOST_VALUES:
-            raise ValueError("its aliases stand for far more than is written")
-        return value
+        return yaml.load(text, Loader=_PlainLoader)  # noqa: S506 -- runs nothing
     except _NOT_YAML as error:
         raise CheckpointError(_what_is_wrong(text, error)) from error
 
@@ -199,17 +191,6 @@ def _what_is_wrong(text: str, error: Exception) -> str:
     return f"invalid YAML{'' if line is None else f' at line {line}'}: {reason}"
 
 
-def _size(value: Any, known: dict[int, float]) -> float:
-    """Count the values that a walk through ``value`` visits; aliased values count every time."""
-    if not isinstance(value, (dict, list, tuple, set)):
-        return 1
-    key = id(value)
-    if key not in known:
-        known[key] = math.inf  # should it contain itself
-        known[key] = 1 + sum(_size(one, known) for one in (value.values() if isinstance(value, dict) else value))
-    return known[key]
-
-
 class _PlainLoader(yaml.SafeLoader):
     """A loader with tables of its own: what is registered on ``yaml.SafeLoader`` does not reach it, nor the reverse."""
 
@@ -221,24 +202,6 @@ class _PlainLoader(yaml.SafeLoader):
     yaml_multi_constructors: ClassVar[dict[str | None, Any]] = {}
     yaml_implicit_resolvers = Resolver.yaml_implicit_resolvers
     yaml_path_resolvers = Resolver.yaml_path_resolvers
-
-    def fetch_flow_collection_start(self, token: type[yaml.Token]) -> None:
-        """Refuse deep nesting: the scanner looks at every open bracket for every further one."""
-        if self.flow_level >= MOST_BRACKETS:
-            raise ValueError(f"it opens more than {MOST_BRACKETS} brackets inside of each other")
-        super().fetch_flow_collection_start(token)
-
-    def flatten_mapping(self, node: yaml.MappingNode) -> None:
-        """Refuse ``<<``: it copies mappings, so a few lines can ask for any amount of memory."""
-        if any(key.tag == "tag:yaml.org,2002:merge" for key, _ in node.value):
-            raise ValueError("it merges mappings with <<, which is not read here")
-
-    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
-        """Refuse long numbers: those in base 60 take a time that grows with the square of their length."""
-        if len(str(node.value)) > MOST_DIGITS:
-            raise ValueError(f"it holds a number of more than {MOST_DIGITS} digits")
-        number: int = super().construct_yaml_int(node)
-        return number
 
 
 _DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
@@ -280,7 +243,6 @@ _PYTHON = "tag:yaml.org,2002:python/"
 _LEGACY: dict[str, Any] = {
     "!tensor": _construct_tensor,
     f"{_PYTHON}tuple": lambda loader, node: tuple(loader.construct_sequence(node, deep=True)),
-    "tag:yaml.org,2002:int": _PlainLoader.construct_yaml_int,
     f"{_PYTHON}object/apply:numpy.dtype": _construct_dtype,
     f"{_PYTHON}object/apply:numpy.core.multiarray.scalar": _construct_scalar,
     f"{_PYTHON}object/apply:numpy._core.multiarray.scalar": _construct_scalar,

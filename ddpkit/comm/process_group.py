@@ -31,7 +31,7 @@ from ddpkit.base import (
 )
 from ddpkit.comm.consistency import compare_over_store, script_facts, software_facts
 from ddpkit.comm.rendezvous import open_store
-from ddpkit.comm.runtime import Runtime, control_group, get_runtime, is_current
+from ddpkit.comm.runtime import Runtime, control_group, get_runtime
 from ddpkit.compat import all_groups
 from ddpkit.control import Watchdog, at_exit, kill_workers, note_end_of_child, watch_uncaught
 from ddpkit.device import resolve_device
@@ -59,8 +59,7 @@ def set_hang_limits(warning: float, timeout: float) -> None:
         warning: seconds; 0: never.
         timeout: seconds; 0: never.
 
-    Ranks: local; does nothing without a process group. A process group started by other code is never ended by the
-    timeout.
+    Ranks: local; does nothing without a process group, or where other code has started it.
 
     Example:
         >>> set_hang_limits(30.0, 1800.0)
@@ -273,17 +272,6 @@ def _attend(*, hosts_store: bool, destroy: bool) -> None:
     watch_uncaught(runtime.report)
     POSITION.waits_for_device = "nccl" in dist.get_backend()
     at_exit(functools.partial(_leave, runtime, destroy=destroy, handled=sys.exc_info()[1]))
-    if not destroy and _can_be_shared(runtime.store):
-        everyone = range(runtime.report.world_size)  # who is on this machine shows when they tell where they are
-        runtime.watchdog = Watchdog(runtime.report, everyone, guest=functools.partial(is_current, runtime))
-        runtime.watchdog.start()
-
-
-def _can_be_shared(store: Any) -> bool:
-    """Return whether a thread can have its own connection to a store, and so block no other thread."""
-    while isinstance(store, dist.PrefixStore):
-        store = store.underlying_store
-    return isinstance(store, dist.TCPStore) and hasattr(store, "clone")
 
 
 def _leave(runtime: Runtime, *, destroy: bool, handled: BaseException | None) -> None:
@@ -339,7 +327,7 @@ def _leave_without_group(runtime: Runtime) -> None:
     """Depart where the script has destroyed the group itself: else this rank would be missed, and sought."""
     if runtime.watchdog is None:
         return
-    if runtime.watchdog.guest is None and PROCESS.failed is None:
+    if PROCESS.failed is None:
         runtime.report.depart()
         if runtime.hosts_store:
             runtime.report.await_departures(DEPARTURE_SECONDS)

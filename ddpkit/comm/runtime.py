@@ -87,7 +87,7 @@ class Runtime:
         self.is_over = True
         if self.watchdog is not None and not self.report.is_forked:
             self.watchdog.stop()
-            if self.watchdog.guest is None and self.watchdog.heartbeat.store_lost is None:
+            if self.watchdog.heartbeat.store_lost is None:
                 self.report.depart()
         if PROCESS.report is self.report:
             PROCESS.report = None
@@ -122,17 +122,6 @@ def get_runtime(report: FailureReport | None = None) -> Runtime:
         _runtime = begun
         POSITION.join_group()
     return _runtime
-
-
-def is_current(runtime: Runtime) -> bool:
-    """Say whether a runtime's group is still the current one; starts nothing, and reads no store.
-
-    Args:
-        runtime: of the group.
-
-    Ranks: local; for threads.
-    """
-    return is_distributed_initialized() and _runtime is runtime
 
 
 def control_group() -> dist.ProcessGroup | None:

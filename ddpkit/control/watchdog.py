@@ -34,7 +34,7 @@ from ddpkit.launch import find_launch
 from ddpkit.logger import get_logger
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Iterable, Iterator
 
 logger = get_logger(__name__)
 
@@ -87,8 +87,6 @@ class Watchdog:
         neighbours: the ranks on this machine.
         parent: process id of the launcher; this process ends with it. None: no launcher to watch.
         position: where this process is.
-        guest: for a process group started by other code: tells whether the group still exists. The watchdog then only
-            logs, kills nothing, uses the store only in ``fit`` and ``evaluate``, and ends with the group.
 
     Attributes:
         heartbeat: the thread that uses the store.
@@ -110,18 +108,16 @@ class Watchdog:
         parent: int | None = None,
         *,
         position: Position = POSITION,
-        guest: Callable[[], bool] | None = None,
     ) -> None:
         self.report, self.rank = report, report.rank
-        self.parent, self.position, self.guest = parent, position, guest
+        self.parent, self.position = parent, position
         self.hang_warning = self.hang_timeout = 0.0
         self.heartbeat = Heartbeat(
-            report, neighbours, self._seconds_here, self._is_in_trouble, self._longest_silence, position=position
+            report, neighbours, self._seconds_here, self._is_in_trouble, lambda: self.hang_timeout, position=position
         )
         self._moved = self._changed = self._looked = time.monotonic()
         self._mark = position.mark()
         self._failure_since = self._failing_since = 0.0
-        self._told: Reason | None = None
         self._next_warning = 0.0
         self._over = threading.Event()
         self._threads: list[threading.Thread] = []
@@ -132,9 +128,7 @@ class Watchdog:
 
         def is_wanted() -> bool:
             # A process that has failed says no more: of a store that is gone torch logs at length.
-            if PROCESS.failed is not None or self.report.store_is_lost:
-                return False
-            return self.guest is None or self.position.progress is not None
+            return PROCESS.failed is None and not self.report.store_is_lost
 
         def beat() -> None:
             self.heartbeat.beat_until(self._over, is_wanted)
@@ -159,9 +153,6 @@ class Watchdog:
             timeout: seconds after which the process ends; 0: never.
         """
         self.hang_warning, self.hang_timeout = warning, timeout
-
-    def _longest_silence(self) -> float:
-        return self.hang_timeout if self.guest is None else 0.0
 
     @property
     def still_for(self) -> float:
@@ -195,11 +186,7 @@ class Watchdog:
             self._check_clock,
         )
         while not self._over.wait(LOOK_SECONDS):
-            if self.guest is None:
-                _obey_signals()
-            elif not self.guest():
-                self._over.set()
-                return
+            _obey_signals()
             for look in looks:
                 try:
                     look()
@@ -235,7 +222,7 @@ class Watchdog:
         now = time.monotonic()
         if PROCESS.failed is not None and self.position.progress is None:
             self._failing_since = self._failing_since or now
-            if now - self._failing_since > EXIT_SECONDS and not EXIT_DELAY.is_held and self.guest is None:
+            if now - self._failing_since > EXIT_SECONDS and not EXIT_DELAY.is_held:
                 self._end(None)
             return
         reason = self.heartbeat.failure
@@ -247,21 +234,10 @@ class Watchdog:
             return
         self._failure_since = self._failure_since or now
         if now - self._failure_since > GRACE_SECONDS and not EXIT_DELAY.is_held:
-            self._act_on(reason)
-
-    def _act_on(self, reason: Reason) -> None:
-        """End the process after another rank's failure; as a guest, only log that it may wait forever."""
-        if self.guest is None:
             self._end(f"rank {self.rank} ends: {reason.summary()}")
-        elif reason != self._told:
-            self._told = reason
-            text = "rank %d may wait in vain, and is not ended because others started the process group: %s"
-            logger.error(text, self.rank, reason.summary(), main_process_only=False)
 
     def _check_store(self) -> None:
         inside, lost = self.position.progress is not None, self.heartbeat.store_lost
-        if self.guest is not None:
-            return
         if lost is not None and inside and PROCESS.failed is None:
             self.heartbeat.failure = self.heartbeat.failure or self._lost_store_reason(lost)
             return
@@ -307,7 +283,7 @@ class Watchdog:
         failure = self.heartbeat.failure
         if self.position.progress is None or PROCESS.failed is not None or (failure is not None and failure.is_final):
             return
-        if 0 < self.hang_timeout <= still and self.guest is None:
+        if 0 < self.hang_timeout <= still:
             self._end_hang(still)
         elif 0 < self.hang_warning <= still and still >= self._next_warning:
             self._next_warning = 2 * max(self._next_warning, self.hang_warning)
@@ -316,8 +292,8 @@ class Watchdog:
             self._show_workers()
 
     def _all_ranks(self, still: float) -> str:
-        heartbeat, ends = self.heartbeat, self.hang_timeout and self.guest is None
-        end = f" After {self.hang_timeout:.0f} s the run ends (--hang_timeout)." if ends else ""
+        heartbeat = self.heartbeat
+        end = f" After {self.hang_timeout:.0f} s the run ends (--hang_timeout)." if self.hang_timeout else ""
         lines = table(sorted([*heartbeat.latest.values()], key=lambda one: one.rank), heartbeat.silent())
         return f"No step for {still:.0f} s.{end} Where the ranks are:\n{lines}"
 

@@ -674,46 +674,6 @@ def test_the_next_session_has_forgotten_the_failure_of_the_last(clock, store, mo
     assert one.ended == []
 
 
-# ------------------------------------------------------------------------------------------ as a guest
-
-
-def test_a_guest_says_what_it_finds_and_ends_nothing(clock, store, caplog):
-    one, other = Watched(store, guest=lambda: True), Watched(store, 1, guest=lambda: True)
-    one.hang_timeout = 40.0
-    pass_time(clock, 70, one, other, beating=[one, other])
-    told = warnings_in(caplog, "Where the ranks are")
-    assert [text.split(". ")[0] for text in told] == ["No step for 30 s", "No step for 60 s"]
-    assert not any("the run ends" in text for text in told)
-    FailureReport(store, 1, 2).tell(Reason(1, "Boom: b", "node7", 5, trace="Trace", is_final=True))
-    pass_time(clock, 10, one, beating=[one])
-    [text] = warnings_in(caplog, "may wait in vain")
-    assert "rank 1 (node7, pid 5) failed first: Boom: b" in text
-    one.heartbeat.failure, one.heartbeat.store_lost = None, "Broken pipe"
-    pass_time(clock, 10, one)
-    assert one.ended == []
-
-
-def test_a_guest_talks_in_fit_alone_and_ends_with_the_group():
-    store, there = HashStore(), [True]
-    watch = Watchdog(FailureReport(store, 0, 1), [0], position=position(inside=False), guest=lambda: there[0])
-    threads = set(threading.enumerate())
-    watch.start()
-    try:
-        time.sleep(3 * BEAT_SECONDS / FIRST_BEATS)
-        assert not store.check([beat_key(0)])
-        watch.position.progress = Progress()
-        time.sleep(3 * BEAT_SECONDS / FIRST_BEATS)
-        assert store.check([beat_key(0)])
-        there[0] = False
-        end = time.monotonic() + 60
-        while set(threading.enumerate()) - threads and time.monotonic() < end:
-            time.sleep(0.02)
-        assert set(threading.enumerate()) == threads
-        assert watch.await_reason() is None
-    finally:
-        watch.stop()
-
-
 def test_the_threads_themselves(caplog):
     """They start, beat, look and end; an error in them is said, and they go on."""
     store = HashStore()

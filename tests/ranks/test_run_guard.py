@@ -76,7 +76,7 @@ def each_its_own():
 
 def test_f11_the_limits_of_the_brain_that_works_count_not_of_the_one_made_last(ranks):
     none, teachers = (0.0, 0.0), (20.0, 40.0)
-    assert ranks.run(each_its_own, world_size=1) == [(none, [none] * 3, none, [teachers] * 2, none)]
+    assert ranks.run(each_its_own, world_size=1, init=False) == [(none, [none] * 3, none, [teachers] * 2, none)]
 
 
 kept = []
@@ -93,8 +93,8 @@ def evaluate_kept():
 
 
 def test_f11_a_brain_that_outlives_its_group_has_its_limits_in_the_next(ranks):
-    ranks.run(keep_one, world_size=1)
-    assert ranks.run(evaluate_kept, world_size=1) == [[(20.0, 40.0)]]
+    ranks.run(keep_one, world_size=1, init=False)
+    assert ranks.run(evaluate_kept, world_size=1, init=False) == [[(20.0, 40.0)]]
 
 
 def waiting_seconds():

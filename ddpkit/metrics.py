@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import math
 from fractions import Fraction
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -36,6 +37,7 @@ __all__ = [
     "Reducing",
     "Sum",
     "begin_stage",
+    "counted_by",
     "is_repeating",
     "nothing_counts",
 ]
@@ -49,7 +51,7 @@ class _Stages:
     divided = False
     number = 0
     last_divided = -1  # none was
-    repeating = False  # the current batch is one that a rank repeats to keep step
+    window: Any = SimpleNamespace(count=1)  # its ``count`` is 0 for a batch that a rank repeats to keep step
 
 
 def begin_stage(*, divided: bool) -> None:
@@ -91,12 +93,36 @@ def nothing_counts(use: bool = True) -> Iterator[None]:
         >>> total.compute()
         0.0
     """
-    before = _Stages.repeating
-    _Stages.repeating = before or use
+    with counted_by(SimpleNamespace(count=0) if use else _Stages.window):
+        yield
+
+
+@contextlib.contextmanager
+def counted_by(window: Any) -> Iterator[None]:
+    """Let metrics and batch statistics ignore batches of a pass that this rank repeats only to keep step.
+
+    A rank that repeats a batch runs the same lines of code as the others: these name a call of ``run_on_main`` in it.
+
+    Args:
+        window: has ``count``, the samples of the current batch that count: a :class:`ddpkit.training.Window`.
+
+    Ranks: local.
+
+    State: this process's, while the context lasts.
+
+    Example:
+        >>> total, window = Sum(), SimpleNamespace(count=1)
+        >>> with counted_by(window):
+        ...     for window.count in (1, 0):
+        ...         total.update(5)
+        >>> total.compute()
+        5.0
+    """
+    before, _Stages.window = _Stages.window, window
     try:
         yield
     finally:
-        _Stages.repeating = before
+        _Stages.window = before
 
 
 def is_repeating() -> bool:
@@ -108,7 +134,7 @@ def is_repeating() -> bool:
         >>> is_repeating()
         False
     """
-    return _Stages.repeating
+    return not _Stages.window.count
 
 
 class Reducing:
@@ -130,7 +156,7 @@ class Reducing:
 
     def _counts(self) -> bool:
         """Say whether an update counts; note under which division the metric counts."""
-        if _Stages.repeating:
+        if not _Stages.window.count:
             return False
         if self._divided not in (None, _Stages.divided):
             self._mixed = True

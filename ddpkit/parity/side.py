@@ -21,7 +21,7 @@ from ddpkit.base import gather_whole, is_sharded, local_part, sharded_like
 from ddpkit.dataloader import LoopedLoader, SaveableDataLoader, plan_of
 from ddpkit.distributed import get_world_size
 from ddpkit.errors import ConfigError
-from ddpkit.metrics import nothing_counts
+from ddpkit.metrics import counted_by
 from ddpkit.parity.noise import without_noise
 from ddpkit.parity.report import Gradients
 from ddpkit.sampler import DealtBatchSampler, PlannedBatchSampler
@@ -199,11 +199,11 @@ class Side:
             weighting=brain.run_opts.loss_weighting,
         )
         eager = torch.compiler.set_stance("force_eager")
-        with eager, without_noise(brain.modules), progress.logged.during(Stage.TRAIN, None):
+        logged, counted = progress.logged.during(Stage.TRAIN, None), counted_by(progress.window)
+        with eager, without_noise(brain.modules), logged, counted:
             for batch in feed.batches(progress.window):
                 progress.step += 1
-                with nothing_counts(not progress.window.count):
-                    brain.fit_batch(batch)
+                brain.fit_batch(batch)
             if self.parts.train_step.prepare_flush(brain):
                 brain.optimizers_step()
             progress.window.stepped()

@@ -179,7 +179,7 @@ class LocalSGD(DDP):
     def _require_equal_groups(self) -> None:
         for name, one in self._optimizers.items():
             try:
-                require_agreement(optimizer_facts({name: one}))
+                require_agreement(optimizer_facts({name: one}), site="the optimizers of local SGD")
             except RankMismatchError as error:
                 raise ConfigError(CANNOT.format(name, type(one).__name__, DIFFERS.format(error))) from error
         self._is_compared = True

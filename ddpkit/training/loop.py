@@ -18,7 +18,7 @@ from ddpkit.control import Requests, start_loading
 from ddpkit.distributed import sum_exactly, sum_over_ranks
 from ddpkit.errors import BatchError, NonFiniteLossError
 from ddpkit.logger import get_logger
-from ddpkit.metrics import ExactMeter, LossMeter, nothing_counts
+from ddpkit.metrics import ExactMeter, LossMeter, counted_by
 from ddpkit.reporting import LoggedValues
 from ddpkit.training.feed import Window
 from ddpkit.types import Stage
@@ -211,32 +211,28 @@ def train_epoch(
     sync.start(progress.step)
     if progress.optimizer_step >= stop_at:
         return
-    for batch in feed.batches(window):
-        progress.step += 1
-        loss = brain.fit_batch(batch) if window.count else _fit_repeated(brain, batch)
-        if loss.__class__ is tuple:
-            loss_sum, count = sum_and_count(loss, name, "fit_batch")
-            meter.append_sum(loss_sum, count if window.count else 0.0)
-        else:
-            meter.append(one_number(loss, name, "fit_batch"), window.weight)
-        meter.samples += window.count
-        if not window.closes:
-            continue
-        progress.window_end = progress.step
-        progress.train_meter = meter if feed.factor == 1 else meter.copy()  # without the next window's first batches
-        if on_window is not None:
-            on_window()
-        if progress.step >= sync.due:
-            loss_sum, count, _ = meter.sums()
-            on_sync(sync(progress.step, loss_sum, count, meter.samples, tell()), batch)
-        if progress.optimizer_step >= stop_at:
-            return
-
-
-def _fit_repeated(brain: LoopHooks, batch: Any) -> Any:
-    """Take part in a step with a batch that counts nothing, neither in metrics nor in batch statistics."""
-    with nothing_counts():
-        return brain.fit_batch(batch)
+    with counted_by(window):
+        for batch in feed.batches(window):
+            progress.step += 1
+            loss = brain.fit_batch(batch)
+            if loss.__class__ is tuple:
+                loss_sum, count = sum_and_count(loss, name, "fit_batch")
+                meter.append_sum(loss_sum, count if window.count else 0.0)
+            else:
+                meter.append(one_number(loss, name, "fit_batch"), window.weight)
+            meter.samples += window.count
+            if not window.closes:
+                continue
+            progress.window_end = progress.step
+            # A copy has no batches of the next window.
+            progress.train_meter = meter if feed.factor == 1 else meter.copy()
+            if on_window is not None:
+                on_window()
+            if progress.step >= sync.due:
+                loss_sum, count, _ = meter.sums()
+                on_sync(sync(progress.step, loss_sum, count, meter.samples, tell()), batch)
+            if progress.optimizer_step >= stop_at:
+                return
 
 
 def evaluate_epoch(

@@ -25,7 +25,7 @@ from ddpkit.brain import Brain, run_of
 from ddpkit.checkpoints import Checkpointer
 from ddpkit.control import Requests
 from ddpkit.dataloader import make_dataloader
-from ddpkit.distributed import control_group, if_main_process
+from ddpkit.distributed import control_group, if_main_process, run_on_main
 from ddpkit.epoch_loop import EpochCounter, EpochCounterWithStopper
 from ddpkit.errors import NonFiniteLossError
 from ddpkit.run import stage_runner
@@ -865,6 +865,28 @@ def test_d1_one_sided_calls_in_on_stage_end(ranks, tmp_path):
     assert_alike(ranks.run(save_one_sided, tmp_path))
     assert sorted(path.name for path in (tmp_path / "save").glob("CKPT*")) == ["CKPT+epoch1", "CKPT+epoch2"]
     assert len((tmp_path / "log.txt").read_text().splitlines()) == 10
+
+
+class AsksMain(Regression):
+    """Saves, and has the main process answer a question, after every batch."""
+
+    def on_fit_batch_end(self, batch, outputs, loss, should_step):
+        self.answers = [*getattr(self, "answers", []), run_on_main(lambda: (self.step, self.optimizer_step))]
+        self.checkpointer.save_checkpoint(name=f"step{self.step}")
+
+
+def ask_after_every_batch(folder, strategy):
+    brain = make(AsksMain, folder=folder, strategy=strategy, global_batch_size=3, micro_batch_size=1)
+    brain.fit([1], points(7), train_loader_kwargs={"batch_size": 1})
+    return brain.answers
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
+def test_d1_main_only_work_in_a_batch_that_a_rank_repeats(ranks, tmp_path, strategy):
+    # Rank 1 has no sample in the second half of each step, the first of which divides zero1's state.
+    answers = [(1, 0), (2, 1), (3, 1), (4, 2), (5, 3)]
+    assert ranks.run(ask_after_every_batch, tmp_path, strategy) == [answers] * 2
+    assert len(list(tmp_path.glob("CKPT*"))) == 5
 
 
 def without_hparams():

@@ -17,8 +17,9 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -64,11 +65,12 @@ class Verdict:
 # ------------------------------------------------------------------------------------------------ plans
 
 
-def plan_trial(variant: str, dice: random.Random, reference: Reference, seconds: float, world_size: int) -> Trial:
+def plan_trial(usual: Setting, dice: random.Random, reference: Reference, seconds: float) -> Trial:
     """Choose a setting and one to three kills at random."""
-    setting = Setting(
-        variant, world_size, saver=dice.choice(["all", "main"]), interval=dice.choice([1, 2, 3, 5]),
-        options=(("ckpt_async", dice.random() < 0.5),),
+    savers = ["all"] if "strategy" in dict(usual.options) else ["all", "main"]  # a rank has a part of what is saved
+    setting = replace(
+        usual, saver=dice.choice(savers), interval=dice.choice([1, 2, 3, 5]),
+        options=(*usual.options, ("ckpt_async", dice.random() < 0.5)),
     )  # fmt: skip
     steps = [key[1:] for key, _ in reference.events[0] if key[0] == "TRAIN"]
     count = dice.choice([1, 1, 2, 2, 3])
@@ -76,7 +78,7 @@ def plan_trial(variant: str, dice: random.Random, reference: Reference, seconds:
     if count > 1 and dice.random() < 0.4:  # twice in one epoch
         epoch = dice.choice(steps)[0]
         moments = sorted(dice.sample([step for step in steps if step[0] == epoch], count))
-    kills = [plan_kill(dice, moment, number, seconds, world_size) for number, moment in enumerate(moments)]
+    kills = [plan_kill(dice, moment, number, seconds, usual.world_size) for number, moment in enumerate(moments)]
     return Trial(setting, tuple(kills))
 
 
@@ -115,29 +117,32 @@ class Campaign:
     """Runs trials, and keeps the uninterrupted runs that they are compared with."""
 
     folder: Path
-    references: dict[tuple[str, int], tuple[Reference, float]] = field(default_factory=dict)
+    options: tuple[tuple[str, Any], ...] = ()
+    references: dict[Setting, tuple[Reference, float]] = field(default_factory=dict)
     problems: list[Difference] = field(default_factory=list)
     _number: int = 0
 
-    def reference(self, variant: str, world_size: int) -> tuple[Reference, float]:
+    def usual(self, variant: str, world_size: int) -> Setting:
+        """Return the setting of an uninterrupted run."""
+        return Setting(variant, world_size, options=self.options)
+
+    def reference(self, usual: Setting) -> tuple[Reference, float]:
         """Return the uninterrupted run, and the seconds that it took; made once, and checked."""
-        if (variant, world_size) not in self.references:
-            setting, folder = Setting(variant, world_size), self._new_folder()
-            attempt = run_attempt(setting, folder, 0)
+        if usual not in self.references:
+            name, folder = f"{usual.variant} on {usual.world_size} rank(s)", self._new_folder()
+            attempt = run_attempt(usual, folder, 0)
             if attempt.error:
-                raise RuntimeError(f"{variant} on {world_size} rank(s) fails without a kill:\n{attempt.error}")
+                raise RuntimeError(f"{name} fails without a kill:\n{attempt.error}")
             reference = Reference.of(attempt, folder)
-            self.problems += [
-                Difference(one.what, f"{variant} on {world_size}: {one.words}") for one in reference.problems(setting)
-            ]
-            self.references[variant, world_size] = reference, attempt.seconds
+            self.problems += [Difference(one.what, f"{name}: {one.words}") for one in reference.problems(usual)]
+            self.references[usual] = reference, attempt.seconds
             shutil.rmtree(folder)
-        return self.references[variant, world_size]
+        return self.references[usual]
 
     def run(self, trial: Trial) -> Verdict:
         """Start, kill, start again until the run has come to its end, and compare."""
         setting, folder, attempts = trial.setting, self._new_folder(), []
-        reference, _ = self.reference(setting.variant, setting.world_size)
+        reference, _ = self.reference(self.usual(setting.variant, setting.world_size))
         started = time.monotonic()
         for number in range(MOST_ATTEMPTS):
             kill = trial.kills[number] if number < len(trial.kills) else None
@@ -161,9 +166,9 @@ def trials(campaign: Campaign, variant: str, dice: random.Random, kills: int) ->
     done = 0
     while done < kills:
         sizes = {size: weight for size, weight in WORLD_SIZES.items() if size < 3 or not VARIANTS[variant].batchnorm}
-        world_size = _choose(dice, sizes)
-        reference, seconds = campaign.reference(variant, world_size)
-        trial = plan_trial(variant, dice, reference, seconds, world_size)
+        world_size = _choose(dice, {size: weight for size, weight in sizes.items() if size > 1 or not campaign.options})
+        usual = campaign.usual(variant, world_size)
+        trial = plan_trial(usual, dice, *campaign.reference(usual))
         trial = Trial(trial.setting, trial.kills[: kills - done])
         verdict = campaign.run(trial)
         done += sum(one.killed for one in verdict.attempts)
@@ -206,11 +211,11 @@ def print_row(name: str, row: dict) -> None:
     print(f"{name:18} {row['kills']:5} {row['resumes']:8} {row['seconds']:8}  {different:30}  {places}", flush=True)
 
 
-def run_campaign(names: Sequence[str], kills: int, seed: int, folder: Path) -> dict[str, dict]:
+def run_campaign(names: Sequence[str], kills: int, seed: int, folder: Path, strategy: str = "") -> dict[str, dict]:
     """Spread kills over variants; print a row each."""
     rows = {}
     print(f"{'variant':18} {'kills':>5} {'resumes':>8} {'seconds':>8}  {'differences':30}  kills by place", flush=True)
-    campaign = Campaign(folder)
+    campaign = Campaign(folder, (("strategy", strategy),) if strategy else ())
     for number, name in enumerate(names):
         share = kills * (number + 1) // len(names) - kills * number // len(names)
         verdicts = []
@@ -247,6 +252,7 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--variant", action="append", choices=list(VARIANTS), help="only this one; may be repeated")
+    parser.add_argument("--strategy", default="", choices=["zero1", "fsdp"], help="instead of ddp")
     parser.add_argument("--json", type=Path, help="write the table there, too")
     parser.add_argument("--keep", type=Path, help="work in this folder, and keep what differs")
     parser.add_argument(
@@ -270,7 +276,9 @@ def main() -> int:
             if options.sizes is not None:
                 pairs = [tuple(map(int, pair.split(":"))) for pair in options.sizes]
                 return int(print_sizes(folder, pairs or SIZES) > 0)
-            rows = run_campaign(options.variant or list(VARIANTS), options.kills, options.seed, folder)
+            rows = run_campaign(
+                options.variant or list(VARIANTS), options.kills, options.seed, folder, options.strategy
+            )
     finally:
         if not options.keep:
             shutil.rmtree(folder, ignore_errors=True)
@@ -285,7 +293,9 @@ def main() -> int:
 
 def replay(words: Sequence[str], folder: Path) -> int:
     """Run one trial again."""
-    verdict = Campaign(folder).run(Trial(setting_of(words[0]), tuple(map(kill_of, words[1:]))))
+    setting = setting_of(words[0])
+    usual = tuple(one for one in setting.options if one[0] == "strategy")
+    verdict = Campaign(folder, usual).run(Trial(setting, tuple(map(kill_of, words[1:]))))
     for number, attempt in enumerate(verdict.attempts):
         print(f"attempt {number}: {attempt.seconds:.2f} s, {attempt.where or 'to the end'}")
     for one in verdict.differences:

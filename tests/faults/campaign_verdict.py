@@ -49,7 +49,8 @@ class Reference:
         for epoch, counts in seen.items():
             if counts != Counter(range(size)):
                 found.append(Difference("samples", f"uninterrupted: epoch {epoch} has {sorted(counts.items())}"))
-        for rank, result in enumerate(self.results):
+        is_divided = "strategy" in dict(setting.options)
+        for rank, result in enumerate(self.results[:1] if is_divided else self.results):
             own = {name: value for name, value in result.items() if not name.startswith("random/")}
             main = {name: value for name, value in self.results[0].items() if not name.startswith("random/")}
             if own != main:

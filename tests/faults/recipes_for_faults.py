@@ -420,7 +420,7 @@ def final_state(recipe: Recipe) -> dict[str, Any]:
     """Return all that must be the same to the last bit, flat and in plain values."""
     state = {
         "weights": {name: module.state_dict() for name, module in recipe.raw_modules.items()},
-        "optimizer": {name: one.state_dict() for name, one in recipe.optimizers_dict.items()},
+        "optimizer": {name: _state_of(one) for name, one in recipe.optimizers_dict.items()},
         "scheduler": [one.state_dict() for one in (recipe.scheduler, recipe.plateau) if one is not None],
         "counter": [recipe.optimizer_step, recipe.counter.current]
         + [getattr(recipe.counter, name, None) for name in ("best_limit", "best_score", "should_stop")],
@@ -429,9 +429,17 @@ def final_state(recipe: Recipe) -> dict[str, Any]:
     return flat(state)
 
 
+def _state_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return what an optimizer knows on this rank, by number of the parameter."""
+    parameters = [one for group in optimizer.param_groups for one in group["params"]]
+    groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    return {"state": {number: optimizer.state.get(one, {}) for number, one in enumerate(parameters)}, "groups": groups}
+
+
 def flat(value: Any, name: str = "") -> dict[str, Any]:
     """Flatten containers; a tensor becomes its type, shape and bits."""
     if isinstance(value, torch.Tensor):
+        value = value.to_local() if hasattr(value, "to_local") else value  # this rank's part
         bits = value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
         return {name: f"{value.dtype} {list(value.shape)} {hashlib.sha256(bits).hexdigest()}"}
     if isinstance(value, dict):

@@ -10,6 +10,7 @@ import signal
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # as `make test` has it, also where pytest is started by hand
+os.environ.setdefault("RES_OPTIONS", "timeout:1")  # torch asks for the name of each address; not every server answers
 
 from tests import warm_starts
 from tests.guards import Picture

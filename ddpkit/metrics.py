@@ -104,7 +104,7 @@ def counted_by(window: Any) -> Iterator[None]:
     A rank that repeats a batch runs the same lines of code as the others: these name a call of ``run_on_main`` in it.
 
     Args:
-        window: has ``count``, the samples of the current batch that count: a :class:`ddpkit.training.Window`.
+        window: has ``count``, the samples of the current batch that count: a :class:`ddpkit.training.feed.Window`.
 
     Ranks: local.
 

@@ -398,7 +398,7 @@ def refuse_wrapped(name: str, module: nn.Module, option: str) -> None:
 
 
 def refuse_shared_parameters(modules: nn.ModuleDict) -> None:
-    """Refuse two entries that share a trainable parameter.
+    """Refuse two entries that share a trainable parameter, or one on the meta device.
 
     Raises:
         ConfigError: naming both entries and the parameter.
@@ -411,11 +411,11 @@ def refuse_shared_parameters(modules: nn.ModuleDict) -> None:
     owner: dict[int, tuple[str, str]] = {}
     for entry, module in modules.items():
         for name, parameter in unwrap(module).named_parameters():
-            if not parameter.requires_grad:
+            if not (parameter.requires_grad or parameter.is_meta):
                 continue
             other = owner.setdefault(id(parameter), (entry, name))
             if other[0] != entry:
                 raise ConfigError(
-                    f"modules[{entry!r}] and modules[{other[0]!r}] share the trainable parameter {other[1]!r}, whose "
-                    "gradient DDP would average twice. Keep the parameter in one entry of modules only."
+                    f"modules[{entry!r}] and modules[{other[0]!r}] share the parameter {other[1]!r}: its gradient would "
+                    "be averaged twice, or it would get two values from the meta device. Keep it in one entry only."
                 )

@@ -275,7 +275,7 @@ def test_entries_on_the_meta_device_share_what_they_have_shared():
     second.weight = first.weight
     modules = modules_on_device({"a": first, "b": second}, "cpu")
     assert second.weight is first.weight
-    with pytest.raises(ConfigError, match="share the trainable parameter 'weight'"):
+    with pytest.raises(ConfigError, match="share the parameter 'weight'"):
         refuse_shared_parameters(modules)
 
 
@@ -306,12 +306,14 @@ def test_a_class_without_reset_parameters_is_named():
 
 def test_shared_parameters():
     shared = nn.Linear(2, 2)
-    with pytest.raises(ConfigError, match=r"^modules\['b'\] and modules\['a'\] share the trainable parameter 'weight'"):
+    with pytest.raises(ConfigError, match=r"^modules\['b'\] and modules\['a'\] share the parameter 'weight'"):
         refuse_shared_parameters(nn.ModuleDict({"a": shared, "b": nn.Sequential(shared)}))
     tied = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     tied[1].weight = tied[0].weight
     refuse_shared_parameters(nn.ModuleDict({"tied": tied}))  # within one entry it is DDP's affair
     refuse_shared_parameters(nn.ModuleDict({"a": frozen(shared), "b": nn.Sequential(shared)}))
+    with pytest.raises(ConfigError, match="or it would get two values from the meta device"):
+        refuse_shared_parameters(nn.ModuleDict({"a": shared.to("meta"), "b": nn.Sequential(shared)}))
 
 
 def test_moving_buffers():
@@ -481,7 +483,7 @@ def test_wrapping(group):
 def test_shared_parameters_are_refused_before_anything_is_wrapped(group):
     shared = nn.Linear(2, 2)
     modules = nn.ModuleDict({"a": shared, "b": nn.Sequential(shared)})
-    with pytest.raises(ConfigError, match="share the trainable parameter"):
+    with pytest.raises(ConfigError, match="share the parameter"):
         DDP(RunOptions(device="cpu")).wrap(modules)
     assert modules.a is shared
 

@@ -417,5 +417,5 @@ def refuse_shared_parameters(modules: nn.ModuleDict) -> None:
             if other[0] != entry:
                 raise ConfigError(
                     f"modules[{entry!r}] and modules[{other[0]!r}] share the parameter {other[1]!r}: its gradient "
-                    "would be averaged twice, or it would get two values from the meta device. Keep it in one entry only."
+                    "would be averaged twice, or it would get two values from the meta device. Keep it in one entry."
                 )

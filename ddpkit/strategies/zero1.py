@@ -167,7 +167,7 @@ class DividedOptimizer:
     def _require_equal_groups(self) -> None:
         """Refuse an optimizer that notes numbers over its parameters in its groups: they are others on other ranks."""
         try:
-            require_agreement(optimizer_facts({self.name: self.optimizer}), site=MARK)
+            require_agreement(optimizer_facts({self.name: self.optimizer}), site=f"{MARK} groups")
         except RankMismatchError as error:
             raise ConfigError(CANNOT.format(self.name, type(self.optimizer).__name__, f"{DIFFERS}\n{error}")) from error
 

@@ -101,7 +101,7 @@ def nothing_counts(use: bool = True) -> Iterator[None]:
 def counted_by(window: Any) -> Iterator[None]:
     """Let metrics and batch statistics ignore batches of a pass that this rank repeats only to keep step.
 
-    A rank that repeats a batch runs the same lines of code as the others: these name a call of ``run_on_main`` in it.
+    So such a rank runs the same lines of code as the others, by which a call of ``run_on_main`` in a batch is known.
 
     Args:
         window: has ``count``, the samples of the current batch that count: a :class:`ddpkit.training.feed.Window`.

@@ -883,7 +883,7 @@ def ask_after_every_batch(folder, strategy):
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1"])
 def test_d1_main_only_work_in_a_batch_that_a_rank_repeats(ranks, tmp_path, strategy):
-    # Rank 1 has no sample in the second half of each step, the first of which divides zero1's state.
+    # Rank 1 has no sample in the last micro-batch of a step. In the first step zero1 compares the ranks besides.
     answers = [(1, 0), (2, 1), (3, 1), (4, 2), (5, 3)]
     assert ranks.run(ask_after_every_batch, tmp_path, strategy) == [answers] * 2
     assert len(list(tmp_path.glob("CKPT*"))) == 5

@@ -72,6 +72,28 @@ def test_a_group_that_others_started_is_not_watched(ranks):
     assert ranks.run(stand_still, Regression) == [(set(), [], 4)] * 2
 
 
+class FailingAlone(Regression):
+    """Fails in the second batch, on rank 1 alone."""
+
+    def on_fit_batch_end(self, batch, outputs, loss, should_step):
+        if dist.get_rank() == 1 and self.step == 2:
+            raise ValueError("boom")
+
+
+def fail_alone():
+    try:
+        make(FailingAlone).fit([1], points(16), train_loader_kwargs={"batch_size": 2})
+    except (ValueError, RuntimeError) as error:
+        return str(error)
+
+
+def test_who_fails_in_a_group_that_others_started_is_named_to_who_waits(ranks):
+    waited, failed = ranks.run(fail_alone)
+    assert failed == "boom"
+    assert "failed first, in TRAIN of epoch 1 at step 2, at test_watch.py:" in waited
+    assert waited.endswith(" in on_fit_batch_end: ValueError: boom")
+
+
 class SlowLoader(Regression):
     """Is stuck for a while on rank 0, before there is anything to train on."""
 

@@ -1,8 +1,10 @@
 """Have Python's, numpy's or torch's global random streams moved? Read from their memory where that can be done.
 
-Reason: a batch is asked about twice. Reading the states takes 30 us each time; copying what the objects hold takes
-one. numpy's twister has a public address; torch's generator holds its seed and then its twister. It is tried on fresh
-generators before it is used; where it does not show every draw, the states are read.
+Reason: a batch is asked about twice. Reading the states takes 30 us each time; copying a few words of what the objects
+hold takes half of one. All three are Mersenne Twisters: a draw moves the place, and after 624 draws every word has
+changed. So the place and eight words show a draw, but for one chance in 2^256. numpy's twister has a public address;
+torch's generator holds its seed and then its twister. It is tried on fresh generators before it is used; where it does
+not show every draw, the states are read.
 """
 
 from __future__ import annotations
@@ -18,12 +20,13 @@ import numpy as np
 import torch
 
 _PYTHON = cast("Any", random.getstate).__self__
-_TWISTER_BYTES = 4 * 625
+_WORDS = 624  # of 4 bytes, of a twister
+_SHOWN = 4 * 9  # bytes: the place, and eight words beside it
 _CONTENT = operator.attrgetter("raw")
 _NORMALS = (torch.float32, torch.float64)
 _TORCH_SEED = 0x5EED_0F_70_2C_11  # of a generator in whose memory it is looked for
 _TORCH_HEADER = 256  # bytes, after which it has come
-_TORCH_PARTS = ((16, 2500), (2524, 1), (2536, 1))  # from the seed on: the twister; whether a float, a double is kept
+_TORCH_PARTS = ((16, _SHOWN), (2524, 1), (2536, 1))  # from the seed on: the twister; whether a float, a double is kept
 
 
 def look_at_random_streams() -> Any:
@@ -57,9 +60,14 @@ def look_at_random_streams() -> Any:
 def _memory(python: Any, legacy: Any, bits: Any, torchs: Any) -> tuple[Any, ...]:
     """Return views of what the generators hold: Python's twister, numpy's kept numbers and its twister, torch's."""
     twister, place = bits.ctypes.state_address, torchs._cdata + _torch_offset()  # noqa: SLF001 -- see the module
-    parts = [(twister, _TWISTER_BYTES), *((place + start, size) for start, size in _TORCH_PARTS)]
-    views = ((ctypes.c_char * size).from_address(start) for start, size in parts)
-    return _body(python, random.Random.__base__), _body(legacy, np.random.RandomState), *views
+    header = object.__basicsize__
+    parts = [
+        (id(python) + header, _SHOWN),  # the place comes before the words
+        (id(legacy) + header, np.random.RandomState.__basicsize__ - header),
+        (twister + 4 * (_WORDS + 1) - _SHOWN, _SHOWN),  # and after them
+        *((place + start, size) for start, size in _TORCH_PARTS),
+    ]
+    return tuple((ctypes.c_char * size).from_address(start) for start, size in parts)
 
 
 @functools.cache
@@ -68,12 +76,6 @@ def _torch_offset() -> int:
     generator: Any = torch.Generator().manual_seed(_TORCH_SEED)
     header = ctypes.string_at(generator._cdata, _TORCH_HEADER)  # noqa: SLF001 -- see the module
     return header.find(_TORCH_SEED.to_bytes(8, sys.byteorder))
-
-
-def _body(owner: object, kind: Any) -> Any:
-    """Return a view of an object's memory as far as its C type lays it out, without the header."""
-    header = object.__basicsize__
-    return (ctypes.c_char * (kind.__basicsize__ - header)).from_address(id(owner) + header)
 
 
 @functools.cache
@@ -93,7 +95,9 @@ def _memory_shows_draws() -> bool:
     of_torch = [lambda kind=kind: torch.empty(1, dtype=kind).normal_(generator=torchs) for kind in _NORMALS]
     seeds = (lambda: python.seed(2)), (lambda: legacy.seed(2)), (lambda: torchs.manual_seed(2))
     draws = (python.random, legacy.rand, lambda: torch.rand(1, generator=torchs), *normal, *of_torch)
-    for draw in (*draws, *normal, *of_torch, *seeds, *draws):
+    of_python, of_numpy = (lambda: python.getrandbits(32 * _WORDS)), (lambda: legacy.bytes(4 * _WORDS))
+    rounds = of_python, of_numpy, lambda: torch.rand(_WORDS, generator=torchs)  # the place is the same again
+    for draw in (*draws, *normal, *of_torch, *rounds, *seeds, *draws):
         before, same, state = look(), look(), torchs.get_state()
         draw()
         has_moved = look() != before

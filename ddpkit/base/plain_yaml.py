@@ -146,7 +146,7 @@ def dump_plain_yaml(value: Any) -> str:
         allow_unicode=True,
         width=1 << 30,
     )
-    return text.removesuffix("...\n")  # which ends a lone value
+    return text.removesuffix("...\n") if text.endswith("\n...\n") else text  # a line that ends a lone value
 
 
 # What PyYAML's constructors raise over values that say one thing and hold another.

@@ -198,6 +198,7 @@ VALUES = st.recursive(
 @example({"no": "yes", "off": "1e3", "1": ".5", "a": "2026-01-02", "b": "0x1F", "c": "1_000", "d": "~", "e": "-"})
 @example({"a": 1e22, "b": -0.0, "c": 5e-324, "d": float("-inf"), "e": 1 << 63, "f": "a/b.c", "g": {}, "h": [], "i": ""})
 @example({"null": None, "True": "null", "k": "Null", "m": ".nan", "n": "---", "o": "...", "p": "12e03", "q": "+"})
+@example({"a": "it stopped..."})
 @example(
     {"a": "x: y", "b": "#", "c": "- 1", "d": "{a", "e": "line\nline", "f": "\u2028\U0001f600\x7f", "=": "<<", "<<": "="}
 )

@@ -351,9 +351,6 @@ class OptionTypes:
     compile_mode: str = option("default", COMPILING, "torch's mode, such as reduce-overhead", form="MODE")
     compile_using_fullgraph: bool = option(False, COMPILING, "a break in the graph is an error")
     compile_using_dynamic_shape_tracing: bool = option(False, COMPILING, "trace with dynamic shapes")
-    jit: bool = option(False, COMPILING, "torch.jit.script all modules")
-    jit_module_keys: list[str] | None = option(None, COMPILING, "script only these entries of modules", form="A B",
-        shown="all")
 
     profile_training: bool = option(False, PROFILING, "record a trace for TensorBoard")
     profile_warmup: int = option(5, PROFILING, "steps before the trace", form="N", minimum=0)
@@ -362,6 +359,8 @@ class OptionTypes:
     auto_mix_prec: bool = option(False, OLD, "means --precision=fp16")
     bfloat16_mix_prec: bool = option(False, OLD, "means --precision=bf16")
     distributed_launch: bool = option(False, OLD, "no effect: the launcher decides")
+    jit: bool = option(False, OLD, "no effect: use --compile")
+    jit_module_keys: list[str] | None = option(None, OLD, "no effect: use --compile_module_keys", form="A B")
     param_file: str = option("", "", "the hyperparameter YAML")
 
 

@@ -28,7 +28,7 @@ DIFFERENCES = {
     "fit_batch": ("overrides fit_batch: use self.backward(loss) and self.should_step", _OWN),
     "host read": ("fit_batch reads its loss: a GPU waits in every step; return loss.detach()", _OWN),
     "in order": ("says no `shuffle`: in order on any number of processes, unless the script has a sampler", "#data"),
-    "jit": ("TorchScript is deprecated in torch: prefer --compile", "#command-line-and-options"),
+    "jit": ("TorchScript is deprecated in torch and has no effect: use --compile", "#command-line-and-options"),
     "make_dataloader": ("overrides make_dataloader: the loader that it returns for training is divided", "#data"),
     "masked mean": ("takes lengths: of a mean over frames or tokens return (loss_sum, count)", "#gradients-and-steps"),
     "not called": ("is not called any more", "#methods-of-the-brain"),

@@ -227,9 +227,9 @@ def refuse_with(chosen: str, options: RunOptions, reasons: Mapping[str, str]) ->
 
     Example:
         >>> from ddpkit.run_opts import RunOptions
-        >>> refuse_with("strategy='fsdp'", RunOptions(jit=True), {"jit": "it is not divided"})
+        >>> refuse_with("strategy='fsdp'", RunOptions(debug=True), {"debug": "it is not divided"})
         Traceback (most recent call last):
-        ddpkit.errors.ConfigError: strategy='fsdp' does not work with jit=True: it is not divided. Leave one ...
+        ddpkit.errors.ConfigError: strategy='fsdp' does not work with debug=True: it is not divided. Leave one ...
     """
     for key, why in reasons.items():
         name, _, value = key.partition("=")

@@ -472,8 +472,8 @@ def _refuse_scripted_batchnorm(module: nn.Module) -> None:
     for part in module.modules():
         if str(getattr(part, "original_name", "")).startswith("BatchNorm"):  # what torch.jit.script leaves of it
             raise ConfigError(
-                "--jit has scripted a BatchNorm, which cannot share its statistics over the processes. Leave --jit "
-                "out, or name other modules in --jit_module_keys."
+                "the modules hold a BatchNorm scripted by torch.jit.script, which cannot share its statistics over the "
+                "processes. Give the module as it was before it was scripted; --compile makes it fast."
             )
 
 

@@ -52,8 +52,6 @@ NOT_THERE = {
     "static_graph": "it is DDP's",
     "find_unused_parameters": "all ranks gather a block together, so each must use it",
     "skip_nonfinite_grads": "each rank sees a part of a gradient only",
-    "jit": "torch does not divide scripted modules",
-    "jit_module_keys": "torch does not divide scripted modules",
     "precision=fp16": "the range of fp16 needs a scale (use bf16)",
 }
 
@@ -119,9 +117,9 @@ class FSDP(Strategy):
 
     Example:
         >>> from ddpkit.run_opts import RunOptions
-        >>> FSDP(RunOptions(device="cpu", jit=True))
+        >>> FSDP(RunOptions(device="cpu", static_graph=True))
         Traceback (most recent call last):
-        ddpkit.errors.ConfigError: strategy='fsdp' does not work with jit=True: torch does not divide ...
+        ddpkit.errors.ConfigError: strategy='fsdp' does not work with static_graph=True: it is DDP's. ...
     """
 
     name = "fully_shard (FSDP2)"

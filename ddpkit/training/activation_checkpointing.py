@@ -11,7 +11,7 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.utils.checkpoint import checkpoint
 
 from ddpkit.errors import ConfigError
-from ddpkit.strategies import NO_CONTEXT, blocks_of
+from ddpkit.strategies import NO_CONTEXT, blocks_of, refuse_with
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -38,7 +38,7 @@ def checkpoint_blocks(modules: nn.ModuleDict, options: RunOptions) -> None:
 
     Args:
         modules: the entries.
-        options: ``activation_checkpointing`` names the classes; ``jit`` and ``data_parallel_backend`` are refused.
+        options: ``activation_checkpointing`` names the classes; ``data_parallel_backend`` is refused.
 
     Raises:
         ConfigError: a class that no part of the modules has, a BatchNorm, or an option that does not go with it.
@@ -56,9 +56,9 @@ def checkpoint_blocks(modules: nn.ModuleDict, options: RunOptions) -> None:
         ddpkit.errors.ConfigError: ...names 'Attention', and the classes ... are: Linear, Sequential, Tanh.
     """
     classes = options.activation_checkpointing or []
-    for other in ("jit", "jit_module_keys", "data_parallel_backend"):
-        if options[other]:
-            raise ConfigError(f"{_OPTION}={classes!r} does not work with {other}. Leave one of them out.")
+    refuse_with(
+        f"{_OPTION}={classes!r}", options, {"data_parallel_backend": "each GPU would run the first one's blocks"}
+    )
     for block in blocks_of(modules, classes, _OPTION).values():
         if isinstance(block, _BatchNorm):
             raise ConfigError(f"{_OPTION}={classes!r}: a BatchNorm keeps its input only. Name the block it is in.")

@@ -1,4 +1,4 @@
-"""torch.compile and TorchScript for the entries of ``Brain.modules``."""
+"""torch.compile for the entries of ``Brain.modules``, or for blocks inside of them."""
 
 from __future__ import annotations
 
@@ -28,28 +28,25 @@ _GRAPH_MODES = {"reduce-overhead", "max-autotune"}
 
 
 def compile_modules(modules: torch.nn.ModuleDict, options: RunOptions) -> None:
-    """Compile or script the modules, or compile the blocks, that the options name. A second call changes nothing.
+    """Compile the modules, or the blocks, that the options name. A second call changes nothing.
 
     Compiling happens in place (``module.compile``, that is ``torch.compile`` of what calling the module
-    runs): class, attributes and state-dict keys stay, there is no ``_orig_mod``. Scripting replaces the entry
-    by a ScriptModule with the same state-dict keys. A module that was compiled is not scripted; one that
-    could not be wrapped by torch.compile is left as it is, or scripted if that was asked for too, with a
-    warning that gives the reason.
+    runs): class, attributes and state-dict keys stay, there is no ``_orig_mod``. A module that could not be
+    wrapped by torch.compile is left as it is, with a warning that gives the reason.
 
     Call it before a module is wrapped for data parallelism.
 
     Args:
-        modules: the entries; scripted entries are replaced in place.
-        options: the ``compile`` and ``jit`` options are read.
+        modules: the entries.
+        options: the ``compile`` options are read; of ``jit`` and ``jit_module_keys`` it is said that they do nothing.
 
     Raises:
         ConfigError: a key that is not in ``modules``; a class that no part of them has; or blocks to be compiled inside
-            of modules that are to be compiled, or scripted, themselves.
+            of modules that are to be compiled themselves.
 
     Ranks: local, but all ranks must do the same.
 
     Source: https://pytorch.org/docs/stable/generated/torch.nn.Module.html#torch.nn.Module.compile.
-        torch.jit.script is deprecated in torch 2.13: its warning is passed on once per call.
 
     Example:
         >>> from ddpkit.run_opts import RunOptions
@@ -59,8 +56,9 @@ def compile_modules(modules: torch.nn.ModuleDict, options: RunOptions) -> None:
         ddpkit.errors.ConfigError: compile_module_keys=['nett'] names 'nett', and the modules are: 'net'.
     """
     to_compile = _chosen(modules, "compile_module_keys", options.compile_module_keys, every=options.compile)
-    to_script = _chosen(modules, "jit_module_keys", options.jit_module_keys, every=options.jit)
-    _compile_blocks(modules, options, others=to_compile or to_script)
+    _compile_blocks(modules, options, others=to_compile)
+    if options.jit or options.jit_module_keys:
+        logger.warning("--jit and --jit_module_keys have no effect: TorchScript is deprecated in torch. Use --compile.")
     if to_compile and not options.compile:
         logger.warning(
             "compile_module_keys=%s is given without compile: these modules are compiled all the same.", to_compile
@@ -68,11 +66,6 @@ def compile_modules(modules: torch.nn.ModuleDict, options: RunOptions) -> None:
     for key in to_compile:
         if not (_is_compiled(modules[key]) or isinstance(modules[key], torch.jit.ScriptModule)):
             _compile(key, modules[key], options)
-    with warnings.catch_warnings():
-        for key in to_script:
-            if not (_is_compiled(modules[key]) or isinstance(modules[key], torch.jit.ScriptModule)):
-                modules[key] = torch.jit.script(modules[key])
-                warnings.filterwarnings("ignore", message=r".*torch\.jit\.script", category=DeprecationWarning)
 
 
 def has_cuda_graphs(options: RunOptions) -> bool:
@@ -107,7 +100,6 @@ def require_module_keys(modules: torch.nn.ModuleDict, options: RunOptions) -> No
     Ranks: local.
     """
     _chosen(modules, "compile_module_keys", options.compile_module_keys, every=False)
-    _chosen(modules, "jit_module_keys", options.jit_module_keys, every=False)
     for option in ("activation_checkpointing", "compile_blocks", "fsdp_blocks"):
         blocks_of(modules, options[option] or (), option)
 
@@ -130,8 +122,8 @@ def _compile_blocks(modules: torch.nn.ModuleDict, options: RunOptions, *, others
     classes = options.compile_blocks
     if classes and others:
         raise ConfigError(
-            f"compile_blocks={classes!r} compiles blocks and leaves the rest as it is: leave it out, or --compile, "
-            "--compile_module_keys, --jit and --jit_module_keys."
+            f"compile_blocks={classes!r} compiles blocks and leaves the rest as it is: leave it out, or --compile and "
+            "--compile_module_keys."
         )
     for name, block in blocks_of(modules, classes or (), "compile_blocks").items():
         if not _is_compiled(block):

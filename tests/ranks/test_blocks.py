@@ -144,8 +144,11 @@ def test_what_cannot_work_is_refused():
         "activation_checkpointing=['Block', 'Attention'] names 'Attention', and the classes in the modules are: "
         "BatchNorm1d, Block, Counted, Dropout, Linear, ModuleList, Net."
     )
-    assert "does not work with jit." in refused(["Block"], jit=True)
     assert "a BatchNorm keeps its input only" in refused(["BatchNorm1d"])
+    with pytest.raises(ConfigError, match="does not work with data_parallel_backend=True: each GPU would"):
+        checkpoint_blocks(
+            torch.nn.ModuleDict(), RunOptions(activation_checkpointing=["Block"], data_parallel_backend=True)
+        )
 
 
 def test_a_buffer_that_moves_is_refused():
@@ -207,6 +210,6 @@ def test_a_copy_of_a_compiled_block_that_is_checkpointed_computes_with_its_own_w
 
 def test_what_cannot_be_compiled_is_refused():
     assert "compile_blocks=['Blocks'] names 'Blocks'" in refused(None, compile_blocks=["Blocks"])
-    assert "leave it out, or --compile," in refused(None, compile_blocks=["Block"], compile=True)
+    assert "leave it out, or --compile and" in refused(None, compile_blocks=["Block"], compile=True)
     assert "'net.blocks.0'" not in (said := refused(["Block"], compile=True))
     assert "'net' cannot be compiled as a whole, as activation_checkpointing=['Block'] names blocks of it" in said

@@ -1076,7 +1076,7 @@ def test_an_exception_that_all_ranks_catch_ends_nobody(ranks):
 def test_a_scripted_batch_norm_is_refused_rather_than_left_to_each_rank(ranks):
     outcomes = ranks.outcomes(wrap_scripted, world_size=2)
     assert [outcome.error_type for outcome in outcomes] == ["ConfigError"] * 2
-    assert "--jit has scripted a BatchNorm" in outcomes[0].error
+    assert "BatchNorm scripted by torch.jit.script" in outcomes[0].error
 
 
 def wrap_scripted():

@@ -158,7 +158,7 @@ def test_what_cannot_work_is_refused_by_name(ranks):
         "fsdp_param_dtype=bf16 does not work with check_parity=2": {"check_parity": 2, "fsdp_param_dtype": "bf16"},
         "find_unused_parameters=True: all ranks": {"find_unused_parameters": True},
         "skip_nonfinite_grads=True: each rank": {"skip_nonfinite_grads": True},
-        "jit=True": {"jit": True},
+        "static_graph=True": {"static_graph": True},
         "precision=fp16": {"precision": "fp16"},
         "virtual_ranks=4": {"virtual_ranks": 4},
     }

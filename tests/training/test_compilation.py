@@ -1,4 +1,4 @@
-"""Which modules are compiled or scripted, and what happens when that fails."""
+"""Which modules are compiled, and what happens when that fails."""
 
 from __future__ import annotations
 
@@ -80,10 +80,9 @@ def test_keys_without_compile_work_and_warn(modules, wrapped, caplog):
     assert "compile_module_keys=['net'] is given without compile" in caplog.text
 
 
-@pytest.mark.parametrize("option", ["compile_module_keys", "jit_module_keys"])
-def test_an_unknown_key_names_the_known_ones(modules, wrapped, option):
-    with pytest.raises(ConfigError, match=rf"{option}=\['nett'\] names 'nett', .* 'net', 'head', 'loss'"):
-        compile_modules(modules, options(compile=True, jit=True, **{option: ["nett"]}))
+def test_an_unknown_key_names_the_known_ones(modules, wrapped):
+    with pytest.raises(ConfigError, match=r"compile_module_keys=\['nett'\] names 'nett', .* 'net', 'head', 'loss'"):
+        compile_modules(modules, options(compile=True, compile_module_keys=["nett"]))
     assert wrapped == []
 
 
@@ -91,46 +90,23 @@ def test_d13_a_second_call_changes_nothing(modules, wrapped):
     for _ in range(2):
         compile_modules(modules, options(compile=True, compile_module_keys=["net"]))
     assert names(modules, wrapped) == ["net"]
-    with pytest.warns(DeprecationWarning, match="torch.jit.script"):
-        compile_modules(modules, options(jit_module_keys=["head"]))
-    head = modules["head"]
-    compile_modules(modules, options(jit_module_keys=["head"]))
-    assert modules["head"] is head
 
 
-def test_jit_replaces_and_warns_once(modules):
-    keys, x = list(modules.state_dict()), torch.ones(1, 2)
-    expected = modules["net"](x)
-    with pytest.warns(DeprecationWarning, match="`torch.jit.script` is deprecated") as seen:
-        compile_modules(modules, options(jit=True))
-    assert len([w for w in seen if "`torch.jit.script` is deprecated" in str(w.message)]) == 1
-    assert all(isinstance(module, torch.jit.ScriptModule) for module in modules.values())
-    assert list(modules.state_dict()) == keys
-    assert torch.equal(modules["net"](x), expected)
+@pytest.mark.parametrize("given", [{"jit": True}, {"jit_module_keys": ["net"]}])
+def test_torchscript_has_no_effect_and_says_so(modules, caplog, given):
+    compile_modules(modules, options(**given))
+    assert [type(module) for module in modules.values()] == [nn.Linear, nn.Linear, nn.Identity]
+    assert "have no effect: TorchScript is deprecated in torch. Use --compile." in caplog.text
 
 
-def test_what_was_compiled_is_not_scripted(modules, wrapped):
-    with pytest.warns(DeprecationWarning, match="torch.jit.script"):
-        compile_modules(modules, options(compile=True, compile_module_keys=["net"], jit=True))
-    assert type(modules["net"]) is nn.Linear
-    assert isinstance(modules["head"], torch.jit.ScriptModule)
-
-
-@pytest.mark.parametrize("jit", [False, True])
-def test_what_cannot_be_wrapped_is_left_or_scripted_with_the_reason(modules, monkeypatch, caplog, jit):
+def test_what_cannot_be_wrapped_is_left_with_the_reason(modules, monkeypatch, caplog):
     def fail(*args, **kwargs):
         raise RuntimeError("no compiler here")
 
     monkeypatch.setattr(torch, "compile", fail)
-    asked = options(compile=True, compile_module_keys=["net"], jit_module_keys=["net"] if jit else None)
-    if jit:
-        with pytest.warns(DeprecationWarning, match="torch.jit.script"):
-            compile_modules(modules, asked)
-    else:
-        compile_modules(modules, asked)
+    compile_modules(modules, options(compile=True, compile_module_keys=["net"]))
     assert "module 'net' could not be wrapped by torch.compile" in caplog.text
     assert "RuntimeError: no compiler here" in caplog.text
-    assert isinstance(modules["net"], torch.jit.ScriptModule) is jit
 
 
 def test_a_mode_that_torch_does_not_know_is_logged(modules, caplog):

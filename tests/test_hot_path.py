@@ -28,7 +28,8 @@ from tests.host_reads import HostReads
 
 STEPS = 128
 # A bound is a little above the figure of torch 2.13. It goes down when the figure does.
-FEWER_THAN_BY_HAND = 95  # calls; a difference, because what torch adds to a step in a long-lived process is in both
+# 101 with torch 2.13, 94 with 2.14.
+FEWER_THAN_BY_HAND = 90  # calls; a difference, because what torch adds to a step in a long-lived process is in both
 MOST_ALLOCATIONS = 0.8  # of those by hand, training: 21.5 of 30, and those of a sync
 MOST_MORE_ALLOCATIONS = 1  # validation: 6.5, 7 by hand
 MOST_MORE_ON_TWO_RANKS = {1: -75, 8: 4}  # by batches per step: 314 calls of 416, 223 of 228; and those of syncs

@@ -145,9 +145,8 @@ def _compile(key: str, module: torch.nn.Module, options: RunOptions) -> None:
         )
     try:
         with warnings.catch_warnings():
-            # The compiler is imported here, and torch 2.13 warns of its own use of a deprecated function.
-            own = r".*torch\.jit\.script_method"
-            warnings.filterwarnings("ignore", message=own, category=DeprecationWarning)
+            # The compiler is imported here, and torch 2.13 and later warn of their own use of a deprecated function.
+            warnings.filterwarnings("ignore", message=r".*torch\.jit\.script_method")
             (recomputed(module) or module).compile(
                 mode=options.compile_mode,
                 fullgraph=options.compile_using_fullgraph,

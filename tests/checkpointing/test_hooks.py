@@ -450,7 +450,7 @@ def test_files_with_wrapped_names_load_too(tmp_path, saved_as):
     assert torch.equal(loaded.module.weight, list(net.parameters())[-2])
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")
 def test_a_scripted_module_is_saved_and_loaded_like_any_other(tmp_path):
     plain = nn.Sequential(nn.Linear(2, 1))
     torch_save(torch.jit.script(plain), tmp_path / "net.ckpt")

@@ -1081,6 +1081,6 @@ def test_a_scripted_batch_norm_is_refused_rather_than_left_to_each_rank(ranks):
 
 def wrap_scripted():
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
+        warnings.simplefilter("ignore")  # it is deprecated
         scripted = torch.jit.script(torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4)))
     DDP(RunOptions(device="cpu")).wrap(torch.nn.ModuleDict({"net": scripted}))

@@ -281,7 +281,7 @@ def test_weights_that_are_made_in_the_first_batch():
     assert average.state_dict()["net.weight"] is not modules.net.weight
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")
 @pytest.mark.parametrize("how", ["plain", "parallel", "compiled", "nested", "synchronised", "scripted"])
 def test_names_are_those_without_wrappers(how):
     """The compiled ones are never run: only their names matter here."""

@@ -35,18 +35,6 @@ SAMPLED = 4096
 SHOWN_LETTERS = 200  # of a list of names
 
 
-def diagnose(side: Side, records: Sequence[dict[str, Any]]) -> ParityReport:
-    """Compare what the ranks have recorded with one process, and look for the cause of a difference.
-
-    Args:
-        side: of this process.
-        records: what :func:`ddpkit.parity.check.record` returned on each rank.
-
-    Ranks: local; one process.
-    """
-    return _Diagnosis(side, records).report()
-
-
 def tolerance_of(brain: Any, gradients: Mapping[str, Tensor]) -> float:
     """Return the relative difference of gradients that is rounding, for what the model computes in.
 
@@ -77,7 +65,16 @@ class _Window:
         self.expected: dict[str, Tensor] = {}
 
 
-class _Diagnosis:
+class Diagnosis:
+    """Compares what the ranks have recorded with one process, and looks for the cause of a difference.
+
+    Args:
+        side: of this process.
+        records: what :func:`ddpkit.parity.check.record` returned on each rank.
+
+    Ranks: local; one process.
+    """
+
     def __init__(self, side: Side, records: Sequence[dict[str, Any]]) -> None:
         self.side, self.first, self.world_size = side, records[0], len(records)
         self.factor: int = records[0]["factor"] * (1 if side.joins else len(records))
@@ -86,9 +83,10 @@ class _Diagnosis:
         self.own_fit_batch = side.parts.recipe.has_own_fit_batch
 
     def report(self) -> ParityReport:
+        """Work on the steps of the ranks as one process, and return what differs and why."""
         rows: list[ParityRow] = []
         for window in self.windows:
-            window.expected = self._run(window)
+            window.expected = self.side.run(window.step, self.factor)
             differences = compare(window.found[0], window.expected)
             rows += [ParityRow(name, relative, window.number) for name, relative in differences.items()]
         worst: dict[str, ParityRow] = {}
@@ -102,13 +100,9 @@ class _Diagnosis:
         )
         return ParityReport(self.world_size, list(worst.values()), self.tolerance, kind, cause, compared)
 
-    def _run(self, window: _Window, **options: Any) -> dict[str, Tensor]:
-        return self.side.run(window.step, self.factor, window.step, **options)
-
     def _alone(self, window: _Window, batch: list[Any], place: int = 0) -> dict[str, Tensor]:
         """Return the gradients of a batch that is an optimizer step of its own."""
-        own = Step(window.step.number, window.step.first + place, [batch], [len(batch)])
-        return self.side.run(own, 1, own)
+        return self.side.run(Step(window.step.number, window.step.first + place, [batch], [len(batch)]), 1)
 
     def _equal(self, found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> bool:
         return max(compare(found, expected).values()) <= self.tolerance
@@ -129,14 +123,15 @@ class _Diagnosis:
 
     def _repeats(self, window: _Window) -> bool:
         """Say whether a step has the same gradients whatever random numbers are drawn."""
-        return all(self._equal(self._run(window, seed=seed), window.expected) for seed in (1, 2))
+        drawn = [self.side.run(window.step, self.factor, seed=seed) for seed in (1, 2)]
+        return all(self._equal(found, window.expected) for found in drawn)
 
     def _accumulates(self, window: _Window) -> bool:
         """Say whether a batch that fills a window, again and again, has the gradients that it has alone."""
         batch, number = window.step.batches[0], len(window.step.batches)
         alone, later = [self._alone(window, batch, place) for place in (0, number - 1)]
         filled = Step(window.step.number, window.step.first, [batch] * number, [len(batch)] * number)
-        found = self.side.run(filled, self.factor, filled)
+        found = self.side.run(filled, self.factor)
         if found.keys() != alone.keys() or self.side.moved or not self._equal(later, alone):
             return True  # it steps in between, keeps state, or the loss depends on the step: this says nothing
         return self._equal(found, alone)

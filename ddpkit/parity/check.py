@@ -24,7 +24,7 @@ from ddpkit.distributed import get_rank, get_world_size
 from ddpkit.errors import ConfigError, ParityError
 from ddpkit.launch import PARITY
 from ddpkit.logger import get_logger
-from ddpkit.parity.causes import diagnose
+from ddpkit.parity.causes import Diagnosis
 from ddpkit.parity.side import Side
 from ddpkit.strategies import refuse_shared_parameters
 
@@ -63,7 +63,7 @@ def check_parity(brain: Any, parts: Any, train_set: Any, loader_kwargs: Mapping[
         refuse_shared_parameters(brain.modules)
         with parts.stages.session(getattr(brain.hparams, "output_folder", "results")):
             side = Side(brain, parts, train_set, loader_kwargs)
-            report = diagnose(side, _run_ranks(brain.check_parity, try_step(side)))
+            report = Diagnosis(side, _run_ranks(brain.check_parity, try_step(side))).report()
         if not report.holds:
             raise ParityError(str(report))
         logger.announce("%s", report)
@@ -101,7 +101,7 @@ def try_step(side: Side) -> dict[str, Any]:
     """
     state = {name: value.detach().cpu().clone() for name, value in side.brain.raw_modules.state_dict().items()}
     began = time.monotonic()
-    side.run(side.step(0), side.factor, side.counts)
+    side.run(side.step(0), side.factor)
     return {"modules": state, "optimizer_step": side.done, "seconds": 30.0 + 60.0 * (time.monotonic() - began)}
 
 
@@ -117,7 +117,7 @@ def record(side: Side) -> dict[str, Any]:
     length, steps = -(-side.num_batches // side.factor), []
     for number in sorted({*range(min(STEPS - 1, length)), length - 1}):
         step = side.step(number)
-        gradients = side.run(step, side.factor, side.counts, seed=RANDOM_SEED + side.brain.rank)
+        gradients = side.run(step, side.factor, seed=RANDOM_SEED + side.brain.rank)
         steps.append({**vars(step), "gradients": gradients})
     return {"factor": side.factor, "steps": steps, "norms": list(side.norms), "moved": list(side.moved)}
 

@@ -27,13 +27,13 @@ from ddpkit.metrics import counted_by
 from ddpkit.parity.noise import without_noise
 from ddpkit.sampler import DealtBatchSampler, PlannedBatchSampler
 from ddpkit.syncbn import SyncBatchNorm
-from ddpkit.training import Counts, Feed, counts_of, length_of
+from ddpkit.training import Feed, counts_of, length_of
 from ddpkit.types import Stage
 
 
 @dataclass
 class Step:
-    """The samples of one optimizer step, and their counts for one process. Several processes ask their plan.
+    """The samples of one optimizer step, and their counts where one process works on them. Several ask their plan.
 
     Attributes:
         number: from 0.
@@ -159,13 +159,12 @@ class Side:
             return SaveableDataLoader(self.loader.dataset, batch_size=None, sampler=each, collate_fn=collate)
         return SaveableDataLoader(self.loader.dataset, batch_sampler=batches, collate_fn=collate)
 
-    def run(self, step: Step, factor: int, counts: Counts | None, *, seed: int = 0) -> dict[str, Tensor]:
+    def run(self, step: Step, factor: int, *, seed: int = 0) -> dict[str, Tensor]:
         """Return the gradients of one optimizer step, as the optimizers would use them but for clipping.
 
         Args:
             step: the samples.
             factor: micro-batches of a full optimizer step.
-            counts: knows the number of samples of each; None: each counts the same.
             seed: of the random numbers that cannot be switched off.
 
         Returns:
@@ -187,7 +186,7 @@ class Side:
         feed = Feed(
             loader=self.load(step.batches),
             length=step.first + len(step.batches),
-            counts=counts,
+            counts=step if get_world_size() == 1 else self.counts,
             factor=factor,
             world_size=get_world_size(),
             start=step.first,

@@ -21,7 +21,7 @@ from ddpkit.dataloader import LoopedLoader
 from ddpkit.distributed import get_world_size
 from ddpkit.errors import ConfigError
 from ddpkit.parity import causes
-from ddpkit.parity.causes import diagnose
+from ddpkit.parity.causes import Diagnosis
 from ddpkit.parity.check import record, try_step
 from ddpkit.parity.side import Side
 from ddpkit.types import Stage
@@ -354,7 +354,7 @@ def check(ranks):
         brain, data = recipe(cls, kind, options), (data, samples, batch_size)
         side = Side(brain, run_of(brain), *training_set(*data))
         records = ranks.run(on_rank, cls, kind, data, options, try_step(side), world_size=world_size)
-        return diagnose(side, [torch.load(io.BytesIO(one), weights_only=True) for one in records])
+        return Diagnosis(side, [torch.load(io.BytesIO(one), weights_only=True) for one in records]).report()
 
     return run
 

@@ -4,40 +4,69 @@ All experiments are made in the one process, with the recipe's own ``fit_batch``
 
 - noise: passes over the same samples with other random numbers, while what can be switched off is off;
 - ``fit_batch``: one micro-batch, repeated to fill a window, has the gradients that it has alone;
-- the loss: the joined batch as a weighted sum of each rank's part of it. Weights that are not the samples': a sum, or
-  a mean over something else, such as tokens. No weights: it matters which samples are together.
+- the loss: are the gradients of a joined batch those of one rank's part of it and of the rest, weighed by their numbers
+  of samples? If they are with other weights, the loss is a sum, or a mean over something else, such as tokens. If they
+  are with none, it matters which samples are together. (Two weights always fit a model of two parameters.)
 
 A BatchNorm that the ranks do not share is named alone, whatever else there may be. While the loss is examined,
-BatchNorm is in evaluation mode.
+BatchNorm is in evaluation mode, and the model computes without autocast.
 """
 
 from __future__ import annotations
 
-import math
+import itertools
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ddpkit.parity.report import TOLERANCES, Gradients, ParityReport, ParityRow, all_equal, compare, worst
+from ddpkit.parity.report import ParityReport, ParityRow, compare
 from ddpkit.parity.side import Side, Step
 from ddpkit.precision import TorchAutocast
 
+#: How far gradients may be apart, relative to the largest, by the coarsest dtype that the model computes in.
+TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
+#: Of float32 on a GPU, which may multiply it in a shorter format (TF32).
+ROUGH = 1e-2
 #: Numbers of one parameter's gradient that are looked at when weights are fitted.
 SAMPLED = 4096
-#: Below this condition of the parts' gradients they are too much alike to tell their weights apart.
-APART = 1e-3
-#: How exactly a fitted weight must be a known number to count as that.
-NEAR = 0.02
-#: The tolerance of float32 on a GPU, which may multiply it in a shorter format (TF32).
-ROUGH = 1e-2
 SHOWN_LETTERS = 200  # of a list of names
 
 
-def diagnose(side: Side, records: Sequence[dict[str, Any]]) -> ParityReport:
-    """Compare what the ranks have recorded with one process.
+def tolerance_of(brain: Any, gradients: Mapping[str, Tensor]) -> float:
+    """Return the relative difference of gradients that is rounding, for what the model computes in.
+
+    Ranks: local.
+    """
+    used = {one.dtype for one in gradients.values()}
+    if brain.training_ctx.enabled:
+        used.add(brain.training_ctx.dtype)
+    known = {**TOLERANCES, torch.float32: ROUGH} if brain.device.startswith("cuda") else TOLERANCES
+    return max(known.get(dtype, known[torch.float32]) for dtype in used)
+
+
+class _Window:
+    """One optimizer step: what each rank did, and the samples of one process and its gradients."""
+
+    def __init__(self, side: Side, ranks: Sequence[dict[str, Any]]) -> None:
+        first = ranks[0]
+        self.number: int = first["number"] + 1
+        self.found: list[dict[str, Tensor]] = [rank["gradients"] for rank in ranks]
+        self.parts = [  # per micro-batch, those of the ranks that have samples of it
+            [rank["batches"][place] for rank in ranks if rank["counts"][place]]
+            for place in range(len(first["batches"]))
+        ]
+        joined = [list(itertools.chain(*parts)) for parts in self.parts]
+        batches = joined if side.joins else list(itertools.chain(*self.parts))
+        counts = [1 if side.counts is None else len(batch) for batch in batches]
+        self.step = Step(first["number"], first["first"] * (1 if side.joins else len(ranks)), batches, counts)
+        self.expected: dict[str, Tensor] = {}
+
+
+class Diagnosis:
+    """Compares what the ranks have recorded with one process, and looks for the cause of a difference.
 
     Args:
         side: of this process.
@@ -45,169 +74,110 @@ def diagnose(side: Side, records: Sequence[dict[str, Any]]) -> ParityReport:
 
     Ranks: local; one process.
     """
-    return _Diagnosis(side, records).report()
 
-
-class _Window:
-    """One optimizer step: what each rank did, and the samples of one process."""
-
-    def __init__(self, records: Sequence[dict[str, Any]], place: int, *, joins: bool) -> None:
-        self.ranks = [one["steps"][place] for one in records]
-        first = self.ranks[0]
-        self.number: int = first["number"] + 1
-        self.parts = [  # per micro-batch, those of the ranks that have samples of it
-            [rank["batches"][place] for rank in self.ranks if rank["counts"][place]]
-            for place in range(len(first["batches"]))
-        ]
-        joined = [[index for part in parts for index in part] for parts in self.parts]
-        batches = joined if joins else [part for parts in self.parts for part in parts]
-        counts = [len(batch) if first["weighs"] else 1 for batch in batches]
-        self.step = Step(first["number"], first["first"] * (1 if joins else len(records)), batches, counts)
-
-
-class _Diagnosis:
     def __init__(self, side: Side, records: Sequence[dict[str, Any]]) -> None:
-        self.side, self.brain, self.records = side, side.brain, records
+        self.side, self.first, self.world_size = side, records[0], len(records)
         self.factor: int = records[0]["factor"] * (1 if side.joins else len(records))
-        self.windows = [_Window(records, place, joins=side.joins) for place in range(len(records[0]["steps"]))]
-        self.tolerances = _tolerances(self.brain)
+        self.windows = [_Window(side, ranks) for ranks in zip(*[one["steps"] for one in records], strict=True)]
+        self.tolerance = tolerance_of(side.brain, self.windows[0].found[0])
         self.own_fit_batch = side.parts.recipe.has_own_fit_batch
-        self.causes: dict[str, str] = {}
 
     def report(self) -> ParityReport:
-        """Compare, and look for the causes."""
-        rows, failing = [], []
+        """Work on the steps of the ranks as one process, and return what differs and why."""
+        rows: list[ParityRow] = []
         for window in self.windows:
-            expected = self._run(window)
-            found = self._compare(window, window.ranks[0]["gradients"], expected)
-            rows += found
-            failing += [] if all_equal(found) else [window]
-            if _is_finite(expected) and not self._repeats(window, expected):
-                self.causes["randomness"] = NOISE
-        if self.own_fit_batch and not (self.causes or all(map(self._accumulates, self.windows))):
-            self.causes["fit_batch"] = FIT_BATCH
-        if failing and not self.causes:
-            kind, words = self._explain(failing)
-            self.causes[kind] = words
+            window.expected = self.side.run(window.step, self.factor)
+            differences = compare(window.found[0], window.expected)
+            rows += [ParityRow(name, relative, window.number) for name, relative in differences.items()]
+        worst: dict[str, ParityRow] = {}
+        for row in sorted(rows, key=lambda row: -row.relative):
+            worst.setdefault(row.parameter, row)
+        kind, cause = self._cause()
         numbers = ", ".join(str(window.number) for window in self.windows)
         compared = (
-            f"optimizer step{'' if len(self.windows) == 1 else 's'} {numbers} of {self.records[0]['length']} in an "
-            f"epoch, {sum(sum(rank['counts']) for rank in self.windows[0].ranks)} samples in the first"
+            f"optimizer step{'' if len(self.windows) == 1 else 's'} {numbers} of {self.windows[-1].number} in an "
+            f"epoch, {sum(map(len, self.windows[0].step.batches))} samples in the first"
         )
-        return ParityReport(len(self.records), worst(rows), self.causes, compared)
+        return ParityReport(self.world_size, list(worst.values()), self.tolerance, kind, cause, compared)
 
-    def _run(self, window: _Window, **options: Any) -> list[Gradients]:
-        return self.side.run(window.step, self.factor, window.step, **options)
+    def _alone(self, window: _Window, batch: list[Any], place: int = 0) -> dict[str, Tensor]:
+        """Return the gradients of a batch that is an optimizer step of its own."""
+        return self.side.run(Step(window.step.number, window.step.first + place, [batch], [len(batch)]), 1)
 
-    def _alone(self, window: _Window, batch: list[Any], place: int) -> list[Gradients]:
-        """Return the gradients of a batch that is an optimizer step of its own; of its last call of an optimizer."""
-        own = Step(window.step.number, window.step.first + place, [batch], [len(batch)])
-        return self.side.run(own, 1, own)[-1:]
+    def _equal(self, found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> bool:
+        return max(compare(found, expected).values()) <= self.tolerance
 
-    def _compare(self, window: _Window, found: Sequence[Gradients], expected: Sequence[Gradients]) -> list[ParityRow]:
-        return compare(found, expected, self.tolerances, window.number)
+    def _cause(self) -> tuple[str, str]:
+        """Return the kind of the cause and the cause in words; nothing where parity holds."""
+        for window in self.windows:
+            if not all(bool(one.isfinite().all()) for one in (*window.found[0].values(), *window.expected.values())):
+                return "not finite", NOT_FINITE.format(window.number)
+        if not all(map(self._repeats, self.windows)):
+            return "randomness", NOISE
+        if self.own_fit_batch and not all(map(self._accumulates, self.windows)):
+            return "fit_batch", FIT_BATCH
+        failing = [one for one in self.windows if not self._equal(one.found[0], one.expected)]
+        return self._difference(failing[0]) if failing else ("", "")
 
     # ------------------------------------------------------------------ what may be wrong though gradients agree
 
-    def _repeats(self, window: _Window, expected: list[Gradients]) -> bool:
+    def _repeats(self, window: _Window) -> bool:
         """Say whether a step has the same gradients whatever random numbers are drawn."""
-        return all(all_equal(self._compare(window, self._run(window, seed=seed), expected)) for seed in (1, 2))
+        drawn = [self.side.run(window.step, self.factor, seed=seed) for seed in (1, 2)]
+        return all(self._equal(found, window.expected) for found in drawn)
 
     def _accumulates(self, window: _Window) -> bool:
         """Say whether a batch that fills a window, again and again, has the gradients that it has alone."""
         batch, number = window.step.batches[0], len(window.step.batches)
-        alone = [self._alone(window, batch, place) for place in {0, number - 1}]
+        alone, later = [self._alone(window, batch, place) for place in (0, number - 1)]
         filled = Step(window.step.number, window.step.first, [batch] * number, [len(batch)] * number)
-        found = self.side.run(filled, self.factor, filled)
-        if len(found) > 1 or not all_equal(self._compare(window, alone[0], alone[-1])):
-            return True  # it steps in between, or the loss depends on the step: this says nothing
-        weights = fitted_weights(*alone[0], *found)
-        return not (weights and abs(weights[0] - 1) > NEAR)  # NaN says nothing, either
+        found = self.side.run(filled, self.factor)
+        if found.keys() != alone.keys() or self.side.moved or not self._equal(later, alone):
+            return True  # it steps in between, keeps state, or the loss depends on the step: this says nothing
+        return self._equal(found, alone)
 
     # ------------------------------------------------------------------ why gradients differ
 
-    def _explain(self, failing: list[_Window]) -> tuple[str, str]:
-        found = next((cause for window in failing if (cause := self._fault_of_a_rank(window))), None)
-        if found is not None:
-            return found
-        norms = self.records[0]["norms"]
-        apart = [name for name, shared in norms.items() if not shared] or ([] if self.side.joins else list(norms))
-        if apart:
-            return "batch norm", NOT_SHARED.format(_listed(apart))
-        if self.brain.training_ctx.enabled:
-            self.brain.training_ctx = TorchAutocast(device_type=torch.device(self.brain.device).type)
-        self.side.keep_norms_still()
-        kind, words = self._fault_of_the_loss(failing[0])
-        moved = _listed(self.records[0]["moved"])
+    def _difference(self, window: _Window) -> tuple[str, str]:
+        """Find out why a window has other gradients on several processes than on one."""
+        for number, found in enumerate(window.found):
+            apart = compare(found, window.found[0])
+            worst = max(apart, key=apart.__getitem__)
+            if apart[worst] > self.tolerance:
+                return "not averaged", NOT_AVERAGED.format(number, worst)
+        if self.first["norms"]:
+            return "batch norm", NOT_SHARED.format(_listed(self.first["norms"]))
+        self.side.brain.training_ctx = TorchAutocast(device_type=torch.device(self.side.brain.device).type)
+        for layer in self.side.norm_layers.values():
+            layer.eval()
+        kind, words = self._loss(window) if self.side.joins and len(window.parts[0]) > 1 else ("unknown", UNKNOWN)
+        moved = _listed(self.first["moved"])
         return kind, words + (f" Each rank changes state by its own samples: {moved}." if moved else "")
 
-    def _fault_of_a_rank(self, window: _Window) -> tuple[str, str] | None:
-        """See whether gradients are finite, and those of all ranks the same."""
-        if not (_is_finite(window.ranks[0]["gradients"]) and _is_finite(self._run(window))):
-            return "not finite", NOT_FINITE.format(window.number)
-        for number, rank in enumerate(window.ranks):
-            rows = self._compare(window, rank["gradients"], window.ranks[0]["gradients"])
-            if not all_equal(rows):
-                return "not averaged", NOT_AVERAGED.format(number, worst(rows)[0].parameter)
-        return None
-
-    def _fault_of_the_loss(self, window: _Window) -> tuple[str, str]:
-        """Write the gradients of a joined batch as a weighted sum of those of its parts."""
-        place = next((place for place, parts in enumerate(window.parts) if len(parts) > 1), None)
-        if not self.side.joins or place is None:
-            return "unknown", UNKNOWN
-        parts, joined = window.parts[place], window.step.batches[place]
-        weights = fitted_weights(*[self._alone(window, batch, place)[0] for batch in (*parts, joined)])
-        if not weights:
-            return "batch-dependent", BATCH_DEPENDENT
-        if math.isnan(weights[0]):
-            return "unknown", UNKNOWN
-        of_samples = [len(part) / len(joined) for part in parts]
-        if torch.allclose(torch.tensor(weights), torch.tensor(of_samples), rtol=NEAR):
-            return ("fit_batch", FIT_BATCH) if self.own_fit_batch else ("unknown", UNKNOWN)
-        found, wanted = (" + ".join(f"{one:.3g}" for one in numbers) for numbers in (weights, of_samples))
-        return "loss", LOSS.format(len(joined), found, wanted)
+    def _loss(self, window: _Window) -> tuple[str, str]:
+        """Write the gradients of a joined batch as a weighted sum of those of one rank's part of it and of the rest."""
+        parts, joined = window.parts[0], window.step.batches[0]
+        whole = self._alone(window, joined)
+        for part in parts:
+            rest = [index for other in parts if other is not part for index in other]
+            both = self._alone(window, part), self._alone(window, rest)
+            *columns, target = [_flat(gradients, whole) for gradients in (*both, whole)]
+            matrix, by_samples = torch.stack(columns, dim=1), target.new_tensor([len(part), len(rest)]) / len(joined)
+            rounding = self.tolerance * target.norm()
+            if not matrix.isfinite().all() or (matrix @ by_samples - target).norm() <= rounding:
+                continue
+            weights = torch.linalg.lstsq(matrix, target[:, None], rcond=self.tolerance).solution.flatten()
+            if (matrix @ weights - target).norm() > rounding:
+                return "batch-dependent", BATCH_DEPENDENT
+            found, wanted = ("{:.3g} + {:.3g}".format(*numbers.tolist()) for numbers in (weights, by_samples))
+            return "loss", LOSS.format(len(joined), found, len(part), len(rest), wanted)
+        return ("fit_batch", FIT_BATCH) if self.own_fit_batch else ("unknown", UNKNOWN)
 
 
-def _tolerances(brain: Any) -> dict[torch.dtype, float]:
-    """Return the tolerances for what the model computes in."""
-    rough, context = ROUGH if brain.device.startswith("cuda") else 0.0, brain.training_ctx
-    least = TOLERANCES[context.dtype] if context.enabled else 0.0
-    found = {**TOLERANCES, torch.float32: max(TOLERANCES[torch.float32], rough)}
-    return {dtype: max(tolerance, least) for dtype, tolerance in found.items()}
-
-
-def fitted_weights(*gradients: Gradients) -> list[float]:
-    """Write the last gradient as a weighted sum of the others.
-
-    Returns:
-        The weight of each; an empty list where no weights fit, and NaN where many do.
-
-    Ranks: local.
-    """
-    target = {name: one for name, one in gradients[-1].items() if one is not None}
-    if not target:
-        return [math.nan]
-    matrix = torch.stack([_flat(step, target) for step in gradients], dim=1)
-    if not matrix.isfinite().all():
-        return []
-    parts, whole = matrix[:, :-1], matrix[:, -1:]
-    weights, _, rank, _ = torch.linalg.lstsq(parts, whole, rcond=APART)
-    if rank < parts.shape[1]:
-        return [math.nan] * parts.shape[1]
-    tolerance = 10 * max(TOLERANCES.get(one.dtype, 1e-3) for one in target.values())
-    return weights.flatten().tolist() if (parts @ weights - whole).norm() <= tolerance * whole.norm() else []
-
-
-def _flat(gradients: Gradients, like: dict[str, Tensor]) -> Tensor:
+def _flat(gradients: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> Tensor:
     """Put gradients, thinned out where they are long, into one vector; a parameter without one has zeros."""
-    own = {name: one for name, one in gradients.items() if one is not None}
-    found = [own.get(name, torch.zeros_like(one)) for name, one in like.items()]
+    found = [gradients.get(name, torch.zeros_like(one)) for name, one in like.items()]
     return torch.cat([one.flatten()[:: max(1, one.numel() // SAMPLED)].double() for one in found])
-
-
-def _is_finite(steps: Sequence[Gradients]) -> bool:
-    return all(bool(one.isfinite().all()) for step in steps for one in step.values() if one is not None)
 
 
 def _listed(names: Iterable[str]) -> str:
@@ -240,8 +210,8 @@ NOT_SHARED = (
     "it in training."
 )
 LOSS = (
-    "The loss is not a mean over the samples of a batch: the gradients of {} samples are {} times those of the ranks' "
-    "parts, and not {}. It is a sum, a mean over something else (tokens, frames, weighted classes), or weighed "
+    "The loss is not a mean over the samples of a batch: the gradients of {} samples are {} times those of {} and of "
+    "{} of them, and not {}. It is a sum, a mean over something else (tokens, frames, weighted classes), or weighed "
     "twice. Return (loss_sum, count) from compute_objectives: the sum, not a mean, and the number to divide it by."
 )
 BATCH_DEPENDENT = (

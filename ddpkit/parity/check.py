@@ -9,7 +9,6 @@ Why processes: ``docs/decisions/0012-parity-by-processes.md``.
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import subprocess
 import sys
@@ -25,8 +24,7 @@ from ddpkit.distributed import get_rank, get_world_size
 from ddpkit.errors import ConfigError, ParityError
 from ddpkit.launch import PARITY
 from ddpkit.logger import get_logger
-from ddpkit.parity.causes import diagnose
-from ddpkit.parity.report import ParityReport
+from ddpkit.parity.causes import Diagnosis
 from ddpkit.parity.side import Side
 from ddpkit.strategies import refuse_shared_parameters
 
@@ -53,18 +51,22 @@ def check_parity(brain: Any, parts: Any, train_set: Any, loader_kwargs: Mapping[
 
     Ranks: the one process, and each rank that it starts.
     """
-    if PARITY not in os.environ:
-        require_one_process(brain.check_parity)
-        report = _compare(brain, parts, train_set, loader_kwargs)
-        if not report.holds:
-            raise ParityError(str(report))
-        logger.announce("%s", report)
-    else:
+    if PARITY in os.environ:
         folder = Path(os.environ[PARITY])
         start = torch.load(folder / "start.pt", map_location="cpu", weights_only=True)
         brain.checkpointer, brain.hang_timeout = None, start["seconds"]
         with parts.stop.guarded("fit"):
-            torch.save(record(brain, parts, train_set, loader_kwargs, start), folder / f"rank{get_rank()}.pt")
+            side = Side(brain, parts, train_set, loader_kwargs, start)
+            torch.save(record(side), folder / f"rank{get_rank()}.pt")
+    else:
+        require_one_process(brain.check_parity)
+        refuse_shared_parameters(brain.modules)
+        with parts.stages.session(getattr(brain.hparams, "output_folder", "results")):
+            side = Side(brain, parts, train_set, loader_kwargs)
+            report = Diagnosis(side, _run_ranks(brain.check_parity, try_step(side))).report()
+        if not report.holds:
+            raise ParityError(str(report))
+        logger.announce("%s", report)
     raise SystemExit(0)
 
 
@@ -72,7 +74,7 @@ def require_one_process(world_size: int) -> None:
     """Refuse a check that cannot start processes, or where several processes are at work already.
 
     Raises:
-        ConfigError: several processes, less than two ranks, or no script.
+        ConfigError: several processes, or no script.
 
     Ranks: local.
     """
@@ -82,8 +84,6 @@ def require_one_process(world_size: int) -> None:
             f"{given} starts the processes itself, and a launcher has started {get_world_size()}. Start one:\n"
             f"    python train.py hparams.yaml --{given}"
         )
-    if world_size < 2:  # noqa: PLR2004 -- else there is nothing to compare
-        raise ConfigError(f"{given}: compare at least 2 processes, for example check_parity=4.")
     if not hasattr(sys.modules["__main__"], "__file__"):
         raise ConfigError(
             f"{given} starts the running script again as several processes, and this is a notebook, an interactive "
@@ -91,83 +91,56 @@ def require_one_process(world_size: int) -> None:
         )
 
 
-def record(
-    brain: Any, parts: Any, train_set: Any, loader_kwargs: Mapping[str, Any], start: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Work on a few optimizer steps as one of several processes.
+def try_step(side: Side) -> dict[str, Any]:
+    """Try a step as the one process: what is wrong with the recipe alone, it says here.
 
-    Args:
-        brain: of this process; it is good for nothing else afterwards.
-        parts: that it holds.
-        train_set: as for ``fit``.
-        loader_kwargs: likewise.
-        start: what :func:`one_process` gave.
+    Returns:
+        What the ranks start from: the weights, the optimizer step, and the seconds that they may take for a step.
+
+    Ranks: local; one process.
+    """
+    state = {name: value.detach().cpu().clone() for name, value in side.brain.raw_modules.state_dict().items()}
+    began = time.monotonic()
+    side.run(side.step(0), side.factor)
+    return {"modules": state, "optimizer_step": side.done, "seconds": 30.0 + 60.0 * (time.monotonic() - began)}
+
+
+def record(side: Side) -> dict[str, Any]:
+    """Work on a few optimizer steps as one of several processes.
 
     Returns:
         The samples and the gradients of each step, and what else tells the cause of a difference.
 
     Ranks: collective.
     """
-    side, steps = Side(brain, parts, train_set, loader_kwargs, start), []
-    parts.preflight.compare_data(train=side.loader)
-    length, seed = -(-side.num_batches // side.factor), RANDOM_SEED + brain.rank
+    side.parts.preflight.compare_data(train=side.loader)
+    length, steps = -(-side.num_batches // side.factor), []
     for number in sorted({*range(min(STEPS - 1, length)), length - 1}):
         step = side.step(number)
-        grads = side.run(step, side.factor, side.counts, seed=seed)
-        steps.append({**dataclasses.asdict(step), "gradients": grads, "weighs": side.counts is not None})
-    return {"factor": side.factor, "length": length, "steps": steps, "norms": side.norms, "moved": list(side.moved)}
+        gradients = side.run(step, side.factor, seed=RANDOM_SEED + side.brain.rank)
+        steps.append({**vars(step), "gradients": gradients})
+    return {"factor": side.factor, "steps": steps, "norms": list(side.norms), "moved": list(side.moved)}
 
 
-def one_process(
-    brain: Any, parts: Any, train_set: Any, loader_kwargs: Mapping[str, Any]
-) -> tuple[Side, dict[str, Any]]:
-    """Get ready as the one process, and try a step: what is wrong with the recipe alone, it says here.
-
-    Returns:
-        The side of the one process, and what the ranks start from.
-
-    Ranks: local; one process.
-    """
-    refuse_shared_parameters(brain.modules)
-    side = Side(brain, parts, train_set, loader_kwargs)
-    state = {name: value.detach().cpu().clone() for name, value in brain.raw_modules.state_dict().items()}
-    began = time.monotonic()
-    side.run(side.step(0), side.factor, side.counts)
-    seconds = 30.0 + 60.0 * (time.monotonic() - began)
-    return side, {"modules": state, "optimizer_step": side.done, "seconds": seconds}
-
-
-def _compare(brain: Any, parts: Any, train_set: Any, loader_kwargs: Mapping[str, Any]) -> ParityReport:
-    with (
-        parts.stages.session(getattr(brain.hparams, "output_folder", "results")),
-        tempfile.TemporaryDirectory(prefix="ddpkit-parity-") as folder,
-    ):
-        side, start = one_process(brain, parts, train_set, loader_kwargs)
-        torch.save(start, Path(folder, "start.pt"))
-        _run_ranks(brain.check_parity, Path(folder))
-        paths = [Path(folder, f"rank{rank}.pt") for rank in range(brain.check_parity)]
-        if not all(path.exists() for path in paths):
-            raise ParityError(
-                f"parity does not hold: {len(paths)} processes end without the call of fit that one process has "
-                "reached: the script does something else under a launcher."
-            )
-        return diagnose(side, [torch.load(path, map_location="cpu", weights_only=True) for path in paths])
-
-
-def _run_ranks(world_size: int, folder: Path) -> None:
-    """Run the script as several processes, to the end of its first call of ``fit``."""
+def _run_ranks(world_size: int, start: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Run the script as several processes, to the end of its first call of ``fit``; return what they have recorded."""
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world_size}", "--no-python"]
     command = [sys.executable, *launcher, sys.executable, *sys.orig_argv[1:]]
     logger.info("check_parity: starting %d processes of this script.", world_size)
-    output = folder / "output.txt"
-    with output.open("wb") as file:
-        environment = {**os.environ, PARITY: str(folder)}
-        ended = subprocess.run(
-            command, env=environment, stdin=subprocess.DEVNULL, stdout=file, stderr=file, check=False
-        )
-    if ended.returncode:
-        lines = output.read_text(errors="replace").splitlines()
-        raise ParityError(
-            f"parity does not hold: {world_size} processes fail where one process has made a step. They said last:\n"
-            + "\n".join(lines[-SHOWN_LINES:])
-        )
+    with tempfile.TemporaryDirectory(prefix="ddpkit-parity-") as name:
+        folder, output = Path(name), Path(name, "output.txt")
+        torch.save(start, folder / "start.pt")
+        with output.open("wb") as file:
+            environment = {**os.environ, PARITY: name}
+            ended = subprocess.run(
+                command, env=environment, stdin=subprocess.DEVNULL, stdout=file, stderr=file, check=False
+            )
+        paths = [folder / f"rank{rank}.pt" for rank in range(world_size)]
+        if ended.returncode or not all(path.exists() for path in paths):
+            failure = "fail" if ended.returncode else "end without this call of fit"
+            lines = output.read_text(errors="replace").splitlines()
+            raise ParityError(
+                f"parity does not hold: {world_size} processes {failure} where one process has made a step. "
+                "They said last:\n" + "\n".join(lines[-SHOWN_LINES:])
+            )
+        return [torch.load(path, map_location="cpu", weights_only=True) for path in paths]

@@ -30,18 +30,14 @@ def without_noise(modules: nn.Module) -> Iterator[None]:
         ...     torch.randn(2), F.dropout(torch.ones(2)), torch.randperm(3)
         (tensor([0., 0.]), tensor([1., 1.]), tensor([0, 1, 2]))
     """
-    before = []
-    for layer in modules.modules():
-        if isinstance(layer, (_DropoutNd, nn.MultiheadAttention, nn.RNNBase)):
-            rate = "p" if isinstance(layer, _DropoutNd) else "dropout"
-            before.append((layer, rate, getattr(layer, rate)))
-            setattr(layer, rate, 0.0)
-    try:
-        with _FixedNumbers():
-            yield
-    finally:
-        for layer, rate, value in before:
-            setattr(layer, rate, value)
+    with contextlib.ExitStack() as stack:
+        for layer in modules.modules():
+            if isinstance(layer, (_DropoutNd, nn.MultiheadAttention, nn.RNNBase)):
+                rate = "p" if isinstance(layer, _DropoutNd) else "dropout"
+                stack.callback(setattr, layer, rate, getattr(layer, rate))
+                setattr(layer, rate, 0.0)
+        stack.enter_context(_FixedNumbers())
+        yield
 
 
 class _FixedNumbers(TorchFunctionMode):

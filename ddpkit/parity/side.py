@@ -6,7 +6,9 @@ The same code runs in each of the several processes and in the one that they are
 from __future__ import annotations
 
 import functools
+import itertools
 import random
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,16 +25,15 @@ from ddpkit.distributed import get_world_size
 from ddpkit.errors import ConfigError
 from ddpkit.metrics import counted_by
 from ddpkit.parity.noise import without_noise
-from ddpkit.parity.report import Gradients
 from ddpkit.sampler import DealtBatchSampler, PlannedBatchSampler
 from ddpkit.syncbn import SyncBatchNorm
-from ddpkit.training import Counts, Feed, counts_of, length_of
+from ddpkit.training import Feed, counts_of, length_of
 from ddpkit.types import Stage
 
 
 @dataclass
 class Step:
-    """The samples of one optimizer step, and their counts for one process. Several processes ask their plan.
+    """The samples of one optimizer step, and their counts where one process works on them. Several ask their plan.
 
     Attributes:
         number: from 0.
@@ -69,7 +70,7 @@ class Side:
         parts: that it holds, a :class:`~ddpkit.run.parts.Run`.
         train_set: as for ``fit``.
         loader_kwargs: likewise; not changed.
-        start: with the weights and the optimizer step to begin from, as :func:`ddpkit.parity.check.one_process` gives
+        start: with the weights and the optimizer step to begin from, as :func:`ddpkit.parity.check.try_step` gives
             it; None where these are the Brain's own.
 
     Attributes:
@@ -83,7 +84,8 @@ class Side:
         done: optimizer steps that were made before.
         moved: names of the buffers, and of tensors and numbers in plain attributes of modules, that training has
             changed; without BatchNorm's.
-        norms: by name of each BatchNorm layer used: whether its statistics are over all processes.
+        norm_layers: all BatchNorm layers, by name.
+        norms: names of the BatchNorm layers used in training whose statistics are not over all rows of a step.
 
     Raises:
         ConfigError: the samples of a batch are not known.
@@ -117,28 +119,20 @@ class Side:
             brain.progress.optimizer_step = start["optimizer_step"]
         brain.scaler = torch.amp.GradScaler(enabled=False)
         self.moved: dict[str, None] = {}
-        self.norms: dict[str, bool] = {}
-        self._kept: list[Gradients] = []
-        self.optimizers = list(parts.train_step.named_optimizers().values())
-        names = {id(parameter): name for name, parameter in brain.raw_modules.named_parameters()}
-        optimized = {
-            id(parameter): f"parameter {number} of optimizer {name!r}"
-            for name, optimizer in parts.train_step.named_optimizers().items()
-            for number, parameter in enumerate(_parameters([optimizer]))
-        }
-        self._names = {**optimized, **names}
+        self.norms: dict[str, None] = {}
+        self._kept: dict[str, Tensor] = {}
+        self._calls: Counter[str] = Counter()
+        self._names = {id(parameter): name for name, parameter in brain.raw_modules.named_parameters()}
         brain.on_stage_start(Stage.TRAIN, 1)
         brain.modules.train()
-        self._norm_layers = {n: one for n, one in brain.raw_modules.named_modules() if isinstance(one, _BatchNorm)}
-        for name, layer in self._norm_layers.items():
+        self.norm_layers = {n: one for n, one in brain.raw_modules.named_modules() if isinstance(one, _BatchNorm)}
+        for name, layer in self.norm_layers.items():
             layer.register_forward_pre_hook(functools.partial(self._note_norm, name))
         self._state = list(_state(brain.raw_modules))
         self.done = brain.progress.optimizer_step
-        self._keep_gradients()
-
-    def _keep_gradients(self) -> None:
-        """Keep gradients where the optimizers would step, from now on."""
-        self.brain.optimizers_step, self.brain.on_fit_batch_end = self._step, _nothing
+        brain.optimizers_step = self._step
+        brain.on_fit_batch_end = lambda *_: None  # schedules and logs follow a step, and none is made
+        self.optimizers = list(parts.train_step.named_optimizers().values())
         for one in self.optimizers:
             one.step = functools.partial(self._keep, [one], 1.0)
 
@@ -161,28 +155,28 @@ class Side:
         """Load batches of some samples, in this process, with the same random augmentation each time."""
         collate = self.loader.collate_fn
         if self.loader.batch_sampler is None:
-            whole = [index for batch in batches for index in batch]
-            return SaveableDataLoader(self.loader.dataset, batch_size=None, sampler=whole, collate_fn=collate)
+            each = itertools.chain(*batches)
+            return SaveableDataLoader(self.loader.dataset, batch_size=None, sampler=each, collate_fn=collate)
         return SaveableDataLoader(self.loader.dataset, batch_sampler=batches, collate_fn=collate)
 
-    def run(self, step: Step, factor: int, counts: Counts | None, *, seed: int = 0) -> list[Gradients]:
+    def run(self, step: Step, factor: int, *, seed: int = 0) -> dict[str, Tensor]:
         """Return the gradients of one optimizer step, as the optimizers would use them but for clipping.
 
         Args:
             step: the samples.
             factor: micro-batches of a full optimizer step.
-            counts: knows the number of samples of each; None: each counts the same.
             seed: of the random numbers that cannot be switched off.
 
         Returns:
-            One entry for each call of ``optimizers_step`` or of an optimizer's own ``step``.
+            Gradients by parameter, on the CPU; also those of a second call of an optimizer, and more, under names of
+            their own.
 
         Raises:
             ConfigError: ``fit_batch`` made no step.
 
         Ranks: collective.
         """
-        brain, progress, self._kept = self.brain, self.brain.progress, []
+        brain, progress, self._kept, self._calls = self.brain, self.brain.progress, {}, Counter()
         brain.grad_accumulation_factor = factor
         progress.restart()
         progress.epoch, progress.step, progress.optimizer_step = 1, step.first, self.done + step.number
@@ -192,7 +186,7 @@ class Side:
         feed = Feed(
             loader=self.load(step.batches),
             length=step.first + len(step.batches),
-            counts=counts,
+            counts=step if get_world_size() == 1 else self.counts,
             factor=factor,
             world_size=get_world_size(),
             start=step.first,
@@ -210,19 +204,15 @@ class Side:
         self._put_back()
         if not self._kept:
             raise ConfigError(
-                f"{type(brain).__name__}.fit_batch made no optimizer step in a window of {len(step.batches)} "
-                "micro-batch(es). Call self.optimizers_step() in it where self.should_step is true."
+                f"{type(brain).__name__}.fit_batch made no optimizer step with a gradient in a window of "
+                f"{len(step.batches)} micro-batch(es). Call self.optimizers_step() where self.should_step is true."
             )
         return self._kept
 
-    def keep_norms_still(self) -> None:
-        """Keep BatchNorm in evaluation mode, from now on."""
-        for layer in self._norm_layers.values():
-            layer.eval()
-
     def _note_norm(self, name: str, layer: nn.Module, _: Any) -> None:
-        if layer.training:
-            self.norms[f"{name} ({type(layer).__name__})"] = isinstance(layer, (SyncBatchNorm, nn.SyncBatchNorm))
+        is_shared = self.joins and isinstance(layer, (SyncBatchNorm, nn.SyncBatchNorm))
+        if layer.training and not is_shared:
+            self.norms[f"{name} ({type(layer).__name__})"] = None
 
     def _step(self) -> None:
         """Do what ``optimizers_step`` does, but for the step itself and what follows it."""
@@ -234,13 +224,16 @@ class Side:
         brain.progress.optimizer_step += 1
 
     def _keep(self, optimizers: Sequence[Any], multiplier: Any, *_: Any, **__: Any) -> None:
-        self._kept.append(
-            {
-                self._names[id(one)]: None if one.grad is None else _whole(one.grad.detach() * multiplier)
-                for one in _parameters(optimizers)
-                if one.requires_grad
-            }
-        )
+        groups = [group["params"] for optimizer in optimizers for group in optimizer.param_groups]
+        for number, one in enumerate(itertools.chain(*groups)):
+            if one.grad is not None:
+                name = self._names.get(id(one), f"parameter {number} of an optimizer")
+                self._calls[name] += 1
+                call = f", call {self._calls[name]}" if self._calls[name] > 1 else ""
+                gradient = one.grad.detach() * multiplier
+                # Under fsdp all ranks gather it, in the order of the parameters.
+                whole = gather_whole(gradient, keep=True) if is_sharded(gradient) else gradient
+                self._kept[name + call] = whole.cpu()
 
     def _put_back(self) -> None:
         """Drop gradients, put the state of the modules back, and note what of it has moved."""
@@ -266,15 +259,6 @@ def _state(modules: nn.Module) -> Iterator[tuple[str, nn.Module, str, Any, Any]]
                 yield f"{prefix}.{attribute}", module, attribute, value, kept
 
 
-def _whole(gradient: Tensor) -> Tensor:
-    """Return a gradient on the CPU; under fsdp all ranks gather it, in the order of the parameters."""
-    return gather_whole(gradient, keep=True) if is_sharded(gradient) else gradient.cpu()
-
-
-def _parameters(optimizers: Sequence[Any]) -> list[nn.Parameter]:
-    return [one for optimizer in optimizers for group in optimizer.param_groups for one in group["params"]]
-
-
 def _require_samples(loader: Any, plan: Any) -> None:
     if not isinstance(plan, (PlannedBatchSampler, DealtBatchSampler)):
         raise ConfigError(
@@ -282,7 +266,3 @@ def _require_samples(loader: Any, plan: Any) -> None:
             f"{type(getattr(loader, 'dataset', loader)).__name__}: their samples are not known. Check "
             "parity with a map-style dataset (a list of a few of the samples will do), and let ddpkit divide it."
         )
-
-
-def _nothing(*_: Any, **__: Any) -> None:
-    """Stand in for ``on_fit_batch_end``: schedules and logs follow a step, and none is made."""

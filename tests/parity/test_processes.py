@@ -35,8 +35,8 @@ SCRIPT = """
     param_file, run_opts, overrides = ddpkit.parse_arguments()
     ddpkit.ddp_init_group(run_opts)
     ddpkit.create_experiment_directory("results", save_env_desc=False)
-    if MODE == "sum":  # some weights have gradients of which no weights can be told: a run in 250
-        torch.manual_seed(1)
+    if MODE == "leaves" and ddpkit.distributed.get_world_size() > 1:
+        sys.exit()
     net = nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).double()  # without a seed
     inputs = torch.linspace(-1, 1, 28, dtype=torch.float64).reshape(14, 2) ** 2
     data = torch.utils.data.TensorDataset(inputs, inputs.sum(1, keepdim=True))
@@ -85,6 +85,13 @@ def test_processes_that_fail_where_one_does_not(script):
         in run.err
     )
     assert "AssertionError: not on several" in run.err
+
+
+@pytest.mark.slow
+def test_processes_that_leave_out_the_call_of_fit(script):
+    run = script("leaves", "--check_parity=2")
+    assert run.code == 1
+    assert "parity does not hold: 2 processes end without this call of fit where one process has made a step" in run.err
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from ddpkit.data import (
     DEFAULT_SEED,
     SaveableDataLoader,
     Sharding,
-    StreamReader,
+    StreamLoader,
     StreamShard,
     deal_batches,
     default_seed,
@@ -360,7 +360,7 @@ def resume_after_end(loader: Any, state: Any) -> None:
 
 
 def _marks(loader: Any) -> StreamPosition | None:
-    return loader.position if isinstance(loader, StreamReader) else None
+    return loader.position if isinstance(loader, StreamLoader) else None
 
 
 def _batch_size(loader: Any) -> list[Any] | None:

@@ -21,14 +21,7 @@ from ddpkit.batch import default_collate_for
 from ddpkit.control import start_loading
 from ddpkit.data.likeness import sketch
 from ddpkit.data.permutation import mix_key
-from ddpkit.data.streams import (
-    ShardStreamLoader,
-    StreamLoader,
-    StreamReader,
-    batch_loader,
-    is_sharded,
-    stream_loader,
-)
+from ddpkit.data.streams import StreamLoader, batch_loader, is_sharded, stream_loader
 from ddpkit.errors import ConfigError, DataError
 from ddpkit.logger import get_logger
 from ddpkit.sampler import (
@@ -102,6 +95,12 @@ class Sharding:
     def is_virtual(self) -> bool:
         """Whether a stream is divided over virtual ranks: in training, not where it is only evaluated."""
         return self.virtual_ranks is not None and self.keep_step
+
+    @property
+    def shards_of_stream(self) -> range:
+        """The parts of a stream's blocks that this rank takes: its own one, but of virtual ranks."""
+        each = self.shards if self.is_virtual else 1
+        return range(self.rank * each, (self.rank + 1) * each)
 
     @property
     def batch_of_all_ranks(self) -> int | None:
@@ -335,7 +334,7 @@ def reshard(loader: DataLoader[Any], sharding: Sharding) -> Any:
     return shard(loader.dataset, sharding, **_order_of(loader), **options)
 
 
-def deal_batches(loader: Any, sharding: Sharding) -> StreamLoader | ShardStreamLoader:
+def deal_batches(loader: Any, sharding: Sharding) -> StreamLoader:
     """Shard an opaque iterable of batches: rank r keeps every world_size-th batch.
 
     Args:
@@ -350,8 +349,6 @@ def deal_batches(loader: Any, sharding: Sharding) -> StreamLoader | ShardStreamL
         ['ab', 'e']
     """
     _refuse_global_batch(sharding, "the batches of a loader of one's own")
-    if isinstance(loader, ShardStreamLoader):
-        return loader  # a recipe has had it made by the Brain
     if isinstance(loader, StreamLoader):
         loader = loader.whole
     name = type(loader).__name__
@@ -474,7 +471,7 @@ def set_epoch(loader: Any, epoch: int) -> None:
         loader.set_epoch(epoch)
     else:
         set_epoch_inside(loader, epoch)
-    if not isinstance(loader, StreamReader):  # which has told its stream
+    if not isinstance(loader, StreamLoader):  # which has told its stream
         set_epoch_inside(getattr(loader, "dataset", None), epoch)
 
 

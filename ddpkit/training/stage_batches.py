@@ -12,7 +12,7 @@ from ddpkit.comm import require_agreement
 from ddpkit.data import (
     MOST_ITEMS,
     FirstItems,
-    StreamReader,
+    StreamLoader,
     first_samples,
     guess_batch_size,
     require_alike,
@@ -63,7 +63,7 @@ def size_of(loader: Any) -> Callable[[Any], int | None]:
 
     Ranks: local.
     """
-    return loader.size_of if isinstance(loader, StreamReader) else guess_batch_size
+    return loader.size_of if isinstance(loader, StreamLoader) else guess_batch_size
 
 
 def counting(loader: Any) -> Callable[[int, Any], int]:
@@ -88,7 +88,7 @@ def require_same_draw(loader: Any) -> None:
     """
     plan, inner = plan_of(loader), loader.loader if isinstance(loader, LoopedLoader) else loader
     facts = plan.drawn_words() if plan is not None and plan.world_size > 1 else {}
-    if isinstance(inner, StreamReader):
+    if isinstance(inner, StreamLoader):
         facts = inner.drawn_words()
     if facts:
         require_agreement(facts)
@@ -142,7 +142,7 @@ def compared(loader: Any, stage: Stage) -> Iterable[Any]:
         [1, 2]
     """
     inner = loader.loader if isinstance(loader, LoopedLoader) else loader
-    if isinstance(inner, StreamReader) and inner.is_dealt:
+    if isinstance(inner, StreamLoader) and inner.is_dealt:
         return _Checked(loader, inner, stage)
     batches: Iterable[Any] = loader
     return batches
@@ -151,7 +151,7 @@ def compared(loader: Any, stage: Stage) -> Iterable[Any]:
 class _Checked:
     """The batches of a loader; after the first batch the ranks compare their data."""
 
-    def __init__(self, loader: Iterable[Any], inner: StreamReader, stage: Stage) -> None:
+    def __init__(self, loader: Iterable[Any], inner: StreamLoader, stage: Stage) -> None:
         self.loader, self.inner, self.stage = loader, inner, stage
 
     def __iter__(self) -> Iterator[Any]:
@@ -164,7 +164,7 @@ class _Checked:
         yield from batches
 
 
-def _require_same_items(inner: StreamReader, stage: Stage) -> None:
+def _require_same_items(inner: StreamLoader, stage: Stage) -> None:
     kind, items = ("loader", "batches") if inner.of_batches else ("dataset", "items")
     require_alike(
         inner.first,

@@ -24,7 +24,7 @@ from ddpkit.errors import ConfigError
 from ddpkit.metrics import counted_by
 from ddpkit.parity.noise import without_noise
 from ddpkit.parity.report import Gradients
-from ddpkit.sampler import DealtBatchSampler, PlannedBatchSampler
+from ddpkit.sampler import PlannedBatchSampler, RankBatchSampler
 from ddpkit.syncbn import SyncBatchNorm
 from ddpkit.training import Counts, Feed, counts_of, length_of
 from ddpkit.types import Stage
@@ -276,7 +276,7 @@ def _parameters(optimizers: Sequence[Any]) -> list[nn.Parameter]:
 
 
 def _require_samples(loader: Any, plan: Any) -> None:
-    if not isinstance(plan, (PlannedBatchSampler, DealtBatchSampler)):
+    if not isinstance(plan, RankBatchSampler):
         raise ConfigError(
             f"check_parity cannot join the batches of this training set, a {type(loader).__name__} of "
             f"{type(getattr(loader, 'dataset', loader)).__name__}: their samples are not known. Check "

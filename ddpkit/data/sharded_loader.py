@@ -270,10 +270,11 @@ def shard(dataset: Any, sharding: Sharding, **loader_kwargs: Any) -> Any:
     collate = default_collate_for(dataset)
     if collate is not None and (options.get("batch_size", 1) is not None or options.get("batch_sampler") is not None):
         options.setdefault("collate_fn", collate)
-    if _is_divided(options.get("batch_sampler"), options.get("sampler")) or _is_share(options):
-        _refuse_divided(sharding, "what a DistributedSampler has divided already")
-        return SaveableDataLoader(dataset, **options)
     batch_sampler, sampler = options.pop("batch_sampler", None), options.pop("sampler", None)
+    share = _plan_in(batch_sampler, sampler)  # made by `distributed_loader_specifics`
+    if _is_divided(batch_sampler, sampler) or (share is not None and share.world_size > 1):
+        _refuse_divided(sharding, "what a DistributedSampler has divided already")
+        return SaveableDataLoader(dataset, batch_sampler=batch_sampler, sampler=sampler, **options)
     shuffle, drop_last = bool(options.pop("shuffle", False)), bool(options.pop("drop_last", False))
     common: dict[str, Any] = {
         "seed": sharding.seed,
@@ -415,8 +416,11 @@ def plan_of(loader: Any) -> PlannedBatchSampler | DealtBatchSampler | None:
         >>> plan_of(shard(range(5), Sharding(), batch_size=2)).count(2), plan_of([1, 2])
         (1, None)
     """
-    sampler = getattr(loader, "sampler", None)
-    source = sampler.planned if isinstance(sampler, _Single) else getattr(loader, "batch_sampler", None)
+    return _plan_in(getattr(loader, "batch_sampler", None), getattr(loader, "sampler", None))
+
+
+def _plan_in(batch_sampler: Any, sampler: Any) -> PlannedBatchSampler | DealtBatchSampler | None:
+    source = sampler.planned if isinstance(sampler, _Single) else batch_sampler
     return source if isinstance(source, (PlannedBatchSampler, DealtBatchSampler)) else None
 
 
@@ -437,7 +441,7 @@ def first_samples(loader: Any, number: int = 1, times: int = 1) -> list[Sketches
 
     Example:
         >>> first_samples(shard(range(5), Sharding(0, 2))), first_samples([1, 2])
-        ([[{'': ('number', 0)}]], None)
+        ([[{'': '0'}]], None)
     """
     plan, dataset = plan_of(loader), getattr(loader, "dataset", None)
     if plan is None or plan.world_size == 1 or not isinstance(dataset, Sized):
@@ -479,13 +483,6 @@ def _is_divided(batch_sampler: Any, sampler: Any) -> bool:
     """Say whether the user has divided the data already: with a ``DistributedSampler``, or one that says so."""
     deciding = sampler if batch_sampler is None else batch_sampler
     return any(isinstance(one, DistributedSampler) or is_sharded(one) for one in layers(deciding))
-
-
-def _is_share(options: dict[str, Any]) -> bool:
-    """Say whether loader arguments hold a rank's share already, from :func:`distributed_loader_specifics`."""
-    sampler = options.get("sampler")
-    planned = sampler.planned if isinstance(sampler, _Single) else options.get("batch_sampler")
-    return isinstance(planned, (PlannedBatchSampler, DealtBatchSampler)) and planned.world_size > 1
 
 
 def _order_of(loader: DataLoader[Any]) -> dict[str, Any]:

@@ -15,13 +15,13 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
-from ddpkit.augmentation import LOADER_OPTIONS, KeyedSampler, Place, keyed_loader, load_keyed
+from ddpkit.augmentation import LOADER_OPTIONS, KeyedSampler, Place, as_it_is, keyed_loader, load_keyed
 from ddpkit.base import get_rank, get_world_size, mark_as_loader, mark_as_saver, register_checkpoint_hooks
 from ddpkit.batch import default_collate_for
 from ddpkit.control import start_loading
 from ddpkit.data.likeness import sketch
 from ddpkit.data.permutation import mix_key
-from ddpkit.data.streams import StreamLoader, batch_loader, is_sharded, stream_loader
+from ddpkit.data.streams import StreamLoader, StreamShard, is_sharded, stream_loader, worker_key
 from ddpkit.errors import ConfigError, DataError
 from ddpkit.logger import get_logger
 from ddpkit.sampler import (
@@ -356,14 +356,15 @@ def deal_batches(loader: Any, sharding: Sharding) -> StreamLoader:
     if is_sharded(loader):
         _refuse_divided(sharding, f"{name}, which divides itself over the processes")
         logger.info("%s divides itself over the ranks (is_sharded): it is used as it is.", name)
-        return batch_loader(loader, Sharding(seed=mix_key(sharding.seed, sharding.rank)))
-    if sharding.world_size > 1 and not sharding.is_virtual:
+        sharding = Sharding(seed=mix_key(sharding.seed, sharding.rank))
+    elif sharding.world_size > 1 and not sharding.is_virtual:
         logger.info(
             "%s is dealt out by batches: every rank reads all of them, and trains on one in %d.",
             name,
             sharding.world_size,
         )
-    return batch_loader(loader, sharding)
+    own = StreamShard(loader, sharding, of_batches=True)
+    return StreamLoader(own, worker_key(sharding), batch_size=None, collate_fn=as_it_is)
 
 
 def _has_its_own_way(loader: DataLoader[Any]) -> bool:

@@ -367,29 +367,11 @@ class _Collated:
         return collated, given.first
 
 
-def batch_loader(loader: Any, sharding: Sharding) -> StreamLoader:
-    """Deal an opaque iterable of batches out: rank r keeps every ``world_size``-th batch, from the r-th on.
+def worker_key(sharding: Sharding) -> int:
+    """Return the key of the worker seeds of a stream's loader: another one on every rank, but not with virtual ranks.
 
-    Args:
-        loader: yields batches; can be iterated again.
-        sharding: which part.
-
-    Ranks: local; all ranks must give the same arguments but ``sharding.rank``.
-
-    Example:
-        >>> from ddpkit.data import Sharding
-        >>> list(batch_loader(["ab", "cd", "e"], Sharding(0, 2)))
-        ['ab', 'e']
+    Ranks: local.
     """
-    shard = StreamShard(loader, sharding, of_batches=True)
-    return StreamLoader(shard, _worker_key(sharding), batch_size=None, collate_fn=_as_it_is)
-
-
-def _as_it_is(batch: Any) -> Any:
-    return batch
-
-
-def _worker_key(sharding: Sharding) -> int:
     return mix_key(sharding.seed, 0 if sharding.is_virtual else sharding.rank, _WORKERS)
 
 
@@ -435,7 +417,7 @@ def stream_loader(dataset: Any, sharding: Sharding, options: dict[str, Any]) -> 
     block_size = _block_size(sharding, options)
     if is_sharded(dataset):
         logger.info("%s divides itself over ranks and workers: it is left as it is.", name)
-        return StreamLoader(dataset, _worker_key(sharding), **options)
+        return StreamLoader(dataset, worker_key(sharding), **options)
     workers = options.get("num_workers") or 0
     drop_last = bool(options.get("drop_last"))
     shard = StreamShard(dataset, sharding, block_size, drop_last=drop_last, num_workers=workers)
@@ -444,7 +426,7 @@ def stream_loader(dataset: Any, sharding: Sharding, options: dict[str, Any]) -> 
     number = sharding.world_size * max(workers, 1)
     if number > 1 and not shard.divides_itself:
         _tell_dealt(name, number)
-    return StreamLoader(shard, _worker_key(sharding), **options)
+    return StreamLoader(shard, worker_key(sharding), **options)
 
 
 def is_sharded(data: Any) -> bool:

@@ -161,7 +161,7 @@ def keyed_loader(
     """
     given = {name: getattr(loader, name) for name in LOADER_OPTIONS if hasattr(loader, name)} | options
     dataset: Any = KeyedDataset(loader.dataset, given.pop("collate_fn"), batched=batched, epoch=epoch)
-    given |= {"collate_fn": _as_it_is, "worker_init_fn": functools.partial(_start_worker, given["worker_init_fn"])}
+    given |= {"collate_fn": as_it_is, "worker_init_fn": functools.partial(_start_worker, given["worker_init_fn"])}
     return DataLoader(dataset, batch_size=None, sampler=cast("Any", batches), **given)  # one item is a batch
 
 
@@ -221,15 +221,11 @@ class KeyedSampler:
         base = mix_key(place.seed, epoch)
         seen: dict[int, int] = {}
         repeats_of = None if isinstance(place, Place) else place.repeats
-        never_repeats = isinstance(getattr(place, "source", None), int)  # of a range each sample comes once
         for number, given in enumerate(self.inner, first):
             indices = given if self.batched else [given]
             if indices.__class__ is not list and not hasattr(indices, "__getitem__"):
                 indices = list(indices)
-            if never_repeats:
-                repeats = None
-            else:
-                repeats = count_repeats(indices, seen) if repeats_of is None else repeats_of(number)
+            repeats = count_repeats(indices, seen) if repeats_of is None else repeats_of(number)
             yield KeyedBatch(base, epoch, indices, repeats if repeats and any(repeats) else None)
 
 
@@ -367,7 +363,15 @@ def _takes_lists(dataset: Any) -> bool:
     return bool(getattr(dataset, "__getitems__", None))
 
 
-def _as_it_is(batch: Any) -> Any:
+def as_it_is(batch: Any) -> Any:
+    """Collate what is a batch already: return it.
+
+    Ranks: local.
+
+    Example:
+        >>> as_it_is("a batch")
+        'a batch'
+    """
     return batch
 
 

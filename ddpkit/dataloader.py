@@ -16,7 +16,7 @@ from ddpkit.data import (
     DEFAULT_SEED,
     SaveableDataLoader,
     Sharding,
-    StreamReader,
+    StreamLoader,
     StreamShard,
     deal_batches,
     default_seed,
@@ -162,15 +162,13 @@ class LoopedLoader:
         again, self._again = self._again, 0
         for _ in range(again):
             self._draw()
-        for may_be_over in (True, False):
+        for _ in range(2):  # in this pass, or in the next one
             if self._inner is None:
                 self._inner = self._next_pass()
             for batch in self._inner:
                 self._in_pass += 1
                 return batch
             self._inner = None
-            if not may_be_over:
-                break
         raise DataError(f"LoopedLoader: {type(self.loader).__name__} yields no batch at all.")
 
     def state_in_pass(self) -> dict[str, Any]:
@@ -360,7 +358,7 @@ def resume_after_end(loader: Any, state: Any) -> None:
 
 
 def _marks(loader: Any) -> StreamPosition | None:
-    return loader.position if isinstance(loader, StreamReader) else None
+    return loader.position if isinstance(loader, StreamLoader) else None
 
 
 def _batch_size(loader: Any) -> list[Any] | None:

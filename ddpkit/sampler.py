@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     )
 
 CHUNK = 8192
-MOST_INDICES, MOST_BATCHES = 20_000_000, 2_000_000  # a sampler that yields more, and has no len(), seems endless
 
 
 def __getattr__(name: str) -> Any:
@@ -177,7 +176,45 @@ def part(size: int, parts: int, number: int) -> tuple[int, int]:
     return start, start + each + (1 if number < more else 0)
 
 
-class PlannedBatchSampler(Sampler[list[int]]):
+class RankBatchSampler(Sampler[list[Any]]):
+    """What a batch sampler of one rank's batches knows of its place and its epoch; a base class.
+
+    Attributes:
+        source: what is divided: a number of samples, or what a user's sampler or batch sampler yields.
+        epoch: whose batches the next iteration yields.
+        skip: batches that the next iteration leaves out.
+
+    Ranks: local.
+    """
+
+    most = 20_000_000  # a source that yields more, and has no len(), seems endless
+    seed: int
+
+    def __init__(self, source: Any, rank: int, world_size: int) -> None:
+        self.source = source
+        self.rank, self.world_size = rank, world_size
+        self.epoch, self.skip = 1, 0
+        self._drawn: list[Any] | None = None
+        self._repeats: list[Any] | None = None
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch whose batches the next iteration yields."""
+        if epoch != self.epoch:
+            self.epoch, self._drawn, self._repeats = epoch, None, None
+        set_epoch_inside(self.source, epoch)
+
+    def drawn_words(self) -> dict[str, str]:
+        """Describe what the source has yielded for this epoch, for a comparison with the other ranks."""
+        return {} if isinstance(self.source, int) else _draw_words(self.source, self.epoch, self._draw())
+
+    def _draw(self) -> list[Any]:
+        """Return what the source yields in this epoch, drawn once per epoch and alike on every rank."""
+        if self._drawn is None:
+            self._drawn = _draw_alike(self.source, self.seed, self.epoch, self.most)
+        return self._drawn
+
+
+class PlannedBatchSampler(RankBatchSampler):
     """A batch sampler that yields one rank's share of every batch of a :class:`SamplingPlan`.
 
     Args:
@@ -221,18 +258,11 @@ class PlannedBatchSampler(Sampler[list[int]]):
         micro_batches: int = 1,
         shards: int = 1,
     ) -> None:
-        self.source = source
-        self.rank, self.world_size, self.shards = rank, world_size, shards
-        self.shuffle, self.seed, self.drop_last, self.keep_step = shuffle, seed, drop_last, keep_step
-        self.epoch = 1
-        self.skip = 0
-        self._drawn: tuple[int, list[int]] | None = None
-        self._repeats: tuple[int, list[int] | None] | None = None
-        size = source if isinstance(source, int) else 0
-        division: dict[str, Any] = {"micro_batches": micro_batches}
-        if global_batch_size is not None:
-            division["global_batch_size"] = global_batch_size
-        self._plan = SamplingPlan(size, batch_size, world_size * shards, drop_last, **division)
+        super().__init__(source, rank, world_size)
+        self.shards, self.shuffle, self.seed = shards, shuffle, seed
+        self.drop_last, self.keep_step = drop_last, keep_step
+        size, whole = source if isinstance(source, int) else 0, cast("int", global_batch_size)
+        self._plan = SamplingPlan(size, batch_size, world_size * shards, drop_last, whole, micro_batches)
         self.divide(micro_batches)
 
     def divide(self, micro_batches: int) -> None:
@@ -244,7 +274,7 @@ class PlannedBatchSampler(Sampler[list[int]]):
         shards = self.shards
         self._plan = dataclasses.replace(self._plan, micro_batches=micro_batches)
         self.batch_size = self._plan.batch_size
-        self._full_batches = self._plan.full_batches * shards
+        self._full_batches = 0  # until the plan is asked for
         full = dataclasses.replace(self._plan, num_samples=self._plan.global_batch_size)
         self._in_full = micro_batches * shards  # batches of a full global one
         shares = [self._share(full, batch) for batch in range(self._in_full)]
@@ -260,11 +290,9 @@ class PlannedBatchSampler(Sampler[list[int]]):
     @property
     def plan(self) -> SamplingPlan:
         """The plan of the current epoch."""
-        drawn = self._draw()
-        if drawn is not None:
-            if len(drawn) != self._plan.num_samples:
-                self._plan = dataclasses.replace(self._plan, num_samples=len(drawn))
-            self._full_batches = self._plan.full_batches * self.shards
+        if not isinstance(self.source, int) and len(self._draw()) != self._plan.num_samples:
+            self._plan = dataclasses.replace(self._plan, num_samples=len(self._draw()))
+        self._full_batches = self._plan.full_batches * self.shards
         return self._plan
 
     def _share(self, plan: SamplingPlan, batch: int) -> tuple[int, int]:
@@ -274,10 +302,8 @@ class PlannedBatchSampler(Sampler[list[int]]):
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch whose order the next iteration follows."""
-        self.epoch = epoch
-        if not isinstance(self.source, int):
-            self._full_batches = 0  # until the new epoch's length is known
-            set_epoch_inside(self.source, epoch)
+        super().set_epoch(epoch)
+        self._full_batches = 0  # until the new epoch's length is known
 
     def count(self, batch: int) -> int:
         """Return the number of samples this rank has in a batch; 0 where it repeats one to keep step."""
@@ -305,14 +331,11 @@ class PlannedBatchSampler(Sampler[list[int]]):
 
         None where no sample comes twice.
         """
-        drawn = None if isinstance(self.source, int) else self._draw()
-        if drawn is None:
+        if isinstance(self.source, int):
             return None
-        if self._repeats is None or self._repeats[0] != self.epoch:
-            counts = count_repeats(drawn, {})
-            self._repeats = (self.epoch, counts if any(counts) else None)
-        known = self._repeats[1]
-        return None if known is None else known[slice(*self._share(self.plan, batch))]
+        if self._repeats is None:
+            self._repeats = count_repeats(self._draw(), {})
+        return self._repeats[slice(*self._share(self.plan, batch))]
 
     def __len__(self) -> int:
         """Return the number of batches that this rank yields in an epoch."""
@@ -326,7 +349,7 @@ class PlannedBatchSampler(Sampler[list[int]]):
         skip, self.skip = self.skip, 0
         plan = self.plan
         order = Order(plan.num_samples, self.seed, self.epoch, shuffle=self.shuffle)
-        drawn, whole = self._draw(), len(self._cuts) == 1
+        drawn, whole = None if isinstance(self.source, int) else self._draw(), len(self._cuts) == 1
         for positions, cuts in self._positions(plan, skip):
             for row in order.at(positions).tolist():
                 for indices in [row] if whole else [row[cut] for cut in cuts]:
@@ -353,21 +376,8 @@ class PlannedBatchSampler(Sampler[list[int]]):
             if last.size or self.keep_step:
                 yield (last if last.size else np.array([plan.num_samples - 1]))[None], [slice(None)]
 
-    def drawn_words(self) -> dict[str, str]:
-        """Describe what the user's sampler has drawn for this epoch, for a comparison with the other ranks."""
-        drawn = self._draw()
-        return {} if drawn is None else _draw_words(self.source, self.epoch, drawn)
 
-    def _draw(self) -> list[int] | None:
-        """Return the user's sampler's indices of this epoch, drawn once per epoch and alike on every rank."""
-        if isinstance(self.source, int):
-            return None
-        if self._drawn is None or self._drawn[0] != self.epoch:
-            self._drawn = (self.epoch, _draw_alike(self.source, self.seed, self.epoch, MOST_INDICES))
-        return self._drawn[1]
-
-
-class DealtBatchSampler(Sampler[list[Any]]):
+class DealtBatchSampler(RankBatchSampler):
     """Deals a user's batches out to the ranks: batch ``b * world_size + r`` is rank ``r``'s ``b``-th.
 
     Args:
@@ -388,6 +398,8 @@ class DealtBatchSampler(Sampler[list[Any]]):
         [[[0, 1], [4]], [[2, 3], [4]]]
     """
 
+    most = 2_000_000  # batches
+
     def __init__(
         self,
         batch_sampler: Iterable[list[Any]],
@@ -399,23 +411,13 @@ class DealtBatchSampler(Sampler[list[Any]]):
         keep_step: bool = True,
         shards: int = 1,
     ) -> None:
-        self.batch_sampler = batch_sampler
-        self.rank, self.world_size, self.shards = rank, world_size, shards
-        self.seed, self.drop_last, self.keep_step = seed, drop_last, keep_step
-        self.epoch = 1
-        self.skip = 0
-        self._drawn: tuple[int, list[list[Any]]] | None = None
-        self._repeats: tuple[int, list[list[int]]] | None = None
-
-    def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch whose batches the next iteration deals out."""
-        self.epoch = epoch
-        set_epoch_inside(self.batch_sampler, epoch)
+        super().__init__(batch_sampler, rank, world_size)
+        self.batch_sampler, self.shards, self.seed = batch_sampler, shards, seed
+        self.drop_last, self.keep_step = drop_last, keep_step
 
     def count(self, batch: int) -> int:
         """Return the number of samples in this rank's batch; 0 where it repeats one to keep step."""
-        own = self._draw()[self._position(batch) :][:1]
-        return len(own[0]) if own else 0
+        return len(self._own(self._draw(), batch))
 
     def total(self, batch: int) -> int:
         """Return the number of samples of a round over all ranks; of several shards, with the first of them."""
@@ -429,13 +431,12 @@ class DealtBatchSampler(Sampler[list[Any]]):
         """Return the number of batches of a round; of several shards, with the first of them."""
         return 0 if batch % self.shards else len(self._round(batch))
 
-    def repeats(self, batch: int) -> list[int] | None:
+    def repeats(self, batch: int) -> list[int]:
         """Return how often each sample of this rank's batch came before in the epoch, on any rank."""
-        if self._repeats is None or self._repeats[0] != self.epoch:
+        if self._repeats is None:
             seen: dict[int, int] = {}
-            self._repeats = (self.epoch, [count_repeats(one, seen) for one in self._draw()])
-        own = self._repeats[1][self._position(batch) :][:1]
-        return own[0] if own else None
+            self._repeats = [count_repeats(one, seen) for one in self._draw()]
+        return self._own(self._repeats, batch)
 
     def __len__(self) -> int:
         """Return the number of batches that this rank yields in an epoch."""
@@ -449,33 +450,31 @@ class DealtBatchSampler(Sampler[list[Any]]):
         skip, self.skip = self.skip, 0
         batches = self._draw()
         for number in range(skip, len(self)):
-            position = self._position(number)
-            yield batches[position] if position < len(batches) else batches[-1][:1]
+            own = self._own(batches, number)
+            yield own if len(own) else batches[-1][:1]
 
-    def drawn_words(self) -> dict[str, str]:
-        """Describe the user's batches of this epoch, for a comparison with the other ranks."""
-        return _draw_words(self.batch_sampler, self.epoch, self._draw())
-
-    def _position(self, batch: int) -> int:
-        """Return which of all batches is this rank's batch of that number."""
+    def _own(self, batches: list[Any], batch: int) -> list[Any]:
+        """Return this rank's batch of that number, of facts about all batches; empty if it has none."""
         number, shard = divmod(batch, self.shards)
-        return (number * self.world_size + self.rank) * self.shards + shard
+        position = (number * self.world_size + self.rank) * self.shards + shard
+        own: list[Any] = batches[position] if position < len(batches) else []
+        return own
 
     def _round(self, batch: int) -> list[list[Any]]:
         size = self.world_size * self.shards
         return self._draw()[batch // self.shards * size :][:size]
 
     def _draw(self) -> list[list[Any]]:
-        if self._drawn is None or self._drawn[0] != self.epoch:
-            drawn = _draw_alike(self.batch_sampler, self.seed, self.epoch, MOST_BATCHES)
-            batches = [batch if hasattr(batch, "__len__") else list(batch) for batch in drawn]
+        if self._drawn is None:
+            batches = [batch if hasattr(batch, "__len__") else list(batch) for batch in super()._draw()]
             if not all(map(len, batches)):
+                self._drawn = None
                 raise DataError(
                     f"{type(self.batch_sampler).__name__} yields a batch without any index in epoch {self.epoch} (the "
                     f"{list(map(len, batches)).index(0) + 1}. of {len(batches)}): leave empty batches out."
                 )
-            self._drawn = (self.epoch, batches)
-        return self._drawn[1]
+            self._drawn = batches
+        return self._drawn
 
 
 def layers(sampler: Any) -> Iterator[Any]:
@@ -521,7 +520,7 @@ def set_epoch_inside(sampler: Any, epoch: int) -> None:
         setter = getattr(one, "set_epoch", None)
         if setter is not None:
             setter(epoch)
-        if isinstance(one, (PlannedBatchSampler, DealtBatchSampler)):
+        if isinstance(one, RankBatchSampler):
             return  # they pass it on
 
 

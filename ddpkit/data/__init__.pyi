@@ -36,10 +36,7 @@ from ddpkit.data.stream_position import (
     one_by_one as one_by_one,
 )
 from ddpkit.data.streams import (
-    ShardStream as ShardStream,
-    ShardStreamLoader as ShardStreamLoader,
     StreamLoader as StreamLoader,
-    StreamReader as StreamReader,
     StreamShard as StreamShard,
     guess_batch_size as guess_batch_size,
     is_sharded as is_sharded,

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 from collections.abc import Mapping
-from numbers import Integral, Real
+from numbers import Integral
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
@@ -32,10 +33,8 @@ _MOST_LEAVES, _MOST_ENTRIES, _MOST_DEPTH = 64, 8, 6  # of an item
 _MOST_VALUES = 16  # of an array of floats
 _LONGEST_TEXT, _LONGEST_SHOWN = 60, 20
 _CLOSE = 1e-3  # of the mean size of an array: other processors round in other ways
-_NUMBER, _FLOAT, _SHAPE, _TEXT = "number", "float", "shape", "text"
-_NONE = ("", "nothing")
 
-Sketch = dict[str, tuple[str, Any]]
+Sketch = dict[str, Any]
 Sketches = list[Sketch]
 
 
@@ -66,76 +65,53 @@ def sketch(item: Any) -> Sketch:
             what cannot be compared, such as a file or a function, is left out.
 
     Returns:
-        By place: a kind and a value.
+        By place: a list of floats; or what must be equal: a text, a whole number as a text, or a shape as a tuple.
 
     Ranks: local.
 
     Example:
         >>> sketch({"x": [1, 2.5], "id": "a"})
-        {'id': ('text', 'a'), 'x length': ('shape', 2), 'x.0': ('number', 1), 'x.1': ('float', [2.5])}
+        {'id': 'a', 'x length': (2,), 'x.0': '1', 'x.1': [2.5]}
     """
-    leaves: Sketch = {}
-    for path, leaf in _leaves(item, "", 0):
-        leaves[path] = leaf
-        if len(leaves) >= _MOST_LEAVES:
-            break
-    return leaves
+    return dict(itertools.islice(_leaves(item, "", 0), _MOST_LEAVES))
 
 
-def _leaves(value: Any, path: str, depth: int) -> Iterator[tuple[str, tuple[str, Any]]]:
-    if isinstance(value, (torch.Tensor, np.ndarray)):
+def _leaves(value: Any, path: str, depth: int) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, (str, PurePath, Integral)):
+        text = str(value).rpartition("/")[2]  # folders may differ
+        yield path, text if len(text) <= _LONGEST_TEXT else _digest(text.encode(errors="surrogatepass"))
+    elif isinstance(value, (torch.Tensor, bytes, float)) or hasattr(value, "__array_interface__"):  # numpy's, PIL's
         yield from _of_array(value, path)
-    elif isinstance(value, (Integral, np.bool_)):
-        yield path, (_NUMBER, int(value))
-    elif isinstance(value, Real):
-        yield path, (_FLOAT, [float(value)])
-    elif isinstance(value, (str, bytes, PurePath)):
-        yield path, (_TEXT, _short(value))
     elif depth < _MOST_DEPTH:
         if isinstance(value, (list, tuple)):
-            yield f"{path} length".strip(), (_SHAPE, len(value))
-        for name, inner in _parts(value):
-            yield from _leaves(inner, f"{path}.{name}" if path else name, depth + 1)
+            yield f"{path} length".strip(), (len(value),)
+            named: Any = dict(enumerate(value[:_MOST_ENTRIES]))
+        else:
+            named = value if isinstance(value, Mapping) else {} if callable(value) else getattr(value, "__dict__", {})
+        inner = {str(name): one for name, one in named.items() if isinstance(name, (str, int))}
+        for name in sorted(inner):
+            yield from _leaves(inner[name], f"{path}.{name}" if path else name, depth + 1)
 
 
-def _parts(value: Any) -> list[tuple[str, Any]]:
-    """Return what an object is made of, by name."""
-    if isinstance(value, Mapping):
-        named = {str(key): one for key, one in value.items() if isinstance(key, (str, int))}
-    elif isinstance(value, (list, tuple)):
-        return [(str(place), one) for place, one in enumerate(value[:_MOST_ENTRIES])]
-    elif hasattr(value, "tobytes") and hasattr(value, "mode"):  # a picture of PIL
-        return [("pixels", value.tobytes())]
-    else:
-        named = {} if callable(value) else getattr(value, "__dict__", {})
-    return [(name, named[name]) for name in sorted(named)]
-
-
-def _of_array(value: Any, path: str) -> Iterator[tuple[str, tuple[str, Any]]]:
-    yield f"{path} shape".strip(), (_SHAPE, (str(value.dtype).rpartition(".")[2], *value.shape))
+def _of_array(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    if hasattr(value, "shape"):
+        yield f"{path} shape".strip(), (str(value.dtype).rpartition(".")[2], *value.shape)
     try:
-        array = value.detach().cpu() if isinstance(value, torch.Tensor) else value
-        if isinstance(array, torch.Tensor):
-            array = (array.double() if array.is_floating_point() else array).numpy()
-        if array.dtype.kind == "f":
-            flat = array.reshape(-1)
-            chosen = flat[np.linspace(0, flat.size - 1, min(flat.size, _MOST_VALUES)).astype(int)]
-            yield path, (_FLOAT, [float(one) for one in chosen])
-        elif array.dtype.kind in "iub":
-            yield path, (_NUMBER, _short(array.tobytes()) if array.size > 1 else array.reshape(-1).tolist())
-        elif array.dtype.kind in "US":
-            yield path, (_TEXT, _short(array.tobytes()))
+        if isinstance(value, torch.Tensor):
+            value = value.detach().cpu()
+            value = (value.double() if value.is_floating_point() else value).numpy()
+        flat = np.asarray(value).reshape(-1)
     except (RuntimeError, TypeError, NotImplementedError):  # sparse, quantised, on no device: the shape must do
         return
+    if flat.dtype.kind == "f":
+        chosen = flat[np.linspace(0, flat.size - 1, min(flat.size, _MOST_VALUES)).astype(int)]
+        yield path, chosen.tolist()
+    elif flat.dtype.kind in "iubUS":
+        is_number = flat.size == 1 and flat.dtype.kind in "iub"
+        yield path, str(flat[0]) if is_number else _digest(flat.tobytes())
 
 
-def _short(value: Any) -> str:
-    """Return a text itself if it is short, else a digest; of a path its last part, as folders may differ."""
-    if not isinstance(value, bytes):
-        text = str(value).rpartition("/")[2]
-        if len(text) <= _LONGEST_TEXT:
-            return text
-        value = text.encode(errors="surrogatepass")
+def _digest(value: bytes) -> str:
     return "digest " + hashlib.blake2b(value, digest_size=8).hexdigest()
 
 
@@ -163,14 +139,14 @@ def judge(ranks: Sequence[Sequence[Sketches]]) -> tuple[str, bool]:
         return f"of {MOST_ITEMS} first items there are {sizes}", True
     differing = _differing(firsts)
     moving = {place for readings in ranks for place in _differing(readings)}
-    steady = [place for place in differing if place not in moving] if len(ranks[0]) > 1 else []
+    steady = [place for place in differing if place not in moving and len(ranks[0]) > 1]
     if steady:
         return _difference(firsts, steady[0]), True
     # Something that tells the items apart and is the same on all ranks: they are the same items.
     alike = {place for item in firsts[0] for place in item} - moving - {*differing}
     if not differing or any(len({repr(item.get(place)) for item in firsts[0]}) > 1 for place in alike):
         return "", True
-    exact = [place for place in differing if any(item.get(place, _NONE)[0] in {_NUMBER, _TEXT} for item in firsts[0])]
+    exact = [place for place in differing if any(isinstance(item.get(place), str) for item in firsts[0])]
     return _difference(firsts, (exact or differing)[0]), bool(exact)
 
 
@@ -178,20 +154,16 @@ def _differing(readings: Sequence[Sketches]) -> list[str]:
     """Return the places in the items at which readings differ from the first one."""
     places = dict.fromkeys(place for reading in readings for item in reading for place in item)
     pairs = [pair for reading in readings[1:] for pair in zip(readings[0], reading, strict=False)]
-    return [
-        place for place in places if not all(_alike(one.get(place, _NONE), two.get(place, _NONE)) for one, two in pairs)
-    ]
+    return [place for place in places if not all(_alike(one.get(place), two.get(place)) for one, two in pairs)]
 
 
-def _alike(one: tuple[str, Any], other: tuple[str, Any]) -> bool:
-    if one[0] != _FLOAT or other[0] != _FLOAT:
-        return one == other
-    values, others = np.array(one[1]), np.array(other[1])
-    if values.shape != others.shape:
-        return False
-    sizes = np.abs(np.concatenate([values, others]))
-    scale = float(sizes[np.isfinite(sizes)].mean()) if np.isfinite(sizes).any() else 0.0
-    return bool(np.allclose(values, others, rtol=0.0, atol=_CLOSE * scale, equal_nan=True))
+def _alike(one: Any, other: Any) -> bool:
+    if not isinstance(one, list) or not isinstance(other, list) or len(one) != len(other):
+        return bool(one == other)
+    values = np.array([one, other])
+    sizes = np.abs(values[np.isfinite(values)])
+    close = _CLOSE * sizes.sum() / max(sizes.size, 1)
+    return bool(np.allclose(values[0], values[1], rtol=0.0, atol=close, equal_nan=True))
 
 
 def require_alike(
@@ -235,6 +207,6 @@ def _difference(readings: Sequence[Sketches], place: str) -> str:
     other = next(rank for rank, items in enumerate(readings) if place in _differing([readings[0], items]))
     shown = []
     for rank in (0, other):
-        values = [str(item.get(place, _NONE)[1])[:_LONGEST_SHOWN] for item in readings[rank][:4]]
+        values = [str(item.get(place, "nothing"))[:_LONGEST_SHOWN] for item in readings[rank][:4]]
         shown.append(f"{' | '.join(values)} | on rank {rank}")
     return f"{place or 'the items'}, one after the other: {'; '.join(shown)}"

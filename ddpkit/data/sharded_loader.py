@@ -15,20 +15,13 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
-from ddpkit.augmentation import LOADER_OPTIONS, KeyedSampler, Place, keyed_loader, load_keyed
+from ddpkit.augmentation import LOADER_OPTIONS, KeyedSampler, Place, as_it_is, keyed_loader, load_keyed
 from ddpkit.base import get_rank, get_world_size, mark_as_loader, mark_as_saver, register_checkpoint_hooks
 from ddpkit.batch import default_collate_for
 from ddpkit.control import start_loading
 from ddpkit.data.likeness import sketch
 from ddpkit.data.permutation import mix_key
-from ddpkit.data.streams import (
-    ShardStreamLoader,
-    StreamLoader,
-    StreamReader,
-    batch_loader,
-    is_sharded,
-    stream_loader,
-)
+from ddpkit.data.streams import StreamLoader, StreamShard, is_sharded, stream_loader, worker_key
 from ddpkit.errors import ConfigError, DataError
 from ddpkit.logger import get_logger
 from ddpkit.sampler import (
@@ -102,6 +95,12 @@ class Sharding:
     def is_virtual(self) -> bool:
         """Whether a stream is divided over virtual ranks: in training, not where it is only evaluated."""
         return self.virtual_ranks is not None and self.keep_step
+
+    @property
+    def shards_of_stream(self) -> range:
+        """The parts of a stream's blocks that this rank takes: its own one, but of virtual ranks."""
+        each = self.shards if self.is_virtual else 1
+        return range(self.rank * each, (self.rank + 1) * each)
 
     @property
     def batch_of_all_ranks(self) -> int | None:
@@ -271,10 +270,11 @@ def shard(dataset: Any, sharding: Sharding, **loader_kwargs: Any) -> Any:
     collate = default_collate_for(dataset)
     if collate is not None and (options.get("batch_size", 1) is not None or options.get("batch_sampler") is not None):
         options.setdefault("collate_fn", collate)
-    if _is_divided(options.get("batch_sampler"), options.get("sampler")) or _is_share(options):
-        _refuse_divided(sharding, "what a DistributedSampler has divided already")
-        return SaveableDataLoader(dataset, **options)
     batch_sampler, sampler = options.pop("batch_sampler", None), options.pop("sampler", None)
+    share = _plan_in(batch_sampler, sampler)  # made by `distributed_loader_specifics`
+    if _is_divided(batch_sampler, sampler) or (share is not None and share.world_size > 1):
+        _refuse_divided(sharding, "what a DistributedSampler has divided already")
+        return SaveableDataLoader(dataset, batch_sampler=batch_sampler, sampler=sampler, **options)
     shuffle, drop_last = bool(options.pop("shuffle", False)), bool(options.pop("drop_last", False))
     common: dict[str, Any] = {
         "seed": sharding.seed,
@@ -335,7 +335,7 @@ def reshard(loader: DataLoader[Any], sharding: Sharding) -> Any:
     return shard(loader.dataset, sharding, **_order_of(loader), **options)
 
 
-def deal_batches(loader: Any, sharding: Sharding) -> StreamLoader | ShardStreamLoader:
+def deal_batches(loader: Any, sharding: Sharding) -> StreamLoader:
     """Shard an opaque iterable of batches: rank r keeps every world_size-th batch.
 
     Args:
@@ -350,22 +350,21 @@ def deal_batches(loader: Any, sharding: Sharding) -> StreamLoader | ShardStreamL
         ['ab', 'e']
     """
     _refuse_global_batch(sharding, "the batches of a loader of one's own")
-    if isinstance(loader, ShardStreamLoader):
-        return loader  # a recipe has had it made by the Brain
     if isinstance(loader, StreamLoader):
         loader = loader.whole
     name = type(loader).__name__
     if is_sharded(loader):
         _refuse_divided(sharding, f"{name}, which divides itself over the processes")
         logger.info("%s divides itself over the ranks (is_sharded): it is used as it is.", name)
-        return batch_loader(loader, Sharding(seed=mix_key(sharding.seed, sharding.rank)))
-    if sharding.world_size > 1 and not sharding.is_virtual:
+        sharding = Sharding(seed=mix_key(sharding.seed, sharding.rank))
+    elif sharding.world_size > 1 and not sharding.is_virtual:
         logger.info(
             "%s is dealt out by batches: every rank reads all of them, and trains on one in %d.",
             name,
             sharding.world_size,
         )
-    return batch_loader(loader, sharding)
+    own = StreamShard(loader, sharding, of_batches=True)
+    return StreamLoader(own, worker_key(sharding), batch_size=None, collate_fn=as_it_is)
 
 
 def _has_its_own_way(loader: DataLoader[Any]) -> bool:
@@ -418,8 +417,11 @@ def plan_of(loader: Any) -> PlannedBatchSampler | DealtBatchSampler | None:
         >>> plan_of(shard(range(5), Sharding(), batch_size=2)).count(2), plan_of([1, 2])
         (1, None)
     """
-    sampler = getattr(loader, "sampler", None)
-    source = sampler.planned if isinstance(sampler, _Single) else getattr(loader, "batch_sampler", None)
+    return _plan_in(getattr(loader, "batch_sampler", None), getattr(loader, "sampler", None))
+
+
+def _plan_in(batch_sampler: Any, sampler: Any) -> PlannedBatchSampler | DealtBatchSampler | None:
+    source = sampler.planned if isinstance(sampler, _Single) else batch_sampler
     return source if isinstance(source, (PlannedBatchSampler, DealtBatchSampler)) else None
 
 
@@ -440,7 +442,7 @@ def first_samples(loader: Any, number: int = 1, times: int = 1) -> list[Sketches
 
     Example:
         >>> first_samples(shard(range(5), Sharding(0, 2))), first_samples([1, 2])
-        ([[{'': ('number', 0)}]], None)
+        ([[{'': '0'}]], None)
     """
     plan, dataset = plan_of(loader), getattr(loader, "dataset", None)
     if plan is None or plan.world_size == 1 or not isinstance(dataset, Sized):
@@ -474,7 +476,7 @@ def set_epoch(loader: Any, epoch: int) -> None:
         loader.set_epoch(epoch)
     else:
         set_epoch_inside(loader, epoch)
-    if not isinstance(loader, StreamReader):  # which has told its stream
+    if not isinstance(loader, StreamLoader):  # which has told its stream
         set_epoch_inside(getattr(loader, "dataset", None), epoch)
 
 
@@ -482,13 +484,6 @@ def _is_divided(batch_sampler: Any, sampler: Any) -> bool:
     """Say whether the user has divided the data already: with a ``DistributedSampler``, or one that says so."""
     deciding = sampler if batch_sampler is None else batch_sampler
     return any(isinstance(one, DistributedSampler) or is_sharded(one) for one in layers(deciding))
-
-
-def _is_share(options: dict[str, Any]) -> bool:
-    """Say whether loader arguments hold a rank's share already, from :func:`distributed_loader_specifics`."""
-    sampler = options.get("sampler")
-    planned = sampler.planned if isinstance(sampler, _Single) else options.get("batch_sampler")
-    return isinstance(planned, (PlannedBatchSampler, DealtBatchSampler)) and planned.world_size > 1
 
 
 def _order_of(loader: DataLoader[Any]) -> dict[str, Any]:

@@ -227,6 +227,8 @@ class ReadApart(Source):
         [1, 2]
     """
 
+    mine = range(1)  # there are no shards of ours
+
     def __init__(self, whole: Any, key: int) -> None:
         super().__init__(whole)
         self.key, self.epoch = key, 1

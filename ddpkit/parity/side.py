@@ -25,7 +25,7 @@ from ddpkit.distributed import get_world_size
 from ddpkit.errors import ConfigError
 from ddpkit.metrics import counted_by
 from ddpkit.parity.noise import without_noise
-from ddpkit.sampler import DealtBatchSampler, PlannedBatchSampler
+from ddpkit.sampler import PlannedBatchSampler, RankBatchSampler
 from ddpkit.syncbn import SyncBatchNorm
 from ddpkit.training import Feed, counts_of, length_of
 from ddpkit.types import Stage
@@ -260,7 +260,7 @@ def _state(modules: nn.Module) -> Iterator[tuple[str, nn.Module, str, Any, Any]]
 
 
 def _require_samples(loader: Any, plan: Any) -> None:
-    if not isinstance(plan, (PlannedBatchSampler, DealtBatchSampler)):
+    if not isinstance(plan, RankBatchSampler):
         raise ConfigError(
             f"check_parity cannot join the batches of this training set, a {type(loader).__name__} of "
             f"{type(getattr(loader, 'dataset', loader)).__name__}: their samples are not known. Check "

@@ -22,12 +22,12 @@ from torch import nn
 from ddpkit.checkpointing import Checkpoint, ckpt_recency
 from ddpkit.compat import shuffle_digest
 from ddpkit.config import BATCHES, GRADIENTS, OPTIONS
-from ddpkit.data import ShardStream, StreamShard
+from ddpkit.data import StreamShard
 from ddpkit.dataloader import LoopedLoader, plan_of
 from ddpkit.errors import CheckpointError, ConfigError
 from ddpkit.launch import find_launch
 from ddpkit.logger import get_logger
-from ddpkit.sampler import DealtBatchSampler, PlannedBatchSampler, layers
+from ddpkit.sampler import DealtBatchSampler, PlannedBatchSampler, RankBatchSampler, layers
 
 if TYPE_CHECKING:
     from ddpkit.checkpoints import Checkpointer
@@ -254,10 +254,9 @@ def order_of(loader: Any) -> dict[str, str | int]:
     if isinstance(plan, PlannedBatchSampler) and isinstance(plan.source, int):
         order = "shuffled" if plan.shuffle else "as it stands"
         return {"order": order, "drop_last": bool(plan.drop_last), "samples": plan.source}
-    if isinstance(plan, (PlannedBatchSampler, DealtBatchSampler)):
-        sampler = plan.source if isinstance(plan, PlannedBatchSampler) else plan.batch_sampler
-        return {"order": _names(layers(sampler)), "drop_last": bool(plan.drop_last), **_samples(dataset)}
-    if isinstance(dataset, (StreamShard, ShardStream)):
+    if isinstance(plan, RankBatchSampler):
+        return {"order": _names(layers(plan.source)), "drop_last": bool(plan.drop_last), **_samples(dataset)}
+    if isinstance(dataset, StreamShard):
         return {"order": f"of {type(dataset.whole).__name__}", **_shuffle(dataset.whole)}
     return {"order": f"of {type(loader if dataset is None else dataset).__name__}", **_shuffle(loader)}
 

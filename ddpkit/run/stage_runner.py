@@ -30,23 +30,24 @@ from ddpkit.run.auto_micro_batch import AutoMicroBatch
 from ddpkit.run.stop_control import exit_code
 from ddpkit.train_logger import run_event
 from ddpkit.training import (
-    CudaGraphSteps,
     Feed,
-    First,
     LoopHooks,
-    Profiled,
+    PassedThrough,
     Seen,
     StepHooks,
     StreamFeed,
     compared,
     counting,
     counts_of,
+    cuda_graph_steps,
     evaluate_epoch,
+    first_of,
     gather_results,
     has_cuda_graphs,
     is_divided,
     length_of,
     on_cpu,
+    profiled,
     require_same_draw,
     row_count,
     rows_of,
@@ -223,7 +224,7 @@ class StageRunner:
         options, strategy = self.options, self.train_step.strategy
         length, batches = length_of(loader), self._batches(loader, Stage.TRAIN)
         if self.profiler is not None:
-            batches = Profiled(batches, self.profiler, left_out)
+            batches = PassedThrough(batches, functools.partial(profiled, self.profiler, left_out))
         known: dict[str, Any] = {
             "factor": options.grad_accumulation_factor,
             "weighting": options.loss_weighting,
@@ -239,7 +240,7 @@ class StageRunner:
             loader.keep_step = True
         if options.debug:
             most = options.debug_batches * strategy.shards
-            batches = First(batches, max(most - self.progress.step + left_out, 0))
+            batches = first_of(batches, max(most - self.progress.step + left_out, 0))
         return StreamFeed(
             loader=batches,
             whole_batches=getattr(loader, "batch_size", None) is None,
@@ -291,7 +292,7 @@ class StageRunner:
             plan, sync = plan_of(loader), self._sync_of_bar
             bar.partial = plan is not None and plan.world_size > 1
             stop_sync = StopsOfEvaluation(self.progress, self.stop.cause)
-            batches: Iterable[Any] = First(self._batches(loader, stage), self._limited(None, shards))
+            batches: Iterable[Any] = first_of(self._batches(loader, stage), self._limited(None, shards))
             if is_shared:
                 place = progress.epoch, progress.optimizer_step
                 batches = strategy.evaluated(batches, self.rank_state.base_seed or 0, *place)
@@ -339,7 +340,7 @@ class StageRunner:
         due, stop_sync = time.monotonic() + BAR_SECONDS, StopsOfEvaluation(progress, self.stop.cause, _added_over_store)
         total = self._limited(length_of(loader))
         with ProgressBar("predict", total, enable=enable_bar and if_main_process()) as bar:
-            for number, batch in enumerate(First(self._batches(loader, Stage.TEST), self._limited(None)), 1):
+            for number, batch in enumerate(first_of(self._batches(loader, Stage.TEST), self._limited(None)), 1):
                 progress.step = number
                 with precision:
                     output = on_cpu(brain.predict_batch(batch))
@@ -374,7 +375,7 @@ class StageRunner:
 
     def _batches(self, loader: Any, stage: Stage) -> Iterable[Any]:
         batches = compared(loader, stage)
-        return CudaGraphSteps(batches) if has_cuda_graphs(self.options) else batches
+        return PassedThrough(batches, cuda_graph_steps) if has_cuda_graphs(self.options) else batches
 
     def _limited(self, length: int | None, shards: int = 1) -> int | None:
         """Return how many batches of a loader are used, with the option ``debug`` only a few; None: all."""

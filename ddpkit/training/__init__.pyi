@@ -43,14 +43,15 @@ from ddpkit.training.sizes import (
     micro_batches as micro_batches,
 )
 from ddpkit.training.stage_batches import (
-    CudaGraphSteps as CudaGraphSteps,
-    First as First,
-    Profiled as Profiled,
+    PassedThrough as PassedThrough,
     compare_first_samples as compare_first_samples,
     compared as compared,
     counting as counting,
     counts_of as counts_of,
+    cuda_graph_steps as cuda_graph_steps,
+    first_of as first_of,
     length_of as length_of,
+    profiled as profiled,
     require_same_draw as require_same_draw,
     size_of as size_of,
 )

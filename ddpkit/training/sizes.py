@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ddpkit.data import ShardStream, StreamShard
+from ddpkit.data import StreamShard
 from ddpkit.dataloader import LoopedLoader, plan_of
 from ddpkit.errors import ConfigError
 from ddpkit.sampler import DealtBatchSampler, PlannedBatchSampler
@@ -233,7 +233,7 @@ def _sizes(loader: Any, factor: int, world_size: int) -> tuple[tuple[int, int] |
             return None, None
         smallest = plan.global_batch_size // plan.micro_batches // world_size
         return (smallest, plan.batch_size), plan.global_batch_size * factor // plan.micro_batches
-    if isinstance(dataset, (StreamShard, ShardStream)) and size is not None:
+    if isinstance(dataset, StreamShard) and size is not None:
         block = dataset.block_size
         return (block // world_size, -(-block // world_size)), block * factor
     givers = (loader, batches, getattr(planned, "batch_sampler", None))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ from ddpkit.comm import require_agreement
 from ddpkit.data import (
     MOST_ITEMS,
     FirstItems,
-    StreamReader,
+    StreamLoader,
     first_samples,
     guess_batch_size,
     require_alike,
@@ -63,7 +64,7 @@ def size_of(loader: Any) -> Callable[[Any], int | None]:
 
     Ranks: local.
     """
-    return loader.size_of if isinstance(loader, StreamReader) else guess_batch_size
+    return loader.size_of if isinstance(loader, StreamLoader) else guess_batch_size
 
 
 def counting(loader: Any) -> Callable[[int, Any], int]:
@@ -88,7 +89,7 @@ def require_same_draw(loader: Any) -> None:
     """
     plan, inner = plan_of(loader), loader.loader if isinstance(loader, LoopedLoader) else loader
     facts = plan.drawn_words() if plan is not None and plan.world_size > 1 else {}
-    if isinstance(inner, StreamReader):
+    if isinstance(inner, StreamLoader):
         facts = inner.drawn_words()
     if facts:
         require_agreement(facts)
@@ -142,29 +143,49 @@ def compared(loader: Any, stage: Stage) -> Iterable[Any]:
         [1, 2]
     """
     inner = loader.loader if isinstance(loader, LoopedLoader) else loader
-    if isinstance(inner, StreamReader) and inner.is_dealt:
-        return _Checked(loader, inner, stage)
+    if isinstance(inner, StreamLoader) and inner.is_dealt:
+        return PassedThrough(loader, functools.partial(_checked, inner, stage))
     batches: Iterable[Any] = loader
     return batches
 
 
-class _Checked:
-    """The batches of a loader; after the first batch the ranks compare their data."""
+class PassedThrough:
+    """A loader whose batches pass through a generator, each time it is iterated.
 
-    def __init__(self, loader: Iterable[Any], inner: StreamReader, stage: Stage) -> None:
-        self.loader, self.inner, self.stage = loader, inner, stage
+    Args:
+        loader: started when the iteration begins, not with the first batch.
+        through: takes the iterator, yields batches.
+
+    Ranks: local.
+
+    Example:
+        >>> list(PassedThrough("ab", lambda batches: map(str.upper, batches)))
+        ['A', 'B']
+    """
+
+    def __init__(self, loader: Iterable[Any], through: Callable[[Iterator[Any]], Iterator[Any]]) -> None:
+        self.loader, self.through = loader, through
 
     def __iter__(self) -> Iterator[Any]:
-        return self._batches(iter(self.loader))
-
-    def _batches(self, batches: Iterator[Any]) -> Iterator[Any]:
-        first = list(itertools.islice(batches, 1))
-        _require_same_items(self.inner, self.stage)
-        yield from first
-        yield from batches
+        return self.through(iter(self.loader))
 
 
-def _require_same_items(inner: StreamReader, stage: Stage) -> None:
+def first_of(loader: Iterable[Any], number: int | None) -> PassedThrough:
+    """Return the first batches of a loader; all where no number is given.
+
+    Ranks: local.
+    """
+    return PassedThrough(loader, lambda batches: itertools.islice(batches, number))
+
+
+def _checked(inner: StreamLoader, stage: Stage, batches: Iterator[Any]) -> Iterator[Any]:
+    first = list(itertools.islice(batches, 1))
+    _require_same_items(inner, stage)
+    yield from first
+    yield from batches
+
+
+def _require_same_items(inner: StreamLoader, stage: Stage) -> None:
     kind, items = ("loader", "batches") if inner.of_batches else ("dataset", "items")
     require_alike(
         inner.first,
@@ -177,27 +198,19 @@ def _require_same_items(inner: StreamReader, stage: Stage) -> None:
     )
 
 
-class Profiled:
-    """Tells the profiler after each batch that a step is over, except batches that a resume only skips.
+def profiled(profiler: Any, left_out: int, batches: Iterator[Any]) -> Iterator[Any]:
+    """Tell the profiler after each batch that a step is over, except batches that a resume only skips.
 
     Ranks: local.
     """
-
-    def __init__(self, loader: Iterable[Any], profiler: Any, left_out: int) -> None:
-        self.loader, self.profiler, self.left_out = loader, profiler, left_out
-
-    def __iter__(self) -> Iterator[Any]:
-        return self._steps(iter(self.loader))
-
-    def _steps(self, batches: Iterator[Any]) -> Iterator[Any]:
-        for number, batch in enumerate(batches):
-            yield batch
-            if number >= self.left_out:
-                self.profiler.step()
+    for number, batch in enumerate(batches):
+        yield batch
+        if number >= left_out:
+            profiler.step()
 
 
-class CudaGraphSteps:
-    """Tells torch before each batch that a step begins, in which CUDA graphs may overwrite the outputs of the last one.
+def cuda_graph_steps(batches: Iterator[Any]) -> Iterator[Any]:
+    """Tell torch before each batch that a step begins, in which CUDA graphs may overwrite the outputs of the last one.
 
     Untold, each call of a compiled module is a step of its own, and one module could not use the output of another.
 
@@ -205,27 +218,6 @@ class CudaGraphSteps:
 
     Source: https://docs.pytorch.org/docs/stable/torch.compiler_cudagraph_trees.html
     """
-
-    def __init__(self, loader: Iterable[Any]) -> None:
-        self.loader = loader
-
-    def __iter__(self) -> Iterator[Any]:
-        return self._steps(iter(self.loader))
-
-    def _steps(self, batches: Iterator[Any]) -> Iterator[Any]:
-        for batch in batches:
-            torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
-            yield batch
-
-
-class First:
-    """The first batches of a loader; all where no number is given.
-
-    Ranks: local.
-    """
-
-    def __init__(self, loader: Iterable[Any], number: int | None) -> None:
-        self.loader, self.number = loader, number
-
-    def __iter__(self) -> Iterator[Any]:
-        return itertools.islice(self.loader, self.number)
+    for batch in batches:
+        torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
+        yield batch

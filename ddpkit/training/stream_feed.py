@@ -8,12 +8,13 @@ has read that too, else its own last one); and every sample weighs the same, as 
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ddpkit.control import start_loading
-from ddpkit.data import guess_batch_size
+from ddpkit.data import guess_batch_size, one_by_one
 from ddpkit.errors import DataError
 
 if TYPE_CHECKING:
@@ -87,20 +88,18 @@ class StreamFeed:
         Raises:
             DataError: the stream has no first batch for every rank. On all ranks.
         """
-        batches = start_loading(self.loader)
-        reader = _Reader(batches, self.size_of, self.start_sum)
-        reader.leave_out(self.left_out)
-        ahead = deque([reader.read()])
+        turns = self._read(one_by_one(start_loading(self.loader)))
+        ahead = deque([next(turns)])
         self._require_batches(ahead[0])
         while len(ahead) < min(self.factor, 2):  # as many as at the moment of a save
-            ahead.append(reader.read())
+            ahead.append(next(turns))
         self.ready()
         place, done, whole = self.start % self.factor, 0.0, 0.0
         window.correction = 1.0
         while ahead[0].told.ranks:
             turn = ahead.popleft()
             while len(ahead) < min(self.factor, 2):
-                ahead.append(reader.read())
+                ahead.append(next(turns))
             if place == 0:
                 window.begin()
             place += 1
@@ -115,6 +114,18 @@ class StreamFeed:
                 place, done, whole = 0, 0.0, 0.0
             with self.uneven(counts=turn.count > 0) if turn.told.ranks < self.world_size else _nothing():
                 yield turn.batch
+
+    def _read(self, batches: Iterator[Any]) -> Iterator[_Turn]:
+        """Read the batches, the last one again and again after the end; start telling the other ranks of each."""
+        last, able = None, 0.0
+        for done in itertools.islice(batches, self.left_out):  # the last of which may have to be repeated
+            last, able = done, 1.0
+        while True:
+            size = None
+            for batch in itertools.islice(batches, 1):
+                last, able, size = batch, 1.0, self.size_of(batch)
+            present, count = int(size is not None), size or 0
+            yield _Turn(last, present, count, self.start_sum([float(present), float(count), able]))
 
     def _weigh(self, turn: _Turn) -> tuple[float, float]:
         """Return the weight of a batch on this rank, and on all ranks."""
@@ -155,36 +166,3 @@ class _Turn:
         if self._told is None:
             self._told = _Told(*self._sums())
         return self._told
-
-
-class _Reader:
-    """Reads batches to the end, and from then on gives the last one again."""
-
-    def __init__(
-        self,
-        batches: Iterator[Any],
-        size_of: Callable[[Any], int | None],
-        start_sum: Callable[[list[float]], Callable[[], list[float]]],
-    ) -> None:
-        self.batches, self.size_of, self.start_sum = batches, size_of, start_sum
-        self.last: Any = None
-        self.able = self.over = False
-
-    def leave_out(self, number: int) -> None:
-        """Read what was done before; the last of it may have to be repeated."""
-        for _ in range(number):
-            self._take()
-
-    def read(self) -> _Turn:
-        """Take a batch, and start telling the other ranks of it."""
-        size = self.size_of(self.last) if self._take() else None
-        present, count = int(size is not None), size or 0
-        return _Turn(self.last, present, count, self.start_sum([float(present), float(count), float(self.able)]))
-
-    def _take(self) -> bool:
-        if not self.over:
-            self.over = True
-            for batch in self.batches:
-                self.last, self.able, self.over = batch, True, False
-                break
-        return not self.over

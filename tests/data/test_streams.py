@@ -149,11 +149,11 @@ def test_blocks(size, block_size, world_size, workers, drop_last):
     seen = Counter()
     end = size - size % block_size if drop_last else size
     for rank in range(world_size):
-        stream = StreamShard(range(size), rank, world_size, block_size, drop_last=drop_last)
+        stream = StreamShard(range(size), Sharding(rank, world_size), block_size, drop_last=drop_last)
         for worker in range(workers):
             torch_worker._worker_info = SimpleNamespace(id=worker, num_workers=workers)
             try:
-                items = list(stream)
+                items = flat(block.items[rank] for block in stream)
                 assert get_worker_info() is not None, "put back"
             finally:
                 torch_worker._worker_info = None
@@ -198,12 +198,12 @@ def test_the_worker_is_hidden_while_the_stream_is_read_and_nowhere_else():
     info = SimpleNamespace(id=0, num_workers=1, dataset=None)
     torch_worker._worker_info = info
     try:
-        items = iter(StreamShard(Looking(), 0, 1))
+        blocks = iter(StreamShard(Looking(), Sharding()))
         for _ in range(3):
-            assert next(items) is None
+            assert next(blocks).items == {0: [None]}
             assert get_worker_info() is info
         with pytest.raises(ValueError, match="broken"):
-            next(items)
+            next(blocks)
         assert get_worker_info() is info
     finally:
         torch_worker._worker_info = None
@@ -335,8 +335,7 @@ def test_streams_are_told_the_epoch():
     for loader in (shard(Stream(2), Sharding(0, 2), batch_size=1), DataLoader(Stream(2), batch_size=1)):
         set_epoch(loader, 3)
         assert flat(plain(loader))[0] == 3000
-    assert list(StreamShard([1, 2, 3], 0, 2)) == [1, 3]
-    StreamShard([1, 2, 3], 0, 2).set_epoch(1)
+    StreamShard([1, 2, 3], Sharding(0, 2)).set_epoch(1)
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -465,7 +464,7 @@ def test_o11_a_loader_inside_is_told_the_epoch():
     """A loader of one's own around a dataset that knows epochs."""
     stream = Stream(2)
     wrapped = SimpleNamespace(dataset=stream)
-    StreamShard(wrapped, 0, 1).set_epoch(7)
+    StreamShard(wrapped, Sharding()).set_epoch(7)
     assert stream.epoch == 7
 
 

@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
-from ddpkit.data.streams import batch_loader
-from ddpkit.dataloader import LoopedLoader, Sharding, make_dataloader, shard
+from ddpkit.dataloader import LoopedLoader, Sharding, deal_batches, make_dataloader, shard
 from ddpkit.errors import BatchError, ConfigError, DataError
 from ddpkit.training.gathering import Seen, gather_results, is_divided, on_cpu, row_count, rows_of
 from ddpkit.types import Stage
@@ -39,14 +38,14 @@ def test_which_loaders_are_divided():
         shard(data, part),
         shard(Stream(), part),
         ready,
-        batch_loader([1], Sharding(0, 2)),
+        deal_batches([1], Sharding(0, 2)),
         LoopedLoader(shard(data, part), 2),
     ]
     not_divided = [
         shard(data, whole),
         shard(Stream(), whole),
         alone,
-        batch_loader([1], Sharding()),
+        deal_batches([1], Sharding()),
         make_dataloader(data),
     ]
     assert [is_divided(one) for one in divided] == [True] * 5

@@ -19,7 +19,6 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from ddpkit import sampler as sampler_module
 from ddpkit.data import Order
 from ddpkit.data.permutation import SMALL
 from ddpkit.errors import ConfigError, DataError
@@ -511,7 +510,7 @@ class Endless:
 
 
 def test_a_sampler_without_an_end_is_an_error_and_no_hang(monkeypatch):
-    monkeypatch.setattr(sampler_module, "MOST_INDICES", 1000)
+    monkeypatch.setattr(PlannedBatchSampler, "most", 1000)
     with pytest.raises(DataError, match=r"^Endless seems to have no end: it has yielded 1,001 times\. .* Let it end"):
         list(PlannedBatchSampler(Endless(), 2))
     known = SubsetRandomSampler(range(3000))

@@ -883,4 +883,4 @@ class Brain(_Typed):
 
     @mark_as_loader
     def _recover(self, path: str | Path, end_of_epoch: bool) -> None:
-        self.__run.policy.load_run_state(Path(path), end_of_epoch=end_of_epoch)
+        self.__run.policy.run_state.load(Path(path), end_of_epoch=end_of_epoch)

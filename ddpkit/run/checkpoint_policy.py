@@ -265,17 +265,6 @@ class CheckpointPolicy:
             logger.warning(words, ", ".join(forgotten))
         self.checkpointer.recover_if_possible()
 
-    def load_run_state(self, path: Path, *, end_of_epoch: bool) -> None:
-        """Load the run state of a checkpoint that is being recovered.
-
-        Args:
-            path: of the file.
-            end_of_epoch: whether the checkpoint was made there.
-
-        Ranks: local; every rank loads.
-        """
-        self.run_state.load(path, end_of_epoch=end_of_epoch)
-
     def _load_ranks(self, states: Any, path: Path, end_of_epoch: bool) -> None:
         if self.progress.is_fitting and self.run_state.is_recovered_here:
             states.load_state_dict(safe_load(path), end_of_epoch=end_of_epoch)

@@ -289,7 +289,7 @@ class RunState:
 
     def _take_rates(self, saved: Any) -> list[str]:
         """Note the learning rates that the optimizers go on with; return which of the script's have no effect."""
-        given = self._script_rates or learning_rates(self.train_step.optimizers)
+        given = learning_rates(self.train_step.optimizers) if self._script_rates is None else self._script_rates
         before = saved if isinstance(saved, Mapping) else {}
         self._rates = {name: before.get(name, rates) for name, rates in given.items()}
         return [

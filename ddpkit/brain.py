@@ -595,7 +595,7 @@ class Brain(_Typed):
             return FitResult("test_only", optimizer_steps=self.optimizer_step)
         folder = getattr(self.hparams, "output_folder", "results")
         # failure_notice again, innermost: the others learn of a failure before policy.session saves.
-        with run.stop.guarded("fit"), run.stages.session(folder), run.policy.session(epoch_counter), failure_notice():
+        with run.stop.guarded("fit"), run.stages.session(folder), run.policy.session(), failure_notice():
             run.stop.remove_note()
             train, valid = self._fit_loaders(train_set, valid_set, train_loader_kwargs or {}, valid_loader_kwargs or {})
             sizes = self._plan_steps(train, valid)
@@ -883,4 +883,4 @@ class Brain(_Typed):
 
     @mark_as_loader
     def _recover(self, path: str | Path, end_of_epoch: bool) -> None:
-        self.__run.policy.load_run_state(Path(path), end_of_epoch=end_of_epoch)
+        self.__run.policy.run_state.load(Path(path), end_of_epoch=end_of_epoch)

@@ -26,7 +26,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from ddpkit.base import (
     DEFAULT_LOAD_HOOKS,
@@ -48,7 +48,6 @@ from ddpkit.checkpointing import (
     BackgroundSave,
     Checkpoint,
     CheckpointFolder,
-    Collected,
     DamageLedger,
     FolderLock,
     ImportanceKey,
@@ -117,6 +116,8 @@ __all__ = [
 ]
 
 logger = get_logger(__name__)
+
+T = TypeVar("T")
 
 #: The file of a checkpoint that holds its meta, and what the names of the recoverables' files end in.
 METAFNAME = META_NAME
@@ -203,7 +204,7 @@ class Checkpointer:
         custom_save_hooks: Mapping[str, SaveHook] | None = None,
         allow_partial_load: bool = False,
     ) -> None:
-        self.checkpoints_dir = Path(checkpoints_dir)
+        self.checkpoints_dir = checkpoints_dir
         self.recoverables: dict[str, Any] = {}
         self.optional_recoverables: dict[str, bool] = {}
         self.custom_load_hooks = dict(custom_load_hooks or {})
@@ -219,7 +220,6 @@ class Checkpointer:
         self.around_save: Callable[[bool], AbstractContextManager[None]] = lambda _: contextlib.nullcontext()
         self.tell_epoch: Callable[[], int | None] = lambda: None
         self.whole_states: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None
-        self._lock: FolderLock | None = None
         self._ledger = DamageLedger()
         self._memory = SnapshotMemory()
         self._background = BackgroundSave()
@@ -232,11 +232,11 @@ class Checkpointer:
     @property
     def checkpoints_dir(self) -> Path:
         """The folder. An absolute path, wherever the working directory is by now."""
-        return self._checkpoints_dir
+        return self._lock.folder
 
     @checkpoints_dir.setter
     def checkpoints_dir(self, folder: str | os.PathLike[str]) -> None:
-        self._checkpoints_dir = Path(folder).absolute()  # links stay, and ".." too, which may follow one
+        self._lock = FolderLock(folder)  # links stay, and ".." too, which may follow one
 
     def add_recoverable(
         self,
@@ -358,8 +358,7 @@ class Checkpointer:
 
         Ranks: as :meth:`save_checkpoint`; one hand-over for all of it.
         """
-        keys = tuple(importance_keys or ()), tuple(max_keys or ()), tuple(min_keys or ())
-        retention = Retention(num_to_keep, *keys, ckpt_predicate, keep_recent)
+        retention = Retention(num_to_keep, importance_keys, max_keys, min_keys, ckpt_predicate, keep_recent)
         self._save(meta, end_of_epoch, name, verbosity, retention)
 
     def find_checkpoint(
@@ -419,7 +418,7 @@ class Checkpointer:
         selection = Selection(importance_key, max_key, min_key, ckpt_predicate)
         if max_num_checkpoints is not None and max_num_checkpoints < 0:
             raise ConfigError(f"max_num_checkpoints={max_num_checkpoints!r} cannot be negative.")
-        return checkpoint_work_on_main(self._find, selection, max_num_checkpoints)
+        return self._on_main(self._folder().find, selection, max_num_checkpoints)
 
     @POSITION.at("recovering a checkpoint")
     def recover_if_possible(
@@ -496,7 +495,7 @@ class Checkpointer:
 
         Ranks: as :meth:`find_checkpoint`.
         """
-        return checkpoint_work_on_main(self._named, Path(path).absolute())
+        return self._on_main(self._named, Path(path).absolute())
 
     def list_checkpoints(self) -> list[Checkpoint]:
         """List all checkpoints that can be read, in no order of merit and without verifying their files.
@@ -542,9 +541,8 @@ class Checkpointer:
 
         Ranks: all, or the main process alone; the main process chooses and deletes.
         """
-        keys = tuple(importance_keys or ()), tuple(max_keys or ()), tuple(min_keys or ())
-        retention = Retention(num_to_keep, *keys, ckpt_predicate, keep_recent)
-        checkpoint_work_on_main(self._delete, retention, verbosity)
+        retention = Retention(num_to_keep, importance_keys, max_keys, min_keys, ckpt_predicate, keep_recent)
+        self._on_main(self._delete, retention, verbosity)
 
     def wait(self) -> None:
         """Wait until the checkpoint that is being written in the background is complete and on the disk.
@@ -556,11 +554,11 @@ class Checkpointer:
 
         State: where ``asynchronous`` is off, the memory of the copies is given back.
         """
-        checkpoint_work_on_main(self._await_background_save)
+        self._on_main(lambda: None)
 
     def _wait_if_asynchronous(self) -> None:
         if self.asynchronous:
-            checkpoint_work_on_main(self._await_background_save)
+            self.wait()
 
     @contextlib.contextmanager
     def hold_folder(self) -> Iterator[None]:
@@ -576,18 +574,18 @@ class Checkpointer:
 
         State: ``.lock`` in the folder.
         """
-        lock = self._folder_lock()
+        folder = self._folder()
 
         def take() -> bool:
-            lock.acquire()
+            folder.lock.acquire()
             return True
 
-        is_held = checkpoint_work_on_main(self._folder().attempt, take)
+        is_held = checkpoint_work_on_main(folder.attempt, take)
         try:
             yield
         finally:
             if is_held and if_main_process():  # else it is a save in the background that holds it
-                lock.release()
+                folder.lock.release()
 
     def set_aside(self, start: Checkpoint | None) -> None:
         """Move the checkpoints that do not belong to a run that begins at ``start`` into a subfolder, and name it.
@@ -657,77 +655,68 @@ class Checkpointer:
                 stored = {one: obj for one, obj in objects.items() if hooks[one] is torch_save}
                 objects = {**objects, **self.whole_states(stored)}
             save = SaveRequest(meta or {}, end_of_epoch, name, verbosity, objects, hooks, retention, epoch)
-            everywhere = save.hooks_where(every_rank=True)
-            if not everywhere:
-                return checkpoint_work_on_main(self._folder().attempt, lambda: self._finish(save, *self._begin(save)))
-            return self._save_on_every_rank(save, everywhere)
+            folder, everywhere = self._folder(), save.hooks_where(every_rank=True)
+            if everywhere:
+                return self._save_on_every_rank(folder, save, everywhere)
+            return self._on_main(folder.attempt, lambda: self._finish(folder, save, *folder.begin(save)))
 
-    def _save_on_every_rank(self, save: SaveRequest, hooks: Mapping[str, SaveHook]) -> Checkpoint | None:
-        begun = checkpoint_work_on_main(self._folder().attempt, self._begin, save)
+    def _save_on_every_rank(
+        self, folder: CheckpointFolder, save: SaveRequest, hooks: Mapping[str, SaveHook]
+    ) -> Checkpoint | None:
+        begun = self._on_main(folder.attempt, folder.begin, save)
         if begun is None:
             return None
         staging, final = begun
-        own = run_savers(hooks, self.recoverables, staging)
+        own: CheckpointError | None = None
+        try:
+            run_savers(hooks, self.recoverables, staging)
+        except CheckpointError as error:
+            own = error
         failures = [f"rank {rank}: {text}" for rank, text in enumerate(exchange(own and str(own))) if text]
         if not failures:
-            return checkpoint_work_on_main(self._folder().attempt, self._finish, save, staging, final)
+            return self._on_main(folder.attempt, self._finish, folder, save, staging, final)
         if if_main_process():
             discard_staging(staging)
-            self._folder_lock().release()
-        error = (RankCheckpointError if own is None else CheckpointError)(
-            f"cannot save {final}: {'; '.join(failures)}."
-        )
+            folder.lock.release()
+        kind = RankCheckpointError if own is None else CheckpointError
+        failure = kind(f"cannot save {final}: {'; '.join(failures)}.")
         if self.on_error != "warn":
-            raise error from own
+            raise failure from own
         if if_main_process():
-            self._folder().warn(error)
+            folder.warn(failure)
         return None
 
-    # What the main process does. Each waits first for the save that goes on in the background.
-
-    def _folder(self) -> CheckpointFolder:
-        lock, world_size = self._folder_lock(), get_world_size()
-        return CheckpointFolder(self.checkpoints_dir, self._ledger, lock, self.verify_mode, self.on_error, world_size)
-
-    def _folder_lock(self) -> FolderLock:
-        if self._lock is None or self._lock.folder != self.checkpoints_dir:
-            self._lock = FolderLock(self.checkpoints_dir)
-        return self._lock
-
-    def _await_background_save(self) -> None:
-        if not BackgroundSave.threads:  # this process has saved nothing in the background
-            return
-        self._background.wait(self.checkpoints_dir)
-        if not self.asynchronous:
-            self._memory.clear()
-
-    def _begin(self, save: SaveRequest) -> tuple[Path, Path]:
-        self._await_background_save()
-        folder = self._folder()
-        folder.lock.acquire()  # until the save is done, which may be in a thread
-        try:
-            return folder.begin(save)
-        except BaseException:
-            folder.lock.release()
-            raise
-
-    def _finish(self, save: SaveRequest, staging: Path, final: Path) -> Checkpoint:
-        folder = self._folder()
+    def _finish(self, folder: CheckpointFolder, save: SaveRequest, staging: Path, final: Path) -> Checkpoint:
         with contextlib.ExitStack() as releasing:
             releasing.callback(folder.lock.release)
-            collected = folder.collect(save, staging, final, self._memory.take if self.asynchronous else None)
-            if not collected.is_copy:
-                return folder.commit(save, collected)
-            self._background.start(final, functools.partial(_commit_and_release, folder, save, collected))
+            copy = self._memory.take if self.asynchronous else None
+            checkpoint, states, is_copy = folder.collect(save, staging, final, copy)
+            commit = functools.partial(folder.commit, save, staging, checkpoint, states)
+            if not is_copy:
+                return commit()
+            self._background.start(final, functools.partial(_commit_and_release, folder, commit))
             releasing.pop_all()  # the thread does it
-            return collected.checkpoint
+            return checkpoint
 
-    def _find(self, selection: Selection, limit: int | None) -> list[Checkpoint]:
-        self._await_background_save()
-        return self._folder().find(selection, limit)
+    # ------------------------------------------------------------------------------------ what the main process does
+
+    def _folder(self) -> CheckpointFolder:
+        lock = self._lock
+        return CheckpointFolder(lock.folder, self._ledger, lock, self.verify_mode, self.on_error, get_world_size())
+
+    def _on_main(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Run a function on the main process, once the save that goes on in the background is done."""
+
+        def work() -> T:
+            if BackgroundSave.threads:  # else this process has saved nothing in the background
+                self._background.wait(self.checkpoints_dir)
+                if not self.asynchronous:
+                    self._memory.clear()
+            return function(*arguments)
+
+        return checkpoint_work_on_main(work)
 
     def _named(self, path: Path) -> Checkpoint:
-        self._await_background_save()
         problem = None
         if not path.is_dir():
             problem = "it is a file; give its directory" if path.is_file() else "there is no such directory"
@@ -743,7 +732,6 @@ class Checkpointer:
         return checkpoint
 
     def _delete(self, retention: Retention, verbosity: int) -> None:
-        self._await_background_save()
         folder = self._folder()
         with folder.lock.hold():
             folder.delete(retention, verbosity)
@@ -775,10 +763,10 @@ class Checkpointer:
         self.last_loaded, self.not_taken = checkpoint.path, tuple(sorted(left))
 
 
-def _commit_and_release(folder: CheckpointFolder, save: SaveRequest, collected: Collected) -> None:
+def _commit_and_release(folder: CheckpointFolder, commit: Callable[[], Checkpoint]) -> None:
     """Write what was collected, in a thread; then give back the folder's lock, which was held for it."""
     try:
-        folder.attempt(folder.commit, save, collected)
+        folder.attempt(commit)
     finally:
         folder.lock.release()
 

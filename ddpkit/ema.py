@@ -102,7 +102,6 @@ class WeightAverage:
         self._modules = modules
         self._lerp: Callable[..., None] = get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
         self._averages: dict[str, torch.Tensor] = {}
-        self._loaded: dict[str, torch.Tensor] | None = None
         self._groups: list[_Group] = []
         self._is_applied = False
 
@@ -118,7 +117,7 @@ class WeightAverage:
         """
         if self._is_applied:
             raise ConfigError("The average was updated inside `with brain.ema.applied()`: train outside of it.")
-        if not self.updates or self._loaded is not None:
+        if not self.updates or not self._groups:
             self.follow()
         for group in self._groups:
             weights = group.weights()
@@ -153,7 +152,7 @@ class WeightAverage:
                 group.parameters.append(local_part(now))
             else:
                 group.statistics.append(weight)
-        self._averages, self._groups, self._loaded = averages, list(groups.values()), None
+        self._averages, self._groups = averages, list(groups.values())
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
@@ -202,23 +201,6 @@ class WeightAverage:
 
     # ------------------------------------------------------------------------------------ checkpoints
 
-    def add_to(self, checkpointer: Any) -> None:
-        """Save the average in checkpoints, as ``"ema"``; checkpoints without it can still be loaded.
-
-        Args:
-            checkpointer: a :class:`~ddpkit.checkpoints.Checkpointer`.
-
-        Raises:
-            ConfigError: it has something else under this name.
-        """
-        other = getattr(checkpointer, "recoverables", {}).get(RECOVERABLE)
-        if other is not None and not isinstance(other, WeightAverage):
-            raise ConfigError(
-                f"The checkpointer has a recoverable {RECOVERABLE!r}, a {type(other).__name__}: under this name the "
-                "average of the weights is saved. Rename yours, or leave ema_decay out."
-            )
-        checkpointer.add_recoverable(RECOVERABLE, self, optional_load=True)
-
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the modules with the averages in it, and the number of updates.
 
@@ -227,10 +209,9 @@ class WeightAverage:
         """
         state = {COUNT: torch.tensor(self.updates), **self._module_state()}
         if self.updates:
-            averages = self._averages if self._loaded is None else self._loaded
             for weight in self._weights():
-                if weight.names[0] in averages:
-                    state.update(dict.fromkeys(weight.names, averages[weight.names[0]]))
+                if weight.names[0] in self._averages:
+                    state.update(dict.fromkeys(weight.names, self._averages[weight.names[0]]))
         return state
 
     def load_state_dict(self, state: Any) -> None:
@@ -247,13 +228,15 @@ class WeightAverage:
         weights = {weight.names[0]: weight.now() for weight in self._weights()}
         strange = sorted(weights.keys() - state.keys())
         strange += sorted(map(str, state.keys() - {COUNT} - weights.keys() - self._module_state().keys()))
-        strange += sorted(name for name, now in weights.items() if name in state and not _fits(state[name], now))
+        strange += [
+            name for name, now in weights.items() if name in state and getattr(state[name], "shape", None) != now.shape
+        ]
         if strange:
             listed = ", ".join(strange[:5]) + (f" and {len(strange) - 5} more" if len(strange) > 5 else "")  # noqa: PLR2004
             raise CheckpointError(f"the average is of other modules; missing, unknown or of another shape: {listed}.")
         self.updates = int(state[COUNT])
-        self._averages, self._groups = {}, []
-        self._loaded = {name: sharded_like(state[name], now).detach().clone() for name, now in weights.items()}
+        self._averages = {name: sharded_like(state[name], now).detach().clone() for name, now in weights.items()}
+        self._groups = []
 
     # ------------------------------------------------------------------------------------ what there is
 
@@ -273,18 +256,12 @@ class WeightAverage:
 
     def _average_of(self, weight: _Weight, now: torch.Tensor) -> torch.Tensor | None:
         """Return the average of a weight, or None for one that is frozen and whose average is its value."""
-        name = weight.names[0]
-        known: torch.Tensor | None = sharded_like(self._averages.get(name), now)
-        if known is not None and known.shape == now.shape and known.device == now.device:
-            return known
         wide = torch.promote_types(now.dtype, torch.float32)
-        value = now.detach().to(wide)
+        value, known = now.detach().to(wide), self._averages.get(weight.names[0])
         trained = now.requires_grad or not isinstance(now, nn.Parameter)
-        saved = (self._loaded or {}).get(name)
-        if saved is not None:
-            average: torch.Tensor = sharded_like(saved, now).to(now.device, wide)
-            trained = trained or not torch.equal(average, value)
-            value = average
+        if known is not None and known.shape == now.shape:
+            average: torch.Tensor = sharded_like(known, now).to(now.device, wide)
+            return average if trained or not torch.equal(average, value) else None
         return torch.empty_like(now, dtype=wide, requires_grad=False).copy_(value) if trained else None
 
     def _module_state(self) -> dict[str, Any]:
@@ -299,10 +276,6 @@ def _can_be_averaged(weight: _Weight) -> bool:
 def _is_count(value: Any) -> bool:
     whole = isinstance(value, torch.Tensor) and not value.is_floating_point() and not value.is_complex()
     return whole and value.numel() == 1 and int(value) >= 0
-
-
-def _fits(saved: Any, now: torch.Tensor) -> bool:
-    return isinstance(saved, torch.Tensor) and saved.shape == now.shape
 
 
 @torch.no_grad()

@@ -4,7 +4,6 @@ from ddpkit.checkpointing.async_save import (
 )
 from ddpkit.checkpointing.folder import (
     CheckpointFolder as CheckpointFolder,
-    Collected as Collected,
     SaveRequest as SaveRequest,
     check_file_name as check_file_name,
     checkpoint_work_on_main as checkpoint_work_on_main,

@@ -7,14 +7,14 @@ on every rank come between :meth:`CheckpointFolder.begin` and :meth:`CheckpointF
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import itertools
 import logging
 import math
 import operator
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
@@ -152,35 +152,9 @@ class SaveRequest:
             raise CheckpointError(f"meta has unixtime={meta['unixtime']!r}, which must be a number of seconds.")
         return meta
 
-    def states(self, names: Iterable[str]) -> dict[str, Any]:
-        """Return the states of some objects, as ``torch.save`` would store them."""
-        states = {}
-        for name in names:
-            try:
-                states[name] = saved_state(self.objects[name])
-            except Exception as error:
-                raise _saver_error(name, error) from error
-        return states
 
-
-@dataclass(frozen=True)
-class Collected:
-    """A checkpoint as it will be, its staging directory, and the states that are still to be written, by name.
-
-    Attributes:
-        is_copy: whether the states are copies, so that training may go on.
-
-    Ranks: main only.
-    """
-
-    checkpoint: Checkpoint
-    staging: Path
-    states: Mapping[str, Any]
-    is_copy: bool
-
-
-def run_savers(hooks: Mapping[str, SaveHook], objects: Mapping[str, Any], staging: Path) -> CheckpointError | None:
-    """Run save hooks.
+def run_savers(hooks: Mapping[str, SaveHook], objects: Mapping[str, Any], staging: Path) -> dict[str, Any]:
+    """Run save hooks, but take the states of what :func:`torch_save` is to save.
 
     Args:
         hooks: by name.
@@ -188,26 +162,35 @@ def run_savers(hooks: Mapping[str, SaveHook], objects: Mapping[str, Any], stagin
         staging: where the files go.
 
     Returns:
-        What went wrong, so that the ranks can agree on it before anybody raises.
+        The states, by name, as ``torch.save`` would store them.
+
+    Raises:
+        CheckpointError: one could not be saved.
 
     Ranks: local.
 
     Example:
         >>> run_savers({"a": lambda obj, path: 1 / 0}, {"a": None}, Path("save"))
-        CheckpointError("saving the recoverable 'a': ZeroDivisionError: division by zero")
+        Traceback (most recent call last):
+        ddpkit.errors.CheckpointError: saving the recoverable 'a': ZeroDivisionError: division by zero
     """
+    states = {}
     for name, hook in hooks.items():
-        try:
-            hook(objects[name], staging / f"{name}{SUFFIX}")
-        except Exception as error:  # noqa: BLE001 -- raised by the caller, on every rank
-            return _saver_error(name, error)
-    return None
+        with _saving(name):
+            if hook is torch_save:
+                states[name] = saved_state(objects[name])
+            else:
+                hook(objects[name], staging / f"{name}{SUFFIX}")
+    return states
 
 
-def _saver_error(name: str, error: Exception) -> CheckpointError:
-    failure = CheckpointError(f"saving the recoverable {name!r}: {type(error).__name__}: {error}")
-    failure.__cause__ = error
-    return failure
+@contextlib.contextmanager
+def _saving(name: str) -> Iterator[None]:
+    """Name the recoverable that could not be saved."""
+    try:
+        yield
+    except Exception as error:
+        raise CheckpointError(f"saving the recoverable {name!r}: {type(error).__name__}: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -231,10 +214,11 @@ class CheckpointFolder:
         >>> path = Path(tempfile.mkdtemp())
         >>> folder = CheckpointFolder(path, DamageLedger(), FolderLock(path))
         >>> save = SaveRequest({"loss": 1.0}, True, "one", logging.INFO, {}, {})
-        >>> with folder.lock.hold():
-        ...     collected = folder.collect(save, *folder.begin(save))
-        ...     folder.commit(save, collected).meta["loss"]
+        >>> staging, final = folder.begin(save)
+        >>> checkpoint, states, _ = folder.collect(save, staging, final)
+        >>> folder.commit(save, staging, checkpoint, states).meta["loss"]
         1.0
+        >>> folder.lock.release()
     """
 
     path: Path
@@ -249,12 +233,19 @@ class CheckpointFolder:
     def begin(self, save: SaveRequest) -> tuple[Path, Path]:
         """Make the directory in which a checkpoint is written, and choose the name that it will have.
 
+        The lock is acquired, and is to be released when the save is done, which may be in a thread.
+
         Raises:
             CheckpointError: the directory cannot be made.
         """
-        self.lock.clean()
-        final = self._new_path(save.name)
-        return make_staging(final), final
+        self.lock.acquire()
+        try:
+            self.lock.clean()
+            final = self._new_path(save.name)
+            return make_staging(final), final
+        except BaseException:
+            self.lock.release()
+            raise
 
     def collect(
         self,
@@ -262,7 +253,7 @@ class CheckpointFolder:
         staging: Path,
         final: Path,
         copy: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None,
-    ) -> Collected:
+    ) -> tuple[Checkpoint, Mapping[str, Any], bool]:
         """Write ``CKPT.yaml`` and what other hooks than :func:`torch_save` write, and take the states of the rest.
 
         Args:
@@ -271,12 +262,15 @@ class CheckpointFolder:
             final: the path that it gets, also from there.
             copy: copies the states, so that they may change; where memory is too short for that, a warning says so.
 
+        Returns:
+            The checkpoint as it will be, the states that are still to be written, by name, and whether they are copies,
+            so that training may go on.
+
         Raises:
             CheckpointError: it could not be done, and nothing is left of it.
         """
         from ddpkit.base import dump_plain_yaml
 
-        hooks = save.hooks_where(every_rank=False)
         states: Mapping[str, Any] = {}
         is_copy = False
         with cleaned_on_error(staging, final):
@@ -285,11 +279,7 @@ class CheckpointFolder:
             if len(text) > MOST_TEXT:  # a checkpoint that could not be read again
                 raise CheckpointError(f"its meta takes {len(text)} bytes, of {MOST_TEXT}: save large values as files.")
             write_file(staging / META_NAME, operator.methodcaller("write", text))
-            others = {name: hook for name, hook in hooks.items() if hook is not torch_save}
-            failure = run_savers(others, save.objects, staging)
-            if failure is not None:
-                raise failure
-            states = save.states([name for name in hooks if name not in others])
+            states = run_savers(save.hooks_where(every_rank=False), save.objects, staging)
             if copy is not None:
                 try:
                     states, is_copy = copy(states), True
@@ -297,25 +287,27 @@ class CheckpointFolder:
                     words = "Checkpoints are written while training waits, because the state cannot be copied first: %s"
                     logger.warning_once(words, error)
         names = sorted({*states, *(path.name.removesuffix(SUFFIX) for path in staging.glob(f"*{SUFFIX}"))})
-        checkpoint = Checkpoint(final, meta, {name: final / f"{name}{SUFFIX}" for name in names})
-        return Collected(checkpoint, staging, states, is_copy)
+        return Checkpoint(final, meta, {name: final / f"{name}{SUFFIX}" for name in names}), states, is_copy
 
-    def commit(self, save: SaveRequest, collected: Collected) -> Checkpoint:
+    def commit(self, save: SaveRequest, staging: Path, checkpoint: Checkpoint, states: Mapping[str, Any]) -> Checkpoint:
         """Write the states, give the checkpoint its name, and apply the retention.
+
+        Args:
+            save: what to save.
+            staging: the directory from :meth:`begin`.
+            checkpoint: from :meth:`collect`.
+            states: also from there.
 
         Raises:
             CheckpointError: it could not be saved, and nothing is left of it; or the retention could not be applied,
                 unless ``on_error`` is "warn".
         """
-        checkpoint, staging, states = collected.checkpoint, collected.staging, collected.states
-        final, digests, needed = checkpoint.path, {}, functools.partial(state_bytes, states)
+        final, digests, needed = checkpoint.path, {}, state_bytes(states)
         with cleaned_on_error(staging, final, needed):
             for name, state in states.items():
                 path = staging / f"{name}{SUFFIX}"
-                try:
+                with _saving(name):
                     digests[path] = write_state(state, path)
-                except Exception as error:
-                    raise _saver_error(name, error) from error
         commit_staging(staging, final, digests, self.world_size, before_rename=self.lock.require, bytes_needed=needed)
         self.ledger.reasons.pop(final, None)
         self.ledger.note_time(checkpoint)

@@ -23,10 +23,9 @@ import mmap
 import sys
 import zipfile
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
-from io import BufferedReader
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -357,28 +356,7 @@ def torch_recovery(obj: Any, path: Path, end_of_epoch: bool) -> None:  # noqa: A
         >>> torch.equal(saved.weight, loaded.weight)
         True
     """
-    load_state(obj, safe_load(path, mmap=_copies_what_it_loads(obj)), path)
-
-
-def load_state(obj: Any, state: Any, path: Path) -> None:
-    """Give an object the state that a file holds.
-
-    Args:
-        obj: as in :func:`torch_recovery`.
-        state: what :func:`safe_load` returned.
-        path: the file, for the message.
-
-    Raises:
-        CheckpointError: the state does not fit the object.
-
-    Ranks: local.
-
-    Example:
-        >>> model = nn.Linear(1, 1)
-        >>> load_state(model, {"module.weight": torch.ones(1, 1), "module.bias": torch.ones(1)}, Path("model.ckpt"))
-        >>> model.weight.item()
-        1.0
-    """
+    state = safe_load(path, mmap=_copies_what_it_loads(obj))
     try:
         if isinstance(obj, nn.Module):
             inner = unwrap(obj)
@@ -484,13 +462,12 @@ _DAMAGED = frozenset({"UnpicklingError", "EOFError", "KeyError", "BadZipFile"})
 _LOADING_METHODS = ("load_state_dict", "_load_from_state_dict", "set_extra_state")
 
 
-def safe_load(path: Path, map_location: Any = "cpu", handle: BinaryIO | None = None, *, mmap: bool = False) -> Any:
+def safe_load(path: Path, map_location: Any = "cpu", *, mmap: bool = False) -> Any:
     """Load a file of ``torch.save`` without running any code from it, whatever the environment says.
 
     Args:
         path: the file.
         map_location: where tensors go, as in ``torch.load``.
-        handle: read this instead, which has the file's content; ``path`` is for the message then.
         mmap: the tensors may be pages of the file, which costs no memory and a third of the time: for a caller that
             copies them at once. A file that is not as ``torch.save`` writes it is read all the same.
 
@@ -511,9 +488,8 @@ def safe_load(path: Path, map_location: Any = "cpu", handle: BinaryIO | None = N
         {'step': 3}
     """
     try:
-        with Path(path).open("rb") if handle is None else contextlib.nullcontext(handle) as file:
-            pages = _pages_of(cast("BufferedReader", file)) if mmap else None
-            return torch.load(pages or file, map_location=map_location, weights_only=True, mmap=pages is not None)
+        mapped = mmap and _can_be_mapped(path)
+        return torch.load(path, map_location=map_location, weights_only=True, mmap=mapped)
     except Exception as error:
         reason = str(error).strip().split("\n")[0]
         if type(error).__name__ in _DAMAGED:  # torch's words are about torch.load
@@ -527,34 +503,19 @@ def safe_load(path: Path, map_location: Any = "cpu", handle: BinaryIO | None = N
         raise CheckpointError(f"cannot load {path}: {reason}.") from error
 
 
-def _pages_of(file: BufferedReader) -> str | None:
-    """Return a name under which torch can map a file, which stays this file when its own is removed or replaced.
+def _can_be_mapped(path: Path) -> bool:
+    """Say whether a file is as ``torch.save`` writes it, and its file system can map it.
 
-    The file is read into the page cache, where a disk that fails raises; a page of a mapping would end the process.
-
-    Args:
-        file: stands at its beginning, also afterwards.
-
-    Returns:
-        None where it is not as ``torch.save`` writes it, or cannot be mapped, as on some network file systems.
+    It is read into the page cache, where a disk that fails raises; a page of a mapping would end the process.
     """
     block = bytearray(BLOCK_BYTES)
-    while file.readinto(block):
-        pass
-    is_plain = zipfile.is_zipfile(file)
-    if is_plain:
-        with zipfile.ZipFile(file) as archive:
-            is_plain = all(one.compress_type == zipfile.ZIP_STORED for one in archive.infolist())
-    file.seek(0)
-    name = f"/dev/fd/{file.fileno()}"
-    is_private = torch.serialization.get_default_mmap_options() == mmap.MAP_PRIVATE  # else it must be writable
-    if not (is_plain and is_private and Path(name).exists()):
-        return None
-    try:
-        mmap.mmap(file.fileno(), 1, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ).close()
-    except OSError:
-        return None
-    return name
+    with path.open("rb", buffering=0) as file:
+        while file.readinto(block):
+            pass
+        with contextlib.suppress(OSError, zipfile.BadZipFile), zipfile.ZipFile(path) as archive:
+            mmap.mmap(file.fileno(), 1, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ).close()
+            return all(one.compress_type == zipfile.ZIP_STORED for one in archive.infolist())
+    return False
 
 
 def _refused_globals(path: Path) -> list[str]:
@@ -612,56 +573,41 @@ def _loose_key(key: str) -> str:
     return ".".join(part for part in key.split(".") if part not in {"module", "_orig_mod"})
 
 
-def _renamed(state: Any, names: Mapping[str, str]) -> Any:
-    renamed = OrderedDict((names.get(key, key), value) for key, value in state.items())
+def _renamed(state: Any, rename: Callable[[str], str]) -> Any:
+    renamed = OrderedDict((rename(name), value) for name, value in state.items())
     metadata = getattr(state, "_metadata", None)
     if metadata is not None:
-        vars(renamed)["_metadata"] = {names.get(key, key): value for key, value in metadata.items()}
+        vars(renamed)["_metadata"] = {rename(name): value for name, value in metadata.items()}
     return renamed
-
-
-def _all_names(state: Any) -> Iterable[str]:
-    return [*state, *(getattr(state, "_metadata", None) or ())]
 
 
 def _unwrapped_state(module: nn.Module) -> Any:
     inner = unwrap(module)
-    state = inner.state_dict()
-    names = {name: plain_key(inner, name) for name in _all_names(state)}
-    return state if all(name == plain for name, plain in names.items()) else _renamed(state, names)
-
-
-def _rename_for(inner: nn.Module, state: Any) -> Any:
-    """Give the entries of a file's state the names that ``inner`` has for them, however either is wrapped."""
-    if not isinstance(state, Mapping):
-        raise CheckpointError(f"it holds a {type(state).__name__} where a module's state was expected")
-    own = inner.state_dict()
-    if all(name in own for name in state):
-        return state
-    own_names = _all_names(own)
-    plain = {plain_key(inner, name): name for name in own_names}
-    loose: dict[str, list[str]] = {}
-    for name in own_names:
-        loose.setdefault(_loose_key(name), []).append(name)
-    names = {}
-    for name in _all_names(state):
-        alike = loose.get(_loose_key(name), [])
-        guess = alike[0] if len(alike) == 1 and alike[0] not in state else name
-        names[name] = plain.get(name, guess)
-    return _renamed(state, names)
+    return _renamed(inner.state_dict(), functools.partial(plain_key, inner))
 
 
 def _for_module(inner: nn.Module, state: Any) -> Any:
-    """Give the entries of a state the module's names; divide them where the module's parameters are divided."""
-    if _has(inner.state_dict(), _is_on_meta):
+    """Give the entries of a file's state the names that ``inner`` has for them; divide them where it is divided."""
+    own = inner.state_dict()
+    if _has(own, _is_on_meta):
         raise ValueError(ON_META.format("load"))  # torch would load nothing
-    renamed = _rename_for(inner, state)
+    if not isinstance(state, Mapping):
+        raise CheckpointError(f"it holds a {type(state).__name__} where a module's state was expected")
+    plain: dict[str, str] = {}
+    loose: dict[str, list[str]] = {}
+    for name in [*own, *getattr(own, "_metadata", ())]:
+        plain[plain_key(inner, name)] = name
+        loose.setdefault(_loose_key(name), []).append(name)
+
+    def own_name(name: str) -> str:
+        alike = loose.get(_loose_key(name), [])
+        return plain.get(name, alike[0] if len(alike) == 1 and alike[0] not in state else name)
+
+    renamed = _renamed(state, own_name)
     for known in (getattr(state, "_metadata", None) or {}).values():  # torch notes there whether a caller once asked
         known.pop("assign_to_params_buffers", None)  # for new parameters, which no optimizer would have
-    if any(map(is_sharded, inner.parameters())):
-        own, renamed = inner.state_dict(), _renamed(renamed, {})
-        for name, value in renamed.items():
-            renamed[name] = sharded_like(value, own.get(name))
+    for name, value in renamed.items():
+        renamed[name] = sharded_like(value, own.get(name))
     return renamed
 
 

@@ -9,7 +9,7 @@ import math
 import numbers
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -158,9 +158,9 @@ class Retention:
     """
 
     num_to_keep: int
-    importance_keys: Sequence[ImportanceKey] = ()
-    max_keys: Sequence[str] = ()
-    min_keys: Sequence[str] = ()
+    importance_keys: Sequence[ImportanceKey] | None = ()
+    max_keys: Sequence[str] | None = ()
+    min_keys: Sequence[str] | None = ()
     ckpt_predicate: Predicate | None = None
     keep_recent: bool | int = False
 
@@ -170,17 +170,15 @@ class Retention:
 
     def selections(self) -> list[tuple[Selection, int]]:
         """Return one selection per key, and how many of the best it keeps."""
-        predicate, number = self.ckpt_predicate, self.num_to_keep
-        importance_keys, newest = list(self.importance_keys), number if self.keep_recent is True else self.keep_recent
-        if self.keep_recent:
-            importance_keys = [key for key in importance_keys if key is not ckpt_recency]
+        newest = self.num_to_keep if self.keep_recent is True else self.keep_recent
+        importance_keys = [key for key in self.importance_keys or () if not (self.keep_recent and key is ckpt_recency)]
         found = [
-            *(Selection(importance_key=key, ckpt_predicate=predicate) for key in importance_keys),
-            *(Selection(max_key=key, ckpt_predicate=predicate) for key in self.max_keys),
-            *(Selection(min_key=key, ckpt_predicate=predicate) for key in self.min_keys),
+            *((Selection(importance_key=key), self.num_to_keep) for key in importance_keys),
+            *((Selection(max_key=key), self.num_to_keep) for key in self.max_keys or ()),
+            *((Selection(min_key=key), self.num_to_keep) for key in self.min_keys or ()),
+            *([(Selection(importance_key=ckpt_recency), newest)] if self.keep_recent else []),
         ]
-        recent = [(Selection(importance_key=ckpt_recency, ckpt_predicate=predicate), newest)]
-        return [(one, number) for one in found] + (recent if self.keep_recent else [])
+        return [(replace(one, ckpt_predicate=self.ckpt_predicate), number) for one, number in found]
 
 
 def _check_count(name: str, value: Any, words: str) -> None:
@@ -313,14 +311,6 @@ def _holds_a_checkpoint(path: Path) -> bool:
     return any(name in {META_NAME, MANIFEST_NAME} or name.endswith(SUFFIX) for name in names)
 
 
-def _read_checked(path: Path, mode: VerifyMode) -> Checkpoint:
-    checkpoint = read_checkpoint(path)
-    faults = verify(path, mode, only=META_NAME)
-    if faults:
-        raise CheckpointError("; ".join(faults))
-    return checkpoint
-
-
 def damage_of(path: Path, mode: VerifyMode) -> list[str]:
     """Say why a checkpoint is not what was saved. Its manifest must be there.
 
@@ -404,8 +394,11 @@ class DamageLedger:
         for path in paths:
             try:
                 if _holds_a_checkpoint(path):
-                    found.append(_read_checked(path, mode))
-                    self.note_time(found[-1])
+                    checkpoint, faults = read_checkpoint(path), verify(path, mode, only=META_NAME)
+                    if faults:
+                        raise CheckpointError("; ".join(faults))
+                    found.append(checkpoint)
+                    self.note_time(checkpoint)
             except CheckpointError as error:
                 if os.path.lexists(path):  # else another process has deleted it meanwhile
                     self.report(path, str(error))
@@ -458,36 +451,31 @@ def average_state_dicts(state_dicts: Iterable[Mapping[str, Any]]) -> dict[str, A
             raise ConfigError(f"a {type(state).__name__} cannot be averaged: states of modules are needed, by name.")
         if count == 1:
             first = {name: value.detach().clone() if _is_tensor(value) else value for name, value in state.items()}
-            sums = {name: _wide_copy(value) for name, value in state.items() if _can_be_averaged(value)}
-        else:
-            _add_state(sums, state, first)
+            sums = {name: _wide_copy(value) for name, value in first.items() if _can_be_averaged(value)}
+            continue
+        if state.keys() != first.keys():
+            different = sorted(map(str, state.keys() ^ first.keys()))
+            raise ConfigError(f"the states differ in {different}: they are of other models.")
+        for name, own in first.items():
+            _require_alike(name, own, state[name])
+        for name, total in sums.items():
+            total.add_(state[name].detach().to(total.device, total.dtype))
     if not count:
         raise ConfigError("average_state_dicts was given no state; at least one is needed.")
     return first | {name: (total / count).to(first[name].dtype) for name, total in sums.items()}
 
 
-def _add_state(sums: Mapping[str, torch.Tensor], state: Mapping[str, Any], first: Mapping[str, Any]) -> None:
-    if state.keys() != first.keys():
-        different = sorted(map(str, state.keys() ^ first.keys()))
-        raise ConfigError(f"the states differ in {different}: they are of other models.")
-    for name, own in first.items():
-        value = state[name]
-        if is_code(own) or is_code(value):
-            _require_same_code(name, own, value)
-        elif name in sums:
-            if not _is_tensor(value) or value.shape != own.shape:
-                raise ConfigError(f"{name} is {_kind(own)} in one of the states and {_kind(value)} in another.")
-            sums[name].add_(value.detach().to(own.device, sums[name].dtype))
-
-
-def _require_same_code(name: str, one: Any, other: Any) -> None:
-    """Refuse quantized weights that were trained: what their mean is depends on scales that are kept elsewhere."""
-    is_same = is_code(one) and is_code(other) and one.dtype == other.dtype
-    if not (is_same and torch.equal(one.cpu().view(torch.uint8), other.cpu().view(torch.uint8))):
-        raise ConfigError(
-            f"{name} has 8 bits and is not the same in all states: such codes have no mean without their scales. "
-            "Average states in which it is float32, float16 or bfloat16, and quantize the average."
-        )
+def _require_alike(name: str, one: Any, other: Any) -> None:
+    """Refuse what has no mean: other shapes, and quantized weights that differ, whose scales are kept elsewhere."""
+    if is_code(one) or is_code(other):
+        is_same = is_code(one) and is_code(other) and one.dtype == other.dtype
+        if not (is_same and torch.equal(one.cpu().view(torch.uint8), other.cpu().view(torch.uint8))):
+            raise ConfigError(
+                f"{name} has 8 bits and is not the same in all states: such codes have no mean without their scales. "
+                "Average states in which it is float32, float16 or bfloat16, and quantize the average."
+            )
+    elif _can_be_averaged(one) and not (_is_tensor(other) and other.shape == one.shape):
+        raise ConfigError(f"{name} is {_kind(one)} in one of the states and {_kind(other)} in another.")
 
 
 def is_code(value: Any) -> bool:

@@ -1,23 +1,21 @@
-"""Loading a checkpoint: every rank reads its files, or rank 0 reads them and sends the others their bytes."""
+"""Loading a checkpoint: every rank reads its files, or rank 0 reads them and sends the others copies."""
 
 from __future__ import annotations
 
 import functools
-import io
-import mmap
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, cast
+from typing import Any, Literal
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from ddpkit.base import LoadHook
-from ddpkit.checkpointing.hooks import load_state, safe_load, torch_recovery
 from ddpkit.checkpointing.index import Checkpoint
 from ddpkit.checkpointing.rank_states import all_ranks_come
-from ddpkit.distributed import control_group, ddp_prevent_block, exchange, get_world_size, run_on_main
+from ddpkit.distributed import control_group, ddp_prevent_block, exchange, get_world_size, if_main_process, run_on_main
 from ddpkit.errors import CheckpointError
 from ddpkit.logger import get_logger
 
@@ -38,9 +36,8 @@ def load_recoverables(
         hooks: what loads each, by name.
         objects: by name.
         checkpoint: has a file for each of them.
-        mode: ``"all"``: every rank reads. ``"broadcast"``: rank 0 reads what :func:`torch_recovery` loads and sends
-            it, for folders that only rank 0 sees; other loaders read by themselves, where a rank has no such file a
-            copy of rank 0's. A rank holds the bytes of a file beside its state then.
+        mode: ``"all"``: every rank reads. ``"broadcast"``: rank 0 reads, and the others load copies of its files from a
+            temporary folder, one at a time: for folders that only rank 0 sees.
 
     Raises:
         CheckpointError: one cannot be loaded. With ``"broadcast"`` it is raised on every rank, whichever failed.
@@ -55,14 +52,14 @@ def load_recoverables(
     """
     together = mode == "broadcast" and _all_are_here()
     if together:
-        _require_alike(hooks)
+        _require_alike(list(hooks))
     end_of_epoch = bool(checkpoint.meta.get("end-of-epoch", True))
     for name, hook in hooks.items():
-        path, obj = checkpoint.paramfiles[name], objects[name]
+        path = checkpoint.paramfiles[name]
         if together:
-            _load_on_all(name, path, functools.partial(_load_received, hook, obj, path, end_of_epoch))
+            _load_on_all(name, path, functools.partial(_load_copy, hook, objects[name], path, end_of_epoch))
         else:
-            _load_one(name, path, functools.partial(hook, obj, path, end_of_epoch))
+            _load_one(name, path, functools.partial(hook, objects[name], path, end_of_epoch))
 
 
 def _load_one(name: str, path: Path, load: Callable[[], object]) -> None:
@@ -83,51 +80,37 @@ def _load_on_all(name: str, path: Path, load: Callable[[], object]) -> None:
         _load_one(name, path, load)
     except CheckpointError as error:
         own = error
-    texts = exchange(own and str(own))
-    if own is not None and set(texts) == {str(own)}:
-        raise own
-    failures = [f"rank {rank}: {text}" for rank, text in enumerate(texts) if text]
+    failures = [f"rank {rank}: {text}" for rank, text in enumerate(exchange(own and str(own))) if text]
     if failures:
         raise CheckpointError(f"{name!r} could not be loaded on every rank: {'; '.join(failures)}") from own
 
 
-def _load_received(hook: LoadHook, obj: Any, path: Path, end_of_epoch: bool) -> None:
-    """Load from rank 0's bytes, or from the file itself where a loader needs a file and there is one."""
-    if hook is torch_recovery:
-        load_state(obj, safe_load(path, handle=cast("BinaryIO", _file_of_main(path))), path)
-        return
-    has_file = path.exists()
-    if all(exchange(has_file)):
+def _load_copy(hook: LoadHook, obj: Any, path: Path, end_of_epoch: bool) -> None:
+    """Load rank 0's file: there the file itself, on other ranks a copy of it."""
+    content = _bytes_of_main(path)
+    if if_main_process():
         hook(obj, path, end_of_epoch)
         return
-    content = _file_of_main(path)
     with tempfile.TemporaryDirectory(prefix="ddpkit-") as folder:
-        copy = Path(folder) / path.parent.name / path.name
+        copy = Path(folder, path.parent.name, path.name)
         copy.parent.mkdir()
-        copy.write_bytes(content.read())
-        hook(obj, path if has_file else copy, end_of_epoch)
+        content.numpy().tofile(copy)
+        del content
+        hook(obj, copy, end_of_epoch)
 
 
-def _file_of_main(path: Path) -> mmap.mmap | io.BytesIO:
-    """Read a file on rank 0 and give every rank its bytes, as a file in memory."""
-    content: mmap.mmap | None = None
+def _bytes_of_main(path: Path) -> torch.Tensor:
+    """Read a file on rank 0 and give every rank its bytes."""
+    read: list[torch.Tensor] = []
 
-    def read() -> int:
-        nonlocal content
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            content = mmap.mmap(-1, max(size, 1))
-            if file.readinto(content) != size:
-                raise OSError(f"not all of its {size} bytes could be read")
-        return size
+    def read_file() -> int:
+        read.append(torch.from_numpy(np.fromfile(path, np.uint8)))
+        return read[0].numel()
 
-    size = run_on_main(read)
-    if not size:
-        return io.BytesIO()
-    content = content or mmap.mmap(-1, size)
-    whole = torch.frombuffer(content, dtype=torch.uint8)
-    for start in range(0, size, BLOCK_BYTES):
-        dist.broadcast(whole[start : start + BLOCK_BYTES], src=0, group=control_group())
+    size = run_on_main(read_file)
+    content = read[0] if read else torch.empty(size or 0, dtype=torch.uint8)
+    for start in range(0, len(content), BLOCK_BYTES):
+        dist.broadcast(content[start : start + BLOCK_BYTES], src=0, group=control_group())
     return content
 
 
@@ -147,12 +130,11 @@ def _all_are_here() -> bool:
     return come
 
 
-def _require_alike(hooks: Mapping[str, LoadHook]) -> None:
+def _require_alike(own: list[str]) -> None:
     """Refuse to send files where the ranks would load different ones."""
-    own = [(name, hook is torch_recovery) for name, hook in hooks.items()]
     for rank, other in enumerate(exchange(own)):
         if other != own:
             raise CheckpointError(
-                f"the ranks would load different recoverables: {own} here, {other} on rank {rank} (name, and whether "
-                "torch_recovery loads it). Add the same ones in the same order on every rank, or load with 'all'."
+                f"the ranks would load different recoverables: {own} here, {other} on rank {rank}. Add the same ones "
+                "in the same order on every rank, or load with 'all'."
             )

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ddpkit.checkpointing.hooks import safe_load
 from ddpkit.comm import get_runtime
 from ddpkit.distributed import (
     ddp_prevent_block,
@@ -30,7 +29,6 @@ from ddpkit.logger import get_logger
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
 logger = get_logger(__name__)
 
@@ -123,26 +121,12 @@ class RankStates:
             ranks[get_rank() or 0] = self._collect()
         return {"format": FORMAT, "world_size": len(ranks), "ranks": list(ranks)}
 
-    def load(self, path: Path, end_of_epoch: bool) -> None:
-        """Take this rank's state from a file; of another number of ranks, only what was the same on all of them.
-
-        Args:
-            path: the file.
-            end_of_epoch: the checkpoint is from the end of an epoch, where missing states do not matter.
-
-        Raises:
-            CheckpointError: the file cannot be read or holds something else.
-
-        Ranks: local; every rank loads.
-        """
-        self.load_state_dict(safe_load(path), end_of_epoch=end_of_epoch)
-
     def load_state_dict(self, state_dict: Any, *, end_of_epoch: bool = True) -> None:
-        """Load this rank's state from the states of all ranks.
+        """Take this rank's state from those of all ranks; of another number of ranks, only what is the same on all.
 
         Args:
             state_dict: as :meth:`state_dict` returns it.
-            end_of_epoch: as in :meth:`load`.
+            end_of_epoch: the checkpoint is from the end of an epoch, where missing states do not matter.
 
         Raises:
             CheckpointError: it is of a later format.

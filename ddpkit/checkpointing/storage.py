@@ -244,15 +244,13 @@ def make_staging(final: Path) -> Path:
 
 
 @contextlib.contextmanager
-def cleaned_on_error(
-    staging: Path, final: Path, bytes_needed: Callable[[], int | None] = lambda: None
-) -> Iterator[None]:
+def cleaned_on_error(staging: Path, final: Path, bytes_needed: int | None = None) -> Iterator[None]:
     """Remove a directory made by :func:`make_staging` if the block that fills it raises.
 
     Args:
         staging: the directory.
         final: the name that it is to have, for the message.
-        bytes_needed: says how much the block had to write, about; called when the disk is full.
+        bytes_needed: how much the block has to write, about; for the message.
 
     Raises:
         CheckpointError: the block raised an ``Exception``; what means "stop now" comes out as it is.
@@ -272,12 +270,10 @@ def cleaned_on_error(
     try:
         yield
     except BaseException as error:
-        is_trouble = isinstance(error, Exception) and not isinstance(error, FolderInUseError)  # that says it all
-        failure = save_error(final, error, staging, bytes_needed) if is_trouble else None
         discard_staging(staging)
-        if failure is not None:
-            raise failure from (_os_error(error) or error)
-        raise
+        if not isinstance(error, Exception) or isinstance(error, FolderInUseError):  # that says it all
+            raise
+        raise save_error(final, error, bytes_needed) from (_os_error(error) or error)
 
 
 def commit_staging(
@@ -287,7 +283,7 @@ def commit_staging(
     world_size: int = 1,
     *,
     before_rename: Callable[[], object] = lambda: None,
-    bytes_needed: Callable[[], int | None] = lambda: None,
+    bytes_needed: int | None = None,
 ) -> None:
     """Seal a directory made by :func:`make_staging` with a manifest and give it its final name.
 
@@ -473,20 +469,13 @@ def _names(parent: Path) -> list[str]:
 # ---------------------------------------------------------------------------------------- errors
 
 
-def save_error(
-    final: Path,
-    error: BaseException,
-    staging: Path | None = None,
-    bytes_needed: Callable[[], int | None] = lambda: None,
-    what: str = "",
-) -> CheckpointError:
+def save_error(final: Path, error: BaseException, bytes_needed: int | None = None, what: str = "") -> CheckpointError:
     """Say why a save failed, what was and was not lost, and what to do.
 
     Args:
         final: the directory that was to be made.
         error: what went wrong. The ``OSError`` may hide in its ``__cause__`` or ``__context__``.
-        staging: the directory with what was written so far.
-        bytes_needed: says how much was to be written, about; called if the disk is full.
+        bytes_needed: how much was to be written, about.
         what: cannot be done; by default "cannot save" and ``final``.
 
     Returns:
@@ -504,11 +493,10 @@ def save_error(
     text = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
     if number in {errno.ENOSPC, errno.EDQUOT}:
         words = "no space left" if number == errno.ENOSPC else "disk quota exceeded, no space left"
-        needed = bytes_needed()
-        wanted = "" if needed is None else f"about {needed} bytes needed, "
+        wanted = "" if bytes_needed is None else f"about {bytes_needed} bytes needed, "
         text = (
-            f"{words} ({wanted}{_free_before(final.parent, staging)} bytes free). Free some space, or keep fewer "
-            "checkpoints: a new one is written before an old one is deleted."
+            f"{words} ({wanted}{_free_bytes(final.parent)} bytes free). Free some space, or keep fewer checkpoints: a "
+            "new one is written before an old one is deleted."
         )
     elif number in {errno.EROFS, errno.EACCES, errno.EPERM}:
         text = f"{text}. The folder {final.parent} must be writable for this user."
@@ -531,11 +519,9 @@ def _os_error(error: BaseException | None) -> OSError | None:
     return None
 
 
-def _free_before(folder: Path, staging: Path | None) -> int | str:
-    """Say how much was free before anything was written in ``staging``, which is about to be removed."""
+def _free_bytes(folder: Path) -> int | str:
     try:
-        written = sum(path.stat().st_blocks for path in staging.rglob("*") if path.is_file()) * 512 if staging else 0
-        return shutil.disk_usage(folder).free + written
+        return shutil.disk_usage(folder).free
     except OSError:
         return "?"
 

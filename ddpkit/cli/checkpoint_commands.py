@@ -9,8 +9,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import math
 import os
+import reprlib
 import sys
 import time
 from collections import Counter
@@ -45,7 +45,7 @@ from ddpkit.logger import format_order_of_magnitude
 __all__ = ["command_average", "command_export", "command_ls", "command_show", "command_verify"]
 
 NO_METRICS = frozenset({"unixtime", "end-of-epoch", "brain_intra_epoch_ckpt", "epoch"})
-MAX_TEXT_BYTES, LARGEST_SHOWN_TENSOR = 64_000, 16
+MAX_TEXT_BYTES = 64_000
 OF_TORCH = (b"PK", b"\x80")  # how a zip archive begins, and a pickle
 UNKNOWN = "?"
 
@@ -63,25 +63,16 @@ def size_text(size: int) -> str:
     return f"{format_order_of_magnitude(size)}B"
 
 
-def plain(value: Any, depth: int = 20) -> Any:
-    """Turn a value of any origin into what JSON can hold; where it is deep or endless, the outer part of it."""
-    if isinstance(value, torch.Tensor):
-        is_small = not value.is_meta and value.numel() <= LARGEST_SHOWN_TENSOR and not value.is_complex()
-        value = value.tolist() if is_small else tensor_text(value)
-    if isinstance(value, (Mapping, list, tuple, set)) and depth == 0:
-        return "..."
-    if isinstance(value, Mapping):
-        return {str(name): plain(inner, depth - 1) for name, inner in value.items()}
-    if isinstance(value, (list, tuple, set)):
-        return [plain(inner, depth - 1) for inner in value]
-    is_plain = math.isfinite(value) if isinstance(value, float) else isinstance(value, (int, str, type(None)))
-    return value if is_plain else str(value)
+_REPR = reprlib.Repr()
+_REPR.maxlevel = 4
+_REPR.maxlist = _REPR.maxtuple = _REPR.maxdict = 20
+_REPR.maxstring = _REPR.maxlong = _REPR.maxother = 400
 
 
 def value_text(value: Any, limit: int = 120) -> str:
-    """Return a value in at most ``limit`` characters of one line."""
-    value = plain(value, depth=4)
-    text = f"{value:.4g}" if isinstance(value, float) else printable(value)
+    """Return a value of any origin in at most ``limit`` characters of one line; a deep or endless one in part."""
+    text = f"{value:.4g}" if isinstance(value, float) else value if isinstance(value, str) else _REPR.repr(value)
+    text = printable(text)
     return text if len(text) <= limit else f"{text[: limit - 4]} ..."
 
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ddpkit.checkpointing import all_ranks_come, checkpoint_work_on_main, ckpt_recency, read_checkpoint
+from ddpkit.checkpointing import all_ranks_come, checkpoint_work_on_main, ckpt_recency, read_checkpoint, safe_load
 from ddpkit.checkpoints import Checkpointer
 from ddpkit.config import OPTION_BY_NAME
 from ddpkit.control import terminating_later
@@ -97,7 +97,8 @@ class CheckpointPolicy:
         checkpointer.add_recoverable("brain", brain)
         checkpointer.add_recoverable(RANKS, states, custom_load_hook=self._load_ranks, optional_load=True)
         if self.train_step.ema is not None:
-            self.train_step.ema.add_to(checkpointer)
+            self._require_free("ema", "the average of the weights (ema_decay)")
+            checkpointer.add_recoverable("ema", self.train_step.ema, optional_load=True)
         checkpointer.around_save = self._around_save
         checkpointer.tell_epoch = lambda: self.progress.epoch or None
         if not self.train_step.strategy.saves_alone:
@@ -145,31 +146,22 @@ class CheckpointPolicy:
             if self.options[option] != OPTION_BY_NAME[option].default:
                 setattr(checkpointer, attribute, self.options[option])
 
-    def _others(self) -> dict[str, Any]:
-        """Return all recoverables but ``brain`` and the averaged weights."""
-        ema = self.train_step.ema
-        return {name: one for name, one in self._recoverables().items() if name != "brain" and one is not ema}
-
     # ------------------------------------------------------------------ a call of fit
 
     @contextlib.contextmanager
-    def session(self, epoch_counter: Any) -> Iterator[None]:
-        """Keep the folder while ``fit`` runs, save in the background, finish what is begun.
-
-        Args:
-            epoch_counter: of this call of ``fit``.
-        """
+    def session(self) -> Iterator[None]:
+        """Keep the folder while ``fit`` runs, save in the background, finish what is begun."""
         checkpointer = self.checkpointer
         self.rank_state.choose_seed()
         self.run_state.is_recovered_here = True
         if checkpointer is None:
-            self._choose_start(epoch_counter)
+            self._choose_start()
             yield
             self._end_call()
             return
         before = checkpointer.asynchronous
         with checkpointer.hold_folder():
-            self._choose_start(epoch_counter)
+            self._choose_start()
             checkpointer.asynchronous = self.options.ckpt_async
             try:
                 yield
@@ -186,7 +178,8 @@ class CheckpointPolicy:
     def _end_call(self) -> None:
         """Leave this call of ``fit`` as any run leaves it that has come here, whether it was stopped before or not."""
         self.rank_state.end_streams()
-        self.run_state.calls.end(self.progress.optimizer_step)
+        calls = self.run_state.calls
+        calls.finished[calls.number] = self.progress.optimizer_step
 
     def _release(self) -> None:
         """Drop what was recovered for this call, but for what the next one takes over from its end."""
@@ -194,10 +187,10 @@ class CheckpointPolicy:
         self.rank_state.release(self._fit_loader, keep_end=keep_end)
         self._fit_loader = self.run_state.expected_epoch = None
 
-    def _choose_start(self, epoch_counter: Any) -> None:
+    def _choose_start(self) -> None:
         """Decide, once for all ranks, what this call of ``fit`` starts from."""
         state, checkpointer = self.run_state, self.checkpointer
-        state.calls.begin(next((name for name, one in self._recoverables().items() if one is epoch_counter), None))
+        state.calls.number += 1
         if checkpointer is None:
             return
         choose = functools.partial(choose_start, is_first=state.start is None)
@@ -258,39 +251,29 @@ class CheckpointPolicy:
         """
         if self.checkpointer is None:
             return
-        self.run_state.note_script_rates()
         self.checkpointer.require_hooks()
-        others = self._others()
+        ema, optimizers = self.train_step.ema, self.train_step.optimizers or {}
+        others = {name: one for name, one in self._recoverables().items() if name != "brain" and one is not ema}
         lost = modules_not_saved(modules, others)
         if lost:
             words = "The checkpointer saves no weights of the module(s) %s: add_recoverable(name, module) adds them."
             logger.warning(words, ", ".join(lost))
-        forgotten = optimizers_not_saved(self.train_step.optimizers, others)
+        forgotten = optimizers_not_saved(optimizers, others)
+        self.run_state.note_script_rates({name: one for name, one in optimizers.items() if name not in forgotten})
         if forgotten:
             words = "The checkpointer saves nothing of the optimizer(s) %s: give it them in init_optimizers."
             logger.warning(words, ", ".join(forgotten))
         self.checkpointer.recover_if_possible()
 
-    def load_run_state(self, path: Path, *, end_of_epoch: bool) -> None:
-        """Load the run state of a checkpoint that is being recovered.
-
-        Args:
-            path: of the file.
-            end_of_epoch: whether the checkpoint was made there.
-
-        Ranks: local; every rank loads.
-        """
-        self.run_state.load(path, end_of_epoch=end_of_epoch, recoverables=self._others())
-
     def _load_ranks(self, states: Any, path: Path, end_of_epoch: bool) -> None:
         if self.progress.is_fitting and self.run_state.is_recovered_here:
-            states.load(path, end_of_epoch)
+            states.load_state_dict(safe_load(path), end_of_epoch=end_of_epoch)
 
     def load_deferred(self) -> None:
         """Load a checkpoint that was made in this call of ``fit``, where it was found in an earlier one."""
-        path = self.run_state.calls.reached_later()
-        if path is not None and self.checkpointer is not None:
-            self.checkpointer.load_checkpoint(checkpoint_work_on_main(read_checkpoint, path))
+        calls = self.run_state.calls
+        if self.checkpointer is not None and calls.later is not None and calls.later[1]["fit"] == calls.number:
+            self.checkpointer.load_checkpoint(checkpoint_work_on_main(read_checkpoint, calls.later[0]))
 
     def is_done_before(self, train_loader: Any) -> bool:
         """Say whether nothing is left to do in this call of ``fit``, because the checkpoint was made in a later one.
@@ -298,11 +281,16 @@ class CheckpointPolicy:
         Args:
             train_loader: of this call.
         """
-        self._fit_loader = train_loader
-        done, steps = self.run_state.calls.steps_when_done()
+        self._fit_loader, calls = train_loader, self.run_state.calls
+        if calls.later is None:
+            return False
+        path, state = calls.later
+        words = "Call %d of fit is done: %s was made in call %d, which goes on from it; else use another folder."
+        logger.announce(words, calls.number, path, state["fit"])
+        steps = dict(enumerate(state.get("finished") or (), 1)).get(calls.number)
         if steps is not None:
             self.progress.optimizer_step = steps
-        return done
+        return True
 
     def warn_unused_entries(self) -> None:
         """Name what is in the checkpoint that the training goes on from, and nothing has taken up."""

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 
 from ddpkit.checkpointing import Checkpoint, ckpt_recency
@@ -459,11 +458,11 @@ def modules_not_saved(modules: Mapping[str, nn.Module] | nn.ModuleDict, recovera
         ['head (2 of 2 parameters)']
     """
     saved = [one for one in _parts_of(recoverables) if isinstance(one, nn.Module)]
-    held = {_storage(parameter) for module in saved for parameter in module.parameters()}
+    held = {id(parameter) for module in saved for parameter in module.parameters()}
     found = []
     for name, module in modules.items():
         trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        lost = [parameter for parameter in trained if _storage(parameter) not in held]
+        lost = [parameter for parameter in trained if id(parameter) not in held]
         if lost:
             found.append(f"{name} ({len(lost)} of {len(trained)} parameters)")
     return found
@@ -497,11 +496,3 @@ def _parts_of(recoverables: Mapping[str, Any]) -> Iterator[Any]:
         for value in getattr(one, "__dict__", {}).values():
             inner = list(value.values()) if isinstance(value, dict) else value
             yield from inner if isinstance(inner, (list, tuple)) else (inner,)
-
-
-def _storage(parameter: torch.Tensor) -> int:
-    """Return an id that a parameter shares with the parameter of a scripted copy."""
-    try:
-        return parameter.data_ptr() or id(parameter)
-    except RuntimeError:  # a parameter without storage
-        return id(parameter)

@@ -9,7 +9,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ddpkit.checkpointing import SUFFIX, Checkpoint
+from ddpkit.checkpointing import Checkpoint
 from ddpkit.distributed import get_rank, get_world_size
 from ddpkit.errors import CheckpointError
 from ddpkit.logger import get_logger
@@ -20,7 +20,6 @@ from ddpkit.run.resuming import (
     StepPlan,
     brain_file_or_nothing,
     changed_options,
-    optimizers_not_saved,
     read_brain_file,
 )
 
@@ -48,39 +47,22 @@ class FitCalls:
 
     Attributes:
         number: calls so far, this one included.
-        finished: optimizer steps after each finished call; None if unknown.
-        counters: for each call, the name of the recoverable that counted its epochs; None without one.
+        finished: optimizer steps after each finished call, by its number.
         later: a checkpoint of a later call, and its run state; else None.
 
     Ranks: local; equal on all ranks.
 
     Example:
         >>> calls = FitCalls()
-        >>> calls.begin("counter"); calls.end(12)
-        >>> calls.number, calls.finished, calls.counters
-        (1, (12,), ('counter',))
+        >>> calls.number = 1
+        >>> calls.accept(Path("CKPT+a"), {"fit": 2, "finished": [12]}), calls.later[1]["fit"]
+        (False, 2)
     """
 
     def __init__(self) -> None:
         self.number = 0
-        self.finished: tuple[int | None, ...] = ()
-        self.counters: tuple[str | None, ...] = ()
+        self.finished: dict[int, int] = {}
         self.later: tuple[Path, Mapping[str, Any]] | None = None
-
-    def begin(self, counter: str | None) -> None:
-        """Count a call.
-
-        Args:
-            counter: the name under which its epoch counter is saved.
-        """
-        self.number += 1
-        missing = (None,) * self.number
-        self.counters = (*(*self.counters, *missing)[: self.number - 1], counter)
-        self.finished = (*self.finished, *missing)[: self.number - 1]
-
-    def end(self, optimizer_step: int) -> None:
-        """Note that the call is over."""
-        self.finished = (*self.finished, optimizer_step)
 
     def accept(self, path: Path, state: Mapping[str, Any]) -> bool:
         """Return whether a checkpoint was made in this call; keep a checkpoint of a later call in :attr:`later`.
@@ -89,34 +71,9 @@ class FitCalls:
             path: its directory.
             state: its run state.
         """
-        self.later = None
-        number, counters = state.get("fit"), tuple(state.get("counters") or ())
-        if not isinstance(number, int) or self.number in {0, number}:
-            return True
-        if number < self.number:
-            return False
-        mine, known = self.counters[-1], counters[: self.number]
-        if mine is not None and len(counters) == number and mine == counters[-1] and known[-1] != mine:
-            logger.info("This call of fit is number %d of the run: the script has left out what is done.", number)
-            self.number, self.counters = number, counters
-            self.finished = tuple(state.get("finished") or ())[: number - 1]
-            return True
-        self.later = path, state
-        return False
-
-    def reached_later(self) -> Path | None:
-        """Return the checkpoint that was found in an earlier call, if it was made in this one."""
-        return None if self.later is None or self.later[1]["fit"] > self.number else self.later[0]
-
-    def steps_when_done(self) -> tuple[bool, int | None]:
-        """Say whether this call is over already, since a later one has saved; and after how many optimizer steps."""
-        if self.later is None:
-            return False, None
-        path, state = self.later
-        finished = tuple(state.get("finished") or ())
-        words = "Call %d of fit is done: %s was made in call %d, which goes on from it; else use another folder."
-        logger.announce(words, self.number, path, state["fit"])
-        return True, finished[self.number - 1] if len(finished) >= self.number else None
+        number = state.get("fit", self.number)
+        self.later = (path, state) if 0 < self.number < number else None
+        return self.number in {0, number}
 
 
 def learning_rates(optimizers: Mapping[str, Any] | None) -> dict[str, list[float]]:
@@ -209,8 +166,7 @@ class RunState:
             **vars(replace(self.step_plan, grad_accumulation_factor=factor)),
             "asked": vars(self.asked_plan or self.step_plan),
             "fit": self.calls.number,
-            "finished": list(self.calls.finished),
-            "counters": list(self.calls.counters),
+            "finished": [self.calls.finished.get(number) for number in range(1, self.calls.number)],
             "lacks": self.lacks,
             "seed": self.rank_state.base_seed,
             "rates": self._rates,
@@ -240,13 +196,12 @@ class RunState:
 
     # ------------------------------------------------------------------ recovering
 
-    def load(self, path: Path, *, end_of_epoch: bool, recoverables: Mapping[str, Any]) -> None:
+    def load(self, path: Path, *, end_of_epoch: bool) -> None:
         """Go on from the file; outside of ``fit`` only remember it.
 
         Args:
             path: of the file.
             end_of_epoch: whether the checkpoint was made there.
-            recoverables: what else the checkpointer saves, by name.
 
         Raises:
             CheckpointError: it cannot be read, or is damaged.
@@ -263,7 +218,7 @@ class RunState:
         if "step" not in state:
             raise CheckpointError(f"{path} does not say how far the run had come: it has no 'step'. {DAMAGED}")
         self.progress.optimizer_step = state.get("optimizer_step", state["step"])
-        other_rates = self._take_rates(state, folder, recoverables)
+        other_rates = self._take_rates(state.get("rates"))
         self.train_step.sum_divisor = state.get("sum_divisor")
         self.is_recovered_here = self.calls.accept(folder, state)
         if not self.is_recovered_here:
@@ -324,19 +279,22 @@ class RunState:
 
     # ------------------------------------------------------------------ learning rates and frozen parameters
 
-    def note_script_rates(self) -> None:
-        """Note the learning rates that the script has set, before a checkpoint's are loaded."""
-        self._rates = self._script_rates = learning_rates(self.train_step.optimizers)
+    def note_script_rates(self, saved: Mapping[str, Any]) -> None:
+        """Note the learning rates that the script has set, before a checkpoint's are loaded.
 
-    def _take_rates(self, state: Mapping[str, Any], folder: Path, recoverables: Mapping[str, Any]) -> list[str]:
+        Args:
+            saved: the optimizers that checkpoints hold, by name.
+        """
+        self._rates = self._script_rates = learning_rates(saved)
+
+    def _take_rates(self, saved: Any) -> list[str]:
         """Note the learning rates that the optimizers go on with; return which of the script's have no effect."""
-        given = self._script_rates or learning_rates(self.train_step.optimizers)
-        loaded = {name: one for name, one in recoverables.items() if (folder / f"{name}{SUFFIX}").exists()}
-        saved, anew = state.get("rates"), optimizers_not_saved(self.train_step.optimizers, loaded)
+        given = learning_rates(self.train_step.optimizers) if self._script_rates is None else self._script_rates
         before = saved if isinstance(saved, Mapping) else {}
-        self._rates = {name: rates if name in anew else before.get(name) for name, rates in given.items()}
-        used = [(name, rates, self._rates[name]) for name, rates in given.items()]
-        return [f"{name} {own}, before {known}" for name, own, known in used if known not in (None, own)]
+        self._rates = {name: before.get(name, rates) for name, rates in given.items()}
+        return [
+            f"{name} {own}, before {before[name]}" for name, own in given.items() if before.get(name) not in (None, own)
+        ]
 
     def restore_trained_flags(self, modules: nn.ModuleDict) -> None:
         """Freeze and set free the parameters as they were when the checkpoint was saved.

@@ -529,7 +529,7 @@ def test_forked_loader_workers_are_not_disturbed_and_disturb_nothing(checkpointe
     assert verify(saved.path) == []
 
 
-@pytest.mark.parametrize("use", [lambda c: None, lambda c: c._await_background_save(), lambda c: c.list_checkpoints()])
+@pytest.mark.parametrize("use", [lambda c: None, lambda c: c.wait(), lambda c: c.list_checkpoints()])
 def test_a_forked_process_has_nothing_to_wait_for(checkpointer, gate, use):
     saved = checkpointer.save_checkpoint()
     assert gate.waiting.wait(60)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ddpkit.checkpointing import rank_states
-from ddpkit.checkpointing.hooks import torch_save
+from ddpkit.checkpointing.hooks import safe_load, torch_save
 from ddpkit.checkpointing.rank_states import RankStates
 from ddpkit.errors import CheckpointError
 
@@ -30,7 +30,7 @@ def test_what_was_gathered_is_saved_until_it_is_forgotten():
 def test_it_comes_back_from_a_file(tmp_path):
     torch_save(states(7), tmp_path / "ranks.ckpt")
     one = states()
-    one.load(tmp_path / "ranks.ckpt", end_of_epoch=False)
+    one.load_state_dict(safe_load(tmp_path / "ranks.ckpt"), end_of_epoch=False)
     assert (one.loaded, one.is_of_as_many, one.is_complete) == ({"drawn": 7}, True, True)
 
 

@@ -21,7 +21,7 @@ from torch import nn
 from ddpkit.checkpointing import storage
 from ddpkit.checkpoints import Checkpointer
 from ddpkit.cli import main
-from ddpkit.cli.checkpoint_commands import plain, printable, size_text, value_text
+from ddpkit.cli.checkpoint_commands import printable, size_text, value_text
 from ddpkit.epoch_loop import EpochCounter, EpochCounterWithStopper
 from ddpkit.errors import CheckpointError
 from tests.launching import Run, python, soon
@@ -247,7 +247,9 @@ def test_show_tells_what_is_in_each_file(ckpt, three):
 
     assert below("model.ckpt")[0] == "  28 numbers in 7 tensors (6 float32, 1 int64)"
     assert below("optimizer.ckpt")[0].startswith("  46 numbers in 12 tensors")
-    assert below("optimizer.ckpt")[1].startswith("  param_groups: [{'lr': 0.25, 'betas': [0.9, 0.999], 'eps': 1e-08")
+    assert below("optimizer.ckpt")[1].startswith(
+        "  param_groups: [{'amsgrad': False, 'betas': (0.9, 0.999), 'capturable': False"
+    )
     assert below("counter.ckpt")[0] == "  2"
     assert "  optimizer_step: 20" in below("brain.ckpt")[:4]
     assert "0.weight" not in text
@@ -919,11 +921,9 @@ def test_sizes(size, text):
 def test_values_of_any_origin():
     endless = []
     endless.append(endless)
-    assert value_text(endless) == "[[[['...']]]]"
+    assert value_text(endless) == "[[[[[...]]]]]"
     assert value_text({"a": [1, 2.5, None, "x\ny"]}) == r"{'a': [1, 2.5, None, 'x\ny']}"
     assert value_text("x" * 500, 20) == "x" * 16 + " ..."
     assert value_text(float("nan")) == "nan"
-    assert value_text(torch.zeros(20, 3, dtype=torch.int8)) == "int8 20 x 3"
-    assert value_text(torch.tensor(2.5)) == "2.5"
-    assert plain({"t": torch.tensor([1, 2]), 3: (float("inf"), b"x")}) == {"t": [1, 2], "3": ["inf", "b'x'"]}
+    assert value_text({3: (float("inf"), b"x")}) == "{3: (inf, b'x')}"
     assert printable("ü\t\u202e") == "ü\\t\\u202e"

@@ -151,19 +151,6 @@ def test_a_script_that_is_done_does_nothing_in_either_call(tmp_path, caplog):
     assert "Call 2 of fit is done" not in caplog.text
 
 
-def test_a_script_that_leaves_out_what_is_done_is_understood(tmp_path, caplog):
-    def guarded(brain, counters, kwargs):
-        between(brain)
-        brain.fit(counters[1], HARD, VALID, train_loader_kwargs={**kwargs, "batch_size": 3})
-
-    whole = start(tmp_path / "whole", two, ckpt_interval_steps=3)
-    start(tmp_path / "killed", two, (2, 2, 5), ckpt_interval_steps=3)
-    with caplog.at_level(logging.INFO):
-        resumed = start(tmp_path / "killed", guarded, ckpt_interval_steps=3)
-    assert_same(weights(resumed), weights(whole))
-    assert "This call of fit is number 2 of the run" in caplog.text
-
-
 def test_three_calls_stopped_in_the_last(tmp_path):
     def three(brain, counters, kwargs):
         two(brain, counters, kwargs)

@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import sys
-import time
 from pathlib import Path
 
 DEAD_STATES = "ZXx"
-NAP_SECONDS = 0.1
 
 
 def state_and_start(pid: int) -> tuple[str, int]:
@@ -71,28 +68,6 @@ def has_ended(pid: int, started: int) -> bool:
     return all(words[0] in DEAD_STATES for words in threads if words)
 
 
-def end_after(pid: int, started: int, seconds: float) -> None:
-    """Kill a process that has not ended after a while.
-
-    Args:
-        pid: its number.
-        started: its start, of :func:`state_and_start`.
-        seconds: after which it is killed.
-
-    Ranks: local; of the process that :func:`kill_later` starts.
-
-    Example:
-        >>> end_after(os.getpid(), started=0, seconds=5.0)  # another process had that number
-    """
-    end = time.monotonic() + seconds
-    while not has_ended(pid, started):
-        if time.monotonic() > end:
-            with contextlib.suppress(OSError):
-                os.kill(pid, signal.SIGKILL)
-            return
-        time.sleep(NAP_SECONDS)
-
-
 def kill_later(pid: int, seconds: float) -> None:
     """Have a process killed that has not ended after a while, by a small process that outlives this one.
 
@@ -105,11 +80,9 @@ def kill_later(pid: int, seconds: float) -> None:
     Example:
         >>> kill_later(pid=0, seconds=5.0)  # no process
     """
-    started = state_and_start(pid)[1]
-    if not started:
-        return
-    root = str(Path(__file__).resolve().parents[2])
-    call = f"end_after({pid}, {started}, {seconds})"
-    code = f"import sys; sys.path.insert(0, {root!r}); import ddpkit.base.process_probe as here; here.{call}"
-    with contextlib.suppress(OSError):
-        os.posix_spawn(sys.executable, [sys.executable, "-I", "-S", "-c", code], os.environ, setsid=True)
+    with contextlib.suppress(OSError, AttributeError):  # it has ended; another system
+        known = os.pidfd_open(pid)  # the process, and not another one with its number later
+        as_stdin = [(os.POSIX_SPAWN_DUP2, known, 0)]
+        wait = f"import select, signal; select.select([0], [], [], {seconds})[0]"
+        command = [sys.executable, "-I", "-S", "-c", f"{wait} or signal.pidfd_send_signal(0, signal.SIGKILL)"]
+        os.posix_spawn(sys.executable, command, os.environ, file_actions=as_stdin, setsid=True)

@@ -28,6 +28,8 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+import torch
+
 from ddpkit.base import (
     DEFAULT_LOAD_HOOKS,
     DEFAULT_SAVE_HOOKS,
@@ -246,7 +248,7 @@ class Checkpointer:
         custom_save_hook: SaveHook | None = None,
         optional_load: bool = False,
     ) -> None:
-        """Add an object to what is saved and loaded; one of the same name is replaced.
+        """Add an object to what is saved and loaded; one of the same name and kind is replaced.
 
         Args:
             name: becomes the file's name.
@@ -258,11 +260,16 @@ class Checkpointer:
 
         Raises:
             CheckpointError: nothing can save it, or nothing can load it.
-            ConfigError: the name cannot be a file name.
+            ConfigError: the name cannot be a file name, or an optimizer is given the name of a module.
 
         Ranks: local; do it on every rank.
         """
         check_file_name(name, "the name of a recoverable,")
+        if isinstance(obj, torch.optim.Optimizer) and isinstance(self.recoverables.get(name), torch.nn.Module):
+            raise ConfigError(
+                f"The recoverable {name!r} is a module: with an optimizer in its place its weights are not saved. "
+                f"Give the optimizer another name, such as '{name}_optimizer'."
+            )
         if custom_load_hook is not None:
             self.custom_load_hooks[name] = custom_load_hook
         if custom_save_hook is not None:
@@ -280,7 +287,7 @@ class Checkpointer:
         Raises:
             AttributeError: ``recoverables`` is not a mapping.
             CheckpointError: a recoverable has no way to be saved, or to be loaded.
-            ConfigError: a name cannot be a file name.
+            ConfigError: a name cannot be a file name, or an optimizer is given the name of a module.
 
         Ranks: local; do it on every rank.
         """

@@ -121,6 +121,15 @@ def test_any_other_name_will_do(tmp_path, name):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_an_optimizer_does_not_take_the_place_of_a_module(tmp_path):
+    model = nn.Linear(1, 1)
+    checkpointer = Checkpointer(tmp_path, {"model": model})
+    with pytest.raises(ConfigError, match=r"'model' is a module.*such as 'model_optimizer'"):
+        checkpointer.add_recoverables({"model": torch.optim.SGD(model.parameters())})
+    assert checkpointer.recoverables == {"model": model}
+    checkpointer.add_recoverable("model", nn.Linear(2, 2))  # another module may
+
+
 def test_no_recoverables_are_fine(tmp_path):
     checkpointer = Checkpointer(tmp_path)
     ckpt = checkpointer.save_checkpoint(meta={"a": 1})

@@ -18,7 +18,6 @@ registered with ``saveon_main_only=False``, every rank must take part in a save.
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import os
 import threading
@@ -665,7 +664,7 @@ class Checkpointer:
             folder, everywhere = self._folder(), save.hooks_where(every_rank=True)
             if everywhere:
                 return self._save_on_every_rank(folder, save, everywhere)
-            return self._on_main(folder.attempt, lambda: self._finish(folder, save, *folder.begin(save)))
+            return self._on_main(folder.attempt, folder.save, save)
 
     def _save_on_every_rank(
         self, folder: CheckpointFolder, save: SaveRequest, hooks: Mapping[str, SaveHook]
@@ -681,7 +680,7 @@ class Checkpointer:
             own = error
         failures = [f"rank {rank}: {text}" for rank, text in enumerate(exchange(own and str(own))) if text]
         if not failures:
-            return self._on_main(folder.attempt, self._finish, folder, save, staging, final)
+            return self._on_main(folder.attempt, folder.finish, save, staging, final)
         if if_main_process():
             discard_staging(staging)
             folder.lock.release()
@@ -693,23 +692,18 @@ class Checkpointer:
             folder.warn(failure)
         return None
 
-    def _finish(self, folder: CheckpointFolder, save: SaveRequest, staging: Path, final: Path) -> Checkpoint:
-        with contextlib.ExitStack() as releasing:
-            releasing.callback(folder.lock.release)
-            copy = self._memory.take if self.asynchronous else None
-            checkpoint, states, is_copy = folder.collect(save, staging, final, copy)
-            commit = functools.partial(folder.commit, save, staging, checkpoint, states)
-            if not is_copy:
-                return commit()
-            self._background.start(final, functools.partial(_commit_and_release, folder, commit))
-            releasing.pop_all()  # the thread does it
-            return checkpoint
-
     # ------------------------------------------------------------------------------------ what the main process does
 
     def _folder(self) -> CheckpointFolder:
-        lock = self._lock
-        return CheckpointFolder(lock.folder, self._ledger, lock, self.verify_mode, self.on_error, get_world_size())
+        return CheckpointFolder(
+            self._ledger,
+            self._lock,
+            self.verify_mode,
+            self.on_error,
+            get_world_size(),
+            self._background,
+            self._memory.take if self.asynchronous else None,
+        )
 
     def _on_main(self, function: Callable[..., T], *arguments: Any) -> T:
         """Run a function on the main process, once the save that goes on in the background is done."""
@@ -768,14 +762,6 @@ class Checkpointer:
         if checkpoint.path == self.last_loaded:  # once more, for what was not there the first time
             left &= set(self.not_taken)
         self.last_loaded, self.not_taken = checkpoint.path, tuple(sorted(left))
-
-
-def _commit_and_release(folder: CheckpointFolder, commit: Callable[[], Checkpoint]) -> None:
-    """Write what was collected, in a thread; then give back the folder's lock, which was held for it."""
-    try:
-        folder.attempt(commit)
-    finally:
-        folder.lock.release()
 
 
 def _make_folder(folder: Path) -> None:

@@ -8,6 +8,7 @@ on every rank come between :meth:`CheckpointFolder.begin` and :meth:`CheckpointF
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import logging
 import math
@@ -15,13 +16,13 @@ import operator
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
 
 from ddpkit.base import SaveHook
 from ddpkit.checkpointing import storage
-from ddpkit.checkpointing.async_save import state_bytes
+from ddpkit.checkpointing.async_save import BackgroundSave, state_bytes
 from ddpkit.checkpointing.hooks import saved_state, saves_on_every_rank, torch_save, write_state
 from ddpkit.checkpointing.index import (
     DIRECTORY_PREFIX,
@@ -198,12 +199,14 @@ class CheckpointFolder:
     """A folder of checkpoints, and how it is treated.
 
     Attributes:
-        path: the folder.
         ledger: finds checkpoints, and remembers which are damaged.
         verify_mode: how a checkpoint is verified before it is used.
         on_error: "stop", or "warn": a save that fails is warned of, and training goes on.
-        lock: of the folder; held while anything is saved or deleted.
+        lock: of the folder, which it names; held while anything is saved or deleted.
         world_size: of the run that saves.
+        background: writes what was copied.
+        copy: copies states, so that they may change; where memory is too short for that, a warning says so. None: a
+            save ends before training goes on.
 
     Ranks: main only.
 
@@ -212,21 +215,19 @@ class CheckpointFolder:
     Example:
         >>> import tempfile
         >>> path = Path(tempfile.mkdtemp())
-        >>> folder = CheckpointFolder(path, DamageLedger(), FolderLock(path))
+        >>> folder = CheckpointFolder(DamageLedger(), FolderLock(path))
         >>> save = SaveRequest({"loss": 1.0}, True, "one", logging.INFO, {}, {})
-        >>> staging, final = folder.begin(save)
-        >>> checkpoint, states, _ = folder.collect(save, staging, final)
-        >>> folder.commit(save, staging, checkpoint, states).meta["loss"]
+        >>> folder.save(save).meta["loss"]
         1.0
-        >>> folder.lock.release()
     """
 
-    path: Path
     ledger: DamageLedger
     lock: FolderLock
     verify_mode: VerifyMode = "full"
     on_error: Literal["stop", "warn"] = "stop"
     world_size: int = 1
+    background: BackgroundSave = field(default_factory=BackgroundSave)
+    copy: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None
 
     # ------------------------------------------------------------------------------------ saving
 
@@ -247,20 +248,48 @@ class CheckpointFolder:
             self.lock.release()
             raise
 
-    def collect(
-        self,
-        save: SaveRequest,
-        staging: Path,
-        final: Path,
-        copy: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None,
-    ) -> tuple[Checkpoint, Mapping[str, Any], bool]:
+    def save(self, save: SaveRequest) -> Checkpoint:
+        """Begin and finish a save in which no other rank takes part.
+
+        Raises:
+            CheckpointError: it could not be done, and nothing is left of it.
+        """
+        return self.finish(save, *self.begin(save))
+
+    def finish(self, save: SaveRequest, staging: Path, final: Path) -> Checkpoint:
+        """Collect and commit what :meth:`begin` has begun, in the background if it can be copied; release the lock.
+
+        Args:
+            save: what to save.
+            staging: the directory from :meth:`begin`.
+            final: the path that it gets, also from there.
+
+        Raises:
+            CheckpointError: it could not be done, and nothing is left of it.
+        """
+        with contextlib.ExitStack() as releasing:
+            releasing.callback(self.lock.release)
+            checkpoint, states, is_copy = self.collect(save, staging, final)
+            commit = functools.partial(self.commit, save, staging, checkpoint, states)
+            if not is_copy:
+                return commit()
+            self.background.start(final, functools.partial(self._commit_and_release, commit))
+            releasing.pop_all()  # the thread does it
+            return checkpoint
+
+    def _commit_and_release(self, commit: Callable[[], Checkpoint]) -> None:
+        try:
+            self.attempt(commit)
+        finally:
+            self.lock.release()
+
+    def collect(self, save: SaveRequest, staging: Path, final: Path) -> tuple[Checkpoint, Mapping[str, Any], bool]:
         """Write ``CKPT.yaml`` and what other hooks than :func:`torch_save` write, and take the states of the rest.
 
         Args:
             save: what to save.
             staging: the directory from :meth:`begin`.
             final: the path that it gets, also from there.
-            copy: copies the states, so that they may change; where memory is too short for that, a warning says so.
 
         Returns:
             The checkpoint as it will be, the states that are still to be written, by name, and whether they are copies,
@@ -280,9 +309,9 @@ class CheckpointFolder:
                 raise CheckpointError(f"its meta takes {len(text)} bytes, of {MOST_TEXT}: save large values as files.")
             write_file(staging / META_NAME, operator.methodcaller("write", text))
             states = run_savers(save.hooks_where(every_rank=False), save.objects, staging)
-            if copy is not None:
+            if self.copy is not None:
                 try:
-                    states, is_copy = copy(states), True
+                    states, is_copy = self.copy(states), True
                 except MemoryError as error:
                     words = "Checkpoints are written while training waits, because the state cannot be copied first: %s"
                     logger.warning_once(words, error)
@@ -302,7 +331,7 @@ class CheckpointFolder:
             CheckpointError: it could not be saved, and nothing is left of it; or the retention could not be applied,
                 unless ``on_error`` is "warn".
         """
-        final, digests, needed = checkpoint.path, {}, state_bytes(states)
+        final, digests, needed = checkpoint.path, {}, functools.partial(state_bytes, states)
         with cleaned_on_error(staging, final, needed):
             for name, state in states.items():
                 path = staging / f"{name}{SUFFIX}"
@@ -331,7 +360,7 @@ class CheckpointFolder:
     def warn(self, error: Exception) -> None:
         """Say that a save has failed, that training goes on, and which checkpoint is the newest."""
         try:
-            newest = ranked(self.ledger.scan(self.path, self.verify_mode), Selection())
+            newest = ranked(self.ledger.scan(self.lock.folder, self.verify_mode), Selection())
         except CheckpointError:
             newest = []
         words = f"the newest checkpoint is {newest[0].path.name}" if newest else "there is no checkpoint"
@@ -339,11 +368,11 @@ class CheckpointFolder:
 
     def _new_path(self, name: str | None) -> Path:
         if name is not None:
-            return self.path / f"{DIRECTORY_PREFIX}+{name}"
+            return self.lock.folder / f"{DIRECTORY_PREFIX}+{name}"
         stamp = time.strftime("%Y-%m-%d+%H-%M-%S")
-        same_second = [path.name.rpartition("+")[2] for path in self.path.glob(f"{DIRECTORY_PREFIX}+{stamp}+*")]
+        same_second = [path.name.rpartition("+")[2] for path in self.lock.folder.glob(f"{DIRECTORY_PREFIX}+{stamp}+*")]
         number = max((int(text) for text in same_second if text.isdigit()), default=-1) + 1  # names stay in time order
-        return self.path / f"{DIRECTORY_PREFIX}+{stamp}+{number:02d}"
+        return self.lock.folder / f"{DIRECTORY_PREFIX}+{stamp}+{number:02d}"
 
     # ------------------------------------------------------------------------------------ choosing
 
@@ -354,26 +383,26 @@ class CheckpointFolder:
             CheckpointError: there are checkpoints, but none that is whole.
         """
         self._put_back()
-        readable = self.ledger.scan(self.path, self.verify_mode)
+        readable = self.ledger.scan(self.lock.folder, self.verify_mode)
         order = ranked(readable, selection)
         whole = (checkpoint for checkpoint in order if self.ledger.is_whole(checkpoint, self.verify_mode))
         found = list(itertools.islice(whole, limit))
         if not found and limit != 0 and (order or (self.ledger.reasons and not readable)):
             reasons = "; ".join(f"{path.name}: {reason}" for path, reason in sorted(self.ledger.reasons.items()))
             raise CheckpointError(
-                f"no checkpoint in {self.path} is whole: {reasons}. Repair one, or move them away "
+                f"no checkpoint in {self.lock.folder} is whole: {reasons}. Repair one, or move them away "
                 "to start from scratch."
             )
         return found
 
     def _put_back(self) -> None:
         """Put back what a run that died was replacing, if there is something, and no other run holds the lock."""
-        if any(self.path.glob(f"{REPLACED_PREFIX}*")):
+        if any(self.lock.folder.glob(f"{REPLACED_PREFIX}*")):
             try:
                 with self.lock.hold():
-                    restore_replaced(self.path)
+                    restore_replaced(self.lock.folder)
             except CheckpointError as error:
-                logger.debug("What was being replaced in %s is left as it is: %s", self.path, error)
+                logger.debug("What was being replaced in %s is left as it is: %s", self.lock.folder, error)
 
     def set_aside(self, checkpoints: Iterable[Checkpoint]) -> Path:
         """Move checkpoints into a new folder in this one, where no search finds them; return that folder.
@@ -381,14 +410,14 @@ class CheckpointFolder:
         Raises:
             CheckpointError: one cannot be moved.
         """
-        aside = self.path / f"{ASIDE_PREFIX}{time.strftime('%Y-%m-%d+%H-%M-%S')}"
+        aside = self.lock.folder / f"{ASIDE_PREFIX}{time.strftime('%Y-%m-%d+%H-%M-%S')}"
         try:
             aside.mkdir(exist_ok=True)
             for checkpoint in checkpoints:
                 self.lock.require()
                 storage.FILES.rename(checkpoint.path, aside / checkpoint.path.name)
         except OSError as error:
-            raise CheckpointError(f"cannot move what is in {self.path} to {aside.name}: {error}.") from error
+            raise CheckpointError(f"cannot move what is in {self.lock.folder} to {aside.name}: {error}.") from error
         return aside
 
     def delete(self, retention: Retention, verbosity: int) -> None:
@@ -399,7 +428,7 @@ class CheckpointFolder:
         """
         ledger = self.ledger
         mode: VerifyMode = "off" if self.verify_mode == "off" else "size"
-        readable = ledger.scan(self.path, self.verify_mode)
+        readable = ledger.scan(self.lock.folder, self.verify_mode)
         counted = [each for each in readable if each.path not in ledger.reasons and ledger.is_whole(each, mode)]
         for checkpoint in deletable(counted, retention):
             self.lock.remove(checkpoint.path)

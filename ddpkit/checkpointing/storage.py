@@ -244,13 +244,15 @@ def make_staging(final: Path) -> Path:
 
 
 @contextlib.contextmanager
-def cleaned_on_error(staging: Path, final: Path, bytes_needed: int | None = None) -> Iterator[None]:
+def cleaned_on_error(
+    staging: Path, final: Path, bytes_needed: Callable[[], int | None] = lambda: None
+) -> Iterator[None]:
     """Remove a directory made by :func:`make_staging` if the block that fills it raises.
 
     Args:
         staging: the directory.
         final: the name that it is to have, for the message.
-        bytes_needed: how much the block has to write, about; for the message.
+        bytes_needed: says how much the block had to write, about; called when the disk is full.
 
     Raises:
         CheckpointError: the block raised an ``Exception``; what means "stop now" comes out as it is.
@@ -283,7 +285,7 @@ def commit_staging(
     world_size: int = 1,
     *,
     before_rename: Callable[[], object] = lambda: None,
-    bytes_needed: int | None = None,
+    bytes_needed: Callable[[], int | None] = lambda: None,
 ) -> None:
     """Seal a directory made by :func:`make_staging` with a manifest and give it its final name.
 
@@ -469,13 +471,15 @@ def _names(parent: Path) -> list[str]:
 # ---------------------------------------------------------------------------------------- errors
 
 
-def save_error(final: Path, error: BaseException, bytes_needed: int | None = None, what: str = "") -> CheckpointError:
+def save_error(
+    final: Path, error: BaseException, bytes_needed: Callable[[], int | None] = lambda: None, what: str = ""
+) -> CheckpointError:
     """Say why a save failed, what was and was not lost, and what to do.
 
     Args:
         final: the directory that was to be made.
         error: what went wrong. The ``OSError`` may hide in its ``__cause__`` or ``__context__``.
-        bytes_needed: how much was to be written, about.
+        bytes_needed: says how much was to be written, about; called if the disk is full.
         what: cannot be done; by default "cannot save" and ``final``.
 
     Returns:
@@ -493,7 +497,8 @@ def save_error(final: Path, error: BaseException, bytes_needed: int | None = Non
     text = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
     if number in {errno.ENOSPC, errno.EDQUOT}:
         words = "no space left" if number == errno.ENOSPC else "disk quota exceeded, no space left"
-        wanted = "" if bytes_needed is None else f"about {bytes_needed} bytes needed, "
+        needed = bytes_needed()
+        wanted = "" if needed is None else f"about {needed} bytes needed, "
         text = (
             f"{words} ({wanted}{_free_bytes(final.parent)} bytes free). Free some space, or keep fewer checkpoints: a "
             "new one is written before an old one is deleted."

@@ -481,6 +481,7 @@ def optimizers_not_saved(optimizers: Mapping[str, Any] | None, recoverables: Map
     Ranks: local.
 
     Example:
+        >>> import torch
         >>> sgd = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.5)
         >>> optimizers_not_saved({"opt_class": sgd}, {"net": nn.Linear(1, 1)})
         ['opt_class']

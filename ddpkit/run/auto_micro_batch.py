@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ddpkit.dataloader import plan_of
@@ -17,12 +18,11 @@ from ddpkit.errors import ConfigError
 from ddpkit.logger import get_logger
 from ddpkit.sampler import PlannedBatchSampler
 from ddpkit.seed import restore_rng_state, rng_state
+from ddpkit.syncbn import SyncBatchNorm
 from ddpkit.training import FeedThrough, Window
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-
-    from torch import nn
 
     from ddpkit.run.state import RunState
     from ddpkit.training import Feed, StreamFeed, TrainStep
@@ -71,7 +71,8 @@ class AutoMicroBatch:
             ConfigError: there is such a thing.
         """
         step, options = self.train_step, self.train_step.options
-        has_batch_norm = any(isinstance(one, _BatchNorm) for one in step.modules.modules())
+        waiting = (SyncBatchNorm, nn.SyncBatchNorm) if options.sync_batchnorm is False else _BatchNorm
+        waits = get_world_size() > 1 and any(isinstance(one, waiting) for one in step.modules.modules())
         refused = {
             "without global_batch_size, which it divides": options.global_batch_size is None,
             f"with {step.strategy.name}, {step.strategy.unrepeatable}": step.strategy.unrepeatable != "",
@@ -79,7 +80,7 @@ class AutoMicroBatch:
             "with ddp_comm_hook": options.ddp_comm_hook is not None,
             "with fp16, whose scale is agreed on inside of a step (use bf16)": step.scaler.is_enabled(),
             f"with a fit_batch of its own, as {self.recipe.name} has it": self.recipe.has_own_fit_batch,
-            "with BatchNorm on several processes, which waits for all of them": has_batch_norm and get_world_size() > 1,
+            "with synchronised BatchNorm, which waits for all processes (--sync_batchnorm=off does not)": waits,
             f"with a {type(loader).__name__}, whose batches it cannot divide: give a dataset with a length": not (
                 isinstance(plan_of(loader), PlannedBatchSampler) and getattr(loader, "batch_sampler", None)
             ),

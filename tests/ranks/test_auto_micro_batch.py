@@ -101,6 +101,7 @@ IN_THE_FIRST_STEP = {
     "noise": ({"most": 3, "model": {"noise": 0.4}}, 3),
     "workers": ({"most": 3, "loading": {"num_workers": 1, "persistent_workers": True, "shuffle": True}}, 3),
     "bf16": ({"most": 3, "precision": "bf16"}, 3),
+    "BatchNorm": ({"most": 3, "sync_batchnorm": False, "model": {"norm": True}, "loading": {"drop_last": True}}, 3),
     "unused parameters": ({"most": 3, "find_unused_parameters": True}, 3),
 }
 LATER = {
@@ -263,9 +264,9 @@ def test_what_cannot_be_repeated_or_divided_is_refused():
     assert "StepsByItself.optimizers_step does not call super().optimizers_step()" in refused(StepsByItself)
 
 
-def test_batch_norm_on_several_processes_is_refused(ranks):
+def test_synchronised_batch_norm_is_refused(ranks):
     for outcome in ranks.outcomes(train_normalised, world_size=2):
-        assert "with BatchNorm on several processes" in outcome.error
+        assert "with synchronised BatchNorm" in outcome.error
 
 
 def train_normalised():

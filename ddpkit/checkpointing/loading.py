@@ -98,7 +98,7 @@ def _load_copy(hook: LoadHook, obj: Any, path: Path, end_of_epoch: bool) -> None
     with tempfile.TemporaryDirectory(prefix="ddpkit-") as folder:
         copy = Path(folder, path.parent.name, path.name)
         copy.parent.mkdir()
-        copy.write_bytes(content.numpy())
+        copy.write_bytes(content.numpy().data)
         del content
         hook(obj, copy, end_of_epoch)
 

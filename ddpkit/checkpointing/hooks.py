@@ -509,7 +509,7 @@ def _can_be_mapped(path: Path) -> bool:
     It is read into the page cache, where a disk that fails raises; a page of a mapping would end the process.
     """
     block = bytearray(BLOCK_BYTES)
-    with path.open("rb", buffering=0) as file:
+    with Path(path).open("rb", buffering=0) as file:
         while file.readinto(block):
             pass
         with contextlib.suppress(OSError, zipfile.BadZipFile), zipfile.ZipFile(path) as archive:

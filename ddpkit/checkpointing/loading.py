@@ -13,9 +13,10 @@ import torch
 import torch.distributed as dist
 
 from ddpkit.base import LoadHook
+from ddpkit.checkpointing.folder import checkpoint_work_on_main
 from ddpkit.checkpointing.index import Checkpoint
 from ddpkit.checkpointing.rank_states import all_ranks_come
-from ddpkit.distributed import control_group, ddp_prevent_block, exchange, get_world_size, if_main_process, run_on_main
+from ddpkit.distributed import control_group, ddp_prevent_block, exchange, get_world_size, if_main_process
 from ddpkit.errors import CheckpointError
 from ddpkit.logger import get_logger
 
@@ -82,7 +83,10 @@ def _load_on_all(name: str, path: Path, load: Callable[[], object]) -> None:
         own = error
     failures = [f"rank {rank}: {text}" for rank, text in enumerate(exchange(own and str(own))) if text]
     if failures:
-        raise CheckpointError(f"{name!r} could not be loaded on every rank: {'; '.join(failures)}") from own
+        raise CheckpointError(
+            f"{name!r} could not be loaded on every rank: {'; '.join(failures)}. The other ranks have a copy of this "
+            "one file, in TMPDIR: what saves a directory, or reads other files too, needs ckpt_load=all."
+        ) from own
 
 
 def _load_copy(hook: LoadHook, obj: Any, path: Path, end_of_epoch: bool) -> None:
@@ -94,7 +98,7 @@ def _load_copy(hook: LoadHook, obj: Any, path: Path, end_of_epoch: bool) -> None
     with tempfile.TemporaryDirectory(prefix="ddpkit-") as folder:
         copy = Path(folder, path.parent.name, path.name)
         copy.parent.mkdir()
-        content.numpy().tofile(copy)
+        copy.write_bytes(content.numpy().data)
         del content
         hook(obj, copy, end_of_epoch)
 
@@ -107,7 +111,7 @@ def _bytes_of_main(path: Path) -> torch.Tensor:
         read.append(torch.from_numpy(np.fromfile(path, np.uint8)))
         return read[0].numel()
 
-    size = run_on_main(read_file)
+    size = checkpoint_work_on_main(read_file)
     content = read[0] if read else torch.empty(size or 0, dtype=torch.uint8)
     for start in range(0, len(content), BLOCK_BYTES):
         dist.broadcast(content[start : start + BLOCK_BYTES], src=0, group=control_group())

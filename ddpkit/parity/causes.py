@@ -166,7 +166,9 @@ class Diagnosis:
             rounding = self.tolerance * target.norm()
             if not matrix.isfinite().all() or (matrix @ by_samples - target).norm() <= rounding:
                 continue
-            weights = torch.linalg.lstsq(matrix, target[:, None], rcond=self.tolerance).solution.flatten()
+            # torch's default driver gives up where the first column is zero: a part to which the loss is nothing.
+            fit = torch.linalg.lstsq(matrix, target[:, None], rcond=self.tolerance, driver="gelsd")
+            weights = fit.solution.flatten()
             if (matrix @ weights - target).norm() > rounding:
                 return "batch-dependent", BATCH_DEPENDENT
             found, wanted = ("{:.3g} + {:.3g}".format(*numbers.tolist()) for numbers in (weights, by_samples))

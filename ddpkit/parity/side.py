@@ -233,7 +233,7 @@ class Side:
                 gradient = one.grad.detach() * multiplier
                 # Under fsdp all ranks gather it, in the order of the parameters.
                 whole = gather_whole(gradient, keep=True) if is_sharded(gradient) else gradient
-                self._kept[name + call] = whole.cpu()
+                self._kept[name + call] = (torch.view_as_real(whole) if whole.is_complex() else whole).cpu()
 
     def _put_back(self) -> None:
         """Drop gradients, put the state of the modules back, and note what of it has moved."""

@@ -18,7 +18,6 @@ from ddpkit.errors import ConfigError
 from ddpkit.logger import get_logger
 from ddpkit.sampler import PlannedBatchSampler
 from ddpkit.seed import restore_rng_state, rng_state
-from ddpkit.syncbn import SyncBatchNorm
 from ddpkit.training import FeedThrough, Window
 
 if TYPE_CHECKING:
@@ -70,6 +69,8 @@ class AutoMicroBatch:
         Raises:
             ConfigError: there is such a thing.
         """
+        from ddpkit.syncbn import SyncBatchNorm  # which few runs need
+
         step, options = self.train_step, self.train_step.options
         waiting = (SyncBatchNorm, nn.SyncBatchNorm) if options.sync_batchnorm is False else _BatchNorm
         waits = get_world_size() > 1 and any(isinstance(one, waiting) for one in step.modules.modules())

@@ -272,7 +272,7 @@ class CheckpointPolicy:
     def load_deferred(self) -> None:
         """Load a checkpoint that was made in this call of ``fit``, where it was found in an earlier one."""
         calls = self.run_state.calls
-        if self.checkpointer is not None and calls.later is not None and calls.later[1]["fit"] == calls.number:
+        if self.checkpointer is not None and calls.later is not None and calls.later[1]["fit"] <= calls.number:
             self.checkpointer.load_checkpoint(checkpoint_work_on_main(read_checkpoint, calls.later[0]))
 
     def is_done_before(self, train_loader: Any) -> bool:

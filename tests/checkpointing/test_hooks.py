@@ -466,6 +466,14 @@ def test_torch_compile_really_names_its_module_so(tmp_path):
     torch_recovery(compiled, tmp_path / "a", True)
 
 
+@pytest.mark.parametrize("load", [torch_parameter_transfer, functools.partial(torch_recovery, end_of_epoch=True)])
+def test_a_path_may_be_a_text(tmp_path, load):
+    saved, loaded = nn.Linear(2, 1), nn.Linear(2, 1)
+    torch_save(saved, tmp_path / "a")
+    load(loaded, str(tmp_path / "a"))
+    assert torch.equal(loaded.weight, saved.weight)
+
+
 def test_transfer_is_not_strict_and_names_what_is_missing_and_unused(tmp_path, caplog):
     path = tmp_path / "pretrained.ckpt"
     torch.save({"weight": torch.full((1, 2), 7.0), "old": torch.ones(1)}, path)

@@ -11,6 +11,7 @@ from torch.utils.data import IterableDataset
 
 from ddpkit.checkpoints import Checkpointer
 from ddpkit.epoch_loop import EpochCounter
+from ddpkit.errors import DataError
 from ddpkit.types import Stage
 
 from .recipes import QUIET, Killed, Regression, assert_same, points, sgd, weights
@@ -163,6 +164,19 @@ def test_three_calls_stopped_in_the_last(tmp_path):
     assert_same(weights(resumed), weights(whole))
     assert resumed.losses == whole.losses[-2:]
     assert resumed.drawn[1] == whole.drawn[1]
+
+
+def test_a_call_that_failed_before_it_went_on_does_not_make_the_next_one_do_nothing(tmp_path):
+    def careful(brain, counters, kwargs):
+        brain.fit(counters[0], EASY, VALID, train_loader_kwargs=kwargs)
+        between(brain)
+        if brain.dies_at is None:
+            with pytest.raises(DataError):
+                brain.fit(counters[1], [], VALID, train_loader_kwargs=kwargs)
+        brain.fit(counters[1], HARD, VALID, train_loader_kwargs=kwargs)
+
+    start(tmp_path, careful, (2, 2, 5), ckpt_interval_steps=3)
+    assert start(tmp_path, careful).trained_on
 
 
 def test_a_counter_that_is_not_saved_is_told(tmp_path, caplog):

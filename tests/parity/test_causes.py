@@ -87,8 +87,21 @@ NETS = {
 }
 
 
+class Imaginary(nn.Module):
+    """Its gradient has no real part."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3, 1, dtype=torch.complex128))
+
+    def forward(self, rows):
+        return (rows.to(torch.complex128) @ self.weight).imag
+
+
 def net(kind):
     torch.manual_seed(0)
+    if kind == "imaginary":
+        return Imaginary()
     if kind == "line":
         return nn.Sequential(nn.Linear(3, 1)).double()
     return nn.Sequential(nn.Linear(3, 4), *NETS[kind](), nn.Tanh(), nn.Linear(4, 1)).double()
@@ -148,6 +161,14 @@ class Masked(Regression):
     def compute_objectives(self, predictions, batch, stage):
         mask = (batch[1] > 1).double()
         return ((predictions - batch[1]).square() * mask).sum() / mask.sum()
+
+
+class Positive(Regression):
+    """A mean over the positive targets, which is 0 where there are none."""
+
+    def compute_objectives(self, predictions, batch, stage):
+        mask = batch[1] > 0
+        return ((predictions - batch[1]).square() * mask).sum() / mask.sum().clamp(min=1)
 
 
 class NotANumber(Regression):
@@ -457,6 +478,16 @@ def test_a_cause_is_named(check, cls, cause, words, factor):
     assert report.kind == cause, report
     assert str(report).startswith("Parity does not hold: 3 processes and one with the joined batch")
     assert re.search(words, report.cause), report
+
+
+def test_a_loss_to_which_the_first_rank_adds_nothing_is_told(check):
+    report = check(Positive, data="looped", samples=40, world_size=3)  # the first four targets are negative
+    assert (report.kind, "0 + 1 times those of 4 and of 8" in report.cause) == ("loss", True), report
+
+
+def test_complex_gradients_are_compared_whole(check):
+    assert check(Sum, "imaginary").kind == "loss"
+    assert check(kind="imaginary").holds
 
 
 @pytest.mark.parametrize(("cls", "cause"), [(Sum, "loss"), (TokenMean, "loss"), (Contrastive, "batch-dependent")])

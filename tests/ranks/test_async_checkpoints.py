@@ -221,8 +221,10 @@ def test_k15_one_rank_reads_and_every_rank_gets_the_state(ranks, tmp_path):
 
 
 def damage(path, fault):
-    if fault == "gone":
+    if fault in {"gone", "directory"}:
         path.unlink()
+        if fault == "directory":
+            path.mkdir()
     elif fault == "short":
         os.truncate(path, 200_000)
 
@@ -259,6 +261,7 @@ def load_with_a_fault(folder, fault):
     ("fault", "words"),
     [
         ("gone", "rank 0: .*No such file.*rank 1: .*rank 0 failed in .*No such file"),
+        ("directory", "rank 1: rank 0 failed in .*Is a directory.* what saves a directory, .* needs ckpt_load=all"),
         ("short", "rank 0: cannot load .*model.ckpt: .*zip archive.*rank 1: cannot load .*model.ckpt: .*zip archive"),
         ("misfit", "rank 1: .* does not fit this Linear"),
         ("receiver", "rank 1: .*no room here"),
@@ -268,6 +271,7 @@ def load_with_a_fault(folder, fault):
 def test_where_one_rank_cannot_load_every_rank_raises_and_nobody_waits(ranks, tmp_path, fault, words):
     for message in ranks.run(load_with_a_fault, tmp_path, fault):
         assert re.search(words, message), message
+        assert "Traceback" not in message
 
 
 def a_malicious_file(folder):

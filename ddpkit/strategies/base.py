@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from ddpkit.comm import optimizer_facts, require_agreement
 from ddpkit.device import widest_float
-from ddpkit.errors import ConfigError
+from ddpkit.distributed import is_distributed_initialized
+from ddpkit.errors import ConfigError, RankMismatchError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -158,9 +160,26 @@ class Strategy:
         return {}
 
     def start_average(self, count: torch.Tensor | float, device: str) -> Callable[[], torch.Tensor | float]:
-        """Start to average a number over the ranks, before the backward pass; return a getter of the average."""
-        average = count.detach().to(widest_float(device)) if isinstance(count, torch.Tensor) else count
-        return lambda: average
+        """Start averaging a number over the ranks, before the backward pass, without waiting for it or for the device.
+
+        Args:
+            count: a number, or a tensor of one element.
+            device: of this rank.
+
+        Returns:
+            What waits for the others and gives the average, shape ``()``; in one process a number stays a number.
+        """
+        if not is_distributed_initialized():
+            own = wide_number(count, device) if isinstance(count, torch.Tensor) else count
+            return lambda: own
+        total = wide_number(count, device)
+        work = torch.distributed.all_reduce(total, async_op=True)
+
+        def average() -> torch.Tensor:
+            work.wait()
+            return total / torch.distributed.get_world_size()
+
+        return average
 
 
 @contextlib.contextmanager
@@ -186,30 +205,39 @@ def hooked(handles: list[Any]) -> Iterator[None]:
             handle.remove()
 
 
-def start_average_over_ranks(count: torch.Tensor | float, device: str) -> Callable[[], torch.Tensor]:
-    """Start averaging a number over the ranks, without waiting for it or for the device.
+def wide_number(count: torch.Tensor | float, device: str) -> torch.Tensor:
+    """Return a copy of a number, or of a tensor of one element, in the widest dtype of a device; nobody waits for it.
 
-    Args:
-        count: a number, or a tensor of one element.
-        device: of this rank.
+    Ranks: local.
 
-    Returns:
-        What waits for the others and gives the average, shape ``()``.
-
-    Ranks: collective.
+    Example:
+        >>> wide_number(torch.tensor([3]), "cpu")
+        tensor(3., dtype=torch.float64)
     """
     wide = widest_float(device)
     if isinstance(count, torch.Tensor):
-        total = count.detach().reshape(()).to(device, wide, copy=True, non_blocking=True)
-    else:
-        total = torch.full((), count, dtype=wide, device=device)
-    work = torch.distributed.all_reduce(total, async_op=True)
+        return count.detach().reshape(()).to(device, wide, copy=True, non_blocking=True)
+    return torch.full((), count, dtype=wide, device=device)
 
-    def average() -> torch.Tensor:
-        work.wait()
-        return total / torch.distributed.get_world_size()
 
-    return average
+def require_equal_groups(refusal: str, name: str, optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer whose groups hold other numbers on other ranks, as if it noted some over its parameters.
+
+    Args:
+        refusal: words with three places: for the name, the class and the reason.
+        name: of the optimizer.
+        optimizer: has made a step on every rank.
+
+    Raises:
+        ConfigError: so it is. On every rank.
+
+    Ranks: collective.
+    """
+    try:
+        require_agreement(optimizer_facts({name: optimizer}), site="the groups of an optimizer")
+    except RankMismatchError as error:
+        reason = f"keeps numbers in its groups that are not the same on all ranks.\n{error}"
+        raise ConfigError(refusal.format(name, type(optimizer).__name__, reason)) from error
 
 
 def refuse_with(chosen: str, options: RunOptions, reasons: Mapping[str, str]) -> None:

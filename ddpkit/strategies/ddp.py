@@ -21,7 +21,7 @@ from ddpkit.compat import GradientOrder, show_order, unreduced_parameters
 from ddpkit.device import widest_float
 from ddpkit.errors import ConfigError
 from ddpkit.logger import get_logger
-from ddpkit.strategies.base import NO_CONTEXT, Strategy, hooked, start_average_over_ranks
+from ddpkit.strategies.base import NO_CONTEXT, Strategy, hooked
 from ddpkit.strategies.modules import (
     AttributeForwarding,
     batch_norm_row,
@@ -415,10 +415,6 @@ class DDP(Strategy):
     def _compressing(self) -> dict[str, Any]:
         found = {one.gradient_reduction.entry: one.gradient_reduction.hook for one in self.wrapped}
         return {entry: hook for entry, hook in found.items() if hasattr(hook, "forget")}
-
-    def start_average(self, count: torch.Tensor | float, device: str) -> Callable[[], torch.Tensor]:
-        """Start averaging a number over the ranks, without waiting for it or for the device."""
-        return start_average_over_ranks(count, device)
 
     def end_pass(self, modules: nn.ModuleDict) -> None:
         """Give every rank the batch statistics of rank 0, where each rank has its own."""

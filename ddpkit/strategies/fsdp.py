@@ -23,7 +23,7 @@ from ddpkit.checkpointing import whole_states
 from ddpkit.distributed import exchange, get_world_size
 from ddpkit.errors import ConfigError, RankMismatchError
 from ddpkit.logger import get_logger
-from ddpkit.strategies.base import NO_CONTEXT, Strategy, WholeState, hooked, refuse_with, start_average_over_ranks
+from ddpkit.strategies.base import NO_CONTEXT, Strategy, WholeState, hooked, refuse_with
 from ddpkit.strategies.modules import (
     batch_norm_row,
     batch_norms,
@@ -37,7 +37,7 @@ from ddpkit.strategies.modules import (
 from ddpkit.syncbn import convert_sync_batchnorm
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Mapping
+    from collections.abc import Collection, Iterator, Mapping
     from contextlib import AbstractContextManager
 
     from ddpkit.run_opts import RunOptions
@@ -335,10 +335,6 @@ class FSDP(Strategy):
             self._require_same_order(exchange(self._order, site="blocks"))
         if not self.options.fsdp_reshard_after_forward:
             self._calls.clear()  # a second call in a step gathers nothing
-
-    def start_average(self, count: torch.Tensor | float, device: str) -> Callable[[], torch.Tensor]:
-        """Start averaging a number over the ranks, without waiting for it or for the device."""
-        return start_average_over_ranks(count, device)
 
     # ------------------------------------------------------------------ evaluation and checkpoints
 

@@ -8,16 +8,17 @@ torch 2.13, which average weights alone (decision 0020).
 from __future__ import annotations
 
 import itertools
+import zlib
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import distributed as dist
 
-from ddpkit.comm import control_group, optimizer_facts, require_agreement
+from ddpkit.comm import control_group
 from ddpkit.device import widest_float
-from ddpkit.distributed import sum_over_ranks
 from ddpkit.errors import ConfigError, RankMismatchError
-from ddpkit.strategies.ddp import DDP, UNUSED
+from ddpkit.strategies.base import require_equal_groups
+from ddpkit.strategies.ddp import DDP
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -28,14 +29,13 @@ if TYPE_CHECKING:
 
 BUCKET_ELEMENTS = 1 << 25  # of one collective, and of the memory that it takes
 CANNOT = (
-    "ddp_comm_hook=post_local_sgd cannot average the optimizer {!r} ({}) over the ranks: {} Use one that keeps tensors "
+    "ddp_comm_hook=post_local_sgd cannot average the optimizer {!r} over the ranks: {} {} Use one that keeps tensors "
     "by parameter, such as torch.optim.AdamW; or leave --ddp_comm_hook out."
 )
-DIFFERS = "it keeps numbers in its groups that are not the same on all ranks.\n{}"
-FREEZE = "Between two averages no other rank gives it one: freeze what no step uses (requires_grad_(False))."
 UNEVEN = (
-    "ddp_comm_hook=post_local_sgd: the ranks have not as many numbers to average (here {}): an optimizer keeps a state "
-    "for parameters that other ranks have not used. Every rank must use the same parameters."
+    "ddp_comm_hook=post_local_sgd: the ranks have other numbers to average (here {} in all): an optimizer keeps a "
+    "state for parameters that other ranks have not used. Use the same parameters on every rank (a torch.Generator "
+    "with the same seed chooses alike), or leave --ddp_comm_hook out."
 )
 
 
@@ -71,9 +71,6 @@ class LocalSGD(DDP):
         self._optimizers: Mapping[str, Any] = {}
         self._progress: Any = None
         self._entries: Mapping[str, nn.Module] = {}
-        self._expected: dict[str, list[tuple[str, nn.Parameter]]] = {}  # parameters that need a gradient, by entry
-        self._noted = 0, 0  # clipped and non-finite steps so far
-        self._news: list[float] = []  # how many of each came in each step since the last average
         self._is_compared = False
 
     def wrap(self, modules: nn.ModuleDict) -> None:
@@ -89,47 +86,35 @@ class LocalSGD(DDP):
         """
         for name, one in optimizers.items():
             if not isinstance(one, torch.optim.Optimizer):
-                raise ConfigError(CANNOT.format(name, type(one).__name__, "it is not a torch.optim.Optimizer."))
+                raise ConfigError(CANNOT.format(name, type(one).__name__, "is not a torch.optim.Optimizer."))
         self._optimizers = optimizers
 
     # ------------------------------------------------------------------ steps
 
     def feed(self, feed: Any, progress: Any, seed: int) -> Any:
         """Note, as a pass begins, how many steps there have been. The ranks are the same."""
-        self._progress, self.is_apart, self._news = progress, False, []
+        self._progress, self.is_apart = progress, False
         self._close_orders()
-        self._expected = {
-            one.gradient_reduction.entry: [pair for pair in one.module.named_parameters() if pair[1].requires_grad]
-            for one in self.wrapped
-        }
         self._choose_phase()
         return super().feed(feed, progress, seed)
 
     def _choose_phase(self) -> None:
         """Have DDP average the gradients of the next step, or not."""
-        self._noted = self._progress.clipped, self._progress.nonfinite
         self.steps_alone = self._progress.optimizer_step >= self.start
         for module in self.wrapped:
             module.require_backward_grad_sync = not self.steps_alone
 
     def finish_gradients(self) -> None:
-        """Finish gradients as DDP does; those of a rank alone must be there, or the ranks' states would differ."""
-        if not self.steps_alone:
+        """Finish gradients as DDP does; those of a rank alone stay as they are."""
+        if self.steps_alone:
+            self.is_apart = True
+        else:
             super().finish_gradients()
-            return
-        self.is_apart = True
-        for entry, parameters in self._expected.items():
-            missing = [name for name, one in parameters if one.grad is None]
-            if missing and len(missing) < len(parameters):
-                raise ConfigError(UNUSED.format(entry, ", ".join(missing), FREEZE))
 
     def after_window(self) -> None:
         """Average if it is time, by the optimizer steps of the run: then a resume does not move it."""
-        if self.steps_alone:
-            progress = self._progress
-            self._news += [progress.clipped - self._noted[0], progress.nonfinite - self._noted[1]]
-            if self.is_apart and (progress.optimizer_step - self.start) % self.period == 0:
-                self._average()
+        if self.is_apart and (self._progress.optimizer_step - self.start) % self.period == 0:
+            self._average()
         self._choose_phase()
 
     def end_pass(self, modules: nn.ModuleDict) -> None:
@@ -147,42 +132,35 @@ class LocalSGD(DDP):
 
     def _average(self) -> None:
         if not self._is_compared:
-            self._require_equal_groups()
-        tensors, progress, news = list(self._tensors()), self._progress, self._news
-        own = sum(one.numel() for one in tensors)
-        size, *everybody = sum_over_ranks([float(own), *news])
-        if size != own * dist.get_world_size():
-            raise RankMismatchError(UNEVEN.format(own))
-        # A step counts as clipped, or as not finite, that was so on some rank.
-        progress.clipped += sum(map(bool, everybody[::2])) - int(sum(news[::2]))
-        progress.nonfinite += sum(map(bool, everybody[1::2])) - int(sum(news[1::2]))
-        _average_over_ranks(tensors, torch.device(self.device))
-        self.is_apart, self._news, self._noted = False, [], (progress.clipped, progress.nonfinite)
-        progress.require_patience("each on some rank", self.patience)
+            for name, one in self._optimizers.items():
+                require_equal_groups(CANNOT, name, one)
+            self._is_compared = True
+        parts, progress = list(self._parts()), self._progress
+        sizes = [[one.numel() for one in part] for part in parts]
+        own = zlib.crc32(repr(sizes).encode())  # layers of one size may take turns
+        most = torch.tensor([own, -own, progress.clipped, progress.nonfinite])
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=control_group())
+        largest, smallest, progress.clipped, progress.nonfinite = most.tolist()
+        if largest != -smallest:
+            raise RankMismatchError(UNEVEN.format(sum(map(sum, sizes))))
+        _average_over_ranks(itertools.chain(*parts), torch.device(self.device))
+        self.is_apart = False
+        progress.require_patience("on the rank with the most", self.patience)
 
-    def _tensors(self) -> Iterator[torch.Tensor]:
-        """Yield what is averaged, in the same order on all ranks."""
+    def _parts(self) -> Iterator[list[torch.Tensor]]:
+        """Yield the tensors to average by parameter, and those of the modules, in the same order on all ranks."""
         known: set[int] = set()
         for name, optimizer in self._optimizers.items():
             trained = [one for group in optimizer.param_groups for one in group["params"] if one.requires_grad]
             for parameter in trained:
-                if id(parameter) not in known:  # two optimizers may have it
-                    known.add(id(parameter))
-                    yield parameter
-                yield from _state_of(name, optimizer, parameter)
+                own = [] if id(parameter) in known else [parameter]  # two optimizers may have it
+                known.add(id(parameter))
+                yield [*own, *_state_of(name, optimizer, parameter)]
         wrapped = {id(one): one.module for one in self.wrapped}
         for entry in self._entries.values():  # an entry without trained parameters is not wrapped
             module = wrapped.get(id(entry), entry)
             saved = module.state_dict(keep_vars=True)
-            yield from (one for key, one in module.named_buffers() if key in saved)
-
-    def _require_equal_groups(self) -> None:
-        for name, one in self._optimizers.items():
-            try:
-                require_agreement(optimizer_facts({name: one}), site="the optimizers of local SGD")
-            except RankMismatchError as error:
-                raise ConfigError(CANNOT.format(name, type(one).__name__, DIFFERS.format(error))) from error
-        self._is_compared = True
+            yield [one for key, one in module.named_buffers() if key in saved]
 
 
 def _state_of(name: str, optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -191,7 +169,7 @@ def _state_of(name: str, optimizer: torch.optim.Optimizer, parameter: torch.Tens
         if isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex()):
             yield value
         elif not (value is None or isinstance(value, (int, str)) or getattr(value, "numel", int)() == 1):
-            reason = f"state[{key!r}] is a {type(value).__name__}, not a tensor of floating-point numbers."
+            reason = f"keeps state[{key!r}], a {type(value).__name__}, not a tensor of floating-point numbers."
             raise ConfigError(CANNOT.format(name, type(optimizer).__name__, reason))
 
 

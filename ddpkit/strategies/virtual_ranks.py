@@ -20,10 +20,10 @@ from ddpkit.device import use_deterministic_kernels, widest_float
 from ddpkit.distributed import get_rank, get_world_size
 from ddpkit.errors import ConfigError
 from ddpkit.seed import seed_streams
-from ddpkit.strategies.base import NO_CONTEXT, Strategy
+from ddpkit.strategies.base import NO_CONTEXT, Strategy, wide_number
 from ddpkit.strategies.modules import batch_norms, broadcast_from_main, refuse_wrapped
 from ddpkit.syncbn import SyncBatchNorm
-from ddpkit.training import FeedThrough, StreamFeed
+from ddpkit.training import FeedThrough, PassedThrough, StreamFeed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -143,7 +143,7 @@ class VirtualRanks(Strategy):
         owners, saved = dict(modules.named_modules()), modules.state_dict(keep_vars=True)
         names = [name for name, _ in modules.named_buffers() if name in saved]
         self._buffers = {name: (owners[name.rpartition(".")[0]], name.rpartition(".")[2]) for name in names}
-        wide = self._wide(0.0)
+        wide = wide_number(0.0, self.device)
         moves = [wide.to(self._widened(one)).expand(one.shape) for one in map(self._buffer, names)]
         own = [wide, wide, *moves, *self._parameters]
         self._sum = OrderedSum(own, self.virtual_ranks, zeros=range(2, 2 + len(moves)))
@@ -185,15 +185,23 @@ class VirtualRanks(Strategy):
     def _shards_of(self, feed: Feed | StreamFeed, progress: Progress, seed: int, window: Window) -> Iterator[Any]:
         """Yield the shards, each after seeding the random streams by (seed, step, shard); take their gradients."""
         place = _NOISE, progress.epoch, progress.began_at
+        self._window, self._adds_at_once = window, feed.factor == self.shards
         for number, batch in enumerate(feed.batches(window), feed.start):
-            shard = self.begin_shard(window, number, feed.factor)
-            seed_streams(seed, *place, number // self.shards, shard)
+            self._shard = number % self.shards
+            self._begin_shard()
+            seed_streams(seed, *place, number // self.shards, self._first + self._shard)
             yield batch
-            self.end_shard(window)
+            self._end_shard(window)
 
     def evaluated(self, batches: Iterable[Any], seed: int, *place: int) -> Iterable[Any]:
         """Return the batches; the random streams are seeded by shard before each, and alike on all ranks at the end."""
-        return _Evaluated(batches, self.shards, self._first, (seed, _EVALUATION, *place))
+        return PassedThrough(batches, functools.partial(self._seeded, (seed, _EVALUATION, *place)))
+
+    def _seeded(self, place: tuple[int, ...], batches: Iterator[Any]) -> Iterator[Any]:
+        for number, batch in enumerate(batches):
+            seed_streams(*place, number // self.shards, self._first + number % self.shards)
+            yield batch
+        seed_streams(*place)
 
     def backward_pass(self, modules: nn.Module, *, closes: bool, counts: bool) -> AbstractContextManager[None]:
         """Refuse a backward pass after the gradients of the step were added up."""
@@ -213,7 +221,7 @@ class VirtualRanks(Strategy):
 
     def start_average(self, count: torch.Tensor | float, device: str) -> Callable[[], torch.Tensor]:
         """Take the count of the shard that closes a step; return what adds up the step, and gives its count."""
-        self._count = self._wide(count)
+        self._count = wide_number(count, device)
 
         def total() -> torch.Tensor:
             self.finish_gradients()
@@ -248,25 +256,17 @@ class VirtualRanks(Strategy):
 
     # ------------------------------------------------------------------ one shard
 
-    def begin_shard(self, window: Window, number: int, per_step: int) -> int:
-        """Note that a shard comes; return its number among those of all processes.
-
-        Args:
-            window: of the feed.
-            number: of this process's batch in the epoch.
-            per_step: such batches per optimizer step.
-        """
-        self._window, self._shard, self._adds_at_once = window, number % self.shards, per_step == self.shards
+    def _begin_shard(self) -> None:
+        """Give the buffers the values that they had at the beginning of the step."""
         if self._is_added:
             self._begin_step()
         if not self._before:
             self._before = {name: self._buffer(name).clone() for name in self._buffers}
         for name, before in self._before.items():
             self._buffer(name).copy_(before)
-        return self._first + self._shard
 
     @torch.no_grad()
-    def end_shard(self, window: Window) -> None:
+    def _end_shard(self, window: Window) -> None:
         """Take a shard's gradient away; after the last one of a step, look whether they were added up.
 
         Raises:
@@ -291,9 +291,9 @@ class VirtualRanks(Strategy):
             raise ConfigError(PAST.format(self.virtual_ranks, "loss.backward()"))
         count, self._count = self._count, None
         if window.counted is not None and not window.closes:
-            count, window.counted = self._wide(window.counted), 0.0
+            count, window.counted = wide_number(window.counted, self.device), 0.0
         contiguous = (None if one is None else one.contiguous() for one in gradients)
-        part: Part = [self._wide(1.0), count, *self._moves(), *contiguous]
+        part: Part = [wide_number(1.0, self.device), count, *self._moves(), *contiguous]
         if not window.count:
             part = [None] * len(part)  # of a sample that is repeated to keep step
         if self._adds_at_once:
@@ -301,11 +301,6 @@ class VirtualRanks(Strategy):
         else:
             known = self._parts.get(self._shard)
             self._parts[self._shard] = part if known is None else add_tensors(known, part)
-
-    def _wide(self, number: torch.Tensor | float) -> torch.Tensor:
-        if isinstance(number, torch.Tensor):
-            return number.detach().reshape(()).to(self.device, self._dtype, copy=True)
-        return torch.full((), number, dtype=self._dtype, device=self.device)
 
     # ------------------------------------------------------------------ buffers
 
@@ -325,17 +320,3 @@ class VirtualRanks(Strategy):
 
     def _widened(self, buffer: torch.Tensor) -> torch.dtype:
         return torch.promote_types(buffer.dtype, self._dtype)
-
-
-class _Evaluated:
-    def __init__(self, batches: Iterable[Any], shards: int, first: int, place: tuple[int, ...]) -> None:
-        self.batches, self.shards, self.first, self.place = batches, shards, first, place
-
-    def __iter__(self) -> Iterator[Any]:
-        return self._seeded(iter(self.batches))
-
-    def _seeded(self, batches: Iterator[Any]) -> Iterator[Any]:
-        for number, batch in enumerate(batches):
-            seed_streams(*self.place, number // self.shards, self.first + number % self.shards)
-            yield batch
-        seed_streams(*self.place)

@@ -22,11 +22,11 @@ from torch import distributed as dist
 from torch.optim import LBFGS, Optimizer
 
 from ddpkit.base import map_values
-from ddpkit.comm import control_group, optimizer_facts, require_agreement
+from ddpkit.comm import control_group
 from ddpkit.device import widest_float
 from ddpkit.distributed import exchange, get_world_size
-from ddpkit.errors import ConfigError, RankMismatchError
-from ddpkit.strategies.base import WholeState
+from ddpkit.errors import ConfigError
+from ddpkit.strategies.base import WholeState, require_equal_groups
 from ddpkit.strategies.ddp import APART, DDP
 
 if TYPE_CHECKING:
@@ -50,7 +50,6 @@ NOT_AVERAGED = (
     "inner parts. Call self.backward(loss) and self.optimizers_step(), which averages the rest, and not the "
     "optimizer's own step()."
 )
-DIFFERS = "keeps numbers that are not of one parameter, and differ where each rank has other parameters."
 
 MARK = "ddpkit_zero1"  # attribute of an optimizer that is divided already
 
@@ -69,10 +68,9 @@ class DividedOptimizer:
     def __init__(self, name: str, optimizer: Optimizer, loads: list[int]) -> None:
         self.name, self.optimizer, self._loads = name, optimizer, loads
         self._rank = dist.get_rank()
-        self._owners: dict[int, int] = {}
-        self._known: list[torch.Tensor] = []  # keeps the ids in use
+        self._owners: dict[torch.Tensor, int] = {}
         self._is_gathering = False
-        self._steps_of: list[int] = []  # ids of the parameters that the plan below is for
+        self._steps_of: list[list[int]] = []  # ids of the parameters that the plan below is for, by group
         self._own: list[list[torch.Tensor]] = []
         self._sent: list[tuple[int, torch.Tensor | None, list[torch.Tensor]]] = []  # None: the parameter itself is
         self._groups: list[list[torch.Tensor]] | None = None  # while a step hides the others' parameters
@@ -93,26 +91,25 @@ class DividedOptimizer:
         return [one for group in self.optimizer.param_groups for one in group["params"]]
 
     def _is_mine(self, parameter: Any) -> bool:
-        return self._owners.get(id(parameter), self._rank) == self._rank
+        return self._owners.get(parameter, self._rank) == self._rank
 
     def _deal(self, parameters: list[torch.Tensor]) -> None:
         """Give parameters that nobody owns yet to ranks, the largest first, each to the rank that has the least."""
-        new = [one for one in parameters if id(one) not in self._owners]
+        new = [one for one in parameters if one not in self._owners]
         for parameter in sorted(new, key=torch.Tensor.numel, reverse=True):
             owner = self._loads.index(min(self._loads))
-            self._owners[id(parameter)] = owner
+            self._owners[parameter] = owner
             self._loads[owner] += parameter.numel()
-        self._known += new
 
-    def _plan(self, trained: list[torch.Tensor]) -> None:
+    def _plan(self, groups: list[list[torch.Tensor]]) -> None:
         """Work out what this rank steps, and what travels together."""
+        trained = list(itertools.chain(*groups))
         self._deal(trained)
-        groups = [group["params"] for group in self.optimizer.param_groups]
-        self._own = [[one for one in group if one.requires_grad and self._is_mine(one)] for group in groups]
+        self._own = [[one for one in group if self._is_mine(one)] for group in groups]
         together: dict[tuple[Any, ...], list[torch.Tensor]] = {}
         for one in trained:
             is_alone = one.is_contiguous() and one.numel() * one.element_size() >= PACKED_BELOW
-            key = self._owners[id(one)], one.dtype, one.device, id(one) if is_alone else 0
+            key = self._owners[one], one.dtype, one.device, id(one) if is_alone else 0
             together.setdefault(key, []).append(one)
         self._sent = []
         for (owner, dtype, device, alone), packed in together.items():
@@ -124,12 +121,12 @@ class DividedOptimizer:
 
     def _show_own(self, *_: Any) -> None:
         self._show_all()  # after a step that failed
-        trained = [one for one in self._parameters() if one.requires_grad]
-        ids = list(map(id, trained))
-        if ids != self._steps_of or len(self._own) != len(self.optimizer.param_groups):
+        self._groups = [group["params"] for group in self.optimizer.param_groups]
+        trained = [[one for one in group if one.requires_grad] for group in self._groups]
+        ids = [list(map(id, group)) for group in trained]
+        if ids != self._steps_of:
             self._plan(trained)
             self._steps_of = ids
-        self._groups = [group["params"] for group in self.optimizer.param_groups]
         if not self._is_compared:
             self._require_equal_gradients()
         for group, own in zip(self.optimizer.param_groups, self._own, strict=True):
@@ -155,7 +152,7 @@ class DividedOptimizer:
                     one.copy_(values.view_as(one))
         if not self._is_compared:
             self._is_compared = True
-            self._require_equal_groups()
+            require_equal_groups(CANNOT, self.name, self.optimizer)
 
     def _require_equal_gradients(self) -> None:
         """Refuse, in the first step, gradients that are not averages over the ranks: no weights would show it later."""
@@ -163,13 +160,6 @@ class DividedOptimizer:
         sizes = exchange(float(sum(one.abs().sum(dtype=widest_float(one.device)) for one in gradients)), MARK)
         if max(sizes) - min(sizes) > APART * max(sizes):
             raise ConfigError(NOT_AVERAGED.format(self.name))
-
-    def _require_equal_groups(self) -> None:
-        """Refuse an optimizer that notes numbers over its parameters in its groups: they are others on other ranks."""
-        try:
-            require_agreement(optimizer_facts({self.name: self.optimizer}), site=f"{MARK} groups")
-        except RankMismatchError as error:
-            raise ConfigError(CANNOT.format(self.name, type(self.optimizer).__name__, f"{DIFFERS}\n{error}")) from error
 
     # ------------------------------------------------------------------ checkpoints
 
@@ -189,7 +179,7 @@ class DividedOptimizer:
 
         Ranks: collective. The other ranks send their parts, one after the other.
         """
-        self._require_equal_groups()
+        require_equal_groups(CANNOT, self.name, self.optimizer)
         self._is_gathering = True
         state = self.optimizer.state_dict()
         self._is_gathering = False

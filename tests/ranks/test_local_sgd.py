@@ -305,7 +305,7 @@ def test_a_rank_whose_gradients_are_not_finite_steps_with_zeros_and_all_count_al
 def test_too_many_such_steps_end_all_ranks_at_the_same_average(ranks):
     first, second = ranks.run(poisoned, range(8), world_size=2)
     assert first == second
-    assert first.startswith("6 steps of epoch 1 had gradients that are not finite (each on some rank), and ")
+    assert first.startswith("6 steps of epoch 1 had gradients that are not finite (on the rank with the most), and ")
 
 
 def half():
@@ -395,9 +395,9 @@ class Branching(nn.Module):
 
 
 OPTIMIZERS = {
-    Lists: "(Lists) over the ranks: state['history'] is a list, not a tensor",
-    Adaptive: "(Adaptive) over the ranks: it keeps numbers in its groups that are not the same",
-    NotTorchs: "(NotTorchs) over the ranks: it is not a torch.optim.Optimizer. Use one",
+    Lists: "Lists keeps state['history'], a list, not a tensor",
+    Adaptive: "Adaptive keeps numbers in its groups that are not the same",
+    NotTorchs: "NotTorchs is not a torch.optim.Optimizer. Use one",
 }
 
 
@@ -416,15 +416,13 @@ RATES = {Lists: {"lr": 0.1}, Adaptive: {"lr": 0.1}}
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_optimizers_that_cannot_be_averaged_are_named(ranks, optimizer):
     for text in ranks.run(refused, net_of, optimizer, world_size=2):
-        assert text.startswith(
-            f"ddp_comm_hook=post_local_sgd cannot average the optimizer 'opt_class' {OPTIMIZERS[optimizer]}"
-        )
+        start = "ddp_comm_hook=post_local_sgd cannot average the optimizer 'opt_class' over the ranks: "
+        assert text.startswith(start + OPTIMIZERS[optimizer])
 
 
 def test_ranks_that_use_other_parameters_are_told(ranks):
-    for rank, text in enumerate(ranks.run(refused, Branching, torch.optim.AdamW, world_size=2)):
-        assert text.startswith("modules['net'] has parameters that this optimizer step did not use: layers.")
-        assert f"layers.{1 - rank}.weight" in text
+    for text in ranks.run(refused, Branching, torch.optim.AdamW, world_size=2):
+        assert text.startswith("ddp_comm_hook=post_local_sgd: the ranks have other numbers to average (here 18 in all)")
 
 
 class UsesMore(Regression):
@@ -442,7 +440,7 @@ def uneven():
 
 def test_an_entry_that_some_ranks_do_not_use_is_told_before_numbers_are_sent(ranks):
     for text in ranks.run(uneven, world_size=2):
-        assert text.startswith("ddp_comm_hook=post_local_sgd: the ranks have not as many numbers to average (here ")
+        assert text.startswith("ddp_comm_hook=post_local_sgd: the ranks have other numbers to average (here ")
 
 
 PERIOD = {"local_sgd_period": 4}

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.data.distributed import DistributedSampler
 
+from ddpkit.base import map_values
 from ddpkit.data import StreamShard, is_sharded
 from ddpkit.dataloader import LoopedLoader, plan_of
 from ddpkit.distributed import gather_objects, get_rank, require_all_ranks
@@ -171,13 +172,7 @@ def on_cpu(value: Any) -> Any:
         >>> on_cpu([torch.ones(1, requires_grad=True), "a"])
         [tensor([1.]), 'a']
     """
-    if isinstance(value, Tensor):
-        return value.detach().to("cpu", copy=True)
-    if type(value) in {list, tuple}:
-        return type(value)(on_cpu(one) for one in value)
-    if type(value) is dict:
-        return {key: on_cpu(one) for key, one in value.items()}
-    return value
+    return map_values(value, lambda one: one.detach().to("cpu", copy=True) if isinstance(one, Tensor) else one)
 
 
 # ---------------------------------------------------------------------------------------------- what was seen

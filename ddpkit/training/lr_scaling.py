@@ -34,7 +34,9 @@ MARK = "ddpkit_lr_scale"
 """Key in older checkpoints: the factor already applied to the rates of a group and of its schedulers."""
 
 # Of optimizers whose steps are scaled: two Brains may have the same one, and the one that trains scales it.
-_hooks: weakref.WeakKeyDictionary[Optimizer, tuple[LrScaling, list[Any]]] = weakref.WeakKeyDictionary()
+_scalings: weakref.WeakKeyDictionary[Optimizer, LrScaling] = weakref.WeakKeyDictionary()
+# Of optimizers inside of a step, or after one that failed: the recipe's rates.
+_own_rates: weakref.WeakKeyDictionary[Optimizer, list[Any]] = weakref.WeakKeyDictionary()
 
 
 def require_reference(options: Any) -> None:
@@ -97,7 +99,6 @@ class LrScaling:
 
     def __init__(self) -> None:
         self.factor, self.reason = 1.0, "lr_scaling=none"
-        self._own_rates: weakref.WeakKeyDictionary[Optimizer, list[Any]] = weakref.WeakKeyDictionary()
 
     def choose(self, options: RunOptions, sizes: BatchSizes) -> None:
         """Find the factor for a call of ``fit``.
@@ -134,7 +135,8 @@ class LrScaling:
         """
         lines = []
         for name, optimizer in optimizers.items():
-            if all(self._ratio(group) == 1.0 for group in optimizer.param_groups) and optimizer not in _hooks:
+            is_known = optimizer in _scalings
+            if all(self.ratio(group) == 1.0 for group in optimizer.param_groups) and not is_known:
                 continue
             if not isinstance(optimizer, Optimizer):
                 raise ConfigError(
@@ -142,32 +144,29 @@ class LrScaling:
                     "Use --lr_scaling=none and set its learning rate for this run."
                 )
             before = [float(group["lr"]) for group in optimizer.param_groups]
-            after = [float(group["lr"]) * self._ratio(group) for group in optimizer.param_groups]
+            after = [float(group["lr"]) * self.ratio(group) for group in optimizer.param_groups]
             lines.append(f"{name} {_shown(before)} -> {_shown(after)}")
-            owner, hooks = _hooks.get(optimizer, (None, []))
-            if owner is not self:
-                for hook in hooks:
-                    hook.remove()
-                hooks = [
-                    optimizer.register_step_pre_hook(self._scale),
-                    optimizer.register_step_post_hook(self._restore),
-                ]
-                _hooks[optimizer] = self, hooks
+            _scalings[optimizer] = self
+            if not is_known:
+                optimizer.register_step_pre_hook(_scale)
+                optimizer.register_step_post_hook(_restore)
         if lines:
             logger.announce("Learning rates (%s): %s.", self.reason, "; ".join(lines))
 
-    def _ratio(self, group: Mapping[str, Any]) -> float:
+    def ratio(self, group: Mapping[str, Any]) -> float:
+        """Return the factor for one parameter group."""
         return self.factor / float(group.get(MARK, 1.0))
 
-    def _scale(self, optimizer: Optimizer, *_: Any) -> None:
-        groups = optimizer.param_groups
-        rates = self._own_rates.setdefault(optimizer, [group["lr"] for group in groups])  # kept after a failed step
-        for group, rate in zip(groups, rates, strict=True):
-            group["lr"] = rate * self._ratio(group)
 
-    def _restore(self, optimizer: Optimizer, *_: Any) -> None:
-        for group, rate in zip(optimizer.param_groups, self._own_rates.pop(optimizer), strict=True):
-            group["lr"] = rate
+def _scale(optimizer: Optimizer, *_: Any) -> None:
+    groups = optimizer.param_groups
+    for group, rate in zip(groups, _own_rates.setdefault(optimizer, [one["lr"] for one in groups]), strict=True):
+        group["lr"] = rate * _scalings[optimizer].ratio(group)
+
+
+def _restore(optimizer: Optimizer, *_: Any) -> None:
+    for group, rate in zip(optimizer.param_groups, _own_rates.pop(optimizer), strict=True):
+        group["lr"] = rate
 
 
 def _shown(rates: list[float]) -> str:

@@ -180,12 +180,6 @@ def first_of(loader: Iterable[Any], number: int | None) -> PassedThrough:
 
 def _checked(inner: StreamLoader, stage: Stage, batches: Iterator[Any]) -> Iterator[Any]:
     first = list(itertools.islice(batches, 1))
-    _require_same_items(inner, stage)
-    yield from first
-    yield from batches
-
-
-def _require_same_items(inner: StreamLoader, stage: Stage) -> None:
     kind, items = ("loader", "batches") if inner.of_batches else ("dataset", "items")
     require_alike(
         inner.first,
@@ -196,6 +190,8 @@ def _require_same_items(inner: StreamLoader, stage: Stage) -> None:
         "generator, which are seeded alike on all ranks while it is read. If it lists files, sort them",
         f"the first {items} of {stage.name}",
     )
+    yield from first
+    yield from batches
 
 
 def profiled(profiler: Any, left_out: int, batches: Iterator[Any]) -> Iterator[Any]:

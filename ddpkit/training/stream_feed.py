@@ -8,6 +8,7 @@ has read that too, else its own last one); and every sample weighs the same, as 
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 from collections import deque
 from dataclasses import dataclass
@@ -96,7 +97,7 @@ class StreamFeed:
         self.ready()
         place, done, whole = self.start % self.factor, 0.0, 0.0
         window.correction = 1.0
-        while ahead[0].told.ranks:
+        while ahead[0].told().ranks:
             turn = ahead.popleft()
             while len(ahead) < min(self.factor, 2):
                 ahead.append(next(turns))
@@ -108,11 +109,11 @@ class StreamFeed:
             whole = whole or self.whole or self.factor * total
             done += total
             window.loss_scale = window.weight * (1 if self.whole else self.world_size) / whole if whole else 0.0
-            window.closes = place == self.factor or not ahead[0].told.ranks
+            window.closes = place == self.factor or not ahead[0].told().ranks
             window.correction = whole / done if window.closes and done else 1.0
             if window.closes:
                 place, done, whole = 0, 0.0, 0.0
-            with self.uneven(counts=turn.count > 0) if turn.told.ranks < self.world_size else _nothing():
+            with self.uneven(counts=turn.count > 0) if turn.told().ranks < self.world_size else _nothing():
                 yield turn.batch
 
     def _read(self, batches: Iterator[Any]) -> Iterator[_Turn]:
@@ -125,11 +126,12 @@ class StreamFeed:
             for batch in itertools.islice(batches, 1):
                 last, able, size = batch, 1.0, self.size_of(batch)
             present, count = int(size is not None), size or 0
-            yield _Turn(last, present, count, self.start_sum([float(present), float(count), able]))
+            sums = self.start_sum([float(present), float(count), able])
+            yield _Turn(last, present, count, functools.cache(functools.partial(_await_told, sums)))
 
     def _weigh(self, turn: _Turn) -> tuple[float, float]:
         """Return the weight of a batch on this rank, and on all ranks."""
-        ranks, samples, _ = turn.told
+        ranks, samples, _ = turn.told()
         if self.weighting == "samples":
             return turn.count, samples
         if self.whole_batches:
@@ -137,9 +139,9 @@ class StreamFeed:
         return (turn.count / samples, 1.0) if samples else (0.0, 0.0)
 
     def _require_batches(self, first: _Turn) -> None:
-        if first.told.able < self.world_size:
+        if first.told().able < self.world_size:
             raise DataError(
-                f"the stream gives a first batch to {first.told.able:.0f} of {self.world_size} rank(s) only: it is "
+                f"the stream gives a first batch to {first.told().able:.0f} of {self.world_size} rank(s) only: it is "
                 "empty, or has too few items for this many processes and this batch size, or yields nothing when it is "
                 "iterated again. Look at the stream, start fewer processes, or use a smaller batch_size."
             )
@@ -153,16 +155,15 @@ class _Told(NamedTuple):
     able: float  # ranks that have a batch, if only one to repeat
 
 
+@dataclass
 class _Turn:
     """One batch of every rank."""
 
-    def __init__(self, batch: Any, present: int, count: int, sums: Callable[[], list[float]]) -> None:
-        self.batch, self.present, self.count, self._sums = batch, present, count, sums
-        self._told: _Told | None = None
+    batch: Any
+    present: int
+    count: int
+    told: Callable[[], _Told]  # waits for the other ranks once
 
-    @property
-    def told(self) -> _Told:
-        """Of all ranks; awaited on first use."""
-        if self._told is None:
-            self._told = _Told(*self._sums())
-        return self._told
+
+def _await_told(sums: Callable[[], list[float]]) -> _Told:
+    return _Told(*sums())

@@ -223,7 +223,7 @@ class WeightAverage:
         Raises:
             CheckpointError: it is not such a state, or belongs to other modules.
         """
-        if not isinstance(state, Mapping) or not _is_count(state.get(COUNT)):
+        if not isinstance(state, Mapping) or not isinstance(state.get(COUNT), torch.Tensor):
             raise CheckpointError(f"not an average of weights: {COUNT!r}, the number of updates, is missing.")
         weights = {weight.names[0]: weight.now() for weight in self._weights()}
         strange = sorted(weights.keys() - state.keys())
@@ -271,11 +271,6 @@ class WeightAverage:
 def _can_be_averaged(weight: _Weight) -> bool:
     value = weight.now()
     return not is_lazy(value) and not is_code(value) and (value.is_floating_point() or value.is_complex())
-
-
-def _is_count(value: Any) -> bool:
-    whole = isinstance(value, torch.Tensor) and not value.is_floating_point() and not value.is_complex()
-    return whole and value.numel() == 1 and int(value) >= 0
 
 
 @torch.no_grad()

@@ -108,7 +108,6 @@ class OrderedSum:
         parts: their number over all ranks, a multiple of the number of ranks. Rank ``r`` of ``W`` has the parts from
             ``r * parts / W`` on.
         bucket_bytes: how much of a subtree is sent at once; changes no bit of the sums.
-        zeros: places of tensors that count as None where they are all zeros.
 
     Ranks: local; :meth:`over_ranks` is collective.
 
@@ -119,11 +118,9 @@ class OrderedSum:
         [tensor([2.]), None]
     """
 
-    def __init__(
-        self, like: Sequence[torch.Tensor], parts: int, bucket_bytes: int = BUCKET_BYTES, zeros: Sequence[int] = ()
-    ) -> None:
+    def __init__(self, like: Sequence[torch.Tensor], parts: int, bucket_bytes: int = BUCKET_BYTES) -> None:
         self.world_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-        self._like, self._bucket_bytes, self._zeros, each = like, bucket_bytes, zeros, parts // self.world_size
+        self._like, self._bucket_bytes, each = like, bucket_bytes, parts // self.world_size
         self._subtrees = [_subtrees_of(range(rank * each, (rank + 1) * each)) for rank in range(self.world_size)]
         self._known: dict[tuple[int, ...], list[_Bucket]] = {}  # by which tensors are there
 
@@ -139,11 +136,8 @@ class OrderedSum:
             found: list[torch.Tensor | None] = tree.total()
             return found
         own, sums = [one.total for one in tree.subtrees], list[Any]([None] * len(self._like))
-        columns = [[one for one in column if one is not None] for column in zip(*own, strict=True)]
-        present = torch.tensor([*map(bool, columns)]).to(self._like[0].device, torch.uint8)
-        for place in self._zeros:
-            if columns[place]:
-                present[place] = torch.stack([(one != 0).any() for one in columns[place]]).any()
+        is_there = [any(one is not None for one in column) for column in zip(*own, strict=True)]
+        present = torch.tensor(is_there).to(self._like[0].device, torch.uint8)
         dist.all_reduce(present, dist.ReduceOp.MAX)
         for bucket in self._buckets(tuple(present.tolist())):
             added = self._add([[total[place] for place in bucket.places] for total in own], bucket)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import distributed as dist
 
+from ddpkit.base import unwrap
 from ddpkit.comm import control_group
 from ddpkit.device import widest_float
 from ddpkit.errors import ConfigError, RankMismatchError
@@ -156,9 +157,7 @@ class LocalSGD(DDP):
                 own = [] if id(parameter) in known else [parameter]  # two optimizers may have it
                 known.add(id(parameter))
                 yield [*own, *_state_of(name, optimizer, parameter)]
-        wrapped = {id(one): one.module for one in self.wrapped}
-        for entry in self._entries.values():  # an entry without trained parameters is not wrapped
-            module = wrapped.get(id(entry), entry)
+        for module in map(unwrap, self._entries.values()):
             saved = module.state_dict(keep_vars=True)
             yield [one for key, one in module.named_buffers() if key in saved]
 

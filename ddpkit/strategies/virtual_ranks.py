@@ -146,7 +146,7 @@ class VirtualRanks(Strategy):
         wide = wide_number(0.0, self.device)
         moves = [wide.to(self._widened(one)).expand(one.shape) for one in map(self._buffer, names)]
         own = [wide, wide, *moves, *self._parameters]
-        self._sum = OrderedSum(own, self.virtual_ranks, zeros=range(2, 2 + len(moves)))
+        self._sum = OrderedSum(own, self.virtual_ranks)
         self._begin_step()
 
     def prepare_optimizers(self, optimizers: Mapping[str, torch.optim.Optimizer]) -> None:

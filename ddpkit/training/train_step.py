@@ -126,8 +126,6 @@ class TrainStep:
         self.schedule: optim.Schedule | None = None
         self.sum_divisor: float | None = None
         self.agree: Callable[[], None] | None = None
-        self._recipe_freezes = recipe.freezes
-        self._may_part = recipe.has_own_fit_batch
         self._gc_interval = options.gc_interval
         self._unscaled: tuple[torch.optim.Optimizer, ...] = ()
         self._stepped: list[torch.optim.Optimizer] | None = None
@@ -283,14 +281,14 @@ class TrainStep:
     def optimizers_to_step(self, brain: StepHooks) -> list[torch.optim.Optimizer]:
         """Return the optimizers that step now."""
         if self.optimizers is not None:
-            chosen = brain.freeze_optimizers(self.optimizers) if self._recipe_freezes else self.optimizers
+            chosen = brain.freeze_optimizers(self.optimizers) if self.recipe.freezes else self.optimizers
             return list(chosen.values())
         return [] if self.optimizer is None else [self.optimizer]
 
     def note_optimizers_to_step(self, brain: StepHooks) -> list[torch.optim.Optimizer]:
         """Return :meth:`optimizers_to_step`; remember them, where a recipe freezes some."""
         stepping = self.optimizers_to_step(brain)
-        if self._recipe_freezes and self.optimizers:
+        if self.recipe.freezes and self.optimizers:
             self._stepped = [*(self._stepped or ()), *stepping]
         return stepping
 
@@ -301,7 +299,7 @@ class TrainStep:
     @property
     def freezes(self) -> bool:
         """Whether the recipe says which optimizers step."""
-        return self._recipe_freezes and bool(self.optimizers)
+        return self.recipe.freezes and bool(self.optimizers)
 
     def drop_frozen_gradients(self) -> None:
         """Drop a window's gradients of optimizers that have not stepped in it."""
@@ -323,7 +321,7 @@ class TrainStep:
 
     def warn_if_diverged(self) -> None:
         """Warn, after an epoch, if an own ``fit_batch`` has let the ranks' weights part; of each entry once."""
-        diverged = self.strategy.diverged_entries(self.modules) if self._may_part else []
+        diverged = self.strategy.diverged_entries(self.modules) if self.recipe.has_own_fit_batch else []
         if diverged:
             logger.warning_once(APART, self.name, ", ".join(f"modules[{name!r}]" for name in diverged))
 

@@ -9,7 +9,6 @@ import torch
 
 from ddpkit.comm import optimizer_facts, require_agreement
 from ddpkit.device import widest_float
-from ddpkit.distributed import is_distributed_initialized
 from ddpkit.errors import ConfigError, RankMismatchError
 
 if TYPE_CHECKING:
@@ -40,6 +39,7 @@ class Strategy:
     """One process, one device: nothing to wrap. Base class of the other strategies.
 
     Attributes:
+        is_distributed: whether gradients are averaged over processes by torch.
         virtual_ranks: over how many the data is divided; None: over the ranks.
         shards: how many parts of every batch each rank works on.
         same_bits: whether no bit may depend on the number of processes: losses and logged values are then added up
@@ -61,6 +61,7 @@ class Strategy:
     """
 
     name = "one device"
+    is_distributed = False
     virtual_ranks: int | None = None
     shards = 1
     same_bits = False
@@ -169,8 +170,8 @@ class Strategy:
         Returns:
             What waits for the others and gives the average, shape ``()``; in one process a number stays a number.
         """
-        if not is_distributed_initialized():
-            own = wide_number(count, device) if isinstance(count, torch.Tensor) else count
+        if not self.is_distributed:
+            own = count.detach().to(widest_float(device)) if isinstance(count, torch.Tensor) else count
             return lambda: own
         total = wide_number(count, device)
         work = torch.distributed.all_reduce(total, async_op=True)

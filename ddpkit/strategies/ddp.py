@@ -212,6 +212,7 @@ class DDP(Strategy):
     """
 
     name = "DistributedDataParallel"
+    is_distributed = True
     holds = "ddp: each process holds the whole model"
 
     def __init__(self, options: RunOptions, *, decides_late: bool = False) -> None:

@@ -123,6 +123,7 @@ class FSDP(Strategy):
     """
 
     name = "fully_shard (FSDP2)"
+    is_distributed = True
     saves_alone = False
     divides = True
     unrepeatable = (

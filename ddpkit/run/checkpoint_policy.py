@@ -252,14 +252,14 @@ class CheckpointPolicy:
         if self.checkpointer is None:
             return
         self.checkpointer.require_hooks()
-        ema, optimizers = self.train_step.ema, self.train_step.optimizers or {}
+        ema, optimizers = self.train_step.ema, self.train_step.named_optimizers()
         others = {name: one for name, one in self._recoverables().items() if name != "brain" and one is not ema}
         lost = modules_not_saved(modules, others)
         if lost:
             words = "The checkpointer saves no weights of the module(s) %s: add_recoverable(name, module) adds them."
             logger.warning(words, ", ".join(lost))
         forgotten = optimizers_not_saved(optimizers, others)
-        self.run_state.note_script_rates({name: one for name, one in optimizers.items() if name not in forgotten})
+        self.run_state.note_script_settings({name: one for name, one in optimizers.items() if name not in forgotten})
         if forgotten:
             words = "The checkpointer saves nothing of the optimizer(s) %s: give it them in init_optimizers."
             logger.warning(words, ", ".join(forgotten))

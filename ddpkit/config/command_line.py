@@ -24,11 +24,15 @@ from ddpkit import __version__
 from ddpkit.base import rank_if_known
 from ddpkit.config.options import IN_YAML, ON_COMMAND_LINE, OPTION_BY_NAME, OPTIONS, PARSER_ONLY, Option
 from ddpkit.errors import ConfigError, MissingFileError
+from ddpkit.logger import get_logger
+
+logger = get_logger(__name__)
 
 _YAML_TAG = "tag:yaml.org,2002:"
 _YAML_SUFFIXES = (".yaml", ".yml")
 _FLAG_EXITS = ("-h", "--help", "--version")
 _SHOWN_KEYS = 20
+_SAME_NAME = 0.94  # one letter too many or too few in a name of 8
 _SHORTEST_PART = 4  # letters of a word that is looked for inside the keys: `epochs` in `number_of_epochs`
 
 _USAGE = """python train.py hparams.yaml [--option=value ...] [--yaml_key=value ...]
@@ -108,6 +112,7 @@ def read_command_line(words: Sequence[str]) -> CommandLine:
     nodes = _read_top_level(param_file)
     if nodes is not None:
         _check_overrides(overrides, nodes, param_file)
+        _warn_of_misspelt_options(nodes, param_file)
     text = "\n".join(override_line(key, value) for key, value in overrides.items())
     return CommandLine(param_file, given, text, _options_in(nodes or {}))
 
@@ -290,6 +295,19 @@ def _options_in(nodes: Mapping[str, Node]) -> dict[str, Any]:
             value = None if node.tag == f"{_YAML_TAG}null" else node.value
             values[name] = option.coerce(value, IN_YAML)
     return values
+
+
+def _warn_of_misspelt_options(nodes: Mapping[str, Node], param_file: str) -> None:
+    """Warn of keys that are nearly options, and that nothing in the file refers to: a recipe has keys of its own."""
+    flags, text = {_plain(option.name): option.name for option in OPTIONS}, str(nodes)
+    for key in [name for name in nodes if name not in OPTION_BY_NAME and f"<{name}" not in text]:
+        for meant in difflib.get_close_matches(_plain(key), flags, n=1, cutoff=_SAME_NAME):
+            words = "The key %r of %r is not a run option, and sets none; did you mean %r?"
+            logger.warning_once(words, key, param_file, flags[meant])
+
+
+def _plain(name: str) -> str:
+    return name.replace("_", "").replace("-", "").lower()
 
 
 def _check_overrides(overrides: Mapping[str, str | None], nodes: Mapping[str, Node], param_file: str) -> None:

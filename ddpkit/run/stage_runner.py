@@ -208,7 +208,8 @@ class StageRunner:
 
             limit = float("inf") if options.optimizer_step_limit is None else options.optimizer_step_limit
             on_window = saves.on_window if saves.follows_windows else None
-            train_epoch(brain, feed, self._sync, on_sync, limit, on_window=on_window, tell=saves.tell)
+            with self.train_step.warning_without_steps():
+                train_epoch(brain, feed, self._sync, on_sync, limit, on_window=on_window, tell=saves.tell)
             if self.train_step.prepare_flush(brain):
                 brain.optimizers_step()
             progress.window.stepped()

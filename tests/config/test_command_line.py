@@ -364,3 +364,30 @@ def test_version(capsys):
         parse("--version")
     assert caught.value.code == 0
     assert capsys.readouterr().out.startswith(f"ddpkit {ddpkit.__version__} (torch {torch.__version__}")
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("global_batchsize", "global_batch_size"),
+        ("max-grad-norm", "max_grad_norm"),
+        ("Precision", "precision"),
+        ("grad_accumulation_factors", "grad_accumulation_factor"),
+        ("ckpt_interval_minute", "ckpt_interval_minutes"),
+    ],
+)
+def test_a_key_with_nearly_the_name_of_an_option_is_warned_of(caplog, key, meant):
+    with open("h.yaml", "a") as file:  # noqa: PTH123
+        file.write(f"{key}: 3\n")
+    parse("h.yaml")
+    said = [one.getMessage() for one in caplog.records if "is not a run option" in one.getMessage()]
+    assert said == [f"The key {key!r} of 'h.yaml' is not a run option, and sets none; did you mean {meant!r}?"]
+
+
+def test_keys_of_a_recipe_are_not_taken_for_options(caplog):
+    own = "batch_size lr number_of_epochs max_grad text_only devices batch_sizes ckpt_interval checkpoint sorting steps"
+    with open("h.yaml", "a") as file:  # noqa: PTH123
+        file.write("".join(f"{key}: 3\n" for key in own.split()))
+        file.write("sync_batch_norm: True\nnorms: [!ref <sync_batch_norm>]\n")
+    parse("h.yaml")
+    assert "is not a run option" not in caplog.text

@@ -59,7 +59,6 @@ else:
 
 logger = get_logger(__name__)
 
-SAME_NAME = 0.88  # how alike the names of a method and of a hook are, at least, for one to be taken for the other
 _RUN = "_Brain__run"  # self.__run, which no subclass has by accident
 _REPLACEABLE = {"modules": "modules", "hparams": "hparams", "run_opts": "options"}  # by their names in the parts
 
@@ -106,7 +105,7 @@ def _warn_of_misspelt_hooks(recipe: type[Brain]) -> None:
     hooks = [name for name, one in known.items() if own.get(name) is one and name[0] != "_"]
     called = {name for one in own.values() for name in getattr(inspect.unwrap(one), "__code__", one.__code__).co_names}
     for name in [name for name in own if not (name in called or name[0] == "_" or hasattr(Brain, name))]:
-        for meant in difflib.get_close_matches(name, hooks, n=1, cutoff=SAME_NAME):
+        for meant in difflib.get_close_matches(name, hooks, n=1, cutoff=0.88):
             words = "%s.%s is never called by ddpkit; did you mean %s? If the method is your own, all is well."
             logger.warning_once(words, recipe.__name__, name, meant)
 

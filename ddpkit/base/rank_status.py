@@ -97,7 +97,8 @@ class RankStatus:
         if not self.stage:
             return ""
         epoch = f" of epoch {self.epoch}" if self.epoch else ""
-        return f"in {self.stage}{epoch} at step {self.step}"
+        # Around an evaluation no step is the current one.
+        return f"in {self.stage}{epoch}" + (f" at step {self.step}" if self.step or self.stage == "TRAIN" else "")
 
 
 @dataclass

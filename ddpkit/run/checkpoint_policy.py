@@ -39,7 +39,7 @@ APART = (
     "on_stage_end."
 )
 NOTHING_SAVED = (
-    "A checkpointer was given and fit has saved nothing: started again, it begins from scratch. Call "
+    "A checkpointer was given and fit has saved nothing: unless the script saves after it, the training is lost. Call "
     "self.checkpointer.save_and_keep_only() in on_stage_end, or give --ckpt_interval_minutes."
 )
 

@@ -39,9 +39,9 @@ OTHER_SETTINGS = (
     "goes on with the checkpoint's. To change one, set it in param_groups after on_fit_start, or give --resume=never."
 )
 OTHER_OPTIMIZER = (
-    "{}: the optimizer {!r} was of the class {}, and is now of the class {}, which has other settings and cannot go on "
-    "with its state. Go on with {}. Or begin anew from the weights alone: load the module's file of the checkpoint "
-    "with torch.load(..., weights_only=True) before fit, and give --resume=never."
+    "{0}: the optimizer {1!r} was of the class {2}, and is now of the class {3}, which has other settings and cannot "
+    "go on with its state. Go on with {2}. Or begin anew from the weights alone: load the file of the module in the "
+    "checkpoint with torch.load(..., weights_only=True) before fit, and give --resume=never."
 )
 
 
@@ -125,10 +125,9 @@ def changed_settings(checkpoint: Path, name: str, before: list[dict[str, Any]], 
     """
     pairs = list(zip(before, now, strict=False))
     for old, new in pairs:
-        decoupled = old.get("decoupled_weight_decay"), new.get("decoupled_weight_decay")
-        if old.get("class") not in {None, new["class"]} and (old.keys() != new.keys() or len({*decoupled}) > 1):
-            kind = old["class"]
-            raise CheckpointError(OTHER_OPTIMIZER.format(checkpoint, name, kind, new["class"], kind))
+        kinds = [(one.keys(), one.get("decoupled_weight_decay")) for one in (old, new)]
+        if old.get("class") not in {None, new["class"]} and kinds[0] != kinds[1]:
+            raise CheckpointError(OTHER_OPTIMIZER.format(checkpoint, name, old["class"], new["class"]))
     keys = [(key, old, new) for old, new in pairs for key in new if key in old and key != "class"]
     return list(dict.fromkeys(f"{key} {old[key]} -> {new[key]}" for key, old, new in keys if old[key] != new[key]))
 
@@ -333,9 +332,7 @@ class RunState:
         given = self._script_settings
         if given is None:
             given = optimizer_settings(self.train_step.named_optimizers())
-        before = state.get("settings")
-        if before is None:  # an earlier version saved the learning rates alone
-            before = {name: [{"lr": rate} for rate in rates] for name, rates in (state.get("rates") or {}).items()}
+        before = state.get("settings") or {}  # of an earlier version nothing is known
         self._settings = {name: before.get(name, settings) for name, settings in given.items()}
         changes = {name: changed_settings(path, name, self._settings[name], given[name]) for name in given}
         return {name: told for name, told in changes.items() if told}

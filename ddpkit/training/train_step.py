@@ -132,8 +132,6 @@ class TrainStep:
         self.schedule: optim.Schedule | None = None
         self.sum_divisor: float | None = None
         self.agree: Callable[[], None] | None = None
-        self._recipe_freezes = recipe.freezes
-        self._may_part = recipe.has_own_fit_batch
         self._gc_interval = options.gc_interval
         self._unscaled: tuple[torch.optim.Optimizer, ...] = ()
         self._stepped: list[torch.optim.Optimizer] | None = None
@@ -289,14 +287,14 @@ class TrainStep:
     def optimizers_to_step(self, brain: StepHooks) -> list[torch.optim.Optimizer]:
         """Return the optimizers that step now."""
         if self.optimizers is not None:
-            chosen = brain.freeze_optimizers(self.optimizers) if self._recipe_freezes else self.optimizers
+            chosen = brain.freeze_optimizers(self.optimizers) if self.recipe.freezes else self.optimizers
             return list(chosen.values())
         return [] if self.optimizer is None else [self.optimizer]
 
     def note_optimizers_to_step(self, brain: StepHooks) -> list[torch.optim.Optimizer]:
         """Return :meth:`optimizers_to_step`; remember them, where a recipe freezes some."""
         stepping = self.optimizers_to_step(brain)
-        if self._recipe_freezes and self.optimizers:
+        if self.recipe.freezes and self.optimizers:
             self._stepped = [*(self._stepped or ()), *stepping]
         return stepping
 
@@ -307,7 +305,7 @@ class TrainStep:
     @property
     def freezes(self) -> bool:
         """Whether the recipe says which optimizers step."""
-        return self._recipe_freezes and bool(self.optimizers)
+        return self.recipe.freezes and bool(self.optimizers)
 
     def drop_frozen_gradients(self) -> None:
         """Drop a window's gradients of optimizers that have not stepped in it."""
@@ -329,7 +327,7 @@ class TrainStep:
 
     def warn_if_diverged(self) -> None:
         """Warn, after an epoch, if an own ``fit_batch`` has let the ranks' weights part; of each entry once."""
-        diverged = self.strategy.diverged_entries(self.modules) if self._may_part else []
+        diverged = self.strategy.diverged_entries(self.modules) if self.recipe.has_own_fit_batch else []
         if diverged:
             logger.warning_once(APART, self.name, ", ".join(f"modules[{name!r}]" for name in diverged))
 
@@ -337,11 +335,10 @@ class TrainStep:
     def warning_without_steps(self) -> Iterator[None]:
         """Warn if the recipe's own ``fit_batch`` steps no optimizer in the first epoch, not even by itself."""
         progress, first, stepped = self.progress, self.progress.window_end, set[int]()
-        optimizers = list(self.named_optimizers().values())
-        has_hooks = all(hasattr(one, "register_step_post_hook") for one in optimizers)  # torch's have
-        is_excused = progress.epochs or self.scaler.is_enabled()  # fp16 may skip all steps of a short epoch
-        if is_excused or not has_hooks or not self.recipe.has_own_fit_batch:
-            optimizers = []
+        # fp16 may skip all steps of a short epoch.
+        is_watched = self.recipe.has_own_fit_batch and not progress.epochs and not self.scaler.is_enabled()
+        named = self.named_optimizers() if is_watched else {}
+        optimizers = [one for one in named.values() if hasattr(one, "register_step_post_hook")]  # torch's
         with hooked([one.register_step_post_hook(lambda one, *_: stepped.add(id(one))) for one in optimizers]):
             yield
         if optimizers and not stepped and progress.window_end > first and not progress.nonfinite:

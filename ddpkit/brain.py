@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import inspect
 import math
 import operator
 from pathlib import Path
@@ -95,6 +97,17 @@ def run_of(brain: Brain) -> Run:
     """
     run: Run = vars(brain)[_RUN]
     return run
+
+
+def _warn_of_misspelt_hooks(recipe: type[Brain]) -> None:
+    """Warn of methods that nothing calls, with nearly the name of a hook that the recipe does not override."""
+    own, known = (dict(inspect.getmembers(kind, inspect.isfunction)) for kind in (recipe, Brain))
+    hooks = [name for name, one in known.items() if own.get(name) is one and name[0] != "_"]
+    called = {name for one in own.values() for name in getattr(inspect.unwrap(one), "__code__", one.__code__).co_names}
+    for name in [name for name in own if not (name in called or name[0] == "_" or hasattr(Brain, name))]:
+        for meant in difflib.get_close_matches(name, hooks, n=1, cutoff=0.88):
+            words = "%s.%s is never called by ddpkit; did you mean %s? If the method is your own, all is well."
+            logger.warning_once(words, recipe.__name__, name, meant)
 
 
 @register_checkpoint_hooks
@@ -584,6 +597,7 @@ class Brain(_Typed):
             RunStopped: a signal or the time limit has asked for the end.
         """
         run = self.__run
+        _warn_of_misspelt_hooks(type(self))
         run.preflight.compare_ranks("fit", self)
         run.epochs = count_epochs(epoch_counter, self.run_opts)
         if self.run_opts.check_parity is not None:
@@ -638,6 +652,7 @@ class Brain(_Typed):
         run, own_hook = self.__run, type(self).on_evaluate_start is not Brain.on_evaluate_start
         if not own_hook:
             self._require_no_training("evaluate")
+        _warn_of_misspelt_hooks(type(self))
         run.preflight.compare_ranks("evaluate", self)
         with run.stop.guarded("evaluate"):
             loader = together(lambda: self._loader(test_set, Stage.TEST, test_loader_kwargs or {}, None))

@@ -305,13 +305,27 @@ def close_logging() -> None:
     _UNDO.close()
 
 
+class _LogFile(logging.FileHandler):
+    """A log file that says once that it cannot be written, as where the disk is full."""
+
+    has_failed = False
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 -- the name is logging's
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif not self.has_failed:
+            self.has_failed = True
+            sys.stderr.write(f"{self.baseFilename} cannot be written: {error}. The run goes on; log lines are lost.\n")
+
+
 def _file_handlers(path: Path) -> list[logging.Handler]:
     rank = _own_rank()
     if rank > 0 and not path.parent.is_dir():
         return []  # the folder is on another machine's disk; the console still gets everything
     own = _own_file(path)
     try:
-        handler = logging.FileHandler(own, mode="a", encoding="utf-8", delay=rank > 0)
+        handler = _LogFile(own, mode="a", encoding="utf-8", delay=rank > 0)
     except OSError as error:
         raise ConfigError(f"log_file={str(own)!r} cannot be opened for writing: {error.strerror}.") from error
     handler.setFormatter(logging.Formatter(FILE_FORMAT))

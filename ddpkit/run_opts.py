@@ -207,7 +207,9 @@ class RunOptions(OptionTypes, MutableMapping[str, Any]):
             set_by_yaml = [f"{name}={value!r}" for name, value in from_yaml.items() if name not in self.overridden_args]
             logger.info("Run options from the YAML: %s", ", ".join(set_by_yaml) or "none, as all were given")
         if self.overridden_args:
-            logger.info("Run options that were given: %r", self)
+            plain = {name for name, row in RUN_OPTIONS.items() if name not in from_yaml and self[name] == row.default}
+            given = ", ".join(f"{name}={self[name]!r}" for name in self if name in self.overridden_args - plain)
+            logger.info("Run options that were given: %s", given or "none but defaults")
         with usage_errors():
             return _merged(self, from_yaml, find_launch())
 
@@ -378,9 +380,10 @@ def _check_together(values: Mapping[str, Any], info: LaunchInfo) -> None:
         )
     if values["data_parallel_backend"] and (info.is_distributed or values["device"] == "cpu"):
         launched = f"under a launcher ({info.world_size} processes, {info.launcher})"
+        alone = "One process, all GPUs:  python train.py hparams.yaml --data_parallel_backend"
         raise ConfigError(
             "data_parallel_backend=True (all GPUs from one process) "
             f"{launched if info.is_distributed else 'needs a GPU'}. Use one of these:\n"
-            "One process, all GPUs:  python train.py hparams.yaml --data_parallel_backend\n"
+            f"{alone if info.is_distributed else 'One process, no GPU:    python train.py hparams.yaml'}\n"
             "Several processes:      torchrun --standalone --nproc_per_node=N train.py hparams.yaml"
         )

@@ -52,6 +52,7 @@ class RankStatus:
         inside: whether it is in one now.
         beats: how many heartbeats it has sent.
         doing: what that call does before its first stage, such as ``"fit, before the first stage"``; empty otherwise.
+        ends: whether it is about to end itself, at the limit of time without a step.
 
     Ranks: local.
 
@@ -74,6 +75,7 @@ class RankStatus:
     inside: bool = False
     beats: int = 0
     doing: str = ""
+    ends: bool = False
 
     def to_json(self) -> str:
         """Return a text that :meth:`read` understands."""
@@ -95,7 +97,8 @@ class RankStatus:
         if not self.stage:
             return ""
         epoch = f" of epoch {self.epoch}" if self.epoch else ""
-        return f"in {self.stage}{epoch} at step {self.step}"
+        # Around an evaluation no step is the current one.
+        return f"in {self.stage}{epoch}" + (f" at step {self.step}" if self.step or self.stage == "TRAIN" else "")
 
 
 @dataclass

@@ -215,7 +215,7 @@ def _hear(number: int, _frame: Any) -> None:
     name = signal.Signals(number).name
     is_first = [one.note(number) for one in _Listeners.active]  # each has a use of its own for it
     if any(is_first):
-        _say(f"{name}: stopping after this step. Once more ends the process at once.")
+        _say(f"{name}: stopping at the end of a step. Once more ends the process at once.")
     elif asked and name in _ENDING and time.monotonic() - asked[-1].since > REPEAT_SECONDS:
         for one in asked:
             one.stop_signal = 0  # in a notebook there is a next call

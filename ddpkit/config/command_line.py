@@ -24,6 +24,9 @@ from ddpkit import __version__
 from ddpkit.base import rank_if_known
 from ddpkit.config.options import IN_YAML, ON_COMMAND_LINE, OPTION_BY_NAME, OPTIONS, PARSER_ONLY, Option
 from ddpkit.errors import ConfigError, MissingFileError
+from ddpkit.logger import get_logger
+
+logger = get_logger(__name__)
 
 _YAML_TAG = "tag:yaml.org,2002:"
 _YAML_SUFFIXES = (".yaml", ".yml")
@@ -108,6 +111,8 @@ def read_command_line(words: Sequence[str]) -> CommandLine:
     nodes = _read_top_level(param_file)
     if nodes is not None:
         _check_overrides(overrides, nodes, param_file)
+        overrides |= {key: _switched_on(key, nodes[key]) for key, value in overrides.items() if value is None}
+        _warn_of_misspelt_options(nodes, param_file)
     text = "\n".join(override_line(key, value) for key, value in overrides.items())
     return CommandLine(param_file, given, text, _options_in(nodes or {}))
 
@@ -125,6 +130,9 @@ def override_line(key: str, value: str | None) -> str:
     Returns:
         One line.
 
+    Raises:
+        ConfigError: the value begins as a list or a mapping, and has no end.
+
     Ranks: local.
 
     Example:
@@ -136,6 +144,9 @@ def override_line(key: str, value: str | None) -> str:
     line = f"{key}: {value}"
     if _is_kept(line, value):
         return line
+    if value.lstrip()[:1] in {"[", "{"} and any(value.count(one) > value.count(end) for one, end in ("[]", "{}")):
+        text = "the bracket at its beginning is not closed. Close it; a text that begins so needs quotes of its own"
+        raise ConfigError(f"--{key}={value} is not valid YAML: {text}, such as --{key}='\"[a\"'.")
     # YAML takes no control characters, and nothing of a file's name that is not UTF-8.
     quoted = "".join(c if c.isprintable() and c not in '"\\' else f"\\U{ord(c):08x}" for c in value)
     return f'{key}: "{quoted}"'
@@ -292,6 +303,20 @@ def _options_in(nodes: Mapping[str, Node]) -> dict[str, Any]:
     return values
 
 
+def _warn_of_misspelt_options(nodes: Mapping[str, Node], param_file: str) -> None:
+    """Warn of keys that are nearly options, and that nothing in the file refers to: a recipe has keys of its own."""
+    flags, text = {_plain(option.name): option.name for option in OPTIONS}, str(nodes)
+    for key in [name for name in nodes if name not in OPTION_BY_NAME and f"<{name}" not in text]:
+        # At most one letter too many or too few, in a name of 8 letters or more.
+        for meant in difflib.get_close_matches(_plain(key), flags, n=1, cutoff=0.94):
+            words = "The key %r of %r is not a run option, and sets none; did you mean %r?"
+            logger.warning_once(words, key, param_file, flags[meant])
+
+
+def _plain(name: str) -> str:
+    return name.replace("_", "").replace("-", "").lower()
+
+
 def _check_overrides(overrides: Mapping[str, str | None], nodes: Mapping[str, Node], param_file: str) -> None:
     """Refuse overrides that match nothing, with the names that come close."""
     unknown = [key for key in overrides if key not in nodes]
@@ -308,6 +333,15 @@ def _check_overrides(overrides: Mapping[str, str | None], nodes: Mapping[str, No
     keys = ", ".join(list(nodes)[:_SHOWN_KEYS]) + (", ..." if len(nodes) > _SHOWN_KEYS else "")
     lines.append(f"Its keys: {keys}. Correct the name, or add the key to the file; --help shows the options.")
     raise ConfigError("\n".join(lines))
+
+
+def _switched_on(key: str, node: Node) -> str:
+    """Return the value of an override without one: a switch of the YAML is turned on; other keys need a value."""
+    if node.tag != f"{_YAML_TAG}bool":
+        raise ConfigError(
+            f"--{key} needs a value, as the YAML has no true or false there: --{key}=... (null for none)."
+        )
+    return "True"
 
 
 def _is_kept(line: str, value: str) -> bool:

@@ -206,6 +206,7 @@ class Heartbeat:
             is_away = self.position.has_no_limit() and seconds >= SILENT_SECONDS
             here = self.position.own_status(self.rank, seconds, look=is_away or self.is_in_trouble())
             here.beats, here.started = self.beats, self._here.started
+            here.ends = not self.position.has_no_limit() and 0 < self.limit() <= seconds + 2 * BEAT_SECONDS
             text = here.to_json()
         except Exception as error:  # noqa: BLE001 -- that it lives matters more than where it is
             self.log_once("say where it is", error)
@@ -249,7 +250,9 @@ class Heartbeat:
             known = self.latest.get(rank)
             if known is not None and has_ended(known.pid, known.started):
                 if not report.has_departed(rank):
-                    self._tell_gone(report, rank, "was killed, or has crashed (out of memory? a signal?)")
+                    ended = f"has ended itself after {self.limit():.0f} s without a step (--hang_timeout)"
+                    crashed = "was killed, or has crashed (out of memory? a signal?)"
+                    self._tell_gone(report, rank, ended if self.latest[rank].ends else crashed)
                 self.neighbours.remove(rank)
 
     def _tell_gone(self, report: FailureReport, rank: int, how: str) -> None:

@@ -288,20 +288,20 @@ class Watchdog:
         elif 0 < self.hang_warning <= still and still >= self._next_warning:
             self._next_warning = 2 * max(self._next_warning, self.hang_warning)
             if self.heartbeat.leads():
-                logger.warning("%s", self._all_ranks(still), main_process_only=False)
+                end = f" After {self.hang_timeout:.0f} s the run ends (--hang_timeout)." if self.hang_timeout else ""
+                words = "No step for %.0f s.%s Where the ranks are:\n%s"
+                logger.warning(words, still, end, self._all_ranks(), main_process_only=False)
             self._show_workers()
 
-    def _all_ranks(self, still: float) -> str:
-        heartbeat = self.heartbeat
-        end = f" After {self.hang_timeout:.0f} s the run ends (--hang_timeout)." if self.hang_timeout else ""
-        lines = table(sorted([*heartbeat.latest.values()], key=lambda one: one.rank), heartbeat.silent())
-        return f"No step for {still:.0f} s.{end} Where the ranks are:\n{lines}"
+    def _all_ranks(self) -> str:
+        latest = sorted([*self.heartbeat.latest.values()], key=lambda one: one.rank)
+        return table(latest, self.heartbeat.silent())
 
     def _end_hang(self, still: float) -> None:
         text = f"rank {self.rank} has made no step for {still:.0f} s (--hang_timeout={self.hang_timeout:.0f})."
         here = self.heartbeat.latest.get(self.rank)
         if self.heartbeat.leads():
-            text = f"{text} {self._all_ranks(still)}"
+            text = f"{text} Where the ranks are:\n{self._all_ranks()}"
         elif here is not None:
             text = f"{text} Where it is, and the first rank tells where all are:\n{table([here])}"
         self._dump_stacks()

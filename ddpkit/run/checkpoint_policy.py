@@ -38,6 +38,10 @@ APART = (
     "its own. Give --ckpt_interval_steps or --ckpt_interval_minutes, which wait for the next average, or save in "
     "on_stage_end."
 )
+NOTHING_SAVED = (
+    "A checkpointer was given and fit has saved nothing: unless the script saves after it, the training is lost. Call "
+    "self.checkpointer.save_and_keep_only() in on_stage_end, or give --ckpt_interval_minutes."
+)
 
 
 class CheckpointPolicy:
@@ -69,6 +73,7 @@ class CheckpointPolicy:
         self._has_own_fit_batch = train_step.recipe.has_own_fit_batch
         self._fit_loader: Any = None
         self._is_between_batches = False
+        self._has_saved = False  # in this call of fit
 
     # ------------------------------------------------------------------ registering
 
@@ -153,7 +158,7 @@ class CheckpointPolicy:
         """Keep the folder while ``fit`` runs, save in the background, finish what is begun."""
         checkpointer = self.checkpointer
         self.rank_state.choose_seed()
-        self.run_state.is_recovered_here = True
+        self.run_state.is_recovered_here, self._has_saved = True, False
         if checkpointer is None:
             self._choose_start()
             yield
@@ -180,6 +185,8 @@ class CheckpointPolicy:
         self.rank_state.end_streams()
         calls = self.run_state.calls
         calls.finished[calls.number] = self.progress.optimizer_step
+        if self.checkpointer is not None and self.progress.epochs and not (self._has_saved or self.options.debug):
+            logger.warning(NOTHING_SAVED)
 
     def _release(self) -> None:
         """Drop what was recovered for this call, but for what the next one takes over from its end."""
@@ -252,14 +259,14 @@ class CheckpointPolicy:
         if self.checkpointer is None:
             return
         self.checkpointer.require_hooks()
-        ema, optimizers = self.train_step.ema, self.train_step.optimizers or {}
+        ema, optimizers = self.train_step.ema, self.train_step.named_optimizers()
         others = {name: one for name, one in self._recoverables().items() if name != "brain" and one is not ema}
         lost = modules_not_saved(modules, others)
         if lost:
             words = "The checkpointer saves no weights of the module(s) %s: add_recoverable(name, module) adds them."
             logger.warning(words, ", ".join(lost))
         forgotten = optimizers_not_saved(optimizers, others)
-        self.run_state.note_script_rates({name: one for name, one in optimizers.items() if name not in forgotten})
+        self.run_state.note_script_settings({name: one for name, one in optimizers.items() if name not in forgotten})
         if forgotten:
             words = "The checkpointer saves nothing of the optimizer(s) %s: give it them in init_optimizers."
             logger.warning(words, ", ".join(forgotten))
@@ -413,7 +420,7 @@ class CheckpointPolicy:
     @contextlib.contextmanager
     def _around_save(self, end_of_epoch: bool) -> Iterator[None]:
         """Return a context for every save of the checkpointer; it changes only saves inside of a training batch."""
-        is_in_pass = self.progress.is_in_pass
+        is_in_pass, self._has_saved = self.progress.is_in_pass, True
         if self.train_step.strategy.is_apart:
             raise CheckpointError(APART)
         if end_of_epoch and is_in_pass:

@@ -205,7 +205,7 @@ class Preflight:
             return done
         if progress.step:
             return f"{done}, goes on after batch {progress.step} of epoch {expected_epoch}"
-        return f"{done}, epoch {expected_epoch} comes next"
+        return f"{done}, epoch {expected_epoch - 1} is over" if expected_epoch > 1 else done
 
 
 def _size_in_words(loader: Any) -> str:

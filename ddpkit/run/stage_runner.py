@@ -208,7 +208,8 @@ class StageRunner:
 
             limit = float("inf") if options.optimizer_step_limit is None else options.optimizer_step_limit
             on_window = saves.on_window if saves.follows_windows else None
-            train_epoch(brain, feed, self._sync, on_sync, limit, on_window=on_window, tell=saves.tell)
+            with self.train_step.warning_without_steps():
+                train_epoch(brain, feed, self._sync, on_sync, limit, on_window=on_window, tell=saves.tell)
             if self.train_step.prepare_flush(brain):
                 brain.optimizers_step()
             progress.window.stepped()
@@ -217,7 +218,7 @@ class StageRunner:
             self.train_step.warn_if_diverged()
             progress.window.count, progress.window.weight = 1, 1.0  # an evaluation follows, whose batches all count
             self.rank_state.end_pass()
-            return self._finish(Stage.TRAIN, epoch, time.monotonic() - started, bar)
+            return self._finish(Stage.TRAIN, epoch, time.monotonic() - started, bar, samples_before)
 
     def _feed(self, loader: Any, left_out: int, ready: Callable[[], object]) -> Feed | StreamFeed:
         """Say what a pass takes its batches from. Of a stream the ranks tell each other what they have."""
@@ -420,8 +421,8 @@ class StageRunner:
         yield
         self.progress.train_meter = meter
 
-    def _finish(self, stage: Stage, epoch: int | None, seconds: float, bar: ProgressBar) -> float:
-        """Compute the mean loss over all ranks, report it, and return it."""
+    def _finish(self, stage: Stage, epoch: int | None, seconds: float, bar: ProgressBar, before: int = 0) -> float:
+        """Compute the mean loss over all ranks, report it, and return it; ``before``: samples of before a restart."""
         progress, copies = self.progress, 1
         meter, seen = progress.meter, progress.seen
         if seen is not None:
@@ -434,7 +435,7 @@ class StageRunner:
             progress.train_sums, progress.is_in_pass = (loss_sum, count, samples), False
         bad, samples = int(bad) // copies, int(samples) // copies
         bar.partial = False
-        bar.show(progress.step, mean, int(samples))
+        bar.show(progress.step, mean, samples - before)
         if stage is not Stage.TRAIN and not samples and not count:
             logger.warning("%s: there was nothing to evaluate: the mean loss is NaN.", stage.name)
         if bad:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -33,9 +34,14 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 EARLIER = "The checkpoint is of the middle of call %s of fit, and this is call %d: its data position is not used."
-OTHER_RATES = (
-    "The learning rate is not that with which the checkpoint's run began (%s), and has no effect: the optimizer goes "
-    "on with the checkpoint's. To change it, set it in param_groups after on_fit_start, or give --resume=never."
+OTHER_SETTINGS = (
+    "The optimizer %r has other settings than those with which the checkpoint's run began (%s), without effect: it "
+    "goes on with the checkpoint's. To change one, set it in param_groups after on_fit_start, or give --resume=never."
+)
+OTHER_OPTIMIZER = (
+    "{0}: the optimizer {1!r} was of the class {2}, and is now of the class {3}, which has other settings and cannot "
+    "go on with its state. Go on with {2}. Or begin anew from the weights alone: load the file of the module in the "
+    "checkpoint with torch.load(..., weights_only=True) before fit, and give --resume=never."
 )
 
 
@@ -76,24 +82,54 @@ class FitCalls:
         return self.number in {0, number}
 
 
-def learning_rates(optimizers: Mapping[str, Any] | None) -> dict[str, list[float]]:
-    """Return the learning rate of every parameter group.
+def optimizer_settings(optimizers: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    """Return the class and the settings of every parameter group, in plain values.
 
     Args:
-        optimizers: by name, or None.
+        optimizers: by name.
 
     Ranks: local.
 
     Example:
         >>> import torch
-        >>> learning_rates({"sgd": torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.5)})
-        {'sgd': [0.5]}
+        >>> sgd = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.5)
+        >>> [(one["class"], one["lr"], one["momentum"]) for one in optimizer_settings({"sgd": sgd})["sgd"]]
+        [('SGD', 0.5, 0)]
     """
-    rates = {}
-    for name, optimizer in (optimizers or {}).items():
-        groups = getattr(optimizer, "param_groups", [])
-        rates[name] = [float(group["lr"]) for group in groups if "lr" in group]
-    return rates
+    found: dict[str, list[dict[str, Any]]] = {}
+    for name, one in optimizers.items():
+        known, kind = getattr(one, "defaults", {"lr"}), {"class": type(one).__name__}
+        groups = [{key: group[key] for key in known if key in group} for group in getattr(one, "param_groups", [])]
+        text = json.dumps([kind | group for group in groups], default=lambda value: getattr(value, "tolist", str)())
+        found[name] = json.loads(text)
+    return found
+
+
+def changed_settings(checkpoint: Path, name: str, before: list[dict[str, Any]], now: list[dict[str, Any]]) -> list[str]:
+    """List the settings of an optimizer that differ from the checkpoint's.
+
+    Args:
+        checkpoint: its directory.
+        name: of the optimizer.
+        before: settings of its groups in the checkpoint; missing ones count as equal.
+        now: settings of the script.
+
+    Raises:
+        CheckpointError: it is an optimizer of another class, with other settings or another kind of weight decay.
+
+    Ranks: local.
+
+    Example:
+        >>> changed_settings(Path("CKPT+a"), "sgd", [{"lr": 0.1}], [{"lr": 0.2, "momentum": 0}])
+        ['lr 0.1 -> 0.2']
+    """
+    pairs = list(zip(before, now, strict=False))
+    for old, new in pairs:
+        kinds = [(one.keys(), one.get("decoupled_weight_decay")) for one in (old, new)]
+        if old.get("class") not in {None, new["class"]} and kinds[0] != kinds[1]:
+            raise CheckpointError(OTHER_OPTIMIZER.format(checkpoint, name, old["class"], new["class"]))
+    keys = [(key, old, new) for old, new in pairs for key in new if key in old and key != "class"]
+    return list(dict.fromkeys(f"{key} {old[key]} -> {new[key]}" for key, old, new in keys if old[key] != new[key]))
 
 
 class RunState:
@@ -133,8 +169,8 @@ class RunState:
         self.expected_epoch: int | None = None
         self.loss_sums: list[Any] | None = None
         self.lacks: int | None = None
-        self._rates: dict[str, Any] | None = None  # with which the training of each optimizer has begun
-        self._script_rates: dict[str, list[float]] | None = None
+        self._settings: dict[str, Any] | None = None  # with which the training of each optimizer has begun
+        self._script_settings: dict[str, list[dict[str, Any]]] | None = None
         self._flags: list[tuple[str, nn.Parameter, bool]] = []  # whether each parameter was trained as training began
         self._saved_flags: Any = None  # of the checkpoint that was recovered, until they are restored
         self._evaluated_state: Mapping[str, Any] | None = None  # of the checkpoint that was recovered outside of fit
@@ -169,7 +205,7 @@ class RunState:
             "finished": [self.calls.finished.get(number) for number in range(1, self.calls.number)],
             "lacks": self.lacks,
             "seed": self.rank_state.base_seed,
-            "rates": self._rates,
+            "settings": self._settings,
             "trained": {name: one.requires_grad for name, one, begun in self._flags if one.requires_grad is not begun},
             "launch": os.environ.get("TORCHELASTIC_RUN_ID"),
             "options": {name: self.options[name] for name in TELLING},
@@ -218,15 +254,15 @@ class RunState:
         if "step" not in state:
             raise CheckpointError(f"{path} does not say how far the run had come: it has no 'step'. {DAMAGED}")
         self.progress.optimizer_step = state.get("optimizer_step", state["step"])
-        other_rates = self._take_rates(state.get("rates"))
+        other_settings = self._take_settings(folder, state)
         self.train_step.sum_divisor = state.get("sum_divisor")
         self.is_recovered_here = self.calls.accept(folder, state)
         if not self.is_recovered_here:
             if self.calls.later is None and not end_of_epoch:
                 logger.warning(EARLIER, state["fit"], self.calls.number)
             return
-        if other_rates:
-            logger.warning(OTHER_RATES, "; ".join(other_rates))
+        for name, changes in other_settings.items():
+            logger.warning(OTHER_SETTINGS, name, ", ".join(changes))
         self._warn_of_changes(state)
         self._saved_flags = state.get("trained")
         if isinstance(state.get("epoch"), int):
@@ -277,24 +313,29 @@ class RunState:
             words = "The checkpoint goes on with epoch %d, the epoch counter with %d: make the counter a recoverable."
             logger.warning(words, expected, epoch)
 
-    # ------------------------------------------------------------------ learning rates and frozen parameters
+    # ------------------------------------------------------------------ settings of optimizers, frozen parameters
 
-    def note_script_rates(self, saved: Mapping[str, Any]) -> None:
-        """Note the learning rates that the script has set, before a checkpoint's are loaded.
+    def note_script_settings(self, saved: Mapping[str, Any]) -> None:
+        """Note the settings of optimizers that the script has made, before a checkpoint's are loaded.
 
         Args:
             saved: the optimizers that checkpoints hold, by name.
         """
-        self._rates = self._script_rates = learning_rates(saved)
+        self._settings = self._script_settings = optimizer_settings(saved)
 
-    def _take_rates(self, saved: Any) -> list[str]:
-        """Note the learning rates that the optimizers go on with; return which of the script's have no effect."""
-        given = learning_rates(self.train_step.optimizers) if self._script_rates is None else self._script_rates
-        before = saved if isinstance(saved, Mapping) else {}
-        self._rates = {name: before.get(name, rates) for name, rates in given.items()}
-        return [
-            f"{name} {own}, before {before[name]}" for name, own in given.items() if before.get(name) not in (None, own)
-        ]
+    def _take_settings(self, path: Path, state: Mapping[str, Any]) -> dict[str, list[str]]:
+        """Note the settings that the optimizers go on with; return which of the script's have no effect.
+
+        Raises:
+            CheckpointError: an optimizer of the script cannot go on with the state of the checkpoint's.
+        """
+        given = self._script_settings
+        if given is None:
+            given = optimizer_settings(self.train_step.named_optimizers())
+        before = state.get("settings") or {}  # of an earlier version nothing is known
+        self._settings = {name: before.get(name, settings) for name, settings in given.items()}
+        changes = {name: changed_settings(path, name, self._settings[name], given[name]) for name in given}
+        return {name: told for name, told in changes.items() if told}
 
     def restore_trained_flags(self, modules: nn.ModuleDict) -> None:
         """Freeze and set free the parameters as they were when the checkpoint was saved.

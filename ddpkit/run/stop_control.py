@@ -169,7 +169,7 @@ class StopControl:
         }
         run_event("stopped", **facts)
         place = f"{facts['stage']} of epoch {progress.epoch} at step {progress.step}"
-        saved = "There is no checkpoint." if newest is None else f"The run goes on from {newest.path}."
+        saved = "There is no checkpoint." if newest is None else f"The same command goes on from {newest.path}."
         words = f"Stopped by {stopped.cause} in {place}, after {progress.optimizer_step} optimizer steps. {saved}"
         logger.warning("%s", words)
         if folder is not None:

@@ -5,11 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ddpkit import distributed
+from ddpkit.config import RUN_OPTIONS
 from ddpkit.errors import ConfigError
+from ddpkit.logger import get_logger
 from ddpkit.strategies.base import Strategy, refuse_with
 
 if TYPE_CHECKING:
     from ddpkit.run_opts import RunOptions
+
+logger = get_logger(__name__)
 
 _ROUNDED = {"check_parity": "it would compare gradients that were rounded"}
 NOT_WITH_HOOK: dict[str | None, dict[str, str]] = {
@@ -124,8 +128,11 @@ def _refuse_with_local_sgd(options: RunOptions, *, decides_late: bool) -> None:
 
 
 def _refuse_contradictions(options: RunOptions) -> None:
-    """Refuse options that do not go together, or with the launch."""
+    """Refuse options that do not go together, or with the launch; warn of those of a strategy that is not chosen."""
     name, number, world_size = options.strategy, options.virtual_ranks, distributed.get_world_size()
+    own = [one for one, row in RUN_OPTIONS.items() if one.startswith("fsdp_") and options[one] != row.default]
+    if name != "fsdp" and not options.overridden_args.isdisjoint(own):  # in the YAML they may wait for the strategy
+        logger.warning("Without effect, as strategy=%s: %s. Give --strategy=fsdp, too.", name, ", ".join(own))
     if name == "single" and world_size > 1:
         raise ConfigError(
             f"strategy='single' is for one process, and a launcher has started {world_size}, each of which would train "
@@ -136,13 +143,6 @@ def _refuse_contradictions(options: RunOptions) -> None:
         raise ConfigError(
             f"virtual_ranks={number} cannot be divided over {world_size} processes: it must be a multiple of their "
             f"number. Start {able} processes, or give another --virtual_ranks, which is another training."
-        )
-    if options.data_parallel_backend and distributed.is_distributed_initialized():
-        raise ConfigError(
-            f"data_parallel_backend=True is for one process, and a launcher has started {world_size} processes. "
-            "Use one of:\n"
-            "    python train.py hparams.yaml --data_parallel_backend\n"
-            "    torchrun --standalone --nproc_per_node=N train.py hparams.yaml"
         )
     if options.static_graph and options.find_unused_parameters:
         raise ConfigError(
@@ -155,6 +155,8 @@ def _refuse_contradictions(options: RunOptions) -> None:
 def _refuse_pairs(options: RunOptions) -> None:
     """Refuse an option that does not go with a strategy, a hook, virtual ranks, or a BatchNorm of each process."""
     name, hook, number = options.strategy, options.ddp_comm_hook, options.virtual_ranks
+    if distributed.is_distributed_initialized():
+        refuse_with("a group of processes", options, {"data_parallel_backend": "it is for one process"})
     refuse_with(f"ddp_comm_hook={hook}", options, NOT_WITH_HOOK.get(hook, {}))
     if number is not None:
         refuse_with(f"virtual_ranks={number}", options, NOT_WITH_VIRTUAL_RANKS)

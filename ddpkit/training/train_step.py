@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import math
 from dataclasses import dataclass
@@ -13,10 +14,11 @@ from ddpkit import optim
 from ddpkit.device import widest_float
 from ddpkit.errors import BatchError
 from ddpkit.logger import get_logger
+from ddpkit.strategies import hooked
 from ddpkit.training.loop import Progress, backward, sum_and_count
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from contextlib import AbstractContextManager
 
     from torch import nn
@@ -44,6 +46,10 @@ APART = (
     "not the same on all of them, and rank 0's are saved. DDP averages what is computed through self.modules, not "
     "through hparams or a module's inner parts. Call self.optimizers_step(), which averages the rest, and not the "
     "optimizer's own step(); --check_parity 2 shows whether the gradients are then those of one process."
+)
+NO_STEP = (
+    "%s.fit_batch has made no optimizer step in its first epoch: nothing was trained. Call self.backward(loss), then "
+    "self.optimizers_step() where self.should_step is true (guide: Write a fit_batch of your own)."
 )
 
 
@@ -324,6 +330,19 @@ class TrainStep:
         diverged = self.strategy.diverged_entries(self.modules) if self.recipe.has_own_fit_batch else []
         if diverged:
             logger.warning_once(APART, self.name, ", ".join(f"modules[{name!r}]" for name in diverged))
+
+    @contextlib.contextmanager
+    def warning_without_steps(self) -> Iterator[None]:
+        """Warn if the recipe's own ``fit_batch`` steps no optimizer in the first epoch, not even by itself."""
+        progress, first, stepped = self.progress, self.progress.window_end, set[int]()
+        # fp16 may skip all steps of a short epoch.
+        is_watched = self.recipe.has_own_fit_batch and not progress.epochs and not self.scaler.is_enabled()
+        named = self.named_optimizers() if is_watched else {}
+        optimizers = [one for one in named.values() if hasattr(one, "register_step_post_hook")]  # torch's
+        with hooked([one.register_step_post_hook(lambda one, *_: stepped.add(id(one))) for one in optimizers]):
+            yield
+        if optimizers and not stepped and progress.window_end > first and not progress.nonfinite:
+            logger.warning(NO_STEP, self.name)
 
     def close_window(self) -> torch.Tensor | float:
         """Return the factor for the gradients before the step, and reset the count."""

@@ -149,3 +149,9 @@ def test_the_table_names_the_guilty_first_and_the_waiting_in_one_line():
         "rank 4 (b, pid 34): silent for 12 s, last outside of fit",
         "rank 0-2, 5: in TRAIN of epoch 2 at step 9, for 31 s waiting for other ranks at train.py:1 in main",
     ]
+
+
+def test_around_an_evaluation_no_step_is_named():
+    assert RankStatus(stage="VALID", epoch=2).place() == "in VALID of epoch 2"
+    assert RankStatus(stage="VALID", epoch=2, step=3).place() == "in VALID of epoch 2 at step 3"
+    assert RankStatus(stage="TRAIN", epoch=2).place() == "in TRAIN of epoch 2 at step 0"

@@ -43,7 +43,7 @@ def test_a_signal_asks_for_the_end_and_the_handler_is_put_back(name, capfd):
     with SignalListener().listening():
         assert signal.getsignal(number) != before
     assert signal.getsignal(number) is before
-    assert f"{name}: stopping after this step" in capfd.readouterr().err
+    assert f"{name}: stopping at the end of a step" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_one_process_says_it(monkeypatch, capfd, environment, is_told):
         monkeypatch.setenv(name, value)
     with stopped(SignalListener()):
         signal.raise_signal(signal.SIGTERM)
-    assert ("stopping after this step" in capfd.readouterr().err) == is_told
+    assert ("stopping at the end of a step" in capfd.readouterr().err) == is_told
 
 
 def test_a_signal_asks_for_a_checkpoint():

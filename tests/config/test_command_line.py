@@ -46,8 +46,8 @@ def test_c2_an_abbreviated_option_is_an_error_with_the_whole_name():
         (["--seed", "3", "h.yaml"], "seed: 3"),
         (["--seed=3", "h.yaml"], "seed: 3"),
         (["h.yaml", "--seed", "3"], "seed: 3"),
-        (["--flag", "h.yaml"], "flag:"),
-        (["--flag", "h.yaml", "--seed=3"], "flag:\nseed: 3"),
+        (["--flag", "h.yaml"], "flag: True"),
+        (["--flag", "h.yaml", "--seed=3"], "flag: True\nseed: 3"),
         (["--debug", "h.yaml"], ""),
         (["--seed", "3", "--", "h.yaml"], "seed: 3"),
         (["--other_yaml", "o.yaml", "h.yaml"], "other_yaml: o.yaml"),
@@ -187,7 +187,6 @@ def test_o12_options_made_by_hand_count():
         ("|", "|"),
         (">", ">"),
         ("? a", "? a"),
-        ("[a", "[a"),
         ("'a", "'a"),
         ('"a', '"a'),
         ("'a' b", "'a' b"),
@@ -215,9 +214,8 @@ def test_the_last_override_of_a_key_wins():
     assert parse("h.yaml", "--debug_batches=1", "--debug_batches=3")[1].debug_batches == 3
 
 
-def test_an_override_without_value_is_null():
+def test_an_override_without_value_of_a_file_that_cannot_be_looked_into_is_null():
     assert override_line("flag", None) == "flag:"
-    assert parse("h.yaml", "--flag", "--seed=2")[2] == "flag:\nseed: 2"
 
 
 def test_overrides_that_match_nothing_name_what_comes_close():
@@ -310,7 +308,7 @@ def test_a_pipe_is_left_for_the_one_who_loads_it(tmp_path):
         (["--precision", "--debug"], "--precision needs a value"),
         (["--device=cuda:9"], "device='cuda:9'"),
         (["--ckpt_interval_minutes=1", "--ckpt_interval_steps=5"], "1.0 and ckpt_interval_steps=5 are both"),
-        (["--data_parallel_backend"], "data_parallel_backend=True (all GPUs from one process) needs a GPU"),
+        (["--data_parallel_backend"], "data_parallel_backend=True (all GPUs from one process) needs a GPU. Use one"),
         (["stray"], "'h.yaml', 'stray' stand alone"),
         (["-v"], "'h.yaml', '-v' stand alone"),
     ],
@@ -327,6 +325,14 @@ def test_data_parallel_under_a_launcher_shows_both_commands(launched, words):
         parse("h.yaml", *words)
     assert "python train.py hparams.yaml --data_parallel_backend" in str(caught.value)
     assert "torchrun --standalone --nproc_per_node=N train.py hparams.yaml" in str(caught.value)
+
+
+def test_data_parallel_without_a_gpu_lists_no_command_that_fails_again():
+    with pytest.raises(ConfigError) as caught:
+        parse("h.yaml", "--data_parallel_backend")
+    commands = [line.split(":")[1].strip() for line in str(caught.value).splitlines()[1:]]
+    assert commands[0] == "python train.py hparams.yaml"
+    assert commands[1].startswith("torchrun ")
 
 
 def test_data_parallel_in_the_yaml_under_a_launcher(launched, tmp_path):
@@ -364,3 +370,52 @@ def test_version(capsys):
         parse("--version")
     assert caught.value.code == 0
     assert capsys.readouterr().out.startswith(f"ddpkit {ddpkit.__version__} (torch {torch.__version__}")
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("global_batchsize", "global_batch_size"),
+        ("max-grad-norm", "max_grad_norm"),
+        ("Precision", "precision"),
+        ("grad_accumulation_factors", "grad_accumulation_factor"),
+        ("ckpt_interval_minute", "ckpt_interval_minutes"),
+    ],
+)
+def test_a_key_with_nearly_the_name_of_an_option_is_warned_of(caplog, key, meant):
+    with open("h.yaml", "a") as file:  # noqa: PTH123
+        file.write(f"{key}: 3\n")
+    parse("h.yaml")
+    said = [one.getMessage() for one in caplog.records if "is not a run option" in one.getMessage()]
+    assert said == [f"The key {key!r} of 'h.yaml' is not a run option, and sets none; did you mean {meant!r}?"]
+
+
+def test_keys_of_a_recipe_are_not_taken_for_options(caplog):
+    own = "batch_size lr number_of_epochs max_grad text_only devices batch_sizes ckpt_interval checkpoint sorting steps"
+    with open("h.yaml", "a") as file:  # noqa: PTH123
+        file.write("".join(f"{key}: 3\n" for key in own.split()))
+        file.write("sync_batch_norm: True\nnorms: [!ref <sync_batch_norm>]\n")
+    parse("h.yaml")
+    assert "is not a run option" not in caplog.text
+
+
+@pytest.mark.parametrize("value", ["[1,2", "{a: 1", "[[1]", " {"])
+def test_a_bracket_that_is_not_closed_is_an_error_and_no_text(value):
+    with pytest.raises(ConfigError, match="is not valid YAML: the bracket at its beginning is not closed. Close it"):
+        parse("h.yaml", f"--seed={value}")
+
+
+@pytest.mark.parametrize("value", ["[ab]*.wav", "{x}.txt", "a[b", "100%", "'[a'"])
+def test_a_text_with_brackets_stays_a_text(value):
+    read = load_hyperpyyaml("seed: 1\n", parse("h.yaml", f"--seed={value}")[2])
+    assert read["seed"] == value.strip("'")
+
+
+def test_a_switch_without_a_value_is_turned_on_and_other_keys_need_one():
+    (file := open("h.yaml", "a")).write("off: false\nempty:\n")  # noqa: PTH123, SIM115
+    file.close()
+    assert parse("h.yaml", "--off", "--flag")[2] == "off: True\nflag: True"
+    for key in ("seed", "empty"):
+        with pytest.raises(ConfigError, match=rf"^--{key} needs a value, .*: --{key}=\.\.\. \(null for none\)\.$"):
+            parse("h.yaml", f"--{key}")
+    assert parse("h.yaml", "--seed=null")[2] == "seed: null"

@@ -425,6 +425,26 @@ def test_a_neighbour_that_was_killed_is_named_and_the_others_end(clock, store, e
     for one in ranks[:2]:
         assert f"rank 2 (node7, pid {ended_process[0]}) disappeared in TRAIN of epoch 1 at step 12" in one.ended[0]
         assert one.ended[0].startswith(f"rank {one.rank} ends: ")
+        assert "it was killed, or has crashed" in one.ended[0]
+
+
+def test_a_neighbour_that_ended_at_its_hang_limit_is_not_said_to_have_crashed(clock, store, ended_process):
+    two = Watched(store, 1, 2)
+    two.hang_timeout = 20.0
+    pass_time(clock, 19, two, beating=[two])
+    assert RankStatus.read(store.get(beat_key(1))).ends
+    two.position.excused = 1
+    pass_time(clock, 19, two, beating=[two])
+    assert not RankStatus.read(store.get(beat_key(1))).ends, "main-only work has no limit"
+
+    one = Watched(store, 0, 2)
+    one.hang_timeout = 20.0
+    one.beat()
+    ended = {"started": ended_process[1], "stage": "TRAIN", "beats": 900, "session": 1, "ends": True}
+    store.set(beat_key(1), RankStatus(1, "node7", ended_process[0], **ended).to_json())
+    pass_time(clock, GRACE_SECONDS + 1.5, one, beating=[one])
+    assert "it has ended itself after 20 s without a step (--hang_timeout)" in one.ended[0]
+    assert "killed" not in one.ended[0]
 
 
 def test_a_neighbour_that_has_left_is_not_missed(clock, store, ended_process):
@@ -574,7 +594,8 @@ def test_the_timeout_ends_the_run_and_zero_switches_it_off(clock, store, warning
     assert one.ended == []
     pass_time(clock, 2, one, beating=[one])
     pass_time(clock, 5000, never, beating=[never])
-    assert "rank 0 has made no step for 45 s (--hang_timeout=45)" in one.ended[0]
+    assert "rank 0 has made no step for 45 s (--hang_timeout=45). Where the ranks are:\n" in one.ended[0]
+    assert one.ended[0].count("--hang_timeout") == 1
     assert never.ended == []
     assert "where all threads are" in capfd.readouterr().err
 

@@ -201,7 +201,7 @@ def test_f10_ctrl_c(tmp_path):
     run.wait(30)
     assert soon(stopped, 8)
     assert run.code != 0
-    assert "SIGINT: stopping after this step." in run.err
+    assert "SIGINT: stopping at the end of a step." in run.err
     told = (
         r"^Stopped by SIGINT in TRAIN of epoch \d+ at step [1-4], after \d+ optimizer steps. There is no checkpoint.$"
     )

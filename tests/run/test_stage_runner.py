@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import logging
@@ -64,6 +65,9 @@ class Host:
 
     def save_inside_epoch(self):
         self.saved_at.append(self.progress.step)
+
+    def warning_without_steps(self):
+        return contextlib.nullcontext()
 
     def tighten_timeouts(self):
         self.settled = True
@@ -402,6 +406,7 @@ def test_what_the_bar_is_told(monkeypatch):
     training, valid = Bars.made
     assert training.facts == ("epoch 3 train", 4, 2, True, "RED")
     assert training.shown[0] == (3, pytest.approx((10 + 9) / 6), 2), "the rate counts what this process has seen"
+    assert training.shown[-1] == (4, mean, 4), "at the end of the epoch, too"
     assert valid.facts == ("epoch 3 valid", 2, 0, False, "MAGENTA")
     assert valid.shown[0][1] is None, "a part's loss is not the loss"
     assert valid.shown[-1][1] == pytest.approx((0 + 1 + 4 + 5) / 4)

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from ddpkit.base import dump_plain_yaml
+from ddpkit.base import dump_plain_yaml, load_plain_yaml
 from ddpkit.checkpoints import Checkpointer
 from ddpkit.errors import CheckpointError
 from ddpkit.run.resuming import EVALUATED, choose_start, modules_not_saved
-from ddpkit.run.state import learning_rates
+from ddpkit.run.state import optimizer_settings
 
 
 class Brain:
@@ -177,10 +177,12 @@ def test_modules_in_no_recoverable():
     assert modules_not_saved({"three": three}, {"model": one}) == ["three (1 of 2 parameters)"]
 
 
-def test_learning_rates_of_every_group():
-    def sgd(*rates):
-        return torch.optim.SGD([{"params": [nn.Parameter(torch.ones(1))], "lr": rate} for rate in rates])
+def test_settings_of_every_group_are_plain_values():
+    def adam(*rates):
+        return torch.optim.Adam([{"params": [nn.Parameter(torch.ones(1))], "lr": rate} for rate in rates])
 
-    now = learning_rates({"a": sgd(0.1, 0.2), "b": sgd(0.5)})
-    assert now == {"a": [0.1, 0.2], "b": [0.5]}
-    assert learning_rates(None) == {}
+    now = optimizer_settings({"a": adam(0.1, torch.tensor(0.5)), "b": adam(0.25)})
+    assert {name: [group["lr"] for group in groups] for name, groups in now.items()} == {"a": [0.1, 0.5], "b": [0.25]}
+    assert (now["b"][0]["class"], now["b"][0]["betas"], "params" in now["b"][0]) == ("Adam", [0.9, 0.999], False)
+    assert load_plain_yaml(dump_plain_yaml(now)) == now
+    assert optimizer_settings({"own": object()}) == {"own": []}

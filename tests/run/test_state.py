@@ -45,7 +45,7 @@ def test_the_midst_of_an_epoch_comes_back(tmp_path):
     assert set(state.pop("asked")) == set(vars(StepPlan(1, 1)))
     assert [state.pop(name) for name in ("nonfinite", "fit", "launch")] == [0, 0, None]
     assert [state.pop(name) for name in ("epoch", "finished", "lacks")] == [0, [], None]
-    assert [state.pop(name) for name in ("seed", "rates", "data", "trained")] == [None, None, None, {}]
+    assert [state.pop(name) for name in ("seed", "settings", "data", "trained")] == [None, None, None, {}]
     assert state == {
         "step": 5,
         "avg_train_loss": 2.25,
@@ -90,7 +90,7 @@ def test_a_process_that_only_evaluates_writes_again_what_it_has_recovered(tmp_pa
     trained = in_epoch(Brain())
     trained.state.start, calls = Start("auto"), trained.state.calls
     calls.number, calls.finished, trained.state.rank_state.base_seed = 2, {1: 7}, 5
-    trained.state.step_plan, trained.state._rates = StepPlan(4, 2, 64, 8), {"sgd": [0.5]}
+    trained.state.step_plan, trained.state._settings = StepPlan(4, 2, 64, 8), {"sgd": [{"lr": 0.5}]}
     trained._save(tmp_path / "brain.ckpt")
     brain = Brain(precision="bf16")
     brain.progress.is_fitting = False

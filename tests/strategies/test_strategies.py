@@ -81,7 +81,7 @@ def test_one_process_without_a_group():
 
 def test_choices_that_cannot_work(group):
     with pytest.raises(
-        ConfigError, match=r"(?s)a launcher has started 1 processes.*--data_parallel_backend\n +torchrun"
+        ConfigError, match="a group of processes does not work with data_parallel_backend=True: it is for one process"
     ):
         choose_strategy(RunOptions(device="cuda:0", data_parallel_backend=True))
 
@@ -656,3 +656,17 @@ def test_nothing_is_saved_of_a_module_without_values(tmp_path):
     with pytest.raises(CheckpointError, match="it is on the meta device, without values. .* save it after that"):
         torch_save(nn.Linear(2, 1, device="meta"), tmp_path / "net.pt")
     assert not list(tmp_path.iterdir())
+
+
+def test_options_of_fsdp_on_the_command_line_without_it_are_told(caplog):
+    given = {"device": "cpu", "fsdp_blocks": ["Block"], "fsdp_cpu_offload": True, "fsdp_min_parameters": 5_000_000}
+    choose_strategy(RunOptions(**given))
+    said = "Without effect, as strategy=auto: fsdp_blocks, fsdp_cpu_offload. Give --strategy=fsdp, too."
+    assert [one.getMessage() for one in caplog.records] == [said]
+
+
+def test_options_of_fsdp_that_wait_for_it_are_not(caplog):
+    choose_strategy(RunOptions(device="cpu").resolved({"fsdp_blocks": ["Block"]}))
+    choose_strategy(RunOptions(device="cpu", strategy="fsdp", fsdp_blocks=["Block"]))
+    choose_strategy(RunOptions(**RunOptions(device="cpu").as_dict()))
+    assert "Without effect" not in caplog.text

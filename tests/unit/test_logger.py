@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import logging
 import sys
@@ -310,3 +311,16 @@ def test_what_a_user_has_to_see_is_seen_without_any_set_up(monkeypatch, capsys, 
     monkeypatch.setenv("RANK", "1")
     logger.announce("number %d", 3)
     assert capsys.readouterr().err == ""
+
+
+def test_a_log_file_that_cannot_be_written_says_so_once(capsys):
+    setup_logging(log_file="/dev/full", level="ERROR")
+    try:
+        for number in range(3):
+            logging.getLogger("ddpkit").warning("line %d", number)
+    finally:
+        with contextlib.suppress(OSError):  # what is left in the file's buffer
+            close_logging()
+    err = capsys.readouterr().err
+    assert err.count("/dev/full cannot be written: [Errno 28] No space left on device. The run goes on") == 1
+    assert "--- Logging error ---" not in err

@@ -256,3 +256,11 @@ def test_properties_read_and_write_the_run_options():
     assert host.precision == "bf16"
     with pytest.raises(ConfigError):
         host.grad_accumulation_factor = 0
+
+
+def test_the_line_of_given_options_leaves_out_defaults_that_override_nothing(caplog):
+    caplog.set_level(logging.INFO)
+    whole = RunOptions(device="cpu", debug=True).as_dict()
+    RunOptions.from_dictionary({**whole, "mine": 3}).resolved({"precision": "bf16"})
+    said = "Run options that were given: debug=True, device='cpu', precision='fp32', mine=3"
+    assert said in [record.getMessage() for record in caplog.records]

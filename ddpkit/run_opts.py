@@ -217,7 +217,7 @@ def _merged(run_opts: RunOptions, from_yaml: Mapping[str, Any], info: LaunchInfo
     from_yaml = {name: RUN_OPTIONS[name].coerce(value, IN_YAML) for name, value in from_yaml.items()}
     given = {name: value for name, value in run_opts.items() if name in run_opts.overridden_args}
     for source in (from_yaml, given):
-        _fold_precision(source)
+        _heed_old_options(source)
         for name in _FOUND_OUT:
             if source.get(name, "") is None:
                 del source[name]
@@ -355,8 +355,11 @@ def _start_ranks(nproc: str, line: CommandLine, arg_list: Sequence[str] | None) 
     become_torchrun(nproc, line.given.get("device", line.in_yaml.get("device")))
 
 
-def _fold_precision(source: dict[str, Any]) -> None:
-    """Turn the old switches of one source into its ``precision``."""
+def _heed_old_options(source: dict[str, Any]) -> None:
+    """Turn the old switches of one source into its ``precision``; say which have no effect."""
+    if source.get("jit") or source.get("jit_module_keys"):
+        words = "--jit and --jit_module_keys have no effect: TorchScript is deprecated in torch. Use --compile."
+        logger.warning_once(words)
     for old, precision in (("bfloat16_mix_prec", "bf16"), ("auto_mix_prec", "fp16")):
         if source.get(old):
             logger.warning_once(f"{old} is deprecated: give --precision={precision} instead.")

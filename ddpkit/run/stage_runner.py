@@ -116,6 +116,7 @@ class StageRunner:
         self.options, self.progress, self.modules = train_step.options, train_step.progress, train_step.modules
         self.rank_state, self.auto_micro_batch = policy.rank_state, AutoMicroBatch(train_step, policy.run_state)
         self.profiler: Any = None
+        self._has_graphs = has_cuda_graphs(self.options)
         self._sync = PeriodicSync(self.progress.logged.sync, get_world_size(), is_main=if_main_process())
         self._sync_of_bar = PeriodicSync(list, 1, is_main=True)
 
@@ -375,7 +376,7 @@ class StageRunner:
 
     def _batches(self, loader: Any, stage: Stage) -> Iterable[Any]:
         batches = compared(loader, stage)
-        return PassedThrough(batches, cuda_graph_steps) if has_cuda_graphs(self.options) else batches
+        return PassedThrough(batches, cuda_graph_steps) if self._has_graphs else batches
 
     def _limited(self, length: int | None, shards: int = 1) -> int | None:
         """Return how many batches of a loader are used, with the option ``debug`` only a few; None: all."""

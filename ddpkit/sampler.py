@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ddpkit.data import (  # noqa: F401 -- see __getattr__
-        BalancingDataSampler,
         ConcatDatasetBatchSampler,
         DistributedSamplerWrapper,
         DynamicBatchSampler,

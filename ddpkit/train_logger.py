@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from ddpkit.reporting import (
     FileTrainLogger,
-    ProgressSampleLogger,
     RunLog,
     TensorboardLogger,
     TrainLogger,
@@ -20,7 +19,6 @@ from ddpkit.reporting import (
 
 __all__ = [
     "FileTrainLogger",
-    "ProgressSampleLogger",
     "RunLog",
     "TensorboardLogger",
     "TrainLogger",

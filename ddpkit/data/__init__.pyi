@@ -9,7 +9,6 @@ from ddpkit.data.permutation import (
     mix_key as mix_key,
 )
 from ddpkit.data.recipe_samplers import (
-    BalancingDataSampler as BalancingDataSampler,
     ConcatDatasetBatchSampler as ConcatDatasetBatchSampler,
     DistributedSamplerWrapper as DistributedSamplerWrapper,
     DynamicBatchSampler as DynamicBatchSampler,

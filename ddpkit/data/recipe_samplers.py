@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import Counter
 from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
@@ -443,47 +442,6 @@ class DistributedSamplerWrapper(DistributedSampler[Any]):
         self.total_size = self.num_samples * self.num_replicas
 
 
-class BalancingDataSampler(ReproducibleWeightedRandomSampler):
-    """Draws every class of a dataset equally often, on average.
-
-    Args:
-        dataset: its items are dicts. Of one with ``data`` and ``data_ids``, or with ``output_keys_as``, ``key`` alone
-            is computed; the items of any other are loaded.
-        key: of an item: its class.
-        num_samples: draws per epoch; None: as many as the dataset has.
-        replacement: whether a sample may be drawn more than once.
-        seed: of the draws; None: the experiment's seed.
-        epoch: to begin with.
-
-    Raises:
-        ConfigError: more samples without replacement than the dataset has.
-        DataError: the dataset is empty, or an item lacks the key.
-
-    Ranks: local; alike on every rank.
-
-    Example:
-        >>> data = [{"label": "a"}] * 9 + [{"label": "b"}]
-        >>> drawn = list(BalancingDataSampler(data, "label", num_samples=1000, seed=1))
-        >>> 400 < drawn.count(9) < 600
-        True
-    """
-
-    def __init__(
-        self,
-        dataset: Any,
-        key: str,
-        num_samples: int | None = None,
-        replacement: bool = True,
-        seed: int | None = None,
-        epoch: int = 0,
-    ) -> None:
-        self.dataset, self.key = dataset, key
-        classes = ask_items(dataset, lambda item: item[key], "BalancingDataSampler")
-        counts = Counter(classes)
-        weights = [1.0 / counts[one] for one in classes]
-        super().__init__(weights, num_samples or len(classes), replacement, seed, epoch)
-
-
 def _seed_or(default: int, seed: int | None) -> int:
     if seed is None:
         seed = global_seed()
@@ -547,12 +505,12 @@ def sample_lengths(
         array([4. , 0. , 2.5])
     """
     if lengths_list is None:
-        if not _gives_entries(dataset):
+        if not (hasattr(dataset, "data") and hasattr(dataset, "data_ids")):
             raise BucketingError(
                 f"DynamicBatchSampler cannot know how long the samples of {type(dataset).__name__} are: length_func "
                 "is asked about entries of a dataset with data and data_ids. Give lengths_list, one length per sample."
             )
-        lengths_list = ask_items(dataset, length_func or (lambda item: item["duration"]), "DynamicBatchSampler")
+        lengths_list = ask_entries(dataset, length_func or (lambda item: item["duration"]))
     elif hasattr(dataset, "__len__") and len(dataset) != len(lengths_list):
         raise ConfigError(
             f"lengths_list has {len(lengths_list)} entries for the {len(dataset)} samples of "
@@ -573,41 +531,34 @@ def sample_lengths(
     return lengths
 
 
-def ask_items(dataset: Any, question: Callable[[Any], Any], who: str) -> list[Any]:
-    """Ask something of every item of a dataset, loading as little as possible.
+def ask_entries(dataset: Any, question: Callable[[Any], float]) -> list[float]:
+    """Ask something of the entry of every item of a dataset, which loads nothing.
 
-    The entries behind the items are asked first, which loads nothing. A key that they lack is computed through
-    ``output_keys_as``, and that key alone. Only where a dataset has neither are its items loaded.
+    A key that the entries lack is computed through ``output_keys_as``, and that key alone.
 
     Args:
-        dataset: its items are dicts.
-        question: called with an item; it raises ``KeyError`` for a key that the item lacks.
-        who: asks, for the messages.
+        dataset: with ``data`` (id -> entry) and ``data_ids``.
+        question: called with an entry; it raises ``KeyError`` for a key that the entry lacks.
 
     Returns:
         The answers, in the order of the dataset.
 
     Raises:
-        DataError: the dataset is empty, or has no such key.
+        DataError: the dataset has no such key.
 
     Ranks: local.
-
-    Example:
-        >>> ask_items([{"label": "a"}, {"label": "b"}], lambda item: item["label"], "a test")
-        ['a', 'b']
     """
-    if not len(dataset):
-        raise DataError(f"{who}: the dataset is empty. Check the paths and filters that made it.")
     keys: list[Any] = []
     while True:
         try:
             if not keys:
-                return [question(item) for item in _entries(dataset)]
+                return [question(dataset.data[one]) for one in dataset.data_ids]
             with dataset.output_keys_as(list(keys)):
                 return [question(dataset[index]) for index in range(len(dataset))]
         except KeyError as error:
             if not error.args or error.args[0] in keys or not hasattr(dataset, "output_keys_as"):
-                raise DataError(f"{who}: {type(dataset).__name__} gives no {error}. Name a key it has.") from error
+                name = type(dataset).__name__
+                raise DataError(f"DynamicBatchSampler: {name} gives no {error}. Name a key it has.") from error
             keys += error.args
 
 
@@ -677,16 +628,3 @@ def samples_that_fit(
     limit = math.inf if max_batch_ex is None else max_batch_ex
     fitting = [int(min(limit, max(1.0, max_batch_length / one))) for one in boundaries.tolist()]
     return np.array([*fitting, 1])
-
-
-def _gives_entries(dataset: Any) -> bool:
-    return hasattr(dataset, "data") and hasattr(dataset, "data_ids")
-
-
-def _entries(dataset: Any) -> Iterator[Any]:
-    """Yield what can be asked without loading; an empty dict, where keys must be named, makes the question name one."""
-    if _gives_entries(dataset):
-        return (dataset.data[one] for one in dataset.data_ids)
-    if hasattr(dataset, "output_keys_as"):
-        return iter([{}])
-    return (dataset[index] for index in range(len(dataset)))

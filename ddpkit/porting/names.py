@@ -46,15 +46,13 @@ speechbrain.utils.parameter_transfer ddpkit.parameter_transfer: Pretrainer
 speechbrain.utils.profiling ddpkit.profiler: prepare_profiler
 speechbrain.utils.run_opts ddpkit.run_opts: RunOptions
 speechbrain.utils.seed ddpkit.seed: seed_everything
-speechbrain.utils.train_logger ddpkit.train_logger: FileTrainLogger ProgressSampleLogger TensorboardLogger TrainLogger
-speechbrain.utils.train_logger ddpkit.train_logger: WandBLogger
+speechbrain.utils.train_logger ddpkit.train_logger: FileTrainLogger TensorboardLogger TrainLogger WandBLogger
 speechbrain.dataio ddpkit:
 speechbrain.dataio.batch ddpkit.batch: BatchsizeGuesser PaddedBatch PaddedData
 speechbrain.dataio.dataloader ddpkit.dataloader: LoopedLoader SaveableDataLoader distributed_loader_specifics
 speechbrain.dataio.dataloader ddpkit.dataloader: make_dataloader
-speechbrain.dataio.sampler ddpkit.sampler: BalancingDataSampler ConcatDatasetBatchSampler DistributedSamplerWrapper
-speechbrain.dataio.sampler ddpkit.sampler: DynamicBatchSampler ReproducibleRandomSampler
-speechbrain.dataio.sampler ddpkit.sampler: ReproducibleWeightedRandomSampler
+speechbrain.dataio.sampler ddpkit.sampler: ConcatDatasetBatchSampler DistributedSamplerWrapper DynamicBatchSampler
+speechbrain.dataio.sampler ddpkit.sampler: ReproducibleRandomSampler ReproducibleWeightedRandomSampler
 speechbrain.nnet.schedulers ddpkit.schedulers: CyclicLRScheduler LinearScheduler
 speechbrain.nnet.schedulers ddpkit.schedulers: NewBobScheduler NoamScheduler ReduceLROnPlateau StepScheduler
 speechbrain.nnet.schedulers ddpkit.schedulers: update_learning_rate

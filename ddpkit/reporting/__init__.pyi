@@ -10,7 +10,6 @@ from ddpkit.reporting.logged_values import (
 )
 from ddpkit.reporting.loggers import (
     FileTrainLogger as FileTrainLogger,
-    ProgressSampleLogger as ProgressSampleLogger,
     TensorboardLogger as TensorboardLogger,
     TrainLogger as TrainLogger,
     TrainLoggers as TrainLoggers,

@@ -16,7 +16,6 @@ import ddpkit
 from ddpkit import sampler
 from ddpkit.data import recipe_samplers
 from ddpkit.data.recipe_samplers import (
-    BalancingDataSampler,
     ConcatDatasetBatchSampler,
     DistributedSamplerWrapper,
     DynamicBatchSampler,
@@ -38,7 +37,6 @@ from ddpkit.seed import rng_state
 from tests.launching import soon
 
 NAMES = [
-    "BalancingDataSampler",
     "ConcatDatasetBatchSampler",
     "DistributedSamplerWrapper",
     "DynamicBatchSampler",
@@ -100,7 +98,6 @@ MAKERS = {
     "random": lambda **options: ReproducibleRandomSampler(range(500), **options),
     "random, replacement": lambda **options: ReproducibleRandomSampler(range(500), replacement=True, **options),
     "weighted": lambda **options: ReproducibleWeightedRandomSampler([1.0, 2.0] * 250, 300, True, **options),
-    "balancing": lambda **options: BalancingDataSampler([{"y": k % 3} for k in range(500)], "y", **options),
     "dynamic": dynamic,
     "wrapper": lambda **options: DistributedSamplerWrapper(range(500), 2, 1, **options),
 }
@@ -154,7 +151,7 @@ def test_the_global_streams_stay_where_they_are(kind):
     assert states() == before
 
 
-@pytest.mark.parametrize("kind", ["random", "weighted", "balancing"])
+@pytest.mark.parametrize("kind", ["random", "weighted"])
 def test_a_generator_is_refused(kind):
     with pytest.raises(TypeError, match="unexpected keyword argument 'generator'"):
         MAKERS[kind](generator=torch.Generator())
@@ -214,29 +211,6 @@ def test_weights_decide_how_often():
 def test_no_sample_without_weight_is_drawn_for_want_of_others():
     with pytest.raises(ConfigError, match=r"num_samples=2 cannot be drawn with replacement=False: 1 weights are not 0"):
         ReproducibleWeightedRandomSampler([1.0, 0.0], 2, False)
-
-
-def test_balancing_draws_the_classes_alike_and_loads_nothing():
-    data = Items({str(k): {"y": "rare" if k < 10 else "usual"} for k in range(500)})
-    balancing = BalancingDataSampler(data, "y", seed=4)
-    assert len(balancing) == 500
-    rare = sum(index < 10 for index in balancing)
-    assert 180 < rare < 320
-    assert not data.computed
-
-
-def test_balancing_computes_the_key_alone_where_it_is_dynamic():
-    data = Items({str(k): {"n": k} for k in range(20)}, {"y": lambda entry: entry["n"] % 2, "heavy": None})
-    balancing = BalancingDataSampler(data, "y", num_samples=7)
-    assert len(list(balancing)) == len(balancing) == 7
-    assert data.computed == {"y": 20}
-    assert data.keys == ["heavy"]
-    with pytest.raises(DataError, match=r"^BalancingDataSampler: Items gives no 'z'"):
-        BalancingDataSampler(data, "z")
-    with pytest.raises(DataError, match=r"^BalancingDataSampler: list gives no 'z'"):
-        BalancingDataSampler([{"y": 1}], "z")
-    with pytest.raises(DataError, match="the dataset is empty"):
-        BalancingDataSampler([], "y")
 
 
 # --------------------------------------------------------------------------------------------- concat

@@ -15,7 +15,6 @@ from ddpkit.dataloader import distributed_loader_specifics, make_dataloader
 from ddpkit.distributed import get_rank
 from ddpkit.epoch_loop import EpochCounter
 from ddpkit.sampler import (
-    BalancingDataSampler,
     ConcatDatasetBatchSampler,
     DistributedSamplerWrapper,
     DynamicBatchSampler,
@@ -39,7 +38,6 @@ def dynamic(seed=None, **options):
 SAMPLERS = {
     "random": lambda seed: ReproducibleRandomSampler(range(NUMBER), seed),
     "weighted": lambda seed: ReproducibleWeightedRandomSampler([1.0, 3.0] * 11 + [2.0], 17, True, seed),
-    "balancing": lambda seed: BalancingDataSampler([{"y": k % 5 == 0} for k in range(NUMBER)], "y", seed=seed),
     "no replacement": lambda seed: ReproducibleWeightedRandomSampler([1.0] * NUMBER, NUMBER, False, seed),
 }
 BATCH_SAMPLERS = {

@@ -7,7 +7,6 @@ import importlib.machinery
 import importlib.util
 import json
 import math
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +17,6 @@ from ddpkit.checkpointing import find_load_hook, find_save_hook
 from ddpkit.errors import ConfigError, MissingExtraError
 from ddpkit.train_logger import (
     FileTrainLogger,
-    ProgressSampleLogger,
     RunLog,
     TensorboardLogger,
     TrainLogger,
@@ -358,39 +356,3 @@ def test_several_loggers_report_the_same(tmp_path, caplog):
     assert given == [({"epoch": 1}, {"valid_stats": {"loss": 2.5}, "verbose": False}), ({"epoch": 2}, {})]
     assert caplog.messages == ["epoch: 2"] * 2
     assert len(read(tmp_path / "run.jsonl")) == 2
-
-
-# ---------------------------------------------------------------------------------------- progress samples
-
-
-def test_progress_samples_are_saved_by_epoch_and_name(tmp_path):
-    def write(data, path, end):
-        Path(path).write_text(f"{data}{end}")
-
-    text = {"extension": "txt", "saver": write, "kwargs": {"end": "!"}}
-    samples = ProgressSampleLogger(tmp_path / "out", {"batch": "raw", "words": "text"}, {"text": text}, 2)
-    weight = torch.ones(3, requires_grad=True)
-    batch = {"x": weight * 2, "names": ["a", "b", "c"], "lengths": (1, 2, 3)}
-    samples.remember(batch=samples.get_batch_sample(batch), words="first")
-    samples.remember(words="second")
-    samples.save(epoch=4)
-    assert sorted(path.name for path in (tmp_path / "out" / "4").iterdir()) == ["batch.pth", "words.txt"]
-    saved = torch.load(tmp_path / "out" / "4" / "batch.pth")
-    assert torch.equal(saved["x"], torch.full((2,), 2.0))
-    assert not saved["x"].requires_grad
-    assert (saved["names"], saved["lengths"]) == (["a", "b"], (1, 2, 3))
-    assert (tmp_path / "out" / "4" / "words.txt").read_text() == "second!"
-    samples.reset()
-    samples.save(epoch=5)
-    assert not (tmp_path / "out" / "5").exists()
-
-
-def test_progress_samples_that_cannot_be_saved(tmp_path, monkeypatch):
-    with pytest.raises(ConfigError, match="formats says 'wav' for 'x', and the formats are 'raw', 'image'"):
-        ProgressSampleLogger(tmp_path, {"x": "wav"})
-    monkeypatch.setitem(sys.modules, "torchvision.utils", None)
-    with pytest.raises(MissingExtraError, match="pip install torchvision"):
-        ProgressSampleLogger(tmp_path).save_item("picture", torch.ones(3, 2, 2), 1)
-    (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match="output_path='.*file': '.*x.pth' cannot be written: Not a directory"):
-        ProgressSampleLogger(tmp_path / "file", {"x": "raw"}).save_item("x", 1, 1)

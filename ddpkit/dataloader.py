@@ -6,7 +6,7 @@ What deals an epoch out to the ranks is in :mod:`ddpkit.data.sharded_loader`, wh
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from torch.utils.data import IterableDataset
 
@@ -17,6 +17,7 @@ from ddpkit.data import (
     SaveableDataLoader,
     Sharding,
     StreamLoader,
+    StreamPosition,
     StreamShard,
     deal_batches,
     default_seed,
@@ -35,8 +36,6 @@ from ddpkit.sampler import DealtBatchSampler, PlannedBatchSampler
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
-
-    from ddpkit.data import StreamPosition
 
 __all__ = [
     "DEFAULT_SEED",
@@ -137,11 +136,8 @@ class LoopedLoader:
         """Return what all ranks' parts of a batch come to."""
         return self._plan().parts(self._place(batch))
 
-    def _plan(self) -> PlannedBatchSampler | DealtBatchSampler:
-        plan = plan_of(self.loader)
-        if plan is None:
-            raise DataError(f"LoopedLoader: {type(self.loader).__name__} does not know how many samples a batch has.")
-        return plan
+    def _plan(self) -> PlannedBatchSampler:
+        return cast("PlannedBatchSampler", plan_of(self.loader))  # asked for where `has_counts` says so
 
     def _place(self, batch: int) -> int:
         """Say which batch of its pass a batch of the nominal epoch is."""
@@ -151,8 +147,7 @@ class LoopedLoader:
         self._passes += 1
         set_epoch(self.loader, self._passes)
         skip, self._skip = self._skip, 0
-        marks = _marks(self.loader)
-        self._in_pass = skip + (0 if marks is None else marks.first)
+        self._in_pass = skip + _marks(self.loader).first
         if skip and isinstance(self.loader, SaveableDataLoader):
             self.loader.skip_next(skip)
             skip = 0
@@ -173,13 +168,12 @@ class LoopedLoader:
 
     def state_in_pass(self) -> dict[str, Any]:
         """Return which pass over the data this rank is in, how far, and what the data says of where that is."""
-        marks = _marks(self.loader)
         return {
             "pass": self._passes,
             "in_pass": self._in_pass,
             "done": _done_in(self.loader, self._in_pass),
             "has_begun": self._inner is not None,
-            "loader": None if marks is None else marks.around(self._in_pass),
+            "loader": _marks(self.loader).around(self._in_pass),
         }
 
     def resume_in_pass(self, state: dict[str, Any] | None) -> None:
@@ -195,15 +189,14 @@ class LoopedLoader:
             return
         self._again, self._inner = 0, None
         self._passes = state["pass"] - 1
-        marks = _marks(self.loader)
         if self.has_counts:
             set_epoch(self.loader, state["pass"])  # its length is read below
         before, done = state["in_pass"], state.get("done")
         self._skip = _batches_after(self.loader, done, before)
-        if marks is not None and state["loader"] is not None:
+        if state["loader"] is not None:
             number, place = state["loader"]["again"]
             first, self._skip = _batches_from(self.loader, done, before, number)
-            marks.go_on(first, place)
+            _marks(self.loader).go_on(first, place)
         if self.has_counts:  # whose numbers follow from the batches of all passes
             self.total_steps = self._passes * len(self.loader) + self._skip
 
@@ -265,8 +258,7 @@ def state_at(loader: Any, step: int) -> Any:
     """
     if isinstance(loader, LoopedLoader):
         return loader.state_in_pass()
-    marks = _marks(loader)
-    around = None if marks is None else marks.around(step)
+    around = _marks(loader).around(step)
     return None if around is None else {**around, "step": step, "batch": _batch_size(loader)}
 
 
@@ -295,7 +287,7 @@ def resume_at(loader: Any, step: int, state: Any, *, same_batches: bool = True) 
         loader.skip_next(step)
         return 0
     marks = _marks(loader)
-    if marks is None or state is None or not step:
+    if marks.whole is None or state is None or not step:
         return step
     size = _batch_size(loader)
     same_batches = same_batches and (state.get("step", step), state.get("batch", size)) == (step, size)
@@ -317,9 +309,7 @@ def keep_states(loader: Any) -> None:
     Example:
         >>> keep_states([1, 2])
     """
-    marks = _marks(loader.loader if isinstance(loader, LoopedLoader) else loader)
-    if marks is not None:
-        marks.want()
+    _marks(loader.loader if isinstance(loader, LoopedLoader) else loader).want()
 
 
 def state_at_end(loader: Any) -> Any:
@@ -333,8 +323,7 @@ def state_at_end(loader: Any) -> Any:
     """
     if isinstance(loader, LoopedLoader):
         return loader.state_in_pass()
-    marks = _marks(loader)
-    return None if marks is None else marks.at_end()
+    return _marks(loader).at_end()
 
 
 def resume_after_end(loader: Any, state: Any) -> None:
@@ -352,13 +341,12 @@ def resume_after_end(loader: Any, state: Any) -> None:
     if isinstance(loader, LoopedLoader):
         loader.resume_in_pass(state)
         return
-    marks = _marks(loader)
-    if marks is not None and state is not None:
-        marks.resume_after_end(state)
+    if state is not None:
+        _marks(loader).resume_after_end(state)
 
 
-def _marks(loader: Any) -> StreamPosition | None:
-    return loader.position if isinstance(loader, StreamLoader) else None
+def _marks(loader: Any) -> StreamPosition:
+    return loader.position if isinstance(loader, StreamLoader) else StreamPosition(None)
 
 
 def _batch_size(loader: Any) -> list[Any] | None:

@@ -14,7 +14,6 @@ from ddpkit.checkpointing.hooks import (
     find_save_hook as find_save_hook,
     find_transfer_hook as find_transfer_hook,
     get_default_hook as get_default_hook,
-    map_old_state_dict_weights as map_old_state_dict_weights,
     plain_key as plain_key,
     safe_load as safe_load,
     saves_on_every_rank as saves_on_every_rank,

@@ -23,7 +23,7 @@ import mmap
 import sys
 import zipfile
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -403,45 +403,6 @@ def torch_parameter_transfer(obj: nn.Module, path: Path) -> None:
         logger.warning("%s has no %s: this parameter of the %s keeps its value.", path, key, name)
     for key in keys.unexpected_keys:
         logger.warning("%s has %s, which the %s does not have: not used.", path, key, name)
-
-
-def map_old_state_dict_weights(
-    state_dict: MutableMapping[str, torch.Tensor], mapping: Mapping[str, str]
-) -> MutableMapping[str, torch.Tensor]:
-    """Rename the entries of an old ``state_dict``: wherever a name has a text, put another one in its place.
-
-    Args:
-        state_dict: tensors by name; changed in place.
-        mapping: the new text for each old one, in the order in which they are applied. A text may stand anywhere in a
-            name, also inside of a word.
-
-    Returns:
-        ``state_dict``, in the same order.
-
-    Raises:
-        CheckpointError: two entries would have the same name; nothing is changed then.
-
-    Ranks: local.
-
-    Example:
-        >>> map_old_state_dict_weights({"enc.atn.weight": torch.ones(1)}, {".atn": ".attn"})
-        {'enc.attn.weight': tensor([1.])}
-    """
-    names: dict[str, str] = {}  # the old ones, by the new
-    for old in state_dict:
-        new = old
-        for before, after in mapping.items():
-            new = new.replace(before, after)
-        if new in names:
-            raise CheckpointError(f"{names[new]!r} and {old!r} of a state_dict would both be named {new!r}: {mapping}.")
-        names[new] = old
-    for new, old in names.items():
-        if new != old:
-            logger.info("%r of the state_dict is now named %r.", old, new)
-    state = {new: state_dict[old] for new, old in names.items()}
-    state_dict.clear()
-    state_dict.update(state)
-    return state_dict
 
 
 def _copies_what_it_loads(obj: Any) -> bool:

@@ -26,7 +26,7 @@ speechbrain.utils.checkpoints ddpkit.checkpoints: Checkpoint Checkpointer DEFAUL
 speechbrain.utils.checkpoints ddpkit.checkpoints: DEFAULT_TRANSFER_HOOKS METAFNAME PARAMFILE_EXT average_checkpoints
 speechbrain.utils.checkpoints ddpkit.checkpoints: average_state_dicts ckpt_recency
 speechbrain.utils.checkpoints ddpkit.checkpoints: convert_torch_save_hooks_to_once_per_node get_default_hook
-speechbrain.utils.checkpoints ddpkit.checkpoints: map_old_state_dict_weights torch_parameter_transfer torch_recovery
+speechbrain.utils.checkpoints ddpkit.checkpoints: torch_parameter_transfer torch_recovery
 speechbrain.utils.checkpoints ddpkit.checkpoints: torch_save mark_as_saver mark_as_loader mark_as_transfer
 speechbrain.utils.checkpoints ddpkit.checkpoints: register_checkpoint_hooks
 speechbrain.utils.checkpoints ddpkit.distributed: ddp_barrier ddp_broadcast if_main_process main_process_only

@@ -25,7 +25,7 @@ from ddpkit.errors import BatchError, RunStopped
 from ddpkit.logger import get_logger
 from ddpkit.metrics import begin_stage
 from ddpkit.profiler import prepare_profiler
-from ddpkit.reporting import COLOURS, ProgressBar
+from ddpkit.reporting import ProgressBar
 from ddpkit.run.auto_micro_batch import AutoMicroBatch
 from ddpkit.run.stop_control import exit_code
 from ddpkit.train_logger import run_event
@@ -390,13 +390,12 @@ class StageRunner:
     ) -> ProgressBar:
         options = self.options
         label = stage.name.lower() if epoch is None else f"epoch {epoch} {stage.name.lower()}"
-        colours = COLOURS | {key.upper(): value for key, value in dict(options.tqdm_barcolor or {}).items()}
         return ProgressBar(
             label,
             length,
             initial=initial,
             enable=enable and if_main_process(),
-            colour=colours.get(stage.name) if options.tqdm_colored_bar else None,
+            colour=options.tqdm_barcolor.get(stage.name.lower()) if options.tqdm_colored_bar else None,
         )
 
     def _averaged_weights(self, stage: Stage) -> AbstractContextManager[None]:

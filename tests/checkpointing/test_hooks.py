@@ -25,7 +25,6 @@ from ddpkit.checkpointing.hooks import (
     find_save_hook,
     find_transfer_hook,
     get_default_hook,
-    map_old_state_dict_weights,
     safe_load,
     saves_on_every_rank,
     torch_parameter_transfer,
@@ -661,22 +660,6 @@ def test_the_default_hook_is_that_of_the_nearest_class():
     assert get_default_hook(object(), DEFAULT_LOAD_HOOKS) is None
     assert get_default_hook(Normalization(), DEFAULT_LOAD_HOOKS).name == "_load"
     assert get_default_hook(Normalization(), {nn.Module: torch_save}) is torch_save
-
-
-def test_names_of_an_old_state_dict_are_replaced_wherever_the_text_stands():
-    old = {"a.atn.0.weight": torch.ones(1), "b.weight": torch.zeros(1), "matnx.atn.bias": torch.ones(2)}
-    expected = dict(zip(("a.head.0.weight", "b.weight", "matnx.head.bias"), old.values(), strict=True))
-    found = map_old_state_dict_weights(old, {".atn": ".attn", ".attn": ".head"})
-    assert found is old
-    assert list(found) == list(expected)
-    assert all(found[name] is value for name, value in expected.items())
-
-
-def test_two_entries_of_an_old_state_dict_do_not_become_one():
-    old = {"a.old": torch.ones(1), "a.new": torch.zeros(1)}
-    with pytest.raises(CheckpointError, match="'a.old' and 'a.new' of a state_dict would both be named 'a.new'"):
-        map_old_state_dict_weights(old, {"old": "new"})
-    assert list(old) == ["a.old", "a.new"]
 
 
 def test_the_names_of_files_are_those_of_a_checkpoint(tmp_path):

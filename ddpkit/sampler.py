@@ -37,7 +37,6 @@ if TYPE_CHECKING:
         DistributedSamplerWrapper,
         DynamicBatchSampler,
         ReproducibleRandomSampler,
-        ReproducibleWeightedRandomSampler,
     )
 
 CHUNK = 8192

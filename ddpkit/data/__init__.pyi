@@ -13,7 +13,6 @@ from ddpkit.data.recipe_samplers import (
     DistributedSamplerWrapper as DistributedSamplerWrapper,
     DynamicBatchSampler as DynamicBatchSampler,
     ReproducibleRandomSampler as ReproducibleRandomSampler,
-    ReproducibleWeightedRandomSampler as ReproducibleWeightedRandomSampler,
 )
 from ddpkit.data.sharded_loader import (
     DECIDED as DECIDED,

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch.utils.data import RandomSampler, Sampler, WeightedRandomSampler
+from torch.utils.data import RandomSampler, Sampler
 from torch.utils.data.distributed import DistributedSampler
 
 from ddpkit.base import get_rank, get_world_size
@@ -101,55 +101,6 @@ class ReproducibleRandomSampler(RandomSampler):
             left -= size
             if left <= 0:
                 return
-
-
-class ReproducibleWeightedRandomSampler(WeightedRandomSampler):
-    """A ``WeightedRandomSampler`` whose draws are a function of the seed and the epoch.
-
-    Args:
-        weights: one number per sample, not negative, shape ``(samples,)``; they need not add up to one.
-        num_samples: draws per epoch.
-        replacement: whether a sample may be drawn more than once.
-        seed: of the draws; None: the experiment's seed.
-        epoch: to begin with.
-
-    Raises:
-        ConfigError: without replacement fewer than ``num_samples`` weights are not 0.
-
-    Ranks: local; alike on every rank.
-
-    Example:
-        >>> sampler = ReproducibleWeightedRandomSampler([1.0, 0.0, 1.0], 4, replacement=True, seed=3)
-        >>> 1 in list(sampler), list(sampler) == list(sampler)
-        (False, True)
-    """
-
-    def __init__(
-        self,
-        weights: Sequence[float],
-        num_samples: int,
-        replacement: bool = True,
-        seed: int | None = None,
-        epoch: int = 0,
-    ) -> None:
-        super().__init__(weights, num_samples, replacement)
-        possible = int(torch.count_nonzero(self.weights))
-        if not replacement and possible < num_samples:  # torch would draw what has no weight
-            raise ConfigError(
-                f"{type(self).__name__}: num_samples={num_samples} cannot be drawn with replacement=False: {possible} "
-                "weights are not 0."
-            )
-        self.seed = _seed_or(129491412, seed)
-        self.epoch = epoch
-        self.generator = torch.Generator()
-
-    def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch whose draws the next iteration makes."""
-        self.epoch = epoch
-
-    def __iter__(self) -> Iterator[int]:
-        self.generator.manual_seed(mix_key(self.seed, self.epoch) >> 1)
-        return super().__iter__()
 
 
 class ConcatDatasetBatchSampler(Sampler[list[int]]):

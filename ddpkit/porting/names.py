@@ -52,7 +52,7 @@ speechbrain.dataio.batch ddpkit.batch: BatchsizeGuesser PaddedBatch PaddedData
 speechbrain.dataio.dataloader ddpkit.dataloader: LoopedLoader SaveableDataLoader distributed_loader_specifics
 speechbrain.dataio.dataloader ddpkit.dataloader: make_dataloader
 speechbrain.dataio.sampler ddpkit.sampler: ConcatDatasetBatchSampler DistributedSamplerWrapper DynamicBatchSampler
-speechbrain.dataio.sampler ddpkit.sampler: ReproducibleRandomSampler ReproducibleWeightedRandomSampler
+speechbrain.dataio.sampler ddpkit.sampler: ReproducibleRandomSampler
 speechbrain.nnet.schedulers ddpkit.schedulers: CyclicLRScheduler LinearScheduler
 speechbrain.nnet.schedulers ddpkit.schedulers: NewBobScheduler NoamScheduler ReduceLROnPlateau StepScheduler
 speechbrain.nnet.schedulers ddpkit.schedulers: update_learning_rate

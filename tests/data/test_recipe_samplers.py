@@ -10,7 +10,7 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, WeightedRandomSampler
 
 import ddpkit
 from ddpkit import sampler
@@ -20,7 +20,6 @@ from ddpkit.data.recipe_samplers import (
     DistributedSamplerWrapper,
     DynamicBatchSampler,
     ReproducibleRandomSampler,
-    ReproducibleWeightedRandomSampler,
 )
 from ddpkit.dataloader import (
     Sharding,
@@ -41,7 +40,6 @@ NAMES = [
     "DistributedSamplerWrapper",
     "DynamicBatchSampler",
     "ReproducibleRandomSampler",
-    "ReproducibleWeightedRandomSampler",
 ]
 LENGTHS = np.random.default_rng(3).lognormal(2.0, 0.6, 500).round(2).tolist()
 
@@ -97,7 +95,6 @@ def dynamic(lengths=LENGTHS, longest=100.0, buckets=8, **options):
 MAKERS = {
     "random": lambda **options: ReproducibleRandomSampler(range(500), **options),
     "random, replacement": lambda **options: ReproducibleRandomSampler(range(500), replacement=True, **options),
-    "weighted": lambda **options: ReproducibleWeightedRandomSampler([1.0, 2.0] * 250, 300, True, **options),
     "dynamic": dynamic,
     "wrapper": lambda **options: DistributedSamplerWrapper(range(500), 2, 1, **options),
 }
@@ -151,7 +148,7 @@ def test_the_global_streams_stay_where_they_are(kind):
     assert states() == before
 
 
-@pytest.mark.parametrize("kind", ["random", "weighted"])
+@pytest.mark.parametrize("kind", ["random", "random, replacement"])
 def test_a_generator_is_refused(kind):
     with pytest.raises(TypeError, match="unexpected keyword argument 'generator'"):
         MAKERS[kind](generator=torch.Generator())
@@ -197,20 +194,22 @@ def test_reproducible_random_sampler_follows_a_source_that_grows():
         ReproducibleRandomSampler([])
 
 
-# ------------------------------------------------------------------------------------------- weighted
+# ----------------------------------------------------------------------------------------- torch's own
 
 
-def test_weights_decide_how_often():
-    drawn = Counter(ReproducibleWeightedRandomSampler([3.0, 0.0, 1.0], 4000, seed=1))
-    assert drawn[1] == 0
-    assert drawn[0] / drawn[2] == pytest.approx(3.0, rel=0.15)
-    once = list(ReproducibleWeightedRandomSampler([3.0, 0.0, 1.0], 2, False, seed=1))
-    assert sorted(once) == [0, 2]
+def test_torchs_weighted_sampler_follows_seed_and_epoch_too():
+    def drawn(rank, seed, epoch):
+        torch.manual_seed(rank)  # each rank has random streams of its own by then
+        sampler = WeightedRandomSampler([3.0, 0.0, 1.0], 400)
+        loader = shard([0, 1, 2], Sharding(rank, 2, seed=seed), sampler=sampler, batch_size=200)
+        loader.set_epoch(epoch)
+        return loader.batch_sampler._draw()
 
-
-def test_no_sample_without_weight_is_drawn_for_want_of_others():
-    with pytest.raises(ConfigError, match=r"num_samples=2 cannot be drawn with replacement=False: 1 weights are not 0"):
-        ReproducibleWeightedRandomSampler([1.0, 0.0], 2, False)
+    orders = {(seed, epoch): drawn(0, seed, epoch) for seed in (1, 2) for epoch in (1, 2)}
+    assert orders == {place: drawn(1, *place) for place in orders}
+    assert len(set(map(str, orders.values()))) == 4
+    assert orders[1, 1].count(0) / orders[1, 1].count(2) == pytest.approx(3.0, rel=0.4)
+    assert orders[1, 1].count(1) == 0
 
 
 # --------------------------------------------------------------------------------------------- concat
@@ -235,13 +234,13 @@ def test_concat_batches_take_from_every_part():
 
 def test_concat_offsets_are_those_of_the_parts_and_not_of_what_is_drawn():
     parts = [
-        ReproducibleWeightedRandomSampler([1.0] * 30, 4),
+        WeightedRandomSampler([1.0] * 30, 4),
         ReproducibleRandomSampler(range(20), num_samples=6),
         SequentialSampler(range(5)),
     ]
     batches = ConcatDatasetBatchSampler(parts, (1, 1, 1), epoch=3)
     assert batches.offsets == [0, 30, 50]
-    assert [one.epoch for one in parts[:2]] == [3, 3], "a sampler that knows no epochs stands in no other's way"
+    assert parts[1].epoch == 3, "a sampler that knows no epochs stands in no other's way"
     assert [batch[2] for batch in batches] == [50, 51, 52, 53]
 
 

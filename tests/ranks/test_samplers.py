@@ -19,7 +19,6 @@ from ddpkit.sampler import (
     DistributedSamplerWrapper,
     DynamicBatchSampler,
     ReproducibleRandomSampler,
-    ReproducibleWeightedRandomSampler,
 )
 from ddpkit.seed import seed_everything
 from ddpkit.types import Stage
@@ -37,8 +36,7 @@ def dynamic(seed=None, **options):
 
 SAMPLERS = {
     "random": lambda seed: ReproducibleRandomSampler(range(NUMBER), seed),
-    "weighted": lambda seed: ReproducibleWeightedRandomSampler([1.0, 3.0] * 11 + [2.0], 17, True, seed),
-    "no replacement": lambda seed: ReproducibleWeightedRandomSampler([1.0] * NUMBER, NUMBER, False, seed),
+    "replacement": lambda seed: ReproducibleRandomSampler(range(NUMBER), seed, replacement=True, num_samples=17),
 }
 BATCH_SAMPLERS = {
     "dynamic": dynamic,
@@ -50,7 +48,7 @@ BATCH_SAMPLERS = {
     "of batches": lambda seed: BatchSampler(ReproducibleRandomSampler(range(NUMBER), seed), 3, drop_last=False),
     "of one batch": lambda seed: BatchSampler(ReproducibleRandomSampler(range(2), seed), 2, drop_last=False),
 }
-WHOLE = {"random", "no replacement", "dynamic", "dynamic, ascending", "of batches"}
+WHOLE = {"random", "dynamic", "dynamic, ascending", "of batches"}
 
 
 def numbered(number=NUMBER):
@@ -138,7 +136,7 @@ def test_d17_a_batch_sampler_is_dealt_out_as_it_draws(ranks, kind, world):
 
 @pytest.mark.grid
 @pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("kind", ["dynamic", "concat", "weighted"])
+@pytest.mark.parametrize("kind", ["dynamic", "concat", "replacement"])
 def test_ranks_and_accumulation_come_to_the_same_weights(ranks, kind, world):
     """Windows of as many batches in one process are the steps of as many ranks: each sample weighs the same."""
     [(_, expected)] = ranks.run(fit, kind, 4, None, world, world_size=1)
@@ -163,7 +161,7 @@ def test_d17_without_a_seed_of_its_own_a_sampler_follows_the_experiment(ranks):
 
 @pytest.mark.grid
 @pytest.mark.parametrize("world", [2, 1, 3])
-@pytest.mark.parametrize("kind", ["random", "weighted", "dynamic", "of batches"])
+@pytest.mark.parametrize("kind", ["random", "replacement", "dynamic", "of batches"])
 def test_d18_drop_last_is_honoured(ranks, kind, world):
     """Of a sampler an incomplete batch of all ranks is left out, of a batch sampler a round without one for each."""
     results = ranks.run(fit_drop_last, kind, world_size=world)
@@ -236,7 +234,7 @@ def run(folder, kind, dies_at=None, seed=7):
 
 @pytest.mark.grid
 @pytest.mark.parametrize("world", [2, 1, 3])
-@pytest.mark.parametrize("kind", ["random", "weighted", "dynamic", "concat"])
+@pytest.mark.parametrize("kind", ["random", "replacement", "dynamic", "concat"])
 def test_a_run_is_continued_in_the_middle_of_an_epoch(ranks, tmp_path, kind, world):
     whole = ranks.run(run, tmp_path / "whole", kind, world_size=world)
     killed = ranks.run(run, tmp_path / "killed", kind, (2, 2), world_size=world)

@@ -17,7 +17,6 @@ from ddpkit.data import (
     SaveableDataLoader,
     Sharding,
     StreamLoader,
-    StreamPosition,
     StreamShard,
     deal_batches,
     default_seed,
@@ -36,6 +35,8 @@ from ddpkit.sampler import DealtBatchSampler, PlannedBatchSampler
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
+
+    from ddpkit.data import StreamPosition
 
 __all__ = [
     "DEFAULT_SEED",
@@ -147,7 +148,8 @@ class LoopedLoader:
         self._passes += 1
         set_epoch(self.loader, self._passes)
         skip, self._skip = self._skip, 0
-        self._in_pass = skip + _marks(self.loader).first
+        marks = _marks(self.loader)
+        self._in_pass = skip + (0 if marks is None else marks.first)
         if skip and isinstance(self.loader, SaveableDataLoader):
             self.loader.skip_next(skip)
             skip = 0
@@ -168,12 +170,13 @@ class LoopedLoader:
 
     def state_in_pass(self) -> dict[str, Any]:
         """Return which pass over the data this rank is in, how far, and what the data says of where that is."""
+        marks = _marks(self.loader)
         return {
             "pass": self._passes,
             "in_pass": self._in_pass,
             "done": _done_in(self.loader, self._in_pass),
             "has_begun": self._inner is not None,
-            "loader": _marks(self.loader).around(self._in_pass),
+            "loader": None if marks is None else marks.around(self._in_pass),
         }
 
     def resume_in_pass(self, state: dict[str, Any] | None) -> None:
@@ -189,14 +192,15 @@ class LoopedLoader:
             return
         self._again, self._inner = 0, None
         self._passes = state["pass"] - 1
+        marks = _marks(self.loader)
         if self.has_counts:
             set_epoch(self.loader, state["pass"])  # its length is read below
         before, done = state["in_pass"], state.get("done")
         self._skip = _batches_after(self.loader, done, before)
-        if state["loader"] is not None:
+        if marks is not None and state["loader"] is not None:
             number, place = state["loader"]["again"]
             first, self._skip = _batches_from(self.loader, done, before, number)
-            _marks(self.loader).go_on(first, place)
+            marks.go_on(first, place)
         if self.has_counts:  # whose numbers follow from the batches of all passes
             self.total_steps = self._passes * len(self.loader) + self._skip
 
@@ -258,7 +262,8 @@ def state_at(loader: Any, step: int) -> Any:
     """
     if isinstance(loader, LoopedLoader):
         return loader.state_in_pass()
-    around = _marks(loader).around(step)
+    marks = _marks(loader)
+    around = None if marks is None else marks.around(step)
     return None if around is None else {**around, "step": step, "batch": _batch_size(loader)}
 
 
@@ -287,7 +292,7 @@ def resume_at(loader: Any, step: int, state: Any, *, same_batches: bool = True) 
         loader.skip_next(step)
         return 0
     marks = _marks(loader)
-    if marks.whole is None or state is None or not step:
+    if marks is None or state is None or not step:
         return step
     size = _batch_size(loader)
     same_batches = same_batches and (state.get("step", step), state.get("batch", size)) == (step, size)
@@ -309,7 +314,9 @@ def keep_states(loader: Any) -> None:
     Example:
         >>> keep_states([1, 2])
     """
-    _marks(loader.loader if isinstance(loader, LoopedLoader) else loader).want()
+    marks = _marks(loader.loader if isinstance(loader, LoopedLoader) else loader)
+    if marks is not None:
+        marks.want()
 
 
 def state_at_end(loader: Any) -> Any:
@@ -323,7 +330,8 @@ def state_at_end(loader: Any) -> Any:
     """
     if isinstance(loader, LoopedLoader):
         return loader.state_in_pass()
-    return _marks(loader).at_end()
+    marks = _marks(loader)
+    return None if marks is None else marks.at_end()
 
 
 def resume_after_end(loader: Any, state: Any) -> None:
@@ -341,12 +349,13 @@ def resume_after_end(loader: Any, state: Any) -> None:
     if isinstance(loader, LoopedLoader):
         loader.resume_in_pass(state)
         return
-    if state is not None:
-        _marks(loader).resume_after_end(state)
+    marks = _marks(loader)
+    if marks is not None and state is not None:
+        marks.resume_after_end(state)
 
 
-def _marks(loader: Any) -> StreamPosition:
-    return loader.position if isinstance(loader, StreamLoader) else StreamPosition(None)
+def _marks(loader: Any) -> StreamPosition | None:
+    return loader.position if isinstance(loader, StreamLoader) else None
 
 
 def _batch_size(loader: Any) -> list[Any] | None:

@@ -164,13 +164,19 @@ def get_environment_description(folder: str | os.PathLike[str] | None = None) ->
         >>> "torch==" in get_environment_description()
         True
     """
+    numbers = (
+        f"torch {torch.__version__}, CUDA {torch.version.cuda}, ROCm {torch.version.hip}",
+        f"{torch.cuda.device_count()} CUDA devices",
+        f"{os.cpu_count()} CPUs, {torch.get_num_threads()} threads in this process",
+        f"{get_world_size()} processes",
+    )
     packages = {f"{one.name}=={one.version}" for one in importlib.metadata.distributions() if one.name}
     where = Path(folder or ".").resolve()
     sections = [
         f"Python {' '.join(sys.version.split())}\n{platform.platform()}\n{sys.executable}",
         "Installed packages:\n" + "\n".join(sorted(packages, key=str.lower)),
         f"Git revision of {where}: {_git_revision(where)}",
-        "\n".join(_describe_torch()),
+        "\n".join(numbers),
     ]
     return f"\n{RULE}\n".join(sections) + "\n"
 
@@ -312,12 +318,3 @@ def _git_revision(folder: Path) -> str:
     except (OSError, subprocess.SubprocessError):
         return "none"
     return found.stdout.strip()
-
-
-def _describe_torch() -> list[str]:
-    return [
-        f"torch {torch.__version__}, CUDA {torch.version.cuda}, ROCm {torch.version.hip}",
-        f"{torch.cuda.device_count()} CUDA devices",
-        f"{os.cpu_count()} CPUs, {torch.get_num_threads()} threads in this process",
-        f"{get_world_size()} processes",
-    ]

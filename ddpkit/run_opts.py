@@ -150,11 +150,7 @@ class RunOptions(OptionTypes, MutableMapping[str, Any]):
             >>> RunOptions.from_dictionary({"debug": True, "mine": 3})
             RunOptions(debug=True, mine=3)
         """
-        if isinstance(args_dict, RunOptions):
-            return args_dict.copy()
-        run_opts = cls()
-        run_opts.update(args_dict)
-        return run_opts
+        return args_dict.copy() if isinstance(args_dict, RunOptions) else cls(**args_dict)
 
     def as_dict(self) -> dict[str, Any]:
         """Return all options and keys as a plain dict.

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ddpkit.base import map_values
 from ddpkit.comm import get_runtime
 from ddpkit.distributed import (
     ddp_prevent_block,
@@ -190,7 +190,7 @@ def _common(ranks: list[dict[str, Any] | None]) -> dict[str, Any]:
         return {}
     first = known[0]
     names = [name for name in ("loader", "loader_end") if name in first]
-    return {name: first[name] for name in names if all(_same(one.get(name), first[name]) for one in known)}
+    return {name: first[name] for name in names if all(_listed(one.get(name)) == _listed(first[name]) for one in known)}
 
 
 def _logged(ranks: list[dict[str, Any] | None]) -> dict[str, list[Any]]:
@@ -199,11 +199,6 @@ def _logged(ranks: list[dict[str, Any] | None]) -> dict[str, list[Any]]:
     return {"logged": [] if get_rank() else found} if found else {}
 
 
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
-        return isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) and torch.equal(one, other)
-    if isinstance(one, Mapping) and isinstance(other, Mapping):
-        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
-    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
-        return len(one) == len(other) and all(map(_same, one, other))
-    return bool(one == other)
+def _listed(state: Any) -> Any:
+    """Write a state's tensors as lists, which can be compared."""
+    return map_values(state, lambda one: one.tolist() if isinstance(one, torch.Tensor) else one)

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ddpkit.base import POSITION, SignalListener, host_name, replacing, signal_named, stage_of
+from ddpkit.base import POSITION, SignalListener, host_name, signal_named, stage_of
 from ddpkit.comm import AFTER_WATCH_SECONDS, get_runtime, longest_wait, set_hang_limits, shorten_timeout
 from ddpkit.control import CAUSES, TIME_LIMIT, failure_notice
 from ddpkit.distributed import get_rank, is_distributed_initialized, run_on_main
@@ -290,8 +290,9 @@ def write_marker(folder: Path, facts: Mapping[str, Any]) -> None:
         143
     """
     folder.mkdir(parents=True, exist_ok=True)
-    with replacing(folder / MARKER) as unfinished:
-        unfinished.write_text(json.dumps(dict(facts), indent=2) + "\n", encoding="utf-8")
+    temporary = folder / f".{MARKER}.{os.getpid()}"
+    temporary.write_text(json.dumps(dict(facts), indent=2) + "\n", encoding="utf-8")
+    temporary.replace(folder / MARKER)
 
 
 def remove_marker(folder: Path) -> None:

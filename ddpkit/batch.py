@@ -1,7 +1,7 @@
 """Batches of samples that are dicts, whose tensors differ in length.
 
 :class:`PaddedBatch` is a ``collate_fn``. A dataset that offers ``set_output_keys`` and a ``pipeline``, as SpeechBrain's
-``DynamicItemDataset`` does, gets it without being asked: see :func:`default_collate_for`.
+``DynamicItemDataset`` does, gets it without being asked: see :func:`ddpkit.data.shard`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.utils.data import default_convert
 
 from ddpkit.errors import DataError
 
-__all__ = ["BatchsizeGuesser", "PaddedBatch", "PaddedData", "batch_pad_right", "default_collate_for"]
+__all__ = ["BatchsizeGuesser", "PaddedBatch", "PaddedData", "batch_pad_right"]
 
 _to_tensors: Callable[[Any], Any] = default_convert  # which has no types
 
@@ -208,23 +208,6 @@ class BatchsizeGuesser:
         from ddpkit.data import guess_batch_size
 
         return guess_batch_size(batch)
-
-
-def default_collate_for(dataset: Any) -> Callable[[Any], Any] | None:
-    """Return the ``collate_fn`` that a dataset gets where none is given; None: torch's.
-
-    Args:
-        dataset: one with a method ``set_output_keys`` and an attribute ``pipeline``, by which SpeechBrain's
-            ``DynamicItemDataset`` is known, gets :class:`PaddedBatch`.
-
-    Ranks: local.
-
-    Example:
-        >>> default_collate_for([1, 2]) is None
-        True
-    """
-    offers = callable(getattr(dataset, "set_output_keys", None)) and hasattr(dataset, "pipeline")
-    return PaddedBatch if offers else None
 
 
 def _keys_of(examples: Sequence[Any]) -> list[str]:

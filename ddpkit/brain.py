@@ -818,9 +818,11 @@ class Brain(_Typed):
         self.__run.strategy.prepare_optimizers(optimizers)
 
     def _compile(self) -> None:
-        if self.run_opts.activation_checkpointing:
-            checkpoint_blocks(self.modules, self.run_opts)
-        compile_modules(self.modules, self.run_opts)
+        options = self.run_opts
+        if options.activation_checkpointing:
+            checkpoint_blocks(self.modules, options)
+        if options.compile or options.compile_module_keys or options.compile_blocks:
+            compile_modules(self.modules, options)
 
     def _wrap_distributed(self) -> None:
         self.modules.zero_grad()  # what was computed before, perhaps on one rank, is of no step

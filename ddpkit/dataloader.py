@@ -6,7 +6,7 @@ What deals an epoch out to the ranks is in :mod:`ddpkit.data.sharded_loader`, wh
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from torch.utils.data import IterableDataset
 
@@ -137,11 +137,8 @@ class LoopedLoader:
         """Return what all ranks' parts of a batch come to."""
         return self._plan().parts(self._place(batch))
 
-    def _plan(self) -> PlannedBatchSampler | DealtBatchSampler:
-        plan = plan_of(self.loader)
-        if plan is None:
-            raise DataError(f"LoopedLoader: {type(self.loader).__name__} does not know how many samples a batch has.")
-        return plan
+    def _plan(self) -> PlannedBatchSampler:
+        return cast("PlannedBatchSampler", plan_of(self.loader))  # asked for where `has_counts` says so
 
     def _place(self, batch: int) -> int:
         """Say which batch of its pass a batch of the nominal epoch is."""

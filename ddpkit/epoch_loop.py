@@ -133,7 +133,7 @@ class EpochCounterWithStopper(EpochCounter):
 
         # Taking over main's state here, and not only its metrics below, keeps the ranks together also where a
         # recipe computes the metric on the main process and updates the counter there alone.
-        state = run_on_main(self._decision)
+        state = run_on_main(lambda: (self.best_limit, self.best_score, self.should_stop))
         if state is not None:
             self.best_limit, self.best_score, self.should_stop = state
         if self.should_stop:
@@ -184,9 +184,6 @@ class EpochCounterWithStopper(EpochCounter):
             return True
         gain = self.best_score - metric if self.direction == "min" else metric - self.best_score
         return gain > self.min_delta * abs(self.best_score)
-
-    def _decision(self) -> tuple[int, float, bool]:
-        return self.best_limit, self.best_score, self.should_stop
 
     @mark_as_saver
     def _save(self, path: str | os.PathLike[str]) -> None:

@@ -18,7 +18,7 @@ from hyperpyyaml import resolve_references
 from ruamel.yaml.error import YAMLError
 
 from ddpkit.base import replacing, to_plain
-from ddpkit.checkpointing import FolderLock, holder
+from ddpkit.checkpointing import FolderLock
 from ddpkit.comm import outside_frame
 from ddpkit.control import is_shown_without_traceback, record_for_launcher, show_without_traceback
 from ddpkit.distributed import get_world_size, if_main_process, run_on_main
@@ -37,7 +37,6 @@ logger = get_logger(__name__)
 
 RULE = "=" * 80
 LOCK_NAME = ".run.lock"  # beside that of a folder of checkpoints, which may be the same folder
-TEST_SUFFIX = ".test_only"
 GIT_TIMEOUT_SECONDS = 5
 
 _CLAIMED = contextlib.ExitStack()  # releases the lock of the folder that is this process's
@@ -58,8 +57,8 @@ def create_experiment_directory(
 
     The folder belongs to one run at a time, until its main process ends. While it lives, a second start is refused
     before anything is written; so call this before data is prepared. Later starts overwrite the first three files and
-    append to the others. Whoever starts with ``--test_only`` leaves those three as they are, and is not refused: where
-    a run lives, it logs to ``log.test_only.txt`` and ``metrics.test_only.jsonl``.
+    append to the others. Whoever starts with ``--test_only`` leaves those three as they are, is not refused, and logs
+    to ``log.test_only.txt`` and ``metrics.test_only.jsonl``.
 
     From then on every rank also logs the exception that ends it, before Python prints it as usual, and leaves
     it for the summary that torchrun prints.
@@ -102,26 +101,27 @@ def create_experiment_directory(
     script = _script_of(outside_frame())
     options = command_line_options() or RunOptions()
     log_config = options.log_config or log_config
+    suffix = ".test_only" if options.test_only else ""
+    log_file = folder / f"log{suffix}.txt"
 
-    def prepare() -> tuple[str, DdpkitError | None]:
+    def prepare() -> DdpkitError | None:
         if not if_main_process():  # without a process group every rank comes here
-            return "", None
+            return None
         try:
             files = _files_to_write(hyperparams_to_save, overrides, script, save_env_desc)
-            suffix = _claim(folder, options.test_only)
-            _write_files(folder, files, f"log{suffix}.txt", keep=options.test_only)
-            setup_logging(log_config, log_file=folder / f"log{suffix}.txt")
+            _write_files(folder, files, log_file, keep=options.test_only)
+            setup_logging(log_config, log_file=log_file)
         except (ConfigError, FolderInUseError) as error:
-            return "", error
-        return suffix, None
+            return error
+        return None
 
-    suffix, error = run_on_main(prepare) or ("", None)
+    error = run_on_main(prepare)
     if isinstance(error, FolderInUseError):
         show_without_traceback(error, code=1)  # unlike a mistake in the command line, it passes
     if error is not None:
         raise error
     if not if_main_process():
-        setup_logging(log_config, log_file=folder / f"log{suffix}.txt")
+        setup_logging(log_config, log_file=log_file)
     _log_uncaught_exceptions()
     set_run_log(folder / f"metrics{suffix}.jsonl")
     run_event("start", arguments=sys.argv, world_size=get_world_size(), torch=torch.__version__)
@@ -164,13 +164,19 @@ def get_environment_description(folder: str | os.PathLike[str] | None = None) ->
         >>> "torch==" in get_environment_description()
         True
     """
+    numbers = (
+        f"torch {torch.__version__}, CUDA {torch.version.cuda}, ROCm {torch.version.hip}",
+        f"{torch.cuda.device_count()} CUDA devices",
+        f"{os.cpu_count()} CPUs, {torch.get_num_threads()} threads in this process",
+        f"{get_world_size()} processes",
+    )
     packages = {f"{one.name}=={one.version}" for one in importlib.metadata.distributions() if one.name}
     where = Path(folder or ".").resolve()
     sections = [
         f"Python {' '.join(sys.version.split())}\n{platform.platform()}\n{sys.executable}",
         "Installed packages:\n" + "\n".join(sorted(packages, key=str.lower)),
         f"Git revision of {where}: {_git_revision(where)}",
-        "\n".join(_describe_torch()),
+        "\n".join(numbers),
     ]
     return f"\n{RULE}\n".join(sections) + "\n"
 
@@ -178,10 +184,8 @@ def get_environment_description(folder: str | os.PathLike[str] | None = None) ->
 # --------------------------------------------------------------------------------------- whose folder it is
 
 
-def _claim(folder: Path, only_tests: bool) -> str:
-    """Make a folder this run's; return what its log files have in their names, where they are not the run's own."""
-    if only_tests:
-        return "" if holder(folder, LOCK_NAME) is None else TEST_SUFFIX
+def _claim(folder: Path) -> None:
+    """Make a folder this run's."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = FolderLock(folder, LOCK_NAME)
@@ -198,7 +202,6 @@ def _claim(folder: Path, only_tests: bool) -> str:
         if isinstance(cause, OSError):
             raise _unwritable(folder, cause) from error
         raise ConfigError(f"experiment_directory={str(folder)!r} cannot be used: {error}") from error
-    return ""
 
 
 # ---------------------------------------------------------------------------------------------- the files
@@ -246,8 +249,10 @@ def _resolved_hyperparams(path: Path, overrides: Mapping[str, Any] | str | None)
     return f"# Generated {today} from:\n# {path.resolve()}\n# yamllint disable\n{resolved}"
 
 
-def _write_files(folder: Path, files: Mapping[str, bytes | Path], log_name: str, *, keep: bool) -> None:
-    """Write the files, with ``keep`` only missing ones; separate old and new lines in the log."""
+def _write_files(folder: Path, files: Mapping[str, bytes | Path], log_file: Path, *, keep: bool) -> None:
+    """Write the files into a folder that is this run's; with ``keep`` only missing ones, into anybody's."""
+    if not keep:
+        _claim(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, content in files.items():
@@ -257,7 +262,6 @@ def _write_files(folder: Path, files: Mapping[str, bytes | Path], log_name: str,
             if isinstance(content, bytes) or not (target.exists() and target.samefile(content)):
                 with replacing(target) as unfinished:
                     unfinished.write_bytes(content if isinstance(content, bytes) else content.read_bytes())
-        log_file = folder / log_name
         if log_file.exists() and log_file.stat().st_size > 0:
             with log_file.open("a", encoding="utf-8") as log:
                 log.write(f"\n{RULE}\n")
@@ -314,12 +318,3 @@ def _git_revision(folder: Path) -> str:
     except (OSError, subprocess.SubprocessError):
         return "none"
     return found.stdout.strip()
-
-
-def _describe_torch() -> list[str]:
-    return [
-        f"torch {torch.__version__}, CUDA {torch.version.cuda}, ROCm {torch.version.hip}",
-        f"{torch.cuda.device_count()} CUDA devices",
-        f"{os.cpu_count()} CPUs, {torch.get_num_threads()} threads in this process",
-        f"{get_world_size()} processes",
-    ]

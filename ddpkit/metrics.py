@@ -39,7 +39,6 @@ __all__ = [
     "begin_stage",
     "counted_by",
     "is_repeating",
-    "nothing_counts",
 ]
 
 FLUSH_AFTER = 64
@@ -73,28 +72,6 @@ def begin_stage(*, divided: bool) -> None:
     _Stages.divided = divided
     if divided:
         _Stages.last_divided = _Stages.number
-
-
-@contextlib.contextmanager
-def nothing_counts(use: bool = True) -> Iterator[None]:
-    """Let metrics and batch statistics ignore what they are given: for a batch that is repeated only to keep step.
-
-    Args:
-        use: False makes a context that changes nothing.
-
-    Ranks: local.
-
-    State: this process's, while the context lasts.
-
-    Example:
-        >>> total = Sum()
-        >>> with nothing_counts():
-        ...     total.update(5)
-        >>> total.compute()
-        0.0
-    """
-    with counted_by(SimpleNamespace(count=0) if use else _Stages.window):
-        yield
 
 
 @contextlib.contextmanager

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import torch
 
+from ddpkit.base import map_values
 from ddpkit.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -63,15 +65,13 @@ class AMPConfig:
 
 
 class _Entered(threading.local):
-    """The autocast objects that this thread is inside of, innermost last, and those free for the next entry.
+    """The autocast objects that this thread is inside of, innermost last.
 
-    A ``torch.autocast`` object stores the state to restore on itself, so it cannot be entered twice at
-    a time.
+    Each stores the state to restore on itself, so it cannot be entered twice at a time.
     """
 
     def __init__(self) -> None:
         self.active: list[torch.autocast] = []
-        self.free: list[torch.autocast] = []
 
 
 class TorchAutocast:
@@ -103,21 +103,16 @@ class TorchAutocast:
         return self._entered is not None
 
     def __enter__(self) -> None:
-        entered = self._entered
-        if entered is not None:
-            free = entered.free
-            autocast = free.pop() if free else torch.autocast(self.device_type, dtype=self.dtype)
+        if self._entered is not None:
+            autocast = torch.autocast(self.device_type, dtype=self.dtype)
             autocast.__enter__()  # type: ignore[no-untyped-call]
-            entered.active.append(autocast)
+            self._entered.active.append(autocast)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        entered = self._entered
-        if entered is not None:
-            autocast = entered.active.pop()
-            autocast.__exit__(kind, error, trace)
-            entered.free.append(autocast)
+        if self._entered is not None:
+            self._entered.active.pop().__exit__(kind, error, trace)
 
 
 class Precision:
@@ -201,7 +196,7 @@ def fwd_default_precision(fwd: Any = None, cast_inputs: torch.dtype | None = tor
     def forward(*args: Any, force_allow_autocast: bool = False, **kwargs: Any) -> Any:
         if force_allow_autocast or cast_inputs is None:
             return fwd(*args, **kwargs)
-        device_type = _infer_device_type(*args, **kwargs)
+        device_type = _infer_device_type(args, kwargs)
         if not torch.is_autocast_enabled(device_type):
             return fwd(*args, **kwargs)
         with torch.autocast(device_type, enabled=False):
@@ -212,36 +207,20 @@ def fwd_default_precision(fwd: Any = None, cast_inputs: torch.dtype | None = tor
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
     """Cast the floating-point tensors of nested tuples, lists and dicts; all else stays the same object."""
-    if isinstance(value, torch.Tensor):
+
+    def narrowed(one: Any) -> Any:
         # A float64 tensor is always explicit: it is not narrowed.
-        return value.to(dtype) if value.is_floating_point() and value.dtype is not torch.float64 else value
-    if isinstance(value, dict):
-        return {key: _cast(item, dtype) for key, item in value.items()}
-    if type(value) in (tuple, list):
-        return type(value)(_cast(item, dtype) for item in value)
-    return value
+        is_cast = isinstance(one, torch.Tensor) and one.is_floating_point() and one.dtype is not torch.float64
+        return one.to(dtype) if is_cast else one
+
+    return map_values(value, narrowed)
 
 
-def _infer_device_type(*args: Any, **kwargs: Any) -> str:
+def _infer_device_type(*values: Any) -> str:
     """Return the device type of the first tensor, else of a module's first parameter, else "cpu"."""
-    values = [*args, *kwargs.values()]
-    for value in values:
-        found = _first_tensor(value)
-        if found is not None:
-            return found.device.type
-    for value in values:
-        if isinstance(value, torch.nn.Module):
-            parameter = next(value.parameters(), None)
-            if parameter is not None:
-                return parameter.device.type
-    return "cpu"
-
-
-def _first_tensor(value: Any) -> torch.Tensor | None:
-    if isinstance(value, torch.Tensor):
-        return value
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, (tuple, list)):
-        return next((found for found in map(_first_tensor, value) if found is not None), None)
-    return None
+    found: list[Any] = []
+    map_values(values, found.append)
+    parameters = (one for module in found if isinstance(module, torch.nn.Module) for one in module.parameters())
+    tensors = (one for one in found if isinstance(one, torch.Tensor))
+    first = next(itertools.chain(tensors, parameters), None)
+    return "cpu" if first is None else str(first.device.type)

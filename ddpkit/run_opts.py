@@ -150,11 +150,7 @@ class RunOptions(OptionTypes, MutableMapping[str, Any]):
             >>> RunOptions.from_dictionary({"debug": True, "mine": 3})
             RunOptions(debug=True, mine=3)
         """
-        if isinstance(args_dict, RunOptions):
-            return args_dict.copy()
-        run_opts = cls()
-        run_opts.update(args_dict)
-        return run_opts
+        return args_dict.copy() if isinstance(args_dict, RunOptions) else cls(**args_dict)
 
     def as_dict(self) -> dict[str, Any]:
         """Return all options and keys as a plain dict.
@@ -219,7 +215,7 @@ def _merged(run_opts: RunOptions, from_yaml: Mapping[str, Any], info: LaunchInfo
     from_yaml = {name: RUN_OPTIONS[name].coerce(value, IN_YAML) for name, value in from_yaml.items()}
     given = {name: value for name, value in run_opts.items() if name in run_opts.overridden_args}
     for source in (from_yaml, given):
-        _fold_precision(source)
+        _heed_old_options(source)
         for name in _FOUND_OUT:
             if source.get(name, "") is None:
                 del source[name]
@@ -357,8 +353,11 @@ def _start_ranks(nproc: str, line: CommandLine, arg_list: Sequence[str] | None) 
     become_torchrun(nproc, line.given.get("device", line.in_yaml.get("device")))
 
 
-def _fold_precision(source: dict[str, Any]) -> None:
-    """Turn the old switches of one source into its ``precision``."""
+def _heed_old_options(source: dict[str, Any]) -> None:
+    """Turn the old switches of one source into its ``precision``; say which have no effect."""
+    if source.get("jit") or source.get("jit_module_keys"):
+        words = "--jit and --jit_module_keys have no effect: TorchScript is deprecated in torch. Use --compile."
+        logger.warning_once(words)
     for old, precision in (("bfloat16_mix_prec", "bf16"), ("auto_mix_prec", "fp16")):
         if source.get(old):
             logger.warning_once(f"{old} is deprecated: give --precision={precision} instead.")

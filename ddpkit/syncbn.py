@@ -100,7 +100,7 @@ class SyncBatchNorm(_BatchNorm):
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 -- torch's name
         """Normalise, in training over the rows of all ranks.
 
-        Rows of a batch that this rank repeats only to keep step (:func:`ddpkit.metrics.nothing_counts`) are normalised,
+        Rows of a batch that this rank repeats only to keep step (:func:`ddpkit.metrics.counted_by`) are normalised,
         too; they count in no statistic, and get and give no gradient through one.
 
         Args:

@@ -114,8 +114,8 @@ def test_a_resume(tmp_path):
     follow(tmp_path / "begun", None)
     resumed, fresh = (follow(tmp_path / name, "resume", epochs=2) for name in ("begun", "new"))
     assert resumed.functions["run.resuming", "read_brain_file"] == 1
-    check(resumed, 57)
-    check(fresh, 54)
+    check(resumed, 52)
+    check(fresh, 48)
     for function in fresh.functions:
         del resumed.functions[function]
     check(resumed, 16)

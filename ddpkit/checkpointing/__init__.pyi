@@ -52,7 +52,6 @@ from ddpkit.checkpointing.rank_states import (
 )
 from ddpkit.checkpointing.run_lock import (
     FolderLock as FolderLock,
-    holder as holder,
 )
 from ddpkit.checkpointing.storage import (
     MANIFEST_NAME as MANIFEST_NAME,

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ddpkit.base import map_values
 from ddpkit.comm import get_runtime
 from ddpkit.distributed import (
     ddp_prevent_block,
@@ -49,6 +49,8 @@ class RankStates:
         collect: returns the state of this rank as plain containers, numbers and tensors.
 
     Attributes:
+        gathered: the states of all ranks, for the saves that follow until it is set to None; on other ranks than rank 0
+            only how many they are. None: nothing was gathered.
         loaded: this rank's state from the checkpoint that was loaded last, until it is used; else None.
         is_of_as_many: whether that checkpoint was made by as many ranks.
         is_complete: whether it also had the state of every one.
@@ -67,13 +69,13 @@ class RankStates:
 
     def __init__(self, collect: Callable[[], dict[str, Any]]) -> None:
         self._collect = collect
-        self._gathered: list[dict[str, Any] | None] | None = None
+        self.gathered: list[dict[str, Any] | None] | None = None
         self.loaded: dict[str, Any] | None = None
         self.is_of_as_many = self.is_complete = False
         self._have_been_waited_for = False
 
     def gather(self) -> None:
-        """Collect the states of all ranks, for the saves that follow until :meth:`forget`.
+        """Collect the states of all ranks, into :attr:`gathered`.
 
         Raises:
             RankFailedError: a rank could not tell its state; on every rank.
@@ -81,7 +83,7 @@ class RankStates:
         Ranks: collective.
         """
         gathered: list[dict[str, Any] | None] = [*gather_objects(self._collect)]
-        self._gathered = gathered if if_main_process() else [None] * len(gathered)
+        self.gathered = gathered if if_main_process() else [None] * len(gathered)
 
     def gather_if_all_come(self) -> bool:
         """Collect the states as :meth:`gather` does, if every rank makes this call and not the main process alone.
@@ -103,19 +105,12 @@ class RankStates:
         self.gather()
         return True
 
-    def forget(self) -> None:
-        """Drop what was gathered.
-
-        Ranks: local.
-        """
-        self._gathered = None
-
     def state_dict(self) -> dict[str, Any]:
         """Return the states of all ranks, None for one that is not known.
 
         Ranks: local; the main process saves it.
         """
-        ranks = self._gathered
+        ranks = self.gathered
         if ranks is None:
             ranks = [None] * get_world_size()
             ranks[get_rank() or 0] = self._collect()
@@ -195,7 +190,7 @@ def _common(ranks: list[dict[str, Any] | None]) -> dict[str, Any]:
         return {}
     first = known[0]
     names = [name for name in ("loader", "loader_end") if name in first]
-    return {name: first[name] for name in names if all(_same(one.get(name), first[name]) for one in known)}
+    return {name: first[name] for name in names if all(_listed(one.get(name)) == _listed(first[name]) for one in known)}
 
 
 def _logged(ranks: list[dict[str, Any] | None]) -> dict[str, list[Any]]:
@@ -204,11 +199,6 @@ def _logged(ranks: list[dict[str, Any] | None]) -> dict[str, list[Any]]:
     return {"logged": [] if get_rank() else found} if found else {}
 
 
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
-        return isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) and torch.equal(one, other)
-    if isinstance(one, Mapping) and isinstance(other, Mapping):
-        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
-    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
-        return len(one) == len(other) and all(map(_same, one, other))
-    return bool(one == other)
+def _listed(state: Any) -> Any:
+    """Write a state's tensors as lists, which can be compared."""
+    return map_values(state, lambda one: one.tolist() if isinstance(one, torch.Tensor) else one)

@@ -123,35 +123,6 @@ def _owner(path: Path) -> str:
     return words if words.isprintable() and words else "a process that cannot be told"
 
 
-def holder(folder: str | os.PathLike[str], name: str = LOCK_NAME) -> str | None:
-    """Say which other process has a folder; changes nothing.
-
-    Args:
-        folder: the folder; a missing one is free.
-        name: of the lock's file in it.
-
-    Returns:
-        Process, host and time in words; None where it is free, or is this process's, or where that cannot be told.
-
-    Ranks: local.
-
-    Example:
-        >>> import tempfile
-        >>> folder = tempfile.mkdtemp()
-        >>> with FolderLock(folder).hold():
-        ...     holder(folder) is None
-        True
-    """
-    path = _path(Path(folder), name)
-    with _MUTEX, contextlib.suppress(OSError), path.open("rb") as file:
-        if path not in _HELD:
-            try:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return _owner(path)
-    return None
-
-
 # ---------------------------------------------------------------------------------------- what this process holds
 
 

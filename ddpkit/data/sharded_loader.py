@@ -17,7 +17,6 @@ from torch.utils.data.distributed import DistributedSampler
 
 from ddpkit.augmentation import LOADER_OPTIONS, KeyedSampler, Place, as_it_is, keyed_loader, load_keyed
 from ddpkit.base import get_rank, get_world_size, mark_as_loader, mark_as_saver, register_checkpoint_hooks
-from ddpkit.batch import default_collate_for
 from ddpkit.control import start_loading
 from ddpkit.data.likeness import sketch
 from ddpkit.data.permutation import mix_key
@@ -242,8 +241,9 @@ def shard(dataset: Any, sharding: Sharding, **loader_kwargs: Any) -> Any:
     Args:
         dataset: map-style or iterable; or, without ``loader_kwargs``, anything else that yields batches.
         sharding: which part.
-        loader_kwargs: as for ``torch.utils.data.DataLoader``; not changed. Without a ``collate_fn`` it depends on the
-            dataset: :func:`ddpkit.batch.default_collate_for`.
+        loader_kwargs: as for ``torch.utils.data.DataLoader``; not changed. Without a ``collate_fn`` a dataset with a
+            method ``set_output_keys`` and an attribute ``pipeline``, by which SpeechBrain's ``DynamicItemDataset`` is
+            known, gets :class:`ddpkit.batch.PaddedBatch`.
 
     Returns:
         The loader; its ``batch_sampler`` is a :class:`~ddpkit.sampler.PlannedBatchSampler` or
@@ -267,9 +267,10 @@ def shard(dataset: Any, sharding: Sharding, **loader_kwargs: Any) -> Any:
     if is_batches(dataset) and not options:
         return deal_batches(dataset, sharding)
     _check_exclusive(options)
-    collate = default_collate_for(dataset)
-    if collate is not None and (options.get("batch_size", 1) is not None or options.get("batch_sampler") is not None):
-        options.setdefault("collate_fn", collate)
+    if _has_output_keys(dataset) and (options.get("batch_size", 1), options.get("batch_sampler")) != (None, None):
+        from ddpkit.batch import PaddedBatch
+
+        options.setdefault("collate_fn", PaddedBatch)
     batch_sampler, sampler = options.pop("batch_sampler", None), options.pop("sampler", None)
     share = _plan_in(batch_sampler, sampler)  # made by `distributed_loader_specifics`
     if _is_divided(batch_sampler, sampler) or (share is not None and share.world_size > 1):
@@ -365,6 +366,10 @@ def deal_batches(loader: Any, sharding: Sharding) -> StreamLoader:
         )
     own = StreamShard(loader, sharding, of_batches=True)
     return StreamLoader(own, worker_key(sharding), batch_size=None, collate_fn=as_it_is)
+
+
+def _has_output_keys(dataset: Any) -> bool:
+    return callable(getattr(dataset, "set_output_keys", None)) and hasattr(dataset, "pipeline")
 
 
 def _has_its_own_way(loader: DataLoader[Any]) -> bool:

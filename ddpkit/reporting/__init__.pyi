@@ -18,7 +18,6 @@ from ddpkit.reporting.loggers import (
     join_loggers as join_loggers,
 )
 from ddpkit.reporting.progress import (
-    COLOURS as COLOURS,
     ProgressBar as ProgressBar,
 )
 from ddpkit.reporting.start_report import (

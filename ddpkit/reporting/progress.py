@@ -22,7 +22,6 @@ logger = get_logger(__name__)
 LINE_SECONDS = 30.0
 # tqdm's own, less its rate in batches: the rate that is shown is samples/s, and all of it fits into 80 columns.
 BAR = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
-COLOURS = {"TRAIN": "GREEN", "VALID": "MAGENTA", "TEST": "CYAN"}
 
 
 class ProgressBar:

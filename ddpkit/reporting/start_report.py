@@ -34,7 +34,6 @@ import torch
 
 from ddpkit import __version__
 from ddpkit.base import MPI_LAUNCHERS, host_name
-from ddpkit.comm import software_facts
 from ddpkit.logger import get_logger, shown_path
 
 if TYPE_CHECKING:
@@ -94,13 +93,16 @@ class Place:
         return cls(node, host_name(), kind)
 
 
-def place_rows(places: Sequence[Place], info: LaunchInfo, backend: str | None) -> dict[str, str]:
+def place_rows(
+    places: Sequence[Place], info: LaunchInfo, backend: str | None, versions: Mapping[str, str]
+) -> dict[str, str]:
     """Return the rows about the launcher, the devices and the versions.
 
     Args:
         places: of all ranks.
         info: what the launcher says of this process.
         backend: of the process group; None without one.
+        versions: of Python, torch and numpy, by name.
 
     Returns:
         The rows ``launcher``, ``devices`` and ``versions``.
@@ -110,7 +112,8 @@ def place_rows(places: Sequence[Place], info: LaunchInfo, backend: str | None) -
     Example:
         >>> from ddpkit.launch.variables import LaunchInfo
         >>> places = [Place(0, "a", "cpu"), Place(0, "a", "cpu"), Place(1, "b", "cpu"), Place(1, "b", "cpu")]
-        >>> rows = place_rows(places, LaunchInfo("torchrun", 0, 0, 4, 2, restart_count=1), "gloo")
+        >>> versions = {"Python": "3.12", "torch": "2.13.0", "numpy": "2.4.6"}
+        >>> rows = place_rows(places, LaunchInfo("torchrun", 0, 0, 4, 2, restart_count=1), "gloo", versions)
         >>> rows["launcher"]
         'torchrun (restart 1), 4 processes on 2 nodes (a, b)'
         >>> rows["devices"]
@@ -119,7 +122,6 @@ def place_rows(places: Sequence[Place], info: LaunchInfo, backend: str | None) -
     nodes = Counter((place.node, place.host) for place in places)
     devices = Counter(place.device for place in places).items()
     words = " and ".join(kind if len(places) == 1 else f"{number} x {kind}" for kind, number in devices)
-    versions = software_facts()
     return {
         "launcher": f"{_launcher(info, backend)}, {_sizes(list(nodes.values()), [host for _, host in nodes])}",
         "devices": words + ("" if backend is None else f", backend {backend}"),

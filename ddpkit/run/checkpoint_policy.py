@@ -394,7 +394,7 @@ class CheckpointPolicy:
         finally:
             self.run_state.loss_sums = None
             if self.rank_state.states is not None:
-                self.rank_state.states.forget()
+                self.rank_state.states.gathered = None
 
     def _whole_states(self, objects: Mapping[str, Any]) -> Mapping[str, Any]:
         """Make states whole that are divided over the ranks, if every rank saves and not the main process alone."""

@@ -56,12 +56,10 @@ class LoaderFactory:
         Raises:
             ConfigError: sizes that contradict each other.
         """
-        asked = self._options.grad_accumulation_factor
-        if self._accumulation is not None and self._accumulation[1] == asked:
-            asked = self._accumulation[0]  # `fit` has written the result into the option
-        options, shards = self._options.copy(), self._strategy.shards
-        options.grad_accumulation_factor = asked
-        found = micro_batches(options, get_world_size() * shards) * shards
+        options, shards = self._options, self._strategy.shards
+        if self._accumulation is not None and self._accumulation[1] == options.grad_accumulation_factor:
+            options.grad_accumulation_factor = self._accumulation[0]  # `fit` has written the result into the option
+        asked, found = options.grad_accumulation_factor, micro_batches(options, get_world_size() * shards) * shards
         self._accumulation = (asked, found)
         return found
 

@@ -55,6 +55,7 @@ class Preflight:
 
     Attributes:
         launch: the launcher and the place of this process, as the environment said when the Brain was made.
+        versions: of Python, torch, numpy and ddpkit.
         places: where each rank runs.
         report: what was shown; None on the other ranks, and before the first.
 
@@ -64,7 +65,7 @@ class Preflight:
     def __init__(self, train_step: TrainStep, policy: CheckpointPolicy) -> None:
         self.train_step, self.policy = train_step, policy
         self.options, self.progress = train_step.options, train_step.progress
-        self.launch = find_launch()
+        self.launch, self.versions = find_launch(), software_facts()
         self.places: list[Place] = []
         self.report: StartReport | None = None
         self._last_epoch_looked_at = 0
@@ -89,7 +90,7 @@ class Preflight:
             path = call_path(outside_frame(2))
             facts = {
                 "call": f"{call} at {path}",
-                **software_facts(),
+                **self.versions,
                 **script_facts(),
                 **recipe_facts(type(brain), options.param_file),
                 "checkpointer": "none" if checkpointer is None else type(checkpointer).__name__,
@@ -190,7 +191,7 @@ class Preflight:
         self.report = self.report or StartReport()
         backend = str(dist.get_backend()) if is_distributed_initialized() else None
         rows = {
-            **place_rows(self.places, self.launch, backend),
+            **place_rows(self.places, self.launch, backend, self.versions),
             **first,
             "precision": precision_row(*contexts, self.train_step.scaler, trains=what == "Training"),
             "evaluation": evaluation_row(get_world_size(), divided=self.options.shard_evaluation),

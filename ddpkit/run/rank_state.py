@@ -109,7 +109,7 @@ class RankState:
         if states is not None:
             keep_states(loader)
             _warn_out_of_reach(loader, resumed=states.loaded is not None)
-            states.forget()
+            states.gathered = None
             own, states.loaded = states.loaded or self._of_last_call(loader), None
             self._from_last_call = None
             if states.is_complete:
@@ -144,7 +144,7 @@ class RankState:
         """
         if self.states is None:
             return
-        self.states.forget()
+        self.states.gathered = None
         loaded, self.states.loaded = self.states.loaded, None
         if loaded is not None and keep_end:
             self._from_last_call = _source_of(loader), loaded

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sized
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -254,7 +254,8 @@ def order_of(loader: Any) -> dict[str, str | int]:
         order = "shuffled" if plan.shuffle else "as it stands"
         return {"order": order, "drop_last": bool(plan.drop_last), "samples": plan.source}
     if isinstance(plan, RankBatchSampler):
-        return {"order": _names(layers(plan.source)), "drop_last": bool(plan.drop_last), **_samples(dataset)}
+        samples = {"samples": len(dataset)} if isinstance(dataset, Sized) else {}
+        return {"order": _names(layers(plan.source)), "drop_last": bool(plan.drop_last), **samples}
     if isinstance(dataset, StreamShard):
         return {"order": f"of {type(dataset.whole).__name__}", **_shuffle(dataset.whole)}
     return {"order": f"of {type(loader if dataset is None else dataset).__name__}", **_shuffle(loader)}
@@ -267,13 +268,6 @@ def _shuffle(data: Any) -> dict[str, str]:
 
 def _names(samplers: Iterable[Any]) -> str:
     return f"by {' of '.join(type(one).__name__ for one in samplers)}"
-
-
-def _samples(dataset: Any) -> dict[str, int]:
-    try:
-        return {"samples": len(dataset)}
-    except (TypeError, NotImplementedError, AttributeError):
-        return {}
 
 
 # ---------------------------------------------------------------------------------------- the file of the Brain

@@ -25,7 +25,7 @@ from ddpkit.errors import BatchError, RunStopped
 from ddpkit.logger import get_logger
 from ddpkit.metrics import begin_stage
 from ddpkit.profiler import prepare_profiler
-from ddpkit.reporting import COLOURS, ProgressBar
+from ddpkit.reporting import ProgressBar
 from ddpkit.run.auto_micro_batch import AutoMicroBatch
 from ddpkit.run.stop_control import exit_code
 from ddpkit.train_logger import run_event
@@ -116,6 +116,7 @@ class StageRunner:
         self.options, self.progress, self.modules = train_step.options, train_step.progress, train_step.modules
         self.rank_state, self.auto_micro_batch = policy.rank_state, AutoMicroBatch(train_step, policy.run_state)
         self.profiler: Any = None
+        self._has_graphs = has_cuda_graphs(self.options)
         self._sync = PeriodicSync(self.progress.logged.sync, get_world_size(), is_main=if_main_process())
         self._sync_of_bar = PeriodicSync(list, 1, is_main=True)
 
@@ -376,7 +377,7 @@ class StageRunner:
 
     def _batches(self, loader: Any, stage: Stage) -> Iterable[Any]:
         batches = compared(loader, stage)
-        return PassedThrough(batches, cuda_graph_steps) if has_cuda_graphs(self.options) else batches
+        return PassedThrough(batches, cuda_graph_steps) if self._has_graphs else batches
 
     def _limited(self, length: int | None, shards: int = 1) -> int | None:
         """Return how many batches of a loader are used, with the option ``debug`` only a few; None: all."""
@@ -390,13 +391,12 @@ class StageRunner:
     ) -> ProgressBar:
         options = self.options
         label = stage.name.lower() if epoch is None else f"epoch {epoch} {stage.name.lower()}"
-        colours = COLOURS | {key.upper(): value for key, value in dict(options.tqdm_barcolor or {}).items()}
         return ProgressBar(
             label,
             length,
             initial=initial,
             enable=enable and if_main_process(),
-            colour=colours.get(stage.name) if options.tqdm_colored_bar else None,
+            colour=options.tqdm_barcolor.get(stage.name.lower()) if options.tqdm_colored_bar else None,
         )
 
     def _averaged_weights(self, stage: Stage) -> AbstractContextManager[None]:

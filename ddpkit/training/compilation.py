@@ -38,7 +38,7 @@ def compile_modules(modules: torch.nn.ModuleDict, options: RunOptions) -> None:
 
     Args:
         modules: the entries.
-        options: the ``compile`` options are read; of ``jit`` and ``jit_module_keys`` it is said that they do nothing.
+        options: the ``compile`` options are read.
 
     Raises:
         ConfigError: a key that is not in ``modules``; a class that no part of them has; or blocks to be compiled inside
@@ -57,8 +57,6 @@ def compile_modules(modules: torch.nn.ModuleDict, options: RunOptions) -> None:
     """
     to_compile = _chosen(modules, "compile_module_keys", options.compile_module_keys, every=options.compile)
     _compile_blocks(modules, options, others=to_compile)
-    if options.jit or options.jit_module_keys:
-        logger.warning("--jit and --jit_module_keys have no effect: TorchScript is deprecated in torch. Use --compile.")
     if to_compile and not options.compile:
         logger.warning(
             "compile_module_keys=%s is given without compile: these modules are compiled all the same.", to_compile

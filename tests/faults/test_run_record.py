@@ -141,7 +141,7 @@ def test_an_evaluation_alone_leaves_the_record_as_it_is(start, tmp_path):
     afterwards = start("afterwards", "--test_only", "--at_once=True", "--lr=0.3").wait()
     assert afterwards.code == 0, afterwards.err
     assert {name: record(out)[name] for name in kept} == kept
-    assert "afterwards" in (out / "metrics.jsonl").read_text()
+    assert "afterwards" in (out / "metrics.test_only.jsonl").read_text()
 
 
 CHILDREN = """

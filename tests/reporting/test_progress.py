@@ -14,7 +14,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from ddpkit.reporting.progress import COLOURS, LINE_SECONDS, ProgressBar
+from ddpkit.reporting.progress import LINE_SECONDS, ProgressBar
+from ddpkit.run_opts import RunOptions
 
 
 @pytest.fixture
@@ -157,7 +158,7 @@ def test_nothing_when_disabled_or_without_a_stderr(clock, lines, monkeypatch):
 
 
 def test_every_stage_has_a_colour_that_tqdm_knows(terminal):
-    for stage, colour in COLOURS.items():
+    for stage, colour in RunOptions().tqdm_barcolor.items():
         with ProgressBar(stage, 1, colour=colour) as bar:
             bar.show(1)
         assert "\x1b[" in terminal()

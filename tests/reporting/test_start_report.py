@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from ddpkit.comm import software_facts
 from ddpkit.launch import LaunchInfo
 from ddpkit.logger import close_logging, setup_logging
 from ddpkit.precision import TorchAutocast
@@ -80,7 +81,7 @@ def placed(*per_node, device="cuda (NVIDIA H200)"):
     ],
 )
 def test_who_runs_where(places, info, launcher, devices):
-    rows = place_rows(places, info, "nccl")
+    rows = place_rows(places, info, "nccl", software_facts())
     assert rows["launcher"] == launcher
     assert rows["devices"] == f"{devices}, backend nccl"
     assert rows["versions"].startswith("Python 3.")
@@ -88,14 +89,16 @@ def test_who_runs_where(places, info, launcher, devices):
 
 
 def test_one_process_without_a_launcher():
-    rows = place_rows(placed(1, device="cpu"), LaunchInfo(), None)
+    rows = place_rows(placed(1, device="cpu"), LaunchInfo(), None, software_facts())
     assert rows["launcher"] == "none, one process on gpu00"
     assert rows["devices"] == "cpu"
 
 
 def test_two_nodes_with_one_name_are_two():
     """Containers may all be called alike; the launcher knows better."""
-    rows = place_rows([Place(0, "box", "cpu"), Place(1, "box", "cpu")], LaunchInfo("torchrun"), "gloo")
+    rows = place_rows(
+        [Place(0, "box", "cpu"), Place(1, "box", "cpu")], LaunchInfo("torchrun"), "gloo", software_facts()
+    )
     assert rows["launcher"] == "torchrun, 2 processes on 2 nodes (box, box)"
 
 

@@ -397,7 +397,7 @@ class Bars:
 def test_what_the_bar_is_told(monkeypatch):
     monkeypatch.setattr(stage_runner, "ProgressBar", Bars)
     Bars.made = ()
-    host = Host(tqdm_colored_bar=True, tqdm_barcolor={"train": "RED"})
+    host = Host(tqdm_colored_bar=True, tqdm_barcolor={"train": "RED", "valid": "MAGENTA"})
     host.progress.step = 2
     host.progress.meter.restore(10.0, 4.0)
     mean = train(host, shard(range(8), Sharding(), batch_size=2), 3, enable_bar=True)

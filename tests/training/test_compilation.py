@@ -23,8 +23,6 @@ def options(**given):
             "compile_mode": "default",
             "compile_using_fullgraph": False,
             "compile_using_dynamic_shape_tracing": False,
-            "jit": False,
-            "jit_module_keys": None,
             **given,
         }
     )
@@ -90,13 +88,6 @@ def test_d13_a_second_call_changes_nothing(modules, wrapped):
     for _ in range(2):
         compile_modules(modules, options(compile=True, compile_module_keys=["net"]))
     assert names(modules, wrapped) == ["net"]
-
-
-@pytest.mark.parametrize("given", [{"jit": True}, {"jit_module_keys": ["net"]}])
-def test_torchscript_has_no_effect_and_says_so(modules, caplog, given):
-    compile_modules(modules, options(**given))
-    assert [type(module) for module in modules.values()] == [nn.Linear, nn.Linear, nn.Identity]
-    assert "have no effect: TorchScript is deprecated in torch. Use --compile." in caplog.text
 
 
 def test_what_cannot_be_wrapped_is_left_with_the_reason(modules, monkeypatch, caplog):

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import io
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from ddpkit.errors import ConfigError, DataError
 from ddpkit.metric_stats import MetricStats
-from ddpkit.metrics import nothing_counts
+from ddpkit.metrics import counted_by
 
 
 def distance(predict, target):
@@ -96,7 +97,7 @@ def test_samples_are_scored_one_by_one_without_their_padding(n_jobs, lengths):
 
 def test_a_batch_that_counts_nothing_is_left_out():
     stats = filled("1")
-    with nothing_counts():
+    with counted_by(SimpleNamespace(count=0)):
         stats.append(["again"], torch.tensor([9.0]))
     assert stats.summarize("max_score") == 1.0
 

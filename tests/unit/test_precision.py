@@ -155,4 +155,4 @@ def test_device_type_of_the_arguments():
     assert _infer_device_type(1, None) == "cpu"
     assert _infer_device_type(torch.nn.Linear(1, 1, device="meta")) == "meta"
     assert _infer_device_type(torch.nn.Linear(1, 1, device="meta"), torch.ones(1)) == "cpu"
-    assert _infer_device_type("a", batch={"x": [1, meta]}) == "meta"
+    assert _infer_device_type("a", {"x": [1, meta]}) == "meta"

@@ -222,6 +222,12 @@ def test_old_precision_switches(given, hparams, precision, caplog):
     assert len([r for r in caplog.records if "is deprecated" in r.getMessage()]) == len(used)
 
 
+@pytest.mark.parametrize(("given", "hparams"), [({"jit": True}, {}), ({}, {"jit_module_keys": ["net"]})])
+def test_torchscript_has_no_effect_and_says_so(given, hparams, caplog):
+    RunOptions(**given).resolved(hparams)
+    assert "have no effect: TorchScript is deprecated in torch. Use --compile." in caplog.text
+
+
 def test_old_precision_switch_on_the_command_line(caplog):
     assert parse("h.yaml", "--bfloat16_mix_prec")[1]["precision"] == "bf16"
 

@@ -43,20 +43,14 @@ _GPUS_PER_TASK = ("per_task", "single", "map_gpu", "mask_gpu")
 
 def _from_torch_variables(environ: Mapping[str, str]) -> LaunchInfo | None:
     """Read ``RANK``, ``LOCAL_RANK`` and ``WORLD_SIZE``: of torchrun, Ray, or set by hand."""
-    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
     if "RANK" not in environ and "LOCAL_RANK" not in environ:
         return None
-    for name in names:
-        if name not in environ:
-            there = " and ".join(n for n in names if n in environ)
-            raise contradiction(f"{there} {'are' if ' and ' in there else 'is'} set, but {name} is not", environ)
-    rank, local_rank, world_size = (count(environ, name) for name in names)
+    rank, local_rank, world_size = (count(environ, name) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
     local_world_size = count(environ, "LOCAL_WORLD_SIZE", world_size)
     check_below(
         environ,
         ("RANK", rank, "WORLD_SIZE", world_size),
         ("LOCAL_RANK", local_rank, "LOCAL_WORLD_SIZE", local_world_size),
-        ("LOCAL_RANK", local_rank, "WORLD_SIZE", world_size),
     )
     if local_world_size > world_size:
         raise contradiction(f"LOCAL_WORLD_SIZE={local_world_size} is above WORLD_SIZE={world_size}", environ)
@@ -230,7 +224,7 @@ def find_launch(environ: Mapping[str, str] | None = None) -> LaunchInfo:
         1
         >>> find_launch({"LOCAL_RANK": "0"})
         Traceback (most recent call last):
-        ddpkit.errors.LaunchError: LOCAL_RANK is set, but RANK is not...
+        ddpkit.errors.LaunchError: RANK is not set...
     """
     environ = os.environ if environ is None else environ
     info = next(filter(None, (read(environ) for read in LAUNCHERS)), LaunchInfo())

@@ -167,8 +167,9 @@ def _from_mpi(name: str, environ: Mapping[str, str]) -> LaunchInfo | None:
         environ,
         (launcher.rank, rank, launcher.world_size, world_size),
         (local_name, local_rank, size_name, on_node),
-        (size_name, on_node - 1, launcher.world_size, world_size),
     )
+    if on_node > world_size:
+        raise contradiction(f"{size_name}={on_node} is above {launcher.world_size}={world_size}", environ)
     one_node = on_node == world_size
     if not one_node and (rank - local_rank) % on_node:
         reason = (

@@ -380,6 +380,11 @@ def test_d6_mpi_ranks_that_are_dealt_out_in_turn_are_refused():
         find_launch(environ)
 
 
+def test_d6_more_processes_on_a_node_than_in_the_run_are_told_as_mpi_gave_them():
+    with pytest.raises(LaunchError, match="OMPI_COMM_WORLD_LOCAL_SIZE=5 is above OMPI_COMM_WORLD_SIZE=2"):
+        find_launch({**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "5"})
+
+
 def test_d6_mpirun_starts_its_helpers_by_srun_and_wins():
     helper = {**SRUN, "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1", "SLURM_LOCALID": "0", "SLURM_GTIDS": "1"}
     assert find_launch({**helper, **OPEN_MPI}).launcher == "openmpi"

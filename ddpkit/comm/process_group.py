@@ -52,24 +52,6 @@ SEEN_SECONDS = 0.3  # in which torchrun's agent looks at its processes three tim
 NAP_SECONDS = 0.02
 
 
-def set_hang_limits(warning: float, timeout: float) -> None:
-    """Say after how long without a step the ranks are asked where they are, and after how long the run ends.
-
-    Args:
-        warning: seconds; 0: never.
-        timeout: seconds; 0: never.
-
-    Ranks: local; does nothing without a process group, or where other code has started it.
-
-    Example:
-        >>> set_hang_limits(30.0, 1800.0)
-    """
-    if is_distributed_initialized():
-        runtime = get_runtime()
-        if runtime.watchdog is not None and not runtime.report.is_forked:
-            runtime.watchdog.set_limits(warning, timeout)
-
-
 def init_group(run_opts: Mapping[str, Any] | Any) -> None:
     """Start the default process group: see :func:`ddpkit.distributed.ddp_init_group`.
 
@@ -120,7 +102,7 @@ def init_group(run_opts: Mapping[str, Any] | Any) -> None:
         reason = _tell_or_ask(report, error)
         report.depart()
         if hosts:
-            report.await_departures(LAST_WORDS_SECONDS)
+            report.await_departures(DEPARTURE_SECONDS)  # until they have read why
         watchdog.stop()
         if reason is not None:
             raise RankFailedError(reason.summary()) from None
@@ -140,7 +122,7 @@ def _start_watchdog(report: FailureReport, info: LaunchInfo, hang_timeout: float
     near = info.node_ranks or range(info.first_on_node, info.first_on_node + info.local_world_size)
     parent = os.getppid() if info.launcher == "torchrun" else None
     watchdog = Watchdog(report, near, parent)
-    watchdog.set_limits(0.0, hang_timeout)
+    watchdog.hang_timeout = hang_timeout
     watchdog.heartbeat.is_starting = info.rank == 0  # without connections yet only silence shows that a rank is lost
     watchdog.start()
     return watchdog
@@ -275,21 +257,20 @@ def _attend(*, hosts_store: bool, destroy: bool) -> None:
 
 
 def _leave(runtime: Runtime, *, destroy: bool, handled: BaseException | None) -> None:
-    """Depart at exit, and destroy the group if :func:`init_group` started it.
+    """Depart at exit, also where the script has destroyed the group itself: else this rank would be missed, and sought.
 
     Args:
         runtime: of the group.
-        destroy: whether it was started here.
+        destroy: whether it was started by :func:`init_group`, and is to be destroyed.
         handled: the exception that was being handled when this was registered.
     """
     if runtime.report.is_forked or runtime.has_left:
         return
     runtime.has_left = True
     note_end_of_child(handled)
-    if is_distributed_initialized() and get_runtime() is runtime:
-        _leave_group(runtime, destroy=destroy)
-    elif not runtime.is_over:
-        _leave_without_group(runtime)
+    has_group = is_distributed_initialized() and get_runtime() is runtime
+    if has_group or not (runtime.is_over or runtime.watchdog is None):
+        _leave_group(runtime, destroy=destroy and has_group)
 
 
 def _leave_group(runtime: Runtime, *, destroy: bool) -> None:
@@ -321,17 +302,6 @@ def _let_launcher_see(reason: Reason | None) -> None:
     while time.monotonic() < end and state_and_start(pid)[0] not in {"", "Z", "X"}:
         time.sleep(NAP_SECONDS)
     time.sleep(SEEN_SECONDS)
-
-
-def _leave_without_group(runtime: Runtime) -> None:
-    """Depart where the script has destroyed the group itself: else this rank would be missed, and sought."""
-    if runtime.watchdog is None:
-        return
-    if PROCESS.failed is None:
-        runtime.report.depart()
-        if runtime.hosts_store:
-            runtime.report.await_departures(DEPARTURE_SECONDS)
-    runtime.watchdog.stop()
 
 
 def _abort_groups() -> None:

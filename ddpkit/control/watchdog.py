@@ -145,14 +145,20 @@ class Watchdog:
             if thread is not threading.current_thread():
                 thread.join(JOIN_SECONDS)
 
-    def set_limits(self, warning: float, timeout: float) -> None:
-        """Set the limits of time without a step.
+    @contextlib.contextmanager
+    def limited(self, warning: float, timeout: float) -> Iterator[None]:
+        """Return a context with other limits of time without a step.
 
         Args:
             warning: seconds after which it is said where the ranks are; 0: never.
             timeout: seconds after which the process ends; 0: never.
         """
+        before = self.hang_warning, self.hang_timeout
         self.hang_warning, self.hang_timeout = warning, timeout
+        try:
+            yield
+        finally:
+            self.hang_warning, self.hang_timeout = before
 
     @property
     def still_for(self) -> float:

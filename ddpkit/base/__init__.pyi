@@ -58,7 +58,6 @@ from ddpkit.base.rank_status import (
 from ddpkit.base.signals import (
     REPEAT_SECONDS as REPEAT_SECONDS,
     SignalListener as SignalListener,
-    asked_twice as asked_twice,
     signal_named as signal_named,
 )
 from ddpkit.base.states import (

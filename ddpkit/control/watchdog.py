@@ -21,7 +21,6 @@ from ddpkit.base import (
     FailureReport,
     Position,
     Reason,
-    asked_twice,
     host_name,
     kill_later,
     table,
@@ -192,7 +191,6 @@ class Watchdog:
             self._check_clock,
         )
         while not self._over.wait(LOOK_SECONDS):
-            _obey_signals()
             for look in looks:
                 try:
                     look()
@@ -347,11 +345,3 @@ def _store_place() -> str:
     with contextlib.suppress(LaunchError):
         host = host or find_launch().address
     return f"{host}:{port}" if host and port else host or "another machine"
-
-
-def _obey_signals() -> None:
-    """End the process if it was asked to twice, and its main thread is where it cannot hear that."""
-    number = asked_twice()
-    if number:
-        kill_workers()
-        os._exit(128 + number)

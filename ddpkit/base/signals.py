@@ -169,7 +169,7 @@ class SignalListener:
         finally:
             if not stopped:
                 _put_back(added)
-                _Listeners.active.remove(self)
+                _Listeners.active = [one for one in _Listeners.active if one is not self]
                 _Listeners.before = {number: one for number, one in _Listeners.before.items() if number not in added}
             came = self.stop_signal
             if _Listeners.active and self not in _Listeners.active:  # the outer ones have heard what this has not used

@@ -329,6 +329,22 @@ def test_a_helper_that_a_script_forks_can_be_ended():
     assert code == -signal.SIGTERM
 
 
+FORKS = """
+import os, sys
+from ddpkit.base.signals import SignalListener
+with SignalListener().listening():
+    pid = os.fork()
+    if not pid:
+        sys.exit(7)
+    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+"""
+
+
+def test_a_helper_that_a_script_forks_ends_with_its_own_code():
+    run = subprocess.run([sys.executable, "-c", FORKS], capture_output=True, text=True, timeout=500, check=False)
+    assert (run.returncode, run.stdout, run.stderr) == (0, "7\n", "")
+
+
 def test_a_signal_that_the_script_handles_itself_ends_nothing_however_often_it_comes():
     before = signal.signal(signal.SIGTERM, lambda *_: None)
     try:

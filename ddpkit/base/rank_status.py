@@ -53,6 +53,7 @@ class RankStatus:
         inside: whether it is in one now.
         beats: how many heartbeats it has sent.
         doing: what that call does before its first stage, such as ``"fit, before the first stage"``; empty otherwise.
+        machine: where its process number counts: one machine, or one container on it.
 
     Ranks: local.
 
@@ -75,6 +76,7 @@ class RankStatus:
     inside: bool = False
     beats: int = 0
     doing: str = ""
+    machine: str = ""
 
     def to_json(self) -> str:
         """Return a text that :meth:`read` understands."""

@@ -70,7 +70,7 @@ class Heartbeat:
         latest: the last heartbeat of each rank.
         silence: seconds since a rank's last new heartbeat. Time in which the store did not answer, or this process
             was stopped, is not counted.
-        neighbours: the other ranks whose processes can be looked for.
+        neighbours: the other ranks of this machine, as the launcher counts; not those that are known to have ended.
         failure: the failed rank, if this rank must react.
         is_searching: whether silent ranks are looked for on all machines, because a connection was lost.
         is_starting: whether this rank looks for ranks that fall silent, or never beat, while the group is made.
@@ -111,8 +111,8 @@ class Heartbeat:
         self._read_at: dict[int, float] = {}
         self._logged: set[tuple[str, str]] = set()
         pid = os.getpid()
-        self._here = RankStatus(self.rank, host_name(), pid, started=state_and_start(pid)[1])
-        self._machine = ""
+        machine = "/".join(this_place())
+        self._here = RankStatus(self.rank, host_name(), pid, started=state_and_start(pid)[1], machine=machine)
 
     def beat_until(self, over: threading.Event, is_wanted: Callable[[], bool] = lambda: True) -> None:
         """Beat until an event is set, or the store has gone.
@@ -205,7 +205,7 @@ class Heartbeat:
             seconds = self.still_for()
             is_away = self.position.has_no_limit() and seconds >= SILENT_SECONDS
             here = self.position.own_status(self.rank, seconds, look=is_away or self.is_in_trouble())
-            here.beats, here.started = self.beats, self._here.started
+            here.beats, here.started, here.machine = self.beats, self._here.started, self._here.machine
             text = here.to_json()
         except Exception as error:  # noqa: BLE001 -- that it lives matters more than where it is
             self.log_once("say where it is", error)
@@ -216,19 +216,8 @@ class Heartbeat:
         return text
 
     def _read_neighbours(self, store: Store) -> None:
-        """Read where the neighbours are; drop ranks of another machine or container, whose pids mean nothing here."""
-        if not self._machine:
-            self._machine = "/".join(this_place())
-            store.set(f"{beat_key(self.rank)}/machine", self._machine)
-        self._read([rank for rank in self.neighbours if rank in self.latest], store)
-        for rank in [rank for rank in self.neighbours if rank not in self.latest]:
-            known = f"{beat_key(rank)}/machine"
-            if not store.check([known, beat_key(rank)]):
-                continue
-            if store.get(known).decode() == self._machine:
-                self._read([rank], store)
-            else:
-                self.neighbours.remove(rank)
+        """Read where the neighbours are, as far as they have told."""
+        self._read([one for one in self.neighbours if one in self.latest or store.check([beat_key(one)])], store)
 
     def _learn_failure(self, store: Store) -> None:
         """Learn whether a rank has failed, or a neighbour has disappeared."""
@@ -247,7 +236,7 @@ class Heartbeat:
     def _note_gone_neighbours(self, report: FailureReport) -> None:
         for rank in list(self.neighbours):
             known = self.latest.get(rank)
-            if known is not None and has_ended(known.pid, known.started):
+            if known is not None and self._is_here(known) and has_ended(known.pid, known.started):
                 if not report.has_departed(rank):
                     self._tell_gone(report, rank, "was killed, or has crashed (out of memory? a signal?)")
                 self.neighbours.remove(rank)
@@ -299,10 +288,14 @@ class Heartbeat:
             cause = "machine is gone, or the network to it is cut, or a call of its code keeps the interpreter lock"
             self._tell_gone(FailureReport(store, self.rank, self.world_size), rank, f"{how} {cause}")
 
+    def _is_here(self, one: RankStatus) -> bool:
+        """Say whether a rank's process number means its process here, too: launchers may start containers."""
+        return one.machine == self._here.machine
+
     def _is_at_work(self, rank: int) -> bool:
         """Say whether a rank's process is on this machine, and neither gone nor stopped."""
         known = self.latest.get(rank)
-        if known is None or rank not in self.neighbours:
+        if known is None or not self._is_here(known):
             return False
         state, started = state_and_start(known.pid)
         return started == known.started and state in {"R", "S", "D"}

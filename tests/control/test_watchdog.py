@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 from torch.distributed import HashStore
 
-from ddpkit.base import state_and_start
+from ddpkit.base import state_and_start, this_place
 from ddpkit.base.failure_report import PROCESS, FailureReport, Reason
 from ddpkit.base.rank_status import Position, RankStatus
 from ddpkit.control.heartbeat import BEAT_SECONDS, FIRST_BEATS, SEARCH_SECONDS, SILENT_SECONDS, beat_key
@@ -130,6 +130,12 @@ def ended_process():
     process.kill()
     process.communicate()
     return process.pid, started
+
+
+def ended(rank, host, process, *, machine=None, **more):
+    """What a rank has told last whose process has ended since."""
+    machine = "/".join(this_place()) if machine is None else machine
+    return RankStatus(rank, host, process[0], started=process[1], beats=9, machine=machine, **more)
 
 
 def warnings_in(caplog, words):
@@ -418,7 +424,7 @@ def test_a_neighbour_that_was_killed_is_named_and_the_others_end(clock, store, e
     ranks = [Watched(store, rank, 3) for rank in range(3)]
     for one in ranks:
         one.beat()
-    gone = RankStatus(2, "node7", *ended_process[:1], started=ended_process[1], stage="TRAIN", beats=9, session=1)
+    gone = ended(2, "node7", ended_process, stage="TRAIN", session=1)
     store.set(beat_key(2), gone.to_json())
     ranks[0].position.progress.step = 12
     pass_time(clock, GRACE_SECONDS + 1.5, *ranks[:2], beating=ranks[:2])
@@ -431,7 +437,7 @@ def test_a_neighbour_that_has_left_is_not_missed(clock, store, ended_process):
     one = Watched(store)
     Watched(store, 1).beat()
     one.beat()
-    store.set(beat_key(1), RankStatus(1, "a", *ended_process[:1], started=ended_process[1], beats=9).to_json())
+    store.set(beat_key(1), ended(1, "a", ended_process).to_json())
     FailureReport(store, 1, 2).depart()
     pass_time(clock, 10, one, beating=[one])
     assert one.ended == []
@@ -443,7 +449,7 @@ def test_f4_who_is_killed_after_another_has_failed_is_noted_as_gone_too(clock, s
     ranks = [Watched(store, rank, 3, where=position(inside=False)) for rank in range(2)]
     for one in ranks:
         one.beat()
-    store.set(beat_key(1), RankStatus(1, "a", *ended_process[:1], started=ended_process[1], beats=9).to_json())
+    store.set(beat_key(1), ended(1, "a", ended_process).to_json())
     FailureReport(store, 2, 3).tell(Reason(2, "Boom: b", trace="T", is_final=True))
     pass_time(clock, 3, ranks[0], beating=[ranks[0]])
     assert ranks[0].report.has_departed(1)
@@ -455,11 +461,12 @@ def test_f4_who_is_killed_after_another_has_failed_is_noted_as_gone_too(clock, s
 
 def listen(clock, store, beats, limit, seconds=40, step=1.0, met=False):
     """Wait for rank 1, which tells in those seconds; return when it was told as gone, or None."""
-    near = range(2) if met else range(1)  # whether it is known to be on this machine
-    one, other, began = Watched(store, near=near), Watched(store, 1), clock.now
+    one, other, began = Watched(store, near=range(1 + met)), Watched(store, 1), clock.now
     one.hang_timeout, one.report.awaited = limit, 1
-    if met:
+    if met:  # it is known to be on this machine
         other.beat()
+    else:
+        other.heartbeat._here.machine = "another"
     while clock.now - began < seconds:
         if clock.now - began in beats:
             other.beat()
@@ -507,10 +514,8 @@ def test_a_rank_of_another_machine_is_no_neighbour_though_its_number_is_near(clo
     """Its process number means another process here, or none."""
     one = Watched(store)
     Watched(store, 1).beat()
-    store.set(f"{beat_key(1)}/machine", "another")
-    store.set(beat_key(1), RankStatus(1, "another", *ended_process[:1], started=ended_process[1], beats=9).to_json())
+    store.set(beat_key(1), ended(1, "another", ended_process, machine="another").to_json())
     pass_time(clock, 10, one, beating=[one])
-    assert one.heartbeat.neighbours == []
     assert one.ended == []
     assert one.heartbeat.failure is None
 

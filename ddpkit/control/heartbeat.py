@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from ddpkit.base import (
     POSITION,
+    PROCESS,
     FailureReport,
     Position,
     RankStatus,
@@ -114,12 +115,11 @@ class Heartbeat:
         machine = "/".join(this_place())
         self._here = RankStatus(self.rank, host_name(), pid, started=state_and_start(pid)[1], machine=machine)
 
-    def beat_until(self, over: threading.Event, is_wanted: Callable[[], bool] = lambda: True) -> None:
-        """Beat until an event is set, or the store has gone.
+    def beat_until(self, over: threading.Event) -> None:
+        """Beat until an event is set, or the store has gone; not once this process has failed.
 
         Args:
             over: ends it.
-            is_wanted: asked before each beat whether there shall be one.
         """
         pause = 0.0
         store: Store | None = None
@@ -127,7 +127,8 @@ class Heartbeat:
             is_quick = self.beats < FIRST_BEATS or self.is_searching
             pause = BEAT_SECONDS / FIRST_BEATS if is_quick else BEAT_SECONDS
             try:
-                if is_wanted():
+                # A process that has failed says no more: of a store that is gone torch logs at length.
+                if PROCESS.failed is None and not self.report.store_is_lost:
                     store = self._own_connection() if store is None else store
                     self.beat(store)
                 self.answered = time.monotonic()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import functools
 import os
 import threading
 import time
@@ -124,14 +125,7 @@ class Watchdog:
     def start(self) -> None:
         """Begin to watch."""
         self.report.find_reason = self.await_reason
-
-        def is_wanted() -> bool:
-            # A process that has failed says no more: of a store that is gone torch logs at length.
-            return PROCESS.failed is None and not self.report.store_is_lost
-
-        def beat() -> None:
-            self.heartbeat.beat_until(self._over, is_wanted)
-
+        beat = functools.partial(self.heartbeat.beat_until, self._over)
         for work, name in ((beat, "ddpkit-heartbeat"), (self._look, "ddpkit-watch")):
             thread = threading.Thread(target=work, name=name, daemon=True)
             self._threads.append(thread)

@@ -52,7 +52,7 @@ SEEN_SECONDS = 0.3  # in which torchrun's agent looks at its processes three tim
 NAP_SECONDS = 0.02
 
 
-def init_group(run_opts: Mapping[str, Any] | Any) -> None:
+def init_group(run_opts: Mapping[str, Any]) -> None:
     """Start the default process group: see :func:`ddpkit.distributed.ddp_init_group`.
 
     Args:
@@ -77,10 +77,10 @@ def init_group(run_opts: Mapping[str, Any] | Any) -> None:
     info = find_launch()
     if not info.is_distributed:
         return
-    device = resolve_device(_get(run_opts, "device"), info)
-    backend = check_backend(_get(run_opts, "distributed_backend"), device)
-    hang_timeout = float(_get(run_opts, "hang_timeout") or 0.0)
-    timeout = timedelta(seconds=longest_wait(_get(run_opts, "distributed_timeout_minutes"), hang_timeout))
+    device = resolve_device(run_opts.get("device"), info)
+    backend = check_backend(run_opts.get("distributed_backend"), device)
+    hang_timeout = float(run_opts.get("hang_timeout") or 0.0)
+    timeout = timedelta(seconds=longest_wait(run_opts.get("distributed_timeout_minutes"), hang_timeout))
     if device.startswith("cuda"):
         torch.cuda.set_device(torch.device(device))
     store, hosts = open_store(info, timeout)
@@ -319,8 +319,3 @@ def _destroy_groups(*, failed: bool) -> None:
     for group in all_groups():
         if "nccl" not in dist.get_backend(group):  # the process would abort at exit: it has threads of its own
             dist.destroy_process_group(group)
-
-
-def _get(run_opts: Any, name: str) -> Any:
-    getter = getattr(run_opts, "get", None)
-    return getter(name) if getter is not None else getattr(run_opts, name, None)

@@ -38,7 +38,7 @@ logger = get_logger(__name__)
 BEAT_SECONDS = 1.0  # between two calls of the store
 FIRST_BEATS = 8  # that are quicker: so that the ranks soon know each other
 SILENT_SECONDS = 4.0  # without a beat
-SEARCH_SECONDS = 2.2  # in which every rank that lives beats at least once
+SEARCH_SECONDS = 2.2  # in which every rank that lives beats at least once, unless it keeps the interpreter lock
 START_SECONDS = 30.0  # without a beat, while the group is made: nothing then keeps the interpreter lock for long
 MOST_NAMED = 16  # of the ranks of a machine that is gone
 GONE = "DistNetworkError"  # of torch.distributed: no answer will come any more
@@ -270,8 +270,11 @@ class Heartbeat:
         for rank in range(self.world_size):
             if rank != self.rank and not report.has_departed(rank):
                 self._read_if_there(store, rank)
-        limit, known = (START_SECONDS, self.silence) if self.is_starting else (SEARCH_SECONDS, self.latest)
-        long = [rank for rank in known if self.silence[rank] >= limit]
+        if self.is_starting:
+            long = [rank for rank, silence in self.silence.items() if silence >= START_SECONDS]
+        else:  # one that is seen to run may keep the interpreter lock: another one is lost
+            quiet = [rank for rank in self.latest if self.silence[rank] >= SEARCH_SECONDS]
+            long = [rank for rank in quiet if not self._is_at_work(rank)]
         silent = [rank for rank in long if not report.has_departed(rank)]
         if silent:
             first, *others = sorted(silent)

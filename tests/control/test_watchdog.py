@@ -187,9 +187,16 @@ def search(clock, seconds, *ranks, near=()):
         clock.now += 0.25
 
 
-@pytest.mark.parametrize("near", [range(2), range(1)], ids=["neighbour", "elsewhere"])
+def elsewhere(*ranks):
+    """Have ranks say that they are on another machine, where nobody can look for their processes."""
+    for one in ranks:
+        one.heartbeat._here.machine = "another"
+
+
+@pytest.mark.parametrize("near", [range(2), range(1)], ids=["neighbour", "far"])
 def test_who_lost_a_connection_learns_of_a_rank_that_is_silent(clock, store, near):
     one, other = Watched(store, 0, near=near), Watched(store, 1)
+    elsewhere(other)
     other.beat()
     began = clock.now
     clock.sleep = lambda seconds: (setattr(clock, "now", clock.now + seconds), one.beat())
@@ -202,6 +209,7 @@ def test_who_lost_a_connection_learns_of_a_rank_that_is_silent(clock, store, nea
 
 def test_ranks_of_a_machine_that_is_gone_are_all_named_and_nobody_else(clock, store):
     ranks = [Watched(store, rank, 5, near=[rank]) for rank in range(5)]
+    elsewhere(*ranks[1:])
     for one in ranks:
         one.beat()
     ranks[4].report.depart()
@@ -213,6 +221,17 @@ def test_ranks_of_a_machine_that_is_gone_are_all_named_and_nobody_else(clock, st
     assert f"So have rank 3 ({reason.host}, pid {os.getpid()})." in reason.text
     assert "rank 4" not in reason.text, "it has departed"
     assert ranks[0].report.departed() == [2, 4], "nobody waits for one that is gone"
+
+
+def test_a_rank_that_keeps_the_interpreter_lock_is_not_taken_for_the_lost_one(clock, store):
+    """Its process is seen to run; that of rank 2, on another machine, is not."""
+    ranks = [Watched(store, rank, 3, near=[0, 1]) for rank in range(3)]
+    elsewhere(ranks[2])
+    for one in ranks:
+        one.beat()
+    search(clock, SEARCH_SECONDS + 0.5, ranks[0])
+    assert ranks[1].report.first_failure().rank == 2
+    assert ranks[0].report.departed() == [2]
 
 
 def test_only_the_first_rank_that_has_lost_a_connection_looks_for_others(clock, store):

@@ -26,7 +26,7 @@ from ddpkit.launch.variables import (
     LOOPBACK,
     PARITY,
     LaunchInfo,
-    check_below,
+    check_places,
     contradiction,
     count,
     given_port,
@@ -47,13 +47,8 @@ def _from_torch_variables(environ: Mapping[str, str]) -> LaunchInfo | None:
         return None
     rank, local_rank, world_size = (count(environ, name) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
     local_world_size = count(environ, "LOCAL_WORLD_SIZE", world_size)
-    check_below(
-        environ,
-        ("RANK", rank, "WORLD_SIZE", world_size),
-        ("LOCAL_RANK", local_rank, "LOCAL_WORLD_SIZE", local_world_size),
-    )
-    if local_world_size > world_size:
-        raise contradiction(f"LOCAL_WORLD_SIZE={local_world_size} is above WORLD_SIZE={world_size}", environ)
+    places = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": local_world_size}
+    check_places(environ, places)
     node_rank = count(environ, "NODE_RANK", (rank - local_rank) // local_world_size)
     return LaunchInfo(
         launcher="torchrun" if "TORCHELASTIC_RUN_ID" in environ else "environment",
@@ -85,11 +80,8 @@ def _from_slurm(environ: Mapping[str, str]) -> LaunchInfo | None:
     rank, local_rank = count(environ, "SLURM_PROCID"), count(environ, "SLURM_LOCALID")
     node_ranks = _ranks_on_node(environ)
     on_node = len(node_ranks)
-    check_below(
-        environ,
-        ("SLURM_PROCID", rank, "the number of tasks", tasks),
-        ("SLURM_LOCALID", local_rank, "the number of tasks on this node", on_node),
-    )
+    sizes = {"the number of tasks": tasks, "SLURM_LOCALID": local_rank, "the number of tasks on this node": on_node}
+    check_places(environ, {"SLURM_PROCID": rank, **sizes})
     if node_ranks[local_rank] != rank:
         reason = f"SLURM_PROCID={rank}, but SLURM_GTIDS has {node_ranks[local_rank]} for SLURM_LOCALID={local_rank}"
         raise contradiction(reason, environ)
@@ -163,13 +155,8 @@ def _from_mpi(name: str, environ: Mapping[str, str]) -> LaunchInfo | None:
         for names in (launcher.local_rank, launcher.local_world_size)
     )
     local_rank, on_node = count(environ, local_name), count(environ, size_name)
-    check_below(
-        environ,
-        (launcher.rank, rank, launcher.world_size, world_size),
-        (local_name, local_rank, size_name, on_node),
-    )
-    if on_node > world_size:
-        raise contradiction(f"{size_name}={on_node} is above {launcher.world_size}={world_size}", environ)
+    places = {launcher.rank: rank, launcher.world_size: world_size, local_name: local_rank, size_name: on_node}
+    check_places(environ, places)
     one_node = on_node == world_size
     if not one_node and (rank - local_rank) % on_node:
         reason = (

@@ -241,6 +241,7 @@ def test_d6_one_process_inside_slurm_is_one_process(changes):
         ({"SLURM_LOCALID": "2"}, "SLURM_LOCALID=2 is not below the number of tasks on this node=2"),
         ({"SLURM_LOCALID": None}, "SLURM_LOCALID is not set"),
         ({"SLURM_GTIDS": "0,1"}, "SLURM_PROCID=3, but SLURM_GTIDS has 1 for SLURM_LOCALID=1"),
+        ({"SLURM_GTIDS": "0,3,4,5,6"}, "the number of tasks on this node=5 is above the number of tasks=4"),
         ({"SLURM_STEP_NODELIST": "gpu[7"}, "cannot read the Slurm host list"),
     ],
 )

@@ -27,7 +27,6 @@ import torch
 from torch import nn
 
 from ddpkit.brain import Brain, run_of
-from ddpkit.comm import set_hang_limits
 from ddpkit.comm.process_group import get_runtime
 from ddpkit.control import PeriodicSync, Watchdog
 from ddpkit.control.heartbeat import Heartbeat
@@ -108,7 +107,7 @@ def new_watch() -> None:
     runtime = get_runtime()
     runtime.watchdog.stop()
     runtime.watchdog = Watchdog(runtime.report, range(get_world_size()))
-    set_hang_limits(30.0, 1800.0)
+    runtime.watchdog.hang_warning, runtime.watchdog.hang_timeout = 30.0, 1800.0
     runtime.watchdog.start()
     time.sleep(SETTLING_SECONDS)
 

@@ -69,7 +69,7 @@ _lately_used: deque[torch.Tensor] = deque(maxlen=64)
 _alone: ContextVar[int] = ContextVar("ddpkit_alone", default=0)
 
 
-def ddp_init_group(run_opts: Mapping[str, Any] | Any) -> None:
+def ddp_init_group(run_opts: Mapping[str, Any]) -> None:
     """Start the default process group if a launcher started this process; otherwise do nothing.
 
     The device is bound to the local rank first, and given to the group. A group that somebody else has started
@@ -77,8 +77,8 @@ def ddp_init_group(run_opts: Mapping[str, Any] | Any) -> None:
     exception that ends a rank is told to the other ranks, and to torchrun's summary.
 
     Args:
-        run_opts: anything with ``["distributed_backend"]``; ``["device"]``, ``["distributed_timeout_minutes"]`` and
-            ``["hang_timeout"]`` are read where present.
+        run_opts: a mapping, such as ``parse_arguments`` returns; ``["distributed_backend"]``,
+            ``["device"]``, ``["distributed_timeout_minutes"]`` and ``["hang_timeout"]`` are read where present.
 
     Raises:
         ConfigError: the backend is unknown, or not built into this torch, or does not fit the device.

@@ -51,13 +51,13 @@ from ddpkit.base.rank_status import (
     host_name as host_name,
     is_library as is_library,
     line_of as line_of,
+    spans as spans,
     stage_of as stage_of,
     table as table,
 )
 from ddpkit.base.signals import (
     REPEAT_SECONDS as REPEAT_SECONDS,
     SignalListener as SignalListener,
-    asked_twice as asked_twice,
     signal_named as signal_named,
 )
 from ddpkit.base.states import (

@@ -300,8 +300,8 @@ def explained(error: BaseException) -> BaseException:
                 "waits for it: they took different paths. Do all ranks run the same epochs and collectives?"
             )
     news = RankFailedError(
-        "the connection to another rank was lost, and no rank has left a reason: a process has ended early, or was "
-        "killed (out of memory? a signal?). Look at the output and the exit codes of the other processes."
+        "the connection to another rank or to the store was lost, and no rank has left a reason: a process has ended "
+        "early, or was killed (out of memory? a signal?). Look at the output and the exit codes of the other processes."
     )
     news.__cause__ = error
     return news

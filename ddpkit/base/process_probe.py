@@ -80,9 +80,9 @@ def kill_later(pid: int, seconds: float) -> None:
     Example:
         >>> kill_later(pid=0, seconds=5.0)  # no process
     """
-    with contextlib.suppress(OSError, AttributeError):  # it has ended; another system
-        known = os.pidfd_open(pid)  # the process, and not another one with its number later
-        as_stdin = [(os.POSIX_SPAWN_DUP2, known, 0)]
+    # Another system, or it has ended. By its number alone another process could be hit later.
+    with contextlib.suppress(OSError, AttributeError), os.fdopen(os.pidfd_open(pid)) as known:
+        as_stdin = [(os.POSIX_SPAWN_DUP2, known.fileno(), 0)]
         wait = f"import select, signal; select.select([0], [], [], {seconds})[0]"
         command = [sys.executable, "-I", "-S", "-c", f"{wait} or signal.pidfd_send_signal(0, signal.SIGKILL)"]
         os.posix_spawn(sys.executable, command, os.environ, file_actions=as_stdin, setsid=True)

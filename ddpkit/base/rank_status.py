@@ -28,6 +28,7 @@ _DEVICE_READS = (
 )  # fmt: skip
 _LOADER_FILE = "torch/utils/data/dataloader.py"
 AT_LOADER = "waiting for its loader"
+MOST_SPANS = 16
 _NOT_THE_USERS = (str(PurePath(os.__file__).parent), str(PurePath(__file__).parents[1]), "<")
 # Frames of a rank of an elastic agent that has finished and waits for the other ranks: inner and outer.
 _WAITING_FOR_AGENT = ("multiprocessing/synchronize.py", "torch/distributed/elastic/multiprocessing/api.py")
@@ -53,6 +54,7 @@ class RankStatus:
         beats: how many heartbeats it has sent.
         doing: what that call does before its first stage, such as ``"fit, before the first stage"``; empty otherwise.
         ends: whether it is about to end itself, at the limit of time without a step.
+        machine: where its process number counts: one machine, or one container on it.
 
     Ranks: local.
 
@@ -76,6 +78,7 @@ class RankStatus:
     beats: int = 0
     doing: str = ""
     ends: bool = False
+    machine: str = ""
 
     def to_json(self) -> str:
         """Return a text that :meth:`read` understands."""
@@ -365,13 +368,21 @@ def table(ranks: Iterable[RankStatus], silent: dict[int, float] | None = None) -
             at = f" {one.where if one.where.startswith(AT_LOADER) else 'at ' + one.where}" if one.where else ""
             guilty.append(f"{one.name()}: {one.place() or 'outside of fit and evaluate'}, for {since:.0f} s{at}")
     for words, members in waiting.items():
-        numbers = _spans([rank for rank, _ in members])
+        numbers = spans(rank for rank, _ in members)
         guilty.append(f"rank {numbers}: {words.format(round(max(seconds for _, seconds in members)))}")
     return "\n".join(guilty)
 
 
-def _spans(numbers: list[int]) -> str:
-    """Write numbers as ``0-3, 7``."""
+def spans(numbers: Iterable[int]) -> str:
+    """Write numbers in few words; of very many scattered ones the first.
+
+    Ranks: local.
+
+    Example:
+        >>> spans([7, 0, 1, 2, 3])
+        '0-3, 7'
+    """
     pairs = enumerate(sorted(numbers))  # in a run of numbers each is as far from its place
-    spans = [[number for _, number in run] for _, run in itertools.groupby(pairs, lambda pair: pair[1] - pair[0])]
-    return ", ".join(str(one[0]) if len(one) == 1 else f"{one[0]}-{one[-1]}" for one in spans)
+    runs = [[number for _, number in run] for _, run in itertools.groupby(pairs, lambda pair: pair[1] - pair[0])]
+    shown = ", ".join(str(one[0]) if len(one) == 1 else f"{one[0]}-{one[-1]}" for one in runs[:MOST_SPANS])
+    return shown if len(runs) <= MOST_SPANS else f"{shown} ..."

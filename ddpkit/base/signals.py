@@ -25,14 +25,14 @@ _ENDING = ("SIGINT", "SIGTERM")
 
 
 class _Listeners:
-    """What arrives even while the main thread cannot run its handlers, and who hears."""
+    """Who hears signals in this process, and what looks after its second one."""
 
-    pipe = -1
-    first = 0.0
-    number = 0
+    pipe = -1  # where Python writes the number of each signal that arrives; its other end is read by a thread
+    asked_at = 0.0  # when a signal has asked for the end; 0: none has
+    was_stopped = False  # whether a call has ended by a stop; who hears in it stays active
+    by_handler = False  # whether the handler acts on the second signal, and not the thread
     before: ClassVar[dict[signal.Signals, Any]] = {}  # the handlers in whose place ours is
     active: ClassVar[list[SignalListener]] = []  # the innermost context last
-    is_registered = False
 
 
 def _forget() -> None:
@@ -50,53 +50,40 @@ def _put_back(handlers: dict[signal.Signals, Any]) -> None:
         signal.signal(number, handler)
 
 
-def asked_twice() -> int:
-    """Return the number of a signal that has asked for the end of this process twice; 0: none has.
+def _watch_second_signal() -> None:
+    """Have a thread learn of signals: a main thread that is busy in C, as in a collective, runs no handlers.
 
-    Ranks: local; for a thread beside the main one.
-
-    Example:
-        >>> asked_twice()
-        0
+    A handler does it in a notebook, which shall not die, and where the script has the arrival of signals written
+    elsewhere, as asyncio does.
     """
     if _Listeners.pipe < 0:
-        return 0
-    with contextlib.suppress(OSError):
-        for number in os.read(_Listeners.pipe, 512):
-            now = time.monotonic()
-            if number not in {known for known in _Listeners.before if known.name in _ENDING}:
-                continue
-            if not _Listeners.first:
-                _Listeners.first = now
-            elif now - _Listeners.first > REPEAT_SECONDS:
-                _Listeners.number = number
-    return _Listeners.number
-
-
-@contextlib.contextmanager
-def _writing_to_pipe() -> Iterator[None]:
-    """Have the arrival of signals written into a pipe, unless the script has that done for itself."""
-    if _Listeners.pipe >= 0:
-        yield
-        return
-    reader, writer = os.pipe()
-    os.set_blocking(reader, False)
-    os.set_blocking(writer, False)
-    before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    if before != -1:
+        reader, _Listeners.pipe = os.pipe()
+        os.set_blocking(_Listeners.pipe, False)
+        os.register_at_fork(after_in_child=_forget)
+        threading.Thread(target=_end_at_second, args=(reader,), name="ddpkit-signals", daemon=True).start()
+    before = signal.set_wakeup_fd(_Listeners.pipe, warn_on_full_buffer=False)
+    is_own = before not in {-1, _Listeners.pipe}
+    if is_own:
         signal.set_wakeup_fd(before, warn_on_full_buffer=False)
-    _Listeners.pipe, _Listeners.first, _Listeners.number = reader, 0.0, 0
-    try:
-        yield
-    finally:
-        number = asked_twice()  # while the main thread was where it runs no handler: two signals are one to it
-        _Listeners.pipe = -1
-        if before == -1:
-            signal.set_wakeup_fd(-1)
-        os.close(reader)
-        os.close(writer)
-        if number:
-            _end_by(number)
+    _Listeners.by_handler = is_own or hasattr(sys, "ps1")
+
+
+def _end_at_second(reader: int) -> None:
+    """End this process when it is asked to a second time."""
+    while True:
+        number = os.read(reader, 1)[0]
+        if not _Listeners.by_handler and _is_second(number):
+            os._exit(128 + number)
+
+
+def _is_second(number: int) -> bool:
+    """Say whether a signal that ends a process, and is not the script's own, is not the first, nor its echo."""
+    is_heard = number in _Listeners.before and any(number in one.stopping for one in _Listeners.active)
+    if not is_heard or signal.Signals(number).name not in _ENDING:
+        return False
+    now = time.monotonic()
+    _Listeners.asked_at = _Listeners.asked_at or now
+    return now - _Listeners.asked_at > REPEAT_SECONDS
 
 
 def signal_named(name: str) -> signal.Signals:
@@ -153,7 +140,6 @@ class SignalListener:
             )
         self.stop_signal = 0
         self.save_wanted = False
-        self.since = 0.0
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
@@ -163,24 +149,27 @@ class SignalListener:
 
         State: the handlers, restored at the end. After a stop they stay until the process exits, because launchers then
         send signals to the remaining processes. An unhandled signal is raised again at the end. Enclosing contexts
-        receive the signals too.
+        receive the signals too. ``signal.set_wakeup_fd``, and the thread that reads there, stay: see
+        ``_watch_second_signal``.
         """
         if threading.current_thread() is not threading.main_thread():
             yield
             return
+        if not _Listeners.active or _Listeners.was_stopped:  # else this call is inside of another one
+            _Listeners.asked_at, _Listeners.was_stopped = 0.0, False
         _Listeners.active.append(self)  # before the handlers: what none in it hears is lost
+        _watch_second_signal()
         added, stopped = self._listen(), False
         _Listeners.before.update(added)
         try:
-            with _writing_to_pipe():
-                yield
+            yield
         except RunStopped:
-            stopped = True
+            stopped = _Listeners.was_stopped = True
             raise
         finally:
             if not stopped:
                 _put_back(added)
-                _Listeners.active.remove(self)
+                _Listeners.active = [one for one in _Listeners.active if one is not self]
                 _Listeners.before = {number: one for number, one in _Listeners.before.items() if number not in added}
             came = self.stop_signal
             if _Listeners.active and self not in _Listeners.active:  # the outer ones have heard what this has not used
@@ -195,9 +184,6 @@ class SignalListener:
         for number in (*self.stopping, *self.saving):
             if signal.getsignal(number) in {signal.SIG_DFL, signal.default_int_handler}:
                 added[number] = signal.signal(number, _hear)
-        if not _Listeners.is_registered:
-            _Listeners.is_registered = True
-            os.register_at_fork(after_in_child=_forget)
         return added
 
     def note(self, number: int) -> bool:
@@ -206,28 +192,23 @@ class SignalListener:
             self.save_wanted = True
         if number not in self.stopping or self.stop_signal:
             return False
-        self.stop_signal, self.since = number, time.monotonic()
+        self.stop_signal = number
         return True
 
 
 def _hear(number: int, _frame: Any) -> None:
-    asked = [one for one in _Listeners.active if one.stop_signal and number in one.stopping]
-    name = signal.Signals(number).name
+    is_second = _Listeners.by_handler and _is_second(number)
     is_first = [one.note(number) for one in _Listeners.active]  # each has a use of its own for it
     if any(is_first):
-        _say(f"{name}: stopping at the end of a step. Once more ends the process at once.")
-    elif asked and name in _ENDING and time.monotonic() - asked[-1].since > REPEAT_SECONDS:
-        for one in asked:
+        name = signal.Signals(number).name
+        again = " Once more ends the process at once." if name in _ENDING else ""
+        _say(f"{name}: stopping at the end of a step.{again}")
+    elif is_second:
+        for one in _Listeners.active:
             one.stop_signal = 0  # in a notebook there is a next call
-        _end_by(number)
-
-
-def _end_by(number: int) -> None:
-    """End this process as the signal does that has come twice."""
-    if hasattr(sys, "ps1"):  # a notebook, which shall not die
-        raise KeyboardInterrupt
-    signal.signal(number, signal.SIG_DFL)
-    signal.raise_signal(number)
+        if hasattr(sys, "ps1"):
+            raise KeyboardInterrupt
+        os._exit(128 + number)
 
 
 def _say(line: str) -> None:

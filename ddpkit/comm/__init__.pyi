@@ -23,7 +23,6 @@ from ddpkit.comm.process_group import (
     AFTER_WATCH_SECONDS as AFTER_WATCH_SECONDS,
     init_group as init_group,
     longest_wait as longest_wait,
-    set_hang_limits as set_hang_limits,
     shorten_timeout as shorten_timeout,
 )
 from ddpkit.comm.runtime import (

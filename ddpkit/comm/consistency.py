@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from ddpkit import __version__
-from ddpkit.base import host_name, is_library
+from ddpkit.base import host_name, is_library, spans
 from ddpkit.errors import LaunchError, RankMismatchError
 
 if TYPE_CHECKING:
@@ -35,7 +35,6 @@ MOST_SHOWN = 8
 LONGEST_VALUE = 200
 MOST_FILES = 256
 LARGEST_FILE_BYTES = 1 << 20
-LAST_WORD_SECONDS = 5.0
 SHORTEST_NAP, LONGEST_NAP = 0.001, 0.1
 
 SCRIPT, YAML_FILE, FILE = "script", "hyperparameter file", "file "
@@ -227,7 +226,7 @@ def _values(groups: Mapping[str, list[int]]) -> str:
     for value, where in list(groups.items())[:MOST_SHOWN]:
         part = value[start : start + LONGEST_VALUE]
         before, after = "..." if start else "", "..." if len(value) > start + LONGEST_VALUE else ""
-        words.append(f"{before}{part}{after} on {_ranks(where)}")
+        words.append(f"{before}{part}{after} on rank{'s' if len(where) > 1 else ''} {spans(where)}")
     more = len(groups) - MOST_SHOWN
     return "; ".join(words) + (f"; and {more} more values" if more > 0 else "")
 
@@ -265,13 +264,6 @@ def _odd_ones(groups: Mapping[str, list[int]]) -> list[int]:
     return [rank for ranks in groups.values() for rank in ranks if rank not in common]
 
 
-def _ranks(ranks: list[int]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    shown = ", ".join(str(rank) for rank in ranks[:MOST_SHOWN])
-    return f"ranks {shown}" + (" ..." if len(ranks) > MOST_SHOWN else "")
-
-
 # --------------------------------------------------------------------------------------- over the store
 
 
@@ -302,11 +294,8 @@ def compare_over_store(store: Store, rank: int, world_size: int, facts: Mapping[
         everybody, places = zip(*found, strict=True)
         message = describe_differences(everybody, places)
         store.set("ddpkit/start/verdict", message)
-        if message:
-            _await_readers(store, world_size - 1)
     else:
         message = _get(store, "ddpkit/start/verdict", end, 0)
-        store.add("ddpkit/start/read", 1)
     if message:
         raise RankMismatchError(message)
 
@@ -319,13 +308,6 @@ def _get(store: Store, key: str, end: float, other: int) -> str:
         f"rank {other} joined the run and has not come further since. Look into its output. "
         "--distributed_timeout_minutes says how long to wait."
     )
-
-
-def _await_readers(store: Store, number: int) -> None:
-    """Wait until the others have read why nothing starts: rank 0 may host the store."""
-    for _ in poll_until(time.monotonic() + LAST_WORD_SECONDS):
-        if store.add("ddpkit/start/read", 0) >= number:
-            return
 
 
 def poll_until(end: float) -> Iterator[None]:

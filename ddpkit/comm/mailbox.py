@@ -25,7 +25,7 @@ import re
 import time
 from dataclasses import dataclass
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from ddpkit.base import FailureReport, Reason, explained
 from ddpkit.errors import MainProcessError, RankFailedError
@@ -205,8 +205,8 @@ class Mailbox:
         except RankFailedError:
             raise
         except RuntimeError as error:
-            news = self._why_lost(error, site, poster)
-            raise news from news.__cause__
+            self.report.store_is_lost = True
+            self._raise_lost(error, site, poster)
         return self._unpickled(site, payload)
 
     @contextlib.contextmanager
@@ -272,24 +272,16 @@ class Mailbox:
             self.check_connection(poster)
         except RuntimeError as error:
             if not self.store.check([key]):  # else it has posted, and ended
-                news = explained(error)
-                raise RankFailedError(f"{news}\n{self._waiting(site, poster)}") from news.__cause__
+                self._raise_lost(error, site, poster)
 
     def _waiting(self, site: str, poster: int) -> str:
         return f"(rank {self.rank} was waiting at {place(site)} for rank {poster})"
 
-    def _why_lost(self, error: RuntimeError, site: str, poster: int) -> RankFailedError:
-        """Say which rank was lost with the connection to the store, if that becomes known soon."""
-        self.report.store_is_lost = True
+    def _raise_lost(self, error: RuntimeError, site: str, poster: int) -> NoReturn:
+        """Say which rank was lost with a connection, if that becomes known soon."""
         news = explained(error)
-        if isinstance(news, RankFailedError) and news.__cause__ is None:
-            return RankFailedError(f"{news}\n{self._waiting(site, poster)}")
-        news = RankFailedError(
-            f"lost the connection to the launcher's store: {error}. Some process of the run has died; look for the "
-            f"first error above.\n{self._waiting(site, poster)}"
-        )
-        news.__cause__ = error
-        return news
+        cause = error if news is error else news.__cause__
+        raise RankFailedError(f"{news}\n{self._waiting(site, poster)}") from cause
 
     def _why_gone(self, site: str, poster: int) -> str:
         reason = self.report.first_failure()

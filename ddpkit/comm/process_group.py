@@ -52,25 +52,7 @@ SEEN_SECONDS = 0.3  # in which torchrun's agent looks at its processes three tim
 NAP_SECONDS = 0.02
 
 
-def set_hang_limits(warning: float, timeout: float) -> None:
-    """Say after how long without a step the ranks are asked where they are, and after how long the run ends.
-
-    Args:
-        warning: seconds; 0: never.
-        timeout: seconds; 0: never.
-
-    Ranks: local; does nothing without a process group, or where other code has started it.
-
-    Example:
-        >>> set_hang_limits(30.0, 1800.0)
-    """
-    if is_distributed_initialized():
-        runtime = get_runtime()
-        if runtime.watchdog is not None and not runtime.report.is_forked:
-            runtime.watchdog.set_limits(warning, timeout)
-
-
-def init_group(run_opts: Mapping[str, Any] | Any) -> None:
+def init_group(run_opts: Mapping[str, Any]) -> None:
     """Start the default process group: see :func:`ddpkit.distributed.ddp_init_group`.
 
     Args:
@@ -95,10 +77,10 @@ def init_group(run_opts: Mapping[str, Any] | Any) -> None:
     info = find_launch()
     if not info.is_distributed:
         return
-    device = resolve_device(_get(run_opts, "device"), info)
-    backend = check_backend(_get(run_opts, "distributed_backend"), device)
-    hang_timeout = float(_get(run_opts, "hang_timeout") or 0.0)
-    timeout = timedelta(seconds=longest_wait(_get(run_opts, "distributed_timeout_minutes"), hang_timeout))
+    device = resolve_device(run_opts.get("device"), info)
+    backend = check_backend(run_opts.get("distributed_backend"), device)
+    hang_timeout = float(run_opts.get("hang_timeout") or 0.0)
+    timeout = timedelta(seconds=longest_wait(run_opts.get("distributed_timeout_minutes"), hang_timeout))
     if device.startswith("cuda"):
         torch.cuda.set_device(torch.device(device))
     store, hosts = open_store(info, timeout)
@@ -120,7 +102,7 @@ def init_group(run_opts: Mapping[str, Any] | Any) -> None:
         reason = _tell_or_ask(report, error)
         report.depart()
         if hosts:
-            report.await_departures(LAST_WORDS_SECONDS)
+            report.await_departures(DEPARTURE_SECONDS)  # until they have read why
         watchdog.stop()
         if reason is not None:
             raise RankFailedError(reason.summary()) from None
@@ -140,7 +122,7 @@ def _start_watchdog(report: FailureReport, info: LaunchInfo, hang_timeout: float
     near = info.node_ranks or range(info.first_on_node, info.first_on_node + info.local_world_size)
     parent = os.getppid() if info.launcher == "torchrun" else None
     watchdog = Watchdog(report, near, parent)
-    watchdog.set_limits(0.0, hang_timeout)
+    watchdog.hang_timeout = hang_timeout
     watchdog.heartbeat.is_starting = info.rank == 0  # without connections yet only silence shows that a rank is lost
     watchdog.start()
     return watchdog
@@ -275,21 +257,20 @@ def _attend(*, hosts_store: bool, destroy: bool) -> None:
 
 
 def _leave(runtime: Runtime, *, destroy: bool, handled: BaseException | None) -> None:
-    """Depart at exit, and destroy the group if :func:`init_group` started it.
+    """Depart at exit, also where the script has destroyed the group itself: else this rank would be missed, and sought.
 
     Args:
         runtime: of the group.
-        destroy: whether it was started here.
+        destroy: whether it was started by :func:`init_group`, and is to be destroyed.
         handled: the exception that was being handled when this was registered.
     """
     if runtime.report.is_forked or runtime.has_left:
         return
     runtime.has_left = True
     note_end_of_child(handled)
-    if is_distributed_initialized() and get_runtime() is runtime:
-        _leave_group(runtime, destroy=destroy)
-    elif not runtime.is_over:
-        _leave_without_group(runtime)
+    has_group = is_distributed_initialized() and get_runtime() is runtime
+    if has_group or not (runtime.is_over or runtime.watchdog is None):
+        _leave_group(runtime, destroy=destroy and has_group)
 
 
 def _leave_group(runtime: Runtime, *, destroy: bool) -> None:
@@ -323,17 +304,6 @@ def _let_launcher_see(reason: Reason | None) -> None:
     time.sleep(SEEN_SECONDS)
 
 
-def _leave_without_group(runtime: Runtime) -> None:
-    """Depart where the script has destroyed the group itself: else this rank would be missed, and sought."""
-    if runtime.watchdog is None:
-        return
-    if PROCESS.failed is None:
-        runtime.report.depart()
-        if runtime.hosts_store:
-            runtime.report.await_departures(DEPARTURE_SECONDS)
-    runtime.watchdog.stop()
-
-
 def _abort_groups() -> None:
     """Close the connections to the other ranks, which wait: a module may hold a group that has been destroyed."""
     for group in all_groups():
@@ -349,8 +319,3 @@ def _destroy_groups(*, failed: bool) -> None:
     for group in all_groups():
         if "nccl" not in dist.get_backend(group):  # the process would abort at exit: it has threads of its own
             dist.destroy_process_group(group)
-
-
-def _get(run_opts: Any, name: str) -> Any:
-    getter = getattr(run_opts, "get", None)
-    return getter(name) if getter is not None else getattr(run_opts, name, None)

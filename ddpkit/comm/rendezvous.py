@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from ddpkit.base import MPI_LAUNCHERS
+from ddpkit.base import MPI_LAUNCHERS, spans
 from ddpkit.comm.consistency import poll_until
 from ddpkit.errors import LaunchError
 from ddpkit.launch import LOOPBACK
@@ -37,8 +37,6 @@ ANSWER_SECONDS = 2.0
 CONNECT_SECONDS = 60.0
 UNKNOWN_HOST_SECONDS = 30.0
 WARNING_SECONDS = 30.0
-
-_MOST_NAMED = 16
 
 
 def open_store(info: LaunchInfo, timeout: timedelta) -> tuple[dist.Store, bool]:
@@ -254,5 +252,4 @@ def _place(rank: int) -> str:
 
 
 def _named(ranks: set[int]) -> str:
-    shown = ", ".join(map(str, sorted(ranks)[:_MOST_NAMED])) + (", ..." if len(ranks) > _MOST_NAMED else "")
-    return f"rank{'s' if len(ranks) > 1 else ''} {shown} ({len(ranks)})"
+    return f"rank{'s' if len(ranks) > 1 else ''} {spans(ranks)} ({len(ranks)})"

@@ -18,8 +18,8 @@ from ddpkit.control.periodic_sync import (
     PeriodicSync as PeriodicSync,
     Requests as Requests,
     SyncReport as SyncReport,
-    terminating_later as terminating_later,
 )
 from ddpkit.control.watchdog import (
+    EXIT_DELAY as EXIT_DELAY,
     Watchdog as Watchdog,
 )

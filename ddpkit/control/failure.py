@@ -43,7 +43,6 @@ if TYPE_CHECKING:
 PLAIN = "_ddpkit_plain"  # attribute of an exception: print its message without a traceback, and exit with this code
 USAGE_CODE = 2  # as argparse
 FIRST_WORD_SECONDS = 5.0  # for the first rank of a machine to say what all of them are about to say
-TURN_SECONDS = 0.5  # and for each of the next
 STORE_WAIT_SECONDS = 2.0  # the same where it can be asked for; the watchdog gives a failed process three
 NAP_SECONDS = 0.02
 
@@ -111,51 +110,33 @@ def usage_errors() -> Iterator[None]:
 
 
 def _end_plainly(error: BaseException) -> NoReturn:
-    """Say the words of an exception, unless another rank does, and end the process."""
+    """Say the words of an exception, unless the first rank of this machine does, and end the process."""
     PROCESS.failed = error
-    report, is_first, launcher_tells = PROCESS.report, _is_first_of_machine(), _launcher_tells()
+    report, reason = PROCESS.report, None
+    is_first = os.environ.get("LOCAL_RANK", str(rank_if_known() or 0)) == "0"
+    # torchrun starts each rank in a session of its own; nobody reads what others write who inherit its variables.
+    launcher_reads = "TORCHELASTIC_ERROR_FILE" in os.environ and os.getsid(0) == os.getpid()
     if not is_first:
-        _await_first(launcher_tells)
-    reason = None
+        _await_first(report, launcher_reads)
     if report is not None and not report.tell(Reason.of(report.rank, error, is_final=True)):
         reason = report.first_failure()
     if reason is not None:
         PROCESS.failed = RankFailedError(reason.summary())
-    if reason is None or (is_first and launcher_tells):
+    if is_first or reason is None:
         on_rank = "" if is_first else f" on rank {rank_if_known()}"
         text = f"{Path(sys.argv[0]).name}: error{on_rank}: {error}"
-        if not (launcher_tells and _write_error_file(text, text, time.time())):
+        if not (launcher_reads and _write_error_file(text, text, time.time())):
             sys.stderr.write(f"{text}\n")
     raise SystemExit(vars(error)[PLAIN])
 
 
-def _is_first_of_machine() -> bool:
-    if "TORCHELASTIC_ERROR_FILE" in os.environ:  # the launcher of this machine ends the other ranks
-        return os.environ.get("LOCAL_RANK", "0") == "0"
-    return not rank_if_known()
-
-
-def _await_first(launcher_tells: bool) -> None:
+def _await_first(report: FailureReport | None, launcher_reads: bool) -> None:
     """Wait a little to be ended by the launcher, or for another rank to tell: all may be about to say the same."""
-    report, local_rank = PROCESS.report, os.environ.get("LOCAL_RANK", "0")
-    turn = TURN_SECONDS * (int(local_rank) if local_rank.isdecimal() else 0)
-    end = time.monotonic() + (STORE_WAIT_SECONDS if report is not None else FIRST_WORD_SECONDS + turn)
-    if launcher_tells:  # what ends with another code than 0 it lists as a failure of its own, without a reason
+    end = time.monotonic() + (FIRST_WORD_SECONDS if report is None else STORE_WAIT_SECONDS)
+    if launcher_reads:  # what ends with another code than 0 it lists as a failure of its own, without a reason
         signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
     while time.monotonic() < end and (report is None or report.first_failure() is None):
         time.sleep(NAP_SECONDS)
-
-
-def _launcher_tells() -> bool:
-    """Say whether this process's parent shows what is in its error file: one who inherits its name does not."""
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if not path:
-        return False
-    try:
-        inherited = Path(f"/proc/{os.getppid()}/environ").read_bytes().split(b"\0")
-    except OSError:
-        return False
-    return f"TORCHELASTIC_ERROR_FILE={path}".encode() not in inherited
 
 
 def record_for_launcher(error: BaseException) -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from ddpkit.base import (
     POSITION,
+    PROCESS,
     FailureReport,
     Position,
     RankStatus,
@@ -37,7 +38,7 @@ logger = get_logger(__name__)
 BEAT_SECONDS = 1.0  # between two calls of the store
 FIRST_BEATS = 8  # that are quicker: so that the ranks soon know each other
 SILENT_SECONDS = 4.0  # without a beat
-SEARCH_SECONDS = 2.2  # in which every rank that lives beats at least once
+SEARCH_SECONDS = 2.2  # in which every rank that lives beats at least once, unless it keeps the interpreter lock
 START_SECONDS = 30.0  # without a beat, while the group is made: nothing then keeps the interpreter lock for long
 MOST_NAMED = 16  # of the ranks of a machine that is gone
 GONE = "DistNetworkError"  # of torch.distributed: no answer will come any more
@@ -70,7 +71,7 @@ class Heartbeat:
         latest: the last heartbeat of each rank.
         silence: seconds since a rank's last new heartbeat. Time in which the store did not answer, or this process
             was stopped, is not counted.
-        neighbours: the other ranks whose processes can be looked for.
+        neighbours: the other ranks of this machine, as the launcher counts; not those that are known to have ended.
         failure: the failed rank, if this rank must react.
         is_searching: whether silent ranks are looked for on all machines, because a connection was lost.
         is_starting: whether this rank looks for ranks that fall silent, or never beat, while the group is made.
@@ -111,15 +112,14 @@ class Heartbeat:
         self._read_at: dict[int, float] = {}
         self._logged: set[tuple[str, str]] = set()
         pid = os.getpid()
-        self._here = RankStatus(self.rank, host_name(), pid, started=state_and_start(pid)[1])
-        self._machine = ""
+        machine = "/".join(this_place())
+        self._here = RankStatus(self.rank, host_name(), pid, started=state_and_start(pid)[1], machine=machine)
 
-    def beat_until(self, over: threading.Event, is_wanted: Callable[[], bool] = lambda: True) -> None:
-        """Beat until an event is set, or the store has gone.
+    def beat_until(self, over: threading.Event) -> None:
+        """Beat until an event is set, or the store has gone; not once this process has failed.
 
         Args:
             over: ends it.
-            is_wanted: asked before each beat whether there shall be one.
         """
         pause = 0.0
         store: Store | None = None
@@ -127,7 +127,8 @@ class Heartbeat:
             is_quick = self.beats < FIRST_BEATS or self.is_searching
             pause = BEAT_SECONDS / FIRST_BEATS if is_quick else BEAT_SECONDS
             try:
-                if is_wanted():
+                # A process that has failed says no more: of a store that is gone torch logs at length.
+                if PROCESS.failed is None and not self.report.store_is_lost:
                     store = self._own_connection() if store is None else store
                     self.beat(store)
                 self.answered = time.monotonic()
@@ -205,7 +206,7 @@ class Heartbeat:
             seconds = self.still_for()
             is_away = self.position.has_no_limit() and seconds >= SILENT_SECONDS
             here = self.position.own_status(self.rank, seconds, look=is_away or self.is_in_trouble())
-            here.beats, here.started = self.beats, self._here.started
+            here.beats, here.started, here.machine = self.beats, self._here.started, self._here.machine
             here.ends = not self.position.has_no_limit() and 0 < self.limit() <= seconds + 2 * BEAT_SECONDS
             text = here.to_json()
         except Exception as error:  # noqa: BLE001 -- that it lives matters more than where it is
@@ -217,19 +218,8 @@ class Heartbeat:
         return text
 
     def _read_neighbours(self, store: Store) -> None:
-        """Read where the neighbours are; drop ranks of another machine or container, whose pids mean nothing here."""
-        if not self._machine:
-            self._machine = "/".join(this_place())
-            store.set(f"{beat_key(self.rank)}/machine", self._machine)
-        self._read([rank for rank in self.neighbours if rank in self.latest], store)
-        for rank in [rank for rank in self.neighbours if rank not in self.latest]:
-            known = f"{beat_key(rank)}/machine"
-            if not store.check([known, beat_key(rank)]):
-                continue
-            if store.get(known).decode() == self._machine:
-                self._read([rank], store)
-            else:
-                self.neighbours.remove(rank)
+        """Read where the neighbours are, as far as they have told."""
+        self._read([one for one in self.neighbours if one in self.latest or store.check([beat_key(one)])], store)
 
     def _learn_failure(self, store: Store) -> None:
         """Learn whether a rank has failed, or a neighbour has disappeared."""
@@ -248,7 +238,7 @@ class Heartbeat:
     def _note_gone_neighbours(self, report: FailureReport) -> None:
         for rank in list(self.neighbours):
             known = self.latest.get(rank)
-            if known is not None and has_ended(known.pid, known.started):
+            if known is not None and self._is_here(known) and has_ended(known.pid, known.started):
                 if not report.has_departed(rank):
                     ended = f"has ended itself after {self.limit():.0f} s without a step (--hang_timeout)"
                     crashed = "was killed, or has crashed (out of memory? a signal?)"
@@ -283,8 +273,11 @@ class Heartbeat:
         for rank in range(self.world_size):
             if rank != self.rank and not report.has_departed(rank):
                 self._read_if_there(store, rank)
-        limit, known = (START_SECONDS, self.silence) if self.is_starting else (SEARCH_SECONDS, self.latest)
-        long = [rank for rank in known if self.silence[rank] >= limit]
+        if self.is_starting:
+            long = [rank for rank, silence in self.silence.items() if silence >= START_SECONDS]
+        else:  # one that is seen to run may keep the interpreter lock: another one is lost
+            quiet = [rank for rank in self.latest if self.silence[rank] >= SEARCH_SECONDS]
+            long = [rank for rank in quiet if not self._is_at_work(rank)]
         silent = [rank for rank in long if not report.has_departed(rank)]
         if silent:
             first, *others = sorted(silent)
@@ -302,10 +295,14 @@ class Heartbeat:
             cause = "machine is gone, or the network to it is cut, or a call of its code keeps the interpreter lock"
             self._tell_gone(FailureReport(store, self.rank, self.world_size), rank, f"{how} {cause}")
 
+    def _is_here(self, one: RankStatus) -> bool:
+        """Say whether a rank's process number means its process here, too: launchers may start containers."""
+        return one.machine == self._here.machine
+
     def _is_at_work(self, rank: int) -> bool:
         """Say whether a rank's process is on this machine, and neither gone nor stopped."""
         known = self.latest.get(rank)
-        if known is None or rank not in self.neighbours:
+        if known is None or not self._is_here(known):
             return False
         state, started = state_and_start(known.pid)
         return started == known.started and state in {"R", "S", "D"}

@@ -6,17 +6,12 @@ all-reduce on a group of their own (gloo, on the CPU). All of them act on the sa
 
 from __future__ import annotations
 
-import contextlib
-import signal
-import threading
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from ddpkit.control.watchdog import EXIT_DELAY
-
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
 TIME_LIMIT = "time limit"
 #: What can ask a run to stop; if several do at once, the first of these counts on all ranks.
@@ -70,35 +65,6 @@ class Requests(NamedTuple):
     main_seconds: float = 0.0
     save: bool = False
     stop: str = ""
-
-
-@contextlib.contextmanager
-def terminating_later() -> Iterator[None]:
-    """Return a context in which SIGTERM has to wait, for the few seconds that a save takes.
-
-    Ranks: local; outside of the main thread it does nothing.
-
-    State: the handler of SIGTERM, put back at the end; it is called then if the signal came meanwhile.
-
-    Example:
-        >>> with terminating_later():
-        ...     brought_to_safety = True
-    """
-    in_main_thread = threading.current_thread() is threading.main_thread()
-    if not in_main_thread or signal.getsignal(signal.SIGTERM) is None:  # which Python has not set
-        yield
-        return
-    come: list[int] = []
-    before = signal.signal(signal.SIGTERM, lambda number, _: come.append(number))
-    try:
-        with EXIT_DELAY.held():
-            yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-        if come and callable(before):
-            before(signal.SIGTERM, None)  # raised again it would be counted twice by who reads the signals from a pipe
-        elif come:
-            signal.raise_signal(signal.SIGTERM)
 
 
 class PeriodicSync:

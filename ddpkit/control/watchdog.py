@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import functools
 import os
 import threading
 import time
@@ -21,7 +22,6 @@ from ddpkit.base import (
     FailureReport,
     Position,
     Reason,
-    asked_twice,
     host_name,
     kill_later,
     table,
@@ -125,14 +125,7 @@ class Watchdog:
     def start(self) -> None:
         """Begin to watch."""
         self.report.find_reason = self.await_reason
-
-        def is_wanted() -> bool:
-            # A process that has failed says no more: of a store that is gone torch logs at length.
-            return PROCESS.failed is None and not self.report.store_is_lost
-
-        def beat() -> None:
-            self.heartbeat.beat_until(self._over, is_wanted)
-
+        beat = functools.partial(self.heartbeat.beat_until, self._over)
         for work, name in ((beat, "ddpkit-heartbeat"), (self._look, "ddpkit-watch")):
             thread = threading.Thread(target=work, name=name, daemon=True)
             self._threads.append(thread)
@@ -145,14 +138,20 @@ class Watchdog:
             if thread is not threading.current_thread():
                 thread.join(JOIN_SECONDS)
 
-    def set_limits(self, warning: float, timeout: float) -> None:
-        """Set the limits of time without a step.
+    @contextlib.contextmanager
+    def limited(self, warning: float, timeout: float) -> Iterator[None]:
+        """Return a context with other limits of time without a step.
 
         Args:
             warning: seconds after which it is said where the ranks are; 0: never.
             timeout: seconds after which the process ends; 0: never.
         """
+        before = self.hang_warning, self.hang_timeout
         self.hang_warning, self.hang_timeout = warning, timeout
+        try:
+            yield
+        finally:
+            self.hang_warning, self.hang_timeout = before
 
     @property
     def still_for(self) -> float:
@@ -186,7 +185,6 @@ class Watchdog:
             self._check_clock,
         )
         while not self._over.wait(LOOK_SECONDS):
-            _obey_signals()
             for look in looks:
                 try:
                     look()
@@ -341,11 +339,3 @@ def _store_place() -> str:
     with contextlib.suppress(LaunchError):
         host = host or find_launch().address
     return f"{host}:{port}" if host and port else host or "another machine"
-
-
-def _obey_signals() -> None:
-    """End the process if it was asked to twice, and its main thread is where it cannot hear that."""
-    number = asked_twice()
-    if number:
-        kill_workers()
-        os._exit(128 + number)

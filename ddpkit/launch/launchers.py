@@ -26,7 +26,7 @@ from ddpkit.launch.variables import (
     LOOPBACK,
     PARITY,
     LaunchInfo,
-    check_below,
+    check_places,
     contradiction,
     count,
     given_port,
@@ -43,23 +43,12 @@ _GPUS_PER_TASK = ("per_task", "single", "map_gpu", "mask_gpu")
 
 def _from_torch_variables(environ: Mapping[str, str]) -> LaunchInfo | None:
     """Read ``RANK``, ``LOCAL_RANK`` and ``WORLD_SIZE``: of torchrun, Ray, or set by hand."""
-    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
     if "RANK" not in environ and "LOCAL_RANK" not in environ:
         return None
-    for name in names:
-        if name not in environ:
-            there = " and ".join(n for n in names if n in environ)
-            raise contradiction(f"{there} {'are' if ' and ' in there else 'is'} set, but {name} is not", environ)
-    rank, local_rank, world_size = (count(environ, name) for name in names)
+    rank, local_rank, world_size = (count(environ, name) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
     local_world_size = count(environ, "LOCAL_WORLD_SIZE", world_size)
-    check_below(
-        environ,
-        ("RANK", rank, "WORLD_SIZE", world_size),
-        ("LOCAL_RANK", local_rank, "LOCAL_WORLD_SIZE", local_world_size),
-        ("LOCAL_RANK", local_rank, "WORLD_SIZE", world_size),
-    )
-    if local_world_size > world_size:
-        raise contradiction(f"LOCAL_WORLD_SIZE={local_world_size} is above WORLD_SIZE={world_size}", environ)
+    places = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": local_world_size}
+    check_places(environ, places)
     node_rank = count(environ, "NODE_RANK", (rank - local_rank) // local_world_size)
     return LaunchInfo(
         launcher="torchrun" if "TORCHELASTIC_RUN_ID" in environ else "environment",
@@ -91,11 +80,8 @@ def _from_slurm(environ: Mapping[str, str]) -> LaunchInfo | None:
     rank, local_rank = count(environ, "SLURM_PROCID"), count(environ, "SLURM_LOCALID")
     node_ranks = _ranks_on_node(environ)
     on_node = len(node_ranks)
-    check_below(
-        environ,
-        ("SLURM_PROCID", rank, "the number of tasks", tasks),
-        ("SLURM_LOCALID", local_rank, "the number of tasks on this node", on_node),
-    )
+    sizes = {"the number of tasks": tasks, "SLURM_LOCALID": local_rank, "the number of tasks on this node": on_node}
+    check_places(environ, {"SLURM_PROCID": rank, **sizes})
     if node_ranks[local_rank] != rank:
         reason = f"SLURM_PROCID={rank}, but SLURM_GTIDS has {node_ranks[local_rank]} for SLURM_LOCALID={local_rank}"
         raise contradiction(reason, environ)
@@ -169,12 +155,8 @@ def _from_mpi(name: str, environ: Mapping[str, str]) -> LaunchInfo | None:
         for names in (launcher.local_rank, launcher.local_world_size)
     )
     local_rank, on_node = count(environ, local_name), count(environ, size_name)
-    check_below(
-        environ,
-        (launcher.rank, rank, launcher.world_size, world_size),
-        (local_name, local_rank, size_name, on_node),
-        (size_name, on_node - 1, launcher.world_size, world_size),
-    )
+    places = {launcher.rank: rank, launcher.world_size: world_size, local_name: local_rank, size_name: on_node}
+    check_places(environ, places)
     one_node = on_node == world_size
     if not one_node and (rank - local_rank) % on_node:
         reason = (
@@ -230,7 +212,7 @@ def find_launch(environ: Mapping[str, str] | None = None) -> LaunchInfo:
         1
         >>> find_launch({"LOCAL_RANK": "0"})
         Traceback (most recent call last):
-        ddpkit.errors.LaunchError: LOCAL_RANK is set, but RANK is not...
+        ddpkit.errors.LaunchError: RANK is not set...
     """
     environ = os.environ if environ is None else environ
     info = next(filter(None, (read(environ) for read in LAUNCHERS)), LaunchInfo())

@@ -226,24 +226,27 @@ def count(environ: Mapping[str, str], name: str, default: int | None = None) -> 
     return value
 
 
-def check_below(environ: Mapping[str, str], *pairs: tuple[str, int, str, int]) -> None:
-    """Check that numbers stay below their bounds.
+def check_places(environ: Mapping[str, str], places: Mapping[str, int]) -> None:
+    """Check the place of a process against the number of processes, in the run and on its node.
 
     Args:
         environ: the environment, for the table.
-        pairs: name and value, then name and value of the bound.
+        places: by what it is called: the rank, the number of processes, the rank on the node, their number on the node.
 
     Raises:
-        LaunchError: one does not.
+        LaunchError: they contradict each other.
 
     Ranks: local.
 
     Example:
-        >>> check_below({}, ("RANK", 1, "WORLD_SIZE", 2))
+        >>> check_places({}, {"RANK": 1, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1})
     """
-    for small, value, large, bound in pairs:
-        if value >= bound:
-            raise contradiction(f"{small}={value} is not below {large}={bound}", environ)
+    rank, size, local_rank, local_size = places
+    for small, large in ((rank, size), (local_rank, local_size)):
+        if places[small] >= places[large]:
+            raise contradiction(f"{small}={places[small]} is not below {large}={places[large]}", environ)
+    if places[local_size] > places[size]:
+        raise contradiction(f"{local_size}={places[local_size]} is above {size}={places[size]}", environ)
 
 
 def _shown(environ: Mapping[str, str], name: str) -> str:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ddpkit.checkpointing import all_ranks_come, checkpoint_work_on_main, ckpt_recency, read_checkpoint, safe_load
 from ddpkit.checkpoints import Checkpointer
 from ddpkit.config import OPTION_BY_NAME
-from ddpkit.control import terminating_later
+from ddpkit.control import EXIT_DELAY
 from ddpkit.distributed import alone, get_rank, get_world_size, run_on_main
 from ddpkit.errors import CheckpointError, ConfigError
 from ddpkit.logger import get_logger
@@ -408,8 +408,8 @@ class CheckpointPolicy:
 
     @staticmethod
     def _finish_save(checkpointer: Checkpointer) -> None:
-        """Let a save end that is being written when training fails; main process only."""
-        with alone(), terminating_later():
+        """Let a save end that is being written when training fails; main process only. Signals only ask for an end."""
+        with alone(), EXIT_DELAY.held():
             try:
                 checkpointer.wait()
             except Exception as failure:  # noqa: BLE001 -- what ended the training must not be hidden

@@ -15,8 +15,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ddpkit.base import POSITION, SignalListener, host_name, signal_named, stage_of
-from ddpkit.comm import AFTER_WATCH_SECONDS, get_runtime, longest_wait, set_hang_limits, shorten_timeout
+from ddpkit.base import POSITION, SignalListener, host_name, replacing, signal_named, stage_of, state_and_start
+from ddpkit.comm import AFTER_WATCH_SECONDS, get_runtime, longest_wait, shorten_timeout
 from ddpkit.control import CAUSES, TIME_LIMIT, failure_notice
 from ddpkit.distributed import get_rank, is_distributed_initialized, run_on_main
 from ddpkit.errors import ConfigError, RunStopped
@@ -93,17 +93,14 @@ class StopControl:
         if not is_distributed_initialized():
             yield
             return
-        runtime = get_runtime()
-        limits = None if runtime.watchdog is None else (runtime.watchdog.hang_warning, runtime.watchdog.hang_timeout)
-        set_hang_limits(self._options.hang_warning, self._options.hang_timeout)
+        options, watchdog = self._options, get_runtime().watchdog
+        limited = watchdog and watchdog.limited(options.hang_warning, options.hang_timeout)
         shorten_timeout(self._longest_wait())  # a start may take long: not the shorter wait of an earlier call
         try:
-            yield
+            with limited or contextlib.nullcontext():
+                yield
         finally:
-            if is_distributed_initialized() and get_runtime() is runtime:
-                if limits is not None:
-                    set_hang_limits(*limits)
-                shorten_timeout(self._longest_wait())
+            shorten_timeout(self._longest_wait())
 
     def _longest_wait(self) -> float:
         return longest_wait(self._options.distributed_timeout_minutes, self._options.hang_timeout)
@@ -225,19 +222,16 @@ def seconds_since_start() -> float:
 
     Ranks: local.
 
-    Source: field 22 of ``/proc/self/stat``, https://man7.org/linux/man-pages/man5/proc_pid_stat.5.html ; elsewhere the
-    time since this module was imported.
+    Where there is no ``/proc`` these are the seconds since this module was imported.
 
     Example:
         >>> seconds_since_start() > 0
         True
     """
-    try:
-        stat = Path("/proc/self/stat").read_text(encoding="utf-8")
-        began = int(stat.rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
-        return time.clock_gettime(time.CLOCK_BOOTTIME) - began
-    except (OSError, AttributeError, ValueError):
+    _, ticks = state_and_start(os.getpid())
+    if not ticks:
         return time.monotonic() - _STARTED
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
 
 
 def exit_code(cause: str) -> int:
@@ -290,9 +284,8 @@ def write_marker(folder: Path, facts: Mapping[str, Any]) -> None:
         143
     """
     folder.mkdir(parents=True, exist_ok=True)
-    temporary = folder / f".{MARKER}.{os.getpid()}"
-    temporary.write_text(json.dumps(dict(facts), indent=2) + "\n", encoding="utf-8")
-    temporary.replace(folder / MARKER)
+    with replacing(folder / MARKER) as unfinished:
+        unfinished.write_text(json.dumps(dict(facts), indent=2) + "\n", encoding="utf-8")
 
 
 def remove_marker(folder: Path) -> None:

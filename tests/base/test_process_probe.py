@@ -42,6 +42,12 @@ def test_a_process_that_does_not_end_is_killed_after_a_while(start):
     assert soon(began, 5)
 
 
+def test_the_process_that_asks_keeps_no_file_open(start):
+    process, before = start("sleep", "60"), len(list(Path("/proc/self/fd").iterdir()))
+    kill_later(process.pid, 30.0)
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
 def test_nothing_happens_to_one_that_ends_by_itself(start):
     process = start("sleep", "0.2")
     kill_later(process.pid, 30.0)

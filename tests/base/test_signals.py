@@ -13,7 +13,7 @@ import time
 
 import pytest
 
-from ddpkit.base.signals import REPEAT_SECONDS, SignalListener, _Listeners, asked_twice, signal_named
+from ddpkit.base.signals import REPEAT_SECONDS, SignalListener, _Listeners, signal_named
 from ddpkit.errors import ConfigError, RunStopped
 
 
@@ -123,7 +123,6 @@ def test_contexts_may_be_nested():
             signal.raise_signal(signal.SIGTERM)
         signal.raise_signal(signal.SIGTERM)
     assert (inner.stop_signal, outer.stop_signal) == (0, signal.SIGTERM), "the inner one hands it to the outer one"
-    assert asked_twice() == 0
 
 
 @pytest.mark.parametrize("error", [None, ValueError])
@@ -266,7 +265,7 @@ def test_the_second_signal_ends_the_process_at_once_but_not_its_echo(number):
         assert run.poll() is None
         time.sleep(2 * REPEAT_SECONDS)  # it may have heard the first one late
         run.send_signal(number)
-        assert run.wait(10) == -number
+        assert run.wait(10) == 128 + number
     finally:
         run.kill()
         run.communicate()
@@ -274,17 +273,14 @@ def test_the_second_signal_ends_the_process_at_once_but_not_its_echo(number):
 
 DEAF = f"""
 import ctypes, os, signal, threading, time
-from ddpkit.base.signals import SignalListener, asked_twice
+from ddpkit.base.signals import SignalListener
 system, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(256)
 
 def send(number):
     for pause in (0.1, {REPEAT_SECONDS + 0.2}):
         time.sleep(pause)
-        asked_twice()  # as the watch does, now and then
         os.kill(os.getpid(), number)
         time.sleep(0.1)
-        if pause < 1:
-            asked_twice()
     system.pthread_mutex_unlock(mutex)
 
 with SignalListener().listening():
@@ -298,10 +294,10 @@ with SignalListener().listening():
 @pytest.mark.skipif(sys.platform != "linux", reason="a lock of Linux's C library")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_the_second_signal_is_not_lost_that_came_while_the_main_thread_was_busy_in_c(number):
-    """Python tells a main thread of two signals as of one, and the watch may not have looked since."""
+    """Python tells a main thread of two signals as of one."""
     script = DEAF % number.name
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=500, check=False)
-    assert run.returncode == -number, run.stderr
+    assert run.returncode == 128 + number, run.stderr
     assert "ValueError" not in run.stderr
 
 
@@ -312,14 +308,12 @@ def test_a_stop_is_no_exception_that_a_recipe_would_catch():
     assert (stopped.code, stopped.cause) == (143, "SIGTERM")
 
 
-def test_signals_wake_a_thread_beside_a_main_thread_that_is_busy_in_c():
-    signals, found = SignalListener(), []
+def test_only_the_signals_that_end_a_process_end_it_at_the_second():
+    signals = SignalListener()
     with stopped(signals):
-        for pause in (REPEAT_SECONDS + 0.1, 0.0):
+        for pause in (REPEAT_SECONDS + 0.1, 0.1):
             os.kill(os.getpid(), signal.SIGUSR1)
-            found.append(asked_twice())
             time.sleep(pause)
-    assert found == [0, 0], "only what ends a process"
 
 
 def test_a_helper_that_a_script_forks_can_be_ended():
@@ -335,15 +329,112 @@ def test_a_helper_that_a_script_forks_can_be_ended():
     assert code == -signal.SIGTERM
 
 
+FORKS = """
+import os, sys
+from ddpkit.base.signals import SignalListener
+with SignalListener().listening():
+    pid = os.fork()
+    if not pid:
+        sys.exit(7)
+    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+"""
+
+
+def test_a_helper_that_a_script_forks_ends_with_its_own_code():
+    run = subprocess.run([sys.executable, "-c", FORKS], capture_output=True, text=True, timeout=500, check=False)
+    assert (run.returncode, run.stdout, run.stderr) == (0, "7\n", "")
+
+
 def test_a_signal_that_the_script_handles_itself_ends_nothing_however_often_it_comes():
     before = signal.signal(signal.SIGTERM, lambda *_: None)
     try:
         with SignalListener().listening():
-            for _ in range(2):
+            for pause in (REPEAT_SECONDS + 0.1, REPEAT_SECONDS + 0.1, 0.1):
                 os.kill(os.getpid(), signal.SIGTERM)
-                assert asked_twice() == 0
-                time.sleep(REPEAT_SECONDS + 0.1)
-            os.kill(os.getpid(), signal.SIGTERM)
-            assert asked_twice() == 0
+                time.sleep(pause)
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+TWO_CALLS = f"""
+import contextlib, os, signal, time
+from ddpkit.base.signals import SignalListener
+from ddpkit.errors import RunStopped
+for call in range(2):
+    signals = SignalListener()
+    with contextlib.suppress(RunStopped), signals.listening():
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep({REPEAT_SECONDS + 0.1})
+        print(signals.stop_signal, flush=True)
+        raise RunStopped(143, "SIGTERM")
+pid = os.fork()
+if pid == 0:
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(60)
+print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+os.kill(os.getpid(), signal.SIGTERM)
+time.sleep(60)
+"""
+
+
+def test_a_script_that_catches_a_stop_is_asked_anew_and_its_end_can_be_hastened():
+    run = subprocess.run([sys.executable, "-c", TWO_CALLS], capture_output=True, text=True, timeout=500, check=False)
+    assert (run.returncode, run.stdout.split()) == (143, ["15", "15", "-15"]), run.stderr
+
+
+NESTED = f"""
+import os, signal, time
+from ddpkit.base.signals import SignalListener
+with SignalListener().listening():
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep({REPEAT_SECONDS + 0.1})
+    with SignalListener().listening():
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(60)
+"""
+
+
+def test_a_call_inside_of_another_one_is_not_asked_anew():
+    run = subprocess.run([sys.executable, "-c", NESTED], capture_output=True, text=True, timeout=50, check=False)
+    assert run.returncode == 143, run.stderr
+
+
+OWN_WAKEUP = "signal.set_wakeup_fd(os.open(os.devnull, os.O_WRONLY | os.O_NONBLOCK))"
+
+
+@pytest.mark.parametrize("before", ["", OWN_WAKEUP], ids=["", "the script has the arrival of signals told"])
+@pytest.mark.parametrize("names", [["SIGTERM", "SIGTERM"], ["SIGUSR1", "SIGTERM", "SIGTERM"]], ids=len)
+def test_what_ends_a_process_is_the_second_of_its_kind(before, names):
+    """Slurm sends SIGUSR1 as a warning, and SIGTERM at the end."""
+    script = f"""
+import os, signal, time
+from ddpkit.base.signals import SignalListener
+{before}
+with SignalListener().listening():
+    for name in {names}:
+        print(name, flush=True)
+        os.kill(os.getpid(), getattr(signal, name))
+        time.sleep({REPEAT_SECONDS + 0.2})
+    time.sleep(60)
+"""
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=50, check=False)
+    assert (run.returncode, run.stdout.split()) == (143, names), run.stderr
+
+
+NOTEBOOK = f"""
+import os, signal, sys, time
+sys.ps1 = "> "
+from ddpkit.base.signals import SignalListener
+try:
+    with SignalListener().listening():
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep({REPEAT_SECONDS + 0.1})
+except KeyboardInterrupt:
+    print("the next cell", flush=True)
+"""
+
+
+def test_a_notebook_is_interrupted_by_the_second_signal_and_lives():
+    run = subprocess.run([sys.executable, "-c", NOTEBOOK], capture_output=True, text=True, timeout=500, check=False)
+    assert (run.returncode, run.stdout) == (0, "the next cell\n"), run.stderr

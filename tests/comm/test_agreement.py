@@ -171,7 +171,7 @@ def test_all_ranks_raise_the_same(monkeypatch):
     results = ranks.run(lambda rank: require_agreement({"model": "same", "train batches": str(rank // 2)}))
     assert {type(result) for result in results} == {RankMismatchError}
     assert len(set(map(str, results))) == 1
-    assert "train batches: 0 on ranks 0, 1; 1 on rank 2" in str(results[0])
+    assert "train batches: 0 on ranks 0-1; 1 on rank 2" in str(results[0])
     assert "model" not in str(results[0])
     assert isinstance(results[0], RuntimeError)
 

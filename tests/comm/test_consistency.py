@@ -5,8 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
-import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -30,7 +28,7 @@ from ddpkit.comm.consistency import (
     strict_part,
 )
 from ddpkit.errors import LaunchError, RankMismatchError
-from tests.launching import Run, python, soon
+from tests.launching import Run, python
 
 # ---------------------------------------------------------------------------------------------- facts
 
@@ -142,7 +140,7 @@ def test_differences_in_words():
     assert describe_differences(everybody).splitlines() == [
         "The ranks are not about to run the same training:",
         "  train batches: 12 on ranks 0, 2; 11 on rank 1",
-        "  train samples: missing on ranks 0, 1; 9 on rank 2",
+        "  train samples: missing on ranks 0-1; 9 on rank 2",
         "Start every rank with the same script, the same command line and the same data.",
     ]
 
@@ -192,9 +190,8 @@ def test_long_lists_are_cut():
     assert lines[-3] == f"  and {20 - MOST_SHOWN} more"
     assert lines[-2].count("rank ") == MOST_SHOWN
     assert lines[-2].endswith("; ...")
-    assert (
-        lines[1] == "  parameter 0: 0 on ranks 0, 2, 4, 6, 8, 10, 12, 14 ...; 1 on ranks 1, 3, 5, 7, 9, 11, 13, 15 ..."
-    )
+    even, odd = (", ".join(map(str, range(first, 32, 2))) for first in range(2))
+    assert lines[1] == f"  parameter 0: 0 on ranks {even} ...; 1 on ranks {odd} ..."
 
 
 # ---------------------------------------------------------------------------------------- over the store
@@ -240,27 +237,6 @@ def test_every_rank_raises_the_same(store, odd):
     assert len(set(map(str, errors))) == 1
     assert f"2.12 on rank {odd}" in str(errors[0])
     assert f"  rank {odd} is on {consistency.own_place()}" in str(errors[0])
-
-
-def test_rank_0_stays_until_the_others_have_read_why(monkeypatch):
-    """It may host the store; but not for ever, if one of them has died."""
-    monkeypatch.setattr(consistency, "LAST_WORD_SECONDS", 1.0)
-    store = HashStore()
-    store.set("ddpkit/start/1", '[{"a": "2"}, "there"]')
-    reader = threading.Timer(0.3, lambda: store.add("ddpkit/start/read", 1))
-    reader.start()
-    began = time.monotonic()
-    with pytest.raises(RankMismatchError):
-        compare_over_store(store, 0, 2, {"a": "1"}, 5.0)
-    assert time.monotonic() - began >= 0.3
-    assert soon(began, 0.9)
-    reader.join()
-    began = time.monotonic()
-    store.set("ddpkit/start/2", '[{"a": "2"}, "there"]')
-    with pytest.raises(RankMismatchError):
-        compare_over_store(store, 0, 3, {"a": "1"}, 5.0)
-    assert time.monotonic() - began >= 1.0
-    assert soon(began, 3)
 
 
 @pytest.mark.parametrize(("rank", "missing"), [(0, 1), (1, 0)])

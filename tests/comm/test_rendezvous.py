@@ -228,9 +228,9 @@ def test_a_rank_that_died_while_meeting_is_replaced():
 
 def test_ranks_that_do_not_come_are_named(caplog, monkeypatch):
     monkeypatch.setattr(rendezvous, "WARNING_SECONDS", 0.1)
-    with pytest.raises(LaunchError, match=r"ranks 1, 2 \(2\) of 3 processes did not come to rank 0 at 127.0.0.1:5"):
+    with pytest.raises(LaunchError, match=r"ranks 1-2 \(2\) of 3 processes did not come to rank 0 at 127.0.0.1:5"):
         join_attempt(dist.HashStore(), info(0, 3, port=5), time.monotonic() + 0.5, once=True)
-    assert "Rank 0 waits for ranks 1, 2 (2) of 3 processes." in caplog.text
+    assert "Rank 0 waits for ranks 1-2 (2) of 3 processes." in caplog.text
     with pytest.raises(LaunchError, match="rank 1 of 2 has waited at 127.0.0.1:5 for rank 0, which did not come"):
         join_attempt(dist.HashStore(), info(1, port=5), time.monotonic() + 0.1, once=True)
 

@@ -386,9 +386,9 @@ def test_opt_class_that_returns_no_optimizer_on_two_ranks(ranks):
 @pytest.mark.parametrize(
     ("environment", "words"),
     [
-        ({"LOCAL_RANK": "0"}, ["LOCAL_RANK is set, but RANK is not"]),
-        ({"RANK": "0", "LOCAL_RANK": "0"}, ["RANK and LOCAL_RANK are set, but WORLD_SIZE is not"]),
-        ({"RANK": "0", "WORLD_SIZE": "2"}, ["RANK and WORLD_SIZE are set, but LOCAL_RANK is not"]),
+        ({"LOCAL_RANK": "0"}, ["RANK is not set", "LOCAL_RANK                  '0'"]),
+        ({"RANK": "0", "LOCAL_RANK": "0"}, ["WORLD_SIZE is not set"]),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, ["LOCAL_RANK is not set"]),
         ({"RANK": "2", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}, ["RANK=2 is not below WORLD_SIZE=2"]),
         ({"RANK": "0", "LOCAL_RANK": "2", "WORLD_SIZE": "2"}, ["LOCAL_RANK=2 is not below"]),
         ({"RANK": "-1", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}, ["RANK=-1 is negative"]),
@@ -816,7 +816,7 @@ def test_the_environment_of_a_failing_rank_is_not_needed(tmp_path):
     (tmp_path / "hparams.yaml").write_text(YAML)
     run = Run(python("train.py", "hparams.yaml"), tmp_path, {"LOCAL_RANK": "0"}, warm=True).wait(30)
     assert run.code == 2
-    assert "train.py: error: LOCAL_RANK is set, but RANK is not" in run.tail(15)
+    assert "train.py: error: RANK is not set" in run.tail(15)
     assert "unset RANK LOCAL_RANK WORLD_SIZE" in run.tail(1)
     assert os.environ.get("LOCAL_RANK") is None
 

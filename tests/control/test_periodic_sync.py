@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
-import signal
-import subprocess
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
 
-from ddpkit.base import REPEAT_SECONDS
-from ddpkit.control.periodic_sync import CAUSES, TIME_LIMIT, PeriodicSync, Requests, terminating_later
+from ddpkit.control.periodic_sync import CAUSES, TIME_LIMIT, PeriodicSync, Requests
 
 
 class Clock(threading.local):
@@ -199,43 +195,6 @@ def test_the_slowest_rank_does_not_decide_alone(clock):
 
     one, other = ranks.run(work)
     assert one == other < 20
-
-
-# ------------------------------------------------------------------------------------------------------- signals
-
-
-def test_termination_is_put_off():
-    heard = []
-    before = signal.signal(signal.SIGTERM, lambda *_: heard.append(1))
-    try:
-        with terminating_later():
-            signal.raise_signal(signal.SIGTERM)
-            assert heard == []
-        assert heard == [1]
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-PUT_OFF = f"""
-import os, signal, time
-from ddpkit.control.periodic_sync import terminating_later
-from ddpkit.errors import RunStopped
-from ddpkit.base.signals import SignalListener, asked_twice
-signals = SignalListener(saving=[])
-with signals.listening():
-    with terminating_later():
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert asked_twice() == 0
-        time.sleep({REPEAT_SECONDS + 0.1})
-        assert signals.stop_signal == 0
-    assert signals.stop_signal == signal.SIGTERM
-    raise RunStopped(143, "SIGTERM")
-"""
-
-
-def test_termination_that_is_put_off_is_counted_once():
-    run = subprocess.run([sys.executable, "-c", PUT_OFF], capture_output=True, text=True, timeout=500, check=False)
-    assert run.returncode == 143, run.stderr
 
 
 def test_a_wish_of_any_rank_is_told_to_all():

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 from torch.distributed import HashStore
 
-from ddpkit.base import state_and_start
+from ddpkit.base import state_and_start, this_place
 from ddpkit.base.failure_report import PROCESS, FailureReport, Reason
 from ddpkit.base.rank_status import Position, RankStatus
 from ddpkit.control.heartbeat import BEAT_SECONDS, FIRST_BEATS, SEARCH_SECONDS, SILENT_SECONDS, beat_key
@@ -132,6 +132,12 @@ def ended_process():
     return process.pid, started
 
 
+def ended(rank, host, process, *, machine=None, **more):
+    """What a rank has told last whose process has ended since."""
+    machine = "/".join(this_place()) if machine is None else machine
+    return RankStatus(rank, host, process[0], started=process[1], beats=9, machine=machine, **more)
+
+
 def warnings_in(caplog, words):
     return [record.getMessage() for record in caplog.records if words in record.getMessage()]
 
@@ -181,9 +187,16 @@ def search(clock, seconds, *ranks, near=()):
         clock.now += 0.25
 
 
-@pytest.mark.parametrize("near", [range(2), range(1)], ids=["neighbour", "elsewhere"])
+def elsewhere(*ranks):
+    """Have ranks say that they are on another machine, where nobody can look for their processes."""
+    for one in ranks:
+        one.heartbeat._here.machine = "another"
+
+
+@pytest.mark.parametrize("near", [range(2), range(1)], ids=["neighbour", "far"])
 def test_who_lost_a_connection_learns_of_a_rank_that_is_silent(clock, store, near):
     one, other = Watched(store, 0, near=near), Watched(store, 1)
+    elsewhere(other)
     other.beat()
     began = clock.now
     clock.sleep = lambda seconds: (setattr(clock, "now", clock.now + seconds), one.beat())
@@ -196,6 +209,7 @@ def test_who_lost_a_connection_learns_of_a_rank_that_is_silent(clock, store, nea
 
 def test_ranks_of_a_machine_that_is_gone_are_all_named_and_nobody_else(clock, store):
     ranks = [Watched(store, rank, 5, near=[rank]) for rank in range(5)]
+    elsewhere(*ranks[1:])
     for one in ranks:
         one.beat()
     ranks[4].report.depart()
@@ -207,6 +221,17 @@ def test_ranks_of_a_machine_that_is_gone_are_all_named_and_nobody_else(clock, st
     assert f"So have rank 3 ({reason.host}, pid {os.getpid()})." in reason.text
     assert "rank 4" not in reason.text, "it has departed"
     assert ranks[0].report.departed() == [2, 4], "nobody waits for one that is gone"
+
+
+def test_a_rank_that_keeps_the_interpreter_lock_is_not_taken_for_the_lost_one(clock, store):
+    """Its process is seen to run; that of rank 2, on another machine, is not."""
+    ranks = [Watched(store, rank, 3, near=[0, 1]) for rank in range(3)]
+    elsewhere(ranks[2])
+    for one in ranks:
+        one.beat()
+    search(clock, SEARCH_SECONDS + 0.5, ranks[0])
+    assert ranks[1].report.first_failure().rank == 2
+    assert ranks[0].report.departed() == [2]
 
 
 def test_only_the_first_rank_that_has_lost_a_connection_looks_for_others(clock, store):
@@ -418,7 +443,7 @@ def test_a_neighbour_that_was_killed_is_named_and_the_others_end(clock, store, e
     ranks = [Watched(store, rank, 3) for rank in range(3)]
     for one in ranks:
         one.beat()
-    gone = RankStatus(2, "node7", *ended_process[:1], started=ended_process[1], stage="TRAIN", beats=9, session=1)
+    gone = ended(2, "node7", ended_process, stage="TRAIN", session=1)
     store.set(beat_key(2), gone.to_json())
     ranks[0].position.progress.step = 12
     pass_time(clock, GRACE_SECONDS + 1.5, *ranks[:2], beating=ranks[:2])
@@ -451,7 +476,7 @@ def test_a_neighbour_that_has_left_is_not_missed(clock, store, ended_process):
     one = Watched(store)
     Watched(store, 1).beat()
     one.beat()
-    store.set(beat_key(1), RankStatus(1, "a", *ended_process[:1], started=ended_process[1], beats=9).to_json())
+    store.set(beat_key(1), ended(1, "a", ended_process).to_json())
     FailureReport(store, 1, 2).depart()
     pass_time(clock, 10, one, beating=[one])
     assert one.ended == []
@@ -463,7 +488,7 @@ def test_f4_who_is_killed_after_another_has_failed_is_noted_as_gone_too(clock, s
     ranks = [Watched(store, rank, 3, where=position(inside=False)) for rank in range(2)]
     for one in ranks:
         one.beat()
-    store.set(beat_key(1), RankStatus(1, "a", *ended_process[:1], started=ended_process[1], beats=9).to_json())
+    store.set(beat_key(1), ended(1, "a", ended_process).to_json())
     FailureReport(store, 2, 3).tell(Reason(2, "Boom: b", trace="T", is_final=True))
     pass_time(clock, 3, ranks[0], beating=[ranks[0]])
     assert ranks[0].report.has_departed(1)
@@ -475,11 +500,12 @@ def test_f4_who_is_killed_after_another_has_failed_is_noted_as_gone_too(clock, s
 
 def listen(clock, store, beats, limit, seconds=40, step=1.0, met=False):
     """Wait for rank 1, which tells in those seconds; return when it was told as gone, or None."""
-    near = range(2) if met else range(1)  # whether it is known to be on this machine
-    one, other, began = Watched(store, near=near), Watched(store, 1), clock.now
+    one, other, began = Watched(store, near=range(1 + met)), Watched(store, 1), clock.now
     one.hang_timeout, one.report.awaited = limit, 1
-    if met:
+    if met:  # it is known to be on this machine
         other.beat()
+    else:
+        other.heartbeat._here.machine = "another"
     while clock.now - began < seconds:
         if clock.now - began in beats:
             other.beat()
@@ -527,10 +553,8 @@ def test_a_rank_of_another_machine_is_no_neighbour_though_its_number_is_near(clo
     """Its process number means another process here, or none."""
     one = Watched(store)
     Watched(store, 1).beat()
-    store.set(f"{beat_key(1)}/machine", "another")
-    store.set(beat_key(1), RankStatus(1, "another", *ended_process[:1], started=ended_process[1], beats=9).to_json())
+    store.set(beat_key(1), ended(1, "another", ended_process, machine="another").to_json())
     pass_time(clock, 10, one, beating=[one])
-    assert one.heartbeat.neighbours == []
     assert one.ended == []
     assert one.heartbeat.failure is None
 

@@ -81,10 +81,10 @@ def test_info_cannot_be_changed():
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"RANK": None}, "LOCAL_RANK and WORLD_SIZE are set, but RANK is not"),
-        ({"RANK": None, "WORLD_SIZE": None}, "LOCAL_RANK is set, but RANK is not"),
-        ({"LOCAL_RANK": None}, "RANK and WORLD_SIZE are set, but LOCAL_RANK is not"),
-        ({"WORLD_SIZE": None}, "RANK and LOCAL_RANK are set, but WORLD_SIZE is not"),
+        ({"RANK": None}, "RANK is not set"),
+        ({"RANK": None, "WORLD_SIZE": None}, "RANK is not set"),
+        ({"LOCAL_RANK": None}, "LOCAL_RANK is not set"),
+        ({"WORLD_SIZE": None}, "WORLD_SIZE is not set"),
         ({"RANK": "4"}, "RANK=4 is not below WORLD_SIZE=4"),
         ({"WORLD_SIZE": "0"}, "RANK=3 is not below WORLD_SIZE=0"),
         ({"RANK": "-1"}, "RANK=-1 is negative"),
@@ -241,6 +241,7 @@ def test_d6_one_process_inside_slurm_is_one_process(changes):
         ({"SLURM_LOCALID": "2"}, "SLURM_LOCALID=2 is not below the number of tasks on this node=2"),
         ({"SLURM_LOCALID": None}, "SLURM_LOCALID is not set"),
         ({"SLURM_GTIDS": "0,1"}, "SLURM_PROCID=3, but SLURM_GTIDS has 1 for SLURM_LOCALID=1"),
+        ({"SLURM_GTIDS": "0,3,4,5,6"}, "the number of tasks on this node=5 is above the number of tasks=4"),
         ({"SLURM_STEP_NODELIST": "gpu[7"}, "cannot read the Slurm host list"),
     ],
 )
@@ -289,7 +290,7 @@ RANKS = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4"}
             {**SRUN, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"},
             "but slurm started this process as number 3 of 4",
         ),
-        ({**SRUN, "LOCAL_RANK": "1"}, "LOCAL_RANK is set, but RANK is not"),
+        ({**SRUN, "LOCAL_RANK": "1"}, "RANK is not set"),
     ],
 )
 def test_d6_ranks_that_contradict_the_step_are_refused_with_a_table(environ, words):
@@ -378,6 +379,11 @@ def test_d6_mpi_ranks_that_are_dealt_out_in_turn_are_refused():
     environ = {**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
     with pytest.raises(LaunchError, match="mpirun --map-by slot"):
         find_launch(environ)
+
+
+def test_d6_more_processes_on_a_node_than_in_the_run_are_told_as_mpi_gave_them():
+    with pytest.raises(LaunchError, match="OMPI_COMM_WORLD_LOCAL_SIZE=5 is above OMPI_COMM_WORLD_SIZE=2"):
+        find_launch({**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "5"})
 
 
 def test_d6_mpirun_starts_its_helpers_by_srun_and_wins():

@@ -170,9 +170,10 @@ def test_f10_ctrl_c_at_the_terminal(tmp_path):
 @pytest.mark.faults
 def test_f1_a_save_that_takes_a_while_is_ended_when_another_rank_fails(tmp_path):
     body = """
-        from ddpkit.control.periodic_sync import terminating_later
+        from ddpkit.base import SignalListener
+        from ddpkit.control import EXIT_DELAY
         if rank == 0:
-            with terminating_later():
+            with SignalListener().listening(), EXIT_DELAY.held():
                 Path("saving").touch()
                 time.sleep(6)
                 Path("saved").touch()

@@ -465,8 +465,9 @@ def test_a_neighbour_that_ended_at_its_hang_limit_is_not_said_to_have_crashed(cl
     one = Watched(store, 0, 2)
     one.hang_timeout = 20.0
     one.beat()
-    ended = {"started": ended_process[1], "stage": "TRAIN", "beats": 900, "session": 1, "ends": True}
-    store.set(beat_key(1), RankStatus(1, "node7", ended_process[0], **ended).to_json())
+    last = ended(1, "node7", ended_process, stage="TRAIN", session=1, ends=True)
+    last.beats = 900
+    store.set(beat_key(1), last.to_json())
     pass_time(clock, GRACE_SECONDS + 1.5, one, beating=[one])
     assert "it has ended itself after 20 s without a step (--hang_timeout)" in one.ended[0]
     assert "killed" not in one.ended[0]
@@ -731,7 +732,7 @@ def test_the_threads_themselves(caplog):
         time.sleep(4 * BEAT_SECONDS / FIRST_BEATS)
         assert RankStatus.read(store.get(beat_key(0))).beats > first > 0
         watch.stop()
-    assert not any(thread.name.startswith("ddpkit-") for thread in threading.enumerate())
+    assert not {"ddpkit-heartbeat", "ddpkit-watch"} & {thread.name for thread in threading.enumerate()}
 
 
 def test_a_process_that_has_failed_says_no_more(monkeypatch):

@@ -173,7 +173,7 @@ class AutoMicroBatch:
         self._buffers = [(owners[path], name, one) for (path, _, name), one in places]
         self._sent = []
         for module in getattr(step.strategy, "wrapped", ()):
-            self._sent += module.module.buffers() if module.forward_sync_buffers else ()
+            self._sent += module.module.buffers() if module.broadcast_buffers else ()
             module.require_forward_param_sync = False  # else DDP sends its buffers in the first forward pass
         self._random, step.agree = None, self.agree
         try:

@@ -120,7 +120,7 @@ def changed_settings(checkpoint: Path, name: str, before: list[dict[str, Any]], 
     Ranks: local.
 
     Example:
-        >>> changed_settings(Path("CKPT+a"), "sgd", [{"lr": 0.1}], [{"lr": 0.2, "momentum": 0}])
+        >>> changed_settings(Path("CKPT+a"), "sgd", [{"lr": 0.1}], [{"class": "SGD", "lr": 0.2}])
         ['lr 0.1 -> 0.2']
     """
     pairs = list(zip(before, now, strict=False))

@@ -165,7 +165,7 @@ class StopControl:
             "time": dt.datetime.now(dt.timezone.utc).isoformat(timespec="seconds"),
         }
         run_event("stopped", **facts)
-        place = f"{facts['stage']} of epoch {progress.epoch} at step {progress.step}"
+        place = f"{facts['stage']} of epoch {progress.epoch}{f' at step {progress.step}' if progress.step else ''}"
         saved = "There is no checkpoint." if newest is None else f"The same command goes on from {newest.path}."
         words = f"Stopped by {stopped.cause} in {place}, after {progress.optimizer_step} optimizer steps. {saved}"
         logger.warning("%s", words)

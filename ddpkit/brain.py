@@ -103,7 +103,10 @@ def _warn_of_misspelt_hooks(recipe: type[Brain]) -> None:
     """Warn of methods that nothing calls, with nearly the name of a hook that the recipe does not override."""
     own, known = (dict(inspect.getmembers(kind, inspect.isfunction)) for kind in (recipe, Brain))
     hooks = [name for name, one in known.items() if own.get(name) is one and name[0] != "_"]
-    called = {name for one in own.values() for name in getattr(inspect.unwrap(one), "__code__", one.__code__).co_names}
+    codes = [getattr(inspect.unwrap(one), "__code__", one.__code__) for one in own.values()]
+    for code in codes:
+        codes += [one for one in code.co_consts if inspect.iscode(one)]  # functions inside of it
+    called = {name for code in codes for name in code.co_names}
     for name in [name for name in own if not (name in called or name[0] == "_" or hasattr(Brain, name))]:
         for meant in difflib.get_close_matches(name, hooks, n=1, cutoff=0.88):
             words = "%s.%s is never called by ddpkit; did you mean %s? If the method is your own, all is well."

@@ -205,6 +205,20 @@ class _Metric(Reducing):
         return sum_over_ranks(values)
 
 
+def metrics_of(*owners: Any) -> dict[str, _Metric]:
+    """Return the metrics among the attributes of some objects, by name; those of the first owner come first.
+
+    Ranks: local.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> [*metrics_of(SimpleNamespace(acc=Sum(), epoch=1))]
+        ['0.acc']
+    """
+    attributes = [(f"{place}.{name}", one) for place, owner in enumerate(owners) for name, one in vars(owner).items()]
+    return {name: one for name, one in attributes if isinstance(one, _Metric)}
+
+
 def _wide(values: Tensor) -> Tensor:
     return values.detach().to(widest_float(values.device))
 

@@ -95,6 +95,7 @@ def check(way, most):
 
 @pytest.fixture(autouse=True)
 def what_others_have_left_is_collected_before():
+    BackgroundSave.threads.clear()  # whose ends a start would wait for
     gc.collect()
     gc.disable()
     yield

@@ -73,7 +73,12 @@ def _end_at_second(reader: int) -> None:
     while True:
         number = os.read(reader, 1)[0]
         if not _Listeners.by_handler and _is_second(number):
-            os._exit(128 + number)
+            _end_by(number)
+
+
+def _end_by(number: int) -> None:
+    _say(f"{signal.Signals(number).name} again: ended at once, without a checkpoint.")
+    os._exit(128 + number)
 
 
 def _is_second(number: int) -> bool:
@@ -201,14 +206,14 @@ def _hear(number: int, _frame: Any) -> None:
     is_first = [one.note(number) for one in _Listeners.active]  # each has a use of its own for it
     if any(is_first):
         name = signal.Signals(number).name
-        again = " Once more ends the process at once." if name in _ENDING else ""
+        again = " Once more after a second ends the process at once." if name in _ENDING else ""
         _say(f"{name}: stopping at the end of a step.{again}")
     elif is_second:
         for one in _Listeners.active:
             one.stop_signal = 0  # in a notebook there is a next call
         if hasattr(sys, "ps1"):
             raise KeyboardInterrupt
-        os._exit(128 + number)
+        _end_by(number)
 
 
 def _say(line: str) -> None:

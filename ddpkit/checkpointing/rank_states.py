@@ -133,7 +133,7 @@ class RankStates:
             raise CheckpointError(f"the states of ranks have format {known!r}; this ddpkit reads format {FORMAT}.")
         rank, world_size = get_rank() or 0, get_world_size()
         self.is_of_as_many = len(ranks) == world_size
-        self.loaded = ranks[rank] if self.is_of_as_many else _common(ranks) | _logged(ranks)
+        self.loaded = ranks[rank] if self.is_of_as_many else _common(ranks) | _counted(ranks)
         self.is_complete = self.is_of_as_many and None not in ranks
         unknown = [number for number, one in enumerate(ranks) if one is None or one.get("random", True) is None]
         if unknown and self.is_of_as_many and not end_of_epoch:
@@ -193,10 +193,11 @@ def _common(ranks: list[dict[str, Any] | None]) -> dict[str, Any]:
     return {name: first[name] for name in names if all(_listed(one.get(name)) == _listed(first[name]) for one in known)}
 
 
-def _logged(ranks: list[dict[str, Any] | None]) -> dict[str, list[Any]]:
-    """Return what all ranks have logged, if there is anything: for the main process, which stands for the others."""
-    found = [one["logged"] for one in ranks if one is not None and one.get("logged")]
-    return {"logged": [] if get_rank() else found} if found else {}
+def _counted(ranks: list[dict[str, Any] | None]) -> dict[str, list[Any]]:
+    """Return what all ranks have counted, if there is anything: for the main process, which stands for the others."""
+    names = ("logged", "metrics")
+    found = {name: [one[name] for one in ranks if one is not None and one.get(name)] for name in names}
+    return {name: [] if get_rank() else states for name, states in found.items() if states}
 
 
 def _listed(state: Any) -> Any:

@@ -307,8 +307,9 @@ def _warn_of_misspelt_options(nodes: Mapping[str, Node], param_file: str) -> Non
     """Warn of keys that are nearly options, and that nothing in the file refers to: a recipe has keys of its own."""
     flags, text = {_plain(option.name): option.name for option in OPTIONS}, str(nodes)
     for key in [name for name in nodes if name not in OPTION_BY_NAME and f"<{name}" not in text]:
-        # At most one letter too many or too few, in a name of 8 letters or more.
-        for meant in difflib.get_close_matches(_plain(key), flags, n=1, cutoff=0.94):
+        # At most one letter too many or too few, in a name of 8 letters or more; or the same letters in another order.
+        swapped = [name for name in flags if name != _plain(key) and sorted(name) == sorted(_plain(key))]
+        for meant in swapped or difflib.get_close_matches(_plain(key), flags, n=1, cutoff=0.94):
             words = "The key %r of %r is not a run option, and sets none; did you mean %r?"
             logger.warning_once(words, key, param_file, flags[meant])
 

@@ -145,7 +145,7 @@ class Preflight:
             "memory": memory_row(sizes.per_process) if options.auto_micro_batch else "",
             "per step": "" if is_asked or depends or self.progress.optimizer_step else sizes.advice(),
             "valid set": "" if valid_set is None else _size_in_words(valid_set),
-            "optimizer": optimizer_row(optimizers),
+            "optimizer": optimizer_row(optimizers) or "none",
             "schedule": "" if self.train_step.schedule is None else str(self.train_step.schedule),
             "clipping": clipping_row(options.max_grad_norm) if optimizers else "",
             **{name: row for name, row in told.items() if name != "strategy"},

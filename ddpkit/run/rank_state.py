@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
+METRICS = "The checkpoint does not have what metrics have counted: %s. They count after batch %d of this epoch alone."
+
 
 class RankState:
     """The state of this rank. In a checkpoint, :mod:`ddpkit.checkpointing`'s ``RankStates`` holds the states of all.
@@ -42,6 +44,7 @@ class RankState:
         states: the recoverable with the states of all ranks; None without a checkpointer.
         base_seed: of the run; None before ``fit``.
         is_inside_batch: while a recipe saves in a hook of a training batch, after it has begun to train on it.
+        metrics: of the recipe, which count in the training stage; by name.
 
     Ranks: local, but for :meth:`end_pass`.
 
@@ -57,6 +60,7 @@ class RankState:
         self.states = RankStates(self.state_dict) if saves else None
         self.base_seed: int | None = None
         self.is_inside_batch = False
+        self.metrics: dict[str, Any] = {}
         self._epoch_seed: int | None = None
         self._from_last_call: tuple[Any, dict[str, Any]] | None = None
 
@@ -123,10 +127,23 @@ class RankState:
         logged = own.get("logged")
         if logged is not None:
             progress.logged.load_state_dicts(logged if isinstance(logged, list) else [logged])
+        self._load_metrics(own.get("metrics"))
         random = own.get("random")
         restore = self._seed_anew if random is None else functools.partial(restore_rng_state, random)
         same = states is not None and states.is_of_as_many
         return resume_at(loader, progress.step, own.get("loader"), same_batches=same), restore
+
+    def _load_metrics(self, saved: Any) -> None:
+        """Have metrics of the recipe go on in the middle of an epoch; of another number of ranks, all on rank 0."""
+        states, missing = saved if isinstance(saved, list) else [saved or {}], []
+        for name, metric in self.metrics.items():
+            totals = [state[name] for state in states if name in state]
+            if totals:
+                metric.load_state_dict({key: sum(one[key] for one in totals) for key in totals[0]})
+            else:
+                missing.append(name.partition(".")[2])
+        if missing:
+            logger.warning(METRICS, ", ".join(missing), self.progress.step)
 
     def end_pass(self) -> None:
         """Collect what a save after the epoch will need of every rank."""
@@ -166,6 +183,7 @@ class RankState:
             "random": rng_state(),
             "loss": self._losses_so_far().state_dict(),
             "logged": self.progress.logged.state_dict(step),
+            "metrics": {name: metric.state_dict() for name, metric in self.metrics.items()},
             "loader": state_at(loader, step),
             "loader_end": state_at_end(loader),
             "gradients": self.strategy.gradient_orders(),

@@ -40,12 +40,12 @@ NOMINAL = "nominal epoch"
 NEWEST, NEVER = "auto", "never"  # what the option `resume` says, or else a path
 EVALUATED = "only_evaluated"  # said by a checkpoint if the Brain that saved it had trained nothing
 _ALIKE = {"optimizer_step_limit", "activation_checkpointing", "auto_micro_batch"}
-_OF_STRATEGY = {"virtual_ranks", "ddp_comm_hook", "local_sgd_start", "local_sgd_period", "sync_batchnorm"}
+_OTHERS = {"virtual_ranks", "ddp_comm_hook", "local_sgd_start", "local_sgd_period", "sync_batchnorm", "ema_decay"}
 #: Options that change a run's numbers, except options that follow from the number of processes.
 TELLING = tuple(
     option.name
     for option in OPTIONS
-    if (option.group in {BATCHES, GRADIENTS} or option.name in _OF_STRATEGY)
+    if (option.group in {BATCHES, GRADIENTS} or option.name in _OTHERS)
     and option.name not in {"grad_accumulation_factor", "global_batch_size", "micro_batch_size", *_ALIKE}
 )
 

@@ -23,7 +23,7 @@ from ddpkit.distributed import (
 )
 from ddpkit.errors import BatchError, RunStopped
 from ddpkit.logger import get_logger
-from ddpkit.metrics import begin_stage
+from ddpkit.metrics import begin_stage, metrics_of
 from ddpkit.profiler import prepare_profiler
 from ddpkit.reporting import ProgressBar
 from ddpkit.run.auto_micro_batch import AutoMicroBatch
@@ -73,10 +73,12 @@ BAR_SECONDS = 1.0
 
 
 class StageHooks(LoopHooks, StepHooks, Protocol):
-    """The hooks of a recipe that a stage calls.
+    """The hooks of a recipe that a stage calls; metrics are looked for in its attributes and in those of ``hparams``.
 
     Ranks: all.
     """
+
+    hparams: Any
 
     def on_stage_start(self, stage: Stage, epoch: int | None = None) -> None:
         """Begin a stage."""
@@ -159,6 +161,7 @@ class StageRunner:
             self.policy.run_state.check_epoch(epoch)
             self.rank_state.begin_epoch(epoch)
             brain.on_stage_start(Stage.TRAIN, epoch)
+            self.rank_state.metrics = metrics_of(brain, brain.hparams)
             train_step.strategy.follow(self.modules)
             if train_step.ema is not None:
                 train_step.ema.follow()

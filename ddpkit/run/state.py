@@ -36,7 +36,8 @@ logger = get_logger(__name__)
 EARLIER = "The checkpoint is of the middle of call %s of fit, and this is call %d: its data position is not used."
 OTHER_SETTINGS = (
     "The optimizer %r has other settings than those with which the checkpoint's run began (%s), without effect: it "
-    "goes on with the checkpoint's. To change one, set it in param_groups after on_fit_start, or give --resume=never."
+    "goes on with the checkpoint's. To change one, set it in param_groups after on_fit_start, or give --resume=never. "
+    "A schedule of the script may set rates all the same."
 )
 OTHER_OPTIMIZER = (
     "{0}: the optimizer {1!r} was of the class {2}, and is now of the class {3}, which has other settings and cannot "

@@ -37,7 +37,8 @@ _NOISE, _EVALUATION = 0x5AAD, 0xE7A1  # what random numbers are for
 
 INSIDE = (
     "virtual_ranks={0}: fit_batch called optimizers_step() in the middle of a step, or twice in one. A step of {0} "
-    "shards takes several calls of fit_batch on each process: call it once, where self.should_step is true."
+    "shards takes several calls of fit_batch on each process: call it once, where self.should_step is true. Optimizers "
+    "that step one after the other in a batch do not work with it."
 )
 PAST = (
     "virtual_ranks={}: fit_batch called {} past the Brain: the gradients of the shards would not be added up in one "

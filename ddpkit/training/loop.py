@@ -408,6 +408,8 @@ def loss_problem(loss: Any) -> str | None:
         >>> loss_problem(3.0)
         'a float, not a tensor: return the loss itself, without .item().'
     """
+    if loss is None:
+        return "None: look for a missing return."
     if not isinstance(loss, torch.Tensor):
         return f"a {type(loss).__name__}, not a tensor: return the loss itself, without .item()."
     if loss.numel() != 1:

@@ -48,7 +48,7 @@ APART = (
     "optimizer's own step(); --check_parity 2 shows whether the gradients are then those of one process."
 )
 NO_STEP = (
-    "%s.fit_batch has made no optimizer step in its first epoch: nothing was trained. Call self.backward(loss), then "
+    "%s.fit_batch has made no step of an optimizer of the Brain in its first epoch. Call self.backward(loss), then "
     "self.optimizers_step() where self.should_step is true (guide: Write a fit_batch of your own)."
 )
 

@@ -44,7 +44,8 @@ class Gan(ddpkit.Brain):
 
     def init_optimizers(self):
         self.optimizers_dict = {name: self.opt_class(module.parameters()) for name, module in self.modules.items()}
-        self.checkpointer.add_recoverables({f"{name}_optimizer": one for name, one in self.optimizers_dict.items()})
+        if self.checkpointer is not None:  # as in the processes of --check_parity
+            self.checkpointer.add_recoverables({f"{name}_optimizer": one for name, one in self.optimizers_dict.items()})
 
     def freeze_optimizers(self, optimizers):
         return {self.turn: optimizers[self.turn]}

@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy
 import ddpkit
 from ddpkit.dataloader import Sharding, plan_of, shard
 from ddpkit.distributed import get_world_size
-from ddpkit.metrics import Accuracy, Mean, nothing_counts
+from ddpkit.metrics import Accuracy, Mean, counted_by
 from ddpkit.optim import take_step
 from ddpkit.strategies import make_strategy
 from ddpkit.training import Feed, Window
@@ -29,7 +29,7 @@ def train(net, loader, optimizer, hparams, device):
     window = Window()  # says of each batch what it weighs: this process's samples, among those of all
     feed = Feed(loader, len(loader), plan_of(loader), world_size=get_world_size())
     for points, arms in feed.batches(window):
-        with nothing_counts(not window.count):  # where a batch has fewer samples than there are processes
+        with counted_by(window):  # nothing, where a batch has fewer samples than there are processes
             loss = cross_entropy(net(points.to(device)), arms.to(device))
             mean.update(loss.detach(), window.count)
         (loss * window.scale).backward()  # here DDP averages the gradients

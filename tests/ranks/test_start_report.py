@@ -36,7 +36,9 @@ def assert_told(outcomes, *words):
 def on(world, odd):
     """Write where most are, and where the odd one is, as the message does."""
     most = [rank for rank in range(world) if rank != odd]
-    return f"rank {most[0]}" if len(most) == 1 else f"ranks {', '.join(map(str, most))}", f"rank {odd}"
+    are_neighbours = most[-1] - most[0] == len(most) - 1
+    several = f"ranks {most[0]}{'-' if are_neighbours else ', '}{most[-1]}"
+    return f"rank {most[0]}" if len(most) == 1 else several, f"rank {odd}"
 
 
 # -------------------------------------------------------------------------------- differences in one process group

@@ -110,9 +110,10 @@ class RankState:
         progress, states = self.progress, self.states
         progress.loader = loader
         own: dict[str, Any] = {}
+        is_resumed = states is not None and states.loaded is not None  # a step that is repeated is not
         if states is not None:
             keep_states(loader)
-            _warn_out_of_reach(loader, resumed=states.loaded is not None)
+            _warn_out_of_reach(loader, resumed=is_resumed)
             states.gathered = None
             own, states.loaded = states.loaded or self._of_last_call(loader), None
             self._from_last_call = None
@@ -127,7 +128,8 @@ class RankState:
         logged = own.get("logged")
         if logged is not None:
             progress.logged.load_state_dicts(logged if isinstance(logged, list) else [logged])
-        self._load_metrics(own.get("metrics"))
+        if is_resumed:
+            self._load_metrics(own.get("metrics"))
         random = own.get("random")
         restore = self._seed_anew if random is None else functools.partial(restore_rng_state, random)
         same = states is not None and states.is_of_as_many

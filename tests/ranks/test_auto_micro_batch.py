@@ -12,6 +12,7 @@ from ddpkit.checkpoints import Checkpointer
 from ddpkit.distributed import get_rank
 from ddpkit.epoch_loop import EpochCounter
 from ddpkit.errors import ConfigError
+from ddpkit.metrics import Sum
 from tests.contract.recipes import QUIET, Killed, points
 
 
@@ -271,6 +272,14 @@ def test_synchronised_batch_norm_is_refused(ranks):
 
 def train_normalised():
     return train(model={"norm": True})
+
+
+def test_a_step_that_is_repeated_is_no_resume_to_metrics(caplog):
+    brain = make(most=2, model={"after": 7}, micro_batch_size=4)
+    brain.seen_samples = Sum()
+    brain.fit([1], points(SAMPLES))
+    assert brain.grad_accumulation_factor > 3
+    assert "have counted" not in caplog.text
 
 
 def test_another_failure_is_not_taken_for_a_lack_of_memory(caplog):

@@ -409,7 +409,7 @@ def loss_problem(loss: Any) -> str | None:
         'a float, not a tensor: return the loss itself, without .item().'
     """
     if loss is None:
-        return "None: look for a missing return."
+        return "a NoneType, not a tensor: look for a missing return."
     if not isinstance(loss, torch.Tensor):
         return f"a {type(loss).__name__}, not a tensor: return the loss itself, without .item()."
     if loss.numel() != 1:

@@ -206,7 +206,7 @@ class _Metric(Reducing):
 
 
 def metrics_of(*owners: Any) -> dict[str, _Metric]:
-    """Return the metrics among the attributes of some objects, by name; those of the first owner come first.
+    """Return the metrics among the attributes of some objects, by the place of the object and the attribute's name.
 
     Ranks: local.
 

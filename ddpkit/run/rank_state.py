@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-METRICS = "The checkpoint does not have what metrics have counted: %s. They count after batch %d of this epoch alone."
+METRICS = "The checkpoint has no totals of these metrics: %s. In this epoch they count the batches after batch %d only."
 
 
 class RankState:

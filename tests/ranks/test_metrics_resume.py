@@ -77,4 +77,5 @@ def test_a_checkpoint_without_metrics_is_told(tmp_path, caplog, monkeypatch):
     train(tmp_path, dies_at=12)
     monkeypatch.undo()
     train(tmp_path)
-    assert "have counted: seen, accuracy, mean. They count after batch 4 of this epoch alone" in caplog.text
+    assert "no totals of these metrics: seen, accuracy, mean." in caplog.text
+    assert "they count the batches after batch 4 only" in caplog.text

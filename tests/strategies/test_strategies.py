@@ -590,7 +590,7 @@ class Copies(TorchDispatchMode):
 
 @pytest.mark.parametrize("count", [torch.tensor(3), torch.tensor([2.5])], ids=str)
 def test_minor_2_a_count_on_the_cpu_is_sent_to_the_gpu_without_waiting_for_it(group, monkeypatch, count):
-    monkeypatch.setattr(dist, "all_reduce", lambda tensor, async_op: None)
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor, **kwargs: dist.Work())
     with Copies() as copies:
         DDP(RunOptions(device="meta")).start_average(count, "meta")
     assert copies.waits == [False]

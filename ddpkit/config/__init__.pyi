@@ -11,4 +11,5 @@ from ddpkit.config.options import (
     OPTIONS as OPTIONS,
     RUN_OPTIONS as RUN_OPTIONS,
     OptionTypes as OptionTypes,
+    parse_duration as parse_duration,
 )

@@ -6,6 +6,7 @@ To add an option, add a row to :class:`OptionTypes`.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,10 @@ IN_YAML = "in the hparams YAML"
 _TRUE = frozenset({"true", "yes", "on", "1"})
 _FALSE = frozenset({"false", "no", "off", "0"})
 _NOTHING = frozenset({"", "none", "null", "~", "auto"})
+
+_CLOCK = re.compile(r"(?:(?P<d>\d+)-)?(?P<h>\d+):(?P<m>[0-5]?\d):(?P<s>[0-5]?\d)")
+_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_NUMBER = re.compile(r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[smhd]?)")
 
 
 @dataclass
@@ -155,6 +160,40 @@ def to_bool(value: Any) -> bool:
     if word not in _TRUE | _FALSE:
         raise ValueError(value)
     return word in _TRUE
+
+
+def parse_duration(text: str) -> float:
+    """Read a length of time.
+
+    Args:
+        text: ``"11:50:00"``, ``"1-06:00:00"`` (days first), ``"90m"``, ``"20h"``, or a number of seconds, which is also
+            what YAML makes of ``11:50:00``.
+
+    Returns:
+        Seconds.
+
+    Raises:
+        ConfigError: it is none, or not above 0.
+
+    Ranks: local.
+
+    Example:
+        >>> parse_duration("11:50:00"), parse_duration("1-00:00:10"), parse_duration("90m"), parse_duration("42600")
+        (42600.0, 86410.0, 5400.0, 42600.0)
+    """
+    word = str(text).strip().lower()
+    clock, number = _CLOCK.fullmatch(word), _NUMBER.fullmatch(word)
+    seconds = 0.0
+    if clock is not None:
+        seconds = sum(int(clock[unit] or 0) * _UNITS[unit] for unit in "dhms")
+    elif number is not None:
+        seconds = float(number["number"]) * _UNITS[number["unit"] or "s"]
+    if seconds <= 0:
+        raise ConfigError(
+            f"time_limit expects a length of time > 0, got {text!r}. Give H:MM:SS such as 11:50:00, "
+            "with days 1-06:00:00, or 90m, 20h, or seconds."
+        )
+    return seconds
 
 
 def _to_float(value: Any) -> float:

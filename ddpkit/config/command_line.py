@@ -22,11 +22,16 @@ from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from ddpkit import __version__
 from ddpkit.base import rank_if_known
-from ddpkit.config.options import IN_YAML, ON_COMMAND_LINE, OPTION_BY_NAME, OPTIONS, PARSER_ONLY, Option
+from ddpkit.config.options import (
+    IN_YAML,
+    ON_COMMAND_LINE,
+    OPTION_BY_NAME,
+    OPTIONS,
+    PARSER_ONLY,
+    Option,
+    warn_of_misspelt,
+)
 from ddpkit.errors import ConfigError, MissingFileError
-from ddpkit.logger import get_logger
-
-logger = get_logger(__name__)
 
 _YAML_TAG = "tag:yaml.org,2002:"
 _YAML_SUFFIXES = (".yaml", ".yml")
@@ -305,17 +310,8 @@ def _options_in(nodes: Mapping[str, Node]) -> dict[str, Any]:
 
 def _warn_of_misspelt_options(nodes: Mapping[str, Node], param_file: str) -> None:
     """Warn of keys that are nearly options, and that nothing in the file refers to: a recipe has keys of its own."""
-    flags, text = {_plain(option.name): option.name for option in OPTIONS}, str(nodes)
-    for key in [name for name in nodes if name not in OPTION_BY_NAME and f"<{name}" not in text]:
-        # At most one letter too many or too few, in a name of 8 letters or more; or the same letters in another order.
-        swapped = [name for name in flags if name != _plain(key) and sorted(name) == sorted(_plain(key))]
-        for meant in swapped or difflib.get_close_matches(_plain(key), flags, n=1, cutoff=0.94):
-            words = "The key %r of %r is not a run option, and sets none; did you mean %r?"
-            logger.warning_once(words, key, param_file, flags[meant])
-
-
-def _plain(name: str) -> str:
-    return name.replace("_", "").replace("-", "").lower()
+    text = str(nodes)
+    warn_of_misspelt([name for name in nodes if f"<{name}" not in text], repr(param_file))
 
 
 def _check_overrides(overrides: Mapping[str, str | None], nodes: Mapping[str, Node], param_file: str) -> None:

@@ -5,13 +5,17 @@ To add an option, add a row to :class:`OptionTypes`.
 
 from __future__ import annotations
 
+import difflib
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ddpkit.errors import ConfigError
+from ddpkit.logger import get_logger
+
+logger = get_logger(__name__)
 
 ON_COMMAND_LINE = "on the command line"
 IN_RUN_OPTS = "in run_opts"
@@ -419,6 +423,32 @@ class ParserOptions:
 
 
 # fmt: on
+
+
+def warn_of_misspelt(names: Iterable[str], where: str) -> None:
+    """Warn of names that are nearly options.
+
+    Args:
+        names: those that are options are passed over.
+        where: they stand, in words.
+
+    Ranks: local.
+
+    Example:
+        >>> warn_of_misspelt(["global_batch_size", "number_of_epochs"], "run_opts")
+    """
+    flags = {_plain(option.name): option.name for option in OPTIONS}
+    for key in [name for name in names if name not in OPTION_BY_NAME]:
+        # At most one letter too many or too few, in a name of 8 letters or more; or the same letters in another order.
+        swapped = [name for name in flags if name != _plain(key) and sorted(name) == sorted(_plain(key))]
+        for meant in swapped or difflib.get_close_matches(_plain(key), flags, n=1, cutoff=0.94):
+            words = "The key %r of %s is not a run option, and sets none; did you mean %r?"
+            logger.warning_once(words, key, where, flags[meant])
+
+
+def _plain(name: str) -> str:
+    return name.replace("_", "").replace("-", "").lower()
+
 
 #: The options that a run has, and all, by name and in the order of ``--help``.
 RUN_OPTIONS: dict[str, Option] = {o.name: o for o in vars(OptionTypes).values() if isinstance(o, Option)}

@@ -25,6 +25,7 @@ from ddpkit.logger import log_files, shown_path
 from ddpkit.reporting import (
     Place,
     StartReport,
+    average_row,
     clipping_row,
     evaluation_row,
     loss_row,
@@ -188,13 +189,15 @@ class Preflight:
     def _show(self, what: str, first: dict[str, str], last: dict[str, str], contexts: tuple[Any, Any]) -> None:
         if get_rank():
             return
+        step, options = self.train_step, self.options
         self.report = self.report or StartReport()
         backend = str(dist.get_backend()) if is_distributed_initialized() else None
         rows = {
             **place_rows(self.places, self.launch, backend, self.versions),
             **first,
-            "precision": precision_row(*contexts, self.train_step.scaler, trains=what == "Training"),
-            "evaluation": evaluation_row(get_world_size(), divided=self.options.shard_evaluation),
+            "precision": precision_row(*contexts, step.scaler, step.modules, trains=what == "Training"),
+            "average": average_row(options.ema_decay, is_evaluated=options.evaluate_ema),
+            "evaluation": evaluation_row(get_world_size(), divided=options.shard_evaluation),
             **last,
         }
         self.report.announce(what, rows)

@@ -11,6 +11,8 @@ from ddpkit.logger import get_logger
 from ddpkit.strategies.base import Strategy, refuse_with
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from ddpkit.run_opts import RunOptions
 
 logger = get_logger(__name__)
@@ -39,6 +41,17 @@ NOT_WITH_HOOK: dict[str | None, dict[str, str]] = {
         "static_graph": "DDP would go on averaging gradients",
     },
 }
+_OF_POWERSGD = ("matrix_approximation_rank", "start_powersgd_iter")
+_OF_COMPILE = ("compile_mode", "compile_using_fullgraph", "compile_using_dynamic_shape_tracing")
+#: Options that do nothing without another one: how that is given, whether it is, and their names.
+NEEDS: tuple[tuple[str, Callable[[RunOptions], object], tuple[str, ...]], ...] = (
+    ("strategy=fsdp", lambda one: one.strategy == "fsdp", tuple(o for o in RUN_OPTIONS if o.startswith("fsdp_"))),
+    ("ddp_comm_hook=powersgd", lambda one: one.ddp_comm_hook == "powersgd", _OF_POWERSGD),
+    ("lr_scaling=linear", lambda one: one.lr_scaling != "none", ("reference_batch_size",)),
+    ("compile", lambda one: one.compile or one.compile_module_keys or one.compile_blocks, _OF_COMPILE),
+    ("debug", lambda one: one.debug, ("debug_batches", "debug_epochs", "debug_persistently")),
+    ("profile_training", lambda one: one.profile_training, ("profile_warmup", "profile_steps")),
+)
 NOT_WITH_VIRTUAL_RANKS = {
     "data_parallel_backend": "it divides each batch over GPUs",
     "check_parity": "it compares with a batch that is not divided",
@@ -64,6 +77,7 @@ def choose_strategy(options: RunOptions, *, decides_late: bool = False) -> Strat
         >>> choose_strategy(RunOptions(device="cpu", virtual_ranks=6)).shards
         6
     """
+    _warn_of_unused(options)
     _refuse_contradictions(options)
     _refuse_pairs(options)
     _refuse_with_local_sgd(options, decides_late=decides_late)
@@ -127,12 +141,18 @@ def _refuse_with_local_sgd(options: RunOptions, *, decides_late: bool) -> None:
         )
 
 
+def _warn_of_unused(options: RunOptions) -> None:
+    """Warn of options that were given without the one that they need. In the YAML they may wait for it."""
+    for needed, is_given, names in NEEDS:
+        main, own = needed.partition("=")[0], [one for one in names if options[one] != RUN_OPTIONS[one].default]
+        if not (is_given(options) or options.overridden_args.isdisjoint(own)):
+            words = "Without effect, as %s=%s: %s. Give --%s, too."
+            logger.warning(words, main, options[main], ", ".join(own), needed)
+
+
 def _refuse_contradictions(options: RunOptions) -> None:
-    """Refuse options that do not go together, or with the launch; warn of those of a strategy that is not chosen."""
+    """Refuse options that do not go together, or with the launch."""
     name, number, world_size = options.strategy, options.virtual_ranks, distributed.get_world_size()
-    own = [one for one, row in RUN_OPTIONS.items() if one.startswith("fsdp_") and options[one] != row.default]
-    if name != "fsdp" and not options.overridden_args.isdisjoint(own):  # in the YAML they may wait for the strategy
-        logger.warning("Without effect, as strategy=%s: %s. Give --strategy=fsdp, too.", name, ", ".join(own))
     if name == "single" and world_size > 1:
         raise ConfigError(
             f"strategy='single' is for one process, and a launcher has started {world_size}, each of which would train "

@@ -19,6 +19,7 @@ from ddpkit.reporting import start_report
 from ddpkit.reporting.start_report import (
     Place,
     StartReport,
+    average_row,
     evaluation_row,
     loss_row,
     optimizer_row,
@@ -122,14 +123,35 @@ def test_formats_that_are_in_force(options, scaled, trains, words):
     dtypes = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
     training, evaluation = (TorchAutocast("cuda", dtypes[name]) for name in options)
     scaler = SimpleNamespace(is_enabled=lambda: scaled)
-    assert precision_row(training, evaluation, scaler, trains=trains) == words
+    assert precision_row(training, evaluation, scaler, torch.nn.Linear(1, 1), trains=trains) == words
 
 
 def test_a_context_of_a_recipes_own_may_not_tell_its_format():
     scaler = SimpleNamespace(is_enabled=lambda: False)
-    assert precision_row(object(), SimpleNamespace(dtype=torch.float64), scaler, trains=True) == (
-        "unknown, evaluation float64"
-    )
+    assert precision_row(
+        object(), SimpleNamespace(dtype=torch.float64), scaler, torch.nn.Linear(1, 1), trains=True
+    ) == ("unknown, evaluation float64")
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "words"),
+    [
+        ([torch.float64], "float64"),
+        ([torch.bfloat16], "bf16"),
+        ([torch.float64, torch.float32], "fp32"),
+        ([], "fp32"),
+        ([torch.complex64], "fp32"),
+    ],
+)
+def test_where_nothing_is_cast_the_format_is_that_of_the_weights(dtypes, words):
+    context, scaler = TorchAutocast("cuda", torch.float32), SimpleNamespace(is_enabled=lambda: False)
+    net = torch.nn.ModuleList(torch.nn.Linear(1, 1, dtype=dtype) for dtype in dtypes)
+    assert precision_row(context, context, scaler, net, trains=True) == words
+
+
+def test_an_average_of_the_weights_is_told_where_there_is_one():
+    assert average_row(None, is_evaluated=False) == ""
+    assert average_row(0.99, is_evaluated=True).endswith("decay 0.99 (--ema_decay); validation and test use it")
 
 
 def test_how_evaluation_goes():

@@ -21,7 +21,7 @@ from ddpkit.config import (
     RUN_OPTIONS,
     OptionTypes,
     parse_duration,
-    warn_of_misspelt,
+    warn_misspelt,
 )
 from ddpkit.control import require_stop_signals, usage_errors, watch_uncaught
 from ddpkit.device import default_backend, resolve_device
@@ -204,7 +204,7 @@ class RunOptions(OptionTypes, MutableMapping[str, Any]):
         if from_yaml:
             set_by_yaml = [f"{name}={value!r}" for name, value in from_yaml.items() if name not in self.overridden_args]
             logger.info("Run options from the YAML: %s", ", ".join(set_by_yaml) or "none, as all were given")
-        warn_of_misspelt(self, "run_opts")
+        warn_misspelt(self, "run_opts")
         if self.overridden_args:
             plain = {name for name, row in RUN_OPTIONS.items() if name not in from_yaml and self[name] == row.default}
             given = ", ".join(f"{name}={self[name]!r}" for name in self if name in self.overridden_args - plain)

@@ -60,9 +60,7 @@ from ddpkit.types import Stateful
 logger = get_logger(__name__)
 
 MOST_MISFITS = 6  # lines of torch's list of what does not fit
-START_ANEW = (
-    " Make it as it was when this was saved; or start anew, with --resume=never or in another experiment folder."
-)
+START_ANEW = " Make it as it was when this was saved, or start anew: --resume=never, or another experiment folder."
 
 HookT = TypeVar("HookT", bound=Callable[..., object])
 
@@ -369,7 +367,10 @@ def torch_recovery(obj: Any, path: Path, end_of_epoch: bool) -> None:  # noqa: A
         elif isinstance(obj, Optimizer):
             own = [group.keys() - {"params"} for group in obj.param_groups]
             obj.load_state_dict(_for_optimizer(obj, state))
-            _require_settings(obj, own)
+            for before, group in zip(own, obj.param_groups, strict=True):
+                missing, foreign = before - group.keys(), group.keys() - before - {"params", "initial_lr"}
+                if missing and foreign:  # torch takes it, and the first step fails; an older version only lacks some
+                    raise CheckpointError(f"it has {sorted(foreign)}, not {sorted(missing)}: it is of another class")
         else:
             obj.load_state_dict(state)
     except Exception as error:
@@ -537,14 +538,6 @@ ON_META = (
     "it is on the meta device, without values. The Brain gives it values when it is made, with --strategy=fsdp when "
     "fit begins: {} it after that, in on_fit_start after super().on_fit_start()."
 )
-
-
-def _require_settings(optimizer: Optimizer, own: list[set[str]]) -> None:
-    """Refuse the groups of an optimizer of another class, which torch takes: its first step would miss a setting."""
-    for before, group in zip(own, optimizer.param_groups, strict=True):
-        missing, foreign = before - group.keys(), group.keys() - before - {"params", "initial_lr"}
-        if missing and foreign:  # of an older version of the class some may be missing, too
-            raise CheckpointError(f"it has {sorted(foreign)}, not {sorted(missing)}: it is of another class")
 
 
 def _misfit(obj: Any, path: Path, error: Exception, advice: str = "") -> CheckpointError:

@@ -12,5 +12,5 @@ from ddpkit.config.options import (
     RUN_OPTIONS as RUN_OPTIONS,
     OptionTypes as OptionTypes,
     parse_duration as parse_duration,
-    warn_of_misspelt as warn_of_misspelt,
+    warn_misspelt as warn_misspelt,
 )

@@ -47,6 +47,7 @@ class Option:
         shown: how ``--help`` says the default where the value itself would not tell.
         is_attribute: whether a Brain has an attribute of this name. What no recipe reads or sets needs none: a
             recipe's own attribute of the name then means what it likes. It is read at ``brain.run_opts``.
+        needs: the options of which one must be given, and with this value, if it is to have an effect.
 
     Ranks: local.
 
@@ -64,6 +65,7 @@ class Option:
     above: float | None = None
     shown: str = ""
     is_attribute: bool = True
+    needs: str = ""
 
     def __set_name__(self, owner: type, name: str) -> None:
         annotation = owner.__annotations__[name]
@@ -260,6 +262,7 @@ PROFILING = "Profiling"
 OLD = "Accepted for old command lines"
 
 _PRECISIONS = ("fp32", "fp16", "bf16")
+_COMPILED = "compile compile_module_keys compile_blocks"
 
 
 # fmt: off
@@ -275,9 +278,9 @@ class OptionTypes:
 
     test_only: bool = option(False, RUNNING, "skip training: fit returns at once, evaluate runs")
     debug: bool = option(False, RUNNING, "few batches and epochs, temporary checkpoints")
-    debug_batches: int = option(2, RUNNING, "batches per epoch when debugging", form="N", minimum=1)
-    debug_epochs: int = option(2, RUNNING, "epochs when debugging; 0 or less: all", form="N")
-    debug_persistently: bool = option(False, RUNNING, "keep the real checkpoint folder when debugging")
+    debug_batches: int = option(2, RUNNING, "batches per epoch when debugging", form="N", minimum=1, needs="debug")
+    debug_epochs: int = option(2, RUNNING, "epochs when debugging; 0 or less: all", form="N", needs="debug")
+    debug_persistently: bool = option(False, RUNNING, "keep the real checkpoint folder when debugging", needs="debug")
     shard_evaluation: bool = option(False, RUNNING, "divide validation and test sets over the processes")
     check_parity: int | None = option(None, RUNNING, "compare the gradients of N processes with one", form="N",
         minimum=2, shown="off")
@@ -298,17 +301,17 @@ class OptionTypes:
     strategy: str = option("auto", STRATEGY, "what each process holds of the model",
         choices=("auto", "ddp", "fsdp", "zero1", "single"), is_attribute=False)
     fsdp_blocks: list[str] | None = option(None, STRATEGY, "fsdp: classes of the blocks gathered at a time", form="A B",
-        shown="by size", is_attribute=False)
+        shown="by size", is_attribute=False, needs="strategy=fsdp")
     fsdp_min_parameters: int = option(5_000_000, STRATEGY, "fsdp: least number of parameters of a block", form="N",
-        minimum=1, is_attribute=False)
+        minimum=1, is_attribute=False, needs="strategy=fsdp")
     fsdp_reshard_after_forward: bool = option(True, STRATEGY, "free a block between forward and backward pass",
-        is_attribute=False)
+        is_attribute=False, needs="strategy=fsdp")
     fsdp_whole_gradients: bool = option(False, STRATEGY, "accumulate whole gradients, exchanged once per step",
-        is_attribute=False)
+        is_attribute=False, needs="strategy=fsdp")
     fsdp_cpu_offload: bool = option(False, STRATEGY, "keep weights and optimizer state in host memory",
-        is_attribute=False)
+        is_attribute=False, needs="strategy=fsdp")
     fsdp_param_dtype: str = option("own", STRATEGY, "number format in which blocks are computed",
-        choices=("own", "bf16"), is_attribute=False)
+        choices=("own", "bf16"), is_attribute=False, needs="strategy=fsdp")
     virtual_ranks: int | None = option(None, STRATEGY, "same bits on any number of processes; they divide N",
         form="N", minimum=1, shown="off", is_attribute=False)
     find_unused_parameters: bool = option(False, STRATEGY, "DDP looks for parameters that got no gradient")
@@ -322,9 +325,9 @@ class OptionTypes:
     ddp_comm_hook: str | None = option(None, STRATEGY, "DDP sends less: fp16, bf16, powersgd, post_local_sgd",
         choices=("fp16", "bf16", "powersgd", "post_local_sgd"), form="HOW", is_attribute=False)
     matrix_approximation_rank: int = option(1, STRATEGY, "powersgd: columns of the matrices", form="N", minimum=1,
-        is_attribute=False)
+        is_attribute=False, needs="ddp_comm_hook=powersgd")
     start_powersgd_iter: int = option(1000, STRATEGY, "powersgd: steps before it begins", form="N", minimum=2,
-        is_attribute=False)
+        is_attribute=False, needs="ddp_comm_hook=powersgd")
     local_sgd_start: int | None = option(None, STRATEGY, "post_local_sgd: steps before it begins", form="N",
         minimum=0, shown="0", is_attribute=False)
     local_sgd_period: int | None = option(None, STRATEGY, "post_local_sgd: steps from one average to the next",
@@ -346,7 +349,7 @@ class OptionTypes:
     lr_scaling: str = option("none", BATCHES, "scale learning rates with the batch per step",
         choices=("none", "linear", "sqrt"))
     reference_batch_size: int | None = option(None, BATCHES, "batch per step that the learning rates are meant for",
-        form="N", minimum=1)
+        form="N", minimum=1, needs="lr_scaling")
 
     precision: str = option("fp32", GRADIENTS, "number format of training", choices=_PRECISIONS)
     eval_precision: str = option("fp32", GRADIENTS, "number format of validation and test", choices=_PRECISIONS)
@@ -391,13 +394,13 @@ class OptionTypes:
         shown="all")
     compile_blocks: list[str] | None = option(None, COMPILING, "compile only blocks of these classes",
         form="A B", shown="none", is_attribute=False)
-    compile_mode: str = option("default", COMPILING, "torch's mode, such as reduce-overhead", form="MODE")
-    compile_using_fullgraph: bool = option(False, COMPILING, "a break in the graph is an error")
-    compile_using_dynamic_shape_tracing: bool = option(False, COMPILING, "trace with dynamic shapes")
+    compile_mode: str = option("default", COMPILING, "torch's mode, e.g. reduce-overhead", form="MODE", needs=_COMPILED)
+    compile_using_fullgraph: bool = option(False, COMPILING, "a break in the graph is an error", needs=_COMPILED)
+    compile_using_dynamic_shape_tracing: bool = option(False, COMPILING, "trace with dynamic shapes", needs=_COMPILED)
 
     profile_training: bool = option(False, PROFILING, "record a trace for TensorBoard")
-    profile_warmup: int = option(5, PROFILING, "steps before the trace", form="N", minimum=0)
-    profile_steps: int = option(5, PROFILING, "steps in the trace", form="N", minimum=1)
+    profile_warmup: int = option(5, PROFILING, "steps before the trace", form="N", minimum=0, needs="profile_training")
+    profile_steps: int = option(5, PROFILING, "steps in the trace", form="N", minimum=1, needs="profile_training")
 
     auto_mix_prec: bool = option(False, OLD, "means --precision=fp16")
     bfloat16_mix_prec: bool = option(False, OLD, "means --precision=bf16")
@@ -425,7 +428,7 @@ class ParserOptions:
 # fmt: on
 
 
-def warn_of_misspelt(names: Iterable[str], where: str) -> None:
+def warn_misspelt(names: Iterable[str], where: str) -> None:
     """Warn of names that are nearly options.
 
     Args:
@@ -435,7 +438,7 @@ def warn_of_misspelt(names: Iterable[str], where: str) -> None:
     Ranks: local.
 
     Example:
-        >>> warn_of_misspelt(["global_batch_size", "number_of_epochs"], "run_opts")
+        >>> warn_misspelt(["global_batch_size", "number_of_epochs"], "run_opts")
     """
     flags = {_plain(option.name): option.name for option in OPTIONS}
     for key in [name for name in names if name not in OPTION_BY_NAME]:

@@ -23,7 +23,6 @@ from ddpkit.reporting.progress import (
 from ddpkit.reporting.start_report import (
     Place as Place,
     StartReport as StartReport,
-    average_row as average_row,
     clipping_row as clipping_row,
     evaluation_row as evaluation_row,
     loss_row as loss_row,

@@ -15,7 +15,7 @@
       clipping   gradient norm at most 5.0 (--max_grad_norm)
       batch norm over the rows of all processes (--sync_batchnorm=auto)
       precision  bf16, evaluation fp32
-      average    of the weights, with decay 0.999 (--ema_decay); validation and test use it
+      average    of the weights, decay 0.999, used in evaluation
       evaluation every rank its part of a set: count with ddpkit.metrics or Brain.gather
       records    log.txt and metrics.jsonl in results
       start      from results/save/CKPT+2026-11-21+04-20-12+00: 480 optimizer steps done, epoch 33 comes next
@@ -156,23 +156,6 @@ def precision_row(training: Any, evaluation: Any, scaler: Any, modules: torch.nn
         return evaluated
     trained = _format(training, single) + (" with scaled gradients" if scaler.is_enabled() else "")
     return trained if trained == evaluated else f"{trained}, evaluation {evaluated}"
-
-
-def average_row(decay: float | None, *, is_evaluated: bool) -> str:
-    """Return how the weights are averaged, in words; nothing where they are not.
-
-    Args:
-        decay: the option ``ema_decay``.
-        is_evaluated: the option ``evaluate_ema``.
-
-    Ranks: local.
-
-    Example:
-        >>> average_row(0.999, is_evaluated=False)
-        'of the weights, with decay 0.999 (--ema_decay); validation and test do not use it'
-    """
-    use = "use it" if is_evaluated else "do not use it"
-    return "" if decay is None else f"of the weights, with decay {decay} (--ema_decay); validation and test {use}"
 
 
 def evaluation_row(world_size: int, *, divided: bool) -> str:

@@ -25,7 +25,6 @@ from ddpkit.logger import log_files, shown_path
 from ddpkit.reporting import (
     Place,
     StartReport,
-    average_row,
     clipping_row,
     evaluation_row,
     loss_row,
@@ -190,13 +189,14 @@ class Preflight:
         if get_rank():
             return
         step, options = self.train_step, self.options
+        use = "" if options.evaluate_ema else "not "
         self.report = self.report or StartReport()
         backend = str(dist.get_backend()) if is_distributed_initialized() else None
         rows = {
             **place_rows(self.places, self.launch, backend, self.versions),
             **first,
             "precision": precision_row(*contexts, step.scaler, step.modules, trains=what == "Training"),
-            "average": average_row(options.ema_decay, is_evaluated=options.evaluate_ema),
+            "average": "" if step.ema is None else f"of the weights, decay {step.ema.decay}, {use}used in evaluation",
             "evaluation": evaluation_row(get_world_size(), divided=options.shard_evaluation),
             **last,
         }

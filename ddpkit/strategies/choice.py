@@ -11,8 +11,6 @@ from ddpkit.logger import get_logger
 from ddpkit.strategies.base import Strategy, refuse_with
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from ddpkit.run_opts import RunOptions
 
 logger = get_logger(__name__)
@@ -41,17 +39,6 @@ NOT_WITH_HOOK: dict[str | None, dict[str, str]] = {
         "static_graph": "DDP would go on averaging gradients",
     },
 }
-_OF_POWERSGD = ("matrix_approximation_rank", "start_powersgd_iter")
-_OF_COMPILE = ("compile_mode", "compile_using_fullgraph", "compile_using_dynamic_shape_tracing")
-#: Options that do nothing without another one: how that is given, whether it is, and their names.
-NEEDS: tuple[tuple[str, Callable[[RunOptions], object], tuple[str, ...]], ...] = (
-    ("strategy=fsdp", lambda one: one.strategy == "fsdp", tuple(o for o in RUN_OPTIONS if o.startswith("fsdp_"))),
-    ("ddp_comm_hook=powersgd", lambda one: one.ddp_comm_hook == "powersgd", _OF_POWERSGD),
-    ("lr_scaling=linear", lambda one: one.lr_scaling != "none", ("reference_batch_size",)),
-    ("compile", lambda one: one.compile or one.compile_module_keys or one.compile_blocks, _OF_COMPILE),
-    ("debug", lambda one: one.debug, ("debug_batches", "debug_epochs", "debug_persistently")),
-    ("profile_training", lambda one: one.profile_training, ("profile_warmup", "profile_steps")),
-)
 NOT_WITH_VIRTUAL_RANKS = {
     "data_parallel_backend": "it divides each batch over GPUs",
     "check_parity": "it compares with a batch that is not divided",
@@ -143,11 +130,14 @@ def _refuse_with_local_sgd(options: RunOptions, *, decides_late: bool) -> None:
 
 def _warn_of_unused(options: RunOptions) -> None:
     """Warn of options that were given without the one that they need. In the YAML they may wait for it."""
-    for needed, is_given, names in NEEDS:
-        main, own = needed.partition("=")[0], [one for one in names if options[one] != RUN_OPTIONS[one].default]
-        if not (is_given(options) or options.overridden_args.isdisjoint(own)):
+    for needed in dict.fromkeys(filter(None, (row.needs for row in RUN_OPTIONS.values()))):
+        own = [name for name, row in RUN_OPTIONS.items() if row.needs == needed and options[name] != row.default]
+        pairs = [word.partition("=") for word in needed.split()]
+        given = [options[main] == value if value else (options[main] or "none") != "none" for main, _, value in pairs]
+        if not (any(given) or options.overridden_args.isdisjoint(own)):
+            main, advice = pairs[0][0], needed.partition(" ")[0]
             words = "Without effect, as %s=%s: %s. Give --%s, too."
-            logger.warning(words, main, options[main], ", ".join(own), needed)
+            logger.warning(words, main, options[main], ", ".join(own), advice)
 
 
 def _refuse_contradictions(options: RunOptions) -> None:

@@ -19,7 +19,6 @@ from ddpkit.reporting import start_report
 from ddpkit.reporting.start_report import (
     Place,
     StartReport,
-    average_row,
     evaluation_row,
     loss_row,
     optimizer_row,
@@ -147,11 +146,6 @@ def test_where_nothing_is_cast_the_format_is_that_of_the_weights(dtypes, words):
     context, scaler = TorchAutocast("cuda", torch.float32), SimpleNamespace(is_enabled=lambda: False)
     net = torch.nn.ModuleList(torch.nn.Linear(1, 1, dtype=dtype) for dtype in dtypes)
     assert precision_row(context, context, scaler, net, trains=True) == words
-
-
-def test_an_average_of_the_weights_is_told_where_there_is_one():
-    assert average_row(None, is_evaluated=False) == ""
-    assert average_row(0.99, is_evaluated=True).endswith("decay 0.99 (--ema_decay); validation and test use it")
 
 
 def test_how_evaluation_goes():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime as dt
 import importlib.metadata
+import logging
 import os
 import platform
 import subprocess
@@ -286,12 +287,11 @@ class _LoggingExceptHook:
         self.previous = previous
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if is_shown_without_traceback(error):  # on the console by the previous hook alone
-            logger.debug("Uncaught %s: %s", kind.__name__, error)
-        else:  # The console shows no traceback here: the previous hook prints it, so that the reason stands last.
-            logger.error(
-                "Uncaught %s:", kind.__name__, exc_info=(kind, error, trace), extra={"traceback_follows": True}
-            )
+        # The console shows no traceback here: the previous hook prints it, or one sentence, so that the reason is last.
+        is_plain, given = is_shown_without_traceback(error), (kind, error, trace)
+        level = logging.DEBUG if is_plain else logging.ERROR
+        logger.log(level, "Uncaught %s:", kind.__name__, exc_info=given, extra={"traceback_follows": True})
+        if not is_plain:
             record_for_launcher(error)
         with contextlib.suppress(ConfigError):  # a full disk must not hide the reason
             run_event("exception", type=kind.__name__, message=str(error))

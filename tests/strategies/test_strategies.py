@@ -665,6 +665,27 @@ def test_options_of_fsdp_on_the_command_line_without_it_are_told(caplog):
     assert [one.getMessage() for one in caplog.records] == [said]
 
 
+@pytest.mark.parametrize(
+    ("given", "main", "with_it"),
+    [
+        ({"matrix_approximation_rank": 2, "start_powersgd_iter": 9}, "ddp_comm_hook=None", "ddp_comm_hook=powersgd"),
+        ({"reference_batch_size": 8}, "lr_scaling=none", "lr_scaling=sqrt"),
+        ({"compile_mode": "max-autotune"}, "compile=False", "compile=True"),
+        ({"debug_batches": 3}, "debug=False", "debug=True"),
+        ({"profile_steps": 3}, "profile_training=False", "profile_training=True"),
+    ],
+)
+def test_options_that_do_nothing_without_another_are_told(caplog, given, main, with_it):
+    choose_strategy(RunOptions(device="cpu", **given))
+    advice = with_it.removesuffix("=True").removesuffix("=sqrt")
+    said = f"Without effect, as {main}: {', '.join(given)}. Give --{advice}, too."
+    assert [one.getMessage() for one in caplog.records] == [said]
+    caplog.clear()
+    name, _, value = with_it.partition("=")
+    choose_strategy(RunOptions(device="cpu", **given, **{name: value}))
+    assert caplog.text == ""
+
+
 def test_options_of_fsdp_that_wait_for_it_are_not(caplog):
     choose_strategy(RunOptions(device="cpu").resolved({"fsdp_blocks": ["Block"]}))
     choose_strategy(RunOptions(device="cpu", strategy="fsdp", fsdp_blocks=["Block"]))

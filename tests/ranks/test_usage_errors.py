@@ -116,7 +116,7 @@ def test_torchrun_says_it_once_in_its_summary(folder, mistake):
     assert "exitcode  : 2" in run.err
     assert "traceback : train.py: error: " in run.tail(5)
     assert 'train.py", line' not in run.err
-    assert len(own_lines(run)) < 45, run.err
+    assert len(own_lines(run)) < 55, run.err  # from 3.13 on Python underlines calls in tracebacks
 
 
 def test_nproc_says_it_once_and_starts_nothing(folder):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from ddpkit.base import POSITION
+from ddpkit.base import POSITION, temporarily
 from ddpkit.control import PeriodicSync, Requests
 from ddpkit.data import StreamLoader
 from ddpkit.dataloader import plan_of, set_epoch
@@ -321,18 +321,13 @@ class StageRunner:
         """
         progress = self.progress
         self.modules.eval()
-        before = progress.seen, progress.step
-        progress.seen = Seen(Stage.TEST, loader, divided=get_world_size() > 1 and is_divided(loader))
-        begin_stage(divided=progress.seen.divided)
+        seen = Seen(Stage.TEST, loader, divided=get_world_size() > 1 and is_divided(loader))
+        begin_stage(divided=seen.divided)
         POSITION.stage_begins()
-        progress.step = 0
-        try:
-            with self._stoppable(), progress.logged.during(None, None):
-                with self._averaged_weights(Stage.TEST), self._evaluating(loader):
-                    outputs = self._outputs(brain, loader, precision, enable_bar=enable_bar)
-                gathered: list[Any] = gather_results(progress.seen, outputs)
-        finally:
-            progress.seen, progress.step = before
+        with temporarily(progress, seen=seen, step=0), self._stoppable(), progress.logged.during(None, None):
+            with self._averaged_weights(Stage.TEST), self._evaluating(loader):
+                outputs = self._outputs(brain, loader, precision, enable_bar=enable_bar)
+            gathered: list[Any] = gather_results(seen, outputs)
         return gathered
 
     @torch.no_grad()

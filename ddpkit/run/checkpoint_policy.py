@@ -165,10 +165,8 @@ class CheckpointPolicy:
             yield
             self._end_call()
             return
-        before = checkpointer.asynchronous
-        with checkpointer.hold_folder():
+        with checkpointer.hold_folder(), temporarily(checkpointer, asynchronous=self.options.ckpt_async):
             self._choose_start()
-            checkpointer.asynchronous = self.options.ckpt_async
             try:
                 yield
                 self._end_call()
@@ -178,7 +176,6 @@ class CheckpointPolicy:
                     self._finish_save(checkpointer)
                 raise
             finally:
-                checkpointer.asynchronous = before
                 self._release()
 
     def _end_call(self) -> None:

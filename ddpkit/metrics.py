@@ -13,6 +13,7 @@ all ranks, with :func:`begin_stage`.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from fractions import Fraction
 from types import SimpleNamespace
@@ -27,7 +28,6 @@ from ddpkit.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from contextlib import AbstractContextManager
 
 __all__ = [
     "Accuracy",
@@ -74,7 +74,7 @@ def begin_stage(*, divided: bool) -> None:
         _Stages.last_divided = _Stages.number
 
 
-def counted_by(window: Any) -> AbstractContextManager[None]:
+def counted_by(window: Any) -> contextlib.AbstractContextManager[None]:
     """Let metrics and batch statistics ignore batches of a pass that this rank repeats only to keep step.
 
     So such a rank runs the same lines of code as the others, by which a call of ``run_on_main`` in a batch is known.

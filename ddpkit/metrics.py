@@ -27,7 +27,7 @@ from ddpkit.device import widest_float
 from ddpkit.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
 __all__ = [
     "Accuracy",
@@ -74,8 +74,7 @@ def begin_stage(*, divided: bool) -> None:
         _Stages.last_divided = _Stages.number
 
 
-@contextlib.contextmanager
-def counted_by(window: Any) -> Iterator[None]:
+def counted_by(window: Any) -> contextlib.AbstractContextManager[None]:
     """Let metrics and batch statistics ignore batches of a pass that this rank repeats only to keep step.
 
     So such a rank runs the same lines of code as the others, by which a call of ``run_on_main`` in a batch is known.
@@ -95,11 +94,9 @@ def counted_by(window: Any) -> Iterator[None]:
         >>> total.compute()
         5.0
     """
-    before, _Stages.window = _Stages.window, window
-    try:
-        yield
-    finally:
-        _Stages.window = before
+    from ddpkit.base import temporarily
+
+    return temporarily(_Stages, window=window)
 
 
 def is_repeating() -> bool:

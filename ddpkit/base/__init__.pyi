@@ -54,6 +54,7 @@ from ddpkit.base.rank_status import (
     spans as spans,
     stage_of as stage_of,
     table as table,
+    temporarily as temporarily,
 )
 from ddpkit.base.signals import (
     REPEAT_SECONDS as REPEAT_SECONDS,

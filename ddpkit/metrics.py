@@ -166,6 +166,7 @@ class _Metric(Reducing):
     """What the metrics share: named totals, each a number or a scalar on a device; their sum over the ranks."""
 
     _names: tuple[str, ...] = ("total", "count")
+    is_of_each_rank = True  # no recoverable: the main process's totals are a part
 
     def __init__(self) -> None:
         super().__init__()

@@ -153,6 +153,17 @@ def test_when_main_dies_inside_of_its_own_work_everyone_learns_it(tmp_path):
     assert "rank 0" in runs[1].tail()
 
 
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_without_memory_for_a_checkpoint_that_is_sent_to_it_a_rank_ends_and_nobody_waits(tmp_path, by_hand):
+    wait(start(tmp_path, "size=40", "epochs=1"))
+    runs = start(tmp_path, "fault=memory@load", "rank=1", "--ckpt_load=broadcast", by_hand=by_hand)
+    require_gone_soon(runs, tmp_path)
+    assert all(run.code != 0 for run in runs)
+    assert "rank 1 (" in said(runs)
+    assert "failed first, in fit, before the first stage" in said(runs)
+    assert "MemoryError" in runs[0].err
+
+
 # ------------------------------------------------------------------------------------------ a rank that is stuck
 
 

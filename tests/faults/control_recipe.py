@@ -153,7 +153,11 @@ def main():
         np.empty = empty
     loader = {"batch_size": 4, "num_workers": WORKERS, "shuffle": True, **CONTEXT}
     valid = Stream() if WORDS.get("stream") else Data()
-    brain.fit(counter, Data(), valid, train_loader_kwargs=loader, valid_loader_kwargs={"batch_size": 4})
+    try:
+        brain.fit(counter, Data(), valid, train_loader_kwargs=loader, valid_loader_kwargs={"batch_size": 4})
+    finally:
+        (FOLDER / f"left-{brain.rank}").touch()
+        time.sleep(float(WORDS.get("after", 0)))  # what a script tidies up
     torch.save(net.state_dict(), FOLDER / f"final-{brain.rank}.pt")
     print("finished", brain.optimizer_step, flush=True)
 

@@ -10,6 +10,7 @@ import json
 import os
 import re
 import signal
+import socket
 import sys
 import time
 from pathlib import Path
@@ -136,6 +137,14 @@ def test_f4_a_killed_rank_is_named_with_its_step(tmp_path, rank, by_hand):
     text = said(runs)
     assert f"rank {rank} (" in text
     assert f"pid {pid_of(tmp_path, rank)}) disappeared in TRAIN of epoch 1 at step" in text
+
+
+def test_f4_a_rank_that_is_asked_to_end_after_fit_says_first_which_one_was_killed(tmp_path):
+    runs = start(tmp_path, "fault=kill@forward", "rank=1", "step=9", "after=1", by_hand=True)
+    assert wait_until((tmp_path / "out" / "left-0").exists, START_SECONDS)
+    runs[0].signal(signal.SIGTERM)  # as a launcher does
+    require_gone_soon(runs, tmp_path)
+    assert f"rank 1 ({socket.gethostname()}, pid {pid_of(tmp_path, 1)}) disappeared in TRAIN" in runs[0].err
 
 
 def test_f12_without_their_launcher_the_workers_end(tmp_path):

@@ -26,16 +26,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp
 
-from ddpkit.base import (
-    POSITION,
-    Reason,
-    get_rank,
-    get_world_size,
-    is_distributed_initialized,
-    line_of,
-    spans,
-    this_place,
-)
+from ddpkit.base import POSITION, Reason, get_rank, get_world_size, is_distributed_initialized, line_of, this_place
 from ddpkit.comm import Outcome, call_site, control_group, get_runtime, outside_frame, raise_as_reader
 from ddpkit.errors import LaunchError, RankFailedError, RankMismatchError
 
@@ -75,7 +66,6 @@ __all__ = [
 T = TypeVar("T")
 
 MEETING_SECONDS = 2.0  # for ranks that make different calls to tell each other which
-NAP_SECONDS = 0.02
 
 # See keep_alive.
 _lately_used: deque[torch.Tensor] = deque(maxlen=64)
@@ -473,7 +463,7 @@ def ddp_barrier() -> None:
     """
     if not ddp_prevent_block():
         with get_runtime().mailbox.forgetting():
-            _meet("ddp_barrier")
+            start_sum_over_ranks([], "ddp_barrier")()
 
 
 def ddp_broadcast(communication_object: T, src: int = 0) -> T:
@@ -495,7 +485,7 @@ def ddp_broadcast(communication_object: T, src: int = 0) -> T:
     if ddp_prevent_block():
         return communication_object
     box: list[Any] = [communication_object]
-    _meet("ddp_broadcast")
+    start_sum_over_ranks([], "ddp_broadcast")()
     dist.broadcast_object_list(box, src=src, group=control_group())
     result: T = box[0]
     return result
@@ -564,7 +554,7 @@ def gather_objects(make: Callable[[], T]) -> list[T]:
     except Exception as error:  # noqa: BLE001 -- raised below, once the others know
         failure, data = error, pickle.dumps(f"{type(error).__name__}: {error}")
     with get_runtime().mailbox.forgetting():
-        _meet("gather_objects")
+        start_sum_over_ranks([], "gather_objects")()
         payloads, failed = _gather_bytes(data, failed=failure is not None)
     if failure is not None:
         raise failure
@@ -655,7 +645,7 @@ def sum_over_ranks(values: list[float], call: str = "sum_over_ranks") -> list[fl
         return list(values)
     tensor = keep_alive(torch.tensor(values, dtype=torch.float64))
     with get_runtime().mailbox.forgetting():
-        _meet(f"{call} ({len(values)} number(s))")
+        start_sum_over_ranks([], f"{call} ({len(values)} number(s))")()
         sums: list[float] = ddp_all_reduce(tensor).tolist()
     return sums
 
@@ -678,15 +668,21 @@ def sum_exactly(values: list[Any]) -> list[Any]:
     return [sum(numbers) for numbers in zip(*gather_objects(lambda: values), strict=True)]
 
 
-def start_sum_over_ranks(values: list[float]) -> Callable[[], list[float]]:
+def start_sum_over_ranks(values: list[float], call: str = "start_sum_over_ranks") -> Callable[[], list[float]]:
     """Start to add up a few numbers over all ranks, as :func:`sum_over_ranks` does, and do not wait for the sums.
 
+    A mark of the call travels with them. It has one size for all calls: of different sizes gloo would end the process.
+
     Args:
-        values: the same number of them on every rank.
+        values: the same number of them on every rank, six at most.
+        call: names the call, the same on every rank.
 
     Returns:
         What waits for the sums and returns them; it may be called once, later, or not at all. Other collectives may
         come in between.
+
+    Raises:
+        RankMismatchError: by that, on every rank: another rank has come to another call.
 
     Ranks: collective.
 
@@ -696,29 +692,16 @@ def start_sum_over_ranks(values: list[float]) -> Callable[[], list[float]]:
     """
     if not is_distributed_initialized():
         return lambda: list(values)
-    require_all_ranks("start_sum_over_ranks")
-    return _start_meeting("start_sum_over_ranks", values)
-
-
-def _meet(call: str) -> None:
-    """Wait until every rank makes this call, before any data is sent: raise on every rank if one makes another call."""
-    _start_meeting(call)()
-
-
-def _start_meeting(call: str, values: Sequence[float] = ()) -> Callable[[], list[float]]:
-    """Send a mark of a call, and up to six numbers to be added up; return what waits and compares the marks.
-
-    The marks of all calls have one size: gloo would add up what does not belong together, or end the process.
-    """
+    require_all_ranks(call)
     mark, world_size = zlib.crc32(call.encode()) % 2**20, dist.get_world_size()  # whose squares are added up exactly
-    marks = [float(mark), float(mark**2)]
-    tensor = keep_alive(torch.tensor([*marks, *values, *[0.0] * (6 - len(values))], dtype=torch.float64))
+    numbers = [float(mark), float(mark**2), *values, *[0.0] * (6 - len(values))]
+    tensor = keep_alive(torch.tensor(numbers, dtype=torch.float64))
     work = dist.all_reduce(tensor, group=control_group(), async_op=True)
 
     def finish() -> list[float]:
         work.wait()
         sums: list[float] = tensor.tolist()
-        if sums[:2] != [world_size * one for one in marks]:
+        if sums[:2] != [world_size * one for one in numbers[:2]]:
             raise RankMismatchError(_calls_of_all(call))
         return sums[2 : 2 + len(values)]
 
@@ -727,13 +710,14 @@ def _start_meeting(call: str, values: Sequence[float] = ()) -> Callable[[], list
 
 def _calls_of_all(call: str) -> str:
     """Say which call each rank has made; one that goes on with other work may not tell."""
+    from ddpkit.base import spans
+
     store, rank = get_runtime().store, dist.get_rank()
     keys = [f"ddpkit/met/{POSITION.sessions}/{other}" for other in range(dist.get_world_size())]
-    place = POSITION.own_status(rank, 0.0, look=False).place()
-    store.set(keys[rank], f"{call}{place and f' {place}'}, at {line_of(traceback.extract_stack())}")
+    store.set(keys[rank], f"{call}, at {line_of(traceback.extract_stack())}")
     end = time.monotonic() + MEETING_SECONDS
     while time.monotonic() < end and not store.check(keys):
-        time.sleep(NAP_SECONDS)
+        time.sleep(MEETING_SECONDS / 100)
     calls: dict[str, list[int]] = {}
     for other, key in enumerate(keys):
         calls.setdefault(store.get(key).decode() if store.check([key]) else "not told", []).append(other)

@@ -55,10 +55,7 @@ OWN_STEP = (
     "%s.fit_batch calls step() of an optimizer itself: optimizer_step does not count that, and what goes by optimizer "
     "steps (saves, limits, schedules, logs, ema_decay) does not see it. Call self.optimizers_step() instead."
 )
-NO_OPTIMIZER = (
-    "%s has no optimizer: no step was made, or counted, in its first epoch. Give opt_class, or fill optimizers_dict in "
-    "init_optimizers."
-)
+NO_OPTIMIZER = "%s has no optimizer whose steps are counted: give opt_class or fill optimizers_dict in init_optimizers."
 FROZEN = "%s has made no optimizer step in its first epoch: does freeze_optimizers return no optimizer?"
 
 

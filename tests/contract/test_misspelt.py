@@ -134,7 +134,7 @@ class Forgotten(Regression):
 @pytest.mark.parametrize(
     ("cls", "opt", "words"),
     [
-        (Regression, None, "Regression has no optimizer: no step was made, or counted, in its first epoch"),
+        (Regression, None, "Regression has no optimizer whose steps are counted: give opt_class"),
         (Frozen, sgd(), "Frozen has made no optimizer step in its first epoch: does freeze_optimizers return no"),
     ],
     ids=["no optimizer", "all frozen"],

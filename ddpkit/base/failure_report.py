@@ -249,7 +249,7 @@ class _Process:
     report: FailureReport | None = None  # of its process group
     failed: BaseException | None = None  # the uncaught exception that ends it
     file: Path | None = None  # what was written for the launcher
-    left: str | None = None  # what fit or evaluate has left with, while its script goes on
+    left: Reason | None = None  # what fit or evaluate has left with, while its script goes on
 
 
 PROCESS = _Process()

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 PLAIN = "_ddpkit_plain"  # attribute of an exception: print its message alone, and exit with this code
 USAGE_CODE = 2  # as argparse
 FIRST_WORD_SECONDS = 5.0  # for the first rank of a machine to say what all of them are about to say
+LATE_EXIT_SINCE = 3, 13  # multiprocessing calls what ends a process once the exception is forgotten
 STORE_WAIT_SECONDS = 2.0  # the same where it can be asked for; the watchdog gives a failed process three
 NAP_SECONDS = 0.02
 
@@ -259,7 +260,11 @@ def note_end_of_child(handled: BaseException | None = None) -> None:
         >>> note_end_of_child()  # this process was started by hand
     """
     error = sys.exc_info()[1]
-    if multiprocessing.parent_process() is None or error is None or error is handled or PROCESS.failed is not None:
+    if multiprocessing.parent_process() is None or PROCESS.failed is not None:
+        return
+    if error is None and PROCESS.left is not None and sys.version_info >= LATE_EXIT_SINCE:
+        logger.error("%s", PROCESS.left.summary(), main_process_only=False)
+    if error is None or error is handled:
         return
     if isinstance(error, RunStopped) or (isinstance(error, SystemExit) and error.code in {None, 0}):
         return
@@ -287,10 +292,11 @@ def _noted(error: BaseException) -> BaseException:
     """Note an exception that leaves ``fit`` or ``evaluate``, which the script may catch; return what is behind it."""
     news = explained(error)
     if not is_second_hand(news):
-        PROCESS.left = text_and_line(news)[0]
-        _tell(news, is_final=False)
+        PROCESS.left = Reason.of(rank_if_known() or 0, news, is_final=False)
+        if PROCESS.report is not None:
+            PROCESS.report.tell(PROCESS.left)
     elif PROCESS.left is not None and type(news) is RankFailedError:
-        here = f"an exception ended fit or evaluate on rank {rank_if_known()} alone: {PROCESS.left}"
+        here = f"an exception ended fit or evaluate on rank {rank_if_known()} alone: {PROCESS.left.text}"
         news, PROCESS.left = RankFailedError(f"{news}. Before that, {here}"), None
     if POSITION.progress is not None:
         vars(news)[PLACE] = POSITION.own_status(0, 0.0, look=False).place()

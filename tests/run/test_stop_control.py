@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -64,10 +65,10 @@ def test_the_marker(tmp_path):
 
 
 def test_without_a_note_nothing_is_deleted_which_a_read_only_file_system_refuses(tmp_path, monkeypatch):
-    def refuse(path):
+    def refuse(path, **_):
         raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
 
-    monkeypatch.setattr(os, "unlink", refuse)
+    monkeypatch.setattr(Path, "unlink", refuse)
     remove_marker(tmp_path)
     (tmp_path / MARKER).write_text("{}")
     with pytest.raises(OSError, match="Read-only file system"):

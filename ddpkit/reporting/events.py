@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import enum
 import json
-import math
 import os
 import time
 from collections.abc import Mapping
@@ -67,7 +66,8 @@ class RunLog:
         if not if_main_process():
             return
         record = {"event": event, "time": time.time(), **fields}
-        line = json.dumps(_json_numbers(plain(record)), ensure_ascii=False, allow_nan=False) + "\n"
+        named = json.loads(json.dumps(plain(record)), parse_constant=str)  # NaN and Infinity, no JSON
+        line = json.dumps(named, ensure_ascii=False) + "\n"
         with written(f"the run's log {str(self.path)!r}"):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             append(self.path, line if self._is_checked or _ends_with_newline(self.path) else "\n" + line)
@@ -197,17 +197,6 @@ def plain_numbers(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: plain_numbers(item) for key, item in value.items()}
     return plain(value) if isinstance(value, torch.Tensor | np.ndarray | np.generic) else value
-
-
-def _json_numbers(plain: Any) -> Any:
-    """Replace the floats that JSON does not know by their names."""
-    if isinstance(plain, dict):
-        return {key: _json_numbers(item) for key, item in plain.items()}
-    if isinstance(plain, list):
-        return [_json_numbers(item) for item in plain]
-    if isinstance(plain, float) and not math.isfinite(plain):
-        return "NaN" if math.isnan(plain) else f"{'-' if plain < 0 else ''}Infinity"
-    return plain
 
 
 def _ends_with_newline(path: Path) -> bool:

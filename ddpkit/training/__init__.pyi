@@ -10,6 +10,7 @@ from ddpkit.training.feed import (
     Counts as Counts,
     Feed as Feed,
     FeedThrough as FeedThrough,
+    StreamFeed as StreamFeed,
     Window as Window,
 )
 from ddpkit.training.gathering import (
@@ -52,9 +53,6 @@ from ddpkit.training.stage_batches import (
     profiled as profiled,
     require_same_draw as require_same_draw,
     size_of as size_of,
-)
-from ddpkit.training.stream_feed import (
-    StreamFeed as StreamFeed,
 )
 from ddpkit.training.train_step import (
     Recipe as Recipe,

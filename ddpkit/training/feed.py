@@ -277,7 +277,6 @@ class StreamFeed:
     Ranks: collective; every rank must have a first batch.
 
     Example:
-        >>> from ddpkit.training.feed import Window
         >>> window = Window()
         >>> feed = StreamFeed(iter(["abc", "def", "g"]), factor=2)
         >>> [(batch, window.closes, window.scale, window.correction) for batch in feed.batches(window)]

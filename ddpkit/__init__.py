@@ -29,6 +29,7 @@ __all__ = [
     "Brain",
     "BucketingError",
     "CheckpointError",
+    "CheckpointUsageError",
     "ConfigError",
     "DataError",
     "DdpkitError",

@@ -42,6 +42,7 @@ from ddpkit.errors import (
     BatchError as BatchError,
     BucketingError as BucketingError,
     CheckpointError as CheckpointError,
+    CheckpointUsageError as CheckpointUsageError,
     ConfigError as ConfigError,
     DataError as DataError,
     DdpkitError as DdpkitError,

@@ -82,7 +82,7 @@ from ddpkit.checkpointing import (
 )
 from ddpkit.comm import failures_of
 from ddpkit.distributed import get_world_size, if_main_process
-from ddpkit.errors import CheckpointError, ConfigError, RankCheckpointError
+from ddpkit.errors import CheckpointError, CheckpointUsageError, ConfigError, RankCheckpointError
 from ddpkit.logger import get_logger, shown_path
 
 __all__ = [
@@ -720,7 +720,7 @@ class Checkpointer:
         elif not (path / META_NAME).exists() and any(path.glob(f"{DIRECTORY_PREFIX}*")):
             problem = "it is a folder of checkpoints; give one of them, such as the newest"
         if problem is not None:
-            raise CheckpointError(
+            raise CheckpointUsageError(
                 f"resume={str(path)!r} is not a checkpoint: {problem}. Give the path of one ({DIRECTORY_PREFIX}+...), "
                 f"'auto' for the newest in {self.checkpoints_dir}, or 'never'."
             )
@@ -764,7 +764,7 @@ def _make_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise CheckpointError(
+        raise CheckpointUsageError(
             f"checkpoints_dir={str(folder)!r} cannot be made: {error}. Name one that this user can write."
         ) from error
 

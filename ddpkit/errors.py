@@ -13,7 +13,8 @@
         ├── BatchError (TypeError)               a hook returned something the loop cannot train on
         ├── DataError (ValueError)               a dataset or loader cannot feed the run
         ├── CheckpointError (RuntimeError)       a checkpoint cannot be written, found or trusted
-        │   └── FolderInUseError                 another run saves into the folder
+        │   ├── FolderInUseError                 another run saves into the folder
+        │   └── CheckpointUsageError (ConfigError)     what was given does not go with checkpoints, or with this one
         ├── NonFiniteLossError (ValueError)      too many steps of an epoch were not finite
         ├── ParityError (AssertionError)         several processes would not train as one does
         └── RankFailedError (RuntimeError)       another rank failed; carries that rank's own words
@@ -78,6 +79,10 @@ class DataError(DdpkitError, ValueError):
 
 class CheckpointError(DdpkitError, RuntimeError):
     """A checkpoint cannot be written, found or trusted."""
+
+
+class CheckpointUsageError(CheckpointError, ConfigError):
+    """A path that was given is no checkpoint or no folder for them, or what was given does not fit the checkpoint."""
 
 
 class FolderInUseError(CheckpointError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime as dt
 import importlib.metadata
+import logging
 import os
 import platform
 import subprocess
@@ -283,11 +284,9 @@ def _log_what_ends_this() -> None:
 
 
 def _log_uncaught(error: BaseException) -> None:
-    kind = type(error).__name__
-    if is_shown_without_traceback(error):  # on the console by the hook alone
-        logger.debug("Uncaught %s: %s", kind, error)
-    else:  # The console shows no traceback here: the hook prints it, so that the reason stands last.
-        logger.error("Uncaught %s:", kind, exc_info=error, extra={"traceback_follows": True})
+    # The console shows no traceback here: the hook prints it, or one sentence, so that the reason is last.
+    kind, level = type(error).__name__, logging.DEBUG if is_shown_without_traceback(error) else logging.ERROR
+    logger.log(level, "Uncaught %s:", kind, exc_info=error, extra={"traceback_follows": True})
     with contextlib.suppress(ConfigError):  # a full disk must not hide the reason
         run_event("exception", type=kind, message=str(error))
 

@@ -20,8 +20,10 @@ from ddpkit.config import (
     OPTIONS,
     RUN_OPTIONS,
     OptionTypes,
+    parse_duration,
+    warn_misspelt,
 )
-from ddpkit.control import usage_errors, watch_uncaught
+from ddpkit.control import require_stop_signals, usage_errors, watch_uncaught
 from ddpkit.device import default_backend, resolve_device
 from ddpkit.errors import ConfigError, MissingFileError
 from ddpkit.launch import NPROC, PARITY, LaunchInfo, become_torchrun, find_launch
@@ -202,6 +204,7 @@ class RunOptions(OptionTypes, MutableMapping[str, Any]):
         if from_yaml:
             set_by_yaml = [f"{name}={value!r}" for name, value in from_yaml.items() if name not in self.overridden_args]
             logger.info("Run options from the YAML: %s", ", ".join(set_by_yaml) or "none, as all were given")
+        warn_misspelt(self, "run_opts")
         if self.overridden_args:
             plain = {name for name, row in RUN_OPTIONS.items() if name not in from_yaml and self[name] == row.default}
             given = ", ".join(f"{name}={self[name]!r}" for name in self if name in self.overridden_args - plain)
@@ -229,6 +232,9 @@ def _merged(run_opts: RunOptions, from_yaml: Mapping[str, Any], info: LaunchInfo
         merged["distributed_backend"] = "gloo"
     merged.update(device=device, distributed_launch=info.is_distributed)
     merged.overridden_args = set(run_opts.overridden_args)
+    require_stop_signals(merged["stop_signals"], merged["save_signals"])
+    if merged["time_limit"] is not None:
+        parse_duration(merged["time_limit"])
     _check_together(merged, info)
     return merged
 
@@ -290,12 +296,12 @@ def parse_arguments(arg_list: Sequence[str] | None = None) -> tuple[str, RunOpti
         SystemExit: with code 0, after ``--help`` or ``--version`` has been printed.
 
     An error that nobody catches ends the process with exit code 2 and one sentence, ``train.py: error: ...``, which the
-    first rank of a machine says, and under torchrun its summary.
+    first rank of a machine says, and under torchrun its summary. So does every later ConfigError of the script.
 
     Ranks: local.
 
-    State: sets ``LOCAL_RANK`` in the environment for an old ``--local_rank=N`` where the launcher did not. After an
-        error, and under a launcher, ``sys.excepthook``. With ``--nproc`` this process becomes torch's launcher, which
+    State: sets ``LOCAL_RANK`` in the environment for an old ``--local_rank=N`` where the launcher did not, and
+        ``sys.excepthook``. With ``--nproc`` this process becomes torch's launcher, which
         starts the script once per rank.
 
     Example:
@@ -318,8 +324,7 @@ def parse_arguments(arg_list: Sequence[str] | None = None) -> tuple[str, RunOpti
         nproc = given.pop("nproc", None)
         if nproc is not None and not (info.is_distributed and NPROC in os.environ):
             _start_ranks(nproc, line, arg_list)
-        if info.is_distributed:
-            watch_uncaught()
+        watch_uncaught()
         run_opts = RunOptions(**given, param_file=line.param_file)
         run_opts.overridden_args = set(given)
         run_opts = _merged(run_opts, line.in_yaml, info)

@@ -45,7 +45,7 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase
 from torch.nn.utils import parametrize
 
-from ddpkit.comm import get_runtime
+from ddpkit.comm import exchange, get_runtime, is_pair, start_sum
 from ddpkit.device import widest_float
 from ddpkit.errors import ConfigError, DataError
 from ddpkit.logger import get_logger
@@ -249,6 +249,11 @@ def _gather(gathered: Tensor, local: Tensor, group: Any) -> None:
     if "nccl" in dist.get_backend(group):
         into_one: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the older name
         into_one(gathered.view(-1), local, group=group)
+    elif is_pair(local.device, group):
+        received, work = exchange(local, group)
+        work.wait()
+        rank = dist.get_rank(group)
+        gathered[rank], gathered[1 - rank] = local, received
     else:
         dist.all_gather(list(gathered.unbind(0)), local, group=group)
 
@@ -280,7 +285,7 @@ class _Normalise(torch.autograd.Function):
         grad_input = None
         if ctx.needs_input_grad[0]:
             sums = torch.cat([sum_grad, sum_product]).to(counts.dtype)
-            dist.all_reduce(sums, group=ctx.group)
+            start_sum(sums, ctx.group)()
             if ctx.left_out:  # the statistics do not depend on these rows
                 factor = inverse_std if scale is None else inverse_std * scale
                 grad_input = grad.to(mean.dtype) * factor.view(_over(x)[1])

@@ -16,6 +16,7 @@ import pytest
 import torch.distributed as dist
 
 import ddpkit
+from ddpkit.base import PROCESS
 from ddpkit.checkpointing import BackgroundSave
 from ddpkit.checkpoints import Checkpointer
 from ddpkit.epoch_loop import EpochCounter
@@ -94,8 +95,9 @@ def check(way, most):
 
 
 @pytest.fixture(autouse=True)
-def what_others_have_left_is_collected_before():
+def what_others_have_left_is_collected_before(monkeypatch):
     BackgroundSave.threads.clear()  # whose ends a start would wait for
+    monkeypatch.setattr(PROCESS, "report", None)
     gc.collect()
     gc.disable()
     yield

@@ -103,8 +103,11 @@ class Reason:
         """Return one line."""
         if not self.trace:
             return f"{self.who()} {self.text}"
-        where = "".join(f", {words}" for words in (self.place, self.line and f"at {self.line}") if words)
-        return f"{self.who()} failed first{where}: {self.text}"
+        return f"{self.who()} failed first{self.where() and f', {self.where()}'}: {self.text}"
+
+    def where(self) -> str:
+        """Return ``"in TRAIN of epoch 3 at step 1204, at train.py:12 in compute_forward"``, or what is known of it."""
+        return ", ".join(words for words in (self.place, self.line and f"at {self.line}") if words)
 
 
 def text_and_line(error: BaseException) -> tuple[str, str]:
@@ -122,7 +125,8 @@ def text_and_line(error: BaseException) -> tuple[str, str]:
     if of_worker is None:
         text = "".join(traceback.format_exception_only(type(error), error)).strip()
         text = text if len(text) <= LONGEST_REASON else f"{text[:LONGEST_REASON]} ..."
-        return text, line_of(traceback.extract_tb(error.__traceback__))
+        causes = [one.__traceback__ for one in (error, error.__cause__) if one is not None]
+        return text, line_of([frame for trace in causes for frame in traceback.extract_tb(trace)])
     last = of_worker["trace"].rstrip().splitlines()[-1]
     found = re.findall(r'File "([^"]+)", line (\d+), in (\S+)', of_worker["trace"])
     frames = [traceback.FrameSummary(file, int(line), name, lookup_line=False) for file, line, name in found]

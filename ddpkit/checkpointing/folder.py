@@ -358,13 +358,17 @@ class CheckpointFolder:
             return None
 
     def warn(self, error: Exception) -> None:
-        """Say that a save has failed, that training goes on, and which checkpoint is the newest."""
+        """Say that a save has failed, at length the first time, and which checkpoint is the newest."""
         try:
             newest = ranked(self.ledger.scan(self.lock.folder, self.verify_mode), Selection())
         except CheckpointError:
             newest = []
         words = f"the newest checkpoint is {newest[0].path.name}" if newest else "there is no checkpoint"
-        logger.warning("%s Training goes on; %s.", error, words)
+        self.ledger.failures += 1
+        count, text = self.ledger.failures, str(error)
+        if count > 1:  # what is to be done has been said
+            text = f"Failure {count}: {text.partition('. ')[0].removesuffix('.')}."
+        logger.warning("%s Training goes on; %s.", text, words)
 
     def _new_path(self, name: str | None) -> Path:
         if name is not None:

@@ -53,11 +53,14 @@ from ddpkit.base import (
 )
 from ddpkit.checkpointing.storage import BLOCK_BYTES, write_file
 from ddpkit.distributed import get_rank, main_process_only
-from ddpkit.errors import CheckpointError
+from ddpkit.errors import CheckpointError, CheckpointUsageError
 from ddpkit.logger import get_logger
 from ddpkit.types import Stateful
 
 logger = get_logger(__name__)
+
+MOST_MISFITS = 6  # lines of torch's list of what does not fit
+START_ANEW = " Make it as it was when this was saved, or start anew: --resume=never, or another experiment folder."
 
 HookT = TypeVar("HookT", bound=Callable[..., object])
 
@@ -362,11 +365,16 @@ def torch_recovery(obj: Any, path: Path, end_of_epoch: bool) -> None:  # noqa: A
             inner = unwrap(obj)
             inner.load_state_dict(_for_module(inner, state))
         elif isinstance(obj, Optimizer):
+            own = [group.keys() - {"params"} for group in obj.param_groups]
             obj.load_state_dict(_for_optimizer(obj, state))
+            for before, group in zip(own, obj.param_groups, strict=True):
+                missing, foreign = before - group.keys(), group.keys() - before - {"params", "initial_lr"}
+                if missing and foreign:  # torch takes it, and the first step fails; an older version only lacks some
+                    raise CheckpointError(f"it has {sorted(foreign)}, not {sorted(missing)}: it is of another class")
         else:
             obj.load_state_dict(state)
     except Exception as error:
-        raise _misfit(obj, path, error) from error
+        raise _misfit(obj, path, error, START_ANEW) from error
 
 
 def torch_parameter_transfer(obj: nn.Module, path: Path) -> None:
@@ -532,8 +540,13 @@ ON_META = (
 )
 
 
-def _misfit(obj: Any, path: Path, error: Exception) -> CheckpointError:
-    return CheckpointError(f"{path} does not fit this {type(unwrap(obj)).__name__}: {error}")
+def _misfit(obj: Any, path: Path, error: Exception, advice: str = "") -> CheckpointError:
+    lines = str(error).splitlines()  # of a module, one for each parameter
+    if len(lines) > MOST_MISFITS:
+        lines[MOST_MISFITS:] = [f"\t... and {len(lines) - MOST_MISFITS} more"]
+    text = "\n".join(lines).removesuffix(".")
+    kind = CheckpointUsageError if isinstance(obj, (nn.Module, Optimizer)) else CheckpointError
+    return kind(f"{path} does not fit this {type(unwrap(obj)).__name__}: {text}.{advice}")
 
 
 def _without_numpy_number(value: Any) -> Any:

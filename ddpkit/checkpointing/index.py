@@ -348,10 +348,11 @@ class DamageLedger:
     Attributes:
         reasons: for each damaged checkpoint, by path: what is damaged.
         latest: the greatest ``unixtime`` of all checkpoints seen, in seconds since 1970.
+        failures: how often a save has failed and training has gone on.
 
     Ranks: local.
 
-    State: ``reasons`` and ``latest``.
+    State: its attributes.
 
     Example:
         >>> import tempfile
@@ -366,6 +367,7 @@ class DamageLedger:
     def __init__(self) -> None:
         self.reasons: dict[Path, str] = {}
         self.latest = 0.0
+        self.failures = 0
 
     def note_time(self, checkpoint: Checkpoint) -> None:
         """Update :attr:`latest` with a checkpoint's time; later checkpoints get a later time."""

@@ -497,11 +497,10 @@ def save_error(
     text = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
     if number in {errno.ENOSPC, errno.EDQUOT}:
         words = "no space left" if number == errno.ENOSPC else "disk quota exceeded, no space left"
-        needed = bytes_needed()
-        wanted = "" if needed is None else f"about {needed} bytes needed, "
+        space = _space(final.parent, bytes_needed())
         text = (
-            f"{words} ({wanted}{_free_bytes(final.parent)} bytes free). Free some space, or keep fewer checkpoints: a "
-            "new one is written before an old one is deleted."
+            f"{words} ({space}). Free some space, or keep fewer checkpoints: a new one is written before an old one is "
+            "deleted."
         )
     elif number in {errno.EROFS, errno.EACCES, errno.EPERM}:
         text = f"{text}. The folder {final.parent} must be writable for this user."
@@ -524,11 +523,15 @@ def _os_error(error: BaseException | None) -> OSError | None:
     return None
 
 
-def _free_bytes(folder: Path) -> int | str:
+def _space(folder: Path, needed: int | None) -> str:
+    """Say how much is needed, about, and is free once the unfinished checkpoint has been removed."""
+    wanted = "" if needed is None else f"about {needed} bytes needed, "
     try:
-        return shutil.disk_usage(folder).free
+        free = shutil.disk_usage(folder).free
     except OSError:
-        return "?"
+        return f"{wanted}? bytes free"
+    kept = "" if needed is None or free < needed else ", not all of them for files"
+    return f"{wanted}{free} bytes free{kept}"
 
 
 # ---------------------------------------------------------------------------------------- verifying

@@ -46,6 +46,8 @@ __all__ = ["command_average", "command_export", "command_ls", "command_show", "c
 
 NO_METRICS = frozenset({"unixtime", "end-of-epoch", "brain_intra_epoch_ckpt", "epoch"})
 MAX_TEXT_BYTES = 64_000
+MAX_BRAIN_BYTES = 16_000_000  # of which the beginning is parsed
+MAX_LINE = 4_000  # letters that are shown of a line
 OF_TORCH = (b"PK", b"\x80")  # how a zip archive begins, and a pickle
 UNKNOWN = "?"
 
@@ -201,13 +203,14 @@ def look_at(path: Path, mode: VerifyMode = "size") -> Entry:
         manifest = json.loads(read_text(path / MANIFEST_NAME))
     made_by = manifest if isinstance(manifest, dict) else {}
     made_by = {name: value for name, value in made_by.items() if name not in {"files", "digest", "format"}}
-    brain = _yaml(path / f"brain{SUFFIX}")
+    brain = _yaml(path / f"brain{SUFFIX}", MAX_BRAIN_BYTES, until="\ndata:")
     return Entry(path, meta, files, made_by, brain if isinstance(brain, dict) else {}, reasons)
 
 
-def _yaml(path: Path) -> Any:
+def _yaml(path: Path, limit: int = MAX_TEXT_BYTES, until: str = "\n...") -> Any:
+    """Return what a file of YAML says, up to a line of which the rest may be long."""
     try:
-        return load_plain_yaml(read_text(path, MAX_TEXT_BYTES))
+        return load_plain_yaml(read_text(path, limit).partition(until)[0])
     except (OSError, ValueError, CheckpointError):
         return None
 
@@ -278,7 +281,8 @@ def describe(path: Path, *, tensors: bool = False, limit: int = 20) -> list[str]
             lines, found = _summary(value), tensors_in(value) if tensors else []
             rows = [(printable(name), tensor_text(tensor)) for name, tensor in found]
         else:
-            lines = [printable(line) for line in read_text(path, MAX_TEXT_BYTES).splitlines()]
+            whole = read_text(path).splitlines()
+            lines = [printable(f"{one[:MAX_LINE]} ..." if len(one) > MAX_LINE else one) for one in whole]
     except UnicodeDecodeError:
         return ["neither text nor a file of torch.save: not looked into"]
     except (OSError, CheckpointError) as error:

@@ -11,4 +11,6 @@ from ddpkit.config.options import (
     OPTIONS as OPTIONS,
     RUN_OPTIONS as RUN_OPTIONS,
     OptionTypes as OptionTypes,
+    parse_duration as parse_duration,
+    warn_misspelt as warn_misspelt,
 )

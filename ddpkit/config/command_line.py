@@ -22,11 +22,8 @@ from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from ddpkit import __version__
 from ddpkit.base import rank_if_known
-from ddpkit.config.options import IN_YAML, ON_COMMAND_LINE, OPTION_BY_NAME, OPTIONS, PARSER_ONLY, Option
+from ddpkit.config.options import IN_YAML, ON_COMMAND_LINE, OPTION_BY_NAME, OPTIONS, PARSER_ONLY, Option, warn_misspelt
 from ddpkit.errors import ConfigError, MissingFileError
-from ddpkit.logger import get_logger
-
-logger = get_logger(__name__)
 
 _YAML_TAG = "tag:yaml.org,2002:"
 _YAML_SUFFIXES = (".yaml", ".yml")
@@ -112,7 +109,8 @@ def read_command_line(words: Sequence[str]) -> CommandLine:
     if nodes is not None:
         _check_overrides(overrides, nodes, param_file)
         overrides |= {key: _switched_on(key, nodes[key]) for key, value in overrides.items() if value is None}
-        _warn_of_misspelt_options(nodes, param_file)
+        text = str(nodes)
+        warn_misspelt([name for name in nodes if f"<{name}" not in text], repr(param_file))  # what nothing refers to
     text = "\n".join(override_line(key, value) for key, value in overrides.items())
     return CommandLine(param_file, given, text, _options_in(nodes or {}))
 
@@ -301,21 +299,6 @@ def _options_in(nodes: Mapping[str, Node]) -> dict[str, Any]:
             value = None if node.tag == f"{_YAML_TAG}null" else node.value
             values[name] = option.coerce(value, IN_YAML)
     return values
-
-
-def _warn_of_misspelt_options(nodes: Mapping[str, Node], param_file: str) -> None:
-    """Warn of keys that are nearly options, and that nothing in the file refers to: a recipe has keys of its own."""
-    flags, text = {_plain(option.name): option.name for option in OPTIONS}, str(nodes)
-    for key in [name for name in nodes if name not in OPTION_BY_NAME and f"<{name}" not in text]:
-        # At most one letter too many or too few, in a name of 8 letters or more; or the same letters in another order.
-        swapped = [name for name in flags if name != _plain(key) and sorted(name) == sorted(_plain(key))]
-        for meant in swapped or difflib.get_close_matches(_plain(key), flags, n=1, cutoff=0.94):
-            words = "The key %r of %r is not a run option, and sets none; did you mean %r?"
-            logger.warning_once(words, key, param_file, flags[meant])
-
-
-def _plain(name: str) -> str:
-    return name.replace("_", "").replace("-", "").lower()
 
 
 def _check_overrides(overrides: Mapping[str, str | None], nodes: Mapping[str, Node], param_file: str) -> None:

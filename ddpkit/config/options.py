@@ -5,12 +5,17 @@ To add an option, add a row to :class:`OptionTypes`.
 
 from __future__ import annotations
 
+import difflib
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ddpkit.errors import ConfigError
+from ddpkit.logger import get_logger
+
+logger = get_logger(__name__)
 
 ON_COMMAND_LINE = "on the command line"
 IN_RUN_OPTS = "in run_opts"
@@ -19,6 +24,10 @@ IN_YAML = "in the hparams YAML"
 _TRUE = frozenset({"true", "yes", "on", "1"})
 _FALSE = frozenset({"false", "no", "off", "0"})
 _NOTHING = frozenset({"", "none", "null", "~", "auto"})
+
+_CLOCK = re.compile(r"(?:(?P<d>\d+)-)?(?P<h>\d+):(?P<m>[0-5]?\d):(?P<s>[0-5]?\d)")
+_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_NUMBER = re.compile(r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[smhd]?)")
 
 
 @dataclass
@@ -38,6 +47,7 @@ class Option:
         shown: how ``--help`` says the default where the value itself would not tell.
         is_attribute: whether a Brain has an attribute of this name. What no recipe reads or sets needs none: a
             recipe's own attribute of the name then means what it likes. It is read at ``brain.run_opts``.
+        needs: the options of which one must be given, and with this value, if it is to have an effect.
 
     Ranks: local.
 
@@ -55,6 +65,7 @@ class Option:
     above: float | None = None
     shown: str = ""
     is_attribute: bool = True
+    needs: str = ""
 
     def __set_name__(self, owner: type, name: str) -> None:
         annotation = owner.__annotations__[name]
@@ -157,6 +168,40 @@ def to_bool(value: Any) -> bool:
     return word in _TRUE
 
 
+def parse_duration(text: str) -> float:
+    """Read a length of time.
+
+    Args:
+        text: ``"11:50:00"``, ``"1-06:00:00"`` (days first), ``"90m"``, ``"20h"``, or a number of seconds, which is also
+            what YAML makes of ``11:50:00``.
+
+    Returns:
+        Seconds.
+
+    Raises:
+        ConfigError: it is none, or not above 0.
+
+    Ranks: local.
+
+    Example:
+        >>> parse_duration("11:50:00"), parse_duration("1-00:00:10"), parse_duration("90m"), parse_duration("42600")
+        (42600.0, 86410.0, 5400.0, 42600.0)
+    """
+    word = str(text).strip().lower()
+    clock, number = _CLOCK.fullmatch(word), _NUMBER.fullmatch(word)
+    seconds = 0.0
+    if clock is not None:
+        seconds = sum(int(clock[unit] or 0) * _UNITS[unit] for unit in "dhms")
+    elif number is not None:
+        seconds = float(number["number"]) * _UNITS[number["unit"] or "s"]
+    if seconds <= 0:
+        raise ConfigError(
+            f"time_limit expects a length of time > 0, got {text!r}. Give H:MM:SS such as 11:50:00, "
+            "with days 1-06:00:00, or 90m, 20h, or seconds."
+        )
+    return seconds
+
+
 def _to_float(value: Any) -> float:
     if isinstance(value, bool) or math.isnan(float(value)):
         raise ValueError(value)
@@ -217,6 +262,7 @@ PROFILING = "Profiling"
 OLD = "Accepted for old command lines"
 
 _PRECISIONS = ("fp32", "fp16", "bf16")
+_COMPILED = "compile compile_module_keys compile_blocks"
 
 
 # fmt: off
@@ -232,9 +278,9 @@ class OptionTypes:
 
     test_only: bool = option(False, RUNNING, "skip training: fit returns at once, evaluate runs")
     debug: bool = option(False, RUNNING, "few batches and epochs, temporary checkpoints")
-    debug_batches: int = option(2, RUNNING, "batches per epoch when debugging", form="N", minimum=1)
-    debug_epochs: int = option(2, RUNNING, "epochs when debugging; 0 or less: all", form="N")
-    debug_persistently: bool = option(False, RUNNING, "keep the real checkpoint folder when debugging")
+    debug_batches: int = option(2, RUNNING, "batches per epoch when debugging", form="N", minimum=1, needs="debug")
+    debug_epochs: int = option(2, RUNNING, "epochs when debugging; 0 or less: all", form="N", needs="debug")
+    debug_persistently: bool = option(False, RUNNING, "keep the real checkpoint folder when debugging", needs="debug")
     shard_evaluation: bool = option(False, RUNNING, "divide validation and test sets over the processes")
     check_parity: int | None = option(None, RUNNING, "compare the gradients of N processes with one", form="N",
         minimum=2, shown="off")
@@ -255,17 +301,17 @@ class OptionTypes:
     strategy: str = option("auto", STRATEGY, "what each process holds of the model",
         choices=("auto", "ddp", "fsdp", "zero1", "single"), is_attribute=False)
     fsdp_blocks: list[str] | None = option(None, STRATEGY, "fsdp: classes of the blocks gathered at a time", form="A B",
-        shown="by size", is_attribute=False)
+        shown="by size", is_attribute=False, needs="strategy=fsdp")
     fsdp_min_parameters: int = option(5_000_000, STRATEGY, "fsdp: least number of parameters of a block", form="N",
-        minimum=1, is_attribute=False)
+        minimum=1, is_attribute=False, needs="strategy=fsdp")
     fsdp_reshard_after_forward: bool = option(True, STRATEGY, "free a block between forward and backward pass",
-        is_attribute=False)
+        is_attribute=False, needs="strategy=fsdp")
     fsdp_whole_gradients: bool = option(False, STRATEGY, "accumulate whole gradients, exchanged once per step",
-        is_attribute=False)
+        is_attribute=False, needs="strategy=fsdp")
     fsdp_cpu_offload: bool = option(False, STRATEGY, "keep weights and optimizer state in host memory",
-        is_attribute=False)
+        is_attribute=False, needs="strategy=fsdp")
     fsdp_param_dtype: str = option("own", STRATEGY, "number format in which blocks are computed",
-        choices=("own", "bf16"), is_attribute=False)
+        choices=("own", "bf16"), is_attribute=False, needs="strategy=fsdp")
     virtual_ranks: int | None = option(None, STRATEGY, "same bits on any number of processes; they divide N",
         form="N", minimum=1, shown="off", is_attribute=False)
     find_unused_parameters: bool = option(False, STRATEGY, "DDP looks for parameters that got no gradient")
@@ -279,9 +325,9 @@ class OptionTypes:
     ddp_comm_hook: str | None = option(None, STRATEGY, "DDP sends less: fp16, bf16, powersgd, post_local_sgd",
         choices=("fp16", "bf16", "powersgd", "post_local_sgd"), form="HOW", is_attribute=False)
     matrix_approximation_rank: int = option(1, STRATEGY, "powersgd: columns of the matrices", form="N", minimum=1,
-        is_attribute=False)
+        is_attribute=False, needs="ddp_comm_hook=powersgd")
     start_powersgd_iter: int = option(1000, STRATEGY, "powersgd: steps before it begins", form="N", minimum=2,
-        is_attribute=False)
+        is_attribute=False, needs="ddp_comm_hook=powersgd")
     local_sgd_start: int | None = option(None, STRATEGY, "post_local_sgd: steps before it begins", form="N",
         minimum=0, shown="0", is_attribute=False)
     local_sgd_period: int | None = option(None, STRATEGY, "post_local_sgd: steps from one average to the next",
@@ -303,7 +349,7 @@ class OptionTypes:
     lr_scaling: str = option("none", BATCHES, "scale learning rates with the batch per step",
         choices=("none", "linear", "sqrt"))
     reference_batch_size: int | None = option(None, BATCHES, "batch per step that the learning rates are meant for",
-        form="N", minimum=1)
+        form="N", minimum=1, needs="lr_scaling")
 
     precision: str = option("fp32", GRADIENTS, "number format of training", choices=_PRECISIONS)
     eval_precision: str = option("fp32", GRADIENTS, "number format of validation and test", choices=_PRECISIONS)
@@ -348,13 +394,13 @@ class OptionTypes:
         shown="all")
     compile_blocks: list[str] | None = option(None, COMPILING, "compile only blocks of these classes",
         form="A B", shown="none", is_attribute=False)
-    compile_mode: str = option("default", COMPILING, "torch's mode, such as reduce-overhead", form="MODE")
-    compile_using_fullgraph: bool = option(False, COMPILING, "a break in the graph is an error")
-    compile_using_dynamic_shape_tracing: bool = option(False, COMPILING, "trace with dynamic shapes")
+    compile_mode: str = option("default", COMPILING, "torch's mode, e.g. reduce-overhead", form="MODE", needs=_COMPILED)
+    compile_using_fullgraph: bool = option(False, COMPILING, "a break in the graph is an error", needs=_COMPILED)
+    compile_using_dynamic_shape_tracing: bool = option(False, COMPILING, "trace with dynamic shapes", needs=_COMPILED)
 
     profile_training: bool = option(False, PROFILING, "record a trace for TensorBoard")
-    profile_warmup: int = option(5, PROFILING, "steps before the trace", form="N", minimum=0)
-    profile_steps: int = option(5, PROFILING, "steps in the trace", form="N", minimum=1)
+    profile_warmup: int = option(5, PROFILING, "steps before the trace", form="N", minimum=0, needs="profile_training")
+    profile_steps: int = option(5, PROFILING, "steps in the trace", form="N", minimum=1, needs="profile_training")
 
     auto_mix_prec: bool = option(False, OLD, "means --precision=fp16")
     bfloat16_mix_prec: bool = option(False, OLD, "means --precision=bf16")
@@ -380,6 +426,32 @@ class ParserOptions:
 
 
 # fmt: on
+
+
+def warn_misspelt(names: Iterable[str], where: str) -> None:
+    """Warn of names that are nearly options.
+
+    Args:
+        names: those that are options are passed over.
+        where: they stand, in words.
+
+    Ranks: local.
+
+    Example:
+        >>> warn_misspelt(["global_batch_size", "number_of_epochs"], "run_opts")
+    """
+    flags = {_plain(option.name): option.name for option in OPTIONS}
+    for key in [name for name in names if name not in OPTION_BY_NAME]:
+        # At most one letter too many or too few, in a name of 8 letters or more; or the same letters in another order.
+        swapped = [name for name in flags if name != _plain(key) and sorted(name) == sorted(_plain(key))]
+        for meant in swapped or difflib.get_close_matches(_plain(key), flags, n=1, cutoff=0.94):
+            words = "The key %r of %s is not a run option, and sets none; did you mean %r?"
+            logger.warning_once(words, key, where, flags[meant])
+
+
+def _plain(name: str) -> str:
+    return name.replace("_", "").replace("-", "").lower()
+
 
 #: The options that a run has, and all, by name and in the order of ``--help``.
 RUN_OPTIONS: dict[str, Option] = {o.name: o for o in vars(OptionTypes).values() if isinstance(o, Option)}

@@ -17,6 +17,7 @@ from ddpkit.control.periodic_sync import (
     PeriodicSync as PeriodicSync,
     Requests as Requests,
     SyncReport as SyncReport,
+    require_stop_signals as require_stop_signals,
 )
 from ddpkit.control.watchdog import (
     EXIT_DELAY as EXIT_DELAY,

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from types import TracebackType
 
-PLAIN = "_ddpkit_plain"  # attribute of an exception: print its message without a traceback, and exit with this code
+PLAIN = "_ddpkit_plain"  # attribute of an exception: print its message alone, and exit with this code
 USAGE_CODE = 2  # as argparse
 FIRST_WORD_SECONDS = 5.0  # for the first rank of a machine to say what all of them are about to say
 STORE_WAIT_SECONDS = 2.0  # the same where it can be asked for; the watchdog gives a failed process three
@@ -73,7 +73,7 @@ def show_without_traceback(error: BaseException, code: int = USAGE_CODE) -> None
 
 
 def is_shown_without_traceback(error: BaseException) -> bool:
-    """Say whether :func:`show_without_traceback` was called for an exception, and this process is a script's.
+    """Say whether an exception is a :class:`ConfigError`, or marked by :func:`show_without_traceback`, in a script.
 
     Ranks: local.
 
@@ -81,7 +81,8 @@ def is_shown_without_traceback(error: BaseException) -> bool:
         >>> is_shown_without_traceback(ValueError("a bug"))
         False
     """
-    return PLAIN in vars(error) and not hasattr(sys, "ps1") and not sys.flags.interactive
+    is_plain = isinstance(error, ConfigError) or PLAIN in vars(error)
+    return is_plain and not hasattr(sys, "ps1") and not sys.flags.interactive
 
 
 @contextlib.contextmanager
@@ -111,23 +112,26 @@ def usage_errors() -> Iterator[None]:
 
 def _end_plainly(error: BaseException) -> NoReturn:
     """Say the words of an exception, unless the first rank of this machine does, and end the process."""
+    _take_error_file_back()  # with the traceback, from fit
     PROCESS.failed = error
     report, reason = PROCESS.report, None
+    own = Reason.of(rank_if_known() or 0, error, is_final=True)
     is_first = os.environ.get("LOCAL_RANK", str(rank_if_known() or 0)) == "0"
     # torchrun starts each rank in a session of its own; nobody reads what others write who inherit its variables.
     launcher_reads = "TORCHELASTIC_ERROR_FILE" in os.environ and os.getsid(0) == os.getpid()
     if not is_first:
         _await_first(report, launcher_reads)
-    if report is not None and not report.tell(Reason.of(report.rank, error, is_final=True)):
+    if report is not None and not report.tell(own):
         reason = report.first_failure()
     if reason is not None:
         PROCESS.failed = RankFailedError(reason.summary())
     if is_first or reason is None:
         on_rank = "" if is_first else f" on rank {rank_if_known()}"
-        text = f"{Path(sys.argv[0]).name}: error{on_rank}: {error}"
+        where = "" if PLAIN in vars(error) else f" ({own.where()})"  # what the command line says is in no line of code
+        text = f"{Path(sys.argv[0]).name}: error{on_rank}: {error}{where}"
         if not (launcher_reads and _write_error_file(text, text, time.time())):
             sys.stderr.write(f"{text}\n")
-    raise SystemExit(vars(error)[PLAIN])
+    raise SystemExit(vars(error).get(PLAIN, USAGE_CODE))
 
 
 def _await_first(report: FailureReport | None, launcher_reads: bool) -> None:

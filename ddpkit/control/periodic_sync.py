@@ -10,6 +10,9 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+from ddpkit.base import SignalListener, signal_named
+from ddpkit.errors import ConfigError
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -147,3 +150,26 @@ class PeriodicSync:
         self._last_step, self._last_time = step, time.monotonic()
         mean = total_loss / total if total else float("nan")
         return SyncReport(step, mean, int(seen), main_seconds=main, save_wanted=wanted_by > 0, stop=stop)
+
+
+def require_stop_signals(names: list[str], saving: list[str]) -> None:
+    """Check that signals can be told from each other when they stop a run, or save.
+
+    Args:
+        names: of the signals that stop it.
+        saving: of those that only save.
+
+    Raises:
+        ConfigError: a name is unknown, or in both lists, or of a signal that is not made for it.
+
+    Ranks: local.
+
+    Example:
+        >>> require_stop_signals(["SIGTERM", "usr1"], ["SIGUSR2"])
+    """
+    SignalListener(names, saving)
+    for name in names:
+        if signal_named(name).name not in CAUSES:
+            raise ConfigError(
+                f"stop_signals names {name!r}. A run can be stopped by {', '.join(CAUSES[:-1])}; name some of those."
+            )

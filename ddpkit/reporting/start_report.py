@@ -15,6 +15,7 @@
       clipping   gradient norm at most 5.0 (--max_grad_norm)
       batch norm over the rows of all processes (--sync_batchnorm=auto)
       precision  bf16, evaluation fp32
+      average    of the weights, decay 0.999, used in evaluation
       evaluation every rank its part of a set: count with ddpkit.metrics or Brain.gather
       records    log.txt and metrics.jsonl in results
       start      from results/save/CKPT+2026-11-21+04-20-12+00: 480 optimizer steps done, epoch 33 comes next
@@ -129,13 +130,14 @@ def place_rows(
     }
 
 
-def precision_row(training: Any, evaluation: Any, scaler: Any, *, trains: bool) -> str:
+def precision_row(training: Any, evaluation: Any, scaler: Any, modules: torch.nn.Module, *, trains: bool) -> str:
     """Return the number formats of training and evaluation, in words.
 
     Args:
         training: the context of the forward pass in training, with its ``dtype``.
         evaluation: likewise.
         scaler: of the gradients.
+        modules: whose own dtype is the format where no other is asked for.
         trains: whether there is training.
 
     Ranks: local.
@@ -143,13 +145,16 @@ def precision_row(training: Any, evaluation: Any, scaler: Any, *, trains: bool) 
     Example:
         >>> from ddpkit.precision import Precision
         >>> numbers = Precision("bf16", "fp32", "cpu")
-        >>> precision_row(numbers.training_ctx, numbers.evaluation_ctx, numbers.scaler, trains=True)
+        >>> net = torch.nn.Linear(1, 1)
+        >>> precision_row(numbers.training_ctx, numbers.evaluation_ctx, numbers.scaler, net, trains=True)
         'bf16, evaluation fp32'
     """
-    evaluated = _format(evaluation)
+    own = {one.dtype for one in modules.parameters() if one.is_floating_point()}
+    single = own.pop() if len(own) == 1 else torch.float32
+    evaluated = _format(evaluation, single)
     if not trains:
         return evaluated
-    trained = _format(training) + (" with scaled gradients" if scaler.is_enabled() else "")
+    trained = _format(training, single) + (" with scaled gradients" if scaler.is_enabled() else "")
     return trained if trained == evaluated else f"{trained}, evaluation {evaluated}"
 
 
@@ -373,8 +378,9 @@ def _shortened(words: list[str]) -> list[str]:
     return words if left <= 0 else [*words[:MOST_SHOWN], f"and {left} more"]
 
 
-def _format(context: Any) -> str:
+def _format(context: Any, single: torch.dtype) -> str:
     dtype: Any = getattr(context, "dtype", "unknown")  # a recipe may have set a context of its own
+    dtype = single if dtype is torch.float32 else dtype  # in which nothing is cast
     return _FORMATS.get(dtype, str(dtype).removeprefix("torch."))
 
 

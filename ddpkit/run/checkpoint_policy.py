@@ -22,6 +22,7 @@ from ddpkit.logger import get_logger
 from ddpkit.run.rank_state import RankState
 from ddpkit.run.resuming import NEVER, NEWEST, choose_start, modules_not_saved, optimizers_not_saved
 from ddpkit.run.state import RunState
+from ddpkit.strategies import batch_norms
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -38,6 +39,7 @@ APART = (
     "its own. Give --ckpt_interval_steps or --ckpt_interval_minutes, which wait for the next average, or save in "
     "on_stage_end."
 )
+OTHER_ROWS = " A batch norm now takes its statistics over other samples at a time: the numbers are others{}."
 NOTHING_SAVED = (
     "A checkpointer was given and fit has saved nothing: unless the script saves after it, the training is lost. Call "
     "self.checkpointer.save_and_keep_only() in on_stage_end, or give --ckpt_interval_minutes."
@@ -227,9 +229,12 @@ class CheckpointPolicy:
         for name, value in changed.items():
             options[name] = value
         if changed:
-            words = "%d process(es) go on with what %d saved: %s keeps the samples of an optimizer step."
+            words = "%d process(es) go on with what %d saved: %s keeps the samples of an optimizer step.%s"
             values = ", ".join(f"{name}={value}" for name, value in changed.items())
-            logger.announce(words, get_world_size(), before.world_size, values)
+            keeps_rows = changed.keys() == {"global_batch_size", "grad_accumulation_factor"}
+            advice = f"; --global_batch_size={before.per_step} alone keeps them" if before.per_step else ""
+            told = "" if keeps_rows or not batch_norms(self.train_step.modules) else OTHER_ROWS.format(advice)
+            logger.announce(words, get_world_size(), before.world_size, values, told)
 
     # ------------------------------------------------------------------ recovering
 

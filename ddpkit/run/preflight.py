@@ -188,13 +188,16 @@ class Preflight:
     def _show(self, what: str, first: dict[str, str], last: dict[str, str], contexts: tuple[Any, Any]) -> None:
         if get_rank():
             return
+        step, options = self.train_step, self.options
+        use = "" if options.evaluate_ema else "not "
         self.report = self.report or StartReport()
         backend = str(dist.get_backend()) if is_distributed_initialized() else None
         rows = {
             **place_rows(self.places, self.launch, backend, self.versions),
             **first,
-            "precision": precision_row(*contexts, self.train_step.scaler, trains=what == "Training"),
-            "evaluation": evaluation_row(get_world_size(), divided=self.options.shard_evaluation),
+            "precision": precision_row(*contexts, step.scaler, step.modules, trains=what == "Training"),
+            "average": "" if step.ema is None else f"of the weights, decay {step.ema.decay}, {use}used in evaluation",
+            "evaluation": evaluation_row(get_world_size(), divided=options.shard_evaluation),
             **last,
         }
         self.report.announce(what, rows)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ddpkit.checkpointing import Checkpoint
 from ddpkit.distributed import get_rank, get_world_size
-from ddpkit.errors import CheckpointError
+from ddpkit.errors import CheckpointError, CheckpointUsageError
 from ddpkit.logger import get_logger
 from ddpkit.run.resuming import (
     DAMAGED,
@@ -128,7 +128,7 @@ def changed_settings(checkpoint: Path, name: str, before: list[dict[str, Any]], 
     for old, new in pairs:
         kinds = [(one.keys(), one.get("decoupled_weight_decay")) for one in (old, new)]
         if old.get("class") not in {None, new["class"]} and kinds[0] != kinds[1]:
-            raise CheckpointError(OTHER_OPTIMIZER.format(checkpoint, name, old["class"], new["class"]))
+            raise CheckpointUsageError(OTHER_OPTIMIZER.format(checkpoint, name, old["class"], new["class"]))
     keys = [(key, old, new) for old, new in pairs for key in new if key in old and key != "class"]
     return list(dict.fromkeys(f"{key} {old[key]} -> {new[key]}" for key, old, new in keys if old[key] != new[key]))
 

@@ -9,7 +9,6 @@ import contextlib
 import datetime as dt
 import json
 import os
-import re
 import signal
 import time
 from pathlib import Path
@@ -17,9 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 from ddpkit.base import POSITION, SignalListener, host_name, replacing, signal_named, stage_of, state_and_start
 from ddpkit.comm import AFTER_WATCH_SECONDS, get_runtime, longest_wait, shorten_timeout
-from ddpkit.control import CAUSES, TIME_LIMIT, failure_notice
+from ddpkit.config import parse_duration
+from ddpkit.control import TIME_LIMIT, failure_notice
 from ddpkit.distributed import get_rank, is_distributed_initialized, run_on_main
-from ddpkit.errors import ConfigError, RunStopped
+from ddpkit.errors import RunStopped
 from ddpkit.logger import get_logger
 from ddpkit.train_logger import run_event
 
@@ -37,10 +37,6 @@ MARKER = "stopped.json"
 TIME_LIMIT_CODE = 75  # EX_TEMPFAIL: try again later
 _STARTED = time.monotonic()
 
-_CLOCK = re.compile(r"(?:(?P<d>\d+)-)?(?P<h>\d+):(?P<m>[0-5]?\d):(?P<s>[0-5]?\d)")
-_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
-_NUMBER = re.compile(r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[smhd]?)")
-
 
 class StopControl:
     """Knows what has asked this rank to stop, and stops the run; guards a call, whose failure ends the other ranks.
@@ -54,16 +50,12 @@ class StopControl:
     Attributes:
         signals: what signals have asked of this rank.
 
-    Raises:
-        ConfigError: an option cannot work.
-
     Ranks: collective, but for :meth:`cause`, :meth:`guarded` and :meth:`tighten_timeouts`.
     """
 
     def __init__(
         self, options: RunOptions, hparams: SimpleNamespace, progress: Progress, policy: CheckpointPolicy
     ) -> None:
-        require_stop_signals(options.stop_signals)
         self.signals = SignalListener(options.stop_signals, options.save_signals)
         self._seconds_allowed = None if options.time_limit is None else parse_duration(options.time_limit)
         self._options, self._hparams, self._progress, self._policy = options, hparams, progress, policy
@@ -183,40 +175,6 @@ class StopControl:
         return None if folder is None else Path(folder)
 
 
-def parse_duration(text: str) -> float:
-    """Read a length of time.
-
-    Args:
-        text: ``"11:50:00"``, ``"1-06:00:00"`` (days first), ``"90m"``, ``"20h"``, or a number of seconds, which is also
-            what YAML makes of ``11:50:00``.
-
-    Returns:
-        Seconds.
-
-    Raises:
-        ConfigError: it is none, or not above 0.
-
-    Ranks: local.
-
-    Example:
-        >>> parse_duration("11:50:00"), parse_duration("1-00:00:10"), parse_duration("90m"), parse_duration("42600")
-        (42600.0, 86410.0, 5400.0, 42600.0)
-    """
-    word = str(text).strip().lower()
-    clock, number = _CLOCK.fullmatch(word), _NUMBER.fullmatch(word)
-    seconds = 0.0
-    if clock is not None:
-        seconds = sum(int(clock[unit] or 0) * _UNITS[unit] for unit in "dhms")
-    elif number is not None:
-        seconds = float(number["number"]) * _UNITS[number["unit"] or "s"]
-    if seconds <= 0:
-        raise ConfigError(
-            f"time_limit expects a length of time > 0, got {text!r}. Give H:MM:SS such as 11:50:00, "
-            "with days 1-06:00:00, or 90m, 20h, or seconds."
-        )
-    return seconds
-
-
 def seconds_since_start() -> float:
     """Return for how many seconds this process has been running.
 
@@ -244,24 +202,6 @@ def exit_code(cause: str) -> int:
         (143, 75)
     """
     return TIME_LIMIT_CODE if cause == TIME_LIMIT else 128 + int(signal_named(cause))
-
-
-def require_stop_signals(names: list[str]) -> None:
-    """Check that signals can be told from each other when they stop a run.
-
-    Raises:
-        ConfigError: a name is unknown, or of a signal that is not made for it.
-
-    Ranks: local.
-
-    Example:
-        >>> require_stop_signals(["SIGTERM", "usr1"])
-    """
-    for name in names:
-        if signal_named(name).name not in CAUSES:
-            raise ConfigError(
-                f"stop_signals names {name!r}. A run can be stopped by {', '.join(CAUSES[:-1])}; name some of those."
-            )
 
 
 def write_marker(folder: Path, facts: Mapping[str, Any]) -> None:

@@ -9,6 +9,7 @@ from ddpkit.strategies.choice import (
     make_strategy as make_strategy,
 )
 from ddpkit.strategies.modules import (
+    batch_norms as batch_norms,
     blocks_of as blocks_of,
     is_on_meta as is_on_meta,
     modules_on_device as modules_on_device,

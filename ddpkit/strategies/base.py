@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from ddpkit.comm import optimizer_facts, require_agreement
+from ddpkit.comm import optimizer_facts, require_agreement, start_sum
 from ddpkit.device import widest_float
 from ddpkit.errors import ConfigError, RankMismatchError
 
@@ -174,10 +174,10 @@ class Strategy:
             own = count.detach().to(widest_float(device)) if isinstance(count, torch.Tensor) else count
             return lambda: own
         total = wide_number(count, device)
-        work = torch.distributed.all_reduce(total, async_op=True)
+        wait = start_sum(total)
 
         def average() -> torch.Tensor:
-            work.wait()
+            wait()
             return total / torch.distributed.get_world_size()
 
         return average

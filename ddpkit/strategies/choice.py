@@ -64,6 +64,7 @@ def choose_strategy(options: RunOptions, *, decides_late: bool = False) -> Strat
         >>> choose_strategy(RunOptions(device="cpu", virtual_ranks=6)).shards
         6
     """
+    _warn_of_unused(options)
     _refuse_contradictions(options)
     _refuse_pairs(options)
     _refuse_with_local_sgd(options, decides_late=decides_late)
@@ -127,12 +128,21 @@ def _refuse_with_local_sgd(options: RunOptions, *, decides_late: bool) -> None:
         )
 
 
+def _warn_of_unused(options: RunOptions) -> None:
+    """Warn of options that were given without the one that they need. In the YAML they may wait for it."""
+    for needed in dict.fromkeys(filter(None, (row.needs for row in RUN_OPTIONS.values()))):
+        own = [name for name, row in RUN_OPTIONS.items() if row.needs == needed and options[name] != row.default]
+        pairs = [word.partition("=") for word in needed.split()]
+        given = [options[main] == value if value else (options[main] or "none") != "none" for main, _, value in pairs]
+        if not (any(given) or options.overridden_args.isdisjoint(own)):
+            main, advice = pairs[0][0], needed.partition(" ")[0]
+            words = "Without effect, as %s=%s: %s. Give --%s, too."
+            logger.warning(words, main, options[main], ", ".join(own), advice)
+
+
 def _refuse_contradictions(options: RunOptions) -> None:
-    """Refuse options that do not go together, or with the launch; warn of those of a strategy that is not chosen."""
+    """Refuse options that do not go together, or with the launch."""
     name, number, world_size = options.strategy, options.virtual_ranks, distributed.get_world_size()
-    own = [one for one, row in RUN_OPTIONS.items() if one.startswith("fsdp_") and options[one] != row.default]
-    if name != "fsdp" and not options.overridden_args.isdisjoint(own):  # in the YAML they may wait for the strategy
-        logger.warning("Without effect, as strategy=%s: %s. Give --strategy=fsdp, too.", name, ", ".join(own))
     if name == "single" and world_size > 1:
         raise ConfigError(
             f"strategy='single' is for one process, and a launcher has started {world_size}, each of which would train "

@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpkit import distributed
+from ddpkit.comm import exchange, is_pair, start_sum
 from ddpkit.compat import GradientOrder, show_order, unreduced_parameters
 from ddpkit.device import widest_float
 from ddpkit.errors import ConfigError
@@ -167,7 +168,14 @@ class WrappedDDP(AttributeForwarding, DistributedDataParallel):
 
     def _register_hook(self) -> None:
         if self.gradient_reduction.watched or self.gradient_reduction.hook is not None:
-            self.register_comm_hook(self.gradient_reduction, _average_or_defer)
+            super().register_comm_hook(self.gradient_reduction, _average_or_defer)
+
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """Average by a hook of the recipe, which takes the place of the exchange between two ranks."""
+        if self.gradient_reduction.hook is _average_of_pair:
+            self.gradient_reduction.hook = functools.partial(hook, state)
+        else:
+            super().register_comm_hook(state, hook)
 
     def reduce_leftovers(self) -> None:
         """Average gradients that DDP has not: accumulated under ``no_sync``, or made past its ``forward``.
@@ -185,7 +193,7 @@ class WrappedDDP(AttributeForwarding, DistributedDataParallel):
             present = torch.tensor([one.grad is not None for one in parameters], dtype=gradients[0].dtype)
             # One length on all ranks, whatever each has: NCCL does not notice where they differ.
             flat = torch.cat([one.flatten() for one in (*sums, present.to(gradients[0].device, non_blocking=True))])
-            torch.distributed.all_reduce(flat, group=self.process_group)
+            start_sum(flat, self.process_group)()
             flat /= torch.distributed.get_world_size(self.process_group)
             *averages, present = torch.split(flat, [one.numel() for one in (*sums, present)])
             exists = [True] * len(parameters) if len(gradients) == len(parameters) else present.tolist()
@@ -454,7 +462,7 @@ class DDP(Strategy):
 def _hook_of(options: RunOptions) -> Callable[..., Any] | None:
     """Return what averages a bucket of gradients of one module; None where gradients travel as they are."""
     if options.ddp_comm_hook in {None, "post_local_sgd"}:
-        return None
+        return _average_of_pair if is_pair(options.device) else None
     if options.ddp_comm_hook == "powersgd":
         from ddpkit.strategies.powersgd import PowerSGD
 
@@ -463,6 +471,13 @@ def _hook_of(options: RunOptions) -> Callable[..., Any] | None:
 
     half = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
     return functools.partial(half[options.ddp_comm_hook], None)  # type: ignore[arg-type]  # torch's default group
+
+
+def _average_of_pair(bucket: torch.distributed.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Average a bucket over two ranks, as DDP does: each gradient is divided first."""
+    own = bucket.buffer().div_(2)
+    received, work = exchange(own)
+    return work.get_future().then(lambda _: own.add_(received))
 
 
 def _refuse_scripted_batchnorm(module: nn.Module) -> None:

@@ -6,6 +6,7 @@ import errno
 import gc
 import logging
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -341,8 +342,24 @@ def test_the_bytes_needed_are_those_of_the_state(checkpointer, gate, model):
         checkpointer.asynchronous = asynchronous
         gate.error = errno.ENOSPC
         gate.open.set()
-        with pytest.raises(CheckpointError, match=f"about {needed} bytes needed, [0-9]+ bytes free"):
+        with pytest.raises(CheckpointError, match=f"about {needed} bytes needed, [0-9]+ bytes free, not all"):
             checkpointer.save_checkpoint() and checkpointer.wait()
+
+
+def test_with_warn_a_later_failure_is_told_in_short(checkpointer, gate, caplog):
+    checkpointer.on_error = "warn"
+    fail_in_the_background(checkpointer, gate)
+    for name in ("worse", "worst"):
+        checkpointer.save_checkpoint(name=name)
+    checkpointer.wait()
+    first, *later = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert "Free some space" in first
+    for number, (text, name) in enumerate(zip(later, ("worse", "worst"), strict=True), 2):
+        assert re.fullmatch(
+            rf"Failure {number}: cannot save .*CKPT\+{name}: no space left \(.*\)\. "
+            r"Training goes on; the newest checkpoint is CKPT\+good\.",
+            text,
+        )
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

@@ -32,7 +32,7 @@ from ddpkit.checkpointing.hooks import (
     torch_recovery,
     torch_save,
 )
-from ddpkit.errors import CheckpointError, ConfigError
+from ddpkit.errors import CheckpointError, CheckpointUsageError, ConfigError
 from tests.speechbrain_marks import CHECKPOINTS, Normalization, Scheduler, mark
 
 
@@ -361,6 +361,41 @@ def test_what_could_not_be_loaded_again_is_refused_when_it_is_saved(tmp_path):
 
     with pytest.raises(CheckpointError, match="numpy.*could not be loaded again without running code"):
         torch_save(Odd(), tmp_path / "odd.ckpt")
+
+
+def test_a_module_of_another_size_names_some_parameters_with_both_shapes_and_what_to_do(tmp_path):
+    path = tmp_path / "model.ckpt"
+    torch_save(nn.Sequential(*(nn.Linear(2, 2) for _ in range(4))), path)
+    with pytest.raises(CheckpointUsageError) as raised:
+        torch_recovery(nn.Sequential(*(nn.Linear(3, 3) for _ in range(4))), path, True)
+    lines = str(raised.value).splitlines()
+    assert "0.weight" in lines[1]
+    assert "[2, 2]" in lines[1]
+    assert "[3, 3]" in lines[1]
+    assert lines[6].startswith("\t... and 3 more. Make it as it was when this was saved, or start anew: --resume=never")
+    assert len(lines) == 7
+
+
+def test_an_optimizer_of_another_class_is_refused_before_its_first_step(tmp_path):
+    """As the checkpoints of before hold it, which do not say the class."""
+    path, weights = tmp_path / "optimizer.ckpt", [nn.Parameter(torch.ones(1))]
+    torch_save(torch.optim.AdamW(weights), path)
+    with pytest.raises(
+        CheckpointUsageError, match=r"does not fit this SGD: it has \['amsgrad', .*, not .*'momentum'\]"
+    ):
+        torch_recovery(torch.optim.SGD(weights, lr=0.1), path, True)
+
+
+def test_an_optimizer_of_an_older_version_or_with_entries_of_a_recipe_is_loaded(tmp_path):
+    path, weights = tmp_path / "optimizer.ckpt", [nn.Parameter(torch.ones(1))]
+    older = torch.optim.SGD(weights, lr=0.1).state_dict()
+    del older["param_groups"][0]["nesterov"]
+    torch.save(older, path)
+    torch_recovery(torch.optim.SGD(weights, lr=0.2), path, True)
+    torch_save(torch.optim.SGD([{"params": weights, "of_recipe": 1}], lr=0.1), path)
+    loaded = torch.optim.SGD(weights, lr=0.2)
+    torch_recovery(loaded, path, True)
+    assert loaded.param_groups[0]["lr"] == 0.1
 
 
 def test_a_state_that_does_not_fit_names_the_file_and_the_keys(tmp_path):

@@ -255,6 +255,21 @@ def test_show_tells_what_is_in_each_file(ckpt, three):
     assert "0.weight" not in text
 
 
+def test_a_large_file_of_the_brain_is_read_for_step_and_batch(ckpt, three):
+    """As with thousands of parameters that were frozen."""
+    path = three.path / "CKPT+two"
+    frozen = ", ".join(f"layer.{number}: true" for number in range(20_000))
+    (path / "brain.ckpt").write_text(f"step: 3\noptimizer_step: 77\ndata: {{a: 1}}\ntrained: {{{frozen}}}\n")
+    meta = path / "CKPT.yaml"
+    meta.write_text(meta.read_text().replace("end-of-epoch: true", "end-of-epoch: false"))
+    _, out, _ = ckpt("show", path)
+    assert any(line.endswith(", in 2, batch 3") for line in out), out[:4]
+    assert "  optimizer_step: 77" in out
+    assert max(map(len, out)) < 5000
+    _, out, _ = ckpt("ls", three.path)
+    assert "  77  " in next(line for line in out if line.startswith("CKPT+two"))
+
+
 def test_show_lists_tensors_when_asked(ckpt, three):
     _, out, _ = ckpt("show", three.path / "CKPT+two", "--tensors")
     rows = [line.split("  ") for line in out]

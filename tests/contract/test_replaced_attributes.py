@@ -79,7 +79,7 @@ def test_the_start_block_names_the_format_of_the_recipe_s_context(caplog):
     brain.training_ctx = TorchAutocast("cpu", torch.bfloat16)
     with caplog.at_level("INFO", "ddpkit"):
         fit(brain)
-    assert "bf16, evaluation fp32" in caplog.text
+    assert "bf16, evaluation float64" in caplog.text
 
 
 def test_the_bar_can_be_switched_off_in_on_fit_start():

@@ -162,3 +162,26 @@ def test_more_data_after_the_end_of_an_epoch_is_not_told(tmp_path, caplog):
 def test_a_stream_with_a_state_goes_on_in_the_data_with_another_batch_size(tmp_path, before, now):
     run(tmp_path, Placed(80), dies_at=13, batch_size=before)
     assert run(tmp_path, Placed(80), batch_size=now) == list(range(12 * before, 80))
+
+
+@pytest.mark.parametrize(("kind", "keeps"), [(nn.BatchNorm1d, False), (nn.LayerNorm, True)])
+def test_fewer_processes_tell_that_a_batch_norm_has_other_samples(tmp_path, caplog, kind, keeps):
+    """As if two processes had saved it."""
+
+    def start():
+        net, counter = nn.Sequential(kind(1), nn.Linear(1, 1)), EpochCounter(2)
+        checkpointer = Checkpointer(tmp_path, {"net": net, "counter": counter})
+        opts = {**QUIET, "ckpt_verify": "off"}
+        brain = Counting({"net": net}, sgd(lr=0.01), run_opts=opts, checkpointer=checkpointer)
+        brain.dies_at, brain.saves, brain.seen = None, True, []
+        brain.fit(counter, numbers(8), train_loader_kwargs={"batch_size": 2})
+
+    start()
+    [saved] = tmp_path.glob("CKPT*/brain.ckpt")
+    state = yaml.safe_load(saved.read_text()) | {"world_size": 2, "per_step": 4, "per_process": 2, "asked": None}
+    saved.write_text(yaml.safe_dump(state))
+    caplog.set_level("INFO")
+    start()
+    [told] = [text for text in caplog.messages if "go on with what 2 saved" in text]
+    said = "A batch norm now takes its statistics over other samples at a time: the numbers are others; "
+    assert (f"{said}--global_batch_size=4 alone keeps them." in told) != keeps

@@ -252,3 +252,17 @@ def test_clipping_is_said_once_where_logging_is_not_set_up(tmp_path):
     run = Run(python("train.py"), tmp_path, warm=True).wait()
     assert run.code == 0, run.err
     assert run.err.count("4 of 4 optimizer steps were clipped to norm 5.0") == 1, run.err
+
+
+@pytest.mark.parametrize(
+    ("options", "row"),
+    [
+        ({}, None),
+        ({"ema_decay": 0.9}, "of the weights, decay 0.9, not used in evaluation"),
+        ({"ema_decay": 0.9, "evaluate_ema": True}, "of the weights, decay 0.9, used in evaluation"),
+    ],
+)
+def test_the_start_tells_whether_weights_are_averaged(caplog, options, row):
+    caplog.set_level("INFO")
+    make(Regression, **options).fit([1], points(4))
+    assert rows(caplog).get("average") == row

@@ -180,5 +180,5 @@ def test_without_scikit_learn_the_extra_is_named(tmp_path):
     copy_of_the_example(tmp_path)
     (tmp_path / "sklearn.py").write_text("raise ImportError('as if it were not installed')")
     run = Run(python(*COMMAND), tmp_path).wait()
-    assert run.code == 1
+    assert run.code == 2
     assert "pip install 'ddpkit[examples]'" in run.tail(1)

@@ -484,7 +484,7 @@ def test_a_second_fit_says_what_has_changed_and_nothing_else(caplog):
     (only,) = said()
     assert only[4:] == [
         "  test set   a stream",
-        "  precision  fp32",
+        "  precision  float64",
         "  weights    the initial ones: no checkpoint was loaded",
     ]
 

@@ -122,14 +122,30 @@ def test_formats_that_are_in_force(options, scaled, trains, words):
     dtypes = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
     training, evaluation = (TorchAutocast("cuda", dtypes[name]) for name in options)
     scaler = SimpleNamespace(is_enabled=lambda: scaled)
-    assert precision_row(training, evaluation, scaler, trains=trains) == words
+    assert precision_row(training, evaluation, scaler, torch.nn.Linear(1, 1), trains=trains) == words
 
 
 def test_a_context_of_a_recipes_own_may_not_tell_its_format():
     scaler = SimpleNamespace(is_enabled=lambda: False)
-    assert precision_row(object(), SimpleNamespace(dtype=torch.float64), scaler, trains=True) == (
-        "unknown, evaluation float64"
-    )
+    assert precision_row(
+        object(), SimpleNamespace(dtype=torch.float64), scaler, torch.nn.Linear(1, 1), trains=True
+    ) == ("unknown, evaluation float64")
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "words"),
+    [
+        ([torch.float64], "float64"),
+        ([torch.bfloat16], "bf16"),
+        ([torch.float64, torch.float32], "fp32"),
+        ([], "fp32"),
+        ([torch.complex64], "fp32"),
+    ],
+)
+def test_where_nothing_is_cast_the_format_is_that_of_the_weights(dtypes, words):
+    context, scaler = TorchAutocast("cuda", torch.float32), SimpleNamespace(is_enabled=lambda: False)
+    net = torch.nn.ModuleList(torch.nn.Linear(1, 1, dtype=dtype) for dtype in dtypes)
+    assert precision_row(context, context, scaler, net, trains=True) == words
 
 
 def test_how_evaluation_goes():

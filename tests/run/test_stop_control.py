@@ -10,14 +10,13 @@ import sys
 
 import pytest
 
-from ddpkit.control import CAUSES
+from ddpkit.config import parse_duration
+from ddpkit.control import CAUSES, require_stop_signals
 from ddpkit.errors import ConfigError
 from ddpkit.run.stop_control import (
     MARKER,
     exit_code,
-    parse_duration,
     remove_marker,
-    require_stop_signals,
     write_marker,
 )
 
@@ -48,9 +47,9 @@ def test_exit_codes_are_those_of_a_shell():
 
 
 def test_only_signals_that_ranks_can_tell_each_other_stop_a_run():
-    require_stop_signals(["SIGHUP", "usr2"])
+    require_stop_signals(["SIGHUP", "usr2"], [])
     with pytest.raises(ConfigError, match="stop_signals names 'SIGPIPE'"):
-        require_stop_signals(["SIGPIPE"])
+        require_stop_signals(["SIGPIPE"], [])
 
 
 def test_the_marker(tmp_path):

@@ -590,7 +590,7 @@ class Copies(TorchDispatchMode):
 
 @pytest.mark.parametrize("count", [torch.tensor(3), torch.tensor([2.5])], ids=str)
 def test_minor_2_a_count_on_the_cpu_is_sent_to_the_gpu_without_waiting_for_it(group, monkeypatch, count):
-    monkeypatch.setattr(dist, "all_reduce", lambda tensor, async_op: None)
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor, **kwargs: dist.Work())
     with Copies() as copies:
         DDP(RunOptions(device="meta")).start_average(count, "meta")
     assert copies.waits == [False]
@@ -663,6 +663,27 @@ def test_options_of_fsdp_on_the_command_line_without_it_are_told(caplog):
     choose_strategy(RunOptions(**given))
     said = "Without effect, as strategy=auto: fsdp_blocks, fsdp_cpu_offload. Give --strategy=fsdp, too."
     assert [one.getMessage() for one in caplog.records] == [said]
+
+
+@pytest.mark.parametrize(
+    ("given", "main", "with_it"),
+    [
+        ({"matrix_approximation_rank": 2, "start_powersgd_iter": 9}, "ddp_comm_hook=None", "ddp_comm_hook=powersgd"),
+        ({"reference_batch_size": 8}, "lr_scaling=none", "lr_scaling=sqrt"),
+        ({"compile_mode": "max-autotune"}, "compile=False", "compile=True"),
+        ({"debug_batches": 3}, "debug=False", "debug=True"),
+        ({"profile_steps": 3}, "profile_training=False", "profile_training=True"),
+    ],
+)
+def test_options_that_do_nothing_without_another_are_told(caplog, given, main, with_it):
+    choose_strategy(RunOptions(device="cpu", **given))
+    advice = with_it.removesuffix("=True").removesuffix("=sqrt")
+    said = f"Without effect, as {main}: {', '.join(given)}. Give --{advice}, too."
+    assert [one.getMessage() for one in caplog.records] == [said]
+    caplog.clear()
+    name, _, value = with_it.partition("=")
+    choose_strategy(RunOptions(device="cpu", **given, **{name: value}))
+    assert caplog.text == ""
 
 
 def test_options_of_fsdp_that_wait_for_it_are_not(caplog):

@@ -1,0 +1,48 @@
+"""Two ranks exchange over gloo what more of them add up: the same bits as gloo's own all-reduce."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ddpkit.comm import exchange, is_pair, start_sum
+
+DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.int64]
+
+
+def sums(dtype, shape):
+    torch.manual_seed(dist.get_rank())
+    own = torch.randn(shape, dtype=torch.float64).mul(10).to(dtype)
+    by_gloo = own.clone()
+    dist.all_reduce(by_gloo)
+    start_sum(own)()
+    return own, by_gloo
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_sum_is_that_of_an_all_reduce(ranks, dtype, world_size):
+    for shape in ((), (1,), (3, 5), (0,)):
+        if dtype.is_complex and world_size > 2:
+            continue  # torch refuses them in some versions
+        for own, by_gloo in ranks.run(sums, dtype, shape, world_size=world_size):
+            assert own.shape == shape
+            assert torch.equal(own, by_gloo)
+
+
+def exchanged():
+    received, work = exchange(torch.full((4,), float(dist.get_rank())))
+    work.wait()
+    return (
+        received.tolist(),
+        is_pair("cpu"),
+        is_pair("cuda"),
+        is_pair("cpu", dist.new_group([dist.get_rank()], use_local_synchronization=True)),
+    )
+
+
+def test_each_rank_gets_the_tensor_of_the_other(ranks):
+    first, second = ranks.run(exchanged)
+    assert first == ([1.0] * 4, True, False, False)
+    assert second == ([0.0] * 4, True, False, False)

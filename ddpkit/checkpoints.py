@@ -260,15 +260,17 @@ class Checkpointer:
 
         Raises:
             CheckpointError: nothing can save it, or nothing can load it.
-            ConfigError: the name cannot be a file name, or an optimizer is given the name of a module.
+            ConfigError: the name cannot be a file name, or it is a module's and is given to an optimizer, or the
+                other way round.
 
         Ranks: local; do it on every rank.
         """
         check_file_name(name, "the name of a recoverable,")
-        if isinstance(obj, torch.optim.Optimizer) and isinstance(self.recoverables.get(name), torch.nn.Module):
+        kinds, before = (torch.optim.Optimizer, torch.nn.Module), self.recoverables.get(name)
+        if {kind for one in (before, obj) for kind in kinds if isinstance(one, kind)} == {*kinds}:
             raise ConfigError(
-                f"The recoverable {name!r} is a module: with an optimizer in its place its weights are not saved. "
-                f"Give the optimizer another name, such as '{name}_optimizer'."
+                f"The recoverable {name!r} is a {type(before).__name__}: with a {type(obj).__name__} in its place it "
+                f"is not saved. A module and an optimizer need two names, such as 'model' and 'optimizer'."
             )
         if custom_load_hook is not None:
             self.custom_load_hooks[name] = custom_load_hook
@@ -287,7 +289,7 @@ class Checkpointer:
         Raises:
             AttributeError: ``recoverables`` is not a mapping.
             CheckpointError: a recoverable has no way to be saved, or to be loaded.
-            ConfigError: a name cannot be a file name, or an optimizer is given the name of a module.
+            ConfigError: as :meth:`add_recoverable`.
 
         Ranks: local; do it on every rank.
         """
@@ -635,6 +637,13 @@ class Checkpointer:
     def _hooks_of(self, name: str, obj: Any) -> tuple[SaveHook, LoadHook]:
         save = self.custom_save_hooks.get(name) or find_save_hook(obj)
         load = self.custom_load_hooks.get(name) or find_load_hook(obj)
+        if save is torch_save and get_world_size() > 1 and getattr(obj, "is_of_each_rank", False):
+            raise CheckpointError(
+                f"the recoverable {name!r} is a {type(obj).__name__}, whose totals are of each rank by itself, and the "
+                "main process saves its own alone. Keep it as an attribute of the Brain or in hparams: fit saves and "
+                "resumes what it has counted of a training epoch, of all ranks. For a total over several epochs save "
+                "what compute() has returned on every rank, as a number of your own."
+            )
         if save is None or load is None:  # a checkpoint that nothing can load is of no use
             raise CheckpointError(
                 f"the recoverable {name!r}, of type {type(obj).__name__}, cannot be {'loaded' if save else 'saved'}. "

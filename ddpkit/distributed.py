@@ -14,6 +14,9 @@ from __future__ import annotations
 import functools
 import os
 import pickle
+import time
+import traceback
+import zlib
 from collections import deque
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -23,9 +26,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp
 
-from ddpkit.base import POSITION, Reason, get_rank, get_world_size, is_distributed_initialized, this_place
+from ddpkit.base import POSITION, Reason, get_rank, get_world_size, is_distributed_initialized, line_of, this_place
 from ddpkit.comm import Outcome, call_site, control_group, get_runtime, outside_frame, raise_as_reader
-from ddpkit.errors import LaunchError, RankFailedError
+from ddpkit.errors import LaunchError, RankFailedError, RankMismatchError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -61,6 +64,8 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+
+MEETING_SECONDS = 2.0  # for ranks that make different calls to tell each other which
 
 # See keep_alive.
 _lately_used: deque[torch.Tensor] = deque(maxlen=64)
@@ -458,7 +463,7 @@ def ddp_barrier() -> None:
     """
     if not ddp_prevent_block():
         with get_runtime().mailbox.forgetting():
-            dist.barrier(group=control_group())
+            start_sum_over_ranks([], "ddp_barrier")()
 
 
 def ddp_broadcast(communication_object: T, src: int = 0) -> T:
@@ -480,6 +485,7 @@ def ddp_broadcast(communication_object: T, src: int = 0) -> T:
     if ddp_prevent_block():
         return communication_object
     box: list[Any] = [communication_object]
+    start_sum_over_ranks([], "ddp_broadcast")()
     dist.broadcast_object_list(box, src=src, group=control_group())
     result: T = box[0]
     return result
@@ -548,6 +554,7 @@ def gather_objects(make: Callable[[], T]) -> list[T]:
     except Exception as error:  # noqa: BLE001 -- raised below, once the others know
         failure, data = error, pickle.dumps(f"{type(error).__name__}: {error}")
     with get_runtime().mailbox.forgetting():
+        start_sum_over_ranks([], "gather_objects")()
         payloads, failed = _gather_bytes(data, failed=failure is not None)
     if failure is not None:
         raise failure
@@ -618,11 +625,12 @@ def keep_alive(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def sum_over_ranks(values: list[float]) -> list[float]:
+def sum_over_ranks(values: list[float], call: str = "sum_over_ranks") -> list[float]:
     """Add up a few numbers over all ranks in one float64 all-reduce; every rank gets the same bits.
 
     Args:
         values: the same number of them on every rank.
+        call: names the call, the same on every rank.
 
     Returns:
         The sums; the values themselves without a process group.
@@ -637,6 +645,7 @@ def sum_over_ranks(values: list[float]) -> list[float]:
         return list(values)
     tensor = keep_alive(torch.tensor(values, dtype=torch.float64))
     with get_runtime().mailbox.forgetting():
+        start_sum_over_ranks([], f"{call} ({len(values)} number(s))")()
         sums: list[float] = ddp_all_reduce(tensor).tolist()
     return sums
 
@@ -659,15 +668,21 @@ def sum_exactly(values: list[Any]) -> list[Any]:
     return [sum(numbers) for numbers in zip(*gather_objects(lambda: values), strict=True)]
 
 
-def start_sum_over_ranks(values: list[float]) -> Callable[[], list[float]]:
+def start_sum_over_ranks(values: list[float], call: str = "start_sum_over_ranks") -> Callable[[], list[float]]:
     """Start to add up a few numbers over all ranks, as :func:`sum_over_ranks` does, and do not wait for the sums.
 
+    A mark of the call travels with them. It has one size for all calls: of different sizes gloo would end the process.
+
     Args:
-        values: the same number of them on every rank.
+        values: the same number of them on every rank, six at most.
+        call: names the call, the same on every rank.
 
     Returns:
         What waits for the sums and returns them; it may be called once, later, or not at all. Other collectives may
         come in between.
+
+    Raises:
+        RankMismatchError: by that, on every rank: another rank has come to another call.
 
     Ranks: collective.
 
@@ -677,13 +692,37 @@ def start_sum_over_ranks(values: list[float]) -> Callable[[], list[float]]:
     """
     if not is_distributed_initialized():
         return lambda: list(values)
-    require_all_ranks("start_sum_over_ranks")
-    tensor = keep_alive(torch.tensor(values, dtype=torch.float64))
+    require_all_ranks(call)
+    mark, world_size = zlib.crc32(call.encode()) % 2**20, dist.get_world_size()  # whose squares are added up exactly
+    numbers = [float(mark), float(mark**2), *values, *[0.0] * (6 - len(values))]
+    tensor = keep_alive(torch.tensor(numbers, dtype=torch.float64))
     work = dist.all_reduce(tensor, group=control_group(), async_op=True)
 
     def finish() -> list[float]:
         work.wait()
         sums: list[float] = tensor.tolist()
-        return sums
+        if sums[:2] != [world_size * one for one in numbers[:2]]:
+            raise RankMismatchError(_calls_of_all(call))
+        return sums[2 : 2 + len(values)]
 
     return finish
+
+
+def _calls_of_all(call: str) -> str:
+    """Say which call each rank has made; one that goes on with other work may not tell."""
+    from ddpkit.base import spans
+
+    store, rank = get_runtime().store, dist.get_rank()
+    keys = [f"ddpkit/met/{POSITION.sessions}/{other}" for other in range(dist.get_world_size())]
+    store.set(keys[rank], f"{call}, at {line_of(traceback.extract_stack())}")
+    end = time.monotonic() + MEETING_SECONDS
+    while time.monotonic() < end and not store.check(keys):
+        time.sleep(MEETING_SECONDS / 100)
+    calls: dict[str, list[int]] = {}
+    for other, key in enumerate(keys):
+        calls.setdefault(store.get(key).decode() if store.check([key]) else "not told", []).append(other)
+    shown = "; ".join(f"rank {spans(ranks)}: {words}" for words, ranks in calls.items())
+    return (
+        f"the ranks have come to different collectives, whose numbers do not belong together: {shown}. Make each of "
+        "these calls on every rank, not under `if if_main_process():`, and use only its result there."
+    )

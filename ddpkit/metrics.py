@@ -14,6 +14,7 @@ all ranks, with :func:`begin_stage`.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import math
 from fractions import Fraction
 from types import SimpleNamespace
@@ -27,7 +28,7 @@ from ddpkit.device import widest_float
 from ddpkit.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
 __all__ = [
     "Accuracy",
@@ -74,8 +75,7 @@ def begin_stage(*, divided: bool) -> None:
         _Stages.last_divided = _Stages.number
 
 
-@contextlib.contextmanager
-def counted_by(window: Any) -> Iterator[None]:
+def counted_by(window: Any) -> contextlib.AbstractContextManager[None]:
     """Let metrics and batch statistics ignore batches of a pass that this rank repeats only to keep step.
 
     So such a rank runs the same lines of code as the others, by which a call of ``run_on_main`` in a batch is known.
@@ -95,11 +95,9 @@ def counted_by(window: Any) -> Iterator[None]:
         >>> total.compute()
         5.0
     """
-    before, _Stages.window = _Stages.window, window
-    try:
-        yield
-    finally:
-        _Stages.window = before
+    from ddpkit.base import temporarily
+
+    return temporarily(_Stages, window=window)
 
 
 def is_repeating() -> bool:
@@ -124,6 +122,9 @@ class Reducing:
     """
 
     def __init__(self) -> None:
+        from ddpkit.base import look_at  # not for those who only import this
+
+        self._made_at = look_at(inspect.currentframe())[0].partition(",")[0]  # tells it from others of its class
         self._forget()
 
     def _forget(self) -> None:
@@ -162,6 +163,7 @@ class _Metric(Reducing):
     """What the metrics share: named totals, each a number or a scalar on a device; their sum over the ranks."""
 
     _names: tuple[str, ...] = ("total", "count")
+    is_of_each_rank = True  # no recoverable: the main process's totals are a part
 
     def __init__(self) -> None:
         super().__init__()
@@ -202,7 +204,7 @@ class _Metric(Reducing):
             return values
         from ddpkit.distributed import sum_over_ranks
 
-        return sum_over_ranks(values)
+        return sum_over_ranks(values, f"{type(self).__name__}.compute (made at {self._made_at})")
 
 
 def metrics_of(*owners: Any) -> dict[str, _Metric]:
@@ -264,7 +266,7 @@ class Mean(_Metric):
         """Return the mean; NaN where nothing was counted. Waits for the device.
 
         Args:
-            reduce: over all ranks, in one small all-reduce (True), or over this rank (False). None: over all ranks
+            reduce: over all ranks, in two small all-reduces (True), or over this rank (False). None: over all ranks
                 if and only if each has seen a part of the data (module docstring).
 
         Returns:
@@ -311,7 +313,7 @@ class Sum(_Metric):
         """Return the sum. Waits for the device.
 
         Args:
-            reduce: over all ranks, in one small all-reduce (True), or over this rank (False). None: over all ranks
+            reduce: over all ranks, in two small all-reduces (True), or over this rank (False). None: over all ranks
                 if and only if each has seen a part of the data (module docstring).
 
         Returns:
@@ -371,7 +373,7 @@ class Accuracy(_Metric):
         """Return the accuracy, between 0 and 1; NaN where nothing was counted. Waits for the device.
 
         Args:
-            reduce: over all ranks, in one small all-reduce (True), or over this rank (False). None: over all ranks
+            reduce: over all ranks, in two small all-reduces (True), or over this rank (False). None: over all ranks
                 if and only if each has seen a part of the data (module docstring).
 
         Returns:

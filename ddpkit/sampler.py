@@ -347,6 +347,9 @@ class PlannedBatchSampler(RankBatchSampler):
 
     def __iter__(self) -> Iterator[list[int]]:
         skip, self.skip = self.skip, 0
+        return itertools.islice(self._batches(skip), max(len(self) - skip, 0))
+
+    def _batches(self, skip: int) -> Iterator[list[int]]:
         plan = self.plan
         order = Order(plan.num_samples, self.seed, self.epoch, shuffle=self.shuffle)
         drawn, whole = None if isinstance(self.source, int) else self._draw(), len(self._cuts) == 1

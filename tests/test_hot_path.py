@@ -33,7 +33,7 @@ FEWER_THAN_BY_HAND = 90  # calls; a difference, because what torch adds to a ste
 MOST_ALLOCATIONS = 0.8  # of those by hand, training: 21.5 of 30, and those of a sync
 MOST_MORE_ALLOCATIONS = 1  # validation: 6.5, 7 by hand
 MOST_MORE_ON_TWO_RANKS = {1: -50, 8: 7}  # by batches per step: 364 calls of 416, 233 of 228; and those of syncs
-PER_EPOCH = {"c10d::allreduce_": 3}  # training: samples before the pass, sums after it; validation: sums
+PER_EPOCH = {"c10d::allreduce_": 6}  # training: samples before the pass, sums after it; validation: sums; their marks
 MOST_MORE_IN_VALIDATION = 30  # 92 calls, 64 by hand; without loader workers, which look after random numbers
 MOST_PER_PASS = 1700  # 1,299 calls beside the steps of a training pass; torch.manual_seed would be 1,600 more
 
@@ -173,7 +173,7 @@ def count_collectives(layers, options, epochs, steps):
         stage_runner.PeriodicSync = real
     found = Counter(event.name() for event in profiler.profiler.kineto_results.events())
     found = Counter({name: count for name, count in found.items() if name.startswith("c10d::")})
-    found["c10d::allreduce_"] -= Counted.calls
+    found["c10d::allreduce_"] -= 2 * Counted.calls  # a mark, and the numbers
     return found
 
 

@@ -34,6 +34,34 @@ _NOT_THE_USERS = (str(PurePath(os.__file__).parent), str(PurePath(__file__).pare
 _WAITING_FOR_AGENT = ("multiprocessing/synchronize.py", "torch/distributed/elastic/multiprocessing/api.py")
 
 
+@contextlib.contextmanager
+def temporarily(owner: Any, **attributes: Any) -> Iterator[None]:
+    """Return a context in which some attributes of an object have other values; afterwards they have those of before.
+
+    Args:
+        owner: the object, or a class.
+        **attributes: the values by name; the attributes exist.
+
+    Ranks: local.
+
+    Example:
+        >>> status = RankStatus()
+        >>> with temporarily(status, step=3):
+        ...     status.step
+        3
+        >>> status.step
+        0
+    """
+    before = {name: getattr(owner, name) for name in attributes}
+    try:
+        for name, value in attributes.items():
+            setattr(owner, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(owner, name, value)
+
+
 @dataclass
 class RankStatus:
     """Where one rank is.
@@ -152,17 +180,11 @@ class Position:
         """Count anew: what a process did by itself, before its group was made, the other ranks have not done."""
         self.sessions = self.session = int(self.progress is not None)
 
-    @contextlib.contextmanager
-    def inside(self, progress: Any, call: str = "") -> Iterator[None]:
+    def inside(self, progress: Any, call: str = "") -> contextlib.AbstractContextManager[None]:
         """Return a context that is a call of ``fit`` or ``evaluate``."""
-        before = self.progress, self.session, self.main_thread, self.call, self.part
         self.sessions += 1
-        self.progress, self.session, self.main_thread = progress, self.sessions, threading.get_ident()
-        self.call, self.part = call, ""
-        try:
-            yield
-        finally:
-            self.progress, self.session, self.main_thread, self.call, self.part = before
+        here = threading.get_ident()
+        return temporarily(self, progress=progress, session=self.sessions, main_thread=here, call=call, part="")
 
     def stage_begins(self) -> None:
         """Note that a stage says from now on where this process is."""
@@ -171,11 +193,8 @@ class Position:
     @contextlib.contextmanager
     def at(self, part: str) -> Iterator[None]:
         """Return a context for a part of what comes before the first stage, such as ``"recovering a checkpoint"``."""
-        before, self.part = self.part, part
-        try:
+        with temporarily(self, part=part):
             yield
-        finally:
-            self.part = before
 
     @contextlib.contextmanager
     def no_limit(self) -> Iterator[None]:

@@ -15,11 +15,12 @@ import time
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ddpkit.base.rank import rank_if_known
-from ddpkit.errors import ConfigError, RunStopped
+from ddpkit.errors import ConfigError, RankFailedError, RunStopped
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
+LAST_WORDS_SECONDS = 2.0  # for a process that has lost another rank to say so, once it is asked to end
 REPEAT_SECONDS = 1.0  # a launcher and a scheduler may both pass on the same signal
 _ENDING = ("SIGINT", "SIGTERM")
 
@@ -171,6 +172,9 @@ class SignalListener:
         except RunStopped:
             stopped = _Listeners.was_stopped = True
             raise
+        except RankFailedError:  # launchers end the other processes at once: first this one says which rank it was
+            added |= dict.fromkeys({signal.SIGTERM} & added.keys(), _end_soon)
+            raise
         finally:
             if not stopped:
                 _put_back(added)
@@ -187,7 +191,7 @@ class SignalListener:
         """Replace the default handlers, and return them."""
         added: dict[signal.Signals, Any] = {}
         for number in (*self.stopping, *self.saving):
-            if signal.getsignal(number) in {signal.SIG_DFL, signal.default_int_handler}:
+            if signal.getsignal(number) in {signal.SIG_DFL, signal.default_int_handler, _end_soon}:
                 added[number] = signal.signal(number, _hear)
         return added
 
@@ -214,6 +218,12 @@ def _hear(number: int, _frame: Any) -> None:
         if hasattr(sys, "ps1"):
             raise KeyboardInterrupt
         _end_by(number)
+
+
+def _end_soon(number: int, _frame: Any) -> None:
+    last = threading.Timer(LAST_WORDS_SECONDS, os._exit, [128 + number])
+    last.daemon = True
+    last.start()
 
 
 def _say(line: str) -> None:

@@ -23,7 +23,7 @@ import mmap
 import sys
 import zipfile
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -49,6 +49,7 @@ from ddpkit.base import (
     is_sharded,
     map_values,
     sharded_like,
+    temporarily,
     unwrap,
 )
 from ddpkit.checkpointing.storage import BLOCK_BYTES, write_file
@@ -90,18 +91,11 @@ class _SpeechBrainSaver(MethodHook):
             return method(*arguments)
 
 
-@contextlib.contextmanager
-def _alone_in_speechbrain() -> Iterator[None]:
+def _alone_in_speechbrain() -> contextlib.AbstractContextManager[None]:
     """Have SpeechBrain's collectives do nothing, as inside of its own main-only code."""
-    module: Any = sys.modules.get(_SB_DISTRIBUTED)
-    if not hasattr(module, "MAIN_PROC_ONLY"):
-        yield
-        return
-    module.MAIN_PROC_ONLY += 1
-    try:
-        yield
-    finally:
-        module.MAIN_PROC_ONLY -= 1
+    module = sys.modules.get(_SB_DISTRIBUTED)
+    depth = getattr(module, "MAIN_PROC_ONLY", None)
+    return contextlib.nullcontext() if depth is None else temporarily(module, MAIN_PROC_ONLY=depth + 1)
 
 
 def _speechbrain_hook(cls: type, role: str) -> MethodHook | None:

@@ -67,7 +67,7 @@ def load_recoverables(
 def _load_one(name: str, path: Path, load: Callable[[], object]) -> None:
     try:
         load()
-    except CheckpointError:
+    except (CheckpointError, MemoryError):  # without memory for what is sent a rank must end: the others wait for it
         raise
     except Exception as error:
         raise CheckpointError(
@@ -108,7 +108,7 @@ def _bytes_of_main(path: Path) -> torch.Tensor:
         return read[0].numel()
 
     size = checkpoint_work_on_main(read_file)
-    content = read[0] if read else torch.empty(size or 0, dtype=torch.uint8)
+    content = read[0] if read else torch.from_numpy(np.empty(size or 0, np.uint8))  # MemoryError, and not torch's
     for start in range(0, len(content), BLOCK_BYTES):
         dist.broadcast(content[start : start + BLOCK_BYTES], src=0, group=control_group())
     return content

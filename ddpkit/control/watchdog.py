@@ -25,6 +25,7 @@ from ddpkit.base import (
     host_name,
     kill_later,
     table,
+    temporarily,
 )
 from ddpkit.control.failure import record_for_launcher
 from ddpkit.control.heartbeat import SILENT_SECONDS, Heartbeat
@@ -34,7 +35,8 @@ from ddpkit.launch import find_launch
 from ddpkit.logger import get_logger
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable
+    from contextlib import AbstractContextManager
 
 logger = get_logger(__name__)
 
@@ -66,14 +68,9 @@ class ExitDelay:
         """Say whether the end has to wait: not for ever."""
         return self._since is not None and time.monotonic() - self._since < HOLD_SECONDS
 
-    @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
+    def held(self) -> AbstractContextManager[None]:
         """Return a context during which the watchdog does not end the process."""
-        before, self._since = self._since, self._since or time.monotonic()
-        try:
-            yield
-        finally:
-            self._since = before
+        return temporarily(self, _since=self._since or time.monotonic())
 
 
 EXIT_DELAY = ExitDelay()
@@ -138,20 +135,14 @@ class Watchdog:
             if thread is not threading.current_thread():
                 thread.join(JOIN_SECONDS)
 
-    @contextlib.contextmanager
-    def limited(self, warning: float, timeout: float) -> Iterator[None]:
+    def limited(self, warning: float, timeout: float) -> AbstractContextManager[None]:
         """Return a context with other limits of time without a step.
 
         Args:
             warning: seconds after which it is said where the ranks are; 0: never.
             timeout: seconds after which the process ends; 0: never.
         """
-        before = self.hang_warning, self.hang_timeout
-        self.hang_warning, self.hang_timeout = warning, timeout
-        try:
-            yield
-        finally:
-            self.hang_warning, self.hang_timeout = before
+        return temporarily(self, hang_warning=warning, hang_timeout=timeout)
 
     @property
     def still_for(self) -> float:

@@ -262,6 +262,8 @@ def shard(dataset: Any, sharding: Sharding, **loader_kwargs: Any) -> Any:
         [[2, 3], [4]]
     """
     options = dict(loader_kwargs)
+    if options.get("batch_sampler") is not None or options.get("batch_size", 1) is None:
+        _refuse_global_batch(sharding, "batches that are made already, by a batch_sampler or by the dataset")
     if isinstance(dataset, IterableDataset):
         return stream_loader(dataset, sharding, options)
     if is_batches(dataset) and not options:
@@ -283,8 +285,6 @@ def shard(dataset: Any, sharding: Sharding, **loader_kwargs: Any) -> Any:
         "keep_step": sharding.keep_step,
         "shards": sharding.shards,
     }
-    if batch_sampler is not None or options.get("batch_size", 1) is None:
-        _refuse_global_batch(sharding, "batches that are made already, by a batch_sampler or by the dataset")
     if batch_sampler is not None:
         options.pop("batch_size", None)
         planned: Any = DealtBatchSampler(batch_sampler, sharding.rank, sharding.world_size, **common)
@@ -388,7 +388,7 @@ def _refuse_global_batch(sharding: Sharding, what: str) -> None:
     if sharding.global_batch_size is not None:
         raise ConfigError(
             f"global_batch_size={sharding.global_batch_size} cannot divide {what}. Leave global_batch_size out, or "
-            "give a dataset, with a sampler if you like."
+            "give a dataset or a stream of samples, with a sampler if you like."
         )
 
 

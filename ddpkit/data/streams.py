@@ -425,7 +425,11 @@ def stream_loader(dataset: Any, sharding: Sharding, options: dict[str, Any]) -> 
         options["num_workers"] = min(workers, 1)  # one process reads the shards of a rank, block by block
     number = sharding.world_size * max(workers, 1)
     if number > 1 and not shard.divides_itself:
-        _tell_dealt(name, number)
+        logger.info(
+            "%s is dealt out by counting: %d processes (ranks x loader workers) read all of it. A method "
+            "shard(num_shards, index) that makes so many shards would let each read its own part.",
+            *(name, number),
+        )
     return StreamLoader(shard, worker_key(sharding), **options)
 
 
@@ -479,16 +483,6 @@ def _has_shards(dataset: Any, number: int) -> bool:
     except (IndexError, ValueError):  # it has fewer
         return False
     return True
-
-
-@functools.cache  # once, for the loaders of all stages
-def _tell_dealt(name: str, number: int) -> None:
-    logger.info(
-        "%s is dealt out by counting: %d processes (ranks x loader workers) read all of it. A method "
-        "shard(num_shards, index) that makes so many shards would let each read its own part.",
-        name,
-        number,
-    )
 
 
 def _is_webdataset(data: Any) -> bool:

@@ -26,7 +26,6 @@ DIFFERENCES = {
     "divided sampler": ("repeats samples to be even: give fit the sampler inside, which repeats none", "#samplers"),
     "factor": ("divides by grad_accumulation_factor: self.backward(loss) does, with the right weights", _OWN),
     "fit_batch": ("overrides fit_batch: use self.backward(loss) and self.should_step", _OWN),
-    "host read": ("fit_batch reads its loss: a GPU waits in every step; return loss.detach()", _OWN),
     "in order": ("says no `shuffle`: in order on any number of processes, unless the script has a sampler", "#data"),
     "jit": ("TorchScript is deprecated in torch and has no effect: use --compile", "#command-line-and-options"),
     "make_dataloader": ("overrides make_dataloader: the loader that it returns for training is divided", "#data"),
@@ -124,10 +123,6 @@ def _in_file(tree: ast.Module) -> Found:
             yield from [(node.lineno, "divided loader")] if is_loader else []
 
 
-def _called(node: ast.AST) -> set[str]:
-    return {_last(one.func) for one in ast.walk(node) if isinstance(one, ast.Call)}
-
-
 def _in_class(brain: ast.ClassDef) -> Found:
     for node in brain.body:
         if isinstance(node, ast.Assign) and {dotted(target) for target in node.targets} & RUN_OPTIONS.keys():
@@ -140,8 +135,6 @@ def _in_class(brain: ast.ClassDef) -> Found:
         if node.name == "compute_objectives" and not any(isinstance(one.value, ast.Tuple) for one in returned):
             calls = (one for one in ast.walk(node) if isinstance(one, ast.Call))
             yield from ((call.lineno, "masked mean") for call in calls if _is_masked_mean(call))
-        if node.name == "fit_batch":
-            yield from ((one.lineno, "host read") for one in returned if {"cpu", "item"} & _called(one))
 
 
 def _is_masked_mean(node: ast.Call) -> bool:

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ddpkit.base import temporarily
 from ddpkit.checkpointing import all_ranks_come, checkpoint_work_on_main, ckpt_recency, read_checkpoint, safe_load
 from ddpkit.checkpoints import Checkpointer
 from ddpkit.config import OPTION_BY_NAME
@@ -166,10 +167,8 @@ class CheckpointPolicy:
             yield
             self._end_call()
             return
-        before = checkpointer.asynchronous
-        with checkpointer.hold_folder():
+        with checkpointer.hold_folder(), temporarily(checkpointer, asynchronous=self.options.ckpt_async):
             self._choose_start()
-            checkpointer.asynchronous = self.options.ckpt_async
             try:
                 yield
                 self._end_call()
@@ -179,7 +178,6 @@ class CheckpointPolicy:
                     self._finish_save(checkpointer)
                 raise
             finally:
-                checkpointer.asynchronous = before
                 self._release()
 
     def _end_call(self) -> None:
@@ -335,11 +333,8 @@ class CheckpointPolicy:
             return None
         if self.run_state.start is None and resume not in {NEWEST, NEVER}:
             logger.announce("--resume=%s: this checkpoint is evaluated.", resume)
-            checkpointer.resume = resume
-            try:
+            with temporarily(checkpointer, resume=resume):
                 return checkpointer.recover_if_possible()
-            finally:
-                checkpointer.resume = NEWEST
         return checkpointer.recover_if_possible(max_key=max_key, min_key=min_key)
 
     def newest(self) -> Path | None:
@@ -380,15 +375,12 @@ class CheckpointPolicy:
             self._save_intra_epoch(self.checkpointer)
 
     def _save_intra_epoch(self, checkpointer: Checkpointer) -> None:
-        self._is_between_batches = True
-        try:
+        with temporarily(self, _is_between_batches=True):
             checkpointer.save_and_keep_only(
                 meta={INTRA_EPOCH_KEY: True},
                 end_of_epoch=False,
                 ckpt_predicate=lambda checkpoint: INTRA_EPOCH_KEY in checkpoint.meta,
             )
-        finally:
-            self._is_between_batches = False
 
     @contextlib.contextmanager
     def _with_sums(self, sums: list[float] | None) -> Iterator[None]:
@@ -465,12 +457,6 @@ def _newest(checkpointer: Checkpointer) -> Path | None:
     return None if newest is None else newest.path
 
 
-@contextlib.contextmanager
-def _at_last_update(progress: Progress) -> Iterator[None]:
+def _at_last_update(progress: Progress) -> contextlib.AbstractContextManager[None]:
     """Return a context in which progress is reset to the last optimizer step."""
-    before = progress.step, progress.meter
-    progress.step, progress.meter = progress.window_end, progress.train_meter or progress.meter
-    try:
-        yield
-    finally:
-        progress.step, progress.meter = before
+    return temporarily(progress, step=progress.window_end, meter=progress.train_meter or progress.meter)

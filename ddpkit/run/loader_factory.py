@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from ddpkit.base import POSITION
+from ddpkit.base import POSITION, temporarily
 from ddpkit.data import is_batches
 from ddpkit.dataloader import LoopedLoader, Sharding, deal_batches, default_seed, reshard, shard
 from ddpkit.distributed import get_world_size
@@ -18,6 +18,7 @@ from ddpkit.types import Stage
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from contextlib import AbstractContextManager
     from types import SimpleNamespace
 
     from ddpkit.run_opts import RunOptions
@@ -117,14 +118,9 @@ class LoaderFactory:
             move_ahead(loader, str(self._options.device))
         return loader
 
-    @contextlib.contextmanager
-    def dividing_evaluation(self) -> Iterator[None]:
+    def dividing_evaluation(self) -> AbstractContextManager[None]:
         """Return a context in which VALID and TEST are divided over the ranks, whatever the option says."""
-        self._divides_evaluation = True
-        try:
-            yield
-        finally:
-            self._divides_evaluation = False
+        return temporarily(self, _divides_evaluation=True)
 
     def _require_fixed_length(self, stage: Stage) -> None:
         """Refuse nominal epochs whose batches are another part of a step on another number of processes."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from ddpkit.base import POSITION
+from ddpkit.base import POSITION, temporarily
 from ddpkit.control import PeriodicSync, Requests
 from ddpkit.data import StreamLoader
 from ddpkit.dataloader import plan_of, set_epoch
@@ -131,9 +131,9 @@ class StageRunner:
         Args:
             output_folder: for the profiler's records.
         """
-        options, self.progress.is_fitting = self.options, True
-        self.progress.restart()
-        try:
+        options = self.options
+        with temporarily(self.progress, is_fitting=True), temporarily(self, profiler=None):
+            self.progress.restart()
             if options.profile_training:
                 self.profiler = prepare_profiler(options.profile_warmup, options.profile_steps, output_folder)
             with self.profiler or contextlib.nullcontext(), _collecting_by_steps(options.gc_interval):
@@ -141,9 +141,6 @@ class StageRunner:
             if self.profiler is not None and self.profiler.step_num < options.profile_warmup:
                 words = "profile_training: nothing was recorded: training ended within --profile_warmup=%d batches."
                 logger.warning(words, options.profile_warmup)
-        finally:
-            self.progress.is_fitting = False
-            self.profiler = None
 
     # ------------------------------------------------------------------ training
 
@@ -321,18 +318,13 @@ class StageRunner:
         """
         progress = self.progress
         self.modules.eval()
-        before = progress.seen, progress.step
-        progress.seen = Seen(Stage.TEST, loader, divided=get_world_size() > 1 and is_divided(loader))
-        begin_stage(divided=progress.seen.divided)
+        seen = Seen(Stage.TEST, loader, divided=get_world_size() > 1 and is_divided(loader))
+        begin_stage(divided=seen.divided)
         POSITION.stage_begins()
-        progress.step = 0
-        try:
-            with self._stoppable(), progress.logged.during(None, None):
-                with self._averaged_weights(Stage.TEST), self._evaluating(loader):
-                    outputs = self._outputs(brain, loader, precision, enable_bar=enable_bar)
-                gathered: list[Any] = gather_results(progress.seen, outputs)
-        finally:
-            progress.seen, progress.step = before
+        with temporarily(progress, seen=seen, step=0), self._stoppable(), progress.logged.during(None, None):
+            with self._averaged_weights(Stage.TEST), self._evaluating(loader):
+                outputs = self._outputs(brain, loader, precision, enable_bar=enable_bar)
+            gathered: list[Any] = gather_results(seen, outputs)
         return gathered
 
     @torch.no_grad()

@@ -21,7 +21,7 @@ import torch
 from torch import distributed as dist
 from torch.optim import LBFGS, Optimizer
 
-from ddpkit.base import map_values
+from ddpkit.base import map_values, temporarily
 from ddpkit.comm import control_group
 from ddpkit.device import widest_float
 from ddpkit.distributed import exchange, get_world_size
@@ -180,9 +180,8 @@ class DividedOptimizer:
         Ranks: collective. The other ranks send their parts, one after the other.
         """
         require_equal_groups(CANNOT, self.name, self.optimizer)
-        self._is_gathering = True
-        state = self.optimizer.state_dict()
-        self._is_gathering = False
+        with temporarily(self, _is_gathering=True):
+            state = self.optimizer.state_dict()
         parts, group = state["state"], control_group()
         for source in range(1, dist.get_world_size()):
             if self._rank == source:

@@ -51,6 +51,12 @@ NO_STEP = (
     "%s.fit_batch has made no step of an optimizer of the Brain in its first epoch. Call self.backward(loss), then "
     "self.optimizers_step() where self.should_step is true (guide: Write a fit_batch of your own)."
 )
+OWN_STEP = (
+    "%s.fit_batch calls step() of an optimizer itself: optimizer_step does not count that, and what goes by optimizer "
+    "steps (saves, limits, schedules, logs, ema_decay) does not see it. Call self.optimizers_step() instead."
+)
+NO_OPTIMIZER = "%s has no optimizer whose steps are counted: give opt_class or fill optimizers_dict in init_optimizers."
+FROZEN = "%s has made no optimizer step in its first epoch: does freeze_optimizers return no optimizer?"
 
 
 @dataclass(frozen=True)
@@ -288,6 +294,8 @@ class TrainStep:
         """Return the optimizers that step now."""
         if self.optimizers is not None:
             chosen = brain.freeze_optimizers(self.optimizers) if self.recipe.freezes else self.optimizers
+            if chosen is None:
+                raise BatchError(f"{self.name}.freeze_optimizers returned None: look for a missing return.")
             return list(chosen.values())
         return [] if self.optimizer is None else [self.optimizer]
 
@@ -333,16 +341,19 @@ class TrainStep:
 
     @contextlib.contextmanager
     def warning_without_steps(self) -> Iterator[None]:
-        """Warn if the recipe's own ``fit_batch`` steps no optimizer in the first epoch, not even by itself."""
+        """Warn if no optimizer step is counted in the first epoch, though all of its gradients were finite."""
         progress, first, stepped = self.progress, self.progress.window_end, set[int]()
+        before, named = progress.optimizer_step, self.named_optimizers()
         # fp16 may skip all steps of a short epoch.
-        is_watched = self.recipe.has_own_fit_batch and not progress.epochs and not self.scaler.is_enabled()
-        named = self.named_optimizers() if is_watched else {}
-        optimizers = [one for one in named.values() if hasattr(one, "register_step_post_hook")]  # torch's
+        is_watched = not progress.epochs and not self.scaler.is_enabled()
+        known = [*named.values()] if is_watched and self.recipe.has_own_fit_batch else []
+        optimizers = [one for one in known if hasattr(one, "register_step_post_hook")]  # torch's
         with hooked([one.register_step_post_hook(lambda one, *_: stepped.add(id(one))) for one in optimizers]):
             yield
-        if optimizers and not stepped and progress.window_end > first and not progress.nonfinite:
-            logger.warning(NO_STEP, self.name)
+        if is_watched and progress.window_end > first and progress.optimizer_step == before and not progress.nonfinite:
+            causes = (OWN_STEP, stepped), (NO_OPTIMIZER, not named), (FROZEN, self.freezes), (NO_STEP, optimizers)
+            for words in [words for words, applies in causes if applies][:1]:
+                logger.warning(words, self.name)
 
     def close_window(self) -> torch.Tensor | float:
         """Return the factor for the gradients before the step, and reset the count."""

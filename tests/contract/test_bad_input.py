@@ -840,6 +840,8 @@ def test_global_batch_size_that_cannot_divide_what_was_given():
         (LoopedLoader(OwnLoader(), 2), {}),
         (TurnedAround(DATA, batch_size=2), {}),
         (DATA, {"batch_sampler": [[0, 1], [2, 3]]}),
+        (Stream(DATA), {"batch_size": None}),
+        (DataLoader(Stream(DATA), batch_size=None), {}),
     ):
         brain = make(global_batch_size=4)
         with pytest.raises(ConfigError, match=r"^global_batch_size=4 cannot divide .* Leave global_batch_size out"):

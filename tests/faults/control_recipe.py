@@ -13,6 +13,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch._dynamo  # DDP imports it in fit, which takes longer than --hang_timeout=8 on a loaded machine
 
@@ -46,6 +47,14 @@ def happen():
     if FAULT == "spin":
         while True:
             pass
+
+
+def empty(size, dtype=float):
+    """Return memory, but not for the bytes of a file that is sent."""
+    if dtype is np.uint8 and here("load", 10**6):
+        happen()
+        raise MemoryError
+    return np.zeros(size, dtype)
 
 
 def here(where, step):
@@ -140,9 +149,15 @@ def main():
     )
     if here("before", 10**6):
         happen()
+    if WHERE == "load":
+        np.empty = empty
     loader = {"batch_size": 4, "num_workers": WORKERS, "shuffle": True, **CONTEXT}
     valid = Stream() if WORDS.get("stream") else Data()
-    brain.fit(counter, Data(), valid, train_loader_kwargs=loader, valid_loader_kwargs={"batch_size": 4})
+    try:
+        brain.fit(counter, Data(), valid, train_loader_kwargs=loader, valid_loader_kwargs={"batch_size": 4})
+    finally:
+        (FOLDER / f"left-{brain.rank}").touch()
+        time.sleep(float(WORDS.get("after", 0)))  # what a script tidies up
     torch.save(net.state_dict(), FOLDER / f"final-{brain.rank}.pt")
     print("finished", brain.optimizer_step, flush=True)
 

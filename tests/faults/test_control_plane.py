@@ -10,6 +10,7 @@ import json
 import os
 import re
 import signal
+import socket
 import sys
 import time
 from pathlib import Path
@@ -138,6 +139,14 @@ def test_f4_a_killed_rank_is_named_with_its_step(tmp_path, rank, by_hand):
     assert f"pid {pid_of(tmp_path, rank)}) disappeared in TRAIN of epoch 1 at step" in text
 
 
+def test_f4_a_rank_that_is_asked_to_end_after_fit_says_first_which_one_was_killed(tmp_path):
+    runs = start(tmp_path, "fault=kill@forward", "rank=1", "step=9", "after=1", by_hand=True)
+    assert wait_until((tmp_path / "out" / "left-0").exists, START_SECONDS)
+    runs[0].signal(signal.SIGTERM)  # as a launcher does
+    require_gone_soon(runs, tmp_path)
+    assert f"rank 1 ({socket.gethostname()}, pid {pid_of(tmp_path, 1)}) disappeared in TRAIN" in runs[0].err
+
+
 def test_f12_without_their_launcher_the_workers_end(tmp_path):
     [run] = start(tmp_path, warm=False)
     until(tmp_path, "TRAIN", 5)
@@ -151,6 +160,17 @@ def test_when_main_dies_inside_of_its_own_work_everyone_learns_it(tmp_path):
     require_gone_soon(runs, tmp_path)
     assert runs[1].code != 0
     assert "rank 0" in runs[1].tail()
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_without_memory_for_a_checkpoint_that_is_sent_to_it_a_rank_ends_and_nobody_waits(tmp_path, by_hand):
+    wait(start(tmp_path, "size=40", "epochs=1"))
+    runs = start(tmp_path, "fault=memory@load", "rank=1", "--ckpt_load=broadcast", by_hand=by_hand)
+    require_gone_soon(runs, tmp_path)
+    assert all(run.code != 0 for run in runs)
+    assert "rank 1 (" in said(runs)
+    assert "failed first, in fit, before the first stage" in said(runs)
+    assert "MemoryError" in runs[0].err
 
 
 # ------------------------------------------------------------------------------------------ a rank that is stuck

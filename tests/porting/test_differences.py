@@ -29,8 +29,6 @@ def in_brain(*lines):
         (in_brain("def fit_batch(self, batch):", "    pass"), {"fit_batch": (2,)}),
         ("class A:\n    def fit_batch(self, batch): ...\n", {"fit_batch": (2,)}),
         ("class Model:\n    def forward(self, x): ...\n    def _save(self): ...\n", {}),
-        (in_brain("def fit_batch(self, batch): return loss.detach().cpu()"), {"fit_batch": (2,), "host read": (2,)}),
-        (in_brain("def evaluate_batch(self, batch, stage): return loss.detach().cpu()"), {}),
         (in_brain("def f(self): self.backward(loss); self.optimizers_step()"), {}),
         (in_brain("def f(self):", "    loss.backward()", "    x()", "    (a + b).backward()"), {"backward": (3, 5)}),
         (in_brain("def f(self): self.optimizer.step()"), {"own step": (2,)}),

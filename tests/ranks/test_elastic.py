@@ -80,7 +80,10 @@ TRAINING = """
 def agent(
     folder: Path, port: int, name: str, environment: dict[str, str], *arguments: str, most: int = 2, seconds: int = 10
 ) -> Run:
-    """Start torchrun for one node; those that come in so many seconds after the first make a world with it."""
+    """Start torchrun for one node; those that come in so many seconds after the first make a world with it.
+
+    It is forked from a process that has imported torch: on a loaded machine the import alone takes longer than that.
+    """
     beats = f"last_call_timeout={seconds},keep_alive_interval=2,keep_alive_max_attempt=4"
     words = [f"--nnodes=1:{most}", "--nproc_per_node=1", "--max-restarts=5", "--monitor-interval=0.3"]
     words += [
@@ -90,7 +93,7 @@ def agent(
         "train.py",
         *arguments,
     ]
-    return Run([str(BIN / "torchrun"), *words], folder, environment, name=name)
+    return Run([str(BIN / "torchrun"), *words], folder, environment, name=name, warm=True)
 
 
 def listens(port: int) -> bool:

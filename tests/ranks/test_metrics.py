@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
+import re
 
 import pytest
 import torch
@@ -11,11 +13,19 @@ import torch.distributed as dist
 from torch import nn
 
 from ddpkit.brain import Brain
-from ddpkit.distributed import if_main_process, run_on_main
-from ddpkit.errors import DataError, LaunchError
+from ddpkit.distributed import (
+    ddp_barrier,
+    ddp_broadcast,
+    gather_objects,
+    if_main_process,
+    run_on_main,
+    start_sum_over_ranks,
+    sum_over_ranks,
+)
+from ddpkit.errors import DataError, LaunchError, RankMismatchError
 from ddpkit.metrics import Accuracy, LossMeter, Mean, Reduced, Sum, begin_stage
 from ddpkit.types import Stage
-from tests.contract.recipes import make, points
+from tests.contract.recipes import Regression, make, points
 
 
 def uneven():
@@ -58,8 +68,8 @@ def one_reduction_each():
     return before, len(calls)
 
 
-def test_one_collective_and_only_when_asked(ranks):
-    assert ranks.run(one_reduction_each) == [([], 1)] * 2
+def test_one_mark_and_one_sum_and_only_when_asked(ranks):
+    assert ranks.run(one_reduction_each) == [([], 2)] * 2
 
 
 def nothing():
@@ -251,6 +261,60 @@ def on_main_alone(kind):
 def test_d23_compute_in_main_only_code_says_so(ranks, kind):
     for message in ranks.run(on_main_alone, kind):
         assert ("Reduced" if kind == "reduced" else "Sum") + ".compute was called inside main-only code" in message
+
+
+OF_OTHERS = {
+    "another metric": (lambda other: other.compute(), "Sum.compute (made at "),
+    "barrier": (lambda _: ddp_barrier(), "ddp_barrier, at "),
+    "broadcast": (lambda _: ddp_broadcast("text"), "ddp_broadcast, at "),
+    "objects": (lambda _: gather_objects(str), "gather_objects, at "),
+    "sum": (lambda _: sum_over_ranks([1.0] * 12), "sum_over_ranks (12 number(s)), at "),
+    "started": (lambda _: start_sum_over_ranks([1.0])(), "start_sum_over_ranks, at "),
+}
+
+
+def compute_elsewhere(metric):
+    return metric.compute()
+
+
+def one_rank_alone(call):
+    begin_stage(divided=True)
+    metric = Sum()
+    other = Sum()
+    works = compute_elsewhere(metric) if if_main_process() else metric.compute()  # what is computed counts, not where
+    work = metric.compute if if_main_process() else functools.partial(OF_OTHERS[call][0], other)
+    with pytest.raises(RankMismatchError) as caught:
+        work()
+    return works, str(caught.value)
+
+
+@pytest.mark.parametrize("call", OF_OTHERS)
+def test_a_metric_computed_on_one_rank_alone_is_an_error_on_all_and_no_number(ranks, call):
+    for works, message in ranks.run(one_rank_alone, call, world_size=3):
+        assert works == 0.0
+        told = r"rank 0: Sum.compute \(made at test_metrics.py:\d+ in one_rank_alone\) \(1 number\(s\)\), at"
+        assert re.search(told, message)
+        assert f"in one_rank_alone; rank 1-2: {OF_OTHERS[call][1]}" in message
+
+
+class PrintsOnMain(Regression):
+    def on_fit_batch_end(self, batch, outputs, loss, should_step):
+        super().on_fit_batch_end(batch, outputs, loss, should_step)
+        self.seen = Sum()
+        if if_main_process():
+            self.seen.compute()
+
+
+def compute_on_main_in_a_batch():
+    with pytest.raises(RankMismatchError) as caught:
+        make(PrintsOnMain).fit([1], points(8), train_loader_kwargs={"batch_size": 2})
+    return str(caught.value)
+
+
+def test_a_metric_computed_on_the_main_process_alone_in_a_batch_is_an_error_on_all(ranks):
+    for message in ranks.run(compute_on_main_in_a_batch):
+        assert "rank 0: Sum.compute" in message
+        assert "; rank 1: sum_over_ranks (13 number(s)), at " in message
 
 
 def unlike():

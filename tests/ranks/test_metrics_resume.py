@@ -8,6 +8,7 @@ import torch
 from ddpkit.brain import Brain
 from ddpkit.checkpoints import Checkpointer
 from ddpkit.epoch_loop import EpochCounter
+from ddpkit.errors import CheckpointError
 from ddpkit.metrics import Accuracy, Mean, Sum
 from ddpkit.types import Stage
 from tests.contract.recipes import QUIET, Killed, points
@@ -79,3 +80,22 @@ def test_a_checkpoint_without_metrics_is_told(tmp_path, caplog, monkeypatch):
     train(tmp_path)
     assert "no totals of these metrics: seen, accuracy, mean." in caplog.text
     assert "they count the batches after batch 4 only" in caplog.text
+
+
+def save_a_metric(folder, when):
+    checkpointer = Checkpointer(folder)
+    if when == "saved":
+        checkpointer.recoverables["seen"] = Sum()  # by hand
+    try:
+        checkpointer.save_checkpoint() if when == "saved" else checkpointer.add_recoverable("seen", Sum())
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("when", ["saved", "added"])
+def test_a_metric_that_is_given_to_the_checkpointer_is_refused_on_several_ranks(ranks, tmp_path, when):
+    assert ranks.run(save_a_metric, tmp_path, when, world_size=1) == [""]
+    for message in ranks.run(save_a_metric, tmp_path, when):
+        assert "'seen' is a Sum, whose totals are of each rank" in message
+        assert "attribute of the Brain" in message

@@ -201,6 +201,14 @@ def test_planned_batches(size, batch_size, world_size, shuffle, drop_last, keep_
         assert joined == order[number * together : (number + 1) * together]
 
 
+@pytest.mark.parametrize(("sizes", "numbers"), [((2, 1, 4), [2, 2, 0]), ((5, 2, 5), [2, 2, 1])])
+def test_a_rank_without_a_share_yields_nothing_where_it_need_not_keep_step(sizes, numbers):
+    given = {"global_batch_size": sizes[0], "micro_batches": sizes[1], "keep_step": False}
+    samplers = [PlannedBatchSampler(sizes[2], 1, rank, 3, **given) for rank in range(3)]
+    assert [len(sampler) for sampler in samplers] == numbers
+    assert [len(list(sampler)) for sampler in samplers] == numbers
+
+
 @pytest.mark.parametrize("size", [SMALL * 2 + 11, 137])
 @pytest.mark.parametrize("batch_size", [1, 3, CHUNK - 1, CHUNK + 1])
 def test_chunks_do_not_show(size, batch_size):

@@ -80,7 +80,8 @@ from ddpkit.checkpointing import (
     torch_save,
     whole_state_dict,
 )
-from ddpkit.distributed import exchange, get_world_size, if_main_process
+from ddpkit.comm import failures_of
+from ddpkit.distributed import get_world_size, if_main_process
 from ddpkit.errors import CheckpointError, CheckpointUsageError, ConfigError, RankCheckpointError
 from ddpkit.logger import get_logger, shown_path
 
@@ -682,19 +683,14 @@ class Checkpointer:
         if begun is None:
             return None
         staging, final = begun
-        own: CheckpointError | None = None
-        try:
-            run_savers(hooks, self.recoverables, staging)
-        except CheckpointError as error:
-            own = error
-        failures = [f"rank {rank}: {text}" for rank, text in enumerate(exchange(own and str(own))) if text]
+        own, failures = failures_of(lambda: run_savers(hooks, self.recoverables, staging))
         if not failures:
             return self._on_main(folder.attempt, folder.finish, save, staging, final)
         if if_main_process():
             discard_staging(staging)
             folder.lock.release()
         kind = RankCheckpointError if own is None else CheckpointError
-        failure = kind(f"cannot save {final}: {'; '.join(failures)}.")
+        failure = kind(f"cannot save {final}: {failures}.")
         if self.on_error != "warn":
             raise failure from own
         if if_main_process():

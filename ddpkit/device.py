@@ -134,7 +134,7 @@ def resolve_device(requested: str | torch.device | None, info: LaunchInfo) -> st
     Ranks: local.
 
     Example:
-        >>> from ddpkit.launch.variables import LaunchInfo
+        >>> from ddpkit.launch.launchers import LaunchInfo
         >>> resolve_device("cpu:0", LaunchInfo())
         'cpu'
         >>> resolve_device("meta", LaunchInfo())

@@ -18,10 +18,10 @@ import torch
 from hyperpyyaml import resolve_references
 from ruamel.yaml.error import YAMLError
 
-from ddpkit.base import replacing, to_plain
+from ddpkit.base import PROCESS, replacing, to_plain
 from ddpkit.checkpointing import FolderLock
 from ddpkit.comm import outside_frame
-from ddpkit.control import is_shown_without_traceback, record_for_launcher, show_without_traceback
+from ddpkit.control import is_shown_without_traceback, show_without_traceback, watch_uncaught
 from ddpkit.distributed import get_world_size, if_main_process, run_on_main
 from ddpkit.errors import CheckpointError, ConfigError, DdpkitError, FolderInUseError, MissingFileError
 from ddpkit.launch import PARITY
@@ -31,8 +31,7 @@ from ddpkit.seed import global_seed
 from ddpkit.train_logger import run_event, set_run_log
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from types import FrameType, TracebackType
+    from types import FrameType
 
 logger = get_logger(__name__)
 
@@ -96,7 +95,7 @@ def create_experiment_directory(
         ['log.txt', 'metrics.jsonl']
     """
     if PARITY in os.environ:  # the folder belongs to the process that runs the parity check
-        _log_uncaught_exceptions()
+        _log_what_ends_this()
         return
     folder = Path(experiment_directory)
     script = _script_of(outside_frame())
@@ -123,7 +122,7 @@ def create_experiment_directory(
         raise error
     if not if_main_process():
         setup_logging(log_config, log_file=log_file)
-    _log_uncaught_exceptions()
+    _log_what_ends_this()
     set_run_log(folder / f"metrics{suffix}.jsonl")
     run_event("start", arguments=sys.argv, world_size=get_world_size(), torch=torch.__version__)
     seed = global_seed()
@@ -137,8 +136,8 @@ def close_experiment() -> None:
 
     Ranks: local.
 
-    State: the root logger's handlers, ``sys.excepthook`` and the run's log are as before; the folder may be another
-    run's.
+    State: the root logger's handlers and the run's log are as before, an exception that ends this process is not
+    logged, and the folder may be another run's.
 
     Example:
         >>> close_experiment()
@@ -146,8 +145,7 @@ def close_experiment() -> None:
     _CLAIMED.close()
     close_logging()
     set_run_log(None)
-    if isinstance(sys.excepthook, _LoggingExceptHook):
-        sys.excepthook = sys.excepthook.previous
+    PROCESS.log = None
 
 
 def get_environment_description(folder: str | os.PathLike[str] | None = None) -> str:
@@ -280,27 +278,17 @@ def _unwritable(folder: Path, error: OSError) -> ConfigError:
 # ------------------------------------------------------------------------------------- log and exceptions
 
 
-class _LoggingExceptHook:
-    """Logs the exception that ends this process, tells torchrun of it, and does what was done before."""
-
-    def __init__(self, previous: Callable[..., Any]) -> None:
-        self.previous = previous
-
-    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        # The console shows no traceback here: the previous hook prints it, or one sentence, so that the reason is last.
-        is_plain, given = is_shown_without_traceback(error), (kind, error, trace)
-        level = logging.DEBUG if is_plain else logging.ERROR
-        logger.log(level, "Uncaught %s:", kind.__name__, exc_info=given, extra={"traceback_follows": True})
-        if not is_plain:
-            record_for_launcher(error)
-        with contextlib.suppress(ConfigError):  # a full disk must not hide the reason
-            run_event("exception", type=kind.__name__, message=str(error))
-        self.previous(kind, error, trace)
+def _log_what_ends_this() -> None:
+    PROCESS.log = _log_uncaught
+    watch_uncaught()
 
 
-def _log_uncaught_exceptions() -> None:
-    if not isinstance(sys.excepthook, _LoggingExceptHook):
-        sys.excepthook = _LoggingExceptHook(sys.excepthook)
+def _log_uncaught(error: BaseException) -> None:
+    # The console shows no traceback here: the hook prints it, or one sentence, so that the reason is last.
+    kind, level = type(error).__name__, logging.DEBUG if is_shown_without_traceback(error) else logging.ERROR
+    logger.log(level, "Uncaught %s:", kind, exc_info=error, extra={"traceback_follows": True})
+    with contextlib.suppress(ConfigError):  # a full disk must not hide the reason
+        run_event("exception", type=kind, message=str(error))
 
 
 # -------------------------------------------------------------------------------------------- environment

@@ -312,21 +312,15 @@ class _LogFile(logging.FileHandler):
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 -- the name is logging's
         error = sys.exc_info()[1]
-        if isinstance(error, OSError):
-            self._tell(error)
-        else:
+        if not isinstance(error, OSError):
             super().handleError(record)
-
-    def close(self) -> None:
-        try:
-            super().close()
-        except OSError as error:  # what was left in its buffer
-            self._tell(error)
-
-    def _tell(self, error: OSError) -> None:
-        if not self.has_failed:
+        elif not self.has_failed:
             self.has_failed = True
             sys.stderr.write(f"{self.baseFilename} cannot be written: {error}. The run goes on; log lines are lost.\n")
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):  # was told: each line is flushed
+            super().close()
 
 
 def _file_handlers(path: Path) -> list[logging.Handler]:

@@ -22,6 +22,8 @@ class Pretrainer:
     hook; else by the method that ``mark_as_transfer`` has marked, ddpkit's or SpeechBrain's; else, if it is a module,
     by name, with a warning for each parameter that only one side has; else as from a checkpoint.
 
+    ``loadables``, ``paths``, ``custom_hooks`` and ``conditions`` are dicts, which a recipe may add to.
+
     Args:
         collect_in: a folder whose file ``<name>.ckpt``, if there is one, is taken instead of the source; a link, such
             as SpeechBrain's, only where the source is on a hub. Nothing is written there.
@@ -59,22 +61,6 @@ class Pretrainer:
     def set_collect_in(self, path: str | Path | None) -> None:
         """Choose the folder whose files take the place of sources; None: files are loaded from where they are."""
         self.collect_in = None if path is None else Path(path)
-
-    def add_loadables(self, loadables: Mapping[str, Any]) -> None:
-        """Add objects by name, or replace them."""
-        self.loadables.update(loadables)
-
-    def add_paths(self, paths: Mapping[str, Any]) -> None:
-        """Add files by name, or replace them: paths, or SpeechBrain's ``FetchSource`` of one."""
-        self.paths.update(paths)
-
-    def add_custom_hooks(self, custom_hooks: Mapping[str, Callable[[Any, Path], object]]) -> None:
-        """Add hooks by name, or replace them."""
-        self.custom_hooks.update(custom_hooks)
-
-    def add_conditions(self, conditions: Mapping[str, Any]) -> None:
-        """Add conditions by name, or replace them."""
-        self.conditions.update(conditions)
 
     def is_loadable(self, name: str) -> bool:
         """Say whether the condition of an object holds; it does where there is none.

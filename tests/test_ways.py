@@ -116,12 +116,12 @@ def test_a_resume(tmp_path):
     """
     follow(tmp_path / "begun", None)
     resumed, fresh = (follow(tmp_path / name, "resume", epochs=2) for name in ("begun", "new"))
-    assert resumed.functions["run.resuming", "read_brain_file"] == 1
-    check(resumed, 52)
-    check(fresh, 48)
+    assert resumed.functions["run.state", "read_brain_file"] == 1
+    check(resumed, 51)
+    check(fresh, 47)
     for function in fresh.functions:
         del resumed.functions[function]
-    check(resumed, 16)
+    check(resumed, 15)
 
 
 def save_of_rank_0(folder):

@@ -247,6 +247,7 @@ class _Process:
     """What this process knows of its own end."""
 
     report: FailureReport | None = None  # of its process group
+    log: Callable[[BaseException], object] | None = None  # writes an uncaught exception into the experiment's log
     failed: BaseException | None = None  # the uncaught exception that ends it
     file: Path | None = None  # what was written for the launcher
     left: Reason | None = None  # what fit or evaluate has left with, while its script goes on

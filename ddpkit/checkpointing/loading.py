@@ -16,6 +16,7 @@ from ddpkit.base import LoadHook
 from ddpkit.checkpointing.folder import checkpoint_work_on_main
 from ddpkit.checkpointing.index import Checkpoint
 from ddpkit.checkpointing.rank_states import all_ranks_come
+from ddpkit.comm import failures_of
 from ddpkit.distributed import control_group, ddp_prevent_block, exchange, get_world_size, if_main_process
 from ddpkit.errors import CheckpointError
 from ddpkit.logger import get_logger
@@ -76,15 +77,10 @@ def _load_one(name: str, path: Path, load: Callable[[], object]) -> None:
 
 def _load_on_all(name: str, path: Path, load: Callable[[], object]) -> None:
     """Load on every rank; raise on every rank if it failed on one."""
-    own: CheckpointError | None = None
-    try:
-        _load_one(name, path, load)
-    except CheckpointError as error:
-        own = error
-    failures = [f"rank {rank}: {text}" for rank, text in enumerate(exchange(own and str(own))) if text]
+    own, failures = failures_of(lambda: _load_one(name, path, load))
     if failures:
         raise CheckpointError(
-            f"{name!r} could not be loaded on every rank: {'; '.join(failures)}. The other ranks have a copy of this "
+            f"{name!r} could not be loaded on every rank: {failures}. The other ranks have a copy of this "
             "one file, in TMPDIR: what saves a directory, or reads other files too, needs ckpt_load=all."
         ) from own
 

@@ -8,9 +8,7 @@ the command is used: the help of ``python -m ddpkit`` loads nothing heavy.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib
-import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import TextIO
@@ -29,8 +27,7 @@ COMMANDS = {
     "slurm": "write the batch script that trains on several nodes of a Slurm cluster",
 }
 
-# What a shell reports for a program that was ended by SIGINT or by SIGPIPE.
-INTERRUPTED, PIPE_CLOSED = 130, 141
+INTERRUPTED = 130  # what a shell reports for a program that was ended by SIGINT
 
 _EPILOG = """\
 commands:
@@ -57,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Returns:
         The exit status: 0 if all is well, 1 if a command has found something wrong and said what, 130 after
-        Ctrl-C, 141 if the reader of the output has closed the pipe.
+        Ctrl-C.
 
     Raises:
         SystemExit: With status 0 after ``--version`` or ``--help``, with 2 for arguments that are wrong.
@@ -162,18 +159,7 @@ def _guarded(run: Callable[[], int]) -> int:
         return INTERRUPTED
     except DdpkitError as error:
         problem: Exception = error
-    except OSError as error:  # perhaps it is the output that could not be written
-        _drop_output()
-        if isinstance(error, BrokenPipeError):
-            return PIPE_CLOSED
-        problem = error
+    except OSError as error:  # perhaps of the output, which the interpreter would flush once more
+        problem, sys.stdout = error, None
     sys.stderr.write(f"{PROGRAM}: error: {problem}\n")
     return 1
-
-
-def _drop_output() -> None:
-    """Let what is still buffered go nowhere: the interpreter would try to write it once more when it ends."""
-    with contextlib.suppress(OSError, ValueError):
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())
-        os.close(nowhere)

@@ -1,6 +1,7 @@
 from ddpkit.comm.agreement import (
     check_train_data as check_train_data,
     data_facts as data_facts,
+    failures_of as failures_of,
     model_facts as model_facts,
     optimizer_facts as optimizer_facts,
     option_facts as option_facts,

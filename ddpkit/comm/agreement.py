@@ -17,7 +17,7 @@ import torch
 from ddpkit.base import POSITION
 from ddpkit.comm.consistency import describe_differences, own_place
 from ddpkit.distributed import exchange, get_world_size
-from ddpkit.errors import DataError, RankFailedError, RankMismatchError
+from ddpkit.errors import CheckpointError, DataError, RankFailedError, RankMismatchError
 from ddpkit.logger import get_logger
 
 if TYPE_CHECKING:
@@ -199,20 +199,41 @@ def together(work: Callable[[], T]) -> T:
     """
     if get_world_size() == 1:
         return work()
-    value: T
-    problem: Exception | None = None
-    try:
-        value = work()
-    except Exception as error:  # noqa: BLE001 -- raised below, once the others know
-        problem = error
-    # One line for both outcomes: the line is part of the exchange's key.
-    texts = exchange("" if problem is None else "".join(traceback.format_exception_only(problem)).strip())
-    if problem is not None:
-        raise problem
-    failures = [f"rank {rank}: {text}" for rank, text in enumerate(texts) if text]
+    values: list[T] = []
+    own, failures = failures_of(lambda: values.append(work()))
+    if own is not None:
+        raise own
     if failures:
-        raise RankFailedError(f"the run cannot start, because it failed elsewhere: {'; '.join(failures)}")
-    return value
+        raise RankFailedError(f"the run cannot start, because it failed elsewhere: {failures}")
+    return values[0]
+
+
+def failures_of(work: Callable[[], object]) -> tuple[Exception | None, str]:
+    """Do something on every rank, and tell every rank who failed.
+
+    Args:
+        work: done by every rank by itself.
+
+    Returns:
+        This rank's exception, or None, and the words of all ranks that failed; empty if none did.
+
+    Ranks: collective (over the store).
+
+    Example:
+        >>> failures_of(lambda: 1 / 0)
+        (ZeroDivisionError('division by zero'), 'rank 0: ZeroDivisionError: division by zero')
+    """
+    own: Exception | None = None
+    words = ""
+    try:
+        work()
+    except Exception as error:  # noqa: BLE001 -- raised by the caller, once the others know
+        own = error
+        words = "".join(traceback.format_exception_only(error)).strip()
+        if isinstance(error, CheckpointError):
+            words = str(error) or words  # they name the recoverable
+    # One line for both outcomes: the line is part of the exchange's key.
+    return own, "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(exchange(words)) if text)
 
 
 @POSITION.at("comparing the ranks")

@@ -177,7 +177,7 @@ def join_attempt(store: dist.Store, info: LaunchInfo, end: float, *, once: bool)
     Ranks: collective.
 
     Example:
-        >>> from ddpkit.launch.variables import LaunchInfo
+        >>> from ddpkit.launch.launchers import LaunchInfo
         >>> join_attempt(dist.HashStore(), LaunchInfo("slurm"), end=0.0, once=True).startswith("ddpkit/")
         True
     """

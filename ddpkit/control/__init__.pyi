@@ -2,7 +2,6 @@ from ddpkit.control.failure import (
     failure_notice as failure_notice,
     is_shown_without_traceback as is_shown_without_traceback,
     note_end_of_child as note_end_of_child,
-    record_for_launcher as record_for_launcher,
     show_without_traceback as show_without_traceback,
     usage_errors as usage_errors,
     watch_uncaught as watch_uncaught,

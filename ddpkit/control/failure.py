@@ -339,6 +339,8 @@ class UncaughtHook:
         if os.getpid() != self.process or PROCESS.failed is not None:
             self.previous(kind, error, trace)
             return
+        if PROCESS.log is not None:
+            PROCESS.log(error)
         if is_shown_without_traceback(error):
             _end_plainly(error)
         news = _note_uncaught(error)
@@ -353,7 +355,7 @@ class UncaughtHook:
 
 
 def watch_uncaught(report: FailureReport | None = None) -> None:
-    """Record the exception that ends this process: for torchrun's summary, and for the other ranks.
+    """Record the exception that ends this process: for torchrun's summary, for the other ranks, and in the log.
 
     Args:
         report: read by the other ranks; None without a process group.
@@ -370,9 +372,7 @@ def watch_uncaught(report: FailureReport | None = None) -> None:
     """
     PROCESS.report = report or PROCESS.report
     hook = sys.excepthook
-    while not isinstance(hook, UncaughtHook) and hasattr(hook, "previous"):
-        hook = hook.previous
     if not isinstance(hook, UncaughtHook):
-        sys.excepthook = UncaughtHook(sys.excepthook)
+        sys.excepthook = UncaughtHook(hook)
     elif report is not None:
         hook.process = os.getpid()  # a process that was forked, and is a rank itself

@@ -1,13 +1,11 @@
 from ddpkit.launch.launchers import (
-    find_launch as find_launch,
-)
-from ddpkit.launch.nproc import (
-    become_torchrun as become_torchrun,
-)
-from ddpkit.launch.variables import (
     LOOPBACK as LOOPBACK,
     NPROC as NPROC,
     PARITY as PARITY,
     LaunchInfo as LaunchInfo,
     derived_port as derived_port,
+    find_launch as find_launch,
+)
+from ddpkit.launch.nproc import (
+    become_torchrun as become_torchrun,
 )

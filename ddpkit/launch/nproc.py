@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 
 from ddpkit.device import accelerator_kind, count_devices
 from ddpkit.errors import ConfigError, LaunchError
-from ddpkit.launch.launchers import find_launch
-from ddpkit.launch.variables import NPROC, describe_environment
+from ddpkit.launch.launchers import NPROC, describe_environment, find_launch
 from ddpkit.logger import get_logger
 
 if TYPE_CHECKING:

@@ -14,12 +14,10 @@ from ddpkit.porting.recipes import (
     PortedFile as PortedFile,
     PortedRecipe as PortedRecipe,
     port_recipe as port_recipe,
+    port_yaml as port_yaml,
     write_recipe as write_recipe,
 )
 from ddpkit.porting.text import (
     Change as Change,
     Note as Note,
-)
-from ddpkit.porting.yaml_code import (
-    port_yaml as port_yaml,
 )

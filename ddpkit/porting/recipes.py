@@ -14,17 +14,18 @@ import yaml
 
 from ddpkit.errors import ConfigError
 from ddpkit.porting.differences import python_differences, yaml_differences
-from ddpkit.porting.names import PACKAGE
+from ddpkit.porting.names import PACKAGE, ddpkit_module, ddpkit_name
 from ddpkit.porting.python_code import parse_python, port_python
-from ddpkit.porting.text import Change, Note, decode
-from ddpkit.porting.yaml_code import port_yaml
+from ddpkit.porting.text import Change, Note, Source, decode
 
-__all__ = ["PortedFile", "PortedRecipe", "port_recipe", "write_recipe"]
+__all__ = ["PortedFile", "PortedRecipe", "port_recipe", "port_yaml", "write_recipe"]
 
 _PYTHON, _YAML = (".py",), (".yaml", ".yml")
 _MENTIONS = re.compile(rf"\b(?:{PACKAGE}|ddpkit)\b")
 _BACKUP = ".before-ddpkit"
 _NOT_OURS = re.compile(r"\..|__pycache__$|node_modules$|site-packages$|CKPT\+")  # names of folders
+# HyperPyYAML's tags and PyYAML's: `!new:a.b`, `!!python/name:a.b`, `!<tag:yaml.org,2002:python/name:a.b>`.
+_TAG = re.compile(r"(?:!(?:new|name|apply|applyref|module):|python/[\w/]+:)(?P<name>speechbrain[\w.]*)")
 
 
 @dataclass
@@ -189,3 +190,36 @@ def _new_folder(root: Path) -> Path:
         folder = root / f"{_BACKUP}-{number}"
     folder.mkdir()
     return folder
+
+
+def port_yaml(text: str) -> Change:
+    """Rename what the tags of a YAML file name and ddpkit has; comments, strings and all else stay.
+
+    Args:
+        text: the file.
+
+    Returns:
+        The new text.
+
+    Raises:
+        yaml.YAMLError: the text is not YAML.
+
+    Ranks: local.
+
+    Example:
+        >>> port_yaml("a: !new:speechbrain.utils.epoch_loop.EpochCounter {limit: 2} # speechbrain").text
+        'a: !new:ddpkit.epoch_loop.EpochCounter {limit: 2} # speechbrain'
+    """
+    source, names, notes = Source(text), 0, list[Note]()
+    for token in yaml.scan(text, Loader=yaml.SafeLoader):
+        if not isinstance(token, yaml.TagToken):
+            continue
+        start = token.start_mark.index
+        found = _TAG.search(text[start : token.end_mark.index])
+        new = ddpkit_name(found["name"]) if found else None
+        if found and new:
+            source.replace(start + found.start("name"), start + found.end("name"), new)
+            names += 1
+        elif found and ddpkit_module(found["name"]):
+            notes.append(Note((token.start_mark.line + 1,), f"the module {found['name']} stays SpeechBrain's"))
+    return Change(source.result(), names, tuple(notes))

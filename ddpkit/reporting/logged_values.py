@@ -18,7 +18,7 @@ from torch import Tensor
 from ddpkit.distributed import exchange, if_main_process, sum_over_ranks
 from ddpkit.errors import BatchError
 from ddpkit.logger import get_logger
-from ddpkit.reporting.events import run_event, set_logged_values
+from ddpkit.reporting.loggers import run_event, set_logged_values
 from ddpkit.types import Stage
 
 if TYPE_CHECKING:

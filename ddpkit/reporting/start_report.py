@@ -111,7 +111,7 @@ def place_rows(
     Ranks: local.
 
     Example:
-        >>> from ddpkit.launch.variables import LaunchInfo
+        >>> from ddpkit.launch.launchers import LaunchInfo
         >>> places = [Place(0, "a", "cpu"), Place(0, "a", "cpu"), Place(1, "b", "cpu"), Place(1, "b", "cpu")]
         >>> versions = {"Python": "3.12", "torch": "2.13.0", "numpy": "2.4.6"}
         >>> rows = place_rows(places, LaunchInfo("torchrun", 0, 0, 4, 2, restart_count=1), "gloo", versions)

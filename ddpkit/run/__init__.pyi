@@ -1,6 +1,6 @@
 from ddpkit.run.parts import (
     Run as Run,
 )
-from ddpkit.run.resuming import (
+from ddpkit.run.state import (
     StepPlan as StepPlan,
 )

@@ -21,8 +21,7 @@ from ddpkit.distributed import alone, get_rank, get_world_size, run_on_main
 from ddpkit.errors import CheckpointError, ConfigError
 from ddpkit.logger import get_logger
 from ddpkit.run.rank_state import RankState
-from ddpkit.run.resuming import NEVER, NEWEST, choose_start, modules_not_saved, optimizers_not_saved
-from ddpkit.run.state import RunState
+from ddpkit.run.state import NEVER, NEWEST, RunState, choose_start, modules_not_saved, optimizers_not_saved
 from ddpkit.strategies import batch_norms
 
 if TYPE_CHECKING:

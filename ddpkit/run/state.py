@@ -1,37 +1,57 @@
-"""What a checkpoint holds of the run: how far it had come, with which options, and in which call of ``fit``."""
+"""What a checkpoint holds of the run (``brain.ckpt``), and what a run starts from: which checkpoint, with which steps.
+
+A resumed run has the same samples per optimizer step as before, and continues at the same position in its data.
+
+A checkpoint stores the number of processes and the step plan. With another number of processes the options that keep
+the samples per step are computed before any loader is made, and the position in the epoch is converted, because it
+counts batches of one process.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ddpkit.checkpointing import Checkpoint
+from torch import nn
+
+from ddpkit.checkpointing import Checkpoint, ckpt_recency
+from ddpkit.compat import shuffle_digest
+from ddpkit.config import BATCHES, GRADIENTS, OPTIONS
+from ddpkit.data import StreamShard
+from ddpkit.dataloader import LoopedLoader, plan_of
 from ddpkit.distributed import get_rank, get_world_size
-from ddpkit.errors import CheckpointError, CheckpointUsageError
+from ddpkit.errors import CheckpointError, CheckpointUsageError, ConfigError
+from ddpkit.launch import find_launch
 from ddpkit.logger import get_logger
-from ddpkit.run.resuming import (
-    DAMAGED,
-    EVALUATED,
-    TELLING,
-    StepPlan,
-    brain_file_or_nothing,
-    changed_options,
-    read_brain_file,
-)
+from ddpkit.sampler import DealtBatchSampler, PlannedBatchSampler, RankBatchSampler, layers
 
 if TYPE_CHECKING:
-    from torch import nn
-
+    from ddpkit.checkpoints import Checkpointer
     from ddpkit.run.rank_state import RankState
-    from ddpkit.run.resuming import Start
-    from ddpkit.training import TrainStep
+    from ddpkit.training import BatchSizes, TrainStep
 
 logger = get_logger(__name__)
+
+BRAIN_FILE = "brain.ckpt"
+DAMAGED = "The checkpoint is damaged; delete it or start with --resume=<an older one>."
+NOMINAL = "nominal epoch"
+NEWEST, NEVER = "auto", "never"  # what the option `resume` says, or else a path
+EVALUATED = "only_evaluated"  # said by a checkpoint if the Brain that saved it had trained nothing
+_ALIKE = {"optimizer_step_limit", "activation_checkpointing", "auto_micro_batch"}
+_OTHERS = {"virtual_ranks", "ddp_comm_hook", "local_sgd_start", "local_sgd_period", "sync_batchnorm", "ema_decay"}
+#: Options that change a run's numbers, except options that follow from the number of processes.
+TELLING = tuple(
+    option.name
+    for option in OPTIONS
+    if (option.group in {BATCHES, GRADIENTS} or option.name in _OTHERS)
+    and option.name not in {"grad_accumulation_factor", "global_batch_size", "micro_batch_size", *_ALIKE}
+)
 
 EARLIER = "The checkpoint is of the middle of call %s of fit, and this is call %d: its data position is not used."
 OTHER_SETTINGS = (
@@ -44,6 +64,452 @@ OTHER_OPTIMIZER = (
     "go on with its state. Go on with {2}. Or begin anew from the weights alone: load the file of the module in the "
     "checkpoint with torch.load(..., weights_only=True) before fit, and give --resume=never."
 )
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """The step plan: the processes, batches and samples of an optimizer step.
+
+    Attributes:
+        world_size: number of ranks; None if the checkpoint does not say.
+        grad_accumulation_factor: batches of each process per optimizer step; None if the checkpoint does not say.
+        per_step: samples of a full optimizer step over all ranks; None if unknown, or if the data yields whole
+            batches, which cannot be divided.
+        per_process: samples of a full batch of one process; None likewise.
+        data: what the order of an epoch follows from (:func:`order_of`); None in a checkpoint that does not tell. Two
+            that differ in nothing else are equal.
+
+    A checkpoint holds them under these names.
+
+    Ranks: local; equal on all ranks.
+
+    Example:
+        >>> StepPlan(world_size=4, grad_accumulation_factor=1, per_step=64, per_process=16).on(2)
+        {'global_batch_size': 64, 'micro_batch_size': 16, 'grad_accumulation_factor': 1}
+        >>> StepPlan(world_size=4, grad_accumulation_factor=1).on(2)
+        {'grad_accumulation_factor': 2}
+    """
+
+    world_size: int | None
+    grad_accumulation_factor: int | None
+    per_step: int | None = None
+    per_process: int | None = None
+    data: Mapping[str, str | int] | None = field(default=None, compare=False)
+
+    @classmethod
+    def of(cls, sizes: BatchSizes, loader: Any) -> StepPlan:
+        """Return the step plan of the present run.
+
+        Args:
+            sizes: computed from its training loader and options.
+            loader: the training loader.
+        """
+        inner, data = loader.loader if isinstance(loader, LoopedLoader) else loader, order_of(loader)
+        if isinstance(plan_of(inner), DealtBatchSampler) or getattr(
+            getattr(inner, "dataset", None), "of_batches", False
+        ):
+            return cls(sizes.world_size, sizes.factor, data=data)  # whole batches are dealt out, whatever their sizes
+        largest = None if sizes.per_process is None else sizes.per_process[1]
+        return cls(sizes.world_size, sizes.factor, sizes.per_step, largest, data)
+
+    @classmethod
+    def read(cls, state: Mapping[str, Any]) -> StepPlan:
+        """Return the step plan of the run that wrote a checkpoint.
+
+        Args:
+            state: of the Brain, as its file holds it.
+        """
+        world_size, factor, per_step, per_process = (
+            _whole(state.get(key)) for key in ("world_size", "grad_accumulation_factor", "per_step", "per_process")
+        )
+        data = state.get("data")
+        return cls(world_size, factor, per_step, per_process, data if isinstance(data, Mapping) else None)
+
+    def on(self, world_size: int, *, is_looped: bool = False) -> dict[str, int]:
+        """Return the options that keep the samples of an optimizer step on another number of processes.
+
+        On more processes a step is made of as many batches as before; on fewer of more batches, so that none is larger
+        on a process than it was.
+
+        Args:
+            world_size: the number of ranks now.
+            is_looped: nominal epochs count batches, so that there must be as many of them per step as before.
+
+        Returns:
+            Values by the name of the option; empty where nothing is to be changed.
+
+        Raises:
+            ConfigError: so many processes cannot take a step of the same batches.
+        """
+        if self.world_size is None or self.grad_accumulation_factor is None or self.world_size == world_size:
+            return {}
+        if self.per_step is not None:
+            if is_looped or self.per_process is None or world_size > self.world_size:
+                return {"global_batch_size": self.per_step, "grad_accumulation_factor": self.grad_accumulation_factor}
+            return {
+                "global_batch_size": self.per_step,
+                "micro_batch_size": self.per_process,
+                "grad_accumulation_factor": 1,
+            }
+        batches = self.grad_accumulation_factor * self.world_size
+        if batches % world_size:
+            raise ConfigError(
+                f"this run was saved by {self.world_size} processes with {batches} batches of a sampler per optimizer "
+                f"step, which {world_size} processes cannot divide: start a number of processes that divides {batches}."
+            )
+        return {"grad_accumulation_factor": batches // world_size}
+
+    def place(self, before: StepPlan, step: int, samples: int) -> tuple[int, str | None]:
+        """Say which batch of the epoch comes next.
+
+        Args:
+            before: the step plan of the run that saved the checkpoint.
+            step: batches of one process that it had done.
+            samples: that all its ranks had seen.
+
+        Returns:
+            Batches of this process that are done, and a warning about it, or None.
+        """
+        changed = None not in {before.per_step, self.per_step} and before.per_step != self.per_step
+        factor = self.grad_accumulation_factor or 1
+        if NOMINAL in (self.data or {}) and before.per_step and before.grad_accumulation_factor:
+            # such an epoch counts batches, whatever is in them
+            samples = step * before.per_step // before.grad_accumulation_factor
+        if changed and self.per_step and samples:
+            steps = samples // self.per_step
+            return steps * factor, (
+                f"The checkpoint has {before.per_step} samples per optimizer step, now there are {self.per_step}: the "
+                f"epoch goes on after {steps * self.per_step} of the {samples} samples that were done."
+            )
+        if self._deals_others(before):
+            return self._place_of_batches(before, step)
+        if before.grad_accumulation_factor in {None, factor}:
+            return step, None
+        return -(-step // (before.grad_accumulation_factor or 1)) * factor, None  # it stood at the end of a step
+
+    def _deals_others(self, before: StepPlan) -> bool:
+        """Say whether whole batches are dealt out, and another number of them makes a step."""
+        is_counted = self.per_step is None or before.per_step is None
+        return is_counted and None not in {_dealt(self), _dealt(before)} and _dealt(self) != _dealt(before)
+
+    def _place_of_batches(self, before: StepPlan, step: int) -> tuple[int, str]:
+        """Go on at the same batch of the data, though it may be inside of a step: the first step is then a shorter one.
+
+        On another number of ranks the batches of a round that is not whole are done again.
+        """
+        done = step * (before.world_size or 1)
+        own, again = divmod(done, self.world_size or 1)
+        repeated = f" ({again} of them are done again)" if again else ""
+        return own, (
+            f"The checkpoint has {_dealt(before)} batches per optimizer step, now there are {_dealt(self)}: the epoch "
+            f"goes on after {done - again} of the {done} batches that were done{repeated}."
+        )
+
+    def changes(self, before: StepPlan) -> list[str]:
+        """Say whether a step is made of something else than it was.
+
+        Args:
+            before: the step plan of the run that saved the checkpoint.
+
+        Returns:
+            One text, or none.
+        """
+        if self._deals_others(before):
+            return [f"{_dealt(self)} batches per optimizer step, before {_dealt(before)}"]
+        if None in {before.per_step, self.per_step} or before.per_step == self.per_step:
+            return []
+        return [f"{self.per_step} samples per optimizer step, before {before.per_step}"]
+
+    def other_data(self, before: StepPlan) -> str | None:
+        """Say that the rest of an epoch will not be the rest of what was begun, because the data is another.
+
+        Args:
+            before: how the run went that stopped in the middle of an epoch.
+
+        Returns:
+            A sentence for the user; None where nothing has changed, or the checkpoint does not tell.
+        """
+        was, now = before.data or {}, self.data or {}
+        changed = [f"{name} {now[name]}, before {was[name]}" for name in now if name in was and was[name] != now[name]]
+        if not changed:
+            return None
+        return (
+            f"The data has changed since the checkpoint was made inside of an epoch: {'; '.join(changed)}. "
+            "Samples may come twice in this epoch, and others not at all."
+        )
+
+
+def _dealt(plan: StepPlan) -> int | None:
+    """Return the batches of all ranks per optimizer step."""
+    factor = plan.grad_accumulation_factor
+    return None if plan.world_size is None or factor is None else plan.world_size * factor
+
+
+def order_of(loader: Any) -> dict[str, str | int]:
+    """Describe what the order of an epoch follows from, besides the seed.
+
+    Args:
+        loader: of this rank.
+
+    Returns:
+        Under ``order`` how the data is ordered, or the classes that order it; where they are known, the ``samples`` of
+        the dataset, ``drop_last``, a digest of a stream's shuffle, and the batches of a ``nominal epoch``. Equal on all
+        ranks, and on any number of them; nothing is drawn.
+
+    Ranks: local.
+
+    Example:
+        >>> from ddpkit.dataloader import Sharding, shard
+        >>> order_of(shard(range(5), Sharding(rank=1, world_size=2), batch_size=2, shuffle=True))
+        {'order': 'shuffled', 'drop_last': False, 'samples': 5}
+    """
+    if isinstance(loader, LoopedLoader):
+        return {**order_of(loader.loader), NOMINAL: int(loader.epoch_length)}
+    plan, dataset = plan_of(loader), getattr(loader, "dataset", None)
+    if isinstance(plan, PlannedBatchSampler) and isinstance(plan.source, int):
+        order = "shuffled" if plan.shuffle else "as it stands"
+        return {"order": order, "drop_last": bool(plan.drop_last), "samples": plan.source}
+    if isinstance(plan, RankBatchSampler):
+        samples = {"samples": len(dataset)} if isinstance(dataset, Sized) else {}
+        return {"order": _names(layers(plan.source)), "drop_last": bool(plan.drop_last), **samples}
+    if isinstance(dataset, StreamShard):
+        return {"order": f"of {type(dataset.whole).__name__}", **_shuffle(dataset.whole)}
+    return {"order": f"of {type(loader if dataset is None else dataset).__name__}", **_shuffle(loader)}
+
+
+def _shuffle(data: Any) -> dict[str, str]:
+    digest = shuffle_digest(data)
+    return {"shuffle (give it a seed)": digest} if digest else {}
+
+
+def _names(samplers: Iterable[Any]) -> str:
+    return f"by {' of '.join(type(one).__name__ for one in samplers)}"
+
+
+# ---------------------------------------------------------------------------------------- the file of the Brain
+
+
+def read_brain_file(checkpoint: Path) -> dict[str, Any]:
+    """Return what a checkpoint holds of the Brain; empty if it has no such file, or nothing that a Brain has saved.
+
+    Args:
+        checkpoint: its directory.
+
+    Raises:
+        CheckpointError: the file cannot be read, or is damaged.
+
+    Ranks: local.
+
+    Example:
+        >>> read_brain_file(Path("nowhere"))
+        {}
+    """
+    from ddpkit.base import load_plain_yaml
+
+    path = checkpoint / BRAIN_FILE
+    try:
+        state = load_plain_yaml(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    except (UnicodeDecodeError, CheckpointError) as error:
+        raise CheckpointError(f"{path}: {error}. {DAMAGED}") from error
+    return dict(state) if isinstance(state, Mapping) else {}
+
+
+def brain_file_or_nothing(checkpoint: Path) -> dict[str, Any]:
+    """Return what :func:`read_brain_file` does, and nothing of a file that cannot be read: who loads it says why.
+
+    Args:
+        checkpoint: its directory.
+
+    Ranks: local.
+    """
+    with contextlib.suppress(CheckpointError):
+        return read_brain_file(checkpoint)
+    return {}
+
+
+def changed_options(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """List the options that change a run's numbers and differ from the checkpoint's.
+
+    Args:
+        before: options in the checkpoint; missing options count as equal.
+        now: of the run.
+
+    Returns:
+        One text per option.
+
+    Ranks: local.
+
+    Example:
+        >>> changed_options({"precision": "bf16"}, {"precision": "fp32", "max_grad_norm": 5.0})
+        ["precision='fp32', before 'bf16'"]
+    """
+    # A checkpoint of an earlier version does not have these.
+    before = {"virtual_ranks": None, "ddp_comm_hook": None, "sync_batchnorm": None, **before}
+    changed = [name for name in TELLING if name in before and name in now and before[name] != now[name]]
+    if before["sync_batchnorm"] is not False and now.get("sync_batchnorm") is not False:  # auto is on
+        changed = [name for name in changed if name != "sync_batchnorm"]
+    return [f"{name}={now[name]!r}, before {before[name]!r}" for name in changed]
+
+
+def _whole(value: Any) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
+
+
+# ---------------------------------------------------------------------------------------- the start
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a call of ``fit`` starts from.
+
+    Attributes:
+        resume: for the checkpointer: ``"auto"``, ``"never"``, the path of a checkpoint, or one that is whole.
+        num_found: number of checkpoints that were in the folder.
+        step_plan: step plan of that checkpoint; None without a checkpoint, or if it does not say.
+        state: run state of that checkpoint until it is recovered; None: it could not be read.
+
+    Ranks: local; the main process makes it, all ranks use it.
+
+    Example:
+        >>> Start("never").step_plan is None
+        True
+    """
+
+    resume: str | Checkpoint
+    num_found: int = 0
+    step_plan: StepPlan | None = None
+    state: Mapping[str, Any] | None = None
+
+
+def choose_start(checkpointer: Checkpointer, resume: str, *, is_first: bool = True) -> Start:
+    """Decide what a call of ``fit`` starts from.
+
+    When the launcher itself has restarted the run, it goes on with the newest checkpoint of this launch, whatever the
+    option says. A folder holds the checkpoints of one run: with ``"never"`` or a path, those that do not belong to
+    this run are moved into a subfolder.
+
+    Args:
+        checkpointer: its folder is looked into.
+        resume: the option: ``"auto"``, ``"never"`` or the path of a checkpoint.
+        is_first: whether it is the first call of this process. For a recipe that recovers something in every call, a
+            later one starts from the newest checkpoint, whatever the option says.
+
+    Raises:
+        CheckpointError: the folder cannot be read, or holds nothing that is whole; or the path is not a checkpoint.
+
+    Ranks: main only.
+
+    Example:
+        >>> import tempfile
+        >>> from ddpkit.checkpoints import Checkpointer
+        >>> choose_start(Checkpointer(tempfile.mkdtemp()), "auto").resume
+        'auto'
+    """
+    found = checkpointer.list_checkpoints()
+    states = {one.path: brain_file_or_nothing(one.path) for one in found}
+    trained = [one for one in found if states[one.path].get(EVALUATED) is not True]
+    own, chosen = trained or found, None  # where only evaluations have saved, theirs
+    if not is_first:
+        return Start(str(max(own, key=ckpt_recency).path) if own else resume)
+    if resume != NEWEST:
+        own = _of_this_launch(own, states)
+    if own:
+        chosen = checkpointer.find_checkpoint(ckpt_predicate=lambda one: one in own)
+        _say_why(chosen, found, states, resume)
+    elif resume != NEWEST:
+        chosen = None if resume == NEVER else checkpointer.named(resume)
+        checkpointer.set_aside(chosen)
+    if chosen is None:
+        return Start(resume, len(found))
+    state = states[chosen.path] if chosen.path in states else brain_file_or_nothing(chosen.path)
+    asked = state.get("asked")  # the step plan as the options gave it, before a change for another number of processes
+    return Start(chosen, len(found), StepPlan.read(asked if isinstance(asked, Mapping) else state), state or None)
+
+
+def _of_this_launch(found: list[Checkpoint], states: Mapping[Path, Any]) -> list[Checkpoint]:
+    """Return the checkpoints of the launch that has restarted this run; none, where it has not been restarted."""
+    launch = os.environ.get("TORCHELASTIC_RUN_ID")
+    if not find_launch().restart_count or launch in {None, "none"}:
+        return []
+    return [one for one in found if states[one.path].get("launch") == launch]
+
+
+def _say_why(chosen: Checkpoint | None, found: list[Checkpoint], states: Mapping[Path, Any], resume: str) -> None:
+    newest = max(found, key=ckpt_recency)
+    if chosen is not None and resume != NEWEST:
+        logger.info("The launcher has restarted this run: it goes on from %s.", chosen.path)
+    elif chosen is not None and chosen != newest and states[newest.path].get(EVALUATED) is True:
+        words = "%s was saved by a process that only evaluated: the training goes on from %s."
+        logger.info(words, newest.path, chosen.path)
+
+
+# ---------------------------------------------------------------------------------------- what should be known
+
+
+def modules_not_saved(modules: Mapping[str, nn.Module] | nn.ModuleDict, recoverables: Mapping[str, Any]) -> list[str]:
+    """Name the modules with trained parameters that no recoverable holds: after a restart they would be untrained.
+
+    Args:
+        modules: by name.
+        recoverables: of a checkpointer: modules, or objects with modules among their attributes.
+
+    Returns:
+        Names, and how many of the parameters are in no checkpoint.
+
+    Ranks: local.
+
+    Example:
+        >>> net, head = nn.Linear(1, 1), nn.Linear(2, 1)
+        >>> modules_not_saved({"net": net, "head": head}, {"net": net})
+        ['head (2 of 2 parameters)']
+    """
+    saved = [one for one in _parts_of(recoverables) if isinstance(one, nn.Module)]
+    held = {id(parameter) for module in saved for parameter in module.parameters()}
+    found = []
+    for name, module in modules.items():
+        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        lost = [parameter for parameter in trained if id(parameter) not in held]
+        if lost:
+            found.append(f"{name} ({len(lost)} of {len(trained)} parameters)")
+    return found
+
+
+def optimizers_not_saved(optimizers: Mapping[str, Any] | None, recoverables: Mapping[str, Any]) -> list[str]:
+    """Name the optimizers that no recoverable holds: a restart would lose their moments.
+
+    Args:
+        optimizers: by name, or None.
+        recoverables: of a checkpointer; one may have the optimizer among its attributes.
+
+    Returns:
+        Names.
+
+    Ranks: local.
+
+    Example:
+        >>> import torch
+        >>> sgd = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.5)
+        >>> optimizers_not_saved({"opt_class": sgd}, {"net": nn.Linear(1, 1)})
+        ['opt_class']
+    """
+    held = set(map(id, _parts_of(recoverables)))
+    return [name for name, optimizer in (optimizers or {}).items() if id(optimizer) not in held]
+
+
+def _parts_of(recoverables: Mapping[str, Any]) -> Iterator[Any]:
+    """Yield recoverables, their attributes, and what is in the containers among those."""
+    for one in recoverables.values():
+        yield one
+        for value in getattr(one, "__dict__", {}).values():
+            inner = list(value.values()) if isinstance(value, dict) else value
+            yield from inner if isinstance(inner, (list, tuple)) else (inner,)
+
+
+# ------------------------------------------------------------------ calls of fit, settings of optimizers
 
 
 class FitCalls:
@@ -131,6 +597,9 @@ def changed_settings(checkpoint: Path, name: str, before: list[dict[str, Any]], 
             raise CheckpointUsageError(OTHER_OPTIMIZER.format(checkpoint, name, old["class"], new["class"]))
     keys = [(key, old, new) for old, new in pairs for key in new if key in old and key != "class"]
     return list(dict.fromkeys(f"{key} {old[key]} -> {new[key]}" for key, old, new in keys if old[key] != new[key]))
+
+
+# ------------------------------------------------------------------------ the run's part of a checkpoint
 
 
 class RunState:

@@ -10,6 +10,7 @@ from ddpkit.training.feed import (
     Counts as Counts,
     Feed as Feed,
     FeedThrough as FeedThrough,
+    StreamFeed as StreamFeed,
     Window as Window,
 )
 from ddpkit.training.gathering import (
@@ -32,9 +33,6 @@ from ddpkit.training.lr_scaling import (
     LrScaling as LrScaling,
     require_reference as require_reference,
 )
-from ddpkit.training.moved_ahead import (
-    move_ahead as move_ahead,
-)
 from ddpkit.training.sizes import (
     BatchSizes as BatchSizes,
     RunLength as RunLength,
@@ -51,12 +49,10 @@ from ddpkit.training.stage_batches import (
     cuda_graph_steps as cuda_graph_steps,
     first_of as first_of,
     length_of as length_of,
+    move_ahead as move_ahead,
     profiled as profiled,
     require_same_draw as require_same_draw,
     size_of as size_of,
-)
-from ddpkit.training.stream_feed import (
-    StreamFeed as StreamFeed,
 )
 from ddpkit.training.train_step import (
     Recipe as Recipe,

@@ -5,23 +5,31 @@ steps on ``sum(w * grad) / sum(w)``. DDP averages over the ranks, so that each o
 ``loss * w * world_size / total``; the total is known from the plan, before the first backward pass of the window.
 If ``compute_objectives`` returns a sum and a count, the gradients of the sums are accumulated, the counts are added up
 over the ranks once per window, and the division is part of the optimizer step.
+
+Of a stream the number of batches and their sizes are unknown. The ranks tell each other, one or two batches ahead of
+the one that is worked on, how many samples the coming one has. So they end together; a rank whose batches are used up
+works on one that weighs nothing (one of the others', where it has read that too, else its own last one); and every
+sample weighs the same there, too.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import itertools
+from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from ddpkit.control import start_loading
+from ddpkit.data import guess_batch_size, one_by_one
 from ddpkit.errors import DataError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
+    from contextlib import AbstractContextManager
 
     from torch import Tensor
-
-    from ddpkit.training.stream_feed import StreamFeed
 
 
 @dataclass
@@ -227,3 +235,149 @@ class FeedThrough:
     def factor(self) -> int:
         """The number of micro-batches in an optimizer step."""
         return self.inner.factor
+
+
+# --------------------------------------------------------------------------- a stream, of unknown length
+
+
+def _alone(numbers: list[float]) -> Callable[[], list[float]]:
+    return lambda: numbers
+
+
+def _nothing(**_: bool) -> AbstractContextManager[None]:
+    return contextlib.nullcontext()
+
+
+@dataclass
+class StreamFeed:
+    """What a pass of training takes its batches from if their number is not known.
+
+    The weights of a window's later batches are not known when the first one is worked on. So each is weighed as if the
+    window were full and all its batches had as many samples as the first; the error is corrected at its end.
+    For equal batches there is nothing to correct, to the last bit.
+
+    The sums are started before a batch is worked on, and waited for after it. They need a group of processes that
+    gradients do not travel on.
+
+    Attributes:
+        loader: yields this rank's micro-batches, however many.
+        factor: micro-batches per optimizer step.
+        weighting: ``"samples"``: every sample counts the same; ``"batches"``: every batch of all ranks together does.
+        whole: what a full step weighs, where gradients are summed over the ranks; 0: they are averaged.
+        whole_batches: whether the data yields whole batches; with ``"batches"`` every rank's batch then counts one.
+        world_size: number of ranks.
+        start: micro-batches of this epoch done before.
+        left_out: how many of those the loader yields again; they are skipped.
+        ready: called once, after the batches left out have been read, and as many ahead as this feed always reads.
+        start_sum: starts to add up a few numbers over the ranks, and returns what waits for the sums.
+        size_of: tells the number of samples of a batch; None of one that another rank has, which counts nothing here.
+        uneven: makes a context for a batch that does not count on all ranks, from whether it does on this one.
+        length: None: unknown.
+
+    Ranks: collective; every rank must have a first batch.
+
+    Example:
+        >>> window = Window()
+        >>> feed = StreamFeed(iter(["abc", "def", "g"]), factor=2)
+        >>> [(batch, window.closes, window.scale, window.correction) for batch in feed.batches(window)]
+        [('abc', False, 0.5, 1.0), ('def', True, 0.5, 1.0), ('g', True, 0.5, 2.0)]
+    """
+
+    loader: Iterable[Any]
+    factor: int = 1
+    weighting: str = "samples"
+    world_size: int = 1
+    start: int = 0
+    whole: float = 0.0
+    whole_batches: bool = False
+    start_sum: Callable[[list[float]], Callable[[], list[float]]] = _alone
+    size_of: Callable[[Any], int | None] = guess_batch_size
+    uneven: Callable[..., AbstractContextManager[None]] = _nothing
+    length: int | None = None
+    left_out: int = 0
+    ready: Callable[[], object] = bool  # does nothing
+
+    def batches(self, window: Window) -> Iterator[Any]:
+        """Yield the batches, each after setting ``window`` for it.
+
+        Raises:
+            DataError: the stream has no first batch for every rank. On all ranks.
+        """
+        turns = self._read(one_by_one(start_loading(self.loader)))
+        ahead = deque([next(turns)])
+        self._require_batches(ahead[0])
+        while len(ahead) < min(self.factor, 2):  # as many as at the moment of a save
+            ahead.append(next(turns))
+        self.ready()
+        place, done, whole = self.start % self.factor, 0.0, 0.0
+        window.correction = 1.0
+        while ahead[0].told().ranks:
+            turn = ahead.popleft()
+            while len(ahead) < min(self.factor, 2):
+                ahead.append(next(turns))
+            if place == 0:
+                window.begin()
+            place += 1
+            window.count = turn.count
+            window.weight, total = self._weigh(turn)
+            whole = whole or self.whole or self.factor * total
+            done += total
+            window.loss_scale = window.weight * (1 if self.whole else self.world_size) / whole if whole else 0.0
+            window.closes = place == self.factor or not ahead[0].told().ranks
+            window.correction = whole / done if window.closes and done else 1.0
+            if window.closes:
+                place, done, whole = 0, 0.0, 0.0
+            with self.uneven(counts=turn.count > 0) if turn.told().ranks < self.world_size else _nothing():
+                yield turn.batch
+
+    def _read(self, batches: Iterator[Any]) -> Iterator[_Turn]:
+        """Read the batches, the last one again and again after the end; start telling the other ranks of each."""
+        last, able = None, 0.0
+        for done in itertools.islice(batches, self.left_out):  # the last of which may have to be repeated
+            last, able = done, 1.0
+        while True:
+            size = None
+            for batch in itertools.islice(batches, 1):
+                last, able, size = batch, 1.0, self.size_of(batch)
+            present, count = int(size is not None), size or 0
+            sums = self.start_sum([float(present), float(count), able])
+            yield _Turn(last, present, count, functools.cache(functools.partial(_await_told, sums)))
+
+    def _weigh(self, turn: _Turn) -> tuple[float, float]:
+        """Return the weight of a batch on this rank, and on all ranks."""
+        ranks, samples, _ = turn.told()
+        if self.weighting == "samples":
+            return turn.count, samples
+        if self.whole_batches:
+            return turn.present, ranks
+        return (turn.count / samples, 1.0) if samples else (0.0, 0.0)
+
+    def _require_batches(self, first: _Turn) -> None:
+        if first.told().able < self.world_size:
+            raise DataError(
+                f"the stream gives a first batch to {first.told().able:.0f} of {self.world_size} rank(s) only: it is "
+                "empty, or has too few items for this many processes and this batch size, or yields nothing when it is "
+                "iterated again. Look at the stream, start fewer processes, or use a smaller batch_size."
+            )
+
+
+class _Told(NamedTuple):
+    """What all ranks have told each other of a batch."""
+
+    ranks: float  # that have a batch which is not a repeated one
+    samples: float  # of all ranks
+    able: float  # ranks that have a batch, if only one to repeat
+
+
+@dataclass
+class _Turn:
+    """One batch of every rank."""
+
+    batch: Any
+    present: int
+    count: int
+    told: Callable[[], _Told]  # waits for the other ranks once
+
+
+def _await_told(sums: Callable[[], list[float]]) -> _Told:
+    return _Told(*sums())

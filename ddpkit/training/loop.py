@@ -28,9 +28,8 @@ if TYPE_CHECKING:
 
     from ddpkit.control import PeriodicSync, SyncReport
     from ddpkit.reporting import ProgressBar
-    from ddpkit.training.feed import Feed
+    from ddpkit.training.feed import Feed, StreamFeed
     from ddpkit.training.gathering import Seen
-    from ddpkit.training.stream_feed import StreamFeed
 
 logger = get_logger(__name__)
 

@@ -194,6 +194,18 @@ def test_together_everybody_works_or_everybody_fails(monkeypatch):
     assert str(results[1]) == "data of 1"
 
 
+def test_a_failure_without_words_is_one(monkeypatch):
+    ranks = Ranks(2, monkeypatch)
+
+    def work(rank):
+        if rank:
+            raise DataError
+
+    results = ranks.run(lambda rank: together(lambda: work(rank)))
+    assert [type(result) for result in results] == [RankFailedError, DataError]
+    assert str(results[0]).endswith("rank 1: ddpkit.errors.DataError")
+
+
 def test_an_interrupt_is_not_held_back(monkeypatch):
     """Only exceptions wait for the others: Ctrl-C ends this rank at once."""
     ranks = Ranks(2, monkeypatch)

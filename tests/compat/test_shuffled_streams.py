@@ -8,7 +8,7 @@ import pytest
 from ddpkit.compat import loses_items, shuffle_digest
 from ddpkit.data import is_stateful
 from ddpkit.dataloader import Sharding, shard
-from ddpkit.run.resuming import order_of
+from ddpkit.run.state import order_of
 from tests.data.test_streams import Files
 
 

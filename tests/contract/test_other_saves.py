@@ -18,7 +18,7 @@ from ddpkit.checkpoints import Checkpointer
 from ddpkit.data.stream_position import Reading
 from ddpkit.epoch_loop import EpochCounter
 from ddpkit.errors import CheckpointError, FolderInUseError
-from ddpkit.run.resuming import read_brain_file
+from ddpkit.run.state import read_brain_file
 from ddpkit.types import Stage
 
 from .recipes import QUIET, Regression, assert_same, linear, points, sgd, weights

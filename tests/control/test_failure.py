@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -220,17 +221,20 @@ def test_the_hook_of_a_forked_child_tells_nobody(words, monkeypatch):
     assert words[1].first_failure().text == "ValueError: in a rank"
 
 
-def test_a_hook_below_another_one_is_found(monkeypatch):
-    monkeypatch.setattr(sys, "excepthook", lambda *arguments: None)
+def test_an_exception_is_logged_once_though_another_hook_stands_between(report, words, monkeypatch):
+    """As torch's, which comes with the process group."""
+    seen, logged = [], []
+    monkeypatch.setattr(failure.PROCESS, "log", logged.append)
+    monkeypatch.setattr(sys, "excepthook", lambda *arguments: seen.append(arguments))
     failure.watch_uncaught()
-
-    class Above:
-        previous = sys.excepthook
-
-    above = Above()
-    monkeypatch.setattr(sys, "excepthook", above)
-    failure.watch_uncaught()
-    assert sys.excepthook is above
+    below = sys.excepthook
+    monkeypatch.setattr(sys, "excepthook", functools.partial(below))
+    failure.watch_uncaught(words[1])
+    error = raised(ValueError("boom"))
+    sys.excepthook(ValueError, error, error.__traceback__)
+    assert logged == [error]
+    assert seen == [(ValueError, error, error.__traceback__)]
+    assert words[0].first_failure().text == "ValueError: boom"
 
 
 # ------------------------------------------------------------------------------------- what has been caught is over

@@ -8,8 +8,7 @@ import pytest
 
 from ddpkit.base import rank_if_known
 from ddpkit.errors import LaunchError
-from ddpkit.launch.launchers import find_launch
-from ddpkit.launch.variables import DERIVED_PORTS, FIRST_DERIVED_PORT, LaunchInfo, derived_port
+from ddpkit.launch.launchers import DERIVED_PORTS, FIRST_DERIVED_PORT, LaunchInfo, derived_port, find_launch
 
 TORCHRUN = {
     "RANK": "3",

@@ -20,7 +20,7 @@ from ddpkit.base import dump_plain_yaml, load_plain_yaml
 from ddpkit.config import OPTION_BY_NAME
 from ddpkit.dataloader import LoopedLoader, Sharding, deal_batches, reshard, shard
 from ddpkit.errors import CheckpointError, ConfigError
-from ddpkit.run.resuming import TELLING, StepPlan, changed_options, order_of, read_brain_file
+from ddpkit.run.state import TELLING, StepPlan, changed_options, order_of, read_brain_file
 from ddpkit.run_opts import RunOptions
 from ddpkit.training import BatchSizes
 

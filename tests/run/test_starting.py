@@ -11,8 +11,7 @@ from torch import nn
 from ddpkit.base import dump_plain_yaml, load_plain_yaml
 from ddpkit.checkpoints import Checkpointer
 from ddpkit.errors import CheckpointError
-from ddpkit.run.resuming import EVALUATED, choose_start, modules_not_saved
-from ddpkit.run.state import optimizer_settings
+from ddpkit.run.state import EVALUATED, choose_start, modules_not_saved, optimizer_settings
 
 
 class Brain:

@@ -15,7 +15,7 @@ from ddpkit.brain import run_of
 from ddpkit.checkpoints import Checkpointer
 from ddpkit.errors import ConfigError
 from ddpkit.run.checkpoint_policy import INTRA_EPOCH_KEY
-from ddpkit.run.resuming import EVALUATED, Start, StepPlan
+from ddpkit.run.state import EVALUATED, Start, StepPlan
 
 
 class Brain(ddpkit.Brain):

@@ -11,8 +11,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from ddpkit.errors import DataError
-from ddpkit.training.feed import Feed, Window
-from ddpkit.training.stream_feed import StreamFeed
+from ddpkit.training.feed import Feed, StreamFeed, Window
 from tests.training.feeds import drain, windows_of
 
 FAST = settings(max_examples=80, deadline=None, derandomize=True, database=None)

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ddpkit.brain import Brain
 from ddpkit.checkpoints import Checkpointer, safe_load
-from ddpkit.ema import WeightAverage, module_states
+from ddpkit.ema import WeightAverage
 from ddpkit.epoch_loop import EpochCounter
 from ddpkit.errors import CheckpointError, ConfigError
 from ddpkit.strategies.data_parallel import WrappedDataParallel
@@ -234,6 +234,10 @@ def test_what_is_frozen_is_still_compared_with_what_was_saved():
     assert "net.frozen.weight" not in resumed._averages
 
 
+def of_entry(state, entry):
+    return {key.removeprefix(f"{entry}."): value for key, value in state.items() if key.startswith(f"{entry}.")}
+
+
 class Tied(nn.Module):
     """Two names for one weight."""
 
@@ -250,7 +254,7 @@ def test_tied_weights_have_one_average_under_both_names():
     assert list(average._averages) == ["net.inside.weight"]
     state = average.state_dict()
     assert state["net.inside.weight"] is state["net.outside.weight"]
-    Tied().load_state_dict(module_states(state)["net"])
+    Tied().load_state_dict(of_entry(state, "net"))
     resumed = WeightAverage(copy.deepcopy(modules), DECAY)
     resumed.load_state_dict(state)
     assert_same(resumed.state_dict(), state)
@@ -300,7 +304,7 @@ def test_names_are_those_without_wrappers(how):
     assert len(average._averages) == 6
     other = WeightAverage(plain, DECAY)
     other.load_state_dict(average.state_dict())
-    plain.module.load_state_dict(module_states(average.state_dict())["module"])
+    plain.module.load_state_dict(of_entry(average.state_dict(), "module"))
     before = tensors(average._modules)
     with average.applied():
         inside = tensors(average._modules)
@@ -541,7 +545,7 @@ def test_a_checkpoint_holds_both_and_nothing_of_wrappers(tmp_path):
     assert torch.equal(safe_load(newest.paramfiles["net"])["weight"], brain.after_steps[-1])
     torch.testing.assert_close(state["net.weight"], lerped(brain.after_steps), rtol=0, atol=1e-14)
     loaded = linear(seed=1)
-    loaded.load_state_dict(module_states(state)["net"])
+    loaded.load_state_dict(of_entry(state, "net"))
     assert torch.equal(loaded.weight, state["net.weight"])
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from ddpkit.base import PROCESS
 from ddpkit.errors import ConfigError, MissingFileError
 from ddpkit.experiment import (
     LOCK_NAME,
@@ -133,12 +134,12 @@ def test_a_caller_without_a_file_is_fine(tmp_path):
 
 
 def test_closing_puts_everything_back(tmp_path):
-    hook, handlers = sys.excepthook, list(logging.getLogger().handlers)
+    handlers = list(logging.getLogger().handlers)
     create(tmp_path / "a")
     create(tmp_path / "b")
-    assert sys.excepthook is not hook
+    assert PROCESS.log is not None
     close_experiment()
-    assert sys.excepthook is hook
+    assert PROCESS.log is None
     assert logging.getLogger().handlers == handlers
     get_logger("ddpkit.tests").warning("not written")
     assert "not written" not in (tmp_path / "b" / "log.txt").read_text()
@@ -189,10 +190,9 @@ def test_log_config_that_is_not_there(tmp_path, recipe):
 
 def test_a_folder_that_cannot_be_made(tmp_path):
     (tmp_path / "file").write_text("")
-    hook = sys.excepthook
     with pytest.raises(ConfigError, match="experiment_directory='.*file/out' cannot be written to: Not a directory"):
         create(tmp_path / "file" / "out")
-    assert sys.excepthook is hook
+    assert PROCESS.log is None
 
 
 def test_a_read_only_folder(tmp_path):
@@ -293,12 +293,14 @@ def test_the_failure_that_ends_the_run_replaces_an_earlier_report(tmp_path):
 
 def test_the_previous_hook_is_called(tmp_path, monkeypatch, capsys):
     seen = []
+    monkeypatch.setattr(PROCESS, "failed", None)
     monkeypatch.setattr(sys, "excepthook", lambda *arguments: seen.append(arguments))
     create(tmp_path / "out")
-    error = KeyboardInterrupt()
-    sys.excepthook(KeyboardInterrupt, error, None)
-    assert seen == [(KeyboardInterrupt, error, None)]
-    assert "Uncaught KeyboardInterrupt" in capsys.readouterr().err
+    error = ValueError("boom")
+    sys.excepthook(ValueError, error, None)
+    assert seen == [(ValueError, error, None)]
+    assert "Uncaught ValueError" in capsys.readouterr().err
+    assert (tmp_path / "out" / "metrics.jsonl").read_text().count('"exception"') == 1
 
 
 # -------------------------------------------------------------------------------------------- environment

@@ -35,7 +35,7 @@ def value_of(model):
 def test_modules_come_from_their_files(tmp_path):
     first, second = nn.Linear(2, 1), nn.Linear(2, 1)
     pretrainer = Pretrainer(tmp_path / "none", {"first": first}, {"first": saved(tmp_path / "best.pt", 3)})
-    pretrainer.add_loadables({"second": second})
+    pretrainer.loadables["second"] = second
     saved(tmp_path / "hub" / "second.ckpt", 4)
     files = pretrainer.collect_files(default_source=str(tmp_path / "hub"))
     pretrainer.load_collected()
@@ -48,7 +48,7 @@ def test_another_path_replaces_the_first(tmp_path):
     model = nn.Linear(2, 1)
     pretrainer = Pretrainer(loadables={"model": model})
     for value in (1, 2):
-        pretrainer.add_paths({"model": str(saved(tmp_path / f"{value}.ckpt", value))})
+        pretrainer.paths["model"] = str(saved(tmp_path / f"{value}.ckpt", value))
         pretrainer.collect_files()
         pretrainer.load_collected()
         assert value_of(model) == value
@@ -95,7 +95,7 @@ def test_a_condition_leaves_an_object_out(condition):
     assert not pretrainer.is_loadable("model")
     assert pretrainer.collect_files() == {}
     pretrainer.load_collected()
-    pretrainer.add_conditions({"model": True})
+    pretrainer.conditions["model"] = True
     with pytest.raises(ConfigError, match="'model' has no path"):
         pretrainer.collect_files()
 
@@ -150,7 +150,7 @@ def test_an_object_says_how_it_is_loaded_unless_the_recipe_does(tmp_path, kind, 
     pretrainer = Pretrainer(loadables={"text": thing}, paths={"text": tmp_path / "text.ckpt"})
     pretrainer.load_collected()
     assert thing.found == expected
-    pretrainer.add_custom_hooks({"text": lambda obj, path: setattr(obj, "found", path.name)})
+    pretrainer.custom_hooks["text"] = lambda obj, path: setattr(obj, "found", path.name)
     pretrainer.load_collected()
     assert thing.found == "text.ckpt"
 

@@ -45,7 +45,7 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase
 from torch.nn.utils import parametrize
 
-from ddpkit.comm import exchange, get_runtime, is_pair, start_sum
+from ddpkit.comm import exchange, get_runtime, is_exchanged, start_sum
 from ddpkit.device import widest_float
 from ddpkit.errors import ConfigError, DataError
 from ddpkit.logger import get_logger
@@ -249,7 +249,7 @@ def _gather(gathered: Tensor, local: Tensor, group: Any) -> None:
     if "nccl" in dist.get_backend(group):
         into_one: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the older name
         into_one(gathered.view(-1), local, group=group)
-    elif is_pair(local.device, group):
+    elif is_exchanged([local], group):
         received, work = exchange(local, group)
         work.wait()
         rank = dist.get_rank(group)

@@ -22,7 +22,7 @@ from ddpkit.comm.mailbox import (
 )
 from ddpkit.comm.pairs import (
     exchange as exchange,
-    is_pair as is_pair,
+    is_exchanged as is_exchanged,
     start_sum as start_sum,
 )
 from ddpkit.comm.process_group import (

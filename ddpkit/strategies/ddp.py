@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpkit import distributed
-from ddpkit.comm import exchange, is_pair, start_sum
+from ddpkit.comm import exchange, is_exchanged, start_sum
 from ddpkit.compat import GradientOrder, show_order, unreduced_parameters
 from ddpkit.device import widest_float
 from ddpkit.errors import ConfigError
@@ -253,7 +253,8 @@ class DDP(Strategy):
                 modules[name] = wrapped
                 self.wrapped.append(wrapped)
                 wrapped.gradient_reduction.entry = name
-                wrapped.choose_hook(_hook_of(self.options), watched=self.decides_late or self.options.static_graph)
+                watched = self.decides_late or self.options.static_graph
+                wrapped.choose_hook(_hook_of(self.options, module), watched=watched)
                 if self._order_matters():
                     self._orders[name] = GradientOrder(wrapped)
                     self._noting.append(self._orders[name])
@@ -459,10 +460,11 @@ class DDP(Strategy):
         }
 
 
-def _hook_of(options: RunOptions) -> Callable[..., Any] | None:
+def _hook_of(options: RunOptions, module: nn.Module) -> Callable[..., Any] | None:
     """Return what averages a bucket of gradients of one module; None where gradients travel as they are."""
     if options.ddp_comm_hook in {None, "post_local_sgd"}:
-        return _average_of_pair if is_pair(options.device) else None
+        trained = [one for one in module.parameters() if one.requires_grad]
+        return _average_of_pair if is_exchanged(trained) else None
     if options.ddp_comm_hook == "powersgd":
         from ddpkit.strategies.powersgd import PowerSGD
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ddpkit.comm import exchange, is_pair, start_sum
+from ddpkit.comm import exchange, is_exchanged, start_sum
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.int64]
 
@@ -34,15 +34,12 @@ def test_the_sum_is_that_of_an_all_reduce(ranks, dtype, world_size):
 def exchanged():
     received, work = exchange(torch.full((4,), float(dist.get_rank())))
     work.wait()
-    return (
-        received.tolist(),
-        is_pair("cpu"),
-        is_pair("cuda"),
-        is_pair("cpu", dist.new_group([dist.get_rank()], use_local_synchronization=True)),
-    )
+    alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    small, large, elsewhere = torch.ones(2**18), torch.ones(2**18 + 1), torch.ones(1, device="meta")
+    asked = ([small], [large], [small, small], [small, elsewhere])
+    return received.tolist(), [is_exchanged(tensors) for tensors in asked], is_exchanged([small], alone)
 
 
-def test_each_rank_gets_the_tensor_of_the_other(ranks):
-    first, second = ranks.run(exchanged)
-    assert first == ([1.0] * 4, True, False, False)
-    assert second == ([0.0] * 4, True, False, False)
+def test_each_rank_gets_the_tensor_of_the_other_where_it_is_small(ranks):
+    for other, found in enumerate(ranks.run(exchanged)):
+        assert found == ([1.0 - other] * 4, [True, False, False, False], False)

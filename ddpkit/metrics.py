@@ -266,7 +266,7 @@ class Mean(_Metric):
         """Return the mean; NaN where nothing was counted. Waits for the device.
 
         Args:
-            reduce: over all ranks, in two small all-reduces (True), or over this rank (False). None: over all ranks
+            reduce: over all ranks, in one small all-reduce (True), or over this rank (False). None: over all ranks
                 if and only if each has seen a part of the data (module docstring).
 
         Returns:
@@ -313,7 +313,7 @@ class Sum(_Metric):
         """Return the sum. Waits for the device.
 
         Args:
-            reduce: over all ranks, in two small all-reduces (True), or over this rank (False). None: over all ranks
+            reduce: over all ranks, in one small all-reduce (True), or over this rank (False). None: over all ranks
                 if and only if each has seen a part of the data (module docstring).
 
         Returns:
@@ -373,7 +373,7 @@ class Accuracy(_Metric):
         """Return the accuracy, between 0 and 1; NaN where nothing was counted. Waits for the device.
 
         Args:
-            reduce: over all ranks, in two small all-reduces (True), or over this rank (False). None: over all ranks
+            reduce: over all ranks, in one small all-reduce (True), or over this rank (False). None: over all ranks
                 if and only if each has seen a part of the data (module docstring).
 
         Returns:

@@ -45,8 +45,9 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase
 from torch.nn.utils import parametrize
 
-from ddpkit.comm import exchange, get_runtime, is_exchanged, start_sum
+from ddpkit.comm import get_runtime
 from ddpkit.device import widest_float
+from ddpkit.distributed import exchange_tensor, is_exchanged, start_sum
 from ddpkit.errors import ConfigError, DataError
 from ddpkit.logger import get_logger
 from ddpkit.metrics import is_repeating
@@ -250,10 +251,8 @@ def _gather(gathered: Tensor, local: Tensor, group: Any) -> None:
         into_one: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the older name
         into_one(gathered.view(-1), local, group=group)
     elif is_exchanged([local], group):
-        received, work = exchange(local, group)
-        work.wait()
         rank = dist.get_rank(group)
-        gathered[rank], gathered[1 - rank] = local, received
+        gathered[rank], gathered[1 - rank] = local, exchange_tensor(local, group)()
     else:
         dist.all_gather(list(gathered.unbind(0)), local, group=group)
 

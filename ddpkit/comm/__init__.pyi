@@ -20,11 +20,6 @@ from ddpkit.comm.mailbox import (
     outside_frame as outside_frame,
     raise_as_reader as raise_as_reader,
 )
-from ddpkit.comm.pairs import (
-    exchange as exchange,
-    is_exchanged as is_exchanged,
-    start_sum as start_sum,
-)
 from ddpkit.comm.process_group import (
     AFTER_WATCH_SECONDS as AFTER_WATCH_SECONDS,
     init_group as init_group,

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from ddpkit.comm import optimizer_facts, require_agreement, start_sum
+from ddpkit.comm import optimizer_facts, require_agreement
 from ddpkit.device import widest_float
+from ddpkit.distributed import start_sum
 from ddpkit.errors import ConfigError, RankMismatchError
 
 if TYPE_CHECKING:

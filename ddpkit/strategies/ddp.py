@@ -17,9 +17,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpkit import distributed
-from ddpkit.comm import exchange, is_exchanged, start_sum
 from ddpkit.compat import GradientOrder, show_order, unreduced_parameters
 from ddpkit.device import widest_float
+from ddpkit.distributed import exchange_tensor, is_exchanged, start_sum
 from ddpkit.errors import ConfigError
 from ddpkit.logger import get_logger
 from ddpkit.strategies.base import NO_CONTEXT, Strategy, hooked
@@ -99,9 +99,7 @@ def _average_or_defer(state: _Reduction, bucket: torch.distributed.GradBucket) -
         state.fired = True
         hook = state.hook
         return allreduce_hook(None, bucket) if hook is None else hook(bucket)  # type: ignore[arg-type]  # None: torch's
-    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-    future.set_result(bucket.buffer())
-    return future
+    return _done(bucket.buffer())
 
 
 _average_or_defer.__annotations__.clear()  # DDP compares them with types, and here they are strings
@@ -475,11 +473,16 @@ def _hook_of(options: RunOptions, module: nn.Module) -> Callable[..., Any] | Non
     return functools.partial(half[options.ddp_comm_hook], None)  # type: ignore[arg-type]  # torch's default group
 
 
+def _done(tensor: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future.set_result(tensor)
+    return future
+
+
 def _average_of_pair(bucket: torch.distributed.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Average a bucket over two ranks, as DDP does: each gradient is divided first."""
     own = bucket.buffer().div_(2)
-    received, work = exchange(own)
-    return work.get_future().then(lambda _: own.add_(received))
+    return _done(own.add_(exchange_tensor(own)()))  # waiting: the thread of a collective is not to enter Python
 
 
 def _refuse_scripted_batchnorm(module: nn.Module) -> None:

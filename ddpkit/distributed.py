@@ -12,6 +12,7 @@ https://pytorch.org/docs/stable/distributed.html#distributed-key-value-store.
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import pickle
 import time
@@ -68,6 +69,8 @@ T = TypeVar("T")
 EXCHANGED_BYTES = 2**19  # of 4 MiB on both ways take the same time, and an exchange needs the memory
 MARKED_NUMBERS = 30  # that travel with the mark of a call
 MEETING_SECONDS = 2.0  # for ranks that make different calls to tell each other which
+
+_mismatches = itertools.count()  # of calls, in this process
 
 # See keep_alive.
 _lately_used: deque[torch.Tensor] = deque(maxlen=64)
@@ -698,7 +701,11 @@ def start_sum(total: torch.Tensor, group: Any = None) -> Callable[[], object]:
         tensor([2., 2.])
     """
     if not is_exchanged([total], group):
-        wait: Callable[[], object] = dist.all_reduce(total, group=group, async_op=True).wait
+        work: Any = dist.all_reduce(total, group=group, async_op=True)
+
+        def wait() -> None:  # its frame tells that this rank waits
+            work.wait()
+
         return wait
     flat = total.view(-1)
     other = exchange_tensor(flat, group)
@@ -706,7 +713,7 @@ def start_sum(total: torch.Tensor, group: Any = None) -> Callable[[], object]:
 
 
 def sum_over_ranks(values: list[float], call: str = "sum_over_ranks") -> list[float]:
-    """Add up a few numbers over all ranks in one float64 all-reduce; every rank gets the same bits.
+    """Add up a few numbers over all ranks in float64, up to 30 in one message; every rank gets the same bits.
 
     Args:
         values: the same number of them on every rank.
@@ -792,7 +799,8 @@ def _calls_of_all(call: str) -> str:
     from ddpkit.base import spans
 
     store, rank = get_runtime().store, dist.get_rank()
-    keys = [f"ddpkit/met/{POSITION.sessions}/{other}" for other in range(dist.get_world_size())]
+    number = next(_mismatches)
+    keys = [f"ddpkit/met/{number}/{other}" for other in range(dist.get_world_size())]
     store.set(keys[rank], f"{call}, at {line_of(traceback.extract_stack())}")
     end = time.monotonic() + MEETING_SECONDS
     while time.monotonic() < end and not store.check(keys):

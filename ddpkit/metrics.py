@@ -14,7 +14,6 @@ all ranks, with :func:`begin_stage`.
 from __future__ import annotations
 
 import contextlib
-import inspect
 import math
 from fractions import Fraction
 from types import SimpleNamespace
@@ -122,9 +121,6 @@ class Reducing:
     """
 
     def __init__(self) -> None:
-        from ddpkit.base import look_at  # not for those who only import this
-
-        self._made_at = look_at(inspect.currentframe())[0].partition(",")[0]  # tells it from others of its class
         self._forget()
 
     def _forget(self) -> None:
@@ -204,7 +200,7 @@ class _Metric(Reducing):
             return values
         from ddpkit.distributed import sum_over_ranks
 
-        return sum_over_ranks(values, f"{type(self).__name__}.compute (made at {self._made_at})")
+        return sum_over_ranks(values, f"{type(self).__name__}.compute")
 
 
 def metrics_of(*owners: Any) -> dict[str, _Metric]:

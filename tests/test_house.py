@@ -40,7 +40,7 @@ MAX_INHERITED_LINES = 400  # code lines of a class and of those of the package t
 # Of these about 2,100 are for recipes that move over: porting, speechbrain, batch, schedulers, metric_stats,
 # parameter_transfer, the values of self.log, and loggers; some 500 are for virtual ranks, the same
 # bits on any number of processes. The goal without these is 12,000.
-MAX_CODE_LINES = 18_578
+MAX_CODE_LINES = 18_596
 MAX_LAYERS = 8
 MAX_FILES_AT_THE_TOP = 28
 MAX_FILES_OF_A_PACKAGE = 12

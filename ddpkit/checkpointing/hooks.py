@@ -538,8 +538,11 @@ def _misfit(obj: Any, path: Path, error: Exception, advice: str = "") -> Checkpo
     lines = str(error).splitlines()  # of a module, one for each parameter
     if len(lines) > MOST_MISFITS:
         lines[MOST_MISFITS:] = [f"\t... and {len(lines) - MOST_MISFITS} more"]
-    text = "\n".join(lines).removesuffix(".")
-    kind = CheckpointUsageError if isinstance(obj, (nn.Module, Optimizer)) else CheckpointError
+    text, kind = "\n".join(lines).removesuffix("."), CheckpointError
+    if type(error) not in (RuntimeError, ValueError, CheckpointError):  # a fault of the recipe, or no memory
+        text, advice = f"{type(error).__name__}: {text}", ""
+    elif isinstance(obj, (nn.Module, Optimizer)):
+        kind = CheckpointUsageError
     return kind(f"{path} does not fit this {type(unwrap(obj)).__name__}: {text}.{advice}")
 
 

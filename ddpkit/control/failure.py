@@ -13,6 +13,7 @@ import contextlib
 import json
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import time
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 
 PLAIN = "_ddpkit_plain"  # attribute of an exception: print its message alone, and exit with this code
 USAGE_CODE = 2  # as argparse
+IN_BATCH = re.compile(r" at step [1-9]")  # in the words for a place
 FIRST_WORD_SECONDS = 5.0  # for the first rank of a machine to say what all of them are about to say
 LATE_EXIT_SINCE = 3, 13  # multiprocessing calls what ends a process once the exception is forgotten
 STORE_WAIT_SECONDS = 2.0  # the same where it can be asked for; the watchdog gives a failed process three
@@ -76,13 +78,16 @@ def show_without_traceback(error: BaseException, code: int = USAGE_CODE) -> None
 def is_shown_without_traceback(error: BaseException) -> bool:
     """Say whether an exception is a :class:`ConfigError`, or marked by :func:`show_without_traceback`, in a script.
 
+    A :class:`ConfigError` of a batch has its traceback: it comes from the recipe's code, perhaps on one rank alone.
+
     Ranks: local.
 
     Example:
         >>> is_shown_without_traceback(ValueError("a bug"))
         False
     """
-    is_plain = isinstance(error, ConfigError) or PLAIN in vars(error)
+    is_of_batch = IN_BATCH.search(vars(error).get(PLACE, "")) is not None
+    is_plain = (isinstance(error, ConfigError) and not is_of_batch) or PLAIN in vars(error)
     return is_plain and not hasattr(sys, "ps1") and not sys.flags.interactive
 
 
@@ -116,7 +121,7 @@ def _end_plainly(error: BaseException) -> NoReturn:
     _take_error_file_back()  # with the traceback, from fit
     PROCESS.failed = error
     report, reason = PROCESS.report, None
-    own = Reason.of(rank_if_known() or 0, error, is_final=True)
+    own = Reason.of(_own_rank(), error, is_final=True)
     is_first = os.environ.get("LOCAL_RANK", str(rank_if_known() or 0)) == "0"
     # torchrun starts each rank in a session of its own; nobody reads what others write who inherit its variables.
     launcher_reads = "TORCHELASTIC_ERROR_FILE" in os.environ and os.getsid(0) == os.getpid()
@@ -127,7 +132,7 @@ def _end_plainly(error: BaseException) -> NoReturn:
     if reason is not None:
         PROCESS.failed = RankFailedError(reason.summary())
     if is_first or reason is None:
-        on_rank = "" if is_first else f" on rank {rank_if_known()}"
+        on_rank = "" if is_first else f" on rank {_own_rank()}"
         where = "" if PLAIN in vars(error) else f" ({own.where()})"  # what the command line says is in no line of code
         text = f"{Path(sys.argv[0]).name}: error{on_rank}: {error}{where}"
         if not (launcher_reads and _write_error_file(text, text, time.time())):
@@ -263,7 +268,8 @@ def note_end_of_child(handled: BaseException | None = None) -> None:
     if multiprocessing.parent_process() is None or PROCESS.failed is not None:
         return
     if error is None and PROCESS.left is not None and sys.version_info >= LATE_EXIT_SINCE:
-        logger.error("%s", PROCESS.left.summary(), main_process_only=False)
+        words = "%s (unless the script has caught it)"
+        logger.error(words, PROCESS.left.summary(), main_process_only=False)
     if error is None or error is handled:
         return
     if isinstance(error, RunStopped) or (isinstance(error, SystemExit) and error.code in {None, 0}):
@@ -292,16 +298,20 @@ def _noted(error: BaseException) -> BaseException:
     """Note an exception that leaves ``fit`` or ``evaluate``, which the script may catch; return what is behind it."""
     news = explained(error)
     if not is_second_hand(news):
-        PROCESS.left = Reason.of(rank_if_known() or 0, news, is_final=False)
+        PROCESS.left = Reason.of(_own_rank(), news, is_final=False)
         if PROCESS.report is not None:
             PROCESS.report.tell(PROCESS.left)
     elif PROCESS.left is not None and type(news) is RankFailedError:
-        here = f"an exception ended fit or evaluate on rank {rank_if_known()} alone: {PROCESS.left.text}"
+        here = f"an exception ended fit or evaluate on rank {_own_rank()} alone: {PROCESS.left.text}"
         news, PROCESS.left = RankFailedError(f"{news}. Before that, {here}"), None
     if POSITION.progress is not None:
         vars(news)[PLACE] = POSITION.own_status(0, 0.0, look=False).place()
     record_for_launcher(news)
     return news
+
+
+def _own_rank() -> int:
+    return PROCESS.report.rank if PROCESS.report is not None else rank_if_known() or 0
 
 
 def _tell(error: BaseException, *, is_final: bool) -> None:

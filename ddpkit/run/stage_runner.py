@@ -131,9 +131,9 @@ class StageRunner:
         Args:
             output_folder: for the profiler's records.
         """
-        options = self.options
-        with temporarily(self.progress, is_fitting=True), temporarily(self, profiler=None):
-            self.progress.restart()
+        options, self.progress.is_fitting = self.options, True
+        self.progress.restart()
+        try:
             if options.profile_training:
                 self.profiler = prepare_profiler(options.profile_warmup, options.profile_steps, output_folder)
             with self.profiler or contextlib.nullcontext(), _collecting_by_steps(options.gc_interval):
@@ -141,6 +141,9 @@ class StageRunner:
             if self.profiler is not None and self.profiler.step_num < options.profile_warmup:
                 words = "profile_training: nothing was recorded: training ended within --profile_warmup=%d batches."
                 logger.warning(words, options.profile_warmup)
+        finally:  # a recipe's own profiler is for this call, too
+            self.progress.is_fitting = False
+            self.profiler = None
 
     # ------------------------------------------------------------------ training
 

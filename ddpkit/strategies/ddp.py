@@ -94,11 +94,8 @@ class _Reduction:
 def _average_or_defer(state: _Reduction, bucket: torch.distributed.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Average a bucket of gradients over the ranks; or leave them as they are."""
     if not (state.defers or state.held):
-        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-
         state.fired = True
-        hook = state.hook
-        return allreduce_hook(None, bucket) if hook is None else hook(bucket)  # type: ignore[arg-type]  # None: torch's
+        return (state.hook or _average_of_all)(bucket)
     return _done(bucket.buffer())
 
 
@@ -462,7 +459,8 @@ def _hook_of(options: RunOptions, module: nn.Module) -> Callable[..., Any] | Non
     """Return what averages a bucket of gradients of one module; None where gradients travel as they are."""
     if options.ddp_comm_hook in {None, "post_local_sgd"}:
         trained = [one for one in module.parameters() if one.requires_grad]
-        return _average_of_pair if is_exchanged(trained) else None
+        # Ranks that use different parameters have their buckets in another order: they must not wait for each.
+        return _average_of_pair if is_exchanged(trained) and not options.find_unused_parameters else None
     if options.ddp_comm_hook == "powersgd":
         from ddpkit.strategies.powersgd import PowerSGD
 
@@ -479,9 +477,18 @@ def _done(tensor: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
     return future
 
 
+def _average_of_all(bucket: torch.distributed.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+    return allreduce_hook(None, bucket)  # type: ignore[arg-type]  # torch's default group
+
+
 def _average_of_pair(bucket: torch.distributed.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Average a bucket over two ranks, as DDP does: each gradient is divided first."""
-    own = bucket.buffer().div_(2)
+    own = bucket.buffer()
+    if own.layout is not torch.strided:  # of nn.Embedding(sparse=True)
+        return _average_of_all(bucket)
+    own.div_(2)
     return _done(own.add_(exchange_tensor(own)()))  # waiting: the thread of a collective is not to enter Python
 
 

@@ -351,7 +351,7 @@ class TrainStep:
         with hooked([one.register_step_post_hook(lambda one, *_: stepped.add(id(one))) for one in optimizers]):
             yield
         if is_watched and progress.window_end > first and progress.optimizer_step == before and not progress.nonfinite:
-            causes = (OWN_STEP, stepped), (NO_OPTIMIZER, not named), (FROZEN, self.freezes), (NO_STEP, optimizers)
+            causes = (OWN_STEP, stepped), (NO_OPTIMIZER, not named), (NO_STEP, optimizers), (FROZEN, self.freezes)
             for words in [words for words, applies in causes if applies][:1]:
                 logger.warning(words, self.name)
 

@@ -201,9 +201,10 @@ def train_a_sparse_table(strategy):
     return train_a_table(strategy, sparse=True)
 
 
+@pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("strategy", ["ddp", "zero1"])
-def test_sparse_gradients(ranks, strategy):
+def test_sparse_gradients(ranks, strategy, size):
     """Of ``nn.Embedding(sparse=True)``, clipped: as with dense gradients on one process."""
     expected = train_a_table("single", sparse=False)
-    for weights in ranks.run(train_a_sparse_table, strategy, world_size=3):
+    for weights in ranks.run(train_a_sparse_table, strategy, world_size=size):
         torch.testing.assert_close(weights, expected, rtol=0, atol=1e-10)

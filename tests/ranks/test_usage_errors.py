@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 
 import pytest
@@ -103,6 +104,33 @@ def test_the_line_is_that_of_the_users_code_which_fails_inside(folder):
     run = Run(python("train.py", "hparams.yaml", "--device=cpu"), folder, warm=True).wait()
     assert run.code == 2
     assert run.tail(1).endswith("ValueError: not yet (in fit, before the first stage, at train.py:13 in make)")
+
+
+RECIPE = """
+class Recipe(ddpkit.Brain):
+    def compute_forward(self, batch, stage):
+        return self.modules.net(batch)
+
+    def compute_objectives(self, predictions, batch, stage):
+        if self.rank == 1 and self.step == 2:
+            ddpkit.metrics.Accuracy().update(torch.ones(2), torch.ones(3))
+        return predictions.sum()
+
+brain = Recipe("""
+
+
+def test_a_fault_in_a_batch_of_one_rank_has_its_traceback(folder):
+    """Also where the library calls it a ConfigError: it comes from the recipe's code."""
+    script = SCRIPT.replace("brain = ddpkit.Brain(", RECIPE).replace(
+        "range(1), [torch.ones(1)]", "[1], torch.ones(8, 1)"
+    )
+    (folder / "train.py").write_text(script)
+    run = Run(torchrun(2, "train.py", "hparams.yaml", "--device=cpu"), folder, warm=True).wait()
+    assert run.code == 1
+    assert re.search(r'train.py", line \d+, in compute_objectives', run.err), run.err
+    assert re.search(
+        r"rank 1 .* failed first, in TRAIN of epoch 1 at step 2, at train.py:\d+ in compute_objectives", run.err
+    )
 
 
 @pytest.mark.parametrize(

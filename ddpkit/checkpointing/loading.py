@@ -77,7 +77,7 @@ def _load_one(name: str, path: Path, load: Callable[[], object]) -> None:
 
 def _load_on_all(name: str, path: Path, load: Callable[[], object]) -> None:
     """Load on every rank; raise on every rank if it failed on one."""
-    own, failures = failures_of(lambda: _load_one(name, path, load))
+    own, failures = failures_of(lambda: _load_one(name, path, load), CheckpointError)
     if failures:
         raise CheckpointError(
             f"{name!r} could not be loaded on every rank: {failures}. The other ranks have a copy of this "

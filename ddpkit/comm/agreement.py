@@ -208,11 +208,12 @@ def together(work: Callable[[], T]) -> T:
     return values[0]
 
 
-def failures_of(work: Callable[[], object]) -> tuple[Exception | None, str]:
+def failures_of(work: Callable[[], object], kind: type[Exception] = Exception) -> tuple[Exception | None, str]:
     """Do something on every rank, and tell every rank who failed.
 
     Args:
         work: done by every rank by itself.
+        kind: of the exceptions that are told; others are raised at once.
 
     Returns:
         This rank's exception, or None, and the words of all ranks that failed; empty if none did.
@@ -227,7 +228,7 @@ def failures_of(work: Callable[[], object]) -> tuple[Exception | None, str]:
     words = ""
     try:
         work()
-    except Exception as error:  # noqa: BLE001 -- raised by the caller, once the others know
+    except kind as error:  # raised by the caller, once the others know
         own = error
         words = "".join(traceback.format_exception_only(error)).strip()
         if isinstance(error, CheckpointError):

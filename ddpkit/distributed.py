@@ -75,7 +75,6 @@ _mismatches = itertools.count()  # of calls, in this process
 # See keep_alive.
 _lately_used: deque[torch.Tensor] = deque(maxlen=64)
 
-
 # 0: every rank is here. Above 0: this code runs on the main process (or on one process per node) alone.
 _alone: ContextVar[int] = ContextVar("ddpkit_alone", default=0)
 
@@ -690,7 +689,7 @@ def start_sum(total: torch.Tensor, group: Any = None) -> Callable[[], object]:
         group: None: the default group.
 
     Returns:
-        What waits for the sum.
+        What waits for the sum; to be called once.
 
     Ranks: collective.
 

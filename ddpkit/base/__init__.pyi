@@ -51,13 +51,13 @@ from ddpkit.base.rank_status import (
     host_name as host_name,
     is_library as is_library,
     line_of as line_of,
-    look_at as look_at,
     spans as spans,
     stage_of as stage_of,
     table as table,
     temporarily as temporarily,
 )
 from ddpkit.base.signals import (
+    LAST_WORDS_SECONDS as LAST_WORDS_SECONDS,
     REPEAT_SECONDS as REPEAT_SECONDS,
     SignalListener as SignalListener,
     signal_named as signal_named,

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from ddpkit.base import (
+    LAST_WORDS_SECONDS,
     POSITION,
     PROCESS,
     FailureReport,
@@ -47,7 +48,6 @@ DEFAULT_TIMEOUT_MINUTES = 30.0
 AFTER_WATCH_SECONDS = 30.0  # that collectives wait longer, so that it is the watchdog that says why
 SHARED_GPU = "Duplicate GPU detected"  # in NCCL's own words
 DEPARTURE_SECONDS = 5.0
-LAST_WORDS_SECONDS = 2.0
 SEEN_SECONDS = 0.3  # in which torchrun's agent looks at its processes three times
 NAP_SECONDS = 0.02
 

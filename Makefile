@@ -71,7 +71,7 @@ docs: $(VENV)/.installed-dev  ## build docs/_build/html, warnings are errors
 # The environment is complete before anything runs: with `make -j2 check` the launchers' tests, which mostly wait, run
 # beside the others.
 check: $(VENV)/.installed-ecosystem  ## all of it, the slower tests too: what CI runs
-	$(MAKE) lint types layers test launch docs MARKS="not launch" PYTEST_ARGS="--durations=20 $(PYTEST_ARGS)"
+	DDPKIT_TEST_WHOLE_EXIT=1 $(MAKE) lint types layers test launch docs MARKS="not launch" PYTEST_ARGS="--durations=20 $(PYTEST_ARGS)"
 
 bench: $(VENV)/.installed-dev  ## microseconds per step above a bare PyTorch loop
 	$(BIN)/python benchmarks/loop_overhead.py

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import re
 import signal
 
 import pytest
+from _pytest.doctest import DoctestModule
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # as `make test` has it, also where pytest is started by hand
 os.environ.setdefault("RES_OPTIONS", "timeout:1")  # torch asks for the name of each address; not every server answers
@@ -22,6 +24,24 @@ MARKED_FOLDERS = {"faults": "faults", "clusters": "launch", "gpu": "gpu"}
 HUNG = re.compile(r"^--- rank \d+: Hang|^still there after \d+ s|^Timeout \(?>", re.MULTILINE)
 HUNG_TESTS = pytest.StashKey[list]()
 MAX_HUNG = 3
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collect_file():
+    """Look for examples in the docstrings of the package only."""
+    return [one for one in (yield) if not isinstance(one, DoctestModule)]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Let no collection of garbage walk what stays to the end: torch's modules, and thousands of tests."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collection_modifyitems(items):

@@ -341,7 +341,7 @@ class StreamFeed:
                 last, able, size = batch, 1.0, self.size_of(batch)
             present, count = int(size is not None), size or 0
             sums = self.start_sum([float(present), float(count), able])
-            yield _Turn(last, present, count, functools.cache(functools.partial(_await_told, sums)))
+            yield _Turn(last, present, count, functools.cache(lambda sums=sums: _Told(*sums())))
 
     def _weigh(self, turn: _Turn) -> tuple[float, float]:
         """Return the weight of a batch on this rank, and on all ranks."""
@@ -377,7 +377,3 @@ class _Turn:
     present: int
     count: int
     told: Callable[[], _Told]  # waits for the other ranks once
-
-
-def _await_told(sums: Callable[[], list[float]]) -> _Told:
-    return _Told(*sums())

@@ -319,8 +319,10 @@ def backward(
         tensor([0.5000])
     """
     try:
-        scaled = loss if scale == 1.0 else loss * scale
-        (scaled if scaler is None else scaler.scale(scaled)).backward(retain_graph=retain_graph)
+        if scale != 1.0 and (scaler is not None or loss.numel() != 1 or loss.is_complex()):
+            loss, scale = loss * scale, 1.0
+        weight = None if scale == 1.0 else torch.full_like(loss, scale)  # the bits of loss * scale, two products less
+        (loss if scaler is None else scaler.scale(loss)).backward(weight, retain_graph=retain_graph)
     except (AttributeError, TypeError, ValueError, RuntimeError) as error:
         if "mark a variable ready only once" in str(error):
             raise BatchError(PARTS.format(name, str(error).partition(".")[0])) from error

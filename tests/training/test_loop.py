@@ -397,7 +397,7 @@ class Recipe:
     pass
 
 
-NO_SCALER = torch.amp.GradScaler("cpu", enabled=False)
+NO_SCALER = None
 BAD_LOSSES = [
     (3.0, r"returned a float, not a tensor: return the loss itself, without \.item\(\)"),
     (None, "returned a NoneType, not a tensor"),
@@ -443,6 +443,22 @@ def test_backward(shape):
     weight = torch.ones(shape, requires_grad=True)
     backward(3 * weight, 0.5, torch.amp.GradScaler("cpu", init_scale=8.0), "Recipe")
     assert weight.grad.item() == 12.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_a_weight_has_the_bits_of_a_product(dtype):
+    inputs = torch.randn(64, 8, generator=torch.Generator().manual_seed(1)).to(dtype)
+    for scale in (1 / 3, 0.125, 7 / 11, 1e-6):
+        weight, other = (torch.ones(8, dtype=dtype, requires_grad=True) for _ in range(2))
+        backward((inputs @ weight).sin().mean(), scale, NO_SCALER, "Recipe")
+        ((inputs @ other).sin().mean() * scale).backward()
+        assert torch.equal(weight.grad, other.grad)
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.5])
+def test_a_complex_loss_is_refused(scale):
+    with pytest.raises(RuntimeError, match="real scalar outputs"):
+        backward(torch.ones((), dtype=torch.complex64, requires_grad=True), scale, NO_SCALER, "Recipe")
 
 
 def test_losses_of_an_evaluation():

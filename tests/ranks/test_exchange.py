@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from ddpkit.distributed import exchange_tensor, is_exchanged, start_sum
+from tests.contract.recipes import QUIET, Regression, points, sgd
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.int64]
 
@@ -42,3 +44,30 @@ def exchanged():
 def test_each_rank_gets_the_tensor_of_the_other_where_it_is_small(ranks):
     for other, found in enumerate(ranks.run(exchanged)):
         assert found == ([1.0 - other] * 4, [True, False, False, False], False)
+
+
+class Branches(nn.Module):
+    """A BatchNorm that all ranks share, between two layers of which each rank uses one, in its own order."""
+
+    def __init__(self):
+        super().__init__()
+        self.after, self.norm = nn.ModuleList([nn.Linear(4, 1), nn.Linear(4, 1)]), nn.BatchNorm1d(4)
+        self.before = nn.ModuleList([nn.Linear(3, 4), nn.Linear(3, 4)])  # the last ones are in the first buckets
+
+    def forward(self, x):
+        rank = dist.get_rank()
+        return self.after[1 - rank](self.norm(self.before[rank](x)))
+
+
+def trained_in_branches():
+    torch.manual_seed(1)
+    net = Branches().double()
+    options = {**QUIET, "find_unused_parameters": True, "bucket_cap_mb": 1e-5}
+    Regression({"net": net}, sgd(), None, options).fit([1], points(12), train_loader_kwargs={"batch_size": 2})
+    return [one.tolist() for one in net.parameters()]
+
+
+def test_ranks_that_use_other_parameters_do_not_wait_for_each_other(ranks):
+    """With many buckets, which become ready in another order on each rank, and statistics that are exchanged."""
+    first, second = ranks.run(trained_in_branches)
+    assert first == second

@@ -45,7 +45,10 @@ SCRIPT = """
 
 
     def train(rank=None):
-        if rank is not None:
+        if HOW == "fork, no variables":
+            address = "tcp://127.0.0.1:" + PORT
+            torch.distributed.init_process_group("gloo", init_method=address, rank=rank, world_size=2)
+        elif rank is not None:
             os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
             os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=PORT)
         torch.manual_seed(0)
@@ -74,7 +77,7 @@ SCRIPT = """
             )
             elastic_launch(config, train)()
         else:
-            mp.start_processes(train, nprocs=2, start_method=HOW)
+            mp.start_processes(train, nprocs=2, start_method=HOW.partition(",")[0])
 
 
     if __name__ == "__main__":
@@ -93,10 +96,11 @@ def start(folder, how, fault):
 
 def each(fork, cold):
     """Every fault with forked ranks; those that start cold take ten CPU seconds, so they have one or two, and later."""
-    cases = [("fork", fault) for fault in fork] + [(how, fault) for how in ("spawn", "elastic") for fault in cold]
+    cases = [("fork", fault) for fault in fork] + [("fork, no variables", fork[0])]
+    cases += [(how, fault) for how in ("spawn", "elastic") for fault in cold]
     return pytest.mark.parametrize(
         ("how", "fault"),
-        [pytest.param(*case, marks=() if case[0] == "fork" else pytest.mark.slow) for case in cases],
+        [pytest.param(*case, marks=() if "fork" in case[0] else pytest.mark.slow) for case in cases],
     )
 
 

@@ -25,7 +25,7 @@ from ddpkit.sampler import layers
 from ddpkit.types import Stage
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from numpy.typing import NDArray
 
@@ -70,6 +70,7 @@ class Seen:
         divided: whether each rank has seen a part only.
         first: batches of the epoch done before this run began (after a resume).
         last: batches done in the end; None while the stage runs.
+        sizes: samples of each batch, where no plan knows them; noted in evaluation.
 
     Ranks: local.
 
@@ -87,7 +88,18 @@ class Seen:
     divided: bool
     first: int = 0
     last: int | None = None
+    sizes: list[int] = field(default_factory=list)
     _plan: Any = field(default=None, repr=False)
+
+    def noting(self, count: Callable[[int, Any], int]) -> Callable[[int, Any], int]:
+        """Return what counts the samples of a batch as ``count`` does, and keeps the number for gathering."""
+
+        def noted(number: int, batch: Any) -> int:
+            size = count(number, batch)
+            self.sizes.append(size)
+            return size
+
+        return noted
 
     def close(self, last: int) -> None:
         """End the stage: take hold of the plan of its epoch, before a later epoch changes it.
@@ -213,13 +225,15 @@ def _rows_seen(seen: Seen) -> _Rows:
     return _Rows(places, numbers, counted, sizes, counted_sizes, has_indices)
 
 
-def _rows_given(seen: Seen, size: int) -> _Rows:
-    """Take so many samples of a stream as seen: in the stream's order where it was dealt out, else rank by rank."""
+def _rows_given(seen: Seen, columns: list[Any]) -> _Rows:
+    """Take the samples of a stream that are given as seen: in its order where it was dealt out, else rank by rank."""
+    by_batch = any(isinstance(one, list) and [row_count(entry) for entry in one] == seen.sizes for one in columns)
+    size = sum(seen.sizes) if by_batch else len(columns[0]) if columns else 0
     places, everything = _stream_places(seen.loader, size), np.ones(size, dtype=np.bool_)
     if places is not None:
-        return _Rows(places, np.zeros_like(places), everything)
+        return _Rows(places, np.zeros_like(places), everything, seen.sizes, seen.sizes)
     numbers = np.full(size, (get_rank() or 0) if seen.divided else 0, dtype=np.int64)
-    return _Rows(numbers, numbers, everything, has_indices=False)
+    return _Rows(numbers, numbers, everything, seen.sizes, seen.sizes, has_indices=False)
 
 
 def _stream_places(loader: Any, size: int) -> NDArray[np.int64] | None:
@@ -280,7 +294,7 @@ def gather_results(seen: Seen, results: Any) -> Any:
 
     def own() -> _Part:
         columns, skeleton, problem = _columns(results)
-        rows = _rows_seen(seen) if seen.is_known else _rows_given(seen, len(columns[0]) if columns else 0)
+        rows = _rows_seen(seen) if seen.is_known else _rows_given(seen, columns)
         columns = [on_cpu(column) for column in columns]
         return _Part([_pack(one) for one in columns] if seen.divided else columns, skeleton, problem, rows)
 

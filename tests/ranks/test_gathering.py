@@ -391,6 +391,26 @@ def test_a_stream_that_workers_read_comes_in_its_own_order(ranks):
         assert found == [f"id{index}" for index in range(11)]
 
 
+def evaluate_stream_by_batch(size, divides, workers):
+    brain = make(Collect, shard_evaluation=True)
+    brain.on_stage_end = lambda stage, stage_loss, epoch=None: None
+    brain.evaluate(Numbers(size, divides), test_loader_kwargs={"batch_size": 3, "num_workers": workers})
+    alone, both = brain.gather(brain.rows), brain.gather({"ids": brain.ids, "rows": brain.rows})
+    indices, other = ([int(row.reshape(-1)[0]) for row in rows] for rows in (alone, both["rows"]))
+    return indices == other, both["ids"] == [f"id{index}" for index in indices], indices
+
+
+@pytest.mark.parametrize(("size", "workers"), [(1, 0), (2, 0), (7, 0), (11, 0), (11, 2)])
+def test_what_is_given_for_each_batch_of_a_stream_comes_in_its_order_too(ranks, size, workers):
+    expected = (True, True, [*range(size)])
+    assert ranks.run(evaluate_stream_by_batch, size, False, workers) == [expected] * 2
+    assert evaluate_stream_by_batch(size, False, workers) == expected
+
+
+def test_what_is_given_for_each_batch_of_a_stream_that_divides_itself_comes_rank_by_rank(ranks):
+    assert ranks.run(evaluate_stream_by_batch, 7, True, 0) == [(True, True, [0, 2, 4, 6, 1, 3, 5])] * 2
+
+
 def train_on_stream():
     brain = make(Collect)
     with pytest.raises(ConfigError, match="the loader of TRAIN is a stream, or looped"):

@@ -301,10 +301,7 @@ class StageRunner:
             if is_shared:
                 place = progress.epoch, progress.optimizer_step
                 batches = strategy.evaluated(batches, self.rank_state.base_seed or 0, *place)
-            count, seen = counting(loader), progress.seen
-            if seen is not None and counts_of(loader) is None:
-                count = seen.noting(count)
-            evaluate_epoch(brain, batches, stage, bar, count=count, sync=sync, after_batch=stop_sync)
+            evaluate_epoch(brain, batches, stage, bar, count=counting(loader), sync=sync, after_batch=stop_sync)
             stop_sync.await_others()
             return self._finish(stage, epoch, time.monotonic() - started, bar)
 

@@ -25,7 +25,7 @@ from ddpkit.sampler import layers
 from ddpkit.types import Stage
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from numpy.typing import NDArray
 
@@ -48,8 +48,7 @@ def is_divided(loader: Any, *, unknown: bool = False) -> bool:
         False
     """
     inner = loader.loader if isinstance(loader, LoopedLoader) else loader
-    plan = plan_of(inner)
-    if plan is not None:
+    if (plan := plan_of(inner)) is not None:
         return plan.world_size > 1
     dataset = getattr(inner, "dataset", None)
     if isinstance(dataset, StreamShard):
@@ -70,7 +69,7 @@ class Seen:
         divided: whether each rank has seen a part only.
         first: batches of the epoch done before this run began (after a resume).
         last: batches done in the end; None while the stage runs.
-        sizes: samples of each batch, where no plan knows them; noted in evaluation.
+        sizes: samples of each batch of an evaluation.
 
     Ranks: local.
 
@@ -90,16 +89,6 @@ class Seen:
     last: int | None = None
     sizes: list[int] = field(default_factory=list)
     _plan: Any = field(default=None, repr=False)
-
-    def noting(self, count: Callable[[int, Any], int]) -> Callable[[int, Any], int]:
-        """Return what counts the samples of a batch as ``count`` does, and keeps the number for gathering."""
-
-        def noted(number: int, batch: Any) -> int:
-            size = count(number, batch)
-            self.sizes.append(size)
-            return size
-
-        return noted
 
     def close(self, last: int) -> None:
         """End the stage: take hold of the plan of its epoch, before a later epoch changes it.
@@ -230,10 +219,9 @@ def _rows_given(seen: Seen, columns: list[Any]) -> _Rows:
     by_batch = any(isinstance(one, list) and [row_count(entry) for entry in one] == seen.sizes for one in columns)
     size = sum(seen.sizes) if by_batch else len(columns[0]) if columns else 0
     places, everything = _stream_places(seen.loader, size), np.ones(size, dtype=np.bool_)
-    if places is not None:
-        return _Rows(places, np.zeros_like(places), everything, seen.sizes, seen.sizes)
-    numbers = np.full(size, (get_rank() or 0) if seen.divided else 0, dtype=np.int64)
-    return _Rows(numbers, numbers, everything, seen.sizes, seen.sizes, has_indices=False)
+    numbers = np.full(size, (get_rank() or 0) if seen.divided and places is None else 0, dtype=np.int64)
+    indices = numbers if places is None else places
+    return _Rows(indices, numbers, everything, seen.sizes, seen.sizes, has_indices=places is not None)
 
 
 def _stream_places(loader: Any, size: int) -> NDArray[np.int64] | None:

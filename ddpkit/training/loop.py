@@ -228,8 +228,7 @@ def train_epoch(
             if on_window is not None:
                 on_window()
             if progress.step >= sync.due:
-                loss_sum, count, _ = meter.sums()
-                on_sync(sync(progress.step, loss_sum, count, meter.samples, tell()), batch)
+                on_sync(sync(progress.step, *meter.sums()[:2], meter.samples, tell()), batch)
             if progress.optimizer_step >= stop_at:
                 return
 
@@ -261,8 +260,7 @@ def evaluate_epoch(
     meter = progress.meter
     sync.start(progress.step)
     with torch.no_grad():
-        batches = start_loading(loader)
-        for number, batch in enumerate(batches):
+        for number, batch in enumerate(start_loading(loader)):
             progress.step += 1
             samples = progress.window.weight = count(number, batch)  # the recipe may log means
             loss = brain.evaluate_batch(batch, stage)
@@ -271,9 +269,10 @@ def evaluate_epoch(
             else:
                 meter.append(one_number(loss, name, "evaluate_batch"), samples)
             meter.samples += samples
+            if progress.seen is not None:
+                progress.seen.sizes.append(samples)
             if progress.step >= sync.due:
-                loss_sum, total, _ = meter.sums()
-                report = sync(progress.step, loss_sum, total, meter.samples, Requests())
+                report = sync(progress.step, *meter.sums()[:2], meter.samples, Requests())
                 bar.show(report.step, report.loss, report.samples)
             if after_batch is not None:
                 after_batch(progress.step)

@@ -44,7 +44,8 @@ T = TypeVar("T")
 CLOSE_SECONDS = 3.0
 START_SECONDS = 300.0
 READY = "ready"
-PRELOADED = ["tests.rank_pool", "torch._dynamo"]  # the first optimizer imports the second
+# The first optimizer imports the second; tests import the others, which each rank would do by itself.
+PRELOADED = ["tests.rank_pool", "torch._dynamo", "pytest", "hypothesis", "ddpkit.brain", "ddpkit.epoch_loop"]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -28,6 +28,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import types
 from pathlib import Path
 
@@ -35,6 +36,7 @@ SERVER = "DDPKIT_TEST_WARM_SERVER"
 MARKER = "DDPKIT_TEST_RUN"
 WHOLE_EXIT = "DDPKIT_TEST_WHOLE_EXIT"
 NO_MARKER = "0" * 32  # as long as any: a forked process writes its own over it
+START_SECONDS, POLL_SECONDS = 300.0, 0.02  # to import torch takes three; a loaded machine takes its time
 
 
 class WarmProcess:
@@ -45,8 +47,7 @@ class WarmProcess:
             raise ValueError(f"a forked process reads nothing, and stdin={stdin!r} was asked for")
         self.args, self.returncode = args, None
         path = os.environ.get(SERVER) or _server.path()
-        self._connection = socket.socket(socket.AF_UNIX)
-        self._connection.connect(path)
+        self._connection = _connected(path)
         wanted = {
             "words": list(args[1:] if args[0] == sys.executable else args),  # or a script that names its Python
             "env": {**(os.environ if env is None else env), SERVER: path},
@@ -99,6 +100,21 @@ class WarmProcess:
         return None, None
 
 
+def _connected(path):
+    """Connect to the process that is forked, once it has imported everything."""
+    limit = time.monotonic() + START_SECONDS
+    while True:
+        connection = socket.socket(socket.AF_UNIX)
+        try:
+            connection.connect(path)
+            return connection
+        except (FileNotFoundError, ConnectionRefusedError):
+            connection.close()
+            if _server.has_ended() or time.monotonic() > limit:
+                raise RuntimeError("the process that is to be forked has not come up; its words stand above") from None
+            time.sleep(POLL_SECONDS)
+
+
 class _Server:
     """The process that is forked, as seen from the tests: started when it is first wanted."""
 
@@ -112,12 +128,9 @@ class _Server:
             environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", MARKER: NO_MARKER}
             self.process = subprocess.Popen(
                 [sys.executable, str(Path(__file__).resolve()), path],
-                env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True,
+                env=environment, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True,
             )  # fmt: skip
             atexit.register(self.close)
-            if self.process.stdout.readline() != b"ready\n":
-                self.close()
-                raise RuntimeError("the process that is to be forked has not come up; its words stand above")
         return str(Path(self.folder.name) / "socket")
 
     def close(self):
@@ -127,13 +140,20 @@ class _Server:
             self.process.stdin.close()
             self.process.kill()
             self.process.wait()
-            self.process.stdout.close()
             self.folder.cleanup()
             self.process = None
 
+    def has_ended(self):
+        return self.process is not None and self.process.poll() is not None
+
 
 _server = _Server()
-prepare, close = _server.path, _server.close
+close = _server.close
+
+
+def prepare():
+    """Start it and return its path, without waiting: for whoever is to find it with the variable SERVER."""
+    return _server.path()
 
 
 # ------------------------------------------------------------------------------- the process that is forked
@@ -172,7 +192,6 @@ def _serve(path):
     selector = selectors.DefaultSelector()
     selector.register(0, selectors.EVENT_READ)
     selector.register(listener, selectors.EVENT_READ)
-    print("ready", flush=True)
     children = {}
     while True:
         for key, _ in selector.select():
@@ -306,7 +325,12 @@ if __name__ == "__main__":
     except BaseException as error:
         # As Python does it, but without the lines of this file; and once.
         error.__traceback__ = error.__traceback__.tb_next.tb_next
-        sys.excepthook(type(error), error, error.__traceback__)
+        try:
+            sys.excepthook(type(error), error, error.__traceback__)
+        except SystemExit as end:  # by the library's hook, for what is said without a traceback
+            if not is_quick:
+                raise
+            _exit(end.code)
         sys.excepthook = lambda *_: None
         if not is_quick or isinstance(error, KeyboardInterrupt):  # by which Python dies as by the signal
             raise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import multiprocessing
 import os
 import re
 import signal
@@ -94,6 +95,7 @@ def pytest_configure(config) -> None:
     process that warm ones are forked from is one for all processes that run tests side by side.
     """
     os.environ["DDPKIT_SPEECHBRAIN"] = "0"
+    multiprocessing.set_forkserver_preload(warm_starts.PRELOADED)  # whoever starts it first
     if getattr(config.option, "numprocesses", None):
         os.environ[warm_starts.SERVER] = warm_starts.prepare()
     for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):

@@ -32,6 +32,7 @@ import torch.distributed as dist
 from ddpkit.base import Reason
 from ddpkit.comm import get_runtime
 from ddpkit.errors import DdpkitError
+from tests.warm_starts import PRELOADED
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -44,8 +45,6 @@ T = TypeVar("T")
 CLOSE_SECONDS = 3.0
 START_SECONDS = 300.0
 READY = "ready"
-# The first optimizer imports the second; tests import the others, which each rank would do by itself.
-PRELOADED = ["tests.rank_pool", "torch._dynamo", "pytest", "hypothesis", "ddpkit.brain", "ddpkit.epoch_loop"]
 
 
 @dataclasses.dataclass(frozen=True)

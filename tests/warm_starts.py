@@ -35,6 +35,8 @@ from pathlib import Path
 SERVER = "DDPKIT_TEST_WARM_SERVER"
 MARKER = "DDPKIT_TEST_RUN"
 WHOLE_EXIT = "DDPKIT_TEST_WHOLE_EXIT"
+# What tests fork processes with: the first optimizer imports the second, ranks would import the others one by one.
+PRELOADED = ["tests.rank_pool", "torch._dynamo", "pytest", "hypothesis", "ddpkit.brain", "ddpkit.epoch_loop"]
 NO_MARKER = "0" * 32  # as long as any: a forked process writes its own over it
 START_SECONDS, POLL_SECONDS = 300.0, 0.02  # to import torch takes three; a loaded machine takes its time
 
@@ -256,6 +258,12 @@ def _run_as_main(words):
     _start_warm_processes()
     while words[0] == "-u":
         words = words[1:]
+    main = types.ModuleType("__main__")
+    main.__builtins__ = __builtins__
+    if words[0] == "-c":
+        sys.argv, sys.path[0], sys.modules["__main__"] = ["-c", *words[2:]], "", main
+        exec(compile(words[1], "<string>", "exec"), main.__dict__)
+        return
     if words[0] == "-m":
         sys.argv = words[1:]
         sys.path[0] = str(Path.cwd())
@@ -264,8 +272,7 @@ def _run_as_main(words):
     script = words[0]
     sys.argv = words
     sys.path[0] = str(Path(script).resolve().parent)
-    main = types.ModuleType("__main__")
-    main.__file__, main.__builtins__ = os.path.abspath(script), __builtins__  # noqa: PTH100 -- no link is followed
+    main.__file__ = os.path.abspath(script)  # noqa: PTH100 -- no link is followed
     sys.modules["__main__"] = main
     exec(compile(Path(script).read_bytes(), main.__file__, "exec"), main.__dict__)
 

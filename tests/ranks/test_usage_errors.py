@@ -186,7 +186,7 @@ def test_whoever_inherits_the_launchers_variables_still_speaks(folder):
         "done = subprocess.run([sys.executable, 'train.py', 'hparams.yaml', '--bogus=1'])\n"
         "print('inner', done.returncode)\n"
     )
-    run = Run(torchrun(1, "outer.py"), folder).wait()
+    run = Run(torchrun(1, "outer.py"), folder, warm=True).wait()
     assert run.code == 0, run.err
     assert "inner 2" in run.out
     assert "train.py: error: --bogus is neither a run option nor a key" in run.err

@@ -273,7 +273,14 @@ def case(name):
     return train(**given)
 
 
-@pytest.mark.parametrize("name", CASES)
+# Of each of these another case shows the same: own fit_batch and batches of one's own, uneven shards in micro-batches
+# and of a stream, fewer samples than shards, a sampler.
+AT_LENGTH = {"accumulation, counts", "uneven shards", "a stream", "a short stream, workers", "a batch sampler"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(one, marks=pytest.mark.slow if one in AT_LENGTH else ()) for one in CASES]
+)
 def test_the_same_bits_on_one_process_and_on_two(ranks, name):
     assert ranks.run(case, name, world_size=2) == [case(name)] * 2
 

@@ -508,7 +508,7 @@ def predict(size, cls, kwargs, stream=False):
 
 @pytest.mark.parametrize("world", [1, 3, *(pytest.param(one, marks=pytest.mark.slow) for one in (2, 4))])
 def test_predictions_are_those_of_one_process(ranks, world):
-    for size in (1, 3, 17) if world == 4 else sorted({1, max(world - 1, 1), world, world + 1, 17}):
+    for size in (1, 3, 17):
         whole = torch.stack([inputs for inputs, _, _ in numbered(size)])
         with torch.no_grad():
             scores = linear()(whole)

@@ -216,14 +216,25 @@ def _serve(path):
                 handle = os.pidfd_open(pid)
                 children[handle] = connection, pid
                 selector.register(handle, selectors.EVENT_READ)
-            else:
+            elif key.data is None:
                 selector.unregister(key.fd)
-                connection, pid = children.pop(key.fd)
-                os.close(key.fd)
-                code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-                with contextlib.suppress(OSError):  # whoever asked has ended
-                    connection.sendall(f"{code}\n".encode())
+                connection, _ = children[key.fd]
+                _tell_the_end(key.fd, connection)
+                selector.register(connection, selectors.EVENT_READ, key.fd)
+            else:  # whoever asked knows: until then a signal may be sent to it, as by a parent
+                selector.unregister(key.fileobj)
+                connection, pid = children.pop(key.data)
+                os.waitpid(pid, 0)
+                os.close(key.data)
                 connection.close()
+
+
+def _tell_the_end(handle, connection):
+    """Send the exit code of a process that has ended, and leave the process there."""
+    ended = os.waitid(os.P_PIDFD, handle, os.WEXITED | os.WNOWAIT)
+    code = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+    with contextlib.suppress(OSError):  # whoever asked has ended
+        connection.sendall(f"{code}\n".encode())
 
 
 def _settle(wanted, streams, connection):

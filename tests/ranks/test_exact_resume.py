@@ -278,7 +278,7 @@ def test_a_checkpointer_on_some_ranks_only_is_refused_on_all(ranks, tmp_path):
         assert "checkpointer: Checkpointer on rank 0; none on rank 1" in text
 
 
-@pytest.mark.parametrize("resume", ["never", "path"])
+@pytest.mark.parametrize("resume", ["never", pytest.param("path", marks=pytest.mark.slow)])
 def test_k13_a_restarted_launch_keeps_the_samples_of_a_step(ranks, tmp_path, resume):
     """One decision: the weights are those of the newest of this launch, and so is the number of samples per step."""
     whole = ranks.run(train, tmp_path / "whole", "plan", None, False)[0]

@@ -125,7 +125,7 @@ def whole(brain):
     return {name: (one.full_tensor() if hasattr(one, "full_tensor") else one).clone() for name, one in state.items()}
 
 
-def train(*arguments, samples=37, valid=7, dies_at=None, poisoned_at=None, counts=False, **options):
+def train(*arguments, samples=25, valid=7, dies_at=None, poisoned_at=None, counts=False, **options):
     brain, counter = make(*arguments, **options)
     brain.dies_at, brain.poisoned_at, brain.counts = dies_at, poisoned_at, counts
     try:

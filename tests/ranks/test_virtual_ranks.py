@@ -372,7 +372,7 @@ def test_an_evaluation_without_training_computes_with_one_thread_too():
 
 def go_on(folder, dies_at=None, **options):
     """Train three epochs, with checkpoints inside of them; die where it is told to."""
-    brain = make(**{"kind": Counting, "folder": folder, "ema_decay": 0.9, "ckpt_interval_steps": 1, **options})
+    brain = make(**{"kind": Counting, "folder": folder, "ema_decay": 0.9, "ckpt_interval_steps": 2, **options})
     brain.dies_at = dies_at
     counter = EpochCounter(3)
     brain.checkpointer.add_recoverables({"counter": counter, **brain.modules})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import multiprocessing
 import os
 import re
 import signal
@@ -87,12 +88,16 @@ def pytest_sessionfinish():
     warm_starts.close()
 
 
-def pytest_configure() -> None:
+def pytest_configure(config) -> None:
     """Hear SIGINT and SIGHUP, and so let what is started hear them: a background command, or nohup, ignores them.
 
-    And let the import of ``ddpkit.speechbrain`` change nothing here: tests of it start processes of their own.
+    And let the import of ``ddpkit.speechbrain`` change nothing here: tests of it start processes of their own. The
+    process that warm ones are forked from is one for all processes that run tests side by side.
     """
     os.environ["DDPKIT_SPEECHBRAIN"] = "0"
+    multiprocessing.set_forkserver_preload(warm_starts.PRELOADED)  # whoever starts it first
+    if getattr(config.option, "numprocesses", None):
+        os.environ[warm_starts.SERVER] = warm_starts.prepare()
     for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
         if signal.getsignal(number) == signal.SIG_IGN:
             signal.signal(number, usual)

@@ -10,7 +10,6 @@ import os
 import pkgutil
 import subprocess
 import sys
-import textwrap
 import tokenize
 from pathlib import Path
 
@@ -22,17 +21,34 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
-def code_lines(source: str) -> int:
+@functools.cache
+def source_of(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
+
+
+@functools.cache
+def nodes_of(path: Path) -> list[ast.AST]:
+    """All nodes of a file, the module first."""
+    return list(ast.walk(ast.parse(source_of(path))))
+
+
+def code_lines(path: Path) -> int:
     """Count the lines that are not blank, comment or docstring."""
-    tree, others = ast.parse(source), set()
-    for node in ast.walk(tree):
+    return len(code_numbers(path))
+
+
+@functools.cache
+def code_numbers(path: Path) -> list[int]:
+    """Number those lines."""
+    others = set()
+    for node in nodes_of(path):
         if isinstance(node, DOCUMENTED) and ast.get_docstring(node, clean=False) is not None:
             others.update(range(node.body[0].lineno, node.body[0].end_lineno + 1))
-    lines = source.splitlines()
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+    lines = source_of(path).splitlines()
+    for token in tokenize.generate_tokens(io.StringIO(source_of(path)).readline):
         if token.type == tokenize.COMMENT and lines[token.start[0] - 1].lstrip().startswith("#"):
             others.add(token.start[0])
-    return sum(bool(line.strip()) and number not in others for number, line in enumerate(lines, 1))
+    return [number for number, line in enumerate(lines, 1) if line.strip() and number not in others]
 
 
 def classes() -> list[type]:
@@ -54,13 +70,11 @@ def class_sizes() -> dict[tuple[str, str], int]:
     """Code lines of each class of the package, by its module and its name."""
     sizes = {}
     for path in FILES:
-        source = path.read_text(encoding="utf-8")
-        lines = source.splitlines(keepends=True)
-        for node in ast.walk(ast.parse(source)):
+        for node in nodes_of(path):
             if isinstance(node, ast.ClassDef):
                 start = min(one.lineno for one in (node, *node.decorator_list))
-                own = textwrap.dedent("".join(lines[start - 1 : node.end_lineno]))
-                sizes[module_name(path), node.name] = code_lines(own)
+                own = sum(start <= number <= node.end_lineno for number in code_numbers(path))
+                sizes[module_name(path), node.name] = own
     return sizes
 
 
@@ -103,7 +117,7 @@ def longest_chain() -> list[str]:
     def chain(module: str) -> list[str]:
         if module not in chains:
             chains[module] = []
-            body = ast.parse(files[module].read_text(encoding="utf-8")).body
+            body = nodes_of(files[module])[0].body
             names = [(node.module, one.name) for node in body if isinstance(node, ast.ImportFrom) for one in node.names]
             nexts = {
                 places.get(pair, f"{pair[0]}.{pair[1]}" if f"{pair[0]}.{pair[1]}" in files else pair[0])
@@ -118,7 +132,7 @@ def longest_chain() -> list[str]:
 
 def private_reaches() -> int:
     """How many lines reach into something private, outside ``compat``."""
-    return sum(path.read_text(encoding="utf-8").count("noqa: SLF001") for path in FILES if path.parent.name != "compat")
+    return sum(source_of(path).count("noqa: SLF001") for path in FILES if path.parent.name != "compat")
 
 
 def layers() -> int:
@@ -143,7 +157,7 @@ def figures() -> dict[str, int]:
         "modules in the longest chain of imports": len(longest_chain()),
         "private reaches outside compat": private_reaches(),
         "pages of the reference": len(list((ROOT / "docs/reference").glob("*.md"))),
-        "code lines": sum(code_lines(path.read_text(encoding="utf-8")) for path in FILES),
+        "code lines": sum(map(code_lines, FILES)),
     }
 
 

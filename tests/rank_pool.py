@@ -32,6 +32,7 @@ import torch.distributed as dist
 from ddpkit.base import Reason
 from ddpkit.comm import get_runtime
 from ddpkit.errors import DdpkitError
+from tests.warm_starts import PRELOADED
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -44,7 +45,6 @@ T = TypeVar("T")
 CLOSE_SECONDS = 3.0
 START_SECONDS = 300.0
 READY = "ready"
-PRELOADED = ["tests.rank_pool", "torch._dynamo"]  # the first optimizer imports the second
 
 
 @dataclasses.dataclass(frozen=True)

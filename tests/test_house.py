@@ -62,7 +62,8 @@ def named(path):
 
 @pytest.fixture(scope="module")
 def sources():
-    return [(path, ast.parse(path.read_text(encoding="utf-8"))) for path in FILES]
+    """The nodes of each file, the module first."""
+    return [(path, house.nodes_of(path)) for path in FILES]
 
 
 def docstring_lines(node):
@@ -84,8 +85,8 @@ def lines_of(node):
 def test_functions_are_short(sources):
     too_long = [
         f"{named(path)}:{node.lineno}: {node.name}: {lines_of(node)} lines, at most {MAX_FUNCTION_LINES}"
-        for path, tree in sources
-        for node in ast.walk(tree)
+        for path, nodes in sources
+        for node in nodes
         if isinstance(node, FUNCTIONS) and lines_of(node) > MAX_FUNCTION_LINES
     ]
     assert not too_long, "\n".join(too_long)
@@ -150,7 +151,7 @@ def test_the_brain_inherits_from_nothing_and_no_class_is_large_with_what_it_inhe
 
 def test_what_is_still_to_become_smaller_does_not_grow():
     """The goal is 12,000 code lines."""
-    assert sum(house.code_lines(path.read_text(encoding="utf-8")) for path in FILES) <= MAX_CODE_LINES
+    assert sum(map(house.code_lines, FILES)) <= MAX_CODE_LINES
     assert len(house.longest_chain()) <= MAX_CHAIN
     assert house.private_reaches() == 0
     assert house.layers() <= MAX_LAYERS
@@ -165,8 +166,8 @@ def test_a_package_is_imported_through_its_init_and_not_past_it(sources):
     packages = {folder.name for folder in FOLDERS}
     wrong = [
         f"{named(path)}:{node.lineno}: from {node.module}"
-        for path, tree in sources
-        for node in ast.walk(tree)
+        for path, nodes in sources
+        for node in nodes
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("ddpkit.")
         for package, *inner in [node.module.split(".")[1:]]
         if package in packages and package != path.parent.name and (inner or {one.name for one in node.names} & INSIDE)
@@ -175,7 +176,7 @@ def test_a_package_is_imported_through_its_init_and_not_past_it(sources):
 
 
 def test_modules_import_from_modules_and_not_from_the_package(sources):
-    nodes = [(path, node) for path, tree in sources if path != PACKAGE / "__init__.py" for node in ast.walk(tree)]
+    nodes = [(path, node) for path, all_of_it in sources if path != PACKAGE / "__init__.py" for node in all_of_it]
     wrong = [
         f"{named(path)}:{node.lineno}: from ddpkit import {alias.name}"
         for path, node in nodes
@@ -194,9 +195,9 @@ def test_modules_import_from_modules_and_not_from_the_package(sources):
 def test_only_commands_print_or_exit(sources):
     wrong = [
         f"{named(path)}:{node.lineno}: {ast.unparse(node.func)}(...)"
-        for path, tree in sources
+        for path, nodes in sources
         if PACKAGE / "cli" not in path.parents and path.name != "__main__.py"
-        for node in ast.walk(tree)
+        for node in nodes
         if isinstance(node, ast.Call) and ast.unparse(node.func) in {"print", "sys.exit", "exit", "quit"}
     ]
     assert not wrong, "\n".join(wrong)
@@ -272,7 +273,7 @@ def is_exception(node):
 def test_docstrings_say_which_ranks(sources):
     missing = [
         f"{named(path)}:{node.lineno}: {node.name}: no `Ranks:`"
-        for path, tree in sources
+        for path, (tree, *_) in sources
         if path.stem not in DECLARATIONS and path.parent.name != "cli"  # a command runs in one process
         for node in public_nodes(tree)
         if not is_overload(node) and not is_exception(node) and "Ranks:" not in (ast.get_docstring(node) or "")
@@ -289,6 +290,39 @@ def in_a_fresh_interpreter(script):
     assert done.returncode == 0, done.stderr
     assert not done.stderr, done.stderr
     return json.loads(done.stdout)
+
+
+FORKS = """
+import os, sys
+import torch
+
+for number, script in enumerate(sys.argv[1:]):
+    reading, writing = os.pipe()
+    if os.fork() == 0:
+        os.dup2(writing, 1)
+        exec(compile(script, f"<script {number}>", "exec"), {"__name__": "__main__"})
+        sys.stdout.flush()
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as pipe:
+        print(pipe.read().strip() or "null")
+    if os.wait()[1]:
+        sys.exit(f"script {number} has failed")
+"""
+
+
+@pytest.fixture(scope="module")
+def with_torch():
+    """What a script prints in a process that has imported torch and nothing of ours; torch is imported once for all."""
+    scripts = {
+        "first use": FIRST_USE_OF_THE_BRAIN,
+        "pulled in": PULLED_IN.format(modules=list(MOST_OTHERS)),
+        "everything": WATCH_THE_IMPORT_OF_EVERYTHING.format(modules=NOT_SPEECHBRAIN),
+    }
+    done = run_tool("-W", "error", "-c", FORKS, *map(textwrap.dedent, scripts.values()))
+    assert done.returncode == 0, done.stderr
+    assert not done.stderr, done.stderr
+    return dict(zip(scripts, map(json.loads, done.stdout.splitlines()), strict=True))
 
 
 def test_importing_the_package_imports_nothing_else():
@@ -314,16 +348,18 @@ def test_a_light_name_does_not_load_torch():
     )
 
 
-def test_the_first_use_of_the_brain_loads_few_modules_beside_torch():
+FIRST_USE_OF_THE_BRAIN = """
+    import json, sys
+    before = set(sys.modules)
+    import ddpkit
+    ddpkit.Brain
+    print(json.dumps(sorted(set(sys.modules) - before)))
+"""
+
+
+def test_the_first_use_of_the_brain_loads_few_modules_beside_torch(with_torch):
     """No YAML, no strategy of several processes: 42 ms and 5 MB."""
-    new = in_a_fresh_interpreter("""
-        import json, sys
-        import torch
-        before = set(sys.modules)
-        import ddpkit
-        ddpkit.Brain
-        print(json.dumps(sorted(set(sys.modules) - before)))
-    """)
+    new = with_torch["first use"]
     others = {name for name in new if name.partition(".")[0] != "ddpkit"}
     assert others <= {"_decimal", "decimal", "faulthandler", "fractions", "multiprocessing.forkserver"}
     assert len(new) - len(others) <= MOST_MODULES_OF_A_BRAIN
@@ -333,30 +369,34 @@ def test_the_first_use_of_the_brain_loads_few_modules_beside_torch():
 MOST_OTHERS = {"errors": 0, "logger": 3, "epoch_loop": 5, "metrics": 5, "sampler": 8, "distributed": 8}
 
 
-def test_a_module_of_the_face_pulls_in_few_others():
-    """Each in a process that has imported torch and nothing of ours."""
-    pulled = in_a_fresh_interpreter(f"""
-        import importlib, json, os, sys
-        import torch, torch.distributed
+PULLED_IN = """
+    import importlib, json, os, sys
+    import torch.distributed
 
-        found = {{}}
-        for module in {list(MOST_OTHERS)}:
-            reading, writing = os.pipe()
-            if os.fork() == 0:
-                importlib.import_module(f"ddpkit.{{module}}")
-                others = [one for one in sys.modules if one.startswith("ddpkit.") and one != f"ddpkit.{{module}}"]
-                os.write(writing, json.dumps(others).encode())
-                os._exit(0)
-            os.close(writing)
-            with os.fdopen(reading) as pipe:
-                found[module] = json.load(pipe)
-            os.wait()
-        print(json.dumps(found))
-    """)
+    found = {{}}
+    for module in {modules}:
+        reading, writing = os.pipe()
+        if os.fork() == 0:
+            importlib.import_module(f"ddpkit.{{module}}")
+            others = [one for one in sys.modules if one.startswith("ddpkit.") and one != f"ddpkit.{{module}}"]
+            os.write(writing, json.dumps(others).encode())
+            os._exit(0)
+        os.close(writing)
+        with os.fdopen(reading) as pipe:
+            found[module] = json.load(pipe)
+        os.wait()
+    print(json.dumps(found))
+"""
+
+
+def test_a_module_of_the_face_pulls_in_few_others(with_torch):
+    """Each in a process that has imported torch and nothing of ours."""
+    pulled = with_torch["pulled in"]
     assert set(pulled) == set(MOST_OTHERS)
     assert {module: others for module, others in pulled.items() if len(others) > MOST_OTHERS[module]} == {}
 
 
+NOT_SPEECHBRAIN = [name for name in MODULES if name.split(".")[1:2] != ["speechbrain"]]  # whose import is the switch
 WATCH_THE_IMPORT_OF_EVERYTHING = """
     import atexit, json, logging, os, random, signal, sys, threading, warnings
     import torch, torch.distributed, torch.utils.data, numpy, tqdm, hyperpyyaml
@@ -428,10 +468,8 @@ WATCH_THE_IMPORT_OF_EVERYTHING = """
 """
 
 
-def test_importing_every_module_changes_nothing():
-    others = [name for name in MODULES if name.split(".")[1:2] != ["speechbrain"]]  # whose import is the switch
-    found = in_a_fresh_interpreter(WATCH_THE_IMPORT_OF_EVERYTHING.format(modules=others))
-    assert found == {"done": [], "changed": []}
+def test_importing_every_module_changes_nothing(with_torch):
+    assert with_torch["everything"] == {"done": [], "changed": []}
 
 
 # --------------------------------------------------------------------------------------- command line

@@ -28,13 +28,17 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import types
 from pathlib import Path
 
 SERVER = "DDPKIT_TEST_WARM_SERVER"
 MARKER = "DDPKIT_TEST_RUN"
 WHOLE_EXIT = "DDPKIT_TEST_WHOLE_EXIT"
+# What tests fork processes with: the first optimizer imports the second, ranks would import the others one by one.
+PRELOADED = ["tests.rank_pool", "torch._dynamo", "pytest", "hypothesis", "ddpkit.brain", "ddpkit.epoch_loop"]
 NO_MARKER = "0" * 32  # as long as any: a forked process writes its own over it
+START_SECONDS, POLL_SECONDS = 300.0, 0.02  # to import torch takes three; a loaded machine takes its time
 
 
 class WarmProcess:
@@ -45,8 +49,7 @@ class WarmProcess:
             raise ValueError(f"a forked process reads nothing, and stdin={stdin!r} was asked for")
         self.args, self.returncode = args, None
         path = os.environ.get(SERVER) or _server.path()
-        self._connection = socket.socket(socket.AF_UNIX)
-        self._connection.connect(path)
+        self._connection = _connected(path)
         wanted = {
             "words": list(args[1:] if args[0] == sys.executable else args),  # or a script that names its Python
             "env": {**(os.environ if env is None else env), SERVER: path},
@@ -99,6 +102,21 @@ class WarmProcess:
         return None, None
 
 
+def _connected(path):
+    """Connect to the process that is forked, once it has imported everything."""
+    limit = time.monotonic() + START_SECONDS
+    while True:
+        connection = socket.socket(socket.AF_UNIX)
+        try:
+            connection.connect(path)
+            return connection
+        except (FileNotFoundError, ConnectionRefusedError):
+            connection.close()
+            if _server.has_ended() or time.monotonic() > limit:
+                raise RuntimeError("the process that is to be forked has not come up; its words stand above") from None
+            time.sleep(POLL_SECONDS)
+
+
 class _Server:
     """The process that is forked, as seen from the tests: started when it is first wanted."""
 
@@ -112,12 +130,9 @@ class _Server:
             environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", MARKER: NO_MARKER}
             self.process = subprocess.Popen(
                 [sys.executable, str(Path(__file__).resolve()), path],
-                env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True,
+                env=environment, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True,
             )  # fmt: skip
             atexit.register(self.close)
-            if self.process.stdout.readline() != b"ready\n":
-                self.close()
-                raise RuntimeError("the process that is to be forked has not come up; its words stand above")
         return str(Path(self.folder.name) / "socket")
 
     def close(self):
@@ -127,13 +142,20 @@ class _Server:
             self.process.stdin.close()
             self.process.kill()
             self.process.wait()
-            self.process.stdout.close()
             self.folder.cleanup()
             self.process = None
 
+    def has_ended(self):
+        return self.process is not None and self.process.poll() is not None
+
 
 _server = _Server()
-prepare, close = _server.path, _server.close
+close = _server.close
+
+
+def prepare():
+    """Start it and return its path, without waiting: for whoever is to find it with the variable SERVER."""
+    return _server.path()
 
 
 # ------------------------------------------------------------------------------- the process that is forked
@@ -172,7 +194,6 @@ def _serve(path):
     selector = selectors.DefaultSelector()
     selector.register(0, selectors.EVENT_READ)
     selector.register(listener, selectors.EVENT_READ)
-    print("ready", flush=True)
     children = {}
     while True:
         for key, _ in selector.select():
@@ -195,14 +216,25 @@ def _serve(path):
                 handle = os.pidfd_open(pid)
                 children[handle] = connection, pid
                 selector.register(handle, selectors.EVENT_READ)
-            else:
+            elif key.data is None:
                 selector.unregister(key.fd)
-                connection, pid = children.pop(key.fd)
-                os.close(key.fd)
-                code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-                with contextlib.suppress(OSError):  # whoever asked has ended
-                    connection.sendall(f"{code}\n".encode())
+                connection, _ = children[key.fd]
+                _tell_the_end(key.fd, connection)
+                selector.register(connection, selectors.EVENT_READ, key.fd)
+            else:  # whoever asked knows: until then a signal may be sent to it, as by a parent
+                selector.unregister(key.fileobj)
+                connection, pid = children.pop(key.data)
+                os.waitpid(pid, 0)
+                os.close(key.data)
                 connection.close()
+
+
+def _tell_the_end(handle, connection):
+    """Send the exit code of a process that has ended, and leave the process there."""
+    ended = os.waitid(os.P_PIDFD, handle, os.WEXITED | os.WNOWAIT)
+    code = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+    with contextlib.suppress(OSError):  # whoever asked has ended
+        connection.sendall(f"{code}\n".encode())
 
 
 def _settle(wanted, streams, connection):
@@ -237,6 +269,12 @@ def _run_as_main(words):
     _start_warm_processes()
     while words[0] == "-u":
         words = words[1:]
+    main = types.ModuleType("__main__")
+    main.__builtins__ = __builtins__
+    if words[0] == "-c":
+        sys.argv, sys.path[0], sys.modules["__main__"] = ["-c", *words[2:]], "", main
+        exec(compile(words[1], "<string>", "exec"), main.__dict__)
+        return
     if words[0] == "-m":
         sys.argv = words[1:]
         sys.path[0] = str(Path.cwd())
@@ -245,8 +283,7 @@ def _run_as_main(words):
     script = words[0]
     sys.argv = words
     sys.path[0] = str(Path(script).resolve().parent)
-    main = types.ModuleType("__main__")
-    main.__file__, main.__builtins__ = os.path.abspath(script), __builtins__  # noqa: PTH100 -- no link is followed
+    main.__file__ = os.path.abspath(script)  # noqa: PTH100 -- no link is followed
     sys.modules["__main__"] = main
     exec(compile(Path(script).read_bytes(), main.__file__, "exec"), main.__dict__)
 
@@ -306,7 +343,12 @@ if __name__ == "__main__":
     except BaseException as error:
         # As Python does it, but without the lines of this file; and once.
         error.__traceback__ = error.__traceback__.tb_next.tb_next
-        sys.excepthook(type(error), error, error.__traceback__)
+        try:
+            sys.excepthook(type(error), error, error.__traceback__)
+        except SystemExit as end:  # by the library's hook, for what is said without a traceback
+            if not is_quick:
+                raise
+            _exit(end.code)
         sys.excepthook = lambda *_: None
         if not is_quick or isinstance(error, KeyboardInterrupt):  # by which Python dies as by the signal
             raise

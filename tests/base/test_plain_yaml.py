@@ -166,7 +166,7 @@ def test_k7_reading_and_writing_leaves_yaml_as_it_was():
         "a: !tensor 3",
         "a: !!python/object/apply:numpy.dtype 3",
         "\x00",
-        "[" * 5000,
+        "[" * 600,  # deeper than Python's stack
     ],
 )
 def test_k2_text_that_is_no_yaml_is_one_kind_of_error(text):

@@ -4,14 +4,13 @@ import hashlib
 import json
 import os
 import signal
-import subprocess
-import sys
 
 import pytest
 import torch
 
 from ddpkit.checkpointing import storage
 from ddpkit.checkpointing.storage import FileOperations, commit_staging, make_staging, verify, write_file
+from tests.launching import Run, python
 
 MIB = 1 << 20
 
@@ -50,10 +49,12 @@ def die(handle):
     os.kill(os.getpid(), signal.SIGKILL)
 write_file(make_staging(final) / "model.ckpt", die)
 """
-    ended = subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=False, capture_output=True, text=True)
-    assert ended.returncode == -signal.SIGKILL, ended.stderr
-    assert verify(tmp_path / "CKPT+a", expect_manifest=True) == []
-    assert [path.name[:5] for path in sorted(tmp_path.iterdir())] == [".tmp-", "CKPT+"]
+    folder = tmp_path / "save"
+    folder.mkdir()
+    ended = Run(python("-c", script, str(folder)), tmp_path, warm=True).wait()
+    assert ended.code == -signal.SIGKILL, ended.err
+    assert verify(folder / "CKPT+a", expect_manifest=True) == []
+    assert [path.name[:5] for path in sorted(folder.iterdir())] == [".tmp-", "CKPT+"]
 
 
 # ------------------------------------------------------------------------------------------------ in a commit

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import textwrap
 from concurrent.futures import ThreadPoolExecutor
@@ -97,12 +96,12 @@ def test_a_brain_may_be_written_elsewhere():
     assert recipe_facts(Brain) == {"Brain": "Brain", "file brain.py": f"code {file_digest(str(file))}"}
 
 
-def test_there_is_no_script_on_the_command_line_or_in_a_notebook():
+def test_there_is_no_script_on_the_command_line_or_in_a_notebook(tmp_path):
     command = (
         "from ddpkit.comm.consistency import *; print(script_facts(), recipe_facts(type('Mine', (), {}), 'none.yaml'))"
     )
-    run = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, check=True)
-    assert run.stdout.strip() == "{} {'Brain': 'Mine'}"
+    run = Run(python("-c", command), tmp_path, warm=True).wait()
+    assert run.out.strip() == "{} {'Brain': 'Mine'}", run.err
 
 
 def test_no_more_files_than_can_be_read_in_a_moment(tmp_path, monkeypatch):

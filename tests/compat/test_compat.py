@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from datetime import timedelta
 from multiprocessing import forkserver, get_context
 
@@ -55,14 +54,11 @@ def test_the_timeout_of_a_group_or_none_where_it_is_not_told(group):
 
 def parent_of_a_process():
     reader, writer = get_context("forkserver").Pipe(duplex=False)
-    process = get_context("forkserver").Process(target=tell_parent, args=(writer,))
+    told = "import os; pipe.send(os.getppid())"  # in a process that imports nothing
+    process = get_context("forkserver").Process(target=exec, args=(told, {"pipe": writer}))
     process.start()
     process.join()
     return reader.recv()
-
-
-def tell_parent(pipe):
-    pipe.send(os.getppid())
 
 
 def test_a_forkserver_of_its_own_or_the_scripts(monkeypatch):

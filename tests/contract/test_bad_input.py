@@ -731,7 +731,9 @@ def test_real_run_of_the_recipe_itself(tmp_path):
     ("words", "fault", "says", "rank"),
     [
         # Those that end as another does are slow: they say other words.
-        (["nowhere.yaml"], "", ["train.py: error: There is no file 'nowhere.yaml'"], None),
+        pytest.param(
+            ["nowhere.yaml"], "", ["train.py: error: There is no file 'nowhere.yaml'"], None, marks=pytest.mark.slow
+        ),
         pytest.param(
             ["hparams.yaml", "--precision=fp8"],
             "",
@@ -740,7 +742,7 @@ def test_real_run_of_the_recipe_itself(tmp_path):
             marks=pytest.mark.slow,
         ),
         (["hparams.yaml"], "before", ["OverflowError: boom before the group"], None),
-        (["hparams.yaml"], "recipe", ["OverflowError: boom in the recipe"], 1),
+        pytest.param(["hparams.yaml"], "recipe", ["OverflowError: boom in the recipe"], 1, marks=pytest.mark.slow),
         (["hparams.yaml"], "forward", ["OverflowError: boom in forward"], 1),
         pytest.param(["hparams.yaml"], "valid", ["OverflowError: boom in validation"], 1, marks=pytest.mark.slow),
         (["hparams.yaml"], "worker", ["OverflowError: boom in a worker"], 1),

@@ -156,7 +156,16 @@ def ready_made_loader(data):
     return DataLoader(data, batch_size=2, shuffle=True)
 
 
-@pytest.mark.parametrize("how", ["workers", "ready-made", "ready-made with workers", "batch sampler", "whole batches"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        "workers",
+        "ready-made",
+        pytest.param("ready-made with workers", marks=pytest.mark.slow),
+        "batch sampler",
+        "whole batches",
+    ],
+)
 def test_loaders_of_all_kinds_are_continued_where_they_were(tmp_path, how):
     data = points(20)
     kwargs, wrap = {"batch_size": 2, "shuffle": True}, None

@@ -166,7 +166,9 @@ def test_a_stream_with_a_state_goes_on_without_reading_again(tmp_path, make, die
     assert made[-1].read - sum(len(batch) for batch in resumed.trained_on) in {0, 2}  # one batch, to know what follows
 
 
-@pytest.mark.parametrize("dies_at", [(1, 4), (2, 1), (2, 4), (3, 10)])
+@pytest.mark.parametrize(
+    "dies_at", [(2, 1), (2, 4), *(pytest.param(one, marks=pytest.mark.slow) for one in [(1, 4), (3, 10)])]
+)
 def test_a_loader_with_a_state_goes_on_without_reading_again(tmp_path, dies_at):
     made = []
     resumed = assert_exact(
@@ -191,7 +193,7 @@ class GaussianStream(Remembering):
             yield inputs + np.random.randn() + random.gauss(0, 1), target  # noqa: NPY002 -- as recipes do
 
 
-@pytest.mark.parametrize("make", [lambda: points(20), GaussianStream], ids=["map", "stream"])
+@pytest.mark.parametrize("make", [lambda: points(8), lambda: GaussianStream(8)], ids=["map", "stream"])
 def test_the_second_normal_number_of_a_pair_goes_through_a_resume(tmp_path, make):
     """The checkpoint is made after three batches, so that the fourth draws what is in store."""
     assert_exact(tmp_path, make, (2, 4), cls=Gaussian, ckpt_interval_steps=1)

@@ -80,7 +80,7 @@ def test_sums_over_many_tokens_do_not_overflow_the_scaler(cls, factor):
         torch.testing.assert_close(weights(brain)[name], value, rtol=0, atol=2e-3)
 
 
-@pytest.mark.parametrize("killed_at", [5, 14])
+@pytest.mark.parametrize("killed_at", [14, pytest.param(5, marks=pytest.mark.slow)])
 def test_what_sums_are_divided_by_goes_through_a_resume(tmp_path, killed_at):
     plain = train(Half, folder=tmp_path / "plain")
     with pytest.raises(KeyboardInterrupt):

@@ -8,7 +8,6 @@ import multiprocessing
 import os
 import signal
 import subprocess
-import sys
 import time
 
 import pytest
@@ -16,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from ddpkit.base import SignalListener
 from ddpkit.control.loader_workers import ignored_signals, kill_workers, show_workers, start_loading
+from tests.launching import Run, python
 
 
 def end_what_was_started():
@@ -48,9 +48,8 @@ class Looking(Dataset):
         return os.getpid(), *end_what_was_started()
 
 
-def say_and_sleep(connection):
-    connection.send("here")
-    time.sleep(600)
+# For a process that imports nothing, as the module of a function would have it do.
+SAY_AND_SLEEP = "import time; connection.send('here'); time.sleep(600)"
 
 
 def write_stderr_into(path, worker):
@@ -81,7 +80,7 @@ def test_workers_are_deaf_answer_and_end(context, capfd, tmp_path):
     process.join(60)
     assert process.exitcode in {-signal.SIGKILL, 255}
     ours, theirs = multiprocessing.get_context(context).Pipe()
-    helper = multiprocessing.get_context(context).Process(target=say_and_sleep, args=(theirs,))
+    helper = multiprocessing.get_context(context).Process(target=exec, args=(SAY_AND_SLEEP, {"connection": theirs}))
     helper.start()
     try:
         assert ours.recv() == "here"
@@ -173,13 +172,11 @@ print(next(batches).tolist())
 """
 
 
-def test_a_script_that_leaves_a_loader_in_the_middle_ends():
+def test_a_script_that_leaves_a_loader_in_the_middle_ends(tmp_path):
     """Python's own end waits for the worker, after a SIGTERM that the worker does not hear."""
-    ended = subprocess.run(
-        [sys.executable, "-c", LEAVES_A_LOADER], capture_output=True, text=True, timeout=60, check=False
-    )
-    assert (ended.returncode, ended.stderr) == (0, "")
-    assert len(ended.stdout.split()) == 2
+    ended = Run(python("-c", LEAVES_A_LOADER), tmp_path, warm=True).wait()
+    assert (ended.code, ended.err) == (0, "")
+    assert len(ended.out.split()) == 2
 
 
 FORKS = """
@@ -196,6 +193,6 @@ print(len(list(batches)))
 """
 
 
-def test_a_forked_process_that_ends_leaves_the_workers_of_its_parent_alone():
-    ended = subprocess.run([sys.executable, "-c", FORKS], capture_output=True, text=True, timeout=60, check=False)
-    assert (ended.returncode, ended.stdout) == (0, "49\n"), ended.stderr
+def test_a_forked_process_that_ends_leaves_the_workers_of_its_parent_alone(tmp_path):
+    ended = Run(python("-c", FORKS), tmp_path, warm=True).wait()
+    assert (ended.code, ended.out) == (0, "49\n"), ended.err

@@ -618,7 +618,7 @@ def test_the_timeout_ends_the_run_and_zero_switches_it_off(clock, store, warning
     pass_time(clock, 44, one, never, beating=[one, never])
     assert one.ended == []
     pass_time(clock, 2, one, beating=[one])
-    pass_time(clock, 5000, never, beating=[never])
+    pass_time(clock, 2000, never, beating=[never])
     assert "rank 0 has made no step for 45 s (--hang_timeout=45). Where the ranks are:\n" in one.ended[0]
     assert one.ended[0].count("--hang_timeout") == 1
     assert never.ended == []
@@ -628,7 +628,7 @@ def test_the_timeout_ends_the_run_and_zero_switches_it_off(clock, store, warning
 def test_no_warning_if_none_is_asked_for(clock, store, caplog):
     one = Watched(store)
     one.hang_warning = one.hang_timeout = 0.0
-    pass_time(clock, 5000, one, beating=[one])
+    pass_time(clock, 2000, one, beating=[one])
     assert not warnings_in(caplog, "No step")
 
 
@@ -648,7 +648,7 @@ def test_time_in_which_the_process_was_stopped_does_not_count(clock, store, capl
 def test_the_clock_stands_still_in_work_of_the_main_process_and_outside_of_fit(clock, store, caplog, how):
     one = Watched(store, where=position(inside=how != "outside"))
     one.position.excused, one.position.waiting = int(how == "excused"), False
-    pass_time(clock, 5000, one, beating=[one])
+    pass_time(clock, 2000, one, beating=[one])
     assert one.ended == []
     assert not warnings_in(caplog, "No step")
 

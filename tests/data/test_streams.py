@@ -130,7 +130,7 @@ def test_d5_the_same_global_batches_on_any_number_of_ranks_and_workers(cls, size
             assert over(world_size, cls(size), batch_size=6 // world_size, num_workers=num_workers) == alone
 
 
-@settings(max_examples=150, deadline=None, derandomize=True, database=None)
+@settings(max_examples=60, deadline=None, derandomize=True, database=None)
 @given(
     size=st.integers(0, 60),
     block_size=st.integers(1, 9),

@@ -46,7 +46,7 @@ def test_the_page_counts_the_lines_of_the_three_scripts_right():
     page = (ROOT / "docs" / "tutorial" / "one-script-three-times.md").read_text(encoding="utf-8")
     [counted] = re.findall(r"^\| lines of code \| (\d+) \| (\d+) \| (\d+) \|$", page, re.MULTILINE)
     scripts = [ROOT / "examples" / "own_loop" / name for name in ("by_hand.py", "train.py", "with_brain.py")]
-    assert [int(one) for one in counted] == [code_lines(path.read_text(encoding="utf-8")) for path in scripts]
+    assert [int(one) for one in counted] == [code_lines(path) for path in scripts]
 
 
 def lines_that_match(printed, shown):

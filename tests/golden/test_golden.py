@@ -26,7 +26,7 @@ def compare(found, expected):
                 assert one["norm"] == pytest.approx(other["norm"], rel=1e-4), where
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("world_size", [pytest.param(n, marks=pytest.mark.slow if n > 2 else ()) for n in WORLD_SIZES])
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name == "plain" else pytest.mark.slow) for name in CASES]
 )

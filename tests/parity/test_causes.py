@@ -490,7 +490,14 @@ def test_complex_gradients_are_compared_whole(check):
     assert check(kind="imaginary").holds
 
 
-@pytest.mark.parametrize(("cls", "cause"), [(Sum, "loss"), (TokenMean, "loss"), (Contrastive, "batch-dependent")])
+@pytest.mark.parametrize(
+    ("cls", "cause"),
+    [
+        (Sum, "loss"),
+        pytest.param(TokenMean, "loss", marks=pytest.mark.slow),
+        pytest.param(Contrastive, "batch-dependent", marks=pytest.mark.slow),
+    ],
+)
 def test_a_cause_is_named_with_more_ranks_than_parameters(check, cls, cause):
     assert check(cls, "line", world_size=5).kind == cause
 
@@ -569,6 +576,7 @@ RIGHT = [("by factor", "by count", False), ("by scale", "by count", False), ("by
 RIGHT += [("as it is", "by name", True), ("as it is", "by count", True), ("by length", "by name", False)]
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("kind", ["plain", "spectral norm"])
 @pytest.mark.parametrize("own", RIGHT)
 def test_a_fit_batch_that_weighs_its_windows_once_holds(check, own, kind):
@@ -603,6 +611,7 @@ def test_a_double_correction_is_told_from_one_uneven_window(check, own):
     assert report.kind == "fit_batch", report
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("factor", [1, 2])
 @pytest.mark.parametrize("samples", [37, 53, 13, 7])
 def test_an_old_fit_batch_counts_small_batches_as_much_as_large_ones(check, samples, factor):
@@ -698,11 +707,11 @@ def train(cls, kind, batch_size, samples, factor):
 @pytest.mark.parametrize(
     ("cls", "kind", "holds"),
     [
-        (Regression, "batch norm", True),
+        pytest.param(Regression, "batch norm", True, marks=pytest.mark.slow),
         (TokenSum, "batch norm", True),
         (Regression, "own batch norm", False),
-        (TokenMean, "plain", False),
-        (Contrastive, "plain", False),
+        pytest.param(TokenMean, "plain", False, marks=pytest.mark.slow),
+        pytest.param(Contrastive, "plain", False, marks=pytest.mark.slow),
         (OldFitBatch, "plain", False),  # only because of the last, uneven batch
     ],
 )

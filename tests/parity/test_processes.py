@@ -110,7 +110,8 @@ def test_several_processes_are_told_to_be_one(script, tmp_path):
 
 def test_code_that_is_in_no_file_cannot_be_started_again(tmp_path):
     (tmp_path / "hparams.yaml").write_text("mode: holds\n")
-    run = Run(python("-c", textwrap.dedent(SCRIPT), "holds", "hparams.yaml", "--check_parity=2"), tmp_path).wait()
+    command = python("-c", textwrap.dedent(SCRIPT), "holds", "hparams.yaml", "--check_parity=2")
+    run = Run(command, tmp_path, warm=True).wait()
     assert run.code == 2
     assert "Put the code into a file, and start that with --check_parity." in run.err
 

@@ -235,9 +235,11 @@ def test_batch_norm_with_any_sizes(ranks, world_size, number):
     compare(ranks, world_size, cases[:number])
 
 
-@pytest.mark.parametrize("world_size", [3, pytest.param(2, marks=pytest.mark.slow)])
-def test_two_optimizers(ranks, world_size):
-    compare(ranks, world_size, draw(world_size, 6, optimizers=2))
+@pytest.mark.parametrize(
+    ("world_size", "number"), [(3, 3), *(pytest.param(*one, marks=pytest.mark.slow) for one in [(2, 6), (3, 6)])]
+)
+def test_two_optimizers(ranks, world_size, number):
+    compare(ranks, world_size, draw(world_size, number, optimizers=2))
 
 
 @drawn
@@ -275,7 +277,7 @@ def bare(case, world_size):
     return torch.cat([value.detach().flatten() for value in net.state_dict().values()])
 
 
-@pytest.mark.parametrize("world_size", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world_size", [2, *(pytest.param(one, marks=pytest.mark.slow) for one in (1, 3))])
 def test_against_a_bare_loop(ranks, world_size, monkeypatch):
     for name in ("DDPKIT_GLOBAL_SEED", "SB_GLOBAL_SEED"):
         monkeypatch.delenv(name, raising=False)

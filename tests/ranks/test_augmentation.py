@@ -113,7 +113,7 @@ def train(num_workers):
     return {name: value.clone() for name, value in brain.raw_modules.state_dict().items()}, brain.losses
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("num_workers", [2, pytest.param(0, marks=pytest.mark.slow)])
 def test_training_with_augmentation_gives_the_same_weights(ranks, num_workers):
     """Training and validation: the random crops of a validation set are the same as well."""
     expected, losses = train(0)

@@ -193,7 +193,7 @@ class Mortal(Regression):
 
 
 def train_mortal(folder, dies_at, options):
-    counter = EpochCounter(3)
+    counter = EpochCounter(2)
     given = {"opt": sgd(momentum=0.9), "ckpt_interval_steps": 2, "bucket_cap_mb": 0.001, **options}
     brain = make(Mortal, net=Net().float(), folder=folder, recoverables={"counter": counter}, **given)
     brain.dies_at = dies_at

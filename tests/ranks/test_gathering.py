@@ -378,7 +378,7 @@ def evaluate_stream(size, shard, divides, workers):
 
 @pytest.mark.parametrize("shard", [True, False])
 def test_a_stream_comes_in_its_own_order_or_rank_by_rank(ranks, shard):
-    for size in (1, 5, 11):
+    for size in (1, 5):
         whole = [f"id{index}" for index in range(size)]
         for found in ranks.run(evaluate_stream, size, shard, False, 0):
             assert found == whole
@@ -528,7 +528,7 @@ def predict(size, cls, kwargs, stream=False):
 
 @pytest.mark.parametrize("world", [1, 3, *(pytest.param(one, marks=pytest.mark.slow) for one in (2, 4))])
 def test_predictions_are_those_of_one_process(ranks, world):
-    for size in (1, 3, 17) if world == 4 else sorted({1, max(world - 1, 1), world, world + 1, 17}):
+    for size in (1, 3, 17):
         whole = torch.stack([inputs for inputs, _, _ in numbered(size)])
         with torch.no_grad():
             scores = linear()(whole)

@@ -314,7 +314,7 @@ LOST_WHILE_JOINING = """
 def test_a_rank_that_is_lost_while_the_group_is_made_ends_the_others(tmp_path, how, reason):
     """No launcher ends them, and torch would wait for it for half an hour."""
     (tmp_path / "train.py").write_text(textwrap.dedent(LOST_WHILE_JOINING))
-    first, lost = start_by_hand(python("train.py", how), tmp_path, 2)
+    first, lost = start_by_hand(python("train.py", how), tmp_path, 2, warm=True)
     if how == "kill the first":
         first, lost = lost, first
     assert wait_until(lambda: lost.out, 60)

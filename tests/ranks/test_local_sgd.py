@@ -59,7 +59,7 @@ def train(cls, options, number):
     return weights(brain), brain.optimizer_step, brain.losses
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [3, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("cls", "more"),
     [(Regression, {}), (Sums, {"local_sgd_start": 3}), (Regression, {"grad_accumulation_factor": 3})],
@@ -188,7 +188,7 @@ def normed():
 
 
 def train_mortal(folder, at, options):
-    counter = EpochCounter(3)
+    counter = EpochCounter(2)
     options = {"sync_batchnorm": False, "local_sgd_start": 2, "local_sgd_period": 3, **options}
     brain = make(Mortal, net=normed(), opt=adamw, folder=folder, recoverables={"counter": counter}, **LOCAL, **options)
     for name, place in at.items():

@@ -508,7 +508,7 @@ def keys_after(calls):
 
 
 def test_the_store_does_not_grow(ranks):
-    for early, late in ranks.run(keys_after, 200, world_size=WORLD):
+    for early, late in ranks.run(keys_after, 40, world_size=WORLD):
         assert late == early
 
 

@@ -64,7 +64,9 @@ def train(folder, dies_at=None):
     return [*brain.told[-2:], brain.seen.compute()]
 
 
-@pytest.mark.parametrize("sizes", [(1, 1), (2, 2), (2, 1), pytest.param((2, 3), marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "sizes", [(2, 2), (2, 1), *(pytest.param(one, marks=pytest.mark.slow) for one in [(1, 1), (2, 3)])]
+)
 def test_metrics_of_a_training_epoch_go_on(ranks, tmp_path, sizes):
     whole = ranks.run(train, tmp_path / "whole", world_size=sizes[1])[0]
     ranks.run(train, tmp_path / "killed", 12, world_size=sizes[0])

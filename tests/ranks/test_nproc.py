@@ -54,7 +54,7 @@ def ready(folder: Path, processes: int) -> bool:
 
 @pytest.mark.parametrize("processes", [2, *(pytest.param(one, marks=pytest.mark.slow) for one in (1, 3))])
 def test_nproc(tmp_path, processes):
-    """More than there are cores, too."""
+    """More than there are cores, too. Started cold, and ended as Python ends."""
     run = Run(python(write(tmp_path), *WORDS, f"--nproc={processes}", "--lr=0.5"), tmp_path).wait()
     assert run.code == 0, run.err
     assert run.out == ""

@@ -60,7 +60,10 @@ def train(folder, kind, dies_at, factor):
     return [text for text in kept.words if "checkpoint" in text], brain.seen
 
 
-@pytest.mark.parametrize("kind", ["plan", "sampler", "stream", "looped", "looped stream"])
+@pytest.mark.parametrize(
+    "kind",
+    ["plan", "stream", "looped", *(pytest.param(one, marks=pytest.mark.slow) for one in ("sampler", "looped stream"))],
+)
 def test_an_unchanged_recipe_is_told_nothing_on_any_number_of_ranks(ranks, tmp_path, kind):
     ranks.run(train, tmp_path / "2", kind, (1, 5), 3, world_size=2)
     assert list((tmp_path / "2").glob("*/brain.ckpt"))

@@ -207,7 +207,7 @@ def fit_sorted_data(sorting):
     return brain.noted, None
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", [1, 3, pytest.param(2, marks=pytest.mark.slow)])
 def test_sorting_decides_where_there_is_no_sampler(ranks, world):
     for sorting in ("ascending", "descending"):
         results = ranks.run(fit_sorted_data, sorting, world_size=world)

@@ -125,12 +125,13 @@ def test_parameters_that_nobody_used_stay_where_they_are_though_a_rank_has_no_sh
 # ------------------------------------------------------------------------------------------ the same answer
 
 CASES = [(25, 1), (25, 3), (36, 1), (41, 3)]  # a rest of one, no rest, a rest of five; a short window
+FEW = [(25, 1), (41, 3)]  # with workers, which are started anew for each pass
 
 
-def train_all(num_workers, shard_evaluation, *, drop_last=False):
+def train_all(num_workers, shard_evaluation, *, cases=CASES, drop_last=False):
     """Train on streams of all lengths, with all factors; validate and test on streams, too."""
     found = []
-    for size, factor in CASES:
+    for size, factor in cases:
         data = points(size)
         brain = make(
             Counted,
@@ -149,15 +150,19 @@ def train_all(num_workers, shard_evaluation, *, drop_last=False):
     return found
 
 
+AT_LENGTH = [(1, 1, CASES), (1, 2, CASES), (2, 0, CASES), (2, 1, CASES), (2, 2, CASES), (3, 2, CASES)]
+
+
 @pytest.mark.parametrize(
-    ("world", "num_workers"),
-    [(2, 2), (3, 0), *(pytest.param(*one, marks=pytest.mark.slow) for one in [(1, 1), (1, 2), (2, 0), (2, 1), (3, 2)])],
+    ("world", "num_workers", "cases"),
+    [(2, 2, FEW), (3, 0, CASES), *(pytest.param(*one, marks=pytest.mark.slow) for one in AT_LENGTH)],
 )
-def test_d5_the_same_weights_and_losses_on_any_number_of_ranks_and_workers(ranks, world, num_workers):
+def test_d5_the_same_weights_and_losses_on_any_number_of_ranks_and_workers(ranks, world, num_workers, cases):
     shard_evaluation = num_workers != 1
-    expected = train_all(0, shard_evaluation=False)
-    found = ranks.run(train_all, num_workers, shard_evaluation, world_size=world)
-    for case, (size, factor) in enumerate(CASES):
+    expected = train_all(0, shard_evaluation=False, cases=cases)
+    train = functools.partial(train_all, cases=cases)
+    found = ranks.run(train, num_workers, shard_evaluation, world_size=world)
+    for case, (size, factor) in enumerate(cases):
         whole, losses, steps, test, seen = expected[case]
         batches = math.ceil(size / JOINED)
         assert steps == 2 * math.ceil(batches / factor)
@@ -172,14 +177,15 @@ def test_d5_the_same_weights_and_losses_on_any_number_of_ranks_and_workers(ranks
             assert sorted(together) == sorted(batch), "the same items in every global batch, each once"
 
 
-def train_dropping(num_workers):
-    return train_all(num_workers, shard_evaluation=True, drop_last=True)
+def train_dropping(num_workers, cases):
+    return train_all(num_workers, shard_evaluation=True, cases=cases, drop_last=True)
 
 
-def test_an_incomplete_global_batch_is_dropped_alike(ranks):
-    expected = train_all(0, shard_evaluation=True, drop_last=True)
-    for own in ranks.run(train_dropping, 2):
-        for (size, factor), mine, alone in zip(CASES, own, expected, strict=True):
+@pytest.mark.parametrize("cases", [FEW, pytest.param(CASES, marks=pytest.mark.slow)])
+def test_an_incomplete_global_batch_is_dropped_alike(ranks, cases):
+    expected = train_dropping(0, cases)
+    for own in ranks.run(train_dropping, 2, cases):
+        for (size, factor), mine, alone in zip(cases, own, expected, strict=True):
             assert_close(mine[0], alone[0])
             assert mine[2] == alone[2] == 2 * math.ceil(size // JOINED / factor)
             assert numbers(mine[1]) == pytest.approx(numbers(alone[1]), abs=1e-10)

@@ -84,13 +84,18 @@ def assert_clean(run: Run, processes: int = 2, *, is_main: bool = True) -> None:
     assert run.out == ""
 
 
-@pytest.mark.parametrize(("processes", "starts"), [(1, 1), (2, 1), (3, 1), pytest.param(2, 3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("processes", "starts"), [(1, 1), (2, 1), *(pytest.param(*one, marks=pytest.mark.slow) for one in [(3, 1), (2, 3)])]
+)
 def test_d22_d24_a_clean_start_and_exit(tmp_path, processes, starts):
-    """A Brain made without ddp_init_group; no abort, no warning, nothing left, and the same weights each time."""
+    """A Brain made without ddp_init_group; no abort, no warning, nothing left, and the same weights each time.
+
+    Of cold processes the quick test is that of ``--nproc``.
+    """
     script = write(tmp_path)
     weights = set()
     for _ in range(starts):
-        assert_clean(Run(torchrun(processes, script), tmp_path, warm=processes != 2).wait(), processes)
+        assert_clean(Run(torchrun(processes, script), tmp_path, warm=starts == 1).wait(), processes)
         weights |= {report["weight"] for report in reports(tmp_path, processes)}
         for rank in range(processes):
             (tmp_path / f"report.{rank}.json").unlink()

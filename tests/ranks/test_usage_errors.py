@@ -134,7 +134,12 @@ def test_a_fault_in_a_batch_of_one_rank_has_its_traceback(folder):
 
 
 @pytest.mark.parametrize(
-    "mistake", ["an unknown option", "what the Brain refuses", "a part of the Brain", "what fit refuses"]
+    "mistake",
+    [
+        "an unknown option",
+        "what fit refuses",
+        *(pytest.param(one, marks=pytest.mark.slow) for one in ("what the Brain refuses", "a part of the Brain")),
+    ],
 )
 def test_torchrun_says_it_once_in_its_summary(folder, mistake):
     words, said = MISTAKES[mistake]
@@ -186,7 +191,7 @@ def test_whoever_inherits_the_launchers_variables_still_speaks(folder):
         "done = subprocess.run([sys.executable, 'train.py', 'hparams.yaml', '--bogus=1'])\n"
         "print('inner', done.returncode)\n"
     )
-    run = Run(torchrun(1, "outer.py"), folder).wait()
+    run = Run(torchrun(1, "outer.py"), folder, warm=True).wait()
     assert run.code == 0, run.err
     assert "inner 2" in run.out
     assert "train.py: error: --bogus is neither a run option nor a key" in run.err

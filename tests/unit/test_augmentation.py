@@ -179,7 +179,7 @@ def test_the_numbers_are_those_of_every_version(batch, samples, collated):
 
 
 @more_workers_than_cores
-@pytest.mark.parametrize("num_workers", [0, 1, 3])
+@pytest.mark.parametrize("num_workers", [0, 3, pytest.param(1, marks=pytest.mark.slow)])
 @of_each_kind
 def test_the_same_whatever_the_workers_and_ranks(kind, num_workers):
     expected = [[expected_of(index, kind, epoch=epoch) for index in range(SIZE)] for epoch in (1, 2, 3)]
@@ -371,9 +371,10 @@ class Listing(Noisy):
         raise AssertionError("the list is to be asked for")
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize(
+    ("num_workers", "batch_size"), [(0, 1), (0, 4), (2, 4), pytest.param(2, 1, marks=pytest.mark.slow)]
+)
 @of_each_kind
-@pytest.mark.parametrize("batch_size", [1, 4])
 def test_a_dataset_that_loads_lists(kind, num_workers, batch_size):
     for dataset in (Listing(kind), Subset(Listing(kind), range(SIZE)), Subset(Noisy(kind), range(SIZE))):
         loader = shard(dataset, Sharding(seed=SEED), batch_size=batch_size, shuffle=True, num_workers=num_workers)

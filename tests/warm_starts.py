@@ -204,11 +204,7 @@ def _serve(path):
                 wanted, streams = _receive(connection)
                 pid = os.fork()
                 if not pid:
-                    selector.close()
-                    listener.close()
-                    for fd, (other, _) in children.items():
-                        os.close(fd)
-                        other.close()
+                    _drop(selector, listener, children)
                     _settle(wanted, streams, connection)
                     return wanted["words"]
                 for fd in streams:
@@ -227,6 +223,15 @@ def _serve(path):
                 os.waitpid(pid, 0)
                 os.close(key.data)
                 connection.close()
+
+
+def _drop(selector, listener, children):
+    """Close, in a forked process, what is not its own."""
+    selector.close()
+    listener.close()
+    for fd, (other, _) in children.items():
+        os.close(fd)
+        other.close()
 
 
 def _tell_the_end(handle, connection):

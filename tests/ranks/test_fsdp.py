@@ -228,7 +228,7 @@ def train_in_bfloat16():
 @pytest.mark.slow
 def test_blocks_are_computed_in_bfloat16(ranks):
     for told in ranks.run(train_in_bfloat16):
-        assert told == pytest.approx(train()["told"], rel=0.01)
+        assert told == pytest.approx(train(samples=37)["told"], rel=0.01)
 
 
 def train_compiled():

@@ -231,7 +231,9 @@ class RankPool:
             )
             atexit.register(self.close)  # before multiprocessing waits for the processes, which wait for the pool
         new = range(len(self._workers), world_size)
-        here = (list(sys.path), dict(os.environ), multiprocessing.get_start_method())
+        # Not the seed of the test in which the pool starts: each rank may be started in another one.
+        inherited = {name: value for name, value in os.environ.items() if not name.endswith("_GLOBAL_SEED")}
+        here = (list(sys.path), inherited, multiprocessing.get_start_method())
         for _ in new:
             ours, theirs = self._context.Pipe()
             # No daemon: the loaders of ranks may have workers.

@@ -64,3 +64,13 @@ def test_ranks_that_start_again_have_the_environment_of_now_and_draws_of_their_o
         (first, one), (second, other) = pool.run(environment_and_draw, "DDPKIT_TEST_OF_THE_POOL", init=False)
     assert first == second == "now"
     assert one != other
+
+
+def seed_in_the_environment():
+    return os.environ.get("DDPKIT_GLOBAL_SEED")
+
+
+def test_ranks_do_not_keep_the_seed_of_the_test_in_which_they_start(monkeypatch):
+    monkeypatch.setenv("DDPKIT_GLOBAL_SEED", "4")
+    with RankPool() as pool:
+        assert pool.run(seed_in_the_environment, init=False) == [None, None]

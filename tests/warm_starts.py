@@ -150,12 +150,7 @@ class _Server:
 
 
 _server = _Server()
-close = _server.close
-
-
-def prepare():
-    """Start it and return its path, without waiting: for whoever is to find it with the variable SERVER."""
-    return _server.path()
+prepare, close = _server.path, _server.close  # the first does not wait until it is ready
 
 
 # ------------------------------------------------------------------------------- the process that is forked
@@ -319,7 +314,7 @@ def _start_warm_processes():
 
 def _exit(code):
     """End as Python does, up to the modules."""
-    if isinstance(code, str):
+    if not isinstance(code, (int, type(None))):
         print(code, file=sys.stderr)
     threading._shutdown()
     atexit._run_exitfuncs()

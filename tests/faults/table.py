@@ -190,7 +190,8 @@ def prepare() -> None:
     """See to it that what is started hears SIGINT, which a shell's background commands do not."""
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    warm_starts.prepare()  # before there are several threads that want it
+    # Before several threads want the process that is forked; and no trial's seconds are those of its start.
+    warm_starts.WarmProcess([sys.executable, "-c", ""]).wait()
 
 
 def main(words: Sequence[str] | None = None) -> int:

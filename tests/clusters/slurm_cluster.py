@@ -137,6 +137,10 @@ class Job:
     def requeue(self) -> None:
         self.cluster.run("scontrol", "requeue", self.number)
 
+    def give_time(self, limit: str) -> None:
+        """Set another time limit, as an administrator may while the job runs."""
+        self.cluster.run("scontrol", "update", f"JobId={self.number}", f"TimeLimit={limit}")
+
     def report(self) -> str:
         """Return what helps when something goes wrong."""
         logs = [tail(path, 8) for path in sorted(self.cluster.folder.glob("slurm*.log")) if ".said" not in path.name]

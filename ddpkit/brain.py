@@ -43,7 +43,6 @@ from ddpkit.training import (
     length_of,
     one_number,
     require_module_keys,
-    require_reference,
     sum_and_count,
 )
 from ddpkit.types import FitResult, Stage
@@ -221,7 +220,6 @@ class Brain(_Typed):
         with usage_errors():
             precision = Precision(options.precision, options.eval_precision, device)
             require_module_keys(self.modules, options)
-            require_reference(options)
             step = TrainStep(recipe, self.modules, strategy, options, self.progress, precision.scaler, ema)
             self.__run = Run(step, self.hparams, checkpointer)
         self.training_ctx, self.evaluation_ctx = precision.training_ctx, precision.evaluation_ctx

@@ -1,17 +1,21 @@
-from ddpkit.training.activation_checkpointing import (
-    checkpoint_blocks as checkpoint_blocks,
-)
-from ddpkit.training.compilation import (
-    compile_modules as compile_modules,
-    has_cuda_graphs as has_cuda_graphs,
-    require_module_keys as require_module_keys,
-)
 from ddpkit.training.feed import (
     Counts as Counts,
     Feed as Feed,
     FeedThrough as FeedThrough,
+    PassedThrough as PassedThrough,
     StreamFeed as StreamFeed,
     Window as Window,
+    compare_first_samples as compare_first_samples,
+    compared as compared,
+    counting as counting,
+    counts_of as counts_of,
+    cuda_graph_steps as cuda_graph_steps,
+    first_of as first_of,
+    length_of as length_of,
+    move_ahead as move_ahead,
+    profiled as profiled,
+    require_same_draw as require_same_draw,
+    size_of as size_of,
 )
 from ddpkit.training.gathering import (
     Seen as Seen,
@@ -29,30 +33,19 @@ from ddpkit.training.loop import (
     sum_and_count as sum_and_count,
     train_epoch as train_epoch,
 )
-from ddpkit.training.lr_scaling import (
-    LrScaling as LrScaling,
-    require_reference as require_reference,
+from ddpkit.training.module_options import (
+    checkpoint_blocks as checkpoint_blocks,
+    compile_modules as compile_modules,
+    has_cuda_graphs as has_cuda_graphs,
+    require_module_keys as require_module_keys,
 )
 from ddpkit.training.sizes import (
     BatchSizes as BatchSizes,
+    LrScaling as LrScaling,
     RunLength as RunLength,
     batch_sizes as batch_sizes,
     count_epochs as count_epochs,
     micro_batches as micro_batches,
-)
-from ddpkit.training.stage_batches import (
-    PassedThrough as PassedThrough,
-    compare_first_samples as compare_first_samples,
-    compared as compared,
-    counting as counting,
-    counts_of as counts_of,
-    cuda_graph_steps as cuda_graph_steps,
-    first_of as first_of,
-    length_of as length_of,
-    move_ahead as move_ahead,
-    profiled as profiled,
-    require_same_draw as require_same_draw,
-    size_of as size_of,
 )
 from ddpkit.training.train_step import (
     Recipe as Recipe,

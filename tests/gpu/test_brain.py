@@ -14,7 +14,7 @@ from torch import nn
 
 from ddpkit.batch import PaddedBatch
 from ddpkit.brain import Brain
-from ddpkit.training.stage_batches import moved_ahead
+from ddpkit.training.feed import moved_ahead
 
 pytestmark = pytest.mark.gpu
 

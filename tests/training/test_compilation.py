@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ddpkit.errors import ConfigError
-from ddpkit.training.compilation import compile_modules, has_cuda_graphs
+from ddpkit.training.module_options import compile_modules, has_cuda_graphs
 
 
 def options(**given):

@@ -660,7 +660,7 @@ class Brain(_Typed):
             run.preflight.compare_data(test=loader)
             self.on_evaluate_start(max_key=max_key, min_key=min_key)
             contexts = self.training_ctx, self.evaluation_ctx
-            run.preflight.report_evaluation(loader, type(self).__name__ if own_hook else None, contexts)
+            run.preflight.report_evaluation(loader, contexts)
             return run.stages.evaluate(self, loader, Stage.TEST, None, enable_bar=self._bar_enabled(progressbar))
 
     def predict(

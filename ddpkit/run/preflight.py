@@ -27,7 +27,6 @@ from ddpkit.reporting import (
     StartReport,
     clipping_row,
     evaluation_row,
-    loss_row,
     memory_row,
     optimizer_row,
     place_rows,
@@ -68,7 +67,6 @@ class Preflight:
         self.launch, self.versions = find_launch(), software_facts()
         self.places: list[Place] = []
         self.report: StartReport | None = None
-        self._last_epoch_looked_at = 0
 
     def compare_ranks(self, call: str, brain: Any) -> None:
         """Compare code, options, model and the place in the script, before anything else is done together.
@@ -152,25 +150,11 @@ class Preflight:
         }
         self._show("Training", first, {"records": records_row(files), "start": start}, contexts)
 
-    def advise_on_loss(self, batch: Any) -> None:
-        """On several ranks, say how a mean over tokens is returned, where samples differ in length and it may be one.
-
-        Args:
-            batch: that was trained on. One is looked at in every epoch, about a second after its beginning.
-        """
-        progress = self.progress
-        if self.report is None or get_world_size() == 1 or self._last_epoch_looked_at == progress.epoch:
-            return
-        self._last_epoch_looked_at = progress.epoch
-        if progress.result_at == progress.step and progress.result.__class__ is not tuple:
-            self.report.announce("Training", {"loss": loss_row(batch)})
-
-    def report_evaluation(self, loader: Any, own_hook: str | None, contexts: tuple[Any, Any]) -> None:
+    def report_evaluation(self, loader: Any, contexts: tuple[Any, Any]) -> None:
         """Show what is about to be evaluated, as far as it has not been shown.
 
         Args:
             loader: of this rank.
-            own_hook: name of the recipe's class, if it overrides ``on_evaluate_start``.
             contexts: as for :meth:`report_training`.
         """
         state = self.policy.run_state
@@ -181,8 +165,6 @@ class Preflight:
             weights = f"from {shown_path(found)}"
         else:
             weights = "as training has left them" if trained else "the initial ones: no checkpoint was loaded"
-        if own_hook is not None:
-            weights += f"; {own_hook}.on_evaluate_start may have changed them"
         self._show("Evaluation", {"test set": _size_in_words(loader)}, {"weights": weights}, contexts)
 
     def _show(self, what: str, first: dict[str, str], last: dict[str, str], contexts: tuple[Any, Any]) -> None:

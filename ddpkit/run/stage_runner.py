@@ -202,9 +202,8 @@ class StageRunner:
         samples_before = int(sum_over_ranks([progress.meter.samples])[0])
         with self._bar(Stage.TRAIN, epoch, feed.length, initial=progress.step, enable=enable_bar) as bar:
 
-            def on_sync(report: SyncReport, batch: Any) -> None:
+            def on_sync(report: SyncReport) -> None:
                 self.stop.tighten_timeouts()
-                self.preflight.advise_on_loss(batch)
                 progress.logged.write_steps(report.step, progress.optimizer_step)
                 progress.avg_train_loss = report.loss
                 bar.show(report.step, report.loss, report.samples - samples_before)

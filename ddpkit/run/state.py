@@ -458,24 +458,22 @@ def modules_not_saved(modules: Mapping[str, nn.Module] | nn.ModuleDict, recovera
         recoverables: of a checkpointer: modules, or objects with modules among their attributes.
 
     Returns:
-        Names, and how many of the parameters are in no checkpoint.
+        Names.
 
     Ranks: local.
 
     Example:
         >>> net, head = nn.Linear(1, 1), nn.Linear(2, 1)
         >>> modules_not_saved({"net": net, "head": head}, {"net": net})
-        ['head (2 of 2 parameters)']
+        ['head']
     """
     saved = [one for one in _parts_of(recoverables) if isinstance(one, nn.Module)]
     held = {id(parameter) for module in saved for parameter in module.parameters()}
-    found = []
-    for name, module in modules.items():
-        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        lost = [parameter for parameter in trained if id(parameter) not in held]
-        if lost:
-            found.append(f"{name} ({len(lost)} of {len(trained)} parameters)")
-    return found
+    return [
+        name
+        for name, module in modules.items()
+        if any(one.requires_grad and id(one) not in held for one in module.parameters())
+    ]
 
 
 def optimizers_not_saved(optimizers: Mapping[str, Any] | None, recoverables: Mapping[str, Any]) -> list[str]:

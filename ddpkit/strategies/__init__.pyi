@@ -1,7 +1,6 @@
 from ddpkit.strategies.base import (
     NO_CONTEXT as NO_CONTEXT,
     Strategy as Strategy,
-    hooked as hooked,
     refuse_with as refuse_with,
 )
 from ddpkit.strategies.choice import (

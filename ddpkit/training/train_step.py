@@ -14,7 +14,6 @@ from ddpkit import optim
 from ddpkit.device import widest_float
 from ddpkit.errors import BatchError
 from ddpkit.logger import get_logger
-from ddpkit.strategies import hooked
 from ddpkit.training.loop import Progress, backward, sum_and_count
 
 if TYPE_CHECKING:
@@ -48,15 +47,10 @@ APART = (
     "optimizer's own step(); --check_parity 2 shows whether the gradients are then those of one process."
 )
 NO_STEP = (
-    "%s.fit_batch has made no step of an optimizer of the Brain in its first epoch. Call self.backward(loss), then "
-    "self.optimizers_step() where self.should_step is true (guide: Write a fit_batch of your own)."
+    "No optimizer step of %s was counted in its first epoch. Give opt_class, or fill optimizers_dict in "
+    "init_optimizers; return optimizers from freeze_optimizers; in a fit_batch of your own call self.backward(loss), "
+    "and where self.should_step is true self.optimizers_step(): saves, limits, schedules and logs do not see step()."
 )
-OWN_STEP = (
-    "%s.fit_batch calls step() of an optimizer itself: optimizer_step does not count that, and what goes by optimizer "
-    "steps (saves, limits, schedules, logs, ema_decay) does not see it. Call self.optimizers_step() instead."
-)
-NO_OPTIMIZER = "%s has no optimizer whose steps are counted: give opt_class or fill optimizers_dict in init_optimizers."
-FROZEN = "%s has made no optimizer step in its first epoch: does freeze_optimizers return no optimizer?"
 
 
 @dataclass(frozen=True)
@@ -342,18 +336,13 @@ class TrainStep:
     @contextlib.contextmanager
     def warning_without_steps(self) -> Iterator[None]:
         """Warn if no optimizer step is counted in the first epoch, though all of its gradients were finite."""
-        progress, first, stepped = self.progress, self.progress.window_end, set[int]()
-        before, named = progress.optimizer_step, self.named_optimizers()
+        progress = self.progress
+        first, before = progress.window_end, progress.optimizer_step
+        yield
+        has_stepped = progress.optimizer_step > before or progress.nonfinite
         # fp16 may skip all steps of a short epoch.
-        is_watched = not progress.epochs and not self.scaler.is_enabled()
-        known = [*named.values()] if is_watched and self.recipe.has_own_fit_batch else []
-        optimizers = [one for one in known if hasattr(one, "register_step_post_hook")]  # torch's
-        with hooked([one.register_step_post_hook(lambda one, *_: stepped.add(id(one))) for one in optimizers]):
-            yield
-        if is_watched and progress.window_end > first and progress.optimizer_step == before and not progress.nonfinite:
-            causes = (OWN_STEP, stepped), (NO_OPTIMIZER, not named), (NO_STEP, optimizers), (FROZEN, self.freezes)
-            for words in [words for words, applies in causes if applies][:1]:
-                logger.warning(words, self.name)
+        if progress.window_end > first and not (has_stepped or progress.epochs or self.scaler.is_enabled()):
+            logger.warning(NO_STEP, self.name)
 
     def close_window(self) -> torch.Tensor | float:
         """Return the factor for the gradients before the step, and reset the count."""

@@ -11,7 +11,7 @@ from ddpkit.errors import BatchError
 from .recipes import QUIET, Regression, linear, make, points, sgd
 
 NEVER = "is never called by ddpkit; did you mean"
-NO_STEP = "fit_batch has made no step of an optimizer of the Brain"
+NO_STEP = "No optimizer step of {} was counted in its first epoch. Give opt_class, or"
 NOTHING_SAVED = "A checkpointer was given and fit has saved nothing"
 
 
@@ -105,7 +105,7 @@ def stepping(steps):
 def test_a_fit_batch_that_never_steps_is_told_after_the_first_epoch(caplog, factor):
     brain = make(stepping(lambda brain: None), grad_accumulation_factor=factor)
     brain.fit([1, 2], points(6), train_loader_kwargs={"batch_size": 2})
-    assert caplog.text.count(f"Recipe.{NO_STEP} in its first epoch. Call self.backward(loss)") == 1
+    assert caplog.text.count(NO_STEP.format("Recipe")) == 1
 
 
 def test_a_fit_batch_that_steps_is_not_told(caplog):
@@ -117,8 +117,7 @@ def test_a_fit_batch_that_steps_by_itself_is_told_that_this_is_not_counted(caplo
     brain = make(stepping(lambda brain: brain.optimizer.step()), opt=sgd(lr=0.01))
     brain.fit([1, 2], points(6))
     assert brain.optimizer_step == 0
-    assert caplog.text.count("Recipe.fit_batch calls step() of an optimizer itself: optimizer_step does not count") == 1
-    assert NO_STEP not in caplog.text
+    assert caplog.text.count(NO_STEP.format("Recipe")) == 1
 
 
 class Frozen(Regression):
@@ -131,18 +130,11 @@ class Forgotten(Regression):
         """Lack a return."""
 
 
-@pytest.mark.parametrize(
-    ("cls", "opt", "words"),
-    [
-        (Regression, None, "Regression has no optimizer whose steps are counted: give opt_class"),
-        (Frozen, sgd(), "Frozen has made no optimizer step in its first epoch: does freeze_optimizers return no"),
-    ],
-    ids=["no optimizer", "all frozen"],
-)
-def test_an_epoch_without_a_step_is_told(caplog, cls, opt, words):
+@pytest.mark.parametrize(("cls", "opt"), [(Regression, None), (Frozen, sgd())], ids=["no optimizer", "all frozen"])
+def test_an_epoch_without_a_step_is_told(caplog, cls, opt):
     brain = cls({"net": linear()}, opt, run_opts=QUIET)
     brain.fit([1, 2], points(6))
-    assert caplog.text.count(words) == 1
+    assert caplog.text.count(NO_STEP.format(cls.__name__)) == 1
 
 
 def test_freeze_optimizers_without_a_return_is_an_error():
@@ -155,4 +147,4 @@ def test_skipped_steps_and_an_evaluation_are_not_told(caplog):
     brain.fit([1], [(x * float("nan"), y) for x, y in points(3)])
     brain.evaluate(points(2))
     make(stepping(lambda brain: None)).evaluate(points(2))
-    assert NO_STEP not in caplog.text
+    assert "No optimizer step" not in caplog.text

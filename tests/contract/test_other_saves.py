@@ -375,7 +375,7 @@ def test_a_module_that_no_checkpoint_holds_is_named(tmp_path, caplog):
     brain = Recipe(modules, sgd(), None, QUIET, checkpointer)
     with caplog.at_level(logging.WARNING):
         brain.fit(EpochCounter(1), points(4))
-    assert "no weights of the module(s) head (2 of 2 parameters)" in caplog.text
+    assert "no weights of the module(s) head" in caplog.text
     caplog.clear()
     checkpointer = Checkpointer(tmp_path / "b", {"model": torch.nn.ModuleList([net, head])})
     Recipe(modules, sgd(), None, QUIET, checkpointer).fit(EpochCounter(1), points(4))

@@ -78,9 +78,6 @@ class Host:
     def warn_if_diverged(self):
         """There is one rank."""
 
-    def advise_on_loss(self, batch):
-        self.looked_at = torch.as_tensor(batch).flatten().tolist()
-
     def cause(self):
         return "SIGTERM" if self.signals.stop_signal else ""
 

@@ -168,12 +168,12 @@ def test_modules_in_no_recoverable():
     modules = nn.ModuleDict({"one": one, "two": two, "three": three, "frozen": frozen})
     optimizer = torch.optim.SGD(modules.parameters(), lr=1.0)
     assert modules_not_saved(modules, {"all": nn.ModuleList([one, two, three])}) == []
-    lost = ["two (2 of 2 parameters)", "three (2 of 2 parameters)"]
+    lost = ["two", "three"]
     assert modules_not_saved(modules, {"model": one, "optimizer": optimizer}) == lost
     assert modules_not_saved(modules, {"model": one, "holder": Holder({"two": two})}) == lost[1:]
     assert modules_not_saved(modules, {"model": one, "holder": Holder([two])}) == lost[1:]
     three.bias = one.bias
-    assert modules_not_saved({"three": three}, {"model": one}) == ["three (1 of 2 parameters)"]
+    assert modules_not_saved({"three": three}, {"model": one}) == ["three"]
 
 
 def test_settings_of_every_group_are_plain_values():

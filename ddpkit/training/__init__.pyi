@@ -4,7 +4,6 @@ from ddpkit.training.feed import (
     FeedThrough as FeedThrough,
     PassedThrough as PassedThrough,
     StreamFeed as StreamFeed,
-    Window as Window,
     compare_first_samples as compare_first_samples,
     compared as compared,
     counting as counting,
@@ -25,9 +24,19 @@ from ddpkit.training.gathering import (
     row_count as row_count,
     rows_of as rows_of,
 )
+from ddpkit.training.loaders import (
+    BatchSizes as BatchSizes,
+    LoaderFactory as LoaderFactory,
+    LrScaling as LrScaling,
+    RunLength as RunLength,
+    batch_sizes as batch_sizes,
+    count_epochs as count_epochs,
+    micro_batches as micro_batches,
+)
 from ddpkit.training.loop import (
     LoopHooks as LoopHooks,
     Progress as Progress,
+    Window as Window,
     evaluate_epoch as evaluate_epoch,
     one_number as one_number,
     sum_and_count as sum_and_count,
@@ -38,14 +47,6 @@ from ddpkit.training.module_options import (
     compile_modules as compile_modules,
     has_cuda_graphs as has_cuda_graphs,
     require_module_keys as require_module_keys,
-)
-from ddpkit.training.sizes import (
-    BatchSizes as BatchSizes,
-    LrScaling as LrScaling,
-    RunLength as RunLength,
-    batch_sizes as batch_sizes,
-    count_epochs as count_epochs,
-    micro_batches as micro_batches,
 )
 from ddpkit.training.train_step import (
     Recipe as Recipe,

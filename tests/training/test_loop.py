@@ -15,8 +15,8 @@ from ddpkit.control import PeriodicSync, Requests, SyncReport
 from ddpkit.dataloader import LoopedLoader, Sharding, shard
 from ddpkit.errors import BatchError, DataError, NonFiniteLossError
 from ddpkit.sampler import DealtBatchSampler, PlannedBatchSampler
-from ddpkit.training.feed import Feed, StreamFeed, Window
-from ddpkit.training.loop import Progress, backward, evaluate_epoch, loss_problem, one_number, train_epoch
+from ddpkit.training.feed import Feed, StreamFeed
+from ddpkit.training.loop import Progress, Window, backward, evaluate_epoch, loss_problem, one_number, train_epoch
 from ddpkit.types import Stage
 from tests.training.feeds import drain, windows_of
 

@@ -11,7 +11,7 @@ from ddpkit.dataloader import LoopedLoader, Sharding, make_dataloader, shard
 from ddpkit.errors import ConfigError
 from ddpkit.run_opts import RunOptions
 from ddpkit.sampler import ConcatDatasetBatchSampler, DynamicBatchSampler
-from ddpkit.training.sizes import LrScaling, batch_sizes
+from ddpkit.training.loaders import LrScaling, batch_sizes
 
 
 class Stream(IterableDataset):

@@ -8,7 +8,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sequenti
 from ddpkit.dataloader import LoopedLoader, Sharding, shard
 from ddpkit.errors import ConfigError
 from ddpkit.run_opts import RunOptions
-from ddpkit.training.sizes import batch_sizes, micro_batches
+from ddpkit.training.loaders import batch_sizes, micro_batches
 
 
 @pytest.mark.parametrize(

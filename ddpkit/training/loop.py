@@ -186,7 +186,7 @@ def train_epoch(
     brain: LoopHooks,
     feed: Feed | StreamFeed,
     sync: PeriodicSync,
-    on_sync: Callable[[SyncReport, Any], None],
+    on_sync: Callable[[SyncReport], None],
     stop_at: float,
     *,
     on_window: Callable[[], None] | None = None,
@@ -198,7 +198,7 @@ def train_epoch(
         brain: of the recipe.
         feed: the batches.
         sync: when the ranks sync.
-        on_sync: called with the result of a sync, and the batch, at the same step on every rank.
+        on_sync: called with the result of a sync, at the same step on every rank.
         stop_at: end the pass when this many optimizer steps have been made since the run began.
         on_window: called after every optimizer step, if given; at the same step on every rank.
         tell: returns what this rank tells at a sync, beyond its losses.
@@ -228,7 +228,7 @@ def train_epoch(
             if on_window is not None:
                 on_window()
             if progress.step >= sync.due:
-                on_sync(sync(progress.step, *meter.sums()[:2], meter.samples, tell()), batch)
+                on_sync(sync(progress.step, *meter.sums()[:2], meter.samples, tell()))
             if progress.optimizer_step >= stop_at:
                 return
 

@@ -78,9 +78,6 @@ class Host:
     def warn_if_diverged(self):
         """There is one rank."""
 
-    def advise_on_loss(self, batch):
-        self.looked_at = torch.as_tensor(batch).flatten().tolist()
-
     def cause(self):
         return "SIGTERM" if self.signals.stop_signal else ""
 
@@ -113,7 +110,7 @@ class Host:
 
 
 def runner_of(host):
-    runner = StageRunner(*[host] * 4)
+    runner = StageRunner(*[host] * 3)
     runner.profiler = host.profiler
     return runner
 

@@ -52,8 +52,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
     from contextlib import AbstractContextManager
 
-    from ddpkit.config import OptionTypes as _Typed
     from ddpkit.ema import WeightAverage
+    from ddpkit.run_opts import OptionTypes as _Typed
 else:
     _Typed = object
 

@@ -7,6 +7,7 @@ from ddpkit import (
     brain as brain,
     checkpoints as checkpoints,
     cli as cli,
+    command_line as command_line,
     dataloader as dataloader,
     device as device,
     distributed as distributed,

@@ -24,10 +24,10 @@ from ddpkit.ema import require_average, weight_average
 from ddpkit.errors import ConfigError
 from ddpkit.logger import format_order_of_magnitude, get_logger
 from ddpkit.precision import Precision
-from ddpkit.reporting import join_loggers
 from ddpkit.run import Run, StepPlan
 from ddpkit.run_opts import RunOptions, option_attributes
 from ddpkit.strategies import NO_CONTEXT, choose_strategy, is_on_meta, modules_on_device, take_device
+from ddpkit.train_logger import join_loggers
 from ddpkit.training import (
     BatchSizes,
     Progress,
@@ -51,8 +51,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
     from contextlib import AbstractContextManager
 
-    from ddpkit.config import OptionTypes as _Typed
     from ddpkit.ema import WeightAverage
+    from ddpkit.run_opts import OptionTypes as _Typed
 else:
     _Typed = object
 

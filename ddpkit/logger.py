@@ -279,19 +279,6 @@ def setup_logging(
         logging.getLogger(name).setLevel(wanted)
 
 
-def log_files() -> list[str]:
-    """Return the files into which this process logs.
-
-    Ranks: local.
-
-    Example:
-        >>> log_files()
-        []
-    """
-    handlers = (one for one in logging.getLogger().handlers if isinstance(one, logging.FileHandler))
-    return [handler.baseFilename for handler in handlers if handler.baseFilename != os.devnull]
-
-
 def close_logging() -> None:
     """Undo :func:`setup_logging`: take its handlers away, close their files, put the levels back.
 

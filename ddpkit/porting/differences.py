@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator
 
 import yaml
 
-from ddpkit.config import RUN_OPTIONS
 from ddpkit.porting.python_code import dotted
 from ddpkit.porting.text import Note
 
@@ -20,7 +19,6 @@ _OWN = "how-to/own-fit-batch.md"
 DIFFERENCES = {
     "accumulation": ("the short last window of an epoch is stepped, too", "#gradients-and-steps"),
     "backward": ("goes past self.backward(loss), which weighs a loss and knows when to average", _OWN),
-    "class option": ("an option as an attribute of the class changes nothing in the loop", "#command-line-and-options"),
     "clipping": ("max_grad_norm of 0 or less means no clipping", "#gradients-and-steps"),
     "divided loader": ("a ready-made loader is divided over the processes, and follows the epoch", "#data"),
     "divided sampler": ("repeats samples to be even: give fit the sampler inside, which repeats none", "#samplers"),
@@ -125,8 +123,6 @@ def _in_file(tree: ast.Module) -> Found:
 
 def _in_class(brain: ast.ClassDef) -> Found:
     for node in brain.body:
-        if isinstance(node, ast.Assign) and {dotted(target) for target in node.targets} & RUN_OPTIONS.keys():
-            yield node.lineno, "class option"
         if not isinstance(node, ast.FunctionDef):
             continue
         if node.name in _METHODS:

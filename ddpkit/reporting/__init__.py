@@ -1,4 +1,4 @@
-"""What a run shows and writes: start-up block, bar, train loggers, values of ``self.log``, ``metrics.jsonl``."""
+"""What a run shows, start-up block and bar, and the values of ``self.log``."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from ddpkit.distributed import exchange, if_main_process, sum_over_ranks
 from ddpkit.errors import BatchError
 from ddpkit.logger import get_logger
-from ddpkit.reporting.loggers import run_event, set_logged_values
+from ddpkit.train_logger import Current, run_event
 from ddpkit.types import Stage
 
 if TYPE_CHECKING:
@@ -102,11 +102,11 @@ class LoggedValues:
         for name in {self._stage, _VALID} if stage is Stage.TRAIN else {self._stage}:
             self.values.pop(name, None)
         self._held[self._stage] = {}
-        outer = set_logged_values(self.reported)
+        outer, Current.logged = Current.logged, self.reported
         try:
             yield
         finally:
-            set_logged_values(outer)
+            Current.logged = outer
             self._stage, self._epoch, self._is_over = before
 
     def reported(self) -> Mapping[str, Mapping[str, float]]:

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 from ddpkit.base import temporarily
 from ddpkit.checkpointing import all_ranks_come, checkpoint_work_on_main, ckpt_recency, read_checkpoint, safe_load
 from ddpkit.checkpoints import Checkpointer
-from ddpkit.config import OPTION_BY_NAME
 from ddpkit.control import EXIT_DELAY
 from ddpkit.distributed import alone, get_rank, get_world_size, run_on_main
 from ddpkit.errors import CheckpointError, ConfigError
 from ddpkit.logger import get_logger
 from ddpkit.run.rank_state import RankState
 from ddpkit.run.state import NEVER, NEWEST, RunState, choose_start, modules_not_saved, optimizers_not_saved
+from ddpkit.run_opts import OPTION_BY_NAME
 from ddpkit.strategies import batch_norms
 
 if TYPE_CHECKING:

@@ -51,7 +51,7 @@ class Run:
         self.policy = CheckpointPolicy(checkpointer, train_step)
         self.stop = StopControl(options, hparams, progress, self.policy)
         self.preflight = Preflight(train_step, self.policy)
-        self.stages = StageRunner(train_step, self.policy, self.stop, self.preflight)
+        self.stages = StageRunner(train_step, self.policy, self.stop)
         self.loaders = LoaderFactory(options, hparams, self.strategy)
         self.epochs: int | None = 1
         self.length = RunLength()

@@ -21,21 +21,17 @@ from ddpkit.control import failure_notice
 from ddpkit.distributed import get_rank, get_world_size, is_distributed_initialized
 from ddpkit.errors import RankFailedError
 from ddpkit.launch import find_launch
-from ddpkit.logger import log_files, shown_path
+from ddpkit.logger import shown_path
 from ddpkit.reporting import (
     Place,
     StartReport,
     clipping_row,
     evaluation_row,
-    memory_row,
     optimizer_row,
     place_rows,
     precision_row,
-    records_row,
     start_row,
-    strategy_row,
 )
-from ddpkit.train_logger import run_log
 from ddpkit.training import compare_first_samples, length_of
 
 if TYPE_CHECKING:
@@ -134,13 +130,11 @@ class Preflight:
             start = start_row(found, folder, options.resume, place, others=others)
         is_asked = options.global_batch_size is not None or options.lr_scaling != "none"  # someone has thought about it
         depends = self.train_step.strategy.averages_weights  # on the number of processes, whatever the size
-        optimizers, log = self.train_step.named_optimizers(), run_log()
-        files = [*log_files(), *([] if log is None else [log.path])]
+        optimizers = self.train_step.named_optimizers()
         told = self.train_step.strategy.start_rows(self.train_step.modules)
         first = {
-            "strategy": strategy_row(told["strategy"], options.strategy),
+            "strategy": told["strategy"],
             "batch": str(sizes),
-            "memory": memory_row(sizes.per_process) if options.auto_micro_batch else "",
             "per step": "" if is_asked or depends or self.progress.optimizer_step else sizes.advice(),
             "valid set": "" if valid_set is None else _size_in_words(valid_set),
             "optimizer": optimizer_row(optimizers) or "none",
@@ -148,7 +142,7 @@ class Preflight:
             "clipping": clipping_row(options.max_grad_norm) if optimizers else "",
             **{name: row for name, row in told.items() if name != "strategy"},
         }
-        self._show("Training", first, {"records": records_row(files), "start": start}, contexts)
+        self._show("Training", first, {"start": start}, contexts)
 
     def report_evaluation(self, loader: Any, contexts: tuple[Any, Any]) -> None:
         """Show what is about to be evaluated, as far as it has not been shown.

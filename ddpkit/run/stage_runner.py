@@ -62,7 +62,6 @@ if TYPE_CHECKING:
 
     from ddpkit.control import SyncReport
     from ddpkit.run.checkpoint_policy import CheckpointPolicy
-    from ddpkit.run.preflight import Preflight
     from ddpkit.run.stop_control import StopControl
     from ddpkit.run_opts import RunOptions
     from ddpkit.training import Progress, TrainStep
@@ -103,7 +102,6 @@ class StageRunner:
         train_step: makes the optimizer steps.
         policy: saves in the middle of an epoch; its rank state puts the data where a checkpoint left it.
         stop: knows what has asked to stop; tightens its limits after the first steps.
-        preflight: looks at a batch of every epoch.
 
     Attributes:
         profiler: of this call of ``fit``, or None.
@@ -111,10 +109,8 @@ class StageRunner:
     Ranks: collective.
     """
 
-    def __init__(
-        self, train_step: TrainStep, policy: CheckpointPolicy, stop: StopControl, preflight: Preflight
-    ) -> None:
-        self.train_step, self.policy, self.stop, self.preflight = train_step, policy, stop, preflight
+    def __init__(self, train_step: TrainStep, policy: CheckpointPolicy, stop: StopControl) -> None:
+        self.train_step, self.policy, self.stop = train_step, policy, stop
         self.options, self.progress, self.modules = train_step.options, train_step.progress, train_step.modules
         self.rank_state, self.auto_micro_batch = policy.rank_state, AutoMicroBatch(train_step, policy.run_state)
         self.profiler: Any = None

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 from ddpkit.base import POSITION, SignalListener, host_name, replacing, signal_named, stage_of, state_and_start
 from ddpkit.comm import AFTER_WATCH_SECONDS, get_runtime, longest_wait, shorten_timeout
-from ddpkit.config import parse_duration
 from ddpkit.control import TIME_LIMIT, failure_notice
 from ddpkit.distributed import get_rank, is_distributed_initialized, run_on_main
 from ddpkit.errors import RunStopped
 from ddpkit.logger import get_logger
+from ddpkit.run_opts import parse_duration
 from ddpkit.train_logger import run_event
 
 if TYPE_CHECKING:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ddpkit import distributed
-from ddpkit.config import RUN_OPTIONS
 from ddpkit.errors import ConfigError
 from ddpkit.logger import get_logger
+from ddpkit.run_opts import RUN_OPTIONS
 from ddpkit.strategies.base import Strategy, refuse_with
 
 if TYPE_CHECKING:

@@ -15,12 +15,10 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 
 from ddpkit.brain import Brain
 from ddpkit.checkpoints import Checkpointer
-from ddpkit.config import OPTIONS
-from ddpkit.config.options import PARSER_ONLY
 from ddpkit.dataloader import LoopedLoader, SaveableDataLoader, make_dataloader
 from ddpkit.epoch_loop import EpochCounter
 from ddpkit.errors import ConfigError
-from ddpkit.run_opts import RunOptions
+from ddpkit.run_opts import OPTIONS, PARSER_ONLY, RunOptions
 from ddpkit.types import Stage
 
 from .recipes import QUIET, Regression, assert_same, linear, make, points, seen_in, sgd, weights

@@ -11,9 +11,8 @@ from torch import nn
 
 import ddpkit
 from ddpkit.checkpoints import Checkpointer
-from ddpkit.config.options import RUN_OPTIONS
 from ddpkit.epoch_loop import EpochCounter
-from ddpkit.run_opts import RunOptions
+from ddpkit.run_opts import RUN_OPTIONS, RunOptions
 
 # What a recipe overrides or calls. Everything else on the Brain is private.
 METHODS = {

@@ -80,7 +80,7 @@ def test_nproc_on_the_command_line(machine, monkeypatch, yaml, asked, said):
 
 
 def test_nproc_needs_a_value(yaml):
-    with pytest.raises(ConfigError, match="--nproc needs a value. Write --nproc=N"):
+    with pytest.raises(ConfigError, match="--nproc needs a value, --nproc=N"):
         parse_arguments([yaml, "--nproc"])
 
 

@@ -38,8 +38,6 @@ def in_brain(*lines):
         (in_brain("def f(self): loss /= self.hparams.grad_accumulation_factor"), {"factor": (2,)}),
         (in_brain("def f(self): return self.step % self.grad_accumulation_factor == 0"), {"window": (2,)}),
         (in_brain("def f(self): print(self.grad_accumulation_factor)"), {}),
-        (in_brain("max_grad_norm = 1.0", "weight = 2.0"), {"class option": (2,)}),
-        (in_brain("def __init__(self): self.max_grad_norm = 1.0"), {}),
         (in_brain("def _train_loader_specifics(self, data, kwargs): ..."), {"not called": (2,)}),
         (in_brain("def _save(self, path): ...", "def _recover(self, path): ..."), {"own saving": (2, 3)}),
         (in_brain("def make_dataloader(self, data, stage): ..."), {"make_dataloader": (2,)}),

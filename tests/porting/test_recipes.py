@@ -110,7 +110,6 @@ def test_what_behaves_differently_is_told_with_line_and_link(recipe, capsys):
     lines = (recipe / "gan/train.py").read_text().splitlines()
     shown = {
         "def fit_batch": "overrides fit_batch",
-        "    max_grad_norm": "an option as an attribute",
         "_should_save": "is not called any more",
         "DistributedSamplerWrapper": "repeats samples to be even",
         "train_loader =": "a ready-made loader is divided",

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils.data import BatchSampler, IterableDataset, SequentialSampler
 
-from ddpkit.brain import Brain, run_of
+from ddpkit.brain import Brain
 from ddpkit.checkpoints import Checkpointer
 from ddpkit.distributed import get_rank
 from ddpkit.epoch_loop import EpochCounter
@@ -159,18 +159,14 @@ def test_no_sample_is_lost_or_counted_twice_where_memory_runs_out_later(ranks, c
 
 
 def ends(strategy):
-    """The weights of a run that finds its micro-batches, and what its start said."""
+    """The weights of a run that finds its micro-batches."""
     brain = make(most=2, strategy=strategy)
     result = brain.fit([1], points(SAMPLES))
-    report = run_of(brain).preflight.report
-    return told(brain, result)[0], None if report is None else report.said["memory"]
+    return told(brain, result)[0]
 
 
-def test_zero1_has_the_bits_of_ddp_and_the_start_says_the_size(ranks):
-    found, expected = ranks.run(ends, "zero1", world_size=2), ranks.run(ends, "ddp", world_size=2)
-    for (one, _), (other, _) in zip(found, expected, strict=True):
-        assert one == other
-    assert found[0][1].startswith("at most 6 samples at a time on a process, half of that where it does not fit")
+def test_zero1_has_the_bits_of_ddp(ranks):
+    assert ranks.run(ends, "zero1", world_size=2) == ranks.run(ends, "ddp", world_size=2)
 
 
 def test_on_one_process_batch_statistics_move_once():

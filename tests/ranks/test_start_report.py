@@ -374,10 +374,10 @@ def test_the_strategy_and_what_batch_norm_normalises_over_are_said(ranks):
     assert ranks.run(strategies_told, list(given.values()))[0] == list(given)
 
 
-def test_one_process_says_that_it_divides_nothing():
+def test_one_process_says_that_it_is_one():
     assert strategies_told([{}, {"strategy": "zero1"}]) == [
         ("single: one process", None),
-        ("single: one process, where --strategy=zero1 changes nothing", None),
+        ("single: one process", None),
     ]
 
 
@@ -413,10 +413,10 @@ def test_what_keeps_the_training_of_one_process_is_said_and_true(ranks):
 
 def test_a_second_fit_says_what_has_changed_and_nothing_else(caplog):
     """In one process; nothing is compared there, and the place of a Brain that trains on is no news."""
-    caplog.set_level("INFO", logger="ddpkit.reporting.start_report")
+    caplog.set_level("INFO", logger="ddpkit.reporting.display")
 
     def said():
-        blocks = [record.getMessage() for record in caplog.records if record.name == "ddpkit.reporting.start_report"]
+        blocks = [record.getMessage() for record in caplog.records if record.name == "ddpkit.reporting.display"]
         caplog.clear()
         return [block.splitlines() for block in blocks]
 

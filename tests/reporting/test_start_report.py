@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-from collections import UserDict
 from pathlib import Path
 from types import SimpleNamespace
-from typing import NamedTuple
 
 import pytest
 import torch
-from torch import nn
 
 from ddpkit.comm import software_facts
 from ddpkit.launch import LaunchInfo
 from ddpkit.logger import close_logging, setup_logging
 from ddpkit.precision import TorchAutocast
-from ddpkit.reporting import start_report
-from ddpkit.reporting.start_report import (
+from ddpkit.reporting import display
+from ddpkit.reporting.display import (
     Place,
     StartReport,
     evaluation_row,
-    loss_row,
     optimizer_row,
     place_rows,
     precision_row,
-    records_row,
     start_row,
 )
 
@@ -45,7 +40,7 @@ def placed(*per_node, device="cuda (NVIDIA H200)"):
         (
             placed(1, 1),
             LaunchInfo("slurm"),
-            "srun, 2 processes on 2 nodes (gpu00, gpu01)",
+            "slurm, 2 processes on 2 nodes (gpu00, gpu01)",
             "2 x cuda (NVIDIA H200)",
         ),
         (
@@ -57,7 +52,7 @@ def placed(*per_node, device="cuda (NVIDIA H200)"):
         (
             placed(2, 1),
             LaunchInfo("openmpi"),
-            "mpirun (Open MPI), 2 + 1 processes on 2 nodes (gpu00, gpu01)",
+            "openmpi, 3 processes on 2 nodes (gpu00, gpu01)",
             "3 x cuda (NVIDIA H200)",
         ),
         (
@@ -69,13 +64,13 @@ def placed(*per_node, device="cuda (NVIDIA H200)"):
         (
             [Place(0, "a", "cuda (A)"), Place(0, "a", "cuda (B)"), Place(0, "a", "cuda (A)")],
             LaunchInfo("environment"),
-            "plain variables (RANK, WORLD_SIZE), 3 processes on a",
+            "environment, 3 processes on a",
             "2 x cuda (A) and 1 x cuda (B)",
         ),
         (
             placed(1, device="cpu"),
             LaunchInfo(),
-            "a process group that the script has started, one process on gpu00",
+            "none, one process on gpu00",
             "cpu",
         ),
     ],
@@ -159,68 +154,7 @@ def test_what_training_starts_from():
     assert start_row(found, "save", "auto", "7 optimizer steps done") == "from save/CKPT+1: 7 optimizer steps done"
     assert start_row(None, None, "auto", "") == "from scratch, and no checkpointer to save with"
     assert start_row(None, "save", "auto", "") == "from scratch: there is no checkpoint in save"
-    assert start_row(None, "save", "never", "") == "from scratch, as --resume=never says; checkpoints go to save"
-
-
-class Padded(NamedTuple):
-    data: torch.Tensor
-    lengths: torch.Tensor
-
-
-TWO, ONE = torch.zeros(2, 4), torch.zeros(1, 4)
-
-
-class OwnBatch:
-    def __init__(self, tokens):
-        self.id, self.tokens = ["a", "bcd"], tokens
-
-
-@pytest.mark.parametrize(
-    ("batch", "sign"),
-    [
-        ({"input_ids": TWO, "attention_mask": torch.tensor([[1, 1], [1, 0]])}, "attention_mask"),
-        (UserDict({"input_ids": TWO, "attention_mask": torch.tensor([[1, 1], [1, 0]])}), "attention_mask"),
-        ({"x": TWO, "src_key_padding_mask": torch.tensor([[False, True]])}, "src_key_padding_mask"),
-        ({"x": TWO, "seq_lens": [3, 4]}, "seq_lens"),
-        (OwnBatch(Padded(TWO, torch.tensor([1.0, 0.5]))), "lengths"),
-        ((Padded(TWO, torch.tensor([1.0, 0.5])), torch.zeros(2)), "lengths"),
-        ({"x": TWO, "length": torch.zeros(2, device="meta")}, "length"),
-        ([{"x": TWO, "lengths": [3, 4]}], "lengths"),
-        ((nn.utils.rnn.pack_sequence([torch.ones(3), torch.ones(2)]), torch.zeros(2)), "batch_sizes"),
-    ],
-)
-def test_samples_of_different_lengths_are_seen(batch, sign):
-    assert loss_row(batch) == (
-        f"one number, and samples differ in length ({sign}): return a mean over tokens as (loss_sum, count)"
-    )
-
-
-@pytest.mark.parametrize(
-    "batch",
-    [
-        TWO,
-        [TWO, torch.zeros(2)],
-        {"x": TWO, "y": torch.zeros(2, dtype=torch.int64)},
-        {"input_ids": TWO, "attention_mask": torch.ones(2, 4)},
-        {"x": TWO, "lengths": torch.tensor([4, 4]), "mask": torch.tensor([[0, 1], [1, 1]])},
-        {"x": TWO, "seq_len": 4},
-        OwnBatch(TWO),
-        ["a cat", "dogs"],
-        [(TWO, 3), (TWO, 4)],
-        [torch.zeros(3, 8, 8), torch.zeros(3, 8, 9)],
-        [torch.zeros(()), TWO, ONE],
-        None,
-        3.0,
-        [],
-        {},
-        {"lengths": torch.zeros(0)},
-        nn.utils.rnn.pack_sequence([torch.ones(2), torch.ones(2)]),
-        [ONE, TWO],
-        {"lens": [torch.tensor([1, 2]), torch.tensor([1, 3])]},
-    ],
-)
-def test_where_all_samples_are_as_long_or_nobody_knows_nothing_is_said_of_the_loss(batch):
-    assert loss_row(batch) == ""
+    assert start_row(None, "save", "never", "") == "from scratch: no checkpoint in save was loaded (--resume=never)"
 
 
 def test_learning_rates_are_shortened():
@@ -233,26 +167,18 @@ def test_learning_rates_are_shortened():
     assert optimizer_row({}) == ""
 
 
-def test_where_the_records_are():
-    assert records_row([]) == ""
-    assert records_row(["one/log.txt"]) == "one/log.txt"
-    assert records_row([Path.cwd() / "one/log.txt", "one/metrics.jsonl"]) == "log.txt and metrics.jsonl in one"
-    assert records_row(["/logs/own.log", "one/metrics.jsonl"]) == "/logs/own.log and one/metrics.jsonl"
-
-
-def test_the_block_is_aligned_and_says_nothing_twice(monkeypatch):
-    monkeypatch.setattr(start_report, "__version__", "1.2")
+def test_the_block_is_aligned_and_says_nothing_twice(monkeypatch, caplog):
+    caplog.set_level("INFO", logger="ddpkit.reporting.display")
+    monkeypatch.setattr(display, "__version__", "1.2")
     rows = {"launcher": "none", "precision": "fp32", "evaluation": "", "start": "from scratch"}
-    first = StartReport()
-    assert first.block("Training", rows).splitlines() == [
-        "Training with ddpkit 1.2:",
-        "  launcher   none",
-        "  precision  fp32",
-        "  start      from scratch",
+    report = StartReport()
+    for given in (rows, rows, rows | {"precision": "bf16"}, rows):
+        report.announce("Training", given)
+    assert [record.getMessage().splitlines() for record in caplog.records] == [
+        ["Training with ddpkit 1.2:", "  launcher   none", "  precision  fp32", "  start      from scratch"],
+        ["Training with ddpkit 1.2:", "  precision  bf16"],
+        ["Training with ddpkit 1.2:", "  precision  fp32"],
     ]
-    assert first.block("Training", rows) == ""
-    assert first.block("Training", rows | {"precision": "bf16"}).splitlines()[1:] == ["  precision  bf16"]
-    assert first.block("Training", rows).splitlines()[1:] == ["  precision  fp32"], "it has changed back"
 
 
 @pytest.mark.parametrize("with_logging", [False, True])
@@ -260,7 +186,7 @@ def test_the_block_comes_out_with_and_without_logging(monkeypatch, capfd, tmp_pa
     if with_logging:
         setup_logging(log_file=tmp_path / "log.txt")
     else:
-        monkeypatch.setattr(start_report.logger.logger, "hasHandlers", lambda: False)  # pytest has some
+        monkeypatch.setattr(display.logger.logger, "hasHandlers", lambda: False)  # pytest has some
     StartReport().announce("Training", {"precision": "fp32", "start": "from 10 %"})
     StartReport().announce("Training", {"precision": ""})
     close_logging()

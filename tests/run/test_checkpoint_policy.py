@@ -148,7 +148,7 @@ def test_what_the_block_says_of_weights_is_what_was_loaded(tmp_path, caplog):
     brain_of(Plain, tmp_path, allow_partial_load=True).fit([1], data)
     assert said(caplog, "start ")[-1].startswith(f"from {saved}: ")
     brain_of(NoRecovery, tmp_path).fit([1], data)
-    assert said(caplog, "start ")[-1] == f"no checkpoint was loaded, of 1 in {tmp_path}"
+    assert said(caplog, "start ")[-1] == f"from scratch: no checkpoint in {tmp_path} was loaded (--resume=auto)"
     brain_of(Plain, tmp_path, allow_partial_load=True).evaluate(data)
     assert said(caplog, "weights ")[-1] == f"from {saved}"
     brain_of(Averaging, tmp_path, allow_partial_load=True).evaluate(data)

@@ -17,11 +17,10 @@ from torch.utils.data import (
 )
 
 from ddpkit.base import dump_plain_yaml, load_plain_yaml
-from ddpkit.config import OPTION_BY_NAME
 from ddpkit.dataloader import LoopedLoader, Sharding, deal_batches, reshard, shard
 from ddpkit.errors import CheckpointError, ConfigError
 from ddpkit.run.state import TELLING, StepPlan, changed_options, order_of, read_brain_file
-from ddpkit.run_opts import RunOptions
+from ddpkit.run_opts import OPTION_BY_NAME, RunOptions
 from ddpkit.training import BatchSizes
 
 FOUR = StepPlan(world_size=4, grad_accumulation_factor=2, per_step=64, per_process=8)

@@ -110,7 +110,7 @@ class Host:
 
 
 def runner_of(host):
-    runner = StageRunner(*[host] * 4)
+    runner = StageRunner(*[host] * 3)
     runner.profiler = host.profiler
     return runner
 

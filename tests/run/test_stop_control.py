@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from ddpkit.config import parse_duration
 from ddpkit.control import CAUSES, require_stop_signals
 from ddpkit.errors import ConfigError
 from ddpkit.run.stop_control import (
@@ -18,6 +17,7 @@ from ddpkit.run.stop_control import (
     remove_marker,
     write_marker,
 )
+from ddpkit.run_opts import parse_duration
 from tests.launching import Run, python
 
 

@@ -17,19 +17,17 @@ from typing import Any
 
 import torch
 from ruamel.yaml import YAML  # a part of HyperPyYAML, which parses the overrides with it later
-from ruamel.yaml.error import MarkedYAMLError, YAMLError
+from ruamel.yaml.error import YAMLError
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from ddpkit import __version__
 from ddpkit.base import rank_if_known
-from ddpkit.config.options import IN_YAML, ON_COMMAND_LINE, OPTION_BY_NAME, OPTIONS, PARSER_ONLY, Option, warn_misspelt
 from ddpkit.errors import ConfigError, MissingFileError
+from ddpkit.run_opts import IN_YAML, ON_COMMAND_LINE, OPTION_BY_NAME, OPTIONS, PARSER_ONLY, Option
 
 _YAML_TAG = "tag:yaml.org,2002:"
 _YAML_SUFFIXES = (".yaml", ".yml")
 _FLAG_EXITS = ("-h", "--help", "--version")
-_SHOWN_KEYS = 20
-_SHORTEST_PART = 4  # letters of a word that is looked for inside the keys: `epochs` in `number_of_epochs`
 
 _USAGE = """python train.py hparams.yaml [--option=value ...] [--yaml_key=value ...]
 
@@ -106,16 +104,13 @@ def read_command_line(words: Sequence[str]) -> CommandLine:
     given = {a.name: _value(a, a.option) for a in arguments if a.option is not None}
     overrides = {a.name: a.values[0] if a.values else None for a in arguments if a.option is None}
     nodes = _read_top_level(param_file)
-    if nodes is not None:
-        _check_overrides(overrides, nodes, param_file)
-        overrides |= {key: _switched_on(key, nodes[key]) for key, value in overrides.items() if value is None}
-        text = str(nodes)
-        warn_misspelt([name for name in nodes if f"<{name}" not in text], repr(param_file))  # what nothing refers to
-    text = "\n".join(override_line(key, value) for key, value in overrides.items())
-    return CommandLine(param_file, given, text, _options_in(nodes or {}))
+    _check_overrides(overrides, nodes, param_file)
+    given_to = {key: _switched_on(key, nodes[key]) if value is None else value for key, value in overrides.items()}
+    text = "\n".join(override_line(key, value) for key, value in given_to.items())
+    return CommandLine(param_file, given, text, _options_in(nodes))
 
 
-def override_line(key: str, value: str | None) -> str:
+def override_line(key: str, value: str) -> str:
     """Write an override as a line of YAML.
 
     The value stays YAML where it is YAML (numbers, null, lists, ``!ref <key>``); where it would break the
@@ -123,7 +118,7 @@ def override_line(key: str, value: str | None) -> str:
 
     Args:
         key: a key of the YAML file.
-        value: the text from the command line; None for a flag without one, which means null.
+        value: the text from the command line.
 
     Returns:
         One line.
@@ -134,11 +129,9 @@ def override_line(key: str, value: str | None) -> str:
     Ranks: local.
 
     Example:
-        >>> print(override_line("lr", "0.1"), override_line("name", "a: b #1"), override_line("x", None))
-        lr: 0.1 name: "a: b #1" x:
+        >>> print(override_line("lr", "0.1"), override_line("name", "a: b #1"))
+        lr: 0.1 name: "a: b #1"
     """
-    if value is None:
-        return f"{key}:"
     line = f"{key}: {value}"
     if _is_kept(line, value):
         return line
@@ -247,37 +240,28 @@ def _value(argument: _Argument, option: Option) -> Any:
     if option.type is list and argument.is_open:
         return option.coerce(argument.values, ON_COMMAND_LINE)
     if not argument.values:
-        raise ConfigError(f"--{option.name} needs a value. Write {option.usage}: {option.help}.")
+        raise ConfigError(f"--{option.name} needs a value, --{option.name}={option.form}: {option.help}.")
     return option.coerce(argument.values[0], ON_COMMAND_LINE)
 
 
 # ------------------------------------------------------------------------------------------- the YAML
 
 
-def _read_top_level(param_file: str) -> dict[str, Node] | None:
-    """Read the top-level keys; None for a pipe, which can be read only once."""
+def _read_top_level(param_file: str) -> dict[str, Node]:
+    """Read the top-level keys."""
     path = Path(param_file)
-    if not path.exists():
+    if not path.is_file():  # a pipe could be read only once
         text = f"There is no file {param_file!r} to read hyperparameters from."
         raise MissingFileError(f"{text} The current folder is {str(Path.cwd())!r}.")
-    if not path.is_file() and not path.is_dir():
-        return None
     try:
         root = YAML(typ="safe", pure=True).compose(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{param_file!r} cannot be read as a text file: {error}.") from error
     except YAMLError as error:
-        raise ConfigError(f"{param_file!r} is not valid YAML: {_where_broken(error)}.") from error
+        raise ConfigError(f"{param_file!r} is not valid YAML: {' '.join(str(error).split())}.") from error
     if not isinstance(root, MappingNode):
         raise ConfigError(f"{param_file!r} must hold `key: value` lines at its top level.")
     return dict(_pairs(root))
-
-
-def _where_broken(error: YAMLError) -> str:
-    if not isinstance(error, MarkedYAMLError) or error.problem_mark is None:
-        return " ".join(str(error).split())
-    mark = error.problem_mark
-    return f"{error.problem} in line {mark.line + 1}, column {mark.column + 1}"
 
 
 def _pairs(mapping: MappingNode) -> Iterator[tuple[str, Node]]:
@@ -303,20 +287,14 @@ def _options_in(nodes: Mapping[str, Node]) -> dict[str, Any]:
 
 def _check_overrides(overrides: Mapping[str, str | None], nodes: Mapping[str, Node], param_file: str) -> None:
     """Refuse overrides that match nothing, with the names that come close."""
-    unknown = [key for key in overrides if key not in nodes]
-    if not unknown:
-        return
-    lines = []
-    flags = {option.name: f"--{option.name}" for option in OPTIONS if option.group}
-    for key in unknown:
-        longer = [name for name in nodes if len(key) >= _SHORTEST_PART and key in name]
-        close = [*longer, *difflib.get_close_matches(key, [*nodes, *flags], n=3)]
-        names = [flags.get(name, f"the key {name!r}") for name in list(dict.fromkeys(close))[:3]]
-        meant = f"; did you mean {' or '.join(names)}?" if names else "."
-        lines.append(f"--{key} is neither a run option nor a key of {param_file!r}{meant}")
-    keys = ", ".join(list(nodes)[:_SHOWN_KEYS]) + (", ..." if len(nodes) > _SHOWN_KEYS else "")
-    lines.append(f"Its keys: {keys}. Correct the name, or add the key to the file; --help shows the options.")
-    raise ConfigError("\n".join(lines))
+    for key in overrides:
+        if key not in nodes:
+            close = difflib.get_close_matches(key, [*nodes, *(option.name for option in OPTIONS if option.group)])
+            meant = f"; did you mean --{' or --'.join(close)}?" if close else "."
+            raise ConfigError(
+                f"--{key} is neither a run option nor a key of {param_file!r}{meant} Correct the name, or add the key "
+                "to the file; --help shows the options."
+            )
 
 
 def _switched_on(key: str, node: Node) -> str:

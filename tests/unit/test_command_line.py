@@ -8,10 +8,9 @@ import torch
 from hyperpyyaml import load_hyperpyyaml
 
 import ddpkit
-from ddpkit.config.command_line import help_text, override_line
-from ddpkit.config.options import OPTIONS
+from ddpkit.command_line import help_text
 from ddpkit.errors import ConfigError, LaunchError, MissingFileError
-from ddpkit.run_opts import RunOptions
+from ddpkit.run_opts import OPTIONS, RunOptions
 from tests.command_lines import LAUNCHER, YAML_TEXT, hparams_yaml, launched_fixture, overrides, parse  # noqa: F401 -- fixtures
 
 # ------------------------------------------------------------------------- the faults of REGRESSIONS.md
@@ -214,25 +213,19 @@ def test_the_last_override_of_a_key_wins():
     assert parse("h.yaml", "--debug_batches=1", "--debug_batches=3")[1].debug_batches == 3
 
 
-def test_an_override_without_value_of_a_file_that_cannot_be_looked_into_is_null():
-    assert override_line("flag", None) == "flag:"
-
-
-def test_overrides_that_match_nothing_name_what_comes_close():
+@pytest.mark.parametrize(
+    ("word", "meant"),
+    [
+        ("--sed=3", "; did you mean --seed"),
+        ("--optimizer_step_limt=5", "; did you mean --optimizer_step_limit"),
+        ("--zzz=1", "."),
+    ],
+)
+def test_an_override_that_matches_nothing_names_what_comes_close(word, meant):
     with pytest.raises(ConfigError) as caught:
-        parse("h.yaml", "--sed=3", "--optimizer_step_limt=5", "--zzz=1")
-    lines = str(caught.value).splitlines()
-    assert "--sed " in lines[0]
-    assert "did you mean the key 'seed'?" in lines[0]
-    assert "did you mean --optimizer_step_limit" in lines[1]
-    assert lines[2].endswith("is neither a run option nor a key of 'h.yaml'.")
-    assert "Its keys: seed, lr, name" in lines[3]
-
-
-def test_a_part_of_a_key_comes_close_too(tmp_path):
-    (tmp_path / "h.yaml").write_text("number_of_epochs: 3\n")
-    with pytest.raises(ConfigError, match="did you mean the key 'number_of_epochs' or --debug_epochs"):
-        parse("h.yaml", "--epochs=5")
+        parse("h.yaml", word)
+    name = word.partition("=")[0]
+    assert str(caught.value).startswith(f"{name} is neither a run option nor a key of 'h.yaml'{meant}")
 
 
 def test_reading_the_keys_runs_nothing(tmp_path):
@@ -249,7 +242,11 @@ def test_keys_that_come_by_merge_are_keys(tmp_path):
 # --------------------------------------------------------------------------------------------- errors
 
 
-def test_missing_yaml():
+def test_missing_yaml(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for word in ("pipe", str(tmp_path)):
+        with pytest.raises(MissingFileError, match=f"There is no file '{word}'"):
+            parse(word)
     with pytest.raises(MissingFileError, match="There is no file 'nowhere.yaml'"):
         parse("nowhere.yaml")
     with pytest.raises(FileNotFoundError, match="There is no file 'nowhere'"):
@@ -261,7 +258,7 @@ def test_missing_yaml():
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        (b"a: [1\nb: 2\n", "'bad.yaml' is not valid YAML: .* in line 2, column"),
+        (b"a: [1\nb: 2\n", "'bad.yaml' is not valid YAML: .* line 2, column"),
         (b"a: \xff\n", "'bad.yaml' cannot be read as a text file"),
         (b"- a\n", "must hold `key: value` lines"),
         (b"", "must hold `key: value` lines"),
@@ -275,21 +272,11 @@ def test_yaml_that_cannot_be_used(tmp_path, content, reason):
         parse("bad.yaml")
 
 
-def test_a_folder_instead_of_a_yaml(tmp_path):
-    with pytest.raises(ConfigError, match="cannot be read as a text file: .* Is a directory"):
-        parse(str(tmp_path))
-
-
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read anything")
 def test_an_unreadable_yaml(tmp_path):
     (tmp_path / "h.yaml").chmod(0)
     with pytest.raises(ConfigError, match="cannot be read"):
         parse("h.yaml")
-
-
-def test_a_pipe_is_left_for_the_one_who_loads_it(tmp_path):
-    os.mkfifo(tmp_path / "pipe")
-    assert parse("pipe", "--anything=3")[2] == "anything: 3"
 
 
 @pytest.mark.parametrize(
@@ -304,11 +291,11 @@ def test_a_pipe_is_left_for_the_one_who_loads_it(tmp_path):
         (["--max_grad_norm=nan"], "--max_grad_norm expects a number, got 'nan'"),
         (["--max_grad_norm=x"], "--max_grad_norm: clip gradients to this norm; 0 or less: never (default: 5.0)"),
         (["--debug_batches=1.5"], "--debug_batches expects a whole number, got '1.5'"),
-        (["--precision"], "--precision needs a value. Write --precision=fp32|fp16|bf16"),
+        (["--precision"], "--precision needs a value, --precision=fp32|fp16|bf16"),
         (["--precision", "--debug"], "--precision needs a value"),
         (["--device=cuda:9"], "device='cuda:9'"),
         (["--ckpt_interval_minutes=1", "--ckpt_interval_steps=5"], "1.0 and ckpt_interval_steps=5 are both"),
-        (["--data_parallel_backend"], "data_parallel_backend=True (all GPUs from one process) needs a GPU. Use one"),
+        (["--data_parallel_backend"], "data_parallel_backend=True means all GPUs from one process: it needs a GPU"),
         (["stray"], "'h.yaml', 'stray' stand alone"),
         (["-v"], "'h.yaml', '-v' stand alone"),
     ],
@@ -327,19 +314,11 @@ def test_data_parallel_under_a_launcher_shows_both_commands(launched, words):
     assert "torchrun --standalone --nproc_per_node=N train.py hparams.yaml" in str(caught.value)
 
 
-def test_data_parallel_without_a_gpu_lists_no_command_that_fails_again():
-    with pytest.raises(ConfigError) as caught:
-        parse("h.yaml", "--data_parallel_backend")
-    commands = [line.split(":")[1].strip() for line in str(caught.value).splitlines()[1:]]
-    assert commands[0] == "python train.py hparams.yaml"
-    assert commands[1].startswith("torchrun ")
-
-
 def test_data_parallel_in_the_yaml_under_a_launcher(launched, tmp_path):
     (tmp_path / "h.yaml").write_text("data_parallel_backend: True\n")
-    with pytest.raises(ConfigError, match="under a launcher"):
+    with pytest.raises(ConfigError, match="launcher environment, 2 process"):
         parse("h.yaml")
-    with pytest.raises(ConfigError, match="under a launcher"):
+    with pytest.raises(ConfigError, match="launcher environment, 2 process"):
         RunOptions().resolved({"data_parallel_backend": True})
 
 
@@ -370,33 +349,6 @@ def test_version(capsys):
         parse("--version")
     assert caught.value.code == 0
     assert capsys.readouterr().out.startswith(f"ddpkit {ddpkit.__version__} (torch {torch.__version__}")
-
-
-@pytest.mark.parametrize(
-    ("key", "meant"),
-    [
-        ("global_batchsize", "global_batch_size"),
-        ("max-grad-norm", "max_grad_norm"),
-        ("Precision", "precision"),
-        ("grad_accumulation_factors", "grad_accumulation_factor"),
-        ("ckpt_interval_minute", "ckpt_interval_minutes"),
-    ],
-)
-def test_a_key_with_nearly_the_name_of_an_option_is_warned_of(caplog, key, meant):
-    with open("h.yaml", "a") as file:  # noqa: PTH123
-        file.write(f"{key}: 3\n")
-    parse("h.yaml")
-    said = [one.getMessage() for one in caplog.records if "is not a run option" in one.getMessage()]
-    assert said == [f"The key {key!r} of 'h.yaml' is not a run option, and sets none; did you mean {meant!r}?"]
-
-
-def test_keys_of_a_recipe_are_not_taken_for_options(caplog):
-    own = "batch_size lr number_of_epochs max_grad text_only devices batch_sizes ckpt_interval checkpoint sorting steps"
-    with open("h.yaml", "a") as file:  # noqa: PTH123
-        file.write("".join(f"{key}: 3\n" for key in own.split()))
-        file.write("sync_batch_norm: True\nnorms: [!ref <sync_batch_norm>]\n")
-    parse("h.yaml")
-    assert "is not a run option" not in caplog.text
 
 
 @pytest.mark.parametrize("value", ["[1,2", "{a: 1", "[[1]", " {"])

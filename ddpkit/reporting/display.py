@@ -1,10 +1,10 @@
-"""The block that a run prints before it starts: launcher, devices, batch, optimizer, and the checkpoint to start from.
+"""What a run shows on the screen: the block before it starts, and the progress bar.
 
 ::
 
     Training with ddpkit 0.1.0:
-      launcher   torchrun, 2 nodes x 4 processes (gpu07, gpu08)
-      devices    4 x cuda (NVIDIA H200) per node, backend nccl
+      launcher   torchrun, 8 processes on 2 nodes (gpu07, gpu08)
+      devices    8 x cuda (NVIDIA H200), backend nccl
       versions   Python 3.12, torch 2.13.0+cu130, numpy 2.3.1
       strategy   ddp: each process holds the whole model
       batch      8 processes x batch 4 x accumulation 1 = 32 samples per optimizer step; 15 steps, 480 samples per epoch
@@ -17,43 +17,41 @@
       precision  bf16, evaluation fp32
       average    of the weights, decay 0.999, used in evaluation
       evaluation every rank its part of a set: count with ddpkit.metrics or Brain.gather
-      records    log.txt and metrics.jsonl in results
       start      from results/save/CKPT+2026-11-21+04-20-12+00: 480 optimizer steps done, epoch 33 comes next
+
+The bar is the main process's only, on stderr, refreshed by time; without a terminal it is a log line now and then. The
+only module that imports tqdm.
 """
 
 from __future__ import annotations
 
-import itertools
-import re
+import sys
+import time
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from tqdm import tqdm
 
 from ddpkit import __version__
-from ddpkit.base import MPI_LAUNCHERS, host_name
+from ddpkit.base import host_name
 from ddpkit.logger import get_logger, shown_path
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from typing_extensions import Self
 
     from ddpkit.launch import LaunchInfo
 
 logger = get_logger(__name__)
 
 MOST_SHOWN = 4
-
-_LAUNCHERS = {
-    "slurm": "srun",
-    "environment": "plain variables (RANK, WORLD_SIZE)",
-    **{name: one.program for name, one in MPI_LAUNCHERS.items()},
-}
-# How a field of a batch is called that says how long its samples are, where they were padded.
-_LENGTHS = re.compile(r"(^|_)(lengths?|lens?|attention_mask|padding_mask|pad_mask|batch_sizes)$", re.IGNORECASE)
-_DEEPEST, _MOST_PARTS = 2, 8  # so far a batch is looked into
+LINE_SECONDS = 30.0
+# tqdm's own, less its rate in batches: the rate that is shown is samples/s, and all of it fits into 80 columns.
+BAR = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
 _FORMATS = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
@@ -120,11 +118,15 @@ def place_rows(
         >>> rows["devices"]
         '4 x cpu, backend gloo'
     """
-    nodes = Counter((place.node, place.host) for place in places)
+    hosts = [host for _, host in dict.fromkeys((place.node, place.host) for place in places)]
+    where = ", ".join(_shortened(hosts))
+    where = where if len(hosts) == 1 else f"{len(hosts)} nodes ({where})"
+    restarts = f" (restart {info.restart_count})" if info.restart_count else ""
+    processes = "one process" if len(places) == 1 else f"{len(places)} processes"
     devices = Counter(place.device for place in places).items()
     words = " and ".join(kind if len(places) == 1 else f"{number} x {kind}" for kind, number in devices)
     return {
-        "launcher": f"{_launcher(info, backend)}, {_sizes(list(nodes.values()), [host for _, host in nodes])}",
+        "launcher": f"{info.launcher}{restarts}, {processes} on {where}",
         "devices": words + ("" if backend is None else f", backend {backend}"),
         "versions": ", ".join(f"{name} {versions[name]}" for name in ("Python", "torch", "numpy")),
     }
@@ -178,39 +180,6 @@ def evaluation_row(world_size: int, *, divided: bool) -> str:
     return "every rank the whole set; --shard_evaluation divides it"
 
 
-def memory_row(per_process: tuple[int, int] | None) -> str:
-    """Return how large a batch of one process may be with ``auto_micro_batch``, in words.
-
-    Args:
-        per_process: samples of a full batch of one process, the smallest and the largest.
-
-    Ranks: local.
-
-    Example:
-        >>> memory_row((5, 6))
-        'at most 6 samples at a time on a process, half of that where it does not fit (--auto_micro_batch)'
-    """
-    most = "" if per_process is None else f"at most {max(per_process)} samples at a time on a process, "
-    return f"{most}half of that where it does not fit (--auto_micro_batch)"
-
-
-def strategy_row(chosen: str, asked: str) -> str:
-    """Return what each process holds, in words.
-
-    Args:
-        chosen: name of the strategy, and what each process holds.
-        asked: the option ``strategy``.
-
-    Ranks: local.
-
-    Example:
-        >>> strategy_row("single: one process", "fsdp")
-        'single: one process, where --strategy=fsdp changes nothing'
-    """
-    is_other = asked != "auto" and not chosen.startswith(asked)
-    return f"{chosen}, where --strategy={asked} changes nothing" if is_other else chosen
-
-
 def clipping_row(max_norm: float | None) -> str:
     """Return the norm to which gradients are clipped, in words.
 
@@ -249,47 +218,6 @@ def optimizer_row(optimizers: Mapping[str, Any]) -> str:
     return "; ".join(_shortened(shown))
 
 
-def records_row(files: Iterable[Any]) -> str:
-    """Return the files of a run's log and numbers.
-
-    Args:
-        files: such as its log and its numbers.
-
-    Ranks: local.
-
-    Example:
-        >>> records_row([Path("results/1/log.txt"), Path("results/1/metrics.jsonl")])
-        'log.txt and metrics.jsonl in results/1'
-    """
-    paths = [Path(shown_path(file)) for file in files]
-    if len(paths) > 1 and len({path.parent for path in paths}) == 1:
-        return f"{' and '.join(path.name for path in paths)} in {paths[0].parent}"
-    return " and ".join(map(str, paths))
-
-
-def loss_row(batch: Any) -> str:
-    """Return how to return a mean over tokens, if the samples of a batch have different lengths.
-
-    Args:
-        batch: as the loader yields it. Tensors on another device are not read.
-
-    Returns:
-        An empty string, unless a field is named like lengths or a padding mask and differs between samples.
-
-    Ranks: local.
-
-    Example:
-        >>> loss_row({"tokens": torch.zeros(2, 3), "attention_mask": torch.tensor([[1, 1, 1], [1, 0, 0]])})
-        'one number, and samples differ in length (attention_mask): return a mean over tokens as (loss_sum, count)'
-        >>> loss_row([torch.zeros(2, 3), torch.zeros(2)])
-        ''
-    """
-    sign = _sign_of_lengths(batch, _DEEPEST)
-    if not sign:
-        return ""
-    return f"one number, and samples differ in length ({sign}): return a mean over tokens as (loss_sum, count)"
-
-
 def start_row(found: Path | None, folder: Any, resume: str, place: str, *, others: int = 0) -> str:
     """Return what training starts from, in words.
 
@@ -311,15 +239,13 @@ def start_row(found: Path | None, folder: Any, resume: str, place: str, *, other
     if folder is None:
         return "from scratch, and no checkpointer to save with"
     folder = shown_path(folder)
-    if resume == "never":
-        return f"from scratch, as --resume=never says; checkpoints go to {folder}"
-    if others:
-        return f"no checkpoint was loaded, of {others} in {folder}"
+    if resume == "never" or others:
+        return f"from scratch: no checkpoint in {folder} was loaded (--resume={resume})"
     return f"from scratch: there is no checkpoint in {folder}"
 
 
 class StartReport:
-    r"""Prints a block of rows on the main process, each row once as long as it stays the same.
+    """Prints a block of rows on the main process, each row once as long as it stays the same.
 
     Attributes:
         said: rows that have been printed.
@@ -327,8 +253,10 @@ class StartReport:
     Ranks: local; speaks on the main process.
 
     Example:
-        >>> StartReport().block("Training", {"precision": "fp32", "evaluation": ""})
-        'Training with ddpkit ...:\n  precision  fp32'
+        >>> report = StartReport()
+        >>> report.announce("Training", {"precision": "fp32", "evaluation": ""})
+        >>> report.said
+        {'precision': 'fp32'}
     """
 
     def __init__(self) -> None:
@@ -341,36 +269,11 @@ class StartReport:
             what: name of the work, such as ``"Training"``.
             rows: by name; an empty one is left out.
         """
-        text = self.block(what, rows)
-        if text:
-            logger.announce("%s", text)
-
-    def block(self, what: str, rows: Mapping[str, str]) -> str:
-        """Return the text that :meth:`announce` prints, and remember its rows.
-
-        Args:
-            what: name of the work.
-            rows: by name; an empty one is left out.
-        """
         fresh = {name: value for name, value in rows.items() if value and self.said.get(name) != value}
         self.said |= fresh
-        lines = [f"  {name:<10} {value}" for name, value in fresh.items()]
-        return "\n".join([f"{what} with ddpkit {__version__}:", *lines]) if lines else ""
-
-
-def _launcher(info: LaunchInfo, backend: str | None) -> str:
-    if info.launcher == "none" and backend is not None:
-        return "a process group that the script has started"
-    restarts = f" (restart {info.restart_count})" if info.restart_count else ""
-    return f"{_LAUNCHERS.get(info.launcher, info.launcher)}{restarts}"
-
-
-def _sizes(sizes: list[int], hosts: list[str]) -> str:
-    """Write ``"8 processes on 2 nodes (gpu07, gpu08)"``; where the nodes differ, ``"2 + 1 processes"``."""
-    number = str(sum(sizes)) if len(set(sizes)) == 1 else " + ".join(_shortened(list(map(str, sizes))))
-    processes = "one process" if number == "1" else f"{number} processes"
-    where = ", ".join(_shortened(hosts))
-    return f"{processes} on {where}" if len(sizes) == 1 else f"{processes} on {len(sizes)} nodes ({where})"
+        if fresh:
+            lines = [f"  {name:<10} {value}" for name, value in fresh.items()]
+            logger.announce("%s", "\n".join([f"{what} with ddpkit {__version__}:", *lines]))
 
 
 def _shortened(words: list[str]) -> list[str]:
@@ -384,31 +287,87 @@ def _format(context: Any, single: torch.dtype) -> str:
     return _FORMATS.get(dtype, str(dtype).removeprefix("torch."))
 
 
-def _sign_of_lengths(batch: Any, depth: int) -> str:
-    """Return the name of a field that shows different lengths of samples, or an empty string."""
-    fields = _fields(batch)
-    for name, value in fields.items():
-        if _LENGTHS.search(str(name)) and _varies(value):
-            return str(name)
-    signs = (_sign_of_lengths(value, depth - 1) for value in fields.values()) if depth else ()
-    return next(filter(None, signs), "")
+class ProgressBar:
+    """Shows how far a stage has come; told so about once a second, never once a step.
 
+    Args:
+        label: such as ``"epoch 3 train"``.
+        total: steps of the stage; None when unknown.
+        initial: steps done already.
+        enable: False shows nothing at all.
+        colour: tqdm's name of a colour, or None.
 
-def _fields(batch: Any) -> Mapping[Any, Any]:
-    """Return the parts of a batch by name or, in a list, by index."""
-    if isinstance(batch, Mapping):
-        return batch
-    if isinstance(batch, (list, tuple)):
-        names = getattr(batch, "_fields", itertools.count())
-        return dict(itertools.islice(zip(names, batch, strict=False), _MOST_PARTS))
-    return getattr(batch, "__dict__", {})
+    Attributes:
+        partial: the numbers told so far are of this process's part only: the loss is not shown.
 
+    Ranks: main only; make it with ``enable=False`` on the others.
 
-def _varies(value: Any) -> bool:
-    """Return whether lengths or a mask differ between samples; True for a tensor on another device."""
-    if isinstance(value, torch.Tensor):
-        if value.device.type != "cpu" or value.layout is not torch.strided:
-            return value.dim() > 0
-        value = value.reshape(-1).tolist()
-    is_numbers = isinstance(value, (list, tuple)) and all(isinstance(one, (int, float)) for one in value)
-    return is_numbers and len(set(value)) > 1
+    Example:
+        >>> with ProgressBar("epoch 1 train", total=10, enable=False) as bar:
+        ...     bar.show(5, loss=0.5, samples=40)
+    """
+
+    def __init__(
+        self, label: str, total: int | None, *, initial: int = 0, enable: bool = True, colour: str | None = None
+    ) -> None:
+        self.label, self.total, self.initial = label, total, initial
+        self.enable = enable
+        self.partial = False
+        self._started = self._last_line = time.monotonic()
+        self._bar: tqdm[Any] | None = None
+        if enable and sys.stderr is not None and sys.stderr.isatty():
+            self._bar = tqdm(
+                total=total,
+                initial=initial,
+                desc=label,
+                colour=colour,
+                dynamic_ncols=True,
+                bar_format=BAR if total else None,
+                unit="batch",
+                file=sys.stderr,
+            )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def show(self, step: int, loss: float | None = None, samples: float = 0.0) -> None:
+        """Show the state of the stage.
+
+        Args:
+            step: steps done.
+            loss: mean over all ranks so far; None leaves it out.
+            samples: samples seen since the bar began, over all ranks.
+        """
+        if not self.enable:
+            return
+        loss = None if self.partial else loss
+        now = time.monotonic()
+        rate = samples / max(now - self._started, 1e-9)
+        if self._bar is not None:
+            self._bar.update(step - self._bar.n)
+            facts = {} if loss is None else {"loss": f"{loss:.4g}"}
+            self._bar.set_postfix({**facts, "samples/s": tqdm.format_sizeof(rate)}, refresh=False)
+            self._bar.refresh()
+        elif now - self._last_line >= LINE_SECONDS:
+            self._last_line = now
+            logger.info("%s", self._line(step, loss, rate, now))
+
+    def close(self) -> None:
+        """Leave the bar as it stands."""
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+    def _line(self, step: int, loss: float | None, rate: float, now: float) -> str:
+        parts = [f"{self.label}: batch {step}" + (f"/{self.total}" if self.total else "")]
+        if loss is not None:
+            parts.append(f"loss {loss:.4g}")
+        parts.append(f"{tqdm.format_sizeof(rate)} samples/s")
+        done = step - self.initial
+        if self.total and done > 0:
+            left = (now - self._started) / done * (self.total - step)
+            parts.append(f"{tqdm.format_interval(left)} left")
+        return ", ".join(parts)

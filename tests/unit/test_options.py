@@ -1,8 +1,7 @@
 from __future__ import annotations
 
 from ddpkit.brain import Brain
-from ddpkit.config.options import OPTION_BY_NAME, OPTIONS, PARSER_ONLY, OptionTypes
-from ddpkit.run_opts import RunOptions
+from ddpkit.run_opts import OPTION_BY_NAME, OPTIONS, PARSER_ONLY, OptionTypes, RunOptions
 
 
 def test_the_table_is_whole():

@@ -1,7 +1,0 @@
-"""The options of a run: one table, and the command line of a recipe."""
-
-from __future__ import annotations
-
-from ddpkit import _names_of_stub
-
-__getattr__ = _names_of_stub(__name__)  # of __init__.pyi; each is loaded on first use

@@ -269,7 +269,7 @@ def test_a_static_graph_leaves_out_what_every_step_leaves_out(ranks):
 
 
 CONTRADICTIONS = {
-    "static_graph=True and find_unused_parameters=True contradict each other": {
+    "static_graph does not work with find_unused_parameters=True: in a static graph": {
         "static_graph": True,
         "find_unused_parameters": True,
     },
@@ -279,8 +279,8 @@ CONTRADICTIONS = {
         "ddp_comm_hook": "powersgd",
     },
     "ddp_comm_hook=powersgd does not work with precision=fp16": {"precision": "fp16", "ddp_comm_hook": "powersgd"},
-    "virtual_ranks=2 does not work with ddp_comm_hook=bf16": {"virtual_ranks": 2, "ddp_comm_hook": "bf16"},
-    "sync_batchnorm=off does not work with evaluate_ema": {
+    "virtual_ranks does not work with ddp_comm_hook=bf16": {"virtual_ranks": 2, "ddp_comm_hook": "bf16"},
+    "sync_batchnorm=False does not work with evaluate_ema": {
         "sync_batchnorm": False,
         "ema_decay": 0.9,
         "evaluate_ema": True,

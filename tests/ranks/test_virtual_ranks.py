@@ -413,10 +413,9 @@ def refused(**options):
     return str(caught.value)
 
 
-def test_another_number_of_processes_is_refused_with_those_that_work(ranks):
+def test_another_number_of_processes_is_refused(ranks):
     for message in ranks.run(refused_on_ranks, world_size=2):
         assert "virtual_ranks=9 cannot be divided over 2 processes" in message
-        assert "Start 1, 3, 9 processes" in message
 
 
 def refused_on_ranks():

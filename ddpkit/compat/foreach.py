@@ -6,7 +6,7 @@ and torch's public ``get_total_norm`` makes 60 calls of Python in every step aro
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch.nn.utils import get_total_norm
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def add_all(tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> None:
-    """Add tensors to tensors in place, in one pass; otherwise one by one.
+    """Add tensors to tensors in place, in one pass.
 
     Args:
         tensors: written into.
@@ -29,16 +29,11 @@ def add_all(tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> 
         >>> add_all(ones, [torch.ones(1), torch.ones(2)]); ones
         [tensor([2.]), tensor([2., 2.])]
     """
-    at_once = getattr(torch, "_foreach_add_", None)
-    if at_once is not None:
-        at_once(list(tensors), list(others))
-        return
-    for tensor, other in zip(tensors, others, strict=True):
-        tensor.add_(other)
+    torch._foreach_add_(list(tensors), list(others))
 
 
 def multiply_all(tensors: Sequence[torch.Tensor], factor: float | torch.Tensor) -> None:
-    """Multiply tensors in place, in one pass for each device; otherwise one by one.
+    """Multiply tensors in place, in one pass for each device.
 
     Args:
         tensors: on any devices.
@@ -51,17 +46,12 @@ def multiply_all(tensors: Sequence[torch.Tensor], factor: float | torch.Tensor) 
         >>> multiply_all(ones, 3.0); ones
         [tensor([3.]), tensor([3., 3.])]
     """
-    at_once: Any = getattr(torch, "_foreach_mul_", None)
     if isinstance(factor, torch.Tensor) and {tensor.dtype for tensor in tensors} == {torch.float32}:
         factor = factor.to(torch.float32)  # else one kernel each; not half precision, which cannot say a small factor
     for device in {tensor.device for tensor in tensors}:
         own = [tensor for tensor in tensors if tensor.device == device]
         there = factor.to(device) if isinstance(factor, torch.Tensor) else factor
-        if at_once is not None:
-            at_once(own, there)
-            continue
-        for tensor in own:
-            tensor.mul_(there)
+        torch._foreach_mul_(own, there)
 
 
 def norm_of_all(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -79,12 +69,8 @@ def norm_of_all(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         >>> norm_of_all([torch.tensor([3.0]), torch.tensor([4.0])])
         tensor(5.)
     """
-    at_once: Any = getattr(torch, "_foreach_norm", None)
     kinds = {(tensor.__class__, tensor.dtype, tensor.device) for tensor in tensors}
-    if at_once is None or len(kinds) != 1:
+    if len(kinds) != 1 or tensors[0].__class__ is not torch.Tensor or tensors[0].device.type not in {"cpu", "cuda"}:
         return get_total_norm(tensors)
-    [(kind, _, device)] = kinds
-    if kind is not torch.Tensor or device.type not in {"cpu", "cuda"}:
-        return get_total_norm(tensors)
-    norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(at_once(tensors, 2.0)))
+    norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(tensors), 2.0)))  # noqa: SLF001
     return norm

@@ -6,14 +6,13 @@ to the other ranks that needs no collective, and every group must be closed befo
 
 from __future__ import annotations
 
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
 
 def default_store() -> Any:
-    """Return the store of the default process group; otherwise asked of the group itself, which newer torch tells.
+    """Return the store of the default process group.
 
     Raises:
         ValueError: there is no process group (torch's own error).
@@ -25,15 +24,11 @@ def default_store() -> Any:
         Traceback (most recent call last):
         ValueError: Default process group has not been initialized, please make sure to call init_process_group.
     """
-    ask = getattr(dist.distributed_c10d, "_get_default_store", None)
-    if ask is not None:
-        return ask()
-    dist.get_backend()  # raises torch's own error where there is no group
-    return dist.group.WORLD.get_group_store()  # type: ignore[union-attr]
+    return dist.distributed_c10d._get_default_store()  # noqa: SLF001 -- see the module
 
 
 def all_groups() -> list[Any]:
-    """Return all process groups of this process; otherwise the default one alone.
+    """Return all process groups of this process.
 
     Ranks: local.
 
@@ -41,15 +36,11 @@ def all_groups() -> list[Any]:
         >>> all_groups()
         []
     """
-    world = getattr(dist.distributed_c10d, "_world", None)
-    known = getattr(world, "pg_map", None)
-    if known is not None:
-        return list(known)
-    return [] if dist.group.WORLD is None else [dist.group.WORLD]
+    return list(dist.distributed_c10d._world.pg_map)  # noqa: SLF001 -- see the module
 
 
-def timeout_of(group: Any) -> timedelta | None:
-    """Return how long a group's collectives wait; None if its backend does not say (``mpi``), or torch is another.
+def timeout_of(group: Any) -> Any:
+    """Return how long a group's collectives wait, a ``timedelta``; None if its backend does not say (``mpi``).
 
     Args:
         group: a process group, or None.
@@ -61,9 +52,7 @@ def timeout_of(group: Any) -> timedelta | None:
         True
     """
     for device in getattr(group, "_device_types", ()):
-        get_backend = getattr(group, "_get_backend", None)
-        options = getattr(None if get_backend is None else get_backend(device), "options", None)
-        limit = getattr(options, "_timeout", None)
-        if isinstance(limit, timedelta):
-            return limit
+        options = getattr(group._get_backend(device), "options", None)  # noqa: SLF001 -- see the module
+        if options is not None:
+            return options._timeout  # noqa: SLF001
     return None

@@ -26,7 +26,6 @@ from ddpkit.logger import get_logger
 from ddpkit.strategies.base import NO_CONTEXT, Strategy, WholeState, hooked
 from ddpkit.strategies.modules import (
     batch_norm_row,
-    batch_norms,
     broadcast_from_main,
     give_values,
     has_moving_buffers,
@@ -142,8 +141,7 @@ class FSDP(Strategy):
             refuse_wrapped(name, modules[name], "strategy='fsdp'")
             _refuse_sparse(name, modules[name])
             broadcast_from_main(modules[name], self.device)
-            if batch_norms(modules[name]):
-                modules[name] = convert_sync_batchnorm(modules[name])
+            modules[name] = convert_sync_batchnorm(modules[name])
             if next(modules[name].parameters(), None) is not None:
                 self._divide(name, modules[name])
             elif is_on_meta(modules[name]):

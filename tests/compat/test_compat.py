@@ -1,4 +1,4 @@
-"""Looks into torch's process groups, and the public way that is taken where there is nothing to look at."""
+"""Looks into torch's process groups, a forkserver of its own, and operations over many tensors."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from multiprocessing import forkserver, get_context
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
 from ddpkit.compat.foreach import add_all, multiply_all, norm_of_all
 from ddpkit.compat.forkservers import own_forkserver
@@ -22,29 +21,11 @@ def group():
     dist.destroy_process_group()
 
 
-def test_the_store_of_the_default_group_is_one_object_however_it_is_asked_for(group, monkeypatch):
-    store = default_store()
-    store.set("key", "value")
-    with monkeypatch.context() as without:
-        without.delattr(distributed_c10d, "_get_default_store")
-        assert default_store() is store
-        assert default_store().get("key") == b"value"
-
-
-def test_without_a_group_there_is_torchs_own_error_both_ways(monkeypatch):
-    with pytest.raises(ValueError, match="Default process group has not been initialized"):
-        default_store()
-    monkeypatch.delattr(distributed_c10d, "_get_default_store")
-    with pytest.raises(ValueError, match="Default process group has not been initialized"):
-        default_store()
-
-
-def test_all_groups_or_the_default_one(group, monkeypatch):
+def test_the_store_and_all_groups(group):
+    default_store().set("key", "value")
+    assert default_store().get("key") == b"value"
     other = dist.new_group([0])
     assert set(all_groups()) == {group, other}
-    with monkeypatch.context() as without:
-        without.delattr(type(distributed_c10d._world), "pg_map")
-        assert all_groups() == [group]
 
 
 def test_the_timeout_of_a_group_or_none_where_it_is_not_told(group):
@@ -71,35 +52,24 @@ def test_a_forkserver_of_its_own_or_the_scripts(monkeypatch):
         assert parent_of_a_process() == scripts
 
 
-@pytest.mark.parametrize("at_once", [True, False])
-def test_tensors_are_added_at_once_or_one_by_one(at_once, monkeypatch):
-    if not at_once:
-        monkeypatch.delattr(torch, "_foreach_add_")
+def test_tensors_are_added_at_once():
     tensors = [torch.ones(2), torch.full((1,), 3.0, dtype=torch.bfloat16)]
     add_all(tensors, [torch.ones(2), torch.ones(1, dtype=torch.bfloat16)])
     assert [tensor.tolist() for tensor in tensors] == [[2.0, 2.0], [4.0]]
 
 
-@pytest.mark.parametrize("at_once", [True, False])
 @pytest.mark.parametrize("factor", [0.5, torch.tensor(0.5, dtype=torch.float64)], ids=str)
-def test_tensors_are_multiplied_at_once_or_one_by_one(at_once, factor, monkeypatch):
-    if not at_once:
-        monkeypatch.delattr(torch, "_foreach_mul_")
+def test_tensors_are_multiplied_at_once(factor):
     tensors = [torch.ones(2), torch.full((1,), 3.0, dtype=torch.bfloat16)]
     multiply_all(tensors, factor)
     assert [tensor.tolist() for tensor in tensors] == [[0.5, 0.5], [1.5]]
     assert [tensor.dtype for tensor in tensors] == [torch.float32, torch.bfloat16]
 
 
-@pytest.mark.parametrize("at_once", [True, False])
 @pytest.mark.parametrize("dtypes", [[torch.float32] * 3, [torch.float32, torch.bfloat16, torch.float64]], ids=str)
-def test_the_norm_of_all_has_the_bits_of_torchs(at_once, dtypes, monkeypatch):
+def test_the_norm_of_all_has_the_bits_of_torchs(dtypes):
     generator = torch.Generator().manual_seed(3)
     shapes = ((300, 70), (11,), ())
     tensors = [torch.randn(shape, generator=generator).to(dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
-    expected = torch.nn.utils.get_total_norm(tensors)
-    if not at_once:
-        monkeypatch.delattr(torch, "_foreach_norm")
-        monkeypatch.setattr(torch.nn.utils.clip_grad, "_has_foreach_support", lambda *_: False)
-    assert norm_of_all(tensors).equal(expected)
+    assert norm_of_all(tensors).equal(torch.nn.utils.get_total_norm(tensors))
     assert norm_of_all([]).item() == 0.0

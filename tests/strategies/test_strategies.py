@@ -20,8 +20,7 @@ from ddpkit.errors import CheckpointError, ConfigError
 from ddpkit.run_opts import RunOptions
 from ddpkit.strategies.base import Strategy
 from ddpkit.strategies.choice import choose_strategy, make_strategy
-from ddpkit.strategies.data_parallel import DataParallel, WrappedDataParallel
-from ddpkit.strategies.ddp import DDP, WrappedDDP
+from ddpkit.strategies.ddp import DDP, DataParallel, WrappedDataParallel, WrappedDDP
 from ddpkit.strategies.modules import (
     give_values,
     has_moving_buffers,

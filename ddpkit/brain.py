@@ -814,9 +814,7 @@ class Brain(_Typed):
             self.__run.is_wrapped = True
 
     def _prepare_optimizers(self) -> None:
-        optimizers = self.__run.train_step.named_optimizers()
-        optim.refuse_on_meta(optimizers)
-        self.__run.strategy.prepare_optimizers(optimizers)
+        self.__run.strategy.prepare_optimizers(self.__run.train_step.named_optimizers())
 
     def _compile(self) -> None:
         options = self.run_opts

@@ -229,30 +229,6 @@ def make_optimizer(
     return optimizer
 
 
-def refuse_on_meta(optimizers: Mapping[str, Any]) -> None:
-    """Refuse optimizers with parameters on the meta device: they would step these, and train nothing.
-
-    Args:
-        optimizers: by name.
-
-    Raises:
-        ConfigError: there is one.
-
-    Ranks: local.
-
-    Example:
-        >>> refuse_on_meta({"opt": torch.optim.SGD(torch.nn.Linear(1, 1, device="meta").parameters())})
-        Traceback (most recent call last):
-        ddpkit.errors.ConfigError: The optimizer 'opt' has parameters on the meta device, without values...
-    """
-    for name, one in optimizers.items():
-        if isinstance(one, Optimizer) and any(each.is_meta for group in one.param_groups for each in group["params"]):
-            raise ConfigError(
-                f"The optimizer {name!r} has parameters on the meta device, without values: it was made before the "
-                "Brain gave the modules theirs, so it would train nothing. Make it by opt_class, or in init_optimizers."
-            )
-
-
 class Schedule:
     """Steps a learning-rate scheduler, and saves its state in checkpoints.
 

@@ -317,9 +317,9 @@ class OptionTypes:
     start_powersgd_iter: int = option(1000, STRATEGY, "powersgd: steps before it begins", form="N", minimum=2,
         is_attribute=False, needs="ddp_comm_hook=powersgd")
     local_sgd_start: int | None = option(None, STRATEGY, "post_local_sgd: steps before it begins", form="N",
-        minimum=0, shown="0", is_attribute=False)
+        minimum=0, shown="0", is_attribute=False, needs="ddp_comm_hook=post_local_sgd")
     local_sgd_period: int | None = option(None, STRATEGY, "post_local_sgd: steps from one average to the next",
-        form="N", minimum=1, is_attribute=False)
+        form="N", minimum=1, is_attribute=False, needs="ddp_comm_hook=post_local_sgd")
     sync_batchnorm: bool | None = option(None, STRATEGY, "BatchNorm over the rows of all processes",
         form="auto|on|off", shown="auto: on", is_attribute=False)
 

@@ -42,7 +42,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
-from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import parametrize
 
 from ddpkit.comm import get_runtime
@@ -333,17 +333,14 @@ def convert_sync_batchnorm(module: torch.nn.Module) -> torch.nn.Module:
 
     Parameters, buffers, mode, hooks and state-dict keys stay: the very objects, so an optimizer made before still
     holds them. Left as they are: InstanceNorm, layers that are synchronised already (a second call changes
-    nothing), scripted modules, and, with a warning, subclasses with a ``forward`` of their own or
-    parametrised layers, whose meaning a replacement would lose.
+    nothing), and, with a warning, scripted layers, subclasses with a ``forward`` of their own and parametrised
+    layers, whose meaning a replacement would lose.
 
     Args:
         module: the model; its children are replaced in place.
 
     Returns:
         The module, or its replacement where it is a BatchNorm itself.
-
-    Raises:
-        ConfigError: a lazy BatchNorm has not seen its first batch, so it has no parameters to keep.
 
     Ranks: collective where a group must be made (every rank must convert the same models), else local.
 
@@ -378,26 +375,20 @@ def is_convertible(layer: torch.nn.Module, name: str) -> bool:
         layer: any module, without its children.
         name: what the messages call it.
 
-    Raises:
-        ConfigError: a lazy BatchNorm has not seen its first batch.
-
     Ranks: local.
 
     Example:
         >>> is_convertible(torch.nn.BatchNorm1d(2), "norm"), is_convertible(torch.nn.LayerNorm(2), "norm")
         (True, False)
     """
-    if not isinstance(layer, _BatchNorm) or isinstance(layer, (SyncBatchNorm, torch.nn.SyncBatchNorm)):
+    is_scripted = str(getattr(layer, "original_name", "")).startswith("BatchNorm")  # what torch.jit.script leaves of it
+    is_shared = isinstance(layer, (SyncBatchNorm, torch.nn.SyncBatchNorm))
+    if is_shared or not (is_scripted or isinstance(layer, _BatchNorm)):
         return False
-    if isinstance(layer, _LazyNormBase):
-        raise ConfigError(
-            f"module {name!r} is a {type(layer).__name__} that has not seen a batch. Run one through the model before "
-            "it is made distributed, or give num_features."
-        )
-    if type(layer).forward is not _BatchNorm.forward or parametrize.is_parametrized(layer):
+    if is_scripted or type(layer).forward is not _BatchNorm.forward or parametrize.is_parametrized(layer):
         logger.warning(
-            "module %r (%s) is a BatchNorm with a forward or a parametrization of its own: each rank normalises over "
-            "its own rows. Build it on ddpkit.syncbn.SyncBatchNorm to share statistics.",
+            "module %r (%s) is a BatchNorm that is scripted, or has a forward or a parametrization of its own: each "
+            "rank normalises over its own rows. Build it on ddpkit.syncbn.SyncBatchNorm to share statistics.",
             name,
             type(layer).__name__,
         )

@@ -1,6 +1,7 @@
 from ddpkit.compat.bucket_order import (
     GradientOrder as GradientOrder,
     show_order as show_order,
+    waits_for_gradients as waits_for_gradients,
 )
 from ddpkit.compat.foreach import (
     add_all as add_all,
@@ -21,9 +22,6 @@ from ddpkit.compat.random_streams import (
 from ddpkit.compat.shuffled_streams import (
     loses_items as loses_items,
     shuffle_digest as shuffle_digest,
-)
-from ddpkit.compat.unreduced import (
-    unreduced_parameters as unreduced_parameters,
 )
 from ddpkit.compat.worker_info import (
     show_worker as show_worker,

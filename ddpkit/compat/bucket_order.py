@@ -1,4 +1,6 @@
-"""The order in which DDP adds gradients up, and how a resumed run gets the same one.
+"""What DDP keeps to itself: whether it waits for gradients, and the order in which it adds them up.
+
+How a resumed run gets the order of the one before:
 
 DDP puts gradients into buckets, and after the first backward pass puts them anew, in the order in which they became
 ready. From three ranks on, the order in which a number is added up over the ranks depends on its place in the bucket,
@@ -128,3 +130,27 @@ def _go_backwards(module: Any, parameters: list[torch.nn.Parameter], order: list
         total = total + (parameters[number].reshape(-1)[:1].float() * 0.0).sum()
     module.reducer.prepare_for_backward([])
     total.backward()  # type: ignore[no-untyped-call]
+
+
+def waits_for_gradients(module: Any) -> bool:
+    """Say whether DDP still waits for a gradient, so that those present are averages on no rank.
+
+    DDP says so by itself in its next forward pass, after an optimizer step with such gradients. Where it cannot be asked
+    that is left to it.
+
+    Args:
+        module: wrapped in DDP, after a backward pass that averages.
+
+    Ranks: local.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> waits_for_gradients(SimpleNamespace(reducer=SimpleNamespace(_check_reducer_finalized=lambda: None)))
+        False
+    """
+    ask = getattr(getattr(module, "reducer", None), "_check_reducer_finalized", bool)
+    try:
+        ask()
+    except RuntimeError:
+        return True
+    return False

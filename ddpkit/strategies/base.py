@@ -259,10 +259,26 @@ def refuse_with(chosen: str, options: RunOptions, reasons: Mapping[str, str]) ->
         >>> from ddpkit.run_opts import RunOptions
         >>> refuse_with("strategy='fsdp'", RunOptions(debug=True), {"debug": "it is not divided"})
         Traceback (most recent call last):
-        ddpkit.errors.ConfigError: strategy='fsdp' does not work with debug=True: it is not divided. Leave one ...
+        ddpkit.errors.ConfigError: strategy='fsdp' does not work with debug=True: it is not divided. Change one, ...
     """
     for key, why in reasons.items():
-        name, _, value = key.partition("=")
-        given = str(options[name])  # as text: ema_decay=0.0 is given, and equals False
-        if given == value or not (value or given in {"None", "False", "[]"}):
-            raise ConfigError(f"{chosen} does not work with {name}={given}: {why}. Leave one of them out.")
+        if is_given(options, key):
+            name = key.partition("=")[0]
+            raise ConfigError(
+                f"{chosen} does not work with {name}={options[name]}: {why}. Change one, or leave it out."
+            )
+
+
+def is_given(options: RunOptions, key: str) -> bool:
+    """Say whether an option is given: any value of ``"name"``, or that of ``"name=value"``.
+
+    Ranks: local.
+
+    Example:
+        >>> from ddpkit.run_opts import RunOptions
+        >>> is_given(RunOptions(ema_decay=0.0), "ema_decay"), is_given(RunOptions(strategy="ddp"), "strategy=fsdp")
+        (True, False)
+    """
+    name, _, value = key.partition("=")
+    given = str(options[name])  # as text: ema_decay=0.0 is given, and equals False
+    return given == value or not (value or given in {"None", "False", "[]"})

@@ -1,4 +1,6 @@
-"""``DistributedDataParallel``: several processes, each with the whole model.
+"""torch's wrappers: ``DistributedDataParallel`` for several processes, ``DataParallel`` for one with several GPUs.
+
+With both each process holds the whole model.
 
 Source: what ``forward`` and ``no_sync`` of torch's DDP do was read in torch 2.13: only a forward pass through the
 wrapper with synchronisation on arms the reducer, and the backward pass after it reduces all gradients accumulated
@@ -12,13 +14,14 @@ import functools
 import inspect
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpkit import distributed
-from ddpkit.compat import GradientOrder, show_order, unreduced_parameters
-from ddpkit.device import widest_float
+from ddpkit.compat import GradientOrder, show_order, waits_for_gradients
+from ddpkit.device import own_first, widest_float
 from ddpkit.distributed import exchange_tensor, is_exchanged, start_sum
 from ddpkit.errors import ConfigError
 from ddpkit.logger import get_logger
@@ -36,7 +39,7 @@ from ddpkit.strategies.modules import (
 from ddpkit.syncbn import convert_sync_batchnorm
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
 
     from ddpkit.run_opts import RunOptions
@@ -47,19 +50,9 @@ APART = 1e-9  # relative difference of the sums of absolute weights, in float64:
 ORDER_MATTERS_ABOVE = 2  # ranks: a sum of two numbers is the same either way
 UNUSED = (
     "modules[{!r}] has parameters that this optimizer step did not use: {}. DDP waits for the gradient of each before "
-    "it averages. {}"
+    "it averages. Return all tensors that the loss is made of from forward(). Where steps differ in what they use, "
+    "give --find_unused_parameters instead of --static_graph; freeze what no step uses (requires_grad_(False))."
 )
-WAYS = {  # by attribute of DDP
-    "static_graph": "--static_graph says that every step uses the same: give --find_unused_parameters instead.",
-    "find_unused_parameters": (
-        "--find_unused_parameters looks from what forward() returns: return all tensors that the loss is made of, in a "
-        "tuple, list or dict."
-    ),
-    "": (
-        "Where steps differ in what they use, give --find_unused_parameters; freeze what no step uses "
-        "(requires_grad_(False)), or leave it out."
-    ),
-}
 
 
 class _Reduction:
@@ -139,17 +132,7 @@ class WrappedDDP(AttributeForwarding, DistributedDataParallel):
             return self.module(*inputs, **kwargs)
         reduction = self.gradient_reduction
         reduction.reduced = reduction.armed = self.require_backward_grad_sync and not reduction.held
-        try:
-            return DistributedDataParallel.forward(self, *inputs, **kwargs)  # type: ignore[no-untyped-call]
-        except RuntimeError as error:
-            self._require_reduced(error)
-            raise
-
-    def _require_reduced(self, error: RuntimeError | None = None) -> None:
-        unused = unreduced_parameters(self, error)
-        if unused is not None:
-            way = next((way for option, way in WAYS.items() if getattr(self, option, False)), WAYS[""])
-            raise ConfigError(UNUSED.format(self.gradient_reduction.entry, ", ".join(unused), way)) from error
+        return DistributedDataParallel.forward(self, *inputs, **kwargs)  # type: ignore[no-untyped-call]
 
     def choose_hook(self, hook: Callable[..., Any] | None, *, watched: bool) -> None:
         """Have DDP call a hook for each bucket.
@@ -163,14 +146,7 @@ class WrappedDDP(AttributeForwarding, DistributedDataParallel):
 
     def _register_hook(self) -> None:
         if self.gradient_reduction.watched or self.gradient_reduction.hook is not None:
-            super().register_comm_hook(self.gradient_reduction, _average_or_defer)
-
-    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """Average by a hook of the recipe, which takes the place of the exchange between two ranks."""
-        if self.gradient_reduction.hook is _average_of_pair:
-            self.gradient_reduction.hook = functools.partial(hook, state)
-        else:
-            super().register_comm_hook(state, hook)
+            self.register_comm_hook(self.gradient_reduction, _average_or_defer)
 
     def reduce_leftovers(self) -> None:
         """Average gradients that DDP has not: accumulated under ``no_sync``, or made past its ``forward``.
@@ -179,7 +155,10 @@ class WrappedDDP(AttributeForwarding, DistributedDataParallel):
         """
         if self.gradient_reduction.reduced:
             self.gradient_reduction.reduced = False
-            self._require_reduced()
+            if waits_for_gradients(self):
+                named = self.module.named_parameters()
+                unused = [name for name, one in named if one.requires_grad and one.grad is None]
+                raise ConfigError(UNUSED.format(self.gradient_reduction.entry, ", ".join(unused)))
             return
         parameters = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
@@ -242,8 +221,6 @@ class DDP(Strategy):
             refuse_wrapped(name, module, "strategy='ddp'")
             self._trained[name] = trained
             if trained:
-                if self.options.sync_batchnorm is not False:
-                    _refuse_scripted_batchnorm(module)
                 wrapped = WrappedDDP(self._converted(module), **self._options(module))
                 modules[name] = wrapped
                 self.wrapped.append(wrapped)
@@ -438,8 +415,7 @@ class DDP(Strategy):
         }
 
     def _converted(self, module: nn.Module) -> nn.Module:
-        is_alone = self.options.sync_batchnorm is False or not batch_norms(module)
-        return module if is_alone else convert_sync_batchnorm(module)
+        return module if self.options.sync_batchnorm is False else convert_sync_batchnorm(module)
 
     def _options(self, module: nn.Module) -> dict[str, Any]:
         given, accepted = self.options, inspect.signature(DistributedDataParallel).parameters
@@ -462,13 +438,77 @@ def _hook_of(options: RunOptions, module: nn.Module) -> Callable[..., Any] | Non
         # Ranks that use different parameters have their buckets in another order: they must not wait for each.
         return _average_of_pair if is_exchanged(trained) and not options.find_unused_parameters else None
     if options.ddp_comm_hook == "powersgd":
-        from ddpkit.strategies.powersgd import PowerSGD
-
         return PowerSGD(options["matrix_approximation_rank"], options["start_powersgd_iter"])
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
     half = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
     return functools.partial(half[options.ddp_comm_hook], None)  # type: ignore[arg-type]  # torch's default group
+
+
+_MEMORIES = ("error_dict", "p_memory_dict", "q_memory_dict")  # by number of bucket
+_EPSILON = 1e-8  # a gradient of zero has no direction
+
+
+class PowerSGD:
+    """torch's PowerSGD for one module in DDP, with a state for checkpoints.
+
+    Gradients travel as products of thin matrices, and what is lost is added to the next step's.
+
+    Source: T. Vogels, S. P. Karimireddy, M. Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed
+    Optimization", 2019, https://arxiv.org/abs/1905.13727; ``powerSGD_hook.py`` of torch 2.13.
+
+    Args:
+        rank: columns of the thin matrices.
+        start: optimizer steps before, in which gradients travel as they are; at least 2, since DDP makes its buckets
+            anew after the first.
+
+    Ranks: local; what is called with a bucket is collective.
+
+    Example:
+        >>> PowerSGD(1, 10).state_dict()["iter"]
+        0
+    """
+
+    def __init__(self, rank: int, start: int) -> None:
+        from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+
+        self._average = powerSGD_hook.powerSGD_hook
+        self.state = powerSGD_hook.PowerSGDState(
+            None, matrix_approximation_rank=rank, start_powerSGD_iter=start, orthogonalization_epsilon=_EPSILON
+        )
+
+    def __call__(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+        """Average a bucket over the ranks; wait for it, since the collectives of two buckets could mix."""
+        known = self.state.error_dict.get(bucket.index())
+        if known is not None and known.shape != bucket.buffer().shape:
+            self.forget()  # of a run with buckets of another size
+        return _done(self._average(self.state, bucket).wait())
+
+    def forget(self) -> None:
+        """Drop what earlier steps have left: after a gradient that is not finite it is not finite either."""
+        for name in _MEMORIES:
+            getattr(self.state, name).clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the number of steps, the random stream, and what is left over: as large as the gradients."""
+        _, keys, position, *_ = self.state.rng.get_state()
+        found: dict[str, Any] = {"iter": self.state.iter, "random": [*map(int, keys), position]}
+        for name in _MEMORIES:
+            found[name] = {bucket: one.to("cpu", copy=True) for bucket, one in getattr(self.state, name).items()}
+        return found
+
+    def load_state_dict(self, state: Mapping[str, Any], device: str) -> None:
+        """Go on from a state.
+
+        Args:
+            state: of the same rank.
+            device: of this rank.
+        """
+        *keys, position = state["random"]
+        self.state.rng.set_state(("MT19937", np.array(keys, dtype=np.uint32), position, 0, 0.0))
+        self.state.iter = state["iter"]
+        for name in _MEMORIES:
+            getattr(self.state, name).update({key: one.to(device, copy=True) for key, one in state[name].items()})
 
 
 def _done(tensor: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
@@ -492,14 +532,76 @@ def _average_of_pair(bucket: torch.distributed.GradBucket) -> torch.futures.Futu
     return _done(own.add_(exchange_tensor(own)()))  # waiting: the thread of a collective is not to enter Python
 
 
-def _refuse_scripted_batchnorm(module: nn.Module) -> None:
-    for part in module.modules():
-        if str(getattr(part, "original_name", "")).startswith("BatchNorm"):  # what torch.jit.script leaves of it
-            raise ConfigError(
-                "the modules hold a BatchNorm scripted by torch.jit.script, which cannot share its statistics over the "
-                "processes. Give the module as it was before it was scripted; --compile makes it fast."
-            )
-
-
 def _or(given: bool | None, default: bool) -> bool:
     return default if given is None else given
+
+
+class WrappedDataParallel(AttributeForwarding, nn.DataParallel[nn.Module]):
+    """``nn.DataParallel`` through which attributes can be reached; its replicas compute in the caller's precision.
+
+    Ranks: local (one process, several GPUs).
+
+    Example:
+        >>> WrappedDataParallel(torch.nn.Linear(2, 1)).in_features
+        2
+    """
+
+    def __init__(self, module: nn.Module, **options: Any) -> None:
+        super().__init__(module, **options)
+        self._is_made = True
+
+    def parallel_apply(self, replicas: Sequence[nn.Module], inputs: Sequence[Any], kwargs: Any) -> list[Any]:
+        """Run each replica in a thread, which torch tells that autocast is on, but not in which dtype: that is ours.
+
+        Source: ``torch/nn/parallel/parallel_apply.py`` of torch 2.13; the dtype of autocast is kept per thread.
+        """
+        kind = self.src_device_obj.type
+        dtype = torch.get_autocast_dtype(kind)
+        in_dtype: Any = [functools.partial(_run_in, kind, dtype, replica) for replica in replicas]
+        return super().parallel_apply(in_dtype, inputs, kwargs)
+
+
+def _run_in(kind: str, dtype: torch.dtype, module: nn.Module, *inputs: Any, **kwargs: Any) -> Any:
+    """Run a module under autocast to a dtype, where autocast is on in this thread."""
+    with torch.autocast(kind, dtype=dtype, enabled=torch.is_autocast_enabled(kind)):
+        return module(*inputs, **kwargs)
+
+
+class DataParallel(Strategy):
+    """One process, ``nn.DataParallel`` around every trainable entry of the modules, on all GPUs.
+
+    Args:
+        device: where the modules are, such as ``"cuda:1"``; its GPU comes first, as ``nn.DataParallel`` wants it.
+
+    Raises:
+        ConfigError: this machine has no GPU.
+
+    Ranks: local.
+
+    Example:
+        >>> DataParallel("cpu")
+        Traceback (most recent call last):
+        ddpkit.errors.ConfigError: data_parallel_backend=True needs a GPU, ...
+    """
+
+    name = "nn.DataParallel"
+    unrepeatable = "whose GPUs have parts of one batch"
+
+    def __init__(self, device: str) -> None:
+        if not device.startswith("cuda"):
+            raise ConfigError(
+                f"data_parallel_backend=True needs a GPU, and the device is {device!r}. Leave it out, or use several "
+                "processes: torchrun --standalone --nproc_per_node=2 train.py hparams.yaml --device=cpu"
+            )
+        self.device = device
+
+    def start_rows(self, modules: nn.Module) -> dict[str, str]:
+        """Return rows on the GPUs, and on batch statistics, which each GPU takes from its own rows."""
+        gpus = f"data parallel: one process, with {torch.cuda.device_count()} GPU(s) (nn.DataParallel)"
+        return {"strategy": gpus, "batch norm": "each GPU by its own rows" if batch_norms(modules) else ""}
+
+    def wrap(self, modules: nn.ModuleDict) -> None:
+        """Put ``nn.DataParallel`` around every trainable entry."""
+        for name, module in modules.items():
+            if trained_parameters(module) and not isinstance(module, nn.DataParallel):
+                modules[name] = WrappedDataParallel(module, device_ids=own_first(self.device))

@@ -23,10 +23,9 @@ from ddpkit.checkpointing import whole_states
 from ddpkit.distributed import exchange, get_world_size
 from ddpkit.errors import ConfigError, RankMismatchError
 from ddpkit.logger import get_logger
-from ddpkit.strategies.base import NO_CONTEXT, Strategy, WholeState, hooked, refuse_with
+from ddpkit.strategies.base import NO_CONTEXT, Strategy, WholeState, hooked
 from ddpkit.strategies.modules import (
     batch_norm_row,
-    batch_norms,
     broadcast_from_main,
     give_values,
     has_moving_buffers,
@@ -46,14 +45,6 @@ logger = get_logger(__name__)
 
 # What FSDP raises for parameters that it cannot divide, the last for a block of several dtypes.
 _REFUSALS = (ValueError, NotImplementedError, AssertionError)
-
-NOT_THERE = {
-    "ddp_comm_hook": "it is DDP's",
-    "static_graph": "it is DDP's",
-    "find_unused_parameters": "all ranks gather a block together, so each must use it",
-    "skip_nonfinite_grads": "each rank sees a part of a gradient only",
-    "precision=fp16": "the range of fp16 needs a scale (use bf16)",
-}
 
 MOST_SHOWN = 4  # blocks, or classes of blocks, in a message
 FIRST_STEPS = 3  # after each of which the ranks compare the blocks that they have used
@@ -108,18 +99,13 @@ class FSDP(Strategy):
 
     Args:
         options: of the run; those with ``fsdp_`` in their name are read here.
-        decides_late: whether the recipe has its own ``fit_batch``.
-
-    Raises:
-        ConfigError: another option does not work with it.
 
     Ranks: collective.
 
     Example:
         >>> from ddpkit.run_opts import RunOptions
-        >>> FSDP(RunOptions(device="cpu", static_graph=True))
-        Traceback (most recent call last):
-        ddpkit.errors.ConfigError: strategy='fsdp' does not work with static_graph=True: it is DDP's. ...
+        >>> FSDP(RunOptions(device="cpu")).name
+        'fully_shard (FSDP2)'
     """
 
     name = "fully_shard (FSDP2)"
@@ -131,15 +117,7 @@ class FSDP(Strategy):
         "others waiting: find a --micro_batch_size that fits by hand"
     )
 
-    def __init__(self, options: RunOptions, *, decides_late: bool = False) -> None:
-        refuse_with("strategy='fsdp'", options, NOT_THERE)
-        if options.sync_batchnorm is False:
-            raise ConfigError("strategy='fsdp' does not work with sync_batchnorm=off: use --strategy=ddp.")
-        if options.fsdp_whole_gradients and decides_late:
-            raise ConfigError(
-                "fsdp_whole_gradients does not work with a fit_batch of the recipe's own, which may step whenever it "
-                "likes: leave it out."
-            )
+    def __init__(self, options: RunOptions) -> None:
         self.device, self.options = str(options.device), options
         self._roots: list[Any] = []
         self._blocks: list[Any] = []  # the roots, too
@@ -163,8 +141,7 @@ class FSDP(Strategy):
             refuse_wrapped(name, modules[name], "strategy='fsdp'")
             _refuse_sparse(name, modules[name])
             broadcast_from_main(modules[name], self.device)
-            if batch_norms(modules[name]):
-                modules[name] = convert_sync_batchnorm(modules[name])
+            modules[name] = convert_sync_batchnorm(modules[name])
             if next(modules[name].parameters(), None) is not None:
                 self._divide(name, modules[name])
             elif is_on_meta(modules[name]):

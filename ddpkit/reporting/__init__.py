@@ -1,4 +1,4 @@
-"""What a run shows, start-up block and bar, and the values of ``self.log``."""
+"""What is told of a stage: the progress bar, and the values of ``self.log``."""
 
 from __future__ import annotations
 

@@ -144,7 +144,6 @@ def test_data_that_cannot_feed_the_ranks(caplog):
 def test_agreement_of_one_process_is_not_asked_for(monkeypatch):
     monkeypatch.setattr(agreement, "exchange", None)
     assert require_agreement({"a": "1"}, about="own") == ["own"]
-    assert together(lambda: 3) == 3
 
 
 def test_all_ranks_agree(monkeypatch):

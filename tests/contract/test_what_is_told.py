@@ -33,7 +33,7 @@ def events(tmp_path):
 
 def rows(caplog):
     """Return the rows of all blocks that were printed, by name."""
-    texts = [record.getMessage() for record in caplog.records if record.name == "ddpkit.reporting.display"]
+    texts = [record.getMessage() for record in caplog.records if record.name == "ddpkit.run.preflight"]
     return {line[2:12].strip(): line[13:] for text in texts for line in text.splitlines()[1:]}
 
 

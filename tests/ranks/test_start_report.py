@@ -16,8 +16,8 @@ from ddpkit.base import host_name
 from ddpkit.brain import run_of
 from ddpkit.comm.consistency import own_place
 from ddpkit.distributed import exchange
-from ddpkit.reporting import StartReport
 from ddpkit.run import preflight
+from ddpkit.run.preflight import StartReport
 from tests.contract.recipes import QUIET, Regression, make, points, sgd, weights
 from tests.launching import PATIENCE, Run, free_port, python, torchrun
 
@@ -413,10 +413,10 @@ def test_what_keeps_the_training_of_one_process_is_said_and_true(ranks):
 
 def test_a_second_fit_says_what_has_changed_and_nothing_else(caplog):
     """In one process; nothing is compared there, and the place of a Brain that trains on is no news."""
-    caplog.set_level("INFO", logger="ddpkit.reporting.display")
+    caplog.set_level("INFO", logger="ddpkit.run.preflight")
 
     def said():
-        blocks = [record.getMessage() for record in caplog.records if record.name == "ddpkit.reporting.display"]
+        blocks = [record.getMessage() for record in caplog.records if record.name == "ddpkit.run.preflight"]
         caplog.clear()
         return [block.splitlines() for block in blocks]
 

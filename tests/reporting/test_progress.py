@@ -14,14 +14,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from ddpkit.reporting.display import LINE_SECONDS, ProgressBar
+from ddpkit.reporting.stage_report import LINE_SECONDS, ProgressBar
 from ddpkit.run_opts import RunOptions
 
 
 @pytest.fixture
 def clock(monkeypatch):
     clock = SimpleNamespace(now=100.0)
-    monkeypatch.setattr("ddpkit.reporting.display.time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr("ddpkit.reporting.stage_report.time", SimpleNamespace(monotonic=lambda: clock.now))
     return clock
 
 
@@ -31,7 +31,9 @@ def terminal(request, monkeypatch):
     master, slave = os.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, request.param, 0, 0))
     stream = os.fdopen(slave, "w", encoding="utf-8", buffering=1)
-    monkeypatch.setattr("ddpkit.reporting.display.sys", SimpleNamespace(stderr=stream))  # pytest replaces that of sys
+    monkeypatch.setattr(
+        "ddpkit.reporting.stage_report.sys", SimpleNamespace(stderr=stream)
+    )  # pytest has its own
 
     def read():
         stream.flush()
@@ -47,7 +49,7 @@ def terminal(request, monkeypatch):
 
 @pytest.fixture
 def lines(caplog):
-    caplog.set_level(logging.INFO, logger="ddpkit.reporting.display")
+    caplog.set_level(logging.INFO, logger="ddpkit.reporting.stage_report")
     return lambda: [record.getMessage() for record in caplog.records]
 
 
@@ -113,7 +115,7 @@ def test_something_that_only_calls_itself_a_terminal(monkeypatch):
             return True
 
     console = Console()
-    monkeypatch.setattr("ddpkit.reporting.display.sys", SimpleNamespace(stderr=console))
+    monkeypatch.setattr("ddpkit.reporting.stage_report.sys", SimpleNamespace(stderr=console))
     with ProgressBar("train", 10) as bar:
         bar.show(5)
     assert "5/10" in console.getvalue()
@@ -152,7 +154,7 @@ def test_nothing_when_disabled_or_without_a_stderr(clock, lines, monkeypatch):
         clock.now += 100
         bar.show(5, loss=1.0)
     assert lines() == []
-    monkeypatch.setattr("ddpkit.reporting.display.sys", SimpleNamespace(stderr=None))  # as under pythonw
+    monkeypatch.setattr("ddpkit.reporting.stage_report.sys", SimpleNamespace(stderr=None))  # as under pythonw
     with ProgressBar("train", 10) as bar:
         bar.show(5)
 

@@ -1,4 +1,7 @@
-"""Values that a recipe logs with ``self.log``: means over batches and over the ranks, without a wait at any step.
+"""What is told of a stage: the progress bar, and means of the values that a recipe logs with ``self.log``.
+
+The bar is the main process's only, on stderr, refreshed by time; without a terminal it is a log line now and then. The
+only module that imports tqdm. Values are averaged over batches and over the ranks, without a wait at any step.
 
 A value stays on its device until the next sync of the ranks: about once a second for values logged per step, and at the
 end of the stage for all. Ranks need not log the same names. A name is agreed on once, after a rank has used it for the
@@ -9,11 +12,14 @@ from __future__ import annotations
 
 import contextlib
 import math
+import sys
+import time
 from collections.abc import Mapping
 from numbers import Real
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
+from tqdm import tqdm
 
 from ddpkit.distributed import exchange, if_main_process, sum_over_ranks
 from ddpkit.errors import BatchError
@@ -24,8 +30,13 @@ from ddpkit.types import Stage
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
+    from typing_extensions import Self
+
 logger = get_logger(__name__)
 
+LINE_SECONDS = 30.0
+# tqdm's own, less its rate in batches: the rate that is shown is samples/s, and all of it fits into 80 columns.
+BAR = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
 _TRAIN, _VALID, _PREDICTION = "train", "valid", "prediction"
 
 
@@ -332,3 +343,89 @@ def _number(name: str, what: str, value: Any) -> Tensor | float:
         f"log({name!r}, ...) was given as its {what} {shown}: give one number, or a tensor of one element"
         f"{'' if what == 'value' else ', which is >= 0'}. Of several values give their mean, or their sum and count=."
     )
+
+
+class ProgressBar:
+    """Shows how far a stage has come; told so about once a second, never once a step.
+
+    Args:
+        label: such as ``"epoch 3 train"``.
+        total: steps of the stage; None when unknown.
+        initial: steps done already.
+        enable: False shows nothing at all.
+        colour: tqdm's name of a colour, or None.
+
+    Attributes:
+        partial: the numbers told so far are of this process's part only: the loss is not shown.
+
+    Ranks: main only; make it with ``enable=False`` on the others.
+
+    Example:
+        >>> with ProgressBar("epoch 1 train", total=10, enable=False) as bar:
+        ...     bar.show(5, loss=0.5, samples=40)
+    """
+
+    def __init__(
+        self, label: str, total: int | None, *, initial: int = 0, enable: bool = True, colour: str | None = None
+    ) -> None:
+        self.label, self.total, self.initial = label, total, initial
+        self.enable = enable
+        self.partial = False
+        self._started = self._last_line = time.monotonic()
+        self._bar: tqdm[Any] | None = None
+        if enable and sys.stderr is not None and sys.stderr.isatty():
+            self._bar = tqdm(
+                total=total,
+                initial=initial,
+                desc=label,
+                colour=colour,
+                dynamic_ncols=True,
+                bar_format=BAR if total else None,
+                unit="batch",
+                file=sys.stderr,
+            )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def show(self, step: int, loss: float | None = None, samples: float = 0.0) -> None:
+        """Show the state of the stage.
+
+        Args:
+            step: steps done.
+            loss: mean over all ranks so far; None leaves it out.
+            samples: samples seen since the bar began, over all ranks.
+        """
+        if not self.enable:
+            return
+        loss = None if self.partial else loss
+        now = time.monotonic()
+        rate = samples / max(now - self._started, 1e-9)
+        if self._bar is not None:
+            self._bar.update(step - self._bar.n)
+            facts = {} if loss is None else {"loss": f"{loss:.4g}"}
+            self._bar.set_postfix({**facts, "samples/s": tqdm.format_sizeof(rate)}, refresh=False)
+            self._bar.refresh()
+        elif now - self._last_line >= LINE_SECONDS:
+            self._last_line = now
+            logger.info("%s", self._line(step, loss, rate, now))
+
+    def close(self) -> None:
+        """Leave the bar as it stands."""
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+    def _line(self, step: int, loss: float | None, rate: float, now: float) -> str:
+        parts = [f"{self.label}: batch {step}" + (f"/{self.total}" if self.total else "")]
+        if loss is not None:
+            parts.append(f"loss {loss:.4g}")
+        parts.append(f"{tqdm.format_sizeof(rate)} samples/s")
+        done = step - self.initial
+        if self.total and done > 0:
+            left = (now - self._started) / done * (self.total - step)
+            parts.append(f"{tqdm.format_interval(left)} left")
+        return ", ".join(parts)

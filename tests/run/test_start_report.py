@@ -12,8 +12,8 @@ from ddpkit.comm import software_facts
 from ddpkit.launch import LaunchInfo
 from ddpkit.logger import close_logging, setup_logging
 from ddpkit.precision import TorchAutocast
-from ddpkit.reporting import display
-from ddpkit.reporting.display import (
+from ddpkit.run import preflight as display
+from ddpkit.run.preflight import (
     Place,
     StartReport,
     evaluation_row,
@@ -168,7 +168,7 @@ def test_learning_rates_are_shortened():
 
 
 def test_the_block_is_aligned_and_says_nothing_twice(monkeypatch, caplog):
-    caplog.set_level("INFO", logger="ddpkit.reporting.display")
+    caplog.set_level("INFO", logger="ddpkit.run.preflight")
     monkeypatch.setattr(display, "__version__", "1.2")
     rows = {"launcher": "none", "precision": "fp32", "evaluation": "", "start": "from scratch"}
     report = StartReport()

@@ -348,27 +348,14 @@ def test_opt_class_that_returns_no_optimizer(opt_class, what):
     assert_told(caught.value, "opt_class must return an optimizer", f"got a {what}", "!name:torch.optim.Adam")
 
 
-def test_an_optimizer_of_weights_that_were_on_the_meta_device():
+def test_an_optimizer_of_weights_that_were_on_the_meta_device_trains_them():
+    """They get their values in place."""
     net = nn.Linear(1, 1, device="meta")
-    early = torch.optim.SGD(net.parameters())
-    with pytest.raises(ConfigError) as caught:
-        fit(make(modules={"net": net}, opt_class=lambda parameters: early))
-    assert_told(caught.value, "'opt_class' has parameters on the meta device", "Make it by opt_class, or in init_opt")
-
-
-def test_so_is_one_of_a_recipe_that_prepares_by_itself():
-    net = nn.Linear(1, 1, device="meta")
-    early = torch.optim.SGD(net.parameters())
-
-    class Early(Brain):
-        def on_fit_start(self):
-            self.optimizers_dict = {"early": early}
-
-        def fit_batch(self, batch):
-            raise AssertionError("nothing is trained")
-
-    with pytest.raises(ConfigError, match="'early' has parameters on the meta device"):
-        fit(make(Early, {"net": net}))
+    early = torch.optim.SGD(net.parameters(), lr=0.1)
+    brain = make(Line, {"net": net}, lambda parameters: early)
+    before = brain.modules.net.weight.detach().clone()
+    fit(brain)
+    assert not torch.equal(before, brain.modules.net.weight)
 
 
 def no_optimizer():

@@ -61,14 +61,12 @@ def parent_of_a_process():
     return reader.recv()
 
 
-def test_a_forkserver_of_its_own_or_the_scripts(monkeypatch):
+def test_a_forkserver_of_its_own():
     scripts, connect = parent_of_a_process(), forkserver.connect_to_new_process
     with own_forkserver():
         assert parent_of_a_process() != scripts
-    assert forkserver.connect_to_new_process is connect
-    monkeypatch.delattr(forkserver, "ForkServer")
-    with own_forkserver():
-        assert parent_of_a_process() == scripts
+    assert forkserver.connect_to_new_process == connect
+    assert parent_of_a_process() == scripts
 
 
 @pytest.mark.parametrize("at_once", [True, False])

@@ -14,6 +14,8 @@ from ddpkit.base import mark_as_loader, mark_as_saver, register_checkpoint_hooks
 from ddpkit.data import (
     DECIDED,
     DEFAULT_SEED,
+    DealtBatchSampler,
+    PlannedBatchSampler,
     SaveableDataLoader,
     Sharding,
     StreamLoader,
@@ -30,7 +32,6 @@ from ddpkit.data import (
 from ddpkit.distributed import get_rank, get_world_size
 from ddpkit.errors import DataError
 from ddpkit.logger import get_logger
-from ddpkit.sampler import DealtBatchSampler, PlannedBatchSampler
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

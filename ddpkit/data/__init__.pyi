@@ -3,18 +3,16 @@ from ddpkit.data.likeness import (
     FirstItems as FirstItems,
     require_alike as require_alike,
 )
-from ddpkit.data.permutation import (
+from ddpkit.data.plan import (
+    DealtBatchSampler as DealtBatchSampler,
     Order as Order,
-    mix as mix,
-    mix_key as mix_key,
-)
-from ddpkit.data.recipe_samplers import (
-    BalancingDataSampler as BalancingDataSampler,
-    ConcatDatasetBatchSampler as ConcatDatasetBatchSampler,
-    DistributedSamplerWrapper as DistributedSamplerWrapper,
-    DynamicBatchSampler as DynamicBatchSampler,
-    ReproducibleRandomSampler as ReproducibleRandomSampler,
-    ReproducibleWeightedRandomSampler as ReproducibleWeightedRandomSampler,
+    PlannedBatchSampler as PlannedBatchSampler,
+    RankBatchSampler as RankBatchSampler,
+    SamplingPlan as SamplingPlan,
+    count_repeats as count_repeats,
+    index_number as index_number,
+    layers as layers,
+    set_epoch_inside as set_epoch_inside,
 )
 from ddpkit.data.sharded_loader import (
     DECIDED as DECIDED,

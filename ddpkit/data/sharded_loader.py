@@ -1,6 +1,6 @@
 """A rank's part of a dataset as a loader, which remembers how far it has come.
 
-Every loader that the Brain makes follows the plan of :mod:`ddpkit.sampler`. A loader draws its workers' seeds from a
+Every loader that the Brain makes follows the plan of :mod:`ddpkit.data.plan`. A loader draws its workers' seeds from a
 generator of its own, so that making an iterator does not move the global random stream.
 """
 
@@ -19,17 +19,11 @@ from ddpkit.augmentation import LOADER_OPTIONS, KeyedSampler, Place, as_it_is, k
 from ddpkit.base import get_rank, get_world_size, mark_as_loader, mark_as_saver, register_checkpoint_hooks
 from ddpkit.control import start_loading
 from ddpkit.data.likeness import sketch
-from ddpkit.data.permutation import mix_key
+from ddpkit.data.plan import DealtBatchSampler, PlannedBatchSampler, layers, set_epoch_inside
 from ddpkit.data.streams import StreamLoader, StreamShard, is_sharded, stream_loader, worker_key
 from ddpkit.errors import ConfigError, DataError
 from ddpkit.logger import get_logger
-from ddpkit.sampler import (
-    DealtBatchSampler,
-    PlannedBatchSampler,
-    layers,
-    set_epoch_inside,
-)
-from ddpkit.seed import global_seed
+from ddpkit.seed import global_seed, mix_key
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -246,8 +240,8 @@ def shard(dataset: Any, sharding: Sharding, **loader_kwargs: Any) -> Any:
             known, gets :class:`ddpkit.batch.PaddedBatch`.
 
     Returns:
-        The loader; its ``batch_sampler`` is a :class:`~ddpkit.sampler.PlannedBatchSampler` or
-        :class:`~ddpkit.sampler.DealtBatchSampler`, but for iterable datasets, and where a ``DistributedSampler`` was
+        The loader; its ``batch_sampler`` is a :class:`~ddpkit.data.plan.PlannedBatchSampler` or
+        :class:`~ddpkit.data.plan.DealtBatchSampler`, but for iterable datasets, and where a ``DistributedSampler`` was
         given, which has divided the data already.
 
     Raises:

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from ddpkit.compat import shuffle_digest
 from ddpkit.control import start_loading
 from ddpkit.data.likeness import MOST_ITEMS, FirstItems, sketch
-from ddpkit.data.permutation import mix, mix_key
+from ddpkit.data.plan import SamplingPlan, part
 from ddpkit.data.stream_position import (
     READ,
     ReadApart,
@@ -36,8 +36,7 @@ from ddpkit.data.stream_position import (
 )
 from ddpkit.errors import ConfigError
 from ddpkit.logger import get_logger
-from ddpkit.sampler import SamplingPlan, part
-from ddpkit.seed import own_randomness
+from ddpkit.seed import mix, mix_key, own_randomness
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

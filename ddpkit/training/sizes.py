@@ -11,10 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ddpkit.data import StreamShard
+from ddpkit.data import DealtBatchSampler, PlannedBatchSampler, StreamShard
 from ddpkit.dataloader import LoopedLoader, plan_of
 from ddpkit.errors import ConfigError
-from ddpkit.sampler import DealtBatchSampler, PlannedBatchSampler
 
 if TYPE_CHECKING:
     from ddpkit.run_opts import RunOptions

@@ -22,6 +22,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from ddpkit.checkpoints import Checkpointer
 from ddpkit.data import deal_batches, guess_batch_size
+from ddpkit.data.plan import DealtBatchSampler, PlannedBatchSampler
 from ddpkit.dataloader import (
     DEFAULT_SEED,
     LoopedLoader,
@@ -35,7 +36,6 @@ from ddpkit.dataloader import (
     shard,
 )
 from ddpkit.errors import ConfigError, DataError
-from ddpkit.sampler import DealtBatchSampler, PlannedBatchSampler
 from tests.data.test_streams import Stream
 
 

@@ -11,10 +11,11 @@ epoch 1 of seed 11; so the orders differ from other libraries' orders for the sa
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
+import operator
 from collections import Counter
-from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from torch.utils.data import RandomSampler, Sampler, WeightedRandomSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from ddpkit.base import get_rank, get_world_size
-from ddpkit.data import Order, set_epoch_inside
+from ddpkit.data import Order, require_positive, set_epoch_inside
 from ddpkit.errors import BucketingError, ConfigError, DataError
 from ddpkit.logger import get_logger
 from ddpkit.seed import global_seed, mix_key, own_randomness
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 CHUNK = 8192
-_MOST_SHOWN = 5
 
 
 class ReproducibleRandomSampler(RandomSampler):
@@ -51,9 +51,6 @@ class ReproducibleRandomSampler(RandomSampler):
         epoch: to begin with.
         replacement: as for ``torch.utils.data.RandomSampler``.
         num_samples: likewise.
-
-    Raises:
-        DataError: there is nothing to draw from.
 
     Ranks: local; alike on every rank.
 
@@ -74,8 +71,6 @@ class ReproducibleRandomSampler(RandomSampler):
         replacement: bool = False,
         num_samples: int | None = None,
     ) -> None:
-        if not len(data_source):
-            raise DataError(f"{type(self).__name__}: data_source is empty. Check the paths and filters that made it.")
         super().__init__(data_source, replacement, num_samples)
         self.seed = _seed_or(563375142, seed)
         self.epoch = epoch
@@ -112,9 +107,6 @@ class ReproducibleWeightedRandomSampler(WeightedRandomSampler):
         seed: of the draws; None: the experiment's seed.
         epoch: to begin with.
 
-    Raises:
-        ConfigError: without replacement fewer than ``num_samples`` weights are not 0.
-
     Ranks: local; alike on every rank.
 
     Example:
@@ -132,12 +124,6 @@ class ReproducibleWeightedRandomSampler(WeightedRandomSampler):
         epoch: int = 0,
     ) -> None:
         super().__init__(weights, num_samples, replacement)
-        possible = int(torch.count_nonzero(self.weights))
-        if not replacement and possible < num_samples:  # torch would draw what has no weight
-            raise ConfigError(
-                f"{type(self).__name__}: num_samples={num_samples} cannot be drawn with replacement=False: {possible} "
-                "weights are not 0."
-            )
         self.seed = _seed_or(129491412, seed)
         self.epoch = epoch
         self.generator = torch.Generator()
@@ -186,7 +172,7 @@ class ConcatDatasetBatchSampler(Sampler[list[int]]):
                 "for each part of the dataset."
             )
         for size in batch_sizes:
-            positive_whole("batch_sizes", size, "Every part gives at least one sample to a batch.")
+            require_positive("batch_sizes", size, "every part gives some samples to a batch")
         self.samplers = samplers
         self.batch_sizes = batch_sizes
         self.offsets = [0, *itertools.accumulate(_part_length(one) for one in samplers[:-1])]
@@ -234,7 +220,7 @@ class DynamicBatchSampler(Sampler[list[int]]):
         num_buckets: number of buckets, whose boundaries are then the quantiles of a log-normal distribution, the last
             at ``max_batch_length``.
         length_func: returns the length of a sample, given the dataset's entry for it (``dataset.data[id]``), which
-            costs no loading; where the entry lacks a key, that key alone is asked for through ``output_keys_as``.
+            costs no loading; None: its ``"duration"``.
         shuffle: whether samples are put together anew in every epoch.
         batch_ordering: ``"random"``, or ``"ascending"`` or ``"descending"`` by the longest sample of a batch.
         max_batch_ex: samples of a batch, at most.
@@ -249,7 +235,7 @@ class DynamicBatchSampler(Sampler[list[int]]):
     Raises:
         BucketingError: neither ``num_buckets`` nor ``bucket_boundaries``, or no way to know the lengths.
         ConfigError: arguments that cannot work.
-        DataError: no sample, a length that is negative or no number, or no batch that is full with ``drop_last``.
+        DataError: no sample, or a length that is negative or no number.
 
     Ranks: local; alike on every rank.
 
@@ -286,22 +272,19 @@ class DynamicBatchSampler(Sampler[list[int]]):
         if batch_ordering not in {"random", "ascending", "descending"}:
             raise ConfigError(f"batch_ordering={batch_ordering!r} is not known. Use random, ascending or descending.")
         if max_batch_ex is not None:
-            positive_whole("max_batch_ex", max_batch_ex, "It limits the samples of a batch; leave it out for no limit")
-        self._lengths = sample_lengths(dataset, length_func, lengths_list)
-        self._bucket_boundaries = upper_boundaries(max_batch_length, num_buckets, bucket_boundaries)
-        self._bucket_lens = samples_that_fit(max_batch_length, self._bucket_boundaries, max_batch_ex)
+            require_positive("max_batch_ex", max_batch_ex, "it limits the samples of a batch")
+        self._lengths = _sample_lengths(dataset, length_func, lengths_list)
+        self._bucket_boundaries = _upper_boundaries(max_batch_length, num_buckets, bucket_boundaries)
+        limit = math.inf if max_batch_ex is None else max_batch_ex
+        fitting = [int(min(limit, max(1.0, max_batch_length / one))) for one in self._bucket_boundaries.tolist()]
+        self._bucket_lens = np.array([*fitting, 1])  # the last is of what is longer than all buckets
         self._bucket_of = np.searchsorted(self._bucket_boundaries, self._lengths)
         self._in_bucket = np.bincount(self._bucket_of, minlength=len(self._bucket_lens))
         self._shuffle_ex, self._batch_ordering, self._drop_last = shuffle, batch_ordering, drop_last
-        self._seed = _seed_or(42, seed)
+        self.seed, self.epoch = _seed_or(42, seed), epoch
         self._made: tuple[int, list[list[int]]] | None = None
-        self.epoch = epoch
-        self._report(max_batch_length, verbose=verbose)
-
-    @property
-    def seed(self) -> int:
-        """The seed of the shuffling."""
-        return self._seed
+        if verbose:
+            self._report()
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch whose batches the next iteration gives."""
@@ -325,7 +308,7 @@ class DynamicBatchSampler(Sampler[list[int]]):
     def _make(self) -> list[list[int]]:
         """Put the batches of this epoch together."""
         number = len(self._lengths)
-        samples = Order(number, self._seed, self.epoch, shuffle=self._shuffle_ex).at(np.arange(number))
+        samples = Order(number, self.seed, self.epoch, shuffle=self._shuffle_ex).at(np.arange(number))
         samples = samples[np.argsort(self._bucket_of[samples], kind="stable")]
         buckets = self._bucket_of[samples]
         place = np.arange(number) - (np.cumsum(self._in_bucket) - self._in_bucket)[buckets]
@@ -342,33 +325,15 @@ class DynamicBatchSampler(Sampler[list[int]]):
     def _order(self, longest: NDArray[np.float64]) -> NDArray[np.int64]:
         """Return which batch comes when, from the longest length of each."""
         if self._batch_ordering == "random":
-            return Order(len(longest), mix_key(self._seed, 1), self.epoch).at(np.arange(len(longest)))
+            return Order(len(longest), mix_key(self.seed, 1), self.epoch).at(np.arange(len(longest)))
         return np.argsort(longest if self._batch_ordering == "ascending" else -longest, kind="stable")
 
-    def _report(self, max_batch_length: float, *, verbose: bool) -> None:
-        if not len(self):
-            raise DataError(
-                f"DynamicBatchSampler: drop_last=True leaves no batch of the {len(self._lengths)} sample(s): no bucket "
-                f"fills a batch ({self._bucket_lens.tolist()} samples). Leave drop_last out, or use a "
-                "smaller max_batch_length, max_batch_ex or num_buckets."
-            )
-        logger.info(
-            "DynamicBatchSampler: %d batches of %d samples, %d of %d buckets in use.",
-            *(len(self), len(self._lengths), np.count_nonzero(self._in_bucket), len(self._bucket_lens)),
-        )
-        longer = int((self._lengths > max_batch_length).sum())
-        if longer:
-            logger.warning(
-                "DynamicBatchSampler: %d sample(s) are longer than max_batch_length=%s (the longest: %s); each is a "
-                "batch by itself.",
-                *(longer, max_batch_length, self._lengths.max()),
-            )
-        if verbose:
-            low = 0.0
-            highs = [*self._bucket_boundaries.tolist(), math.inf]
-            for high, size, held in zip(highs, self._bucket_lens, self._in_bucket, strict=True):
-                logger.info("Lengths from %.2f to %.2f: %d samples, %d in a batch.", low, high, held, size)
-                low = high
+    def _report(self) -> None:
+        low = 0.0
+        highs = [*self._bucket_boundaries.tolist(), math.inf]
+        for high, size, held in zip(highs, self._bucket_lens, self._in_bucket, strict=True):
+            logger.info("Lengths from %.2f to %.2f: %d samples, %d in a batch.", low, high, held, size)
+            low = high
 
 
 class DistributedSamplerWrapper(DistributedSampler[Any]):
@@ -445,17 +410,13 @@ class BalancingDataSampler(ReproducibleWeightedRandomSampler):
     """Draws every class of a dataset equally often, on average.
 
     Args:
-        dataset: its items are dicts. Of one with ``data`` and ``data_ids``, or with ``output_keys_as``, ``key`` alone
-            is computed; the items of any other are loaded.
+        dataset: its items are dicts. Of one with ``output_keys_as``, as SpeechBrain's, ``key`` alone is computed; the
+            items of any other are loaded.
         key: of an item: its class.
         num_samples: draws per epoch; None: as many as the dataset has.
         replacement: whether a sample may be drawn more than once.
         seed: of the draws; None: the experiment's seed.
         epoch: to begin with.
-
-    Raises:
-        ConfigError: more samples without replacement than the dataset has.
-        DataError: the dataset is empty, or an item lacks the key.
 
     Ranks: local; alike on every rank.
 
@@ -476,7 +437,9 @@ class BalancingDataSampler(ReproducibleWeightedRandomSampler):
         epoch: int = 0,
     ) -> None:
         self.dataset, self.key = dataset, key
-        classes = ask_items(dataset, lambda item: item[key], "BalancingDataSampler")
+        of_key_alone = dataset.output_keys_as([key]) if hasattr(dataset, "output_keys_as") else contextlib.nullcontext()
+        with of_key_alone:
+            classes = [dataset[index][key] for index in range(len(dataset))]
         counts = Counter(classes)
         weights = [1.0 / counts[one] for one in classes]
         super().__init__(weights, num_samples or len(classes), replacement, seed, epoch)
@@ -500,144 +463,39 @@ def _part_length(sampler: Any) -> int:
 # ---------------------------------------------------------------------------------------- lengths and buckets
 
 
-def positive_whole(name: str, value: Any, advice: str) -> None:
-    """Raise an error unless a value is a whole number >= 1.
-
-    Args:
-        name: of the argument, for the message.
-        value: given for it.
-        advice: what to do, for the message.
-
-    Raises:
-        ConfigError: it is none.
-
-    Ranks: local.
-
-    Example:
-        >>> positive_whole("num_buckets", 3, "One bucket is the least.")
-    """
-    if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
-        raise ConfigError(f"{name}: {value!r} is not a positive whole number. {advice}")
-
-
-def sample_lengths(
+def _sample_lengths(
     dataset: Any, length_func: Callable[[Any], float] | None, lengths_list: Sequence[float] | None
 ) -> NDArray[np.float64]:
-    """Return the length of every sample of a dataset, loading as little as possible.
-
-    Args:
-        dataset: with ``data`` (id -> entry) and ``data_ids``, unless ``lengths_list`` is given.
-        length_func: length of an entry; None: its ``"duration"``.
-        lengths_list: the lengths, if they are known.
-
-    Returns:
-        Shape ``(samples,)``, in the unit of ``length_func`` or ``lengths_list``.
-
-    Raises:
-        BucketingError: the lengths cannot be determined.
-        ConfigError: ``lengths_list`` is as long as some other dataset.
-        DataError: the dataset is empty, or a length is negative or not a number.
-
-    Ranks: local; alike on every rank.
-
-    Example:
-        >>> sample_lengths(range(3), None, [4, 0, 2.5])
-        array([4. , 0. , 2.5])
-    """
+    """Return the length of every sample of a dataset, without loading any."""
     if lengths_list is None:
-        if not _gives_entries(dataset):
+        if not (hasattr(dataset, "data") and hasattr(dataset, "data_ids")):
             raise BucketingError(
                 f"DynamicBatchSampler cannot know how long the samples of {type(dataset).__name__} are: length_func "
                 "is asked about entries of a dataset with data and data_ids. Give lengths_list, one length per sample."
             )
-        lengths_list = ask_items(dataset, length_func or (lambda item: item["duration"]), "DynamicBatchSampler")
+        length_func = length_func or operator.itemgetter("duration")
+        lengths_list = [length_func(dataset.data[one]) for one in dataset.data_ids]
     elif hasattr(dataset, "__len__") and len(dataset) != len(lengths_list):
         raise ConfigError(
             f"lengths_list has {len(lengths_list)} entries for the {len(dataset)} samples of "
             f"{type(dataset).__name__}. Give one length per sample, in the order of the dataset."
         )
-    try:
-        lengths = np.asarray(lengths_list, dtype=np.float64).reshape(len(lengths_list))
-    except (TypeError, ValueError) as error:
-        raise DataError(f"DynamicBatchSampler: the lengths are not one number per sample: {error}.") from error
-    if not lengths.size:
-        raise DataError("DynamicBatchSampler: there is no sample. Check the paths and filters that made the dataset.")
-    bad = np.flatnonzero(~(np.isfinite(lengths) & (lengths >= 0)))
-    if bad.size:
-        raise DataError(
-            f"DynamicBatchSampler: sample {bad[0]} has length {lengths[bad[0]]} ({bad.size} such sample(s)). A length "
-            "is a number, 0 or more."
-        )
+    lengths = np.asarray(lengths_list, dtype=np.float64)
+    if lengths.ndim != 1 or not lengths.size or not ((lengths >= 0) & (lengths < math.inf)).all():
+        raise DataError("DynamicBatchSampler: the lengths must be numbers, 0 or more, one for each of some samples.")
     return lengths
 
 
-def ask_items(dataset: Any, question: Callable[[Any], Any], who: str) -> list[Any]:
-    """Ask something of every item of a dataset, loading as little as possible.
-
-    The entries behind the items are asked first, which loads nothing. A key that they lack is computed through
-    ``output_keys_as``, and that key alone. Only where a dataset has neither are its items loaded.
-
-    Args:
-        dataset: its items are dicts.
-        question: called with an item; it raises ``KeyError`` for a key that the item lacks.
-        who: asks, for the messages.
-
-    Returns:
-        The answers, in the order of the dataset.
-
-    Raises:
-        DataError: the dataset is empty, or has no such key.
-
-    Ranks: local.
-
-    Example:
-        >>> ask_items([{"label": "a"}, {"label": "b"}], lambda item: item["label"], "a test")
-        ['a', 'b']
-    """
-    if not len(dataset):
-        raise DataError(f"{who}: the dataset is empty. Check the paths and filters that made it.")
-    keys: list[Any] = []
-    while True:
-        try:
-            if not keys:
-                return [question(item) for item in _entries(dataset)]
-            with dataset.output_keys_as(list(keys)):
-                return [question(dataset[index]) for index in range(len(dataset))]
-        except KeyError as error:
-            if not error.args or error.args[0] in keys or not hasattr(dataset, "output_keys_as"):
-                raise DataError(f"{who}: {type(dataset).__name__} gives no {error}. Name a key it has.") from error
-            keys += error.args
-
-
-def upper_boundaries(
-    max_batch_length: float, num_buckets: int | None, bucket_boundaries: Sequence[float] = ()
+def _upper_boundaries(
+    max_batch_length: float, num_buckets: int | None, bucket_boundaries: Sequence[float]
 ) -> NDArray[np.float64]:
-    """Return the upper boundaries of the buckets, ascending.
-
-    Args:
-        max_batch_length: the last boundary, where they are computed.
-        num_buckets: how many are computed.
-        bucket_boundaries: the boundaries themselves; then the other arguments do not matter.
-
-    Raises:
-        BucketingError: neither is given.
-        ConfigError: boundaries that are not ascending, or not above 0; or no positive number of buckets.
-
-    Ranks: local.
-
-    Source: quantiles of the log-normal distribution, ``exp(ndtri(k / (num_buckets + 1)))``, as in
-    ``scipy.stats.lognorm`` with ``s=1``.
-
-    Example:
-        >>> upper_boundaries(10.0, 3).round(2)
-        array([ 2.6 ,  5.09, 10.  ])
-    """
+    """Return the upper boundaries of the buckets, ascending: those given, or quantiles that end at the maximum."""
     if len(bucket_boundaries):
         boundaries = np.asarray(bucket_boundaries, dtype=np.float64)
-        if not (np.isfinite(boundaries).all() and boundaries[0] > 0 and (np.diff(boundaries) > 0).all()):
+        if not (boundaries[0] > 0 and (np.diff(boundaries) > 0).all() and boundaries[-1] < math.inf):
             raise ConfigError(
-                f"bucket_boundaries={list(bucket_boundaries)[:_MOST_SHOWN]} must be lengths above 0, each greater than "
-                "the one before. Samples of no length belong to the first bucket."
+                f"bucket_boundaries={list(bucket_boundaries)} must be lengths above 0, each greater than the one "
+                "before. Samples of no length belong to the first bucket."
             )
         return boundaries
     if num_buckets is None:
@@ -645,46 +503,9 @@ def upper_boundaries(
             "DynamicBatchSampler was given neither num_buckets nor bucket_boundaries. Give one of them: more buckets "
             "mean less padding, and less chance in what meets in a batch."
         )
-    positive_whole("num_buckets", num_buckets, "One bucket is the least.")
+    require_positive("num_buckets", num_buckets, "one bucket is the least")
     levels = torch.arange(1, num_buckets + 1, dtype=torch.float64) / (num_buckets + 1)
     quantiles = torch.special.ndtri(levels).exp().numpy()
     scaled: NDArray[np.float64] = quantiles * (max_batch_length / quantiles[-1])
     scaled[-1] = max_batch_length
     return scaled
-
-
-def samples_that_fit(
-    max_batch_length: float, boundaries: NDArray[np.float64], max_batch_ex: int | None
-) -> NDArray[np.int64]:
-    """Return how many samples make a batch, for every bucket and for what is longer than the last boundary.
-
-    Args:
-        max_batch_length: how long the samples of a batch may be together.
-        boundaries: of the buckets, shape ``(buckets,)``.
-        max_batch_ex: samples of a batch, at most.
-
-    Returns:
-        Shape ``(buckets + 1,)``; the last is 1.
-
-    Ranks: local.
-
-    Example:
-        >>> samples_that_fit(10.0, np.array([2.0, 3.0, 20.0]), max_batch_ex=4)
-        array([4, 3, 1, 1])
-    """
-    limit = math.inf if max_batch_ex is None else max_batch_ex
-    fitting = [int(min(limit, max(1.0, max_batch_length / one))) for one in boundaries.tolist()]
-    return np.array([*fitting, 1])
-
-
-def _gives_entries(dataset: Any) -> bool:
-    return hasattr(dataset, "data") and hasattr(dataset, "data_ids")
-
-
-def _entries(dataset: Any) -> Iterator[Any]:
-    """Yield what can be asked without loading; an empty dict, where keys must be named, makes the question name one."""
-    if _gives_entries(dataset):
-        return (dataset.data[one] for one in dataset.data_ids)
-    if hasattr(dataset, "output_keys_as"):
-        return iter([{}])
-    return (dataset[index] for index in range(len(dataset)))

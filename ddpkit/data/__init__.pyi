@@ -12,6 +12,7 @@ from ddpkit.data.plan import (
     count_repeats as count_repeats,
     index_number as index_number,
     layers as layers,
+    require_positive as require_positive,
     set_epoch_inside as set_epoch_inside,
 )
 from ddpkit.data.sharded_loader import (

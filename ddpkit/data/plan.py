@@ -171,12 +171,7 @@ class SamplingPlan:
         given: Any = self.global_batch_size
         name = "batch_size" if given is None else "global_batch_size"
         given = self.batch_size if given is None else given
-        if isinstance(given, bool) or not isinstance(given, Integral) or given < 1:
-            counts = "it counts per process" if name == "batch_size" else "it counts all processes"
-            raise ConfigError(
-                f"{name}={given!r} is not a positive whole number: every step needs at least one sample. "
-                f"Set {name} to 1 or more ({counts})."
-            )
+        require_positive(name, given, "every step needs at least one sample")
         if name == "global_batch_size" and self.micro_batches > self.global_batch_size:
             raise ConfigError(
                 f"global_batch_size={self.global_batch_size} cannot be divided into {self.micro_batches} batches: some "
@@ -239,6 +234,26 @@ class SamplingPlan:
         """Return into how many batches a global batch of a size is divided."""
         largest = -(-self.global_batch_size // self.micro_batches)
         return self.micro_batches if size == self.global_batch_size else -(-size // largest)
+
+
+def require_positive(name: str, value: Any, reason: str) -> None:
+    """Raise an error unless a value is a whole number >= 1.
+
+    Args:
+        name: of the argument, for the message.
+        value: given for it.
+        reason: why, for the message.
+
+    Raises:
+        ConfigError: it is none.
+
+    Ranks: local.
+
+    Example:
+        >>> require_positive("num_buckets", 3, "one bucket is the least")
+    """
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
+        raise ConfigError(f"{name}={value!r} is not a positive whole number: {reason}. Set {name} to 1 or more.")
 
 
 def part(size: int, parts: int, number: int) -> tuple[int, int]:

@@ -138,7 +138,7 @@ def test_global_batches_of_several_micro_batches(samples, world_size, whole, pie
 
 def test_bad_global_batch_sizes():
     for bad in (0, -3, 2.5, True):
-        with pytest.raises(ConfigError, match=r"^global_batch_size=.* \(it counts all processes\)"):
+        with pytest.raises(ConfigError, match=r"^global_batch_size=.* is not a positive whole number"):
             SamplingPlan(4, global_batch_size=bad)
     with pytest.raises(ConfigError, match=r"^global_batch_size=3 cannot be divided into 4 batches"):
         SamplingPlan(4, global_batch_size=3, micro_batches=4)

@@ -1,6 +1,5 @@
 from ddpkit.data.likeness import (
     MOST_ITEMS as MOST_ITEMS,
-    FirstItems as FirstItems,
     require_alike as require_alike,
 )
 from ddpkit.data.plan import (

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from ddpkit.data.likeness import Sketch, Sketches
+    from ddpkit.data.likeness import Sketch
 
 logger = get_logger(__name__)
 
@@ -424,16 +424,15 @@ def _plan_in(batch_sampler: Any, sampler: Any) -> PlannedBatchSampler | DealtBat
     return source if isinstance(source, (PlannedBatchSampler, DealtBatchSampler)) else None
 
 
-def first_samples(loader: Any, number: int = 1, times: int = 1) -> list[Sketches] | None:
+def first_samples(loader: Any, number: int = 1) -> list[Sketch] | None:
     """Sketch the first samples of a sharded dataset, for a comparison with the other ranks.
 
     Args:
         loader: any.
         number: of samples, beginning with sample 0 and going on over the whole set.
-        times: how often each is loaded.
 
     Returns:
-        Sketches of them, each time; None where the loader has no such dataset, or they cannot be loaded.
+        Sketches of them; None where the loader has no such dataset, or they cannot be loaded.
 
     Ranks: local.
 
@@ -441,18 +440,17 @@ def first_samples(loader: Any, number: int = 1, times: int = 1) -> list[Sketches
 
     Example:
         >>> first_samples(shard(range(5), Sharding(0, 2))), first_samples([1, 2])
-        ([[{'': '0'}]], None)
+        ([{'': '0'}], None)
     """
     plan, dataset = plan_of(loader), getattr(loader, "dataset", None)
     if plan is None or plan.world_size == 1 or not isinstance(dataset, Sized):
         return None
-    indices = sorted({place * len(dataset) // number for place in range(number)})
     try:
-        found = load_keyed(loader, indices * times, _sketch_one, plan.seed)
+        indices = sorted({place * len(dataset) // number for place in range(number)})
+        return load_keyed(loader, indices, _sketch_one, plan.seed)
     except Exception:  # what is wrong with it comes up where it is needed; perhaps it never is
         logger.debug("Sample 0 of %s cannot be loaded.", type(dataset).__name__, exc_info=True)
         return None
-    return [found[start : start + len(indices)] for start in range(0, len(found), len(indices))]
 
 
 def _sketch_one(samples: list[Any]) -> Sketch:

@@ -1,6 +1,8 @@
 from ddpkit.data.likeness import (
     MOST_ITEMS as MOST_ITEMS,
+    Sketch as Sketch,
     require_alike as require_alike,
+    sketch as sketch,
 )
 from ddpkit.data.plan import (
     DealtBatchSampler as DealtBatchSampler,
@@ -14,20 +16,6 @@ from ddpkit.data.plan import (
     require_positive as require_positive,
     set_epoch_inside as set_epoch_inside,
 )
-from ddpkit.data.sharded_loader import (
-    DECIDED as DECIDED,
-    DEFAULT_SEED as DEFAULT_SEED,
-    SaveableDataLoader as SaveableDataLoader,
-    Sharding as Sharding,
-    deal_batches as deal_batches,
-    default_seed as default_seed,
-    first_samples as first_samples,
-    is_batches as is_batches,
-    plan_of as plan_of,
-    reshard as reshard,
-    set_epoch as set_epoch,
-    shard as shard,
-)
 from ddpkit.data.stream_position import (
     StreamPosition as StreamPosition,
     is_stateful as is_stateful,
@@ -38,4 +26,6 @@ from ddpkit.data.streams import (
     StreamShard as StreamShard,
     guess_batch_size as guess_batch_size,
     is_sharded as is_sharded,
+    stream_loader as stream_loader,
+    worker_key as worker_key,
 )

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from ddpkit.data.likeness import FirstItems, Sketch
-    from ddpkit.data.sharded_loader import Sharding
+    from ddpkit.dataloader import Sharding
 
 logger = get_logger(__name__)
 
@@ -103,7 +103,7 @@ class StreamShard(IterableDataset[Any], Source):
     Ranks: local; all ranks must give the same arguments but ``sharding.rank``.
 
     Example:
-        >>> from ddpkit.data import Sharding
+        >>> from ddpkit.dataloader import Sharding
         >>> [block.items for block in StreamShard(range(5), Sharding(1, 2))]
         [{1: [1]}, {1: [3]}]
         >>> [[block.items[rank] for block in StreamShard(range(7), Sharding(rank, 2), 4)] for rank in range(2)]
@@ -245,7 +245,7 @@ class StreamLoader(DataLoader[Any]):
     Ranks: local.
 
     Example:
-        >>> from ddpkit.data import Sharding
+        >>> from ddpkit.dataloader import Sharding
         >>> [batch.tolist() for batch in StreamLoader(StreamShard(range(3), Sharding(), 2), key=5, batch_size=2)]
         [[0, 1], [2]]
         >>> shards = StreamShard(range(5), Sharding(0, 1, virtual_ranks=2), 4)
@@ -370,7 +370,7 @@ def stream_loader(dataset: Any, sharding: Sharding, options: dict[str, Any]) -> 
     Ranks: local.
 
     Example:
-        >>> from ddpkit.data import Sharding
+        >>> from ddpkit.dataloader import Sharding
         >>> from torch.utils.data import IterableDataset
         >>> class Numbers(IterableDataset):
         ...     def __iter__(self):

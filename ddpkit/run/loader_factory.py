@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data import DataLoader, IterableDataset
 
 from ddpkit.base import POSITION, temporarily
-from ddpkit.data import is_batches
-from ddpkit.dataloader import LoopedLoader, Sharding, deal_batches, default_seed, reshard, shard
+from ddpkit.dataloader import LoopedLoader, Sharding, deal_batches, default_seed, is_batches, reshard, shard
 from ddpkit.distributed import get_world_size
 from ddpkit.errors import ConfigError, DataError
 from ddpkit.logger import get_logger

@@ -21,11 +21,10 @@ from ddpkit.comm import require_agreement
 from ddpkit.data import (
     MOST_ITEMS,
     StreamLoader,
-    first_samples,
     guess_batch_size,
     require_alike,
 )
-from ddpkit.dataloader import LoopedLoader, SaveableDataLoader, plan_of
+from ddpkit.dataloader import LoopedLoader, SaveableDataLoader, first_samples, plan_of
 from ddpkit.distributed import get_world_size
 from ddpkit.logger import get_logger
 from ddpkit.types import Stage

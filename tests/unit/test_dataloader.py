@@ -21,13 +21,14 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 from ddpkit.checkpoints import Checkpointer
-from ddpkit.data import deal_batches, guess_batch_size
+from ddpkit.data import guess_batch_size
 from ddpkit.data.plan import DealtBatchSampler, PlannedBatchSampler
 from ddpkit.dataloader import (
     DEFAULT_SEED,
     LoopedLoader,
     SaveableDataLoader,
     Sharding,
+    deal_batches,
     default_seed,
     make_dataloader,
     plan_of,

@@ -456,7 +456,8 @@ def shard(dataset: Any, sharding: Sharding, **loader_kwargs: Any) -> Any:
     if is_batches(dataset) and not options:
         return deal_batches(dataset, sharding)
     _check_exclusive(options)
-    if _has_output_keys(dataset) and (options.get("batch_size", 1), options.get("batch_sampler")) != (None, None):
+    makes_batches = (options.get("batch_size", 1), options.get("batch_sampler")) != (None, None)
+    if makes_batches and hasattr(dataset, "set_output_keys") and hasattr(dataset, "pipeline"):
         from ddpkit.batch import PaddedBatch
 
         options.setdefault("collate_fn", PaddedBatch)
@@ -553,10 +554,6 @@ def deal_batches(loader: Any, sharding: Sharding) -> StreamLoader:
         )
     own = StreamShard(loader, sharding, of_batches=True)
     return StreamLoader(own, worker_key(sharding), batch_size=None, collate_fn=as_it_is)
-
-
-def _has_output_keys(dataset: Any) -> bool:
-    return callable(getattr(dataset, "set_output_keys", None)) and hasattr(dataset, "pipeline")
 
 
 def _has_its_own_way(loader: DataLoader[Any]) -> bool:
@@ -719,25 +716,17 @@ class _Single(torch.utils.data.Sampler[int]):
 
 
 def _check_exclusive(options: dict[str, Any]) -> None:
-    names = ("sampler", "batch_sampler")
-    given = [name for name in names if options.get(name) is not None]
-    given += ["shuffle=True"] if options.get("shuffle") else []
-    if "batch_sampler" in given and options.get("batch_size") not in {None, 1}:
-        given.append(f"batch_size={options['batch_size']!r}")
-    if len(given) > 1:
+    has_batches, has_sampler = (options.get(name) is not None for name in ("batch_sampler", "sampler"))
+    has_size = has_batches and options.get("batch_size") not in {None, 1}
+    if has_batches + has_sampler + has_size + bool(options.get("shuffle")) > 1:
         raise ConfigError(
-            f"{' and '.join(given)} were given to the loader, which exclude each other: give one of them."
+            "a loader takes one of shuffle=True, sampler and batch_sampler, and batch_sampler without batch_size: give "
+            "one of them."
         )
 
 
 def _length(dataset: Any) -> int:
-    try:
-        size = len(dataset)
-    except TypeError as error:
-        raise DataError(
-            f"{type(dataset).__name__} has no len(): a map-style dataset needs __len__ and __getitem__, a stream must "
-            "derive from torch.utils.data.IterableDataset, and what yields whole batches takes no loader arguments."
-        ) from error
+    size = len(dataset)
     if size < 1:
         raise DataError(
             f"the dataset is empty: len({type(dataset).__name__}) is {size}. Check the paths and filters that made it."

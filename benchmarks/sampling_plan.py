@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch.utils.data import DistributedSampler
 
-from ddpkit.sampler import PlannedBatchSampler
+from ddpkit.data.plan import PlannedBatchSampler
 
 BATCH = 32
 ENOUGH = 2_000_000

@@ -29,8 +29,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ddpkit.base import FailureReport
 from ddpkit.control import PeriodicSync
 from ddpkit.control.heartbeat import BEAT_SECONDS, Heartbeat
+from ddpkit.data.plan import PlannedBatchSampler
 from ddpkit.run_opts import RunOptions
-from ddpkit.sampler import PlannedBatchSampler
 from ddpkit.strategies import choose_strategy
 from ddpkit.strategies.fsdp import FIRST_STEPS
 from ddpkit.training import Feed, Progress, Recipe, TrainStep, train_epoch

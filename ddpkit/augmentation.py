@@ -21,14 +21,14 @@ from torch.utils.data import DataLoader, Subset, get_worker_info
 
 from ddpkit.compat import look_at_random_streams
 from ddpkit.control import start_loading
-from ddpkit.data import mix, mix_key
+from ddpkit.data import count_repeats, index_number, set_epoch_inside
 from ddpkit.errors import DataError
-from ddpkit.sampler import count_repeats, index_number, set_epoch_inside
+from ddpkit.seed import mix, mix_key
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from ddpkit.sampler import DealtBatchSampler, PlannedBatchSampler
+    from ddpkit.data import DealtBatchSampler, PlannedBatchSampler
 
     _State = tuple[Any, Any, Any, torch.Tensor]  # what shows that a stream has moved, and the three states
 

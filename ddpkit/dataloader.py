@@ -1,64 +1,243 @@
-"""Loaders as recipes make them: over a whole dataset, for one rank, or cut into epochs of a fixed length.
+"""Loaders: a rank's part of a dataset, which remembers how far it has come, or cut into epochs of a fixed length.
 
-What deals an epoch out to the ranks is in :mod:`ddpkit.data.sharded_loader`, whose names can be imported from here.
+Every loader that the Brain makes follows the plan of :mod:`ddpkit.data.plan`. A loader draws its workers' seeds from a
+generator of its own, so that making an iterator does not move the global random stream.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sized
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
-from torch.utils.data import IterableDataset
+import torch
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data.distributed import DistributedSampler
 
-from ddpkit.base import mark_as_loader, mark_as_saver, register_checkpoint_hooks
+from ddpkit.augmentation import LOADER_OPTIONS, KeyedSampler, Place, as_it_is, keyed_loader, load_keyed
+from ddpkit.base import get_rank, get_world_size, mark_as_loader, mark_as_saver, register_checkpoint_hooks
+from ddpkit.control import start_loading
 from ddpkit.data import (
-    DECIDED,
-    DEFAULT_SEED,
-    SaveableDataLoader,
-    Sharding,
+    DealtBatchSampler,
+    PlannedBatchSampler,
     StreamLoader,
     StreamShard,
-    deal_batches,
-    default_seed,
     guess_batch_size,
+    is_sharded,
+    layers,
     one_by_one,
-    plan_of,
-    reshard,
-    set_epoch,
-    shard,
+    set_epoch_inside,
+    sketch,
+    stream_loader,
+    worker_key,
 )
-from ddpkit.distributed import get_rank, get_world_size
-from ddpkit.errors import DataError
+from ddpkit.errors import ConfigError, DataError
 from ddpkit.logger import get_logger
-from ddpkit.sampler import DealtBatchSampler, PlannedBatchSampler
+from ddpkit.seed import global_seed, mix_key
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from ddpkit.data import StreamPosition
-
-__all__ = [
-    "DEFAULT_SEED",
-    "LoopedLoader",
-    "SaveableDataLoader",
-    "Sharding",
-    "deal_batches",
-    "default_seed",
-    "distributed_loader_specifics",
-    "keep_states",
-    "make_dataloader",
-    "plan_of",
-    "reshard",
-    "resume_after_end",
-    "resume_at",
-    "set_epoch",
-    "shard",
-    "state_at",
-    "state_at_end",
-]
+    from ddpkit.data import Sketch, StreamPosition
 
 logger = get_logger(__name__)
+
+DECIDED = ("batch_size", "shuffle", "sampler", "batch_sampler", "drop_last")
+DEFAULT_SEED = 563375142
+
+
+def default_seed() -> int:
+    """Return the experiment's seed, or a fixed one where ``seed_everything`` was not called.
+
+    Ranks: local.
+
+    Example:
+        >>> isinstance(default_seed(), int)
+        True
+    """
+    seed = global_seed()
+    return DEFAULT_SEED if seed is None else seed
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """Which part of the data a loader gives to this process.
+
+    Attributes:
+        rank: this rank.
+        world_size: number of ranks that divide the data; 1 gives everything to everybody.
+        keep_step: whether every rank must yield the same number of batches, as training must.
+        seed: of the shuffling.
+        global_batch_size: samples of an optimizer step over all ranks; takes the place of ``batch_size``.
+        micro_batches: batches that those are worked on in, one after the other.
+        virtual_ranks: a multiple of the ranks, over which the data is divided then; each rank takes as many of their
+            parts as it stands for, one after another. None: the ranks themselves.
+
+    Ranks: local.
+
+    Example:
+        >>> Sharding(rank=0, world_size=2).keep_step
+        True
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    keep_step: bool = True
+    seed: int = DEFAULT_SEED
+    global_batch_size: int | None = None
+    micro_batches: int = 1
+    virtual_ranks: int | None = None
+
+    @property
+    def shards(self) -> int:
+        """How many parts of every batch each rank takes."""
+        return (self.virtual_ranks or self.world_size) // self.world_size
+
+    @property
+    def is_virtual(self) -> bool:
+        """Whether a stream is divided over virtual ranks: in training, not where it is only evaluated."""
+        return self.virtual_ranks is not None and self.keep_step
+
+    @property
+    def shards_of_stream(self) -> range:
+        """The parts of a stream's blocks that this rank takes: its own one, but of virtual ranks."""
+        each = self.shards if self.is_virtual else 1
+        return range(self.rank * each, (self.rank + 1) * each)
+
+    @property
+    def batch_of_all_ranks(self) -> int | None:
+        """Size of a batch over all ranks, for a stream, whose batches must be alike; None if it is not given."""
+        if self.global_batch_size is None:
+            return None
+        size, rest = divmod(self.global_batch_size, self.micro_batches)
+        if rest:
+            raise ConfigError(
+                f"global_batch_size={self.global_batch_size} of a stream cannot be divided evenly into "
+                f"{self.micro_batches} batches per step: a stream has no positions to divide unevenly. Use a multiple "
+                f"of {self.micro_batches}."
+            )
+        return size
+
+    @classmethod
+    def of_this_rank(cls, **given: Any) -> Sharding:
+        """Return the part of this rank among all ranks of its process group, shuffled by the experiment's seed.
+
+        Args:
+            given: the other attributes by name; or other values for these three.
+
+        Example:
+            >>> Sharding.of_this_rank(global_batch_size=32).world_size
+            1
+        """
+        return cls(**{"rank": get_rank() or 0, "world_size": get_world_size(), "seed": default_seed(), **given})
+
+
+@register_checkpoint_hooks
+class SaveableDataLoader(DataLoader[Any]):
+    """A ``DataLoader`` that is saved as the number of batches it has yielded, and continues after them.
+
+    Random augmentation is keyed on (seed, epoch, sample), by :mod:`ddpkit.augmentation`: it is the same on any number
+    of workers and ranks, and after a recovery.
+
+    The batches skipped after a recovery are not loaded if the sampler is ours, as it is in every loader that this
+    module makes: the sampler leaves them out. Of another one they are loaded and dropped.
+
+    Args:
+        args: as for ``torch.utils.data.DataLoader``.
+        kwargs: likewise.
+
+    Attributes:
+        yielded: batches handed out in this iteration, with those skipped; None before the first.
+        passed_through: what the batches pass through before they are handed out, which may read ahead; or None.
+
+    Ranks: local.
+
+    Example:
+        >>> loader = SaveableDataLoader(range(4), batch_size=2)
+        >>> [batch.tolist() for batch in loader]
+        [[0, 1], [2, 3]]
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        if kwargs.get("generator") is None:
+            kwargs["generator"] = torch.Generator()
+        super().__init__(*args, **kwargs)
+        self.yielded: int | None = None
+        self.passed_through: Callable[[Iterator[Any]], Iterator[Any]] | None = None
+        self._skip = 0
+        self._keyed: DataLoader[Any] | None = None
+        self._place = Place(default_seed())  # for batches that no plan of ours deals out
+        self.set_epoch(1)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch whose order and worker seeds the next iteration follows."""
+        self._place.seed, self._place.epoch = default_seed(), epoch
+        if self.generator is not None:
+            self.generator.manual_seed(mix_key(global_seed() or 0, epoch) >> 1)
+        set_epoch_inside(self.sampler if self.batch_sampler is None else self.batch_sampler, epoch)
+
+    def skip_next(self, batches: int) -> None:
+        """Leave out the first ``batches`` batches of the next iteration, without loading them."""
+        self._skip = batches
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        skip, self._skip = self._skip, 0
+        self.yielded = skip
+        plan = plan_of(self)
+        if plan is not None:
+            plan.skip = skip  # before the workers are started, which ask for their first batches
+        inner = self._begin()
+        if skip and plan is None:
+            inner = itertools.islice(inner, skip, None)
+        return self._counted(inner if self.passed_through is None else self.passed_through(inner))
+
+    def _begin(self) -> Iterator[Any]:
+        """Start torch's iterator, of a loader like this one whose randomness is keyed (but for a stream)."""
+        if isinstance(self.dataset, IterableDataset):
+            return start_loading(self, super().__iter__)
+        if self._keyed is None or not self.persistent_workers:
+            plan, batched = plan_of(self), self.batch_sampler is not None
+            place = self._place if plan is None else plan
+            batches = KeyedSampler(cast("Any", self.batch_sampler if batched else self.sampler), place, batched=batched)
+            options = {"generator": self.generator, "batched": batched, "epoch": place.epoch}
+            self._keyed = keyed_loader(self, batches, **options)
+        return start_loading(self._keyed)
+
+    def _counted(self, inner: Iterator[Any]) -> Iterator[Any]:
+        own = self.__dict__  # what DataLoader does with a written attribute costs more than to count
+        for number, batch in enumerate(inner, (self.yielded or 0) + 1):
+            own["yielded"] = number
+            yield batch
+
+    @mark_as_saver
+    def save(self, path: Path) -> None:
+        """Write the number of batches yielded, or None before the first iteration."""
+        path.write_text(str(self.yielded), encoding="utf-8")
+
+    @mark_as_loader
+    def load(self, path: Path, end_of_epoch: bool) -> None:
+        """Continue after the saved number of batches; start afresh after an end-of-epoch checkpoint.
+
+        Once the loader has been iterated nothing is loaded: the checkpoint is then wanted for its weights.
+        """
+        if self.yielded is not None:
+            logger.debug("The loader has been iterated before: its place in the checkpoint is ignored.")
+            return
+        text = path.read_text(encoding="utf-8").strip()
+        if not end_of_epoch and text not in {"", "None"}:
+            self.skip_next(int(text))
+
+    @property
+    def _speechbrain_recovery_skip_to(self) -> int | None:
+        return self._skip or None
+
+    def _speechbrain_save(self, path: Path) -> None:
+        self.save(path)
+
+    def _speechbrain_load(self, path: Path, end_of_epoch: bool) -> None:
+        self.load(path, end_of_epoch)
 
 
 @register_checkpoint_hooks
@@ -243,6 +422,383 @@ class LoopedLoader:
             self._passes, self._skip = divmod(self.total_steps, max(len(self.loader), 1))
 
 
+def shard(dataset: Any, sharding: Sharding, **loader_kwargs: Any) -> Any:
+    """Make the loader that gives one process its part of a dataset.
+
+    Args:
+        dataset: map-style or iterable; or, without ``loader_kwargs``, anything else that yields batches.
+        sharding: which part.
+        loader_kwargs: as for ``torch.utils.data.DataLoader``; not changed. Without a ``collate_fn`` a dataset with a
+            method ``set_output_keys`` and an attribute ``pipeline``, by which SpeechBrain's ``DynamicItemDataset`` is
+            known, gets :class:`ddpkit.batch.PaddedBatch`.
+
+    Returns:
+        The loader; its ``batch_sampler`` is a :class:`~ddpkit.data.plan.PlannedBatchSampler` or
+        :class:`~ddpkit.data.plan.DealtBatchSampler`, but for iterable datasets, and where a ``DistributedSampler`` was
+        given, which has divided the data already.
+
+    Raises:
+        ConfigError: ``shuffle`` with a sampler, a bad batch size, or other arguments that exclude each other.
+        DataError: the dataset is empty.
+
+    Ranks: local; all ranks must give the same arguments but ``sharding.rank``.
+
+    Example:
+        >>> loader = shard(range(5), Sharding(rank=1, world_size=2), batch_size=2)
+        >>> [batch.tolist() for batch in loader]
+        [[2, 3], [4]]
+    """
+    options = dict(loader_kwargs)
+    if options.get("batch_sampler") is not None or options.get("batch_size", 1) is None:
+        _refuse_global_batch(sharding, "batches that are made already, by a batch_sampler or by the dataset")
+    if isinstance(dataset, IterableDataset):
+        return stream_loader(dataset, sharding, options)
+    if is_batches(dataset) and not options:
+        return deal_batches(dataset, sharding)
+    _check_exclusive(options)
+    makes_batches = (options.get("batch_size", 1), options.get("batch_sampler")) != (None, None)
+    if makes_batches and hasattr(dataset, "set_output_keys") and hasattr(dataset, "pipeline"):
+        from ddpkit.batch import PaddedBatch
+
+        options.setdefault("collate_fn", PaddedBatch)
+    batch_sampler, sampler = options.pop("batch_sampler", None), options.pop("sampler", None)
+    share = _plan_in(batch_sampler, sampler)  # made by `distributed_loader_specifics`
+    if _is_divided(batch_sampler, sampler) or (share is not None and share.world_size > 1):
+        _refuse_divided(sharding, "what a DistributedSampler has divided already")
+        return SaveableDataLoader(dataset, batch_sampler=batch_sampler, sampler=sampler, **options)
+    shuffle, drop_last = bool(options.pop("shuffle", False)), bool(options.pop("drop_last", False))
+    common: dict[str, Any] = {
+        "seed": sharding.seed,
+        "drop_last": drop_last,
+        "keep_step": sharding.keep_step,
+        "shards": sharding.shards,
+    }
+    if batch_sampler is not None:
+        options.pop("batch_size", None)
+        planned: Any = DealtBatchSampler(batch_sampler, sharding.rank, sharding.world_size, **common)
+        return SaveableDataLoader(dataset, batch_sampler=planned, **options)
+    size = _length(dataset)
+    batch_size = options.pop("batch_size", 1)
+    planned = PlannedBatchSampler(
+        size if sampler is None else sampler,
+        1 if batch_size is None else batch_size,
+        sharding.rank,
+        sharding.world_size,
+        shuffle=shuffle,
+        global_batch_size=sharding.global_batch_size,
+        micro_batches=sharding.micro_batches,
+        **common,
+    )
+    if batch_size is None:  # the dataset gives whole batches: one index, one batch
+        return SaveableDataLoader(dataset, sampler=_Single(planned), batch_size=None, **options)
+    return SaveableDataLoader(dataset, batch_sampler=planned, **options)
+
+
+def reshard(loader: DataLoader[Any], sharding: Sharding) -> Any:
+    """Make a loader that gives one process its share of a ready-made loader's batches.
+
+    Args:
+        loader: its dataset, batch size, order, collate function and workers are kept.
+        sharding: which part.
+
+    Returns:
+        A new loader; the same one if a ``DistributedSampler`` is in it, for then its maker has divided the data, or if
+        it says ``is_sharded = True``, in which case its batches need not be as many on every rank.
+
+    Ranks: local.
+
+    Example:
+        >>> ready = DataLoader(range(5), batch_size=2)
+        >>> [batch.tolist() for batch in reshard(ready, Sharding(rank=0, world_size=2))]
+        [[0, 1], [4]]
+    """
+    options: dict[str, Any] = {name: getattr(loader, name) for name in LOADER_OPTIONS if hasattr(loader, name)}
+    if is_sharded(loader) or _has_its_own_way(loader) or (isinstance(loader, StreamLoader) and loader.of_batches):
+        return deal_batches(loader, sharding)
+    if isinstance(loader.dataset, IterableDataset):
+        sizes = {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
+        return shard(loader.dataset, sharding, **sizes, **options)
+    if _is_divided(loader.batch_sampler, loader.sampler):
+        _refuse_divided(sharding, "a loader that a DistributedSampler has divided already")
+        return loader
+    return shard(loader.dataset, sharding, **_order_of(loader), **options)
+
+
+def deal_batches(loader: Any, sharding: Sharding) -> StreamLoader:
+    """Shard an opaque iterable of batches: rank r keeps every world_size-th batch.
+
+    Args:
+        loader: yields batches, anew whenever it is iterated. One that says ``is_sharded = True`` has been divided by
+            its maker, and gives all it has.
+        sharding: which part.
+
+    Ranks: local.
+
+    Example:
+        >>> list(deal_batches({"ab": 1, "cd": 2, "e": 3}.keys(), Sharding(rank=0, world_size=2)))
+        ['ab', 'e']
+    """
+    _refuse_global_batch(sharding, "the batches of a loader of one's own")
+    if isinstance(loader, StreamLoader):
+        loader = loader.whole
+    name = type(loader).__name__
+    if is_sharded(loader):
+        _refuse_divided(sharding, f"{name}, which divides itself over the processes")
+        logger.info("%s divides itself over the ranks (is_sharded): it is used as it is.", name)
+        sharding = Sharding(seed=mix_key(sharding.seed, sharding.rank))
+    elif sharding.world_size > 1 and not sharding.is_virtual:
+        logger.info(
+            "%s is dealt out by batches: every rank reads all of them, and trains on one in %d.",
+            name,
+            sharding.world_size,
+        )
+    own = StreamShard(loader, sharding, of_batches=True)
+    return StreamLoader(own, worker_key(sharding), batch_size=None, collate_fn=as_it_is)
+
+
+def _has_its_own_way(loader: DataLoader[Any]) -> bool:
+    """Return whether a loader's class has its own iteration, which a rebuilt loader would lose."""
+    kind = next(one for one in type(loader).__mro__ if "__iter__" in vars(one))
+    return kind.__module__.split(".")[0] not in {"torch", "torchdata", "ddpkit"}
+
+
+def _refuse_divided(sharding: Sharding, what: str) -> None:
+    if sharding.virtual_ranks is not None:
+        raise ConfigError(f"virtual_ranks={sharding.virtual_ranks} cannot divide {what}. Give the data undivided.")
+    _refuse_global_batch(sharding, what)
+
+
+def _refuse_global_batch(sharding: Sharding, what: str) -> None:
+    if sharding.global_batch_size is not None:
+        raise ConfigError(
+            f"global_batch_size={sharding.global_batch_size} cannot divide {what}. Leave global_batch_size out, or "
+            "give a dataset or a stream of samples, with a sampler if you like."
+        )
+
+
+def is_batches(data: Any) -> bool:
+    """Return whether an object is an opaque source of batches: neither a dataset nor a loader that can be rebuilt.
+
+    Args:
+        data: the training set as given.
+
+    Returns:
+        True for what can be iterated, and neither derives from torch's ``Dataset`` or ``DataLoader`` nor has
+        ``__getitem__``, as map-style datasets do.
+
+    Ranks: local.
+
+    Example:
+        >>> is_batches(iter([1, 2])), is_batches([1, 2])
+        (True, False)
+    """
+    if isinstance(data, (Dataset, DataLoader)):
+        return False
+    return hasattr(data, "__iter__") and not hasattr(data, "__getitem__")
+
+
+def plan_of(loader: Any) -> PlannedBatchSampler | DealtBatchSampler | None:
+    """Return ddpkit's batch sampler of a loader, which divides its batches over the ranks; None if it has none.
+
+    Ranks: local.
+
+    Example:
+        >>> plan_of(shard(range(5), Sharding(), batch_size=2)).count(2), plan_of([1, 2])
+        (1, None)
+    """
+    return _plan_in(getattr(loader, "batch_sampler", None), getattr(loader, "sampler", None))
+
+
+def _plan_in(batch_sampler: Any, sampler: Any) -> PlannedBatchSampler | DealtBatchSampler | None:
+    source = sampler.planned if isinstance(sampler, _Single) else batch_sampler
+    return source if isinstance(source, (PlannedBatchSampler, DealtBatchSampler)) else None
+
+
+def first_samples(loader: Any, number: int = 1) -> list[Sketch] | None:
+    """Sketch the first samples of a sharded dataset, for a comparison with the other ranks.
+
+    Args:
+        loader: any.
+        number: of samples, beginning with sample 0 and going on over the whole set.
+
+    Returns:
+        Sketches of them; None where the loader has no such dataset, or they cannot be loaded.
+
+    Ranks: local.
+
+    State: nothing of this process changes but what loading sample 0 changes in the dataset, without workers.
+
+    Example:
+        >>> first_samples(shard(range(5), Sharding(0, 2))), first_samples([1, 2])
+        ([{'0': '0'}], None)
+    """
+    plan, dataset = plan_of(loader), getattr(loader, "dataset", None)
+    if plan is None or plan.world_size == 1 or not isinstance(dataset, Sized):
+        return None
+    try:
+        indices = sorted({place * len(dataset) // number for place in range(number)})
+        return load_keyed(loader, indices, sketch, plan.seed)
+    except Exception:  # what is wrong with it comes up where it is needed; perhaps it never is
+        logger.debug("Sample 0 of %s cannot be loaded.", type(dataset).__name__, exc_info=True)
+        return None
+
+
+def set_epoch(loader: Any, epoch: int) -> None:
+    """Tell a loader, and the samplers and the dataset inside it, which epoch comes.
+
+    Args:
+        loader: any; what does not know epochs is left alone.
+        epoch: which comes.
+
+    Ranks: local.
+
+    Example:
+        >>> set_epoch([1, 2], 3)
+    """
+    if isinstance(loader, SaveableDataLoader):
+        loader.set_epoch(epoch)
+    else:
+        set_epoch_inside(loader, epoch)
+    if not isinstance(loader, StreamLoader):  # which has told its stream
+        set_epoch_inside(getattr(loader, "dataset", None), epoch)
+
+
+def _is_divided(batch_sampler: Any, sampler: Any) -> bool:
+    """Say whether the user has divided the data already: with a ``DistributedSampler``, or one that says so."""
+    deciding = sampler if batch_sampler is None else batch_sampler
+    return any(isinstance(one, DistributedSampler) or is_sharded(one) for one in layers(deciding))
+
+
+def _order_of(loader: DataLoader[Any]) -> dict[str, Any]:
+    """Say in loader arguments how a ready-made loader orders its data."""
+    plan = plan_of(loader)
+    if isinstance(plan, DealtBatchSampler):
+        return {"batch_sampler": plan.batch_sampler, "drop_last": plan.drop_last}
+    if isinstance(plan, PlannedBatchSampler):
+        inner = {} if isinstance(plan.source, int) else {"sampler": plan.source}
+        batch_size = None if loader.batch_sampler is None else plan.batch_size
+        return {"batch_size": batch_size, "shuffle": plan.shuffle, "drop_last": plan.drop_last, **inner}
+    batches, sampler = loader.batch_sampler, cast("Any", loader.sampler)
+    sizes: dict[str, Any] = {"batch_size": None}
+    if _is_torchs(batches, BatchSampler):  # made by the loader or by the user
+        batches = cast("Any", batches)
+        sampler, sizes = batches.sampler, {"batch_size": batches.batch_size, "drop_last": batches.drop_last}
+    elif batches is not None:
+        return {"batch_sampler": batches}
+    is_random = _is_torchs(sampler, RandomSampler)
+    whole = type(sampler) is SequentialSampler or (is_random and not sampler.replacement)
+    if whole and len(sampler) == _length(loader.dataset):
+        return {**sizes, "shuffle": is_random}
+    return {**sizes, "sampler": sampler}
+
+
+def _is_torchs(one: Any, kind: type) -> bool:
+    """Say whether a sampler is torch's own, or the one that a ``StatefulDataLoader`` of torchdata has in its place."""
+    return type(one) is kind or (
+        type(one).__name__ == kind.__name__ and type(one).__module__.startswith("torchdata.stateful_dataloader.")
+    )
+
+
+class _Single(torch.utils.data.Sampler[int]):
+    """Turns batches of one index into indices, for datasets that give whole batches."""
+
+    def __init__(self, planned: PlannedBatchSampler) -> None:
+        self.planned = planned
+
+    def set_epoch(self, epoch: int) -> None:
+        self.planned.set_epoch(epoch)
+
+    def __len__(self) -> int:
+        return len(self.planned)
+
+    def __iter__(self) -> Iterator[int]:
+        return (indices[0] for indices in self.planned)
+
+
+def _check_exclusive(options: dict[str, Any]) -> None:
+    has_batches, has_sampler = (options.get(name) is not None for name in ("batch_sampler", "sampler"))
+    has_size = has_batches and options.get("batch_size") not in {None, 1}
+    if has_batches + has_sampler + has_size + bool(options.get("shuffle")) > 1:
+        raise ConfigError(
+            "a loader takes one of shuffle=True, sampler and batch_sampler, and batch_sampler without batch_size: give "
+            "one of them."
+        )
+
+
+def _length(dataset: Any) -> int:
+    size = len(dataset)
+    if size < 1:
+        raise DataError(
+            f"the dataset is empty: len({type(dataset).__name__}) is {size}. Check the paths and filters that made it."
+        )
+    return size
+
+
+def make_dataloader(dataset: Any, looped_nominal_epoch: int | None = None, **loader_kwargs: Any) -> Any:
+    """Make a loader over the whole dataset, for this process alone.
+
+    ``Brain.make_dataloader`` is the one that divides the data; a loader made here and given to ``fit`` is divided then.
+
+    Args:
+        dataset: map-style or iterable.
+        looped_nominal_epoch: batches per nominal epoch; makes a :class:`LoopedLoader`.
+        loader_kwargs: as for ``torch.utils.data.DataLoader``. Without a ``collate_fn`` a ``DynamicItemDataset`` of
+            SpeechBrain gets :class:`~ddpkit.batch.PaddedBatch`.
+
+    Returns:
+        A :class:`SaveableDataLoader`, a ``DataLoader`` for an ``IterableDataset``, or a :class:`LoopedLoader`.
+
+    Raises:
+        ConfigError: arguments that exclude each other.
+
+    Ranks: local.
+
+    Example:
+        >>> [batch.tolist() for batch in make_dataloader(range(3), batch_size=2)]
+        [[0, 1], [2]]
+    """
+    loader = shard(dataset, Sharding(seed=default_seed()), **loader_kwargs)
+    if looped_nominal_epoch is not None:
+        return LoopedLoader(loader, looped_nominal_epoch)
+    return loader
+
+
+def distributed_loader_specifics(
+    distributed_launch: bool, rank: int | None, dataset: Any, loader_kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    """Return loader arguments that give one rank its share, for a loader that a recipe makes itself.
+
+    Given to ``Brain.fit``, such a loader is divided like any other, as a whole and once.
+
+    Args:
+        distributed_launch: False returns the arguments as they are.
+        rank: this rank; None: the rank of the process.
+        dataset: the loader's dataset. A stream cannot be divided by arguments: its arguments come back with a
+            warning.
+        loader_kwargs: as for ``torch.utils.data.DataLoader``; not changed.
+
+    Ranks: local; all ranks must give the same arguments but ``rank``.
+
+    Example:
+        >>> distributed_loader_specifics(False, 0, range(4), {"batch_size": 2})
+        {'batch_size': 2}
+    """
+    if not distributed_launch:
+        return loader_kwargs
+    if isinstance(dataset, IterableDataset):
+        logger.warning("%s is a stream: give it to Brain.fit, which divides it.", type(dataset).__name__)
+        return loader_kwargs
+    sharding = Sharding((get_rank() or 0) if rank is None else rank, get_world_size(), seed=default_seed())
+    loader = shard(dataset, sharding, **loader_kwargs)
+    others = {name: value for name, value in loader_kwargs.items() if name not in DECIDED}
+    if loader.batch_sampler is None:
+        return {**others, "batch_size": None, "sampler": loader.sampler}
+    return {**others, "batch_sampler": loader.batch_sampler}
+
+
+# ------------------------------------------------------------------------------------------- positions
+
+
 def state_at(loader: Any, step: int) -> Any:
     """Return what a loader needs to go on after ``step`` batches of an epoch, beyond their number.
 
@@ -401,65 +957,3 @@ def _batches_from(loader: Any, done: list[Any] | None, batches: int, mark: int) 
         return mark, _batches_after(loader, done, batches) - mark
     before = done[1] * mark // batches
     return max(before // size[1], 1), int((done[1] - before) // size[1])
-
-
-def make_dataloader(dataset: Any, looped_nominal_epoch: int | None = None, **loader_kwargs: Any) -> Any:
-    """Make a loader over the whole dataset, for this process alone.
-
-    ``Brain.make_dataloader`` is the one that divides the data; a loader made here and given to ``fit`` is divided then.
-
-    Args:
-        dataset: map-style or iterable.
-        looped_nominal_epoch: batches per nominal epoch; makes a :class:`LoopedLoader`.
-        loader_kwargs: as for ``torch.utils.data.DataLoader``. Without a ``collate_fn`` a ``DynamicItemDataset`` of
-            SpeechBrain gets :class:`~ddpkit.batch.PaddedBatch`.
-
-    Returns:
-        A :class:`SaveableDataLoader`, a ``DataLoader`` for an ``IterableDataset``, or a :class:`LoopedLoader`.
-
-    Raises:
-        ConfigError: arguments that exclude each other.
-
-    Ranks: local.
-
-    Example:
-        >>> [batch.tolist() for batch in make_dataloader(range(3), batch_size=2)]
-        [[0, 1], [2]]
-    """
-    loader = shard(dataset, Sharding(seed=default_seed()), **loader_kwargs)
-    if looped_nominal_epoch is not None:
-        return LoopedLoader(loader, looped_nominal_epoch)
-    return loader
-
-
-def distributed_loader_specifics(
-    distributed_launch: bool, rank: int | None, dataset: Any, loader_kwargs: dict[str, Any]
-) -> dict[str, Any]:
-    """Return loader arguments that give one rank its share, for a loader that a recipe makes itself.
-
-    Given to ``Brain.fit``, such a loader is divided like any other, as a whole and once.
-
-    Args:
-        distributed_launch: False returns the arguments as they are.
-        rank: this rank; None: the rank of the process.
-        dataset: the loader's dataset. A stream cannot be divided by arguments: its arguments come back with a
-            warning.
-        loader_kwargs: as for ``torch.utils.data.DataLoader``; not changed.
-
-    Ranks: local; all ranks must give the same arguments but ``rank``.
-
-    Example:
-        >>> distributed_loader_specifics(False, 0, range(4), {"batch_size": 2})
-        {'batch_size': 2}
-    """
-    if not distributed_launch:
-        return loader_kwargs
-    if isinstance(dataset, IterableDataset):
-        logger.warning("%s is a stream: give it to Brain.fit, which divides it.", type(dataset).__name__)
-        return loader_kwargs
-    sharding = Sharding((get_rank() or 0) if rank is None else rank, get_world_size(), seed=default_seed())
-    loader = shard(dataset, sharding, **loader_kwargs)
-    others = {name: value for name, value in loader_kwargs.items() if name not in DECIDED}
-    if loader.batch_sampler is None:
-        return {**others, "batch_size": None, "sampler": loader.sampler}
-    return {**others, "batch_sampler": loader.batch_sampler}

@@ -1,602 +1,511 @@
-"""The sampling plan: which sample stands at which position of an epoch, and which rank takes it.
+"""The samplers that recipes name, each an order that is a function of its seed and the epoch.
 
-An epoch's order is a function of ``(seed, epoch, position)`` and of nothing else. Global batch ``b`` is the positions
-``[b * G, (b + 1) * G)``, where ``G`` is the sum of the ranks' batch sizes; every rank takes a contiguous share of it,
-as even as it can be. So the order, the batches and their number do not depend on the
-number of processes, no sample is repeated, and none is left out.
+They work in any loader, and so outside of ddpkit as well. Given to ``Brain.fit`` as ``sampler`` or ``batch_sampler``
+they are dealt out to the ranks, so that nothing has to be divided by the recipe.
+
+An order follows from a *hash* of seed and epoch. With their sum, as in other libraries, epoch 2 of seed 10 would equal
+epoch 1 of seed 11; so the orders differ from other libraries' orders for the same seed. The default seed comes from
+:func:`ddpkit.seed.seed_everything`, or is a constant without such a call. The epoch counts from 0 until a call of
+``set_epoch``, which every loader of ddpkit makes.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import hashlib
-import importlib
 import itertools
+import math
 import operator
-import re
-from dataclasses import dataclass
-from numbers import Integral
-from typing import TYPE_CHECKING, Any, cast
+from collections import Counter
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch.utils.data import Sampler
+from torch.utils.data import RandomSampler, Sampler, WeightedRandomSampler
+from torch.utils.data.distributed import DistributedSampler
 
-from ddpkit.data import Order, mix_key
-from ddpkit.errors import ConfigError, DataError
-from ddpkit.seed import own_randomness
+from ddpkit.base import get_rank, get_world_size
+from ddpkit.data import Order, require_positive, set_epoch_inside
+from ddpkit.errors import BucketingError, ConfigError, DataError
+from ddpkit.logger import get_logger
+from ddpkit.seed import global_seed, mix_key, own_randomness
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sized
+    from collections.abc import Callable, Iterator, Sequence
 
     from numpy.typing import NDArray
 
-    from ddpkit.data import (  # noqa: F401 -- see __getattr__
-        BalancingDataSampler,
-        ConcatDatasetBatchSampler,
-        DistributedSamplerWrapper,
-        DynamicBatchSampler,
-        ReproducibleRandomSampler,
-        ReproducibleWeightedRandomSampler,
-    )
+logger = get_logger(__name__)
 
 CHUNK = 8192
 
 
-def __getattr__(name: str) -> Any:
-    """Load one of the samplers that recipes look for here."""
-    found = getattr(importlib.import_module("ddpkit.data"), name, None) if "Sampler" in name else None
-    if found is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return found
+class ReproducibleRandomSampler(RandomSampler):
+    """A ``RandomSampler`` whose order is a function of the seed and the epoch.
 
-
-@dataclass(frozen=True)
-class SamplingPlan:
-    """How an epoch's positions are divided into global batches, these into micro-batches, and those over the ranks.
-
-    Every division is as even as it can be. A *batch* is what the ranks work on at once: a micro-batch, which is the
-    whole global batch unless ``micro_batches`` says otherwise. Batches are numbered through the epoch.
+    Without replacement nothing is stored: the order is computed a few thousand positions at a time, and with the
+    experiment's seed it equals ``shuffle=True``.
 
     Args:
-        num_samples: samples of the epoch.
-        batch_size: samples per rank and batch. With ``global_batch_size``, what the largest share comes to.
-        world_size: number of ranks.
-        drop_last: leave out an incomplete last global batch.
-        global_batch_size: samples per global batch; by default all ranks' ``batch_size``, in every micro-batch.
-        micro_batches: batches that a global batch is divided into; the last, smaller one into no more than it needs.
+        data_source: has a length, which may change between epochs.
+        seed: of the order; None: the experiment's seed.
+        epoch: to begin with.
+        replacement: as for ``torch.utils.data.RandomSampler``.
+        num_samples: likewise.
 
-    Raises:
-        ConfigError: a size is not a positive whole number, or there are more micro-batches than samples.
-
-    Ranks: local; every rank computes every rank's share, so nothing has to be asked.
+    Ranks: local; alike on every rank.
 
     Example:
-        >>> plan = SamplingPlan(num_samples=7, batch_size=2, world_size=2)
-        >>> len(plan), [plan.share(1, rank) for rank in range(2)]
-        (2, [(4, 6), (6, 7)])
-        >>> plan = SamplingPlan(num_samples=10, world_size=3, global_batch_size=10, micro_batches=2)
-        >>> [[plan.share(batch, rank) for rank in range(3)] for batch in range(2)]
-        [[(0, 2), (2, 4), (4, 5)], [(5, 7), (7, 9), (9, 10)]]
+        >>> sampler = ReproducibleRandomSampler(range(100), seed=3)
+        >>> first = list(sampler)
+        >>> sampler.set_epoch(1)
+        >>> sorted(first) == list(range(100)), first == list(sampler)
+        (True, False)
     """
 
-    num_samples: int
-    batch_size: int = 1
-    world_size: int = 1
-    drop_last: bool = False
-    global_batch_size: int = None  # type: ignore[assignment]  # filled in below
-    micro_batches: int = 1
-
-    def __post_init__(self) -> None:
-        given: Any = self.global_batch_size
-        name = "batch_size" if given is None else "global_batch_size"
-        given = self.batch_size if given is None else given
-        if isinstance(given, bool) or not isinstance(given, Integral) or given < 1:
-            counts = "it counts per process" if name == "batch_size" else "it counts all processes"
-            raise ConfigError(
-                f"{name}={given!r} is not a positive whole number: every step needs at least one sample. "
-                f"Set {name} to 1 or more ({counts})."
-            )
-        if name == "global_batch_size" and self.micro_batches > self.global_batch_size:
-            raise ConfigError(
-                f"global_batch_size={self.global_batch_size} cannot be divided into {self.micro_batches} batches: some "
-                "would be empty. Use a smaller grad_accumulation_factor, or a larger global_batch_size."
-            )
-        if name == "batch_size":
-            object.__setattr__(self, "global_batch_size", self.batch_size * self.world_size * self.micro_batches)
-        else:
-            object.__setattr__(self, "batch_size", -(-self.global_batch_size // (self.world_size * self.micro_batches)))
-
-    def __len__(self) -> int:
-        """Return the number of batches of an epoch: the same on every rank."""
-        full, rest = divmod(self.num_samples, self.global_batch_size)
-        return full * self.micro_batches + (self._pieces(rest) if rest and not self.drop_last else 0)
-
-    @property
-    def used_samples(self) -> int:
-        """Samples of an epoch: all, or with ``drop_last`` the samples in full global batches."""
-        return (
-            self.num_samples // self.global_batch_size * self.global_batch_size if self.drop_last else self.num_samples
-        )
-
-    @property
-    def full_batches(self) -> int:
-        """Number of batches that belong to full global batches."""
-        return self.num_samples // self.global_batch_size * self.micro_batches
-
-    def total(self, batch: int) -> int:
-        """Return the number of samples of a batch, over all ranks."""
-        start, stop = self._span(batch)
-        return stop - start
-
-    def share(self, batch: int, rank: int) -> tuple[int, int]:
-        """Return the positions ``(start, stop)`` that a rank takes of a batch; they may be none."""
-        start, stop = self._span(batch)
-        own_start, own_stop = part(stop - start, self.world_size, rank)
-        return start + own_start, start + own_stop
-
-    def done_before(self, batch: int) -> int:
-        """Return how many samples of the epoch come before a batch, over all ranks; all of them at the end."""
-        return self._span(batch)[0] if batch < len(self) else self.used_samples
-
-    def batch_after(self, samples: int) -> int:
-        """Return the batch that comes next when so many samples are done; it may have some of them once more."""
-        length = len(self)
-        batch = min(samples // self.global_batch_size * self.micro_batches, length)
-        while batch < length and self.done_before(batch + 1) <= samples:
-            batch += 1
-        return batch
-
-    def _span(self, batch: int) -> tuple[int, int]:
-        """Return the positions of a batch, of all ranks together."""
-        number, piece = divmod(batch, self.micro_batches)
-        start = number * self.global_batch_size
-        size = min(self.global_batch_size, self.num_samples - start)
-        piece_start, piece_stop = part(size, self._pieces(size), piece)
-        return start + piece_start, start + piece_stop
-
-    def _pieces(self, size: int) -> int:
-        """Return into how many batches a global batch of a size is divided."""
-        largest = -(-self.global_batch_size // self.micro_batches)
-        return self.micro_batches if size == self.global_batch_size else -(-size // largest)
-
-
-def part(size: int, parts: int, number: int) -> tuple[int, int]:
-    """Divide ``size`` things into parts that differ by one at most, the larger first; return one part's bounds.
-
-    Ranks: local.
-
-    Example:
-        >>> [part(5, 3, number) for number in range(3)]
-        [(0, 2), (2, 4), (4, 5)]
-    """
-    each, more = divmod(size, parts)
-    start = number * each + min(number, more)
-    return start, start + each + (1 if number < more else 0)
-
-
-class RankBatchSampler(Sampler[list[Any]]):
-    """What a batch sampler of one rank's batches knows of its place and its epoch; a base class.
-
-    Attributes:
-        source: what is divided: a number of samples, or what a user's sampler or batch sampler yields.
-        epoch: whose batches the next iteration yields.
-        skip: batches that the next iteration leaves out.
-
-    Ranks: local.
-    """
-
-    most = 20_000_000  # a source that yields more, and has no len(), seems endless
-    seed: int
-
-    def __init__(self, source: Any, rank: int, world_size: int) -> None:
-        self.source = source
-        self.rank, self.world_size = rank, world_size
-        self.epoch, self.skip = 1, 0
-        self._drawn: list[Any] | None = None
-        self._repeats: list[Any] | None = None
+    def __init__(
+        self,
+        data_source: Any,
+        seed: int | None = None,
+        epoch: int = 0,
+        *,
+        replacement: bool = False,
+        num_samples: int | None = None,
+    ) -> None:
+        super().__init__(data_source, replacement, num_samples)
+        self.seed = _seed_or(563375142, seed)
+        self.epoch = epoch
+        self.generator = torch.Generator()
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch whose batches the next iteration yields."""
-        if epoch != self.epoch:
-            self.epoch, self._drawn, self._repeats = epoch, None, None
-        set_epoch_inside(self.source, epoch)
+        """Choose the epoch whose order the next iteration follows."""
+        self.epoch = epoch
 
-    def drawn_words(self) -> dict[str, str]:
-        """Describe what the source has yielded for this epoch, for a comparison with the other ranks."""
-        return {} if isinstance(self.source, int) else _draw_words(self.source, self.epoch, self._draw())
+    def __iter__(self) -> Iterator[int]:
+        if self.replacement:
+            self.generator.manual_seed(mix_key(self.seed, self.epoch) >> 1)
+            return super().__iter__()
+        return self._ordered()
 
-    def _draw(self) -> list[Any]:
-        """Return what the source yields in this epoch, drawn once per epoch and alike on every rank."""
-        if self._drawn is None:
-            self._drawn = _draw_alike(self.source, self.seed, self.epoch, self.most)
-        return self._drawn
+    def _ordered(self) -> Iterator[int]:
+        size, left = len(self.data_source), self.num_samples
+        for number in itertools.count():  # more samples than the dataset has: the whole set again, in another order
+            order = Order(size, mix_key(self.seed, number) if number else self.seed, self.epoch)
+            for start in range(0, min(size, left), CHUNK):
+                yield from order.indices(start, min(start + CHUNK, size, left))
+            left -= size
+            if left <= 0:
+                return
 
 
-class PlannedBatchSampler(RankBatchSampler):
-    """A batch sampler that yields one rank's share of every batch of a :class:`SamplingPlan`.
+class ReproducibleWeightedRandomSampler(WeightedRandomSampler):
+    """A ``WeightedRandomSampler`` whose draws are a function of the seed and the epoch.
 
     Args:
-        source: the number of samples; or a user's sampler, whose order is kept and dealt out.
-        batch_size: samples per rank and batch.
-        rank: this rank.
-        world_size: number of ranks.
-        shuffle: reorder every epoch (with a number of samples only).
-        seed: of the experiment.
-        drop_last: leave out an incomplete last global batch.
-        keep_step: what a rank does that has no sample in a batch: True repeats one sample, which counts nothing, so
-            that it can take part in the collectives; False yields nothing.
-        global_batch_size: as in :class:`SamplingPlan`; takes the place of ``batch_size``.
-        micro_batches: likewise.
-        shards: parts of every batch that each rank takes, and yields one after another as batches of their own. The
-            plan is then that of ``world_size * shards`` ranks, and ``batch_size`` the samples of such a part.
+        weights: one number per sample, not negative, shape ``(samples,)``; they need not add up to one.
+        num_samples: draws per epoch.
+        replacement: whether a sample may be drawn more than once.
+        seed: of the draws; None: the experiment's seed.
+        epoch: to begin with.
+
+    Ranks: local; alike on every rank.
+
+    Example:
+        >>> sampler = ReproducibleWeightedRandomSampler([1.0, 0.0, 1.0], 4, replacement=True, seed=3)
+        >>> 1 in list(sampler), list(sampler) == list(sampler)
+        (False, True)
+    """
+
+    def __init__(
+        self,
+        weights: Sequence[float],
+        num_samples: int,
+        replacement: bool = True,
+        seed: int | None = None,
+        epoch: int = 0,
+    ) -> None:
+        super().__init__(weights, num_samples, replacement)
+        self.seed = _seed_or(129491412, seed)
+        self.epoch = epoch
+        self.generator = torch.Generator()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch whose draws the next iteration makes."""
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        self.generator.manual_seed(mix_key(self.seed, self.epoch) >> 1)
+        return super().__iter__()
+
+
+class ConcatDatasetBatchSampler(Sampler[list[int]]):
+    """Makes batches of a fixed number of samples from each part of a ``ConcatDataset``.
+
+    An epoch ends with the part that is used up first.
+
+    Args:
+        samplers: one per part, in the order of the parts. Each yields indices of its own part, from 0. The length of
+            a part is the length of the sampler's ``data_source`` or ``weights`` if present, else of the sampler.
+        batch_sizes: samples of each part in a batch.
+        epoch: to begin with.
+
+    Attributes:
+        offsets: where each part begins in the concatenated dataset.
+        batch_size: samples of a batch.
+
+    Raises:
+        ConfigError: arguments that are not lists, of different lengths, or sizes below 1.
+
+    Ranks: local; alike on every rank.
+
+    Example:
+        >>> from torch.utils.data import SequentialSampler
+        >>> parts = [SequentialSampler(range(3)), SequentialSampler(range(9))]
+        >>> list(ConcatDatasetBatchSampler(parts, [1, 2]))
+        [[0, 3, 4], [1, 5, 6], [2, 7, 8]]
+    """
+
+    def __init__(self, samplers: Sequence[Any], batch_sizes: Sequence[int], epoch: int = 0) -> None:
+        are_lists = isinstance(samplers, (list, tuple)) and isinstance(batch_sizes, (list, tuple))
+        if not are_lists or not 0 < len(samplers) == len(batch_sizes):
+            raise ConfigError(
+                f"samplers={samplers!r} and batch_sizes={batch_sizes!r} must be lists of the same length: one of both "
+                "for each part of the dataset."
+            )
+        for size in batch_sizes:
+            require_positive("batch_sizes", size, "every part gives some samples to a batch")
+        self.samplers = samplers
+        self.batch_sizes = batch_sizes
+        self.offsets = [0, *itertools.accumulate(_part_length(one) for one in samplers[:-1])]
+        self.epoch = epoch
+        self.set_epoch(epoch)
+
+    @property
+    def batch_size(self) -> int:
+        """Samples of a batch."""
+        return sum(self.batch_sizes)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the samplers which epoch comes."""
+        self.epoch = epoch
+        for one in self.samplers:
+            set_epoch_inside(one, epoch)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        iterators = [iter(one) for one in self.samplers]
+        while True:
+            batch: list[int] = []
+            for offset, size, iterator in zip(self.offsets, self.batch_sizes, iterators, strict=True):
+                drawn = [offset + index for index in itertools.islice(iterator, size)]
+                if len(drawn) < size:
+                    return
+                batch += drawn
+            yield batch
+
+    def __len__(self) -> int:
+        """Return the number of batches of an epoch."""
+        return min(len(one) // size for one, size in zip(self.samplers, self.batch_sizes, strict=True))
+
+
+class DynamicBatchSampler(Sampler[list[int]]):
+    """Makes batches of samples of similar length: many short ones, or a few long ones.
+
+    Samples of similar length share a bucket, and a bucket's batches have as many samples as fit into
+    ``max_batch_length`` at the bucket's upper boundary. Which samples meet in a batch changes with the epoch, how many
+    batches there are does not.
+
+    Args:
+        dataset: to sample from.
+        max_batch_length: how long the samples of a batch may be together, with their padding; in the unit of the
+            lengths. A sample that is longer is a batch by itself.
+        num_buckets: number of buckets, whose boundaries are then the quantiles of a log-normal distribution, the last
+            at ``max_batch_length``.
+        length_func: returns the length of a sample, given the dataset's entry for it (``dataset.data[id]``), which
+            costs no loading; None: its ``"duration"``.
+        shuffle: whether samples are put together anew in every epoch.
+        batch_ordering: ``"random"``, or ``"ascending"`` or ``"descending"`` by the longest sample of a batch.
+        max_batch_ex: samples of a batch, at most.
+        bucket_boundaries: upper boundaries of the buckets, ascending, in the unit of the lengths; instead of
+            ``num_buckets``. Samples above the last are batches by themselves.
+        lengths_list: the length of every sample; needed for a dataset without ``data`` and ``data_ids``.
+        seed: of the shuffling; None: the experiment's seed.
+        epoch: to begin with.
+        drop_last: leave out the samples that do not fill a batch of their bucket.
+        verbose: log the contents of every bucket.
+
+    Raises:
+        BucketingError: neither ``num_buckets`` nor ``bucket_boundaries``, or no way to know the lengths.
+        ConfigError: arguments that cannot work.
+        DataError: no sample, or a length that is negative or no number.
+
+    Ranks: local; alike on every rank.
+
+    Source: the log-normal quantiles are ``exp(ndtri(k / (num_buckets + 1)))``, as in ``scipy.stats.lognorm`` with
+    ``s=1``.
+
+    Example:
+        >>> lengths = [1, 9, 2, 8, 10, 2]
+        >>> sampler = DynamicBatchSampler(
+        ...     lengths, 20, bucket_boundaries=[2, 10], lengths_list=lengths, shuffle=False, batch_ordering="ascending"
+        ... )
+        >>> list(sampler)
+        [[0, 2, 5], [1, 3], [4]]
+    """
+
+    def __init__(  # noqa: PLR0913, PLR0917 -- the contract's arguments
+        self,
+        dataset: Any,
+        max_batch_length: float,
+        num_buckets: int | None = None,
+        length_func: Callable[[Any], float] | None = None,
+        shuffle: bool = True,
+        batch_ordering: str = "random",
+        max_batch_ex: int | None = None,
+        bucket_boundaries: Sequence[float] = (),
+        lengths_list: Sequence[float] | None = None,
+        seed: int | None = None,
+        epoch: int = 0,
+        drop_last: bool = False,
+        verbose: bool = False,
+    ) -> None:
+        if not max_batch_length > 0 or math.isinf(max_batch_length):
+            raise ConfigError(f"max_batch_length={max_batch_length!r} is not a positive number: no sample fits.")
+        if batch_ordering not in {"random", "ascending", "descending"}:
+            raise ConfigError(f"batch_ordering={batch_ordering!r} is not known. Use random, ascending or descending.")
+        if max_batch_ex is not None:
+            require_positive("max_batch_ex", max_batch_ex, "it limits the samples of a batch")
+        self._lengths = _sample_lengths(dataset, length_func, lengths_list)
+        self._bucket_boundaries = _upper_boundaries(max_batch_length, num_buckets, bucket_boundaries)
+        limit = math.inf if max_batch_ex is None else max_batch_ex
+        fitting = [int(min(limit, max(1.0, max_batch_length / one))) for one in self._bucket_boundaries.tolist()]
+        self._bucket_lens = np.array([*fitting, 1])  # the last is of what is longer than all buckets
+        self._bucket_of = np.searchsorted(self._bucket_boundaries, self._lengths)
+        self._in_bucket = np.bincount(self._bucket_of, minlength=len(self._bucket_lens))
+        self._shuffle_ex, self._batch_ordering, self._drop_last = shuffle, batch_ordering, drop_last
+        self.seed, self.epoch = _seed_or(42, seed), epoch
+        self._made: tuple[int, list[list[int]]] | None = None
+        if verbose:
+            self._report()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch whose batches the next iteration gives."""
+        self.epoch = epoch
+
+    def get_durations(self, batch: Sequence[int]) -> list[float]:
+        """Return the lengths of some samples, given their indices."""
+        durations: list[float] = self._lengths[list(batch)].tolist()
+        return durations
+
+    def __len__(self) -> int:
+        """Return the number of batches, which does not depend on their order."""
+        rounded = 0 if self._drop_last else self._bucket_lens - 1
+        return int(((self._in_bucket + rounded) // self._bucket_lens).sum())
+
+    def __iter__(self) -> Iterator[list[int]]:
+        if self._made is None or self._made[0] != self.epoch:
+            self._made = (self.epoch, self._make())
+        return iter(self._made[1])
+
+    def _make(self) -> list[list[int]]:
+        """Put the batches of this epoch together."""
+        number = len(self._lengths)
+        samples = Order(number, self.seed, self.epoch, shuffle=self._shuffle_ex).at(np.arange(number))
+        samples = samples[np.argsort(self._bucket_of[samples], kind="stable")]
+        buckets = self._bucket_of[samples]
+        place = np.arange(number) - (np.cumsum(self._in_bucket) - self._in_bucket)[buckets]
+        sizes = self._bucket_lens[buckets]
+        if self._drop_last:
+            kept = place < (self._in_bucket // self._bucket_lens * self._bucket_lens)[buckets]
+            samples, place, sizes = samples[kept], place[kept], sizes[kept]
+        begins = np.flatnonzero(place % sizes == 0)
+        ends = np.append(begins[1:], len(samples))
+        order = self._order(np.maximum.reduceat(self._lengths[samples], begins))
+        flat = samples.tolist()
+        return [flat[begin:end] for begin, end in zip(begins[order].tolist(), ends[order].tolist(), strict=True)]
+
+    def _order(self, longest: NDArray[np.float64]) -> NDArray[np.int64]:
+        """Return which batch comes when, from the longest length of each."""
+        if self._batch_ordering == "random":
+            return Order(len(longest), mix_key(self.seed, 1), self.epoch).at(np.arange(len(longest)))
+        return np.argsort(longest if self._batch_ordering == "ascending" else -longest, kind="stable")
+
+    def _report(self) -> None:
+        low = 0.0
+        highs = [*self._bucket_boundaries.tolist(), math.inf]
+        for high, size, held in zip(highs, self._bucket_lens, self._in_bucket, strict=True):
+            logger.info("Lengths from %.2f to %.2f: %d samples, %d in a batch.", low, high, held, size)
+            low = high
+
+
+class DistributedSamplerWrapper(DistributedSampler[Any]):
+    """Gives one rank its share of what a sampler or a batch sampler yields, as ``DistributedSampler`` does.
+
+    As there, every rank gets the same number: without ``drop_last`` some indices are given out twice. **Given the inner
+    sampler itself, ddpkit's loaders divide it without repeating anything**; a wrapped one counts as divided already.
+
+    Args:
+        sampler: yields indices, or lists of them; its length may change between epochs. If it is random and has no
+            seed of its own, it is drawn alike on every rank.
+        num_replicas: number of ranks; None: the run's world size.
+        rank: this rank; None: the rank of the process.
+        shuffle: whether the sampler's indices are reordered.
+        seed: of the reordering; None: the experiment's seed.
+        drop_last: leave out the remainder instead of repeating.
 
     Ranks: local. All ranks must give the same arguments but ``rank``.
 
     Example:
-        >>> [list(PlannedBatchSampler(5, 2, rank, 2)) for rank in range(2)]
-        [[[0, 1], [4]], [[2, 3], [4]]]
-        >>> PlannedBatchSampler(5, 2, 1, 2).count(1)
-        0
-        >>> list(PlannedBatchSampler(5, 2, shards=2))
-        [[0, 1], [2, 3], [4], [4]]
+        >>> batches = [[0, 1], [2], [3, 4], [5]]
+        >>> [list(DistributedSamplerWrapper(batches, 2, rank, shuffle=False)) for rank in range(2)]
+        [[[0, 1], [3, 4]], [[2], [5]]]
     """
-
-    def __init__(  # noqa: PLR0913 -- the loader's arguments
-        self,
-        source: int | Sampler[int],
-        batch_size: int,
-        rank: int = 0,
-        world_size: int = 1,
-        *,
-        shuffle: bool = False,
-        seed: int = 0,
-        drop_last: bool = False,
-        keep_step: bool = True,
-        global_batch_size: int | None = None,
-        micro_batches: int = 1,
-        shards: int = 1,
-    ) -> None:
-        super().__init__(source, rank, world_size)
-        self.shards, self.shuffle, self.seed = shards, shuffle, seed
-        self.drop_last, self.keep_step = drop_last, keep_step
-        size, whole = source if isinstance(source, int) else 0, cast("int", global_batch_size)
-        self._plan = SamplingPlan(size, batch_size, world_size * shards, drop_last, whole, micro_batches)
-        self.divide(micro_batches)
-
-    def divide(self, micro_batches: int) -> None:
-        """Divide every global batch into so many batches, from the next iteration on.
-
-        Args:
-            micro_batches: as in :class:`SamplingPlan`.
-        """
-        shards = self.shards
-        self._plan = dataclasses.replace(self._plan, micro_batches=micro_batches)
-        self.batch_size = self._plan.batch_size
-        self._full_batches = 0  # until the plan is asked for
-        full = dataclasses.replace(self._plan, num_samples=self._plan.global_batch_size)
-        self._in_full = micro_batches * shards  # batches of a full global one
-        shares = [self._share(full, batch) for batch in range(self._in_full)]
-        self._own_counts = [stop - start for start, stop in shares]  # of every batch of a full global one
-        totals = [full.total(batch) for batch in range(micro_batches)]
-        self._totals = [0 if batch % shards else totals[batch // shards] for batch in range(self._in_full)]
-        filler = (full.num_samples - 1, full.num_samples)
-        own = [np.arange(*(share if share[0] < share[1] else filler)) for share in shares]
-        ends = np.cumsum([positions.size for positions in own]).tolist()
-        self._own = np.concatenate(own)
-        self._cuts = [slice(start, stop) for start, stop in itertools.pairwise([0, *ends])]
-
-    @property
-    def plan(self) -> SamplingPlan:
-        """The plan of the current epoch."""
-        if not isinstance(self.source, int) and len(self._draw()) != self._plan.num_samples:
-            self._plan = dataclasses.replace(self._plan, num_samples=len(self._draw()))
-        self._full_batches = self._plan.full_batches * self.shards
-        return self._plan
-
-    def _share(self, plan: SamplingPlan, batch: int) -> tuple[int, int]:
-        """Return the positions of this rank's batch of that number."""
-        number, shard = divmod(batch, self.shards)
-        return plan.share(number, self.rank * self.shards + shard)
-
-    def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch whose order the next iteration follows."""
-        super().set_epoch(epoch)
-        self._full_batches = 0  # until the new epoch's length is known
-
-    def count(self, batch: int) -> int:
-        """Return the number of samples this rank has in a batch; 0 where it repeats one to keep step."""
-        if batch < self._full_batches:  # asked at every step: all but the last global batch are alike
-            return self._own_counts[batch % self._in_full]
-        start, stop = self._share(self.plan, batch)
-        return stop - start
-
-    def total(self, batch: int) -> int:
-        """Return the number of samples of a batch over all ranks; of several shards, with the first of them."""
-        if batch < self._full_batches:
-            return self._totals[batch % self._in_full]
-        return 0 if batch % self.shards else self.plan.total(batch // self.shards)
-
-    def part(self, batch: int) -> float:
-        """Return this rank's part of a batch, where every batch of all ranks together counts one."""
-        return self.count(batch) / self.plan.total(batch // self.shards)
-
-    def parts(self, batch: int) -> int:
-        """Return what all ranks' parts of a batch come to: one; of several shards, with the first of them."""
-        return int(batch % self.shards == 0)
-
-    def repeats(self, batch: int) -> list[int] | None:
-        """Return how often each of this rank's samples of a batch came before in the epoch, on any rank.
-
-        None where no sample comes twice.
-        """
-        if isinstance(self.source, int):
-            return None
-        if self._repeats is None:
-            self._repeats = count_repeats(self._draw(), {})
-        return self._repeats[slice(*self._share(self.plan, batch))]
-
-    def __len__(self) -> int:
-        """Return the number of batches that this rank yields in an epoch."""
-        plan = self.plan
-        own = len(plan) * self.shards
-        while own and not self.keep_step and self.count(own - 1) == 0:
-            own -= 1
-        return own
-
-    def __iter__(self) -> Iterator[list[int]]:
-        skip, self.skip = self.skip, 0
-        return itertools.islice(self._batches(skip), max(len(self) - skip, 0))
-
-    def _batches(self, skip: int) -> Iterator[list[int]]:
-        plan = self.plan
-        order = Order(plan.num_samples, self.seed, self.epoch, shuffle=self.shuffle)
-        drawn, whole = None if isinstance(self.source, int) else self._draw(), len(self._cuts) == 1
-        for positions, cuts in self._positions(plan, skip):
-            for row in order.at(positions).tolist():
-                for indices in [row] if whole else [row[cut] for cut in cuts]:
-                    yield indices if drawn is None else [drawn[index] for index in indices]
-
-    def _positions(self, plan: SamplingPlan, first: int) -> Iterator[tuple[NDArray[np.int64], list[slice]]]:
-        """Yield this rank's positions from a batch on, and where to cut them into batches.
-
-        A row is what the rank has of one global batch; there are a few thousand positions at a time.
-        """
-        own, cuts = self._own, self._cuts
-        in_full = plan.full_batches * self.shards
-        number, begun = divmod(min(first, in_full), len(cuts))
-        full = in_full // len(cuts)
-        if begun:
-            yield (own + number * plan.global_batch_size)[None], cuts[begun:]
-            number += 1
-        at_a_time = max(CHUNK // own.size, 1)
-        for start in range(number, full, at_a_time):
-            numbers = np.arange(start, min(start + at_a_time, full))
-            yield (numbers * plan.global_batch_size)[:, None] + own, cuts
-        for batch in range(max(first, in_full), len(plan) * self.shards):  # the last global batch, if it is not full
-            last = np.arange(*self._share(plan, batch))
-            if last.size or self.keep_step:
-                yield (last if last.size else np.array([plan.num_samples - 1]))[None], [slice(None)]
-
-
-class DealtBatchSampler(RankBatchSampler):
-    """Deals a user's batches out to the ranks: batch ``b * world_size + r`` is rank ``r``'s ``b``-th.
-
-    Args:
-        batch_sampler: yields lists of indices; drawn alike on every rank.
-        rank: this rank.
-        world_size: number of ranks.
-        seed: of the experiment.
-        drop_last: leave out a last round that has no batch for every rank.
-        keep_step: as in :class:`PlannedBatchSampler`.
-        shards: batches of a round that each rank takes one after another; a round has one for each shard of each rank.
-
-    Ranks: local. All ranks must give equal batch samplers.
-
-    Example:
-        >>> from torch.utils.data import BatchSampler, SequentialSampler
-        >>> inner = BatchSampler(SequentialSampler(range(5)), 2, drop_last=False)
-        >>> [list(DealtBatchSampler(inner, rank, 2)) for rank in range(2)]
-        [[[0, 1], [4]], [[2, 3], [4]]]
-    """
-
-    most = 2_000_000  # batches
 
     def __init__(
         self,
-        batch_sampler: Iterable[list[Any]],
-        rank: int = 0,
-        world_size: int = 1,
-        *,
-        seed: int = 0,
+        sampler: Any,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        shuffle: bool = True,
+        seed: int | None = None,
         drop_last: bool = False,
-        keep_step: bool = True,
-        shards: int = 1,
     ) -> None:
-        super().__init__(batch_sampler, rank, world_size)
-        self.batch_sampler, self.shards, self.seed = batch_sampler, shards, seed
-        self.drop_last, self.keep_step = drop_last, keep_step
+        unknown: Any = ()  # the length is set per epoch
+        super().__init__(
+            unknown,
+            get_world_size() if num_replicas is None else num_replicas,
+            (get_rank() or 0) if rank is None else rank,
+            shuffle,
+            _seed_or(0, seed),
+            drop_last,
+        )
+        self.dataset = self.sampler = sampler
 
-    def count(self, batch: int) -> int:
-        """Return the number of samples in this rank's batch; 0 where it repeats one to keep step."""
-        return len(self._own(self._draw(), batch))
+    def set_epoch(self, epoch: int) -> None:
+        """Tell this sampler and the inner one which epoch comes."""
+        super().set_epoch(epoch)
+        set_epoch_inside(self.sampler, epoch)
 
-    def total(self, batch: int) -> int:
-        """Return the number of samples of a round over all ranks; of several shards, with the first of them."""
-        return 0 if batch % self.shards else sum(len(one) for one in self._round(batch))
-
-    def part(self, batch: int) -> float:
-        """Return 1 if this rank has a batch in a round, else 0: every batch of the user counts the same."""
-        return 1.0 if self.count(batch) else 0.0
-
-    def parts(self, batch: int) -> int:
-        """Return the number of batches of a round; of several shards, with the first of them."""
-        return 0 if batch % self.shards else len(self._round(batch))
-
-    def repeats(self, batch: int) -> list[int]:
-        """Return how often each sample of this rank's batch came before in the epoch, on any rank."""
-        if self._repeats is None:
-            seen: dict[int, int] = {}
-            self._repeats = [count_repeats(one, seen) for one in self._draw()]
-        return self._own(self._repeats, batch)
+    def __iter__(self) -> Iterator[Any]:
+        given = getattr(self.sampler, "generator", None)
+        with own_randomness(
+            mix_key(self.seed, self.epoch, 0xD157), [given] if isinstance(given, torch.Generator) else []
+        ):
+            drawn = list(self.sampler)
+        self._divide(len(drawn))
+        order = Order(len(drawn), self.seed, self.epoch, shuffle=self.shuffle)
+        positions = np.arange(self.rank, self.total_size, self.num_replicas) % max(len(drawn), 1)
+        return iter([drawn[index] for index in order.at(positions).tolist()])
 
     def __len__(self) -> int:
-        """Return the number of batches that this rank yields in an epoch."""
-        rounds, rest = divmod(len(self._draw()), self.world_size * self.shards)
-        whole = rounds * self.shards
-        if not rest or self.drop_last:
-            return whole
-        return whole + (self.shards if self.keep_step else min(max(rest - self.rank * self.shards, 0), self.shards))
+        """Return how many indices, or batches, this rank gets in this epoch."""
+        self._divide(len(self.sampler))
+        return self.num_samples
 
-    def __iter__(self) -> Iterator[list[Any]]:
-        skip, self.skip = self.skip, 0
-        batches = self._draw()
-        for number in range(skip, len(self)):
-            own = self._own(batches, number)
-            yield own if len(own) else batches[-1][:1]
-
-    def _own(self, batches: list[Any], batch: int) -> list[Any]:
-        """Return this rank's batch of that number, of facts about all batches; empty if it has none."""
-        number, shard = divmod(batch, self.shards)
-        position = (number * self.world_size + self.rank) * self.shards + shard
-        own: list[Any] = batches[position] if position < len(batches) else []
-        return own
-
-    def _round(self, batch: int) -> list[list[Any]]:
-        size = self.world_size * self.shards
-        return self._draw()[batch // self.shards * size :][:size]
-
-    def _draw(self) -> list[list[Any]]:
-        if self._drawn is None:
-            batches = [batch if hasattr(batch, "__len__") else list(batch) for batch in super()._draw()]
-            if not all(map(len, batches)):
-                self._drawn = None
-                raise DataError(
-                    f"{type(self.batch_sampler).__name__} yields a batch without any index in epoch {self.epoch} (the "
-                    f"{list(map(len, batches)).index(0) + 1}. of {len(batches)}): leave empty batches out."
-                )
-            self._drawn = batches
-        return self._drawn
+    def _divide(self, length: int) -> None:
+        whole, rest = divmod(length, self.num_replicas)
+        self.num_samples = whole + (1 if rest and not self.drop_last else 0)
+        self.total_size = self.num_samples * self.num_replicas
 
 
-def layers(sampler: Any) -> Iterator[Any]:
-    """Yield a sampler or a loader, the sampler inside it, and so on.
+class BalancingDataSampler(ReproducibleWeightedRandomSampler):
+    """Draws every class of a dataset equally often, on average.
 
     Args:
-        sampler: any; it may hold another as its ``batch_sampler`` or ``sampler``, or a list of them as ``samplers``.
+        dataset: its items are dicts. Of one with ``output_keys_as``, as SpeechBrain's, ``key`` alone is computed; the
+            items of any other are loaded.
+        key: of an item: its class.
+        num_samples: draws per epoch; None: as many as the dataset has.
+        replacement: whether a sample may be drawn more than once.
+        seed: of the draws; None: the experiment's seed.
+        epoch: to begin with.
 
-    Ranks: local.
-
-    Example:
-        >>> from torch.utils.data import BatchSampler
-        >>> [type(one).__name__ for one in layers(BatchSampler(range(3), 2, drop_last=False))]
-        ['BatchSampler', 'range']
-    """
-    seen: set[int] = set()
-    waiting = [sampler]
-    while waiting:
-        sampler = waiting.pop()
-        if sampler is None or id(sampler) in seen:
-            continue
-        seen.add(id(sampler))
-        yield sampler
-        inner = getattr(sampler, "batch_sampler", None)  # first: a DataLoader has both, and this one decides
-        waiting.append(getattr(sampler, "sampler", None) if inner is None else inner)
-        several = getattr(sampler, "samplers", None)
-        waiting += reversed(several) if isinstance(several, (list, tuple)) else []
-
-
-def set_epoch_inside(sampler: Any, epoch: int) -> None:
-    """Tell a sampler or a loader, and the samplers inside it, which epoch comes.
-
-    Args:
-        sampler: any; samplers without ``set_epoch`` are left alone.
-        epoch: which comes.
-
-    Ranks: local.
+    Ranks: local; alike on every rank.
 
     Example:
-        >>> set_epoch_inside([0, 1, 2], 3)
+        >>> data = [{"label": "a"}] * 9 + [{"label": "b"}]
+        >>> drawn = list(BalancingDataSampler(data, "label", num_samples=1000, seed=1))
+        >>> 400 < drawn.count(9) < 600
+        True
     """
-    for one in layers(sampler):
-        setter = getattr(one, "set_epoch", None)
-        if setter is not None:
-            setter(epoch)
-        if isinstance(one, RankBatchSampler):
-            return  # they pass it on
+
+    def __init__(
+        self,
+        dataset: Any,
+        key: str,
+        num_samples: int | None = None,
+        replacement: bool = True,
+        seed: int | None = None,
+        epoch: int = 0,
+    ) -> None:
+        self.dataset, self.key = dataset, key
+        of_key_alone = dataset.output_keys_as([key]) if hasattr(dataset, "output_keys_as") else contextlib.nullcontext()
+        with of_key_alone:
+            classes = [dataset[index][key] for index in range(len(dataset))]
+        counts = Counter(classes)
+        weights = [1.0 / counts[one] for one in classes]
+        super().__init__(weights, num_samples or len(classes), replacement, seed, epoch)
 
 
-def count_repeats(indices: Iterable[Any], seen: dict[int, int]) -> list[int]:
-    """Return how often each index came before: in ``seen``, which is brought up to date, or in the same list.
-
-    Args:
-        indices: of samples.
-        seen: how often each came so far, by its number.
-
-    Ranks: local.
-
-    Example:
-        >>> count_repeats([3, 5, 3, 3], {5: 1})
-        [0, 1, 1, 2]
-    """
-    counts = []
-    for index in indices:
-        number = index_number(index)
-        counts.append(seen.get(number, 0))
-        seen[number] = counts[-1] + 1
-    return counts
+def _seed_or(default: int, seed: int | None) -> int:
+    if seed is None:
+        seed = global_seed()
+    return default if seed is None else int(seed)
 
 
-def index_number(index: Any) -> int:
-    """Return an index as a number; one that is none, such as a tuple, by its ``repr``.
-
-    Args:
-        index: what a sampler yields for one sample.
-
-    Ranks: local; equal on all ranks if the ``repr`` is.
-
-    Example:
-        >>> index_number(3), index_number((3, 224)) == index_number((3, 224))
-        (3, True)
-    """
-    if type(index) is int:
-        return index
-    try:
-        return operator.index(index)
-    except TypeError:
-        return int.from_bytes(hashlib.blake2b(repr(index).encode(), digest_size=8).digest(), "little")
+def _part_length(sampler: Any) -> int:
+    """Return the length of the dataset that a sampler draws from."""
+    for name in ("data_source", "weights"):
+        source = getattr(sampler, name, None)
+        if source is not None:
+            return len(source)
+    return len(sampler)
 
 
-def _draw_words(sampler: Any, epoch: int, drawn: list[Any]) -> dict[str, str]:
-    """Say what a sampler has drawn, as a fact that must be the same on every rank."""
-    name = (
-        f"draw of {type(sampler).__name__} for epoch {epoch} (its randomness must follow from a seed that all ranks "
-        "share; one that draws for its own rank alone says is_sharded = True)"
-    )
-    shown = re.sub(r" at 0x[0-9a-fA-F]+", "", repr(drawn))
-    return {name: hashlib.blake2b(shown.encode(), digest_size=6).hexdigest()}
+# ---------------------------------------------------------------------------------------- lengths and buckets
 
 
-def _draw_alike(sampler: Iterable[Any], seed: int, epoch: int, most: int) -> list[Any]:
-    """List what a sampler yields, its randomness fixed by (seed, epoch) and the caller's left as it was."""
-    key = mix_key(seed, epoch, 0xDEA1)
-    generators = [getattr(one, "generator", None) for one in layers(sampler)]
-    with own_randomness(key, [one for one in generators if isinstance(one, torch.Generator)]):
-        iterator = iter(sampler)
-        with contextlib.suppress(TypeError, NotImplementedError):
-            most = max(most, 2 * len(cast("Sized", sampler)))
-        drawn = list(itertools.islice(iterator, most + 1))
-    name = type(sampler).__name__
-    if len(drawn) > most:
-        raise DataError(
-            f"{name} seems to have no end: it has yielded {len(drawn):,} times. A sampler is drawn whole at the start "
-            "of an epoch, to be divided. Let it end, or give it a len() if it is so long."
+def _sample_lengths(
+    dataset: Any, length_func: Callable[[Any], float] | None, lengths_list: Sequence[float] | None
+) -> NDArray[np.float64]:
+    """Return the length of every sample of a dataset, without loading any."""
+    if lengths_list is None:
+        if not (hasattr(dataset, "data") and hasattr(dataset, "data_ids")):
+            raise BucketingError(
+                f"DynamicBatchSampler cannot know how long the samples of {type(dataset).__name__} are: length_func "
+                "is asked about entries of a dataset with data and data_ids. Give lengths_list, one length per sample."
+            )
+        length_func = length_func or operator.itemgetter("duration")
+        lengths_list = [length_func(dataset.data[one]) for one in dataset.data_ids]
+    elif hasattr(dataset, "__len__") and len(dataset) != len(lengths_list):
+        raise ConfigError(
+            f"lengths_list has {len(lengths_list)} entries for the {len(dataset)} samples of "
+            f"{type(dataset).__name__}. Give one length per sample, in the order of the dataset."
         )
-    if not drawn:
-        once = " A generator can be iterated once only: give an object whose __iter__ begins anew."
-        raise DataError(
-            f"{name} yields nothing in epoch {epoch}: there is no data to train on."
-            + (once if iterator is sampler else "")
+    lengths = np.asarray(lengths_list, dtype=np.float64)
+    if lengths.ndim != 1 or not lengths.size or not ((lengths >= 0) & (lengths < math.inf)).all():
+        raise DataError("DynamicBatchSampler: the lengths must be numbers, 0 or more, one for each of some samples.")
+    return lengths
+
+
+def _upper_boundaries(
+    max_batch_length: float, num_buckets: int | None, bucket_boundaries: Sequence[float]
+) -> NDArray[np.float64]:
+    """Return the upper boundaries of the buckets, ascending: those given, or quantiles that end at the maximum."""
+    if len(bucket_boundaries):
+        boundaries = np.asarray(bucket_boundaries, dtype=np.float64)
+        if not (boundaries[0] > 0 and (np.diff(boundaries) > 0).all() and boundaries[-1] < math.inf):
+            raise ConfigError(
+                f"bucket_boundaries={list(bucket_boundaries)} must be lengths above 0, each greater than the one "
+                "before. Samples of no length belong to the first bucket."
+            )
+        return boundaries
+    if num_buckets is None:
+        raise BucketingError(
+            "DynamicBatchSampler was given neither num_buckets nor bucket_boundaries. Give one of them: more buckets "
+            "mean less padding, and less chance in what meets in a batch."
         )
-    return drawn
+    require_positive("num_buckets", num_buckets, "one bucket is the least")
+    levels = torch.arange(1, num_buckets + 1, dtype=torch.float64) / (num_buckets + 1)
+    quantiles = torch.special.ndtri(levels).exp().numpy()
+    scaled: NDArray[np.float64] = quantiles * (max_batch_length / quantiles[-1])
+    scaled[-1] = max_batch_length
+    return scaled

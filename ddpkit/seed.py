@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 
 from ddpkit.base import get_rank
-from ddpkit.data import mix_key
 from ddpkit.device import count_devices, own_first, use_deterministic_kernels
 from ddpkit.errors import CheckpointError, ConfigError
 from ddpkit.logger import get_logger
@@ -32,6 +31,37 @@ logger = get_logger(__name__)
 SEED_VARIABLES = ("DDPKIT_GLOBAL_SEED", "SB_GLOBAL_SEED")
 _ACCELERATORS: dict[str, Any] = {"cuda": torch.cuda, "xpu": torch.xpu}  # those with a random state per device
 MAX_SEED = 2**32 - 1  # numpy takes nothing larger
+_MASK64 = (1 << 64) - 1
+
+
+def mix(value: int) -> int:
+    """Scramble a 64-bit integer (the finaliser of SplitMix64, a bijection).
+
+    Ranks: local.
+
+    Example:
+        >>> mix(1) == mix(1), mix(1) == mix(2)
+        (True, False)
+    """
+    value = (value + 0x9E3779B97F4A7C15) & _MASK64
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK64
+    return value ^ (value >> 31)
+
+
+def mix_key(*parts: int) -> int:
+    """Hash a few integers, in order, to one 64-bit key: (10, 2) and (11, 1) have nothing in common.
+
+    Ranks: local.
+
+    Example:
+        >>> mix_key(10, 2) == mix_key(11, 1)
+        False
+    """
+    key = 0
+    for part in parts:
+        key = mix(key ^ (part & _MASK64))
+    return key
 
 
 def seed_everything(seed: int = 0, verbose: bool = True, deterministic: bool = False) -> int:

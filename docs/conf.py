@@ -29,7 +29,7 @@ nitpick_ignore_regex = [
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 # Imported for type checkers alone, and shown by the page of ddpkit.dataloader, too.
-autodoc_type_aliases = {"Sharding": "ddpkit.data.sharded_loader.Sharding"}
+autodoc_type_aliases = {"Sharding": "ddpkit.dataloader.Sharding"}
 autodoc_preserve_defaults = True
 autodoc_default_options = {"members": True, "show-inheritance": True}
 

@@ -13,17 +13,19 @@ from collections.abc import Iterator
 from multiprocessing import forkserver
 from typing import Any
 
+from ddpkit.base import temporarily
+
 _MUTEX = threading.RLock()
 _SERVERS: dict[int, Any] = {}  # by process: a forked one has none
 
 
 @contextlib.contextmanager
 def own_forkserver() -> Iterator[None]:
-    """Have this thread's processes come from another forkserver than the script's; otherwise from that, started before.
+    """Have processes that start meanwhile come from another forkserver than the script's; otherwise from that, started.
 
     Ranks: local.
 
-    State: a function of multiprocessing, restored at the end; unchanged for other threads.
+    State: a function of multiprocessing, restored at the end.
 
     Example:
         >>> with own_forkserver():
@@ -34,19 +36,7 @@ def own_forkserver() -> Iterator[None]:
         forkserver.ensure_running()
         yield
         return
-    owner = threading.get_ident()
-
-    def connect(fds: Any) -> Any:
-        if threading.get_ident() != owner:
-            return usual(fds)
-        server = _SERVERS.setdefault(os.getpid(), forkserver.ForkServer())
-        server.set_forkserver_preload(list(scripts._preload_modules))  # noqa: SLF001 -- what the script's has imported
-        return server.connect_to_new_process(fds)
-
-    with _MUTEX:
-        usual = forkserver.connect_to_new_process
-        forkserver.connect_to_new_process = connect
-        try:
-            yield
-        finally:
-            forkserver.connect_to_new_process = usual
+    server = _SERVERS.setdefault(os.getpid(), forkserver.ForkServer())
+    server.set_forkserver_preload(list(scripts._preload_modules))  # noqa: SLF001
+    with _MUTEX, temporarily(forkserver, connect_to_new_process=server.connect_to_new_process):
+        yield

@@ -1,34 +1,20 @@
 from ddpkit.data.likeness import (
     MOST_ITEMS as MOST_ITEMS,
-    FirstItems as FirstItems,
+    Sketch as Sketch,
     require_alike as require_alike,
+    sketch as sketch,
 )
-from ddpkit.data.permutation import (
+from ddpkit.data.plan import (
+    DealtBatchSampler as DealtBatchSampler,
     Order as Order,
-    mix as mix,
-    mix_key as mix_key,
-)
-from ddpkit.data.recipe_samplers import (
-    BalancingDataSampler as BalancingDataSampler,
-    ConcatDatasetBatchSampler as ConcatDatasetBatchSampler,
-    DistributedSamplerWrapper as DistributedSamplerWrapper,
-    DynamicBatchSampler as DynamicBatchSampler,
-    ReproducibleRandomSampler as ReproducibleRandomSampler,
-    ReproducibleWeightedRandomSampler as ReproducibleWeightedRandomSampler,
-)
-from ddpkit.data.sharded_loader import (
-    DECIDED as DECIDED,
-    DEFAULT_SEED as DEFAULT_SEED,
-    SaveableDataLoader as SaveableDataLoader,
-    Sharding as Sharding,
-    deal_batches as deal_batches,
-    default_seed as default_seed,
-    first_samples as first_samples,
-    is_batches as is_batches,
-    plan_of as plan_of,
-    reshard as reshard,
-    set_epoch as set_epoch,
-    shard as shard,
+    PlannedBatchSampler as PlannedBatchSampler,
+    RankBatchSampler as RankBatchSampler,
+    SamplingPlan as SamplingPlan,
+    count_repeats as count_repeats,
+    index_number as index_number,
+    layers as layers,
+    require_positive as require_positive,
+    set_epoch_inside as set_epoch_inside,
 )
 from ddpkit.data.stream_position import (
     StreamPosition as StreamPosition,
@@ -40,4 +26,6 @@ from ddpkit.data.streams import (
     StreamShard as StreamShard,
     guess_batch_size as guess_batch_size,
     is_sharded as is_sharded,
+    stream_loader as stream_loader,
+    worker_key as worker_key,
 )

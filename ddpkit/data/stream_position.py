@@ -18,9 +18,9 @@ import torch
 from torch.utils.data import get_worker_info
 
 from ddpkit.compat import loses_items, show_worker
-from ddpkit.data.permutation import mix_key
+from ddpkit.data.plan import set_epoch_inside
 from ddpkit.logger import get_logger
-from ddpkit.sampler import set_epoch_inside
+from ddpkit.seed import mix_key
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -9,7 +9,6 @@ its own random numbers, which follow from seed and epoch, and without access to 
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import itertools
 from collections.abc import Mapping
@@ -22,8 +21,8 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from ddpkit.compat import shuffle_digest
 from ddpkit.control import start_loading
-from ddpkit.data.likeness import MOST_ITEMS, FirstItems, sketch
-from ddpkit.data.permutation import mix, mix_key
+from ddpkit.data.likeness import MOST_ITEMS, sketch
+from ddpkit.data.plan import SamplingPlan, part
 from ddpkit.data.stream_position import (
     READ,
     ReadApart,
@@ -36,14 +35,13 @@ from ddpkit.data.stream_position import (
 )
 from ddpkit.errors import ConfigError
 from ddpkit.logger import get_logger
-from ddpkit.sampler import SamplingPlan, part
-from ddpkit.seed import own_randomness
+from ddpkit.seed import mix, mix_key, own_randomness
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from ddpkit.data.likeness import Sketch, Sketches
-    from ddpkit.data.sharded_loader import Sharding
+    from ddpkit.data.likeness import FirstItems, Sketch
+    from ddpkit.dataloader import Sharding
 
 logger = get_logger(__name__)
 
@@ -56,7 +54,7 @@ class Block(NamedTuple):
     Attributes:
         items: of each of its shards that has any; under ``-1`` an item of another process, only to keep step.
         key: what the randomness of collating is keyed on, with the shard; None: it draws from the process's streams.
-        first: sketches of the first items of the undivided stream, sent along with its first block.
+        first: epoch, block, and sketches of the first items of the undivided stream, sent along with its first block.
 
     Ranks: local.
 
@@ -105,7 +103,7 @@ class StreamShard(IterableDataset[Any], Source):
     Ranks: local; all ranks must give the same arguments but ``sharding.rank``.
 
     Example:
-        >>> from ddpkit.data import Sharding
+        >>> from ddpkit.dataloader import Sharding
         >>> [block.items for block in StreamShard(range(5), Sharding(1, 2))]
         [{1: [1]}, {1: [3]}]
         >>> [[block.items[rank] for block in StreamShard(range(7), Sharding(rank, 2), 4)] for rank in range(2)]
@@ -199,7 +197,7 @@ class StreamShard(IterableDataset[Any], Source):
             if read < self.block_size and self.drop_last:
                 own = {}
             shown = sketches or (sketches is not None and not self.may_be_used_up)
-            first = FirstItems((int(self.epoch), block), sketches or []) if shown else None
+            first = ((int(self.epoch), block), sketches or []) if shown else None
             if own or shown:
                 yield Block(own, self._key(block), first)
             if read < self.block_size:
@@ -225,20 +223,6 @@ class StreamShard(IterableDataset[Any], Source):
             own[-1] = [item]
         return own, read
 
-    def read_twice(self) -> list[Sketches] | None:
-        """Read the first items twice, of a copy; return sketches of them, or None where that cannot be done."""
-        number, found = min(MOST_ITEMS, self.block_size), []
-        try:
-            with self._read_alike():
-                whole = copy.deepcopy(self.whole)
-            for _ in range(2):
-                with self._read_alike():
-                    found.append([sketch(item) for item in itertools.islice(iter(whole), number)])
-        except Exception:  # a file or a connection that cannot be copied, whatever that raises
-            logger.debug("%s cannot be read once more, of a copy.", type(self.whole).__name__, exc_info=True)
-            return None
-        return found
-
 
 class StreamLoader(DataLoader[Any]):
     """A ``DataLoader`` of a stream, with worker seeds that follow from a key and the epoch.
@@ -261,7 +245,7 @@ class StreamLoader(DataLoader[Any]):
     Ranks: local.
 
     Example:
-        >>> from ddpkit.data import Sharding
+        >>> from ddpkit.dataloader import Sharding
         >>> [batch.tolist() for batch in StreamLoader(StreamShard(range(3), Sharding(), 2), key=5, batch_size=2)]
         [[0, 1], [2]]
         >>> shards = StreamShard(range(5), Sharding(0, 1, virtual_ranks=2), 4)
@@ -317,10 +301,6 @@ class StreamLoader(DataLoader[Any]):
         digest = shuffle_digest(self.whole) if self.is_divided else ""
         name = f"shuffle of {type(self.whole).__name__} (without a seed each process shuffles differently: give one)"
         return {name: digest} if digest else {}
-
-    def read_twice(self) -> list[Sketches] | None:
-        """Read the first items twice; return sketches of them, or None where that cannot be done."""
-        return self._source.read_twice() if isinstance(self._source, StreamShard) else None
 
     def size_of(self, batch: Any) -> int | None:
         """Return the number of items of the batch that was yielded last; None if it is one that another rank has.
@@ -390,7 +370,7 @@ def stream_loader(dataset: Any, sharding: Sharding, options: dict[str, Any]) -> 
     Ranks: local.
 
     Example:
-        >>> from ddpkit.data import Sharding
+        >>> from ddpkit.dataloader import Sharding
         >>> from torch.utils.data import IterableDataset
         >>> class Numbers(IterableDataset):
         ...     def __iter__(self):

@@ -20,12 +20,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ddpkit import optim
 from ddpkit.base import gather_whole, is_sharded, local_part, sharded_like
+from ddpkit.data import PlannedBatchSampler, RankBatchSampler
 from ddpkit.dataloader import LoopedLoader, SaveableDataLoader, plan_of
 from ddpkit.distributed import get_world_size
 from ddpkit.errors import ConfigError
 from ddpkit.metrics import counted_by
 from ddpkit.parity.noise import without_noise
-from ddpkit.sampler import PlannedBatchSampler, RankBatchSampler
 from ddpkit.syncbn import SyncBatchNorm
 from ddpkit.training import Feed, counts_of, length_of
 from ddpkit.types import Stage

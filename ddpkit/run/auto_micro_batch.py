@@ -12,11 +12,11 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from ddpkit.data import PlannedBatchSampler
 from ddpkit.dataloader import plan_of
 from ddpkit.distributed import get_rank, get_world_size, sum_over_ranks
 from ddpkit.errors import ConfigError
 from ddpkit.logger import get_logger
-from ddpkit.sampler import PlannedBatchSampler
 from ddpkit.seed import restore_rng_state, rng_state
 from ddpkit.training import FeedThrough, Window
 

@@ -22,14 +22,13 @@ from torch import nn
 
 from ddpkit.checkpointing import Checkpoint, ckpt_recency
 from ddpkit.compat import shuffle_digest
-from ddpkit.data import StreamShard
+from ddpkit.data import DealtBatchSampler, PlannedBatchSampler, RankBatchSampler, StreamShard, layers
 from ddpkit.dataloader import LoopedLoader, plan_of
 from ddpkit.distributed import get_rank, get_world_size
 from ddpkit.errors import CheckpointError, CheckpointUsageError, ConfigError
 from ddpkit.launch import find_launch
 from ddpkit.logger import get_logger
 from ddpkit.run_opts import BATCHES, GRADIENTS, OPTIONS
-from ddpkit.sampler import DealtBatchSampler, PlannedBatchSampler, RankBatchSampler, layers
 
 if TYPE_CHECKING:
     from ddpkit.checkpoints import Checkpointer

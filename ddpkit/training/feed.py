@@ -30,14 +30,12 @@ from ddpkit.comm import require_agreement
 from ddpkit.control import start_loading
 from ddpkit.data import (
     MOST_ITEMS,
-    FirstItems,
     StreamLoader,
-    first_samples,
     guess_batch_size,
     one_by_one,
     require_alike,
 )
-from ddpkit.dataloader import LoopedLoader, SaveableDataLoader, plan_of
+from ddpkit.dataloader import LoopedLoader, SaveableDataLoader, first_samples, plan_of
 from ddpkit.distributed import get_world_size
 from ddpkit.errors import DataError
 from ddpkit.logger import get_logger
@@ -410,8 +408,8 @@ def compare_first_samples(name: str, loader: Any) -> None:
         return
     found = first_samples(inner)
     require_alike(
-        None if found is None else FirstItems((), found[0]),
-        lambda: first_samples(inner, MOST_ITEMS, 2),
+        None if found is None else ((), found),
+        lambda: first_samples(inner, MOST_ITEMS),
         f"{name}: the ranks do not hold the same data, and each would be given one part in {plan.world_size} of it: "
         f"the samples of {type(inner.dataset).__name__} differ, and most would be lost in silence. Let every rank load "
         "all files, in the same order (sort a list of files), and seed what is random. If each rank shall keep files "
@@ -477,7 +475,7 @@ def _checked(inner: StreamLoader, stage: Stage, batches: Iterator[Any]) -> Itera
     kind, items = ("loader", "batches") if inner.of_batches else ("dataset", "items")
     require_alike(
         inner.first,
-        inner.read_twice,
+        lambda: None,
         f"{stage.name}: the ranks do not read the same {items}, and each would keep one in {get_world_size()} of "
         f"{type(inner.whole).__name__}: samples would be lost in silence. If it divides itself over the ranks, set "
         f"`is_sharded = True` on the {kind}. If it is random, seed it: draw from Python's, numpy's or torch's global "

@@ -17,11 +17,10 @@ from torch import Tensor
 from torch.utils.data.distributed import DistributedSampler
 
 from ddpkit.base import map_values
-from ddpkit.data import StreamShard, is_sharded
+from ddpkit.data import StreamShard, is_sharded, layers
 from ddpkit.dataloader import LoopedLoader, plan_of
 from ddpkit.distributed import gather_objects, get_rank, require_all_ranks
 from ddpkit.errors import ConfigError, DataError
-from ddpkit.sampler import layers
 from ddpkit.types import Stage
 
 if TYPE_CHECKING:

@@ -27,12 +27,11 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 
 from ddpkit.base import POSITION, temporarily
-from ddpkit.data import StreamShard, is_batches
-from ddpkit.dataloader import LoopedLoader, Sharding, deal_batches, default_seed, plan_of, reshard, shard
+from ddpkit.data import DealtBatchSampler, PlannedBatchSampler, StreamShard
+from ddpkit.dataloader import LoopedLoader, Sharding, deal_batches, default_seed, is_batches, plan_of, reshard, shard
 from ddpkit.distributed import get_world_size
 from ddpkit.errors import ConfigError, DataError
 from ddpkit.logger import get_logger
-from ddpkit.sampler import DealtBatchSampler, PlannedBatchSampler
 from ddpkit.training.feed import move_ahead
 from ddpkit.types import Stage
 

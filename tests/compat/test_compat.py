@@ -65,7 +65,7 @@ def test_a_forkserver_of_its_own_or_the_scripts(monkeypatch):
     scripts, connect = parent_of_a_process(), forkserver.connect_to_new_process
     with own_forkserver():
         assert parent_of_a_process() != scripts
-    assert forkserver.connect_to_new_process is connect
+    assert forkserver.connect_to_new_process == connect
     monkeypatch.delattr(forkserver, "ForkServer")
     with own_forkserver():
         assert parent_of_a_process() == scripts

@@ -166,7 +166,7 @@ def test_a_worker_that_is_terminated_ends_although_it_is_deaf():
 
 
 LEAVES_A_LOADER = """
-from ddpkit.data import Sharding, shard
+from ddpkit.dataloader import Sharding, shard
 batches = iter(shard(range(100), Sharding(), batch_size=2, num_workers=1))
 print(next(batches).tolist())
 """
@@ -182,7 +182,7 @@ def test_a_script_that_leaves_a_loader_in_the_middle_ends(tmp_path):
 FORKS = """
 import os
 import sys
-from ddpkit.data import Sharding, shard
+from ddpkit.dataloader import Sharding, shard
 batches = iter(shard(range(100), Sharding(), batch_size=2, num_workers=1))
 next(batches)
 pid = os.fork()

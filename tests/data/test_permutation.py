@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from ddpkit.data.permutation import SMALL, Order, mix, mix_key
-from ddpkit.sampler import PlannedBatchSampler
+from ddpkit.data.plan import SMALL, Order, PlannedBatchSampler
+from ddpkit.seed import mix, mix_key
 
 FAST = settings(max_examples=150, deadline=None, derandomize=True, database=None)
 

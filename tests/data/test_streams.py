@@ -16,9 +16,9 @@ from hypothesis import given, settings, strategies as st
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
-from ddpkit.data import is_batches, streams
+from ddpkit.data import streams
 from ddpkit.data.streams import StreamShard, is_sharded
-from ddpkit.dataloader import Sharding, deal_batches, reshard, set_epoch, shard
+from ddpkit.dataloader import Sharding, deal_batches, is_batches, reshard, set_epoch, shard
 from ddpkit.errors import ConfigError, DataError
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")  # more workers than processors, for short

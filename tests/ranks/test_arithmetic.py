@@ -15,7 +15,7 @@ from torch import nn
 
 from ddpkit.brain import Brain
 from ddpkit.checkpoints import Checkpointer
-from ddpkit.data import Order
+from ddpkit.data.plan import Order
 from ddpkit.dataloader import DEFAULT_SEED
 from ddpkit.errors import DataError
 from ddpkit.training import Feed

@@ -31,9 +31,7 @@ def terminal(request, monkeypatch):
     master, slave = os.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, request.param, 0, 0))
     stream = os.fdopen(slave, "w", encoding="utf-8", buffering=1)
-    monkeypatch.setattr(
-        "ddpkit.reporting.stage_report.sys", SimpleNamespace(stderr=stream)
-    )  # pytest has its own
+    monkeypatch.setattr("ddpkit.reporting.stage_report.sys", SimpleNamespace(stderr=stream))  # pytest has its own
 
     def read():
         stream.flush()

@@ -12,9 +12,9 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from ddpkit.control import PeriodicSync, Requests, SyncReport
+from ddpkit.data.plan import DealtBatchSampler, PlannedBatchSampler
 from ddpkit.dataloader import LoopedLoader, Sharding, shard
 from ddpkit.errors import BatchError, DataError, NonFiniteLossError
-from ddpkit.sampler import DealtBatchSampler, PlannedBatchSampler
 from ddpkit.training.feed import Feed, StreamFeed
 from ddpkit.training.loop import Progress, Window, backward, evaluate_epoch, loss_problem, one_number, train_epoch
 from ddpkit.types import Stage

@@ -25,9 +25,9 @@ from torch.utils.data import (
 import ddpkit.augmentation
 from ddpkit.augmentation import KeyedBatch, KeyedDataset, sample_seed
 from ddpkit.compat import random_streams
-from ddpkit.data import mix, mix_key
 from ddpkit.dataloader import LoopedLoader, SaveableDataLoader, Sharding, make_dataloader, plan_of, reshard, shard
 from ddpkit.errors import DataError
+from ddpkit.seed import mix, mix_key
 
 SEED = 5
 SIZE = 22

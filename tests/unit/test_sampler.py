@@ -1,577 +1,549 @@
-"""The sampling plan: orders are bijections, shares are exact, users' samplers are drawn alike."""
+"""The samplers that recipes name: orders, seeds, epochs, lengths, and what they refuse."""
 
 from __future__ import annotations
 
-import itertools
-import random
+import contextlib
+import math
+import time
 from collections import Counter
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
-from torch.utils.data import (
-    BatchSampler,
-    RandomSampler,
-    Sampler,
-    SequentialSampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
-)
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
-from ddpkit.data import Order
-from ddpkit.data.permutation import SMALL
-from ddpkit.errors import ConfigError, DataError
+import ddpkit
+from ddpkit import sampler
+from ddpkit.data.plan import PlannedBatchSampler
+from ddpkit.dataloader import (
+    Sharding,
+    default_seed,
+    distributed_loader_specifics,
+    make_dataloader,
+    plan_of,
+    reshard,
+    shard,
+)
+from ddpkit.errors import BucketingError, ConfigError, DataError
 from ddpkit.sampler import (
-    CHUNK,
+    BalancingDataSampler,
     ConcatDatasetBatchSampler,
-    DealtBatchSampler,
-    PlannedBatchSampler,
-    SamplingPlan,
-    layers,
+    DistributedSamplerWrapper,
+    DynamicBatchSampler,
+    ReproducibleRandomSampler,
+    ReproducibleWeightedRandomSampler,
 )
+from ddpkit.seed import rng_state
+from tests.launching import soon
 
-FAST = settings(max_examples=150, deadline=None, derandomize=True, database=None)
-
-
-# ---------------------------------------------------------------------------------------------- plans
-
-
-@pytest.mark.parametrize("drop_last", [False, True])
-@pytest.mark.parametrize("world_size", range(1, 9))
-def test_every_position_is_taken_once(world_size, drop_last):
-    for size, batch_size in itertools.product(range(41), range(1, 8)):
-        plan = SamplingPlan(size, batch_size, world_size, drop_last)
-        together = batch_size * world_size
-        assert plan.global_batch_size == together
-        assert len(plan) == (size // together if drop_last else -(-size // together))
-        expected = 0
-        for batch in range(len(plan)):
-            shares = [plan.share(batch, rank) for rank in range(world_size)]
-            assert [start for start, _ in shares] == [expected, *(stop for _, stop in shares[:-1])]
-            counts = [stop - start for start, stop in shares]
-            assert sum(counts) == plan.total(batch)
-            assert max(counts) - min(counts) <= 1
-            assert max(counts) <= batch_size
-            expected = shares[-1][1]
-        assert expected == (size // together * together if drop_last else size)
+NAMES = [
+    "BalancingDataSampler",
+    "ConcatDatasetBatchSampler",
+    "DistributedSamplerWrapper",
+    "DynamicBatchSampler",
+    "ReproducibleRandomSampler",
+    "ReproducibleWeightedRandomSampler",
+]
+LENGTHS = np.random.default_rng(3).lognormal(2.0, 0.6, 500).round(2).tolist()
 
 
-@pytest.mark.parametrize("world_size", [8, 64, 1000])
-@pytest.mark.parametrize(
-    ("samples", "sizes"),
-    [
-        (100_003, {"batch_size": 3}),
-        (999, {"batch_size": 2}),
-        (100_003, {"global_batch_size": 2500}),
-        (100_003, {"global_batch_size": 70_000, "micro_batches": 7}),
-        (20_000, {"global_batch_size": 777, "micro_batches": 2}),
-    ],
-)
-def test_large_worlds_are_covered_exactly_once_and_balanced(world_size, samples, sizes):
-    """Every rank's plan, computed in one process: nothing is asked of the others."""
-    plan = SamplingPlan(samples, world_size=world_size, **sizes)
-    expected = 0
-    for batch in range(len(plan)):
-        shares = [plan.share(batch, rank) for rank in range(world_size)]
-        assert [start for start, _ in shares] == [expected, *(stop for _, stop in shares[:-1])]
-        counts = [stop - start for start, stop in shares]
-        assert sum(counts) == plan.total(batch)
-        assert max(counts) - min(counts) <= 1
-        assert max(counts) <= plan.batch_size
-        expected = shares[-1][1]
-    assert expected == samples
+class Items:
+    """Items behind which stand cheap entries, as in SpeechBrain's DynamicItemDataset."""
 
-
-def test_large_worlds_see_every_index_once():
-    samples, world_size = 30_011, 64
-    ranks = [PlannedBatchSampler(samples, 7, rank, world_size, shuffle=True, seed=3) for rank in range(world_size)]
-    seen = Counter(
-        index
-        for sampler in ranks
-        for number, indices in enumerate(sampler)
-        for index in indices[: sampler.count(number)]
-    )
-    assert len(seen) == samples
-    assert set(seen.values()) == {1}
-    assert len({len(sampler) for sampler in ranks}) == 1, "all keep step"
-
-
-@FAST
-@given(
-    samples=st.integers(0, 60),
-    world_size=st.integers(1, 9),
-    whole=st.integers(1, 30),
-    pieces=st.integers(1, 5),
-    drop_last=st.booleans(),
-    data=st.data(),
-)
-def test_global_batches_of_several_micro_batches(samples, world_size, whole, pieces, drop_last, data):
-    pieces = min(pieces, whole)
-    plan = SamplingPlan(
-        samples, world_size=world_size, global_batch_size=whole, micro_batches=pieces, drop_last=drop_last
-    )
-    found = []
-    for batch in range(len(plan)):
-        shares = [range(*plan.share(batch, rank)) for rank in range(world_size)]
-        assert max(map(len, shares)) - min(map(len, shares)) <= 1
-        assert sum(map(len, shares)) == plan.total(batch)
-        found += [position for share in shares for position in share]
-        step = sum(plan.total(other) for other in range(len(plan)) if other // pieces == batch // pieces)
-        assert step == min(whole, samples - batch // pieces * whole), "an optimizer step is a global batch"
-    assert found == list(range(samples - samples % whole if drop_last else samples))
-    assert len(found) == plan.used_samples
-    ends = [0, *itertools.accumulate(plan.total(batch) for batch in range(len(plan)))]
-    assert [plan.done_before(batch) for batch in range(len(plan) + 1)] == ends
-    for done in range(samples + 1):
-        after = plan.batch_after(done)
-        assert ends[after] <= done, "nothing is left out"
-        assert after == len(plan) or done < ends[after + 1], "no more than a part of one batch is done again"
-    rank = data.draw(st.integers(0, world_size - 1))
-    if not samples:
-        return
-    options = {"global_batch_size": whole, "micro_batches": pieces, "drop_last": drop_last}
-    sampler = PlannedBatchSampler(samples, 1, rank, world_size, **options)
-    batches = list(sampler)
-    assert len(batches) == len(sampler) == len(plan)
-    for number, indices in enumerate(batches):
-        share = list(range(*plan.share(number, rank)))
-        assert sampler.count(number) == len(share)
-        assert indices == share or (not share and len(indices) == 1)
-        assert sampler.parts(number) == 1
-        assert sampler.part(number) == len(share) / plan.total(number)
-    skip = sampler.skip = data.draw(st.integers(0, len(batches)))
-    assert list(sampler) == batches[skip:]
-
-
-def test_bad_global_batch_sizes():
-    for bad in (0, -3, 2.5, True):
-        with pytest.raises(ConfigError, match=r"^global_batch_size=.* \(it counts all processes\)"):
-            SamplingPlan(4, global_batch_size=bad)
-    with pytest.raises(ConfigError, match=r"^global_batch_size=3 cannot be divided into 4 batches"):
-        SamplingPlan(4, global_batch_size=3, micro_batches=4)
-
-
-@pytest.mark.parametrize("bad", [0, -1, 2.0, "4", None, True])
-def test_bad_batch_sizes(bad):
-    with pytest.raises(ConfigError, match=r"^batch_size=.* is not a positive whole number: .* Set batch_size to 1"):
-        SamplingPlan(4, bad)
-    with pytest.raises(ValueError, match="batch_size"):
-        PlannedBatchSampler(4, bad)
-
-
-def test_whole_numbers_of_numpy_are_whole_numbers():
-    assert len(SamplingPlan(5, np.int64(2))) == 3
-
-
-# ----------------------------------------------------------------------------------- planned batches
-
-
-@FAST
-@given(
-    size=st.integers(1, 60),
-    batch_size=st.integers(1, 7),
-    world_size=st.integers(1, 8),
-    shuffle=st.booleans(),
-    drop_last=st.booleans(),
-    keep_step=st.booleans(),
-    epoch=st.integers(1, 3),
-)
-def test_planned_batches(size, batch_size, world_size, shuffle, drop_last, keep_step, epoch):
-    options = {"shuffle": shuffle, "drop_last": drop_last, "keep_step": keep_step, "seed": 4}
-    samplers = [PlannedBatchSampler(size, batch_size, rank, world_size, **options) for rank in range(world_size)]
-    for sampler in samplers:
-        sampler.set_epoch(epoch)
-    batches = [list(sampler) for sampler in samplers]
-    assert [len(own) for own in batches] == [len(sampler) for sampler in samplers]
-    if keep_step:
-        assert len({len(own) for own in batches}) == 1
-    order = Order(size, 4, epoch, shuffle=shuffle).indices(0, size)
-    together = batch_size * world_size
-    for number in range(max(map(len, batches))):
-        joined = []
-        for sampler, own in zip(samplers, batches, strict=True):
-            count = sampler.count(number)
-            if number < len(own):
-                assert len(own[number]) == max(count, 1)  # a filler holds one sample and counts none
-                joined += own[number][:count]
-            else:
-                assert count == 0
-            assert sampler.total(number) == min(together, size - number * together)
-        assert joined == order[number * together : (number + 1) * together]
-
-
-@pytest.mark.parametrize(("sizes", "numbers"), [((2, 1, 4), [2, 2, 0]), ((5, 2, 5), [2, 2, 1])])
-def test_a_rank_without_a_share_yields_nothing_where_it_need_not_keep_step(sizes, numbers):
-    given = {"global_batch_size": sizes[0], "micro_batches": sizes[1], "keep_step": False}
-    samplers = [PlannedBatchSampler(sizes[2], 1, rank, 3, **given) for rank in range(3)]
-    assert [len(sampler) for sampler in samplers] == numbers
-    assert [len(list(sampler)) for sampler in samplers] == numbers
-
-
-@pytest.mark.parametrize("size", [SMALL * 2 + 11, 137])
-@pytest.mark.parametrize("batch_size", [1, 3, CHUNK - 1, CHUNK + 1])
-def test_chunks_do_not_show(size, batch_size):
-    """Positions are computed a few thousand at a time; the batches are those of the plan."""
-    for rank in (0, 2):
-        sampler = PlannedBatchSampler(size, batch_size, rank, 3, shuffle=True, seed=2)
-        order, plan = Order(size, 2, 1).indices(0, size), sampler.plan
-        shares = [plan.share(batch, rank) for batch in range(len(plan))]
-        expected = [order[slice(*share)] or order[-1:] for share in shares]
-        assert list(sampler) == expected
-        for skip in (1, len(plan) // 2, len(plan) - 1, len(plan), len(plan) + 3):
-            sampler.skip = skip
-            assert list(sampler) == expected[skip:]
-        assert list(sampler) == expected, "a skip holds for one iteration"
-
-
-def test_batches_hold_plain_integers():
-    for sampler in (PlannedBatchSampler(5, 2, shuffle=True), PlannedBatchSampler(5, 2)):
-        assert {type(index) for batch in sampler for index in batch} == {int}
-
-
-def test_an_epoch_is_another_order_and_comes_again():
-    sampler = PlannedBatchSampler(30, 4, shuffle=True)
-    orders = []
-    for epoch in (1, 2, 1):
-        sampler.set_epoch(epoch)
-        orders.append(list(sampler))
-    assert orders[0] == orders[2] != orders[1]
-
-
-# ---------------------------------------------------------------------------------- users' samplers
-
-
-class Growing(Sampler):
-    """A sampler whose length changes from epoch to epoch, and that knows its epoch."""
-
-    def __init__(self, length=lambda epoch: 10 + epoch):
-        self.length = length
-        self.told = []
-        self.epoch = 0
-
-    def set_epoch(self, epoch):
-        self.told.append(epoch)
-        self.epoch = epoch
+    def __init__(self, entries, dynamic=None):
+        self.data = entries
+        self.data_ids = list(entries)
+        self.dynamic = dynamic or {}
+        self.keys = ["heavy"]
+        self.computed = Counter()
 
     def __len__(self):
-        return self.length(self.epoch)
+        return len(self.data_ids)
+
+    def __getitem__(self, index):
+        entry = self.data[self.data_ids[index]]
+        self.computed.update(self.keys)
+        return {key: self.dynamic[key](entry) if key in self.dynamic else entry[key] for key in self.keys}
+
+    @contextlib.contextmanager
+    def output_keys_as(self, keys):
+        before, self.keys = self.keys, keys
+        try:
+            yield
+        finally:
+            self.keys = before
+
+
+class Growing:
+    """As many indices as the epoch's number plus three, and no length of its own before that."""
+
+    def __init__(self):
+        self.epoch, self.told = 1, []
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+        self.told.append(epoch)
+
+    def __len__(self):
+        return 3 + self.epoch
 
     def __iter__(self):
-        return iter(range(100 * self.epoch, 100 * self.epoch + len(self)))
+        return iter(range(10, 13 + self.epoch))
 
 
-class Holder:
-    """A batch sampler around another, which does not pass ``set_epoch`` on."""
-
-    def __init__(self, inner, name="sampler"):
-        setattr(self, name, inner)
-
-    def __iter__(self):
-        inner = getattr(self, "sampler", None) or self.batch_sampler
-        return iter(inner)
+def dynamic(lengths=LENGTHS, longest=100.0, buckets=8, **options):
+    return DynamicBatchSampler(lengths, longest, buckets, lengths_list=lengths, **options)
 
 
-def planned(source, world_size, batch_size=2, **options):
-    return [PlannedBatchSampler(source, batch_size, rank, world_size, **options) for rank in range(world_size)]
-
-
-def dealt(make, world_size, **options):
-    return [DealtBatchSampler(make(), rank, world_size, **options) for rank in range(world_size)]
-
-
-def test_d20_a_sampler_may_change_its_length():
-    """The plan, the counts and the length follow, in whichever order they are asked for."""
-    ranks = [PlannedBatchSampler(Growing(lambda epoch: 13 - 3 * epoch), 2, rank, 2) for rank in range(2)]
-    for epoch in (1, 2, 3, 4):
-        for sampler in ranks:
-            sampler.set_epoch(epoch)
-        size = 13 - 3 * epoch
-        plan = SamplingPlan(size, 2, 2)
-        for rank, sampler in enumerate(ranks):
-            for batch in reversed(range(len(plan))):
-                start, stop = plan.share(batch, rank)
-                assert sampler.count(batch) == stop - start, "asked before anything else was"
-            assert len(sampler) == len(plan)
-        found = [index for own in ranks for number, batch in enumerate(own) for index in batch[: own.count(number)]]
-        assert sorted(found) == list(range(100 * epoch, 100 * epoch + size))
-        assert ranks[0].source.told == list(range(1, epoch + 1))
-
-
-def test_d20_a_batch_sampler_may_change_its_length():
-    ranks = dealt(lambda: BatchSampler(Growing(), 2, drop_last=False), 2)
-    lengths = []
-    for epoch in (1, 4, 2):
-        for sampler in ranks:
-            sampler.set_epoch(epoch)
-        lengths.append(len(ranks[0]))
-        found = [index for own in ranks for number, batch in enumerate(own) for index in batch[: own.count(number)]]
-        assert sorted(found) == list(range(100 * epoch, 100 * epoch + 10 + epoch))
-    assert lengths == [3, 4, 3]
-
-
-def test_d19_one_index_per_rank():
-    ranks = planned(SequentialSampler(range(3)), 3, batch_size=1)
-    assert [list(sampler) for sampler in ranks] == [[[0]], [[1]], [[2]]]
-    ranks = dealt(lambda: BatchSampler(range(4), 2, drop_last=False), 2)
-    assert [list(sampler) for sampler in ranks] == [[[0, 1]], [[2, 3]]]
-
-
-def test_d18_drop_last_leaves_out_an_incomplete_round():
-    def make():
-        return BatchSampler(range(10), 2, drop_last=False)
-
-    assert [list(sampler) for sampler in dealt(make, 2, drop_last=True)] == [
-        [[0, 1], [4, 5]],
-        [[2, 3], [6, 7]],
-    ]
-    assert [list(sampler) for sampler in dealt(make, 2)] == [
-        [[0, 1], [4, 5], [8, 9]],
-        [[2, 3], [6, 7], [8]],  # a filler: one sample, which counts nothing
-    ]
-    ranks = dealt(make, 2, keep_step=False)
-    assert [len(sampler) for sampler in ranks] == [len(list(sampler)) for sampler in ranks] == [3, 2]
-    assert [[sampler.count(number) for number in range(3)] for sampler in ranks] == [[2, 2, 2], [2, 2, 0]]
-    assert list(planned(SequentialSampler(range(7)), 2, drop_last=True)[1]) == [[2, 3]]
-
-
-@FAST
-@given(
-    sizes=st.lists(st.integers(1, 4), min_size=1, max_size=17),
-    world_size=st.integers(1, 6),
-    drop_last=st.booleans(),
-    keep_step=st.booleans(),
-    skip=st.integers(0, 4),
-)
-def test_dealt_batches(sizes, world_size, drop_last, keep_step, skip):
-    numbers = iter(range(100))
-    batches = [list(itertools.islice(numbers, size)) for size in sizes]
-    ranks = dealt(lambda: batches, world_size, drop_last=drop_last, keep_step=keep_step)
-    drawn = [list(sampler) for sampler in ranks]
-    assert [len(own) for own in drawn] == [len(sampler) for sampler in ranks]
-    if keep_step or drop_last:
-        assert len({len(own) for own in drawn}) == 1
-    rounds = max(map(len, drawn))
-    found = []
-    for number in range(rounds):
-        of_round = []
-        for sampler, own in zip(ranks, drawn, strict=True):
-            batch = own[number] if number < len(own) else []
-            count = sampler.count(number)
-            assert len(batch) == count or (count == 0 and len(batch) == 1)
-            of_round += [batch[:count]] if count else []
-        assert ranks[0].total(number) == sum(map(len, of_round))
-        found += of_round
-    assert found == batches[: len(batches) // world_size * world_size if drop_last else None]
-    for sampler, own in zip(ranks, drawn, strict=True):
-        sampler.skip = skip
-        assert list(sampler) == own[skip:]
-        assert list(sampler) == own
-
-
-class Numpy(Sampler):
-    def __iter__(self):
-        return iter(np.random.permutation(12).tolist())  # noqa: NPY002
-
-
-class Python(Sampler):
-    def __iter__(self):
-        return iter(random.sample(range(12), 12))
-
-
-RANDOM = {
-    "random": lambda: RandomSampler(range(12)),
-    "with replacement": lambda: RandomSampler(range(12), replacement=True),
-    "own generator": lambda: RandomSampler(range(12), generator=torch.Generator().manual_seed(3)),
-    "subset": lambda: SubsetRandomSampler(range(12)),
-    "weighted": lambda: WeightedRandomSampler(torch.arange(1.0, 13.0), 12, generator=torch.Generator().manual_seed(1)),
-    "numpy": Numpy,
-    "python": Python,
+MAKERS = {
+    "random": lambda **options: ReproducibleRandomSampler(range(500), **options),
+    "random, replacement": lambda **options: ReproducibleRandomSampler(range(500), replacement=True, **options),
+    "weighted": lambda **options: ReproducibleWeightedRandomSampler([1.0, 2.0] * 250, 300, True, **options),
+    "balancing": lambda **options: BalancingDataSampler([{"y": k % 3} for k in range(500)], "y", **options),
+    "dynamic": dynamic,
+    "wrapper": lambda **options: DistributedSamplerWrapper(range(500), 2, 1, **options),
 }
 
 
-def global_streams():
-    return (
-        torch.get_rng_state().tolist(),
-        random.getstate(),
-        tuple(map(str, np.random.get_state())),  # noqa: NPY002
-    )
+@pytest.mark.parametrize("name", NAMES)
+def test_recipes_find_them_where_they_look(name):
+    assert getattr(ddpkit.dataio.sampler, name) is getattr(sampler, name)
 
 
-@pytest.mark.parametrize("kind", RANDOM)
-def test_random_samplers_are_drawn_alike_whatever_the_global_streams(kind):
-    """On every rank, in every process that resumes, and without moving any stream; another epoch, another order."""
-    orders = []
-    for world in (4, 5):
-        torch.manual_seed(world)
-        random.seed(world)
-        np.random.seed(world)  # noqa: NPY002
-        torch.rand(world)
-        sources = [RANDOM[kind](), RANDOM[kind]()]
-        before = global_streams()
-        ranks = [PlannedBatchSampler(source, 3, rank, 2, seed=8) for rank, source in enumerate(sources)]
-        for epoch in (1, 2) if world == 4 else (2,):
-            for sampler in ranks:
-                sampler.set_epoch(epoch)
-            first, second = [list(sampler) for sampler in ranks]
-            orders.append([index for pair in zip(first, second, strict=True) for batch in pair for index in batch])
-        assert global_streams() == before
-    assert orders[0] != orders[1] == orders[2]
-    if kind not in {"with replacement", "weighted"}:
-        assert sorted(orders[0]) == list(range(12))
+# ------------------------------------------------------------------------------------ seeds and epochs
 
 
-def test_a_generator_of_the_user_keeps_its_seed_and_state():
-    def order(seed):
-        generator = torch.Generator().manual_seed(seed)
-        before = generator.get_state()
-        sampler = DealtBatchSampler(BatchSampler(RandomSampler(range(50), generator=generator), 5, drop_last=False))
-        drawn = list(sampler)
-        assert torch.equal(generator.get_state(), before)
-        return drawn
+@pytest.mark.parametrize("kind", MAKERS)
+def test_d17_the_order_follows_seed_and_epoch(kind):
+    def order(seed, epoch):
+        made = MAKERS[kind](seed=seed)
+        made.set_epoch(epoch)
+        first = list(made)
+        assert list(made) == first, "the same epoch twice"
+        return str(first)
 
-    assert order(1) == order(1) != order(2)
-
-
-def test_accelerators_are_not_seeded(monkeypatch):
-    """``torch.manual_seed`` would seed every GPU, and alike on every rank."""
-    monkeypatch.setattr(torch, "manual_seed", None)
-    monkeypatch.setattr(torch.random, "manual_seed", None)
-    assert len(list(PlannedBatchSampler(RandomSampler(range(12)), 4))) == 3
+    orders = {(seed, epoch): order(seed, epoch) for seed in (1, 2, 3) for epoch in (0, 1, 2)}
+    assert len(set(orders.values())) == len(orders), "seed 1 epoch 2 is not seed 2 epoch 1"
+    assert order(2, 1) == orders[2, 1]
 
 
-def test_a_failing_sampler_leaves_the_streams_alone():
-    class Failing(Sampler):
-        def __iter__(self):
-            yield int(torch.rand(()) * 0)
-            raise KeyError("lost")
+@pytest.mark.parametrize("kind", MAKERS)
+def test_d17_a_seed_that_is_left_out_is_the_experiments(kind, monkeypatch):
+    def order(**options):
+        return str(list(MAKERS[kind](**options)))
 
-    before = global_streams()
-    with pytest.raises(KeyError, match="lost"):
-        list(PlannedBatchSampler(Failing(), 1))
-    assert global_streams() == before
+    monkeypatch.delenv("DDPKIT_GLOBAL_SEED", raising=False)
+    monkeypatch.delenv("SB_GLOBAL_SEED", raising=False)
+    without = order()
+    pinned = order(seed=9)
+    monkeypatch.setenv("DDPKIT_GLOBAL_SEED", "77")
+    assert order() == order(seed=77) != without
+    assert order(seed=9) == pinned
 
 
-def test_a_sampler_is_drawn_once_an_epoch():
-    class Counting(Growing):
-        drawn = 0
+@pytest.mark.parametrize("kind", MAKERS)
+def test_the_global_streams_stay_where_they_are(kind):
+    def states():
+        state = rng_state()
+        return state["python"], state["numpy"]["pos"], state["torch_cpu"].tolist()
 
-        def __iter__(self):
-            self.drawn += 1
-            return super().__iter__()
+    before = states()
+    list(MAKERS[kind]())
+    assert states() == before
 
-    for make in (
-        lambda source: PlannedBatchSampler(source, 2),
-        lambda source: DealtBatchSampler(BatchSampler(source, 2, drop_last=False)),
-    ):
-        source = Counting()
-        sampler = make(source)
+
+@pytest.mark.parametrize("kind", ["random", "weighted", "balancing"])
+def test_a_generator_is_refused(kind):
+    with pytest.raises(TypeError, match="unexpected keyword argument 'generator'"):
+        MAKERS[kind](generator=torch.Generator())
+
+
+# --------------------------------------------------------------------------------------------- random
+
+
+def test_reproducible_random_sampler_is_shuffle_with_the_experiments_seed():
+    loader = shard(range(40), Sharding(seed=default_seed()), batch_size=40, shuffle=True)
+    own = ReproducibleRandomSampler(range(40))
+    for epoch in (1, 2):
+        loader.set_epoch(epoch)
+        own.set_epoch(epoch)
+        assert next(iter(loader)).tolist() == list(own)
+
+
+@pytest.mark.parametrize("number", [1, 7, 10, 11, 25])
+def test_reproducible_random_sampler_draws_as_many_as_asked(number):
+    drawn = list(ReproducibleRandomSampler(range(10), seed=1, num_samples=number))
+    assert len(drawn) == number
+    counts = Counter(drawn)
+    assert set(counts.values()) <= {number // 10, number // 10 + 1}
+    if number == 25:
+        assert drawn[:10] != drawn[10:20], "another order in the second round"
+
+
+def test_reproducible_random_sampler_stores_nothing():
+    started = time.monotonic()
+    first = iter(ReproducibleRandomSampler(range(10**12), seed=1))
+    assert 0 <= next(first) < 10**12
+    assert soon(started, 1.0)
+
+
+def test_reproducible_random_sampler_follows_a_source_that_grows():
+    data = list(range(4))
+    own = ReproducibleRandomSampler(data, seed=1)
+    assert sorted(own) == [0, 1, 2, 3]
+    data += [4, 5]
+    assert sorted(own) == [0, 1, 2, 3, 4, 5]
+    assert len(own) == 6
+
+
+# ------------------------------------------------------------------------------------------- weighted
+
+
+def test_weights_decide_how_often():
+    drawn = Counter(ReproducibleWeightedRandomSampler([3.0, 0.0, 1.0], 4000, seed=1))
+    assert drawn[1] == 0
+    assert drawn[0] / drawn[2] == pytest.approx(3.0, rel=0.15)
+    once = list(ReproducibleWeightedRandomSampler([3.0, 0.0, 1.0], 2, False, seed=1))
+    assert sorted(once) == [0, 2]
+
+
+def test_balancing_draws_the_classes_alike():
+    data = Items({str(k): {"y": "rare" if k < 10 else "usual"} for k in range(500)})
+    balancing = BalancingDataSampler(data, "y", seed=4)
+    assert len(balancing) == 500
+    rare = sum(index < 10 for index in balancing)
+    assert 180 < rare < 320
+    assert data.computed == {"y": 500}
+
+
+def test_balancing_computes_the_key_alone_where_it_is_dynamic():
+    data = Items({str(k): {"n": k} for k in range(20)}, {"y": lambda entry: entry["n"] % 2, "heavy": None})
+    balancing = BalancingDataSampler(data, "y", num_samples=7)
+    assert len(list(balancing)) == len(balancing) == 7
+    assert data.computed == {"y": 20}
+    assert data.keys == ["heavy"]
+    with pytest.raises(KeyError, match="z"):
+        BalancingDataSampler([{"y": 1}], "z")
+
+
+# --------------------------------------------------------------------------------------------- concat
+
+
+def test_concat_batches_take_from_every_part():
+    parts = [ReproducibleRandomSampler(range(10), seed=1), ReproducibleRandomSampler(range(7), seed=2)]
+    batches = ConcatDatasetBatchSampler(parts, [2, 3])
+    assert (len(batches), batches.batch_size, batches.offsets) == (2, 5, [0, 10])
+    epochs = []
+    for epoch in (1, 2, 1):
+        batches.set_epoch(epoch)
+        drawn = list(batches)
+        assert [len(batch) for batch in drawn] == [5, 5]
+        assert all(index < 10 for batch in drawn for index in batch[:2])
+        assert all(10 <= index < 17 for batch in drawn for index in batch[2:])
+        assert len({index for batch in drawn for index in batch}) == 10
+        epochs.append(drawn)
+    assert epochs[0] == epochs[2] != epochs[1]
+    assert parts[1].epoch == 1
+
+
+def test_concat_offsets_are_those_of_the_parts_and_not_of_what_is_drawn():
+    parts = [
+        ReproducibleWeightedRandomSampler([1.0] * 30, 4),
+        ReproducibleRandomSampler(range(20), num_samples=6),
+        SequentialSampler(range(5)),
+    ]
+    batches = ConcatDatasetBatchSampler(parts, (1, 1, 1), epoch=3)
+    assert batches.offsets == [0, 30, 50]
+    assert [one.epoch for one in parts[:2]] == [3, 3], "a sampler that knows no epochs stands in no other's way"
+    assert [batch[2] for batch in batches] == [50, 51, 52, 53]
+
+
+@pytest.mark.parametrize(
+    ("samplers", "sizes", "match"),
+    [
+        (range(3), [1], r"^samplers=range\(0, 3\) and batch_sizes=\[1\] must be lists"),
+        ([range(3)], 1, r"batch_sizes=1 must be lists of the same length"),
+        ([], [], r"^samplers=\[\] and"),
+        ([range(3)], [1, 2], r"must be lists of the same length"),
+        ([range(3)], [0], r"^batch_sizes=0 is not a positive whole number"),
+    ],
+)
+def test_concat_arguments_that_cannot_work(samplers, sizes, match):
+    with pytest.raises(ValueError, match=match):
+        ConcatDatasetBatchSampler(samplers, sizes)
+
+
+# -------------------------------------------------------------------------------------------- dynamic
+
+
+@pytest.mark.parametrize("ordering", ["random", "ascending", "descending"])
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("drop_last", [True, False])
+@pytest.mark.parametrize("most", [None, 6])
+def test_dynamic_batches(ordering, shuffle, drop_last, most):
+    """Each sample once, batches that fit, their number the same in every epoch, in the order asked for."""
+    batches = dynamic(batch_ordering=ordering, shuffle=shuffle, drop_last=drop_last, max_batch_ex=most)
+    bounds = batches._bucket_boundaries
+    for epoch in (1, 2, 3):
+        batches.set_epoch(epoch)
+        drawn = list(batches)
+        assert len(drawn) == len(batches)
+        indices = [index for batch in drawn for index in batch]
+        assert len(set(indices)) == len(indices)
+        longest = [max(batches.get_durations(batch)) for batch in drawn]
+        if ordering != "random":
+            assert longest == sorted(longest, reverse=ordering == "descending")
+        full = 0
+        for batch, length in zip(drawn, longest, strict=True):
+            buckets = set(np.searchsorted(bounds, batches.get_durations(batch)).tolist())
+            assert len(buckets) == 1, "one bucket"
+            size = min(int(100.0 / bounds[buckets.pop()]), most or math.inf)
+            assert len(batch) * length <= 100.0
+            assert len(batch) <= size
+            full += len(batch) == size
+        if drop_last:
+            assert full == len(drawn)
+        else:
+            assert sorted(indices) == list(range(500))
+            assert full >= len(drawn) - len(bounds)
+
+
+def test_dynamic_batches_change_with_the_epoch_unless_nothing_is_random():
+    def epochs(**options):
+        batches = dynamic(**options)
+        found = []
         for epoch in (1, 2):
-            sampler.set_epoch(epoch)
-            list(sampler)
-            assert (len(sampler), sampler.total(0), sampler.count(0)) == (6, 2, 2)
-            list(sampler)
-        assert source.drawn == 2
+            batches.set_epoch(epoch)
+            found.append(list(batches))
+        return found
+
+    first, second = epochs()
+    assert {tuple(sorted(batch)) for batch in first} != {tuple(sorted(batch)) for batch in second}
+    first, second = epochs(shuffle=False)
+    assert first != second
+    assert sorted(map(tuple, first)) == sorted(map(tuple, second)), "the same batches in another order"
+    first, second = epochs(shuffle=False, batch_ordering="ascending")
+    assert first == second
 
 
-@pytest.mark.parametrize("names", [["sampler"], ["batch_sampler"], ["sampler", "batch_sampler", "sampler"]])
-def test_set_epoch_reaches_inner_samplers_once(names):
-    innermost = Growing()
-    outer = innermost
-    for name in names:
-        outer = Holder(outer, name)
-    for sampler in (PlannedBatchSampler(outer, 2), DealtBatchSampler(outer)):
-        innermost.told.clear()
-        sampler.set_epoch(5)
-        assert innermost.told == [5]
-    setattr(outer, names[-1], outer)  # a sampler that holds itself
-    assert [id(one) for one in layers(outer)] == [id(outer)]
+def test_dynamic_batches_are_made_once_an_epoch(monkeypatch):
+    made = []
+    batches = dynamic()
+    original = DynamicBatchSampler._make
+    monkeypatch.setattr(DynamicBatchSampler, "_make", lambda self: made.append(self.epoch) or original(self))
+    for epoch in (1, 2):
+        batches.set_epoch(epoch)
+        len(batches)
+        list(batches)
+        list(batches)
+        list(shard(LENGTHS, Sharding(0, 2), batch_sampler=batches).batch_sampler)
+    assert made == [1, 2, 1], "the loader began with its own first epoch"
 
 
-def test_nothing_to_draw():
-    sampler = PlannedBatchSampler(Growing(lambda epoch: 3 - epoch), 2)
-    sampler.set_epoch(3)
-    with pytest.raises(DataError, match=r"Growing yields nothing in epoch 3: there is no data to train on"):
-        len(sampler)
-    once = DealtBatchSampler(iter([[0], [1]]))
-    assert list(once) == [[0], [1]]
-    once.set_epoch(2)
-    with pytest.raises(DataError, match="yields nothing in epoch 2"):
-        list(once)
+def test_the_quantiles_are_those_of_the_log_normal_distribution():
+    """Against ``scipy.stats.lognorm.ppf([0.25, 0.5, 0.75], 1)``, computed once."""
+    bounds = dynamic(buckets=3)._bucket_boundaries
+    expected = np.array([0.5094162838632775, 1.0, 1.9630310841582578])
+    assert bounds == pytest.approx(expected * (100.0 / expected[-1]), rel=1e-12)
+    assert dynamic(buckets=1)._bucket_boundaries.tolist() == [100.0]
 
 
-def test_samplers_inside_a_sampler_of_several_are_found():
-    generators = [torch.Generator(), torch.Generator()]
-    inner = [RandomSampler(range(4), generator=generator) for generator in generators]
-    outer = ConcatDatasetBatchSampler(inner, [1, 2])
-    assert [one.generator for one in layers(outer) if isinstance(one, RandomSampler)] == generators
-    before = [generator.get_state() for generator in generators]
-    dealt = DealtBatchSampler(outer, 0, 1, seed=3)
-    assert list(dealt) == list(DealtBatchSampler(outer, 0, 1, seed=3))
-    for generator, state in zip(generators, before, strict=True):
-        assert torch.equal(generator.get_state(), state)
+def test_dynamic_batches_of_explicit_boundaries():
+    lengths = [1, 4, 4, 5, 6, 11, 12, 0, 30]
+    batches = DynamicBatchSampler(
+        lengths, 12, None, shuffle=False, batch_ordering="ascending", bucket_boundaries=[4, 6], lengths_list=lengths
+    )
+    assert list(batches) == [[7], [0, 1, 2], [3, 4], [5], [6], [8]]
+    assert batches.get_durations([0, 8]) == [1.0, 30.0]
 
 
-class Endless:
-    def __iter__(self):
-        return itertools.count()
+def test_lengths_are_asked_of_the_entries_and_nothing_is_loaded():
+    data = Items({str(k): {"duration": length, "n": 2 * length} for k, length in enumerate(LENGTHS)})
+    assert list(DynamicBatchSampler(data, 100.0, 8, seed=1)) == list(dynamic(seed=1))
+    doubled = DynamicBatchSampler(data, 200.0, 8, lambda item: item["n"], seed=1)
+    assert list(doubled) == list(dynamic(seed=1))
+    assert not data.computed
+    part = Items(data.data)
+    part.data_ids = part.data_ids[::2]
+    assert DynamicBatchSampler(part, 100.0, 8).get_durations([1]) == [LENGTHS[2]]
 
 
-def test_a_sampler_without_an_end_is_an_error_and_no_hang(monkeypatch):
-    monkeypatch.setattr(PlannedBatchSampler, "most", 1000)
-    with pytest.raises(DataError, match=r"^Endless seems to have no end: it has yielded 1,001 times\. .* Let it end"):
-        list(PlannedBatchSampler(Endless(), 2))
-    known = SubsetRandomSampler(range(3000))
-    assert len(list(PlannedBatchSampler(known, 2))) == 1500, "one that has a len() may be as long as it is"
+@pytest.mark.parametrize(
+    ("lengths", "longest", "expected"),
+    [
+        ([5.0], 10.0, [1]),
+        ([50.0], 10.0, [1]),
+        ([0.0, 0.0, 0.0], 10.0, [3]),
+        ([4.0] * 7, 10.0, [1, 2, 2, 2]),
+        ([10.0] * 3, 10.0, [1, 1, 1]),
+        ([4.0, 50.0, 50.0], 10.0, [1, 1, 1]),
+    ],
+)
+def test_degenerate_lengths(lengths, longest, expected):
+    batches = DynamicBatchSampler(lengths, longest, None, bucket_boundaries=[3.0, 5.0, 10.0], lengths_list=lengths)
+    drawn = list(batches)
+    assert sorted(len(batch) for batch in drawn) == expected
+    assert sorted(index for batch in drawn for index in batch) == list(range(len(lengths)))
 
 
-def test_batches_of_any_kind():
-    dealt = DealtBatchSampler([(index for index in (1, 2)), (3,)], 0, 1)
-    assert list(dealt) == [[1, 2], (3,)]
-    with pytest.raises(DataError, match=r"^list yields a batch without any index in epoch 1 \(the 2\. of 3\)"):
-        list(DealtBatchSampler([[1], [], [2]], 0, 1))
-    once = DealtBatchSampler((batch for batch in [[1], [2]]), 0, 1)
-    assert list(once) == [[1], [2]]
-    once.set_epoch(2)
-    with pytest.raises(DataError, match="generator yields nothing in epoch 2: .* can be iterated once only"):
-        list(once)
+def test_verbose_tells_the_buckets(caplog):
+    caplog.set_level("INFO", logger="ddpkit")
+    DynamicBatchSampler([1, 99], 10.0, 2, lengths_list=[1, 99], verbose=True)
+    assert "Lengths from 10.00 to inf: 1 samples, 1 in a batch." in caplog.text
 
 
-def test_what_was_drawn_in_words():
-    assert PlannedBatchSampler(5, 2).drawn_words() == {}
-    words = [PlannedBatchSampler(draw, 1).drawn_words() for draw in ([1, 2], [1, 2], [2, 1])]
-    assert words[0] == words[1] != words[2]
-    (name,) = words[0]
-    assert name.startswith("draw of list for epoch 1 (its randomness must follow from a seed")
-    objects = [DealtBatchSampler([[object()]], 0, 1).drawn_words() for _ in range(2)]
-    assert objects[0] == objects[1], "where an object lies in memory is no difference"
+@pytest.mark.parametrize(
+    ("options", "error", "match"),
+    [
+        ({"num_buckets": None}, BucketingError, r"neither num_buckets nor bucket_boundaries"),
+        ({"lengths_list": None}, BucketingError, r"cannot know how long the samples of list are.*Give lengths_list"),
+        ({"lengths_list": [1.0]}, ConfigError, r"^lengths_list has 1 entries for the 3 samples of list"),
+        ({"lengths_list": [1.0, -2.0, 3.0]}, DataError, r"must be numbers, 0 or more"),
+        ({"lengths_list": [1.0, 2.0, math.nan]}, DataError, r"must be numbers, 0 or more"),
+        ({"lengths_list": ["a", 1, 2]}, ValueError, r"could not convert string to float"),
+        ({"lengths_list": [[1], [1], [2]]}, DataError, r"one for each of some samples"),
+        ({"dataset": [], "lengths_list": []}, DataError, r"one for each of some samples"),
+        ({"max_batch_length": 0}, ConfigError, r"^max_batch_length=0 is not a positive number"),
+        ({"max_batch_length": math.nan}, ConfigError, r"^max_batch_length=nan"),
+        ({"num_buckets": 0}, ConfigError, r"^num_buckets=0 is not a positive whole number"),
+        ({"max_batch_ex": 0}, ConfigError, r"^max_batch_ex=0 is not a positive whole number"),
+        ({"batch_ordering": "sorted"}, ConfigError, r"^batch_ordering='sorted' is not known"),
+        ({"bucket_boundaries": [2, 1]}, ConfigError, r"^bucket_boundaries=\[2, 1\] must be lengths above 0"),
+        ({"bucket_boundaries": [1, 1]}, ConfigError, r"each greater than the one before"),
+        ({"bucket_boundaries": [0, 1]}, ConfigError, r"must be lengths above 0"),
+    ],
+)
+def test_dynamic_arguments_that_cannot_work(options, error, match):
+    given = {"dataset": [1, 2, 3], "max_batch_length": 10, "num_buckets": 2, "lengths_list": [1, 2, 3], **options}
+    with pytest.raises(error, match=match):
+        DynamicBatchSampler(**given)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("samples", [1, 7, 12, 30])
-def test_shards_of_a_rank_are_the_batches_of_as_many_ranks_one_after_another(world_size, samples):
-    """Six ranks' batches, on fewer ranks: with global batches in two micro-batches, and user's batches."""
-    inner = BatchSampler(SequentialSampler(range(samples)), 2, drop_last=False)
+def test_errors_are_those_that_callers_catch():
+    assert issubclass(BucketingError, (ConfigError,))
+    assert issubclass(BucketingError, NotImplementedError)
+    assert issubclass(BucketingError, RuntimeError)
+    assert issubclass(BucketingError, ValueError)
 
-    def planned(rank, world_size, shards):
-        sizes = {"global_batch_size": 13, "micro_batches": 2, "shards": shards}
-        return PlannedBatchSampler(samples, 1, rank, world_size, shuffle=True, **sizes)
 
-    def dealt(rank, world_size, shards):
-        return DealtBatchSampler(inner, rank, world_size, shards=shards)
+def test_a_million_lengths_take_a_second_or_two():
+    lengths = np.random.default_rng(1).lognormal(2.0, 0.6, 1_000_000)
+    started = time.monotonic()
+    batches = DynamicBatchSampler(lengths, 300.0, 30, lengths_list=lengths)
+    assert sum(len(batch) for batch in batches) == 1_000_000
+    assert soon(started, 10.0)  # about one, on an idle machine
 
-    for make in (planned, dealt):
-        apart, shards = [make(rank, 6, 1) for rank in range(6)], 6 // world_size
-        batches = [list(one) for one in apart]
-        for rank in range(world_size):
-            own, mine = make(rank, world_size, shards), range(rank * shards, (rank + 1) * shards)
-            numbers = [(number, shard) for number in range(len(apart[0])) for shard in mine]
-            assert list(own) == [batches[shard][number] for number, shard in numbers]
-            assert len(own) == len(numbers)
-            assert [own.count(place) for place in range(len(own))] == [
-                apart[shard].count(number) for number, shard in numbers
-            ]
-            total = [sum(own.total(place + one) for one in range(shards)) for place in range(0, len(own), shards)]
-            assert total == [apart[0].total(number) for number in range(len(apart[0]))]
-            own.skip = 1
-            assert list(own) == [batches[shard][number] for number, shard in numbers][1:]
+
+# ------------------------------------------------------------------------------------------- wrapper
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_d19_one_index_or_one_batch_per_rank(world, shuffle):
+    """A tuple of one was taken for what it held."""
+    for inner in ([7, 5, 3][:world], [[0, 1], [2], [3, 4]][:world]):
+        found = [list(DistributedSamplerWrapper(inner, world, rank, shuffle)) for rank in range(world)]
+        assert all(len(part) == 1 for part in found)
+        assert sorted(str(part[0]) for part in found) == sorted(map(str, inner))
+
+
+def test_d20_the_length_may_change_between_epochs():
+    wrappers = [DistributedSamplerWrapper(Growing(), 2, rank, seed=1) for rank in range(2)]
+    for epoch in (1, 5, 3, 4):
+        for one in wrappers:
+            one.set_epoch(epoch)
+        found = [list(one) for one in wrappers]
+        assert {len(part) for part in found} == {len(one) for one in wrappers} == {math.ceil((3 + epoch) / 2)}
+        assert set(found[0] + found[1]) == set(range(10, 13 + epoch))
+
+
+@pytest.mark.parametrize(("drop_last", "each"), [(True, 3), (False, 4)])
+def test_d18_the_wrapper_honours_drop_last(drop_last, each):
+    found = [list(DistributedSamplerWrapper(range(10), 3, rank, False, drop_last=drop_last)) for rank in range(3)]
+    assert [len(part) for part in found] == [each] * 3
+    drawn = [index for part in found for index in part]
+    assert len(set(drawn)) == (9 if drop_last else 10)
+    fewer = [list(DistributedSamplerWrapper(range(1), 3, rank, drop_last=drop_last)) for rank in range(3)]
+    assert fewer == ([[], [], []] if drop_last else [[0], [0], [0]])
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_a_random_sampler_inside_the_wrapper_is_drawn_alike(own):
+    """Each rank has a random stream of its own by then; drawn from it, the shares would overlap."""
+
+    def share(rank, epoch, seed):
+        torch.manual_seed(100 + rank)
+        generator = torch.Generator().manual_seed(seed) if own else None
+        inner = RandomSampler(range(12), generator=generator)
+        wrapper = DistributedSamplerWrapper(inner, 3, rank, shuffle=False, seed=None if own else seed)
+        wrapper.set_epoch(epoch)
+        return list(wrapper)
+
+    def drawn(*args):
+        return [index for rank in range(3) for index in share(rank, *args)]
+
+    assert sorted(drawn(1, 5)) == list(range(12))
+    assert len({tuple(drawn(epoch, seed)) for epoch in (1, 2) for seed in (5, 6)}) == 4
+
+
+def test_the_wrapper_is_a_division_made_already():
+    for rank in range(2):
+        wrapper = DistributedSamplerWrapper(range(8), 2, rank, shuffle=False)
+        expected = [[rank, rank + 2], [rank + 4, rank + 6]]
+        loader = shard(range(8), Sharding(rank, 2), sampler=wrapper, batch_size=2)
+        assert [batch.tolist() for batch in loader] == expected
+        ready = DataLoader(range(8), 2, sampler=wrapper)
+        assert reshard(ready, Sharding(rank, 2)) is ready
+        loader.set_epoch(6)
+        assert wrapper.epoch == 6
+    assert list(DistributedSamplerWrapper(range(3), shuffle=False)) == [0, 1, 2], "one process by itself"
+
+
+def test_the_wrapper_tells_the_inner_sampler_the_epoch():
+    inner = Growing()
+    wrapper = DistributedSamplerWrapper(inner, 2, 0)
+    wrapper.set_epoch(4)
+    assert inner.told == [4]
+    assert wrapper.sampler is wrapper.dataset is inner
+
+
+# ------------------------------------------------------------------------------ loader arguments that divide
+
+
+def test_distributed_loader_specifics_leave_alone_what_they_cannot_divide(caplog):
+    """CONTRACT 1.10: one process, and streams."""
+
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter(range(4))
+
+    given = {"batch_size": 2, "shuffle": True}
+    assert distributed_loader_specifics(False, 0, range(4), given) is given
+    caplog.set_level("WARNING", logger="ddpkit")
+    assert distributed_loader_specifics(True, 0, Stream(), given) is given
+    assert "Stream is a stream: give it to Brain.fit, which divides it." in caplog.text
+
+
+def test_arguments_that_hold_a_share_are_not_divided_again():
+    """CONTRACT 1.10: a loader made with them gives the share, and is divided as a whole when it is given to ``fit``."""
+    planned = PlannedBatchSampler(10, 2, rank=1, world_size=2)
+    loader = make_dataloader(range(10), batch_sampler=planned)
+    assert loader.batch_sampler is planned
+    assert [batch.tolist() for batch in loader] == [[2, 3], [6, 7], [9]]
+    alone = reshard(loader, Sharding())
+    assert sorted(index for batch in alone for index in batch.tolist()) == list(range(10))
+    whole = shard(range(10), Sharding(1, 2), batch_sampler=PlannedBatchSampler(10, 2))
+    assert [plan_of(whole).count(number) for number in range(3)] == [2, 2, 0], "of one process: dealt out by batches"
+
+
+def test_a_recovered_loader_says_how_much_it_skips_under_its_old_name(tmp_path):
+    """CONTRACT 1.10 and decision 14: names beginning with ``_speechbrain_``."""
+    loader = make_dataloader(range(6), batch_size=2)
+    assert loader._speechbrain_recovery_skip_to is None
+    next(iter(loader))
+    loader._speechbrain_save(tmp_path / "loader")
+    again = make_dataloader(range(6), batch_size=2)
+    again._speechbrain_load(tmp_path / "loader", False)
+    assert again._speechbrain_recovery_skip_to == 1
+    assert [batch.tolist() for batch in again] == [[2, 3], [4, 5]]
+    assert again._speechbrain_recovery_skip_to is None

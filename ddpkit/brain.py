@@ -20,7 +20,7 @@ from ddpkit.comm import check_train_data
 from ddpkit.control import failure_notice, usage_errors
 from ddpkit.dataloader import LoopedLoader, SaveableDataLoader
 from ddpkit.distributed import ddp_init_group, get_rank, get_world_size, run_on_main
-from ddpkit.ema import require_average, weight_average
+from ddpkit.ema import WeightAverage, require_average
 from ddpkit.errors import ConfigError
 from ddpkit.logger import format_order_of_magnitude, get_logger
 from ddpkit.precision import Precision
@@ -51,7 +51,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
     from contextlib import AbstractContextManager
 
-    from ddpkit.ema import WeightAverage
     from ddpkit.run_opts import OptionTypes as _Typed
 else:
     _Typed = object
@@ -216,7 +215,7 @@ class Brain(_Typed):
         self.total_steps: int | None = None
         self.train_sampler: Any = None
         self.tot_prof_steps = options.profile_warmup + options.profile_steps if options.profile_training else None
-        ema = weight_average(self.modules, options.ema_decay, evaluate=options.evaluate_ema)
+        ema = None if options.ema_decay is None else WeightAverage(self.modules, options.ema_decay)
         with usage_errors():
             precision = Precision(options.precision, options.eval_precision, device)
             require_module_keys(self.modules, options)

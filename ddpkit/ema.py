@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -43,18 +42,6 @@ class _Weight(NamedTuple):
     def now(self) -> torch.Tensor:
         value: torch.Tensor = getattr(self.owner, self.attribute)
         return value
-
-
-@dataclass
-class _Group:
-    """Averages and weights of one dtype on one device, in the same order."""
-
-    averages: list[torch.Tensor] = field(default_factory=list)
-    parameters: list[torch.Tensor] = field(default_factory=list)
-    statistics: list[_Weight] = field(default_factory=list)  # looked up anew: some layers replace theirs
-
-    def weights(self) -> list[torch.Tensor]:
-        return [*self.parameters, *(one.now() for one in self.statistics)]
 
 
 class WeightAverage:
@@ -102,7 +89,9 @@ class WeightAverage:
         self._modules = modules
         self._lerp: Callable[..., None] = get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
         self._averages: dict[str, torch.Tensor] = {}
-        self._groups: list[_Group] = []
+        self._followed: list[torch.Tensor] = []  # averages: of the parameters, and then of the statistics
+        self._parameters: list[torch.Tensor] = []
+        self._statistics: list[_Weight] = []  # looked up anew: some layers replace theirs
         self._is_applied = False
 
     @torch.no_grad()
@@ -117,17 +106,15 @@ class WeightAverage:
         """
         if self._is_applied:
             raise ConfigError("The average was updated inside `with brain.ema.applied()`: train outside of it.")
-        if not self.updates or not self._groups:
+        if not self.updates or not self._followed:
             self.follow()
-        for group in self._groups:
-            weights = group.weights()
-            if not self.updates:
-                _copy(weights, group.averages)
-            elif weights[0].dtype == group.averages[0].dtype:
-                self._lerp(group.averages, weights, self.updates)
-            else:
-                for average, weight in zip(group.averages, weights, strict=True):
-                    self._lerp([average], [weight.to(average.dtype)], self.updates)
+        weights = self._weights_now()
+        if not self.updates:
+            _copy(weights, self._followed)
+        elif weights:
+            pairs = zip(weights, self._followed, strict=True)
+            wide = [one if one.dtype == average.dtype else one.to(average.dtype) for one, average in pairs]
+            self._lerp(self._followed, wide, self.updates)
         if not self.updates:
             logger.info("The average of the weights (ema_decay=%s) starts with the weights of now.", self.decay)
         self.updates += 1
@@ -138,21 +125,23 @@ class WeightAverage:
 
         The Brain calls it when an epoch begins.
         """
-        groups: dict[tuple[torch.dtype, torch.device], _Group] = {}
         averages = {}
+        self._followed, self._parameters, self._statistics = [], [], []
         for weight in self._weights():
             now = weight.now()
             average = self._average_of(weight, now)
             if average is None:
                 continue
             averages[weight.names[0]] = average
-            group = groups.setdefault((now.dtype, now.device), _Group())
-            group.averages.append(local_part(average))
+            self._followed.append(local_part(average))
             if isinstance(now, nn.Parameter):
-                group.parameters.append(local_part(now))
+                self._parameters.append(local_part(now))
             else:
-                group.statistics.append(weight)
-        self._averages, self._groups = averages, list(groups.values())
+                self._statistics.append(weight)
+        self._averages = averages
+
+    def _weights_now(self) -> list[torch.Tensor]:
+        return [*self._parameters, *(one.now() for one in self._statistics)]
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
@@ -167,12 +156,11 @@ class WeightAverage:
             yield
             return
         self.follow()
-        averages = [average for group in self._groups for average in group.averages]
-        weights = [weight for group in self._groups for weight in group.weights()]
+        weights = self._weights_now()
         own = [weight.detach().clone() for weight in weights]
         self._is_applied = True
         try:
-            _copy(averages, weights)
+            _copy(self._followed, weights)
             yield
         finally:
             _copy(own, weights)
@@ -233,7 +221,7 @@ class WeightAverage:
             raise CheckpointError(f"the average is of other modules; missing, unknown or of another shape: {listed}.")
         self.updates = int(state[COUNT])
         self._averages = {name: sharded_like(state[name], now).detach().clone() for name, now in weights.items()}
-        self._groups = []
+        self._followed = []
 
     # ------------------------------------------------------------------------------------ what there is
 
@@ -276,34 +264,6 @@ def _copy(sources: list[torch.Tensor], targets: list[torch.Tensor]) -> None:
     for source, target in zip(sources, targets, strict=True):
         target.copy_(source)
     torch.clear_autocast_cache()
-
-
-def weight_average(modules: nn.ModuleDict, decay: float | None, *, evaluate: bool) -> WeightAverage | None:
-    """Make what the options ask for.
-
-    Args:
-        modules: of the Brain.
-        decay: the option ``ema_decay``.
-        evaluate: the option ``evaluate_ema``.
-
-    Returns:
-        The average, or None without a decay.
-
-    Raises:
-        ConfigError: the decay is outside of ``[0, 1)``, or there is none to be evaluated.
-
-    Ranks: local.
-
-    Example:
-        >>> weight_average(nn.ModuleDict(), None, evaluate=True)
-        Traceback (most recent call last):
-        ddpkit.errors.ConfigError: evaluate_ema=True evaluates averaged weights, and ema_decay is not set: ...
-    """
-    if decay is not None:
-        return WeightAverage(modules, decay)
-    if evaluate:
-        raise ConfigError("evaluate_ema=True evaluates averaged weights, and ema_decay is not set: give that, too.")
-    return None
 
 
 def require_average(checkpoint: Any) -> None:

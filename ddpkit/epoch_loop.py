@@ -44,6 +44,8 @@ class EpochCounter:
         ([1, 2, 3], 3, [])
     """
 
+    should_stop = False  # of a subclass that stops before the limit
+
     def __init__(self, limit: int) -> None:
         self.current = 0
         self.limit = _count(limit, "limit")
@@ -53,11 +55,10 @@ class EpochCounter:
         return self
 
     def __next__(self) -> int:
-        if self.current >= self.limit:
+        if self.should_stop or self.current >= self.limit:
             if self.current and not self._has_counted:
-                logger.info(
-                    "Epoch %d is done already, and %d is the limit: nothing is left to train.", self.current, self.limit
-                )
+                done = "Epoch %d is done already, of %d at most: nothing is left to train."
+                logger.info(done, self.current, self.limit)
             raise StopIteration
         self.current += 1
         self._has_counted = True
@@ -136,11 +137,6 @@ class EpochCounterWithStopper(EpochCounter):
         state = run_on_main(lambda: (self.best_limit, self.best_score, self.should_stop))
         if state is not None:
             self.best_limit, self.best_score, self.should_stop = state
-        if self.should_stop:
-            if not self._has_counted:
-                best, last = self.best_limit, self.current
-                logger.info("Stopped after epoch %d already, the best was %d: nothing is left to train.", last, best)
-            raise StopIteration
         return super().__next__()
 
     def update_metric(self, current_metric: float) -> None:
@@ -169,13 +165,7 @@ class EpochCounterWithStopper(EpochCounter):
         epochs = self.current - max(self.best_limit, self.limit_warmup)
         self.should_stop = epochs >= self.limit_to_stop
         if self.should_stop:
-            logger.info(
-                "%d epochs without improvement over %g (epoch %d): patience of %d is exhausted, stopping.",
-                epochs,
-                self.best_score,
-                self.best_limit,
-                self.limit_to_stop,
-            )
+            logger.info("%d epochs without improvement over %g: patience is exhausted.", epochs, self.best_score)
 
     def _is_improvement(self, metric: float) -> bool:
         if not math.isfinite(metric):
@@ -234,10 +224,6 @@ def _number(metric: Any) -> float:
 
 
 def _count(value: Any, name: str) -> int:
-    try:
-        count = int(value)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise ConfigError(f"{name}={value!r} is not a whole number. Give a number of epochs.") from error
-    if count < 0 or count != float(value):
+    if not (isinstance(value, (int, float)) and value >= 0 and float(value).is_integer()):
         raise ConfigError(f"{name}={value!r} must be a whole number, 0 or more: it counts epochs.")
-    return count
+    return int(value)

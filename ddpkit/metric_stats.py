@@ -36,9 +36,6 @@ class MetricStats(Reducing):
         ids: of this rank's samples.
         summary: of all ranks, from the last :meth:`summarize`; empty when something was appended since.
 
-    Raises:
-        ConfigError: ``n_jobs`` is less than 1.
-
     Ranks: local, but :meth:`summarize`.
 
     State: none in checkpoints: after a resume in the middle of a stage the scores count only the batches since.
@@ -52,8 +49,6 @@ class MetricStats(Reducing):
     """
 
     def __init__(self, metric: Callable[..., Any], n_jobs: int = 1, batch_eval: bool = True) -> None:
-        if n_jobs < 1:
-            raise ConfigError(f"MetricStats: n_jobs must be >= 1, got {n_jobs}.")
         super().__init__()
         self.metric, self.n_jobs, self.batch_eval = metric, n_jobs, batch_eval
         self.clear()
@@ -82,31 +77,24 @@ class MetricStats(Reducing):
 
         Raises:
             DataError: not one score per sample.
-            ConfigError: without ``batch_eval``, other arguments.
         """
         if not self._counts():
             return
         scores = self.metric(*args, **kwargs) if self.batch_eval else self._one_by_one(*args, **kwargs)
         if isinstance(scores, Tensor):
-            scores = scores.detach().flatten() if scores.numel() == len(ids) else scores
-        if not hasattr(scores, "__len__") or getattr(scores, "shape", None) == () or len(scores) != len(ids):
-            given = f"the shape {tuple(scores.shape)}" if isinstance(scores, Tensor) else repr(scores)[:60]
+            scores = scores.detach().flatten()
+        if not hasattr(scores, "__len__") or len(scores) != len(ids):
+            given = repr(scores)[:60]
             raise DataError(f"MetricStats: the metric gave {given} for {len(ids)} samples: return one score for each.")
         self.ids.extend(ids.tolist() if isinstance(ids, Tensor) else ids)
         self._scores.append(scores)
         self.summary = {}
 
-    def _one_by_one(self, *args: Any, **kwargs: Any) -> list[float]:
-        if args or not {"predict", "target"} <= kwargs.keys() <= {"predict", "target", "lengths"}:
-            raise ConfigError(
-                "MetricStats(batch_eval=False): append takes the ids, and by name predict=, target= and lengths=."
-            )
-        pairs: Iterable[Any] = zip(kwargs["predict"], kwargs["target"], strict=True)
-        if kwargs.get("lengths") is not None:
-            ends = (kwargs["lengths"] * kwargs["predict"].shape[1]).round().int().tolist()
-            pairs = [
-                (predict[:end].cpu(), target[:end].cpu()) for (predict, target), end in zip(pairs, ends, strict=True)
-            ]
+    def _one_by_one(self, *, predict: Any, target: Any, lengths: Any = None) -> list[float]:
+        pairs: Iterable[Any] = zip(predict, target, strict=True)
+        if lengths is not None:
+            ends = (lengths * predict.shape[1]).round().int().tolist()
+            pairs = [(one[:end].cpu(), other[:end].cpu()) for (one, other), end in zip(pairs, ends, strict=True)]
         with ThreadPoolExecutor(self.n_jobs) as threads:
             return [float(score) for score in threads.map(lambda pair: self.metric(*pair), pairs)]
 
@@ -123,7 +111,7 @@ class MetricStats(Reducing):
 
         Raises:
             DataError: no rank has a score.
-            ConfigError: an unknown field, or scores of stages in which the data was divided and of others.
+            ConfigError: scores of stages in which the data was divided and of others.
             LaunchError: in main-only code, where the other ranks' part would be missing.
 
         Ranks: collective where each rank has seen a part of the data, else local. Call it on every rank.
@@ -143,11 +131,7 @@ class MetricStats(Reducing):
             "max_score": highest[0],
             "max_id": highest[1],
         }
-        if field is None:
-            return self.summary
-        if field not in self.summary:
-            raise ConfigError(f"MetricStats has no field {field!r}: take one of {', '.join(self.summary)}.")
-        return self.summary[field]
+        return self.summary if field is None else self.summary[field]
 
     def _pairs(self) -> list[tuple[float, Any]]:
         return list(zip(self.scores, self.ids, strict=True))

@@ -403,7 +403,7 @@ class Reduced(Reducing):
 
     By itself such a metric joins its states in every ``compute``, also where every rank has seen every sample, and its
     own exchange needs a state of the same form on every rank. Here it is told when, and how to exchange states of any
-    form. One of ddpkit's own metrics is passed on to.
+    form.
 
     Args:
         metric: on the device of the tensors it is updated with.
@@ -423,29 +423,25 @@ class Reduced(Reducing):
         ``distributed_available_fn`` and ``compute_with_cache`` mean.
 
     Example:
-        >>> metric = Reduced(Mean())
-        >>> metric.update(torch.tensor([1.0, 3.0]))
-        >>> metric.compute()
-        2.0
+        >>> Reduced(Mean())
+        Traceback (most recent call last):
+        ddpkit.errors.ConfigError: Mean cannot be reduced over the ranks: it is not a metric of torchmetrics, ...
     """
 
     def __init__(self, metric: Any) -> None:
         super().__init__()
         self.metric, self._is_reducing = metric, False
-        inside = list(metric.modules()) if isinstance(metric, torch.nn.Module) else [metric]
-        synced = [one for one in inside if hasattr(one, "dist_sync_fn") and hasattr(one, "sync")]
-        if not (synced or isinstance(metric, Reducing)) or not all(one.sync_on_compute for one in synced):
-            problem = "it was made with sync_on_compute=False" if synced else "it is not a metric of torchmetrics"
+        inside = metric.modules() if isinstance(metric, torch.nn.Module) else [metric]
+        synced = [one for one in inside if hasattr(one, "sync_on_compute")]
+        if not synced or not all(one.sync_on_compute for one in synced):
             raise ConfigError(
-                f"{type(metric).__name__} cannot be reduced over the ranks: {problem}. Count what is a sum in "
-                "ddpkit.metrics.Sum or Mean, or collect the samples' results and use Brain.gather."
+                f"{type(metric).__name__} cannot be reduced over the ranks: it is not a metric of torchmetrics, or was "
+                "made with sync_on_compute=False. Count what is a sum in ddpkit.metrics.Sum or Mean, or collect the "
+                "samples' results and use Brain.gather."
             )
         for one in synced:
-            one.dist_sync_fn, one.distributed_available_fn = _all_tensors, self._is_asked
+            one.dist_sync_fn, one.distributed_available_fn = _all_tensors, lambda: self._is_reducing
             one.compute_with_cache = False  # a value may be of this rank alone
-
-    def _is_asked(self) -> bool:
-        return self._is_reducing
 
     def update(self, *args: Any, **kwargs: Any) -> None:
         """Pass on to the metric's ``update``.
@@ -478,8 +474,6 @@ class Reduced(Reducing):
 
         Ranks: collective where it reduces, else local. Call it on every rank.
         """
-        if isinstance(self.metric, Reducing):  # it reduces itself
-            return cast("Any", self.metric).compute(reduce)
         if not self._reduces(reduce):
             return self.metric.compute()
         self._is_reducing = True

@@ -217,16 +217,15 @@ def make_optimizer(
     try:
         optimizer = opt_class(groups)
     except (TypeError, ValueError) as error:
-        given = getattr(opt_class, "keywords", None)
-        shown = f" with {', '.join(f'{name}={value!r}' for name, value in given.items())}" if given else ""
-        raise ConfigError(f"opt_class{shown} cannot make an optimizer: {type(error).__name__}: {error}") from error
-    missing = [name for name in ("param_groups", "step", "zero_grad") if not hasattr(optimizer, name)]
-    if missing:
-        raise ConfigError(
-            f"opt_class must return an optimizer, got a {type(optimizer).__name__} (without {', '.join(missing)}). "
-            "It is called with the parameters; for example opt_class: !name:torch.optim.Adam with lr: 0.001."
-        )
+        raise ConfigError(f"opt_class cannot make an optimizer: {type(error).__name__}: {error}") from error
+    _require(optimizer, "opt_class must return an optimizer", "param_groups", "step", "zero_grad")
     return optimizer
+
+
+def _require(made: Any, words: str, *names: str) -> None:
+    missing = [name for name in names if not hasattr(made, name)]
+    if missing:
+        raise ConfigError(f"{words}, got a {type(made).__name__} (without {', '.join(missing)}).")
 
 
 class Schedule:
@@ -330,23 +329,16 @@ def make_schedule(
     """
     arguments, keywords = _arguments_for(scheduler_class, total_steps)
     name = getattr(getattr(scheduler_class, "func", scheduler_class), "__name__", "")
-    call = f"scheduler_class ({name}), called with (optimizer{''.join(f', {one}' for one in arguments)}"
-    call += "".join(f", {key}={value}" for key, value in keywords.items()) + "),"
     try:
         scheduler = scheduler_class(optimizer, *arguments, **keywords)
     except (TypeError, ValueError) as error:
-        hint = (
-            "A class is given total_steps or T_max if it has such a parameter; give its other arguments beforehand "
-            "(!name: in YAML, functools.partial in Python), or pass a function (optimizer, total_steps) -> scheduler."
-        )
-        if total_steps is None:
-            hint = "The number of steps of a stream is unknown: give optimizer_step_limit, or total_steps. " + hint
-        raise ConfigError(f"{call} cannot make a scheduler: {type(error).__name__}: {error}. {hint}") from error
-    missing = [one for one in ("step", "state_dict", "load_state_dict") if not hasattr(scheduler, one)]
-    if missing:
         raise ConfigError(
-            f"{call} must return a scheduler, got a {type(scheduler).__name__} (without {', '.join(missing)})."
-        )
+            f"scheduler_class ({name}) cannot make a scheduler for {total_steps} steps: {error}. A class is given "
+            "total_steps or T_max if it has such a parameter; give its other arguments beforehand (!name: in YAML, "
+            "functools.partial in Python), or pass a function (optimizer, total_steps) -> scheduler. For a stream, "
+            "whose number of steps is None, give optimizer_step_limit."
+        ) from error
+    _require(scheduler, f"scheduler_class ({name}) must return a scheduler", "step", "state_dict", "load_state_dict")
     schedule = Schedule(scheduler, optimizer, every, total_steps)
     if schedule.follows_loss and every != "epoch":
         raise ConfigError("ReduceLROnPlateau follows the valid loss: use it with --scheduler_every=epoch.")
@@ -355,10 +347,7 @@ def make_schedule(
 
 def _arguments_for(scheduler_class: Any, total_steps: int | None) -> tuple[list[Any], dict[str, Any]]:
     """Return how the number of steps is handed over: by position, by name, or not at all."""
-    try:
-        parameters: Mapping[str, Any] = inspect.signature(scheduler_class).parameters
-    except (TypeError, ValueError):  # a callable that tells nothing
-        parameters = {}
+    parameters = inspect.signature(scheduler_class).parameters
     given = getattr(scheduler_class, "keywords", {})
     is_class = isinstance(getattr(scheduler_class, "func", scheduler_class), type)
     names = [name for name in (("total_steps", "T_max") if is_class else ("total_steps",)) if name in parameters]

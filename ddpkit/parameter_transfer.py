@@ -25,8 +25,8 @@ class Pretrainer:
     ``loadables``, ``paths``, ``custom_hooks`` and ``conditions`` are dicts, which a recipe may add to.
 
     Args:
-        collect_in: a folder whose file ``<name>.ckpt``, if there is one, is taken instead of the source; a link, such
-            as SpeechBrain's, only where the source is on a hub. Nothing is written there.
+        collect_in: a folder whose file ``<name>.ckpt`` is taken where the source is not on disk. Nothing is written
+            there.
         loadables: objects by name.
         paths: files by name.
         custom_hooks: by name; called with the object and the path.
@@ -59,7 +59,7 @@ class Pretrainer:
         self.set_collect_in(collect_in)
 
     def set_collect_in(self, path: str | Path | None) -> None:
-        """Choose the folder whose files take the place of sources; None: files are loaded from where they are."""
+        """Choose the folder whose files take the place of sources that are not on disk."""
         self.collect_in = None if path is None else Path(path)
 
     def is_loadable(self, name: str) -> bool:
@@ -120,15 +120,12 @@ class Pretrainer:
         return f"{getattr(folder, 'path', folder)}/{name}{PARAMFILE_EXT}"
 
     def _find(self, name: str) -> Path:
-        """Return the file that a source names, or the one that stands in its place."""
+        """Return the file that a source names, or the one in ``collect_in``."""
         source = self._source(name)
         ready = None if self.collect_in is None else self.collect_in / f"{name}{PARAMFILE_EXT}"
-        given = Path(source).expanduser()
-        is_elsewhere = "://" in source or not (given.is_absolute() or given.parent.is_dir())
-        if ready is not None and ready.is_file() and (is_elsewhere or not ready.is_symlink()):
-            return ready.absolute()
-        if given.is_file():
-            return given.absolute()
+        for path in (Path(source).expanduser(), ready):
+            if path is not None and path.is_file():
+                return path.absolute()
         place = "" if ready is None else f", or put it at {ready}"
         raise MissingFileError(
             f"Pretrainer: {source}, for {name!r}, is not a file on disk, and ddpkit downloads nothing. Download it "

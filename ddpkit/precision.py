@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
@@ -64,18 +63,10 @@ class AMPConfig:
         return cls(dtype)
 
 
-class _Entered(threading.local):
-    """The autocast objects that this thread is inside of, innermost last.
-
-    Each stores the state to restore on itself, so it cannot be entered twice at a time.
-    """
-
-    def __init__(self) -> None:
-        self.active: list[torch.autocast] = []
-
-
 class TorchAutocast:
     """Autocast that can be entered again and again, also inside itself; for float32 it does nothing, cheaply.
+
+    Of one thread: each ``torch.autocast`` that is entered stores the state to restore on itself.
 
     Args:
         device_type: such as ``"cpu"`` or ``"cuda"``.
@@ -95,7 +86,7 @@ class TorchAutocast:
     def __init__(self, device_type: str, dtype: torch.dtype = torch.float32) -> None:
         self.device_type = device_type
         self.dtype = dtype
-        self._entered = None if dtype in (torch.float32, torch.float64) else _Entered()
+        self._entered: list[torch.autocast] | None = None if dtype in (torch.float32, torch.float64) else []
 
     @property
     def enabled(self) -> bool:
@@ -106,13 +97,13 @@ class TorchAutocast:
         if self._entered is not None:
             autocast = torch.autocast(self.device_type, dtype=self.dtype)
             autocast.__enter__()  # type: ignore[no-untyped-call]
-            self._entered.active.append(autocast)
+            self._entered.append(autocast)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._entered is not None:
-            self._entered.active.pop().__exit__(kind, error, trace)
+            self._entered.pop().__exit__(kind, error, trace)
 
 
 class Precision:

@@ -210,8 +210,6 @@ class LinearScheduler:
     """
 
     def __init__(self, initial_value: float, final_value: float, epoch_count: int) -> None:
-        if epoch_count < 1:
-            raise ConfigError(f"LinearScheduler: epoch_count must be >= 1, got {epoch_count}.")
         parts = [epoch / max(epoch_count - 1, 1) for epoch in range(epoch_count)]
         self.value_at_epoch = [initial_value + (final_value - initial_value) * part for part in parts]
 
@@ -313,9 +311,6 @@ class NoamScheduler(_OfSteps):
         n_warmup_steps: after which the rate is highest; at least 1.
         model_size: width of the model; the rate is then ``lr_initial * model_size ** -0.5`` times the paper's.
 
-    Raises:
-        ConfigError: no warm-up.
-
     Ranks: local.
 
     State: the number of calls is saved.
@@ -328,8 +323,6 @@ class NoamScheduler(_OfSteps):
     """
 
     def __init__(self, lr_initial: float, n_warmup_steps: int, model_size: int | None = None) -> None:
-        if n_warmup_steps < 1:
-            raise ConfigError(f"NoamScheduler: n_warmup_steps must be >= 1, got {n_warmup_steps}.")
         super().__init__(lr_initial)
         self.lr_initial, self.n_warmup_steps = lr_initial, n_warmup_steps
         self.normalize = math.sqrt(n_warmup_steps if model_size is None else 1 / model_size)

@@ -60,6 +60,7 @@ NOT_WITH: dict[str, dict[str, str]] = {  # options that are given together -> ot
     },
     "strategy=fsdp fsdp_param_dtype=bf16": _ROUNDED,
     "sync_batchnorm=False": {"evaluate_ema": "the averages of batch statistics would be others on each process"},
+    "evaluate_ema": {"ema_decay=None": "it evaluates averaged weights"},
     "static_graph": {"find_unused_parameters": "in a static graph every step uses the same parameters"},
 }
 NOT_WITH_FIT_BATCH = {

@@ -43,20 +43,15 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-# What FSDP raises for parameters that it cannot divide, the last for a block of several dtypes.
-_REFUSALS = (ValueError, NotImplementedError, AssertionError)
-
-MOST_SHOWN = 4  # blocks, or classes of blocks, in a message
 FIRST_STEPS = 3  # after each of which the ranks compare the blocks that they have used
 OTHER_BLOCKS = (
-    "strategy='fsdp': the ranks have not used the same blocks in the same order. Calls on rank 0, 1, ...: {}. The "
-    "weights of a block are gathered from all ranks at once, so that ranks which used different blocks have computed "
-    "with a mixture of them. The steps since the last checkpoint may be wrong; they are not saved. Choose what a batch "
-    "uses in the same way on all ranks (a torch.Generator with the same seed), put the alternatives into one block "
-    "(--fsdp_blocks), or use --strategy=ddp or zero1 with --find_unused_parameters."
+    "strategy='fsdp': the ranks have not used the same blocks in the same order. The weights of a block are gathered "
+    "from all ranks at once, so that ranks which used different blocks have computed with a mixture of them. The steps "
+    "since the last checkpoint may be wrong; they are not saved. Choose what a batch uses in the same way on all ranks "
+    "(a torch.Generator with the same seed), put the alternatives into one block (--fsdp_blocks), or use "
+    "--strategy=ddp or zero1 with --find_unused_parameters."
 )
 WHOLE_MATRICES = {"LBFGS", "Muon", "Adafactor", "Rprop"}  # by name: an older torch has fewer
-FUSED_FAILS = (torch.optim.SGD, torch.optim.Adagrad)
 CANNOT = (
     "strategy='fsdp' does not work with the optimizer {!r}, {}: each rank would step its part of a parameter by other "
     "numbers than the whole, or torch fails. Use one that works on each element by itself, such as torch.optim.AdamW; "
@@ -68,23 +63,6 @@ def _owners(module: nn.Module) -> Counter[int]:
     """Count in how many parts of a module each parameter is, by its id."""
     parts = [part for _, part in module.named_modules(remove_duplicate=False)]
     return Counter(id(one) for part in parts for one in part.parameters(recurse=False))
-
-
-def _refuse_sparse(name: str, module: nn.Module) -> None:
-    kinds = {type(part).__name__ for part in module.modules() if getattr(part, "sparse", False) is True}
-    if kinds:
-        raise ConfigError(
-            f"strategy='fsdp': modules[{name!r}] has {', '.join(sorted(kinds))} with sparse=True, and torch does not "
-            "divide sparse gradients. Leave sparse out, or use --strategy=ddp."
-        )
-
-
-@contextlib.contextmanager
-def _explained(name: str) -> Iterator[None]:
-    try:
-        yield
-    except _REFUSALS as error:
-        raise ConfigError(f"strategy='fsdp': torch cannot divide modules[{name!r}]: {error}") from error
 
 
 def _send_buffers(module: nn.Module, _: Any) -> None:
@@ -121,9 +99,7 @@ class FSDP(Strategy):
         self.device, self.options = str(options.device), options
         self._roots: list[Any] = []
         self._blocks: list[Any] = []  # the roots, too
-        self._kinds = Counter[str]()  # of the blocks
-        self._names: list[str] = []  # of the blocks
-        self._calls = Counter[int]()  # of the blocks, by their places in that list
+        self._called = set[int]()  # blocks, by their places in that list
         self._order = self._compared = 0  # a number that follows from the order of the calls; optimizer steps looked at
         self._is_noting = True
         self._gathered: dict[int, nn.Parameter] = {}  # what autograd computes gradients of: whole parameters
@@ -134,12 +110,11 @@ class FSDP(Strategy):
         """Give every rank the values of rank 0, convert BatchNorm, and divide every entry that has parameters.
 
         Raises:
-            ConfigError: an entry is wrapped or divided already, two share a parameter, or torch cannot divide one.
+            ConfigError: an entry is wrapped or divided already, or two share a parameter.
         """
         refuse_shared_parameters(modules)
         for name in [name for name, module in modules.items() if all(module is not one for one in self._roots)]:
             refuse_wrapped(name, modules[name], "strategy='fsdp'")
-            _refuse_sparse(name, modules[name])
             broadcast_from_main(modules[name], self.device)
             modules[name] = convert_sync_batchnorm(modules[name])
             if next(modules[name].parameters(), None) is not None:
@@ -169,23 +144,20 @@ class FSDP(Strategy):
         if options.fsdp_cpu_offload:
             policy["offload_policy"] = CPUOffloadPolicy(pin_memory=kind != "cpu")
         paths = {id(part): path for path, part in module.named_modules()}
-        for block in (*blocks, module):
-            note = functools.partial(self._note_call, len(self._names))
+        parts: list[Any] = [*blocks, module]
+        for block in parts:
+            note = functools.partial(self._note_call, len(self._blocks))
             block.register_forward_pre_hook(torch.compiler.disable(note), prepend=True)  # type: ignore[no-untyped-call]
-            self._names.append(f"{name}.{paths[id(block)]}".removesuffix("."))
-            self._kinds[type(block).__name__] += 1  # torch gives it another class
-            if from_meta:
-                self._give_values(self._names[-1], block)
-            with _explained(name):
-                fully_shard(block, **policy)
-        self._roots.append(module)
-        for block in (*blocks, module):
             self._blocks.append(block)
-            with _explained(name):
-                self._blocks[-1].unshard()
+            if from_meta:
+                self._give_values(f"{name}.{paths[id(block)]}".removesuffix("."), block)
+            fully_shard(block, **policy)
+        self._roots.append(module)
+        for block in parts:
+            block.unshard()
             self._gathered |= {id(one): one for one in block.parameters() if not is_sharded(one)}
-            self._blocks[-1].reshard()
-        logger.info("modules[%r] is divided over %d ranks, in %d blocks.", name, get_world_size(), len(blocks) + 1)
+            block.reshard()
+        logger.info("modules[%r] is divided over %d ranks, in %d blocks.", name, get_world_size(), len(parts))
 
     def _chosen_blocks(self, name: str, module: nn.Module) -> list[nn.Module]:
         """Return the parts of a module that are gathered by themselves, inner ones first."""
@@ -209,13 +181,8 @@ class FSDP(Strategy):
 
     def start_rows(self, modules: nn.Module) -> dict[str, str]:
         """Return rows on the blocks, and on batch statistics."""
-        listed = ", ".join(f"{number} x {kind}" for kind, number in self._kinds.most_common(MOST_SHOWN))
-        more = ", ..." if len(self._kinds) > MOST_SHOWN else ""
-        blocks = f"{len(self._blocks)} block{'' if len(self._blocks) == 1 else 's'}"
-        return {
-            "strategy": f"fsdp: each process holds 1/{get_world_size()} of {blocks} ({listed}{more})",
-            "batch norm": batch_norm_row(modules, self.options.sync_batchnorm),
-        }
+        holds = f"fsdp: each process holds 1/{get_world_size()} of the weights, in {len(self._blocks)} block(s)"
+        return {"strategy": holds, "batch norm": batch_norm_row(modules, self.options.sync_batchnorm)}
 
     def follow(self, modules: nn.ModuleDict) -> None:
         """Reshard, before an epoch, the blocks that a recipe's own forward pass has left unsharded."""
@@ -228,9 +195,9 @@ class FSDP(Strategy):
     # ------------------------------------------------------------------ the same blocks on all ranks
 
     def _note_call(self, number: int, *_: Any) -> None:
-        if self._is_noting and (self.options.fsdp_reshard_after_forward or not self._calls[number]):
+        if self._is_noting and (self.options.fsdp_reshard_after_forward or number not in self._called):
             self._order = hash((self._order, number))
-            self._calls[number] += 1
+            self._called.add(number)
 
     def _require_same_order(self, orders: Collection[Any]) -> None:
         """Raise an error, on all ranks, if they have not used the same blocks in the same order.
@@ -241,12 +208,8 @@ class FSDP(Strategy):
         Raises:
             RankMismatchError: so it is.
         """
-        if len(set(orders)) == 1:
-            return
-        calls = exchange({self._names[number]: count for number, count in self._calls.items()}, site="blocks")
-        found = [name for name in sorted(self._names) if len({one.get(name, 0) for one in calls}) > 1]
-        counts = [f"{name}: {', '.join(str(one.get(name, 0)) for one in calls)}" for name in found[:MOST_SHOWN]]
-        raise RankMismatchError(OTHER_BLOCKS.format("; ".join(counts) or "as often, in another order"))
+        if len(set(orders)) > 1:
+            raise RankMismatchError(OTHER_BLOCKS)
 
     def end_pass(self, modules: nn.ModuleDict) -> None:
         """Compare, at the end of a training pass, the blocks that the ranks have used.
@@ -266,13 +229,8 @@ class FSDP(Strategy):
         the others fail.
         """
         for name, optimizer in optimizers.items():
-            is_fused = isinstance(optimizer, FUSED_FAILS) and any(
-                group.get("fused") for group in optimizer.param_groups
-            )
-            if is_fused or not WHOLE_MATRICES.isdisjoint(one.__name__ for one in type(optimizer).__mro__):
-                raise ConfigError(
-                    CANNOT.format(name, type(optimizer).__name__ + (" with fused=True" if is_fused else ""))
-                )
+            if not WHOLE_MATRICES.isdisjoint(one.__name__ for one in type(optimizer).__mro__):
+                raise ConfigError(CANNOT.format(name, type(optimizer).__name__))
             if not all(is_sharded(one) for group in optimizer.param_groups for one in group["params"]):
                 raise ConfigError(
                     f"strategy='fsdp': the optimizer {name!r} has parameters that are not in modules, or that were "
@@ -312,7 +270,7 @@ class FSDP(Strategy):
             self._compared += 1
             self._require_same_order(exchange(self._order, site="blocks"))
         if not self.options.fsdp_reshard_after_forward:
-            self._calls.clear()  # a second call in a step gathers nothing
+            self._called.clear()  # a second call in a step gathers nothing
 
     # ------------------------------------------------------------------ evaluation and checkpoints
 

@@ -35,21 +35,12 @@ if TYPE_CHECKING:
 
 _NOISE, _EVALUATION = 0x5AAD, 0xE7A1  # what random numbers are for
 
-INSIDE = (
-    "virtual_ranks={0}: fit_batch called optimizers_step() in the middle of a step, or twice in one. A step of {0} "
-    "shards takes several calls of fit_batch on each process: call it once, where self.should_step is true. Optimizers "
-    "that step one after the other in a batch do not work with it."
+MISUSED = (
+    "virtual_ranks={}: fit_batch {}. The gradients of all shards are added up in one order: call self.backward(loss) "
+    "for each batch, and self.optimizers_step() once, where self.should_step is true. Clip with --max_grad_norm, or in "
+    "a hook of the optimizer (register_step_pre_hook)."
 )
-PAST = (
-    "virtual_ranks={}: fit_batch called {} past the Brain: the gradients of the shards would not be added up in one "
-    "order. Call self.backward(loss), and self.optimizers_step() where self.should_step is true."
-)
-
-CHANGED = (
-    "virtual_ranks={}: fit_batch changed gradients between self.backward(loss) and self.optimizers_step(), when they "
-    "are those of a single shard. Clip with --max_grad_norm; change their sum in a hook of the optimizer "
-    "(register_step_pre_hook)."
-)
+INSIDE = "called optimizers_step() in the middle of a step, or twice in one"
 
 
 class VirtualRanks(Strategy):
@@ -128,15 +119,11 @@ class VirtualRanks(Strategy):
 
     def _require_additive(self, name: str, module: nn.Module) -> None:
         for part in module.modules():
-            kind, what = type(part).__name__, None
-            if isinstance(part, (SyncBatchNorm, nn.SyncBatchNorm)):
-                what = (
-                    "which shares statistics between processes. Use nn.BatchNorm: each shard has statistics of its own"
+            if isinstance(part, (SyncBatchNorm, nn.SyncBatchNorm)) or getattr(part, "sparse", False) is True:
+                raise ConfigError(
+                    f"virtual_ranks={self.virtual_ranks}: modules[{name!r}] has a part, {type(part).__name__}, that "
+                    "shares statistics between processes, or has sparse gradients. Use nn.BatchNorm; leave sparse out."
                 )
-            elif getattr(part, "sparse", False) is True:
-                what = "with sparse=True, and sparse gradients are not added up in order. Leave sparse out"
-            if what is not None:
-                raise ConfigError(f"virtual_ranks={self.virtual_ranks}: modules[{name!r}] has a {kind} {what}.")
 
     def follow(self, modules: nn.ModuleDict) -> None:
         """Take note of the parameters, also of frozen ones, and of the buffers."""
@@ -207,7 +194,7 @@ class VirtualRanks(Strategy):
     def backward_pass(self, modules: nn.Module, *, closes: bool, counts: bool) -> AbstractContextManager[None]:
         """Refuse a backward pass after the gradients of the step were added up."""
         if self._is_added:
-            raise ConfigError(INSIDE.format(self.virtual_ranks))
+            raise ConfigError(MISUSED.format(self.virtual_ranks, INSIDE))
         return self._noting_gradients() if self._is_strict else NO_CONTEXT
 
     @contextlib.contextmanager
@@ -241,7 +228,7 @@ class VirtualRanks(Strategy):
         if window is None or self._is_added:
             return
         if not window.closes:
-            raise ConfigError(INSIDE.format(self.virtual_ranks))
+            raise ConfigError(MISUSED.format(self.virtual_ranks, INSIDE))
         self._take_shard(window)
         for shard, part in self._parts.items():
             self._tree.push(self._first + shard, part)
@@ -277,19 +264,20 @@ class VirtualRanks(Strategy):
             self._take_shard(window)
         elif not self._is_added:
             if self._is_strict:
-                raise ConfigError(PAST.format(self.virtual_ranks, "optimizer.step(), or left a step out,"))
+                reason = "called optimizer.step() past the Brain, or left a step out"
+                raise ConfigError(MISUSED.format(self.virtual_ranks, reason))
             self.finish_gradients()  # no optimizer steps, but buffers move
             for parameter in self._parameters:
                 parameter.grad = None
 
     def _take_shard(self, window: Window) -> None:
         if self._noted is not None and self._noted != self._versions():
-            raise ConfigError(CHANGED.format(self.virtual_ranks))
+            raise ConfigError(MISUSED.format(self.virtual_ranks, "changed gradients before optimizers_step()"))
         self._noted, gradients = None, [one.grad for one in self._parameters]
         for parameter in self._parameters:
             parameter.grad = None
         if any(one is not None for one in gradients) and not (window.is_weighed or window.counted is not None):
-            raise ConfigError(PAST.format(self.virtual_ranks, "loss.backward()"))
+            raise ConfigError(MISUSED.format(self.virtual_ranks, "called loss.backward() past the Brain"))
         count, self._count = self._count, None
         if window.counted is not None and not window.closes:
             count, window.counted = wide_number(window.counted, self.device), 0.0

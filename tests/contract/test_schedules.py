@@ -184,16 +184,16 @@ def test_a_scheduler_is_made_with_the_number_of_steps_and_stepped_after_each(sch
 @pytest.mark.parametrize(
     ("scheduler_class", "words"),
     [
-        (OneCycleLR, r"scheduler_class \(OneCycleLR\).* cannot make a scheduler: TypeError: .*max_lr.*!name:"),
+        (OneCycleLR, r"scheduler_class \(OneCycleLR\) cannot make a scheduler.*max_lr.*!name:"),
         (
             ExponentialLR,
-            r"scheduler_class \(ExponentialLR\).*called with \(optimizer\), cannot make .*gamma.*beforehand",
+            r"scheduler_class \(ExponentialLR\) cannot make .*gamma.*beforehand",
         ),
         (
             lambda optimizer: None,
-            r"called with \(optimizer, 12\), cannot make a scheduler.*function \(optimizer, total_st",
+            r"cannot make a scheduler for 12 steps.*function \(optimizer, total_st",
         ),
-        (lambda optimizer, total_steps: None, r"total_steps=12\), must return a scheduler, got a NoneType"),
+        (lambda optimizer, total_steps: None, r"must return a scheduler, got a NoneType"),
         (ReduceLROnPlateau, r"use it with --scheduler_every=epoch"),
     ],
 )
@@ -206,7 +206,7 @@ def test_a_scheduler_that_cannot_be_made_is_told(scheduler_class, words):
     "scheduler_class", [CYCLE, CosineAnnealingLR, lambda optimizer, total: StepLR(optimizer, total // 3)]
 )
 def test_a_schedule_over_a_stream_that_needs_the_number_is_refused(scheduler_class):
-    with pytest.raises(ConfigError, match=r"of a stream is unknown: give optimizer_step_limit, or total_steps"):
+    with pytest.raises(ConfigError, match=r"For a stream, whose number of steps is None, give optimizer_step_limit"):
         fit(brain_with(scheduler_class), train=Stream())
 
 

@@ -105,7 +105,7 @@ def test_a_second_start_has_nothing_left_to_train(trained):
     """And one process takes over what two have left."""
     again = Run(python(*COMMAND), trained.folder, name="again").wait()
     closing = closing_line(again)
-    assert "Epoch 10 is done already, and 10 is the limit: nothing is left to train." in again.err
+    assert "Epoch 10 is done already, of 10 at most: nothing is left to train." in again.err
     assert "Going into epoch" not in again.err
     assert closing["right"] == CLOSING.fullmatch(trained.out)["right"]
     assert closing["processes"] == "1 process"

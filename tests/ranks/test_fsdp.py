@@ -491,17 +491,13 @@ def drop(after, *, reshard):
 
 
 @pytest.mark.parametrize(
-    ("after", "reshard", "calls"),
-    [
-        (0, True, "net.first: 1, 0; net.second: 0, 1"),
-        pytest.param(0, False, "net.first: 1, 0; net.second: 0, 1", marks=pytest.mark.slow),
-        pytest.param(3, True, "net.first: 4, 3; net.second: 0, 1", marks=pytest.mark.slow),
-    ],
+    ("after", "reshard"),
+    [(0, True), pytest.param(0, False, marks=pytest.mark.slow), pytest.param(3, True, marks=pytest.mark.slow)],
 )
-def test_ranks_that_use_other_blocks_are_told_before_anything_is_saved(ranks, after, reshard, calls):
+def test_ranks_that_use_other_blocks_are_told_before_anything_is_saved(ranks, after, reshard):
     """The last of four steps is looked at where the pass ends: after three steps."""
     for message in ranks.run(functools.partial(drop, reshard=reshard), after):
-        assert f"Calls on rank 0, 1, ...: {calls}." in message
+        assert "the ranks have not used the same blocks in the same order" in message
 
 
 class SavesAlone(Classifier):
@@ -578,20 +574,9 @@ def matrix():
     return {"net": nn.Linear(FEATURES, CLASSES, bias=False).double()}
 
 
-class Fused(Classifier):
-    def init_optimizers(self):
-        self.optimizers_dict = {"fused": torch.optim.SGD(self.modules.net.parameters(), lr=0.1, fused=True)}
-
-
 class Orthogonal(Classifier):
     def init_optimizers(self):
         self.optimizers_dict = {"muon": torch.optim.Muon(self.modules.net.parameters())}
-
-
-class Scalar(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.factor = nn.Parameter(torch.ones((), dtype=torch.float64))
 
 
 class Sharded(Classifier):
@@ -600,24 +585,16 @@ class Sharded(Classifier):
         super().on_fit_start()
 
 
-def two_dtypes():
-    return nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double())
-
-
 def messages(folder):
     return [
         message_of(Outside, ConfigError, folder / "a"),
-        message_of(Classifier, ConfigError, folder / "b", {"net": Scalar()}),
         message_of(Classifier, ConfigError, folder / "c", {"net": make_tied()}, fsdp_blocks=["Block"]),
         message_of(Classifier, ConfigError, folder / "d", fsdp_blocks=["Blok"]),
         message_of(Sharded, ConfigError, folder / "e", strategy="fsdp"),
         message_of(Sharded, ConfigError, folder / "f", strategy="ddp"),
         message_of(OwnBatch, ConfigError, folder / "g", fsdp_whole_gradients=True),
-        message_of(Fused, ConfigError, folder / "h"),
         message_of(Orthogonal, ConfigError, folder / "i", matrix()),
         message_of(Classifier, ConfigError, folder / "j", auto_micro_batch=True, global_batch_size=4),
-        message_of(Classifier, ConfigError, folder / "k", {"net": two_dtypes()}),
-        message_of(Classifier, ConfigError, folder / "l", {"net": nn.EmbeddingBag(2, 2, sparse=True)}),
     ]
 
 
@@ -626,17 +603,13 @@ def test_what_cannot_be_divided_is_an_error_on_every_rank(ranks, tmp_path):
         for words, message in zip(
             [
                 "the optimizer 'outside' has parameters that are not in modules",
-                "torch cannot divide modules['net']: fully_shard doesn't support scalar parameters",
                 "blocks.0 of modules['net'] shares a parameter with a part outside",
                 "'Blok'",
                 "strategy='fsdp': modules['net'] is wrapped or sharded already",
                 "strategy='ddp': modules['net'] is wrapped or sharded already",
                 "a fit_batch of the recipe does not work with fsdp_whole_gradients=True",
-                "does not work with the optimizer 'fused', SGD with fused=True",
                 "does not work with the optimizer 'muon', Muon: each rank would step",
                 "auto_micro_batch does not work with fully_shard (FSDP2), which sends weights and gradients inside",
-                "torch cannot divide modules['net']: FSDP expects uniform original parameter dtype",
-                "modules['net'] has EmbeddingBag with sparse=True",
             ],
             found,
             strict=True,

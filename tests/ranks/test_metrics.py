@@ -352,7 +352,7 @@ class Counting(Brain):
         losses = predictions.square().squeeze(1)
         self.seen_here.update(torch.ones_like(losses))
         self.mean_loss.update(losses)
-        self.wrapped.update(len(losses))
+        self.lengths.update(len(losses))
         return losses.mean()
 
     def on_stage_start(self, stage, epoch=None):
@@ -360,11 +360,11 @@ class Counting(Brain):
             self.begin()
 
     def begin(self):
-        self.seen_here, self.mean_loss, self.wrapped = Sum(), Mean(), Reduced(Sum())
+        self.seen_here, self.mean_loss, self.lengths = Sum(), Mean(), Sum()
 
     def on_stage_end(self, stage, stage_loss, epoch=None):
         if self.resets:
-            numbers = (self.seen_here.compute(), self.mean_loss.compute(), self.wrapped.compute(), stage_loss)
+            numbers = (self.seen_here.compute(), self.mean_loss.compute(), self.lengths.compute(), stage_loss)
             self.told.append((stage.name, *numbers))
 
 

@@ -363,7 +363,7 @@ def test_the_strategy_and_what_batch_norm_normalises_over_are_said(ranks):
         ("zero1: each process holds the whole model, and a part of the optimizers' state", f"{shared}auto)"): {
             "strategy": "zero1"
         },
-        ("fsdp: each process holds 1/2 of 3 blocks (2 x Linear, 1 x Sequential)", f"{shared}auto)"): {
+        ("fsdp: each process holds 1/2 of the weights, in 3 block(s)", f"{shared}auto)"): {
             "strategy": "fsdp",
             "fsdp_blocks": "Linear",
         },

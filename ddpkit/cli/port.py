@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ddpkit.cli import command_parser, say
-from ddpkit.porting import Note, PortedRecipe, port_recipe, write_recipe
+from ddpkit.porting import PortedRecipe, port_recipe, write_recipe
 
 __all__ = ["run"]
 
@@ -61,41 +61,30 @@ def run(words: Sequence[str]) -> int:
         say(one.diff(), end="")
     backup = write_recipe(recipe) if options.write else None
     now = recipe if backup is None else port_recipe(options.recipe)  # with the lines as they are
-    say("".join(_differences(now)), end="")
+    say("".join(_told(now)), end="")
     for one in recipe.problems:
         say(f"{PROGRAM}: error: {one.name}: left as it is: {one.problem}", stream=sys.stderr)
     say(_summary(recipe, backup))
     return 1 if recipe.problems else 0
 
 
-def _differences(recipe: PortedRecipe) -> Iterator[str]:
+def _told(recipe: PortedRecipe) -> Iterator[str]:
     """What is left and why, then what behaves differently."""
-    left = [(one, note) for one in recipe.files if one.change for note in one.change.notes]
-    if left:
-        yield "\nLeft as it is:\n\n" + "".join(_told(one.name, note) for one, note in left)
-    told = [(one, note) for one in recipe.files for note in one.notes]
-    if told:
-        yield "\nWhat behaves differently in this recipe:\n\n" + "".join(_told(one.name, note) for one, note in told)
-    yield "\n" if left or told else ""
-
-
-def _told(name: str, note: Note) -> str:
-    first, *others = note.lines
-    also = f" (also line{'s' * (len(others) > 1)} {', '.join(map(str, others))})" if others else ""
-    return f"{name}:{first}: {note.text}{also}\n" + (f"    {note.link}\n" if note.link else "")
+    for title, kind in (("Left as it is", "left"), ("What behaves differently in this recipe", "notes")):
+        told = [(one.name, note) for one in recipe.files for note in getattr(one, kind)]
+        yield f"\n{title}:\n\n" if told else ""
+        for name, note in told:
+            link = f"    {note.link}\n" if note.link else ""
+            yield f"{name}:{', '.join(map(str, note.lines))}: {note.text}\n{link}"
 
 
 def _summary(recipe: PortedRecipe, backup: Path | None) -> str:
-    changed = recipe.changed
-    if not changed:
-        other = "other " if recipe.problems else ""
-        return f"nothing to change: no {other}Python or YAML file here names anything of SpeechBrain that ddpkit has"
-    names, files = sum(one.change.names for one in changed if one.change), len(changed)
-    what = f"{names} name{'s' * (names != 1)} in {files} file{'s' * (files != 1)}"
+    if not recipe.changed:
+        return "nothing to change: no Python or YAML file here names anything of SpeechBrain that ddpkit has"
     if backup is None:
-        return f"{what} would become ddpkit's; nothing was written (--write does)"
+        return f"\n{len(recipe.changed)} file(s) would change; nothing was written (--write does)"
     return (
-        f"{what} became ddpkit's; the files as they were: {str(backup)!r}\n"
+        f"\n{len(recipe.changed)} file(s) have changed; as they were: {str(backup)!r}\n"
         f"To go back: cp -a {shlex.quote(str(backup))}/. {shlex.quote(str(recipe.root))}"
     )
 

@@ -15,14 +15,14 @@ BatchNorm is in evaluation mode, and the model computes without autocast.
 from __future__ import annotations
 
 import itertools
-import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ddpkit.parity.report import ParityReport, ParityRow, compare
 from ddpkit.parity.side import Side, Step
 from ddpkit.precision import TorchAutocast
 
@@ -32,7 +32,10 @@ TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 2e-2, tor
 ROUGH = 1e-2
 #: Numbers of one parameter's gradient that are looked at when weights are fitted.
 SAMPLED = 4096
-SHOWN_LETTERS = 200  # of a list of names
+SHOWN_ROWS = 10
+#: A gradient that is zero but for rounding (of a bias before BatchNorm) is measured by this part of the largest of all.
+FLOOR = 1e-2
+TINY = torch.finfo(torch.float64).tiny
 
 
 def tolerance_of(brain: Any, gradients: Mapping[str, Tensor]) -> float:
@@ -45,6 +48,84 @@ def tolerance_of(brain: Any, gradients: Mapping[str, Tensor]) -> float:
         used.add(brain.training_ctx.dtype)
     known = {**TOLERANCES, torch.float32: ROUGH} if brain.device.startswith("cuda") else TOLERANCES
     return max(known.get(dtype, known[torch.float32]) for dtype in used)
+
+
+@dataclass(frozen=True)
+class ParityReport:
+    """The result of a parity check. ``str()`` gives the verdict, the cause and the parameters that differ most.
+
+    Attributes:
+        world_size: processes that were compared with one.
+        differences: of each parameter the largest one, relative to its largest gradient.
+        tolerance: relative differences up to this are rounding.
+        kind: of the cause, one word or two; empty where parity holds.
+        cause: why gradients differ, or would, and what to do; empty where parity holds.
+        compared: which optimizer steps.
+
+    Ranks: local.
+    """
+
+    world_size: int
+    differences: Mapping[str, float]
+    tolerance: float
+    kind: str
+    cause: str
+    compared: str
+
+    @property
+    def holds(self) -> bool:
+        """Whether all gradients are equal up to rounding, and nothing spoils that."""
+        return not self.kind
+
+    def __str__(self) -> str:
+        """Say the verdict, the cause, and the parameters that differ most."""
+        sides = f"{self.world_size} processes and one with the joined batch"
+        rows = sorted(self.differences.items(), key=lambda row: -row[1])
+        if self.holds:
+            lines = [f"Parity holds: {sides} have the same gradients."]
+        elif self.kind == "randomness":
+            lines = [f"Parity is not proven for {sides}.", f"- {self.cause}"]
+        else:
+            differ = rows[0][1] > self.tolerance
+            found = "different gradients" if differ else "the same gradients now, but the training is not right"
+            lines = [f"Parity does not hold: {sides} have {found}.", f"- {self.cause}"]
+        lines.append(f"The largest differences of {len(rows)} parameters:")
+        for name, relative in rows[:SHOWN_ROWS]:
+            lines.append(f"  {name} {relative:.1e} {'differs' if relative > self.tolerance else 'equal'}")
+        equal = (
+            f"Equal is {self.tolerance:g} of the parameter's largest gradient (of {FLOOR:g} of the largest of all "
+            "where that is more)."
+        )
+        return "\n".join([*lines, f"Compared: {self.compared}. {equal}"])
+
+
+def compare(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, float]:
+    """Return how far two sets of gradients are apart, by parameter; infinite where only one side has a gradient.
+
+    Args:
+        found: gradients by parameter.
+        expected: those to measure by: the largest difference is divided by the parameter's largest gradient here.
+
+    Ranks: local.
+
+    Example:
+        >>> compare({"a": torch.tensor([1.0, 3.0]), "b": torch.ones(1)}, {"a": torch.tensor([1.0, 2.0])})
+        {'a': 0.5, 'b': inf}
+    """
+    floor = FLOOR * max(map(_largest, expected.values()), default=0.0)
+    return {name: _distance(found.get(name), expected.get(name), floor) for name in {**expected, **found}}
+
+
+def _distance(one: Tensor | None, other: Tensor | None, floor: float) -> float:
+    if one is None or other is None:
+        return math.inf
+    size = max(_largest(other), floor, TINY)
+    relative = _largest(one.double() - other.double()) / size
+    return math.inf if math.isnan(relative) else relative
+
+
+def _largest(tensor: Tensor) -> float:
+    return float(tensor.abs().max()) if tensor.numel() else 0.0
 
 
 class _Window:
@@ -84,21 +165,16 @@ class Diagnosis:
 
     def report(self) -> ParityReport:
         """Work on the steps of the ranks as one process, and return what differs and why."""
-        rows: list[ParityRow] = []
+        worst: dict[str, float] = {}
         for window in self.windows:
             window.expected = self.side.run(window.step, self.factor)
-            differences = compare(window.found[0], window.expected)
-            rows += [ParityRow(name, relative, window.number) for name, relative in differences.items()]
-        worst: dict[str, ParityRow] = {}
-        for row in sorted(rows, key=lambda row: -row.relative):
-            worst.setdefault(row.parameter, row)
+            for name, relative in compare(window.found[0], window.expected).items():
+                worst[name] = max(relative, worst.get(name, 0.0))
         kind, cause = self._cause()
         numbers = ", ".join(str(window.number) for window in self.windows)
-        compared = (
-            f"optimizer step{'' if len(self.windows) == 1 else 's'} {numbers} of {self.windows[-1].number} in an "
-            f"epoch, {sum(map(len, self.windows[0].step.batches))} samples in the first"
-        )
-        return ParityReport(self.world_size, list(worst.values()), self.tolerance, kind, cause, compared)
+        samples = sum(map(len, self.windows[0].step.batches))
+        compared = f"optimizer steps {numbers} of {self.windows[-1].number} in an epoch, {samples} samples in the first"
+        return ParityReport(self.world_size, worst, self.tolerance, kind, cause, compared)
 
     def _alone(self, window: _Window, batch: list[Any], place: int = 0) -> dict[str, Tensor]:
         """Return the gradients of a batch that is an optimizer step of its own."""
@@ -146,12 +222,12 @@ class Diagnosis:
             if apart[worst] > self.tolerance:
                 return "not averaged", NOT_AVERAGED.format(number, worst)
         if self.first["norms"]:
-            return "batch norm", NOT_SHARED.format(_listed(self.first["norms"]))
+            return "batch norm", NOT_SHARED.format(", ".join(self.first["norms"]))
         self.side.brain.training_ctx = TorchAutocast(device_type=torch.device(self.side.brain.device).type)
         for layer in self.side.norm_layers.values():
             layer.eval()
         kind, words = self._loss(window) if self.side.joins and len(window.parts[0]) > 1 else ("unknown", UNKNOWN)
-        moved = _listed(self.first["moved"])
+        moved = ", ".join(self.first["moved"])
         return kind, words + (f" Each rank changes state by its own samples: {moved}." if moved else "")
 
     def _loss(self, window: _Window) -> tuple[str, str]:
@@ -180,10 +256,6 @@ def _flat(gradients: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> Tensor
     """Put gradients, thinned out where they are long, into one vector; a parameter without one has zeros."""
     found = [gradients.get(name, torch.zeros_like(one)) for name, one in like.items()]
     return torch.cat([one.flatten()[:: max(1, one.numel() // SAMPLED)].double() for one in found])
-
-
-def _listed(names: Iterable[str]) -> str:
-    return textwrap.shorten(", ".join(names), SHOWN_LETTERS, placeholder=" and more")
 
 
 NOISE = (

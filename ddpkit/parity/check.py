@@ -119,7 +119,7 @@ def record(side: Side) -> dict[str, Any]:
         step = side.step(number)
         gradients = side.run(step, side.factor, seed=RANDOM_SEED + side.brain.rank)
         steps.append({**vars(step), "gradients": gradients})
-    return {"factor": side.factor, "steps": steps, "norms": list(side.norms), "moved": list(side.moved)}
+    return {"factor": side.factor, "steps": steps, "norms": side.own_norms(), "moved": list(side.moved)}
 
 
 def _run_ranks(world_size: int, start: Mapping[str, Any]) -> list[dict[str, Any]]:

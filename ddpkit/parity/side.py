@@ -1,22 +1,26 @@
 """One side of a parity check: a process that keeps the gradients of single optimizer steps, and trains nothing.
 
-The same code runs in each of the several processes and in the one that they are compared with.
+The same code runs in each of the several processes and in the one that they are compared with. The noise of the model
+is switched off in both.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import random
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
+from torch.overrides import TorchFunctionMode
 
 from ddpkit import optim
 from ddpkit.base import gather_whole, is_sharded, local_part, sharded_like
@@ -25,7 +29,6 @@ from ddpkit.dataloader import LoopedLoader, SaveableDataLoader, plan_of
 from ddpkit.distributed import get_world_size
 from ddpkit.errors import ConfigError
 from ddpkit.metrics import counted_by
-from ddpkit.parity.noise import without_noise
 from ddpkit.syncbn import SyncBatchNorm
 from ddpkit.training import Feed, counts_of, length_of
 from ddpkit.types import Stage
@@ -85,7 +88,6 @@ class Side:
         moved: names of the buffers, and of tensors and numbers in plain attributes of modules, that training has
             changed; without BatchNorm's.
         norm_layers: all BatchNorm layers, by name.
-        norms: names of the BatchNorm layers used in training whose statistics are not over all rows of a step.
 
     Raises:
         ConfigError: the samples of a batch are not known.
@@ -106,7 +108,12 @@ class Side:
         loader = brain._loader(train_set, Stage.TRAIN, loader_kwargs)
         self.loader: Any = loader.loader if isinstance(loader, LoopedLoader) else loader
         plan: Any = plan_of(self.loader)
-        _require_samples(self.loader, plan)
+        is_known = isinstance(plan, RankBatchSampler)
+        if not is_known:
+            raise ConfigError(
+                f"check_parity cannot join the batches of this training set, a {type(self.loader).__name__}: their "
+                "samples are not known. Check parity with a map-style dataset (a list of a few of the samples will do)."
+            )
         self.plan, self.counts, self.num_batches = plan, counts_of(loader), min(len(plan), len(loader))
         self.joins = isinstance(self.plan, PlannedBatchSampler) and self.loader.batch_sampler is not None
         brain._take_length(length_of(loader), self.factor)
@@ -119,15 +126,11 @@ class Side:
             brain.progress.optimizer_step = start["optimizer_step"]
         brain.scaler = torch.amp.GradScaler(enabled=False)
         self.moved: dict[str, None] = {}
-        self.norms: dict[str, None] = {}
         self._kept: dict[str, Tensor] = {}
-        self._calls: Counter[str] = Counter()
         self._names = {id(parameter): name for name, parameter in brain.raw_modules.named_parameters()}
         brain.on_stage_start(Stage.TRAIN, 1)
         brain.modules.train()
         self.norm_layers = {n: one for n, one in brain.raw_modules.named_modules() if isinstance(one, _BatchNorm)}
-        for name, layer in self.norm_layers.items():
-            layer.register_forward_pre_hook(functools.partial(self._note_norm, name))
         self._state = list(_state(brain.raw_modules))
         self.done = brain.progress.optimizer_step
         brain.optimizers_step = self._step
@@ -176,7 +179,7 @@ class Side:
 
         Ranks: collective.
         """
-        brain, progress, self._kept, self._calls = self.brain, self.brain.progress, {}, Counter()
+        brain, progress, self._kept = self.brain, self.brain.progress, {}
         brain.grad_accumulation_factor = factor
         progress.restart()
         progress.epoch, progress.step, progress.optimizer_step = 1, step.first, self.done + step.number
@@ -209,10 +212,11 @@ class Side:
             )
         return self._kept
 
-    def _note_norm(self, name: str, layer: nn.Module, _: Any) -> None:
-        is_shared = self.joins and isinstance(layer, (SyncBatchNorm, nn.SyncBatchNorm))
-        if layer.training and not is_shared:
-            self.norms[f"{name} ({type(layer).__name__})"] = None
+    def own_norms(self) -> list[str]:
+        """Return the names of the BatchNorm layers in training whose statistics are not over all rows of a step."""
+        found = [item for item in self.norm_layers.items() if item[1].training]
+        shared = (SyncBatchNorm, nn.SyncBatchNorm) if self.joins else ()
+        return [f"{name} ({type(layer).__name__})" for name, layer in found if not isinstance(layer, shared)]
 
     def _step(self) -> None:
         """Do what ``optimizers_step`` does, but for the step itself and what follows it."""
@@ -228,12 +232,12 @@ class Side:
         for number, one in enumerate(itertools.chain(*groups)):
             if one.grad is not None:
                 name = self._names.get(id(one), f"parameter {number} of an optimizer")
-                self._calls[name] += 1
-                call = f", call {self._calls[name]}" if self._calls[name] > 1 else ""
+                while name in self._kept:  # a second call of the optimizer
+                    name += " again"
                 gradient = one.grad.detach() * multiplier
                 # Under fsdp all ranks gather it, in the order of the parameters.
                 whole = gather_whole(gradient, keep=True) if is_sharded(gradient) else gradient
-                self._kept[name + call] = (torch.view_as_real(whole) if whole.is_complex() else whole).cpu()
+                self._kept[name] = (torch.view_as_real(whole) if whole.is_complex() else whole).cpu()
 
     def _put_back(self) -> None:
         """Drop gradients, put the state of the modules back, and note what of it has moved."""
@@ -259,10 +263,87 @@ def _state(modules: nn.Module) -> Iterator[tuple[str, nn.Module, str, Any, Any]]
                 yield f"{prefix}.{attribute}", module, attribute, value, kept
 
 
-def _require_samples(loader: Any, plan: Any) -> None:
-    if not isinstance(plan, RankBatchSampler):
-        raise ConfigError(
-            f"check_parity cannot join the batches of this training set, a {type(loader).__name__} of "
-            f"{type(getattr(loader, 'dataset', loader)).__name__}: their samples are not known. Check "
-            "parity with a map-style dataset (a list of a few of the samples will do), and let ddpkit divide it."
-        )
+@contextlib.contextmanager
+def without_noise(modules: nn.Module) -> Iterator[None]:
+    """Let dropout do nothing, and torch's random functions return fixed values, in this thread.
+
+    Uniform numbers are 0.5, normal ones 0, whole ones the lowest, coins fall on the likelier side,
+    permutations change nothing. What draws from elsewhere (numpy, Python, a custom kernel) stays random.
+
+    Args:
+        modules: changed in place, and changed back.
+
+    Ranks: local.
+
+    Example:
+        >>> with without_noise(nn.Identity()):
+        ...     torch.randn(2), F.dropout(torch.ones(2)), torch.randperm(3)
+        (tensor([0., 0.]), tensor([1., 1.]), tensor([0, 1, 2]))
+    """
+    with contextlib.ExitStack() as stack:
+        for layer in modules.modules():
+            if isinstance(layer, (_DropoutNd, nn.MultiheadAttention, nn.RNNBase)):
+                rate = "p" if isinstance(layer, _DropoutNd) else "dropout"
+                stack.callback(setattr, layer, rate, getattr(layer, rate))
+                setattr(layer, rate, 0.0)
+        stack.enter_context(_FixedNumbers())
+        yield
+
+
+class _FixedNumbers(TorchFunctionMode):
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        stand_in = _STAND_INS.get(func)
+        if stand_in is None:
+            return func(*args, **(kwargs or {}))
+        return stand_in(func, *args, **(kwargs or {}))
+
+
+def _nothing(func: Any, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:  # noqa: A002 -- torch's name
+    return input
+
+
+def _filled(value: float) -> Callable[..., Tensor]:
+    """Return what makes the tensor that a function would make, filled with one value."""
+
+    def fill(func: Any, *args: Any, **kwargs: Any) -> Tensor:
+        made: Tensor = func(*args, **kwargs)
+        return made.detach().fill_(value)
+
+    return fill
+
+
+def _attention(func: Any, *args: Any, **kwargs: Any) -> Any:
+    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+    return func(**{**dict(zip(names, args, strict=False)), **kwargs, "dropout_p": 0.0})
+
+
+def _lowest(func: Any, *args: Any, **kwargs: Any) -> Tensor:
+    """Stand in for ``randint`` and ``randint_like``, whose lower bound may be left out."""
+    numbers = [one for one in args if isinstance(one, int)]
+    low = kwargs.get("low", numbers[0] if len(numbers) + ("high" in kwargs) > 1 else 0)
+    return _filled(low)(func, *args, **kwargs)
+
+
+def _in_order(func: Any, *args: Any, **kwargs: Any) -> Tensor:
+    made: Tensor = func(*args, **kwargs)
+    return made.copy_(torch.arange(len(made)))
+
+
+def _likelier(func: Any, input: Tensor, p: Any = None, **kwargs: Any) -> Tensor:  # noqa: A002 -- torch's name
+    p = 0.5 if p is None and func is Tensor.bernoulli_ else p
+    chances = input if p is None else torch.zeros_like(input) + p
+    return input.copy_(chances.round()) if func is Tensor.bernoulli_ else chances.detach().round()
+
+
+_STAND_INS: dict[Any, Callable[..., Any]] = {
+    **dict.fromkeys((F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, torch.dropout), _nothing),
+    **dict.fromkeys((F.alpha_dropout, F.feature_alpha_dropout), _nothing),
+    F.scaled_dot_product_attention: _attention,
+    **dict.fromkeys((torch.rand, torch.rand_like, Tensor.uniform_), _filled(0.5)),
+    **dict.fromkeys((torch.randn, torch.randn_like, torch.normal, Tensor.normal_), _filled(0.0)),
+    **dict.fromkeys((torch.randint, torch.randint_like), _lowest),
+    torch.randperm: _in_order,
+    **dict.fromkeys((torch.bernoulli, Tensor.bernoulli, Tensor.bernoulli_), _likelier),
+}

@@ -7,17 +7,14 @@ from ddpkit.porting.names import (
     ddpkit_module as ddpkit_module,
     ddpkit_name as ddpkit_name,
 )
-from ddpkit.porting.python_code import (
-    port_python as port_python,
-)
 from ddpkit.porting.recipes import (
     PortedFile as PortedFile,
     PortedRecipe as PortedRecipe,
     port_recipe as port_recipe,
-    port_yaml as port_yaml,
     write_recipe as write_recipe,
 )
-from ddpkit.porting.text import (
-    Change as Change,
+from ddpkit.porting.source_code import (
     Note as Note,
+    port_python as port_python,
+    port_yaml as port_yaml,
 )

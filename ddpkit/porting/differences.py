@@ -8,8 +8,7 @@ from collections.abc import Iterable, Iterator
 
 import yaml
 
-from ddpkit.porting.python_code import dotted
-from ddpkit.porting.text import Note
+from ddpkit.porting.source_code import Note, dotted
 
 __all__ = ["DIFFERENCES", "difference", "python_differences", "yaml_differences"]
 
@@ -19,17 +18,13 @@ _OWN = "how-to/own-fit-batch.md"
 DIFFERENCES = {
     "accumulation": ("the short last window of an epoch is stepped, too", "#gradients-and-steps"),
     "backward": ("goes past self.backward(loss), which weighs a loss and knows when to average", _OWN),
-    "clipping": ("max_grad_norm of 0 or less means no clipping", "#gradients-and-steps"),
-    "divided loader": ("a ready-made loader is divided over the processes, and follows the epoch", "#data"),
     "divided sampler": ("repeats samples to be even: give fit the sampler inside, which repeats none", "#samplers"),
     "factor": ("divides by grad_accumulation_factor: self.backward(loss) does, with the right weights", _OWN),
     "fit_batch": ("overrides fit_batch: use self.backward(loss) and self.should_step", _OWN),
     "in order": ("says no `shuffle`: in order on any number of processes, unless the script has a sampler", "#data"),
-    "jit": ("TorchScript is deprecated in torch and has no effect: use --compile", "#command-line-and-options"),
     "make_dataloader": ("overrides make_dataloader: the loader that it returns for training is divided", "#data"),
     "masked mean": ("takes lengths: of a mean over frames or tokens return (loss_sum, count)", "#gradients-and-steps"),
     "not called": ("is not called any more", "#methods-of-the-brain"),
-    "own saving": ("overrides of _save and _recover are used", "#checkpoints"),
     "own step": ("steps an optimizer by itself: nothing is clipped, and no step is skipped", "#limits-worth-knowing"),
     "pretrainer": ("Pretrainer takes files on disk: it downloads nothing from a hub or a page", "#checkpoints"),
     "seed": ("the order of samples follows seed_everything, not torch.manual_seed", "#samplers"),
@@ -40,8 +35,6 @@ _NOT_CALLED = ("_train_loader_specifics", "_save_intra_epoch_ckpt", "_should_sav
 _METHODS = {
     "fit_batch": "fit_batch",
     "make_dataloader": "make_dataloader",
-    "_save": "own saving",
-    "_recover": "own saving",
     **dict.fromkeys(_NOT_CALLED, "not called"),
 }
 _CLASSES = {"DistributedSamplerWrapper": "divided sampler", "Pretrainer": "pretrainer"}
@@ -49,7 +42,6 @@ _HOOKS = {"compute_forward", "compute_objectives", "fit_batch"}
 _LOSS = re.compile(r"loss|cost|nll|criterion|objective")
 _NO_MEAN_OVER_TIME = re.compile(r"ctc|transducer|rnnt")  # a mean over samples
 _LENGTHS = re.compile(r"(?:^|_)(?:len|lens|length|lengths|mask|masks)$")
-_LOADERS = {"DataLoader", "SaveableDataLoader", "WebLoader", "make_dataloader"}
 _ORDERS = {"shuffle", "sampler", "batch_sampler"}
 _EVALUATION = re.compile(r"valid|dev|test|eval")
 
@@ -116,9 +108,6 @@ def _in_file(tree: ast.Module) -> Found:
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and (kind := _CLASSES.get(_last(node.func))):
             yield node.lineno, kind
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
-            is_loader = _last(node.value.func) in _LOADERS and "train" in ast.unparse(node.targets[0])
-            yield from [(node.lineno, "divided loader")] if is_loader else []
 
 
 def _in_class(brain: ast.ClassDef) -> Found:
@@ -172,9 +161,9 @@ def yaml_differences(text: str) -> list[Note]:
     Ranks: local.
 
     Example:
-        >>> [note] = yaml_differences("max_grad_norm: 0")
+        >>> [note] = yaml_differences("grad_accumulation_factor: 4")
         >>> note.text
-        'max_grad_norm of 0 or less means no clipping'
+        'the short last window of an epoch is stepped, too'
     """
     document = yaml.compose(text, Loader=yaml.SafeLoader)
     if not isinstance(document, yaml.MappingNode):
@@ -190,10 +179,6 @@ def _of_entry(key: str, value: yaml.Node, text: str) -> Iterator[str]:
     plain = value.value if isinstance(value, yaml.ScalarNode) else ""
     if key == "grad_accumulation_factor" and plain not in {"", "1"}:
         yield "accumulation"
-    if key == "max_grad_norm" and re.fullmatch(r"-[\d.]+|0+(\.0*)?", plain):
-        yield "clipping"
-    if key == "jit_module_keys" or (key == "jit" and plain.lower() == "true"):
-        yield "jit"
     last = value.tag.rpartition(".")[2]
     if last in _CLASSES:
         yield _CLASSES[last]

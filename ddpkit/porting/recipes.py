@@ -14,18 +14,15 @@ import yaml
 
 from ddpkit.errors import ConfigError
 from ddpkit.porting.differences import python_differences, yaml_differences
-from ddpkit.porting.names import PACKAGE, ddpkit_module, ddpkit_name
-from ddpkit.porting.python_code import parse_python, port_python
-from ddpkit.porting.text import Change, Note, Source, decode
+from ddpkit.porting.names import PACKAGE
+from ddpkit.porting.source_code import Note, parse_python, port_python, port_yaml
 
-__all__ = ["PortedFile", "PortedRecipe", "port_recipe", "port_yaml", "write_recipe"]
+__all__ = ["PortedFile", "PortedRecipe", "port_recipe", "write_recipe"]
 
 _PYTHON, _YAML = (".py",), (".yaml", ".yml")
 _MENTIONS = re.compile(rf"\b(?:{PACKAGE}|ddpkit)\b")
 _BACKUP = ".before-ddpkit"
 _NOT_OURS = re.compile(r"\..|__pycache__$|node_modules$|site-packages$|CKPT\+")  # names of folders
-# HyperPyYAML's tags and PyYAML's: `!new:a.b`, `!!python/name:a.b`, `!<tag:yaml.org,2002:python/name:a.b>`.
-_TAG = re.compile(r"(?:!(?:new|name|apply|applyref|module):|python/[\w/]+:)(?P<name>speechbrain[\w.]*)")
 
 
 @dataclass
@@ -36,9 +33,9 @@ class PortedFile:
         path: the file.
         name: relative to the recipe's folder.
         old: its text.
-        change: the new text; None where the file was left.
-        encoding: its own.
+        new: the text that it would have.
         problem: why it was left.
+        left: names that were left, and why.
         notes: what behaves differently.
 
     Ranks: local.
@@ -47,21 +44,14 @@ class PortedFile:
     path: Path
     name: str
     old: str = ""
-    change: Change | None = None
-    encoding: str = "utf-8"
+    new: str = ""
     problem: str = ""
+    left: list[Note] = field(default_factory=list)
     notes: list[Note] = field(default_factory=list)
-
-    @property
-    def changes(self) -> bool:
-        """Whether the file would not be as it is."""
-        return self.change is not None and self.change.text != self.old
 
     def diff(self) -> str:
         """The change as a unified diff, for ``patch -p1``."""
-        if self.change is None:
-            return ""
-        old, new = (re.split(r"(?<=\n)", text) for text in (self.old, self.change.text))
+        old, new = (re.split(r"(?<=\n)", text) for text in (self.old, self.new))
         pieces = difflib.unified_diff([*filter(None, old)], [*filter(None, new)], f"a/{self.name}", f"b/{self.name}")
         return "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in pieces)
 
@@ -83,7 +73,7 @@ class PortedRecipe:
     @property
     def changed(self) -> list[PortedFile]:
         """The files that would not be as they are."""
-        return [one for one in self.files if one.changes]
+        return [one for one in self.files if one.new != one.old]
 
     @property
     def problems(self) -> list[PortedFile]:
@@ -94,8 +84,7 @@ class PortedRecipe:
 def port_recipe(path: Path) -> PortedRecipe:
     """Work out what changes when a recipe moves to ddpkit; nothing is written.
 
-    Hidden folders, virtual environments, checkpoints and the records of earlier runs are passed over. A symbolic
-    link is not followed out of the folder.
+    Hidden folders, virtual environments, checkpoints, the records of earlier runs and symbolic links are passed over.
 
     Args:
         path: the folder of a recipe, or one file.
@@ -128,32 +117,22 @@ def _walk(root: Path) -> Iterator[PortedFile]:
             continue
         for name in sorted(names):
             path = Path(folder, name)
-            if path.suffix in _PYTHON + _YAML and not name.startswith("."):
-                if path.is_symlink() and path.resolve().is_relative_to(root) and path.exists():
-                    continue  # its target is in the folder, too
+            if path.suffix in _PYTHON + _YAML and not name.startswith(".") and not path.is_symlink():
                 yield PortedFile(path, path.relative_to(root).as_posix())
 
 
 def _port(one: PortedFile) -> None:
     """Read a file and work out what changes in it."""
-    is_python = one.path.suffix in _PYTHON
     try:
-        one.old, one.encoding = decode(one.path.read_bytes(), is_python=is_python)
-        if _MENTIONS.search(one.old):
-            one.notes = python_differences(parse_python(one.old)) if is_python else yaml_differences(one.old)
-            one.change = port_python(one.old) if is_python else port_yaml(one.old)
-            if one.changes and one.path.is_symlink():
-                raise OSError(f"a link that leads out of the folder, to {str(one.path.resolve())!r}")
+        one.old = one.new = one.path.read_bytes().decode()
+        if _MENTIONS.search(one.old) and one.path.suffix in _PYTHON:
+            one.notes = python_differences(parse_python(one.old))
+            one.new, one.left = port_python(one.old)
+        elif _MENTIONS.search(one.old):
+            one.notes = yaml_differences(one.old)
+            one.new = port_yaml(one.old)
     except (OSError, SyntaxError, ValueError, RecursionError, yaml.YAMLError) as error:
-        one.change, one.notes, one.problem = None, [], _reason(error)
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, SyntaxError):
-        return f"line {error.lineno}: {error.msg}" if error.lineno else str(error.msg)
-    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
-        return f"line {error.problem_mark.line + 1}: {error.problem}"
-    return (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__
+        one.problem = " ".join(f"{type(error).__name__}: {error}".split())
 
 
 def write_recipe(recipe: PortedRecipe) -> Path | None:
@@ -166,60 +145,18 @@ def write_recipe(recipe: PortedRecipe) -> Path | None:
         The folder with the copies; None if nothing has changed.
 
     Raises:
-        OSError: a file cannot be written. The copies are whole.
+        OSError: a file cannot be written (the copies are whole then), or there is a folder with copies already.
 
     Ranks: local.
     """
     if not recipe.changed:
         return None
-    backup = _new_folder(recipe.root)
+    backup = recipe.root / _BACKUP
+    backup.mkdir()
     for one in recipe.changed:
         copy = backup / one.name
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(one.path, copy)
     for one in recipe.changed:
-        if one.change is not None:
-            one.path.write_bytes(one.change.text.encode(one.encoding))
+        one.path.write_bytes(one.new.encode())
     return backup
-
-
-def _new_folder(root: Path) -> Path:
-    number, folder = 1, root / _BACKUP
-    while folder.exists():
-        number += 1
-        folder = root / f"{_BACKUP}-{number}"
-    folder.mkdir()
-    return folder
-
-
-def port_yaml(text: str) -> Change:
-    """Rename what the tags of a YAML file name and ddpkit has; comments, strings and all else stay.
-
-    Args:
-        text: the file.
-
-    Returns:
-        The new text.
-
-    Raises:
-        yaml.YAMLError: the text is not YAML.
-
-    Ranks: local.
-
-    Example:
-        >>> port_yaml("a: !new:speechbrain.utils.epoch_loop.EpochCounter {limit: 2} # speechbrain").text
-        'a: !new:ddpkit.epoch_loop.EpochCounter {limit: 2} # speechbrain'
-    """
-    source, names, notes = Source(text), 0, list[Note]()
-    for token in yaml.scan(text, Loader=yaml.SafeLoader):
-        if not isinstance(token, yaml.TagToken):
-            continue
-        start = token.start_mark.index
-        found = _TAG.search(text[start : token.end_mark.index])
-        new = ddpkit_name(found["name"]) if found else None
-        if found and new:
-            source.replace(start + found.start("name"), start + found.end("name"), new)
-            names += 1
-        elif found and ddpkit_module(found["name"]):
-            notes.append(Note((token.start_mark.line + 1,), f"the module {found['name']} stays SpeechBrain's"))
-    return Change(source.result(), names, tuple(notes))

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from ddpkit.parity.noise import without_noise
+from ddpkit.parity.side import without_noise
 
 HALF = torch.full((4, 5), 0.5)
 

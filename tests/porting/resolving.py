@@ -10,7 +10,7 @@ from pathlib import Path
 
 import yaml
 
-from ddpkit.porting.python_code import dotted
+from ddpkit.porting.source_code import dotted
 
 
 def exists(name):

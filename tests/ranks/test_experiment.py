@@ -54,7 +54,7 @@ def test_d2_a_folder_that_cannot_be_made_fails_on_every_rank(ranks, tmp_path):
     outcomes = ranks.outcomes(create, str(tmp_path / "file" / "out"))
     assert [outcome.error_type for outcome in outcomes] == ["ConfigError"] * 2
     for outcome in outcomes:
-        assert f"experiment_directory='{tmp_path}/file/out' cannot be written to: Not a directory" in outcome.error
+        assert f"experiment_directory='{tmp_path}/file/out' cannot be written: Not a directory" in outcome.error
 
 
 def test_d2_missing_hyperparams_fail_on_every_rank(ranks, tmp_path):

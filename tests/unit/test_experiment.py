@@ -190,7 +190,7 @@ def test_log_config_that_is_not_there(tmp_path, recipe):
 
 def test_a_folder_that_cannot_be_made(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="experiment_directory='.*file/out' cannot be written to: Not a directory"):
+    with pytest.raises(ConfigError, match="experiment_directory='.*file/out' cannot be written: Not a directory"):
         create(tmp_path / "file" / "out")
     assert PROCESS.log is None
 
@@ -200,7 +200,7 @@ def test_a_read_only_folder(tmp_path):
     folder.mkdir(mode=0o500)
     if os.access(folder, os.W_OK):
         pytest.skip("this user may write everywhere")
-    with pytest.raises(ConfigError, match="experiment_directory='.*out' cannot be written to: Permission denied"):
+    with pytest.raises(ConfigError, match="experiment_directory='.*out' cannot be written: Permission denied"):
         create(folder)
 
 
@@ -215,7 +215,7 @@ def test_a_full_disk_leaves_no_half_written_file(tmp_path, recipe, monkeypatch):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
     monkeypatch.setattr(Path, "write_bytes", full)
-    with pytest.raises(ConfigError, match="experiment_directory='.*out' cannot be written to: No space left"):
+    with pytest.raises(ConfigError, match="experiment_directory='.*out' cannot be written: No space left"):
         create(folder, recipe)
     assert (folder / "hyperparams.yaml").read_text() == before
     assert not list(folder.glob("*.unfinished*"))

@@ -1,4 +1,4 @@
-"""Python: imports, and the dotted names that begin with what they bind."""
+"""Source texts that are changed in places: names in Python and in the tags of YAML; all else stays, byte for byte."""
 
 from __future__ import annotations
 
@@ -7,17 +7,92 @@ import re
 import warnings
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import yaml
 
 from ddpkit.porting.names import PACKAGE, ddpkit_module, ddpkit_name
-from ddpkit.porting.text import Change, Note, Source
 
-__all__ = ["dotted", "parse_python", "port_python"]
+__all__ = ["Note", "dotted", "parse_python", "port_python", "port_yaml"]
 
 _OURS = "ddpkit"
-_NAME = re.compile(rf"\b{PACKAGE}(?:\.\w+)+")
 _BINDING = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.ExceptHandler, ast.MatchAs, ast.MatchStar)
+# HyperPyYAML's tags and PyYAML's: `!new:a.b`, `!!python/name:a.b`, `!<tag:yaml.org,2002:python/name:a.b>`.
+_TAG = re.compile(r"(?:!(?:new|name|apply|applyref|module):|python/[\w/]+:)(?P<name>speechbrain[\w.]*)")
 
 Import = ast.Import | ast.ImportFrom
+
+
+@dataclass(frozen=True)
+class Note:
+    """What a reader is to be told about some lines of a file.
+
+    Attributes:
+        lines: numbers, from 1 on.
+        text: one sentence.
+        link: a page of the documentation; empty if there is nothing more to say.
+
+    Ranks: local.
+    """
+
+    lines: tuple[int, ...]
+    text: str
+    link: str = ""
+
+
+@dataclass
+class Source:
+    """A text, and what is to be replaced in it.
+
+    Attributes:
+        text: with its own ends of lines.
+
+    Ranks: local.
+
+    Example:
+        >>> source = Source("a = b")
+        >>> source.replace(4, 5, "c")
+        >>> source.result()
+        'a = c'
+    """
+
+    text: str
+    _edits: list[tuple[int, int, str]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._lines = re.split(r"(?<=\n)|(?<=\r)(?!\n)", self.text)  # str.splitlines would know more ends than Python
+        self._starts = [0]
+        for line in self._lines:
+            self._starts.append(self._starts[-1] + len(line))
+
+    def span(self, node: ast.expr | ast.stmt | ast.alias) -> tuple[int, int]:
+        """Where a node of the syntax tree stands, in characters; the tree counts the bytes of UTF-8."""
+        end_line, end_column = node.end_lineno or node.lineno, node.end_col_offset or node.col_offset
+        return self._offset(node.lineno, node.col_offset), self._offset(end_line, end_column)
+
+    def _offset(self, line: int, column: int) -> int:
+        return self._starts[line - 1] + len(self._lines[line - 1].encode()[:column].decode())
+
+    def before(self, offset: int) -> str:
+        """What stands before a place on its line."""
+        return re.split(r"[\r\n]", self.text[:offset])[-1]
+
+    def replace(self, start: int, end: int, text: str) -> None:
+        """Note that a part of the text, which no other edit touches, becomes another."""
+        self._edits.append((start, end, text))
+
+    def separator(self, offset: int) -> str:
+        """What to put between two statements where one stands: a new line if it has a line of its own."""
+        indent = self.before(offset)
+        return "; " if indent.strip() else ("\r\n" if "\r\n" in self.text else "\n") + indent
+
+    def result(self) -> str:
+        """The text with all replacements made."""
+        pieces, done = [], 0
+        for start, end, text in sorted(self._edits, key=lambda edit: edit[:2]):
+            pieces += [self.text[done:start], text]
+            done = end
+        return "".join([*pieces, self.text[done:]])
 
 
 def parse_python(text: str) -> ast.Module:
@@ -58,14 +133,14 @@ def dotted(node: ast.AST | None) -> str:
     return ".".join([node.id, *parts]) if isinstance(node, ast.Name) else ""
 
 
-def port_python(text: str) -> Change:
+def port_python(text: str) -> tuple[str, list[Note]]:
     r"""Rename SpeechBrain's names in a Python file where ddpkit has them; all others stay.
 
     Args:
         text: the file.
 
     Returns:
-        The new text.
+        The new text, and what was left and why.
 
     Raises:
         SyntaxError: it is not Python.
@@ -74,12 +149,12 @@ def port_python(text: str) -> Change:
     Ranks: local.
 
     Example:
-        >>> print(port_python("import speechbrain as sb\nsb.Stage.TRAIN, sb.nnet.linear.Linear").text)
+        >>> print(port_python("import speechbrain as sb\nsb.Stage.TRAIN, sb.nnet.linear.Linear")[0])
         import ddpkit
         import speechbrain as sb
         ddpkit.Stage.TRAIN, sb.nnet.linear.Linear
-        >>> port_python("import speechbrain as sb\nsb.utils.distributed.run_on_main").text
-        'import ddpkit\nddpkit.distributed.run_on_main'
+        >>> port_python("import speechbrain as sb\nsb.utils.distributed.run_on_main")
+        ('import ddpkit\nddpkit.distributed.run_on_main', [])
     """
     return _Port(text).result()
 
@@ -90,7 +165,6 @@ class _Port:
     def __init__(self, text: str) -> None:
         self.source, self.text, self.tree = Source(text), text, parse_python(text)
         self.nodes = list(ast.walk(self.tree))
-        self.names = 0
         self.notes: list[Note] = []
         imports = [node for node in self.nodes if isinstance(node, Import)]
         own = [alias for node in self.tree.body if isinstance(node, ast.Import) for alias in node.names]
@@ -106,28 +180,16 @@ class _Port:
         for node in imports:
             if isinstance(node, ast.ImportFrom) and not node.level:
                 self.port_from(node)
-        self.tell_left()
 
-    def result(self) -> Change:
+    def result(self) -> tuple[str, list[Note]]:
         text = self.source.result()
         parse_python(text)
-        return Change(text, self.names, tuple(self.notes))
+        return text, self.notes
 
     def tell(self, node: ast.expr | ast.stmt, text: str) -> None:
         note = Note((node.lineno,), text)
         if note not in self.notes:
             self.notes.append(note)
-
-    def tell_left(self) -> None:
-        """Tell of imports with a star, and of names in strings, which may be anything."""
-        docstrings = {id(node.value) for node in self.nodes if isinstance(node, ast.Expr)}
-        for node in self.nodes:
-            if isinstance(node, ast.ImportFrom) and node.names[0].name == "*" and ddpkit_module(node.module or ""):
-                self.tell(node, f"`{ast.unparse(node)}` is left: name what is used of it")
-            if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
-                for name in _NAME.findall(node.value):
-                    if ddpkit_name(name) or ddpkit_module(name):
-                        self.tell(node, f"{name} in a string is left")
 
     # ------------------------------------------------------------------------------------ uses of an imported module
 
@@ -143,7 +205,6 @@ class _Port:
         renamed = sum(self.rename(node, new) for node, new in ours)
         if not renamed:
             return
-        self.names += renamed
         has_others = renamed < sum(isinstance(node, ast.Name) and node.id == name for node in self.nodes)
         for statement, alias in imports:
             module = ddpkit_module(alias.name)
@@ -177,8 +238,9 @@ class _Port:
         for alias in statement.names:
             home, _, _ = (ddpkit_name(f"{own}.{alias.name}") or f"{own}.").rpartition(".")
             homes.setdefault(home, []).append(alias)
-        moved = sum(len(aliases) for home, aliases in homes.items() if home != own)
-        if not moved:
+        if statement.names[0].name == "*" and ddpkit_module(own):
+            self.tell(statement, f"`{ast.unparse(statement)}` is left: name what is used of it")
+        if set(homes) == {own}:
             return
         start, end = self.source.span(statement)
         text = self.text[start:end]
@@ -192,7 +254,6 @@ class _Port:
                 ast.unparse(ast.ImportFrom(home, homes[home], 0)) for home in sorted(homes, key=lambda one: one == own)
             ]
             self.source.replace(start, end, self.source.separator(start).join(lines))
-        self.names += moved
 
 
 def _imported(node: Import, alias: ast.alias) -> tuple[str, str]:
@@ -219,3 +280,32 @@ def _bound(nodes: list[ast.AST]) -> Iterator[tuple[str, str]]:
             yield node.arg, ""
         elif isinstance(node, _BINDING) and node.name:
             yield node.name, ""
+
+
+def port_yaml(text: str) -> str:
+    """Rename what the tags of a YAML file name and ddpkit has; comments, strings and all else stay.
+
+    Args:
+        text: the file.
+
+    Returns:
+        The new text.
+
+    Raises:
+        yaml.YAMLError: the text is not YAML.
+
+    Ranks: local.
+
+    Example:
+        >>> port_yaml("a: !new:speechbrain.utils.epoch_loop.EpochCounter {limit: 2} # speechbrain")
+        'a: !new:ddpkit.epoch_loop.EpochCounter {limit: 2} # speechbrain'
+    """
+    source = Source(text)
+    for token in yaml.scan(text, Loader=yaml.SafeLoader):
+        if isinstance(token, yaml.TagToken):
+            start = token.start_mark.index
+            found = _TAG.search(text[start : token.end_mark.index])
+            new = ddpkit_name(found["name"]) if found else None
+            if found and new:
+                source.replace(start + found.start("name"), start + found.end("name"), new)
+    return source.result()

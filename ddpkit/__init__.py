@@ -42,7 +42,6 @@ __all__ = [
     "MissingFileError",
     "NonFiniteLossError",
     "ParityError",
-    "RankCheckpointError",
     "RankFailedError",
     "RankMismatchError",
     "RunOptions",

@@ -55,7 +55,6 @@ from ddpkit.errors import (
     MissingFileError as MissingFileError,
     NonFiniteLossError as NonFiniteLossError,
     ParityError as ParityError,
-    RankCheckpointError as RankCheckpointError,
     RankFailedError as RankFailedError,
     RankMismatchError as RankMismatchError,
     RunStopped as RunStopped,

@@ -27,8 +27,6 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-import torch
-
 from ddpkit.base import (
     DEFAULT_LOAD_HOOKS,
     DEFAULT_SAVE_HOOKS,
@@ -64,7 +62,6 @@ from ddpkit.checkpointing import (
     check_file_name,
     checkpoint_work_on_main,
     ckpt_recency,
-    discard_staging,
     find_load_hook,
     find_save_hook,
     find_transfer_hook,
@@ -82,7 +79,7 @@ from ddpkit.checkpointing import (
 )
 from ddpkit.comm import failures_of
 from ddpkit.distributed import get_world_size, if_main_process
-from ddpkit.errors import CheckpointError, CheckpointUsageError, ConfigError, RankCheckpointError
+from ddpkit.errors import CheckpointError, CheckpointUsageError
 from ddpkit.logger import get_logger, shown_path
 
 __all__ = [
@@ -182,7 +179,8 @@ class Checkpointer:
             load together; the main process alone reads by itself, after half a minute.
 
     Raises:
-        CheckpointError: the folder cannot be made, or a recoverable cannot be saved, or cannot be loaded.
+        OSError: the folder cannot be made.
+        CheckpointError: a recoverable cannot be saved, or cannot be loaded.
         ConfigError: the name of a recoverable cannot be a file name.
 
     Ranks: every rank makes its own, of the same recoverables; the methods say more.
@@ -229,7 +227,7 @@ class Checkpointer:
         if recoverables is not None:
             self.add_recoverables(recoverables)
         if if_main_process():
-            _make_folder(self.checkpoints_dir)
+            self.checkpoints_dir.mkdir(parents=True, exist_ok=True)
 
     @property
     def checkpoints_dir(self) -> Path:
@@ -248,7 +246,7 @@ class Checkpointer:
         custom_save_hook: SaveHook | None = None,
         optional_load: bool = False,
     ) -> None:
-        """Add an object to what is saved and loaded; one of the same name and kind is replaced.
+        """Add an object to what is saved and loaded; one of the same name is replaced.
 
         Args:
             name: becomes the file's name.
@@ -260,18 +258,11 @@ class Checkpointer:
 
         Raises:
             CheckpointError: nothing can save it, or nothing can load it.
-            ConfigError: the name cannot be a file name, or it is a module's and is given to an optimizer, or the
-                other way round.
+            ConfigError: the name cannot be a file name.
 
         Ranks: local; do it on every rank.
         """
         check_file_name(name, "the name of a recoverable,")
-        kinds, before = (torch.optim.Optimizer, torch.nn.Module), self.recoverables.get(name)
-        if {kind for one in (before, obj) for kind in kinds if isinstance(one, kind)} == {*kinds}:
-            raise ConfigError(
-                f"The recoverable {name!r} is a {type(before).__name__}: with a {type(obj).__name__} in its place it "
-                f"is not saved. A module and an optimizer need two names, such as 'model' and 'optimizer'."
-            )
         if custom_load_hook is not None:
             self.custom_load_hooks[name] = custom_load_hook
         if custom_save_hook is not None:
@@ -425,8 +416,6 @@ class Checkpointer:
         Ranks: as :meth:`find_checkpoint`.
         """
         selection = Selection(importance_key, max_key, min_key, ckpt_predicate)
-        if max_num_checkpoints is not None and max_num_checkpoints < 0:
-            raise ConfigError(f"max_num_checkpoints={max_num_checkpoints!r} cannot be negative.")
         return self._on_main(self._folder().find, selection, max_num_checkpoints)
 
     @POSITION.at("recovering a checkpoint")
@@ -639,10 +628,8 @@ class Checkpointer:
         load = self.custom_load_hooks.get(name) or find_load_hook(obj)
         if save is torch_save and get_world_size() > 1 and getattr(obj, "is_of_each_rank", False):
             raise CheckpointError(
-                f"the recoverable {name!r} is a {type(obj).__name__}, whose totals are of each rank by itself, and the "
-                "main process saves its own alone. Keep it as an attribute of the Brain or in hparams: fit saves and "
-                "resumes what it has counted of a training epoch, of all ranks. For a total over several epochs save "
-                "what compute() has returned on every rank, as a number of your own."
+                f"the recoverable {name!r} is a {type(obj).__name__}, which counts on each rank by itself, and the "
+                "main process saves its own alone. Keep it as an attribute of the Brain or in hparams: fit saves it."
             )
         if save is None or load is None:  # a checkpoint that nothing can load is of no use
             raise CheckpointError(
@@ -683,19 +670,8 @@ class Checkpointer:
         if begun is None:
             return None
         staging, final = begun
-        own, failures = failures_of(lambda: run_savers(hooks, self.recoverables, staging))
-        if not failures:
-            return self._on_main(folder.attempt, folder.finish, save, staging, final)
-        if if_main_process():
-            discard_staging(staging)
-            folder.lock.release()
-        kind = RankCheckpointError if own is None else CheckpointError
-        failure = kind(f"cannot save {final}: {failures}.")
-        if self.on_error != "warn":
-            raise failure from own
-        if if_main_process():
-            folder.warn(failure)
-        return None
+        _, failures = failures_of(lambda: run_savers(hooks, self.recoverables, staging))
+        return self._on_main(folder.attempt, folder.finish, save, staging, final, failures)
 
     # ------------------------------------------------------------------------------------ what the main process does
 
@@ -723,15 +699,10 @@ class Checkpointer:
         return checkpoint_work_on_main(work)
 
     def _named(self, path: Path) -> Checkpoint:
-        problem = None
-        if not path.is_dir():
-            problem = "it is a file; give its directory" if path.is_file() else "there is no such directory"
-        elif not (path / META_NAME).exists() and any(path.glob(f"{DIRECTORY_PREFIX}*")):
-            problem = "it is a folder of checkpoints; give one of them, such as the newest"
-        if problem is not None:
+        if not os.path.lexists(path / META_NAME):
             raise CheckpointUsageError(
-                f"resume={str(path)!r} is not a checkpoint: {problem}. Give the path of one ({DIRECTORY_PREFIX}+...), "
-                f"'auto' for the newest in {self.checkpoints_dir}, or 'never'."
+                f"resume={str(path)!r} is not a checkpoint: it has no {META_NAME}. Give the path of one "
+                f"({DIRECTORY_PREFIX}+...), 'auto' for the newest in {self.checkpoints_dir}, or 'never'."
             )
         checkpoint = read_checkpoint(path)
         self._require_whole(checkpoint)
@@ -740,6 +711,7 @@ class Checkpointer:
     def _delete(self, retention: Retention, verbosity: int) -> None:
         folder = self._folder()
         with folder.lock.hold():
+            folder.lock.clean()
             folder.delete(retention, verbosity)
 
     # ------------------------------------------------------------------------------------ loading
@@ -767,15 +739,6 @@ class Checkpointer:
         if checkpoint.path == self.last_loaded:  # once more, for what was not there the first time
             left &= set(self.not_taken)
         self.last_loaded, self.not_taken = checkpoint.path, tuple(sorted(left))
-
-
-def _make_folder(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise CheckpointUsageError(
-            f"checkpoints_dir={str(folder)!r} cannot be made: {error}. Name one that this user can write."
-        ) from error
 
 
 def _accept_missing(name: str, checkpoint: Checkpoint, *, optional: bool) -> None:

@@ -270,7 +270,7 @@ def require_average(checkpoint: Any) -> None:
     """Refuse a checkpoint without averaged weights.
 
     Args:
-        checkpoint: a :class:`~ddpkit.checkpointing.index.Checkpoint` whose average is about to be evaluated.
+        checkpoint: a :class:`~ddpkit.checkpointing.folder.Checkpoint` whose average is about to be evaluated.
 
     Raises:
         CheckpointError: it holds none.

@@ -18,7 +18,6 @@
         ├── NonFiniteLossError (ValueError)      too many steps of an epoch were not finite
         ├── ParityError (AssertionError)         several processes would not train as one does
         └── RankFailedError (RuntimeError)       another rank failed; carries that rank's own words
-            ├── RankCheckpointError (CheckpointError)        and what failed there was a save
             └── MainProcessError                 the main process failed inside a main-only call
                 └── MainCheckpointError (CheckpointError)    and that call was about checkpoints
 
@@ -107,10 +106,6 @@ class MainProcessError(RankFailedError):
 
 class MainCheckpointError(CheckpointError, MainProcessError):
     """The main process failed in a call about checkpoints, and says why; raised on every other rank."""
-
-
-class RankCheckpointError(CheckpointError, RankFailedError):
-    """What another rank had to save could not be saved; raised on the ranks where it could."""
 
 
 class RunStopped(SystemExit):

@@ -3,10 +3,26 @@ from ddpkit.checkpointing.async_save import (
     SnapshotMemory as SnapshotMemory,
 )
 from ddpkit.checkpointing.folder import (
+    DIRECTORY_PREFIX as DIRECTORY_PREFIX,
+    META_NAME as META_NAME,
+    SUFFIX as SUFFIX,
+    Checkpoint as Checkpoint,
     CheckpointFolder as CheckpointFolder,
+    DamageLedger as DamageLedger,
+    ImportanceKey as ImportanceKey,
+    Predicate as Predicate,
+    Retention as Retention,
     SaveRequest as SaveRequest,
+    Selection as Selection,
+    average_checkpoints as average_checkpoints,
+    average_state_dicts as average_state_dicts,
     check_file_name as check_file_name,
     checkpoint_work_on_main as checkpoint_work_on_main,
+    ckpt_recency as ckpt_recency,
+    damage_of as damage_of,
+    is_code as is_code,
+    ranked as ranked,
+    read_checkpoint as read_checkpoint,
     run_savers as run_savers,
 )
 from ddpkit.checkpointing.hooks import (
@@ -24,37 +40,15 @@ from ddpkit.checkpointing.hooks import (
     whole_state_dict as whole_state_dict,
     whole_states as whole_states,
 )
-from ddpkit.checkpointing.index import (
-    DIRECTORY_PREFIX as DIRECTORY_PREFIX,
-    META_NAME as META_NAME,
-    SUFFIX as SUFFIX,
-    Checkpoint as Checkpoint,
-    DamageLedger as DamageLedger,
-    ImportanceKey as ImportanceKey,
-    Predicate as Predicate,
-    Retention as Retention,
-    Selection as Selection,
-    average_checkpoints as average_checkpoints,
-    average_state_dicts as average_state_dicts,
-    ckpt_recency as ckpt_recency,
-    damage_of as damage_of,
-    is_code as is_code,
-    ranked as ranked,
-    read_checkpoint as read_checkpoint,
-)
-from ddpkit.checkpointing.loading import (
-    LoadMode as LoadMode,
-    load_recoverables as load_recoverables,
-)
 from ddpkit.checkpointing.rank_states import (
+    LoadMode as LoadMode,
     RankStates as RankStates,
     all_ranks_come as all_ranks_come,
-)
-from ddpkit.checkpointing.run_lock import (
-    FolderLock as FolderLock,
+    load_recoverables as load_recoverables,
 )
 from ddpkit.checkpointing.storage import (
     MANIFEST_NAME as MANIFEST_NAME,
+    FolderLock as FolderLock,
     VerifyMode as VerifyMode,
     discard_staging as discard_staging,
     read_text as read_text,

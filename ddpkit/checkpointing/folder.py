@@ -1,7 +1,7 @@
-"""What the main process does in a folder of checkpoints: begin one, collect its states, commit it, find, delete.
+"""Checkpoints in a folder: what they are, which is best, and what the main process does there: save, find, delete.
 
 Only :func:`checkpoint_work_on_main` speaks to other ranks: it has the main process do the work for all. Savers that run
-on every rank come between :meth:`CheckpointFolder.begin` and :meth:`CheckpointFolder.collect`;
+on every rank come between :meth:`CheckpointFolder.begin` and :meth:`CheckpointFolder.finish`;
 :meth:`CheckpointFolder.commit` may run in a thread.
 """
 
@@ -12,40 +12,34 @@ import functools
 import itertools
 import logging
 import math
+import numbers
 import operator
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, NamedTuple, TypeVar, cast
+
+import torch
 
 from ddpkit.base import SaveHook
 from ddpkit.checkpointing import storage
 from ddpkit.checkpointing.async_save import BackgroundSave, state_bytes
-from ddpkit.checkpointing.hooks import saved_state, saves_on_every_rank, torch_save, write_state
-from ddpkit.checkpointing.index import (
-    DIRECTORY_PREFIX,
-    META_MARK,
-    META_NAME,
-    SUFFIX,
-    Checkpoint,
-    DamageLedger,
-    Retention,
-    Selection,
-    as_number,
-    deletable,
-    ranked,
-)
-from ddpkit.checkpointing.run_lock import FolderLock
+from ddpkit.checkpointing.hooks import safe_load, saved_state, saves_on_every_rank, torch_save, write_state
 from ddpkit.checkpointing.storage import (
+    MANIFEST_NAME,
     MOST_TEXT,
     REPLACED_PREFIX,
+    FolderLock,
     VerifyMode,
     cleaned_on_error,
     commit_staging,
     make_staging,
+    read_text,
+    remove_directory,
     restore_replaced,
+    verify,
     write_file,
 )
 from ddpkit.distributed import run_on_main
@@ -54,11 +48,412 @@ from ddpkit.logger import get_logger, shown_path
 
 logger = get_logger(__name__)
 
+DIRECTORY_PREFIX = "CKPT"
+META_NAME = "CKPT.yaml"
 META_HEAD = "# yamllint disable\n"
+META_MARK = "# ddpkit: manifest.json lists the files beside this one\n"
+SUFFIX = ".ckpt"
 ASIDE_PREFIX = "earlier-"  # followed by the time: a folder of checkpoints that do not count any more
 LONGEST_NAME = 240  # bytes: file systems allow 255, and ".trash-of-CKPT+" takes 15
 
 T = TypeVar("T")
+
+
+class Checkpoint(NamedTuple):
+    """One saved checkpoint; two are equal when their paths are.
+
+    Attributes:
+        path: its directory.
+        meta: what ``CKPT.yaml`` holds: ``unixtime`` (seconds), ``end-of-epoch`` and what the caller added.
+        paramfiles: the file of each recoverable, by name.
+
+    Ranks: local.
+
+    Example:
+        >>> path = Path("CKPT+a")
+        >>> Checkpoint(path, {"unixtime": 1.0}, {}) == Checkpoint(path, {"unixtime": 2.0}, {})
+        True
+    """
+
+    path: Path
+    meta: dict[str, Any]
+    paramfiles: dict[str, Path]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Checkpoint) and self.path == other.path
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return hash(self.path)
+
+
+ImportanceKey = Callable[[Checkpoint], Any]
+Predicate = Callable[[Checkpoint], bool]
+
+
+def ckpt_recency(ckpt: Checkpoint) -> float:
+    """Return when a checkpoint was saved, in seconds since 1970: the importance key for "the newest".
+
+    Args:
+        ckpt: the checkpoint.
+
+    Returns:
+        Its ``unixtime``.
+
+    Ranks: local.
+
+    Example:
+        >>> ckpt_recency(Checkpoint(Path("CKPT+a"), {"unixtime": 5.0}, {}))
+        5.0
+    """
+    return float(ckpt.meta["unixtime"])
+
+
+# ---------------------------------------------------------------------------------------- ranking
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Which checkpoints count, and what makes one better than another; by default the newest is best.
+
+    Attributes:
+        importance_key: gives a checkpoint's importance; the greatest is best.
+        max_key: a key of the meta whose greatest value is best. Checkpoints without it do not count.
+        min_key: a key of the meta whose smallest value is best. Checkpoints without it do not count.
+        ckpt_predicate: says whether a checkpoint counts.
+
+    Raises:
+        ConfigError: more than one kind of key is given.
+
+    Ranks: local.
+
+    Example:
+        >>> Selection(min_key="loss").importance(Checkpoint(Path("CKPT+a"), {"loss": 2}, {}))
+        -2.0
+    """
+
+    importance_key: ImportanceKey | None = None
+    max_key: str | None = None
+    min_key: str | None = None
+    ckpt_predicate: Predicate | None = None
+
+    def __post_init__(self) -> None:
+        keys = ("importance_key", "max_key", "min_key")
+        given = [name for name in keys if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise ConfigError(f"{' and '.join(given)} are given, but only one can decide which checkpoint is best.")
+
+    def counts(self, checkpoint: Checkpoint) -> bool:
+        """Say whether a checkpoint has the key and passes the predicate."""
+        keys = {self.max_key, self.min_key} - {None}
+        return keys <= checkpoint.meta.keys() and (self.ckpt_predicate is None or bool(self.ckpt_predicate(checkpoint)))
+
+    def importance(self, checkpoint: Checkpoint) -> Any:
+        """Return a value that is greater for a better checkpoint; None for one that ranks worst."""
+        if self.max_key is not None:
+            return as_number(checkpoint.meta[self.max_key])
+        if self.min_key is not None:
+            value = as_number(checkpoint.meta[self.min_key])
+            return None if value is None else -value
+        importance = (self.importance_key or ckpt_recency)(checkpoint)
+        if isinstance(importance, (tuple, list)):
+            return None if any(isinstance(part, float) and math.isnan(part) for part in importance) else importance
+        return as_number(importance) if isinstance(importance, (float, torch.Tensor)) else importance
+
+
+@dataclass(frozen=True)
+class Retention:
+    """What a deletion leaves: the best few by each key, the newest, and whatever the predicate excludes.
+
+    Attributes:
+        num_to_keep: how many to keep for each key; 0 keeps none.
+        importance_keys: functions of a checkpoint whose greatest values are best.
+        max_keys: keys of the meta whose greatest values are best.
+        min_keys: keys of the meta whose smallest values are best.
+        ckpt_predicate: only checkpoints for which it is true may be deleted, or count as kept.
+        keep_recent: True keeps the newest ``num_to_keep`` as well; a number greater than 0 keeps so many of the newest,
+            whatever ``num_to_keep`` is and also where ``importance_keys`` name :func:`ckpt_recency`. With False or 0
+            the newest are kept only if ``importance_keys`` say so.
+
+    Raises:
+        ConfigError: ``num_to_keep`` or ``keep_recent`` is negative or no whole number.
+
+    Ranks: local.
+
+    Example:
+        >>> retention = Retention(3, min_keys=("loss",), keep_recent=1)
+        >>> [(selection.min_key, number) for selection, number in retention.selections()]
+        [('loss', 3), (None, 1)]
+    """
+
+    num_to_keep: int
+    importance_keys: Sequence[ImportanceKey] | None = ()
+    max_keys: Sequence[str] | None = ()
+    min_keys: Sequence[str] | None = ()
+    ckpt_predicate: Predicate | None = None
+    keep_recent: bool | int = False
+
+    def __post_init__(self) -> None:
+        _check_count("num_to_keep", self.num_to_keep, "0 keeps none")
+        _check_count("keep_recent", self.keep_recent, "True keeps the newest num_to_keep, a number so many, False none")
+
+    def selections(self) -> list[tuple[Selection, int]]:
+        """Return one selection per key, and how many of the best it keeps."""
+        newest = self.num_to_keep if self.keep_recent is True else self.keep_recent
+        importance_keys = [key for key in self.importance_keys or () if not (self.keep_recent and key is ckpt_recency)]
+        found = [
+            *((Selection(importance_key=key), self.num_to_keep) for key in importance_keys),
+            *((Selection(max_key=key), self.num_to_keep) for key in self.max_keys or ()),
+            *((Selection(min_key=key), self.num_to_keep) for key in self.min_keys or ()),
+            *([(Selection(importance_key=ckpt_recency), newest)] if self.keep_recent else []),
+        ]
+        return [(replace(one, ckpt_predicate=self.ckpt_predicate), number) for one, number in found]
+
+
+def _check_count(name: str, value: Any, words: str) -> None:
+    if not isinstance(value, numbers.Integral) or int(value) < 0:
+        raise ConfigError(f"{name}={value!r} must be a whole number >= 0: {words}.")
+
+
+def as_number(value: Any) -> float | None:
+    """Return a metric as a number, or None for what cannot be compared: NaN, text, more than one number.
+
+    Args:
+        value: of any type.
+
+    Ranks: local.
+
+    Example:
+        >>> as_number(torch.tensor(2)), as_number("2")
+        (2.0, None)
+    """
+    if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex():
+        value = value.item()
+    try:
+        return float(value) if isinstance(value, (bool, int, float)) and not math.isnan(value) else None
+    except OverflowError:  # a whole number beyond all measure
+        return None
+
+
+def ranked(checkpoints: Iterable[Checkpoint], selection: Selection) -> list[Checkpoint]:
+    """Rank the checkpoints that count.
+
+    Args:
+        checkpoints: in any order.
+        selection: which count, and what is better.
+
+    Returns:
+        The best first; among equals the newest first; what has no number (NaN) last.
+
+    Ranks: local.
+
+    Example:
+        >>> metas = {"a": {"unixtime": 1, "loss": 3.0}, "b": {"unixtime": 2, "loss": float("nan")}}
+        >>> saved = [Checkpoint(Path(name), meta, {}) for name, meta in metas.items()]
+        >>> [checkpoint.path.name for checkpoint in ranked(saved, Selection(min_key="loss"))]
+        ['a', 'b']
+    """
+
+    def order(checkpoint: Checkpoint) -> tuple[Any, ...]:
+        value = selection.importance(checkpoint)
+        newest = (ckpt_recency(checkpoint), checkpoint.path.name)
+        return (0, 0, *newest) if value is None else (1, value, *newest)
+
+    return sorted(filter(selection.counts, checkpoints), key=order, reverse=True)
+
+
+def deletable(checkpoints: Sequence[Checkpoint], retention: Retention) -> list[Checkpoint]:
+    """Return the checkpoints that may be deleted: ranked by some key, and protected by none.
+
+    Args:
+        checkpoints: in any order.
+        retention: what to keep.
+
+    Returns:
+        What may be deleted.
+
+    Ranks: local.
+
+    Example:
+        >>> two = [Checkpoint(Path(f"CKPT+{time}"), {"unixtime": time}, {}) for time in (1, 2)]
+        >>> [checkpoint.path.name for checkpoint in deletable(two, Retention(1, [ckpt_recency]))]
+        ['CKPT+1']
+    """
+    candidates: dict[Checkpoint, None] = {}
+    protected: set[Checkpoint] = set()
+    for selection, number in retention.selections():
+        order = ranked(checkpoints, selection)
+        candidates.update(dict.fromkeys(order))
+        protected.update(order[:number])
+    return [checkpoint for checkpoint in candidates if checkpoint not in protected]
+
+
+# ---------------------------------------------------------------------------------------- reading
+
+
+def read_checkpoint(path: Path) -> Checkpoint:
+    """Read what a checkpoint directory says of itself; its files are not looked into.
+
+    Args:
+        path: the directory.
+
+    Returns:
+        The checkpoint.
+
+    Raises:
+        CheckpointError: its ``CKPT.yaml`` cannot be read; the message does not repeat the path.
+
+    Ranks: local.
+
+    Example:
+        >>> import tempfile
+        >>> path = Path(tempfile.mkdtemp())
+        >>> _ = (path / "CKPT.yaml").write_text("unixtime: 1.5")
+        >>> read_checkpoint(path).meta
+        {'unixtime': 1.5}
+    """
+    from ddpkit.base import load_plain_yaml
+
+    try:
+        meta = load_plain_yaml(read_text(path / META_NAME))
+        files = {file.name.removesuffix(SUFFIX): file for file in sorted(path.iterdir()) if file.suffix == SUFFIX}
+    except CheckpointError as error:
+        raise CheckpointError(f"{META_NAME}: {error}") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{META_NAME} cannot be read: {error}") from error
+    if not isinstance(meta, dict) or as_number(meta.get("unixtime")) is None:
+        raise CheckpointError(f"{META_NAME} is empty or does not say when the checkpoint was saved (unixtime)")
+    for file in files.values():
+        if not (file.is_file() or file.is_dir()):  # opening a pipe or a device may never end
+            raise CheckpointError(f"{file.name} is neither a file nor a directory")
+    return Checkpoint(path, meta, files)
+
+
+def _checkpoint_in(path: Path, mode: VerifyMode) -> Checkpoint | None:
+    """Read a checkpoint, whole or with files missing; return None for what is none."""
+    try:
+        names = [entry.name for entry in path.iterdir()]
+    except NotADirectoryError:
+        return None
+    if not any(name in {META_NAME, MANIFEST_NAME} or name.endswith(SUFFIX) for name in names):
+        return None
+    checkpoint, faults = read_checkpoint(path), verify(path, mode, only=META_NAME)
+    if faults:
+        raise CheckpointError("; ".join(faults))
+    return checkpoint
+
+
+def damage_of(path: Path, mode: VerifyMode) -> list[str]:
+    """Say why a checkpoint is not what was saved. Its manifest must be there.
+
+    Otherwise it is checked as by :func:`ddpkit.checkpointing.storage.verify`.
+
+    Args:
+        path: the directory.
+        mode: how closely to look.
+
+    Returns:
+        One reason per fault; empty when all is well.
+
+    Raises:
+        ConfigError: an unknown ``mode``.
+
+    Ranks: local.
+
+    Example:
+        >>> import tempfile
+        >>> path = Path(tempfile.mkdtemp())
+        >>> _ = (path / "CKPT.yaml").write_text(META_MARK)
+        >>> damage_of(path, "size")
+        ['manifest.json is missing']
+    """
+    try:
+        marked = META_MARK in read_text(path / META_NAME)
+    except (OSError, UnicodeDecodeError) as error:
+        return [f"{META_NAME} cannot be read: {error}"]
+    return verify(path, mode, expect_manifest=marked)
+
+
+class DamageLedger:
+    """Finds the checkpoints of a folder, and remembers which are damaged so that each is reported once.
+
+    Attributes:
+        reasons: for each damaged checkpoint, by path: what is damaged.
+        latest: the greatest ``unixtime`` of all checkpoints seen, in seconds since 1970.
+
+    Ranks: local.
+
+    State: its attributes.
+
+    Example:
+        >>> import tempfile
+        >>> folder = Path(tempfile.mkdtemp())
+        >>> (folder / "CKPT+a").mkdir()
+        >>> _ = (folder / "CKPT+a" / "CKPT.yaml").write_text("")
+        >>> ledger = DamageLedger()
+        >>> ledger.scan(folder), [path.name for path in ledger.reasons]
+        ([], ['CKPT+a'])
+    """
+
+    def __init__(self) -> None:
+        self.reasons: dict[Path, str] = {}
+        self.latest = 0.0
+
+    def note_time(self, checkpoint: Checkpoint) -> None:
+        """Update :attr:`latest` with a checkpoint's time; later checkpoints get a later time."""
+        time = ckpt_recency(checkpoint)
+        if math.isfinite(time):
+            self.latest = max(self.latest, time)
+
+    def scan(self, folder: Path, mode: VerifyMode = "off") -> list[Checkpoint]:
+        """Read the checkpoints in a folder; log and skip damaged ones.
+
+        Args:
+            folder: where they are.
+            mode: how closely to look at ``CKPT.yaml``, by which they are ranked; see :func:`verify`.
+
+        Raises:
+            CheckpointError: the folder itself cannot be read.
+        """
+        found = []
+        try:
+            paths = sorted(path for path in folder.iterdir() if path.name.startswith(DIRECTORY_PREFIX))
+        except FileNotFoundError:
+            paths = []
+        except OSError as error:
+            raise CheckpointError(f"the checkpoint folder {folder} cannot be read: {error}") from error
+        self.reasons = {path: reason for path, reason in self.reasons.items() if path in paths}
+        for path in paths:
+            try:
+                checkpoint = _checkpoint_in(path, mode)
+            except (CheckpointError, OSError) as error:
+                if os.path.lexists(path):  # else another process has deleted it meanwhile
+                    self.report(path, str(error))
+                continue
+            if checkpoint is not None:
+                found.append(checkpoint)
+                self.note_time(checkpoint)
+        return found
+
+    def is_whole(self, checkpoint: Checkpoint, mode: VerifyMode) -> bool:
+        """Verify a checkpoint; report one that is damaged, forget what was reported of one that is whole."""
+        faults = damage_of(checkpoint.path, mode)
+        if faults:
+            self.report(checkpoint.path, "; ".join(faults))
+        else:
+            self.reasons.pop(checkpoint.path, None)
+        return not faults
+
+    def report(self, path: Path, reason: str) -> None:
+        """Say, once for each reason, that a checkpoint is damaged."""
+        if self.reasons.get(path) != reason:
+            logger.warning("The checkpoint %s is damaged and passed over: %s", path, reason)
+        self.reasons[path] = reason
+
+
+# ---------------------------------------------------------------------------------------- saving, choosing, deleting
 
 
 def checkpoint_work_on_main(function: Callable[..., T], *arguments: Any) -> T:
@@ -83,7 +478,7 @@ def checkpoint_work_on_main(function: Callable[..., T], *arguments: Any) -> T:
         raise MainCheckpointError(str(error).partition("\n--- traceback of rank 0 ---")[0]) from None
 
 
-def check_file_name(name: str, what: str) -> None:
+def check_file_name(name: Any, what: str) -> None:
     """Refuse a name that cannot be a file's.
 
     Args:
@@ -98,15 +493,14 @@ def check_file_name(name: str, what: str) -> None:
     Example:
         >>> check_file_name("../model", "the name of a recoverable,")
         Traceback (most recent call last):
-        ddpkit.errors.ConfigError: the name of a recoverable, '../model' cannot become a file name: it contains '/'.
+        ddpkit.errors.ConfigError: the name of a recoverable, '../model' cannot become a file name: give a text ...
     """
-    if not isinstance(name, str):
-        raise ConfigError(f"{what} {name!r} cannot become a file name: it is a {type(name).__name__}. Give a text.")
-    bad = [part for part in ("/", "\\", "\0", "..") if part in name]
-    length = len(os.fsencode(name))
-    if bad or not 0 < length <= LONGEST_NAME:
-        reason = f"contains {bad[0]!r}" if bad else f"has {length} bytes; 1 to {LONGEST_NAME} fit"
-        raise ConfigError(f"{what} {name[:40]!r} cannot become a file name: it {reason}.")
+    is_name = isinstance(name, str) and not any(part in name for part in ("/", "\\", "\0", ".."))
+    if not is_name or not 0 < len(os.fsencode(name)) <= LONGEST_NAME:
+        raise ConfigError(
+            f"{what} {str(name)[:40]!r} cannot become a file name: give a text of 1 to {LONGEST_NAME} bytes without a "
+            "slash, a backslash and '..'."
+        )
 
 
 @dataclass(frozen=True)
@@ -256,20 +650,24 @@ class CheckpointFolder:
         """
         return self.finish(save, *self.begin(save))
 
-    def finish(self, save: SaveRequest, staging: Path, final: Path) -> Checkpoint:
+    def finish(self, save: SaveRequest, staging: Path, final: Path, failures: str = "") -> Checkpoint:
         """Collect and commit what :meth:`begin` has begun, in the background if it can be copied; release the lock.
 
         Args:
             save: what to save.
             staging: the directory from :meth:`begin`.
             final: the path that it gets, also from there.
+            failures: of the savers that run on every rank.
 
         Raises:
             CheckpointError: it could not be done, and nothing is left of it.
         """
         with contextlib.ExitStack() as releasing:
             releasing.callback(self.lock.release)
-            checkpoint, states, is_copy = self.collect(save, staging, final)
+            with cleaned_on_error(staging, final):
+                if failures:
+                    raise CheckpointError(failures)
+                checkpoint, states, is_copy = self._collect(save, staging, final)
             commit = functools.partial(self.commit, save, staging, checkpoint, states)
             if not is_copy:
                 return commit()
@@ -283,38 +681,27 @@ class CheckpointFolder:
         finally:
             self.lock.release()
 
-    def collect(self, save: SaveRequest, staging: Path, final: Path) -> tuple[Checkpoint, Mapping[str, Any], bool]:
+    def _collect(self, save: SaveRequest, staging: Path, final: Path) -> tuple[Checkpoint, Mapping[str, Any], bool]:
         """Write ``CKPT.yaml`` and what other hooks than :func:`torch_save` write, and take the states of the rest.
 
-        Args:
-            save: what to save.
-            staging: the directory from :meth:`begin`.
-            final: the path that it gets, also from there.
-
-        Returns:
-            The checkpoint as it will be, the states that are still to be written, by name, and whether they are copies,
-            so that training may go on.
-
-        Raises:
-            CheckpointError: it could not be done, and nothing is left of it.
+        Returns the checkpoint as it will be, the states that are still to be written, by name, and whether they are
+        copies, so that training may go on.
         """
         from ddpkit.base import dump_plain_yaml
 
-        states: Mapping[str, Any] = {}
+        meta = save.all_meta(self.ledger.latest)
+        text = (META_HEAD + META_MARK + dump_plain_yaml(meta)).encode()
+        if len(text) > MOST_TEXT:  # a checkpoint that could not be read again
+            raise CheckpointError(f"its meta takes {len(text)} bytes, of {MOST_TEXT}: save large values as files.")
+        write_file(staging / META_NAME, operator.methodcaller("write", text))
+        states: Mapping[str, Any] = run_savers(save.hooks_where(every_rank=False), save.objects, staging)
         is_copy = False
-        with cleaned_on_error(staging, final):
-            meta = save.all_meta(self.ledger.latest)
-            text = (META_HEAD + META_MARK + dump_plain_yaml(meta)).encode()
-            if len(text) > MOST_TEXT:  # a checkpoint that could not be read again
-                raise CheckpointError(f"its meta takes {len(text)} bytes, of {MOST_TEXT}: save large values as files.")
-            write_file(staging / META_NAME, operator.methodcaller("write", text))
-            states = run_savers(save.hooks_where(every_rank=False), save.objects, staging)
-            if self.copy is not None:
-                try:
-                    states, is_copy = self.copy(states), True
-                except MemoryError as error:
-                    words = "Checkpoints are written while training waits, because the state cannot be copied first: %s"
-                    logger.warning_once(words, error)
+        if self.copy is not None:
+            try:
+                states, is_copy = self.copy(states), True
+            except MemoryError as error:
+                words = "Checkpoints are written while training waits, because the state cannot be copied first: %s"
+                logger.warning_once(words, error)
         names = sorted({*states, *(path.name.removesuffix(SUFFIX) for path in staging.glob(f"*{SUFFIX}"))})
         return Checkpoint(final, meta, {name: final / f"{name}{SUFFIX}" for name in names}), states, is_copy
 
@@ -324,20 +711,20 @@ class CheckpointFolder:
         Args:
             save: what to save.
             staging: the directory from :meth:`begin`.
-            checkpoint: from :meth:`collect`.
-            states: also from there.
+            checkpoint: as it will be.
+            states: what is still to be written, by name.
 
         Raises:
             CheckpointError: it could not be saved, and nothing is left of it; or the retention could not be applied,
                 unless ``on_error`` is "warn".
         """
-        final, digests, needed = checkpoint.path, {}, functools.partial(state_bytes, states)
-        with cleaned_on_error(staging, final, needed):
+        final, digests = checkpoint.path, {}
+        with cleaned_on_error(staging, final, state_bytes(states)):
             for name, state in states.items():
                 path = staging / f"{name}{SUFFIX}"
                 with _saving(name):
                     digests[path] = write_state(state, path)
-        commit_staging(staging, final, digests, self.world_size, before_rename=self.lock.require, bytes_needed=needed)
+            commit_staging(staging, final, digests, self.world_size, before_rename=self.lock.require)
         self.ledger.reasons.pop(final, None)
         self.ledger.note_time(checkpoint)
         kind = "an end-of-epoch" if save.end_of_epoch else "an intra-epoch"
@@ -354,29 +741,15 @@ class CheckpointFolder:
         except CheckpointError as error:
             if self.on_error != "warn" or isinstance(error, FolderInUseError):
                 raise
-            self.warn(error)
+            logger.warning("%s Training goes on.", error)
             return None
-
-    def warn(self, error: Exception) -> None:
-        """Say that a save has failed, at length the first time, and which checkpoint is the newest."""
-        try:
-            newest = ranked(self.ledger.scan(self.lock.folder, self.verify_mode), Selection())
-        except CheckpointError:
-            newest = []
-        words = f"the newest checkpoint is {newest[0].path.name}" if newest else "there is no checkpoint"
-        self.ledger.failures += 1
-        count, text = self.ledger.failures, str(error)
-        if count > 1:  # what is to be done has been said
-            text = f"Failure {count}: {text.partition('. ')[0].removesuffix('.')}."
-        logger.warning("%s Training goes on; %s.", text, words)
 
     def _new_path(self, name: str | None) -> Path:
         if name is not None:
             return self.lock.folder / f"{DIRECTORY_PREFIX}+{name}"
-        stamp = time.strftime("%Y-%m-%d+%H-%M-%S")
-        same_second = [path.name.rpartition("+")[2] for path in self.lock.folder.glob(f"{DIRECTORY_PREFIX}+{stamp}+*")]
-        number = max((int(text) for text in same_second if text.isdigit()), default=-1) + 1  # names stay in time order
-        return self.lock.folder / f"{DIRECTORY_PREFIX}+{stamp}+{number:02d}"
+        start = f"{DIRECTORY_PREFIX}+{time.strftime('%Y-%m-%d+%H-%M-%S')}"
+        paths = (self.lock.folder / f"{start}+{number:02d}" for number in itertools.count())
+        return next(path for path in paths if not os.path.lexists(path))
 
     # ------------------------------------------------------------------------------------ choosing
 
@@ -386,7 +759,9 @@ class CheckpointFolder:
         Raises:
             CheckpointError: there are checkpoints, but none that is whole.
         """
-        self._put_back()
+        if replaced := [path.name for path in self.lock.folder.glob(f"{REPLACED_PREFIX}*")]:  # by a run that died
+            with contextlib.suppress(CheckpointError), self.lock.hold():
+                restore_replaced(self.lock.folder, replaced)
         readable = self.ledger.scan(self.lock.folder, self.verify_mode)
         order = ranked(readable, selection)
         whole = (checkpoint for checkpoint in order if self.ledger.is_whole(checkpoint, self.verify_mode))
@@ -398,15 +773,6 @@ class CheckpointFolder:
                 "to start from scratch."
             )
         return found
-
-    def _put_back(self) -> None:
-        """Put back what a run that died was replacing, if there is something, and no other run holds the lock."""
-        if any(self.lock.folder.glob(f"{REPLACED_PREFIX}*")):
-            try:
-                with self.lock.hold():
-                    restore_replaced(self.lock.folder)
-            except CheckpointError as error:
-                logger.debug("What was being replaced in %s is left as it is: %s", self.lock.folder, error)
 
     def set_aside(self, checkpoints: Iterable[Checkpoint]) -> Path:
         """Move checkpoints into a new folder in this one, where no search finds them; return that folder.
@@ -435,5 +801,128 @@ class CheckpointFolder:
         readable = ledger.scan(self.lock.folder, self.verify_mode)
         counted = [each for each in readable if each.path not in ledger.reasons and ledger.is_whole(each, mode)]
         for checkpoint in deletable(counted, retention):
-            self.lock.remove(checkpoint.path)
+            self.lock.require()
+            remove_directory(checkpoint.path)
             logger.log(min(verbosity, logging.DEBUG), "Deleted checkpoint in %s", shown_path(checkpoint.path))
+
+
+# ---------------------------------------------------------------------------------------- averaging
+
+
+def average_state_dicts(state_dicts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Average the parameters of several states of one model.
+
+    Args:
+        state_dicts: states with the same names and shapes; none is changed, and one at a time is held.
+
+    Returns:
+        A state whose floating-point and complex tensors are the means, in their own dtype (summed in at least
+        float32). All else (counters, masks) is taken from the first state.
+
+    Raises:
+        ConfigError: no state is given, names or shapes differ, or a floating-point tensor has 8 bits or less.
+
+    Ranks: local.
+
+    Example:
+        >>> average_state_dicts([{"w": torch.tensor([1.0])}, {"w": torch.tensor([3.0])}])
+        {'w': tensor([2.])}
+    """
+    first: dict[str, Any] = {}
+    shapes: dict[str, Any] = {}
+    sums: dict[str, torch.Tensor] = {}
+    count = 0
+    for count, state in enumerate(state_dicts, 1):
+        if not isinstance(state, Mapping):
+            raise ConfigError(f"a {type(state).__name__} cannot be averaged: states of modules are needed, by name.")
+        own = {name: _shape_to_average(name, value) for name, value in state.items()}
+        if count == 1:
+            first = {name: value.detach().clone() if _is_tensor(value) else value for name, value in state.items()}
+            sums = {name: _wide_copy(first[name]) for name, shape in own.items() if shape is not None}
+            shapes = own
+            continue
+        different = sorted({str(name) for name, _ in own.items() ^ shapes.items()})
+        if different:
+            raise ConfigError(f"the states differ in names or shapes: {different}. They are of other models.")
+        for name, total in sums.items():
+            total.add_(state[name].detach().to(total.device, total.dtype))
+    if not count:
+        raise ConfigError("average_state_dicts was given no state; at least one is needed.")
+    return first | {name: (total / count).to(first[name].dtype) for name, total in sums.items()}
+
+
+def _shape_to_average(name: str, value: Any) -> torch.Size | None:
+    if is_code(value):
+        raise ConfigError(f"{name} has 8 bits: such codes have no mean without their scales. Quantize the average.")
+    return value.shape if _is_tensor(value) and (value.is_floating_point() or value.is_complex()) else None
+
+
+def is_code(value: Any) -> bool:
+    """Say whether a tensor holds floating-point numbers of 8 bits or less, such as ``float8_e4m3fn``.
+
+    Args:
+        value: anything.
+
+    Returns:
+        Whether it does; such weights are quantized, with a scale stored elsewhere.
+
+    Ranks: local.
+
+    Example:
+        >>> is_code(torch.ones(2)), is_code(torch.ones(2).to(torch.float8_e5m2))
+        (False, True)
+    """
+    return isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype.itemsize == 1
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+def _wide_copy(value: torch.Tensor) -> torch.Tensor:
+    return value.detach().to(torch.promote_types(value.dtype, torch.float32), copy=True)
+
+
+def average_checkpoints(
+    checkpoint_list: Iterable[Checkpoint],
+    recoverable_name: str,
+    parameter_loader: Callable[..., Any] = safe_load,
+    averager: Callable[[Iterable[Any]], Any] = average_state_dicts,
+) -> Any:
+    """Average one recoverable over several checkpoints.
+
+    Args:
+        checkpoint_list: such as ``Checkpointer.find_checkpoints`` returns, best first.
+        recoverable_name: whose files to average.
+        parameter_loader: called with a path and ``map_location="cpu"``.
+        averager: called with the iterator of what was loaded.
+
+    Returns:
+        What ``averager`` returns: a ``state_dict``.
+
+    Raises:
+        CheckpointError: a checkpoint has no such recoverable, or its file cannot be loaded.
+        ConfigError: no checkpoint given, or the checkpoints are of different models.
+
+    Ranks: local.
+
+    Example:
+        >>> import tempfile
+        >>> folder = Path(tempfile.mkdtemp())
+        >>> for weight in (1.0, 3.0):
+        ...     torch.save({"w": torch.tensor([weight])}, folder / f"{weight}.ckpt")
+        >>> saved = [Checkpoint(folder, {}, {"model": path}) for path in sorted(folder.iterdir())]
+        >>> average_checkpoints(saved, "model")
+        {'w': tensor([2.])}
+    """
+
+    def states() -> Iterator[Any]:
+        for checkpoint in checkpoint_list:
+            path = checkpoint.paramfiles.get(recoverable_name)
+            if path is None:
+                raise CheckpointError(
+                    f"{checkpoint.path} has no file for {recoverable_name!r}; it has {sorted(checkpoint.paramfiles)}."
+                )
+            yield parameter_loader(path, map_location="cpu")
+
+    return averager(states())

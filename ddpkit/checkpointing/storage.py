@@ -1,4 +1,4 @@
-"""Directories that are complete or not there.
+"""Directories that are complete or not there, and the lock of the folder that they are in.
 
 Every file operation of a save stands behind :data:`FILES`, so that a crash test can stop or break each.
 The order of :func:`make_staging` and :func:`commit_staging` is what makes a save atomic::
@@ -12,7 +12,15 @@ it is written, by the thread that writes it: ``hashlib`` releases the interprete
 read again for the manifest. SHA-256 is slower than the load of a file that is in memory, and one sum needs one core.
 So a large file is hashed in pieces, which several cores do when it is verified; its digest is that of theirs.
 
-Source: the order follows Pillai et al., "All File Systems Are Not Created Equal", OSDI 2014
+One run at a time saves into a folder. Its lock is a file there, locked with ``flock``, which says what process it is.
+The kernel frees it when the process ends, however it ends, and not before its last write is done. Where a file system
+cannot lock, or locks for each host by itself (NFS with ``nolock`` or ``local_lock``), the run that starts last has the
+folder: the other one finds another record in the file before its next rename or deletion
+(:meth:`FolderLock.require`), and stops.
+
+Source: flock(2), https://man7.org/linux/man-pages/man2/flock.2.html: a lock belongs to the open file, is shared with
+forked children, and over NFS is one of the server, for which the file must be open for writing. The order of a save
+follows Pillai et al., "All File Systems Are Not Created Equal", OSDI 2014
 (https://www.usenix.org/conference/osdi14/technical-sessions/presentation/pillai); that ``torch.save``
 keeps the error of a full disk only in ``__context__`` was measured with torch 2.13.
 """
@@ -21,18 +29,23 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import functools
 import hashlib
 import json
 import os
 import platform
 import shutil
+import socket
 import stat
+import threading
+import time
 import uuid
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from types import MappingProxyType
 from typing import Any, BinaryIO, Literal, cast
@@ -54,6 +67,11 @@ VERIFY_THREADS = min(8, os.cpu_count() or 1)
 STAGING_PREFIX = ".tmp-"
 TRASH_PREFIX = ".trash-"
 REPLACED_PREFIX = ".trash-of-"  # followed by the name whose place a new directory is about to take
+
+LOCK_NAME = ".lock"
+GRACE_SECONDS = 2.0  # for a run that is about to end
+NAP_SECONDS = 0.05
+CANNOT_LOCK = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS}
 
 MOST_TEXT = 16 << 20  # bytes of a manifest or a CKPT.yaml; theirs are kilobytes
 
@@ -244,15 +262,13 @@ def make_staging(final: Path) -> Path:
 
 
 @contextlib.contextmanager
-def cleaned_on_error(
-    staging: Path, final: Path, bytes_needed: Callable[[], int | None] = lambda: None
-) -> Iterator[None]:
+def cleaned_on_error(staging: Path, final: Path, bytes_needed: int = 0) -> Iterator[None]:
     """Remove a directory made by :func:`make_staging` if the block that fills it raises.
 
     Args:
         staging: the directory.
         final: the name that it is to have, for the message.
-        bytes_needed: says how much the block had to write, about; called when the disk is full.
+        bytes_needed: how much the block has to write, about, for the message of a full disk.
 
     Raises:
         CheckpointError: the block raised an ``Exception``; what means "stop now" comes out as it is.
@@ -265,7 +281,7 @@ def cleaned_on_error(
         >>> staging = make_staging(final)
         >>> with cleaned_on_error(staging, final):
         ...     _ = (staging / "a.ckpt").write_text("1")
-        >>> commit_staging(staging, final)
+        ...     commit_staging(staging, final)
         >>> (final / "a.ckpt").exists()
         True
     """
@@ -285,7 +301,6 @@ def commit_staging(
     world_size: int = 1,
     *,
     before_rename: Callable[[], object] = lambda: None,
-    bytes_needed: Callable[[], int | None] = lambda: None,
 ) -> None:
     """Seal a directory made by :func:`make_staging` with a manifest and give it its final name.
 
@@ -295,11 +310,9 @@ def commit_staging(
         digests: the SHA-256 of files in it, by path, as :func:`write_file` returns them; the others are read.
         world_size: number of processes of the run; goes into the manifest.
         before_rename: called when all files are on the disk; an exception prevents the commit.
-        bytes_needed: as in :func:`cleaned_on_error`.
 
     Raises:
-        CheckpointError: anything went wrong; nothing of the new directory is left, and an old one of that
-            name is back in its place. The ``OSError`` behind it, if there is one, is its ``__cause__``.
+        OSError: anything went wrong; an old directory of that name is back in its place.
 
     Ranks: main only (any one process).
 
@@ -311,10 +324,9 @@ def commit_staging(
         >>> final.is_dir(), staging.exists()
         (True, False)
     """
-    with cleaned_on_error(staging, final, bytes_needed):
-        _seal(staging, world_size, digests)
-        before_rename()
-        _publish(staging, final)
+    _seal(staging, world_size, digests)
+    before_rename()
+    _publish(staging, final)
 
 
 def discard_staging(staging: Path) -> None:
@@ -382,7 +394,7 @@ def remove_directory(path: Path) -> None:
         path: the directory; it may be gone already.
 
     Raises:
-        CheckpointError: it cannot be moved out of the way.
+        CheckpointError: it cannot be moved out of the way. What cannot be deleted then is left for the next save.
 
     Ranks: main only (any one process).
 
@@ -404,30 +416,28 @@ def remove_directory(path: Path) -> None:
         raise CheckpointError(
             f"cannot remove {path}: {error.strerror or error}. The folder {path.parent} must be writable."
         ) from error
-    with contextlib.suppress(FileNotFoundError):
-        try:
-            FILES.remove_tree(trash)
-        except OSError as error:  # a network file system keeps files that are still open
-            logger.debug("%s is left for the next save to remove: %s", trash, error)
+    with contextlib.suppress(OSError):  # a network file system keeps files that are still open
+        FILES.remove_tree(trash)
 
 
-def restore_replaced(parent: Path) -> None:
-    """Restore a directory's name if the process that was replacing it died between the two renames.
+def restore_replaced(parent: Path, names: Iterable[str]) -> None:
+    """Restore the names of directories if the process that was replacing them died between the two renames.
 
     Args:
-        parent: the folder that holds the directories; it may be missing.
+        parent: the folder that holds them.
+        names: what is in it.
 
-    Ranks: main only (any one process).
+    Ranks: main only, with the lock.
 
     Example:
         >>> import tempfile
         >>> parent = Path(tempfile.mkdtemp())
         >>> (parent / ".trash-of-CKPT+one").mkdir()
-        >>> restore_replaced(parent)
-        >>> [path.name for path in parent.iterdir()]
+        >>> restore_replaced(parent, os.listdir(parent))
+        >>> os.listdir(parent)
         ['CKPT+one']
     """
-    for name in _names(parent):
+    for name in names:
         final = parent / name.removeprefix(REPLACED_PREFIX)
         if name.startswith(REPLACED_PREFIX) and not os.path.lexists(final):
             with contextlib.suppress(OSError):
@@ -435,51 +445,16 @@ def restore_replaced(parent: Path) -> None:
                 logger.warning("%s is back: the save that was to replace it did not end.", final)
 
 
-def clean_leftovers(parent: Path, check: Callable[[], object] = lambda: None) -> None:
-    """Delete the leftovers of interrupted saves and removals in a folder, as far as possible.
-
-    Args:
-        parent: the folder that holds the directories; it may be missing.
-        check: called between the listing and the removals; raises if the folder is another run's.
-
-    Ranks: main only, and only by the process that saves there.
-
-    Example:
-        >>> import tempfile
-        >>> parent = Path(tempfile.mkdtemp())
-        >>> (parent / ".tmp-0123").mkdir()
-        >>> clean_leftovers(parent)
-        >>> list(parent.iterdir())
-        []
-    """
-    names = [name for name in _names(parent) if name.startswith((STAGING_PREFIX, TRASH_PREFIX))]
-    check()  # what another run makes from now on is not in the list
-    restore_replaced(parent)
-    for name in names:
-        if (parent / name).is_dir():
-            with contextlib.suppress(CheckpointError):
-                remove_directory(parent / name)
-
-
-def _names(parent: Path) -> list[str]:
-    try:
-        return sorted(path.name for path in parent.iterdir())
-    except OSError:
-        return []
-
-
 # ---------------------------------------------------------------------------------------- errors
 
 
-def save_error(
-    final: Path, error: BaseException, bytes_needed: Callable[[], int | None] = lambda: None, what: str = ""
-) -> CheckpointError:
+def save_error(final: Path, error: BaseException, bytes_needed: int = 0, what: str = "") -> CheckpointError:
     """Say why a save failed, what was and was not lost, and what to do.
 
     Args:
         final: the directory that was to be made.
         error: what went wrong. The ``OSError`` may hide in its ``__cause__`` or ``__context__``.
-        bytes_needed: says how much was to be written, about; called if the disk is full.
+        bytes_needed: how much was to be written, about; 0 where it is not known.
         what: cannot be done; by default "cannot save" and ``final``.
 
     Returns:
@@ -493,24 +468,17 @@ def save_error(
         True
     """
     cause = _os_error(error)
-    number = cause.errno if cause is not None else None
     text = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
-    if number in {errno.ENOSPC, errno.EDQUOT}:
-        words = "no space left" if number == errno.ENOSPC else "disk quota exceeded, no space left"
-        space = _space(final.parent, bytes_needed())
+    if cause is not None and cause.errno in {errno.ENOSPC, errno.EDQUOT}:
+        needed = f"about {bytes_needed} bytes needed, " if bytes_needed else ""
         text = (
-            f"{words} ({space}). Free some space, or keep fewer checkpoints: a new one is written before an old one is "
-            "deleted."
+            f"{cause.strerror}: no space left ({needed}{shutil.disk_usage(final.parent).free} bytes free). Free some "
+            "space, or keep fewer checkpoints: a new one is written before an old one is deleted."
         )
-    elif number in {errno.EROFS, errno.EACCES, errno.EPERM}:
-        text = f"{text}. The folder {final.parent} must be writable for this user."
-    elif number == errno.ENOENT and not final.parent.is_dir():
-        text = f"the folder {final.parent} does not exist. Was it removed, or its disk unmounted?"
     elif cause is not None and str(cause) not in text:  # torch says where its file stood instead
         text = f"{text}, because of {type(cause).__name__}: {cause}."
-    text = text.removesuffix(".") + "."
-    rest = " Checkpoints that were there before are untouched." if final.parent.is_dir() else " The folder is gone."
-    return CheckpointError(f"{what or f'cannot save {final}'}: {text}{rest}")
+    text = text.removesuffix(".")
+    return CheckpointError(f"{what or f'cannot save {final}'}: {text}. No checkpoint of before was touched.")
 
 
 def _os_error(error: BaseException | None) -> OSError | None:
@@ -521,17 +489,6 @@ def _os_error(error: BaseException | None) -> OSError | None:
         seen.add(id(error))
         error = error.__cause__ or error.__context__
     return None
-
-
-def _space(folder: Path, needed: int | None) -> str:
-    """Say how much is needed, about, and is free once the unfinished checkpoint has been removed."""
-    wanted = "" if needed is None else f"about {needed} bytes needed, "
-    try:
-        free = shutil.disk_usage(folder).free
-    except OSError:
-        return f"{wanted}? bytes free"
-    kept = "" if needed is None or free < needed else ", not all of them for files"
-    return f"{wanted}{free} bytes free{kept}"
 
 
 # ---------------------------------------------------------------------------------------- verifying
@@ -680,3 +637,221 @@ def _read_manifest(path: Path) -> tuple[dict[str, dict[str, Any]], int]:
 
 def _manifest_digest(manifest: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+
+
+# ---------------------------------------------------------------------------------------- the lock
+
+
+@dataclass(eq=False)
+class _Hold:
+    """A locked file of this process, and how often it was acquired."""
+
+    path: Path
+    handle: int
+    record: bytes
+    count: int = 0
+
+    def require(self) -> None:
+        is_own = False
+        with contextlib.suppress(OSError):
+            is_own = self.path.read_bytes() == self.record
+        if not is_own:
+            raise FolderInUseError(
+                f"The folder {self.path.parent} is no longer this run's: its lock is gone, or of {_owner(self.path)}. "
+                "Nothing more is saved or deleted there. End this run, or give it a folder of its own."
+            )
+
+    def give_back(self) -> None:
+        with contextlib.suppress(OSError, FolderInUseError):  # where it is lost, the file is another run's
+            self.require()
+            FILES.remove_tree(self.path)
+        os.close(self.handle)
+
+
+def _take(path: Path) -> _Hold:
+    end = time.monotonic() + GRACE_SECONDS
+    while (handle := _locked(path)) is None:
+        if time.monotonic() > end:
+            raise FolderInUseError(
+                f"the folder {path.parent} is in use by another run: {_owner(path)}. Wait for it, end it, or give this "
+                "run a folder of its own."
+            )
+        time.sleep(NAP_SECONDS)
+    since = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime())
+    who = f"process {os.getpid()} on {socket.gethostname()}, since {since} UTC"
+    hold = _Hold(path, handle, f"{who}\n{uuid.uuid4().hex}\n".encode())
+    try:
+        FILES.write(path, lambda file: file.write(hold.record))
+        FILES.sync_file(path)
+    except BaseException:
+        path.unlink(missing_ok=True)
+        os.close(handle)
+        raise
+    return hold
+
+
+def _locked(path: Path) -> int | None:
+    """Open and lock a file; return None where another process has it."""
+    handle, is_own = os.open(path, os.O_RDWR | os.O_CREAT, 0o666), False
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        is_own = os.path.samestat(os.fstat(handle), path.stat())  # else its owner has just removed it
+    except (BlockingIOError, FileNotFoundError):
+        pass
+    except OSError as error:
+        is_own = error.errno in CANNOT_LOCK
+        if not is_own:
+            raise
+        logger.warning_once("%s cannot be locked here: nothing stops a second run.", path.parent)
+    finally:
+        if not is_own:
+            os.close(handle)
+    return handle if is_own else None
+
+
+def _owner(path: Path) -> str:
+    words = ""
+    with contextlib.suppress(OSError), path.open(encoding="utf-8", errors="replace") as file:
+        words = file.readline(300).strip()
+    return words if words.isprintable() and words else "a process that cannot be told"
+
+
+_HELD: dict[Path, _Hold] = {}
+_MUTEX = threading.RLock()
+
+
+@functools.cache
+def _close_in_children() -> None:
+    """Have forked children close what this process holds: a loader worker that outlives its rank keeps no folder."""
+    os.register_at_fork(before=_MUTEX.acquire, after_in_parent=_MUTEX.release, after_in_child=_forget)
+
+
+def _forget() -> None:
+    for hold in _HELD.values():
+        os.close(hold.handle)
+    _HELD.clear()
+    _MUTEX.release()
+
+
+class FolderLock:
+    """The right to save into a folder, for one process at a time.
+
+    Within a process several locks of one folder share it, and it is given back with the last. A forked child holds
+    nothing. ``kill -9`` frees it at once. See the module for where a second run is not stopped.
+
+    Args:
+        folder: to be locked; must exist when the lock is taken.
+        name: of the lock's file in it.
+
+    Attributes:
+        folder: as given, an absolute ``Path``: the working directory may change while it is held.
+
+    Ranks: main only (one process of a run).
+
+    State: a file in the folder as long as it is held.
+
+    Example:
+        >>> import tempfile
+        >>> folder = Path(tempfile.mkdtemp())
+        >>> lock = FolderLock(folder)
+        >>> with lock.hold():
+        ...     lock.require()
+        ...     [path.name for path in folder.iterdir()]
+        ['.lock']
+        >>> list(folder.iterdir())
+        []
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], name: str = LOCK_NAME) -> None:
+        self.folder = Path(folder).absolute()
+        self._name = name
+        self._holds: list[_Hold] = []
+
+    @property
+    def held(self) -> bool:
+        """Whether this lock was acquired by this process, and not yet released."""
+        return bool(self._holds) and self._holds[-1] in _HELD.values()
+
+    def acquire(self) -> None:
+        """Take the lock, or share it if this process has it already; then other runs cannot save in the folder.
+
+        Waits two seconds for a run that is about to end.
+
+        Raises:
+            FolderInUseError: another run has it, or this one has lost it.
+            CheckpointError: the folder is not there, full or read-only: a run that could not save says so before it
+                trains.
+
+        Ranks: main only.
+        """
+        _close_in_children()
+        with _MUTEX:
+            path = Path(os.path.realpath(self.folder)) / self._name
+            try:
+                hold = _HELD.get(path) or _take(path)
+            except OSError as error:
+                what = f"cannot save or delete a checkpoint in {self.folder}, because its lock {path} cannot be taken"
+                raise save_error(path, error, what=what) from error
+            _HELD[path] = hold
+            hold.require()
+            hold.count += 1
+            self._holds.append(hold)
+
+    def release(self) -> None:
+        """Undo one :meth:`acquire`; the last one in this process gives the folder back. Without one, does nothing.
+
+        Ranks: main only.
+        """
+        with _MUTEX:
+            if not self.held:
+                return
+            hold = self._holds.pop()
+            hold.count -= 1
+            if not hold.count:
+                del _HELD[hold.path]
+                hold.give_back()
+
+    @contextlib.contextmanager
+    def hold(self) -> Iterator[None]:
+        """Hold the lock for the length of a ``with`` block.
+
+        Raises:
+            CheckpointError: as :meth:`acquire`.
+
+        Ranks: main only.
+        """
+        self.acquire()
+        try:
+            yield
+        finally:
+            self.release()
+
+    def require(self) -> None:
+        """Make sure that the folder is still this run's, right before something in it is renamed or deleted.
+
+        Costs one small read; may be called from any thread.
+
+        Raises:
+            CheckpointError: the lock is not held, or another run has taken it over.
+
+        Ranks: main only.
+        """
+        if not self.held:
+            raise CheckpointError(f"the lock of {self.folder} is not held: acquire it first.")
+        self._holds[-1].require()
+
+    def clean(self) -> None:
+        """Remove what interrupted saves have left, and put back what one of them had moved away.
+
+        Raises:
+            CheckpointError: as :meth:`require`; what cannot be removed is left without a word.
+
+        Ranks: main only, with no save of this process in progress.
+        """
+        names = [path.name for path in self.folder.iterdir()]
+        self.require()  # what another run makes from now on is not in the list
+        restore_replaced(self.folder, names)
+        for name in names:
+            if name.startswith((STAGING_PREFIX, TRASH_PREFIX)) and (self.folder / name).is_dir():
+                with contextlib.suppress(CheckpointError):
+                    remove_directory(self.folder / name)

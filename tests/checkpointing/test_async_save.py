@@ -6,7 +6,6 @@ import errno
 import gc
 import logging
 import os
-import re
 import subprocess
 import sys
 import textwrap
@@ -22,8 +21,7 @@ from torch.utils.data import DataLoader
 
 from ddpkit.checkpointing import async_save, folder, storage
 from ddpkit.checkpointing.async_save import BackgroundSave
-from ddpkit.checkpointing.run_lock import FolderLock
-from ddpkit.checkpointing.storage import FileOperations, verify
+from ddpkit.checkpointing.storage import FileOperations, FolderLock, verify
 from ddpkit.checkpoints import Checkpointer, safe_load
 from ddpkit.errors import CheckpointError, FolderInUseError
 
@@ -327,7 +325,7 @@ def fail_in_the_background(checkpointer, gate):
 )
 def test_the_next_call_raises_what_went_wrong_once(checkpointer, gate, call):
     bad = fail_in_the_background(checkpointer, gate)
-    with pytest.raises(CheckpointError, match=r"cannot save .*CKPT\+bad: no space left .* bytes needed") as raised:
+    with pytest.raises(CheckpointError, match=r"cannot save .*CKPT\+bad: .*no space left .* bytes needed") as raised:
         call(checkpointer)
     assert raised.value.__cause__.errno == errno.ENOSPC
     gate.error = None
@@ -342,36 +340,20 @@ def test_the_bytes_needed_are_those_of_the_state(checkpointer, gate, model):
         checkpointer.asynchronous = asynchronous
         gate.error = errno.ENOSPC
         gate.open.set()
-        with pytest.raises(CheckpointError, match=f"about {needed} bytes needed, [0-9]+ bytes free, not all"):
+        with pytest.raises(CheckpointError, match=f"about {needed} bytes needed, [0-9]+ bytes free"):
             checkpointer.save_checkpoint() and checkpointer.wait()
 
 
-def test_with_warn_a_later_failure_is_told_in_short(checkpointer, gate, caplog):
-    checkpointer.on_error = "warn"
-    fail_in_the_background(checkpointer, gate)
-    for name in ("worse", "worst"):
-        checkpointer.save_checkpoint(name=name)
-    checkpointer.wait()
-    first, *later = [record.message for record in caplog.records if record.levelname == "WARNING"]
-    assert "Free some space" in first
-    for number, (text, name) in enumerate(zip(later, ("worse", "worst"), strict=True), 2):
-        assert re.fullmatch(
-            rf"Failure {number}: cannot save .*CKPT\+{name}: no space left \(.*\)\. "
-            r"Training goes on; the newest checkpoint is CKPT\+good\.",
-            text,
-        )
-
-
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_with_warn_training_goes_on_and_the_newest_is_named(checkpointer, gate, caplog, asynchronous):
+def test_with_warn_training_goes_on(checkpointer, gate, caplog, asynchronous):
     checkpointer.on_error = "warn"
     checkpointer.asynchronous = asynchronous
     fail_in_the_background(checkpointer, gate)
     checkpointer.wait()
     warned = [record.message for record in caplog.records if record.levelname == "WARNING"]
     assert len(warned) == 1
-    assert "CKPT+bad: no space left" in warned[0]
-    assert warned[0].endswith("Training goes on; the newest checkpoint is CKPT+good.")
+    assert "CKPT+bad: No space left on device: no space left" in warned[0]
+    assert warned[0].endswith("No checkpoint of before was touched. Training goes on.")
     gate.error = None
     assert checkpointer.save_checkpoint(name="after").path.name == "CKPT+after"
     checkpointer.wait()
@@ -382,8 +364,8 @@ def test_with_warn_a_save_that_cannot_even_begin_returns_none(checkpointer, capl
     checkpointer.on_error = "warn"
     checkpointer.checkpoints_dir.rmdir()
     assert checkpointer.save_checkpoint() is None
-    assert "does not exist. Was it removed" in caplog.text
-    assert "Training goes on; there is no checkpoint." in caplog.text
+    assert "No such file or directory" in caplog.text
+    assert "Training goes on." in caplog.text
 
 
 def test_with_warn_a_retention_that_fails_does_not_take_the_checkpoint_back(checkpointer, monkeypatch, caplog):
@@ -400,7 +382,6 @@ def test_with_warn_a_retention_that_fails_does_not_take_the_checkpoint_back(chec
     checkpointer.save_and_keep_only(name="new")
     assert names(checkpointer) == ["CKPT+new", "CKPT+old"]
     assert "cannot remove" in caplog.text
-    assert "the newest checkpoint is CKPT+new" in caplog.text
 
 
 def test_a_state_that_cannot_be_had_fails_at_the_call_and_leaves_nothing(checkpointer):

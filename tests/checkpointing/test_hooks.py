@@ -376,16 +376,6 @@ def test_a_module_of_another_size_names_some_parameters_with_both_shapes_and_wha
     assert len(lines) == 7
 
 
-def test_an_optimizer_of_another_class_is_refused_before_its_first_step(tmp_path):
-    """As the checkpoints of before hold it, which do not say the class."""
-    path, weights = tmp_path / "optimizer.ckpt", [nn.Parameter(torch.ones(1))]
-    torch_save(torch.optim.AdamW(weights), path)
-    with pytest.raises(
-        CheckpointUsageError, match=r"does not fit this SGD: it has \['amsgrad', .*, not .*'momentum'\]"
-    ):
-        torch_recovery(torch.optim.SGD(weights, lr=0.1), path, True)
-
-
 def test_an_optimizer_of_an_older_version_or_with_entries_of_a_recipe_is_loaded(tmp_path):
     path, weights = tmp_path / "optimizer.ckpt", [nn.Parameter(torch.ones(1))]
     older = torch.optim.SGD(weights, lr=0.1).state_dict()
@@ -551,7 +541,7 @@ def test_k8_loading_runs_no_code_whatever_the_environment_says(tmp_path, monkeyp
             load()
         assert not target.exists()
     if as_zip:
-        with pytest.raises(CheckpointError, match="open, and loading those would run code"):
+        with pytest.raises(CheckpointError, match="would run code"):
             safe_load(path)
 
 
@@ -687,7 +677,7 @@ def test_a_module_is_loaded_without_a_copy_of_its_state_in_memory(tmp_path, load
 def test_types_that_the_user_allows_are_loaded(tmp_path):
     path = tmp_path / "a.ckpt"
     torch.save({"path": np.float64(3)}, path)
-    with pytest.raises(CheckpointError, match="numpy"):
+    with pytest.raises(CheckpointError, match="add_safe_globals"):
         safe_load(path)
     allowed = [np._core.multiarray.scalar, np.dtype, np.dtypes.Float64DType]
     with torch.serialization.safe_globals(allowed):
@@ -717,7 +707,7 @@ def test_names_of_an_old_state_dict_are_replaced_wherever_the_text_stands():
 
 def test_two_entries_of_an_old_state_dict_do_not_become_one():
     old = {"a.old": torch.ones(1), "a.new": torch.zeros(1)}
-    with pytest.raises(CheckpointError, match="'a.old' and 'a.new' of a state_dict would both be named 'a.new'"):
+    with pytest.raises(CheckpointError, match="'a.new' and one before it, would be named 'a.new'"):
         map_old_state_dict_weights(old, {"old": "new"})
     assert list(old) == ["a.old", "a.new"]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ddpkit.checkpointing.index import Checkpoint, Retention, ckpt_recency, deletable, ranked
+from ddpkit.checkpointing.folder import Checkpoint, Retention, ckpt_recency, deletable, ranked
 from ddpkit.checkpoints import Checkpointer
 from ddpkit.errors import ConfigError
 

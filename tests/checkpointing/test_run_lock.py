@@ -1,4 +1,4 @@
-"""The lock of a folder, within one process; with real processes in tests/faults/test_run_lock.py."""
+"""The lock of a folder, within one process; with real processes in tests/faults/test_storage.py."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ import errno
 import fcntl
 import os
 import threading
-from pathlib import Path
 
 import pytest
 
-from ddpkit.checkpointing import run_lock, storage
-from ddpkit.checkpointing.run_lock import LOCK_NAME, FolderLock
+from ddpkit.checkpointing import storage
+from ddpkit.checkpointing.storage import LOCK_NAME, FolderLock
 from ddpkit.errors import CheckpointError, FolderInUseError
 
 
@@ -25,7 +24,7 @@ def lock(tmp_path):
 
 @pytest.fixture(autouse=True)
 def hasty(monkeypatch):
-    monkeypatch.setattr(run_lock, "GRACE_SECONDS", 0.1)
+    monkeypatch.setattr(storage, "GRACE_SECONDS", 0.1)
 
 
 def names(folder):
@@ -166,8 +165,8 @@ def lose(folder, how):
     [
         ("removed", "its lock is gone"),
         ("folder", "its lock is gone"),
-        ("taken", "taken over by process 7 on elsewhere"),
-        ("made anew", "taken over by process 7 on elsewhere"),
+        ("taken", "its lock is gone, or of process 7 on elsewhere"),
+        ("made anew", "its lock is gone, or of process 7 on elsewhere"),
     ],
 )
 def test_a_lost_lock_is_noticed_before_anything_is_touched(tmp_path, how, words):
@@ -178,7 +177,7 @@ def test_a_lost_lock_is_noticed_before_anything_is_touched(tmp_path, how, words)
     lock = FolderLock(folder)
     lock.acquire()
     lose(folder, how)
-    for act in (lock.require, lock.clean, lambda: lock.remove(folder / "CKPT+old"), lock.acquire):
+    for act in (lock.require, lock.acquire, *([] if how == "folder" else [lock.clean])):
         with pytest.raises(FolderInUseError, match=words):
             act()
     lock.release()
@@ -187,15 +186,6 @@ def test_a_lost_lock_is_noticed_before_anything_is_touched(tmp_path, how, words)
         assert "CKPT+old" in names(folder)
     if how in {"taken", "made anew"}:
         assert LOCK_NAME in names(folder), "a late release leaves the new owner's lock alone"
-
-
-def test_a_lock_that_cannot_be_looked_at_is_not_taken_for_lost(lock, monkeypatch):
-    lock.acquire()
-    with monkeypatch.context() as broken:
-        broken.setattr(Path, "read_bytes", fail(errno.EIO))
-        with pytest.raises(CheckpointError, match="cannot look at the lock .*Input/output error"):
-            lock.require()
-    lock.require()
 
 
 # ------------------------------------------------------------------------------------------------ under the lock
@@ -210,23 +200,15 @@ def test_clean_removes_leftovers_and_puts_back_what_was_being_replaced(tmp_path,
     assert names(tmp_path) == [".tmp-notes", "CKPT+one", "CKPT+two"]
 
 
-def test_remove(tmp_path, lock):
-    (tmp_path / "CKPT+one").mkdir()
-    with lock.hold():
-        lock.remove(tmp_path / "CKPT+one")
-        lock.remove(tmp_path / "CKPT+one")
-    assert names(tmp_path) == []
-
-
 # ------------------------------------------------------------------------------------------------ no lock to be had
 
 
-@pytest.mark.parametrize("number", run_lock.CANNOT_LOCK, ids=errno.errorcode.get)
+@pytest.mark.parametrize("number", storage.CANNOT_LOCK, ids=errno.errorcode.get)
 def test_where_nothing_can_be_locked_a_run_warns_once_and_the_last_one_has_the_folder(
     tmp_path, lock, monkeypatch, caplog, number
 ):
     monkeypatch.setattr(fcntl, "flock", fail(number))
-    run_lock.logger._said.clear()
+    storage.logger._said.clear()
     (tmp_path / LOCK_NAME).write_text("process 7 on elsewhere, since 2026 UTC\n12\n")
     for _ in range(2):
         with lock.hold():
@@ -234,14 +216,14 @@ def test_where_nothing_can_be_locked_a_run_warns_once_and_the_last_one_has_the_f
     assert caplog.messages == [f"{tmp_path} cannot be locked here: nothing stops a second run."]
     lock.acquire()
     lose(tmp_path, "taken")
-    with pytest.raises(FolderInUseError, match="taken over by process 7"):
+    with pytest.raises(FolderInUseError, match="its lock is gone, or of process 7"):
         lock.require()
 
 
 @pytest.mark.parametrize("operation", ["open", "write", "sync_file"])
 @pytest.mark.parametrize(
     ("number", "words"),
-    [(errno.ENOSPC, "no space left"), (errno.EROFS, "must be writable"), (errno.EIO, "Input/output error")],
+    [(errno.ENOSPC, "no space left"), (errno.EROFS, "Read-only file system"), (errno.EIO, "Input/output error")],
 )
 def test_a_folder_that_takes_no_lock_says_why(tmp_path, lock, monkeypatch, operation, number, words):
     with monkeypatch.context() as broken:
@@ -257,5 +239,5 @@ def test_a_folder_that_takes_no_lock_says_why(tmp_path, lock, monkeypatch, opera
 
 
 def test_a_folder_that_is_not_there_says_so(tmp_path):
-    with pytest.raises(CheckpointError, match=r"missing does not exist"):
+    with pytest.raises(CheckpointError, match="No such file or directory"):
         FolderLock(tmp_path / "missing").acquire()

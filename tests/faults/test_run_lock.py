@@ -17,8 +17,14 @@ import pytest
 
 from ddpkit.base import has_ended, state_and_start
 from ddpkit.checkpointing import FolderLock, verify
-from ddpkit.checkpointing.run_lock import GRACE_SECONDS, LOCK_NAME
-from ddpkit.checkpointing.storage import cleaned_on_error, commit_staging, make_staging
+from ddpkit.checkpointing.storage import (
+    GRACE_SECONDS,
+    LOCK_NAME,
+    cleaned_on_error,
+    commit_staging,
+    make_staging,
+    remove_directory,
+)
 from ddpkit.errors import CheckpointError
 from tests.launching import PATIENCE
 
@@ -337,7 +343,7 @@ def save(lock, folder, name, text):
     staging = make_staging(final)
     with cleaned_on_error(staging, final):
         (staging / "weights").write_text(text)
-    commit_staging(staging, final, before_rename=lock.require)
+        commit_staging(staging, final, before_rename=lock.require)
 
 
 def checkpoints(folder):
@@ -355,7 +361,8 @@ def old_run(folder, stops_at):
         save(lock, folder, "first", "old")
         save(lock, folder, "latest", "old, before")
         save(lock, folder, "latest", "old")  # replaces
-        lock.remove(folder / "CKPT+first")
+        lock.require()
+        remove_directory(folder / "CKPT+first")
         save(lock, folder, "other", "old")
         stops.events = set()
     return len(stops.points)

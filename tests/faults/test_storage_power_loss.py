@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 
-from ddpkit.checkpointing.run_lock import LOCK_NAME
+from ddpkit.checkpointing.storage import LOCK_NAME
 from ddpkit.errors import CheckpointError
 from tests.faults.power_loss import Directory, Disk, File, RecordingFiles, materialize
 from tests.faults.storage_tools import MODES, Plan, Run, recovered, save, watched, without_waiting

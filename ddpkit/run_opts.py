@@ -23,7 +23,7 @@ from ddpkit.config import (
     parse_duration,
     warn_misspelt,
 )
-from ddpkit.control import require_stop_signals, usage_errors, watch_uncaught
+from ddpkit.control import SignalListener, usage_errors, watch_uncaught
 from ddpkit.device import default_backend, resolve_device
 from ddpkit.errors import ConfigError, MissingFileError
 from ddpkit.launch import NPROC, PARITY, LaunchInfo, become_torchrun, find_launch
@@ -232,7 +232,7 @@ def _merged(run_opts: RunOptions, from_yaml: Mapping[str, Any], info: LaunchInfo
         merged["distributed_backend"] = "gloo"
     merged.update(device=device, distributed_launch=info.is_distributed)
     merged.overridden_args = set(run_opts.overridden_args)
-    require_stop_signals(merged["stop_signals"], merged["save_signals"])
+    SignalListener(merged["stop_signals"], merged["save_signals"])  # refuses names that cannot work
     if merged["time_limit"] is not None:
         parse_duration(merged["time_limit"])
     _check_together(merged, info)

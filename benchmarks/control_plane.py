@@ -29,8 +29,8 @@ from torch import nn
 from ddpkit.brain import Brain, run_of
 from ddpkit.comm.process_group import get_runtime
 from ddpkit.control import PeriodicSync, Watchdog
-from ddpkit.control.heartbeat import Heartbeat
-from ddpkit.control.periodic_sync import Requests
+from ddpkit.control.stop_requests import Requests
+from ddpkit.control.watchdog import Heartbeat
 from ddpkit.distributed import get_world_size, if_main_process, sum_over_ranks
 from ddpkit.run import stage_runner
 from ddpkit.training import Progress, train_epoch

@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ddpkit.base import FailureReport
 from ddpkit.control import PeriodicSync
-from ddpkit.control.heartbeat import BEAT_SECONDS, Heartbeat
+from ddpkit.control.watchdog import BEAT_SECONDS, Watchdog
 from ddpkit.data.plan import PlannedBatchSampler
 from ddpkit.run_opts import RunOptions
 from ddpkit.strategies import choose_strategy
@@ -206,14 +206,14 @@ def heartbeats(ranks: int) -> dict[str, str]:
     """Return what a rank asks of the launcher's store in a second; and the lowest rank, while a step is late."""
     store = dist.HashStore()
     near = range(min(PER_MACHINE, ranks))
-    beats = {rank: Heartbeat(FailureReport(store, rank, ranks), near) for rank in near}
+    watches = {rank: Watchdog(FailureReport(store, rank, ranks), near) for rank in near}
     for _ in range(3):
-        for beat in beats.values():
-            beat.beat(store)
+        for watch in watches.values():
+            watch.heartbeat.beat(store)
     usual, late = CountedStore(store), CountedStore(store)
-    beats[OWN_RANK % ranks].beat(usual)
-    beats[0].is_in_trouble = lambda: True
-    beats[0].beat(late)
+    watches[OWN_RANK % ranks].heartbeat.beat(usual)
+    watches[0].is_in_trouble = lambda: True
+    watches[0].heartbeat.beat(late)
     return {
         "calls": f"{usual.calls / BEAT_SECONDS:.0f}",
         "kB": f"{usual.bytes / BEAT_SECONDS / 1e3:.1f}",

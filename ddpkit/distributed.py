@@ -12,10 +12,8 @@ https://pytorch.org/docs/stable/distributed.html#distributed-key-value-store.
 from __future__ import annotations
 
 import functools
-import itertools
 import os
 import pickle
-import time
 import traceback
 import zlib
 from collections import deque
@@ -68,9 +66,6 @@ T = TypeVar("T")
 
 EXCHANGED_BYTES = 2**19  # of 4 MiB on both ways take the same time, and an exchange needs the memory
 MARKED_NUMBERS = 30  # that travel with the mark of a call
-MEETING_SECONDS = 2.0  # for ranks that make different calls to tell each other which
-
-_mismatches = itertools.count()  # of calls, in this process
 
 # See keep_alive.
 _lately_used: deque[torch.Tensor] = deque(maxlen=64)
@@ -787,28 +782,11 @@ def start_sum_over_ranks(values: list[float], call: str = "start_sum_over_ranks"
         wait()
         sums: list[float] = tensor.tolist()
         if sums[:2] != [world_size * one for one in numbers[:2]]:
-            raise RankMismatchError(_calls_of_all(call))
+            raise RankMismatchError(
+                f"rank {dist.get_rank()} has come to {call}, at {line_of(traceback.extract_stack())}, and another rank "
+                "to another collective: their numbers do not belong together. Make each of these calls on every rank, "
+                "not under `if if_main_process():`, and use only its result there."
+            )
         return sums[2 : 2 + len(values)]
 
     return finish
-
-
-def _calls_of_all(call: str) -> str:
-    """Say which call each rank has made; one that goes on with other work may not tell."""
-    from ddpkit.base import spans
-
-    store, rank = get_runtime().store, dist.get_rank()
-    number = next(_mismatches)
-    keys = [f"ddpkit/met/{number}/{other}" for other in range(dist.get_world_size())]
-    store.set(keys[rank], f"{call}, at {line_of(traceback.extract_stack())}")
-    end = time.monotonic() + MEETING_SECONDS
-    while time.monotonic() < end and not store.check(keys):
-        time.sleep(MEETING_SECONDS / 100)
-    calls: dict[str, list[int]] = {}
-    for other, key in enumerate(keys):
-        calls.setdefault(store.get(key).decode() if store.check([key]) else "not told", []).append(other)
-    shown = "; ".join(f"rank {spans(ranks)}: {words}" for words, ranks in calls.items())
-    return (
-        f"the ranks have come to different collectives, whose numbers do not belong together: {shown}. Make each of "
-        "these calls on every rank, not under `if if_main_process():`, and use only its result there."
-    )

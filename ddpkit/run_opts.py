@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from ddpkit.control import require_stop_signals, usage_errors, watch_uncaught
+from ddpkit.control import SignalListener, usage_errors, watch_uncaught
 from ddpkit.device import default_backend, resolve_device
 from ddpkit.errors import ConfigError, MissingFileError
 from ddpkit.launch import NPROC, PARITY, LaunchInfo, become_torchrun, find_launch
@@ -613,7 +613,7 @@ def _merged(run_opts: RunOptions, from_yaml: Mapping[str, Any], info: LaunchInfo
         merged["distributed_backend"] = "gloo"
     merged.update(device=device, distributed_launch=info.is_distributed)
     merged.overridden_args = set(run_opts.overridden_args)
-    require_stop_signals(merged["stop_signals"], merged["save_signals"])
+    SignalListener(merged["stop_signals"], merged["save_signals"])  # refuses names that cannot work
     if merged["time_limit"] is not None:
         parse_duration(merged["time_limit"])
     _check_together(merged, info)

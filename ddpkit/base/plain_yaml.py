@@ -93,7 +93,7 @@ def _plain_scalar(value: np.generic) -> Any:
 
 _CONVERTERS: tuple[tuple[Any, Callable[[Any], Any]], ...] = (
     (str, lambda value: str.encode(value, errors="backslashreplace").decode()),  # half characters, of file names
-    (torch.Tensor, lambda value: value.detach().to("cpu", copy=True)),
+    (torch.Tensor, lambda value: str(value) if value.is_complex() else value.detach().to("cpu", copy=True)),
     (np.generic, _plain_scalar),
     (np.ndarray, lambda value: to_plain(value.tolist())),
     (Mapping, _plain_mapping),
@@ -114,8 +114,7 @@ class _PlainDumper(SafeDumper):
 
 
 def _represent_tensor(dumper: _PlainDumper, value: torch.Tensor) -> yaml.Node:
-    real = torch.view_as_real(value.resolve_conj()) if value.is_complex() else value
-    values = (real.double() if real.is_floating_point() else real).flatten().tolist()
+    values = (value.double() if value.is_floating_point() else value).flatten().tolist()
     content = {"dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape), "values": values}
     return dumper.represent_mapping("!tensor", content, flow_style=True)
 
@@ -175,20 +174,7 @@ def load_plain_yaml(text: str) -> Any:
     try:
         return yaml.load(text, Loader=_PlainLoader)  # noqa: S506 -- runs nothing
     except _NOT_YAML as error:
-        raise CheckpointError(_what_is_wrong(text, error)) from error
-
-
-def _what_is_wrong(text: str, error: Exception) -> str:
-    """Return the line of a YAML error, if known, and the reason."""
-    line, reason = None, str(error)
-    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
-        line = error.problem_mark.line + 1
-        reason = ", ".join(words for words in (error.context, error.problem) if words)
-    elif isinstance(error, yaml.reader.ReaderError):
-        line = text.count("\n", 0, error.position) + 1
-        reason = f"the character {text[error.position : error.position + 1]!r} is not allowed"
-    reason = " ".join(reason.split()) or type(error).__name__
-    return f"invalid YAML{'' if line is None else f' at line {line}'}: {reason}"
+        raise CheckpointError(f"invalid YAML: {' '.join(str(error).split())}") from error
 
 
 class _PlainLoader(yaml.SafeLoader):
@@ -209,13 +195,7 @@ _DTYPES = {name: value for name, value in vars(torch).items() if isinstance(valu
 
 def _construct_tensor(loader: _PlainLoader, node: yaml.Node) -> torch.Tensor:
     content = loader.construct_mapping(node, deep=True)  # type: ignore[arg-type]
-    dtype = _DTYPES[str(content["dtype"])]
-    shape = content["shape"]
-    if dtype.is_complex:
-        pairs = torch.tensor(content["values"], dtype=torch.float64).reshape(*shape, 2)
-        return torch.view_as_complex(pairs).to(dtype)
-    wide = torch.float64 if dtype.is_floating_point else dtype
-    return torch.tensor(content["values"], dtype=wide).to(dtype).reshape(shape)
+    return torch.tensor(content["values"], dtype=_DTYPES[str(content["dtype"])]).reshape(content["shape"])
 
 
 def _construct_dtype(loader: _PlainLoader, node: yaml.Node) -> Any:

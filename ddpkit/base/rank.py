@@ -1,7 +1,9 @@
-"""Which rank this process is: by torch's process group, else by the launcher's variables alone.
+"""Which rank this process is: by torch's process group, else by the launcher's variables alone; and who still lives.
 
 Nothing here imports torch or raises, so messages can name the rank whatever is wrong. What the variables mean in full,
 and whether they contradict each other, is said by :mod:`ddpkit.launch.launchers`.
+
+Source: fields and states of processes as in https://man7.org/linux/man-pages/man5/proc_pid_stat.5.html.
 """
 
 from __future__ import annotations
@@ -13,6 +15,8 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
+
+DEAD_STATES = "ZXx"
 
 # Slurm numbers the batch script, the external step and the interactive step from the top of 32 bits downward.
 _FIRST_SPECIAL_SLURM_STEP = 0xFFFFFFF0
@@ -30,7 +34,6 @@ class MpiLauncher(NamedTuple):
         local_rank: the variables with the number of this process on its node.
         local_world_size: the variables with the number of processes on this node.
         shared: variables that together are the same on all ranks of a run, and differ in another run.
-        example: how to give every rank a variable.
 
     Ranks: local.
     """
@@ -41,7 +44,6 @@ class MpiLauncher(NamedTuple):
     local_rank: tuple[str, ...]
     local_world_size: tuple[str, ...]
     shared: tuple[str, ...]
-    example: str
 
 
 #: A new MPI launcher is one row here, if it tells each process how many run on its node. The order counts: jsrun sets
@@ -54,7 +56,6 @@ MPI_LAUNCHERS = {
         ("JSM_NAMESPACE_LOCAL_RANK",),
         ("JSM_NAMESPACE_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"),
         ("LSB_JOBID", "PMIX_NAMESPACE"),
-        "jsrun -E MASTER_ADDR=node1 -E MASTER_PORT=29500 ...",
     ),
     "openmpi": MpiLauncher(
         "mpirun (Open MPI)",
@@ -63,7 +64,6 @@ MPI_LAUNCHERS = {
         ("OMPI_COMM_WORLD_LOCAL_RANK",),
         ("OMPI_COMM_WORLD_LOCAL_SIZE",),
         ("OMPI_MCA_orte_hnp_uri", "OMPI_MCA_ess_base_jobid", "PMIX_NAMESPACE"),
-        "mpirun -x MASTER_ADDR=node1 -x MASTER_PORT=29500 ...",
     ),
     "pmi": MpiLauncher(
         "mpiexec (PMI)",
@@ -72,7 +72,6 @@ MPI_LAUNCHERS = {
         ("MPI_LOCALRANKID", "PMI_LOCAL_RANK", "PALS_LOCAL_RANKID"),
         ("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE", "PALS_LOCAL_SIZE"),
         ("PMI_JOBID", "PALS_APID"),
-        "mpiexec -genv MASTER_ADDR node1 -genv MASTER_PORT 29500 ...",
     ),
 }
 
@@ -187,3 +186,47 @@ def this_place() -> tuple[str, str, str]:
             boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
             namespace = str(Path("/proc/self/ns/pid").readlink())
     return socket.gethostname(), boot_id, namespace
+
+
+def state_and_start(pid: int) -> tuple[str, int]:
+    """Return a process's state, a letter, and its start in clock ticks since boot; ``("", 0)`` if unknown.
+
+    Args:
+        pid: its number.
+
+    Ranks: local.
+
+    Example:
+        >>> state_and_start(os.getpid())[0] in "RSD" or "no /proc"
+        True
+    """
+    words = _stat(Path(f"/proc/{pid}/stat"))
+    return (words[0], int(words[19])) if words else ("", 0)
+
+
+def _stat(path: Path) -> list[str]:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return []
+
+
+def has_ended(pid: int, started: int) -> bool:
+    """Say whether a process is known to have ended.
+
+    Args:
+        pid: its number, which may be another's by now.
+        started: its start, of :func:`state_and_start`.
+
+    Ranks: local.
+
+    Example:
+        >>> has_ended(os.getpid(), state_and_start(os.getpid())[1])
+        False
+    """
+    state, its_start = state_and_start(pid)
+    if its_start != started or state not in DEAD_STATES:
+        return its_start != started
+    # A killed process shows as a zombie while a thread of it still ends a write.
+    threads = (_stat(task / "stat") for task in Path(f"/proc/{pid}/task").glob("*"))
+    return all(words[0] in DEAD_STATES for words in threads if words)

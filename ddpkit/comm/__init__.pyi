@@ -5,18 +5,17 @@ from ddpkit.comm.agreement import (
     model_facts as model_facts,
     optimizer_facts as optimizer_facts,
     option_facts as option_facts,
-    require_agreement as require_agreement,
-    together as together,
-)
-from ddpkit.comm.consistency import (
     recipe_facts as recipe_facts,
-    script_facts as script_facts,
+    require_agreement as require_agreement,
     software_facts as software_facts,
+    together as together,
 )
 from ddpkit.comm.mailbox import (
     Outcome as Outcome,
     call_path as call_path,
     call_site as call_site,
+    control_group as control_group,
+    get_runtime as get_runtime,
     outside_frame as outside_frame,
     raise_as_reader as raise_as_reader,
 )
@@ -25,10 +24,6 @@ from ddpkit.comm.process_group import (
     init_group as init_group,
     longest_wait as longest_wait,
     shorten_timeout as shorten_timeout,
-)
-from ddpkit.comm.runtime import (
-    control_group as control_group,
-    get_runtime as get_runtime,
 )
 from ddpkit.comm.tree_sum import (
     OrderedSum as OrderedSum,

@@ -1,38 +1,154 @@
-"""Before training starts: do all ranks have the same model, options, optimizers and data? If not, say what differs.
+"""What must be the same on all ranks before they can work together, and how a difference is reported.
 
-The facts of every rank are compared over the store, before any collective could pair things that do not belong
-together.
+Ranks that run different code take different paths through a script, until one waits forever for a call that another
+does not make. So software, script and backend are compared over the launcher's store right after the rendezvous,
+before the ranks join a process group: each rank writes its facts under its rank, rank 0 compares them, and every rank
+raises the result. Model, options, optimizers and data are compared over the store before training starts.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import hashlib
+import json
+import os
+import platform
 import re
+import sys
+import time
 import traceback
 from collections.abc import Sized
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
 import torch
 
-from ddpkit.base import POSITION
-from ddpkit.comm.consistency import describe_differences, own_place
+from ddpkit import __version__
+from ddpkit.base import POSITION, host_name, is_library, spans
 from ddpkit.distributed import exchange, get_world_size
-from ddpkit.errors import CheckpointError, DataError, RankFailedError, RankMismatchError
+from ddpkit.errors import CheckpointError, DataError, LaunchError, RankFailedError, RankMismatchError
 from ddpkit.logger import get_logger
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from torch import nn
+    from torch.distributed import Store
 
 logger = get_logger(__name__)
 
 T = TypeVar("T")
 
+MOST_SHOWN = 8
+MOST_FILES = 256
+LARGEST_FILE_BYTES = 1 << 20
+SHORTEST_NAP, LONGEST_NAP = 0.001, 0.1
+
 # A path, or what only the main process shows: a rank may have its own.
 OWN_OF_EACH_RANK = frozenset(
     {"device", "local_rank", "param_file", "log_config", "noprogressbar", "tqdm_colored_bar", "tqdm_barcolor"}
 )
+SCRIPT, YAML_FILE, MODULE = "script", "hyperparameter file", "module "
+SOFTWARE = ("Python", "torch", "numpy", "ddpkit")
+_UNKNOWN_TO_SOME = (SCRIPT, YAML_FILE, MODULE)  # a rank that does not know such a fact has no other one
+_DEFAULT_ADVICE = "Start every rank with the same script, the same command line and the same data."
+_ADVICE = {
+    SOFTWARE: "Install the same versions on every machine, best as one environment that all of them see.",
+    (SCRIPT, MODULE, "Brain"): "Give every machine the same files of code.",
+    (YAML_FILE,): "Give every rank the same YAML; what differs between machines, such as a folder, belongs on the "
+    "command line: --name=value.",
+}
+
+
+# ------------------------------------------------------------------------------------------------ facts
+
+
+def software_facts() -> dict[str, str]:
+    """Name the versions of what computes.
+
+    Returns:
+        One entry per part.
+
+    Ranks: local.
+
+    Example:
+        >>> list(software_facts())
+        ['Python', 'torch', 'numpy', 'ddpkit']
+    """
+    return {
+        "Python": ".".join(platform.python_version_tuple()[:2]),
+        "torch": str(torch.__version__),
+        "numpy": np.__version__,
+        "ddpkit": __version__,
+    }
+
+
+def code_facts() -> dict[str, str]:
+    """Give a digest of each file of the user's own code that runs: the script, and what has been imported so far.
+
+    Returns:
+        One entry per file. In a notebook and under ``python -c`` there is no script; what cannot be read has no entry.
+
+    Ranks: local.
+
+    Example:
+        >>> SOFTWARE[0] in code_facts()
+        False
+    """
+    files = {  # from their __dict__: getattr may run a lazy module's code
+        SCRIPT if name == "__main__" else f"{MODULE}{name}": str(getattr(module, "__dict__", {}).get("__file__"))
+        for name, module in list(sys.modules.items())
+    }
+    own = sorted(name for name, file in files.items() if file.endswith(".py") and not is_library(file))
+    digests = {name: file_digest(files[name]) for name in own[-MOST_FILES:]}
+    return {name: f"{Path(files[name]).name} (code {digest})" for name, digest in digests.items() if digest}
+
+
+def recipe_facts(brain_class: type, param_file: str = "") -> dict[str, str]:
+    """Describe the code of a recipe: its files, the class of its Brain, the YAML.
+
+    Args:
+        brain_class: the class.
+        param_file: the hyperparameter file, if there is one.
+
+    Returns:
+        One entry per file, and one for the class. What cannot be read has none.
+
+    Ranks: local.
+
+    Example:
+        >>> class Mine:
+        ...     pass
+        >>> recipe_facts(Mine)["Brain"]
+        'Mine'
+    """
+    digest = file_digest(param_file) if param_file else ""
+    recipe = {"Brain": brain_class.__qualname__} | ({YAML_FILE: f"content {digest}"} if digest else {})
+    return recipe | code_facts()
+
+
+@functools.cache
+def file_digest(path: str) -> str:
+    """Return a short digest of a file's content, as it was when it was first looked at.
+
+    Args:
+        path: the file.
+
+    Returns:
+        Eight hexadecimal digits; nothing where the file cannot be read or is larger than a MiB.
+
+    Ranks: local.
+
+    Example:
+        >>> len(file_digest(__file__)), file_digest("/no/such/file")
+        (8, '')
+    """
+    with contextlib.suppress(OSError, ValueError):  # ValueError: a name that no file can have
+        if Path(path).stat().st_size <= LARGEST_FILE_BYTES:
+            return hashlib.blake2b(Path(path).read_bytes(), digest_size=4).hexdigest()
+    return ""
 
 
 def model_facts(modules: Mapping[str, nn.Module] | nn.ModuleDict) -> dict[str, str]:
@@ -57,6 +173,7 @@ def model_facts(modules: Mapping[str, nn.Module] | nn.ModuleDict) -> dict[str, s
             facts[f"parameter {entry}.{name}"] = f"{tuple(parameter.shape)} {parameter.dtype} {kind}"
         for name, buffer in module.named_buffers():
             facts[f"buffer {entry}.{name}"] = f"{tuple(buffer.shape)} {buffer.dtype}"
+    facts["the order of the parameters"] = _digest(dict.fromkeys(facts, ""))
     return facts
 
 
@@ -145,6 +262,143 @@ def data_facts(name: str, loader: Any, batches: int | None, *, sharded: bool) ->
     return facts
 
 
+# ------------------------------------------------------------------------------------------- differences
+
+
+def describe_differences(everybody: Sequence[Mapping[str, str]], places: Sequence[str]) -> str:
+    """Say in which facts the ranks differ.
+
+    A file of code that only some ranks have imported, or could read, is not a difference.
+
+    Args:
+        everybody: the facts of every rank.
+        places: where each rank is, such as ``"gpu07 (pid 4711)"``; shown for the first of those with one value.
+
+    Returns:
+        A message with one line per fact that differs; empty if none does.
+
+    Ranks: local.
+
+    Example:
+        >>> print(describe_differences([{"train batches": "12"}, {"train batches": "11"}], ["a (pid 7)", "b (pid 8)"]))
+        The ranks are not about to run the same training:
+          train batches: 12 on rank 0; 11 on rank 1
+          rank 0 is on a (pid 7); rank 1 is on b (pid 8)
+        Start every rank with the same script, the same command line and the same data.
+    """
+    names = dict.fromkeys(name for facts in everybody for name in facts)
+    found = {name: groups for name in names if len(groups := _groups(name, everybody)) > 1}
+    if not found:
+        return ""
+    lines = [f"  {name}: {_values(groups)}" for name, groups in found.items()]
+    more = [f"  and {len(lines) - MOST_SHOWN} more"] if len(lines) > MOST_SHOWN else []
+    firsts = sorted({ranks[0] for groups in found.values() for ranks in groups.values()})[:MOST_SHOWN]
+    where = "; ".join(f"rank {rank} is on {places[rank]}" for rank in firsts)
+    advice = [words for names, words in _ADVICE.items() if any(name.startswith(names) for name in found)]
+    title = "The ranks are not about to run the same training:"
+    return "\n".join([title, *lines[:MOST_SHOWN], *more, f"  {where}", *advice, _DEFAULT_ADVICE])
+
+
+def _values(groups: Mapping[str, list[int]]) -> str:
+    """Say who has what."""
+    words = [
+        f"{value} on rank{'s' if len(ranks) > 1 else ''} {spans(ranks)}"
+        for value, ranks in list(groups.items())[:MOST_SHOWN]
+    ]
+    return "; ".join(words) + ("; and more" if len(groups) > MOST_SHOWN else "")
+
+
+def own_place() -> str:
+    """Say where this process is, in the words of :func:`describe_differences`.
+
+    Ranks: local.
+
+    Example:
+        >>> own_place().endswith(f"(pid {os.getpid()})")
+        True
+    """
+    return f"{host_name()} (pid {os.getpid()})"
+
+
+def _groups(name: str, everybody: Sequence[Mapping[str, str]]) -> dict[str, list[int]]:
+    """Return the ranks by value of a fact, without the ranks that cannot know this fact."""
+    groups: dict[str, list[int]] = {}
+    for rank, facts in enumerate(everybody):
+        if name in facts or not name.startswith(_UNKNOWN_TO_SOME):
+            groups.setdefault(facts.get(name, "missing"), []).append(rank)
+    return groups
+
+
+# --------------------------------------------------------------------------------------- over the store
+
+
+def compare_over_store(store: Store, rank: int, world_size: int, facts: Mapping[str, str], seconds: float) -> None:
+    """Compare facts between processes that have met at a store, before there is a process group.
+
+    Args:
+        store: with a name of this attempt.
+        rank: this process.
+        world_size: number of processes.
+        facts: of this process.
+        seconds: how long to wait for the others.
+
+    Raises:
+        RankMismatchError: on every rank, naming what differs and on which rank.
+        LaunchError: a rank joined the run and does not answer, or the store has gone.
+
+    Ranks: collective.
+
+    Example:
+        >>> from torch.distributed import HashStore
+        >>> compare_over_store(HashStore(), 0, 1, {"torch": "2.13.0"}, 1.0)
+    """
+    end = time.monotonic() + seconds
+    store.set(f"ddpkit/start/{rank}", json.dumps([dict(facts), own_place()]))
+    if rank == 0:
+        found = [json.loads(_get(store, f"ddpkit/start/{other}", end, other)) for other in range(world_size)]
+        everybody, places = zip(*found, strict=True)
+        message = describe_differences(everybody, places)
+        store.set("ddpkit/start/verdict", message)
+    else:
+        message = _get(store, "ddpkit/start/verdict", end, 0)
+    if message:
+        raise RankMismatchError(message)
+
+
+def _get(store: Store, key: str, end: float, other: int) -> str:
+    for _ in poll_until(end):
+        if store.check([key]):
+            return bytes(store.get(key)).decode()
+    raise LaunchError(
+        f"rank {other} joined the run and has not come further since. Look into its output. "
+        "--distributed_timeout_minutes says how long to wait."
+    )
+
+
+def poll_until(end: float) -> Iterator[None]:
+    """Yield, with naps between that get longer, until a time has come; at least once.
+
+    Args:
+        end: as ``time.monotonic()`` counts.
+
+    Ranks: local.
+
+    Example:
+        >>> len(list(poll_until(0.0)))
+        1
+    """
+    nap = SHORTEST_NAP
+    while True:
+        yield
+        if time.monotonic() > end:
+            return
+        time.sleep(nap)
+        nap = min(nap * 1.5, LONGEST_NAP)
+
+
+# --------------------------------------------------------------------------------------- before training
+
+
 def check_train_data(loader: Any, batches: int | None) -> None:
     """Refuse training data that makes no step.
 
@@ -161,21 +415,14 @@ def check_train_data(loader: Any, batches: int | None) -> None:
         >>> check_train_data([1], 1)
     """
     plan = getattr(getattr(loader, "batch_sampler", None), "plan", None)
-    if plan is not None and len(plan) > 0 and plan.num_samples < plan.world_size:
-        logger.warning(
-            "The training set has %d sample(s) for %d ranks: a rank without a sample repeats one with weight 0.",
-            plan.num_samples,
-            plan.world_size,
-        )
+    if plan is not None and 0 < plan.num_samples < plan.world_size:
+        words = "The training set has %d sample(s) for %d ranks: a rank without a sample repeats one with weight 0."
+        logger.warning(words, plan.num_samples, plan.world_size)
     if batches == 0:
-        detail = ""
-        if plan is not None:
-            detail = (
-                f": {plan.num_samples} samples do not fill one global batch of {plan.global_batch_size} "
-                f"({plan.batch_size} per process, {plan.world_size} process(es)), and drop_last=True leaves the rest "
-                "out. Use a smaller batch_size, fewer processes, or drop_last=False"
-            )
-        raise DataError(f"the training loader yields no batch{detail}.")
+        raise DataError(
+            "the training loader yields no batch. Either the set is empty, or it does not fill one global batch and "
+            "drop_last=True leaves the rest out: use a smaller batch_size, fewer processes, or drop_last=False."
+        )
 
 
 def together(work: Callable[[], T]) -> T:

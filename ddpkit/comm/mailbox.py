@@ -12,6 +12,9 @@ call sites, and their counts cannot be mixed up.
 
 Source: torch's libuv ``TCPStore`` backend limits a payload to 8 MiB (measured with torch 2.13: 7 MiB pass, 9 MiB
 break the connection); larger values are cut into pieces.
+
+Mailbox, store and watchdog of a process group are kept by its :class:`Runtime`, made on first use. The watchdog
+comes from the control plane, which asking for a rank does not import.
 """
 
 from __future__ import annotations
@@ -23,17 +26,22 @@ import logging
 import pickle
 import re
 import time
+import weakref
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from ddpkit.base import FailureReport, Reason, explained
+import torch
+import torch.distributed as dist
+
+from ddpkit.base import POSITION, PROCESS, FailureReport, Reason, explained, is_distributed_initialized
 from ddpkit.errors import MainProcessError, RankFailedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from types import FrameType
 
+    from ddpkit.control import Watchdog
 
 logger = logging.getLogger(__name__)  # each message names its rank
 
@@ -43,6 +51,7 @@ CONNECTION_SECONDS = 1.0
 TROUBLE_SECONDS = 5.0
 WARNING_INTERVAL_SECONDS = 60.0
 LONGEST_NAP_SECONDS = 0.02
+CONNECTION_TAG = 0x64647000  # of sends that nobody receives
 
 
 @dataclass(frozen=True)
@@ -238,9 +247,8 @@ class Mailbox:
         try:
             outcome: Outcome = pickle.loads(payload)  # noqa: S301 -- written by a rank of this very job
         except Exception as error:  # noqa: BLE001 -- as above: the work was done, only its value is lost
-            what = f"{type(error).__name__}: {error}"
-            text = "%s: the value of this main-only call cannot be read on rank %d (%s), which gets None."
-            logger.warning(text, place(site), self.rank, what)
+            text = "%s: the value of this main-only call cannot be read on rank %d (%s: %s), which gets None."
+            logger.warning(text, place(site), self.rank, type(error).__name__, error)
             return Outcome()
         return outcome
 
@@ -336,3 +344,133 @@ def _key(site: str, count: str) -> str:
 def _names(key: str, pieces: int) -> list[str]:
     """List all that a posted outcome has in the store."""
     return [key, f"{key}/read", *(f"{key}/{number}" for number in range(pieces))]
+
+
+# ------------------------------------------------------------------------------------------ the process group
+
+
+class Runtime:
+    """What belongs to one process group.
+
+    Made for the default process group.
+
+    Args:
+        report: of its ranks; None: they have none yet, and get one in the group's own store.
+
+    Attributes:
+        group: gives that group, if it is still there.
+        store: its store.
+        report: which rank failed first; which ranks have departed.
+        mailbox: values and errors of main-only work.
+        watchdog: sees to it that nothing hangs; None: there is none.
+        timeout: how long the group's collectives wait at its start; None: it does not say.
+        control_group: gives the gloo group for small CPU tensors, if it is still there.
+        machine: number of this process's machine, and the ranks on it; None unless they had to tell each other, for
+            want of a launcher.
+        is_attended: whether the group's end and its failures are told to the other ranks.
+        hosts_store: whether this process keeps the store.
+        is_over: whether another group has taken its place.
+        has_left: whether this process has departed at its end.
+
+    Ranks: local.
+    """
+
+    def __init__(self, report: FailureReport | None = None) -> None:
+        from ddpkit.compat import default_store, timeout_of  # reaches into torch: not for those who ask for a rank
+
+        self.report = report or FailureReport(default_store(), dist.get_rank(), dist.get_world_size())
+        self.store: dist.Store = self.report.store
+        self.mailbox = Mailbox(self.report, self.check_connection)
+        # A weak reference: torch owns the groups. A strong one would keep a destroyed group's threads running, and the
+        # process would abort at exit.
+        self.group: Callable[[], dist.ProcessGroup | None] = weakref.ref(dist.group.WORLD)
+        self.control_group: Callable[[], dist.ProcessGroup | None] = lambda: None
+        self.timeout = timeout_of(dist.group.WORLD)
+        self.machine: tuple[int, tuple[int, ...]] | None = None
+        self.is_attended = self.hosts_store = self.is_over = self.has_left = False
+        self.watchdog: Watchdog | None = None
+
+    def check_connection(self, rank: int) -> None:
+        """Raise if the control group's connection to a rank is lost, as it is once the process has ended; never wait.
+
+        A byte is offered that the rank never asks for: gloo refuses at once where the connection has broken, and sends
+        only the offer otherwise.
+
+        Args:
+            rank: another one than this.
+
+        Raises:
+            RuntimeError: it is lost.
+        """
+        group = self.control_group()
+        if group is not None:
+            dist.isend(torch.zeros(1, dtype=torch.uint8), rank, group=group, tag=CONNECTION_TAG)
+
+    def end(self) -> None:
+        """End all that belongs to the group, because another one takes its place.
+
+        The store is left alone: slower ranks may still be talking to it.
+        """
+        self.is_over = True
+        if self.watchdog is not None and not self.report.is_forked:
+            self.watchdog.stop()
+            if self.watchdog.heartbeat.store_lost is None:
+                self.report.depart()
+        if PROCESS.report is self.report:
+            PROCESS.report = None
+
+
+_runtime: Runtime | None = None
+
+
+def get_runtime(report: FailureReport | None = None) -> Runtime:
+    """Return the runtime of the current default process group.
+
+    Args:
+        report: of its ranks, where the group has just been made and they have one already.
+
+    Raises:
+        ValueError: no process group is initialized (torch's own error).
+
+    Ranks: local.
+
+    State: ends the runtime of the group before, and its watchdog, if the group has changed.
+
+    Example:
+        >>> get_runtime()
+        Traceback (most recent call last):
+        ValueError: Default process group has not been initialized, please make sure to call init_process_group.
+    """
+    global _runtime  # noqa: PLW0603 -- shadows torch's own global, the default process group
+    if _runtime is None or dist.group.WORLD is None or _runtime.group() is not dist.group.WORLD:
+        begun = Runtime(report)
+        if _runtime is not None:
+            _runtime.end()
+        _runtime = begun
+        POSITION.join_group()
+    return _runtime
+
+
+def control_group() -> dist.ProcessGroup | None:
+    """Return the gloo group for small CPU tensors, separate from the group for gradients.
+
+    Its timeout is the initial timeout of the default group: ``distributed_timeout_minutes``, or the value given by
+    the code that started the group. Shortening the default group's timeout later does not change it.
+
+    Returns:
+        The group, or None where no process group is initialised.
+
+    Ranks: collective on the first call, local afterwards.
+
+    Example:
+        >>> control_group() is None
+        True
+    """
+    if not is_distributed_initialized():
+        return None
+    runtime = get_runtime()
+    group = runtime.control_group()
+    if group is None:
+        group = dist.new_group(backend="gloo", timeout=runtime.timeout)
+        runtime.control_group = weakref.ref(group)
+    return group

@@ -1,6 +1,14 @@
-"""The default process group: made from the launcher's environment, destroyed at exit.
+"""The default process group: how its processes find each other, how it is made, and its end when they exit.
 
-How the processes find each other is in :mod:`ddpkit.comm.rendezvous`.
+One store, and a name in it that no other attempt has used. Where the launcher keeps a store (torchrun, ddpkit itself),
+all connect to it; otherwise rank 0 hosts it at ``MASTER_ADDR`` and ``MASTER_PORT``. Slurm and Open MPI tell all ranks
+the same id of the run, from which a port is made where none was given. Another run may have that port: the store names
+the run that it belongs to.
+
+Then every process says that it is there (:func:`join_attempt`). That finds ranks that are missing or there twice, and
+gives the attempt a name of its own: torchrun reuses its store after a restart, and with the same names in it the new
+processes would read the addresses of the dead ones. See https://github.com/pytorch/pytorch/issues/135712. The name is
+not made from torchrun's count of restarts, which differs between nodes and stands still when nodes come and go.
 
 Source: torch's trap list in ``docs/explanation/architecture.md``.
 """
@@ -10,8 +18,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import sys
+import socket
+import threading
 import time
+from concurrent.futures import Future, TimeoutError as FutureTimeoutError
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -20,7 +30,6 @@ import torch
 import torch.distributed as dist
 
 from ddpkit.base import (
-    LAST_WORDS_SECONDS,
     POSITION,
     PROCESS,
     FailureReport,
@@ -28,28 +37,33 @@ from ddpkit.base import (
     host_name,
     is_distributed_initialized,
     is_second_hand,
+    spans,
     state_and_start,
 )
-from ddpkit.comm.consistency import compare_over_store, script_facts, software_facts
-from ddpkit.comm.rendezvous import open_store
-from ddpkit.comm.runtime import Runtime, control_group, get_runtime
+from ddpkit.comm.agreement import code_facts, compare_over_store, poll_until, software_facts
+from ddpkit.comm.mailbox import Runtime, control_group, get_runtime
 from ddpkit.compat import all_groups
-from ddpkit.control import Watchdog, at_exit, kill_workers, note_end_of_child, watch_uncaught
-from ddpkit.device import resolve_device
+from ddpkit.control import LAST_WORDS_SECONDS, Watchdog, at_exit, kill_workers, watch_uncaught
+from ddpkit.device import default_backend, resolve_device
 from ddpkit.errors import ConfigError, LaunchError, RankFailedError
-from ddpkit.launch import find_launch
+from ddpkit.launch import LOOPBACK, find_launch
+from ddpkit.logger import get_logger
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from ddpkit.launch import LaunchInfo
 
+logger = get_logger(__name__)
+
 DEFAULT_TIMEOUT_MINUTES = 30.0
 AFTER_WATCH_SECONDS = 30.0  # that collectives wait longer, so that it is the watchdog that says why
-SHARED_GPU = "Duplicate GPU detected"  # in NCCL's own words
 DEPARTURE_SECONDS = 5.0
 SEEN_SECONDS = 0.3  # in which torchrun's agent looks at its processes three times
 NAP_SECONDS = 0.02
+ANSWER_SECONDS = 2.0
+CONNECT_SECONDS = 60.0
+WARNING_SECONDS = 30.0
 
 
 def init_group(run_opts: Mapping[str, Any]) -> None:
@@ -90,7 +104,7 @@ def init_group(run_opts: Mapping[str, Any]) -> None:
         with POSITION.inside(SimpleNamespace(epoch=0, step=0, optimizer_step=0)):
             if info.world_size > 1:
                 facts = {"number of processes": str(info.world_size), "backend": backend}
-                facts |= {**software_facts(), **script_facts()}
+                facts |= {**software_facts(), **code_facts()}
                 compare_over_store(store, info.rank, info.world_size, facts, timeout.total_seconds())
             _join(report, info, backend, device, timeout)
             runtime = get_runtime(report)
@@ -121,7 +135,7 @@ def _start_watchdog(report: FailureReport, info: LaunchInfo, hang_timeout: float
     """Watch over this process from now on: a rank may fail before it has joined the group that the others wait in."""
     near = info.node_ranks or range(info.first_on_node, info.first_on_node + info.local_world_size)
     parent = os.getppid() if info.launcher == "torchrun" else None
-    watchdog = Watchdog(report, near, parent)
+    watchdog = Watchdog(report, near, parent, f"{info.address}:{info.port}")
     watchdog.hang_timeout = hang_timeout
     watchdog.heartbeat.is_starting = info.rank == 0  # without connections yet only silence shows that a rank is lost
     watchdog.start()
@@ -137,18 +151,11 @@ def _join(report: FailureReport, info: LaunchInfo, backend: str, device: str, ti
     except RuntimeError as error:  # torch.distributed.DistError derives from it
         raise LaunchError(
             f"rank {info.rank} of {info.world_size} could not join the process group "
-            f"(backend={backend!r}, met at {info.address}:{info.port}): {error}. {_what_to_do(str(error), device)}"
+            f"(backend={backend!r}, device={device!r}, met at {info.address}:{info.port}): {error}. Check the network "
+            "that the backend takes between the machines (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME). With NCCL each "
+            "process needs a GPU of its own, no slice (MIG) of one, and sees all GPUs of its machine (srun "
+            "--gpu-bind=none); --distributed_backend=gloo works on shared ones."
         ) from error
-
-
-def _what_to_do(error: str, device: str) -> str:
-    """Say what helps against an error of a backend that has not come together."""
-    if SHARED_GPU in error:
-        return (
-            f"Two ranks use one GPU, this one has {device!r}, or slices (MIG) of one. Start one process per GPU, each "
-            "seeing all GPUs of its machine (srun --gpu-bind=none), or run with --distributed_backend=gloo."
-        )
-    return "Check the network that the backend takes between the machines (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME)."
 
 
 def longest_wait(minutes: float | None, hang_timeout: float) -> float:
@@ -192,17 +199,16 @@ def check_backend(backend: str | None, device: str) -> str:
         >>> check_backend(None, "cpu")
         'gloo'
     """
-    on_gpu = device.startswith("cuda")
     if backend is None:
-        return "nccl" if on_gpu else "gloo"
+        return default_backend(device)
     for part in str(backend).split(","):
         name = part.split(":")[-1].strip().lower()
         if not dist.is_backend_available(name):
             raise ConfigError(
                 f"distributed_backend={backend!r}: this torch ({torch.__version__}) has no backend {name!r}. "
-                f"Run with --distributed_backend=gloo{'' if on_gpu else ' --device=cpu'}, or install a torch with it."
+                "Run with --distributed_backend=gloo, or install a torch with it."
             )
-    if backend == "nccl" and not on_gpu:
+    if backend == "nccl" and not device.startswith("cuda"):
         raise ConfigError(
             f"distributed_backend='nccl' works between GPUs only, and the device is {device!r} "
             f"({torch.cuda.device_count()} GPUs found). Run with --distributed_backend=gloo."
@@ -253,21 +259,19 @@ def _attend(*, hosts_store: bool, destroy: bool) -> None:
     runtime.is_attended, runtime.hosts_store = True, hosts_store
     watch_uncaught(runtime.report)
     POSITION.waits_for_device = "nccl" in dist.get_backend()
-    at_exit(functools.partial(_leave, runtime, destroy=destroy, handled=sys.exc_info()[1]))
+    at_exit(functools.partial(_leave, runtime, destroy=destroy))
 
 
-def _leave(runtime: Runtime, *, destroy: bool, handled: BaseException | None) -> None:
+def _leave(runtime: Runtime, *, destroy: bool) -> None:
     """Depart at exit, also where the script has destroyed the group itself: else this rank would be missed, and sought.
 
     Args:
         runtime: of the group.
         destroy: whether it was started by :func:`init_group`, and is to be destroyed.
-        handled: the exception that was being handled when this was registered.
     """
     if runtime.report.is_forked or runtime.has_left:
         return
     runtime.has_left = True
-    note_end_of_child(handled)
     has_group = is_distributed_initialized() and get_runtime() is runtime
     if has_group or not (runtime.is_over or runtime.watchdog is None):
         _leave_group(runtime, destroy=destroy and has_group)
@@ -319,3 +323,211 @@ def _destroy_groups(*, failed: bool) -> None:
     for group in all_groups():
         if "nccl" not in dist.get_backend(group):  # the process would abort at exit: it has threads of its own
             dist.destroy_process_group(group)
+
+
+# ---------------------------------------------------------------------------------------- the rendezvous
+
+
+def open_store(info: LaunchInfo, timeout: timedelta) -> tuple[dist.Store, bool]:
+    """Connect all processes of a run to one store, each with the same prefix.
+
+    Args:
+        info: the place of this process.
+        timeout: how long to wait for the others; the store's own limit too.
+
+    Returns:
+        The store, and whether this process hosts it.
+
+    Raises:
+        LaunchError: the rendezvous address is missing, the port is taken, or other ranks do not come.
+
+    Ranks: collective.
+
+    Example:
+        >>> from ddpkit.launch import LaunchInfo, derived_port
+        >>> alone = LaunchInfo("slurm", address="127.0.0.1", port=derived_port("doctest"), run_id="doctest")
+        >>> store, hosts = open_store(alone, timedelta(seconds=10))
+        >>> store.set("key", "value"); hosts
+        True
+    """
+    if not info.address or not info.port:
+        raise LaunchError(
+            f"this is rank {info.rank} of {info.world_size} ({info.launcher}), but MASTER_ADDR and MASTER_PORT are not "
+            "both set: the processes cannot find each other. Give every rank MASTER_ADDR, the host name of rank 0, and "
+            "MASTER_PORT, a free port there (mpirun -x, mpiexec -genv, jsrun -E), or launch with torchrun."
+        )
+    hosts = info.rank == 0 and not info.agent_hosts_store
+    end = time.monotonic() + timeout.total_seconds()
+    try:
+        store = _host(info, timeout) if hosts else _find(info, end, timeout)
+        name = join_attempt(store, info, end, once=not info.agent_hosts_store)
+    except (dist.DistNetworkError, FutureTimeoutError) as error:
+        raise LaunchError(
+            f"rank {info.rank} has lost the store at {info.address}:{info.port} (see the output of rank 0), or what "
+            "has that port does not answer as torch's store does: give every process another MASTER_PORT."
+        ) from error
+    return dist.PrefixStore(name, store), hosts
+
+
+# -------------------------------------------------------------------------------------------- the store
+
+
+def _host(info: LaunchInfo, timeout: timedelta) -> dist.Store:
+    """Host the store at the port where the others look for it."""
+    port = info.port
+    try:
+        return dist.TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, timeout=timeout, multi_tenant=True)
+    except RuntimeError as error:  # torch.distributed.DistError derives from it
+        if "EADDRINUSE" not in str(error):
+            raise
+        origin = f"made from the id of this run ({info.run_id})" if info.run_id else "of MASTER_PORT"
+        raise LaunchError(
+            f"port {port} {origin} is taken on this machine, where rank 0 was to be met ({info.address}:{port}): by "
+            "another run, or by what an earlier run has left behind. Give MASTER_PORT another number, the same to "
+            f"every process; `ss -ltnp | grep :{port}` shows who has it."
+        ) from error
+
+
+def _find(info: LaunchInfo, end: float, timeout: timedelta) -> dist.Store:
+    """Connect to the store; not to that of an earlier command of the same job step, which has the same port."""
+    for _ in poll_until(end):
+        store = _connect(info.address, info.port, end, timeout)
+        is_full = bool(info.run_id) and store.check([f"ddpkit/met/{info.run_id}"])
+        # it has met there itself where it joins again
+        if not is_full or store.get(f"ddpkit/here/{info.rank}").decode() == _me():
+            break
+    return store
+
+
+def _connect(address: str, port: int, end: float, timeout: timedelta) -> dist.Store:
+    """Connect to a store on another process, as soon as it is there."""
+    _await_listener(address, port, end)
+    made = Future[dist.Store]()
+
+    def connect() -> None:
+        try:
+            made.set_result(dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timeout))
+        except Exception as error:  # noqa: BLE001 -- raised below, in the thread that waits
+            made.set_exception(error)
+
+    # What is not a store of torch's may take the connection and never answer; torch then waits without a limit.
+    threading.Thread(target=connect, name="ddpkit-connect", daemon=True).start()
+    return made.result(CONNECT_SECONDS)
+
+
+def _await_listener(address: str, port: int, end: float) -> None:
+    """Wait until the port accepts connections; torch would wait too, but print a stack for each attempt."""
+    began, last = time.monotonic(), ""
+    for _ in poll_until(end):
+        try:
+            with socket.create_connection((address, port), timeout=ANSWER_SECONDS):
+                return
+        except OSError as error:
+            last = str(error)
+    raise LaunchError(
+        f"cannot connect to rank 0 at {address}:{port}, after {time.monotonic() - began:.0f} s ({last}). Was rank 0 "
+        f"started, and does this machine know the machine of rank 0 as {address!r}? The address is MASTER_ADDR and "
+        "MASTER_PORT."
+    )
+
+
+# ---------------------------------------------------------------------------------------------- meeting
+
+
+def join_attempt(store: dist.Store, info: LaunchInfo, end: float, *, once: bool) -> str:
+    """Wait until every rank is there, and agree on a name for this attempt.
+
+    Each rank leaves a token of this attempt, and rank 0 answers to it with the name; tokens of dead processes of an
+    earlier attempt are answered too, but the answers are not read.
+
+    Args:
+        store: the same on all ranks; it may hold what earlier attempts have left.
+        info: the place of this process.
+        end: when to give up, as ``time.monotonic()`` counts.
+        once: whether the store serves one attempt only, so that a rank can be found to be there twice.
+
+    Returns:
+        A prefix for all that this attempt keeps in the store.
+
+    Raises:
+        LaunchError: a rank is missing, or there twice.
+
+    Ranks: collective.
+
+    Example:
+        >>> from ddpkit.launch.launchers import LaunchInfo
+        >>> join_attempt(dist.HashStore(), LaunchInfo("slurm"), end=0.0, once=True).startswith("ddpkit/")
+        True
+    """
+    token = os.urandom(8).hex()
+    if once:
+        _claim(store, info)
+    if info.rank == 0:
+        _await_all(store, info, token, end)
+        store.set(f"ddpkit/met/{info.run_id}", "1")
+        return f"ddpkit/{token}"
+    store.set(_place(info.rank), token)
+    answer = f"{_place(info.rank)}/{token}"
+    for _ in poll_until(end):
+        if store.check([answer]):
+            name = store.get(answer).decode()
+            store.set(f"ddpkit/met/{name}/{info.rank}", "1")
+            return f"ddpkit/{name}"
+    raise LaunchError(
+        f"rank {info.rank} of {info.world_size} has waited at {info.address}:{info.port} for rank 0, which did not "
+        "come. Was it started? --distributed_timeout_minutes says how long to wait."
+    )
+
+
+def _await_all(store: dist.Store, info: LaunchInfo, name: str, end: float) -> None:
+    """Answer to every token until each rank has read its answer."""
+    missing, answered = set(range(1, info.world_size)), dict[int, str]()
+    warned = time.monotonic() + WARNING_SECONDS
+    for _ in poll_until(end):
+        for rank in sorted(missing):
+            if store.check([_place(rank)]):
+                token = store.get(_place(rank)).decode()
+                if answered.get(rank) != token:
+                    store.set(f"{_place(rank)}/{token}", name)
+                    answered[rank] = token
+            if store.check([f"ddpkit/met/{name}/{rank}"]):
+                missing.discard(rank)
+        if not missing:
+            return
+        if time.monotonic() > warned:
+            warned += 2 * WARNING_SECONDS
+            logger.warning("Rank 0 waits for %s of %d processes.", _named(missing), info.world_size)
+    raise LaunchError(
+        f"{_named(missing)} of {info.world_size} processes did not come to rank 0 at {info.address}:{info.port} in "
+        "time. Were they started, and can their machines reach this one? --distributed_timeout_minutes says how long "
+        "to wait."
+    )
+
+
+def _claim(store: dist.Store, info: LaunchInfo) -> None:
+    """Take this rank's place in the store, if it is the store of this run, and the place is free."""
+    owner = store.compare_set("ddpkit/run", "", info.run_id).decode() if info.run_id else ""
+    if owner != info.run_id:
+        raise LaunchError(
+            f"the store at {info.address}:{info.port} is another run's ({owner}; this one is {info.run_id}): both have "
+            "made the same port from their ids. Give MASTER_PORT another number, the same to every process."
+        )
+    holder = store.compare_set(f"ddpkit/here/{info.rank}", "", _me()).decode()
+    if holder != _me():
+        raise LaunchError(
+            f"two processes are rank {info.rank} of the run at {info.address}:{info.port}: {holder} came first, then "
+            f"{_me()}. Either two runs use the same MASTER_ADDR and MASTER_PORT (give one another port), or two "
+            "processes were given the same RANK."
+        )
+
+
+def _me() -> str:
+    return f"process {os.getpid()} on {socket.gethostname()}"
+
+
+def _place(rank: int) -> str:
+    return f"ddpkit/meet/{rank}"
+
+
+def _named(ranks: set[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {spans(ranks)} ({len(ranks)})"

@@ -1,7 +1,6 @@
 from ddpkit.control.failure import (
     failure_notice as failure_notice,
     is_shown_without_traceback as is_shown_without_traceback,
-    note_end_of_child as note_end_of_child,
     show_without_traceback as show_without_traceback,
     usage_errors as usage_errors,
     watch_uncaught as watch_uncaught,
@@ -11,13 +10,16 @@ from ddpkit.control.loader_workers import (
     kill_workers as kill_workers,
     start_loading as start_loading,
 )
-from ddpkit.control.periodic_sync import (
+from ddpkit.control.stop_requests import (
     CAUSES as CAUSES,
+    LAST_WORDS_SECONDS as LAST_WORDS_SECONDS,
+    REPEAT_SECONDS as REPEAT_SECONDS,
     TIME_LIMIT as TIME_LIMIT,
     PeriodicSync as PeriodicSync,
     Requests as Requests,
+    SignalListener as SignalListener,
     SyncReport as SyncReport,
-    require_stop_signals as require_stop_signals,
+    signal_named as signal_named,
 )
 from ddpkit.control.watchdog import (
     EXIT_DELAY as EXIT_DELAY,

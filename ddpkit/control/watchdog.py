@@ -1,9 +1,11 @@
-"""The watchdog of a process: it sends heartbeats, learns of other ranks' failures, and ends a process that would hang.
+"""The watchdog of a process: it tells where this rank is, learns of others' failures, and ends what would hang.
 
-It has two threads and uses the launcher's store. The heartbeat thread (:mod:`ddpkit.control.heartbeat`) calls the store
-about once a second, and may block there if the network is cut. The watchdog thread never blocks: it checks the clock,
-the parent process, and the results of the heartbeat thread. Collectives are not used, because after a failure they may
-never end.
+It has two threads and uses the launcher's store. The heartbeat thread calls the store about once a second, and may
+block there if the network is cut. The watchdog thread never blocks: it checks the clock, the parent process, and the
+results of the heartbeat thread. Collectives are not used, because after a failure they may never end.
+
+A heartbeat is one short text in the store, written before anything that may fail. An error in the rest (reading the
+other heartbeats, drawing conclusions from them) is logged once, and the next heartbeat tries again.
 """
 
 from __future__ import annotations
@@ -21,32 +23,53 @@ from ddpkit.base import (
     PROCESS,
     FailureReport,
     Position,
+    RankStatus,
     Reason,
+    has_ended,
     host_name,
-    kill_later,
+    spans,
+    state_and_start,
     table,
     temporarily,
+    this_place,
 )
 from ddpkit.control.failure import record_for_launcher
-from ddpkit.control.heartbeat import SILENT_SECONDS, Heartbeat
 from ddpkit.control.loader_workers import kill_workers, show_workers
-from ddpkit.errors import LaunchError, RankFailedError
-from ddpkit.launch import find_launch
+from ddpkit.errors import RankFailedError
 from ddpkit.logger import get_logger
+from ddpkit.types import Stage
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from contextlib import AbstractContextManager
+
+    from torch.distributed import Store
 
 logger = get_logger(__name__)
 
 LOOK_SECONDS = 0.25  # between two looks at the clock
 GRACE_SECONDS = 1.5  # for the main thread to end by itself, once another rank has failed
 EXIT_SECONDS = 3.0  # for a process to end by itself, once it has failed
-LAUNCHER_SECONDS = 5.0  # for torchrun's agent to end, once its processes have
 HOLD_SECONDS = 25.0  # for a save that the end of the process waits for; launchers kill after 30
 REASON_SECONDS = 4.0  # for the reason of a lost connection to become known
 JOIN_SECONDS = 2.0
+BEAT_SECONDS = 1.0  # between two calls of the store
+FIRST_BEATS = 8  # that are quicker: so that the ranks soon know each other
+SILENT_SECONDS = 4.0  # without a beat
+SEARCH_SECONDS = 2.2  # in which every rank that lives beats at least once, unless it keeps the interpreter lock
+START_SECONDS = 30.0  # without a beat, while the group is made: nothing then keeps the interpreter lock for long
+
+
+def beat_key(rank: int) -> str:
+    """Return the key under which a rank tells where it is.
+
+    Ranks: local.
+
+    Example:
+        >>> beat_key(3)
+        'ddpkit/beat/3'
+    """
+    return f"ddpkit/beat/{rank}"
 
 
 class ExitDelay:
@@ -76,6 +99,237 @@ class ExitDelay:
 EXIT_DELAY = ExitDelay()
 
 
+class Heartbeat:
+    """Tells the other ranks where this one is, and learns who has failed, or disappeared, or fallen silent.
+
+    Args:
+        watch: the watchdog of this process.
+        neighbours: the ranks on this machine.
+
+    Attributes:
+        latest: the last heartbeat that was read of each rank, and this rank's own.
+        silence: seconds since a rank's last new heartbeat, as far as it was asked. Time in which the store did not
+            answer, or this process was stopped, is not counted.
+        neighbours: the other ranks of this machine, as the launcher counts; not those that are known to have ended.
+        failure: the failed rank, if this rank must react.
+        is_searching: whether silent ranks are looked for on all machines, because a connection was lost.
+        is_starting: whether this rank looks for ranks that fall silent, or never beat, while the group is made.
+        store_lost: why the store cannot be used any more; None: it can.
+        answered: when the store last answered, on the monotonic clock.
+
+    Ranks: local; it exchanges heartbeats with the others through the store.
+
+    Example:
+        >>> from torch.distributed import HashStore
+        >>> store = HashStore()
+        >>> Watchdog(FailureReport(store, rank=0, world_size=1), []).heartbeat.beat(store)
+        >>> RankStatus.read(store.get("ddpkit/beat/0")).beats
+        1
+    """
+
+    def __init__(self, watch: Watchdog, neighbours: Iterable[int]) -> None:
+        self.watch, self.report, self.position = watch, watch.report, watch.position
+        self.rank, self.world_size = self.report.rank, self.report.world_size
+        self.neighbours = [rank for rank in sorted(neighbours) if rank != self.rank]
+        self.failure: Reason | None = None
+        self.is_searching = self.is_starting = False
+        self.store_lost: str | None = None
+        self.answered = time.monotonic()
+        self.beats = 0
+        self.silence: dict[int, float] = {}
+        self.machine, self._started = "/".join(this_place()), state_and_start(os.getpid())[1]
+        self.latest = {self.rank: self.position.own_status(self.rank, 0.0, look=False)}
+        self._read_at: dict[int, float] = {}
+        self._logged: set[tuple[str, str]] = set()
+
+    def beat_until(self, over: threading.Event) -> None:
+        """Beat until an event is set, or the store has gone; not once this process has failed.
+
+        Args:
+            over: ends it.
+        """
+        pause = 0.0
+        store: Store | None = None
+        while not over.wait(pause):
+            is_quick = self.beats < FIRST_BEATS or self.is_searching
+            pause = BEAT_SECONDS / FIRST_BEATS if is_quick else BEAT_SECONDS
+            try:
+                # A process that has failed says no more: of a store that is gone torch logs at length.
+                if PROCESS.failed is None and not self.report.store_is_lost:
+                    store = self._own_connection() if store is None else store
+                    self.beat(store)
+            except Exception as error:  # noqa: BLE001 -- of the store, which is the end; or of what is tried again
+                if not self._answers(store):
+                    self.store_lost = None if over.is_set() else (str(error).splitlines() or [""])[0][:200]
+                    return
+                self.log_once("tell where it is and hear of the others", error)
+            self.answered = time.monotonic()
+
+    def _own_connection(self) -> Store:
+        """Return a connection of its own to the store: a wait on the shared one blocks all other calls."""
+        clone = getattr(self.report.store, "clone", None)
+        return self.report.store if clone is None else clone()
+
+    def _answers(self, store: Store | None) -> bool:
+        try:
+            return store is not None and store.check([beat_key(self.rank)]) in {True, False}
+        except RuntimeError:  # torch.distributed.DistError derives from it
+            return False
+
+    def beat(self, store: Store) -> None:
+        """Tell where this rank is, then learn how the others are.
+
+        Args:
+            store: a connection of this thread's own.
+
+        Raises:
+            RuntimeError: the store does not answer.
+        """
+        self.beats += 1
+        store.set(beat_key(self.rank), self._told())
+        self._learn_failure(store)
+        self._read_others(store)
+
+    def log_once(self, what: str, error: Exception) -> None:
+        """Log an error of the watchdog itself, once: it is not a reason to end anything."""
+        kind = type(error).__name__
+        if (what, kind) not in self._logged:  # not the text, which may have a number in it
+            self._logged.add((what, kind))
+            text = "The watchdog of rank %d cannot %s, which ends nothing and is tried again: %s: %s"
+            logger.warning(text, self.rank, what, kind, error, main_process_only=False)
+
+    def silent(self) -> dict[int, float]:
+        """Return, by rank, the seconds since the last heartbeat, for the ranks that are overdue."""
+        return {rank: gap for rank, gap in list(self.silence.items()) if gap > SILENT_SECONDS and rank in self.latest}
+
+    def leads(self) -> bool:
+        """Return whether this is the lowest rank that still sends heartbeats."""
+        silent = self.silent()
+        return all(rank in silent for rank in range(self.rank))
+
+    def concerns(self, reason: Reason) -> bool:
+        """Say whether this process cannot go on after another rank's failure."""
+        inside = self.position.progress is not None
+        return inside and (reason.is_final or reason.session == self.position.session)
+
+    def gone(self, rank: int, how: str) -> Reason:
+        """Describe that a rank has disappeared.
+
+        Args:
+            rank: its number.
+            how: what is known of its end, such as ``"was killed"``.
+        """
+        one = self.latest.get(rank) or RankStatus(rank)
+        here = self.position.own_status(self.rank, 0.0, look=False)
+        # In training all ranks are at the same step, and this one knows its own to the moment.
+        place = (here if here.stage == Stage.TRAIN.name and not here.doing else one).place()
+        text = f"disappeared{' ' if place else ''}{place}: it {how}."
+        return Reason(rank, text, one.host, one.pid, session=one.session, is_final=True)
+
+    def _told(self) -> str:
+        seconds = self.watch.seconds_here()
+        is_away = self.position.has_no_limit() and seconds >= SILENT_SECONDS
+        here = self.position.own_status(self.rank, seconds, look=is_away or self.watch.is_in_trouble())
+        here.beats, here.started, here.machine = self.beats, self._started, self.machine
+        self._take(here)
+        return here.to_json()
+
+    def _learn_failure(self, store: Store) -> None:
+        """Learn whether a rank has failed, or a neighbour has disappeared."""
+        if self.failure is not None and self.failure.is_final:
+            return
+        report = FailureReport(store, self.rank, self.world_size)
+        if self.position.progress is None and self.position.has_returned():
+            report.depart()
+        self._note_gone_neighbours(store, report)
+        reason = report.first_failure()
+        if report.store_is_lost:
+            store.check([beat_key(self.rank)])  # raises
+        if reason is not None and self.concerns(reason):
+            self.failure = reason
+
+    def _note_gone_neighbours(self, store: Store, report: FailureReport) -> None:
+        for rank in list(self.neighbours):
+            if rank not in self.latest:
+                self._read(store, rank)
+            known = self.latest.get(rank)
+            if known is not None and known.machine == self.machine and has_ended(known.pid, known.started):
+                self._read(store, rank)  # where it was last
+                if not report.has_departed(rank):
+                    how = "was killed, or has crashed, or has ended itself at --hang_timeout"
+                    self._tell_gone(report, rank, f"{how} (out of memory? a signal?)")
+                self.neighbours.remove(rank)
+
+    def _tell_gone(self, report: FailureReport, rank: int, how: str) -> None:
+        """Report that a rank has disappeared: as the first failure, unless there is one, and as departed."""
+        report.tell(self.gone(rank, how))
+        report.depart(rank)
+
+    def _read_others(self, store: Store) -> None:
+        """Read where ranks are that this one may be waiting for: an awaited rank; in trouble, all."""
+        awaited = self.report.awaited
+        if self.is_searching or self.is_starting:
+            self._search(store)
+        elif awaited is not None:
+            self._read(store, awaited)
+            self._miss(store, awaited)
+        if not self.watch.is_in_trouble():
+            return
+        for rank in range(self.rank):  # the first rank that still tells reads all
+            self._read(store, rank)
+            if rank not in self.silent():
+                return
+        for rank in range(self.rank + 1, self.world_size):
+            self._read(store, rank)
+
+    def _search(self, store: Store) -> None:
+        """Tell of the ranks that are silent; only the first rank that asks looks for them, and tells the others."""
+        report = FailureReport(store, self.rank, self.world_size)
+        others = [rank for rank in range(self.world_size) if rank != self.rank and not report.has_departed(rank)]
+        for rank in others:
+            self._read(store, rank)
+        if self.is_starting:
+            silent = [rank for rank in others if self.silence[rank] >= START_SECONDS]
+        else:  # one that is seen to run may keep the interpreter lock: another one is lost
+            quiet = [rank for rank in others if rank in self.latest and self.silence[rank] >= SEARCH_SECONDS]
+            silent = [rank for rank in quiet if not self._is_at_work(rank)]
+        if silent:
+            first, *more = silent
+            likewise = f" (nor has rank {spans(more)})" if more else ""
+            how = f"has told nothing for {self.silence[first]:.0f} s{likewise}: it was killed, or its machine is gone"
+            self._tell_gone(report, first, f"{how}, or the network to it is cut")
+
+    def _miss(self, store: Store, rank: int) -> None:
+        """Report an awaited rank as gone once it has been silent for the limit, unless its process is seen to run."""
+        limit, silence = self.watch.hang_timeout, self.silence[rank]
+        if 0 < limit <= silence and not self._is_at_work(rank):
+            how = f"has told nothing for {silence:.0f} s (--hang_timeout={limit:.0f}): it was killed or stopped, or its"
+            cause = "machine is gone, or the network to it is cut, or a call of its code keeps the interpreter lock"
+            self._tell_gone(FailureReport(store, self.rank, self.world_size), rank, f"{how} {cause}")
+
+    def _is_at_work(self, rank: int) -> bool:
+        """Say whether a rank's process is on this machine, and neither gone nor stopped."""
+        known = self.latest.get(rank)
+        if known is None or known.machine != self.machine:  # there its number means another process
+            return False
+        state, started = state_and_start(known.pid)
+        return started == known.started and state in {"R", "S", "D"}
+
+    def _read(self, store: Store, rank: int) -> None:
+        key = beat_key(rank)
+        self._take(RankStatus.read(store.get(key)) if store.check([key]) else RankStatus(rank))
+
+    def _take(self, one: RankStatus) -> None:
+        """Note what a rank has told; one without beats has told nothing yet."""
+        now, known = time.monotonic(), self.latest.get(one.rank)
+        since = min(now - self._read_at.get(one.rank, now), SILENT_SECONDS)
+        self._read_at[one.rank] = now
+        is_new = one.beats != (0 if known is None else known.beats)
+        self.silence[one.rank] = 0.0 if is_new else self.silence.get(one.rank, 0.0) + since
+        if one.beats:
+            self.latest[one.rank] = one
+
+
 class Watchdog:
     """Watches over this process and those it works with, from when its group is made until it departs.
 
@@ -83,6 +337,7 @@ class Watchdog:
         report: of the process group.
         neighbours: the ranks on this machine.
         parent: process id of the launcher; this process ends with it. None: no launcher to watch.
+        store_place: host and port of the store, for messages.
         position: where this process is.
 
     Attributes:
@@ -103,15 +358,14 @@ class Watchdog:
         report: FailureReport,
         neighbours: Iterable[int],
         parent: int | None = None,
+        store_place: str = "another machine",
         *,
         position: Position = POSITION,
     ) -> None:
         self.report, self.rank = report, report.rank
-        self.parent, self.position = parent, position
+        self.parent, self.store_place, self.position = parent, store_place, position
         self.hang_warning = self.hang_timeout = 0.0
-        self.heartbeat = Heartbeat(
-            report, neighbours, self._seconds_here, self._is_in_trouble, lambda: self.hang_timeout, position=position
-        )
+        self.heartbeat = Heartbeat(self, neighbours)
         self._moved = self._changed = self._looked = time.monotonic()
         self._mark = position.mark()
         self._failure_since = self._failing_since = 0.0
@@ -144,10 +398,14 @@ class Watchdog:
         """
         return temporarily(self, hang_warning=warning, hang_timeout=timeout)
 
-    @property
-    def still_for(self) -> float:
-        """Seconds since this rank last made progress."""
-        return time.monotonic() - self._moved
+    def seconds_here(self) -> float:
+        """Return the seconds since this rank's last step, or since it has left ``fit`` or ``evaluate``."""
+        return time.monotonic() - self._changed
+
+    def is_in_trouble(self) -> bool:
+        """Say whether this rank has made no step for half of a limit."""
+        limits = [limit for limit in (self.hang_warning, self.hang_timeout) if limit > 0]
+        return bool(limits) and time.monotonic() - self._moved >= min(limits) / 2
 
     def await_reason(self) -> Reason | None:
         """Wait briefly for a report of which rank failed or disappeared."""
@@ -168,20 +426,20 @@ class Watchdog:
     # ------------------------------------------------------------------ the thread that looks
 
     def _look(self) -> None:
-        looks = (
-            self._notice_steps,
-            self._check_launcher,
-            self._check_failure,
-            self._check_store,
-            self._check_clock,
-        )
         while not self._over.wait(LOOK_SECONDS):
-            for look in looks:
-                try:
-                    look()
-                except Exception as error:  # noqa: BLE001 -- who watches must go on
-                    self._moved = time.monotonic()  # an error here must not count as a hang
-                    self.heartbeat.log_once(look.__name__.strip("_").replace("_", " "), error)
+            try:
+                self.look()
+            except Exception as error:  # noqa: BLE001 -- who watches must go on
+                self._moved = time.monotonic()  # an error here must not count as a hang
+                self.heartbeat.log_once("look at the clock", error)
+
+    def look(self) -> None:
+        """Look at everything once."""
+        self._notice_steps()
+        self._check_launcher()
+        self._check_failure()
+        self._check_store()
+        self._check_clock()
 
     def _notice_steps(self) -> None:
         mark, now = self.position.mark(), time.monotonic()
@@ -194,14 +452,6 @@ class Watchdog:
         if mark != self._mark or self.position.has_no_limit():
             self._mark, self._moved = mark, now
             self._next_warning = self.hang_warning
-
-    def _seconds_here(self) -> float:
-        """Return the seconds since this rank's last step, or since it has left ``fit`` or ``evaluate``."""
-        return time.monotonic() - self._changed
-
-    def _is_in_trouble(self) -> bool:
-        limits = [limit for limit in (self.hang_warning, self.hang_timeout) if limit > 0]
-        return bool(limits) and self.still_for >= min(limits) / 2
 
     def _check_launcher(self) -> None:
         if self.parent is not None and os.getppid() != self.parent:
@@ -231,70 +481,44 @@ class Watchdog:
             self.heartbeat.failure = self.heartbeat.failure or self._lost_store_reason(lost)
             return
         silent = time.monotonic() - self.heartbeat.answered
-        if inside and 0 < self.hang_timeout < silent and not self._works_alone():
-            self._leave_launcher()
+        works_alone = bool(self.position.excused) and not self.position.is_waiting()  # the others wait at the store
+        if inside and 0 < self.hang_timeout < silent and not works_alone:
+            keeper = "the launcher" if _launcher_keeps_store() else self.heartbeat.latest.get(0, RankStatus()).name()
             self._dump_stacks()
             self._end(
-                f"rank {self.rank} ({host_name()}): no answer for {silent:.0f} s from the store on {_store_place()}"
-                f"{self._store_keeper()} is silent, or the network to it is cut."
+                f"rank {self.rank} ({host_name()}): no answer for {silent:.0f} s from the store on {self.store_place}: "
+                f"{keeper}, which keeps it, is silent, or the network to it is cut."
             )
-
-    def _store_keeper(self) -> str:
-        """Say whose store it is, at the end of a clause: where no launcher keeps it, the first rank does."""
-        if _launcher_keeps_store():
-            return ": that machine"
-        known = self.heartbeat.latest.get(0)
-        return f": {'rank 0' if known is None else known.name()}, which keeps it,"
-
-    def _works_alone(self) -> bool:
-        """Say whether this process does main-only work, for which the others wait at the store."""
-        return bool(self.position.excused) and not self.position.is_waiting()
-
-    def _leave_launcher(self) -> None:
-        """See to it that torchrun's agent ends too, unless it may start this rank again.
-
-        An agent that meets the others at a c10d rendezvous asks the store once a second who else is there. If the
-        network is cut it waits for the answer as long as TCP tries, a quarter of an hour, and hears no signal.
-        """
-        most, used = (os.environ.get(f"TORCHELASTIC_{name}") for name in ("MAX_RESTARTS", "RESTART_COUNT"))
-        if self.parent is not None and most is not None and most == used:
-            kill_later(self.parent, LAUNCHER_SECONDS)
 
     def _lost_store_reason(self, how: str) -> Reason:
         cut = f"or the network to it is cut ({how})"
         if _launcher_keeps_store():
-            text = f"the store on {_store_place()} is gone with the process that held it, {cut}."
+            text = f"the store on {self.store_place} is gone with the process that held it, {cut}."
             return Reason(0, f"lost its launcher: {text}", is_final=True)
-        return self.heartbeat.gone(0, f"was lost with the store on {_store_place()}, which it held, {cut}")
+        return self.heartbeat.gone(0, f"was lost with the store on {self.store_place}, which it held, {cut}")
 
     def _check_clock(self) -> None:
-        still = self.still_for
-        failure = self.heartbeat.failure
+        still, failure = time.monotonic() - self._moved, self.heartbeat.failure
         if self.position.progress is None or PROCESS.failed is not None or (failure is not None and failure.is_final):
             return
         if 0 < self.hang_timeout <= still:
-            self._end_hang(still)
+            limit = f"(--hang_timeout={self.hang_timeout:.0f})"
+            text = f"rank {self.rank} has made no step for {still:.0f} s {limit}. Where it is:\n{self._table()}"
+            self._dump_stacks()
+            self._end(text)
         elif 0 < self.hang_warning <= still and still >= self._next_warning:
             self._next_warning = 2 * max(self._next_warning, self.hang_warning)
             if self.heartbeat.leads():
                 end = f" After {self.hang_timeout:.0f} s the run ends (--hang_timeout)." if self.hang_timeout else ""
                 words = "No step for %.0f s.%s Where the ranks are:\n%s"
-                logger.warning(words, still, end, self._all_ranks(), main_process_only=False)
+                logger.warning(words, still, end, self._table(), main_process_only=False)
             self._show_workers()
 
-    def _all_ranks(self) -> str:
-        latest = sorted([*self.heartbeat.latest.values()], key=lambda one: one.rank)
-        return table(latest, self.heartbeat.silent())
-
-    def _end_hang(self, still: float) -> None:
-        text = f"rank {self.rank} has made no step for {still:.0f} s (--hang_timeout={self.hang_timeout:.0f})."
-        here = self.heartbeat.latest.get(self.rank)
-        if self.heartbeat.leads():
-            text = f"{text} Where the ranks are:\n{self._all_ranks()}"
-        elif here is not None:
-            text = f"{text} Where it is, and the first rank tells where all are:\n{table([here])}"
-        self._dump_stacks()
-        self._end(text)
+    def _table(self) -> str:
+        """Say where this rank is; the first rank that still tells says where all are."""
+        latest = self.heartbeat.latest
+        ranks = sorted(latest) if self.heartbeat.leads() else [self.rank]
+        return table([latest[rank] for rank in ranks], self.heartbeat.silent())
 
     def _dump_stacks(self) -> None:
         with contextlib.suppress(OSError):
@@ -310,23 +534,11 @@ class Watchdog:
         """End the process, whatever its main thread is doing; say why last, if there is something to say."""
         if text is not None:
             record_for_launcher(RankFailedError(text))
-            _write(text)
+            with contextlib.suppress(OSError):
+                os.write(2, f"\n[ddpkit] {text}\n".encode())
         kill_workers()
         os._exit(1)
 
 
-def _write(text: str) -> None:
-    with contextlib.suppress(OSError):
-        os.write(2, f"\n[ddpkit] {text}\n".encode())
-
-
 def _launcher_keeps_store() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-
-
-def _store_place() -> str:
-    """Return the machine that keeps the store, and the port if there is one that was told."""
-    host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
-    with contextlib.suppress(LaunchError):
-        host = host or find_launch().address
-    return f"{host}:{port}" if host and port else host or "another machine"

@@ -33,15 +33,10 @@ LOOPBACK = "127.0.0.1"
 # Ports computed from a run's id: below the ephemeral ports of the system, above most services.
 FIRST_DERIVED_PORT, DERIVED_PORTS = 20000, 12000
 
-# Variables in the table of an error: the first group always; names with one of the other prefixes if set.
+# Variables that an error shows: these, and any that begin so.
 _TORCH_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_SLURM_VARIABLES = ("JOB_ID", "STEP_", "PROCID", "LOCALID", "NODEID", "NTASKS", "GTIDS", "JOB_NODELIST")
-_OTHER_VARIABLES = {
-    "torchrun": ("GROUP_RANK", "TORCHELASTIC_R"),
-    "ddpkit": (NPROC,),
-    "Slurm": ("SLURMD_NODENAME", *(f"SLURM_{name}" for name in _SLURM_VARIABLES)),
-    "MPI": (*(one.rank.removesuffix("RANK") for one in MPI_LAUNCHERS.values()), "MPI_LOCAL"),
-}
+_OTHER_VARIABLES = (NPROC, "GROUP_RANK", "TORCHELASTIC_R", "OMPI_COMM_WORLD_", "PMI_", "MPI_LOCAL", "JSM_NAMESPACE_")
+_SLURM_VARIABLES = ("SLURM_STEP_", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_GTIDS")
 
 # Whoever sets one of these starts ranks of its own inside the tasks of another launcher.
 _STARTS_RANKS_INSIDE = ("TORCHELASTIC_RUN_ID", "RAY_JOB_ID", "CROSS_SIZE")
@@ -171,25 +166,24 @@ def given_port(environ: Mapping[str, str]) -> int:
 
 
 def describe_environment(environ: Mapping[str, str]) -> str:
-    """Tabulate the launchers' variables that were found, and torch's own that were not.
+    """List the launchers' variables that were found, and torch's own that were not.
 
     Args:
         environ: the environment.
 
     Returns:
-        Lines of name, value and the launcher that uses it.
+        Lines of names and values.
 
     Ranks: local.
 
     Example:
-        >>> print(describe_environment({"RANK": "0"}).splitlines()[1])
-          RANK                        '0'           torch
+        >>> print(describe_environment({"RANK": "0"}).splitlines()[0])
+          RANK='0'
     """
-    rows = [(name, _shown(environ, name), "torch") for name in _TORCH_VARIABLES]
-    for launcher, beginnings in _OTHER_VARIABLES.items():
-        rows += [(name, _shown(environ, name), launcher) for name in sorted(environ) if name.startswith(beginnings)]
-    header = f"  {'variable':<27} {'found':<13} used by"
-    return "\n".join([header, *(f"  {name:<27} {value:<13} {who}" for name, value, who in rows)])
+    others = sorted(name for name in environ if name.startswith(_OTHER_VARIABLES + _SLURM_VARIABLES))
+    missing = [f"  {name} is not set" for name in _TORCH_VARIABLES if name not in environ]
+    found = [f"  {name}={environ[name]!r}" for name in (*_TORCH_VARIABLES, *others) if name in environ]
+    return "\n".join(found + missing)
 
 
 def contradiction(reason: str, environ: Mapping[str, str]) -> LaunchError:
@@ -230,18 +224,13 @@ def count(environ: Mapping[str, str], name: str, default: int | None = None) -> 
         >>> count({"RANK": "3"}, "RANK"), count({}, "GROUP_RANK", 0)
         (3, 0)
     """
-    text = environ.get(name)
-    if text is None:
-        if default is not None:
-            return default
+    if name not in environ and default is not None:
+        return default
+    if name not in environ:
         raise contradiction(f"{name} is not set", environ)
-    try:
-        value = int(text)
-    except ValueError:
-        raise contradiction(f"{name}={text!r} is not a whole number", environ) from None
-    if value < 0:
-        raise contradiction(f"{name}={value} is negative", environ)
-    return value
+    if not environ[name].isdecimal():
+        raise contradiction(f"{name}={environ[name]!r} is not a whole number from 0 on", environ)
+    return int(environ[name])
 
 
 def check_places(environ: Mapping[str, str], places: Mapping[str, int]) -> None:
@@ -265,10 +254,6 @@ def check_places(environ: Mapping[str, str], places: Mapping[str, int]) -> None:
             raise contradiction(f"{small}={places[small]} is not below {large}={places[large]}", environ)
     if places[local_size] > places[size]:
         raise contradiction(f"{local_size}={places[local_size]} is above {size}={places[size]}", environ)
-
-
-def _shown(environ: Mapping[str, str], name: str) -> str:
-    return repr(environ[name]) if name in environ else "not set"
 
 
 # ------------------------------------------------------------------------------------------------ torch's own
@@ -320,7 +305,7 @@ def _from_slurm(environ: Mapping[str, str]) -> LaunchInfo | None:
         raise contradiction(reason, environ)
     job = ".".join(environ.get(f"SLURM_{name}", "") for name in ("CLUSTER_NAME", "JOB_ID", "STEP_ID"))
     run_id = f"slurm {job} {environ.get('SLURM_RESTART_COUNT', '0')}"
-    place: dict[str, Any] = rendezvous_address(environ, _host_of_task_zero(environ, rank, tasks == on_node), run_id)
+    place: dict[str, Any] = rendezvous_address(environ, _host_of_task_zero(environ, one_node=tasks == on_node), run_id)
     binding = environ.get("SLURM_GPU_BIND", "")
     per_task = environ.get("SLURM_GPUS_PER_TASK") or "gpu" in environ.get("SLURM_TRES_PER_TASK", "")
     return LaunchInfo(
@@ -343,17 +328,11 @@ def _ranks_on_node(environ: Mapping[str, str]) -> tuple[int, ...]:
     return tuple(map(int, text.split(",")))
 
 
-def _host_of_task_zero(environ: Mapping[str, str], rank: int, one_node: bool) -> str:
+def _host_of_task_zero(environ: Mapping[str, str], *, one_node: bool) -> str:
     given = environ.get("MASTER_ADDR")
     if given or one_node:
         return given or LOOPBACK
-    text = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
-    first = _first_host(text)
-    here = environ.get("SLURMD_NODENAME", first)
-    if rank == 0 and here != first:
-        reason = f"task 0 runs on {here!r}, which is not the first host of the step ({text!r}); give MASTER_ADDR"
-        raise contradiction(reason, environ)
-    return first
+    return _first_host(environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", ""))
 
 
 def _first_host(text: str) -> str:
@@ -393,10 +372,9 @@ def _from_mpi(name: str, environ: Mapping[str, str]) -> LaunchInfo | None:
     one_node = on_node == world_size
     if not one_node and (rank - local_rank) % on_node:
         reason = (
-            f"rank {rank} is number {local_rank} of {on_node} on its node: the ranks are not counted node by node, "
-            "the same number on each (as mpirun --map-by slot does)"
+            f"rank {rank} is number {local_rank} of {on_node} on its node, but ranks are to be counted node by node"
         )
-        raise contradiction(reason, environ)
+        raise contradiction(f"{reason}, the same number on each (as mpirun --map-by slot does)", environ)
     shared = " ".join(environ[one] for one in launcher.shared if environ.get(one))
     run_id = f"{name} {shared}" if shared else ""
     place: dict[str, Any] = rendezvous_address(environ, LOOPBACK if one_node else "", run_id)

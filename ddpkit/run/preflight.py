@@ -40,7 +40,6 @@ from ddpkit.comm import (
     outside_frame,
     recipe_facts,
     require_agreement,
-    script_facts,
     software_facts,
     together,
 )
@@ -149,7 +148,6 @@ class Preflight:
             facts = {
                 "call": f"{call} at {path}",
                 **self.versions,
-                **script_facts(),
                 **recipe_facts(type(brain), options.param_file),
                 "checkpointer": "none" if checkpointer is None else type(checkpointer).__name__,
                 **option_facts(options),

@@ -14,9 +14,9 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ddpkit.base import POSITION, SignalListener, host_name, replacing, signal_named, stage_of, state_and_start
+from ddpkit.base import POSITION, host_name, replacing, stage_of, state_and_start
 from ddpkit.comm import AFTER_WATCH_SECONDS, get_runtime, longest_wait, shorten_timeout
-from ddpkit.control import TIME_LIMIT, failure_notice
+from ddpkit.control import TIME_LIMIT, SignalListener, failure_notice, signal_named
 from ddpkit.distributed import get_rank, is_distributed_initialized, run_on_main
 from ddpkit.errors import RunStopped
 from ddpkit.logger import get_logger
@@ -98,7 +98,7 @@ class StopControl:
         return longest_wait(self._options.distributed_timeout_minutes, self._options.hang_timeout)
 
     def cause(self) -> str:
-        """Return what has asked this rank to stop, one of :data:`ddpkit.control.periodic_sync.CAUSES`, or nothing."""
+        """Return what has asked this rank to stop, one of :data:`ddpkit.control.stop_requests.CAUSES`, or nothing."""
         if self.signals.stop_signal:
             return signal.Signals(self.signals.stop_signal).name
         over = self._seconds_allowed is not None and seconds_since_start() > self._seconds_allowed

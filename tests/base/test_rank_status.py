@@ -146,7 +146,7 @@ def test_the_table_names_the_guilty_first_and_the_waiting_in_one_line():
     lines = table(ranks, {4: 12.0}).splitlines()
     assert lines == [
         "rank 3 (b, pid 33): in TRAIN of epoch 2 at step 9, for 40 s at data.py:12 in load",
-        "rank 4 (b, pid 34): silent for 12 s, last outside of fit",
+        "rank 4 (b, pid 34): silent for 12 s, last outside of fit and evaluate",
         "rank 0-2, 5: in TRAIN of epoch 2 at step 9, for 31 s waiting for other ranks at train.py:1 in main",
     ]
 

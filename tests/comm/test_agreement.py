@@ -130,12 +130,8 @@ def test_data_that_cannot_feed_the_ranks(caplog):
     check_train_data(shard(range(3), Sharding(0, 4)), 1)
     (message,) = caplog.messages
     assert message.startswith("The training set has 3 sample(s) for 4 ranks: a rank without a sample repeats one")
-    with pytest.raises(
-        DataError, match=r"yields no batch: 5 samples do not fill one global batch of 8 \(4 per process"
-    ):
+    with pytest.raises(DataError, match=r"yields no batch.* does not fill one global batch and drop_last=True leaves"):
         check_train_data(shard(range(5), Sharding(0, 2), batch_size=4, drop_last=True), 0)
-    with pytest.raises(DataError, match=r"^the training loader yields no batch\.$"):
-        check_train_data([], 0)
 
 
 # ---------------------------------------------------------------------------------------- over the ranks
@@ -160,7 +156,7 @@ def test_what_each_rank_tells_of_itself_may_differ(monkeypatch):
 def test_a_file_that_one_rank_alone_has_imported_is_no_difference(monkeypatch):
     """The digests differ then, and the ranks look closer; and go on."""
     ranks = Ranks(2, monkeypatch)
-    facts = [{"a": "1"}, {"a": "1", "file plots.py": "code 0a"}]
+    facts = [{"a": "1"}, {"a": "1", "module plots": "code 0a"}]
     assert ranks.run(lambda rank: require_agreement(facts[rank], about=rank, site="x")) == [[0, 1]] * 2
     assert ranks.sites == [["x", "x, in detail"]] * 2
 

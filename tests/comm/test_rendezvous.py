@@ -10,8 +10,8 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from ddpkit.comm import rendezvous
-from ddpkit.comm.rendezvous import join_attempt, open_store
+from ddpkit.comm import process_group
+from ddpkit.comm.process_group import join_attempt, open_store
 from ddpkit.errors import LaunchError
 from ddpkit.launch import LaunchInfo, derived_port
 from tests.launching import free_port, soon
@@ -98,7 +98,7 @@ def test_a_rank_waits_until_an_earlier_command_of_its_job_step_has_ended(run_id)
     for key, value in {"run": run_id, "here/1": "process 1 of that command", f"met/{run_id}": "1"}.items():
         earlier.set(f"ddpkit/{key}", value)
     late, found, calls, again = info(1, port=port, run_id=run_id), [], [], threading.Event()
-    connect = rendezvous._connect
+    connect = process_group._connect
 
     def watched(*args):
         calls.append(args)
@@ -107,7 +107,7 @@ def test_a_rank_waits_until_an_earlier_command_of_its_job_step_has_ended(run_id)
         return connect(*args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rendezvous, "_connect", watched)
+        patch.setattr(process_group, "_connect", watched)
         thread = threading.Thread(target=lambda: found.append(open_store(late, LIMIT)))
         thread.start()
         assert again.wait(10)
@@ -143,43 +143,20 @@ def test_the_port_of_the_user_is_taken(stranger):
 
 def test_a_stranger_that_does_not_answer_is_no_hang(stranger, monkeypatch):
     """torch alone waits for ever there, whatever its timeout."""
-    monkeypatch.setattr(rendezvous, "CONNECT_SECONDS", 1.0)
+    monkeypatch.setattr(process_group, "CONNECT_SECONDS", 1.0)
     made = []
-    monkeypatch.setattr(rendezvous.dist, "TCPStore", lambda *_, **__: made.append(1) or time.sleep(3))
+    monkeypatch.setattr(process_group.dist, "TCPStore", lambda *_, **__: made.append(1) or time.sleep(3))
     with pytest.raises(LaunchError, match="does not answer as torch's store does"):
         open_store(info(1, port=stranger), LIMIT)
     assert made
     time.sleep(2.5)  # the thread ends
 
 
-@pytest.mark.parametrize(
-    ("place", "missing"),
-    [
-        ({"port": 0}, r"but MASTER_PORT is not set: .* Set MASTER_PORT to a free port there, or"),
-        (
-            {"address": "", "port": 29500},
-            r"but MASTER_ADDR is not set: .* Set MASTER_ADDR to the host name of rank 0, or",
-        ),
-        (
-            {"address": "", "port": 0},
-            "but MASTER_ADDR and MASTER_PORT are not set: the processes cannot find each other",
-        ),
-    ],
-)
-def test_what_is_missing_to_meet_is_named(place, missing):
-    with pytest.raises(LaunchError, match=missing):
+@pytest.mark.parametrize("place", [{"port": 0}, {"address": "", "port": 29500}, {"address": "", "port": 0}])
+def test_what_is_missing_to_meet_is_named(place):
+    words = r"rank 1 of 2 \(environment\), but MASTER_ADDR and MASTER_PORT are not both set: the processes cannot find"
+    with pytest.raises(LaunchError, match=words):
         open_store(info(1, **place), LIMIT)
-
-
-@pytest.mark.parametrize(
-    ("launcher", "words"),
-    [("openmpi", "mpirun -x MASTER_ADDR="), ("pmi", "mpiexec -genv MASTER_ADDR "), ("jsm", "jsrun -E MASTER_ADDR=")],
-)
-def test_d6_what_to_pass_to_an_mpi_launcher(launcher, words):
-    with pytest.raises(LaunchError) as caught:
-        open_store(LaunchInfo(launcher, 3, 1, 4, 2, 1), LIMIT)
-    assert words in str(caught.value)
-    assert f"this is rank 3 of 4 ({launcher})" in str(caught.value)
 
 
 def test_nobody_listens():
@@ -187,13 +164,6 @@ def test_nobody_listens():
     with pytest.raises(LaunchError, match=r"cannot connect to rank 0 at 127.0.0.1:\d+, .*Was rank 0 started"):
         open_store(info(1, port=free_port()), timedelta(seconds=0.5))
     assert soon(began, 5)
-
-
-def test_an_unknown_host_is_not_waited_for_half_an_hour(monkeypatch, run_id):
-    monkeypatch.setattr(rendezvous, "UNKNOWN_HOST_SECONDS", 0.2)
-    for place in ({"port": 29500}, {"port": derived_port(run_id), "run_id": run_id}):
-        with pytest.raises(LaunchError, match="no-such-host.invalid"):
-            open_store(info(1, address="no-such-host.invalid", **place), timedelta(minutes=30))
 
 
 # ------------------------------------------------------------------------------------------------ meeting
@@ -227,7 +197,7 @@ def test_a_rank_that_died_while_meeting_is_replaced():
 
 
 def test_ranks_that_do_not_come_are_named(caplog, monkeypatch):
-    monkeypatch.setattr(rendezvous, "WARNING_SECONDS", 0.1)
+    monkeypatch.setattr(process_group, "WARNING_SECONDS", 0.1)
     with pytest.raises(LaunchError, match=r"ranks 1-2 \(2\) of 3 processes did not come to rank 0 at 127.0.0.1:5"):
         join_attempt(dist.HashStore(), info(0, 3, port=5), time.monotonic() + 0.5, once=True)
     assert "Rank 0 waits for ranks 1-2 (2) of 3 processes." in caplog.text

@@ -287,7 +287,7 @@ def test_checkpoints_of_before_are_moved_at_the_first_call_only(tmp_path, caplog
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ("step: [3\noptimizer_step: 6\n", "invalid YAML at line 2: .*"),
+        ("step: [3\noptimizer_step: 6\n", "invalid YAML: .* line 2, .*"),
         ("loss: 3\n", "does not say how far the run had come.*"),
     ],
 )

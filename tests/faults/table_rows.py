@@ -325,7 +325,7 @@ def judge_stuck(outcome: Outcome, judge: Judge) -> None:
     silent = trial.kind in {"stop", "gil"}
     here = r"table_recipe\.py:\d+ in happen"
     if trial.where == "worker":
-        here = "waiting for its loader at "
+        here = "waiting for its loader"
         stack = "" if silent else r'(?s:.*)table_recipe\.py", line \d+ in happen'
         outcome.require_said(rf"^A worker of the loader \(pid \d+\) is here:{stack}")
     elif silent:

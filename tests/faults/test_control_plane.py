@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ddpkit.base import REPEAT_SECONDS
+from ddpkit.control import REPEAT_SECONDS
 from tests.launching import PATIENCE, Run, start_by_hand, torchrun, wait_until
 
 pytestmark = pytest.mark.faults
@@ -182,7 +182,7 @@ def test_f11_a_stuck_rank_is_named_with_its_line_and_ends_the_run(tmp_path, faul
     [run] = start(tmp_path, f"fault={fault}@{where}", "rank=1", *words)
     await_fault(tmp_path, [run])
     run.wait(8 + GONE_SECONDS)
-    at = "waiting for its loader at " if where == "worker" else r".*control_recipe.py:\d+ in happen"
+    at = "at .*, waiting for its loader$" if where == "worker" else r".*control_recipe.py:\d+ in happen"
     guilty = rf"^rank 1 \(.*\): in TRAIN of epoch 1 at step \d+, for \d+ s {at}"
     assert re.search(guilty, run.err, re.MULTILINE), run.err
     if where == "worker":

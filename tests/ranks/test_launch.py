@@ -210,11 +210,10 @@ def share_a_gpu():
         dist.init_process_group = before
 
 
-def test_ranks_that_share_a_gpu_are_told_so_and_not_to_look_at_the_network(ranks):
+def test_ranks_that_share_a_gpu_are_told_what_to_do(ranks):
     for text in ranks.run(share_a_gpu, init=False):
-        assert "Two ranks use one GPU" in text
-        assert "Start one process per GPU" in text
-        assert "network" not in text
+        assert "Duplicate GPU detected" in text
+        assert "With NCCL each process needs a GPU of its own" in text
 
 
 def leave_groups_of_nccl():

@@ -170,7 +170,7 @@ def test_f10_ctrl_c_at_the_terminal(tmp_path):
 @pytest.mark.faults
 def test_f1_a_save_that_takes_a_while_is_ended_when_another_rank_fails(tmp_path):
     body = """
-        from ddpkit.base import SignalListener
+        from ddpkit.control import SignalListener
         from ddpkit.control import EXIT_DELAY
         if rank == 0:
             with SignalListener().listening(), EXIT_DELAY.held():

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from ddpkit import distributed
 from ddpkit.base import host_name
 from ddpkit.brain import run_of
-from ddpkit.comm.consistency import own_place
+from ddpkit.comm.agreement import own_place
 from ddpkit.distributed import exchange
 from ddpkit.run import preflight
 from ddpkit.run.preflight import StartReport
@@ -461,7 +461,7 @@ def start_two(first, second, *words):
     [
         ({"script": RECIPE + "    # as it was yesterday\n"}, "early", "  script: train.py (code "),
         ({"script": RECIPE + "    # as it was yesterday\n"}, "late", "  script: train.py (code "),
-        ({"net": NET + "    # as it was yesterday\n"}, "early", "  file nets.py: code "),
+        ({"net": NET + "    # as it was yesterday\n"}, "early", "  module nets: nets.py (code "),
         ({"yaml": "lr: 2\n"}, "early", "  hyperparameter file: content "),
     ],
     ids=["script", "script of a Brain alone", "module", "yaml"],

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ddpkit.comm import get_runtime
-from ddpkit.control import heartbeat, watchdog
+from ddpkit.control import watchdog
 from ddpkit.epoch_loop import EpochCounter, EpochCounterWithStopper
 from ddpkit.errors import NonFiniteLossError, RankFailedError
 from ddpkit.types import Stage
@@ -130,12 +130,12 @@ def test_a_rank_that_is_stuck_before_the_first_stage_is_not_said_to_be_outside_o
 @contextlib.contextmanager
 def busy_watch():
     """Have the watch do in a blink what takes it seconds."""
-    before = heartbeat.BEAT_SECONDS, watchdog.LOOK_SECONDS, watchdog.GRACE_SECONDS
-    heartbeat.BEAT_SECONDS, watchdog.LOOK_SECONDS, watchdog.GRACE_SECONDS = 0.01, 0.003, 0.3
+    before = watchdog.BEAT_SECONDS, watchdog.LOOK_SECONDS, watchdog.GRACE_SECONDS
+    watchdog.BEAT_SECONDS, watchdog.LOOK_SECONDS, watchdog.GRACE_SECONDS = 0.01, 0.003, 0.3
     try:
         yield
     finally:
-        heartbeat.BEAT_SECONDS, watchdog.LOOK_SECONDS, watchdog.GRACE_SECONDS = before
+        watchdog.BEAT_SECONDS, watchdog.LOOK_SECONDS, watchdog.GRACE_SECONDS = before
         if dist.is_initialized():
             get_runtime().watchdog.stop()
 
@@ -173,7 +173,7 @@ def end(how):
             message = str(error)
         watched = get_runtime().watchdog
         time.sleep(0.1)
-        end_of_pulse = watched.heartbeat.beats > heartbeat.FIRST_BEATS and watched.heartbeat.failure is None
+        end_of_pulse = watched.heartbeat.beats > watchdog.FIRST_BEATS and watched.heartbeat.failure is None
         return brain.progress.epoch, brain.step, brain.optimizer_step, message.partition(" had")[0], end_of_pulse
 
 
@@ -272,10 +272,10 @@ def test_f1_a_failure_that_was_caught_in_a_nested_call_does_not_end_the_outer_on
 WAITING = """\
 import atexit, os, signal, time
 from ddpkit.comm import mailbox, process_group
-from ddpkit.control import heartbeat
+from ddpkit.control import watchdog
 from ddpkit.distributed import ddp_init_group, exchange, get_rank
 
-mailbox.TROUBLE_SECONDS, heartbeat.START_SECONDS = 0.2, 2.0
+mailbox.TROUBLE_SECONDS, watchdog.START_SECONDS = 0.2, 2.0
 if os.environ["LOCAL_WORLD_SIZE"] == "1":
     os.environ.update(LOCAL_RANK="0", GROUP_RANK=os.environ["RANK"])
 BEFORE
@@ -322,7 +322,7 @@ def test_f4_f11_who_waits_for_a_lost_rank_outside_of_fit_ends_and_names_it(tmp_p
     other.signal(signal.SIGKILL)
     other.wait(5)
     assert (main.code, other.code) == (1, -9), other.err
-    assert f"rank 1 ({heartbeat.host_name()}, pid " in main.tail(2), main.err
+    assert f"rank 1 ({watchdog.host_name()}, pid " in main.tail(2), main.err
     assert re.search(says, main.tail(2))
     assert "(rank 0 was waiting at train.py:14 in <module> for rank 1)" in main.tail(1)
 

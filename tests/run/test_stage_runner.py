@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
-from ddpkit.base import SignalListener
+from ddpkit.control import SignalListener
 from ddpkit.dataloader import LoopedLoader, Sharding, make_dataloader, resume_at, set_epoch, shard
 from ddpkit.run import stage_runner
 from ddpkit.run.stage_runner import StageRunner
@@ -324,7 +324,7 @@ def test_no_save_while_gradients_wait():
 def test_saves_by_minutes_follow_the_main_process(monkeypatch):
     now = [1000.0]
     monkeypatch.setattr(stage_runner, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    monkeypatch.setattr("ddpkit.control.periodic_sync.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr("ddpkit.control.stop_requests.time", SimpleNamespace(monotonic=lambda: now[0]))
 
     class Slow(Host):
         def fit_batch(self, batch):

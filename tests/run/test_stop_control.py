@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ddpkit.control import CAUSES, require_stop_signals
+from ddpkit.control import CAUSES, SignalListener
 from ddpkit.errors import ConfigError
 from ddpkit.run.stop_control import (
     MARKER,
@@ -47,9 +47,9 @@ def test_exit_codes_are_those_of_a_shell():
 
 
 def test_only_signals_that_ranks_can_tell_each_other_stop_a_run():
-    require_stop_signals(["SIGHUP", "usr2"], [])
-    with pytest.raises(ConfigError, match="stop_signals names 'SIGPIPE'"):
-        require_stop_signals(["SIGPIPE"], [])
+    SignalListener(["SIGHUP", "usr2"], [])
+    with pytest.raises(ConfigError, match=r"stop_signals names \['SIGPIPE'\]"):
+        SignalListener(["SIGPIPE"], [])
 
 
 def test_the_marker(tmp_path):

@@ -1,7 +1,9 @@
-"""Signals that ask a run to stop, or to save: heard at any time, acted on where all ranks agree to.
+"""Requests to stop, or to save: signals that this process hears, and the sync at which all ranks learn of them.
 
-A handler only sets a number. What follows of it is decided at the next sync (see :mod:`ddpkit.control`), on all ranks
-alike, whichever of them were signalled.
+A handler only sets a number. What follows of it is decided at the next sync, on all ranks alike, whichever of them were
+signalled. What the ranks must agree on is agreed on about once a second, not once a step: every ``k`` steps, with ``k``
+itself agreed on at the previous sync, the ranks add up a few numbers in one small all-reduce on a group of their own
+(gloo, on the CPU). All of them act on the same sums at the same step.
 """
 
 from __future__ import annotations
@@ -12,17 +14,24 @@ import signal
 import sys
 import threading
 import time
-from typing import TYPE_CHECKING, Any, ClassVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from ddpkit.base.rank import rank_if_known
+from ddpkit.base import rank_if_known
 from ddpkit.errors import ConfigError, RankFailedError, RunStopped
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
 LAST_WORDS_SECONDS = 2.0  # for a process that has lost another rank to say so, once it is asked to end
 REPEAT_SECONDS = 1.0  # a launcher and a scheduler may both pass on the same signal
 _ENDING = ("SIGINT", "SIGTERM")
+
+TIME_LIMIT = "time limit"
+#: What can ask a run to stop; if several do at once, the first of these counts on all ranks.
+CAUSES = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGHUP", TIME_LIMIT)
+INTERVAL_SECONDS = 1.0
+MOST_SHORTER = 4  # times: the distance of syncs that an epoch may begin with, against that of the epoch before
 
 
 class _Listeners:
@@ -31,7 +40,6 @@ class _Listeners:
     pipe = -1  # where Python writes the number of each signal that arrives; its other end is read by a thread
     asked_at = 0.0  # when a signal has asked for the end; 0: none has
     was_stopped = False  # whether a call has ended by a stop; who hears in it stays active
-    by_handler = False  # whether the handler acts on the second signal, and not the thread
     before: ClassVar[dict[signal.Signals, Any]] = {}  # the handlers in whose place ours is
     active: ClassVar[list[SignalListener]] = []  # the innermost context last
 
@@ -54,8 +62,7 @@ def _put_back(handlers: dict[signal.Signals, Any]) -> None:
 def _watch_second_signal() -> None:
     """Have a thread learn of signals: a main thread that is busy in C, as in a collective, runs no handlers.
 
-    A handler does it in a notebook, which shall not die, and where the script has the arrival of signals written
-    elsewhere, as asyncio does.
+    It learns of none where the script has their arrival written elsewhere, as asyncio does.
     """
     if _Listeners.pipe < 0:
         reader, _Listeners.pipe = os.pipe()
@@ -63,23 +70,17 @@ def _watch_second_signal() -> None:
         os.register_at_fork(after_in_child=_forget)
         threading.Thread(target=_end_at_second, args=(reader,), name="ddpkit-signals", daemon=True).start()
     before = signal.set_wakeup_fd(_Listeners.pipe, warn_on_full_buffer=False)
-    is_own = before not in {-1, _Listeners.pipe}
-    if is_own:
+    if before not in {-1, _Listeners.pipe}:
         signal.set_wakeup_fd(before, warn_on_full_buffer=False)
-    _Listeners.by_handler = is_own or hasattr(sys, "ps1")
 
 
 def _end_at_second(reader: int) -> None:
     """End this process when it is asked to a second time."""
     while True:
         number = os.read(reader, 1)[0]
-        if not _Listeners.by_handler and _is_second(number):
-            _end_by(number)
-
-
-def _end_by(number: int) -> None:
-    _say(f"{signal.Signals(number).name} again: ended at once, without a checkpoint.")
-    os._exit(128 + number)
+        if _is_second(number):
+            _say(f"{signal.Signals(number).name} again: ended at once, without a checkpoint.")
+            os._exit(128 + number)
 
 
 def _is_second(number: int) -> bool:
@@ -123,6 +124,9 @@ class SignalListener:
         stop_signal: the number of the signal that has asked for an end; 0: none has.
         save_wanted: whether a checkpoint has been asked for and not been made since.
 
+    Raises:
+        ConfigError: a name is unknown, or in both lists, or of a signal that is not made for it.
+
     Ranks: local.
 
     Example:
@@ -144,6 +148,10 @@ class SignalListener:
                 f"stop_signals and save_signals both name {', '.join(sorted(one.name for one in both))}: a signal "
                 "either ends the run or only saves. Name it in one of them."
             )
+        unlike = [one.name for one in self.stopping if one.name not in CAUSES]
+        if unlike:
+            possible = ", ".join(CAUSES[:-1])
+            raise ConfigError(f"stop_signals names {unlike}. A run can be stopped by {possible}; name some of those.")
         self.stop_signal = 0
         self.save_wanted = False
 
@@ -151,14 +159,14 @@ class SignalListener:
     def listening(self) -> Iterator[None]:
         """Return a context in which the signals are heard, unless the script has its own use for one.
 
-        Ranks: local; outside of the main thread, where Python allows no handlers, it does nothing.
+        Ranks: local; outside of the main thread, where Python allows no handlers, and in a notebook it does nothing.
 
         State: the handlers, restored at the end. After a stop they stay until the process exits, because launchers then
         send signals to the remaining processes. An unhandled signal is raised again at the end. Enclosing contexts
         receive the signals too. ``signal.set_wakeup_fd``, and the thread that reads there, stay: see
         ``_watch_second_signal``.
         """
-        if threading.current_thread() is not threading.main_thread():
+        if threading.current_thread() is not threading.main_thread() or hasattr(sys, "ps1"):
             yield
             return
         if not _Listeners.active or _Listeners.was_stopped:  # else this call is inside of another one
@@ -206,18 +214,11 @@ class SignalListener:
 
 
 def _hear(number: int, _frame: Any) -> None:
-    is_second = _Listeners.by_handler and _is_second(number)
     is_first = [one.note(number) for one in _Listeners.active]  # each has a use of its own for it
     if any(is_first):
         name = signal.Signals(number).name
         again = " Once more after a second ends the process at once." if name in _ENDING else ""
         _say(f"{name}: stopping at the end of a step.{again}")
-    elif is_second:
-        for one in _Listeners.active:
-            one.stop_signal = 0  # in a notebook there is a next call
-        if hasattr(sys, "ps1"):
-            raise KeyboardInterrupt
-        _end_by(number)
 
 
 def _end_soon(number: int, _frame: Any) -> None:
@@ -231,3 +232,135 @@ def _say(line: str) -> None:
     if not rank_if_known():
         with contextlib.suppress(OSError):
             os.write(2, f"\n{line}\n".encode())
+
+
+# ------------------------------------------------------------------------------------------ the sync
+
+
+@dataclass(frozen=True)
+class SyncReport:
+    """What all ranks learnt at a sync; every number is the same on every rank.
+
+    Attributes:
+        step: the step of the sync, within the epoch.
+        loss: weighted mean over all ranks since the epoch began; NaN before the first finite one.
+        samples: samples seen by all ranks since the epoch began, with those whose loss was not finite.
+        main_seconds: the main process's answer to how long ago it last saved an intra-epoch checkpoint.
+        save_wanted: whether some rank has been asked for a checkpoint, by a signal.
+        stop: what has asked some rank to stop, one of :data:`CAUSES`; empty: nothing has.
+
+    Ranks: local.
+
+    Example:
+        >>> SyncReport(step=4, loss=0.5, samples=32, main_seconds=1.0).loss
+        0.5
+    """
+
+    step: int
+    loss: float
+    samples: int
+    main_seconds: float
+    save_wanted: bool = False
+    stop: str = ""
+
+
+class Requests(NamedTuple):
+    """What a rank sends at a sync besides its losses.
+
+    Attributes:
+        main_seconds: seconds since the last intra-epoch checkpoint; only the main process's value counts.
+        save: whether a checkpoint was requested on this rank.
+        stop: the cause of a stop request, one of :data:`CAUSES`; empty: none.
+
+    Ranks: local.
+
+    Example:
+        >>> Requests(save=True).stop
+        ''
+    """
+
+    main_seconds: float = 0.0
+    save: bool = False
+    stop: str = ""
+
+
+class PeriodicSync:
+    """Decides at which steps the ranks sync, and syncs them.
+
+    Args:
+        add_up: sums a list of floats over the ranks, such as :func:`ddpkit.distributed.sum_over_ranks`.
+        world_size: number of ranks.
+        is_main: whether this is the main process.
+        interval: seconds between syncs, about.
+
+    Ranks: collective; every rank must ask at the same steps, and does, because ``due`` is agreed on.
+
+    Example:
+        >>> sync = PeriodicSync(add_up=list, world_size=1, is_main=True)
+        >>> sync.start(step=0); sync.due
+        1
+        >>> sync(step=1, loss_sum=3.0, count=2, samples=2, requests=Requests()).loss
+        1.5
+    """
+
+    def __init__(
+        self,
+        add_up: Callable[[list[float]], list[float]],
+        world_size: int,
+        *,
+        is_main: bool,
+        interval: float = INTERVAL_SECONDS,
+    ) -> None:
+        self.add_up = add_up
+        self.world_size = world_size
+        self.is_main = is_main
+        self.interval = interval
+        self.due = 1
+        self._last_step = 0
+        self._last_time = 0.0
+        self._steps_apart = self._known = 1
+
+    def start(self, step: int) -> None:
+        """Begin an epoch, or go on with one, after ``step`` steps.
+
+        The first step also waits for the loader, and a few come before the next sync. Only where they were quick are
+        the syncs soon as far apart as in the epoch before.
+        """
+        self._last_step, self._last_time = step, time.monotonic()
+        self.due = step + 1
+        self._known = self._steps_apart
+
+    def __call__(
+        self,
+        step: int,
+        loss_sum: float,
+        count: float,
+        samples: int,
+        requests: Requests,
+    ) -> SyncReport:
+        """Exchange these numbers with the other ranks and fix the step of the next sync.
+
+        Args:
+            step: the current step, equal on all ranks.
+            loss_sum: this rank's sum of losses since the epoch began.
+            count: what that sum counts on this rank.
+            samples: this rank's number of samples since the epoch began.
+            requests: what this rank tells beyond that.
+
+        Returns:
+            What all ranks learnt.
+        """
+        now = time.monotonic()
+        per_step = (now - self._last_time) / max(step - self._last_step, 1)
+        main_seconds = requests.main_seconds if self.is_main else 0.0
+        stops = [float(cause == requests.stop) for cause in CAUSES]
+        total_loss, total, seen, seconds, main, wanted_by, *stopped_by = self.add_up(
+            [loss_sum, count, samples, per_step, main_seconds, float(requests.save), *stops]
+        )
+        stop = next((cause for cause, ranks in zip(CAUSES, stopped_by, strict=True) if ranks), "")
+        wanted = int(self.interval * self.world_size / max(seconds, 1e-9))
+        self._steps_apart = max(1, min(wanted, max(2 * self._steps_apart, self._known // MOST_SHORTER)))
+        self.due = step + self._steps_apart
+        self._last_step, self._last_time = step, time.monotonic()
+        mean = total_loss / total if total else float("nan")
+        return SyncReport(step, mean, int(seen), main_seconds=main, save_wanted=wanted_by > 0, stop=stop)

@@ -544,7 +544,6 @@ def deal_batches(loader: Any, sharding: Sharding) -> StreamLoader:
     name = type(loader).__name__
     if is_sharded(loader):
         _refuse_divided(sharding, f"{name}, which divides itself over the processes")
-        logger.info("%s divides itself over the ranks (is_sharded): it is used as it is.", name)
         sharding = Sharding(seed=mix_key(sharding.seed, sharding.rank))
     elif sharding.world_size > 1 and not sharding.is_virtual:
         logger.info(

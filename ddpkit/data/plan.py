@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 CHUNK = 8192
+MOST_DRAWN = 5_000_000  # a sampler that yields more, and has no len(), seems endless
 SMALL = 1 << 14
 ROUNDS = 8
 _HALF = np.uint64(32)
@@ -281,7 +282,6 @@ class RankBatchSampler(Sampler[list[Any]]):
     Ranks: local.
     """
 
-    most = 20_000_000  # a source that yields more, and has no len(), seems endless
     seed: int
 
     def __init__(self, source: Any, rank: int, world_size: int) -> None:
@@ -304,7 +304,7 @@ class RankBatchSampler(Sampler[list[Any]]):
     def _draw(self) -> list[Any]:
         """Return what the source yields in this epoch, drawn once per epoch and alike on every rank."""
         if self._drawn is None:
-            self._drawn = _draw_alike(self.source, self.seed, self.epoch, self.most)
+            self._drawn = _draw_alike(self.source, self.seed, self.epoch)
         return self._drawn
 
 
@@ -495,8 +495,6 @@ class DealtBatchSampler(RankBatchSampler):
         [[[0, 1], [4]], [[2, 3], [4]]]
     """
 
-    most = 2_000_000  # batches
-
     def __init__(
         self,
         batch_sampler: Iterable[list[Any]],
@@ -563,13 +561,11 @@ class DealtBatchSampler(RankBatchSampler):
 
     def _draw(self) -> list[list[Any]]:
         if self._drawn is None:
-            batches = [batch if hasattr(batch, "__len__") else list(batch) for batch in super()._draw()]
+            drawn = _draw_alike(self.source, self.seed, self.epoch)
+            batches = [batch if hasattr(batch, "__len__") else list(batch) for batch in drawn]
             if not all(map(len, batches)):
-                self._drawn = None
-                raise DataError(
-                    f"{type(self.batch_sampler).__name__} yields a batch without any index in epoch {self.epoch} (the "
-                    f"{list(map(len, batches)).index(0) + 1}. of {len(batches)}): leave empty batches out."
-                )
+                name = type(self.source).__name__
+                raise DataError(f"{name} yields a batch without any index in epoch {self.epoch}: leave empty ones out.")
             self._drawn = batches
         return self._drawn
 
@@ -672,15 +668,15 @@ def _draw_words(sampler: Any, epoch: int, drawn: list[Any]) -> dict[str, str]:
     return {name: hashlib.blake2b(shown.encode(), digest_size=6).hexdigest()}
 
 
-def _draw_alike(sampler: Iterable[Any], seed: int, epoch: int, most: int) -> list[Any]:
+def _draw_alike(sampler: Iterable[Any], seed: int, epoch: int) -> list[Any]:
     """List what a sampler yields, its randomness fixed by (seed, epoch) and the caller's left as it was."""
     key = mix_key(seed, epoch, 0xDEA1)
     generators = [getattr(one, "generator", None) for one in layers(sampler)]
     with own_randomness(key, [one for one in generators if isinstance(one, torch.Generator)]):
-        iterator = iter(sampler)
+        most = MOST_DRAWN
         with contextlib.suppress(TypeError, NotImplementedError):
             most = max(most, 2 * len(cast("Sized", sampler)))
-        drawn = list(itertools.islice(iterator, most + 1))
+        drawn = list(itertools.islice(sampler, most + 1))
     name = type(sampler).__name__
     if len(drawn) > most:
         raise DataError(
@@ -688,9 +684,8 @@ def _draw_alike(sampler: Iterable[Any], seed: int, epoch: int, most: int) -> lis
             "of an epoch, to be divided. Let it end, or give it a len() if it is so long."
         )
     if not drawn:
-        once = " A generator can be iterated once only: give an object whose __iter__ begins anew."
         raise DataError(
-            f"{name} yields nothing in epoch {epoch}: there is no data to train on."
-            + (once if iterator is sampler else "")
+            f"{name} yields nothing in epoch {epoch}: there is no data to train on. What can be iterated once only, as "
+            "a generator, must be an object whose __iter__ begins anew."
         )
     return drawn

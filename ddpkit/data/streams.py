@@ -12,7 +12,6 @@ import contextlib
 import functools
 import itertools
 from collections.abc import Mapping
-from numbers import Integral
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -74,12 +73,12 @@ class StreamShard(IterableDataset[Any], Source):
     It is read block by block: block ``n`` is the items ``[n * block_size, (n + 1) * block_size)``, and is divided over
     the shards: one of each rank, or several of each with virtual ranks.
 
-    A stream with a method ``shard(num_shards, index)`` that makes enough shards divides itself. Any other is dealt out:
-    it is worker ``n % num_workers`` that reads block ``n``, so that the loader's ``n``-th batch comes from it whatever
-    the workers; and shard ``k`` of ``K`` takes the items of it at ``k``, ``k + K`` and so on. So the blocks, which are
-    the global batches, do not depend on ranks or workers, and the last one is divided to within one item. In training a
-    rank without an item of it is given the last item again, which counts nothing: so its gradient is of what the others
-    work on.
+    A stream with a method ``shard(num_shards, index)`` and enough ``num_shards`` divides itself. Any other is dealt
+    out: it is worker ``n % num_workers`` that reads block ``n``, so that the loader's ``n``-th batch comes from it; and
+    shard ``k`` of ``K`` takes the items of it at ``k``, ``k + K`` and so on. So the blocks, which are the global
+    batches, do not depend on ranks or workers, and the last one is divided to within one item. In training a rank
+    without an item of it is given the last item again, which counts nothing: so its gradient is of what the others work
+    on.
 
     While the stream is read, ``torch.utils.data.get_worker_info()`` returns None, so that a stream that shards by
     worker does not divide itself again. A stream that ddpkit divides draws its random numbers (Python's, numpy's and
@@ -153,12 +152,6 @@ class StreamShard(IterableDataset[Any], Source):
     def _read_alike(self) -> Reading:
         """Return random numbers that are the same wherever the whole is read."""
         return Reading(mix_key(self.seed, int(self.epoch), _BATCHES if self.of_batches else READ))
-
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(
-            f"StreamShard has no attribute {name!r}: it stands for the stream in a loader, and divides it over ranks "
-            "and workers. A worker_init_fn has nothing to divide. A stream that does it itself says is_sharded=True."
-        )
 
     def _own_blocks(self, own: dict[int, Iterator[Any]]) -> Iterator[Block]:
         """Yield a batch of each shard that the stream has made, until all are used up."""
@@ -396,7 +389,6 @@ def stream_loader(dataset: Any, sharding: Sharding, options: dict[str, Any]) -> 
         options.setdefault("batch_size", None)
     block_size = _block_size(sharding, options)
     if is_sharded(dataset):
-        logger.info("%s divides itself over ranks and workers: it is left as it is.", name)
         return StreamLoader(dataset, worker_key(sharding), **options)
     workers = options.get("num_workers") or 0
     drop_last = bool(options.get("drop_last"))
@@ -407,7 +399,7 @@ def stream_loader(dataset: Any, sharding: Sharding, options: dict[str, Any]) -> 
     if number > 1 and not shard.divides_itself:
         logger.info(
             "%s is dealt out by counting: %d processes (ranks x loader workers) read all of it. A method "
-            "shard(num_shards, index) that makes so many shards would let each read its own part.",
+            "shard(num_shards, index), and so many num_shards, would let each read its own part.",
             *(name, number),
         )
     return StreamLoader(shard, worker_key(sharding), **options)
@@ -452,17 +444,9 @@ def _block_size(sharding: Sharding, options: dict[str, Any]) -> int:
 
 
 def _has_shards(dataset: Any, number: int) -> bool:
-    """Say whether a stream can cut itself into so many shards; alike in all processes, and before any of them reads."""
-    if number == 1 or not callable(getattr(dataset, "shard", None)):
-        return False
-    available = getattr(dataset, "num_shards", getattr(dataset, "n_shards", None))
-    if isinstance(available, Integral):
-        return int(available) >= number
-    try:
-        dataset.shard(number, number - 1)
-    except (IndexError, ValueError):  # it has fewer
-        return False
-    return True
+    """Say whether a stream can cut itself into so many shards."""
+    available = getattr(dataset, "num_shards", 0)
+    return 1 < number <= available and callable(getattr(dataset, "shard", None))
 
 
 def _is_webdataset(data: Any) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import operator
 import os
 import random
 from typing import TYPE_CHECKING, Any
@@ -300,12 +301,9 @@ def _seed_python_and_numpy(seed: int) -> None:
 
 def _whole_number(value: Any, name: str) -> int:
     try:
-        number = int(value)
-    except (TypeError, ValueError, OverflowError):
-        number = None
-    if number is None or (isinstance(value, float) and number != value):
-        raise ConfigError(f"{name}={value!r} is not a whole number. Give one from 0 to {MAX_SEED}.")
-    return number
+        return int(value) if isinstance(value, str) else operator.index(value)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{name}={value!r} is not a whole number. Give one from 0 to {MAX_SEED}.") from error
 
 
 @contextlib.contextmanager

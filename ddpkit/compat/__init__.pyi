@@ -18,13 +18,11 @@ from ddpkit.compat.process_groups import (
 from ddpkit.compat.random_streams import (
     look_at_random_streams as look_at_random_streams,
 )
-from ddpkit.compat.shuffled_streams import (
+from ddpkit.compat.streams import (
     loses_items as loses_items,
+    show_worker as show_worker,
     shuffle_digest as shuffle_digest,
 )
 from ddpkit.compat.unreduced import (
     unreduced_parameters as unreduced_parameters,
-)
-from ddpkit.compat.worker_info import (
-    show_worker as show_worker,
 )

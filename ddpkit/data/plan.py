@@ -299,7 +299,14 @@ class RankBatchSampler(Sampler[list[Any]]):
 
     def drawn_words(self) -> dict[str, str]:
         """Describe what the source has yielded for this epoch, for a comparison with the other ranks."""
-        return {} if isinstance(self.source, int) else _draw_words(self.source, self.epoch, self._draw())
+        if isinstance(self.source, int):
+            return {}
+        name = (
+            f"draw of {type(self.source).__name__} for epoch {self.epoch} (its randomness must follow from a seed that "
+            "all ranks share; one that draws for its own rank alone says is_sharded = True)"
+        )
+        shown = re.sub(r" at 0x[0-9a-fA-F]+", "", repr(self._draw()))
+        return {name: hashlib.blake2b(shown.encode(), digest_size=6).hexdigest()}
 
     def _draw(self) -> list[Any]:
         """Return what the source yields in this epoch, drawn once per epoch and alike on every rank."""
@@ -656,16 +663,6 @@ def index_number(index: Any) -> int:
         return operator.index(index)
     except TypeError:
         return int.from_bytes(hashlib.blake2b(repr(index).encode(), digest_size=8).digest(), "little")
-
-
-def _draw_words(sampler: Any, epoch: int, drawn: list[Any]) -> dict[str, str]:
-    """Say what a sampler has drawn, as a fact that must be the same on every rank."""
-    name = (
-        f"draw of {type(sampler).__name__} for epoch {epoch} (its randomness must follow from a seed that all ranks "
-        "share; one that draws for its own rank alone says is_sharded = True)"
-    )
-    shown = re.sub(r" at 0x[0-9a-fA-F]+", "", repr(drawn))
-    return {name: hashlib.blake2b(shown.encode(), digest_size=6).hexdigest()}
 
 
 def _draw_alike(sampler: Iterable[Any], seed: int, epoch: int) -> list[Any]:

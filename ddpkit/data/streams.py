@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from ddpkit.compat import shuffle_digest
 from ddpkit.control import start_loading
 from ddpkit.data.likeness import MOST_ITEMS, sketch
-from ddpkit.data.plan import SamplingPlan, part
+from ddpkit.data.plan import SamplingPlan, part, require_positive
 from ddpkit.data.stream_position import (
     READ,
     ReadApart,
@@ -428,19 +428,22 @@ def is_sharded(data: Any) -> bool:
 
 def _block_size(sharding: Sharding, options: dict[str, Any]) -> int:
     """Return the number of items in a global batch; set this rank's batch size if only the global one is given."""
-    whole, mine = sharding.batch_of_all_ranks, sharding.shards_of_stream
+    whole, mine = sharding.global_batch_size, sharding.shards_of_stream
     number = sharding.world_size * len(mine)
     if whole is None:
         batch_size = options.get("batch_size", 1)  # None: the stream gives whole batches
         return number if batch_size is None else SamplingPlan(1, batch_size, number).global_batch_size
-    start, stop = part(SamplingPlan(num_samples=1, batch_size=whole).batch_size, number, mine[0])
-    if whole < number:
+    require_positive("global_batch_size", whole, "every step needs at least one sample")
+    size, rest = divmod(whole, sharding.micro_batches)
+    if rest or size < number:
         raise ConfigError(
-            f"global_batch_size={whole} gives {number} {'virtual ranks' if sharding.is_virtual else 'processes'} less "
-            f"than one item each. Set it to {number} or more, or use fewer of them."
+            f"global_batch_size={whole} of a stream cannot be divided into {sharding.micro_batches} equal batches with "
+            f"an item for each of {number} {'virtual ranks' if sharding.is_virtual else 'processes'}. Use a multiple "
+            f"of {sharding.micro_batches}, and {number * sharding.micro_batches} at least."
         )
+    start, stop = part(size, number, mine[0])
     options["batch_size"] = stop - start
-    return whole
+    return size
 
 
 def _has_shards(dataset: Any, number: int) -> bool:

@@ -166,7 +166,7 @@ def test_a_global_batch_that_cannot_be_divided_evenly(num_workers):
         [[1, 4], [8, 11], [15]],
         [[2, 5], [9, 12], [16]],
     ]
-    with pytest.raises(ConfigError, match="global_batch_size=2 gives 3 processes less than one item each"):
+    with pytest.raises(ConfigError, match="global_batch_size=2 of a stream .* for each of 3 processes"):
         shard(Stream(), Sharding(0, 3, global_batch_size=2))
 
 

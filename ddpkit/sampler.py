@@ -176,7 +176,6 @@ class ConcatDatasetBatchSampler(Sampler[list[int]]):
         self.samplers = samplers
         self.batch_sizes = batch_sizes
         self.offsets = [0, *itertools.accumulate(_part_length(one) for one in samplers[:-1])]
-        self.epoch = epoch
         self.set_epoch(epoch)
 
     @property

@@ -169,19 +169,19 @@ class SamplingPlan:
     micro_batches: int = 1
 
     def __post_init__(self) -> None:
+        reason, parts = "every step needs at least one sample", self.world_size * self.micro_batches
         given: Any = self.global_batch_size
-        name = "batch_size" if given is None else "global_batch_size"
-        given = self.batch_size if given is None else given
-        require_positive(name, given, "every step needs at least one sample")
-        if name == "global_batch_size" and self.micro_batches > self.global_batch_size:
+        if given is None:
+            require_positive("batch_size", self.batch_size, reason)
+            object.__setattr__(self, "global_batch_size", self.batch_size * parts)
+            return
+        require_positive("global_batch_size", given, reason)
+        if self.micro_batches > given:
             raise ConfigError(
-                f"global_batch_size={self.global_batch_size} cannot be divided into {self.micro_batches} batches: some "
+                f"global_batch_size={given} cannot be divided into {self.micro_batches} batches: some "
                 "would be empty. Use a smaller grad_accumulation_factor, or a larger global_batch_size."
             )
-        if name == "batch_size":
-            object.__setattr__(self, "global_batch_size", self.batch_size * self.world_size * self.micro_batches)
-        else:
-            object.__setattr__(self, "batch_size", -(-self.global_batch_size // (self.world_size * self.micro_batches)))
+        object.__setattr__(self, "batch_size", -(-given // parts))
 
     def __len__(self) -> int:
         """Return the number of batches of an epoch: the same on every rank."""

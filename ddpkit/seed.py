@@ -25,7 +25,7 @@ from ddpkit.errors import CheckpointError, ConfigError
 from ddpkit.logger import get_logger
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping
 
 logger = get_logger(__name__)
 
@@ -273,25 +273,19 @@ def restore_rng_state(state: Mapping[str, Any]) -> None:
         ) from error
     for kind, states in state.get("accelerators", {}).items():
         present = _own_first(kind, _ACCELERATORS[kind]) if count_devices(kind) else []
-        _restore_devices(kind, states, present)
+        for device, one in zip(present, states, strict=False):
+            _ACCELERATORS[kind].set_rng_state(one.cpu(), device)
+        if len(present) < len(states):
+            logger.warning_once(
+                "The saved random state covers %d %s devices, here are %d; the others are left out.",
+                *(len(states), kind.upper(), len(present)),
+            )
 
 
 def _own_first(kind: str, module: Any) -> list[int]:
     """Return the device numbers of this process: the current device, and the others that ``nn.DataParallel`` uses."""
     numbers = own_first(f"{kind}:{module.current_device()}")
     return numbers[:1] if dist.is_available() and dist.is_initialized() else numbers
-
-
-def _restore_devices(kind: str, states: Sequence[torch.Tensor], devices: Sequence[int]) -> None:
-    for device, state in zip(devices, states, strict=False):
-        _ACCELERATORS[kind].set_rng_state(state.cpu(), device)
-    if len(devices) < len(states):
-        logger.warning_once(
-            "The saved random state covers %d %s devices, here are %d; the others are left out.",
-            len(states),
-            kind.upper(),
-            len(devices),
-        )
 
 
 def _seed_python_and_numpy(seed: int) -> None:

@@ -257,15 +257,14 @@ class StreamLoader(DataLoader[Any]):
         self._last_size: int | None = None
         source = dataset if isinstance(dataset, StreamShard) else ReadApart(dataset, key)
         self._source: StreamShard | ReadApart = source
-        self.is_divided = self.is_dealt = self._is_virtual = False
+        self.is_divided, self.is_dealt, self._is_virtual = True, False, False
         options["collate_fn"] = _Collated(self.collate_fn, makes_batches=self.batch_size is not None)
         if isinstance(source, StreamShard):  # which makes the batches
             options |= {"batch_size": None, "drop_last": False}
-            self.is_dealt = source.world_size > 1 and not source.divides_itself
-            self._is_virtual = source.is_virtual
+            self.is_divided, self._is_virtual = source.world_size > 1, source.is_virtual
+            self.is_dealt = self.is_divided and not source.divides_itself
+        self.is_divided = self.is_divided and getattr(self.whole, "is_sharded", False) is not True
         self._inner: DataLoader[Any] = DataLoader(dataset, **options)
-        is_whole = isinstance(source, StreamShard) and source.world_size == 1
-        self.is_divided = not (is_whole or getattr(self.whole, "is_sharded", False) is True)
         can_tell = self.num_workers == 0 and is_stateful(self.whole) and not self._is_virtual
         self.position = StreamPosition(source if can_tell else None)
         self._seed_workers(1)

@@ -20,6 +20,7 @@ from ddpkit.seed import (
     rng_state,
     seed_epoch_streams,
     seed_everything,
+    seed_streams,
     stream_seed,
 )
 
@@ -119,6 +120,15 @@ def test_the_streams_of_an_epoch_follow_from_seed_epoch_and_steps():
     seed_everything(8)
     assert seed_epoch_streams(5, 1, 0) == stream_seed(5, 0, 1, 0)
     assert draw() == draws[5, 1, 0], "whatever was drawn before"
+
+
+@pytest.mark.parametrize("kind", ["cuda", "xpu"])
+def test_the_streams_of_accelerators_in_use_are_seeded_too(kind, monkeypatch):
+    seeds = []
+    monkeypatch.setattr(getattr(torch, kind), "is_initialized", lambda: True)
+    monkeypatch.setattr(getattr(torch, kind), "manual_seed_all", seeds.append)
+    assert [seed_epoch_streams(5, 1, 0), seed_streams(5, 2)] == seeds
+    assert len(set(seeds)) == 2
 
 
 def test_2_5_streams_are_hashed_and_not_summed():

@@ -91,8 +91,9 @@ class PaddedBatch:
         nonpadded_stack: stack what is not padded, where that is possible.
 
     Raises:
-        DataError: no samples, one that is not a mapping or lacks a key, a key that is also the name of a method, or
-            tensors that cannot be padded. The message names the key.
+        DataError: no samples, one that is not a mapping, a key that is also the name of a method, or what cannot be
+            padded. The message names the key.
+        KeyError: a sample lacks a key of the first.
 
     Ranks: local. ddpkit counts a batch as :attr:`batchsize` samples, padding or not.
 
@@ -211,14 +212,9 @@ class BatchsizeGuesser:
 
 
 def _keys_of(examples: Sequence[Any]) -> list[str]:
-    wrong = next((type(one).__name__ for one in examples if not isinstance(one, Mapping)), None)
-    if wrong or not examples:
-        raise DataError(f"PaddedBatch was given {wrong or 'no samples'}: it takes a list of dicts, one per sample.")
-    keys = list(examples[0])
-    for place, one in enumerate(examples):
-        if not one.keys() >= set(keys):
-            raise DataError(f"sample {place} of a batch has the keys {list(one)}, and the first one has {keys}.")
-    return keys
+    if not examples or not all(isinstance(one, Mapping) for one in examples):
+        raise DataError(f"PaddedBatch takes a list of dicts, one per sample, and not {examples!r:.60}.")
+    return list(examples[0])
 
 
 def _is_chosen(key: str, keys: Sequence[str] | None, values: Any) -> bool:
@@ -226,13 +222,10 @@ def _is_chosen(key: str, keys: Sequence[str] | None, values: Any) -> bool:
 
 
 def _padded(key: str, values: Any, padding_func: Callable[..., Any], options: Mapping[str, Any]) -> Any:
-    kinds = sorted({type(one).__name__ for one in values if not isinstance(one, Tensor)})
-    if kinds:
-        raise DataError(f"the key {key!r} is padded and must hold tensors in every sample, not {', '.join(kinds)}.")
     try:
         return padding_func(values, **options)
-    except DataError as error:
-        raise DataError(f"the key {key!r} of a batch: {error}") from error
+    except (DataError, AttributeError, TypeError) as error:
+        raise DataError(f"the key {key!r} of a batch must hold tensors that can be padded: {error}") from error
 
 
 def _stacked(values: list[Any]) -> Any:

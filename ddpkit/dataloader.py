@@ -106,20 +106,6 @@ class Sharding:
         each = self.shards if self.is_virtual else 1
         return range(self.rank * each, (self.rank + 1) * each)
 
-    @property
-    def batch_of_all_ranks(self) -> int | None:
-        """Size of a batch over all ranks, for a stream, whose batches must be alike; None if it is not given."""
-        if self.global_batch_size is None:
-            return None
-        size, rest = divmod(self.global_batch_size, self.micro_batches)
-        if rest:
-            raise ConfigError(
-                f"global_batch_size={self.global_batch_size} of a stream cannot be divided evenly into "
-                f"{self.micro_batches} batches per step: a stream has no positions to divide unevenly. Use a multiple "
-                f"of {self.micro_batches}."
-            )
-        return size
-
     @classmethod
     def of_this_rank(cls, **given: Any) -> Sharding:
         """Return the part of this rank among all ranks of its process group, shuffled by the experiment's seed.
@@ -450,7 +436,7 @@ def shard(dataset: Any, sharding: Sharding, **loader_kwargs: Any) -> Any:
     """
     options = dict(loader_kwargs)
     if options.get("batch_sampler") is not None or options.get("batch_size", 1) is None:
-        _refuse_global_batch(sharding, "batches that are made already, by a batch_sampler or by the dataset")
+        _refuse(sharding, "global_batch_size", "batches that are made already, by a batch_sampler or by the dataset")
     if isinstance(dataset, IterableDataset):
         return stream_loader(dataset, sharding, options)
     if is_batches(dataset) and not options:
@@ -538,13 +524,12 @@ def deal_batches(loader: Any, sharding: Sharding) -> StreamLoader:
         >>> list(deal_batches({"ab": 1, "cd": 2, "e": 3}.keys(), Sharding(rank=0, world_size=2)))
         ['ab', 'e']
     """
-    _refuse_global_batch(sharding, "the batches of a loader of one's own")
+    _refuse(sharding, "global_batch_size", "the batches of a loader of one's own")
     if isinstance(loader, StreamLoader):
         loader = loader.whole
     name = type(loader).__name__
     if is_sharded(loader):
         _refuse_divided(sharding, f"{name}, which divides itself over the processes")
-        logger.info("%s divides itself over the ranks (is_sharded): it is used as it is.", name)
         sharding = Sharding(seed=mix_key(sharding.seed, sharding.rank))
     elif sharding.world_size > 1 and not sharding.is_virtual:
         logger.info(
@@ -563,16 +548,16 @@ def _has_its_own_way(loader: DataLoader[Any]) -> bool:
 
 
 def _refuse_divided(sharding: Sharding, what: str) -> None:
-    if sharding.virtual_ranks is not None:
-        raise ConfigError(f"virtual_ranks={sharding.virtual_ranks} cannot divide {what}. Give the data undivided.")
-    _refuse_global_batch(sharding, what)
+    for option in ("virtual_ranks", "global_batch_size"):
+        _refuse(sharding, option, what)
 
 
-def _refuse_global_batch(sharding: Sharding, what: str) -> None:
-    if sharding.global_batch_size is not None:
+def _refuse(sharding: Sharding, option: str, what: str) -> None:
+    value = getattr(sharding, option)
+    if value is not None:
         raise ConfigError(
-            f"global_batch_size={sharding.global_batch_size} cannot divide {what}. Leave global_batch_size out, or "
-            "give a dataset or a stream of samples, with a sampler if you like."
+            f"{option}={value} cannot divide {what}. Leave {option} out, or give a dataset or a stream of samples that "
+            "is not divided, with a sampler if you like."
         )
 
 

@@ -175,8 +175,8 @@ class ConcatDatasetBatchSampler(Sampler[list[int]]):
             require_positive("batch_sizes", size, "every part gives some samples to a batch")
         self.samplers = samplers
         self.batch_sizes = batch_sizes
-        self.offsets = [0, *itertools.accumulate(_part_length(one) for one in samplers[:-1])]
-        self.epoch = epoch
+        drawn_from = [getattr(one, "data_source", getattr(one, "weights", one)) for one in samplers]
+        self.offsets = [0, *itertools.accumulate(map(len, drawn_from[:-1]))]
         self.set_epoch(epoch)
 
     @property
@@ -309,18 +309,13 @@ class DynamicBatchSampler(Sampler[list[int]]):
         """Put the batches of this epoch together."""
         number = len(self._lengths)
         samples = Order(number, self.seed, self.epoch, shuffle=self._shuffle_ex).at(np.arange(number))
-        samples = samples[np.argsort(self._bucket_of[samples], kind="stable")]
-        buckets = self._bucket_of[samples]
-        place = np.arange(number) - (np.cumsum(self._in_bucket) - self._in_bucket)[buckets]
-        sizes = self._bucket_lens[buckets]
-        if self._drop_last:
-            kept = place < (self._in_bucket // self._bucket_lens * self._bucket_lens)[buckets]
-            samples, place, sizes = samples[kept], place[kept], sizes[kept]
-        begins = np.flatnonzero(place % sizes == 0)
-        ends = np.append(begins[1:], len(samples))
-        order = self._order(np.maximum.reduceat(self._lengths[samples], begins))
-        flat = samples.tolist()
-        return [flat[begin:end] for begin, end in zip(begins[order].tolist(), ends[order].tolist(), strict=True)]
+        batches: list[list[int]] = []
+        for bucket, size in enumerate(self._bucket_lens.tolist()):
+            members = samples[self._bucket_of[samples] == bucket].tolist()
+            end = len(members) // size * size if self._drop_last else len(members)
+            batches += [members[begin : begin + size] for begin in range(0, end, size)]
+        longest = np.array([self._lengths[batch].max() for batch in batches])
+        return [batches[place] for place in self._order(longest).tolist()]
 
     def _order(self, longest: NDArray[np.float64]) -> NDArray[np.int64]:
         """Return which batch comes when, from the longest length of each."""
@@ -449,15 +444,6 @@ def _seed_or(default: int, seed: int | None) -> int:
     if seed is None:
         seed = global_seed()
     return default if seed is None else int(seed)
-
-
-def _part_length(sampler: Any) -> int:
-    """Return the length of the dataset that a sampler draws from."""
-    for name in ("data_source", "weights"):
-        source = getattr(sampler, name, None)
-        if source is not None:
-            return len(source)
-    return len(sampler)
 
 
 # ---------------------------------------------------------------------------------------- lengths and buckets

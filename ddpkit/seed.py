@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import operator
 import os
 import random
 from typing import TYPE_CHECKING, Any
@@ -24,7 +25,7 @@ from ddpkit.errors import CheckpointError, ConfigError
 from ddpkit.logger import get_logger
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping
 
 logger = get_logger(__name__)
 
@@ -148,16 +149,10 @@ def seed_epoch_streams(base: int, epoch: int, optimizer_step: int, rank: int | N
         >>> first == (seed_epoch_streams(7, 1, 0), torch.rand(1).item())
         True
     """
-    stream = stream_seed(base, (get_rank() or 0) if rank is None else rank, epoch, optimizer_step)
-    _seed_python_and_numpy(stream)
-    if torch.accelerator.is_available():
-        torch.manual_seed(stream)
-    else:  # the same, without the stacks that torch keeps for accelerators not used yet: a millisecond
-        torch.default_generator.manual_seed(stream)
-    return stream
+    return seed_streams(base, (get_rank() or 0) if rank is None else rank, epoch, optimizer_step)
 
 
-def seed_streams(seed: int, *place: int) -> None:
+def seed_streams(seed: int, *place: int) -> int:
     """Seed the random streams of this process by :func:`stream_seed`, in microseconds.
 
     Not by ``torch.manual_seed``, which takes a hundred times as long where CUDA has not been used yet.
@@ -166,13 +161,16 @@ def seed_streams(seed: int, *place: int) -> None:
         seed: of the run.
         place: numbers that name the streams.
 
+    Returns:
+        The 64-bit seed of torch's streams.
+
     Ranks: local.
 
-    State: the random states of Python, numpy and torch, on the CPU and on the accelerator that is in use.
+    State: the random states of Python, numpy and torch, on the CPU and on the accelerators, once they are in use.
 
     Example:
-        >>> seed_streams(7, 1); first = torch.rand(1).item()
-        >>> seed_streams(7, 1); first == torch.rand(1).item()
+        >>> first = seed_streams(7, 1), torch.rand(1).item()
+        >>> first == (seed_streams(7, 1), torch.rand(1).item())
         True
     """
     stream = stream_seed(seed, *place)
@@ -180,7 +178,8 @@ def seed_streams(seed: int, *place: int) -> None:
     torch.default_generator.manual_seed(stream)
     for module in _ACCELERATORS.values():
         if module.is_initialized():
-            module.manual_seed(stream)
+            module.manual_seed_all(stream)
+    return stream
 
 
 def stream_seed(seed: int, *place: int) -> int:
@@ -252,7 +251,7 @@ def restore_rng_state(state: Mapping[str, Any]) -> None:
     get theirs.
 
     Args:
-        state: what :func:`rng_state` returned. That of an older version has ``cuda``, a state per device, by number.
+        state: what :func:`rng_state` returned.
 
     Raises:
         CheckpointError: the state does not fit the generators of this process.
@@ -274,26 +273,19 @@ def restore_rng_state(state: Mapping[str, Any]) -> None:
         ) from error
     for kind, states in state.get("accelerators", {}).items():
         present = _own_first(kind, _ACCELERATORS[kind]) if count_devices(kind) else []
-        _restore_devices(kind, states, present)
-    _restore_devices("cuda", state.get("cuda", ()), range(count_devices("cuda")))
+        for device, one in zip(present, states, strict=False):
+            _ACCELERATORS[kind].set_rng_state(one.cpu(), device)
+        if len(present) < len(states):
+            logger.warning_once(
+                "The saved random state covers %d %s devices, here are %d; the others are left out.",
+                *(len(states), kind.upper(), len(present)),
+            )
 
 
 def _own_first(kind: str, module: Any) -> list[int]:
     """Return the device numbers of this process: the current device, and the others that ``nn.DataParallel`` uses."""
     numbers = own_first(f"{kind}:{module.current_device()}")
     return numbers[:1] if dist.is_available() and dist.is_initialized() else numbers
-
-
-def _restore_devices(kind: str, states: Sequence[torch.Tensor], devices: Sequence[int]) -> None:
-    for device, state in zip(devices, states, strict=False):
-        _ACCELERATORS[kind].set_rng_state(state.cpu(), device)
-    if len(devices) < len(states):
-        logger.warning_once(
-            "The saved random state covers %d %s devices, here are %d; the others are left out.",
-            len(states),
-            kind.upper(),
-            len(devices),
-        )
 
 
 def _seed_python_and_numpy(seed: int) -> None:
@@ -303,12 +295,9 @@ def _seed_python_and_numpy(seed: int) -> None:
 
 def _whole_number(value: Any, name: str) -> int:
     try:
-        number = int(value)
-    except (TypeError, ValueError, OverflowError):
-        number = None
-    if number is None or (isinstance(value, float) and number != value):
-        raise ConfigError(f"{name}={value!r} is not a whole number. Give one from 0 to {MAX_SEED}.")
-    return number
+        return int(value) if isinstance(value, str) else operator.index(value)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{name}={value!r} is not a whole number. Give one from 0 to {MAX_SEED}.") from error
 
 
 @contextlib.contextmanager

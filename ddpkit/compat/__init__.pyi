@@ -19,10 +19,8 @@ from ddpkit.compat.process_groups import (
 from ddpkit.compat.random_streams import (
     look_at_random_streams as look_at_random_streams,
 )
-from ddpkit.compat.shuffled_streams import (
+from ddpkit.compat.streams import (
     loses_items as loses_items,
-    shuffle_digest as shuffle_digest,
-)
-from ddpkit.compat.worker_info import (
     show_worker as show_worker,
+    shuffle_digest as shuffle_digest,
 )

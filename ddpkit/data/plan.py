@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 CHUNK = 8192
+MOST_DRAWN = 5_000_000  # a sampler that yields more, and has no len(), seems endless
 SMALL = 1 << 14
 ROUNDS = 8
 _HALF = np.uint64(32)
@@ -168,19 +169,19 @@ class SamplingPlan:
     micro_batches: int = 1
 
     def __post_init__(self) -> None:
+        reason, parts = "every step needs at least one sample", self.world_size * self.micro_batches
         given: Any = self.global_batch_size
-        name = "batch_size" if given is None else "global_batch_size"
-        given = self.batch_size if given is None else given
-        require_positive(name, given, "every step needs at least one sample")
-        if name == "global_batch_size" and self.micro_batches > self.global_batch_size:
+        if given is None:
+            require_positive("batch_size", self.batch_size, reason)
+            object.__setattr__(self, "global_batch_size", self.batch_size * parts)
+            return
+        require_positive("global_batch_size", given, reason)
+        if self.micro_batches > given:
             raise ConfigError(
-                f"global_batch_size={self.global_batch_size} cannot be divided into {self.micro_batches} batches: some "
+                f"global_batch_size={given} cannot be divided into {self.micro_batches} batches: some "
                 "would be empty. Use a smaller grad_accumulation_factor, or a larger global_batch_size."
             )
-        if name == "batch_size":
-            object.__setattr__(self, "global_batch_size", self.batch_size * self.world_size * self.micro_batches)
-        else:
-            object.__setattr__(self, "batch_size", -(-self.global_batch_size // (self.world_size * self.micro_batches)))
+        object.__setattr__(self, "batch_size", -(-given // parts))
 
     def __len__(self) -> int:
         """Return the number of batches of an epoch: the same on every rank."""
@@ -281,7 +282,6 @@ class RankBatchSampler(Sampler[list[Any]]):
     Ranks: local.
     """
 
-    most = 20_000_000  # a source that yields more, and has no len(), seems endless
     seed: int
 
     def __init__(self, source: Any, rank: int, world_size: int) -> None:
@@ -299,12 +299,19 @@ class RankBatchSampler(Sampler[list[Any]]):
 
     def drawn_words(self) -> dict[str, str]:
         """Describe what the source has yielded for this epoch, for a comparison with the other ranks."""
-        return {} if isinstance(self.source, int) else _draw_words(self.source, self.epoch, self._draw())
+        if isinstance(self.source, int):
+            return {}
+        name = (
+            f"draw of {type(self.source).__name__} for epoch {self.epoch} (its randomness must follow from a seed that "
+            "all ranks share; one that draws for its own rank alone says is_sharded = True)"
+        )
+        shown = re.sub(r" at 0x[0-9a-fA-F]+", "", repr(self._draw()))
+        return {name: hashlib.blake2b(shown.encode(), digest_size=6).hexdigest()}
 
     def _draw(self) -> list[Any]:
         """Return what the source yields in this epoch, drawn once per epoch and alike on every rank."""
         if self._drawn is None:
-            self._drawn = _draw_alike(self.source, self.seed, self.epoch, self.most)
+            self._drawn = _draw_alike(self.source, self.seed, self.epoch)
         return self._drawn
 
 
@@ -495,8 +502,6 @@ class DealtBatchSampler(RankBatchSampler):
         [[[0, 1], [4]], [[2, 3], [4]]]
     """
 
-    most = 2_000_000  # batches
-
     def __init__(
         self,
         batch_sampler: Iterable[list[Any]],
@@ -563,13 +568,11 @@ class DealtBatchSampler(RankBatchSampler):
 
     def _draw(self) -> list[list[Any]]:
         if self._drawn is None:
-            batches = [batch if hasattr(batch, "__len__") else list(batch) for batch in super()._draw()]
+            drawn = _draw_alike(self.source, self.seed, self.epoch)
+            batches = [batch if hasattr(batch, "__len__") else list(batch) for batch in drawn]
             if not all(map(len, batches)):
-                self._drawn = None
-                raise DataError(
-                    f"{type(self.batch_sampler).__name__} yields a batch without any index in epoch {self.epoch} (the "
-                    f"{list(map(len, batches)).index(0) + 1}. of {len(batches)}): leave empty batches out."
-                )
+                name = type(self.source).__name__
+                raise DataError(f"{name} yields a batch without any index in epoch {self.epoch}: leave empty ones out.")
             self._drawn = batches
         return self._drawn
 
@@ -662,25 +665,15 @@ def index_number(index: Any) -> int:
         return int.from_bytes(hashlib.blake2b(repr(index).encode(), digest_size=8).digest(), "little")
 
 
-def _draw_words(sampler: Any, epoch: int, drawn: list[Any]) -> dict[str, str]:
-    """Say what a sampler has drawn, as a fact that must be the same on every rank."""
-    name = (
-        f"draw of {type(sampler).__name__} for epoch {epoch} (its randomness must follow from a seed that all ranks "
-        "share; one that draws for its own rank alone says is_sharded = True)"
-    )
-    shown = re.sub(r" at 0x[0-9a-fA-F]+", "", repr(drawn))
-    return {name: hashlib.blake2b(shown.encode(), digest_size=6).hexdigest()}
-
-
-def _draw_alike(sampler: Iterable[Any], seed: int, epoch: int, most: int) -> list[Any]:
+def _draw_alike(sampler: Iterable[Any], seed: int, epoch: int) -> list[Any]:
     """List what a sampler yields, its randomness fixed by (seed, epoch) and the caller's left as it was."""
     key = mix_key(seed, epoch, 0xDEA1)
     generators = [getattr(one, "generator", None) for one in layers(sampler)]
     with own_randomness(key, [one for one in generators if isinstance(one, torch.Generator)]):
-        iterator = iter(sampler)
+        most = MOST_DRAWN
         with contextlib.suppress(TypeError, NotImplementedError):
             most = max(most, 2 * len(cast("Sized", sampler)))
-        drawn = list(itertools.islice(iterator, most + 1))
+        drawn = list(itertools.islice(sampler, most + 1))
     name = type(sampler).__name__
     if len(drawn) > most:
         raise DataError(
@@ -688,9 +681,8 @@ def _draw_alike(sampler: Iterable[Any], seed: int, epoch: int, most: int) -> lis
             "of an epoch, to be divided. Let it end, or give it a len() if it is so long."
         )
     if not drawn:
-        once = " A generator can be iterated once only: give an object whose __iter__ begins anew."
         raise DataError(
-            f"{name} yields nothing in epoch {epoch}: there is no data to train on."
-            + (once if iterator is sampler else "")
+            f"{name} yields nothing in epoch {epoch}: there is no data to train on. What can be iterated once only, as "
+            "a generator, must be an object whose __iter__ begins anew."
         )
     return drawn

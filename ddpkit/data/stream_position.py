@@ -80,12 +80,12 @@ def one_by_one(items: Iterator[Any]) -> Iterator[Any]:
 
 
 class Reading:
-    """A context for reading a stream: random numbers of its own, if it has a key, and no loader's worker in sight.
+    """A context for reading a stream: random numbers of its own, and no loader's worker in sight.
 
     It can be entered again and again: the random numbers go on where they were.
 
     Args:
-        key: seed of the random numbers; None: use the process's generators.
+        key: seed of the random numbers.
 
     Ranks: local.
 
@@ -98,31 +98,25 @@ class Reading:
         True
     """
 
-    def __init__(self, key: int | None = None) -> None:
-        self._key = key
+    def __init__(self, key: int) -> None:
         self._shown: Any = None  # the loader's worker, which the stream does not see
         self._kept: Any = None  # what the process has in store: numpy draws normal numbers two at a time
-        if key is not None:
-            self._python: Any = random.Random(key).getstate()
-            self._numpy: Any = np.random.MT19937(key)
-            self._torch = torch.Generator().manual_seed(key >> 1).get_state()
+        self._python: Any = random.Random(key).getstate()
+        self._numpy: Any = np.random.MT19937(key)
+        self._torch = torch.Generator().manual_seed(key >> 1).get_state()
 
     def __enter__(self) -> None:
         self._shown = get_worker_info()
-        if self._shown is not None:
-            show_worker(None)
-        if self._key is not None:
-            state = cast("Any", np.random).get_state(legacy=False)
-            self._kept = state if state["has_gauss"] else None
-            self._swap()
+        show_worker(None)
+        state = cast("Any", np.random).get_state(legacy=False)
+        self._kept = state if state["has_gauss"] else None
+        self._swap()
 
     def __exit__(self, *error: object) -> None:
-        if self._shown is not None:
-            show_worker(self._shown)
-        if self._key is not None:
-            self._swap()
-            if self._kept is not None:
-                cast("Any", np.random).set_state(self._kept)
+        show_worker(self._shown)
+        self._swap()
+        if self._kept is not None:
+            cast("Any", np.random).set_state(self._kept)
 
     def each(self, items: Iterator[Any]) -> Iterator[Any]:
         """Yield what an iterator gives, each asked for in this context."""
@@ -135,8 +129,6 @@ class Reading:
 
     def state_dict(self) -> Any:
         """Return where the random numbers are, between two uses."""
-        if self._key is None:
-            return None
         version, words, gauss = self._python
         numbers = self._numpy.state["state"]
         return {
@@ -147,8 +139,6 @@ class Reading:
 
     def load_state_dict(self, state: Any) -> None:
         """Go on from there."""
-        if self._key is None or state is None:
-            return
         version, words, gauss = state["python"]
         self._python = (version, tuple(words), gauss)
         key, position = state["numpy"]
@@ -183,7 +173,7 @@ class Source:
     def __init__(self, whole: Any) -> None:
         self.whole = whole
         self._part = whole  # what is being read: the whole, or what a stream has cut off for this process
-        self._reading = Reading()
+        self._reading: Reading
         self._block = 0
         self._given: dict[str, Any] | None = None
         self.may_be_used_up = False
@@ -206,7 +196,8 @@ class Source:
         state, self._given = self._given or {}, None
         if state.get("stream") is not None:
             part.load_state_dict(state["stream"])
-        reading.load_state_dict(state.get("random"))
+        if state:
+            reading.load_state_dict(state["random"])
         return state
 
 

@@ -12,7 +12,6 @@ import contextlib
 import functools
 import itertools
 from collections.abc import Mapping
-from numbers import Integral
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -22,7 +21,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from ddpkit.compat import shuffle_digest
 from ddpkit.control import start_loading
 from ddpkit.data.likeness import MOST_ITEMS, sketch
-from ddpkit.data.plan import SamplingPlan, part
+from ddpkit.data.plan import SamplingPlan, part, require_positive
 from ddpkit.data.stream_position import (
     READ,
     ReadApart,
@@ -74,12 +73,12 @@ class StreamShard(IterableDataset[Any], Source):
     It is read block by block: block ``n`` is the items ``[n * block_size, (n + 1) * block_size)``, and is divided over
     the shards: one of each rank, or several of each with virtual ranks.
 
-    A stream with a method ``shard(num_shards, index)`` that makes enough shards divides itself. Any other is dealt out:
-    it is worker ``n % num_workers`` that reads block ``n``, so that the loader's ``n``-th batch comes from it whatever
-    the workers; and shard ``k`` of ``K`` takes the items of it at ``k``, ``k + K`` and so on. So the blocks, which are
-    the global batches, do not depend on ranks or workers, and the last one is divided to within one item. In training a
-    rank without an item of it is given the last item again, which counts nothing: so its gradient is of what the others
-    work on.
+    A stream with a method ``shard(num_shards, index)`` and enough ``num_shards`` divides itself. Any other is dealt
+    out: it is worker ``n % num_workers`` that reads block ``n``, so that the loader's ``n``-th batch comes from it; and
+    shard ``k`` of ``K`` takes the items of it at ``k``, ``k + K`` and so on. So the blocks, which are the global
+    batches, do not depend on ranks or workers, and the last one is divided to within one item. In training a rank
+    without an item of it is given the last item again, which counts nothing: so its gradient is of what the others work
+    on.
 
     While the stream is read, ``torch.utils.data.get_worker_info()`` returns None, so that a stream that shards by
     worker does not divide itself again. A stream that ddpkit divides draws its random numbers (Python's, numpy's and
@@ -153,12 +152,6 @@ class StreamShard(IterableDataset[Any], Source):
     def _read_alike(self) -> Reading:
         """Return random numbers that are the same wherever the whole is read."""
         return Reading(mix_key(self.seed, int(self.epoch), _BATCHES if self.of_batches else READ))
-
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(
-            f"StreamShard has no attribute {name!r}: it stands for the stream in a loader, and divides it over ranks "
-            "and workers. A worker_init_fn has nothing to divide. A stream that does it itself says is_sharded=True."
-        )
 
     def _own_blocks(self, own: dict[int, Iterator[Any]]) -> Iterator[Block]:
         """Yield a batch of each shard that the stream has made, until all are used up."""
@@ -264,15 +257,14 @@ class StreamLoader(DataLoader[Any]):
         self._last_size: int | None = None
         source = dataset if isinstance(dataset, StreamShard) else ReadApart(dataset, key)
         self._source: StreamShard | ReadApart = source
-        self.is_divided = self.is_dealt = self._is_virtual = False
+        self.is_divided, self.is_dealt, self._is_virtual = True, False, False
         options["collate_fn"] = _Collated(self.collate_fn, makes_batches=self.batch_size is not None)
         if isinstance(source, StreamShard):  # which makes the batches
             options |= {"batch_size": None, "drop_last": False}
-            self.is_dealt = source.world_size > 1 and not source.divides_itself
-            self._is_virtual = source.is_virtual
+            self.is_divided, self._is_virtual = source.world_size > 1, source.is_virtual
+            self.is_dealt = self.is_divided and not source.divides_itself
+        self.is_divided = self.is_divided and getattr(self.whole, "is_sharded", False) is not True
         self._inner: DataLoader[Any] = DataLoader(dataset, **options)
-        is_whole = isinstance(source, StreamShard) and source.world_size == 1
-        self.is_divided = not (is_whole or getattr(self.whole, "is_sharded", False) is True)
         can_tell = self.num_workers == 0 and is_stateful(self.whole) and not self._is_virtual
         self.position = StreamPosition(source if can_tell else None)
         self._seed_workers(1)
@@ -396,7 +388,6 @@ def stream_loader(dataset: Any, sharding: Sharding, options: dict[str, Any]) -> 
         options.setdefault("batch_size", None)
     block_size = _block_size(sharding, options)
     if is_sharded(dataset):
-        logger.info("%s divides itself over ranks and workers: it is left as it is.", name)
         return StreamLoader(dataset, worker_key(sharding), **options)
     workers = options.get("num_workers") or 0
     drop_last = bool(options.get("drop_last"))
@@ -407,7 +398,7 @@ def stream_loader(dataset: Any, sharding: Sharding, options: dict[str, Any]) -> 
     if number > 1 and not shard.divides_itself:
         logger.info(
             "%s is dealt out by counting: %d processes (ranks x loader workers) read all of it. A method "
-            "shard(num_shards, index) that makes so many shards would let each read its own part.",
+            "shard(num_shards, index), and so many num_shards, would let each read its own part.",
             *(name, number),
         )
     return StreamLoader(shard, worker_key(sharding), **options)
@@ -436,33 +427,28 @@ def is_sharded(data: Any) -> bool:
 
 def _block_size(sharding: Sharding, options: dict[str, Any]) -> int:
     """Return the number of items in a global batch; set this rank's batch size if only the global one is given."""
-    whole, mine = sharding.batch_of_all_ranks, sharding.shards_of_stream
+    whole, mine = sharding.global_batch_size, sharding.shards_of_stream
     number = sharding.world_size * len(mine)
     if whole is None:
         batch_size = options.get("batch_size", 1)  # None: the stream gives whole batches
         return number if batch_size is None else SamplingPlan(1, batch_size, number).global_batch_size
-    start, stop = part(SamplingPlan(num_samples=1, batch_size=whole).batch_size, number, mine[0])
-    if whole < number:
+    require_positive("global_batch_size", whole, "every step needs at least one sample")
+    size, rest = divmod(whole, sharding.micro_batches)
+    if rest or size < number:
         raise ConfigError(
-            f"global_batch_size={whole} gives {number} {'virtual ranks' if sharding.is_virtual else 'processes'} less "
-            f"than one item each. Set it to {number} or more, or use fewer of them."
+            f"global_batch_size={whole} of a stream cannot be divided into {sharding.micro_batches} equal batches with "
+            f"an item for each of {number} {'virtual ranks' if sharding.is_virtual else 'processes'}. Use a multiple "
+            f"of {sharding.micro_batches}, and {number * sharding.micro_batches} at least."
         )
+    start, stop = part(size, number, mine[0])
     options["batch_size"] = stop - start
-    return whole
+    return size
 
 
 def _has_shards(dataset: Any, number: int) -> bool:
-    """Say whether a stream can cut itself into so many shards; alike in all processes, and before any of them reads."""
-    if number == 1 or not callable(getattr(dataset, "shard", None)):
-        return False
-    available = getattr(dataset, "num_shards", getattr(dataset, "n_shards", None))
-    if isinstance(available, Integral):
-        return int(available) >= number
-    try:
-        dataset.shard(number, number - 1)
-    except (IndexError, ValueError):  # it has fewer
-        return False
-    return True
+    """Say whether a stream can cut itself into so many shards."""
+    available = getattr(dataset, "num_shards", 0)
+    return 1 < number <= available and callable(getattr(dataset, "shard", None))
 
 
 def _is_webdataset(data: Any) -> bool:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from torch.utils.data import get_worker_info
 
-from ddpkit.compat import worker_info
-from ddpkit.compat.worker_info import show_worker
+from ddpkit.compat import streams as worker_info
+from ddpkit.compat.streams import show_worker
 
 
 def test_a_worker_is_shown_and_hidden():

@@ -1,7 +1,8 @@
-"""The shuffles in streams of Hugging Face's ``datasets``, which have no public way to find them.
+"""Streams: the shuffles in those of Hugging Face's ``datasets``, and the loader's worker that a stream sees.
 
-Reason: ``state_dict`` leaves out the items in a shuffle buffer, so a resumed stream loses them; and a shuffle without a
-seed differs in every process, so ranks that divide the stream lose samples.
+Reason: neither has a public way. ``state_dict`` leaves out the items in a shuffle buffer, so a resumed stream loses
+them; and a shuffle without a seed differs in every process, so ranks that divide the stream lose samples. A stream that
+every worker reads whole must not shard itself by worker as well.
 """
 
 from __future__ import annotations
@@ -10,8 +11,7 @@ import hashlib
 from typing import Any
 
 import numpy as np
-
-__all__ = ["loses_items", "shuffle_digest"]
+from torch.utils.data import _utils, get_worker_info
 
 _MODULE = "datasets.iterable_dataset"
 _BUFFER = "BufferShuffledExamplesIterable"
@@ -73,3 +73,25 @@ def _stages(stream: Any) -> list[Any]:
             found.append(stage)
             waiting += [getattr(stage, "ex_iterable", None), *(getattr(stage, "ex_iterables", None) or ())]
     return found
+
+
+def show_worker(info: Any) -> None:
+    """Have ``get_worker_info()`` return something else.
+
+    Args:
+        info: its return value from now on; None as in the main process.
+
+    Raises:
+        RuntimeError: this version of torch keeps it elsewhere.
+
+    Ranks: local.
+
+    Example:
+        >>> show_worker(None)
+    """
+    _utils.worker._worker_info = info  # noqa: SLF001
+    if get_worker_info() is not info:
+        raise RuntimeError(
+            "a stream cannot be dealt out to loader workers with this version of torch: it would see its worker, and "
+            "divide itself once more. Set num_workers=0."
+        )

@@ -103,13 +103,11 @@ def choose_strategy(options: RunOptions, *, decides_late: bool = False) -> Strat
         from ddpkit.strategies.fsdp import FSDP  # loads torch.distributed.fsdp: not for the others
 
         return FSDP(options)
-    if options.ddp_comm_hook == "post_local_sgd":
-        from ddpkit.strategies.local_sgd import LocalSGD
-
-        return LocalSGD(options)
     from ddpkit.strategies.ddp import DDP
-    from ddpkit.strategies.zero1 import Zero1
+    from ddpkit.strategies.uneven_steps import LocalSGD, Zero1
 
+    if options.ddp_comm_hook == "post_local_sgd":
+        return LocalSGD(options)
     return (Zero1 if options.strategy == "zero1" else DDP)(options, decides_late=decides_late)
 
 

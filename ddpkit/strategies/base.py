@@ -417,9 +417,7 @@ def modules_on_device(modules: Mapping[str, Any], device: str, *, keeps_meta: bo
         raise ConfigError(f"modules is a {type(modules).__name__}, not modules by name: pass {{'net': net}}.")
     for name, module in modules.items():
         if not isinstance(module, nn.Module):
-            raise ConfigError(
-                f"modules[{name!r}] is a {type(module).__name__}, not a torch.nn.Module. Pass modules only."
-            )
+            raise ConfigError(f"modules[{name!r}] is a {type(module).__name__}, not a torch.nn.Module.")
     gathered = nn.ModuleDict(dict(modules))
     if is_on_meta(gathered) and not keeps_meta and torch.device(device).type != "meta":
         give_values("", gathered, device)  # of all entries at once: two may share a weight

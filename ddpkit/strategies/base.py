@@ -273,7 +273,7 @@ def is_given(options: RunOptions, key: str) -> bool:
     """
     name, _, value = key.partition("=")
     given = str(options[name])  # as text: ema_decay=0.0 is given, and equals False
-    return given == value or not (value or given in {"None", "False", "[]"})
+    return given == value or not (value or given in {"None", "False", "[]", "none"})
 
 
 # ---------------------------------------------------------------------- the modules of a recipe

@@ -352,7 +352,7 @@ def test_an_optimizer_of_weights_that_were_on_the_meta_device_trains_them():
     net = nn.Linear(1, 1, device="meta")
     early, trained = torch.optim.SGD(net.parameters(), lr=0.1), net.weight
     brain = make(modules={"net": net}, opt_class=lambda parameters: early)
-    before = net.weight.detach().clone()
+    brain.may_train, before = True, net.weight.detach().clone()
     fit(brain)
     assert net.weight is trained
     assert not torch.equal(net.weight, before)

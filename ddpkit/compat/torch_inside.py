@@ -1,6 +1,13 @@
-"""What DDP keeps to itself: whether it waits for gradients, and the order in which it adds them up.
+"""What torch keeps to itself: its process groups, operations over many tensors, and DDP's order of gradients.
 
-How a resumed run gets the order of the one before:
+Process groups: a group may have been made by the recipe, so nothing of it passes through ddpkit; its store is the one
+channel to the other ranks that needs no collective, and every group must be closed before the process ends.
+
+Operations over many tensors, as torch's own optimizers use them: a kernel for each gradient would be launched in every
+step whose gradients are weighed, or added up in order; and torch's public ``get_total_norm`` makes 60 calls of Python
+in every step around the two that compute.
+
+The order in which DDP adds gradients up, which a resumed run takes over from the one before:
 
 DDP puts gradients into buckets, and after the first backward pass puts them anew, in the order in which they became
 ready. From three ranks on, the order in which a number is added up over the ranks depends on its place in the bucket,
@@ -16,9 +23,124 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.utils import get_total_norm
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
+
+
+def default_store() -> Any:
+    """Return the store of the default process group.
+
+    Raises:
+        ValueError: there is no process group (torch's own error).
+
+    Ranks: local.
+
+    Example:
+        >>> default_store()
+        Traceback (most recent call last):
+        ValueError: Default process group has not been initialized, please make sure to call init_process_group.
+    """
+    return torch.distributed.distributed_c10d._get_default_store()  # noqa: SLF001
+
+
+def all_groups() -> list[Any]:
+    """Return all process groups of this process.
+
+    Ranks: local.
+
+    Example:
+        >>> all_groups()
+        []
+    """
+    return list(torch.distributed.distributed_c10d._world.pg_map)  # noqa: SLF001
+
+
+def timeout_of(group: Any) -> Any:
+    """Return how long a group's collectives wait, a ``timedelta``; None if its backend does not say (``mpi``).
+
+    Args:
+        group: a process group, or None.
+
+    Ranks: local.
+
+    Example:
+        >>> timeout_of(None) is None
+        True
+    """
+    for device in getattr(group, "_device_types", ()):
+        options = getattr(group._get_backend(device), "options", None)  # noqa: SLF001
+        if options is not None:
+            return options._timeout  # noqa: SLF001
+    return None
+
+
+# ---------------------------------------------------------------------- operations over many tensors
+
+
+def add_all(tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> None:
+    """Add tensors to tensors in place, in one pass.
+
+    Args:
+        tensors: written into.
+        others: as many, of the same shapes.
+
+    Ranks: local.
+
+    Example:
+        >>> ones = [torch.ones(1), torch.ones(2)]
+        >>> add_all(ones, [torch.ones(1), torch.ones(2)]); ones
+        [tensor([2.]), tensor([2., 2.])]
+    """
+    torch._foreach_add_(list(tensors), list(others))
+
+
+def multiply_all(tensors: Sequence[torch.Tensor], factor: float | torch.Tensor) -> None:
+    """Multiply tensors in place, in one pass for each device.
+
+    Args:
+        tensors: on any devices.
+        factor: a number, or a tensor of shape ``()``.
+
+    Ranks: local.
+
+    Example:
+        >>> ones = [torch.ones(1), torch.ones(2)]
+        >>> multiply_all(ones, 3.0); ones
+        [tensor([3.]), tensor([3., 3.])]
+    """
+    if isinstance(factor, torch.Tensor) and {tensor.dtype for tensor in tensors} == {torch.float32}:
+        factor = factor.to(torch.float32)  # else one kernel each; not half precision, which cannot say a small factor
+    for device in {tensor.device for tensor in tensors}:
+        own = [tensor for tensor in tensors if tensor.device == device]
+        there = factor.to(device) if isinstance(factor, torch.Tensor) else factor
+        torch._foreach_mul_(own, there)
+
+
+def norm_of_all(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the norm of all tensors as of one vector: the bits of ``torch.nn.utils.get_total_norm``.
+
+    Args:
+        tensors: on any devices.
+
+    Returns:
+        Shape ``()``, on the first one's device.
+
+    Ranks: local.
+
+    Example:
+        >>> norm_of_all([torch.tensor([3.0]), torch.tensor([4.0])])
+        tensor(5.)
+    """
+    kinds = {(tensor.__class__, tensor.dtype, tensor.device) for tensor in tensors}
+    if len(kinds) != 1 or tensors[0].__class__ is not torch.Tensor or tensors[0].device.type not in {"cpu", "cuda"}:
+        return get_total_norm(tensors)
+    norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(tensors), 2.0)))  # noqa: SLF001
+    return norm
+
+
+# ---------------------------------------------------------------------- DDP
 
 
 def trained_in(module: torch.nn.Module) -> list[torch.nn.Parameter]:
@@ -148,7 +270,7 @@ def waits_for_gradients(module: Any) -> bool:
         False
     """
     try:
-        module.reducer._check_reducer_finalized()  # noqa: SLF001 -- see the module
+        module.reducer._check_reducer_finalized()  # noqa: SLF001
     except RuntimeError:
         return True
     return False

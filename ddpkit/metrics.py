@@ -14,7 +14,6 @@ all ranks, with :func:`begin_stage`.
 from __future__ import annotations
 
 import contextlib
-import copy
 import math
 from fractions import Fraction
 from types import SimpleNamespace
@@ -610,7 +609,8 @@ class LossMeter:
 
         Ranks: local.
         """
-        copied: LossMeter = copy.copy(self)
+        copied = LossMeter(copies=self._copies)
+        copied.samples, copied._host, copied._partial = self.samples, self._host, self._partial
         copied._means, copied._sums = list(self._means), list(self._sums)
         return copied
 
@@ -706,6 +706,13 @@ class ExactMeter(LossMeter):
         """Go on from sums: numbers, fractions, or fractions written out."""
         self._means, self._sums, self.samples = [], [], samples
         self._exact = Fraction(loss_sum), Fraction(count), nonfinite
+
+    def copy(self) -> ExactMeter:
+        """Return a meter with the same losses."""
+        copied = ExactMeter(copies=self._copies)
+        self._flush()
+        copied._exact, copied.samples = self._exact, self.samples
+        return copied
 
     def state_dict(self) -> dict[str, Any]:
         """Return all that is needed to go on; also as a :class:`LossMeter`."""

@@ -308,18 +308,18 @@ class DDP(Strategy):
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Return a context in which gradients are accumulated without being averaged over ranks."""
-        owners: list[Any] = [*self.wrapped]
-        name, during = "require_backward_grad_sync", False
+        held: list[tuple[Any, str, bool, bool]]
         if self.options.static_graph:  # torch's own way averages in the wrong backward passes then
-            owners, name, during = [one.gradient_reduction for one in owners], "held", True
-        before = [getattr(owner, name) for owner in owners]
-        for owner in owners:
+            held = [(one.gradient_reduction, "held", one.gradient_reduction.held, True) for one in self.wrapped]
+        else:
+            held = [(one, "require_backward_grad_sync", one.require_backward_grad_sync, False) for one in self.wrapped]
+        for owner, name, _, during in held:
             setattr(owner, name, during)
         try:
             yield
         finally:
-            for owner, value in zip(owners, before, strict=True):
-                setattr(owner, name, value)
+            for owner, name, before, _ in held:
+                setattr(owner, name, before)
 
     def backward_pass(self, modules: nn.Module, *, closes: bool, counts: bool) -> AbstractContextManager[None]:
         """Return a context for one backward pass of a window.

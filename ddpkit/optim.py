@@ -251,9 +251,8 @@ class Schedule:
 
     def __str__(self) -> str:
         """Say it in one line."""
-        number = "" if self.total_steps is None else f"of {self.total_steps} "
-        what = "optimizer step" if self.every == "step" else "epoch"
-        return f"{type(self.scheduler).__name__}, after each {number}{what}{'s' if number else ''}"
+        total = self.total_steps or "an unknown number"
+        return f"{type(self.scheduler).__name__}, after each {self.every} (of {total})"
 
     @property
     def follows_loss(self) -> bool:

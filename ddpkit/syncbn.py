@@ -93,10 +93,7 @@ class SyncBatchNorm(_BatchNorm):
 
     def _check_input_dim(self, input: Tensor) -> None:  # noqa: A002 -- torch's name
         if input.dim() < 2:  # noqa: PLR2004 -- rows and channels
-            raise ConfigError(
-                f"expected at least 2D input (got {input.dim()}D input of shape {tuple(input.shape)}), which is (rows, "
-                "channels, ...). Add the missing dimension with unsqueeze."
-            )
+            raise ConfigError(f"expected at least 2D input (rows, channels, ...), got shape {tuple(input.shape)}.")
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 -- torch's name
         """Normalise, in training over the rows of all ranks.
@@ -111,7 +108,7 @@ class SyncBatchNorm(_BatchNorm):
             A tensor of the input's shape and dtype.
 
         Raises:
-            ConfigError: fewer than two dimensions, or another number of channels.
+            ConfigError: fewer than two dimensions.
             DataError: one value per channel over all ranks, which has no variance; raised on every rank.
 
         Ranks: collective in training, else local.
@@ -120,11 +117,6 @@ class SyncBatchNorm(_BatchNorm):
         group = _statistics_group(input.device) if self.training else None
         if group is None:
             return super().forward(input)
-        if input.shape[1] != self.num_features:
-            raise ConfigError(
-                f"input of shape {tuple(input.shape)} has {input.shape[1]} channels in dimension 1, and this "
-                f"layer was made for num_features={self.num_features}."
-            )
         input = _packed(input)  # noqa: A001 -- torch's name
         joined = _join(input.detach(), self.eps, group)
         if joined is None:

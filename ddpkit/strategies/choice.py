@@ -103,13 +103,11 @@ def choose_strategy(options: RunOptions, *, decides_late: bool = False) -> Strat
         from ddpkit.strategies.fsdp import FSDP  # loads torch.distributed.fsdp: not for the others
 
         return FSDP(options)
-    if options.ddp_comm_hook == "post_local_sgd":
-        from ddpkit.strategies.local_sgd import LocalSGD
-
-        return LocalSGD(options)
     from ddpkit.strategies.ddp import DDP
-    from ddpkit.strategies.zero1 import Zero1
+    from ddpkit.strategies.uneven_steps import LocalSGD, Zero1
 
+    if options.ddp_comm_hook == "post_local_sgd":
+        return LocalSGD(options)
     return (Zero1 if options.strategy == "zero1" else DDP)(options, decides_late=decides_late)
 
 
@@ -134,10 +132,9 @@ def _warn_of_unused(options: RunOptions) -> None:
     """Warn of options that were given without the one that they need. In the YAML they may wait for it."""
     for needed in dict.fromkeys(filter(None, (row.needs for row in RUN_OPTIONS.values()))):
         own = [name for name, row in RUN_OPTIONS.items() if row.needs == needed and options[name] != row.default]
-        pairs = [word.partition("=") for word in needed.split()]
-        given = [options[main] == value if value else (options[main] or "none") != "none" for main, _, value in pairs]
-        if not (any(given) or options.overridden_args.isdisjoint(own)):
-            main, advice = pairs[0][0], needed.partition(" ")[0]
+        if not (any(is_given(options, word) for word in needed.split()) or options.overridden_args.isdisjoint(own)):
+            advice = needed.partition(" ")[0]
+            main = advice.partition("=")[0]
             words = "Without effect, as %s=%s: %s. Give --%s, too."
             logger.warning(words, main, options[main], ", ".join(own), advice)
 

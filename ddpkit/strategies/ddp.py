@@ -25,13 +25,14 @@ from ddpkit.device import own_first, widest_float
 from ddpkit.distributed import exchange_tensor, is_exchanged, start_sum
 from ddpkit.errors import ConfigError
 from ddpkit.logger import get_logger
-from ddpkit.strategies.base import NO_CONTEXT, Strategy, hooked
-from ddpkit.strategies.modules import (
-    AttributeForwarding,
+from ddpkit.strategies.base import (
+    NO_CONTEXT,
+    Strategy,
     batch_norm_row,
     batch_norms,
     broadcast_from_main,
     has_moving_buffers,
+    hooked,
     refuse_shared_parameters,
     refuse_wrapped,
     trained_parameters,
@@ -93,6 +94,48 @@ def _average_or_defer(state: _Reduction, bucket: torch.distributed.GradBucket) -
 
 
 _average_or_defer.__annotations__.clear()  # DDP compares them with types, and here they are strings
+
+
+class AttributeForwarding(nn.Module):
+    """Makes the attributes of the wrapped ``module`` reachable through its wrapper, for reading and for writing.
+
+    What the wrapper has itself, or got while it was made, is its own; all else is the module's. A base class, beside
+    torch's own wrapper.
+
+    Ranks: local.
+    """
+
+    _is_made = False
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        own = self.__dict__
+        if value.__class__ is bool and name in own:
+            own[name] = value  # DDP writes one in every forward pass; torch's own way takes a microsecond
+        elif name in own or not self._is_made or name == "module" or hasattr(type(self), name):
+            super().__setattr__(name, value)
+        else:
+            setattr(self.module, name, value)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.module[key]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.module)
+
+    def __len__(self) -> int:
+        return len(self.module)
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            inner = self.__dict__.get("_modules", {}).get("module")
+            if inner is None:
+                raise
+            return getattr(inner, name)
 
 
 class WrappedDDP(AttributeForwarding, DistributedDataParallel):

@@ -23,12 +23,15 @@ from ddpkit.checkpointing import whole_states
 from ddpkit.distributed import exchange, get_world_size
 from ddpkit.errors import ConfigError, RankMismatchError
 from ddpkit.logger import get_logger
-from ddpkit.strategies.base import NO_CONTEXT, Strategy, WholeState, hooked
-from ddpkit.strategies.modules import (
+from ddpkit.strategies.base import (
+    NO_CONTEXT,
+    Strategy,
+    WholeState,
     batch_norm_row,
     broadcast_from_main,
     give_values,
     has_moving_buffers,
+    hooked,
     is_on_meta,
     refuse_shared_parameters,
     refuse_wrapped,

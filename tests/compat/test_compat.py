@@ -10,9 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from ddpkit.compat.foreach import add_all, multiply_all, norm_of_all
 from ddpkit.compat.forkservers import own_forkserver
-from ddpkit.compat.process_groups import all_groups, default_store, timeout_of
+from ddpkit.compat.torch_inside import add_all, all_groups, default_store, multiply_all, norm_of_all, timeout_of
 
 
 @pytest.fixture

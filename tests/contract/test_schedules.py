@@ -244,9 +244,9 @@ def test_the_name_in_the_checkpoint_is_not_taken_from_a_recipe(tmp_path):
 @pytest.mark.parametrize(
     ("options", "data", "words"),
     [
-        ({}, DATA, "CosineAnnealingLR, after each of 12 optimizer steps"),
-        ({"scheduler_every": "epoch"}, DATA, "CosineAnnealingLR, after each of 2 epochs"),
-        ({}, Stream(), "ExponentialLR, after each optimizer step"),
+        ({}, DATA, "CosineAnnealingLR, after each step (of 12)"),
+        ({"scheduler_every": "epoch"}, DATA, "CosineAnnealingLR, after each epoch (of 2)"),
+        ({}, Stream(), "ExponentialLR, after each step (of an unknown number)"),
     ],
 )
 def test_the_block_at_the_start_names_the_schedule(options, data, words, caplog):

@@ -237,7 +237,7 @@ class NotTorchs:
 REFUSED = {
     "LBFGS": (torch.optim.LBFGS, "works on all parameters together"),
     "OwnState": (lambda parameters: OwnState(parameters, lr=0.1), "has a state_dict of its own"),
-    "NotTorchs": (NotTorchs, "is not a torch.optim.Optimizer"),
+    "NotTorchs": (NotTorchs, "is no torch.optim.Optimizer"),
     "Ordering": (lambda parameters: Ordering(parameters, lr=0.1), "group 0 seen"),
 }
 

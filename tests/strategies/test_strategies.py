@@ -18,16 +18,16 @@ from ddpkit.base import unwrap
 from ddpkit.checkpoints import torch_parameter_transfer, torch_recovery, torch_save
 from ddpkit.errors import CheckpointError, ConfigError
 from ddpkit.run_opts import RunOptions
-from ddpkit.strategies.base import Strategy
-from ddpkit.strategies.choice import choose_strategy, make_strategy
-from ddpkit.strategies.ddp import DDP, DataParallel, WrappedDataParallel, WrappedDDP
-from ddpkit.strategies.modules import (
+from ddpkit.strategies.base import (
+    Strategy,
     give_values,
     has_moving_buffers,
     is_on_meta,
     modules_on_device,
     refuse_shared_parameters,
 )
+from ddpkit.strategies.choice import choose_strategy, make_strategy
+from ddpkit.strategies.ddp import DDP, DataParallel, WrappedDataParallel, WrappedDDP
 from ddpkit.strategies.virtual_ranks import VirtualRanks
 from ddpkit.syncbn import SyncBatchNorm
 

@@ -30,7 +30,7 @@ def test_it_is_batchnorm_in_one_process(shape, options):
 
 
 def test_bad_input():
-    with pytest.raises(ConfigError, match=r"expected at least 2D input \(got 1D input of shape \(3,\)\)"):
+    with pytest.raises(ConfigError, match=r"expected at least 2D input .* got shape \(3,\)"):
         SyncBatchNorm(3)(torch.zeros(3))
     with pytest.raises(ValueError, match="Expected more than 1 value per channel when training"):
         SyncBatchNorm(3)(torch.zeros(1, 3))

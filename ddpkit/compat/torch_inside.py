@@ -1,0 +1,303 @@
+"""What torch keeps to itself: its process groups, operations over many tensors, and DDP's order of gradients.
+
+Process groups: a group may have been made by the recipe, so nothing of it passes through ddpkit; its store is the one
+channel to the other ranks that needs no collective, and every group must be closed before the process ends.
+
+Operations over many tensors, as torch's own optimizers use them: a kernel for each gradient would be launched in every
+step whose gradients are weighed, or added up in order; and torch's public ``get_total_norm`` makes 60 calls of Python
+in every step around the two that compute.
+
+The order in which DDP adds gradients up, which a resumed run takes over from the one before:
+
+DDP puts gradients into buckets, and after the first backward pass puts them anew, in the order in which they became
+ready. From three ranks on, the order in which a number is added up over the ranks depends on its place in the bucket,
+so that the last bit of a gradient does. The run that was never stopped has had its first backward pass long ago. A
+resumed one must not add up its first gradients in another order: so the order is saved, and shown to DDP before.
+
+Source: ``Reducer::rebuild_buckets`` and ``Reducer::push_rebuilt_params`` in torch 2.13's ``reducer.cpp``. That the
+order of this module is taken over is tested.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn.utils import get_total_norm
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+
+def default_store() -> Any:
+    """Return the store of the default process group; otherwise asked of the group itself, which newer torch tells.
+
+    Raises:
+        ValueError: there is no process group (torch's own error).
+
+    Ranks: local.
+
+    Example:
+        >>> default_store()
+        Traceback (most recent call last):
+        ValueError: Default process group has not been initialized, please make sure to call init_process_group.
+    """
+    ask = getattr(torch.distributed.distributed_c10d, "_get_default_store", None)
+    if ask is not None:
+        return ask()
+    torch.distributed.get_backend()  # raises torch's own error where there is no group
+    return torch.distributed.group.WORLD.get_group_store()  # type: ignore[union-attr]
+
+
+def all_groups() -> list[Any]:
+    """Return all process groups of this process; otherwise the default one alone.
+
+    Ranks: local.
+
+    Example:
+        >>> all_groups()
+        []
+    """
+    world = getattr(torch.distributed.distributed_c10d, "_world", None)
+    known = getattr(world, "pg_map", None)
+    if known is not None:
+        return list(known)
+    return [] if torch.distributed.group.WORLD is None else [torch.distributed.group.WORLD]
+
+
+def timeout_of(group: Any) -> timedelta | None:
+    """Return how long a group's collectives wait; None if its backend does not say (``mpi``), or torch is another.
+
+    Args:
+        group: a process group, or None.
+
+    Ranks: local.
+
+    Example:
+        >>> timeout_of(None) is None
+        True
+    """
+    for device in getattr(group, "_device_types", ()):
+        get_backend = getattr(group, "_get_backend", None)
+        options = getattr(None if get_backend is None else get_backend(device), "options", None)
+        limit = getattr(options, "_timeout", None)
+        if isinstance(limit, timedelta):
+            return limit
+    return None
+
+
+# ---------------------------------------------------------------------- operations over many tensors
+
+
+def add_all(tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> None:
+    """Add tensors to tensors in place, in one pass; otherwise one by one.
+
+    Args:
+        tensors: written into.
+        others: as many, of the same shapes.
+
+    Ranks: local.
+
+    Example:
+        >>> ones = [torch.ones(1), torch.ones(2)]
+        >>> add_all(ones, [torch.ones(1), torch.ones(2)]); ones
+        [tensor([2.]), tensor([2., 2.])]
+    """
+    at_once = getattr(torch, "_foreach_add_", None)
+    if at_once is not None:
+        at_once(list(tensors), list(others))
+        return
+    for tensor, other in zip(tensors, others, strict=True):
+        tensor.add_(other)
+
+
+def multiply_all(tensors: Sequence[torch.Tensor], factor: float | torch.Tensor) -> None:
+    """Multiply tensors in place, in one pass for each device; otherwise one by one.
+
+    Args:
+        tensors: on any devices.
+        factor: a number, or a tensor of shape ``()``.
+
+    Ranks: local.
+
+    Example:
+        >>> ones = [torch.ones(1), torch.ones(2)]
+        >>> multiply_all(ones, 3.0); ones
+        [tensor([3.]), tensor([3., 3.])]
+    """
+    at_once: Any = getattr(torch, "_foreach_mul_", None)
+    if isinstance(factor, torch.Tensor) and {tensor.dtype for tensor in tensors} == {torch.float32}:
+        factor = factor.to(torch.float32)  # else one kernel each; not half precision, which cannot say a small factor
+    for device in {tensor.device for tensor in tensors}:
+        own = [tensor for tensor in tensors if tensor.device == device]
+        there = factor.to(device) if isinstance(factor, torch.Tensor) else factor
+        if at_once is not None:
+            at_once(own, there)
+            continue
+        for tensor in own:
+            tensor.mul_(there)
+
+
+def norm_of_all(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the norm of all tensors as of one vector: the bits of ``torch.nn.utils.get_total_norm``.
+
+    Args:
+        tensors: on any devices.
+
+    Returns:
+        Shape ``()``, on the first one's device.
+
+    Ranks: local.
+
+    Example:
+        >>> norm_of_all([torch.tensor([3.0]), torch.tensor([4.0])])
+        tensor(5.)
+    """
+    at_once: Any = getattr(torch, "_foreach_norm", None)
+    kinds = {(tensor.__class__, tensor.dtype, tensor.device) for tensor in tensors}
+    if at_once is None or len(kinds) != 1:
+        return get_total_norm(tensors)
+    [(kind, _, device)] = kinds
+    if kind is not torch.Tensor or device.type not in {"cpu", "cuda"}:
+        return get_total_norm(tensors)
+    norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(at_once(tensors, 2.0)))
+    return norm
+
+
+# ---------------------------------------------------------------------- DDP
+
+
+def trained_in(module: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """Return the parameters whose gradients DDP averages, as it numbers them.
+
+    Ranks: local.
+
+    Example:
+        >>> [one.shape[0] for one in trained_in(torch.nn.Linear(2, 3))]
+        [3, 3]
+    """
+    unique = dict.fromkeys(parameter for parameter in module.parameters() if parameter.requires_grad)
+    return list(unique)
+
+
+class GradientOrder:
+    """Notes in which order the gradients of a module become ready in the first backward pass that averages them.
+
+    Args:
+        module: wrapped in DDP, which has made no backward pass yet.
+
+    Attributes:
+        order: numbers of the parameters; shorter than their number until that pass is over.
+
+    Ranks: local.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> layer = torch.nn.Linear(1, 1)
+        >>> layer.require_backward_grad_sync = True
+        >>> noted = GradientOrder(layer)
+        >>> layer(torch.ones(1, 1)).sum().backward()
+        >>> sorted(noted.order), noted.close()
+        ([0, 1], True)
+    """
+
+    def __init__(self, module: Any) -> None:
+        self.order: list[int] = []
+        self._module = module
+        parameters = trained_in(module)
+        self._number = len(parameters)
+        self._handles = [
+            parameter.register_post_accumulate_grad_hook(self._noting(number))  # type: ignore[no-untyped-call]
+            for number, parameter in enumerate(parameters)
+        ]
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all gradients have come."""
+        return len(self.order) == self._number
+
+    def _noting(self, number: int) -> Callable[[torch.Tensor], None]:
+        def note(parameter: torch.Tensor) -> None:  # noqa: ARG001 -- torch gives it
+            if self._module.require_backward_grad_sync and not self.is_complete:
+                self.order.append(number)
+
+        return note
+
+    def close(self) -> bool:
+        """Stop noting if all gradients have come; say whether they have.
+
+        Ranks: local.
+        """
+        if self.is_complete:
+            for handle in self._handles:
+                handle.remove()
+            self._handles.clear()
+        return self.is_complete
+
+
+def show_order(module: Any, order: list[int]) -> bool:
+    """Have DDP make its buckets in a given order, before its first real backward pass.
+
+    A backward pass of nothing but zeros is made, in which the gradients become ready in that order.
+
+    Args:
+        module: as it was just wrapped in DDP.
+        order: numbers of its parameters, as :attr:`GradientOrder.order` has them.
+
+    Returns:
+        Whether it was done; False if the order belongs to another module.
+
+    Ranks: collective.
+
+    State: gradients are dropped.
+
+    Example:
+        >>> show_order(torch.nn.Linear(1, 1), [7])
+        False
+    """
+    parameters = trained_in(module)
+    if sorted(order) != list(range(len(parameters))):
+        return False
+    if module.static_graph:  # its first backward pass only looks at what is used; the second makes the order
+        module.reducer.prepare_for_forward()
+        _go_backwards(module, parameters, order)
+        module.reducer._delay_all_reduce()  # noqa: SLF001 -- what DDP calls at the end of that pass
+        module._static_graph_delay_allreduce_enqueued = True  # noqa: SLF001 -- no other pass is the first
+        module.reducer.prepare_for_forward()
+    _go_backwards(module, parameters, order)
+    for parameter in parameters:
+        parameter.grad = None
+    return True
+
+
+def _go_backwards(module: Any, parameters: list[torch.nn.Parameter], order: list[int]) -> None:
+    total = torch.zeros((), device=parameters[0].device)
+    for number in reversed(order):  # what is added last is the first to go backwards
+        total = total + (parameters[number].reshape(-1)[:1].float() * 0.0).sum()
+    module.reducer.prepare_for_backward([])
+    total.backward()  # type: ignore[no-untyped-call]
+
+
+def waits_for_gradients(module: Any) -> bool:
+    """Say whether DDP still waits for a gradient, so that those present are averages on no rank.
+
+    DDP says so by itself in its next forward pass, after an optimizer step with such gradients: so it goes where it
+    cannot be asked.
+
+    Args:
+        module: wrapped in DDP, after a backward pass that averages.
+
+    Ranks: local.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> waits_for_gradients(SimpleNamespace(reducer=SimpleNamespace(_check_reducer_finalized=lambda: None)))
+        False
+    """
+    ask = getattr(getattr(module, "reducer", None), "_check_reducer_finalized", bool)
+    try:
+        ask()
+    except RuntimeError:
+        return True
+    return False

@@ -105,8 +105,8 @@ def read_command_line(words: Sequence[str]) -> CommandLine:
     overrides = {a.name: a.values[0] if a.values else None for a in arguments if a.option is None}
     nodes = _read_top_level(param_file)
     _check_overrides(overrides, nodes, param_file)
-    given_to = {key: _switched_on(key, nodes[key]) if value is None else value for key, value in overrides.items()}
-    text = "\n".join(override_line(key, value) for key, value in given_to.items())
+    values = {key: _switched_on(key, nodes[key]) if value is None else value for key, value in overrides.items()}
+    text = "\n".join(override_line(key, value) for key, value in values.items())
     return CommandLine(param_file, given, text, _options_in(nodes))
 
 

@@ -24,7 +24,6 @@ class MpiLauncher(NamedTuple):
     Of several names for the place on the node the first that is set counts.
 
     Attributes:
-        program: what starts the processes, in words.
         rank: the variable with the rank.
         world_size: the variable with the number of processes.
         local_rank: the variables with the number of this process on its node.
@@ -35,7 +34,6 @@ class MpiLauncher(NamedTuple):
     Ranks: local.
     """
 
-    program: str
     rank: str
     world_size: str
     local_rank: tuple[str, ...]
@@ -48,7 +46,6 @@ class MpiLauncher(NamedTuple):
 #: what Open MPI sets.
 MPI_LAUNCHERS = {
     "jsm": MpiLauncher(
-        "jsrun",
         "JSM_NAMESPACE_RANK",
         "JSM_NAMESPACE_SIZE",
         ("JSM_NAMESPACE_LOCAL_RANK",),
@@ -57,7 +54,6 @@ MPI_LAUNCHERS = {
         "jsrun -E MASTER_ADDR=node1 -E MASTER_PORT=29500 ...",
     ),
     "openmpi": MpiLauncher(
-        "mpirun (Open MPI)",
         "OMPI_COMM_WORLD_RANK",
         "OMPI_COMM_WORLD_SIZE",
         ("OMPI_COMM_WORLD_LOCAL_RANK",),
@@ -66,7 +62,6 @@ MPI_LAUNCHERS = {
         "mpirun -x MASTER_ADDR=node1 -x MASTER_PORT=29500 ...",
     ),
     "pmi": MpiLauncher(
-        "mpiexec (PMI)",
         "PMI_RANK",
         "PMI_SIZE",
         ("MPI_LOCALRANKID", "PMI_LOCAL_RANK", "PALS_LOCAL_RANKID"),

@@ -105,8 +105,8 @@ def read_command_line(words: Sequence[str]) -> CommandLine:
     overrides = {a.name: a.values[0] if a.values else None for a in arguments if a.option is None}
     nodes = _read_top_level(param_file)
     _check_overrides(overrides, nodes, param_file)
-    given_to = {key: _switched_on(key, nodes[key]) if value is None else value for key, value in overrides.items()}
-    text = "\n".join(override_line(key, value) for key, value in given_to.items())
+    values = {key: _switched_on(key, nodes[key]) if value is None else value for key, value in overrides.items()}
+    text = "\n".join(override_line(key, value) for key, value in values.items())
     return CommandLine(param_file, given, text, _options_in(nodes))
 
 
@@ -213,20 +213,14 @@ def _take_param_file(arguments: list[_Argument], loose: list[str]) -> str:
     """Find the YAML file among the words that stand alone, or after a flag that took it for its value."""
     if len(loose) == 1:
         return loose[0]
-    if loose:
-        raise ConfigError(
-            f"{', '.join(map(repr, loose))} stand alone on the command line, but only the hyperparameter "
-            "YAML may. Write the others as --name=value (a switch too: --debug=False)."
-        )
-    places = [(a, word) for a in arguments if a.is_open for word in a.values]
+    places = [] if loose else [(a, word) for a in arguments if a.is_open for word in a.values]
     found = [place for place in places if place[1].endswith(_YAML_SUFFIXES)]
     found = found or [place for place in places if Path(place[1]).is_file()]
-    if not found:
-        raise ConfigError("No hyperparameter YAML was given. Run python train.py hparams.yaml; --help has options.")
-    if len(found) > 1:
+    if len(found) != 1:
+        words = ", ".join(map(repr, loose or [word for _, word in found])) or "none"
         raise ConfigError(
-            f"Which one is the hyperparameter YAML: {' or '.join(repr(word) for _, word in found)}? "
-            "Put it first, and write the others as --name=value."
+            f"Give one hyperparameter YAML; found: {words}. Put it first, and write all else as --name=value (a switch "
+            "too: --debug=False). --help shows the options."
         )
     argument, word = found[0]
     argument.values.remove(word)

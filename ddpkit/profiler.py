@@ -9,7 +9,6 @@ from pathlib import Path
 from torch.profiler import profile, schedule
 
 from ddpkit.distributed import get_rank
-from ddpkit.errors import ConfigError
 from ddpkit.logger import get_logger, shown_path
 
 logger = get_logger(__name__)
@@ -37,7 +36,7 @@ def prepare_profiler(
         A profiler, not yet started. It records shapes and Python stacks, on an accelerator too where it is there.
 
     Raises:
-        ConfigError: a negative warm-up, or no steps to record.
+        AssertionError: of torch, for a negative warm-up, or no steps to record.
 
     Ranks: local; each rank profiles itself.
 
@@ -48,11 +47,6 @@ def prepare_profiler(
         >>> [profiler.schedule(step).name for step in range(4)]
         ['WARMUP', 'RECORD', 'RECORD_AND_SAVE', 'NONE']
     """
-    if profile_warmup < 0 or profile_steps < 1:
-        raise ConfigError(
-            f"profile_warmup={profile_warmup!r}, profile_steps={profile_steps!r}: the profiler needs a "
-            "warm-up of 0 or more steps and at least 1 step to record. Try 5 and 5."
-        )
     return profile(  # of all that torch can record here: the CPU, and CUDA or another accelerator
         schedule=schedule(wait=0, warmup=profile_warmup, active=profile_steps, repeat=1),
         on_trace_ready=_trace_writer(Path(logdir) / "profiler_logs"),

@@ -24,7 +24,7 @@ from ddpkit.logger import get_logger
 if TYPE_CHECKING:
     from ddpkit.command_line import CommandLine
 
-__all__ = ["OPTIONS", "RunOptions", "option_attributes", "parse_arguments"]
+__all__ = ["OPTIONS", "Option", "OptionTypes", "RunOptions", "option_attributes", "parse_arguments", "parse_duration"]
 
 logger = get_logger(__name__)
 

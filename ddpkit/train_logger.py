@@ -380,9 +380,6 @@ class FileTrainLogger(_MainTrainLogger):
         precision: digits after the point. Floats between 1 and 100 are written plainly, others with an
             exponent.
 
-    Raises:
-        ConfigError: ``precision`` is negative.
-
     Ranks: all, or the main process alone; only it writes.
 
     Example:
@@ -395,8 +392,6 @@ class FileTrainLogger(_MainTrainLogger):
     """
 
     def __init__(self, save_file: str | os.PathLike[str], precision: int = 2) -> None:
-        if precision < 0:
-            raise ConfigError(f"precision={precision!r}: give a number of digits, 0 or more.")
         self.save_file = os.fspath(save_file)
         self.precision = precision
         self.run_log_beside = Path(save_file).with_name("metrics.jsonl")
@@ -614,9 +609,6 @@ class ProgressSampleLogger:
     Attributes:
         progress_samples: what is remembered, by name.
 
-    Raises:
-        ConfigError: ``formats`` names a format that is not defined.
-
     Ranks: all, or the main process alone; only it writes.
 
     Example:
@@ -647,13 +639,6 @@ class ProgressSampleLogger:
         }
         self.batch_sample_size = batch_sample_size
         self.progress_samples: dict[str, Any] = {}
-        for name, kind in self.formats.items():
-            if kind not in self.format_defs:
-                known = ", ".join(map(repr, self.format_defs))
-                raise ConfigError(
-                    f"formats says {kind!r} for {name!r}, and the formats are {known}. "
-                    "Name one of them, or add it to format_defs."
-                )
 
     def reset(self) -> None:
         """Forget what is remembered.
@@ -696,6 +681,7 @@ class ProgressSampleLogger:
 
         Raises:
             ConfigError: a file cannot be written.
+            KeyError: ``formats`` names a format that is not defined.
             ModuleNotFoundError: an image is to be saved, and torchvision is not installed.
 
         Ranks: all, or the main process alone; only it writes.

@@ -28,7 +28,6 @@ class MpiLauncher(NamedTuple):
     Of several names for the place on the node the first that is set counts.
 
     Attributes:
-        program: what starts the processes, in words.
         rank: the variable with the rank.
         world_size: the variable with the number of processes.
         local_rank: the variables with the number of this process on its node.
@@ -38,7 +37,6 @@ class MpiLauncher(NamedTuple):
     Ranks: local.
     """
 
-    program: str
     rank: str
     world_size: str
     local_rank: tuple[str, ...]
@@ -50,7 +48,6 @@ class MpiLauncher(NamedTuple):
 #: what Open MPI sets.
 MPI_LAUNCHERS = {
     "jsm": MpiLauncher(
-        "jsrun",
         "JSM_NAMESPACE_RANK",
         "JSM_NAMESPACE_SIZE",
         ("JSM_NAMESPACE_LOCAL_RANK",),
@@ -58,7 +55,6 @@ MPI_LAUNCHERS = {
         ("LSB_JOBID", "PMIX_NAMESPACE"),
     ),
     "openmpi": MpiLauncher(
-        "mpirun (Open MPI)",
         "OMPI_COMM_WORLD_RANK",
         "OMPI_COMM_WORLD_SIZE",
         ("OMPI_COMM_WORLD_LOCAL_RANK",),
@@ -66,7 +62,6 @@ MPI_LAUNCHERS = {
         ("OMPI_MCA_orte_hnp_uri", "OMPI_MCA_ess_base_jobid", "PMIX_NAMESPACE"),
     ),
     "pmi": MpiLauncher(
-        "mpiexec (PMI)",
         "PMI_RANK",
         "PMI_SIZE",
         ("MPI_LOCALRANKID", "PMI_LOCAL_RANK", "PALS_LOCAL_RANKID"),

@@ -46,10 +46,6 @@ class _Kind(NamedTuple):
     is_sum: bool
     is_per_step: bool
 
-    def __str__(self) -> str:
-        words = "a sum with its count" if self.is_sum else "a mean of the batch (without count)"
-        return f"{words}, per_step={self.is_per_step}"
-
 
 class _Held(NamedTuple):
     """The sums of one name on this rank: of the stage, and since the last sync of the ranks."""
@@ -191,11 +187,7 @@ class LoggedValues:
         held = self._held[self._stage].get(name)
         before = self._known.get(self._stage, {}).get(name) if held is None else held.kind
         if before is not None and (before != kind or self._is_over):
-            end = ", in on_stage_end" if self._is_over else ""
-            raise BatchError(
-                f"log({name!r}, ...) was called in two ways in {self._stage.upper()}: with {before}, and with "
-                f"{kind}{end}. Give the two different names."
-            )
+            raise _two_ways(name, self._stage)
         new = _Held(kind, self._new_meter(), self._new_meter())
         if not self._is_over:
             self._held[self._stage][name] = new
@@ -269,16 +261,12 @@ class LoggedValues:
 
     def _agree(self, news: dict[str, _Kind]) -> None:
         """Exchange the names that some rank has used for the first time."""
-        merged: dict[str, tuple[int, _Kind]] = {}
-        for rank, theirs in enumerate(exchange(news, site=f"names logged in {self._stage}")):
+        merged: dict[str, _Kind] = {}
+        for theirs in exchange(news, site=f"names logged in {self._stage}"):
             for name, kind in theirs.items():
-                first, known = merged.setdefault(name, (rank, _Kind(*kind)))
-                if known != kind:
-                    raise BatchError(
-                        f"log({name!r}, ...) was called with {known} on rank {first}, and with {_Kind(*kind)} on rank "
-                        f"{rank}. Log a name in the same way on every rank."
-                    )
-        self._known[self._stage] |= {name: kind for name, (_, kind) in sorted(merged.items())}
+                if merged.setdefault(name, _Kind(*kind)) != kind:
+                    raise _two_ways(name, self._stage)
+        self._known[self._stage] |= dict(sorted(merged.items()))
 
     def _take(self, found: Iterator[float], *, at_end: bool) -> None:
         """Store the sums of all ranks. The main process then holds a stage's sums, the others zeros."""
@@ -329,6 +317,13 @@ class LoggedValues:
                     total, count, bad = map(sum, zip(taken[name].total.totals(), meter.totals(), strict=True))
                     meter.restore(total, count, int(bad))
                 taken[name] = _Held(_Kind(*saved["kind"]), meter, self._new_meter())
+
+
+def _two_ways(name: str, stage: str) -> BatchError:
+    return BatchError(
+        f"log({name!r}, ...) was called in two ways in {stage.upper()}: with and without count or per_step, for "
+        "batches and in on_stage_end, or not alike on two ranks. Give the two different names."
+    )
 
 
 def _number(name: str, what: str, value: Any) -> Tensor | float:

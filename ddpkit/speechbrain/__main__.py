@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import runpy
 import shlex
 import sys
@@ -32,33 +31,20 @@ def main(words: list[str]) -> int:
 
     Ranks: local; on every rank under torchrun.
     """
-    if not words or words[0] in {"-h", "--help"}:
-        (sys.stdout if words else sys.stderr).write(USAGE)
-        return 0 if words else 2
+    if words in (["-h"], ["--help"]):
+        sys.stdout.write(USAGE)
+        return 0
     if words == ["--environment"]:
         sys.stdout.write("".join(f"export {name}={shlex.quote(value)}\n" for name, value in environment().items()))
         return 0
-    script = Path(words[0])
-    if not getattr(sys.flags, "safe_path", False):  # Python put the working folder there, for this module
-        sys.path[0] = str(script.resolve().parent)
-    problem = _problem(script)
-    if problem:
-        sys.stderr.write(f"python -m ddpkit.speechbrain: error: {problem}\n")
+    if not words or not Path(words[0]).is_file():
+        sys.stderr.write(f"{USAGE}python -m ddpkit.speechbrain: error: the script comes first, and it is not there\n")
         return 2
+    if not getattr(sys.flags, "safe_path", False):  # Python put the working folder there, for this module
+        sys.path[0] = str(Path(words[0]).resolve().parent)
     sys.argv = words
     runpy.run_path(words[0], run_name="__main__")
     return 0
-
-
-def _problem(script: Path) -> str:
-    if not script.is_file():
-        return f"there is no script {str(script)!r}. It comes first, and the recipe's options after it: see --help."
-    if importlib.util.find_spec("speechbrain") is None:
-        return (
-            "SpeechBrain is not installed here. ddpkit answers its training core alone; the rest of the recipe needs "
-            "the package: pip install speechbrain"
-        )
-    return ""
 
 
 if __name__ == "__main__":

@@ -94,7 +94,7 @@ def test_missing_yaml(tmp_path):
 
 
 def test_no_yaml_at_all():
-    with pytest.raises(ConfigError, match="No hyperparameter YAML was given. Run python train.py hparams.yaml"):
+    with pytest.raises(ConfigError, match="Give one hyperparameter YAML; found: none. Put it first"):
         parse_arguments(["--debug"])
 
 

@@ -277,16 +277,16 @@ def test_a_name_is_used_in_one_way():
         brain.log("x", 1.0)
         brain.log("x", 1.0, 2)
 
-    twice = r"log\('x', ...\) was called in two ways in TRAIN: with a mean of the batch .*, per_step=False"
-    with pytest.raises(BatchError, match=f"{twice}, and with a sum with its count, per_step=False. Give"):
+    twice = r"log\('x', ...\) was called in two ways in TRAIN: .* Give the two different names"
+    with pytest.raises(BatchError, match=twice):
         fit(logging(both))
 
     def later(brain, batch, stage, loss):
         brain.log("x", 1.0, per_step=brain.progress.epoch == 2)
 
-    with pytest.raises(BatchError, match=f"{twice}, and with a mean of the batch .*, per_step=True"):
+    with pytest.raises(BatchError, match=twice):
         fit(logging(later), (1, 2))
-    with pytest.raises(BatchError, match=f"{twice}, and with .*, per_step=False, in on_stage_end"):
+    with pytest.raises(BatchError, match=twice):
         fit(logging(lambda brain, *_: brain.log("x", 1.0), lambda brain, *_: brain.log("x", 1.0)))
 
 

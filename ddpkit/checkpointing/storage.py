@@ -643,7 +643,8 @@ def _take(path: Path) -> _Hold:
         FILES.write(path, lambda file: file.write(hold.record))
         FILES.sync_file(path)
     except BaseException:
-        path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            path.unlink()
         os.close(handle)
         raise
     return hold

@@ -20,7 +20,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -122,8 +121,6 @@ T = TypeVar("T")
 METAFNAME = META_NAME
 PARAMFILE_EXT = SUFFIX
 
-_nodes_have_own_disks = threading.Event()
-
 
 def convert_torch_save_hooks_to_once_per_node() -> None:
     """Say that the nodes do not share the folder of checkpoints.
@@ -136,7 +133,7 @@ def convert_torch_save_hooks_to_once_per_node() -> None:
 
     State: for the whole process.
     """
-    _nodes_have_own_disks.set()
+    Checkpointer.load_mode = "broadcast"
 
 
 # ---------------------------------------------------------------------------------------- the checkpointer
@@ -196,6 +193,8 @@ class Checkpointer:
         True
     """
 
+    load_mode: LoadMode = "all"  # of all, until one is set for a checkpointer
+
     def __init__(
         self,
         checkpoints_dir: str | os.PathLike[str],
@@ -213,7 +212,6 @@ class Checkpointer:
         self.verify_mode: VerifyMode = "full"
         self.asynchronous = False
         self.on_error: Literal["stop", "warn"] = "stop"
-        self.load_mode: LoadMode = "all"
         self.resume: str | Checkpoint = "auto"
         self.last_loaded: Path | None = None
         self.not_taken: tuple[str, ...] = ()
@@ -475,8 +473,9 @@ class Checkpointer:
 
         Ranks: local; do it on every rank. With ``asynchronous`` as :meth:`wait`.
         """
-        self._wait_if_asynchronous()
-        if self._mode == "broadcast":
+        if self.asynchronous:
+            self.wait()
+        if self.load_mode == "broadcast":
             checkpoint_work_on_main(self._require_whole, checkpoint)
         else:
             self._require_whole(checkpoint)
@@ -506,7 +505,8 @@ class Checkpointer:
 
         Ranks: local; with ``asynchronous`` as :meth:`wait`.
         """
-        self._wait_if_asynchronous()
+        if self.asynchronous:
+            self.wait()
         return self._ledger.scan(self.checkpoints_dir)
 
     def delete_checkpoints(
@@ -554,10 +554,6 @@ class Checkpointer:
         """
         self._on_main(lambda: None)
 
-    def _wait_if_asynchronous(self) -> None:
-        if self.asynchronous:
-            self.wait()
-
     @contextlib.contextmanager
     def hold_folder(self) -> Iterator[None]:
         """Keep the folder for this run: until the end of the block no other one can save or delete in it.
@@ -572,18 +568,12 @@ class Checkpointer:
 
         State: ``.lock`` in the folder.
         """
-        folder = self._folder()
-
-        def take() -> bool:
-            folder.lock.acquire()
-            return True
-
-        is_held = checkpoint_work_on_main(folder.attempt, take)
+        lock = FolderLock(self.checkpoints_dir)  # of its own: a save in the background may hold the other one longer
+        checkpoint_work_on_main(self._folder().attempt, lock.acquire)
         try:
             yield
         finally:
-            if is_held and if_main_process():  # else it is a save in the background that holds it
-                folder.lock.release()
+            lock.release()
 
     def set_aside(self, start: Checkpoint | None) -> None:
         """Move the checkpoints that do not belong to a run that begins at ``start`` into a subfolder, and name it.
@@ -592,18 +582,16 @@ class Checkpointer:
             start: a checkpoint; if it is in this folder, what was saved before stays too. None: all is moved.
 
         Raises:
-            CheckpointError: another run holds the folder, or one cannot be moved.
+            CheckpointError: another run holds the folder.
+            OSError: one cannot be moved.
 
         Ranks: main only.
         """
-        found, folder = self.list_checkpoints(), self._folder()
+        found = self.list_checkpoints()
         if start is not None and any(one.path.samefile(start.path) for one in found):  # whatever it was called
             found = [one for one in found if ckpt_recency(one) > ckpt_recency(start)]
         if found:
-            with folder.lock.hold():
-                aside = folder.set_aside(found)
-            words = "%d checkpoint(s) of before are not of this run: they are in %s now."
-            logger.warning(words, len(found), shown_path(aside))
+            self._folder().set_aside(found)
 
     def require_hooks(self) -> dict[str, SaveHook]:
         """Make sure that all recoverables can be saved and loaded, those too that were put in by hand.
@@ -628,7 +616,7 @@ class Checkpointer:
         load = self.custom_load_hooks.get(name) or find_load_hook(obj)
         if save is torch_save and get_world_size() > 1 and getattr(obj, "is_of_each_rank", False):
             raise CheckpointError(
-                f"the recoverable {name!r} is a {type(obj).__name__}, which counts on each rank by itself, and the "
+                f"the recoverable {name!r} is a {type(obj).__name__}, whose totals are of each rank, and the "
                 "main process saves its own alone. Keep it as an attribute of the Brain or in hparams: fit saves it."
             )
         if save is None or load is None:  # a checkpoint that nothing can load is of no use
@@ -716,10 +704,6 @@ class Checkpointer:
 
     # ------------------------------------------------------------------------------------ loading
 
-    @property
-    def _mode(self) -> LoadMode:
-        return "broadcast" if _nodes_have_own_disks.is_set() else self.load_mode
-
     def _require_whole(self, checkpoint: Checkpoint) -> None:
         if not self._ledger.is_whole(checkpoint, self.verify_mode):
             reason = self._ledger.reasons[checkpoint.path]
@@ -734,7 +718,7 @@ class Checkpointer:
                 hooks[name] = self._hooks_of(name, obj)[1]
             elif not self.allow_partial_load and not (ended and getattr(obj, "is_of_inside_an_epoch", False)):
                 _accept_missing(name, checkpoint, optional=self.optional_recoverables.get(name, False))
-        load_recoverables(hooks, self.recoverables, checkpoint, self._mode)
+        load_recoverables(hooks, self.recoverables, checkpoint, self.load_mode)
         left = checkpoint.paramfiles.keys() - hooks.keys()
         if checkpoint.path == self.last_loaded:  # once more, for what was not there the first time
             left &= set(self.not_taken)

@@ -4,7 +4,6 @@ from ddpkit.checkpointing.async_save import (
 )
 from ddpkit.checkpointing.folder import (
     DIRECTORY_PREFIX as DIRECTORY_PREFIX,
-    META_NAME as META_NAME,
     SUFFIX as SUFFIX,
     Checkpoint as Checkpoint,
     CheckpointFolder as CheckpointFolder,
@@ -19,7 +18,6 @@ from ddpkit.checkpointing.folder import (
     check_file_name as check_file_name,
     checkpoint_work_on_main as checkpoint_work_on_main,
     ckpt_recency as ckpt_recency,
-    damage_of as damage_of,
     is_code as is_code,
     ranked as ranked,
     read_checkpoint as read_checkpoint,
@@ -48,9 +46,9 @@ from ddpkit.checkpointing.rank_states import (
 )
 from ddpkit.checkpointing.storage import (
     MANIFEST_NAME as MANIFEST_NAME,
+    META_NAME as META_NAME,
     FolderLock as FolderLock,
     VerifyMode as VerifyMode,
-    discard_staging as discard_staging,
     read_text as read_text,
     verify as verify,
 )

@@ -29,6 +29,8 @@ from ddpkit.checkpointing.async_save import BackgroundSave, state_bytes
 from ddpkit.checkpointing.hooks import safe_load, saved_state, saves_on_every_rank, torch_save, write_state
 from ddpkit.checkpointing.storage import (
     MANIFEST_NAME,
+    META_MARK,
+    META_NAME,
     MOST_TEXT,
     REPLACED_PREFIX,
     FolderLock,
@@ -38,7 +40,6 @@ from ddpkit.checkpointing.storage import (
     make_staging,
     read_text,
     remove_directory,
-    restore_replaced,
     verify,
     write_file,
 )
@@ -49,9 +50,7 @@ from ddpkit.logger import get_logger, shown_path
 logger = get_logger(__name__)
 
 DIRECTORY_PREFIX = "CKPT"
-META_NAME = "CKPT.yaml"
 META_HEAD = "# yamllint disable\n"
-META_MARK = "# ddpkit: manifest.json lists the files beside this one\n"
 SUFFIX = ".ckpt"
 ASIDE_PREFIX = "earlier-"  # followed by the time: a folder of checkpoints that do not count any more
 LONGEST_NAME = 240  # bytes: file systems allow 255, and ".trash-of-CKPT+" takes 15
@@ -345,37 +344,6 @@ def _checkpoint_in(path: Path, mode: VerifyMode) -> Checkpoint | None:
     return checkpoint
 
 
-def damage_of(path: Path, mode: VerifyMode) -> list[str]:
-    """Say why a checkpoint is not what was saved. Its manifest must be there.
-
-    Otherwise it is checked as by :func:`ddpkit.checkpointing.storage.verify`.
-
-    Args:
-        path: the directory.
-        mode: how closely to look.
-
-    Returns:
-        One reason per fault; empty when all is well.
-
-    Raises:
-        ConfigError: an unknown ``mode``.
-
-    Ranks: local.
-
-    Example:
-        >>> import tempfile
-        >>> path = Path(tempfile.mkdtemp())
-        >>> _ = (path / "CKPT.yaml").write_text(META_MARK)
-        >>> damage_of(path, "size")
-        ['manifest.json is missing']
-    """
-    try:
-        marked = META_MARK in read_text(path / META_NAME)
-    except (OSError, UnicodeDecodeError) as error:
-        return [f"{META_NAME} cannot be read: {error}"]
-    return verify(path, mode, expect_manifest=marked)
-
-
 class DamageLedger:
     """Finds the checkpoints of a folder, and remembers which are damaged so that each is reported once.
 
@@ -439,7 +407,7 @@ class DamageLedger:
 
     def is_whole(self, checkpoint: Checkpoint, mode: VerifyMode) -> bool:
         """Verify a checkpoint; report one that is damaged, forget what was reported of one that is whole."""
-        faults = damage_of(checkpoint.path, mode)
+        faults = verify(checkpoint.path, mode)
         if faults:
             self.report(checkpoint.path, "; ".join(faults))
         else:
@@ -735,10 +703,10 @@ class CheckpointFolder:
         return checkpoint
 
     def attempt(self, function: Callable[..., T], *arguments: Any) -> T | None:
-        """Run a part of a save; if ``on_error`` is "warn", warn of a ``CheckpointError`` and return None."""
+        """Run a part of a save; if ``on_error`` is "warn", warn of its error and return None."""
         try:
             return function(*arguments)
-        except CheckpointError as error:
+        except (CheckpointError, OSError) as error:
             if self.on_error != "warn" or isinstance(error, FolderInUseError):
                 raise
             logger.warning("%s Training goes on.", error)
@@ -759,9 +727,9 @@ class CheckpointFolder:
         Raises:
             CheckpointError: there are checkpoints, but none that is whole.
         """
-        if replaced := [path.name for path in self.lock.folder.glob(f"{REPLACED_PREFIX}*")]:  # by a run that died
+        if any(self.lock.folder.glob(f"{REPLACED_PREFIX}*")):  # by a run that died
             with contextlib.suppress(CheckpointError), self.lock.hold():
-                restore_replaced(self.lock.folder, replaced)
+                self.lock.clean()
         readable = self.ledger.scan(self.lock.folder, self.verify_mode)
         order = ranked(readable, selection)
         whole = (checkpoint for checkpoint in order if self.ledger.is_whole(checkpoint, self.verify_mode))
@@ -774,21 +742,19 @@ class CheckpointFolder:
             )
         return found
 
-    def set_aside(self, checkpoints: Iterable[Checkpoint]) -> Path:
-        """Move checkpoints into a new folder in this one, where no search finds them; return that folder.
+    def set_aside(self, checkpoints: Iterable[Checkpoint]) -> None:
+        """Move checkpoints into a new folder in this one, where no search finds them, and name it.
 
         Raises:
-            CheckpointError: one cannot be moved.
+            OSError: one cannot be moved.
         """
         aside = self.lock.folder / f"{ASIDE_PREFIX}{time.strftime('%Y-%m-%d+%H-%M-%S')}"
-        try:
+        with self.lock.hold():
             aside.mkdir(exist_ok=True)
             for checkpoint in checkpoints:
                 self.lock.require()
                 storage.FILES.rename(checkpoint.path, aside / checkpoint.path.name)
-        except OSError as error:
-            raise CheckpointError(f"cannot move what is in {self.lock.folder} to {aside.name}: {error}.") from error
-        return aside
+        logger.warning("Checkpoints of before are not of this run: they are in %s now.", shown_path(aside))
 
     def delete(self, retention: Retention, verbosity: int) -> None:
         """Delete what the retention does not keep. What is damaged neither counts nor is deleted.
@@ -797,9 +763,8 @@ class CheckpointFolder:
             CheckpointError: one cannot be deleted.
         """
         ledger = self.ledger
-        mode: VerifyMode = "off" if self.verify_mode == "off" else "size"
         readable = ledger.scan(self.lock.folder, self.verify_mode)
-        counted = [each for each in readable if each.path not in ledger.reasons and ledger.is_whole(each, mode)]
+        counted = [each for each in readable if each.path not in ledger.reasons and ledger.is_whole(each, "size")]
         for checkpoint in deletable(counted, retention):
             self.lock.require()
             remove_directory(checkpoint.path)

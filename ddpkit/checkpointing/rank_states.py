@@ -51,8 +51,8 @@ LOAD_WAIT_SECONDS = 30.0
 BLOCK_BYTES = 16 << 20
 TELL_SECONDS = 10.0  # until a longer wait is told
 ALONE = (
-    "The main process has waited %.0f s for the other ranks to %s, too, and waits %.0f s in all. It is called on every "
-    "rank: not under `if if_main_process():`."
+    "The main process waits for the other ranks to %s, too, %.0f s in all, and some have not come. It is called on "
+    "every rank: not under `if if_main_process():`."
 )
 
 
@@ -182,14 +182,13 @@ def all_ranks_come(what: str, seconds: float) -> bool:
         store.add(key, 1)
 
     def wait() -> bool:
-        begin, is_told = time.monotonic(), False
+        begin = time.monotonic()
         while store.add(key, 0) < get_world_size() - 1:
             waited = time.monotonic() - begin
             if waited > seconds:
                 return False
-            if waited > TELL_SECONDS and not is_told:
-                is_told = True
-                logger.warning(ALONE, waited, what, seconds)
+            if waited > TELL_SECONDS:
+                logger.warning_once(ALONE, what, seconds)
             time.sleep(0.001)
         store.delete_key(key)
         return True
@@ -238,14 +237,14 @@ def load_recoverables(
         CheckpointError: one cannot be loaded. With ``"broadcast"`` it is raised on every rank, whichever failed.
 
     Ranks: local; with ``"broadcast"`` collective. Ranks that do not come within half a minute are not waited for: then
-        every rank reads, and a warning says so. In main-only code the main process reads.
+        every rank reads. In main-only code the main process reads.
 
     State: the objects.
 
     Example:
         >>> load_recoverables({}, {}, Checkpoint(Path("CKPT+a"), {}, {}))
     """
-    together = mode == "broadcast" and _all_are_here()
+    together = mode == "broadcast" and all_ranks_come("load", LOAD_WAIT_SECONDS)
     if together:
         _require_alike(list(hooks))
     end_of_epoch = bool(checkpoint.meta.get("end-of-epoch", True))
@@ -305,19 +304,6 @@ def _bytes_of_main(path: Path) -> torch.Tensor:
     for start in range(0, len(content), BLOCK_BYTES):
         dist.broadcast(content[start : start + BLOCK_BYTES], src=0, group=control_group())
     return content
-
-
-def _all_are_here() -> bool:
-    if get_world_size() == 1 or ddp_prevent_block():
-        return False
-    come = all_ranks_come("load", LOAD_WAIT_SECONDS)
-    if not come:
-        logger.warning_once(
-            "Not every rank has come to load the checkpoint within %g s: each reads its files by itself. To have one "
-            "rank read for all, make the call on every rank.",
-            LOAD_WAIT_SECONDS,
-        )
-    return come
 
 
 def _require_alike(own: list[str]) -> None:

@@ -43,7 +43,7 @@ import time
 import uuid
 import zipfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -58,6 +58,8 @@ from ddpkit.logger import get_logger
 
 logger = get_logger(__name__)
 
+META_NAME = "CKPT.yaml"
+META_MARK = "# ddpkit: manifest.json lists the files beside this one\n"
 MANIFEST_NAME = "manifest.json"
 MANIFEST_FORMAT = 2
 PIECE_BYTES_OF_FORMAT = {1: 1 << 63, 2: 16 << 20}  # format 1, of ddpkit 0.1: a file is hashed whole
@@ -288,7 +290,8 @@ def cleaned_on_error(staging: Path, final: Path, bytes_needed: int = 0) -> Itera
     try:
         yield
     except BaseException as error:
-        discard_staging(staging)
+        with contextlib.suppress(OSError):  # the next save removes what resists
+            FILES.remove_tree(staging)
         if not isinstance(error, Exception) or isinstance(error, FolderInUseError):  # that says it all
             raise
         raise save_error(final, error, bytes_needed) from (_os_error(error) or error)
@@ -327,22 +330,6 @@ def commit_staging(
     _seal(staging, world_size, digests)
     before_rename()
     _publish(staging, final)
-
-
-def discard_staging(staging: Path) -> None:
-    """Remove a directory made by :func:`make_staging`; one that resists is left for the next save to remove.
-
-    Ranks: main only (any one process).
-
-    Example:
-        >>> import tempfile
-        >>> staging = make_staging(Path(tempfile.mkdtemp()) / "CKPT+one")
-        >>> discard_staging(staging)
-        >>> staging.exists()
-        False
-    """
-    with contextlib.suppress(OSError):
-        FILES.remove_tree(staging)
 
 
 def _seal(staging: Path, world_size: int, digests: Mapping[Path, str]) -> None:
@@ -420,31 +407,6 @@ def remove_directory(path: Path) -> None:
         FILES.remove_tree(trash)
 
 
-def restore_replaced(parent: Path, names: Iterable[str]) -> None:
-    """Restore the names of directories if the process that was replacing them died between the two renames.
-
-    Args:
-        parent: the folder that holds them.
-        names: what is in it.
-
-    Ranks: main only, with the lock.
-
-    Example:
-        >>> import tempfile
-        >>> parent = Path(tempfile.mkdtemp())
-        >>> (parent / ".trash-of-CKPT+one").mkdir()
-        >>> restore_replaced(parent, os.listdir(parent))
-        >>> os.listdir(parent)
-        ['CKPT+one']
-    """
-    for name in names:
-        final = parent / name.removeprefix(REPLACED_PREFIX)
-        if name.startswith(REPLACED_PREFIX) and not os.path.lexists(final):
-            with contextlib.suppress(OSError):
-                FILES.rename(parent / name, final)
-                logger.warning("%s is back: the save that was to replace it did not end.", final)
-
-
 # ---------------------------------------------------------------------------------------- errors
 
 
@@ -494,16 +456,13 @@ def _os_error(error: BaseException | None) -> OSError | None:
 # ---------------------------------------------------------------------------------------- verifying
 
 
-def verify(
-    directory: Path, mode: VerifyMode = "full", *, expect_manifest: bool = False, only: str | None = None
-) -> list[str]:
-    """Say why a directory is not what was saved.
+def verify(directory: Path, mode: VerifyMode = "full", *, only: str | None = None) -> list[str]:
+    """Say why a checkpoint is not what was saved.
 
     Args:
-        directory: a committed directory. One without a manifest (made by SpeechBrain) is checked as far as
-            its files allow: torch's files carry checksums of their own.
+        directory: of the checkpoint. One without a manifest is damaged if its ``CKPT.yaml`` is ddpkit's. Else it was
+            made by SpeechBrain, and is checked as far as its files allow: torch's files carry checksums of their own.
         mode: ``"full"`` reads every byte, ``"size"`` looks at names and sizes, ``"off"`` looks at nothing.
-        expect_manifest: a missing manifest is damage, not the mark of another library.
         only: look at this file alone.
 
     Returns:
@@ -529,18 +488,18 @@ def verify(
         raise ConfigError(f"verify(mode={mode!r}): the modes are 'full', 'size' and 'off'.")
     if mode == "off":
         return []
-    if not os.path.lexists(directory / MANIFEST_NAME):
-        if expect_manifest:
-            return [f"{MANIFEST_NAME} is missing"]
-        paths = sorted(path for path in directory.rglob("*.ckpt") if only in {None, path.name})
-        faults = [_fault_without_manifest(path, mode) for path in paths]
-    else:
-        try:
+    try:
+        if os.path.lexists(directory / MANIFEST_NAME):
             files, piece_bytes = _read_manifest(directory / MANIFEST_NAME)
-        except CheckpointError as error:
-            return [str(error)]
-        wanted = [name for name in files if only in {None, name}]
-        faults = [_fault(directory, name, files[name], mode, piece_bytes) for name in wanted]
+            wanted = [name for name in files if only in {None, name}]
+            faults = [_fault(directory, name, files[name], mode, piece_bytes) for name in wanted]
+        elif META_MARK in read_text(directory / META_NAME):
+            return [f"{MANIFEST_NAME} is missing"]
+        else:
+            paths = sorted(path for path in directory.rglob("*.ckpt") if only in {None, path.name})
+            faults = [_fault_without_manifest(path, mode) for path in paths]
+    except (CheckpointError, OSError, UnicodeDecodeError) as error:
+        return [str(error)]
     return [fault for fault in faults if fault is not None]
 
 
@@ -684,7 +643,8 @@ def _take(path: Path) -> _Hold:
         FILES.write(path, lambda file: file.write(hold.record))
         FILES.sync_file(path)
     except BaseException:
-        path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            path.unlink()
         os.close(handle)
         raise
     return hold
@@ -841,7 +801,7 @@ class FolderLock:
         self._holds[-1].require()
 
     def clean(self) -> None:
-        """Remove what interrupted saves have left, and put back what one of them had moved away.
+        """Remove what interrupted saves have left, and restore the name of what one of them was about to replace.
 
         Raises:
             CheckpointError: as :meth:`require`; what cannot be removed is left without a word.
@@ -850,8 +810,11 @@ class FolderLock:
         """
         names = [path.name for path in self.folder.iterdir()]
         self.require()  # what another run makes from now on is not in the list
-        restore_replaced(self.folder, names)
         for name in names:
-            if name.startswith((STAGING_PREFIX, TRASH_PREFIX)) and (self.folder / name).is_dir():
-                with contextlib.suppress(CheckpointError):
+            final = self.folder / name.removeprefix(REPLACED_PREFIX)
+            with contextlib.suppress(CheckpointError, OSError):
+                if name.startswith(REPLACED_PREFIX) and not os.path.lexists(final):
+                    FILES.rename(self.folder / name, final)
+                    logger.warning("%s is back: the save that was to replace it did not end.", final)
+                elif name.startswith((STAGING_PREFIX, TRASH_PREFIX)) and (self.folder / name).is_dir():
                     remove_directory(self.folder / name)

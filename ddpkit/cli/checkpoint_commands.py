@@ -32,11 +32,11 @@ from ddpkit.checkpointing import (
     VerifyMode,
     average_checkpoints,
     ckpt_recency,
-    damage_of,
     ranked,
     read_checkpoint,
     read_text,
     safe_load,
+    verify,
 )
 from ddpkit.cli import say
 from ddpkit.errors import CheckpointError
@@ -172,7 +172,7 @@ def look_at(path: Path, mode: VerifyMode = "size") -> Entry:
     """Look at one checkpoint's directory. Whatever is wrong with it becomes a reason."""
     meta: dict[str, Any] = {}
     try:
-        meta, reasons = read_checkpoint(path).meta, damage_of(path, mode)
+        meta, reasons = read_checkpoint(path).meta, verify(path, mode)
     except CheckpointError as error:
         reasons = [str(error)]
     files = {}
@@ -336,7 +336,7 @@ def choose(paths: Sequence[Path], selection: Selection, limit: int | None) -> li
         has = f" that has {key!r} in its meta; there are: {', '.join(keys)}" if key else ""
         raise CheckpointError(f"there is no checkpoint in {where}{has}.")
     for one in chosen:
-        reasons = damage_of(one.path, "full")
+        reasons = verify(one.path, "full")
         if reasons:
             text = f"{printable(one.path)} is damaged: {printable('; '.join(reasons))}"
             raise CheckpointError(f"{text}. Name the checkpoints that are to be used.")

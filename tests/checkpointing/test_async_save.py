@@ -450,7 +450,7 @@ def test_a_checkpointer_that_is_collected_finishes_its_save_first(tmp_path, mode
     del checkpointer
     gc.collect()
     assert gone() is None
-    assert verify(saved.path, expect_manifest=True) == []
+    assert verify(saved.path) == []
     assert saver_threads() == []
 
 
@@ -458,7 +458,7 @@ def test_another_checkpointer_can_wait_for_a_folder(checkpointer, gate):
     saved = checkpointer.save_checkpoint()
     threading.Timer(0.2, gate.open.set).start()
     BackgroundSave().wait(checkpointer.checkpoints_dir)
-    assert verify(saved.path, expect_manifest=True) == []
+    assert verify(saved.path) == []
 
 
 def test_a_lost_error_is_logged_when_the_checkpointer_is_collected(tmp_path, model, gate, caplog):

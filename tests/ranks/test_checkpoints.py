@@ -383,7 +383,7 @@ def resume_on_own_disks(folder, converts):
     except CheckpointError as error:
         return str(error)
     finally:
-        checkpoints._nodes_have_own_disks.clear()
+        checkpoints.Checkpointer.load_mode = "all"
     return model.weight.tolist(), text.text
 
 
@@ -414,7 +414,7 @@ def train_on_own_disks(folder, stops):
     except KeyboardInterrupt:
         assert stops
     finally:
-        checkpoints._nodes_have_own_disks.clear()
+        checkpoints.Checkpointer.load_mode = "all"
     return brain.optimizer_step, weights(brain)["net.weight"].tolist()
 
 

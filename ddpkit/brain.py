@@ -16,7 +16,6 @@ from torch.utils.data import DataLoader
 
 from ddpkit import optim
 from ddpkit.base import POSITION, mark_as_loader, mark_as_saver, register_checkpoint_hooks, unwrap
-from ddpkit.comm import check_train_data
 from ddpkit.control import failure_notice, usage_errors
 from ddpkit.dataloader import LoopedLoader, SaveableDataLoader
 from ddpkit.distributed import ddp_init_group, get_rank, get_world_size, run_on_main
@@ -35,6 +34,7 @@ from ddpkit.training import (
     RunLength,
     TrainStep,
     batch_sizes,
+    check_train_data,
     checkpoint_blocks,
     compile_modules,
     count_epochs,

@@ -24,7 +24,7 @@ from tests.contract.recipes import QUIET, Regression, linear, points, sgd
 
 PACKAGE = str(Path(ddpkit.__file__).parent)
 LOADING = {"batch_size": 2, "shuffle": True}
-SAVED = {"brain", "epoch_loop", "dataloader", "checkpointing.rank_states"}
+SAVED = {"brain", "epoch_loop", "dataloader", "run.rank_state"}
 
 
 class Way:

@@ -9,16 +9,19 @@ from ddpkit.checkpointing.folder import (
     CheckpointFolder as CheckpointFolder,
     DamageLedger as DamageLedger,
     ImportanceKey as ImportanceKey,
+    LoadMode as LoadMode,
     Predicate as Predicate,
     Retention as Retention,
     SaveRequest as SaveRequest,
     Selection as Selection,
+    all_ranks_come as all_ranks_come,
     average_checkpoints as average_checkpoints,
     average_state_dicts as average_state_dicts,
     check_file_name as check_file_name,
     checkpoint_work_on_main as checkpoint_work_on_main,
     ckpt_recency as ckpt_recency,
     is_code as is_code,
+    load_recoverables as load_recoverables,
     ranked as ranked,
     read_checkpoint as read_checkpoint,
     run_savers as run_savers,
@@ -37,12 +40,6 @@ from ddpkit.checkpointing.hooks import (
     torch_save as torch_save,
     whole_state_dict as whole_state_dict,
     whole_states as whole_states,
-)
-from ddpkit.checkpointing.rank_states import (
-    LoadMode as LoadMode,
-    RankStates as RankStates,
-    all_ranks_come as all_ranks_come,
-    load_recoverables as load_recoverables,
 )
 from ddpkit.checkpointing.storage import (
     MANIFEST_NAME as MANIFEST_NAME,

@@ -1,6 +1,7 @@
-"""Checkpoints in a folder: what they are, which is best, and what the main process does there: save, find, delete.
+"""Checkpoints in a folder: what they are, which is best, and what is done there: save, find, delete, load.
 
-Only :func:`checkpoint_work_on_main` speaks to other ranks: it has the main process do the work for all. Savers that run
+What the main process does for all ranks, :func:`checkpoint_work_on_main` has it do. To load, every rank reads the files
+of a checkpoint, or rank 0 reads them and sends the others copies (:func:`load_recoverables`). Savers that run
 on every rank come between :meth:`CheckpointFolder.begin` and :meth:`CheckpointFolder.finish`;
 :meth:`CheckpointFolder.commit` may run in a thread.
 """
@@ -15,15 +16,19 @@ import math
 import numbers
 import operator
 import os
+import tempfile
 import time
+import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar, cast
 
+import numpy as np
 import torch
+import torch.distributed as dist
 
-from ddpkit.base import SaveHook
+from ddpkit.base import LoadHook, SaveHook
 from ddpkit.checkpointing import storage
 from ddpkit.checkpointing.async_save import BackgroundSave, state_bytes
 from ddpkit.checkpointing.hooks import safe_load, saved_state, saves_on_every_rank, torch_save, write_state
@@ -43,7 +48,15 @@ from ddpkit.checkpointing.storage import (
     verify,
     write_file,
 )
-from ddpkit.distributed import run_on_main
+from ddpkit.comm import failures_of, get_runtime
+from ddpkit.distributed import (
+    control_group,
+    ddp_prevent_block,
+    exchange,
+    get_world_size,
+    if_main_process,
+    run_on_main,
+)
 from ddpkit.errors import CheckpointError, ConfigError, FolderInUseError, MainCheckpointError, MainProcessError
 from ddpkit.logger import get_logger, shown_path
 
@@ -55,7 +68,17 @@ SUFFIX = ".ckpt"
 ASIDE_PREFIX = "earlier-"  # followed by the time: a folder of checkpoints that do not count any more
 LONGEST_NAME = 240  # bytes: file systems allow 255, and ".trash-of-CKPT+" takes 15
 
+LOAD_WAIT_SECONDS = 30.0  # for the other ranks, to load on all of them
+SENT_BYTES = 16 << 20  # at a time
+TELL_SECONDS = 10.0  # until a longer wait is told
+ALONE = (
+    "The main process waits for the other ranks to %s, too, %.0f s in all, and some have not come. It is called on "
+    "every rank: not under `if if_main_process():`."
+)
+
 T = TypeVar("T")
+
+LoadMode = Literal["all", "broadcast"]
 
 
 class Checkpoint(NamedTuple):
@@ -891,3 +914,139 @@ def average_checkpoints(
             yield parameter_loader(path, map_location="cpu")
 
     return averager(states())
+
+
+# -------------------------------------------------------------------------------------------------------- loading
+
+
+def load_recoverables(
+    hooks: Mapping[str, LoadHook], objects: Mapping[str, Any], checkpoint: Checkpoint, mode: LoadMode = "all"
+) -> None:
+    """Load objects from a checkpoint.
+
+    Args:
+        hooks: what loads each, by name.
+        objects: by name.
+        checkpoint: has a file for each of them.
+        mode: ``"all"``: every rank reads. ``"broadcast"``: rank 0 reads, and the others load copies of its files from a
+            temporary folder, one at a time: for folders that only rank 0 sees.
+
+    Raises:
+        CheckpointError: one cannot be loaded. With ``"broadcast"`` it is raised on every rank, whichever failed.
+
+    Ranks: local; with ``"broadcast"`` collective. Ranks that do not come within half a minute are not waited for: then
+        every rank reads. In main-only code the main process reads.
+
+    State: the objects.
+
+    Example:
+        >>> load_recoverables({}, {}, Checkpoint(Path("CKPT+a"), {}, {}))
+    """
+    together = mode == "broadcast" and all_ranks_come("load", LOAD_WAIT_SECONDS)
+    if together:
+        _require_alike(list(hooks))
+    end_of_epoch = bool(checkpoint.meta.get("end-of-epoch", True))
+    for name, hook in hooks.items():
+        path = checkpoint.paramfiles[name]
+        if together:
+            _load_on_all(name, path, functools.partial(_load_copy, hook, objects[name], path, end_of_epoch))
+        else:
+            _load_one(name, path, functools.partial(hook, objects[name], path, end_of_epoch))
+
+
+def _load_one(name: str, path: Path, load: Callable[[], object]) -> None:
+    try:
+        load()
+    except (CheckpointError, MemoryError):  # without memory for what is sent a rank must end: the others wait for it
+        raise
+    except Exception as error:
+        raise CheckpointError(
+            f"cannot load the recoverable {name!r} from {path}: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _load_on_all(name: str, path: Path, load: Callable[[], object]) -> None:
+    """Load on every rank; raise on every rank if it failed on one."""
+    own, failures = failures_of(lambda: _load_one(name, path, load), CheckpointError)
+    if failures:
+        raise CheckpointError(
+            f"{name!r} could not be loaded on every rank: {failures}. The other ranks have a copy of this "
+            "one file, in TMPDIR: what saves a directory, or reads other files too, needs ckpt_load=all."
+        ) from own
+
+
+def _load_copy(hook: LoadHook, obj: Any, path: Path, end_of_epoch: bool) -> None:
+    """Load rank 0's file: there the file itself, on other ranks a copy of it."""
+    content = _bytes_of_main(path)
+    if if_main_process():
+        hook(obj, path, end_of_epoch)
+        return
+    with tempfile.TemporaryDirectory(prefix="ddpkit-") as folder:
+        copy = Path(folder, path.parent.name, path.name)
+        copy.parent.mkdir()
+        copy.write_bytes(content.numpy().data)
+        del content
+        hook(obj, copy, end_of_epoch)
+
+
+def _bytes_of_main(path: Path) -> torch.Tensor:
+    """Read a file on rank 0 and give every rank its bytes."""
+    read: list[torch.Tensor] = []
+
+    def read_file() -> int:
+        read.append(torch.from_numpy(np.fromfile(path, np.uint8)))
+        return read[0].numel()
+
+    size = checkpoint_work_on_main(read_file)
+    content = read[0] if read else torch.from_numpy(np.empty(size or 0, np.uint8))  # MemoryError, and not torch's
+    for start in range(0, len(content), SENT_BYTES):
+        dist.broadcast(content[start : start + SENT_BYTES], src=0, group=control_group())
+    return content
+
+
+def _require_alike(own: list[str]) -> None:
+    """Refuse to send files where the ranks would load different ones."""
+    for rank, other in enumerate(exchange(own)):
+        if other != own:
+            raise CheckpointError(
+                f"the ranks would load different recoverables: {own} here, {other} on rank {rank}. Add the same ones "
+                "in the same order on every rank, or load with 'all'."
+            )
+
+
+def all_ranks_come(what: str, seconds: float) -> bool:
+    """Find out whether every rank makes this call: the main process may be alone, and must not wait for ever.
+
+    Args:
+        what: is about to be done; in the key in the store.
+        seconds: for which the main process waits.
+
+    Returns:
+        Whether all have come; False in main-only code and without a process group.
+
+    Ranks: all, or the main process alone.
+
+    Example:
+        >>> all_ranks_come("load", 1.0)
+        False
+    """
+    if ddp_prevent_block():
+        return False
+    key = f"ddpkit/{what}/{run_on_main(lambda: uuid.uuid4().hex)}"
+    store = get_runtime().store
+    if not if_main_process():
+        store.add(key, 1)
+
+    def wait() -> bool:
+        begin = time.monotonic()
+        while store.add(key, 0) < get_world_size() - 1:
+            waited = time.monotonic() - begin
+            if waited > seconds:
+                return False
+            if waited > TELL_SECONDS:
+                logger.warning_once(ALONE, what, seconds)
+            time.sleep(0.001)
+        store.delete_key(key)
+        return True
+
+    return bool(run_on_main(wait))

@@ -1,5 +1,4 @@
 from ddpkit.comm.agreement import (
-    check_train_data as check_train_data,
     data_facts as data_facts,
     failures_of as failures_of,
     model_facts as model_facts,

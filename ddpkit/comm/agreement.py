@@ -28,16 +28,13 @@ import torch
 from ddpkit import __version__
 from ddpkit.base import POSITION, host_name, is_library, spans
 from ddpkit.distributed import exchange, get_world_size
-from ddpkit.errors import CheckpointError, DataError, LaunchError, RankFailedError, RankMismatchError
-from ddpkit.logger import get_logger
+from ddpkit.errors import CheckpointError, LaunchError, RankFailedError, RankMismatchError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from torch import nn
     from torch.distributed import Store
-
-logger = get_logger(__name__)
 
 T = TypeVar("T")
 
@@ -397,32 +394,6 @@ def poll_until(end: float) -> Iterator[None]:
 
 
 # --------------------------------------------------------------------------------------- before training
-
-
-def check_train_data(loader: Any, batches: int | None) -> None:
-    """Refuse training data that makes no step.
-
-    Args:
-        loader: the training loader.
-        batches: its number of batches, where it is known.
-
-    Raises:
-        DataError: no rank has a batch.
-
-    Ranks: local; alike on every rank.
-
-    Example:
-        >>> check_train_data([1], 1)
-    """
-    plan = getattr(getattr(loader, "batch_sampler", None), "plan", None)
-    if plan is not None and 0 < plan.num_samples < plan.world_size:
-        words = "The training set has %d sample(s) for %d ranks: a rank without a sample repeats one with weight 0."
-        logger.warning(words, plan.num_samples, plan.world_size)
-    if batches == 0:
-        raise DataError(
-            "the training loader yields no batch. Either the set is empty, or it does not fill one global batch and "
-            "drop_last=True leaves the rest out: use a smaller batch_size, fewer processes, or drop_last=False."
-        )
 
 
 def together(work: Callable[[], T]) -> T:

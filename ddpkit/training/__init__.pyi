@@ -30,6 +30,7 @@ from ddpkit.training.loaders import (
     LrScaling as LrScaling,
     RunLength as RunLength,
     batch_sizes as batch_sizes,
+    check_train_data as check_train_data,
     count_epochs as count_epochs,
     micro_batches as micro_batches,
 )

@@ -277,6 +277,32 @@ def _number_of(number: int, what: str) -> str:
     return f"{number} {what}{'' if number == 1 else 's'}"
 
 
+def check_train_data(loader: Any, batches: int | None) -> None:
+    """Refuse training data that makes no step.
+
+    Args:
+        loader: the training loader.
+        batches: its number of batches, where it is known.
+
+    Raises:
+        DataError: no rank has a batch.
+
+    Ranks: local; alike on every rank.
+
+    Example:
+        >>> check_train_data([1], 1)
+    """
+    plan = getattr(getattr(loader, "batch_sampler", None), "plan", None)
+    if plan is not None and 0 < plan.num_samples < plan.world_size:
+        words = "The training set has %d sample(s) for %d ranks: a rank without a sample repeats one with weight 0."
+        logger.warning(words, plan.num_samples, plan.world_size)
+    if batches == 0:
+        raise DataError(
+            "the training loader yields no batch. Either the set is empty, or it does not fill one global batch and "
+            "drop_last=True leaves the rest out: use a smaller batch_size, fewer processes, or drop_last=False."
+        )
+
+
 @dataclass(frozen=True)
 class RunLength:
     """How long a call of ``fit`` trains, from its first epoch on, as far as that is known beforehand.

@@ -12,7 +12,6 @@ from torch.utils.data import DataLoader
 
 from ddpkit.comm import agreement
 from ddpkit.comm.agreement import (
-    check_train_data,
     data_facts,
     model_facts,
     optimizer_facts,
@@ -121,17 +120,6 @@ def test_data_facts():
     assert data_facts("valid", own, 4, sharded=False) == {}, "a set that a recipe may have divided itself"
     dealt = data_facts("train", shard(range(4), Sharding(), batch_sampler=[[0], [1]]), 2, sharded=True)
     assert set(dealt) == {"train batches", "train shuffling seed", "train samples"}
-
-
-def test_data_that_cannot_feed_the_ranks(caplog):
-    check_train_data(shard(range(4), Sharding(0, 4)), 1)
-    check_train_data([1], None)
-    assert not caplog.messages
-    check_train_data(shard(range(3), Sharding(0, 4)), 1)
-    (message,) = caplog.messages
-    assert message.startswith("The training set has 3 sample(s) for 4 ranks: a rank without a sample repeats one")
-    with pytest.raises(DataError, match=r"yields no batch.* does not fill one global batch and drop_last=True leaves"):
-        check_train_data(shard(range(5), Sharding(0, 2), batch_size=4, drop_last=True), 0)
 
 
 # ---------------------------------------------------------------------------------------- over the ranks

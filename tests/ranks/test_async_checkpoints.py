@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddpkit.checkpointing import rank_states, storage, verify
+from ddpkit.checkpointing import folder as rank_states, storage, verify
 from ddpkit.checkpointing.storage import FileOperations
 from ddpkit.checkpoints import Checkpointer
 from ddpkit.comm import mailbox

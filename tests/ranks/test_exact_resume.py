@@ -14,12 +14,13 @@ from torch import nn
 from torch.utils.data import BatchSampler, IterableDataset, SequentialSampler
 
 from ddpkit.brain import Brain
-from ddpkit.checkpointing import RankStates, rank_states
 from ddpkit.checkpoints import Checkpointer
 from ddpkit.dataloader import LoopedLoader, make_dataloader
 from ddpkit.distributed import gather_objects, get_rank, if_main_process
 from ddpkit.epoch_loop import EpochCounter
 from ddpkit.errors import ConfigError, RankFailedError, RankMismatchError
+from ddpkit.run import rank_state as rank_states
+from ddpkit.run.rank_state import RankStates
 from ddpkit.types import Stage
 from tests.contract.recipes import Killed
 

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 
 from ddpkit.base import is_sharded, local_part
 from ddpkit.brain import Brain
-from ddpkit.checkpointing import rank_states
+from ddpkit.checkpointing import folder as rank_states
 from ddpkit.checkpoints import Checkpointer, torch_recovery, torch_save, whole_state_dict
 from ddpkit.distributed import if_main_process, run_on_main
 from ddpkit.epoch_loop import EpochCounter

@@ -6,9 +6,9 @@ import pytest
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 
 from ddpkit.dataloader import LoopedLoader, Sharding, shard
-from ddpkit.errors import ConfigError
+from ddpkit.errors import ConfigError, DataError
 from ddpkit.run_opts import RunOptions
-from ddpkit.training.loaders import batch_sizes, micro_batches
+from ddpkit.training.loaders import batch_sizes, check_train_data, micro_batches
 
 
 @pytest.mark.parametrize(
@@ -106,3 +106,14 @@ def test_a_stream_that_is_divided_unevenly_is_described_alike_on_every_rank():
 def test_batches_that_the_dataset_makes_are_no_samples():
     loader = shard([1, 2, 3], Sharding(0, 2), batch_size=None)
     assert said(loader, len(loader)) == "2 processes x batches of changing size x accumulation 1; 2 steps per epoch"
+
+
+def test_data_that_cannot_feed_the_ranks(caplog):
+    check_train_data(shard(range(4), Sharding(0, 4)), 1)
+    check_train_data([1], None)
+    assert not caplog.messages
+    check_train_data(shard(range(3), Sharding(0, 4)), 1)
+    (message,) = caplog.messages
+    assert message.startswith("The training set has 3 sample(s) for 4 ranks: a rank without a sample repeats one")
+    with pytest.raises(DataError, match=r"yields no batch.* does not fill one global batch and drop_last=True leaves"):
+        check_train_data(shard(range(5), Sharding(0, 2), batch_size=4, drop_last=True), 0)

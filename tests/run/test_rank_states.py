@@ -7,10 +7,10 @@ import logging
 import pytest
 import torch
 
-from ddpkit.checkpointing import rank_states
 from ddpkit.checkpointing.hooks import safe_load, torch_save
-from ddpkit.checkpointing.rank_states import RankStates
 from ddpkit.errors import CheckpointError
+from ddpkit.run import rank_state as rank_states
+from ddpkit.run.rank_state import RankStates
 
 
 def states(value=1):

@@ -26,6 +26,8 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+import torch
+
 from ddpkit.base import (
     DEFAULT_LOAD_HOOKS,
     DEFAULT_SAVE_HOOKS,
@@ -78,7 +80,7 @@ from ddpkit.checkpointing import (
 )
 from ddpkit.comm import failures_of
 from ddpkit.distributed import get_world_size, if_main_process
-from ddpkit.errors import CheckpointError, CheckpointUsageError
+from ddpkit.errors import CheckpointError, CheckpointUsageError, ConfigError
 from ddpkit.logger import get_logger, shown_path
 
 __all__ = [
@@ -244,7 +246,7 @@ class Checkpointer:
         custom_save_hook: SaveHook | None = None,
         optional_load: bool = False,
     ) -> None:
-        """Add an object to what is saved and loaded; one of the same name is replaced.
+        """Add an object to what is saved and loaded; one of the same name and kind is replaced.
 
         Args:
             name: becomes the file's name.
@@ -256,11 +258,18 @@ class Checkpointer:
 
         Raises:
             CheckpointError: nothing can save it, or nothing can load it.
-            ConfigError: the name cannot be a file name.
+            ConfigError: the name cannot be a file name, or it is a module's and is given to an optimizer, or the
+                other way round.
 
         Ranks: local; do it on every rank.
         """
         check_file_name(name, "the name of a recoverable,")
+        kinds, before = (torch.optim.Optimizer, torch.nn.Module), self.recoverables.get(name)
+        if {kind for one in (before, obj) for kind in kinds if isinstance(one, kind)} == {*kinds}:
+            raise ConfigError(
+                f"The recoverable {name!r} is a {type(before).__name__}: with a {type(obj).__name__} in its place it "
+                f"is not saved. A module and an optimizer need two names, such as 'model' and 'optimizer'."
+            )
         if custom_load_hook is not None:
             self.custom_load_hooks[name] = custom_load_hook
         if custom_save_hook is not None:

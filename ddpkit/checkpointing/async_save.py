@@ -6,7 +6,8 @@ is kept for the next snapshot: its pages are there already then, and the copying
 The thread is not a daemon: a process that exits, also by an exception, first waits for it. A killed process loses
 only the save in progress. A forked process, such as a loader worker, has no writer thread.
 
-Source: the files of control groups are described at https://docs.kernel.org/admin-guide/cgroup-v2.html.
+Source: the files of ``/proc`` and of control groups are described at
+https://docs.kernel.org/admin-guide/cgroup-v2.html and https://docs.kernel.org/admin-guide/cgroup-v1/memory.html.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import copy
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -29,6 +30,7 @@ logger = get_logger(__name__)
 
 HEAD_START_SECONDS = 0.001  # for training: a thread that has just begun keeps Python's lock for up to 5 ms
 SPARE_BYTES = 256 << 20  # left to the process when a snapshot is made
+HUGE = 1 << 60  # control groups of version 1 write "no limit" as a number of pages that fills 63 bits
 
 
 # ---------------------------------------------------------------------------------------- the thread
@@ -231,33 +233,52 @@ def _is_plain_tensor(value: Any) -> bool:
 
 def _require(size: int) -> None:
     free = available_bytes()
-    if size and size + SPARE_BYTES > free:
+    if size and free is not None and size + SPARE_BYTES > free:
         raise MemoryError(f"a copy takes {size} bytes of host memory, {SPARE_BYTES} more must stay free, of {free}")
 
 
-def available_bytes(root: Path = Path("/")) -> int:
+def available_bytes(root: Path = Path("/")) -> int | None:
     """Return how much more memory this process may take: what the machine has, and what its control groups allow.
 
     Args:
         root: where ``proc`` and ``sys`` are.
 
     Returns:
-        The least of all that is said, in bytes. Cached files count as free. Limits of control groups of version 1 are
-        not seen.
+        The least of all that is said, in bytes; None where nothing is said (no Linux). Cached files count as free.
 
     Ranks: local.
 
     Example:
-        >>> available_bytes() > 0
+        >>> available_bytes() != 0
         True
     """
-    limits = [_numbers(root / "proc" / "meminfo")["MemAvailable"] * 1024]
-    group = root / "sys" / "fs" / "cgroup" / _text(root / "proc" / "self" / "cgroup").strip().removeprefix("0::/")
-    for each in (group, *group.parents):  # a limit may be set on any of them; in a container a path may not exist
-        limit, usage = _text(each / "memory.max").strip(), _text(each / "memory.current").strip()
-        if limit.isdigit() and usage.isdigit():
-            limits.append(int(limit) - int(usage) + _numbers(each / "memory.stat").get("inactive_file", 0))
-    return max(0, min(limits))
+    limits = list(_control_groups(root))
+    if machine := _numbers(root / "proc" / "meminfo").get("MemAvailable"):
+        limits.append(machine * 1024)
+    return max(0, min(limits)) if limits else None
+
+
+def _control_groups(root: Path) -> Iterator[int]:
+    mounted = root / "sys" / "fs" / "cgroup"
+    for line in _text(root / "proc" / "self" / "cgroup").splitlines():
+        _, kinds, path = line.split(":", 2)
+        if kinds and "memory" not in kinds.split(","):
+            continue
+        top, names = (mounted / "memory", _VERSION_1) if kinds else (mounted, _VERSION_2)
+        group = top / path.lstrip("/")
+        for each in (group, *group.parents):  # a limit may be set on any of them; in a container a path may not exist
+            if top in {each, *each.parents}:
+                yield from _one_group(each, *names)
+
+
+_VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+_VERSION_2 = ("memory.max", "memory.current", "inactive_file")
+
+
+def _one_group(group: Path, limit_name: str, usage_name: str, cache_name: str) -> Iterator[int]:
+    limit, usage = _text(group / limit_name).strip(), _text(group / usage_name).strip()
+    if limit.isdigit() and usage.isdigit() and int(limit) < HUGE:
+        yield int(limit) - int(usage) + _numbers(group / "memory.stat").get(cache_name, 0)
 
 
 def _numbers(path: Path) -> dict[str, int]:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 import errno
 import logging
 import math
@@ -119,6 +120,18 @@ def test_any_other_name_will_do(tmp_path, name):
     assert other.recoverables[name].value == 3
     other.delete_checkpoints(num_to_keep=0)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_optimizer_does_not_take_the_place_of_a_module_nor_a_module_that_of_an_optimizer(tmp_path):
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters())
+    for first, second in ((model, optimizer), (optimizer, model)):
+        checkpointer = Checkpointer(tmp_path, {"model": first})
+        names = f"'model' is a {type(first).__name__}: with a {type(second).__name__} in its place"
+        with pytest.raises(ConfigError, match=names):
+            checkpointer.add_recoverables({"model": second})
+        assert checkpointer.recoverables == {"model": first}
+        checkpointer.add_recoverable("model", copy.deepcopy(first))  # another of its kind may
 
 
 def test_no_recoverables_are_fine(tmp_path):

@@ -180,6 +180,8 @@ def test_no_room_is_a_memory_error_that_says_how_much_there_is(monkeypatch):
     memory.take({"a": torch.zeros(10 << 20)})
     with pytest.raises(MemoryError, match=f"a copy takes {80 << 20} bytes .* of {300 << 20}"):
         memory.take({"a": torch.zeros(20 << 20)})
+    monkeypatch.setattr(async_save, "available_bytes", lambda: None)
+    memory.take({"a": torch.zeros(20 << 20)})
 
 
 def test_room_that_is_there_already_is_not_asked_for_again(monkeypatch):
@@ -210,6 +212,7 @@ MEMINFO = {"proc/meminfo": "MemTotal:  33554432 kB\nMemFree: 1 kB\nMemAvailable:
 @pytest.mark.parametrize(
     ("files", "expected"),
     [
+        ({}, None),
         (MEMINFO, 8 * GIB),
         # version 2; in a container the group is the root of what is mounted
         (
@@ -224,8 +227,7 @@ MEMINFO = {"proc/meminfo": "MemTotal:  33554432 kB\nMemFree: 1 kB\nMemAvailable:
         ),
         # a limit on a group above this one, as Slurm sets it
         (
-            MEMINFO
-            | {
+            {
                 "proc/self/cgroup": "0::/slurm/job_1/step_0\n",
                 "sys/fs/cgroup/slurm/job_1/step_0/memory.max": "max\n",
                 "sys/fs/cgroup/slurm/job_1/step_0/memory.current": "5\n",
@@ -234,10 +236,30 @@ MEMINFO = {"proc/meminfo": "MemTotal:  33554432 kB\nMemFree: 1 kB\nMemAvailable:
             },
             GIB // 2,
         ),
-        # more used than allowed
+        # version 1, whose path leads nowhere in a container
         (
             MEMINFO
             | {
+                "proc/self/cgroup": "4:cpu,cpuacct:/x\n9:memory:/docker/abc\n",
+                "sys/fs/cgroup/memory/memory.limit_in_bytes": f"{2 * GIB}\n",
+                "sys/fs/cgroup/memory/memory.usage_in_bytes": f"{GIB}\n",
+                "sys/fs/cgroup/memory/memory.stat": "total_inactive_file 0\n",
+            },
+            GIB,
+        ),
+        # version 1 without a limit
+        (
+            MEMINFO
+            | {
+                "proc/self/cgroup": "9:memory:/\n",
+                "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
+                "sys/fs/cgroup/memory/memory.usage_in_bytes": f"{GIB}\n",
+            },
+            8 * GIB,
+        ),
+        # more used than allowed
+        (
+            {
                 "proc/self/cgroup": "0::/\n",
                 "sys/fs/cgroup/memory.max": "5\n",
                 "sys/fs/cgroup/memory.current": "7\n",

@@ -204,7 +204,7 @@ def one(number, batch):
 def run(host, feed, stop_at=math.inf, sync=None, **options):
     sync = sync or Syncs()
     reports = []
-    train_epoch(host, feed, sync, lambda report, _: reports.append(report), stop_at, **options)
+    train_epoch(host, feed, sync, reports.append, stop_at, **options)
     return sync, reports
 
 

@@ -356,7 +356,7 @@ class Numbers(IterableDataset):
     def __init__(self, size, divides):
         self.data = numbered(size)
         if divides:
-            self.shard = self._shard
+            self.shard, self.num_shards = self._shard, 100
 
     def _shard(self, number, index):
         return iter(self.data[index::number])

@@ -6,11 +6,12 @@ To add an option, add a row to :class:`OptionTypes`. The reading of words is in 
 from __future__ import annotations
 
 import copy
+import difflib
 import math
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
@@ -581,6 +582,7 @@ class RunOptions(OptionTypes, MutableMapping[str, Any]):
             >>> run_opts.debug, run_opts.max_grad_norm, "lr" in run_opts
             (True, 1.0, False)
         """
+        _warn_of_misspelt({**(hparams or {}), **self})
         from_yaml = {name: (hparams or {})[name] for name in RUN_OPTIONS if name in (hparams or {})}
         from_yaml.pop("param_file", None)
         if from_yaml:
@@ -592,6 +594,15 @@ class RunOptions(OptionTypes, MutableMapping[str, Any]):
             logger.info("Run options that were given: %s", given or "none but defaults")
         with usage_errors():
             return _merged(self, from_yaml, find_launch())
+
+
+def _warn_of_misspelt(names: Iterable[str]) -> None:
+    """Warn of keys of the YAML and of ``run_opts`` that are nearly options, and set none."""
+    flags = {name.replace("_", ""): name for name in RUN_OPTIONS}
+    for key in [name for name in names if name not in OPTION_BY_NAME]:
+        plain = key.replace("_", "").replace("-", "").lower()
+        for meant in difflib.get_close_matches(plain, flags, n=1, cutoff=0.94):
+            logger.warning_once("The key %r is not a run option, and sets none; did you mean %r?", key, flags[meant])
 
 
 def _merged(run_opts: RunOptions, from_yaml: Mapping[str, Any], info: LaunchInfo) -> RunOptions:

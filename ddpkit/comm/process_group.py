@@ -63,6 +63,7 @@ SEEN_SECONDS = 0.3  # in which torchrun's agent looks at its processes three tim
 NAP_SECONDS = 0.02
 ANSWER_SECONDS = 2.0
 CONNECT_SECONDS = 60.0
+UNKNOWN_HOST_SECONDS = 30.0
 WARNING_SECONDS = 30.0
 
 
@@ -424,6 +425,9 @@ def _await_listener(address: str, port: int, end: float) -> None:
                 return
         except OSError as error:
             last = str(error)
+            # a name that has not been found for so long will not be
+            if isinstance(error, socket.gaierror) and time.monotonic() - began > UNKNOWN_HOST_SECONDS:
+                break
     raise LaunchError(
         f"cannot connect to rank 0 at {address}:{port}, after {time.monotonic() - began:.0f} s ({last}). Was rank 0 "
         f"started, and does this machine know the machine of rank 0 as {address!r}? The address is MASTER_ADDR and "

@@ -1,9 +1,10 @@
 """Do all ranks read the same data? The first items tell, as far as they can.
 
 What is dealt out to the ranks must be the same on all of them: else samples are lost, and others come twice, in
-silence. So the ranks compare sketches of the first items. Numbers, texts and shapes must be equal. Floats may differ by
-noise from a generator that nobody has seeded, which is harmless: where something else tells the items apart, and is the
-same on all ranks, they are only warned of.
+silence. So the ranks compare sketches of the first items. Numbers, texts and shapes must be equal. Noise from a
+generator that nobody has seeded is harmless: each rank reads its items twice, and what differs between the two is not
+compared. Other floats may differ where something else tells the items apart, and is the same on all ranks. Both are
+warned of.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from ddpkit.errors import RankMismatchError
 from ddpkit.logger import get_logger
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence, Set as AbstractSet
 
 logger = get_logger(__name__)
 
@@ -89,11 +90,12 @@ def _of_array(value: Any, path: str) -> Iterator[tuple[str, Any]]:
 # ------------------------------------------------------------------------------------------- what they say
 
 
-def judge(ranks: Sequence[Sequence[Sketch]]) -> tuple[str, bool]:
+def judge(ranks: Sequence[Sequence[Sketch]], noise: AbstractSet[str] = frozenset()) -> tuple[str, bool]:
     """Say whether the ranks read the same.
 
     Args:
         ranks: the first items of each rank.
+        noise: places that differ each time they are read.
 
     Returns:
         What differs, empty if nothing does; and whether that is more than noise.
@@ -115,11 +117,12 @@ def judge(ranks: Sequence[Sequence[Sketch]]) -> tuple[str, bool]:
                 if not _alike(one, two):
                     shown = f"{str(one)[:_LONGEST_SHOWN]} on rank 0, {str(two)[:_LONGEST_SHOWN]} on rank {rank}"
                     found.setdefault(place, f"{place or 'an item'}: {shown}")
-                    exact += [] if isinstance(one, list) and isinstance(two, list) else [place]
+                    is_exact = not (isinstance(one, list) and isinstance(two, list))
+                    exact += [place] if is_exact and place not in noise else []
     same = {place for item in ranks[0] for place in item} - {*found}
     tells_apart = any(len({repr(item.get(place)) for item in ranks[0]}) > 1 for place in same)
     difference = found[(exact or list(found))[0]] if found else ""
-    return difference, bool(exact) or not tells_apart
+    return difference, bool(exact) or not (tells_apart or found.keys() <= noise)
 
 
 def _alike(one: Any, other: Any) -> bool:
@@ -131,14 +134,12 @@ def _alike(one: Any, other: Any) -> bool:
     return bool(np.allclose(values[0], values[1], rtol=0.0, atol=close, equal_nan=True))
 
 
-def require_alike(
-    first: FirstItems | None, read_more: Callable[[], list[Sketch] | None], words: str, site: str
-) -> None:
+def require_alike(first: FirstItems | None, read: Callable[[], list[Sketch] | None], words: str, site: str) -> None:
     """Compare the first items of all ranks; if they are not the same, stop on every rank.
 
     Args:
         first: this rank's first items; None if unknown.
-        read_more: returns the items that decide, or None if they cannot be read. Called only if the first differ.
+        read: returns the items that decide, or None if they cannot be read. Called, twice, only if the first differ.
         words: what differs, and what to do, for the message.
         site: names the comparison.
 
@@ -154,10 +155,13 @@ def require_alike(
     digests = exchange(digest, site)
     if None in digests or len(set(digests)) == 1 or first is None:
         return
-    places, firsts, more = zip(*exchange((*first, read_more()), f"{site}, in detail"), strict=True)
+    own, again = read(), read()
+    pairs = zip(own or (), again or (), strict=True)
+    noise = {place for one, two in pairs for place in {**one, **two} if not _alike(one.get(place), two.get(place))}
+    places, firsts, more, noises = zip(*exchange((*first, own, noise), f"{site}, in detail"), strict=True)
     if len(set(places)) > 1:
         return
-    difference, is_certain = judge(firsts if None in more else more)
+    difference, is_certain = judge(firsts if None in more else more, set().union(*noises))
     if difference and is_certain:
         raise RankMismatchError(f"{words} ({difference}).")
     if difference:

@@ -217,3 +217,10 @@ def test_the_same_process_may_start_a_group_again():
     store = dist.HashStore()
     for _ in range(2):
         join_attempt(store, info(0, 1), 0.0, once=True)
+
+
+def test_an_unknown_host_is_not_waited_for_half_an_hour(monkeypatch, run_id):
+    monkeypatch.setattr(process_group, "UNKNOWN_HOST_SECONDS", 0.2)
+    for place in ({"port": 29500}, {"port": derived_port(run_id), "run_id": run_id}):
+        with pytest.raises(LaunchError, match="no-such-host.invalid"):
+            open_store(info(1, address="no-such-host.invalid", **place), timedelta(minutes=30))

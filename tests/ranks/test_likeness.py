@@ -267,6 +267,21 @@ def test_the_same_dataset_on_all_ranks_is_divided_whatever_noise_it_draws(ranks,
     assert sorted(itertools.chain.from_iterable(found for found, *_ in results)) == list(range(SIZE))
 
 
+class Crops(OwnFiles):
+    """Nothing but noise of a generator that nobody has seeded tells the samples apart."""
+
+    def __getitem__(self, index):
+        return torch.from_numpy(self.noise.integers(9, size=20, dtype=np.uint8))
+
+
+def train_on_crops():
+    return train_on_plain(Crops(own=False, noise=np.random.default_rng()), {"batch_size": 2})
+
+
+def test_samples_that_are_others_each_time_are_not_compared(ranks):
+    assert [len(found) for found in ranks.run(train_on_crops, world_size=2)] == [SIZE / 2] * 2
+
+
 def train_on_own_loader():
     data = DataLoader(OwnFiles(own=True), 2)
     data.is_sharded = True

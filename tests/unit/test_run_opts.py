@@ -270,3 +270,16 @@ def test_the_line_of_given_options_leaves_out_defaults_that_override_nothing(cap
     RunOptions.from_dictionary({**whole, "mine": 3}).resolved({"precision": "bf16"})
     said = "Run options that were given: debug=True, device='cpu', precision='fp32', mine=3"
     assert said in [record.getMessage() for record in caplog.records]
+
+
+@pytest.mark.parametrize("key", ["global_batchsize", "gradient_acumulation_factor", "grad_accumulation_facto"])
+def test_a_key_with_nearly_the_name_of_an_option_is_warned_of(caplog, key):
+    RunOptions(device="cpu").resolved({key: 3, "number_of_epochs": 2, "batch_size": 4})
+    told = [record.getMessage() for record in caplog.records if "is not a run option" in record.getMessage()]
+    assert len(told) == (key != "gradient_acumulation_factor")
+    assert all(repr(key) in text and "did you mean" in text for text in told)
+
+
+def test_a_key_of_run_opts_is_looked_at_too(caplog):
+    RunOptions.from_dictionary({"device": "cpu", "precison": "bf16"}).resolved()
+    assert "The key 'precison' is not a run option, and sets none; did you mean 'precision'?" in caplog.text

@@ -1,6 +1,6 @@
 """What every package may import; it imports none of them.
 
-Rank, signals, failure report, rank status, checkpoint marks, plain YAML, states of modules, and the process probe.
+Which rank this is, rank status and failure report, what is saved of objects, and plain YAML.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import multiprocessing
 import os
 import socket
 import threading
@@ -280,14 +281,16 @@ def _leave(runtime: Runtime, *, destroy: bool) -> None:
 
 def _leave_group(runtime: Runtime, *, destroy: bool) -> None:
     report, failed = runtime.report, PROCESS.failed
+    # what ends a process of multiprocessing reaches no excepthook
+    has_failed = failed is not None or (PROCESS.left and multiprocessing.parent_process() is not None)
     kill_workers()
     report.depart()
-    if failed is not None and destroy:
+    if has_failed and destroy:
         _abort_groups()
     if destroy:
-        _destroy_groups(failed=failed is not None)
+        _destroy_groups(failed=has_failed)
     if runtime.hosts_store:  # the others may still look something up: who failed, or who has left
-        report.await_departures(DEPARTURE_SECONDS if failed is None else LAST_WORDS_SECONDS)
+        report.await_departures(LAST_WORDS_SECONDS if has_failed else DEPARTURE_SECONDS)
     if failed is not None and is_second_hand(failed) and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         _let_launcher_see(report.first_failure())
     if runtime.watchdog is not None:

@@ -1,4 +1,4 @@
-"""A run never hangs: heartbeat, watchdog, failure notice, periodic sync of the ranks, and the loader's workers.
+"""A run never hangs: watchdog, failure notice, requests to stop, and the workers of loaders.
 
 What the ranks tell each other, the failure report and the rank status, is in :mod:`ddpkit.base`.
 """

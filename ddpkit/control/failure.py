@@ -206,17 +206,18 @@ def failure_notice() -> Iterator[None]:
     try:
         yield
     except (Exception, KeyboardInterrupt, SystemExit) as error:
-        news = explained(error)
+        news, PROCESS.left = explained(error), not isinstance(error, RunStopped)
         ends = isinstance(error, SystemExit) and error.code not in {None, 0}  # sys.excepthook is not called for it
         if ends:
             record_for_launcher(error)
-        if not isinstance(error, RunStopped):
+        if PROCESS.left:
             _tell(news, is_final=ends)
         if POSITION.progress is not None:
             vars(news)[PLACE] = POSITION.own_status(0, 0.0, look=False).place()
         if news is error:
             raise
         raise news from news.__cause__
+    PROCESS.left = False
 
 
 def _tell(error: BaseException, *, is_final: bool) -> None:

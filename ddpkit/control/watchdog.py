@@ -435,9 +435,9 @@ class Watchdog:
 
     def look(self) -> None:
         """Look at everything once."""
-        self._notice_steps()
         self._check_launcher()
         self._check_failure()
+        self._notice_steps()  # after a while in which this process was stopped, before the clocks are looked at
         self._check_store()
         self._check_clock()
 

@@ -23,7 +23,7 @@ LOST = RuntimeError("[third_party/gloo/gloo/transport/tcp/pair.cc:553] Connectio
 
 @pytest.fixture(autouse=True)
 def _as_if_nothing_had_failed(monkeypatch):
-    for name in ("report", "failed"):
+    for name in ("report", "failed", "left"):
         monkeypatch.setattr(failure.PROCESS, name, None)
     position = Position()
     for module in ("control.failure", "base.rank_status"):

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
+# Devices without a number: there is one of them at most.
+_SINGLE_DEVICES = ("mps",)
+
 
 def count_devices(kind: str) -> int:
     """Count the devices of one kind that this process can see.
@@ -30,7 +33,7 @@ def count_devices(kind: str) -> int:
         kind: a torch device type, such as ``"cuda"`` (AMD's GPUs too), ``"xpu"`` or ``"mps"``.
 
     Returns:
-        The number of devices; 0 where torch was built without them: it is built for one kind at most.
+        The number of devices; 0 where torch was built without them.
 
     Ranks: local.
 
@@ -40,7 +43,11 @@ def count_devices(kind: str) -> int:
     """
     if kind == "cpu":
         return 1
-    return torch.accelerator.device_count() if accelerator_kind() == kind else 0
+    if kind == "mps":
+        return int(torch.backends.mps.is_available())
+    module = getattr(torch, kind, None)
+    available, count = getattr(module, "is_available", None), getattr(module, "device_count", None)
+    return int(count()) if callable(available) and callable(count) and available() else 0
 
 
 def current_index(kind: str) -> int:
@@ -73,6 +80,8 @@ def accelerator_kind() -> str:
         >>> isinstance(accelerator_kind(), str)
         True
     """
+    if count_devices("cuda"):
+        return "cuda"
     found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return "cpu" if found is None else found.type
 
@@ -84,7 +93,7 @@ def infer_device(local_rank: int | None = None) -> str:
         local_rank: number of this process on its node; None takes it from the launcher's environment.
 
     Returns:
-        Such as ``"cuda:0"``, ``"cuda:3"`` (local rank 3) or ``"cpu"``.
+        Such as ``"cuda:0"``, ``"cuda:3"`` (local rank 3), ``"mps"`` or ``"cpu"``.
 
     Raises:
         ConfigError: there are GPUs, but fewer than processes on this node.
@@ -117,7 +126,7 @@ def resolve_device(requested: str | torch.device | None, info: LaunchInfo) -> st
         info: the place of this process, from :func:`ddpkit.launch.launchers.find_launch`.
 
     Returns:
-        ``"cpu"``, or an accelerator with its number (``"cuda:1"``).
+        ``"cpu"``, or an accelerator with its number (``"cuda:1"``); ``"mps"`` has none.
 
     Raises:
         ConfigError: this node has no such device, or fewer devices than processes.
@@ -137,10 +146,13 @@ def resolve_device(requested: str | torch.device | None, info: LaunchInfo) -> st
     kind, index = _parse(requested)
     if kind == "cpu":
         return "cpu"
-    if (index or 0) >= count_devices(kind):
+    count = count_devices(kind)
+    if count == 0:
+        raise ConfigError(f"device={str(requested)!r}, but found {_found(kind, 0)}. {_cpu_remedy(info)}")
+    if index is not None and index >= count:
         raise ConfigError(
-            f"device={str(requested)!r}, but found {_found(kind)}. Leave --device out, or run on the CPU with "
-            "--device=cpu (several processes: and --distributed_backend=gloo)."
+            f"device={str(requested)!r}, but found {_found(kind, count)}. "
+            f"Run with --device={_name(kind, count - 1)}, or leave --device out."
         )
     if not info.is_distributed:
         return _numbered(kind, _own_index(kind, info) if index is None else index)
@@ -198,18 +210,30 @@ def _parse(requested: str | torch.device) -> tuple[str, int | None]:
 
 def _numbered(kind: str, index: int) -> str:
     """Name device number ``index`` of a kind, if there are so many."""
-    if index >= count_devices(kind):
+    count = count_devices(kind)
+    if index >= count:
         raise ConfigError(
-            f"Not enough GPUs: this is LOCAL_RANK={index}, counted from 0, but found {_found(kind)}. Launch "
-            "fewer processes per node (--nproc_per_node), or use --device=cpu --distributed_backend=gloo."
+            f"Not enough GPUs: this is LOCAL_RANK={index}, counted from 0, but found {_found(kind, count)}. Launch "
+            f"with --nproc_per_node={count}, or run on the CPU with --device=cpu --distributed_backend=gloo."
         )
-    return f"{kind}:{index}"
+    return _name(kind, index)
 
 
-def _found(kind: str) -> str:
-    """Say in words how many devices were found, and what may hide some."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
-    return f"{count_devices(kind)} (torch {torch.__version__}, CUDA_VISIBLE_DEVICES: {visible})"
+def _name(kind: str, index: int) -> str:
+    return kind if kind in _SINGLE_DEVICES else f"{kind}:{index}"
+
+
+def _found(kind: str, count: int) -> str:
+    """Say in words how many devices were found, and whether the environment hides some."""
+    names = ", ".join(_name(kind, index) for index in range(count))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    hidden = f"; CUDA_VISIBLE_DEVICES={visible!r}" if kind == "cuda" and visible is not None else ""
+    return f"{count} GPU{'' if count == 1 else 's'} ({names or f'by torch {torch.__version__}'}{hidden})"
+
+
+def _cpu_remedy(info: LaunchInfo) -> str:
+    backend = " --distributed_backend=gloo" if info.is_distributed else ""
+    return f"Run with --device=cpu{backend}, or leave --device out."
 
 
 def own_first(device: str) -> list[int]:

@@ -149,7 +149,10 @@ def seed_epoch_streams(base: int, epoch: int, optimizer_step: int, rank: int | N
         >>> first == (seed_epoch_streams(7, 1, 0), torch.rand(1).item())
         True
     """
-    return seed_streams(base, (get_rank() or 0) if rank is None else rank, epoch, optimizer_step)
+    stream = seed_streams(base, (get_rank() or 0) if rank is None else rank, epoch, optimizer_step)
+    if torch.accelerator.is_available():  # also those that are not in use yet, and such as have one state for all (mps)
+        torch.manual_seed(stream)
+    return stream
 
 
 def seed_streams(seed: int, *place: int) -> int:

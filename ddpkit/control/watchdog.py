@@ -403,9 +403,10 @@ class Watchdog:
         return time.monotonic() - self._changed
 
     def is_in_trouble(self) -> bool:
-        """Say whether this rank has made no step for half of a limit."""
+        """Say whether this rank has made no step for half of a limit, or until a silent one may be known at its end."""
         limits = [limit for limit in (self.hang_warning, self.hang_timeout) if limit > 0]
-        return bool(limits) and time.monotonic() - self._moved >= min(limits) / 2
+        begins = [min(limit / 2, limit - SILENT_SECONDS - 2 * BEAT_SECONDS) for limit in limits]
+        return bool(limits) and time.monotonic() - self._moved >= min(begins)
 
     def await_reason(self) -> Reason | None:
         """Wait briefly for a report of which rank failed or disappeared."""

@@ -375,7 +375,7 @@ def test_who_waits_for_the_main_process_ends_too_if_the_store_does_not_answer(cl
     assert "no answer for 20 s from the store on" in one.ended[0]
 
 
-@pytest.mark.parametrize(("warning", "timeout", "seconds"), [(30, 1800, 15), (30, 10, 5), (0, 20, 10), (30, 0, 15)])
+@pytest.mark.parametrize(("warning", "timeout", "seconds"), [(30, 1800, 15), (30, 10, 4), (0, 20, 10), (30, 0, 15)])
 def test_the_roll_is_called_in_time(clock, store, warning, timeout, seconds):
     one = Watched(store)
     one.hang_warning, one.hang_timeout = float(warning), float(timeout)

@@ -194,7 +194,7 @@ def judge_raise(outcome: Outcome, judge: Judge, error: str = "ValueError: boom f
     place = rf" in {'VALID' if where == 'valid' else 'TRAIN'} of epoch {epoch} at step "
     anywhere = r" in TRAIN of epoch \d+ at step \d+"
     place = {"before": "", "start": r".*", "dataset": anywhere, "worker": anywhere}.get(where, f"{place}{step}")
-    outcome.require_said(rf"rank {trial.rank} \([^ ]+, pid {outcome.pid(trial.rank)}\) failed{place}:$")
+    outcome.require_said(rf"rank {trial.rank} \([^ ]+, pid {outcome.pid(trial.rank)}\) failed first,?{place}, at ")
     outcome.require("in happen" in text, "the traceback of the rank that failed is not told")
     if trial.launcher == "torchrun":
         root = text.partition("Root Cause")[2]

@@ -37,10 +37,9 @@ INSIDE = {path.stem for path in FILES if path.parent != PACKAGE}
 
 MAX_FUNCTION_LINES = 50
 MAX_INHERITED_LINES = 400  # code lines of a class and of those of the package that it inherits from
-# Of these about 2,100 are for recipes that move over: porting, speechbrain, batch, schedulers, metric_stats,
-# parameter_transfer, the values of self.log, and loggers; some 500 are for virtual ranks, the same
-# bits on any number of processes. The goal without these is 12,000.
-MAX_CODE_LINES = 18_596
+# 12,000 for the core; 2,500 for recipes that move over (porting, speechbrain, batch, schedulers, metric_stats,
+# parameter_transfer, self.log, loggers); 3,000 for bigger models and the same bits on any number of processes.
+MAX_CODE_LINES = 17_500
 MAX_LAYERS = 8
 MAX_FILES_AT_THE_TOP = 28
 MAX_FILES_OF_A_PACKAGE = 12
@@ -149,8 +148,7 @@ def test_the_brain_inherits_from_nothing_and_no_class_is_large_with_what_it_inhe
     assert {name: size for name, size in sizes.items() if size > MAX_INHERITED_LINES} == {}
 
 
-def test_what_is_still_to_become_smaller_does_not_grow():
-    """The goal is 12,000 code lines."""
+def test_the_package_is_small_and_its_layers_are_few():
     assert sum(map(house.code_lines, FILES)) <= MAX_CODE_LINES
     assert len(house.longest_chain()) <= MAX_CHAIN
     assert house.private_reaches() == 0

@@ -29,7 +29,7 @@ from torch import nn
 from ddpkit.brain import Brain, run_of
 from ddpkit.comm.process_group import get_runtime
 from ddpkit.control import PeriodicSync, Watchdog
-from ddpkit.control.stop_requests import Requests
+from ddpkit.control.signals import Requests
 from ddpkit.control.watchdog import Heartbeat
 from ddpkit.distributed import get_world_size, if_main_process, sum_over_ranks
 from ddpkit.run import stage_runner

@@ -113,7 +113,7 @@ class RunStopped(SystemExit):
 
     Attributes:
         code: what the process exits with: 128 plus the number of the signal, or 75 at the time limit.
-        cause: one of :data:`ddpkit.control.stop_requests.CAUSES`.
+        cause: one of :data:`ddpkit.control.signals.CAUSES`.
         words: where it has stopped, and where it goes on from.
     """
 

@@ -5,12 +5,7 @@ from ddpkit.control.failure import (
     usage_errors as usage_errors,
     watch_uncaught as watch_uncaught,
 )
-from ddpkit.control.loader_workers import (
-    at_exit as at_exit,
-    kill_workers as kill_workers,
-    start_loading as start_loading,
-)
-from ddpkit.control.stop_requests import (
+from ddpkit.control.signals import (
     CAUSES as CAUSES,
     LAST_WORDS_SECONDS as LAST_WORDS_SECONDS,
     REPEAT_SECONDS as REPEAT_SECONDS,
@@ -19,7 +14,10 @@ from ddpkit.control.stop_requests import (
     Requests as Requests,
     SignalListener as SignalListener,
     SyncReport as SyncReport,
+    at_exit as at_exit,
+    kill_workers as kill_workers,
     signal_named as signal_named,
+    start_loading as start_loading,
 )
 from ddpkit.control.watchdog import (
     EXIT_DELAY as EXIT_DELAY,

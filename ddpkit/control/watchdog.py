@@ -34,7 +34,7 @@ from ddpkit.base import (
     this_place,
 )
 from ddpkit.control.failure import record_for_launcher
-from ddpkit.control.loader_workers import kill_workers, show_workers
+from ddpkit.control.signals import kill_workers, show_workers
 from ddpkit.errors import RankFailedError
 from ddpkit.logger import get_logger
 from ddpkit.types import Stage

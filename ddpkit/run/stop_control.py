@@ -98,7 +98,7 @@ class StopControl:
         return longest_wait(self._options.distributed_timeout_minutes, self._options.hang_timeout)
 
     def cause(self) -> str:
-        """Return what has asked this rank to stop, one of :data:`ddpkit.control.stop_requests.CAUSES`, or nothing."""
+        """Return what has asked this rank to stop, one of :data:`ddpkit.control.signals.CAUSES`, or nothing."""
         if self.signals.stop_signal:
             return signal.Signals(self.signals.stop_signal).name
         over = self._seconds_allowed is not None and seconds_since_start() > self._seconds_allowed

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from ddpkit.control.stop_requests import CAUSES, TIME_LIMIT, PeriodicSync, Requests
+from ddpkit.control.signals import CAUSES, TIME_LIMIT, PeriodicSync, Requests
 
 
 class Clock(threading.local):
@@ -22,7 +22,7 @@ class Clock(threading.local):
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr("ddpkit.control.stop_requests.time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr("ddpkit.control.signals.time", SimpleNamespace(monotonic=lambda: clock.now))
     return clock
 
 

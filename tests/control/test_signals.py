@@ -13,7 +13,7 @@ import time
 
 import pytest
 
-from ddpkit.control.stop_requests import REPEAT_SECONDS, SignalListener, _Listeners, signal_named
+from ddpkit.control.signals import REPEAT_SECONDS, SignalListener, _Listeners, signal_named
 from ddpkit.errors import ConfigError, RunStopped
 
 
@@ -180,7 +180,7 @@ def outcome(line):
     seen = 0
     def trace(frame, event, _):
         nonlocal seen
-        if not frame.f_code.co_filename.endswith("stop_requests.py"):
+        if not frame.f_code.co_filename.endswith("control/signals.py"):
             return None
         seen += event == "line"
         if event == "line" and seen == line:
@@ -213,7 +213,7 @@ for line in range(1, 1000):
 def test_a_signal_that_nobody_has_acted_on_is_not_swallowed(name, code):
     script = f"""
 import signal, sys
-from ddpkit.control.stop_requests import SignalListener
+from ddpkit.control.signals import SignalListener
 try:
     with SignalListener().listening():
         signal.raise_signal(signal.{name})
@@ -230,7 +230,7 @@ def test_after_a_stop_the_signals_of_a_launcher_do_no_harm(tmp_path):
     script = """
 import signal, sys
 from ddpkit.errors import RunStopped
-from ddpkit.control.stop_requests import SignalListener
+from ddpkit.control.signals import SignalListener
 try:
     with SignalListener().listening():
         signal.raise_signal(signal.SIGTERM)
@@ -245,7 +245,7 @@ finally:
 
 LOOP = """
 import signal, sys, time
-from ddpkit.control.stop_requests import SignalListener
+from ddpkit.control.signals import SignalListener
 with SignalListener().listening():
     print("ready", flush=True)
     while True:
@@ -273,7 +273,7 @@ def test_the_second_signal_ends_the_process_at_once_but_not_its_echo(number):
 
 DEAF = f"""
 import ctypes, os, signal, threading, time
-from ddpkit.control.stop_requests import SignalListener
+from ddpkit.control.signals import SignalListener
 system, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(256)
 
 def send(number):
@@ -331,7 +331,7 @@ def test_a_helper_that_a_script_forks_can_be_ended():
 
 FORKS = """
 import os, sys
-from ddpkit.control.stop_requests import SignalListener
+from ddpkit.control.signals import SignalListener
 with SignalListener().listening():
     pid = os.fork()
     if not pid:
@@ -359,7 +359,7 @@ def test_a_signal_that_the_script_handles_itself_ends_nothing_however_often_it_c
 
 TWO_CALLS = f"""
 import contextlib, os, signal, time
-from ddpkit.control.stop_requests import SignalListener
+from ddpkit.control.signals import SignalListener
 from ddpkit.errors import RunStopped
 for call in range(2):
     signals = SignalListener()
@@ -385,7 +385,7 @@ def test_a_script_that_catches_a_stop_is_asked_anew_and_its_end_can_be_hastened(
 
 NESTED = f"""
 import os, signal, time
-from ddpkit.control.stop_requests import SignalListener
+from ddpkit.control.signals import SignalListener
 with SignalListener().listening():
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep({REPEAT_SECONDS + 0.1})
@@ -405,7 +405,7 @@ def test_what_ends_a_process_is_the_second_of_its_kind(names):
     """Slurm sends SIGUSR1 as a warning, and SIGTERM at the end."""
     script = f"""
 import os, signal, time
-from ddpkit.control.stop_requests import SignalListener
+from ddpkit.control.signals import SignalListener
 with SignalListener().listening():
     for name in {names}:
         print(name, flush=True)
@@ -420,7 +420,7 @@ with SignalListener().listening():
 NOTEBOOK = """
 import os, signal, sys
 sys.ps1 = "> "
-from ddpkit.control.stop_requests import SignalListener
+from ddpkit.control.signals import SignalListener
 try:
     with SignalListener().listening():
         os.kill(os.getpid(), signal.SIGINT)

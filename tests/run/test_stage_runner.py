@@ -324,7 +324,7 @@ def test_no_save_while_gradients_wait():
 def test_saves_by_minutes_follow_the_main_process(monkeypatch):
     now = [1000.0]
     monkeypatch.setattr(stage_runner, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    monkeypatch.setattr("ddpkit.control.stop_requests.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr("ddpkit.control.signals.time", SimpleNamespace(monotonic=lambda: now[0]))
 
     class Slow(Host):
         def fit_batch(self, batch):

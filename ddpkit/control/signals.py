@@ -1,27 +1,44 @@
-"""Requests to stop, or to save: signals that this process hears, and the sync at which all ranks learn of them.
+"""Signals: what a rank hears, what all ranks do about it, and what the workers of its loaders ignore.
 
 A handler only sets a number. What follows of it is decided at the next sync, on all ranks alike, whichever of them were
 signalled. What the ranks must agree on is agreed on about once a second, not once a step: every ``k`` steps, with ``k``
 itself agreed on at the previous sync, the ranks add up a few numbers in one small all-reduce on a group of their own
 (gloo, on the CPU). All of them act on the same sums at the same step.
+
+A launcher and a terminal signal whole groups of processes. A worker that dies of SIGTERM loses batches that
+its rank needs to finish a step; so it ignores the signals that its rank handles. It inherits them blocked from the
+thread that starts it, and then its ``worker_init_fn`` installs handlers that do nothing: unlike a blocked signal, a
+handler is not inherited by the programs that a worker starts.
+
+Python's garbage collector leaves alone what a worker has inherited: going through all of it would copy the rank's
+memory page by page, and could destroy objects that wait for threads which a forked process does not have.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import faulthandler
+import functools
+import gc
+import multiprocessing
 import os
 import signal
 import sys
 import threading
 import time
+import weakref
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from multiprocessing import resource_tracker, util
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from ddpkit.base import rank_if_known
+from ddpkit.compat import own_forkserver
 from ddpkit.errors import ConfigError, RankFailedError, RunStopped
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Iterable
 
 LAST_WORDS_SECONDS = 2.0  # for a process that has lost another rank to say so, once it is asked to end
 REPEAT_SECONDS = 1.0  # a launcher and a scheduler may both pass on the same signal
@@ -32,6 +49,12 @@ TIME_LIMIT = "time limit"
 CAUSES = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGHUP", TIME_LIMIT)
 INTERVAL_SECONDS = 1.0
 MOST_SHORTER = 4  # times: the distance of syncs that an epoch may begin with, against that of the epoch before
+
+DUMP_SECONDS = 0.1  # for a worker to write where it is
+MOST_SHOWN = 8
+NAP_SECONDS = 0.001
+POLL_SECONDS = 0.5
+FIRST_AT_EXIT = 100  # priority of a multiprocessing exit hook; its own have at most 15
 
 
 class _Listeners:
@@ -364,3 +387,185 @@ class PeriodicSync:
         self._last_step, self._last_time = step, time.monotonic()
         mean = total_loss / total if total else float("nan")
         return SyncReport(step, mean, int(seen), main_seconds=main, save_wanted=wanted_by > 0, stop=stop)
+
+
+# -------------------------------------------------------------------------------------------- the workers of a loader
+
+
+class _Here:
+    """What this module knows about its own process."""
+
+    process = 0  # at whose end its workers are killed
+    is_worker = False
+    workers: ClassVar[weakref.WeakSet[Any]] = weakref.WeakSet()  # that it has started
+
+
+def ignored_signals() -> set[signal.Signals]:
+    """Return the signals that a rank acts on, and its loaders' workers do not.
+
+    Ranks: local.
+
+    Example:
+        >>> signal.SIGTERM in ignored_signals()
+        True
+    """
+    return {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
+
+
+def _kill_workers_at_exit() -> None:
+    """Have workers killed that are still there when this process ends: Python would wait for them without end."""
+    if _Here.process != os.getpid():
+        _Here.process = os.getpid()
+        at_exit(kill_workers)  # before multiprocessing sends them a SIGTERM, which they do not hear
+
+
+def at_exit(call: Callable[[], object]) -> None:
+    """Have something done when this process ends, and before ``multiprocessing`` waits for its children.
+
+    A process that ``multiprocessing`` has forked ends without ``atexit``; one that it has spawned waits for its
+    children before that.
+
+    Args:
+        call: must bear to be called twice.
+
+    Ranks: local.
+
+    Source: ``multiprocessing.process.BaseProcess._bootstrap`` and ``multiprocessing.util._exit_function``.
+
+    Example:
+        >>> at_exit(kill_workers)
+    """
+    atexit.register(call)
+    if multiprocessing.parent_process() is not None:
+        util.Finalize(None, call, exitpriority=FIRST_AT_EXIT)
+
+
+def start_loading(loader: Any, begin: Callable[[], Iterator[Any]] | None = None) -> Iterator[Any]:
+    """Begin to iterate a loader. Its workers, if it starts any, ignore signals and end with this process.
+
+    Args:
+        loader: a ``DataLoader``; or any iterable, whose workers, and programs that they start, ignore signals.
+        begin: what to call instead of ``iter(loader)``.
+
+    Returns:
+        The iterator.
+
+    Ranks: local.
+
+    Example:
+        >>> next(start_loading(["a batch"]))
+        'a batch'
+    """
+    begin = begin or functools.partial(iter, loader)
+    workers, init = getattr(loader, "num_workers", None), getattr(loader, "worker_init_fn", None)
+    if workers == 0:
+        return begin()
+    _kill_workers_at_exit()
+    with _ignoring_signals(getattr(loader, "multiprocessing_context", None)):
+        others = set(multiprocessing.active_children())
+        if workers is not None:
+            loader.worker_init_fn = functools.partial(_start_worker, init)
+        try:
+            return begin()
+        finally:
+            if workers is not None:
+                loader.worker_init_fn = init
+            for worker in set(multiprocessing.active_children()) - others:
+                _Here.workers.add(worker)
+                worker.terminate = worker.kill  # type: ignore[method-assign] # torch terminates hung workers
+
+
+@contextlib.contextmanager
+def _ignoring_signals(context: Any) -> Iterator[None]:
+    """Block the signals in this thread while workers are started; another thread handles them, or this one later.
+
+    The nap lets C++ threads (of a process group, of autograd) finish that are about to enter Python: a fork at that
+    moment would leave the worker a lock that is never released.
+    """
+    methods = multiprocessing.get_all_start_methods()
+    method = (context or multiprocessing).get_start_method(allow_none=True) or methods[0]
+    if method != "fork":
+        resource_tracker.ensure_running()  # its start unblocks SIGINT and SIGTERM
+    with own_forkserver() if method == "forkserver" else contextlib.nullcontext():
+        time.sleep(NAP_SECONDS)
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, ignored_signals() | _dump_signal())
+        try:
+            yield
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _start_worker(init: Callable[[int], None] | None, worker: int) -> None:
+    """Make this process a worker of its rank, then call the user's ``worker_init_fn``."""
+    if not _Here.is_worker:  # else this loader is inside of another one
+        _Here.is_worker = True
+        gc.freeze()
+        for one in ignored_signals():
+            signal.signal(one, _do_nothing)
+        os.register_at_fork(after_in_child=_restore_signals)
+        for number in _dump_signal():
+            faulthandler.register(number, file=2, all_threads=False, chain=False)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, ignored_signals() | _dump_signal())
+        rank = (multiprocessing.parent_process(), os.getppid())
+        threading.Thread(target=_end_with, args=rank, name="ddpkit-worker", daemon=True).start()
+    if init is not None:
+        init(worker)
+
+
+def _end_with(rank: Any, parent: int) -> None:
+    """End this worker when its rank has ended. A forkserver stays as long as its processes; a fork shares pipes."""
+    while rank.is_alive() and os.getppid() == parent:
+        time.sleep(POLL_SECONDS)
+    os._exit(1)
+
+
+def _do_nothing(*_signal_and_frame: Any) -> None:
+    pass
+
+
+def _restore_signals() -> None:
+    """Have a process that a worker forks for itself be ended as any other."""
+    for number in ignored_signals():
+        signal.signal(number, signal.SIG_DFL)
+
+
+def _dump_signal() -> set[int]:
+    """Return the signal at which a worker writes where it is; none outside of Linux."""
+    return set() if sys.platform != "linux" else {int(signal.SIGRTMIN) + 5}
+
+
+def _own_workers() -> list[Any]:
+    if _Here.process != os.getpid():  # of the process that has forked this one
+        return []
+    return [child for child in multiprocessing.active_children() if child in _Here.workers]
+
+
+def show_workers() -> None:
+    """Have the workers of this process's loaders write to stderr where they are, and wait a moment for it.
+
+    Ranks: local.
+
+    Example:
+        >>> show_workers()
+    """
+    for number in _dump_signal():
+        for worker in _own_workers()[:MOST_SHOWN]:
+            with contextlib.suppress(OSError):  # stderr may be closed, or the worker have ended meanwhile
+                os.write(2, f"\nA worker of the loader (pid {worker.pid}) is here:\n".encode())
+                os.kill(worker.pid, number)
+            time.sleep(DUMP_SECONDS)
+
+
+def kill_workers() -> None:
+    """End the workers that are still there when their rank ends, whatever they are doing.
+
+    Ranks: local.
+
+    Example:
+        >>> kill_workers()
+    """
+    workers = [child for child in _own_workers() if child.daemon]
+    if workers and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would raise: a worker has died
+    for worker in workers:
+        worker.kill()

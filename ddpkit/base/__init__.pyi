@@ -5,17 +5,6 @@ from ddpkit.base.plain_yaml import (
 )
 from ddpkit.base.rank import (
     MPI_LAUNCHERS as MPI_LAUNCHERS,
-    get_rank as get_rank,
-    get_world_size as get_world_size,
-    has_ended as has_ended,
-    in_slurm_step as in_slurm_step,
-    is_distributed_initialized as is_distributed_initialized,
-    rank_if_known as rank_if_known,
-    size as size,
-    state_and_start as state_and_start,
-    this_place as this_place,
-)
-from ddpkit.base.rank_status import (
     PLACE as PLACE,
     POSITION as POSITION,
     PROCESS as PROCESS,
@@ -24,15 +13,24 @@ from ddpkit.base.rank_status import (
     RankStatus as RankStatus,
     Reason as Reason,
     explained as explained,
+    get_rank as get_rank,
+    get_world_size as get_world_size,
+    has_ended as has_ended,
     host_name as host_name,
+    in_slurm_step as in_slurm_step,
+    is_distributed_initialized as is_distributed_initialized,
     is_library as is_library,
     is_second_hand as is_second_hand,
     line_of as line_of,
+    rank_if_known as rank_if_known,
+    size as size,
     spans as spans,
     stage_of as stage_of,
+    state_and_start as state_and_start,
     table as table,
     temporarily as temporarily,
     text_and_line as text_and_line,
+    this_place as this_place,
 )
 from ddpkit.base.states import (
     DEFAULT_LOAD_HOOKS as DEFAULT_LOAD_HOOKS,

@@ -1,7 +1,7 @@
 """What a process does when it fails: it says why, where the launcher and the other ranks will look.
 
 The exception that ends a process is noted twice, by :func:`watch_uncaught`'s hook: in the file from which torchrun
-makes its closing summary, and in the report of the process group (:mod:`ddpkit.base.rank_status`).
+makes its closing summary, and in the report of the process group (:mod:`ddpkit.base.rank`).
 
 Source: ``torch.distributed.elastic.multiprocessing.errors.ErrorHandler.record_exception`` defines the file's format;
 torchrun takes the failure with the lowest timestamp, in whole seconds, for the root cause.

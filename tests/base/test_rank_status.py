@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from ddpkit import optim
-from ddpkit.base.rank_status import Position, RankStatus, look_at, table
+from ddpkit.base.rank import Position, RankStatus, look_at, table
 from ddpkit.optim import take_step
 
 

@@ -16,7 +16,7 @@ import pytest
 from torch.distributed import HashStore
 
 from ddpkit.base import state_and_start, this_place
-from ddpkit.base.rank_status import PROCESS, FailureReport, Position, RankStatus, Reason
+from ddpkit.base.rank import PROCESS, FailureReport, Position, RankStatus, Reason
 from ddpkit.control.watchdog import (
     BEAT_SECONDS,
     FIRST_BEATS,
@@ -70,7 +70,7 @@ class Here(Position):
 def clock(monkeypatch):
     clock = Clock()
     monkeypatch.setattr("ddpkit.control.watchdog.time", clock)
-    monkeypatch.setattr("ddpkit.base.rank_status.POSITION", Position(session=1))
+    monkeypatch.setattr("ddpkit.base.rank.POSITION", Position(session=1))
     return clock
 
 
@@ -658,7 +658,7 @@ def test_the_next_session_has_forgotten_the_failure_of_the_last(clock, store, mo
     pass_time(clock, 2, one, beating=[one])
     assert one.heartbeat.failure is not None
     one.position.session, one.position.waiting = 2, True
-    monkeypatch.setattr("ddpkit.base.rank_status.POSITION", one.position)
+    monkeypatch.setattr("ddpkit.base.rank.POSITION", one.position)
     pass_time(clock, 20, one, beating=[one])
     assert one.heartbeat.failure is None
     assert one.ended == []

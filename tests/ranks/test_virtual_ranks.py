@@ -16,7 +16,7 @@ from ddpkit.distributed import get_rank
 from ddpkit.epoch_loop import EpochCounter
 from ddpkit.errors import ConfigError, RankMismatchError
 from ddpkit.syncbn import SyncBatchNorm
-from ddpkit.training.loaders import BatchSizes
+from ddpkit.training.feed import BatchSizes
 from ddpkit.types import Stage
 from tests.host_reads import HostReads
 

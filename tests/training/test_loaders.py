@@ -8,7 +8,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sequenti
 from ddpkit.dataloader import LoopedLoader, Sharding, shard
 from ddpkit.errors import ConfigError, DataError
 from ddpkit.run_opts import RunOptions
-from ddpkit.training.loaders import batch_sizes, check_train_data, micro_batches
+from ddpkit.training.feed import batch_sizes, check_train_data, micro_batches
 
 
 @pytest.mark.parametrize(

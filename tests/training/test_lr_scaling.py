@@ -9,9 +9,10 @@ from torch.utils.data.distributed import DistributedSampler
 
 from ddpkit.dataloader import LoopedLoader, Sharding, make_dataloader, shard
 from ddpkit.errors import ConfigError
+from ddpkit.optim import LrScaling
 from ddpkit.run_opts import RunOptions
 from ddpkit.sampler import ConcatDatasetBatchSampler, DynamicBatchSampler
-from ddpkit.training.loaders import LrScaling, batch_sizes
+from ddpkit.training.feed import batch_sizes
 
 
 class Stream(IterableDataset):

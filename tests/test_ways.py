@@ -117,8 +117,8 @@ def test_a_resume(tmp_path):
     follow(tmp_path / "begun", None)
     resumed, fresh = (follow(tmp_path / name, "resume", epochs=2) for name in ("begun", "new"))
     assert resumed.functions["run.state", "read_brain_file"] == 1
-    check(resumed, 51)
-    check(fresh, 47)
+    check(resumed, 30)
+    check(fresh, 29)
     for function in fresh.functions:
         del resumed.functions[function]
     check(resumed, 15)

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ddpkit.optim import LrScaling
-from ddpkit.run.checkpoint_policy import CheckpointPolicy
 from ddpkit.run.preflight import Preflight
+from ddpkit.run.save_and_stop import CheckpointPolicy, StopControl
 from ddpkit.run.stage_runner import StageRunner
-from ddpkit.run.stop_control import StopControl
 from ddpkit.training import LoaderFactory, RunLength
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ from ddpkit.metrics import begin_stage, metrics_of
 from ddpkit.profiler import prepare_profiler
 from ddpkit.reporting import ProgressBar
 from ddpkit.run.auto_micro_batch import AutoMicroBatch
-from ddpkit.run.stop_control import exit_code
+from ddpkit.run.save_and_stop import exit_code
 from ddpkit.train_logger import run_event
 from ddpkit.training import (
     Feed,
@@ -61,8 +61,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from ddpkit.control import SyncReport
-    from ddpkit.run.checkpoint_policy import CheckpointPolicy
-    from ddpkit.run.stop_control import StopControl
+    from ddpkit.run.save_and_stop import CheckpointPolicy, StopControl
     from ddpkit.run_opts import RunOptions
     from ddpkit.training import Progress, TrainStep
 

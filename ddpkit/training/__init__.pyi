@@ -34,6 +34,9 @@ from ddpkit.training.gathering import (
 from ddpkit.training.loop import (
     LoopHooks as LoopHooks,
     Progress as Progress,
+    Recipe as Recipe,
+    StepHooks as StepHooks,
+    TrainStep as TrainStep,
     Window as Window,
     evaluate_epoch as evaluate_epoch,
     one_number as one_number,
@@ -45,9 +48,4 @@ from ddpkit.training.module_options import (
     compile_modules as compile_modules,
     has_cuda_graphs as has_cuda_graphs,
     require_module_keys as require_module_keys,
-)
-from ddpkit.training.train_step import (
-    Recipe as Recipe,
-    StepHooks as StepHooks,
-    TrainStep as TrainStep,
 )

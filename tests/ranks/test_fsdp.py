@@ -22,7 +22,7 @@ from ddpkit.checkpoints import Checkpointer, torch_recovery, torch_save, whole_s
 from ddpkit.distributed import if_main_process, run_on_main
 from ddpkit.epoch_loop import EpochCounter
 from ddpkit.errors import BatchError, CheckpointError, ConfigError, MainProcessError, RankFailedError, RankMismatchError
-from ddpkit.run import checkpoint_policy
+from ddpkit.run import save_and_stop as checkpoint_policy
 from ddpkit.strategies.base import WholeState
 from ddpkit.types import Stage
 from tests.contract.recipes import QUIET, assert_same

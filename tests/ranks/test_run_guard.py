@@ -11,7 +11,7 @@ import torch.distributed as dist
 from ddpkit.comm import get_runtime, shorten_timeout
 from ddpkit.distributed import ddp_init_group
 from ddpkit.errors import RunStopped
-from ddpkit.run import stop_control
+from ddpkit.run import save_and_stop as stop_control
 from ddpkit.types import Stage
 from tests.contract.recipes import Regression, make, points
 

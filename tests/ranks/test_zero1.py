@@ -11,7 +11,7 @@ from ddpkit.checkpoints import Checkpointer
 from ddpkit.distributed import if_main_process, run_on_main
 from ddpkit.epoch_loop import EpochCounter
 from ddpkit.errors import CheckpointError, ConfigError, RankFailedError
-from ddpkit.run import checkpoint_policy
+from ddpkit.run import save_and_stop as checkpoint_policy
 from ddpkit.types import Stage
 from tests.contract.recipes import QUIET, Killed, assert_same, linear, points, weights, world_size
 

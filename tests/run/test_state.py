@@ -14,7 +14,7 @@ from ddpkit.base import load_plain_yaml
 from ddpkit.brain import run_of
 from ddpkit.checkpoints import Checkpointer
 from ddpkit.errors import ConfigError
-from ddpkit.run.checkpoint_policy import INTRA_EPOCH_KEY
+from ddpkit.run.save_and_stop import INTRA_EPOCH_KEY
 from ddpkit.run.state import EVALUATED, Start, StepPlan
 
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from ddpkit.brain import Brain, run_of
 from ddpkit.errors import BatchError, NonFiniteLossError
-from ddpkit.training import train_step
+from ddpkit.training import loop as train_step
 from ddpkit.types import Stage
 
 

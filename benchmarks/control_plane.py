@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 from ddpkit.brain import Brain, run_of
-from ddpkit.comm.process_group import get_runtime
+from ddpkit.comm.mailbox import get_runtime
 from ddpkit.control import PeriodicSync, Watchdog
 from ddpkit.control.signals import Requests
 from ddpkit.control.watchdog import Heartbeat

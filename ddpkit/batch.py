@@ -1,7 +1,7 @@
 """Batches of samples that are dicts, whose tensors differ in length.
 
 :class:`PaddedBatch` is a ``collate_fn``. A dataset that offers ``set_output_keys`` and a ``pipeline``, as SpeechBrain's
-``DynamicItemDataset`` does, gets it without being asked from ``ddpkit.data.shard``.
+``DynamicItemDataset`` does, gets it without being asked from ``ddpkit.dataloader.shard``.
 """
 
 from __future__ import annotations

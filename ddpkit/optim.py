@@ -1,4 +1,4 @@
-"""One optimizer step: unscale, weigh, clip every group together, skip if not finite, step, zero.
+"""Optimizers and schedules are made, and step: unscale, weigh, clip every group together, skip if not finite, zero.
 
 The norm is taken over the parameters of all groups of all optimizers that step, and read once. After the gradients have
 been averaged it is the same number on every rank, so that whether to skip needs no further agreement.

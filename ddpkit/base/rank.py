@@ -1,4 +1,4 @@
-"""This rank: which one it is, where it stands, and who failed first and why, as the ranks tell each other.
+"""This rank: which one it is, where it stands, and what the ranks tell each other: who lives, who failed first and why.
 
 Which rank this process is: by torch's process group, else by the launcher's variables alone. That imports no torch and
 raises nothing, so messages can name the rank whatever is wrong. What the variables mean in full, and whether they
@@ -40,12 +40,13 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# Where a rank that waits for others is, and not itself at fault: file of torch or of this package, function.
+# Where a rank that waits for others is, and not itself at fault: files of torch, and of this package.
 _WAITING_FILES = ("torch/distributed/", "torch/autograd/", "torch/nn/parallel/")
 _WAITING_OWN = {"mailbox.py", "distributed.py", "gathering.py"}
 # Where Python reads a number from a GPU. With NCCL, whose collectives return at once, that is where a rank waits.
 _DEVICE_READS = (
-    "ddpkit/optim.py", "ddpkit/metrics.py", "ddpkit/distributed.py", "ddpkit/syncbn.py",
+    "ddpkit/optim.py", "ddpkit/metrics.py", "ddpkit/distributed.py", "ddpkit/syncbn.py", "ddpkit/comm/tree_sum.py",
+    "ddpkit/strategies/ddp.py",
     "torch/nn/modules/_functions.py", "torch/amp/grad_scaler.py", "torch/cuda/__init__.py", "torch/cuda/streams.py",
 )  # fmt: skip
 _LOADER_FILE = "torch/utils/data/dataloader.py"
@@ -70,7 +71,8 @@ class MpiLauncher(NamedTuple):
         world_size: the variable with the number of processes.
         local_rank: the variables with the number of this process on its node.
         local_world_size: the variables with the number of processes on this node.
-        shared: variables that together are the same on all ranks of a run, and differ in another run.
+        shared: variables that together are the same on all ranks of a run, and differ in another run; without any,
+            ``MASTER_PORT`` has to be given.
 
     Ranks: local.
     """

@@ -1,4 +1,4 @@
-"""What is saved of objects: the marks of their methods, the states of modules and optimizers, complete files.
+"""What is saved of objects: the marks of their methods, the states of modules without their wrappers, complete files.
 
 Marks say which methods save and load an object; they fill the tables of hooks.
 

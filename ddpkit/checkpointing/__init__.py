@@ -1,4 +1,4 @@
-"""A checkpoint is complete or not there: storage, index, hooks, writing in the background, and the lock."""
+"""A checkpoint is complete or not there: the folder, its storage and lock, hooks, writing in the background."""
 
 from __future__ import annotations
 

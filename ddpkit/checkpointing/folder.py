@@ -1,4 +1,4 @@
-"""Checkpoints in a folder: what they are, which is best, and what is done there: save, find, delete, load.
+"""Checkpoints in a folder: what they are, which is best, and what is done there: save, find, delete, average, load.
 
 What the main process does for all ranks, :func:`checkpoint_work_on_main` has it do. To load, every rank reads the files
 of a checkpoint, or rank 0 reads them and sends the others copies (:func:`load_recoverables`). Savers that run
@@ -916,7 +916,7 @@ def average_checkpoints(
     return averager(states())
 
 
-# -------------------------------------------------------------------------------------------------------- loading
+# -------------------------------------------------------------------------------- loading, and ranks that come
 
 
 def load_recoverables(

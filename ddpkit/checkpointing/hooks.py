@@ -1,4 +1,4 @@
-"""How one object is saved and loaded: marks for methods, tables for classes, and torch's own objects.
+"""How one object is saved and loaded: how its hook is found, and the hooks of torch's own objects.
 
 A *hook* saves or loads one object: ``save(obj, path)``, ``load(obj, path, end_of_epoch)``,
 ``transfer(obj, path)``. The tables :data:`DEFAULT_SAVE_HOOKS`, :data:`DEFAULT_LOAD_HOOKS` and

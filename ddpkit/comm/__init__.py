@@ -1,4 +1,4 @@
-"""The ranks talk: rendezvous, process group, mailbox over the store, and checks that all run the same training."""
+"""The ranks talk: process group, mailbox over the store, ordered sums, checks that all run the same training."""
 
 from __future__ import annotations
 

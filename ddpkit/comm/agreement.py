@@ -393,7 +393,7 @@ def poll_until(end: float) -> Iterator[None]:
         nap = min(nap * 1.5, LONGEST_NAP)
 
 
-# --------------------------------------------------------------------------------------- before training
+# --------------------------------------------------------------------------------- what all ranks do together
 
 
 def together(work: Callable[[], T]) -> T:

@@ -346,7 +346,7 @@ def _names(key: str, pieces: int) -> list[str]:
     return [key, f"{key}/read", *(f"{key}/{number}" for number in range(pieces))]
 
 
-# ------------------------------------------------------------------------------------------ the process group
+# ---------------------------------------------------------------------- the runtime of a process group
 
 
 class Runtime:

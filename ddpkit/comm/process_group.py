@@ -9,8 +9,6 @@ Then every process says that it is there (:func:`join_attempt`). That finds rank
 gives the attempt a name of its own: torchrun reuses its store after a restart, and with the same names in it the new
 processes would read the addresses of the dead ones. See https://github.com/pytorch/pytorch/issues/135712. The name is
 not made from torchrun's count of restarts, which differs between nodes and stands still when nodes come and go.
-
-Source: torch's trap list in ``docs/explanation/architecture.md``.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -35,7 +36,8 @@ FIRST_DERIVED_PORT, DERIVED_PORTS = 20000, 12000
 
 # Variables that an error shows: these, and any that begin so.
 _TORCH_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_OTHER_VARIABLES = (NPROC, "GROUP_RANK", "TORCHELASTIC_R", "OMPI_COMM_WORLD_", "PMI_", "MPI_LOCAL", "JSM_NAMESPACE_")
+_MPI_VARIABLES = [(one.rank, one.world_size, *one.local_rank, *one.local_world_size) for one in MPI_LAUNCHERS.values()]
+_OTHER_VARIABLES = (NPROC, "GROUP_RANK", "TORCHELASTIC_R", *itertools.chain.from_iterable(_MPI_VARIABLES))
 _SLURM_VARIABLES = ("SLURM_STEP_", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_GTIDS")
 
 # Whoever sets one of these starts ranks of its own inside the tasks of another launcher.
@@ -392,8 +394,8 @@ def _from_mpi(name: str, environ: Mapping[str, str]) -> LaunchInfo | None:
 
 #: The launchers, in the order in which they are asked: mpirun starts its helpers with srun. To support one that is
 #: unlike MPI's, write a function and put it after torch's own. Then add its rank to
-#: :func:`ddpkit.base.rank.rank_if_known`, which reads it before the group is there, and its names to the table in
-#: :mod:`ddpkit.launch.launchers`.
+#: :func:`ddpkit.base.rank.rank_if_known`, which reads it before the group is there, and its variables to
+#: ``_OTHER_VARIABLES``, which errors show.
 LAUNCHERS: tuple[Callable[[Mapping[str, str]], LaunchInfo | None], ...] = (
     _from_torch_variables,
     *(functools.partial(_from_mpi, name) for name in MPI_LAUNCHERS),

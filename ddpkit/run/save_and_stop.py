@@ -1,7 +1,7 @@
 """When a run saves, what it goes on from, and when and why it stops: on all ranks, between two optimizer steps.
 
-The only part of a run that uses the Checkpointer. A run that stops leaves a checkpoint and a note: torchrun turns every
-exit code into 1, so a script that decides whether to start the run again reads the note.
+The part of a run that registers with the Checkpointer and saves. A run that stops leaves a checkpoint and a note:
+torchrun turns every exit code into 1, so a script that decides whether to start the run again reads the note.
 """
 
 from __future__ import annotations

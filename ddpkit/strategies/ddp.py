@@ -1,6 +1,7 @@
 """torch's wrappers: ``DistributedDataParallel`` for several processes, ``DataParallel`` for one with several GPUs.
 
-With both each process holds the whole model.
+With both each process holds the whole model. The hooks that average a bucket of gradients are here, too: as it is, in
+half precision, of two ranks in one exchange, or by PowerSGD, whose leftovers go into checkpoints.
 
 Source: what ``forward`` and ``no_sync`` of torch's DDP do was read in torch 2.13: only a forward pass through the
 wrapper with synchronisation on arms the reducer, and the backward pass after it reduces all gradients accumulated
@@ -577,6 +578,9 @@ def _average_of_pair(bucket: torch.distributed.GradBucket) -> torch.futures.Futu
 
 def _or(given: bool | None, default: bool) -> bool:
     return default if given is None else given
+
+
+# ------------------------------------------------------------------------------------------------ DataParallel
 
 
 class WrappedDataParallel(AttributeForwarding, nn.DataParallel[nn.Module]):

@@ -1,4 +1,4 @@
-"""One optimizer step and the loops around it: feed, training and evaluation passes, and results of all ranks."""
+"""One optimizer step and the loops around it, what they read, options on modules, and results of all ranks."""
 
 from __future__ import annotations
 

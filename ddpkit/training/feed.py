@@ -1,19 +1,15 @@
-"""What a stage reads: this rank's loader, how many batches and samples it gives, what each weighs.
+"""What a stage reads: this rank's loader, how many batches, samples and epochs it gives, and what each batch weighs.
 
 ``batch_size`` counts per process, as recipes expect, so more processes make a larger step. ``global_batch_size`` counts
 the samples of one optimizer step over all processes, so that the number of processes changes nothing;
 ``micro_batch_size`` says how many of them fit on a process at once, and the accumulation follows.
 
-For a window of micro-batches ``m`` over ranks ``r``, with weights ``w[m, r]`` and losses that are means, the optimizer
-steps on ``sum(w * grad) / sum(w)``. DDP averages over the ranks, so that each of them back-propagates
-``loss * w * world_size / total``; the total is known from the plan, before the first backward pass of the window.
-If ``compute_objectives`` returns a sum and a count, the gradients of the sums are accumulated, the counts are added up
-over the ranks once per window, and the division is part of the optimizer step.
-
 Of a stream the number of batches and their sizes are unknown. The ranks tell each other, one or two batches ahead of
 the one that is worked on, how many samples the coming one has. So they end together; a rank whose batches are used up
 works on one that weighs nothing (one of the others', where it has read that too, else its own last one); and every
 sample weighs the same there, too.
+
+Whether all ranks read the same data is compared before, and batches move to the device one ahead, if that is asked for.
 """
 
 from __future__ import annotations
@@ -935,7 +931,7 @@ def move_ahead(loader: Any, device: str) -> None:
         [[0, 1], [2, 3]]
     """
     inner = loader.loader if isinstance(loader, LoopedLoader) else loader
-    is_stream = isinstance(getattr(inner, "dataset", None), torch.utils.data.IterableDataset)
+    is_stream = isinstance(getattr(inner, "dataset", None), IterableDataset)
     if not isinstance(inner, SaveableDataLoader) or is_stream or not inner.num_workers:
         logger.warning_once(
             "prefetch_to_device needs a dataset with a length and num_workers >= 1: the batches of a %s%s are moved "

@@ -1,8 +1,14 @@
 """One optimizer step and the loops around it: a pass of training, a pass of evaluation, and where they stand.
 
-A step weighs and back-propagates the losses of a window, clips, and steps or skips on all ranks alike. The loops know
-no files, models or ranks. What differs between ranks, and what the ranks must agree on, comes in through the
-:class:`LoopHooks` and a few callables, so that a loop can be tested with a stub and no model.
+A step weighs and back-propagates the losses of a window, clips, and steps or skips on all ranks alike. For
+micro-batches ``m`` over ranks ``r``, with weights ``w[m, r]`` and losses that are means, the optimizer steps on
+``sum(w * grad) / sum(w)``. DDP averages over the ranks, so that each of them back-propagates
+``loss * w * world_size / total``; the total is known from the plan, before the first backward pass of the window.
+If ``compute_objectives`` returns a sum and a count, the gradients of the sums are accumulated, the counts are added up
+over the ranks once per window, and the division is part of the optimizer step.
+
+The loops know no files, models or ranks. What differs between ranks, and what the ranks must agree on, comes in through
+the :class:`LoopHooks` and a few callables, so that a loop can be tested with a stub and no model.
 """
 
 from __future__ import annotations
@@ -42,30 +48,6 @@ if TYPE_CHECKING:
     from ddpkit.training.gathering import Seen
 
 logger = get_logger(__name__)
-
-MIXED = (
-    "{}.compute_objectives returned a mean loss for some micro-batches of an optimizer step and (loss_sum, count) for "
-    "others. Return the same kind for every training batch."
-)
-TWO_SUMS = (
-    "{}.fit_batch passed two (loss_sum, count) to backward() before optimizers_step(). If both count the same, add up "
-    "the sums; if they belong to two optimizers, step after each, with grad_accumulation_factor=1; else pass means."
-)
-NOT_DIVIDED = (
-    "{}.fit_batch passed (loss_sum, count) to backward() and let the window end without optimizers_step(), which "
-    "divides by the count. Call self.optimizers_step() where self.should_step is true."
-)
-APART = (
-    "%s.fit_batch steps with gradients that are not averaged over the ranks: after this epoch the weights of %s are "
-    "not the same on all of them, and rank 0's are saved. DDP averages what is computed through self.modules, not "
-    "through hparams or a module's inner parts. Call self.optimizers_step(), which averages the rest, and not the "
-    "optimizer's own step(); --check_parity 2 shows whether the gradients are then those of one process."
-)
-NO_STEP = (
-    "No optimizer step of %s was counted in its first epoch. Give opt_class, or fill optimizers_dict in "
-    "init_optimizers; return optimizers from freeze_optimizers; in a fit_batch of your own call self.backward(loss), "
-    "and where self.should_step is true self.optimizers_step(): saves, limits, schedules and logs do not see step()."
-)
 
 
 @dataclass
@@ -395,6 +377,8 @@ def evaluate_epoch(
                 after_batch(progress.step)
 
 
+# ---------------------------------------------------------------------------------------- a loss and its backward pass
+
 PARTS = (
     "{}.fit_batch called backward() twice on losses that share a part of one module, and DDP averages each gradient "
     'once: "{}". Add the losses up and call self.backward once; or put all passes under `with self.no_sync():`.'
@@ -540,6 +524,31 @@ def loss_problem(loss: Any) -> str | None:
 
 
 # -------------------------------------------------------------------------------------------------- the optimizer step
+
+
+MIXED = (
+    "{}.compute_objectives returned a mean loss for some micro-batches of an optimizer step and (loss_sum, count) for "
+    "others. Return the same kind for every training batch."
+)
+TWO_SUMS = (
+    "{}.fit_batch passed two (loss_sum, count) to backward() before optimizers_step(). If both count the same, add up "
+    "the sums; if they belong to two optimizers, step after each, with grad_accumulation_factor=1; else pass means."
+)
+NOT_DIVIDED = (
+    "{}.fit_batch passed (loss_sum, count) to backward() and let the window end without optimizers_step(), which "
+    "divides by the count. Call self.optimizers_step() where self.should_step is true."
+)
+APART = (
+    "%s.fit_batch steps with gradients that are not averaged over the ranks: after this epoch the weights of %s are "
+    "not the same on all of them, and rank 0's are saved. DDP averages what is computed through self.modules, not "
+    "through hparams or a module's inner parts. Call self.optimizers_step(), which averages the rest, and not the "
+    "optimizer's own step(); --check_parity 2 shows whether the gradients are then those of one process."
+)
+NO_STEP = (
+    "No optimizer step of %s was counted in its first epoch. Give opt_class, or fill optimizers_dict in "
+    "init_optimizers; return optimizers from freeze_optimizers; in a fit_batch of your own call self.backward(loss), "
+    "and where self.should_step is true self.optimizers_step(): saves, limits, schedules and logs do not see step()."
+)
 
 
 @dataclass(frozen=True)

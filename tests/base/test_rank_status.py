@@ -5,11 +5,14 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+import ddpkit
 from ddpkit import optim
+from ddpkit.base import rank
 from ddpkit.base.rank import Position, RankStatus, look_at, table
 from ddpkit.optim import take_step
 
@@ -155,3 +158,11 @@ def test_around_an_evaluation_no_step_is_named():
     assert RankStatus(stage="VALID", epoch=2).place() == "in VALID of epoch 2"
     assert RankStatus(stage="VALID", epoch=2, step=3).place() == "in VALID of epoch 2 at step 3"
     assert RankStatus(stage="TRAIN", epoch=2).place() == "in TRAIN of epoch 2 at step 0"
+
+
+def test_files_that_tell_who_waits_are_there():
+    """They are named as texts, which no rename finds."""
+    package = Path(ddpkit.__file__).parent
+    assert {path.name for path in package.rglob("*.py")} >= rank._WAITING_OWN
+    own = [name.removeprefix("ddpkit/") for name in rank._DEVICE_READS if name.startswith("ddpkit/")]
+    assert [name for name in own if not (package / name).is_file()] == []

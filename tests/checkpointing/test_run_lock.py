@@ -1,4 +1,4 @@
-"""The lock of a folder, within one process; with real processes in tests/faults/test_storage.py."""
+"""The lock of a folder, within one process; with real processes in tests/faults/test_run_lock.py."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from torch.utils.data import get_worker_info
 
-from ddpkit.compat import streams as worker_info
+from ddpkit.compat import streams
 from ddpkit.compat.streams import show_worker
 
 
@@ -20,7 +20,7 @@ def test_a_worker_is_shown_and_hidden():
 
 
 def test_a_torch_that_keeps_it_elsewhere_is_told_of(monkeypatch):
-    monkeypatch.setattr(worker_info, "get_worker_info", lambda: None)
+    monkeypatch.setattr(streams, "get_worker_info", lambda: None)
     try:
         with pytest.raises(RuntimeError, match=r"cannot be dealt out to loader workers.*Set num_workers=0\."):
             show_worker(object())

@@ -8,7 +8,14 @@ import pytest
 
 from ddpkit.base import rank_if_known
 from ddpkit.errors import LaunchError
-from ddpkit.launch.launchers import DERIVED_PORTS, FIRST_DERIVED_PORT, LaunchInfo, derived_port, find_launch
+from ddpkit.launch.launchers import (
+    DERIVED_PORTS,
+    FIRST_DERIVED_PORT,
+    LAUNCHERS,
+    LaunchInfo,
+    derived_port,
+    find_launch,
+)
 
 TORCHRUN = {
     "RANK": "3",
@@ -414,7 +421,9 @@ def test_ports_differ_and_stay():
 
 
 def test_d23_the_rank_is_known_before_the_group_is_there():
-    for environ in (TORCHRUN, SRUN, *MPI.values()):
+    known = [TORCHRUN, SRUN, *MPI.values()]
+    assert all(any(read(environ) for environ in known) for read in LAUNCHERS), "a launcher without an environment here"
+    for environ in known:
         assert rank_if_known(environ) == find_launch(environ).rank
     assert rank_if_known({**SRUN, "SLURM_LOCALID": "9"}) == 3, "also where the rest contradicts itself"
     assert rank_if_known({**SRUN, "SLURM_NTASKS": "1", "SLURM_STEP_NUM_TASKS": "1"}) is None

@@ -19,7 +19,7 @@ from ddpkit.dataloader import LoopedLoader, make_dataloader
 from ddpkit.distributed import gather_objects, get_rank, if_main_process
 from ddpkit.epoch_loop import EpochCounter
 from ddpkit.errors import ConfigError, RankFailedError, RankMismatchError
-from ddpkit.run import rank_state as rank_states
+from ddpkit.run import rank_state
 from ddpkit.run.rank_state import RankStates
 from ddpkit.types import Stage
 from tests.contract.recipes import Killed
@@ -231,9 +231,9 @@ def test_a_save_of_the_main_process_alone_inside_an_epoch_waits_once_and_hangs_n
     options = {"inside": "main", "ckpt_interval_steps": 0, "epochs": 3}
     whole = ranks.run(train, tmp_path / "whole", "plan", None, False, options)
     first, *later = whole[0][4]
-    assert first >= rank_states.WAIT_SECONDS
+    assert first >= rank_state.WAIT_SECONDS
     assert len(later) == 2
-    assert max(later) < rank_states.WAIT_SECONDS / 2
+    assert max(later) < rank_state.WAIT_SECONDS / 2
     ranks.run(train, tmp_path / "dead", "plan", (2, 5), False, options)
     for mine, expected in zip(ranks.run(train, tmp_path / "dead", "plan", None, False, options), whole, strict=True):
         assert all(torch.equal(mine[0][name], value) for name, value in expected[0].items())

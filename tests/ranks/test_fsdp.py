@@ -17,12 +17,12 @@ from torch.distributed.fsdp import fully_shard
 
 from ddpkit.base import is_sharded, local_part
 from ddpkit.brain import Brain
-from ddpkit.checkpointing import folder as rank_states
+from ddpkit.checkpointing import folder as checkpoint_folder
 from ddpkit.checkpoints import Checkpointer, torch_recovery, torch_save, whole_state_dict
 from ddpkit.distributed import if_main_process, run_on_main
 from ddpkit.epoch_loop import EpochCounter
 from ddpkit.errors import BatchError, CheckpointError, ConfigError, MainProcessError, RankFailedError, RankMismatchError
-from ddpkit.run import save_and_stop as checkpoint_policy
+from ddpkit.run import save_and_stop
 from ddpkit.strategies.base import WholeState
 from ddpkit.types import Stage
 from tests.contract.recipes import QUIET, assert_same
@@ -535,14 +535,14 @@ def saves_alone(folder):
     told: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: told.append(record.getMessage())
-    log = logging.getLogger(rank_states.__name__)
+    log = logging.getLogger(checkpoint_folder.__name__)
     log.addHandler(handler)
-    seconds, checkpoint_policy.WAIT_SECONDS = checkpoint_policy.WAIT_SECONDS, 0.2
-    tells, rank_states.TELL_SECONDS = rank_states.TELL_SECONDS, 0.1
+    seconds, save_and_stop.WAIT_SECONDS = save_and_stop.WAIT_SECONDS, 0.2
+    tells, checkpoint_folder.TELL_SECONDS = checkpoint_folder.TELL_SECONDS, 0.1
     try:
         return message_of(SavesAlone, (CheckpointError, RankFailedError), folder), told
     finally:
-        checkpoint_policy.WAIT_SECONDS, rank_states.TELL_SECONDS = seconds, tells
+        save_and_stop.WAIT_SECONDS, checkpoint_folder.TELL_SECONDS = seconds, tells
         log.removeHandler(handler)
 
 

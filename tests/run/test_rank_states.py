@@ -9,7 +9,7 @@ import torch
 
 from ddpkit.checkpointing.hooks import safe_load, torch_save
 from ddpkit.errors import CheckpointError
-from ddpkit.run import rank_state as rank_states
+from ddpkit.run import rank_state
 from ddpkit.run.rank_state import RankStates
 
 
@@ -56,8 +56,8 @@ def test_of_another_number_of_ranks_only_what_all_share(monkeypatch):
 
 
 def test_a_rank_that_is_not_known(monkeypatch, caplog):
-    monkeypatch.setattr(rank_states, "get_world_size", lambda: 2)
-    monkeypatch.setattr(rank_states, "get_rank", lambda: 1)
+    monkeypatch.setattr(rank_state, "get_world_size", lambda: 2)
+    monkeypatch.setattr(rank_state, "get_rank", lambda: 1)
     one = states()
     with caplog.at_level(logging.WARNING):
         one.load_state_dict({"format": 1, "ranks": [{"drawn": 1}, None]}, end_of_epoch=True)

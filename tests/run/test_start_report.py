@@ -12,7 +12,7 @@ from ddpkit.comm import software_facts
 from ddpkit.launch import LaunchInfo
 from ddpkit.logger import close_logging, setup_logging
 from ddpkit.precision import TorchAutocast
-from ddpkit.run import preflight as display
+from ddpkit.run import preflight
 from ddpkit.run.preflight import (
     Place,
     StartReport,
@@ -169,7 +169,7 @@ def test_learning_rates_are_shortened():
 
 def test_the_block_is_aligned_and_says_nothing_twice(monkeypatch, caplog):
     caplog.set_level("INFO", logger="ddpkit.run.preflight")
-    monkeypatch.setattr(display, "__version__", "1.2")
+    monkeypatch.setattr(preflight, "__version__", "1.2")
     rows = {"launcher": "none", "precision": "fp32", "evaluation": "", "start": "from scratch"}
     report = StartReport()
     for given in (rows, rows, rows | {"precision": "bf16"}, rows):
@@ -186,7 +186,7 @@ def test_the_block_comes_out_with_and_without_logging(monkeypatch, capfd, tmp_pa
     if with_logging:
         setup_logging(log_file=tmp_path / "log.txt")
     else:
-        monkeypatch.setattr(display.logger.logger, "hasHandlers", lambda: False)  # pytest has some
+        monkeypatch.setattr(preflight.logger.logger, "hasHandlers", lambda: False)  # pytest has some
     StartReport().announce("Training", {"precision": "fp32", "start": "from 10 %"})
     StartReport().announce("Training", {"precision": ""})
     close_logging()

@@ -13,7 +13,7 @@ from torch import nn
 
 from ddpkit.brain import Brain, run_of
 from ddpkit.errors import BatchError, NonFiniteLossError
-from ddpkit.training import loop as train_step
+from ddpkit.training import loop
 from ddpkit.types import Stage
 
 
@@ -144,7 +144,7 @@ def test_a_repeated_batch_counts_nothing():
 
 
 def test_a_step_that_counts_nothing_is_left_out(caplog, monkeypatch):
-    monkeypatch.setattr(train_step.logger, "_said", set())
+    monkeypatch.setattr(loop.logger, "_said", set())
     for nothing in (0, torch.tensor(0)):
         brain = sums(nothing)
         brain.fit_batch(ONE)

@@ -440,8 +440,11 @@ class Reduced(Reducing):
                 "samples' results and use Brain.gather."
             )
         for one in synced:
-            one.dist_sync_fn, one.distributed_available_fn = _all_tensors, lambda: self._is_reducing
+            one.dist_sync_fn, one.distributed_available_fn = _all_tensors, self._is_asked
             one.compute_with_cache = False  # a value may be of this rank alone
+
+    def _is_asked(self) -> bool:  # a method: a copy asks itself
+        return self._is_reducing
 
     def update(self, *args: Any, **kwargs: Any) -> None:
         """Pass on to the metric's ``update``.

@@ -775,9 +775,10 @@ def _check_together(values: Mapping[str, Any], info: LaunchInfo) -> None:
             "can be. Turn one off with --ckpt_interval_minutes=0 or --ckpt_interval_steps=0."
         )
     if values["data_parallel_backend"] and (info.is_distributed or values["device"] == "cpu"):
+        alone = "One process, all GPUs:  python train.py hparams.yaml --data_parallel_backend"
         raise ConfigError(
             "data_parallel_backend=True means all GPUs from one process: it needs a GPU, and no launcher. This is on "
             f"{values['device']}, launcher {info.launcher}, {info.world_size} process(es). Use one of these:\n"
-            "One process, all GPUs:  python train.py hparams.yaml --data_parallel_backend\n"
+            f"{alone if info.is_distributed else 'One process, no GPU:    python train.py hparams.yaml'}\n"
             "Several processes:      torchrun --standalone --nproc_per_node=N train.py hparams.yaml"
         )

@@ -259,6 +259,8 @@ def has_ended(pid: int, started: int) -> bool:
         >>> has_ended(os.getpid(), state_and_start(os.getpid())[1])
         False
     """
+    if not started:  # no /proc, or that of another namespace: nothing is known
+        return False
     state, its_start = state_and_start(pid)
     if its_start != started or state not in DEAD_STATES:
         return its_start != started
@@ -532,7 +534,8 @@ def look_at(frame: FrameType | None) -> tuple[str, bool]:
         return "nowhere", False
     stack = traceback.StackSummary.extract(traceback.walk_stack(frame), lookup_lines=False)
     depth = next((number for number, one in enumerate(stack) if not is_library(one.filename)), 0)
-    where = f"{line_of(stack[depth:])}, which is in {line_of(stack[:1])}" if depth else line_of(stack[:1])
+    own, inner = line_of(stack[depth : depth + 1]), line_of(stack[:1])  # the innermost stands first here
+    where = f"{own}, which is in {inner}" if depth else inner
     if any(_LOADER_FILE in one.filename for one in stack[:12]):
         return f"{where}{AT_LOADER}", False
     return where, any(_is_waiting(PurePath(one.filename)) for one in stack[: min(3, depth)])

@@ -486,10 +486,13 @@ def safe_load(path: Path, map_location: Any = "cpu", *, mmap: bool = False) -> A
     except Exception as error:
         reason = str(error).strip().partition("\n")[0]
         if type(error).__name__ in _DAMAGED:  # torch's words are about torch.load
-            reason = (
-                "it is damaged, or was not written by torch.save, or would run code. If you trust the file, allow what "
-                "torch.serialization.get_unsafe_globals_in_checkpoint names in it with add_safe_globals"
-            )
+            reason = "it is damaged, or was not written by torch.save"
+            with contextlib.suppress(Exception):  # of a damaged file
+                if names := torch.serialization.get_unsafe_globals_in_checkpoint(path):
+                    reason = (
+                        f"it names {', '.join(sorted(names))}, and loading those would run code. If you trust the "
+                        "file, allow them with torch.serialization.add_safe_globals"
+                    )
         raise CheckpointError(f"cannot load {path}: {reason}.") from error
 
 

@@ -19,4 +19,5 @@ from ddpkit.compat.torch_inside import (
     show_order as show_order,
     timeout_of as timeout_of,
     waits_for_gradients as waits_for_gradients,
+    without_weak_references as without_weak_references,
 )

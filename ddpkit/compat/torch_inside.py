@@ -1,4 +1,4 @@
-"""What torch keeps to itself: its process groups, operations over many tensors, and DDP's order of gradients.
+"""What torch keeps to itself: its process groups, operations over many tensors, recurrent layers, DDP's gradients.
 
 Process groups: a group may have been made by the recipe, so nothing of it passes through ddpkit; its store is the one
 channel to the other ranks that needs no collective, and every group must be closed before the process ends.
@@ -6,6 +6,8 @@ channel to the other ranks that needs no collective, and every group must be clo
 Operations over many tensors, as torch's own optimizers use them: a kernel for each gradient would be launched in every
 step whose gradients are weighed, or added up in order; and torch's public ``get_total_norm`` makes 60 calls of Python
 in every step around the two that compute.
+
+Recurrent layers hold weak references to their weights, and a tensor that has such cannot be swapped for another.
 
 The order in which DDP adds gradients up, which a resumed run takes over from the one before:
 
@@ -20,6 +22,7 @@ order of this module is taken over is tested.
 
 from __future__ import annotations
 
+import contextlib
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +30,7 @@ import torch
 from torch.nn.utils import get_total_norm
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
 
 def default_store() -> Any:
@@ -163,6 +166,32 @@ def norm_of_all(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         return get_total_norm(tensors)
     norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(at_once(tensors, 2.0)))
     return norm
+
+
+# ---------------------------------------------------------------------- recurrent layers
+
+
+@contextlib.contextmanager
+def without_weak_references(module: torch.nn.Module) -> Iterator[None]:
+    """Have a recurrent layer hold no weak references to its weights meanwhile, as torch's own ``_apply`` does.
+
+    Of a layer without such, nothing is changed: torch's own error tells what cannot be swapped.
+
+    Ranks: local.
+
+    Example:
+        >>> layer = torch.nn.GRU(1, 1, device="meta")
+        >>> with without_weak_references(layer):
+        ...     torch.utils.swap_tensors(layer.weight_ih_l0, torch.nn.Parameter(torch.ones(3, 1)))
+        >>> layer.weight_ih_l0.sum().item()
+        3.0
+    """
+    layer: Any = module if isinstance(module, torch.nn.RNNBase) and hasattr(module, "_flat_weight_refs") else None
+    if layer is not None:
+        layer._flat_weight_refs = []  # noqa: SLF001 -- see the module
+    yield
+    if layer is not None:
+        layer._init_flat_weights()  # noqa: SLF001
 
 
 # ---------------------------------------------------------------------- DDP

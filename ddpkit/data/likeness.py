@@ -3,8 +3,8 @@
 What is dealt out to the ranks must be the same on all of them: else samples are lost, and others come twice, in
 silence. So the ranks compare sketches of the first items. Numbers, texts and shapes must be equal. Noise from a
 generator that nobody has seeded is harmless: each rank reads its items twice, and what differs between the two is not
-compared. Other floats may differ where something else tells the items apart, and is the same on all ranks. Both are
-warned of.
+compared. In a stream, which is not read again, floats may differ where something else tells the items apart, and is the
+same on all ranks. Both are warned of.
 """
 
 from __future__ import annotations
@@ -90,12 +90,12 @@ def _of_array(value: Any, path: str) -> Iterator[tuple[str, Any]]:
 # ------------------------------------------------------------------------------------------- what they say
 
 
-def judge(ranks: Sequence[Sequence[Sketch]], noise: AbstractSet[str] = frozenset()) -> tuple[str, bool]:
+def judge(ranks: Sequence[Sequence[Sketch]], noise: AbstractSet[str] | None = None) -> tuple[str, bool]:
     """Say whether the ranks read the same.
 
     Args:
         ranks: the first items of each rank.
-        noise: places that differ each time they are read.
+        noise: places that differ each time they are read; None: the items were read once, and floats may be noise.
 
     Returns:
         What differs, empty if nothing does; and whether that is more than noise.
@@ -117,12 +117,12 @@ def judge(ranks: Sequence[Sequence[Sketch]], noise: AbstractSet[str] = frozenset
                 if not _alike(one, two):
                     shown = f"{str(one)[:_LONGEST_SHOWN]} on rank 0, {str(two)[:_LONGEST_SHOWN]} on rank {rank}"
                     found.setdefault(place, f"{place or 'an item'}: {shown}")
-                    is_exact = not (isinstance(one, list) and isinstance(two, list))
-                    exact += [place] if is_exact and place not in noise else []
+                    is_exact = noise is not None or not (isinstance(one, list) and isinstance(two, list))
+                    exact += [place] if is_exact and place not in (noise or ()) else []
     same = {place for item in ranks[0] for place in item} - {*found}
     tells_apart = any(len({repr(item.get(place)) for item in ranks[0]}) > 1 for place in same)
     difference = found[(exact or list(found))[0]] if found else ""
-    return difference, bool(exact) or not (tells_apart or found.keys() <= noise)
+    return difference, bool(exact) or not (tells_apart or found.keys() <= (noise or set()))
 
 
 def _alike(one: Any, other: Any) -> bool:
@@ -156,12 +156,13 @@ def require_alike(first: FirstItems | None, read: Callable[[], list[Sketch] | No
     if None in digests or len(set(digests)) == 1 or first is None:
         return
     own, again = read(), read()
-    pairs = zip(own or (), again or (), strict=True)
+    own = None if again is None else own
+    pairs = zip(own or (), again or (), strict=False)
     noise = {place for one, two in pairs for place in {**one, **two} if not _alike(one.get(place), two.get(place))}
     places, firsts, more, noises = zip(*exchange((*first, own, noise), f"{site}, in detail"), strict=True)
     if len(set(places)) > 1:
         return
-    difference, is_certain = judge(firsts if None in more else more, set().union(*noises))
+    difference, is_certain = judge(firsts) if None in more else judge(more, set().union(*noises))
     if difference and is_certain:
         raise RankMismatchError(f"{words} ({difference}).")
     if difference:

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 CHUNK = 8192
-MOST_DRAWN = 5_000_000  # a sampler that yields more, and has no len(), seems endless
+MOST_DRAWN = 20_000_000  # a sampler that yields more, and has no len(), seems endless
 SMALL = 1 << 14
 ROUNDS = 8
 _HALF = np.uint64(32)

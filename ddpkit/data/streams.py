@@ -448,7 +448,7 @@ def _block_size(sharding: Sharding, options: dict[str, Any]) -> int:
 def _has_shards(dataset: Any, number: int) -> bool:
     """Say whether a stream can cut itself into so many shards."""
     available = getattr(dataset, "num_shards", 0)
-    return 1 < number <= available and callable(getattr(dataset, "shard", None))
+    return isinstance(available, int) and 1 < number <= available and callable(getattr(dataset, "shard", None))
 
 
 def _is_webdataset(data: Any) -> bool:

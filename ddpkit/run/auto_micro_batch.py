@@ -75,7 +75,7 @@ class AutoMicroBatch:
         waiting = (SyncBatchNorm, nn.SyncBatchNorm) if options.sync_batchnorm is False else _BatchNorm
         waits = get_world_size() > 1 and any(isinstance(one, waiting) for one in step.modules.modules())
         refused = {
-            "without global_batch_size, which it divides": options.global_batch_size is None,
+            "without global_batch_size, which it divides: give --global_batch_size": options.global_batch_size is None,
             f"with {step.strategy.name}, {step.strategy.unrepeatable}": step.strategy.unrepeatable != "",
             "with static_graph": options.static_graph,
             "with ddp_comm_hook": options.ddp_comm_hook is not None,
@@ -87,7 +87,7 @@ class AutoMicroBatch:
             ),
         }
         for words in (words for words, is_so in refused.items() if is_so):
-            raise ConfigError(f"auto_micro_batch does not work {words}. Leave --auto_micro_batch out.")
+            raise ConfigError(f"auto_micro_batch does not work {words}. Else leave --auto_micro_batch out.")
 
     def run(self, one_pass: Callable[[], float], loader: Any) -> float:
         """Make a pass; after each step that was too large, make what is left of it, in smaller micro-batches.

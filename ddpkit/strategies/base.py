@@ -15,6 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpkit.base import is_sharded, local_part, unwrap
+from ddpkit.compat import without_weak_references
 from ddpkit.device import widest_float
 from ddpkit.distributed import start_sum
 from ddpkit.errors import ConfigError
@@ -32,7 +33,7 @@ NO_VALUES = (
     "parameters and buffers of its own and none of the parts inside, as torch's layers have it; or build the module "
     "without torch.device('meta')."
 )
-UNSET = 255  # in every byte: NaN as a number
+UNSET = 0xA5  # in every byte: nothing that anybody sets all numbers of a tensor to
 
 
 class WholeState(NamedTuple):
@@ -255,7 +256,9 @@ def refuse_with(chosen: str, options: RunOptions, reasons: Mapping[str, str]) ->
     """
     for key, why in reasons.items():
         if is_given(options, key):
-            name = key.partition("=")[0]
+            name, _, value = key.partition("=")
+            if value == "None":
+                raise ConfigError(f"{chosen} needs --{name}: {why}.")
             raise ConfigError(
                 f"{chosen} does not work with {name}={options[name]}: {why}. Change one, or leave it out."
             )
@@ -343,7 +346,8 @@ def _reset(name: str, part: nn.Module, empty: Mapping[str, torch.Tensor]) -> Non
         _bytes_of(values).fill_(UNSET)
         values = nn.Parameter(values, one.requires_grad) if isinstance(one, nn.Parameter) else values
         vars(values).update(vars(one))  # marks of the recipe's own
-        torch.utils.swap_tensors(one, values)  # type: ignore[no-untyped-call]
+        with without_weak_references(part):
+            torch.utils.swap_tensors(one, values)  # type: ignore[no-untyped-call]
     reset()
     left = [key for key in empty if getattr(part, key).numel() and (_bytes_of(getattr(part, key)) == UNSET).all()]
     if left:

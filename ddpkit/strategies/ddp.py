@@ -51,9 +51,10 @@ logger = get_logger(__name__)
 APART = 1e-9  # relative difference of the sums of absolute weights, in float64: below it is rounding
 ORDER_MATTERS_ABOVE = 2  # ranks: a sum of two numbers is the same either way
 UNUSED = (
-    "modules[{!r}] has parameters that this optimizer step did not use: {}. DDP waits for the gradient of each before "
-    "it averages. Return all tensors that the loss is made of from forward(). Where steps differ in what they use, "
-    "give --find_unused_parameters instead of --static_graph; freeze what no step uses (requires_grad_(False))."
+    "modules[{!r}] has parameters that the last batch of this optimizer step did not use: {}. DDP waits for the "
+    "gradient of each before it averages. Return all tensors that the loss is made of from forward(). Where steps differ "
+    "in what they use, give --find_unused_parameters, and not --static_graph; freeze what no step uses "
+    "(requires_grad_(False))."
 )
 
 
@@ -202,7 +203,8 @@ class WrappedDDP(AttributeForwarding, DistributedDataParallel):
             if waits_for_gradients(self):
                 named = self.module.named_parameters()
                 unused = [name for name, one in named if one.requires_grad and one.grad is None]
-                raise ConfigError(UNUSED.format(self.gradient_reduction.entry, ", ".join(unused)))
+                words = ", ".join(unused) or "some that an earlier batch used"
+                raise ConfigError(UNUSED.format(self.gradient_reduction.entry, words))
             return
         parameters = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]

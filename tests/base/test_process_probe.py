@@ -36,3 +36,8 @@ def test_a_zombie_has_ended(start):
     process = start("true")
     started = born(process)
     assert wait_until(lambda: has_ended(process.pid, started), 5), "nobody has asked for its exit code yet"
+
+
+def test_of_a_process_whose_start_nobody_knows_nothing_is_said():
+    """Without ``/proc``, or with that of another namespace."""
+    assert not has_ended(999_999_999, 0)

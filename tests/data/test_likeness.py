@@ -154,3 +154,9 @@ def test_what_differs_each_time_it_is_read_is_not_compared():
     ranks = [[sketch(torch.randint(9, (20,)).byte()) for _ in range(3)] for _ in range(2)]
     assert judge(ranks)[1]
     assert not judge(ranks, noise={""})[1]
+
+
+def test_floats_that_are_the_same_each_time_are_no_noise():
+    ranks = [[sketch((torch.full((3,), 5.0 * rank), k)) for k in range(3)] for rank in range(2)]
+    assert not judge(ranks)[1]
+    assert judge(ranks, noise=set())[1]

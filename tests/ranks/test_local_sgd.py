@@ -445,7 +445,7 @@ def test_an_entry_that_some_ranks_do_not_use_is_told_before_numbers_are_sent(ran
 
 PERIOD = {"local_sgd_period": 4}
 CONTRADICTIONS = [
-    ({**LOCAL}, "ddp_comm_hook=post_local_sgd does not work with local_sgd_period=None: it needs"),
+    ({**LOCAL}, "ddp_comm_hook=post_local_sgd needs --local_sgd_period: it needs"),
     ({**LOCAL, "local_sgd_period": 0}, "local_sgd_period"),
     ({**LOCAL, **PERIOD, "local_sgd_start": -1}, "local_sgd_start"),
     *(

@@ -404,3 +404,15 @@ def test_a_metric_of_divided_and_undivided_stages_is_refused(ranks):
     for outcome in ranks.outcomes(count_while_training, 7, False, False, world_size=2):
         assert outcome.error_type == "ConfigError"
         assert "this Sum has counted in stages whose data is divided" in outcome.error
+
+
+def of_a_copy():
+    metric = copy.deepcopy(Reduced(TorchMetric()))
+    begin_stage(divided=True)
+    metric.update(torch.tensor([1.0 + 2 * dist.get_rank()]))
+    return float(metric.compute()[0])
+
+
+def test_a_copy_of_a_reduced_metric_is_of_all_ranks(ranks):
+    """As where one is copied for each stage."""
+    assert ranks.run(of_a_copy, world_size=2) == [4.0, 4.0]

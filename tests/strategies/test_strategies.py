@@ -658,3 +658,25 @@ def test_options_of_fsdp_that_wait_for_it_are_not(caplog):
     choose_strategy(RunOptions(device="cpu", strategy="fsdp", fsdp_blocks=["Block"]))
     choose_strategy(RunOptions(**RunOptions(device="cpu").as_dict()))
     assert "Without effect" not in caplog.text
+
+
+class Labels(nn.Module):
+    """What is left out is -1."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("labels", torch.empty(4, dtype=torch.long))
+
+    def reset_parameters(self):
+        self.labels.fill_(-1)
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_layers_on_the_meta_device_get_values(kind):
+    layer = kind(2, 3, num_layers=2, device="meta")
+    weight = layer.weight_ih_l0
+    modules = modules_on_device({"net": layer, "labels": made_on_meta(Labels)}, "cpu")
+    assert layer.weight_ih_l0 is weight
+    modules.net(torch.ones(1, 4, 2))[0].sum().backward()
+    assert weight.grad.abs().sum() > 0
+    assert modules.labels.labels.tolist() == [-1] * 4

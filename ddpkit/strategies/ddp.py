@@ -52,8 +52,8 @@ APART = 1e-9  # relative difference of the sums of absolute weights, in float64:
 ORDER_MATTERS_ABOVE = 2  # ranks: a sum of two numbers is the same either way
 UNUSED = (
     "modules[{!r}] has parameters that the last batch of this optimizer step did not use: {}. DDP waits for the "
-    "gradient of each before it averages. Return all tensors that the loss is made of from forward(). Where steps differ "
-    "in what they use, give --find_unused_parameters, and not --static_graph; freeze what no step uses "
+    "gradient of each before it averages. Return all tensors that the loss is made of from forward(). Where steps "
+    "differ in what they use, give --find_unused_parameters, and not --static_graph; freeze what no step uses "
     "(requires_grad_(False))."
 )
 

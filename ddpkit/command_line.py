@@ -283,7 +283,8 @@ def _check_overrides(overrides: Mapping[str, str | None], nodes: Mapping[str, No
     """Refuse overrides that match nothing, with the names that come close."""
     for key in overrides:
         if key not in nodes:
-            close = difflib.get_close_matches(key, [*nodes, *(option.name for option in OPTIONS if option.group)])
+            longer = [name for name in nodes if key in name]  # of the recipe's own keys
+            close = longer or difflib.get_close_matches(key, [*nodes, *(one.name for one in OPTIONS if one.group)])
             meant = f"; did you mean --{' or --'.join(close)}?" if close else "."
             raise ConfigError(
                 f"--{key} is neither a run option nor a key of {param_file!r}{meant} Correct the name, or add the key "

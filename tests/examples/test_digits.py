@@ -155,7 +155,7 @@ def test_a_wrong_flag_ends_with_what_may_have_been_meant(tmp_path):
     run = Run(python(*COMMAND, "--epochs=3"), tmp_path, warm=True).wait(30)
     assert run.code == 2
     assert "--epochs is neither a run option nor a key of 'hparams.yaml'" in run.tail(2)
-    assert "did you mean the key 'number_of_epochs'" in run.tail(2)
+    assert "did you mean --number_of_epochs?" in run.tail(2)
     assert not run.out
 
 

@@ -1051,7 +1051,6 @@ def test_an_exception_that_one_rank_catches_ends_all_of_them(ranks):
     outcomes = ranks.outcomes(caught_on_one_rank, world_size=2)
     assert [outcome.ok for outcome in outcomes] == [False, False]
     assert outcomes[1].error_type == "RankFailedError"
-    assert "an exception ended fit or evaluate on rank 1 alone" in outcomes[1].error
 
 
 def caught_on_all_ranks():

@@ -599,15 +599,17 @@ def _plan_in(batch_sampler: Any, sampler: Any) -> PlannedBatchSampler | DealtBat
     return source if isinstance(source, (PlannedBatchSampler, DealtBatchSampler)) else None
 
 
-def first_samples(loader: Any, number: int = 1) -> list[Sketch] | None:
+def first_samples(loader: Any, number: int = 1, readings: int = 1) -> list[Sketch] | None:
     """Sketch the first samples of a sharded dataset, for a comparison with the other ranks.
 
     Args:
         loader: any.
         number: of samples, beginning with sample 0 and going on over the whole set.
+        readings: how many times they are read, all in one process: with workers, each process that starts has a copy
+            of the dataset and its generators, and would draw the same noise.
 
     Returns:
-        Sketches of them; None where the loader has no such dataset, or they cannot be loaded.
+        Sketches of them, reading after reading; None where the loader has no such dataset, or they cannot be loaded.
 
     Ranks: local.
 
@@ -622,7 +624,7 @@ def first_samples(loader: Any, number: int = 1) -> list[Sketch] | None:
         return None
     try:
         indices = sorted({place * len(dataset) // number for place in range(number)})
-        return load_keyed(loader, indices, sketch, plan.seed)
+        return load_keyed(loader, indices * readings, sketch, plan.seed)
     except Exception:  # what is wrong with it comes up where it is needed; perhaps it never is
         logger.debug("Sample 0 of %s cannot be loaded.", type(dataset).__name__, exc_info=True)
         return None

@@ -139,7 +139,8 @@ def require_alike(first: FirstItems | None, read: Callable[[], list[Sketch] | No
 
     Args:
         first: this rank's first items; None if unknown.
-        read: returns the items that decide, or None if they cannot be read. Called, twice, only if the first differ.
+        read: returns the items that decide, read twice, one reading after the other; None if they cannot be read.
+            Called only if the first differ.
         words: what differs, and what to do, for the message.
         site: names the comparison.
 
@@ -149,17 +150,17 @@ def require_alike(first: FirstItems | None, read: Callable[[], list[Sketch] | No
     Ranks: collective (over the store).
 
     Example:
-        >>> require_alike(((1, 0), [sketch(3)]), lambda: [sketch(3)], "the data", "example")
+        >>> require_alike(((1, 0), [sketch(3)]), lambda: [sketch(3)] * 2, "the data", "example")
     """
     digest = None if first is None else hashlib.blake2b(repr(first).encode(), digest_size=16).hexdigest()
     digests = exchange(digest, site)
     if None in digests or len(set(digests)) == 1 or first is None:
         return
-    own, again = read(), read()
-    own = None if again is None else own
-    pairs = zip(own or (), again or (), strict=False)
+    both = read()
+    own, again = ([], []) if both is None else (both[: len(both) // 2], both[len(both) // 2 :])
+    pairs = zip(own, again, strict=True)
     noise = {place for one, two in pairs for place in {**one, **two} if not _alike(one.get(place), two.get(place))}
-    places, firsts, more, noises = zip(*exchange((*first, own, noise), f"{site}, in detail"), strict=True)
+    places, firsts, more, noises = zip(*exchange((*first, both and own, noise), f"{site}, in detail"), strict=True)
     if len(set(places)) > 1:
         return
     difference, is_certain = judge(firsts) if None in more else judge(more, set().union(*noises))

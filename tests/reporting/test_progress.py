@@ -32,11 +32,13 @@ def terminal(request, monkeypatch):
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, request.param, 0, 0))
     stream = os.fdopen(slave, "w", encoding="utf-8", buffering=1)
     monkeypatch.setattr("ddpkit.reporting.stage_report.sys", SimpleNamespace(stderr=stream))  # pytest has its own
+    poll = select.poll()  # select.select takes no descriptor above 1023
+    poll.register(master, select.POLLIN)
 
     def read():
         stream.flush()
         text = b""
-        while select.select([master], [], [], 0.05)[0]:
+        while poll.poll(50):
             text += os.read(master, 65536)
         return text.decode()
 

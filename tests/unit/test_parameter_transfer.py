@@ -175,7 +175,7 @@ def test_a_file_with_none_of_the_parameters_is_refused(tmp_path, held, names):
 @pytest.mark.parametrize("content", [b"", b"hello", b"<html>404</html>"])
 def test_a_file_of_something_else_is_told_in_words(tmp_path, content):
     (tmp_path / "m.ckpt").write_bytes(content)
-    with pytest.raises(CheckpointError, match="m.ckpt: it is damaged, or was not written by torch.save, or would run"):
+    with pytest.raises(CheckpointError, match="m.ckpt: it is damaged, or was not written by torch.save."):
         Pretrainer(loadables={"m": nn.Linear(2, 1)}, paths={"m": tmp_path / "m.ckpt"}).load_collected()
 
 

@@ -281,11 +281,14 @@ def _serve(connection: Connection, path: list[str], environment: dict[str, str],
         except EOFError:
             return
         outcome = _outcome(function, args, environment, init=init)
+        # DDP goes before its group: as the last to hold it, it would wait for gloo's thread and keep the interpreter,
+        # which that thread may need to drop a gradient's context (https://github.com/pytorch/pytorch/issues/56297).
+        gc.collect()
         if not _destroy_group() or outcome.is_spent:
             connection.send(dataclasses.replace(outcome, is_spent=True))
             os._exit(1)
-        # What is left of models holds process groups: other ranks may wait at their connections; and a loader's worker
-        # that is forked later must not be the one that collects them, without the threads that they had.
+        # What else held a group: other ranks may wait at its connections; and a loader's worker that is forked later
+        # must not be the one that collects it, without the threads that it had.
         gc.collect()
         connection.send(outcome)
 

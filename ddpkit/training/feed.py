@@ -855,11 +855,13 @@ class PassedThrough:
         ['A', 'B']
     """
 
+    num_workers = 0  # of its own: without it every pass would be prepared for a fork
+
     def __init__(self, loader: Iterable[Any], through: Callable[[Iterator[Any]], Iterator[Any]]) -> None:
         self.loader, self.through = loader, through
 
     def __iter__(self) -> Iterator[Any]:
-        return self.through(iter(self.loader))
+        return self.through(start_loading(self.loader))
 
 
 def first_of(loader: Iterable[Any], number: int | None) -> PassedThrough:

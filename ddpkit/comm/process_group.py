@@ -20,6 +20,7 @@ import os
 import socket
 import threading
 import time
+import weakref
 from concurrent.futures import Future, TimeoutError as FutureTimeoutError
 from datetime import timedelta
 from types import SimpleNamespace
@@ -49,7 +50,7 @@ from ddpkit.launch import LOOPBACK, find_launch
 from ddpkit.logger import get_logger
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from ddpkit.launch import LaunchInfo
 
@@ -259,17 +260,20 @@ def _attend(*, hosts_store: bool, destroy: bool) -> None:
     runtime.is_attended, runtime.hosts_store = True, hosts_store
     watch_uncaught(runtime.report)
     POSITION.waits_for_device = "nccl" in dist.get_backend()
-    at_exit(functools.partial(_leave, runtime, destroy=destroy))
+    # Groups before the current one are over: their connections close, but for a store that others may still ask.
+    kept: Callable[[], Runtime | None] = (lambda: runtime) if hosts_store else weakref.ref(runtime)
+    at_exit(functools.partial(_leave, kept, destroy=destroy))
 
 
-def _leave(runtime: Runtime, *, destroy: bool) -> None:
+def _leave(kept: Callable[[], Runtime | None], *, destroy: bool) -> None:
     """Depart at exit, also where the script has destroyed the group itself: else this rank would be missed, and sought.
 
     Args:
-        runtime: of the group.
+        kept: returns the group's runtime, if that is still there.
         destroy: whether it was started by :func:`init_group`, and is to be destroyed.
     """
-    if runtime.report.is_forked or runtime.has_left:
+    runtime = kept()
+    if runtime is None or runtime.report.is_forked or runtime.has_left:
         return
     runtime.has_left = True
     has_group = is_distributed_initialized() and get_runtime() is runtime

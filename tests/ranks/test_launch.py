@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import socket
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from ddpkit.comm import process_group, shorten_timeout
 from ddpkit.distributed import control_group, ddp_init_group
 from ddpkit.errors import ConfigError, LaunchError
+from tests.contract.recipes import Regression, make
 from tests.launching import Run, free_port, python, soon, start_by_hand, wait_until
 
 SCRIPT = """
@@ -323,3 +325,15 @@ def test_a_rank_that_is_lost_while_the_group_is_made_ends_the_others(tmp_path, h
     assert lost.wait().code != 0
     assert first.code == 1
     assert reason in first.tail(1), first.err
+
+
+def sockets_after_a_brain():
+    make(Regression, device="cpu")
+    gc.collect()
+    links = [one.readlink() for one in Path("/proc/self/fd").iterdir() if one.is_symlink()]
+    return sum(str(one).startswith("socket:") for one in links)
+
+
+def test_a_process_group_that_another_replaces_leaves_no_connection(ranks):
+    counts = [ranks.run(sockets_after_a_brain, world_size=2)[1] for _ in range(8)]
+    assert max(counts[4:]) < counts[0] + 4

@@ -1,4 +1,4 @@
-"""The watch and its heartbeat, with a clock that the test moves and a store in memory: who is named, and who ends."""
+"""The watchdog and its heartbeat, with a simulated clock and a store in memory: who is named, and who ends."""
 
 from __future__ import annotations
 

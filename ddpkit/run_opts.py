@@ -744,8 +744,8 @@ def _start_ranks(nproc: str, line: CommandLine, arg_list: Sequence[str] | None) 
     """Become torch's launcher, which starts the script again as several ranks."""
     if arg_list is not None and list(arg_list) != sys.argv[1:]:
         raise ConfigError(
-            f"nproc={nproc!r} starts the running script again with its own command line, and the one that was given to "
-            "parse_arguments is another. Leave --nproc out, and start the script with torchrun."
+            f"nproc={nproc!r} restarts the script with sys.argv, but parse_arguments was given other arguments. Leave "
+            "--nproc out, and start the script with torchrun."
         )
     become_torchrun(nproc, line.given.get("device", line.in_yaml.get("device")))
 

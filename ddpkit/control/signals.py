@@ -68,7 +68,7 @@ class _Listeners:
 
 
 def _forget() -> None:
-    """Let signals do to a process that was forked what they would have done to this one without ddpkit."""
+    """Restore the original signal handlers in a forked child."""
     if _Listeners.pipe >= 0:
         _Listeners.pipe = -1
         signal.set_wakeup_fd(-1)
@@ -107,7 +107,7 @@ def _end_at_second(reader: int) -> None:
 
 
 def _is_second(number: int) -> bool:
-    """Say whether a signal that ends a process, and is not the script's own, is not the first, nor its echo."""
+    """Return whether this is a second stop signal: handled by ddpkit, more than REPEAT_SECONDS after the first."""
     is_heard = number in _Listeners.before and any(number in one.stopping for one in _Listeners.active)
     if not is_heard or signal.Signals(number).name not in _ENDING:
         return False
@@ -413,20 +413,20 @@ def ignored_signals() -> set[signal.Signals]:
 
 
 def _kill_workers_at_exit() -> None:
-    """Have workers killed that are still there when this process ends: Python would wait for them without end."""
+    """Kill leftover workers at exit; Python would wait for them forever."""
     if _Here.process != os.getpid():
         _Here.process = os.getpid()
         at_exit(kill_workers)  # before multiprocessing sends them a SIGTERM, which they do not hear
 
 
 def at_exit(call: Callable[[], object]) -> None:
-    """Have something done when this process ends, and before ``multiprocessing`` waits for its children.
+    """Register a function to run at exit, before ``multiprocessing`` waits for its children.
 
     A process that ``multiprocessing`` has forked ends without ``atexit``; one that it has spawned waits for its
     children before that.
 
     Args:
-        call: must bear to be called twice.
+        call: must be idempotent; it may be called twice.
 
     Ranks: local.
 

@@ -397,8 +397,8 @@ def stream_loader(dataset: Any, sharding: Sharding, options: dict[str, Any]) -> 
     number = sharding.world_size * max(workers, 1)
     if number > 1 and not shard.divides_itself:
         logger.info(
-            "%s is dealt out by counting: %d processes (ranks x loader workers) read all of it. A method "
-            "shard(num_shards, index), and so many num_shards, would let each read its own part.",
+            "%s is dealt out by counting: %d processes (ranks x loader workers) read all of it. Give the stream "
+            "shard() and at least that many num_shards, so that each process reads only its part.",
             *(name, number),
         )
     return StreamLoader(shard, worker_key(sharding), **options)

@@ -198,7 +198,7 @@ class RankState:
         self._seed(epoch, self.progress.began_at)
 
     def end_streams(self) -> None:
-        """Leave the random streams as any run leaves them at this step, whether it was stopped before or not."""
+        """Set the random streams to fixed values at the end of ``fit``, equal in a resumed and an uninterrupted run."""
         self._seed(0, self.progress.optimizer_step)
 
     def _seed_anew(self) -> None:

@@ -52,7 +52,7 @@ APART = (
     "its own. Give --ckpt_interval_steps or --ckpt_interval_minutes, which wait for the next average, or save in "
     "on_stage_end."
 )
-OTHER_ROWS = " A batch norm now takes its statistics over other samples at a time: the numbers are others{}."
+OTHER_ROWS = " BatchNorm statistics are now computed over batches of another size, so the results differ{}."
 NOTHING_SAVED = (
     "A checkpointer was given and fit has saved nothing: unless the script saves after it, the training is lost. Call "
     "self.checkpointer.save_and_keep_only() in on_stage_end, or give --ckpt_interval_minutes."
@@ -112,8 +112,8 @@ class CheckpointPolicy:
             checkpointer.checkpoints_dir = Path(folder)
             if not get_rank():
                 weakref.finalize(checkpointer, shutil.rmtree, folder, ignore_errors=True)
-        self._require_free("brain", "the place of the training")
-        self._require_free(RANKS, "what the Brain saves of every rank")
+        self._require_free("brain", "the training position")
+        self._require_free(RANKS, "the state of each rank")
         if scaler.is_enabled():
             self._require_free("scaler", f"the gradient scaler of precision={self.options.precision!r}")
             checkpointer.add_recoverable("scaler", scaler, optional_load=True)
@@ -156,7 +156,7 @@ class CheckpointPolicy:
                 "each Brain its own Checkpointer. To evaluate what another trained, give it one on the same folder."
             )
         raise ConfigError(
-            f"a recoverable of the recipe ({type(other).__name__}) is named {name!r}, as {what} is: rename it."
+            f"the recoverable name {name!r} is reserved for {what}; rename your {type(other).__name__}."
         )
 
     def _recoverables(self) -> Mapping[str, Any]:
@@ -196,7 +196,7 @@ class CheckpointPolicy:
                 self._release()
 
     def _end_call(self) -> None:
-        """Leave this call of ``fit`` as any run leaves it that has come here, whether it was stopped before or not."""
+        """End a call of ``fit``: random streams and counts are equal in a resumed and an uninterrupted run."""
         self.rank_state.end_streams()
         calls = self.run_state.calls
         calls.finished[calls.number] = self.progress.optimizer_step

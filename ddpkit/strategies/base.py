@@ -37,7 +37,7 @@ UNSET = 0xA5  # in every byte: nothing that anybody sets all numbers of a tensor
 
 
 class WholeState(NamedTuple):
-    """Stands in a save for what is divided over the ranks.
+    """Placeholder that is saved instead of a sharded object: its full state.
 
     Ranks: local.
     """
@@ -45,7 +45,7 @@ class WholeState(NamedTuple):
     state: dict[str, Any]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what its own would be, had it not been divided."""
+        """Return the full, unsharded state."""
         return self.state
 
 

@@ -78,7 +78,7 @@ UNEVEN = (
 
 
 def require_equal_groups(refusal: str, name: str, optimizer: Optimizer) -> None:
-    """Refuse an optimizer whose groups hold other numbers on other ranks, as if it noted some over its parameters.
+    """Raise if an optimizer's parameter groups hold different numbers on different ranks.
 
     Args:
         refusal: words with three places: for the name, the class and the reason.
@@ -86,7 +86,7 @@ def require_equal_groups(refusal: str, name: str, optimizer: Optimizer) -> None:
         optimizer: has made a step on every rank.
 
     Raises:
-        ConfigError: so it is. On every rank.
+        ConfigError: the numbers of two ranks differ. On every rank.
 
     Ranks: collective.
     """
@@ -207,7 +207,7 @@ class DividedOptimizer:
     # ------------------------------------------------------------------ checkpoints
 
     def _own_part(self, _: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        """Leave of a state that is loaded what this rank owns, before it takes any memory of the device."""
+        """Keep only this rank's part of a loaded state, before it is copied to the device."""
         numbers = itertools.chain.from_iterable(group["params"] for group in state["param_groups"])
         by_number = dict(zip(numbers, self._parameters(), strict=False))
         own = {key: value for key, value in state["state"].items() if self._is_mine(by_number.get(key))}

@@ -301,12 +301,12 @@ def wait_outside(folder, rank, what, near="2", limit=3.0, before=""):
     ("near", "what", "limit", "says"),
     [
         ("2", KILL, 1800.0, "disappeared: it was killed, or has crashed"),
-        ("1", KILL, 1800.0, r"disappeared: it has told nothing for \d+ s: it was killed, or its machine is gone"),
+        ("1", KILL, 1800.0, r"disappeared: it sent no heartbeat for \d+ s: it was killed, or its machine is down"),
         pytest.param(
             "1",
             STOP,
             3.0,
-            r"has told nothing for \d+ s \(--hang_timeout=3\): it was killed or stopped",
+            r"sent no heartbeat for \d+ s \(--hang_timeout=3\): it was killed or stopped",
             marks=pytest.mark.slow,
         ),
     ],
@@ -337,7 +337,7 @@ def test_f4_a_rank_that_is_killed_while_the_group_is_made_is_named(tmp_path, cal
     main.wait(30)
     assert soon(began, 6)
     assert (main.code, other.code) == (1, -9), other.err
-    assert re.search(r"rank 1\b.* disappeared: it has told nothing for \d s: it was killed", main.tail(1)), main.err
+    assert re.search(r"rank 1\b.* disappeared: it sent no heartbeat for \d s: it was killed", main.tail(1)), main.err
 
 
 @pytest.mark.parametrize("rank", [0, 1])

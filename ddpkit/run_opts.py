@@ -168,7 +168,7 @@ def parse_duration(text: str) -> float:
         Seconds.
 
     Raises:
-        ConfigError: it is none, or not above 0.
+        ConfigError: the text is not a length of time, or not above 0.
 
     Ranks: local.
 
@@ -606,7 +606,7 @@ def _warn_of_misspelt(names: Iterable[str]) -> None:
 
 
 def _merged(run_opts: RunOptions, from_yaml: Mapping[str, Any], info: LaunchInfo) -> RunOptions:
-    """Bring the sources together, and find out what nobody gave."""
+    """Merge the sources, and choose the values that none of them gives."""
     from_yaml = {name: RUN_OPTIONS[name].coerce(value, IN_YAML) for name, value in from_yaml.items()}
     given = {name: value for name, value in run_opts.items() if name in run_opts.overridden_args}
     for source in (from_yaml, given):

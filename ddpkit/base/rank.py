@@ -727,7 +727,7 @@ def text_and_line(error: BaseException) -> tuple[str, str]:
 
 
 class FailureReport:
-    """What the ranks of a process group tell each other when they end; kept in its store.
+    """Failures and normal exits of the ranks of a process group, kept in its store.
 
     Args:
         store: of the process group.
@@ -739,7 +739,7 @@ class FailureReport:
             attempt to reach it at length.
         process: the rank's own; one that it forks inherits the report, and must not use it.
         awaited: the rank that this one waits for, outside of collectives; None: none.
-        find_reason: looks for the rank behind a lost connection, if none has told of itself; may wait a little.
+        find_reason: looks for the rank behind a lost connection, if none has reported itself; may wait a little.
 
     Ranks: local; only :meth:`await_departures` waits for others.
 
@@ -782,7 +782,7 @@ class FailureReport:
         return self._asked(note, otherwise=False)
 
     def first_failure(self) -> Reason | None:
-        """Return what another rank has noted, in this call of ``fit`` or ``evaluate`` or for good; or None."""
+        """Return the first failure of another rank, in this call of ``fit`` or ``evaluate`` or final; or None."""
 
         def find(store: Store) -> Reason | None:
             for session in (None, POSITION.session):
@@ -800,12 +800,12 @@ class FailureReport:
         return self._asked(lambda store: store.add(f"ddpkit/first/{what}", 1) == 1, otherwise=False)
 
     def depart(self, rank: int | None = None) -> None:
-        """Note that nothing more will come from this rank, or from one that can not say so itself."""
+        """Mark this rank as departed, or another one that cannot do so itself."""
         key = _departed_key(self.rank if rank is None else rank)
         self._asked(lambda store: store.set(key, "1"), otherwise=None)
 
     def has_departed(self, rank: int) -> bool:
-        """Say whether nothing more will come from a rank; raise if the store has gone."""
+        """Return whether a rank has departed; raise if the store is gone."""
         return bool(self.store.check([_departed_key(rank)]))
 
     def departed(self) -> list[int]:
@@ -849,7 +849,7 @@ PROCESS = _Process()
 
 
 def is_second_hand(error: BaseException) -> bool:
-    """Say whether an exception only tells that another rank has failed.
+    """Return whether an exception only reports another rank's failure.
 
     Ranks: local.
 

@@ -174,7 +174,7 @@ class SignalListener:
         unlike = [one.name for one in self.stopping if one.name not in CAUSES]
         if unlike:
             possible = ", ".join(CAUSES[:-1])
-            raise ConfigError(f"stop_signals names {unlike}. A run can be stopped by {possible}; name some of those.")
+            raise ConfigError(f"stop_signals names {unlike}. A run can be stopped by {possible}; choose from these.")
         self.stop_signal = 0
         self.save_wanted = False
 
@@ -524,13 +524,13 @@ def _do_nothing(*_signal_and_frame: Any) -> None:
 
 
 def _restore_signals() -> None:
-    """Have a process that a worker forks for itself be ended as any other."""
+    """Restore default signal handling in a process that a worker forks."""
     for number in ignored_signals():
         signal.signal(number, signal.SIG_DFL)
 
 
 def _dump_signal() -> set[int]:
-    """Return the signal at which a worker writes where it is; none outside of Linux."""
+    """Return the signal that makes a worker write its stack; none outside of Linux."""
     return set() if sys.platform != "linux" else {int(signal.SIGRTMIN) + 5}
 
 
@@ -541,7 +541,7 @@ def _own_workers() -> list[Any]:
 
 
 def show_workers() -> None:
-    """Have the workers of this process's loaders write to stderr where they are, and wait a moment for it.
+    """Make this process's loader workers write their stacks to stderr; wait briefly for them.
 
     Ranks: local.
 

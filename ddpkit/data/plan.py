@@ -246,7 +246,7 @@ def require_positive(name: str, value: Any, reason: str) -> None:
         reason: why, for the message.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: the value is not a whole number, or is below 1.
 
     Ranks: local.
 
@@ -646,7 +646,7 @@ def count_repeats(indices: Iterable[Any], seen: dict[int, int]) -> list[int]:
 
 
 def index_number(index: Any) -> int:
-    """Return an index as a number; one that is none, such as a tuple, by its ``repr``.
+    """Return an index as a number; any other value, such as a tuple, by its ``repr``.
 
     Args:
         index: what a sampler yields for one sample.

@@ -1,4 +1,4 @@
-"""When a run saves, what it goes on from, and when and why it stops: on all ranks, between two optimizer steps.
+"""When a run saves, what it resumes from, and when and why it stops: on all ranks, between two optimizer steps.
 
 The part of a run that registers with the Checkpointer and saves. A run that stops leaves a checkpoint and a note:
 torchrun turns every exit code into 1, so a script that decides whether to start the run again reads the note.
@@ -129,12 +129,12 @@ class CheckpointPolicy:
         self._hand_on_options(checkpointer)
 
     def add(self, name: str, recoverable: Any) -> None:
-        """Have something of the run saved, if there is a checkpointer."""
+        """Register an object of the run with the checkpointer, if there is one."""
         if self.checkpointer is not None:
             self.checkpointer.add_recoverable(name, recoverable)
 
     def add_schedule(self, schedule: Any, before: Any) -> None:
-        """Have the schedule of ``scheduler_class`` saved.
+        """Register the schedule of ``scheduler_class`` with the checkpointer.
 
         Args:
             schedule: the schedule.
@@ -301,7 +301,7 @@ class CheckpointPolicy:
             self.checkpointer.load_checkpoint(checkpoint_work_on_main(read_checkpoint, calls.later[0]))
 
     def is_done_before(self, train_loader: Any) -> bool:
-        """Say whether nothing is left to do in this call of ``fit``, because the checkpoint was made in a later one.
+        """Return whether this call of ``fit`` is done, because the checkpoint is from a later call.
 
         Args:
             train_loader: of this call.
@@ -540,7 +540,7 @@ class StopControl:
         return longest_wait(self._options.distributed_timeout_minutes, self._options.hang_timeout)
 
     def cause(self) -> str:
-        """Return what has asked this rank to stop, one of :data:`ddpkit.control.signals.CAUSES`, or nothing."""
+        """Return why this rank was asked to stop, one of :data:`ddpkit.control.signals.CAUSES`; empty if it was not."""
         if self.signals.stop_signal:
             return signal.Signals(self.signals.stop_signal).name
         over = self._seconds_allowed is not None and seconds_since_start() > self._seconds_allowed

@@ -23,7 +23,7 @@ NOT_WITH: dict[str, dict[str, str]] = {  # options that are given together -> ot
     "ddp_comm_hook=powersgd": {
         **_ROUNDED,
         "find_unused_parameters": "it compresses every gradient in every step",
-        "static_graph": "DDP makes its buckets anew too late",
+        "static_graph": "DDP rebuilds its buckets too late",
         "precision=fp16": "what is left over of a step would have its scale",
         "skip_nonfinite_grads": "what is not finite would stay in what is left over",
     },
@@ -129,7 +129,7 @@ def make_strategy(device: str) -> Strategy:
 
 
 def _warn_of_unused(options: RunOptions) -> None:
-    """Warn of options that were given without the one that they need. In the YAML they may wait for it."""
+    """Warn of options without effect because a required option is missing. In the YAML they may stand unused."""
     for needed in dict.fromkeys(filter(None, (row.needs for row in RUN_OPTIONS.values()))):
         own = [name for name, row in RUN_OPTIONS.items() if row.needs == needed and options[name] != row.default]
         if not (any(is_given(options, word) for word in needed.split()) or options.overridden_args.isdisjoint(own)):

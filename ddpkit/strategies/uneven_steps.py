@@ -137,7 +137,7 @@ class DividedOptimizer:
         return self._owners.get(parameter, self._rank) == self._rank
 
     def _deal(self, parameters: list[torch.Tensor]) -> None:
-        """Give parameters that nobody owns yet to ranks, the largest first, each to the rank that has the least."""
+        """Assign unowned parameters to ranks, the largest first, each to the rank with the smallest total."""
         new = [one for one in parameters if one not in self._owners]
         for parameter in sorted(new, key=torch.Tensor.numel, reverse=True):
             owner = self._loads.index(min(self._loads))
@@ -266,7 +266,7 @@ class Zero1(DDP):
         """Divide the state of optimizers over the ranks.
 
         Raises:
-            ConfigError: one of them works on all its parameters together, or keeps its state in its own way.
+            ConfigError: an optimizer updates all its parameters together, or keeps its state in its own way.
         """
         for name, one in optimizers.items():
             kind = type(one)
@@ -328,7 +328,7 @@ class LocalSGD(DDP):
         """Note what to average.
 
         Raises:
-            ConfigError: one of them is not torch's, so that its state cannot be known.
+            ConfigError: an optimizer is not torch's, so its state is unknown.
         """
         for name, one in optimizers.items():
             if not isinstance(one, Optimizer):
@@ -345,7 +345,7 @@ class LocalSGD(DDP):
         return super().feed(feed, progress, seed)
 
     def _choose_phase(self) -> None:
-        """Have DDP average the gradients of the next step, or not."""
+        """Switch DDP's averaging of the next step's gradients on or off."""
         self.steps_alone = self._progress.optimizer_step >= self.start
         for module in self.wrapped:
             module.require_backward_grad_sync = not self.steps_alone

@@ -536,7 +536,7 @@ class Feed:
             )
 
     def _weight_of_all(self) -> Callable[[int], float]:
-        """Return what tells the weight of a batch over all ranks."""
+        """Return a function that gives the weight of a batch over all ranks."""
         if self.counts is None:
             return lambda _: self.world_size
         return self.counts.total if self.weighting == "samples" else self.counts.parts
@@ -914,7 +914,7 @@ def cuda_graph_steps(batches: Iterator[Any]) -> Iterator[Any]:
 
 
 def move_ahead(loader: Any, device: str) -> None:
-    """Have a loader's batches moved to a device one batch ahead of the batch that is worked on.
+    """Move a loader's batches to a device one batch ahead of the current one.
 
     Args:
         loader: of this rank. A stream, a loader of another kind, or one without workers is left as it is, with a
